@@ -10,7 +10,7 @@ import secrets
 import socket
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import ExitStack, asynccontextmanager, contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -176,28 +176,30 @@ class _GenerationFile:
 
     def __init__(self, *_: object) -> None:
         self._process = current()
-        self._asked: Numbers | None = None
-        self._kept: Numbers | None = None
+        self._asked: tuple[str, Numbers] | None = None
+        self._kept: tuple[str, Numbers] | None = None
 
-    def read(self) -> Numbers:
+    def read(self) -> Mapping[str, Numbers]:
         return self._process.host.numbers
 
-    def kept(self, numbers: Numbers, then: Callable[[], None]) -> bool:
-        if self._kept == numbers:
+    def kept(self, launch: str, numbers: Numbers, then: Callable[[], None]) -> bool:
+        wanted = launch, numbers
+        if self._kept == wanted:
             return True
-        if self._asked != numbers:
-            self._asked, disk = numbers, world().slow_disk
+        if self._asked != wanted:
+            self._asked, disk = wanted, world().slow_disk
             took_s = disk.choice((0.0, 0.002, 0.05, disk.uniform(0.0, 0.5), disk.uniform(0.5, 2.0)))
-            self._process.call(took_s, self._written, numbers)
-            self._process.call(min(took_s, generation_file._PATIENCE_S), self._use, numbers, then)
+            self._process.call(took_s, self._written, wanted)
+            self._process.call(min(took_s, generation_file._PATIENCE_S), self._use, wanted, then)
         return False
 
-    def _written(self, numbers: Numbers) -> None:
-        self._process.host.numbers = numbers
+    def _written(self, wanted: tuple[str, Numbers]) -> None:
+        launch, numbers = wanted
+        self._process.host.numbers[launch] = max(numbers, self._process.host.numbers.get(launch, numbers))
 
-    def _use(self, numbers: Numbers, then: Callable[[], None]) -> None:
-        if self._asked == numbers and self._kept != numbers:
-            self._kept = numbers
+    def _use(self, wanted: tuple[str, Numbers], then: Callable[[], None]) -> None:
+        if self._asked == wanted and self._kept != wanted:
+            self._kept = wanted
             then()
 
     def close(self) -> None:

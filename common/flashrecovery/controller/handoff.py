@@ -113,6 +113,7 @@ class Handoff:
         job = self._job
         if job.newcomers:
             give_up_all(job, f"node {node.name} is to leave")
+        self._coming.came_to_nothing = False
         self._resizing.put_aside()
         plan = self._plan(node)
         self._moved[node.name] = self._moved.get(node.name, 0) + 1

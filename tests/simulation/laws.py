@@ -559,6 +559,8 @@ class Laws:
             return False
         (fault,) = since
         shape = self.world.shape.replicas
+        if len(self.world.members) == 1 < self.world.size:
+            return False  # the others have left, and it alone had anything
         if shape.each > 1 and (fault.kind != "kill" or len(shape.by_replica(self.world.members)) == 1):
             return False  # what a rank has, no other one has, or they are on one node
         one = len(fault.what) == 1 if fault.kind == "kill" else self.world.shape.nodes > 1

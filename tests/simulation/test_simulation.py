@@ -262,6 +262,12 @@ def test_a_lost_job_does_not_begin_anew_because_those_who_are_left_came_last() -
     assert "start_again" not in "\n".join(outcome.trace) and "no survivor holds any state" in "\n".join(outcome.trace)
 
 
+def test_a_newcomer_that_is_given_up_while_its_set_up_log_is_asked_for() -> None:
+    """Nobody had it, and its page was gone already: the agent ended."""
+    with quiet(), simulated():
+        assert run(draw_elastic(6034)).violation is None
+
+
 @pytest.mark.parametrize("seed", [2186, 2258])
 def test_no_generation_is_used_twice_when_all_who_knew_of_it_have_lost_power(seed: int) -> None:
     """Its number is on the disk of the node that led."""

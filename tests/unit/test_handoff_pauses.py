@@ -190,3 +190,22 @@ def test_a_hand_off_that_always_fails_ends() -> None:
             assert world.step()
     assert "could not be handed over" in world.notices("node_leaves")[-1]
     assert world.run() is State.FINISHED
+
+
+class CallsWorld(HandoffWorld):
+    """Steps are a framework's own calls: nobody says how many there are."""
+
+    def _build_up(self, rank: int, command: pb.Command) -> None:
+        self.steps, known = -1, self.steps
+        super()._build_up(rank, command)
+        self.steps = known
+
+
+def test_steps_may_be_a_frameworks_own_calls() -> None:
+    world = CallsWorld()
+    for record in world.machine.job.in_order:
+        record.steps = -1
+    assert world.leave("node1") == ""
+    world.go_on(8)
+    assert world.homes()[2:] == ["spare", "spare"] and world.shut_down() == ["node1"]
+    assert world.run() is State.FINISHED

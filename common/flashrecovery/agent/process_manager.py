@@ -239,7 +239,9 @@ class ProcessManager:
         log: bytes | str | None = self._setup_logs.kept.get(process.place)
         if log is None:
             log = await self._setup_logs.fetch(keepers, process.place) or "nobody was there to keep them"
-        if isinstance(log, bytes) and not self._is_over(process):
+        if self._is_over(process):
+            return  # it has been given up meanwhile
+        if isinstance(log, bytes):
             process.page.write_setup_log(log)
         elif isinstance(log, str):
             self._foreman.refused(process, f"the results of its set-up collectives are lost: {log}")

@@ -172,7 +172,8 @@ async def until(condition: Callable[[], bool]) -> None:
     raise AssertionError("it has not come")
 
 
-def test_nobody_acts_in_a_generation_before(tmp_path: Path) -> None:
+@pytest.mark.parametrize("again", [False, True])
+def test_nobody_acts_in_a_generation_before(again: bool, tmp_path: Path) -> None:
     """Ranks are stopped and replaced while the disk is written to, but meet in no group."""
     go_on = threading.Event()
     write = generation_file.write_numbers
@@ -200,13 +201,23 @@ def test_nobody_acts_in_a_generation_before(tmp_path: Path) -> None:
                 assert job.state is State.QUIESCING and job.generation == 4
                 assert {"hold", "replace"} <= set(sent), "they do not wait"
                 job.command(0, pb.Command(regroup=pb.Regroup()))
+                if again:
+                    job.state = State.REGROUPING
                 job.notice(NoticeKind.STANDSTILL, "after it")
                 service.act()
                 service.act()
                 assert "regroup" not in sent and len(job.outbox.actions) == 2, "it waits, and what comes after it"
+                sent.clear()
+                machine.on_failure(failure(2), 0.3)
+                assert job.generation == (5 if again else 4)
+                service.act()
+                assert ("hold" in sent) is again, "what is void meanwhile holds nothing up"
                 go_on.set()
-                await until(lambda: "regroup" in sent)
-                assert numbers_in(tmp_path / "run") == {job.launch: Numbers(4)} and not job.outbox.actions
+                job.command(0, pb.Command(resume=pb.Resume()))
+                service.act()
+                await until(lambda: "resume" in sent)
+                assert ("regroup" in sent) is not again
+                assert numbers_in(tmp_path / "run") == {job.launch: Numbers(job.generation)} and not job.outbox.actions
             await service.stop()
 
     with patch.object(generation_file, "write_numbers", when_told), patch.object(generation_file, "_PATIENCE_S", 5.0):

@@ -168,6 +168,17 @@ def test_their_node_is_lost_before_they_have_their_state() -> None:
     assert world.run() is State.FINISHED
 
 
+def test_where_no_room_is_left_an_elastic_job_shrinks_then() -> None:
+    world = ComingWorld(elastic={"min": 2, "max": 4})
+    world.fails(3, "spare")
+    world.machine.job.nodes["spare"].leaving = True  # nobody else can take them
+    world.go_on(8)
+    assert world.resized() == [(4, 2, [2, 3], [])] and world.shut_down() == ["node1"]
+    said = [text for text in world.notices("node_leaves") if "is to leave" in text]
+    assert len(said) == 2, "once each time"
+    assert world.run() is State.FINISHED
+
+
 def test_old_ones_that_have_died_meanwhile_do_not_come_back() -> None:
     """Their node has ended sooner than it was to; the others have copies of what they had."""
     world = ComingWorld()

@@ -54,7 +54,7 @@ class ComingIn:
 
     def expect(self, step: int, *, taking_over: bool = False) -> None:
         """Newcomers are being built up. They come in before ``step`` (-1: before the next one)."""
-        self._step, self._taking_over, self.came_to_nothing = step, taking_over, False
+        self._step, self._taking_over = step, taking_over
         self._called_in, self._tries = -1, 0
 
     @property

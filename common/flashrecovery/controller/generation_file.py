@@ -6,9 +6,9 @@ the rest still knows, and give a generation a number that has been used. Its own
 
 The file is in the run directory that a controller holds alone, and the newest of all that are in the job's directory
 counts (an elected controller may have one of its own in ``term<n>``). Where nodes do not share the run directory each
-has its own file; the numbers of others are known there by agents then, or, where nobody is left who knows of them, by
-nobody: but then the node that had this controller is the only one that can go on (docs/nodes.md). What an earlier job
-has left in the directory, of the same name perhaps, counts for nothing: a file says of which launch it is.
+has its own file, of what has been led from it; what others have led since, only agents know there (docs/nodes.md). What
+an earlier job has left in the directory, of the same name perhaps, counts for nothing: a file says of which launch it
+is.
 
 A disk may be slow, or full. It is written to while ranks are stopped and replaced, and from there on a recovery does
 not wait for it for long: what could not be written is said once.

@@ -113,8 +113,8 @@ class Handoff:
         job = self._job
         if job.newcomers:
             give_up_all(job, f"node {node.name} is to leave")
-        self._coming.came_to_nothing = False
         self._resizing.put_aside()
+        self._coming.came_to_nothing = False
         plan = self._plan(node)
         self._moved[node.name] = self._moved.get(node.name, 0) + 1
         cause = f", because {self._causes[node.name]}" if self._causes[node.name] else ""

@@ -128,6 +128,11 @@ def test_a_disk_that_cannot_be_written_is_said_once(tmp_path: Path) -> None:
     assert used == [Numbers(1), Numbers(2)] and len(said) == 1 and "No space left on device" in said[0]
 
 
+def test_a_directory_that_has_gone_is_said_once(tmp_path: Path) -> None:
+    used, said = written(tmp_path / "gone", tmp_path, Numbers(1), Numbers(2))
+    assert used == [Numbers(1), Numbers(2)] and len(said) == 1 and "No such file" in said[0]
+
+
 def test_a_slow_disk_holds_nothing_up_for_long(tmp_path: Path) -> None:
     """A newer number is asked for meanwhile; the late answer to the older one changes nothing."""
     go_on = threading.Event()

@@ -1,5 +1,5 @@
-"""A megatron-core job on several hosts that goes on in another parallel layout, on those that are left: from its step on
-it is, bit for bit, a job that megatron-core alone has started in that layout from that step's state.
+"""A megatron-core job on several hosts that goes on in another parallel layout, on those that are left: from its step
+on it is, bit for bit, a job that megatron-core alone has started in that layout from that step's state.
 
 The hosts are network namespaces; nothing that lies in one's memory is found on another but over the network.
 """

@@ -269,7 +269,7 @@ def test_a_loss_leads_to_another_layout() -> None:
     restores = world.of("restore")
     assert sorted(rank for rank, _ in restores) == [0, 1, 2]
     assert {(c.restore.version, c.restore.stash.directory, tuple(c.restore.stash.ranks)) for _, c in restores} == {
-        (7, "2-1-7", (0, 2, 3))
+        (7, "1-1-7", (0, 2, 3))
     }
     world.sent += [command for _, command in restores]
     world.reply("restore")
@@ -286,10 +286,10 @@ def test_a_second_loss_while_the_state_is_written() -> None:
     world.kill(0)
     world.stop()
     old = world.of("stash")
-    assert {c.stash.directory for _, c in old} == {"2-1-7"}
+    assert {c.stash.directory for _, c in old} == {"1-1-7"}
     world.kill(2)
     new = world.of("stash")
-    assert {c.stash.directory for _, c in new} == {"3-2-7"} and sorted(rank for rank, _ in new) == [1, 3]
+    assert {c.stash.directory for _, c in new} == {"1-2-7"} and sorted(rank for rank, _ in new) == [1, 3]
     for rank, command in old:  # late answers to what is void
         world.machine.on_reply(pb.Reply(serial=command.serial, generation=command.generation, rank=rank), 3.0)
     assert not world.replanned()

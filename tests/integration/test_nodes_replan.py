@@ -134,10 +134,7 @@ def test_a_spare_node_takes_the_ranks_of_a_lost_one(three_hosts: Network, tmp_pa
     check_goes_on(ended, STAGES, saved, replanned(ended))
 
 
-@pytest.mark.parametrize("number", [0, 1])
-def test_a_second_node_is_lost_before_the_first_step(
-    number: int, four_hosts: Network, tmp_path: Path, saved: Saved
-) -> None:
+def test_a_second_node_is_lost_before_the_first_step(four_hosts: Network, tmp_path: Path, saved: Saved) -> None:
     """Stage by stage on hosts 0, 1 and 2, 3, each stage twice. Host 3 is lost; of what host 2 alone has a copy is kept
     nowhere. While the others come to their first step in another layout, a host with what another one has, too, is
     lost: they begin once more."""
@@ -168,12 +165,28 @@ def test_a_second_node_is_lost_with_what_nobody_else_has(
     if not checkpoints:
         (failed,) = ended.of("job_failed")
         assert ended.code != 0, ended.explain()
-        assert "was in the memory of host2, host3 alone; and there is no checkpoint" in failed["reason"], failed
+        assert "was in the memory of host2 alone; and there is no checkpoint" in failed["reason"], failed
         return
     (fallback,) = ended.of("fallback_started")
     changes = replanned(ended)
     assert ended.code == 0 and changes[-1][0] == fallback["version"] > 0, ended.explain()
     check_goes_on(ended, FOUR, saved, changes[-1:])
+
+
+@pytest.mark.parametrize("sizes", [Sizes(1, 2, 1), Sizes(1, 2, 2)], ids=str)
+def test_a_controller_that_is_started_again(sizes: Sizes, three_hosts: Network, tmp_path: Path, saved: Saved) -> None:
+    """In the layout that the job has changed to: it finds it, and has a rank there replaced that dies."""
+    job = start(three_hosts, tmp_path, PARTS, config=AUTO, step_ms=1000, alone=True)
+    job.wait_for("job_started")
+    assert command(job, sizes, 2) == ""
+    job.wait_for("recovery_finished")
+    job.kill_node(three_hosts.hosts[0])
+    job.start_controller()
+    job.wait_for_notice("taken_over")
+    job.kill_worker(three_hosts.hosts[1], 1)
+    ended = job.wait(TIMEOUT_S, of=three_hosts.hosts[1:])
+    assert ended.of("recovery_finished")[-1]["victims"] == [1], ended.explain()
+    check_goes_on(ended, PARTS, saved, [(2, sizes)])
 
 
 def test_the_node_with_the_controller(three_hosts: Network, tmp_path: Path, saved: Saved) -> None:

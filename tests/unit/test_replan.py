@@ -374,12 +374,3 @@ def test_a_job_whose_retries_run_out_fails_once() -> None:
         world.machine.on_tick(now)
     world.collect()
     assert len([event for event in world.events if isinstance(event, ev.JobFailed)]) == 1
-
-
-def test_another_controller_does_not_take_over() -> None:
-    machine = Machine(validate(RunConfig, {"nproc_per_node": 4, "replan": {"min": 1}}, "test"))
-    worker = pb.WorkerState(rank=0, pid=5, resumed=True)
-    machine.on_register(
-        pb.Register(node="n", host="h", slots=4, incarnation="i", layout="tp=1,pp=2,dp=1", workers=[worker]), 0.0
-    )
-    assert machine.job.state is State.FAILED and "another controller cannot take it over" in machine.job.failure_reason

@@ -47,6 +47,7 @@ class WorkerProcess:
         self.rank: int | None = None
         self.local_rank = 0
         self.generation = 0
+        self.attempt = 0
         self.store = ("", 0)
         self.beside = False  # it is built up beside training, and its rank is no member of the job yet
         self.ready = False

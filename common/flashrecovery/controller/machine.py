@@ -108,12 +108,6 @@ class Machine:
         if message.HasField("checkpoint"):
             self._hear_of_checkpoint(node, message.checkpoint)
         had_ranks = bool(message.workers or message.pages)
-        if message.layout and had_ranks and not self.job.launched:
-            self.job.fail(
-                f"the job has changed its parallel layout to {message.layout}: another controller cannot take it over "
-                "yet; launch it again, from its newest checkpoint"
-            )
-            return
         if had_ranks and not self.job.launched:
             self.takeover.find(node, message, now)
         elif had_ranks:

@@ -8,6 +8,7 @@ go back: the newest that any agent has seen counts.
 
 from __future__ import annotations
 
+from flashrecovery.controller.found_layout import FoundLayout
 from flashrecovery.controller.history import HistoryEntry
 from flashrecovery.controller.job_state import AGENT, JobState
 from flashrecovery.controller.nodes import NodeRecord, NodeState
@@ -32,6 +33,7 @@ class TakeOver:
         self._staffing = staffing
         self._starting = starting
         self._steps = steps
+        self._layout = FoundLayout(job)
         self._members_of = -1  # the newest generation in which a node has told who belongs to an elastic job
 
     @property
@@ -54,6 +56,12 @@ class TakeOver:
             self._job.found_since = self._job.started_at = now
         if self._job.found_at is not None:
             self._job.found_at = now
+        if self._job.config.replan is not None:
+            newest, older = self._layout.hear(message)
+            for name in [*older, *([] if newest else [node.name])]:
+                self._staffing.fence(self._job.nodes[name], "the job has changed its parallel layout since")
+            if not newest:
+                return
         self._forget_who_left(node, message)
         for worker in message.workers:
             record = self._job.ranks[worker.rank]
@@ -73,7 +81,8 @@ class TakeOver:
         self._job.generation = max(self._job.generation, message.generation)
         self._job.stride = message.stride or self._job.stride
         self._job.domains = tuple(message.domains) or self._job.domains
-        self._job.restarts = max(self._job.restarts, message.attempt)
+        if not self._job.plan:  # else it is counted with the changes
+            self._job.restarts = max(self._job.restarts, message.attempt)
         if all(r.home for r in self._job.ranks.values()):
             self._take_over(now)
 
@@ -147,6 +156,10 @@ class TakeOver:
         missing = [r.rank for r in records if r.place is Place.EMPTY]
         behind = [r.rank for r in records if r.joined_generation < self._job.generation and r.rank not in missing]
         said = f"a new controller has found {len(records) - len(missing)} of {len(records)} ranks"
+        lost = self._layout.why_lost()
+        if lost:
+            self._job.fail(lost)
+            return
         if len(missing) == len(records) and self._job.checkpoint is None:
             self._job.fail(
                 f"{said}, so nobody holds any state; start the job again, with --resume if it had checkpoints"

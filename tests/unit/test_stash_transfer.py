@@ -46,7 +46,7 @@ def with_peer(use: Callable[[str, Path], Awaitable[None]], tmp_path: Path) -> No
 
 def wanted(peer: str, *ranges: tuple[int, int], directory: str = "5-1-7", rank: int = 3) -> pb.StashWanted:
     read = pb.StashRead(directory=directory, rank=rank, starts=[s for s, _ in ranges], sizes=[n for _, n in ranges])
-    return pb.StashWanted(number=1, directory=directory, within_s=10.0, files=[pb.StashFile(peer=peer, read=read)])
+    return pb.StashWanted(number=1, within_s=10.0, files=[pb.StashFile(peer=peer, read=read)])
 
 
 def test_parts_lie_where_they_do_there(tmp_path: Path) -> None:

@@ -7,10 +7,8 @@ different things, one of which was cut off while it changed, the one with the ne
 from __future__ import annotations
 
 from flashrecovery.controller.job_state import JobState
-from flashrecovery.controller.records import Place, RankRecord
+from flashrecovery.controller.records import BUILT_UP, RankRecord
 from flashrecovery.proto import flashrecovery_pb2 as pb
-
-_ON_ITS_WAY = (Place.EMPTY, Place.STARTING)
 
 
 class FoundLayout:
@@ -37,7 +35,7 @@ class FoundLayout:
         """All have come: why their state is lost, in words; "" if it is not. As long as no rank has been let into its
         loop in the new layout, one whose script has just begun could not be told from one that has read the state."""
         job = self._job
-        if not job.plan or any(record.place not in _ON_ITS_WAY for record in job.in_order):
+        if not job.plan or any(record.place not in BUILT_UP for record in job.in_order):
             return ""
         return (
             f"the controller was lost while the job changed its parallel layout to {job.plan}: where its state is, "

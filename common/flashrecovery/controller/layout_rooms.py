@@ -13,7 +13,7 @@ from flashrecovery.controller.job_state import JobState
 from flashrecovery.controller.losses import never_replaced
 from flashrecovery.controller.nodes import NodeState
 from flashrecovery.errors import UnsupportedError
-from flashrecovery.plan.layout_places import Slot, places
+from flashrecovery.plan.layout_places import NodeSlot, places
 from flashrecovery.plan.replan import LayoutFacts, best, fixed
 from flashrecovery.plan.strategy import Strategy
 from flashrecovery.plan.transitions import State
@@ -44,7 +44,7 @@ class LayoutRooms:
         leave it."""
         return [len(locals_) for locals_ in self._now(lost).values()]
 
-    def places(self, strategy: Strategy) -> list[Slot]:
+    def places(self, strategy: Strategy) -> list[NodeSlot]:
         """Of the ranks of a layout, in order."""
         return places(strategy.tp, strategy.ranks, self._now())
 

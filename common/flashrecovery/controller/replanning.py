@@ -25,7 +25,7 @@ from flashrecovery.controller.staffing import Staffing
 from flashrecovery.controller.writers import Kept, assigned
 from flashrecovery.errors import ConfigError, JobFailedError, UnsupportedError
 from flashrecovery.kinds import NoticeKind, Ordered
-from flashrecovery.plan.layout_places import Slot, numbered, stride
+from flashrecovery.plan.layout_places import NodeSlot, numbered, stride
 from flashrecovery.plan.replan import (
     LayoutFacts,
     StayingFacts,
@@ -375,7 +375,7 @@ class Replanning:
             return None
         return replace(wanted, strategy=choice.best.strategy, why=choice.lines)
 
-    def _settle_nodes(self, slots: Sequence[Slot]) -> None:
+    def _settle_nodes(self, slots: Sequence[NodeSlot]) -> None:
         """These are the places of the ranks."""
         job, homes = self._job, {slot.node for slot in slots}
         for node in job.nodes.values():

@@ -103,8 +103,8 @@ def test_to_one_host_and_back(two_hosts: Network, tmp_path: Path, saved: Saved) 
 @pytest.mark.parametrize("state", ["stashing", "restoring", "resuming"])
 def test_a_rank_dies_while_the_layout_changes(state: str, three_hosts: Network, tmp_path: Path, saved: Saved) -> None:
     """A node is lost, and one of the other ranks before all have gone on."""
-    job = start(three_hosts, tmp_path, THREE, nnodes=3, config=never())
-    job.wait_for_step(AT)
+    job = start(three_hosts, tmp_path, THREE, "--mode", "late", nnodes=3, config=never())
+    job.wait_for_step(AT if state != "stashing" else 1)
     if state == "stashing":
         inject(job, rank=0, at=f"recovery:{state}")
     lose(job, three_hosts.hosts[2])
@@ -138,7 +138,7 @@ def test_a_second_node_is_lost_before_the_first_step(four_hosts: Network, tmp_pa
     """Stage by stage on hosts 0, 1 and 2, 3, each stage twice. Host 3 is lost; of what host 2 alone has a copy is kept
     nowhere. While the others come to their first step in another layout, a host with what another one has, too, is
     lost: they begin once more."""
-    job = start(four_hosts, tmp_path, FOUR, nnodes=4, config=never())
+    job = start(four_hosts, tmp_path, FOUR, "--mode", "late", nnodes=4, config=never())
     job.wait_for_step(AT)
     lose(job, four_hosts.hosts[3])
     job.wait_for("job_replanned")

@@ -124,6 +124,8 @@ def main() -> None:
     megatron_model.start_groups(args)
     if args.mode == "needs-tp" and sizes.tp == 1:
         raise ValueError("sequence parallelism without tensor parallelism")
+    if args.mode == "late" and sizes.changed:
+        time.sleep(8)  # time for something to happen before the first step
     config = megatron_model.model_config(args)
     if args.gated:
         activation = torch.nn.functional.silu

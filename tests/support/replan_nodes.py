@@ -31,8 +31,9 @@ def start(
     config: Mapping[str, Any],
     options: Sequence[str] = (),
     step_ms: int = 150,
+    alone: bool = False,
 ) -> NodesJob:
-    """On the first ``nnodes`` hosts, with as many ranks each; the controller is on the first one."""
+    """On the first ``nnodes`` hosts, with as many ranks each; the controller is on the first one, perhaps ``alone``."""
     folder.mkdir(exist_ok=True)
     file = folder / "job.json"
     file.write_text(json.dumps(config))
@@ -48,6 +49,7 @@ def start(
         config=file,
         flags=[*SIZES, "--dropout", "0.1", *training.sizes.flags, *training.flags, *flags],
         env=ENVIRONMENT,
+        alone=alone,
     )
 
 

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from flashrecovery.plan.layout_places import Slot, groups_that_fit, numbered, places, stride
+from flashrecovery.plan.layout_places import NodeSlot, groups_that_fit, numbered, places, stride
 from flashrecovery.plan.replan import LayoutFacts, best, layout_text
 
 FACTS = LayoutFacts({"tp": 2, "pp": 2, "cp": 1, "ep": 1, "dp": 1}, 4, 64, 4, 4, 256, 1000, 32, 12, 1)
@@ -26,7 +26,12 @@ def test_groups_are_on_one_node_where_that_is_possible(seed: int) -> None:
 
 
 def test_who_is_there_stays() -> None:
-    assert places(2, 4, {"a": (0, 2), "b": (1, 0)}) == [Slot("a", 0), Slot("a", 2), Slot("b", 1), Slot("b", 0)]
+    assert places(2, 4, {"a": (0, 2), "b": (1, 0)}) == [
+        NodeSlot("a", 0),
+        NodeSlot("a", 2),
+        NodeSlot("b", 1),
+        NodeSlot("b", 0),
+    ]
 
 
 def test_a_group_for_which_no_node_has_enough_is_on_several() -> None:

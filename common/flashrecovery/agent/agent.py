@@ -179,7 +179,7 @@ class Agent:
         message.command.extend(self._command)
         message.members.extend(self._members)
         message.settings.update(self._config.shared())
-        members = [p for p in self._ranks.values() if not p.beside]
+        members = [p for p in self._ranks.values() if not (p.beside or self._is_of_another_layout(p))]
         known = [p for p in members if p.exited or not (p.dead or p.failed or p.returncode == 0)]
         message.workers.extend(self._state_of(p) for p in known)
         message.beside.extend(p.place for p in self._ranks.values() if p.beside)
@@ -189,6 +189,10 @@ class Agent:
         if self._checkpoint is not None:
             message.checkpoint.CopyFrom(self._checkpoint)
         return message
+
+    def _is_of_another_layout(self, process: WorkerProcess) -> bool:
+        """It has been left from before the job changed its parallel layout."""
+        return self._config.replan is not None and process.attempt < self._attempt
 
     @staticmethod
     def _page_of(process: WorkerProcess) -> pb.PageOf:

@@ -151,8 +151,8 @@ class ProcessManager:
                     self._tasks.start(self._bury(gone))
             return None
         process.rank, process.local_rank, process.generation = rank, replace.local_rank, command.generation
-        process.store = (replace.store_host, replace.store_port)
-        process.beside, process.attempt = replace.beside > 0, replace.attempt
+        process.store, process.attempt = (replace.store_host, replace.store_port), replace.attempt
+        process.beside = replace.beside > 0
         self.ranks[rank] = process
         if self._config.log == "all" or (self._config.log == "0" and rank == 0):
             self._tail.follow(log, f"[rank{rank}]")

@@ -13,7 +13,7 @@ from flashrecovery.controller.job_state import JobState
 from flashrecovery.controller.losses import never_replaced
 from flashrecovery.controller.nodes import NodeState
 from flashrecovery.errors import UnsupportedError
-from flashrecovery.plan.layout_places import Slot, places
+from flashrecovery.plan.layout_places import NodeSlot, places
 from flashrecovery.plan.replan import LayoutFacts, best, fixed
 from flashrecovery.plan.strategy import Strategy
 from flashrecovery.plan.transitions import State
@@ -37,18 +37,19 @@ class LayoutRooms:
     def narrow(self, lost: Collection[int]) -> list[int]:
         """Those without these ranks, which get no other process."""
         self._slots = slots_without(self._job, lost)
-        return self.rooms()
+        return self.rooms(lost)
 
-    def rooms(self) -> list[int]:
-        """How many each node has that still lives."""
-        return [len(locals_) for locals_ in self._now().values()]
+    def rooms(self, lost: Collection[int] = ()) -> list[int]:
+        """How many each node has that still lives. ``lost``: ranks that still belong to the job, and are about to
+        leave it."""
+        return [len(locals_) for locals_ in self._now(lost).values()]
 
-    def places(self, strategy: Strategy) -> list[Slot]:
+    def places(self, strategy: Strategy) -> list[NodeSlot]:
         """Of the ranks of a layout, in order."""
         return places(strategy.tp, strategy.ranks, self._now())
 
-    def _now(self) -> Slots:
-        return _merged(_of_members(self._job, ()), self._slots, self._job)
+    def _now(self, lost: Collection[int] = ()) -> Slots:
+        return _merged(_of_members(self._job, lost), self._slots, self._job)
 
 
 def all_slots(job: JobState) -> Slots:

@@ -110,12 +110,6 @@ class Machine:
         had_ranks = bool(message.workers or message.pages)
         if not self.job.launched and (had_ranks or message.stride):
             self.takeover.hear_of_launch(message)
-        if message.layout and had_ranks and not self.job.launched:
-            self.job.fail(
-                f"the job has changed its parallel layout to {message.layout}: another controller cannot take it over "
-                "yet; launch it again, from its newest checkpoint"
-            )
-            return
         if had_ranks and not self.job.launched:
             self.takeover.find(node, message, now)
         elif had_ranks:

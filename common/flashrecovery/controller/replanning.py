@@ -25,7 +25,7 @@ from flashrecovery.controller.staffing import Staffing
 from flashrecovery.controller.writers import Kept, assigned
 from flashrecovery.errors import ConfigError, JobFailedError, UnsupportedError
 from flashrecovery.kinds import NoticeKind, Ordered
-from flashrecovery.plan.layout_places import Slot, numbered, stride
+from flashrecovery.plan.layout_places import NodeSlot, numbered, stride
 from flashrecovery.plan.replan import (
     LayoutFacts,
     StayingFacts,
@@ -215,6 +215,10 @@ class Replanning:
         version = decision.round.version
         if version < wanted.step:
             return False
+        room = sum(self._rooms.rooms())
+        if not wanted.lost and wanted.strategy.ranks > room:
+            self._give_up(wanted, f"a node has gone, and there is room for {room} ranks")
+            return False
         if found is None:
             self._start(wanted, Kept(version, pb.StashPlace(), decision.checkpoint), now)
             return True
@@ -284,15 +288,20 @@ class Replanning:
 
     def could_not(self, rank: int, why: str) -> bool:
         """A rank could not write. Returns whether the job can go on in its layout; a command is given up then."""
-        wanted, self._next = self._next, None
+        wanted = self._next
         self.interrupted()
         assert wanted is not None
-        text = f"the layout does not change to {layout_text(wanted.strategy)}: rank {rank}: {why}"
         if wanted.lost:
-            self._job.fail(text)
+            self._job.fail(f"the layout does not change to {layout_text(wanted.strategy)}: rank {rank}: {why}")
             return False
-        self._job.notice(NoticeKind.NOT_REPLANNED, text)
+        self._give_up(wanted, f"rank {rank}: {why}")
         return True
+
+    def _give_up(self, wanted: NextLayout, why: str) -> None:
+        """A command is not carried out."""
+        self._next = None
+        text = f"the layout does not change to {layout_text(wanted.strategy)}: {why}"
+        self._job.notice(NoticeKind.NOT_REPLANNED, text)
 
     def go_on(self, now: float) -> None:
         """If all is written, start the new layout."""
@@ -306,8 +315,13 @@ class Replanning:
     def _start(self, wanted: NextLayout, kept: Kept, now: float) -> None:
         job = self._job
         facts = LayoutFacts.parse(job.facts)
-        before, first = facts.now, job.in_order[0]
-        self._job_is = self._job_is or StayingFacts(facts, first.batches, first.steps)
+        before = facts.now
+        if self._job_is is None:
+            self._job_is = StayingFacts(facts, job.in_order[0].batches, job.in_order[0].steps)
+        found = self._as_there_is_room(wanted, facts)
+        if found is None:
+            return
+        wanted = found
         self._before = self._before or before
         self._kept, self._next = kept, None
         self._change = job.recovery or self._change
@@ -347,7 +361,21 @@ class Replanning:
         for record in job.in_order:
             self._staffing.fill(record, now, detached=False)
 
-    def _settle_nodes(self, slots: Sequence[Slot]) -> None:
+    def _as_there_is_room(self, wanted: NextLayout, facts: LayoutFacts) -> NextLayout | None:
+        """``wanted``, or the best other one where a node has gone meanwhile that was to have some of its ranks. None:
+        there is none, and the job has failed."""
+        job, rooms = self._job, self._rooms.rooms()
+        if wanted.strategy.ranks <= sum(rooms):
+            return wanted
+        assert job.config.replan is not None
+        try:
+            choice = best(facts, rooms, job.config.replan.min, job.step_s)
+        except UnsupportedError as e:
+            job.fail(f"{job.last_failure}, and no parallel layout fits what is left: {e}")
+            return None
+        return replace(wanted, strategy=choice.best.strategy, why=choice.lines)
+
+    def _settle_nodes(self, slots: Sequence[NodeSlot]) -> None:
         """These are the places of the ranks."""
         job, homes = self._job, {slot.node for slot in slots}
         for node in job.nodes.values():

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from flashrecovery.controller.found_layout import FoundLayout
 from flashrecovery.controller.generation_file import Numbers
 from flashrecovery.controller.history import HistoryEntry
 from flashrecovery.controller.job_state import AGENT, JobState
@@ -39,6 +40,7 @@ class TakeOver:
         self.written_down: Mapping[str, Numbers] = {}
         """By controllers before this one, by launch."""
         self._launch_of = -1  # the newest generation in which a node has named the launch
+        self._layout = FoundLayout(job)
         self._members_of = -1  # the newest generation in which a node has told who belongs to an elastic job
 
     @property
@@ -61,6 +63,12 @@ class TakeOver:
             self._job.found_since = self._job.started_at = now
         if self._job.found_at is not None:
             self._job.found_at = now
+        if self._job.config.replan is not None:
+            newest, older = self._layout.hear(message)
+            for name in [*older, *([] if newest else [node.name])]:
+                self._staffing.fence(self._job.nodes[name], "the job has changed its parallel layout since")
+            if not newest:
+                return
         self._forget_who_left(node, message)
         self._forget_who_was_to_come(node, message)
         for worker in message.workers:
@@ -81,7 +89,8 @@ class TakeOver:
         self._job.generation = max(self._job.generation, message.generation)
         self._job.stride = message.stride or self._job.stride
         self._job.domains = tuple(message.domains) or self._job.domains
-        self._job.restarts = max(self._job.restarts, message.attempt)
+        if not self._job.plan:  # else it is counted with the changes
+            self._job.restarts = max(self._job.restarts, message.attempt)
         if all(r.home for r in self._job.ranks.values()):
             self._take_over(now)
 
@@ -166,7 +175,7 @@ class TakeOver:
         """All agents are there, or have had the time."""
         self._job.launched = True
         nproc = self._job.config.nproc_per_node
-        if self._job.config.nnodes > 1 and self._job.stride % nproc:
+        if not self._job.plan and self._job.config.nnodes > 1 and self._job.stride % nproc:
             self._job.stride = nproc  # no agent had a rank table yet, so that none could tell
         heard = Numbers(self._job.generation, self._job.restarts)
         written = self.written_down.get(self._job.launch, Numbers())
@@ -183,6 +192,10 @@ class TakeOver:
         missing = [r.rank for r in records if r.place is Place.EMPTY]
         behind = [r.rank for r in records if r.joined_generation < self._job.generation and r.rank not in missing]
         said = f"a new controller has found {len(records) - len(missing)} of {len(records)} ranks"
+        lost = self._layout.why_lost()
+        if lost:
+            self._job.fail(lost)
+            return
         if len(missing) == len(records) and self._job.checkpoint is None:
             self._job.fail(
                 f"{said}, so nobody holds any state; start the job again, with --resume if it had checkpoints"

@@ -14,7 +14,7 @@ _STRIDES = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Slot:
+class NodeSlot:
     """A place for a rank: the node, and the local rank there."""
 
     node: str
@@ -26,7 +26,7 @@ def groups_that_fit(tp: int, rooms: Sequence[int]) -> int:
     return sum(room // tp for room in rooms)
 
 
-def places(tp: int, ranks: int, slots: Mapping[str, Sequence[int]]) -> list[Slot]:
+def places(tp: int, ranks: int, slots: Mapping[str, Sequence[int]]) -> list[NodeSlot]:
     """A place for each of so many ranks. ``slots``: the local ranks that each node has for them, in the order in which
     nodes and slots are taken. A group for which no node has enough left is on several.
 
@@ -35,14 +35,14 @@ def places(tp: int, ranks: int, slots: Mapping[str, Sequence[int]]) -> list[Slot
     left = {node: list(free) for node, free in slots.items()}
     if sum(map(len, left.values())) < ranks:
         raise ValueError(f"{ranks} ranks, and {sum(map(len, left.values()))} places")
-    found: list[Slot] = []
+    found: list[NodeSlot] = []
     while len(found) < ranks:
         size = min(tp, ranks - len(found))
         node = next((name for name, free in left.items() if len(free) >= size), None)
         if node is not None:
-            taken = [Slot(node, local) for local in left[node][:size]]
+            taken = [NodeSlot(node, local) for local in left[node][:size]]
         else:
-            taken = [Slot(name, local) for name, free in left.items() for local in free][:size]
+            taken = [NodeSlot(name, local) for name, free in left.items() for local in free][:size]
         for slot in taken:
             left[slot.node].remove(slot.local_rank)
         found += taken

@@ -3294,11 +3294,9 @@ class StashWanted(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     NUMBER_FIELD_NUMBER: _builtins.int
-    DIRECTORY_FIELD_NUMBER: _builtins.int
     FILES_FIELD_NUMBER: _builtins.int
     WITHIN_S_FIELD_NUMBER: _builtins.int
     number: _builtins.int
-    directory: _builtins.str
     within_s: _builtins.float
     @_builtins.property
     def files(self) -> _containers.RepeatedCompositeFieldContainer[Global___StashFile]: ...
@@ -3306,13 +3304,12 @@ class StashWanted(_message.Message):
         self,
         *,
         number: _builtins.int = ...,
-        directory: _builtins.str = ...,
         files: _abc.Iterable[Global___StashFile] | None = ...,
         within_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["directory", b"directory", "files", b"files", "number", b"number", "within_s", b"within_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["files", b"files", "number", b"number", "within_s", b"within_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

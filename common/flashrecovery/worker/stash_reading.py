@@ -52,9 +52,7 @@ class Fetched:
 
     def bring(self, wanted: Mapping[int, Sequence[tuple[int, int]]]) -> None:
         """Raises RestoreError."""
-        message = pb.StashWanted(
-            number=next(_numbers), directory=self._name, within_s=max(self._until - time.monotonic(), 0.0)
-        )
+        message = pb.StashWanted(number=next(_numbers), within_s=max(self._until - time.monotonic(), 0.0))
         for rank, ranges in wanted.items():
             read = pb.StashRead(directory=self._name, rank=rank)
             read.starts.extend(start for start, _ in ranges)

@@ -1,0 +1,51 @@
+"""A controller that is started while its job runs, in another parallel layout than the launch's: which one it is.
+
+Agents and workers know. With each change of the layout the processes' attempt grows, so of two agents that say
+different things, one of which was cut off while it changed, the one with the newer attempt is right.
+"""
+
+from __future__ import annotations
+
+from flashrecovery.controller.job_state import JobState
+from flashrecovery.controller.records import BUILT_UP, RankRecord
+from flashrecovery.proto import flashrecovery_pb2 as pb
+
+
+class FoundLayout:
+    """Of one job."""
+
+    def __init__(self, job: JobState) -> None:
+        self._job = job
+        self._attempt = -1
+
+    def hear(self, message: pb.Register) -> tuple[bool, list[str]]:
+        """An agent comes with ranks. Returns whether they are of the newest layout that is known, and the nodes that
+        have come with ranks of an older one."""
+        job, older = self._job, list[str]()
+        if message.layout != job.plan and self._attempt >= message.attempt:
+            return False, older
+        if message.layout != job.plan:
+            older = sorted({record.home for record in job.in_order if record.home})
+            job.lay_out(message.layout, [RankRecord(rank) for rank in range(_ranks(message.layout))])
+        self._attempt = max(self._attempt, message.attempt)
+        job.replans = max(job.replans, self._attempt) if job.plan else 0
+        return True, older
+
+    def why_lost(self) -> str:
+        """All have come: why their state is lost, in words; "" if it is not. As long as no rank has been let into its
+        loop in the new layout, one whose script has just begun could not be told from one that has read the state."""
+        job = self._job
+        if not job.plan or any(record.place not in BUILT_UP for record in job.in_order):
+            return ""
+        return (
+            f"the controller was lost while the job changed its parallel layout to {job.plan}: where its state is, "
+            "another controller does not know; launch it again, from its newest checkpoint"
+        )
+
+
+def _ranks(layout: str) -> int:
+    """Of ``tp=2,pp=1,dp=2``."""
+    product = 1
+    for part in layout.split(","):
+        product *= int(part.partition("=")[2])
+    return product

@@ -1,0 +1,184 @@
+"""State of the old layout goes from agent to agent: all that was asked for, to those who belong to the job only."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+import torch
+
+from flashrecovery.access import Access
+from flashrecovery.agent.peer_service import PeerService
+from flashrecovery.agent.stash_transfer import StashTransfer, served
+from flashrecovery.errors import ProtocolError, RestoreError
+from flashrecovery.plan.boxes import Box
+from flashrecovery.plan.logical import LogicalPart
+from flashrecovery.proto import flashrecovery_pb2 as pb
+from flashrecovery.redundancy.stash import Stash, Wanted, write
+from tests.unit.test_logical import SHAPES, shard, whole
+
+ACCESS, STRANGER = Access("the-token-of-this-test-job"), Access("another-token-of-this-length")
+
+
+def with_peer(use: Callable[[str, Path], Awaitable[None]], tmp_path: Path) -> None:
+    """``use`` gets the address of another node's agent, and its directory, in which rank 3 has written."""
+
+    async def main() -> None:
+        root = tmp_path / "there"
+        (root / "5-1-7").mkdir(parents=True)
+        (root / "5-1-7" / "rank3.data").write_bytes(os.urandom(3 << 20))
+        (root / "5-1-7" / "rank3.index").write_bytes(b"the index")
+        (root / "secret").write_bytes(b"secret")
+        peer = PeerService(ACCESS)
+        peer.stash = root
+        await peer.start("127.0.0.1")
+        try:
+            await use(f"127.0.0.1:{peer.port}", root)
+        finally:
+            await peer.stop()
+
+    asyncio.run(main())
+
+
+def wanted(peer: str, *ranges: tuple[int, int], directory: str = "5-1-7", rank: int = 3) -> pb.StashWanted:
+    read = pb.StashRead(directory=directory, rank=rank, starts=[s for s, _ in ranges], sizes=[n for _, n in ranges])
+    return pb.StashWanted(number=1, within_s=10.0, files=[pb.StashFile(peer=peer, read=read)])
+
+
+def test_parts_lie_where_they_do_there(tmp_path: Path) -> None:
+    async def use(peer: str, root: Path) -> None:
+        transfer = StashTransfer(tmp_path / "here", ACCESS)
+        assert await transfer.bring(wanted(peer)) == ""
+        ranges = ((64, 100), (1 << 20, (1 << 20) + 1), (3 << 20) - 5 and ((3 << 20) - 5, 5))
+        twice = [transfer.bring(wanted(peer, *ranges)), transfer.bring(wanted(peer, ranges[1], (200, 8)))]
+        assert await asyncio.gather(*twice) == ["", ""]
+        mine, theirs = tmp_path / "here" / "elsewhere" / "5-1-7", root / "5-1-7"
+        assert (mine / "rank3.index").read_bytes() == b"the index"
+        there, here = (theirs / "rank3.data").read_bytes(), (mine / "rank3.data").read_bytes()
+        assert len(here) == len(there)
+        for start, nbytes in (*ranges, (200, 8)):
+            assert here[start : start + nbytes] == there[start : start + nbytes]
+        assert here[300:4000] == bytes(3700)  # what nobody has asked for is not sent
+
+    with_peer(use, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("ranges", "directory", "rank", "said"),
+    [
+        ([(3 << 20, 1)], "5-1-7", 3, "not_found"),
+        ([(0, 8)], "5-1-7", 2, "not_found"),
+        ([], "5-1-8", 3, "not_found"),
+        ([], "..", 3, "no state is kept as '..'"),
+        ([], "5-1-7/../../there", 3, "no state is kept"),
+    ],
+)
+def test_what_is_not_there(
+    ranges: Sequence[tuple[int, int]], directory: str, rank: int, said: str, tmp_path: Path
+) -> None:
+    async def use(peer: str, root: Path) -> None:
+        transfer = StashTransfer(tmp_path / "here", ACCESS)
+        found = await transfer.bring(wanted(peer, *ranges, directory=directory, rank=rank))
+        assert said in found, found
+        assert await transfer.bring(wanted(peer, (0, 8))) == ""  # it has not taken harm
+
+    with_peer(use, tmp_path)
+
+
+def test_a_request_cannot_lead_out_of_the_directory(tmp_path: Path) -> None:
+    (tmp_path / "rank3.index").write_bytes(b"not yours")
+    (tmp_path / "root").mkdir()
+    for name in ("..", "../", "", "/", "1-2/..", "1-2\n"):
+        with pytest.raises(ProtocolError, match="no state is kept"):
+            list(served(tmp_path / "root", pb.StashRead(directory=name, rank=3)))
+
+
+def test_strangers_get_nothing_and_nobody_is_an_error(tmp_path: Path) -> None:
+    async def use(peer: str, root: Path) -> None:
+        found = await StashTransfer(tmp_path / "here", STRANGER).bring(wanted(peer, (0, 8)))
+        assert "does not know this job's token" in found
+        assert not list((tmp_path / "here").rglob("rank*"))
+        found = await StashTransfer(tmp_path / "here", ACCESS).bring(wanted("127.0.0.1:1", (0, 8)))
+        assert "rank 3's, from 127.0.0.1:1: " in found
+
+    with_peer(use, tmp_path)
+
+
+def test_what_has_been_dropped_is_read_anew(tmp_path: Path) -> None:
+    async def use(peer: str, root: Path) -> None:
+        transfer = StashTransfer(tmp_path / "here", ACCESS)
+        assert await transfer.bring(wanted(peer, (0, 8))) == ""
+        mine = tmp_path / "here" / "elsewhere" / "5-1-7" / "rank3.data"
+        mine.unlink()
+        transfer.forget()
+        assert await transfer.bring(wanted(peer, (0, 8))) == "" and mine.exists()
+
+    with_peer(use, tmp_path)
+
+
+# -- the reader -------------------------------------------------------------------------------------
+
+
+@dataclass
+class Copied:
+    """Of a directory in which the ranks have written that have written on another node."""
+
+    source: Path
+    directory: Path
+    ranks: tuple[int, ...]
+    asked: list[tuple[int, int, int]] = field(default_factory=list)
+
+    def bring(self, wanted: Mapping[int, Sequence[tuple[int, int]]]) -> None:
+        self.directory.mkdir(exist_ok=True)
+        for rank, ranges in wanted.items():
+            if not ranges:
+                name = f"rank{rank}.index"
+                (self.directory / name).write_bytes((self.source / name).read_bytes())
+            there = (self.source / f"rank{rank}.data").read_bytes()
+            file = os.open(self.directory / f"rank{rank}.data", os.O_WRONLY | os.O_CREAT)
+            for start, nbytes in ranges:
+                self.asked.append((rank, start, nbytes))
+                os.pwrite(file, there[start : start + nbytes], start)
+            os.close(file)
+
+
+def on_two_nodes(tmp_path: Path, *, twice: bool) -> tuple[Stash, Copied, dict[str, torch.Tensor]]:
+    """Rank 0 has written here, rank 1 there; with ``twice`` each of them both halves."""
+    values = whole()
+    for rank, folder in enumerate((tmp_path / "here", tmp_path / "there")):
+        made = [shard(name, part, 2, 0, values) for name in SHAPES for part in ((0, 1) if twice else (rank,))]
+        described = {source.name: parts for source, parts in made}
+        write(folder, rank, 3, [source for source, _ in made], described, b"common")
+    copied = Copied(tmp_path / "there", tmp_path / "elsewhere", (1,))
+    return Stash(tmp_path / "here", (0, 1), 3, copied), copied, values
+
+
+def fill_rows(stash: Stash, low: int, high: int) -> torch.Tensor:
+    into = torch.zeros(high - low, 4)
+    stash.fill([Wanted(into, (LogicalPart("rows", (12, 4), Box((low, 0), (high, 4)), 0),))])
+    return into
+
+
+def test_only_what_is_needed_and_not_here_comes_from_elsewhere(tmp_path: Path) -> None:
+    stash, copied, values = on_two_nodes(tmp_path, twice=False)
+    assert torch.equal(fill_rows(stash, 0, 6), values["rows"][:6]) and not copied.asked
+    assert torch.equal(fill_rows(stash, 4, 12), values["rows"][4:])
+    assert [(rank, nbytes) for rank, _, nbytes in copied.asked] == [(1, 6 * 4 * 4)]
+
+
+def test_what_several_have_written_is_read_here(tmp_path: Path) -> None:
+    stash, copied, values = on_two_nodes(tmp_path, twice=True)
+    assert torch.equal(fill_rows(stash, 0, 12), values["rows"]) and not copied.asked
+
+
+def test_what_has_come_otherwise_than_it_was_written(tmp_path: Path) -> None:
+    stash, copied, _ = on_two_nodes(tmp_path, twice=False)
+    there = tmp_path / "there" / "rank1.data"
+    there.write_bytes(bytes(len(there.read_bytes())))
+    with pytest.raises(RestoreError, match="does not have the digest"):
+        fill_rows(stash, 4, 12)
+    assert copied.asked

@@ -39,7 +39,8 @@ FOR_CALLERS = {
     "flashrecovery.groups.exchange": {"AttachReport"},  # docs/groups.md: a library of its own
     "flashrecovery.groups.registry": {"OpInfo.sequence"},
     "flashrecovery.parallel_layout": {"ParallelLayout"},  # what scripts read
-    "flashrecovery.plan.parity": {"DecodePlan", "DecodeTask", "Traffic.frames"},  # what tests hold a plan to
+    "flashrecovery.plan.parity": {"Traffic.frames"},  # what tests hold a plan to
+    "flashrecovery.plan.parity_decoding": {"DecodePlan", "DecodeTask"},  # the same
     "flashrecovery.plan.parity_groups": {"Grouping", "Uncovered"},  # the same
     "flashrecovery.plan.node_marks": {"Rating.counted", "Rating.common"},  # what tests hold a rating to
     "flashrecovery.plan.resize": {"Growth", "Position", "Resolve"},  # docs/elastic.md: not carried out yet

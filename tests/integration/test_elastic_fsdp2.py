@@ -28,7 +28,7 @@ PHASES = (
     *("commit", "below"),
 )
 VICTIMS = (0, 1, 3)
-OFTEN = ("backward", "optimizer", "commit")
+OFTEN = ("optimizer", "commit")
 """Phases that are in every run of the tests; the rest is in the grid."""
 
 

@@ -57,8 +57,8 @@ class Host:
     listeners: dict[int, Listener] = field(default_factory=dict)
     sockets: dict[int, DatagramSocket] = field(default_factory=dict)
     next_port: int = 40000
-    numbers: Numbers = field(default_factory=Numbers)
-    """On its disk: of the newest generation, as a controller here has known it."""
+    numbers: dict[str, Numbers] = field(default_factory=dict)
+    """On its disk: of the newest generation, as a controller here has known it, by launch."""
 
     def free_port(self) -> int:
         self.next_port += 1

@@ -10,7 +10,7 @@ import secrets
 import socket
 import time
 import uuid
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import ExitStack, asynccontextmanager, contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,7 +25,7 @@ from flashrecovery.agent import agent as agent_module
 from flashrecovery.agent import hang, heartbeat, process_manager, providers
 from flashrecovery.agent import session as agent_session
 from flashrecovery.agent.identity import Identity
-from flashrecovery.controller import actions, table_publisher
+from flashrecovery.controller import actions, generation_file, table_publisher
 from flashrecovery.controller import service as service_module
 from flashrecovery.controller.generation_file import Numbers
 from flashrecovery.heartbeat import receiver
@@ -37,6 +37,7 @@ from tests.simulation.rpc import SimChannel, SimServer
 from tests.simulation.world import World
 
 _world: World | None = None
+_slow_disks = False
 _EPOCH = 1_800_000_000.0
 
 
@@ -88,6 +89,17 @@ _real_monotonic, _real_time, _real_clock_gettime = time.monotonic, time.time, ti
 
 def _drawn(bits: int) -> int:
     return world().random.getrandbits(bits)
+
+
+@contextmanager
+def slow_disks() -> Iterator[None]:
+    """In all histories that are run meanwhile."""
+    global _slow_disks
+    _slow_disks = True
+    try:
+        yield
+    finally:
+        _slow_disks = False
 
 
 class _RunDir:
@@ -171,20 +183,42 @@ class _NoThread:
 
 
 class _GenerationFile:
-    """Each host has a disk of its own, which outlives its processes."""
+    """Each host has a disk of its own, which outlives its processes. With :func:`slow_disks` it is now and then as slow
+    as a network file system, and what takes longer than the controller waits for is written down after it is used."""
 
     def __init__(self, *_: object) -> None:
-        self._host = current().host
+        self._process = current()
+        self._asked: tuple[str, Numbers] | None = None
+        self._kept: tuple[str, Numbers] | None = None
 
-    def read(self) -> Numbers:
-        return self._host.numbers
+    def read(self) -> Mapping[str, Numbers]:
+        return self._process.host.numbers
 
-    def kept(self, numbers: Numbers, then: object) -> bool:
-        self._host.numbers = numbers
-        return True
+    def kept(self, launch: str, numbers: Numbers, then: Callable[[], None]) -> bool:
+        wanted = launch, numbers
+        if not _slow_disks:
+            self._written(wanted)
+            return True
+        if self._kept == wanted:
+            return True
+        if self._asked != wanted:
+            self._asked, disk = wanted, world().slow_disk
+            took_s = disk.choice((0.0, 0.002, 0.05, disk.uniform(0.0, 0.5), disk.uniform(0.5, 2.0)))
+            self._process.call(took_s, self._written, wanted)
+            self._process.call(min(took_s, generation_file._PATIENCE_S), self._use, wanted, then)
+        return False
+
+    def _written(self, wanted: tuple[str, Numbers]) -> None:
+        launch, numbers = wanted
+        self._process.host.numbers[launch] = max(numbers, self._process.host.numbers.get(launch, numbers))
+
+    def _use(self, wanted: tuple[str, Numbers], then: Callable[[], None]) -> None:
+        if self._asked == wanted and self._kept != wanted:
+            self._kept = wanted
+            then()
 
     def close(self) -> None:
-        pass
+        self._asked = None
 
 
 class _Tail:

@@ -16,6 +16,7 @@ from functools import partial
 
 from tests.simulation import history as hist
 from tests.simulation.elastic import draw_elastic
+from tests.simulation.patches import slow_disks
 from tests.simulation.removed import REMOVED
 
 
@@ -32,6 +33,7 @@ def main() -> int:
     )
     parser.add_argument("--elastic", action="store_true", help="histories of elastic jobs")
     parser.add_argument("--replicas", action="store_true", help="of elastic jobs whose replicas have several ranks")
+    parser.add_argument("--slow-disks", action="store_true", help="the number of a generation takes a while to write")
     args = parser.parse_args()
     if args.seed is not None:
         args.first, args.seeds, args.jobs = args.seed, 1, 1
@@ -96,7 +98,9 @@ def rare_collections() -> Iterator[None]:
 def look(args: argparse.Namespace, seeds: range) -> Found:
     """At these histories; with a mend taken out, only up to the first that breaks a law."""
     tolerated, found = frozenset(args.tolerate), Found(seeds)
-    with hist.quiet(), hist.simulated(), rare_collections(), REMOVED[args.without]() if args.without else nullcontext():
+    removed = REMOVED[args.without]() if args.without else nullcontext()
+    disks = slow_disks() if args.slow_disks else nullcontext()
+    with hist.quiet(), hist.simulated(), rare_collections(), removed, disks:
         for seed in seeds:
             history = draw_elastic(seed, several=args.replicas) if args.elastic or args.replicas else hist.draw(seed)
             outcome = hist.run(history, tolerated=tolerated)

@@ -14,7 +14,6 @@ import pytest
 from flashrecovery.agent.hearing import Hearing
 from flashrecovery.controller import custody
 from flashrecovery.controller.crashes import Crashes
-from flashrecovery.controller.generation_file import Numbers
 from flashrecovery.controller.machine import Machine
 from flashrecovery.controller.resizing import Resizing
 from tests.simulation import content, patches
@@ -273,9 +272,18 @@ def test_no_generation_is_used_twice_when_all_who_knew_of_it_have_lost_power(see
     """Its number is on the disk of the node that led."""
     with quiet(), simulated():
         assert run(draw_elastic(seed)).violation is None
-    with quiet(), simulated(), patch.object(patches._GenerationFile, "read", lambda self: Numbers()):
+    with quiet(), simulated(), patch.object(patches._GenerationFile, "read", lambda self: {}):
         violation = run(draw_elastic(2186)).violation
     assert violation is not None and violation.law == "growth"
+
+
+@pytest.mark.grid
+@pytest.mark.parametrize("elastic", [False, True])
+def test_no_history_breaks_a_law_where_disks_are_slow(elastic: bool) -> None:
+    """What the controller has decided waits for the number of its generation, and other things happen meanwhile."""
+    with quiet(), simulated(), patches.slow_disks():
+        found = [(seed, run(draw_elastic(seed) if elastic else draw(seed)).violation) for seed in range(60)]
+    assert not [(seed, violation) for seed, violation in found if violation is not None]
 
 
 def test_nodes_that_are_all_started_anew_begin_another_job() -> None:

@@ -125,6 +125,7 @@ class World:
         self.network = Network(self.loop, random.Random(self.seed + 1), self.weather)
         self.config = self._config()
         self.fabric = Fabric(self.network, random.Random(self.seed + 2), self.shape.world)
+        self.slow_disk = random.Random(self.seed + 3)
         self.reference = Reference(self.script, self.shape.world)
         self.size = self.shape.world
         self.members = set(range(self.size))

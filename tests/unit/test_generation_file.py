@@ -15,6 +15,7 @@ from flashrecovery import events as ev
 from flashrecovery.access import Access
 from flashrecovery.config import RunConfig
 from flashrecovery.controller import generation_file
+from flashrecovery.controller.batches import Batches
 from flashrecovery.controller.generation_file import (
     FILE_NAME,
     GenerationFile,
@@ -22,9 +23,15 @@ from flashrecovery.controller.generation_file import (
     newest_numbers,
     write_numbers,
 )
+from flashrecovery.controller.outbox import Publish
+from flashrecovery.controller.rank_table import Parts
 from flashrecovery.controller.service import ControllerService
+from flashrecovery.kinds import NoticeKind
 from flashrecovery.plan.transitions import State
-from tests.unit.test_takeover import controller, found
+from flashrecovery.proto import flashrecovery_pb2 as pb
+from tests.unit.test_takeover import controller, failure, found
+
+LAUNCH = "this-launch"
 
 
 def written(path: Path, home: Path, *numbers: Numbers) -> tuple[list[Numbers], list[str]]:
@@ -38,48 +45,80 @@ def written(path: Path, home: Path, *numbers: Numbers) -> tuple[list[Numbers], l
             event = asyncio.Event()
 
             def then(one: Numbers = one, event: asyncio.Event = event) -> None:
-                assert file.kept(one, then)
+                assert file.kept(LAUNCH, one, then)
                 used.append(one)
                 event.set()
 
-            assert not file.kept(one, then), "not before it is on disk"
+            assert not file.kept(LAUNCH, one, then), "not before it is on disk"
             await asyncio.wait_for(event.wait(), 5)
-            assert file.kept(one, lambda: None)
+            assert file.kept(LAUNCH, one, lambda: None)
         file.close()
 
     asyncio.run(go())
     return used, said
 
 
+def numbers_in(home: Path) -> dict[str, Numbers]:
+    def fail(text: str) -> None:
+        raise AssertionError(text)
+
+    return dict(newest_numbers(home, fail))
+
+
 def test_it_may_be_used_when_it_is_on_disk(tmp_path: Path) -> None:
     numbers = (Numbers(), Numbers(1), Numbers(2, 1), Numbers(3, 1))
     assert written(tmp_path, tmp_path, *numbers) == (list(numbers), [])
-    assert newest_numbers(tmp_path) == Numbers(3, 1)
+    assert numbers_in(tmp_path) == {LAUNCH: Numbers(3, 1)}
 
 
 def test_the_newest_of_all_controllers_counts(tmp_path: Path) -> None:
     """An elected one has a directory of its own if the one before still holds the job's."""
-    assert newest_numbers(tmp_path) == Numbers()
+    assert numbers_in(tmp_path) == {}
     for name, numbers in (("", Numbers(4)), ("term2", Numbers(9, 2)), ("term3", Numbers(7, 2))):
         (tmp_path / name).mkdir(exist_ok=True)
-        write_numbers(tmp_path / name, tmp_path, numbers, launch=False)
-    assert newest_numbers(tmp_path) == Numbers(9, 2)
+        write_numbers(tmp_path / name, LAUNCH, numbers)
+    assert numbers_in(tmp_path) == {LAUNCH: Numbers(9, 2)}
 
 
-def test_a_launch_begins_anew(tmp_path: Path) -> None:
+def test_those_of_another_launch_are_not_ours(tmp_path: Path) -> None:
     (tmp_path / "term2").mkdir()
     for path in (tmp_path, tmp_path / "term2"):
-        write_numbers(path, tmp_path, Numbers(9), launch=False)
+        write_numbers(path, "another", Numbers(9))
     written(tmp_path, tmp_path, Numbers(0))
-    assert newest_numbers(tmp_path) == Numbers(0) and not (tmp_path / "term2" / FILE_NAME).exists()
+    assert numbers_in(tmp_path) == {LAUNCH: Numbers(0), "another": Numbers(9)}
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"generation": "7", "restarts": 0}'])
+def test_a_job_of_one_node_writes_nothing(tmp_path: Path) -> None:
+    """Who could count on from there is gone with the node."""
+    file = GenerationFile(None, tmp_path, lambda _: None)
+    assert file.kept(LAUNCH, Numbers(), lambda: None) and file.read() == {}
+    file.close()
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "{",
+        "[]",
+        "{}",
+        '{"generation": 7, "restarts": 0}',
+        '{"launch": "a", "generation": "7", "restarts": 0}',
+        '{"launch": "a", "generation": 7, "restarts": true}',
+        '{"launch": "a", "generation": -7, "restarts": 0}',
+        '{"launch": "a", "generation": 70000000000000, "restarts": 0}',
+        '{"launch": "\xff", "generation": 7, "restarts": 0}',
+    ],
+)
 def test_a_damaged_file_is_said_and_does_not_stop_the_job(text: str, tmp_path: Path) -> None:
-    (tmp_path / FILE_NAME).write_text(text)
+    """Nor does it take from what another one says."""
+    (tmp_path / FILE_NAME).write_bytes(text.encode("latin-1"))
+    (tmp_path / "term2").mkdir()
+    write_numbers(tmp_path / "term2", LAUNCH, Numbers(9))
     said: list[str] = []
     file = GenerationFile(tmp_path, tmp_path, said.append)
-    assert file.read() == Numbers() and len(said) == 1 and FILE_NAME in said[0]
+    assert file.read() == {LAUNCH: Numbers(9)} and len(said) == 1 and FILE_NAME in said[0]
     file.close()
 
 
@@ -87,6 +126,11 @@ def test_a_disk_that_cannot_be_written_is_said_once(tmp_path: Path) -> None:
     with patch.object(generation_file, "replace_file", side_effect=OSError(28, "No space left on device")):
         used, said = written(tmp_path, tmp_path, Numbers(1), Numbers(2))
     assert used == [Numbers(1), Numbers(2)] and len(said) == 1 and "No space left on device" in said[0]
+
+
+def test_a_directory_that_has_gone_is_said_once(tmp_path: Path) -> None:
+    used, said = written(tmp_path / "gone", tmp_path, Numbers(1), Numbers(2))
+    assert used == [Numbers(1), Numbers(2)] and len(said) == 1 and "No such file" in said[0]
 
 
 def test_a_slow_disk_holds_nothing_up_for_long(tmp_path: Path) -> None:
@@ -102,6 +146,11 @@ def test_a_slow_disk_holds_nothing_up_for_long(tmp_path: Path) -> None:
         used, said = written(tmp_path, tmp_path, Numbers(1), Numbers(2))
         go_on.set()
     assert used == [Numbers(1), Numbers(2)] and len(said) == 1 and "takes too long" in said[0]
+
+
+def of_launch(launch: str, register: pb.Register) -> pb.Register:
+    register.launch = launch
+    return register
 
 
 @contextmanager
@@ -128,31 +177,52 @@ async def until(condition: Callable[[], bool]) -> None:
     raise AssertionError("it has not come")
 
 
-def test_nothing_leaves_the_controller_before(tmp_path: Path) -> None:
-    """The commands of a recovery wait for the disk."""
+@pytest.mark.parametrize("again", [False, True])
+def test_nobody_acts_in_a_generation_before(again: bool, tmp_path: Path) -> None:
+    """Ranks are stopped and replaced while the disk is written to, but meet in no group."""
     go_on = threading.Event()
     write = generation_file.write_numbers
 
-    def when_told(path: Path, home: Path, numbers: Numbers, *, launch: bool) -> None:
+    def when_told(path: Path, launch: str, numbers: Numbers) -> None:
         go_on.wait(5)
-        write(path, home, numbers, launch=launch)
+        write(path, launch, numbers)
 
     async def go() -> None:
         with a_service(tmp_path / "run") as service:
             await service.start("127.0.0.1", 0)
-            sent: list[object] = []
-            with patch.object(service._agents, "post_batches", lambda batches, _: sent.append(batches)):
-                job = service.machine.job
-                service.machine.on_register(found("a", 0, 1), 0.0)
-                service.machine.on_register(found("b", 2, 3), 0.1)
-                service.machine.on_node_lost("b", "silent", 1.0, 0.2)
+            sent: list[str] = []
+
+            def post(batches: Batches, nodes: int) -> None:
+                for _, command in batches.take(nodes):
+                    for one in command.batch.commands or [command]:
+                        sent.append(one.WhichOneof("body"))
+
+            with patch.object(service._agents, "post_batches", post):
+                machine, job = service.machine, service.machine.job
+                for node, *ranks in (("a", 0, 1), ("b", 2, 3)):
+                    machine.on_register(found(str(node), *ranks), 0.0)
+                machine.on_failure(failure(1), 0.2)
+                service.act()
                 assert job.state is State.QUIESCING and job.generation == 4
+                assert {"hold", "replace"} <= set(sent), "they do not wait"
+                job.command(0, pb.Command(regroup=pb.Regroup()))
+                if again:
+                    job.state = State.REGROUPING
+                job.notice(NoticeKind.STANDSTILL, "after it")
                 service.act()
                 service.act()
-                assert not sent and job.outbox.actions, "they wait"
+                assert "regroup" not in sent and len(job.outbox.actions) == 2, "it waits, and what comes after it"
+                sent.clear()
+                machine.on_failure(failure(2), 0.3)
+                assert job.generation == (5 if again else 4)
+                service.act()
+                assert ("hold" in sent) is again, "what is void meanwhile holds nothing up"
                 go_on.set()
-                await until(lambda: bool(sent))
-                assert newest_numbers(tmp_path / "run") == Numbers(4)
+                job.command(0, pb.Command(resume=pb.Resume()))
+                service.act()
+                await until(lambda: "resume" in sent)
+                assert ("regroup" in sent) is not again
+                assert numbers_in(tmp_path / "run") == {job.launch: Numbers(job.generation)} and not job.outbox.actions
             await service.stop()
 
     with patch.object(generation_file, "write_numbers", when_told), patch.object(generation_file, "_PATIENCE_S", 5.0):
@@ -162,12 +232,12 @@ def test_nothing_leaves_the_controller_before(tmp_path: Path) -> None:
 def test_a_controller_that_is_started_later_counts_on(tmp_path: Path) -> None:
     """All who knew of the generations since are lost, and who is left has heard of an older one."""
     (tmp_path / "run").mkdir()
-    write_numbers(tmp_path / "run", tmp_path / "run", Numbers(8), launch=False)
+    write_numbers(tmp_path / "run", LAUNCH, Numbers(8))
 
     async def go() -> None:
         with a_service(tmp_path / "run") as service:
             await service.start("127.0.0.1", 0)
-            service.machine.on_register(found("a", 0, 1), 0.0)
+            service.machine.on_register(of_launch(LAUNCH, found("a", 0, 1)), 0.0)
             service.machine.on_tick(1000.0)
             assert service.machine.job.generation == 9 and service.machine.job.recovered_before
             await service.stop()
@@ -177,16 +247,44 @@ def test_a_controller_that_is_started_later_counts_on(tmp_path: Path) -> None:
 
 def test_what_is_written_down_is_older_than_what_agents_know() -> None:
     machine = controller()
-    machine.takeover.written_down = Numbers(2)
-    machine.on_register(found("a", 0, 1), 0.0)
-    machine.on_register(found("b", 2, 3), 0.1)
+    machine.takeover.written_down = {LAUNCH: Numbers(2)}
+    machine.on_register(of_launch(LAUNCH, found("a", 0, 1)), 0.0)
+    machine.on_register(of_launch(LAUNCH, found("b", 2, 3)), 0.1)
     assert machine.job.generation == 3 and machine.job.state is State.RUNNING
 
 
 def test_ranks_that_are_older_than_what_is_written_down_are_brought_together() -> None:
     """The controller before this one may have told others, who are lost, of the newer generation."""
     machine = controller()
-    machine.takeover.written_down = Numbers(5)
-    machine.on_register(found("a", 0, 1), 0.0)
-    machine.on_register(found("b", 2, 3), 0.1)
+    machine.takeover.written_down = {LAUNCH: Numbers(5)}
+    machine.on_register(of_launch(LAUNCH, found("a", 0, 1)), 0.0)
+    machine.on_register(of_launch(LAUNCH, found("b", 2, 3)), 0.1)
     assert machine.job.generation == 6 and machine.job.state is State.QUIESCING
+
+
+@pytest.mark.parametrize(("launch", "state"), [(LAUNCH, State.FAILED), ("another", State.STARTING)])
+def test_a_job_that_has_not_begun_is_not_taken_for_an_earlier_one(launch: str, state: State) -> None:
+    """An elected controller's node may have what an earlier job has left there. Of this one nobody has taken a step:
+    all begin again. (Had it recovered before, those who had its state would be lost.)"""
+    machine = controller()
+    machine.takeover.written_down = {launch: Numbers(9)}
+    register = of_launch(LAUNCH, found("a", 0, 1, stepping=False))
+    register.generation = 0
+    for worker in register.workers:
+        worker.resumed, worker.committed = False, -1
+    machine.on_register(register, 0.0)
+    machine.on_tick(11.0)
+    assert machine.job.state is state, machine.job.failure_reason
+    assert machine.job.generation == (1 if state is State.STARTING else 10)
+
+
+def test_the_launch_that_those_know_who_have_heard_last_counts() -> None:
+    """And the controllers after this one hear of it."""
+    machine = controller()
+    old = of_launch("another", found("a", 0, 1))
+    old.generation = 2
+    machine.on_register(old, 0.0)
+    machine.on_register(of_launch(LAUNCH, found("b", 2, 3)), 0.1)
+    machine._staffing.publish_rank_table()
+    (table,) = [a.table for a in machine.job.take_actions() if isinstance(a, Publish)][-1:]
+    assert machine.job.launch == table.launch == Parts(table).part_for("a").launch == LAUNCH

@@ -17,8 +17,10 @@ from tests.unit.test_handoff import HandoffWorld
 class PausingWorld(HandoffWorld):
     """Members pause one by one, as the test says, once they have been told where."""
 
-    def __init__(self, **config: Any) -> None:
+    def __init__(self, *, one_at: int = -1, **config: Any) -> None:
         super().__init__(**config)
+        if one_at >= 0:
+            assert self.machine.resize(1, one_at, self.now) == ""
         assert self.leave("node1") == ""
         while not any(step >= 0 for step in self.pause_at.values()) or self.inbox:
             assert self.step()
@@ -222,3 +224,18 @@ def test_steps_may_be_a_frameworks_own_calls() -> None:
     world.go_on(8)
     assert world.homes()[2:] == ["spare", "spare"] and world.shut_down() == ["node1"]
     assert world.run() is State.FINISHED
+
+
+def test_a_hand_off_that_has_failed_begins_once_more_and_no_command_is_forgotten() -> None:
+    """Now there is no room, and the ranks of an elastic job leave; then what was commanded before for later is done."""
+    world = ComingWorld(one_at=40, elastic={"min": 1, "max": 4})
+    world.inbox = [(r, c) for r, c in world.inbox if r < 2]
+    world.machine.on_node_lost("spare", "silent", 0.5, world.now)
+    world.collect()
+    assert world.homes()[2:] == ["node1", "node1"]
+    world.go_on(10)
+    begun = [text for text in world.notices("node_leaves") if "is to leave" in text]
+    assert len(begun) == 2 and "goes on with 2 replicas" in begun[-1], begun
+    assert world.shut_down() == ["node1"] and world.resized()[-1][:2] == (4, 2)
+    world.go_on(30)
+    assert world.resized()[-1][:2] == (2, 1) and world.run() is State.FINISHED

@@ -8,6 +8,7 @@ from flashrecovery import events as ev
 from flashrecovery.config import RunConfig
 from flashrecovery.controller.machine import Machine
 from flashrecovery.controller.outbox import Emit, Send
+from flashrecovery.controller.records import Place
 from flashrecovery.plan.transitions import State
 from flashrecovery.proto import flashrecovery_pb2 as pb
 
@@ -419,3 +420,27 @@ def test_one_that_was_started_anew_waits_longer() -> None:
     assert machine.takeover.gathering
     machine.on_tick(machine.job.config.timeouts.takeover_s)
     assert not machine.takeover.gathering
+
+
+@pytest.mark.parametrize("first", ["old", "new"])
+def test_a_rank_that_was_being_handed_over_stays_where_it_was(first: str) -> None:
+    """Two nodes have a process of it. The new one has no state yet; its node keeps the ranks that it has besides."""
+    machine = controller()
+    old, new = (of_generation(found(node, *ranks, stepping=False), 4) for node, *ranks in (("a", 2, 3), ("b", 0, 1, 2)))
+    coming = new.workers[2]
+    coming.resumed, coming.pid, coming.committed = False, 999, -1
+    for register in (old, new) if first == "old" else (new, old):
+        machine.on_register(register, 0.0)
+    machine.on_tick(11.0)
+    assert [r.home for r in machine.job.in_order] == ["b", "b", "a", "a"]
+    assert [r.place for r in machine.job.in_order] == [Place.STOPPING] * 4
+    sent = [a for a in machine.job.take_actions() if isinstance(a, Send)]
+    assert [(a.node, a.command.rank) for a in sent if a.command.HasField("leave")] == [("b", 2)]
+    assert not any(a.command.HasField("fence") for a in sent)
+
+
+def test_of_two_processes_that_have_been_in_their_loop_one_node_is_fenced() -> None:
+    machine = controller()
+    machine.on_register(found("a", 0, 1), 0.0)
+    machine.on_register(found("b", 1, 2), 0.1)
+    assert [node for node, _ in fenced(machine)] == ["b"]

@@ -167,6 +167,7 @@ class Agent:
         message = self._identity.register(self._store.port, self._peers.port if self._peers is not None else 0)
         message.generation, message.attempt, message.stride = self._generation, self._attempt, self._table.stride
         message.domains.extend(self._domains)
+        message.launch = self._table.launch
         message.layout = self._layout
         message.command.extend(self._command)
         message.members.extend(self._members)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import gc
 from collections.abc import Callable
+from typing import TypeGuard
 
 from flashrecovery import events as ev
 from flashrecovery.controller.batches import Batches
@@ -17,11 +18,12 @@ from flashrecovery.controller.heartbeats import ControllerHeartbeats
 from flashrecovery.controller.job_state import AGENT
 from flashrecovery.controller.machine import Machine
 from flashrecovery.controller.node_memory import NodeMemory
-from flashrecovery.controller.outbox import Blame, Emit, Publish
+from flashrecovery.controller.outbox import Action, Blame, Emit, Publish, Send
 from flashrecovery.controller.table_publisher import TablePublisher
 from flashrecovery.plan.transitions import State
 from flashrecovery.proto import flashrecovery_pb2 as pb
 
+_IN_GENERATION = frozenset({"regroup", "restore", "resume"})
 _YOUNG_OBJECTS = 200_000
 """Between two looks of the garbage collector."""
 
@@ -60,14 +62,20 @@ class Actions:
         """The job has finished or failed, or this controller has ended."""
 
     def carry_out(self) -> None:
-        """All that the machine has put into its outbox, in order; later, if the generation's number is not on disk
-        yet."""
+        """All that the machine has put into its outbox, in order; as long as the generation's number is not on disk,
+        only up to the first word that has somebody act in that generation."""
         job = self._machine.job
         in_use = job.launched and not self.over_for_all
-        if in_use and not self._numbers.kept(Numbers(job.generation, job.restarts), self._go_on):
-            return
+        actions = job.take_actions()
+        if in_use and not self._numbers.kept(job.launch, Numbers(job.generation, job.restarts), self._go_on):
+            actions = [
+                a for a in actions if not (begins(a) and a.command.generation < job.generation)
+            ]  # void meanwhile
+            now = next((n for n, action in enumerate(actions) if begins(action)), len(actions))
+            job.outbox.put_back(actions[now:])
+            actions = actions[:now]
         batches = Batches()
-        for action in self._machine.job.take_actions():
+        for action in actions:
             if isinstance(action, Emit):
                 self._record(action.event)
                 if isinstance(action.event, ev.JobStarted):
@@ -124,6 +132,16 @@ class Actions:
         """The job is over: wait until every agent knows, also one that is just connecting again: it would wait for a
         controller for a long time."""
         await self._agents.settled(self._absent, timeout_s)
+
+
+def begins(action: Action) -> TypeGuard[Send]:
+    """Whether somebody is told to act in the generation of the command: ranks are stopped and replaced before that, but
+    meet under its number in a process group only then. (Processes that are not detached do so when they start.) Until
+    then its number is known only by agents and ranks, which either live and tell it, or are gone with it."""
+    if not isinstance(action, Send):
+        return False
+    body = action.command.WhichOneof("body")
+    return body in _IN_GENERATION or (body == "replace" and not action.command.replace.detached)
 
 
 def _keep_what_there_is() -> None:

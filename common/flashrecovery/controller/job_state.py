@@ -40,6 +40,7 @@ class JobState:
         checkpoint: the newest complete one, its version and directory.
         recovery: the one under way; over when every rank has taken a step again.
         last_failure: in words, for commands and for the end.
+        launch: tells this job from another one of the same nodes; that of the controller that has launched it.
         launched: this controller has started the ranks, or has taken them over.
         restarts: starts from the script's first line, without the first one.
         start_version: the version at which the job has begun here.
@@ -89,6 +90,7 @@ class JobState:
     last_failure: str = ""
     outbox: Outbox = field(default_factory=Outbox)
 
+    launch: str = ""
     launched: bool = False
     restarts: int = 0
     start_version: int = 0

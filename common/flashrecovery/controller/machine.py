@@ -107,6 +107,8 @@ class Machine:
         if message.HasField("checkpoint"):
             self._hear_of_checkpoint(node, message.checkpoint)
         had_ranks = bool(message.workers or message.pages)
+        if not self.job.launched and (had_ranks or message.stride):
+            self.takeover.hear_of_launch(message)
         if message.layout and had_ranks and not self.job.launched:
             self.job.fail(
                 f"the job has changed its parallel layout to {message.layout}: another controller cannot take it over "

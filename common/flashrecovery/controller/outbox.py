@@ -90,6 +90,10 @@ class Outbox:
         actions, self.actions = self.actions, []
         return actions
 
+    def put_back(self, actions: Sequence[Action]) -> None:
+        """These have been taken, and have to wait."""
+        self.actions[:0] = actions
+
     def blame(self, blame: Blame) -> None:
         """Have a failure of a node remembered."""
         self.actions.append(blame)

@@ -17,13 +17,14 @@ class RankTable:
 
     ``stride``: how far away the rank is that keeps a rank's copies. ``others``: Peer services of the living nodes
     without ranks, by name. ``launched``: how many ranks the job was launched with, 0: as many as there are; of an
-    elastic one some may have left.
+    elastic one some may have left. ``launch``: tells this job from another one of the same nodes.
     """
 
     entries: tuple[pb.RankEntry, ...]
     stride: int
     others: tuple[tuple[str, str], ...] = ()
     launched: int = 0
+    launch: str = ""
 
     @property
     def world(self) -> int:
@@ -73,7 +74,9 @@ class Parts:
         wanted.update({e.rank: e for e in near})
         others = itertools.islice(following(node, sorted(self._others)), OBSERVERS)
         peers = [self._others[n] for n in others]
-        return pb.RankTable(ranks=wanted.values(), stride=stride, world_size=self._table.world, others=peers)
+        return pb.RankTable(
+            ranks=wanted.values(), stride=stride, world_size=self._table.world, others=peers, launch=self._table.launch
+        )
 
     def has_ranks(self, node: str) -> bool:
         return node in self._of
@@ -87,7 +90,8 @@ class Parts:
         """Whether nothing but its entries can make a part differ."""
         mine, other = self._table, old._table
         same_ranks = self._entries.keys() == old._entries.keys()
-        return same_ranks and mine.stride == other.stride and self._others == old._others
+        same = mine.stride == other.stride and mine.launch == other.launch
+        return same_ranks and same and self._others == old._others
 
 
 def affected(old: Parts, new: Parts) -> set[str]:

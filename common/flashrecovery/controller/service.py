@@ -98,12 +98,14 @@ class ControllerService(rpc.ControllerServicer):  # type: ignore[misc]
         self._own_heartbeats = ControllerHeartbeats(
             self._agents, self.machine.job, self._heartbeats.gets_through, config.timeouts.heartbeat_s, _TICK_S
         )
-        self._incarnation = uuid.uuid4().hex
+        self._incarnation = self.machine.job.launch = uuid.uuid4().hex
         self._drills = Drills(config.world_size)
         self._board = StatusBoard(self.machine, self._liveness, str(run_dir.path))
         self._checkpoints = Checkpoints(config.checkpoint)
         self._memory = NodeMemory(marks, str(run_dir.path.absolute()), self._rated, self._no_memory)
-        self._numbers = GenerationFile(run_dir.path, home or run_dir.path, self._not_written_down)
+        self._numbers = GenerationFile(
+            run_dir.path if config.several_nodes else None, home or run_dir.path, self._not_written_down
+        )
         self._console = Console()
         self._server: Server | None = None
         self._ticker: asyncio.Task[None] | None = None

@@ -188,7 +188,7 @@ class Staffing:
         entries = tuple(r.entry(peers.get(r.home, "")) for r in self._job.ranks.values())
         living = [node for node in self._job.nodes.values() if node.state in (NodeState.ACTIVE, NodeState.SPARE)]
         others = tuple(sorted((node.name, node.peer) for node in living if node.name not in homes))
-        table = RankTable(entries, self._job.stride, others, self._job.world_size)
+        table = RankTable(entries, self._job.stride, others, self._job.world_size, self._job.launch)
         self._job.outbox.publish(self._job.generation, table)
 
     def publish_others(self) -> None:

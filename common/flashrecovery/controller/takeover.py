@@ -9,11 +9,13 @@ go back: the newest that any agent has seen counts, or that a controller before 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from flashrecovery.controller.generation_file import Numbers
 from flashrecovery.controller.history import HistoryEntry
 from flashrecovery.controller.job_state import AGENT, JobState
 from flashrecovery.controller.nodes import NodeRecord, NodeState
-from flashrecovery.controller.records import THROUGH, Place, RankRecord
+from flashrecovery.controller.records import BUILT_UP, THROUGH, Place, RankRecord
 from flashrecovery.controller.recovery import RecoverySteps
 from flashrecovery.controller.staffing import Staffing
 from flashrecovery.controller.starting import Starting
@@ -34,8 +36,9 @@ class TakeOver:
         self._staffing = staffing
         self._starting = starting
         self._steps = steps
-        self.written_down = Numbers()
-        """By controllers before this one."""
+        self.written_down: Mapping[str, Numbers] = {}
+        """By controllers before this one, by launch."""
+        self._launch_of = -1  # the newest generation in which a node has named the launch
         self._members_of = -1  # the newest generation in which a node has told who belongs to an elastic job
 
     @property
@@ -59,6 +62,7 @@ class TakeOver:
         if self._job.found_at is not None:
             self._job.found_at = now
         self._forget_who_left(node, message)
+        self._forget_who_was_to_come(node, message)
         for worker in message.workers:
             record = self._job.ranks[worker.rank]
             lives = record.place is not Place.EMPTY
@@ -81,6 +85,11 @@ class TakeOver:
         if all(r.home for r in self._job.ranks.values()):
             self._take_over(now)
 
+    def hear_of_launch(self, message: pb.Register) -> None:
+        """A node names the launch of which it has heard with the newest generation that it knows."""
+        if message.launch and message.generation > self._launch_of:
+            self._job.launch, self._launch_of = message.launch, message.generation
+
     def _forget_who_left(self, node: NodeRecord, message: pb.Register) -> None:
         """An elastic job has gone on without some ranks; one of their processes may not have heard of it yet. Nor has a
         node that was cut off, and comes with an older generation, heard of ranks that have come since."""
@@ -97,6 +106,22 @@ class TakeOver:
             message.workers.remove(left)
         for page in [page for page in message.pages if page.rank not in self._job.ranks]:
             message.pages.remove(page)
+
+    def _forget_who_was_to_come(self, node: NodeRecord, message: pb.Register) -> None:
+        """A rank was being handed over when the controller was lost, and two nodes have a process of it. The old one is
+        there until the new one has all that it needs (:mod:`.relieved`): as long as that has not been let into its
+        loop, it is the one that ends, and takes no node's other ranks with it."""
+        for worker in list(message.workers):
+            record = self._job.ranks[worker.rank]
+            if record.place is Place.EMPTY or record.joined_generation != message.generation:
+                continue
+            if not worker.resumed and record.place not in BUILT_UP:
+                self._job.tell_to_leave(worker.rank, node.name)
+                message.workers.remove(worker)
+            elif worker.resumed and record.place in BUILT_UP:
+                self._job.tell_to_leave(worker.rank, record.home)
+                record.vacate()
+                record.home = record.page_on = ""
 
     def _adopt_page(self, record: RankRecord, page: pb.PageOf, node: NodeRecord, generation: int) -> None:
         """The rank's process has died there. Filled again on that node, it finds its capsules."""
@@ -139,7 +164,8 @@ class TakeOver:
     def _take_over(self, now: float) -> None:
         """All agents are there, or have had the time."""
         self._job.launched = True
-        heard, written = Numbers(self._job.generation, self._job.restarts), self.written_down
+        heard = Numbers(self._job.generation, self._job.restarts)
+        written = self.written_down.get(self._job.launch, Numbers())
         self._job.generation = max(heard.generation, written.generation)
         if self._job.checkpoint is not None:
             self._job.command(AGENT, self._job.saved())

@@ -79,7 +79,14 @@ def test_nobody_removes_what_a_living_agent_has(tmp_path: Path) -> None:
     mine = StashMemory(tmp_path)
     assert [*tmp_path.iterdir()] == [mine.path] and mine.env() == {STASH_ENV: str(mine.path)}
     (mine.path / "1-7").mkdir()
-    mine.drop()
+    (mine.path / "1-7" / "rank0.data").write_bytes(b"state")
+    give_back = mine.drop()
+    assert not [*mine.path.glob("[!.]*")]  # at once, and before anything is removed
+    (mine.path / "2-7").mkdir()
+    give_back()
+    assert [*mine.path.iterdir()] == [mine.path / "2-7"]
+    mine.drop()()
+    mine.drop()()
     assert not [*mine.path.iterdir()]
     mine.close()
     mine.close()

@@ -120,6 +120,58 @@ def test_what_has_been_dropped_is_read_anew(tmp_path: Path) -> None:
     with_peer(use, tmp_path)
 
 
+def test_what_has_come_damaged_is_read_anew_in_the_next_try(tmp_path: Path) -> None:
+    async def use(peer: str, root: Path) -> None:
+        transfer = StashTransfer(tmp_path / "here", ACCESS)
+        assert await transfer.bring(wanted(peer, (64, 8))) == ""
+        mine = tmp_path / "here" / "elsewhere" / "5-1-7" / "rank3.data"
+        mine.write_bytes(bytes(72))
+        assert await transfer.bring(wanted(peer, (64, 8))) == "" and mine.read_bytes() == bytes(72)  # it is here
+        transfer.forget()
+        assert await transfer.bring(wanted(peer, (64, 8))) == ""
+        assert mine.read_bytes()[64:] == (root / "5-1-7" / "rank3.data").read_bytes()[64:72]
+
+    with_peer(use, tmp_path)
+
+
+@pytest.mark.parametrize("ranges", [[], [(0, 8)]])
+def test_nothing_comes_after_it_has_been_dropped(ranges: Sequence[tuple[int, int]], tmp_path: Path) -> None:
+    """Who had asked may have died: nobody would ever remove it."""
+
+    async def use(peer: str, root: Path) -> None:
+        transfer = StashTransfer(tmp_path / "here", ACCESS)
+        asked = asyncio.create_task(transfer.bring(wanted(peer, *ranges)))
+        await asyncio.sleep(0)
+        transfer.dropped()
+        assert "it has been dropped meanwhile" in await asked
+        assert not (tmp_path / "here").exists()
+        assert await transfer.bring(wanted(peer, *ranges)) == ""
+
+    with_peer(use, tmp_path)
+
+
+def test_not_all_are_asked_at_once(tmp_path: Path) -> None:
+    """A job of thousands of ranks has as many files, and each takes a connection."""
+    open_now, most = 0, 0
+
+    class Counting(StashTransfer):
+        async def _read(self, *_: object) -> None:
+            nonlocal open_now, most
+            open_now += 1
+            most = max(most, open_now)
+            await asyncio.sleep(0)
+            open_now -= 1
+
+    async def main() -> None:
+        message = pb.StashWanted(within_s=10.0)
+        for rank in range(1000):
+            message.files.add(peer="h:1", read=pb.StashRead(directory="1-1-1", rank=rank))
+        assert await Counting(tmp_path, ACCESS).bring(message) == ""
+
+    asyncio.run(main())
+    assert 1 < most <= 16
+
+
 # -- the reader -------------------------------------------------------------------------------------
 
 
@@ -173,6 +225,17 @@ def test_only_what_is_needed_and_not_here_comes_from_elsewhere(tmp_path: Path) -
 def test_what_several_have_written_is_read_here(tmp_path: Path) -> None:
     stash, copied, values = on_two_nodes(tmp_path, twice=True)
     assert torch.equal(fill_rows(stash, 0, 12), values["rows"]) and not copied.asked
+
+
+def test_what_comes_later_is_read_too(tmp_path: Path) -> None:
+    """The file grows with what is brought."""
+    stash, copied, values = on_two_nodes(tmp_path, twice=False)
+    for name in SHAPES:  # one after another in the file
+        shape = SHAPES[name]
+        into = torch.zeros(shape)
+        stash.fill([Wanted(into, (LogicalPart(name, shape, Box((0,) * len(shape), shape), 0),))])
+        assert torch.equal(into, values[name])
+    assert len({start for _, start, _ in copied.asked}) > 1
 
 
 def test_what_has_come_otherwise_than_it_was_written(tmp_path: Path) -> None:

@@ -324,7 +324,7 @@ class Stash:
         """All of a stored tensor, flat. Its digest is compared when it is first asked for."""
         key = rank, stored.start
         if key not in self._checked:
-            if rank not in self._mapped:
+            if rank not in self._mapped or len(self._mapped[rank]) < stored.start + stored.nbytes:  # more has come
                 path = self._file(rank, "data")
                 try:
                     self._mapped[rank] = np.memmap(path, np.uint8, "c")  # private: nothing that is done to it is seen

@@ -49,7 +49,9 @@ def test_a_node_that_gets_its_first_rank_of_a_layout_still_keeps_set_up_logs_of_
 
     async def kept() -> dict[int, int]:
         async with agent_of(tmp_path) as (agent, peers):
-            peers.logs.update({0: KeptLog(2, b"new"), 1: KeptLog(2, b"new"), 2: KeptLog(1, b"old")})
+            peers.logs.update(
+                {0: KeptLog(2, b"new"), 1: KeptLog(2, b"new"), 2: KeptLog(1, b"old"), 3: KeptLog(3, b"?")}
+            )
             await agent._replace(replace("tp=1,pp=2,dp=1", 2))
             return {rank: log.attempt for rank, log in peers.logs.items()}
 

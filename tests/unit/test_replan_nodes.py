@@ -175,6 +175,16 @@ def test_each_shard_is_on_two_nodes_if_it_can_be() -> None:
     assert len([rank for rank, shard in wrote if shard == "s1"]) == 1  # one node has it: once is enough
 
 
+def test_the_second_node_is_in_another_failure_domain() -> None:
+    """If any is: who shares a switch, or power, is lost at once."""
+    records = {rank: record(rank, 5, ["s"]) for rank in range(4)}
+    for rank, node in enumerate("abcd"):
+        records[rank].home = node
+    for domains, second in (("xxxy", 3), ("xyxx", 1), ("xxxx", 1)):
+        orders = assigned(records, {}, 5, dict(zip("abcd", domains, strict=True)))
+        assert sorted(rank for rank, items in orders.items() if items) == [0, second]
+
+
 @pytest.mark.parametrize("checkpoint", [False, True])
 def test_the_only_node_with_something_is_lost_before_the_first_step(checkpoint: bool) -> None:
     world = Nodes(copies=False, nodes=3)

@@ -238,6 +238,34 @@ def test_what_comes_later_is_read_too(tmp_path: Path) -> None:
     assert len({start for _, start, _ in copied.asked}) > 1
 
 
+@pytest.mark.parametrize("both", [False, True])
+def test_what_is_damaged_here_is_read_from_another_node(tmp_path: Path, both: bool) -> None:
+    stash, copied, values = on_two_nodes(tmp_path, twice=True)
+    for folder, rank in (("here", 0), ("there", 1))[: 1 + both]:
+        file = tmp_path / folder / f"rank{rank}.data"
+        file.write_bytes(bytes(len(file.read_bytes())))
+    if both:
+        with pytest.raises(RestoreError, match="which rank 0 has written, does not have the digest"):
+            fill_rows(stash, 0, 12)
+    else:
+        assert torch.equal(fill_rows(stash, 0, 12), values["rows"])
+    assert {rank for rank, _, _ in copied.asked} == {1}
+
+
+def test_what_another_has_written_otherwise_is_no_stand_in(tmp_path: Path) -> None:
+    stash, copied, values = on_two_nodes(tmp_path, twice=True)
+    changed = {name: tensor + 1 for name, tensor in values.items()}
+    made = [shard(name, part, 2, 0, changed) for name in SHAPES for part in (0, 1)]
+    described = {source.name: parts for source, parts in made}
+    write(tmp_path / "there", 1, 3, [source for source, _ in made], described, b"common")
+    file = tmp_path / "here" / "rank0.data"
+    file.write_bytes(bytes(len(file.read_bytes())))
+    stash = Stash(tmp_path / "here", (0, 1), 3, copied)
+    with pytest.raises(RestoreError, match="does not have the digest"):
+        fill_rows(stash, 0, 12)
+    assert not copied.asked
+
+
 def test_what_has_come_otherwise_than_it_was_written(tmp_path: Path) -> None:
     stash, copied, _ = on_two_nodes(tmp_path, twice=False)
     there = tmp_path / "there" / "rank1.data"

@@ -337,7 +337,7 @@ class Agent:
             self._stash_transfer.forget()  # what has come damaged is not taken once more
         self._attempt, self._domains = command.replace.attempt, tuple(command.replace.domains)
         if command.replace.layout != self._layout and self._peers is not None:
-            self._peers.forget_logs(before=self._attempt)  # of ranks of the layout before
+            self._peers.forget_logs(but=self._attempt)  # of ranks of the layout before
         self._layout = command.replace.layout
         filled = await self._processes.fill(command, hear_out=self._faults.armed(command.rank))
         if filled is not None:

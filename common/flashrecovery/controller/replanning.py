@@ -257,7 +257,8 @@ class Replanning:
 
     def _write(self, version: int, now: float) -> None:
         """Have each shard written by one of those who have it."""
-        orders = assigned(self._job.ranks, self._job.departed, version)
+        domains = {node.name: node.domain for node in self._job.nodes.values()}
+        orders = assigned(self._job.ranks, self._job.departed, version, domains)
         self._said, self._litter = {}, True
         self._rounds += 1
         directory = f"{self._job.generation}-{self._rounds}-{version}"

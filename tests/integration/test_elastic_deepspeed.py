@@ -157,8 +157,9 @@ def test_two_at_once(engine: Engine, tmp_path: Path, resized: Resized) -> None:
     check_ends_as_resized(job, engine, resized, [0, 2])
 
 
-@pytest.mark.parametrize("state", often(("quiescing", "regrouping", "restoring", "verifying"), ("restoring",)))
-@pytest.mark.parametrize("engine", often(MAIN, (ZERO1,)))
+@pytest.mark.grid
+@pytest.mark.parametrize("state", ("quiescing", "regrouping", "restoring", "verifying"))
+@pytest.mark.parametrize("engine", MAIN, ids=str)
 def test_a_second_death_during_the_change(engine: Engine, state: str, tmp_path: Path, resized: Resized) -> None:
     faults = [f"rank=1,fault=sigkill,at=backward,step={AT}", f"rank=3,fault=sigkill,at=recovery:{state}"]
     job = launch(tmp_path / "run", engine, inject=faults).wait(TIMEOUT_S)

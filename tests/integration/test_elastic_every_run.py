@@ -1,5 +1,6 @@
-"""One job of each kind of change whose other tests are all in the grid: a replica of several ranks leaves, another
-parallel layout, a framework's state read from a checkpoint in another size."""
+"""One job of each kind of change whose other tests are all in the grid: a replica of several ranks leaves, or a node
+with state that is divided among such replicas, another parallel layout, a framework's state read from a checkpoint in
+another size."""
 
 from __future__ import annotations
 
@@ -8,13 +9,16 @@ from pathlib import Path
 
 import pytest
 
-from tests.support import elastic_replicas, replan
+from tests.support import elastic_nodes, elastic_replicas, hosts, replan
 from tests.support.elastic_checkpoints import dead_job, launched
 from tests.support.elastic_divided import END, resized_by_command, zero
+from tests.support.hosts import Network
 from tests.support.jobs import check_clean, check_fired
+from tests.support.nodes import hosts_of_a_test
 
 pytestmark = pytest.mark.timeout(400)
 AT = 9
+two_hosts = hosts_of_a_test(2)
 
 
 def test_a_rank_takes_its_replica_with_it(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
@@ -23,6 +27,23 @@ def test_a_rank_takes_its_replica_with_it(tmp_path: Path, tmp_path_factory: pyte
     ended = job.wait(180)
     check_fired(ended)
     elastic_replicas.check_ends_as_resized(ended, elastic_replicas.resized_once(tmp_path_factory), 2, [1])
+
+
+@pytest.mark.megatron
+@pytest.mark.skipif(find_spec("megatron") is None, reason="megatron.core is not installed")
+@pytest.mark.skipif(not hosts.available(), reason="network namespaces need CAP_NET_ADMIN")
+def test_a_node_takes_its_replica_with_it(
+    two_hosts: Network, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """Tensor 2 x data 2 with the distributed optimizer, a replica on each of two hosts (test_nodes_elastic_divided.py,
+    test_elastic_megatron_replicas_divided.py)."""
+    kind, (first, lost) = elastic_nodes.TP2_DISTRIBUTED, two_hosts.hosts
+    job = elastic_nodes.launch(two_hosts, tmp_path, kind, faults=[f"rank=3,fault=sigstop,at=backward,step={AT}"])
+    elastic_nodes.wait_until_frozen(job, lost)
+    job.kill_node(lost)
+    ended = job.wait(of=[first])
+    sizes = elastic_nodes.check_as_commanded(kind, ended, 2, elastic_nodes.resized_once(tmp_path_factory))
+    assert [size for _, size in sizes] == [1] and ended.of("node_lost"), ended.explain()
 
 
 @pytest.mark.megatron

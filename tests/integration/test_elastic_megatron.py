@@ -103,12 +103,11 @@ def check_ends_as_resized(job: Job, training: Training, resized: Resized, left: 
 
 
 def kills() -> list[Any]:
-    """Each victim in each phase; one of them in every run of the tests."""
+    """Each victim in each phase."""
     return [
         pytest.param(
             *(training, phase, victim),
             id=f"{training}-{phase}-{victim}",
-            marks=() if (training, phase, victim) == (SHARDS, "optimizer", 0) else pytest.mark.grid,
         )
         for training in MAIN
         for phase in PHASES
@@ -117,6 +116,7 @@ def kills() -> list[Any]:
     ]
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize(("training", "phase", "victim"), kills())
 def test_killed_and_not_replaced(training: Training, phase: str, victim: int, tmp_path: Path, resized: Resized) -> None:
     faults = [f"rank={victim},fault=sigkill,at={phase},step={AT}"]

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.elastic import changes, check_steps_alike, command, inject, start
+from tests.support.elastic import changes, check_steps_alike, command, inject, sizes_of, start
 from tests.support.elastic_checkpoints import dead_job, fell_back, launched, saving
 from tests.support.elastic_checkpoints import started as began_otherwise
 from tests.support.jobs import ROOT, Job, RunningJob, check_clean, check_fired
@@ -200,7 +200,7 @@ SLOWLY = ("--steps", str(LONG), "--step-time", "800")
 def check_sizes(job: Job, training: str, launched: int, resized: Resized) -> None:
     """In each of its sizes it is as the job that is resized so by command."""
     assert job.code == 0, job.explain()
-    sizes = [(change.step, len(change.ranks) // EACH) for change in changes(job)]
+    sizes = [(step, ranks // EACH) for step, ranks in sizes_of(job)]
     other = resized(training, launched, *sizes, end=LONG, step_ms=800)
     for (step, replicas), until in zip(sizes, [*(step for step, _ in sizes[1:]), LONG], strict=True):
         check_steps_alike(job, other, step, until, EACH * replicas)

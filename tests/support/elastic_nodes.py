@@ -71,9 +71,11 @@ ZERO1, ZERO2, ZERO3 = _zero(1), _zero(2), _zero(3)
 DISTRIBUTED = _megatron("distributed-optimizer", "--use-distributed-optimizer", "--bf16")
 HSDP = Kind("hsdp", elastic_replicas.SCRIPT, (), elastic_fsdp2.check_steps_alike, each=2)
 TENSOR = Kind("tensor", elastic_replicas.SCRIPT, ("--kind", "tensor"), elastic_fsdp2.check_steps_alike, each=2)
-TP2 = _megatron("megatron-tp2", "--tensor-model-parallel-size", "2", each=2)
+_TP2 = ("--tensor-model-parallel-size", "2")
+TP2 = _megatron("megatron-tp2", *_TP2, each=2)
+TP2_DISTRIBUTED = _megatron("megatron-tp2-distributed", *_TP2, "--use-distributed-optimizer", "--bf16", each=2)
 DIVIDED = (FSDP2, ZERO1, ZERO2, ZERO3, DISTRIBUTED)
-REPLICAS = (HSDP, TP2)
+REPLICAS = (HSDP, TP2, TP2_DISTRIBUTED)
 
 
 def of_kinds(*kinds: Kind) -> list[Any]:

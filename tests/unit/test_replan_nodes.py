@@ -185,6 +185,28 @@ def test_the_second_node_is_in_another_failure_domain() -> None:
         assert sorted(rank for rank, items in orders.items() if items) == [0, second]
 
 
+def test_two_nodes_that_have_a_shard_otherwise() -> None:
+    """Ranks of the new layout would read the one here and the other there, and be no replicas of each other."""
+    world = Nodes(nodes=2, replace="auto", copies=True)
+    assert world.machine.replan("tp=1,pp=2,dp=1", -1)[0] == ""
+    world.collect()
+    world.machine.on_paused(pb.Paused(rank=0, generation=world.job.generation, version=7), 3.0)
+    world.collect()
+    world.stop()
+    written: dict[str, list[int]] = {}
+    for rank, _, command in world.of("stash"):
+        reply = pb.Reply(serial=command.serial, generation=command.generation, rank=rank)
+        for item in command.stash.items:
+            written.setdefault(item.shard, []).append(rank)
+            reply.sent_digests[f"shard {item.shard!r}"] = f"{item.shard} of rank {rank}"
+        world.machine.on_reply(reply, 3.0)
+    world.collect()
+    assert any(len(ranks) > 1 for ranks in written.values())
+    assert not world.replanned() and world.job.state is not State.FAILED
+    (notice,) = [e.text for e in world.events if isinstance(e, ev.Notice) and e.kind == "not_replanned"]
+    assert "shard 'stage" in notice and "only one of them can be everybody's" in notice
+
+
 @pytest.mark.parametrize("checkpoint", [False, True])
 def test_the_only_node_with_something_is_lost_before_the_first_step(checkpoint: bool) -> None:
     world = Nodes(copies=False, nodes=3)

@@ -107,10 +107,11 @@ def _stored(
 @dataclass(frozen=True)
 class Written:
     """``nbytes``: of tensors. ``numbers``: digests of the logical tensors without dimensions, each of which many shards
-    have."""
+    have. ``shards``: digests of these, by name."""
 
     nbytes: int
     numbers: Mapping[str, str]
+    shards: Mapping[str, str]
 
 
 def write(
@@ -158,7 +159,11 @@ def write(
     partial = directory / f".rank{rank}.index"
     partial.write_bytes(index.encode())
     os.replace(partial, directory / f"rank{rank}.index")  # last: who reads finds whole files only
-    return Written(sum(tensor.nbytes for tensor in tensors), numbers)
+    of_shards: dict[str, xxhash.xxh3_128] = defaultdict(xxhash.xxh3_128)
+    for stored in sorted(tensors, key=lambda stored: (stored.shard, stored.key)):
+        of_shards[stored.shard].update(stored.key.encode() + b"\0" + stored.digest)
+    shards = {name: found.hexdigest() for name, found in of_shards.items()}
+    return Written(sum(stored.nbytes for stored in tensors), numbers, shards)
 
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:

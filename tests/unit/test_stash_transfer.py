@@ -134,6 +134,26 @@ def test_what_has_come_damaged_is_read_anew_in_the_next_try(tmp_path: Path) -> N
     with_peer(use, tmp_path)
 
 
+def test_the_next_try_does_not_wait_for_a_node_that_is_lost(tmp_path: Path) -> None:
+    """It does not answer, and the readers of the try before, which have ended, still wait for it."""
+
+    async def use(peer: str, root: Path) -> None:
+        transfer = StashTransfer(tmp_path / "here", ACCESS)
+        silent = await asyncio.start_server(lambda reader, writer: None, "127.0.0.1", 0)
+        port = silent.sockets[0].getsockname()[1]
+        message = wanted(f"127.0.0.1:{port}", (0, 8), rank=100)
+        message.files.extend(wanted(f"127.0.0.1:{port}", rank=rank).files[0] for rank in range(101, 130))
+        message.files.extend(wanted(peer, (0, 8)).files)  # waits for its turn
+        before = asyncio.create_task(transfer.bring(message))
+        await asyncio.sleep(0.2)
+        transfer.forget()
+        assert await asyncio.wait_for(transfer.bring(wanted(peer, (0, 8))), 3.0) == ""
+        before.cancel()
+        silent.close()
+
+    with_peer(use, tmp_path)
+
+
 @pytest.mark.parametrize("ranges", [[], [(0, 8)]])
 def test_nothing_comes_after_it_has_been_dropped(ranges: Sequence[tuple[int, int]], tmp_path: Path) -> None:
     """Who had asked may have died: nobody would ever remove it."""

@@ -69,20 +69,21 @@ class StashTransfer:
 
     async def bring(self, wanted: pb.StashWanted) -> str:
         """Have all of that in this node's memory. Returns why not, in words; "" if it is there."""
-        files = [self._bring(file, wanted.within_s, self._drops) for file in wanted.files]
+        files = [self._bring(file, wanted.within_s, self._drops, self._some) for file in wanted.files]
         found = await asyncio.gather(*files)
         return "; ".join(text for text in found if text)
 
     def forget(self) -> None:
-        """Whoever asks from here on gets it anew."""
-        self._here.clear()
+        """Whoever asks from here on gets it anew, and waits for nobody who has asked before: what these wait for may be
+        a node that is lost."""
+        self._here, self._locks, self._some = {}, {}, asyncio.Semaphore(_AT_ONCE)
 
     def dropped(self) -> None:
         """All of it has been removed, and nothing that was asked for before may come any more."""
         self._drops += 1
         self.forget()
 
-    async def _bring(self, file: pb.StashFile, within_s: float, drops: int) -> str:
+    async def _bring(self, file: pb.StashFile, within_s: float, drops: int, some: asyncio.Semaphore) -> str:
         read = file.read
         if not _DIRECTORY.fullmatch(read.directory):
             return f"no state is kept as {read.directory!r}"
@@ -90,7 +91,7 @@ class StashTransfer:
         path = self._root / STASH_ELSEWHERE / read.directory / f"rank{read.rank}.{kind}"
         ranges = list(zip(read.starts, read.sizes, strict=True)) or [(0, 0)]
         try:
-            async with self._locks.setdefault(path, asyncio.Lock()), self._some:
+            async with self._locks.setdefault(path, asyncio.Lock()), some:
                 here = self._here.setdefault(path, set())
                 lacking = [one for one in ranges if one not in here]
                 if lacking:

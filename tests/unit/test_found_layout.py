@@ -63,6 +63,42 @@ def test_a_node_that_was_cut_off_while_the_layout_changed(first: str) -> None:
     assert [record.home for record in machine.job.in_order] == ["a", "c"]
 
 
+def launched(name: str, ranks: list[int], attempt: int) -> pb.Register:
+    """From before the layout changed, with two nodes in domains that are shared."""
+    message = came(name, ranks, plan="", attempt=attempt, generation=3)
+    message.domains.extend((4, 5))
+    message.stride = 2
+    return message
+
+
+@pytest.mark.parametrize("first", ["old", "new"])
+def test_attempts_go_on_as_they_were(first: str) -> None:
+    """What ranks keep of their set-up is given back to a process of the same attempt only; and of a node that was cut
+    off nothing else counts either."""
+    machine = found()
+    messages = [launched("b", [2, 3], attempt=2), came("a", [0], attempt=4)]
+    for message in messages if first == "old" else messages[::-1]:
+        machine.on_register(message, 0.0)
+    machine.on_register(came("c", [1], attempt=4), 0.0)
+    assert machine.job.state is State.RUNNING
+    assert machine.job.restarts + machine.job.replans == 4
+    assert (machine.job.stride, machine.job.domains) == (1, ())
+
+
+@pytest.mark.parametrize("first", ["old", "new"])
+def test_a_layout_that_the_job_has_had_before_is_another_one(first: str) -> None:
+    machine = found(nodes=3)
+    old = came("b", [1], attempt=1, generation=3)
+    old.domains.extend((0, 1))
+    new = came("a", [0], attempt=3, generation=7)
+    for message in (old, new) if first == "old" else (new, old):
+        machine.on_register(message, 0.0)
+    assert machine.job.nodes["b"].state is NodeState.LOST and not machine.job.ranks[1].home
+    machine.on_register(came("c", [1], attempt=3, generation=7), 0.0)
+    assert machine.job.state is State.RUNNING and machine.job.domains == ()
+    assert [record.home for record in machine.job.in_order] == ["a", "c"]
+
+
 def test_as_long_as_nobody_is_in_the_loop_of_the_new_layout_the_state_is_not_known() -> None:
     """A script that has just begun has a version 0, which is not the job's."""
     machine = found()

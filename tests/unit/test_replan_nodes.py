@@ -175,6 +175,38 @@ def test_each_shard_is_on_two_nodes_if_it_can_be() -> None:
     assert len([rank for rank, shard in wrote if shard == "s1"]) == 1  # one node has it: once is enough
 
 
+def test_the_second_node_is_in_another_failure_domain() -> None:
+    """If any is: who shares a switch, or power, is lost at once."""
+    records = {rank: record(rank, 5, ["s"]) for rank in range(4)}
+    for rank, node in enumerate("abcd"):
+        records[rank].home = node
+    for domains, second in (("xxxy", 3), ("xyxx", 1), ("xxxx", 1)):
+        orders = assigned(records, {}, 5, dict(zip("abcd", domains, strict=True)))
+        assert sorted(rank for rank, items in orders.items() if items) == [0, second]
+
+
+def test_two_nodes_that_have_a_shard_otherwise() -> None:
+    """Ranks of the new layout would read the one here and the other there, and be no replicas of each other."""
+    world = Nodes(nodes=2, replace="auto", copies=True)
+    assert world.machine.replan("tp=1,pp=2,dp=1", -1)[0] == ""
+    world.collect()
+    world.machine.on_paused(pb.Paused(rank=0, generation=world.job.generation, version=7), 3.0)
+    world.collect()
+    world.stop()
+    written: dict[str, list[int]] = {}
+    for rank, _, command in world.of("stash"):
+        reply = pb.Reply(serial=command.serial, generation=command.generation, rank=rank)
+        for item in command.stash.items:
+            written.setdefault(item.shard, []).append(rank)
+            reply.sent_digests[f"shard {item.shard!r}"] = f"{item.shard} of rank {rank}"
+        world.machine.on_reply(reply, 3.0)
+    world.collect()
+    assert any(len(ranks) > 1 for ranks in written.values())
+    assert not world.replanned() and world.job.state is not State.FAILED
+    (notice,) = [e.text for e in world.events if isinstance(e, ev.Notice) and e.kind == "not_replanned"]
+    assert "shard 'stage" in notice and "only one of them can be everybody's" in notice
+
+
 @pytest.mark.parametrize("checkpoint", [False, True])
 def test_the_only_node_with_something_is_lost_before_the_first_step(checkpoint: bool) -> None:
     world = Nodes(copies=False, nodes=3)
@@ -219,6 +251,57 @@ def test_an_agent_that_was_started_again_has_nothing_any_more() -> None:
     world.come(1, incarnation="another")
     assert world.job.state is State.FAILED
     assert "was in the memory of n1 alone" in world.job.failure_reason
+
+
+def refuse(world: Nodes) -> None:
+    """What a rank of the new layout has to read cannot be read, and nobody is found to have died of it."""
+    world.start()
+    (rank, _, command), *_ = world.of("restore")
+    reply = pb.Reply(serial=command.serial, generation=command.generation, rank=rank)
+    reply.error_type, reply.error = "RestoreError", "did not come: connection reset"
+    world.machine.on_reply(reply, 4.0)
+    world.machine.on_tick(6.0)
+    world.collect()
+
+
+def test_who_serves_dies_and_is_found_to_be_lost_later() -> None:
+    """Connections break at once, silence is found after seconds. Each shard is on another node, too."""
+    world = Nodes(nodes=3, replace="auto")
+    world.machine.on_checkpoint(4, "path")
+    world.change("tp=1,pp=2,dp=1")
+    refuse(world)
+    assert [event.step for event in world.replanned()] == [7, 7]
+    world.lose(2)
+    world.start()
+    places = [c.restore.stash for _, _, c in world.of("restore")]
+    assert places and all(set(place.ranks) == {0, 1, 2, 3} for place in places)
+
+
+def test_what_cannot_be_read_a_second_time_is_on_disk() -> None:
+    world = Nodes(nodes=3, replace="auto")
+    world.machine.on_checkpoint(4, "path")
+    world.change("tp=1,pp=2,dp=1")
+    refuse(world)
+    refuse(world)
+    assert [event.step for event in world.replanned()] == [7, 7, 4]
+
+
+def test_a_node_that_comes_back_drops_what_it_still_has() -> None:
+    """It was away when that was given back on all nodes."""
+    world = Nodes(replace="auto")
+    world.lose(1)
+    assert not world.of("drop_stash")
+    world.come(1, incarnation="another")
+    assert [node for _, node, _ in world.of("drop_stash")] == ["n1"]
+
+
+def test_who_keeps_copies_in_another_layout() -> None:
+    """Nodes need not have equally many ranks there."""
+    world = Nodes(nodes=2, replace="auto")
+    assert world.job.keepers_of_copies() == {0: 2, 1: 3, 2: 0, 3: 1}
+    world.change("tp=1,pp=1,dp=4")
+    world.job.domains, world.job.stride = (0, 1, 1, 1), 1
+    assert world.job.keepers_of_copies() == {0: 1, 1: 2, 2: 3, 3: 0}
 
 
 def test_free_places_of_other_nodes_count_where_ranks_are_replaced() -> None:

@@ -7,6 +7,7 @@ import multiprocessing.connection
 import os
 import signal
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,10 +16,12 @@ from flashrecovery.agent.stash_memory import StashMemory
 from flashrecovery.errors import RestoreError
 from flashrecovery.plan.boxes import Box
 from flashrecovery.plan.logical import DATA, LogicalPart, ShardParts
+from flashrecovery.proto import flashrecovery_pb2 as pb
 from flashrecovery.redundancy.stash import write
 from flashrecovery.runtime.environment import STASH_ENV
 from flashrecovery.state.shard import ShardSource
 from flashrecovery.state.spec import ShardSpec, TensorSpec
+from flashrecovery.worker.stashing import Stashing
 from tests.unit.test_logical import STATE, shard, whole
 
 # -- what is written --------------------------------------------------------------------------------
@@ -53,6 +56,34 @@ def test_what_ranks_have_to_have_alike_is_said(tmp_path: Path) -> None:
     assert [*said[0]] == ["optimizer.state.step"] and said[0] == said[2] != said[1]
 
 
+def test_what_two_write_of_a_shard_can_be_compared(tmp_path: Path) -> None:
+    """Each rank of the new layout reads the nearer one's: they must not differ by a bit."""
+
+    def said(rank: int, change: int = 0, *, turned: bool = False) -> str:
+        source, parts = shard("rows", 1, 2, 0, whole())
+        tensors = [tensor.clone() for tensor in source.tensors]
+        tensors[-1].reshape(-1)[-1:].view(torch.uint8)[0] ^= change
+        spec = source.spec
+        if turned:
+            spec, tensors = ShardSpec(dict([*spec.tensors.items()][::-1]), spec.values), tensors[::-1]
+        written = write(tmp_path, rank, 3, [ShardSource(source.name, spec, tensors)], {source.name: parts}, b"")
+        assert [*written.shards] == [source.name]
+        return written.shards[source.name]
+
+    assert said(0) == said(1) == said(2, turned=True) != said(3, 1)
+
+
+def test_a_worker_says_what_it_has_written_of_each_shard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(STASH_ENV, str(tmp_path))
+    source, parts = shard("rows", 0, 2, 0, whole())
+    stashing = object.__new__(Stashing)
+    stashing._registry = SimpleNamespace(rank=0, common=SimpleNamespace(at=lambda version: None))  # type: ignore[assignment]
+    stashing._described = {source.name: parts}
+    order = pb.Stash(version=3, directory="5-1-3", items=[pb.StashItem(shard=source.name)])
+    _, alike = stashing.write(order, lambda item, version: source)
+    assert alike[f"shard {source.name!r}"] and (tmp_path / "5-1-3" / "rank0.index").exists()
+
+
 # -- the directory ----------------------------------------------------------------------------------
 
 
@@ -79,7 +110,14 @@ def test_nobody_removes_what_a_living_agent_has(tmp_path: Path) -> None:
     mine = StashMemory(tmp_path)
     assert [*tmp_path.iterdir()] == [mine.path] and mine.env() == {STASH_ENV: str(mine.path)}
     (mine.path / "1-7").mkdir()
-    mine.drop()
+    (mine.path / "1-7" / "rank0.data").write_bytes(b"state")
+    give_back = mine.drop()
+    assert not [*mine.path.glob("[!.]*")]  # at once, and before anything is removed
+    (mine.path / "2-7").mkdir()
+    give_back()
+    assert [*mine.path.iterdir()] == [mine.path / "2-7"]
+    mine.drop()()
+    mine.drop()()
     assert not [*mine.path.iterdir()]
     mine.close()
     mine.close()

@@ -120,6 +120,78 @@ def test_what_has_been_dropped_is_read_anew(tmp_path: Path) -> None:
     with_peer(use, tmp_path)
 
 
+def test_what_has_come_damaged_is_read_anew_in_the_next_try(tmp_path: Path) -> None:
+    async def use(peer: str, root: Path) -> None:
+        transfer = StashTransfer(tmp_path / "here", ACCESS)
+        assert await transfer.bring(wanted(peer, (64, 8))) == ""
+        mine = tmp_path / "here" / "elsewhere" / "5-1-7" / "rank3.data"
+        mine.write_bytes(bytes(72))
+        assert await transfer.bring(wanted(peer, (64, 8))) == "" and mine.read_bytes() == bytes(72)  # it is here
+        transfer.forget()
+        assert await transfer.bring(wanted(peer, (64, 8))) == ""
+        assert mine.read_bytes()[64:] == (root / "5-1-7" / "rank3.data").read_bytes()[64:72]
+
+    with_peer(use, tmp_path)
+
+
+def test_the_next_try_does_not_wait_for_a_node_that_is_lost(tmp_path: Path) -> None:
+    """It does not answer, and the readers of the try before, which have ended, still wait for it."""
+
+    async def use(peer: str, root: Path) -> None:
+        transfer = StashTransfer(tmp_path / "here", ACCESS)
+        silent = await asyncio.start_server(lambda reader, writer: None, "127.0.0.1", 0)
+        port = silent.sockets[0].getsockname()[1]
+        message = wanted(f"127.0.0.1:{port}", (0, 8), rank=100)
+        message.files.extend(wanted(f"127.0.0.1:{port}", rank=rank).files[0] for rank in range(101, 130))
+        message.files.extend(wanted(peer, (0, 8)).files)  # waits for its turn
+        before = asyncio.create_task(transfer.bring(message))
+        await asyncio.sleep(0.2)
+        transfer.forget()
+        assert await asyncio.wait_for(transfer.bring(wanted(peer, (0, 8))), 3.0) == ""
+        before.cancel()
+        silent.close()
+
+    with_peer(use, tmp_path)
+
+
+@pytest.mark.parametrize("ranges", [[], [(0, 8)]])
+def test_nothing_comes_after_it_has_been_dropped(ranges: Sequence[tuple[int, int]], tmp_path: Path) -> None:
+    """Who had asked may have died: nobody would ever remove it."""
+
+    async def use(peer: str, root: Path) -> None:
+        transfer = StashTransfer(tmp_path / "here", ACCESS)
+        asked = asyncio.create_task(transfer.bring(wanted(peer, *ranges)))
+        await asyncio.sleep(0)
+        transfer.dropped()
+        assert "it has been dropped meanwhile" in await asked
+        assert not (tmp_path / "here").exists()
+        assert await transfer.bring(wanted(peer, *ranges)) == ""
+
+    with_peer(use, tmp_path)
+
+
+def test_not_all_are_asked_at_once(tmp_path: Path) -> None:
+    """A job of thousands of ranks has as many files, and each takes a connection."""
+    open_now, most = 0, 0
+
+    class Counting(StashTransfer):
+        async def _read(self, *_: object) -> None:
+            nonlocal open_now, most
+            open_now += 1
+            most = max(most, open_now)
+            await asyncio.sleep(0)
+            open_now -= 1
+
+    async def main() -> None:
+        message = pb.StashWanted(within_s=10.0)
+        for rank in range(1000):
+            message.files.add(peer="h:1", read=pb.StashRead(directory="1-1-1", rank=rank))
+        assert await Counting(tmp_path, ACCESS).bring(message) == ""
+
+    asyncio.run(main())
+    assert 1 < most <= 16
+
+
 # -- the reader -------------------------------------------------------------------------------------
 
 
@@ -173,6 +245,45 @@ def test_only_what_is_needed_and_not_here_comes_from_elsewhere(tmp_path: Path) -
 def test_what_several_have_written_is_read_here(tmp_path: Path) -> None:
     stash, copied, values = on_two_nodes(tmp_path, twice=True)
     assert torch.equal(fill_rows(stash, 0, 12), values["rows"]) and not copied.asked
+
+
+def test_what_comes_later_is_read_too(tmp_path: Path) -> None:
+    """The file grows with what is brought."""
+    stash, copied, values = on_two_nodes(tmp_path, twice=False)
+    for name in SHAPES:  # one after another in the file
+        shape = SHAPES[name]
+        into = torch.zeros(shape)
+        stash.fill([Wanted(into, (LogicalPart(name, shape, Box((0,) * len(shape), shape), 0),))])
+        assert torch.equal(into, values[name])
+    assert len({start for _, start, _ in copied.asked}) > 1
+
+
+@pytest.mark.parametrize("both", [False, True])
+def test_what_is_damaged_here_is_read_from_another_node(tmp_path: Path, both: bool) -> None:
+    stash, copied, values = on_two_nodes(tmp_path, twice=True)
+    for folder, rank in (("here", 0), ("there", 1))[: 1 + both]:
+        file = tmp_path / folder / f"rank{rank}.data"
+        file.write_bytes(bytes(len(file.read_bytes())))
+    if both:
+        with pytest.raises(RestoreError, match="which rank 0 has written, does not have the digest"):
+            fill_rows(stash, 0, 12)
+    else:
+        assert torch.equal(fill_rows(stash, 0, 12), values["rows"])
+    assert {rank for rank, _, _ in copied.asked} == {1}
+
+
+def test_what_another_has_written_otherwise_is_no_stand_in(tmp_path: Path) -> None:
+    stash, copied, values = on_two_nodes(tmp_path, twice=True)
+    changed = {name: tensor + 1 for name, tensor in values.items()}
+    made = [shard(name, part, 2, 0, changed) for name in SHAPES for part in (0, 1)]
+    described = {source.name: parts for source, parts in made}
+    write(tmp_path / "there", 1, 3, [source for source, _ in made], described, b"common")
+    file = tmp_path / "here" / "rank0.data"
+    file.write_bytes(bytes(len(file.read_bytes())))
+    stash = Stash(tmp_path / "here", (0, 1), 3, copied)
+    with pytest.raises(RestoreError, match="does not have the digest"):
+        fill_rows(stash, 0, 12)
+    assert not copied.asked
 
 
 def test_what_has_come_otherwise_than_it_was_written(tmp_path: Path) -> None:

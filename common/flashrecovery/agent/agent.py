@@ -310,8 +310,10 @@ class Agent:
     def _drop_stash(self) -> None:
         """What state of another layout is in this node's memory is of no use any more."""
         if self._stash is not None and self._stash_transfer is not None:
-            self._stash.drop()
-            self._stash_transfer.forget()
+            give_back = self._stash.drop()
+            self._stash_transfer.dropped()
+            # Beside the loop: heartbeats and leases wait for nothing.
+            self._tasks.start(asyncio.to_thread(give_back))
 
     async def _bring(self, process: WorkerProcess, wanted: pb.StashWanted) -> None:
         """Get what a worker of the new layout needs from where the old one's ranks have written it."""
@@ -331,9 +333,11 @@ class Agent:
 
     async def _replace(self, command: pb.Command) -> None:
         """Fill a rank with a new process."""
+        if command.replace.attempt != self._attempt and self._stash_transfer is not None:
+            self._stash_transfer.forget()  # what has come damaged is not taken once more
         self._attempt, self._domains = command.replace.attempt, tuple(command.replace.domains)
         if command.replace.layout != self._layout and self._peers is not None:
-            self._peers.logs.clear()  # of ranks of the layout before
+            self._peers.forget_logs(but=self._attempt)  # of ranks of the layout before
         self._layout = command.replace.layout
         filled = await self._processes.fill(command, hear_out=self._faults.armed(command.rank))
         if filled is not None:

@@ -40,6 +40,11 @@ class PeerService(rpc.PeerServicer):  # type: ignore[misc]
         self.stash: Path | None = None
         self.port = 0
 
+    def forget_logs(self, but: int) -> None:
+        """Of all starts but this attempt. A node without a rank of a new layout may keep that one's already."""
+        for rank in [rank for rank, log in self.logs.items() if log.attempt != but]:
+            del self.logs[rank]
+
     async def start(self, host: str) -> None:
         """Listen on any free port of ``host``. Raises ConfigError."""
         self._server = self._access.server()

@@ -11,7 +11,8 @@ import fcntl
 import os
 import shutil
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 
 from flashrecovery.errors import ConfigError
@@ -44,10 +45,14 @@ class StashMemory:
         """For the workers."""
         return {STASH_ENV: str(self.path)}
 
-    def drop(self) -> None:
-        """What is there is of no use any more."""
-        for old in self.path.glob("*"):
-            shutil.rmtree(old, ignore_errors=True)
+    def drop(self) -> Callable[[], None]:
+        """What is there is of no use any more: nobody finds it from here on. Returns what gives the memory back, which
+        takes a second for each few GB: not for a thread on which others wait."""
+        gone = self.path / f".dropped-{uuid.uuid4().hex[:8]}"
+        for old in self.path.glob("[!.]*"):
+            gone.mkdir(mode=0o700, exist_ok=True)
+            old.rename(gone / old.name)
+        return partial(shutil.rmtree, gone, ignore_errors=True)
 
     def close(self) -> None:
         """The agent ends."""

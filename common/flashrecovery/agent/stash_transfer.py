@@ -23,6 +23,8 @@ from flashrecovery.runtime.environment import STASH_ELSEWHERE
 
 _DIRECTORY = re.compile(r"[0-9]+(-[0-9]+)*")
 _PART_BYTES = 1 << 20
+_AT_ONCE = 16
+"""Files that are read at a time: each takes a connection of its own."""
 
 
 def served(root: Path, read: pb.StashRead) -> Iterator[pb.StashPart]:
@@ -62,18 +64,26 @@ class StashTransfer:
         self._access = access
         self._here: dict[Path, set[tuple[int, int]]] = {}  # what has been read, by file
         self._locks: dict[Path, asyncio.Lock] = {}
+        self._some = asyncio.Semaphore(_AT_ONCE)
+        self._drops = 0
 
     async def bring(self, wanted: pb.StashWanted) -> str:
         """Have all of that in this node's memory. Returns why not, in words; "" if it is there."""
-        files = [self._bring(file, wanted.within_s) for file in wanted.files]
+        files = [self._bring(file, wanted.within_s, self._drops, self._some) for file in wanted.files]
         found = await asyncio.gather(*files)
         return "; ".join(text for text in found if text)
 
     def forget(self) -> None:
-        """All of it has been removed."""
-        self._here.clear()
+        """Whoever asks from here on gets it anew, and waits for nobody who has asked before: what these wait for may be
+        a node that is lost."""
+        self._here, self._locks, self._some = {}, {}, asyncio.Semaphore(_AT_ONCE)
 
-    async def _bring(self, file: pb.StashFile, within_s: float) -> str:
+    def dropped(self) -> None:
+        """All of it has been removed, and nothing that was asked for before may come any more."""
+        self._drops += 1
+        self.forget()
+
+    async def _bring(self, file: pb.StashFile, within_s: float, drops: int, some: asyncio.Semaphore) -> str:
         read = file.read
         if not _DIRECTORY.fullmatch(read.directory):
             return f"no state is kept as {read.directory!r}"
@@ -81,11 +91,11 @@ class StashTransfer:
         path = self._root / STASH_ELSEWHERE / read.directory / f"rank{read.rank}.{kind}"
         ranges = list(zip(read.starts, read.sizes, strict=True)) or [(0, 0)]
         try:
-            async with self._locks.setdefault(path, asyncio.Lock()):
+            async with self._locks.setdefault(path, asyncio.Lock()), some:
                 here = self._here.setdefault(path, set())
                 lacking = [one for one in ranges if one not in here]
                 if lacking:
-                    await self._read(file.peer, read, path, lacking if read.starts else [], within_s)
+                    await self._read(file.peer, read, path, lacking if read.starts else [], within_s, drops)
                     here.update(lacking)
         except NOT_HANDED_OVER as e:
             return f"rank {read.rank}'s, from {file.peer}: {said_by(e)}"
@@ -94,25 +104,38 @@ class StashTransfer:
         return ""
 
     async def _read(
-        self, peer: str, read: pb.StashRead, path: Path, ranges: Sequence[tuple[int, int]], within_s: float
+        self,
+        peer: str,
+        read: pb.StashRead,
+        path: Path,
+        ranges: Sequence[tuple[int, int]],
+        within_s: float,
+        drops: int,
     ) -> None:
         request = pb.StashRead(directory=read.directory, rank=read.rank)
         request.starts.extend(start for start, _ in ranges)
         request.sizes.extend(nbytes for _, nbytes in ranges)
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         async with self._access.dial(peer, agent_at(peer), within_s) as channel:
             call = rpc.PeerStub(channel).ReadStash(request, timeout=within_s)
             if not ranges:  # the index: as a whole, or not at all
                 whole = b"".join([part async for part in _data(call)])
+                self._make_room(path, drops)
                 partial = path.with_name(f".{path.name}")
                 partial.write_bytes(whole)
                 os.replace(partial, path)
                 return
+            self._make_room(path, drops)
             number = os.open(path, os.O_WRONLY | os.O_CREAT, 0o600)
             try:
                 await _fill(number, _data(call), ranges)
             finally:
                 os.close(number)
+
+    def _make_room(self, path: Path, drops: int) -> None:
+        """Raises ProtocolError if it has been dropped since it was asked for: its file would stay for ever."""
+        if drops != self._drops:
+            raise ProtocolError("it has been dropped meanwhile")
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
 
 
 async def _data(call: AsyncIterator[pb.StashPart]) -> AsyncIterator[bytes]:

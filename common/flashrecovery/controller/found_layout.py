@@ -22,13 +22,17 @@ class FoundLayout:
         """An agent comes with ranks. Returns whether they are of the newest layout that is known, and the nodes that
         have come with ranks of an older one."""
         job, older = self._job, list[str]()
-        if message.layout != job.plan and self._attempt >= message.attempt:
+        # A layout may come back: an earlier time is another one. Within one, all have the same attempt.
+        another = message.layout != job.plan or (job.plan != "" and message.attempt != self._attempt)
+        if another and self._attempt >= message.attempt:
             return False, older
-        if message.layout != job.plan:
+        if another:
             older = sorted({record.home for record in job.in_order if record.home})
             job.lay_out(message.layout, [RankRecord(rank) for rank in range(_ranks(message.layout))])
+            job.stride, job.domains = 1, ()  # of the older one
         self._attempt = max(self._attempt, message.attempt)
-        job.replans = max(job.replans, self._attempt) if job.plan else 0
+        if job.plan:  # what ranks keep of their set-up is of this very attempt
+            job.restarts, job.replans = 0, self._attempt
         return True, older
 
     def why_lost(self) -> str:

@@ -196,6 +196,8 @@ class JobState:
         ranks, shape = [record.rank for record in records or self.in_order], self.shape
         if len(ranks) < 2:
             return {rank: rank for rank in ranks}
+        if self.plan:  # nodes need not have equally many ranks there, and domains are those of ranks
+            return {rank: (rank + self.stride) % self.world_size for rank in ranks}
         if shape.each > 1 and divided(self.in_order):
             if len(ranks) % shape.each:  # some of a replica are leaving
                 keepers = self.keepers_of_parts()

@@ -116,6 +116,10 @@ class Machine:
             self._staffing.fence(node, "its ranks belong to others")
         elif self.job.launched:
             node.state = NodeState.SPARE
+            if self.job.config.replan is not None:  # it was away when that was to be dropped; this is another process
+                self.job.outbox.send(
+                    node.name, pb.Command(generation=self.job.generation, rank=AGENT, drop_stash=pb.DropStash())
+                )
             self._settle_homeless(now)
             self._staffing.publish_others()
             self._growing.on_node(node.name)

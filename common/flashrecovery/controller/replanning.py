@@ -227,9 +227,11 @@ class Replanning:
 
     def _once_more(self, kept: Kept | None, decision: Decision | JobFailedError) -> Kept | None:
         """What a layout begins with that has to begin once more; None: there is nothing. What could not be read,
-        although nobody has died of it, is not read again where there is something else. ``kept``: what is still
+        although nobody has died of it, is not read again where there is something else; from other nodes, not a third
+        time: one that has died breaks connections at once, and is found to be lost later. ``kept``: what is still
         there."""
-        if isinstance(decision, Decision) and (kept is None or kept.checkpoint or self._job.retries):
+        tries = 2 if kept is not None and kept.place.sources else 1
+        if isinstance(decision, Decision) and (kept is None or kept.checkpoint or self._job.retries >= tries):
             return Kept(decision.round.version, pb.StashPlace(), decision.checkpoint)
         return None if kept is None or kept.checkpoint else replace(kept, written=0)
 
@@ -255,7 +257,8 @@ class Replanning:
 
     def _write(self, version: int, now: float) -> None:
         """Have each shard written by one of those who have it."""
-        orders = assigned(self._job.ranks, self._job.departed, version)
+        domains = {node.name: node.domain for node in self._job.nodes.values()}
+        orders = assigned(self._job.ranks, self._job.departed, version, domains)
         self._said, self._litter = {}, True
         self._rounds += 1
         directory = f"{self._job.generation}-{self._rounds}-{version}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 
 from flashrecovery.controller.custody import left_behind
 from flashrecovery.controller.nodes import NodeRecord
@@ -21,11 +22,15 @@ _PREFERRED = (Kind.LIVE, Kind.UNDO, Kind.COPY)
 
 
 def assigned(
-    records: Mapping[int, RankRecord], departed: Mapping[int, Mapping[str, int]], version: int
+    records: Mapping[int, RankRecord],
+    departed: Mapping[int, Mapping[str, int]],
+    version: int,
+    domains: Mapping[str, str] = MappingProxyType({}),
 ) -> dict[int, list[pb.StashItem]]:
     """Who writes which shard at ``version``, and from what it has of it: of those who have it for themselves, or else
     keep copies of it, whoever writes the least so far; and where somebody on another node has it, too, one of these
-    besides. All shards that the ranks need, and that those have needed who have left; no rank's own plain state.
+    besides, in another failure domain (``domains``: of the nodes) if there is one. All shards that the ranks need, and
+    that those have needed who have left; no rank's own plain state.
 
     Raises JobFailedError if somebody has said that it has a shard, and nobody has.
     """
@@ -45,10 +50,12 @@ def assigned(
     for name in sorted(names, key=lambda name: (-sizes[name], name)):
         if not holders[name]:
             raise JobFailedError(f"nobody has shard {name!r} at version {version}")
-        left = dict(holders[name])
+        left, used = dict(holders[name]), set[str]()
         for _ in range(_COPIES):
             if left:
-                rank = min(left, key=lambda rank: (left[rank] is Kind.COPY, load[rank], rank))
+                near = {rank: domains.get(records[rank].home) in used for rank in left}
+                rank = min(left, key=lambda rank: (near[rank], left[rank] is Kind.COPY, load[rank], rank))
+                used.add(domains.get(records[rank].home, ""))
                 load[rank] += sizes[name]
                 orders.setdefault(rank, []).append(pb.StashItem(shard=name, kind=left[rank].value))
                 left = {other: kind for other, kind in left.items() if records[other].home != records[rank].home}

@@ -10,6 +10,7 @@ a rank is its tensors one after another; its index says of each to which boxes o
 
 from __future__ import annotations
 
+import logging
 import os
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -31,6 +32,7 @@ from flashrecovery.state import codec
 from flashrecovery.state.shard import ShardSource
 from flashrecovery.state.spec import decode_spec, encode_spec
 
+log = logging.getLogger("flashrecovery")
 _FORMAT = 1
 _ALIGN = 64
 LIMIT = 64 << 20
@@ -105,10 +107,11 @@ def _stored(
 @dataclass(frozen=True)
 class Written:
     """``nbytes``: of tensors. ``numbers``: digests of the logical tensors without dimensions, each of which many shards
-    have."""
+    have. ``shards``: digests of these, by name."""
 
     nbytes: int
     numbers: Mapping[str, str]
+    shards: Mapping[str, str]
 
 
 def write(
@@ -156,7 +159,11 @@ def write(
     partial = directory / f".rank{rank}.index"
     partial.write_bytes(index.encode())
     os.replace(partial, directory / f"rank{rank}.index")  # last: who reads finds whole files only
-    return Written(sum(tensor.nbytes for tensor in tensors), numbers)
+    of_shards: dict[str, xxhash.xxh3_128] = defaultdict(xxhash.xxh3_128)
+    for stored in sorted(tensors, key=lambda stored: (stored.shard, stored.key)):
+        of_shards[stored.shard].update(stored.key.encode() + b"\0" + stored.digest)
+    shards = {name: found.hexdigest() for name, found in of_shards.items()}
+    return Written(sum(stored.nbytes for stored in tensors), numbers, shards)
 
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:
@@ -227,9 +234,11 @@ class Stash:
         self._mapped: dict[int, np.ndarray[tuple[int], np.dtype[np.uint8]]] = {}
         self._checked: dict[tuple[int, int], torch.Tensor] = {}
         self._of: dict[str, list[tuple[int, StoredTensor, LogicalPart]]] = defaultdict(list)
+        self._copies: dict[tuple[str, str], list[tuple[int, StoredTensor]]] = defaultdict(list)
         taken: dict[str, int] = {}  # from whom each shard is read, of several that have written it
         for rank in sorted(self.indexes, key=lambda rank: (self._is_elsewhere(rank), rank)):
             for tensor in self.indexes[rank].tensors:
+                self._copies[tensor.shard, tensor.key].append((rank, tensor))
                 if taken.setdefault(tensor.shard, rank) == rank:
                     for part in tensor.parts:
                         self._of[part.name].append((rank, tensor, part))
@@ -321,23 +330,42 @@ class Stash:
             yield _Piece(target, part, box, *there[number])
 
     def _tensor(self, rank: int, stored: StoredTensor) -> torch.Tensor:
-        """All of a stored tensor, flat. Its digest is compared when it is first asked for."""
+        """All of a stored tensor, flat. Its digest is compared when it is first asked for; where it is another one,
+        somebody else may have written the same."""
         key = rank, stored.start
         if key not in self._checked:
-            if rank not in self._mapped:
-                path = self._file(rank, "data")
-                try:
-                    self._mapped[rank] = np.memmap(path, np.uint8, "c")  # private: nothing that is done to it is seen
-                except (OSError, ValueError) as e:
-                    raise RestoreError(f"{path} cannot be read: {type(e).__name__}: {e}") from e
-            data = self._mapped[rank][stored.start : stored.start + stored.nbytes]
-            if len(data) != stored.nbytes or xxhash.xxh3_128_digest(data.data) != stored.digest:
-                raise RestoreError(
-                    f"{stored.key!r} of shard {stored.shard!r}, which rank {rank} has written, does not have the "
-                    "digest it was written with"
-                )
-            self._checked[key] = torch.from_numpy(np.asarray(data)).view(getattr(torch, stored.dtype))
+            self._checked[key] = self._whole(rank, stored)
         return self._checked[key]
+
+    def _whole(self, rank: int, stored: StoredTensor) -> torch.Tensor:
+        found = self._as_written(rank, stored)
+        if found is not None:
+            return found
+        text = f"{stored.key!r} of shard {stored.shard!r}, which rank {rank} has written, does not have the digest it "
+        like = stored.digest, stored.nbytes, stored.dtype
+        for other, same in self._copies[stored.shard, stored.key]:
+            if other == rank or (same.digest, same.nbytes, same.dtype) != like:
+                continue
+            if self._elsewhere is not None and self._is_elsewhere(other):
+                self._elsewhere.bring({other: [(same.start, same.nbytes)]})
+            found = self._as_written(other, same)
+            if found is not None:
+                log.warning("%swas written with; what rank %d has written is read instead", text, other)
+                return found
+        raise RestoreError(f"{text}was written with")
+
+    def _as_written(self, rank: int, stored: StoredTensor) -> torch.Tensor | None:
+        """None: it has another digest."""
+        if rank not in self._mapped or len(self._mapped[rank]) < stored.start + stored.nbytes:  # more has come
+            path = self._file(rank, "data")
+            try:
+                self._mapped[rank] = np.memmap(path, np.uint8, "c")  # private: nothing that is done to it is seen
+            except (OSError, ValueError) as e:
+                raise RestoreError(f"{path} cannot be read: {type(e).__name__}: {e}") from e
+        data = self._mapped[rank][stored.start : stored.start + stored.nbytes]
+        if len(data) != stored.nbytes or xxhash.xxh3_128_digest(data.data) != stored.digest:
+            return None
+        return torch.from_numpy(np.asarray(data)).view(getattr(torch, stored.dtype))
 
 
 def _pieces(space: Space, held: Sequence[Box], needed: Box, limit: int) -> Iterator[tuple[Box, int]]:

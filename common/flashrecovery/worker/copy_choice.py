@@ -54,9 +54,13 @@ def choice(registry: Registry, settings: Settings) -> tuple[CopyChoice, Groups]:
 
 
 def placement() -> tuple[int, int]:
-    """(stride, nodes): rank r's copies go to rank r + stride; how many nodes hold ranks. From the environment that the
-    agent has made."""
-    return int(os.environ.get(STRIDE_ENV, "1")), int(os.environ.get("GROUP_WORLD_SIZE", "1"))
+    """(stride, nodes): rank r's copies go to rank r + stride; how many nodes (in a parallel layout that the job has
+    changed to: failure domains) hold ranks, at the launch or that change. From the environment that the agent has made,
+    and the same for a replacement wherever ranks have moved since, which GROUP_WORLD_SIZE is not."""
+    stride = int(os.environ.get(STRIDE_ENV, "1"))
+    if LAYOUT_ENV in os.environ:
+        return stride, max(len({*_shared_domains()}), 1)
+    return stride, int(os.environ.get("GROUP_WORLD_SIZE", "1"))
 
 
 def neighbour_of(rank: int, world: int) -> int:

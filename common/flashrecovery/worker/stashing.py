@@ -93,7 +93,7 @@ class Stashing:
         self, stash: pb.Stash, source: Callable[[pb.StashItem, int], ShardSource]
     ) -> tuple[int, Mapping[str, str]]:
         """Write what this rank was told to. ``source``: gives a shard's content. Returns how many bytes of tensors, and
-        digests of what all ranks should have alike: those of the new layout get one rank's.
+        digests of what all ranks should have alike that have it: those of the new layout get one rank's.
 
         Raises RestoreError.
         """
@@ -107,6 +107,8 @@ class Stashing:
         objects = codec.loads(common)["digests"] if common else {}
         alike = {f"the registered object {name!r}": digest for name, digest in objects.items()}
         alike |= {f"{name!r}, of which there is one for all parameters,": d for name, d in written.numbers.items()}
+        # Of two nodes' ranks that write the same shard, each new rank reads the nearer one's.
+        alike |= {f"shard {name!r}": digest for name, digest in written.shards.items()}
         return written.nbytes, alike
 
     def read(self, place: pb.StashPlace, version: int, fetched: Callable[[Path, pb.StashPlace], Fetched]) -> int:

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from flashrecovery.controller.custody import divided, of_their_own
 from flashrecovery.controller.gathering import Gathering
 from flashrecovery.controller.job_state import JobState
-from flashrecovery.controller.newcomers import Newcomers, give_up_all
+from flashrecovery.controller.newcomers import Newcomers, give_up, give_up_all
 from flashrecovery.controller.nodes import NodeState
 from flashrecovery.controller.records import THROUGH
 from flashrecovery.controller.relieved import Relieved
@@ -158,11 +158,19 @@ class ComingIn:
         self.came_to_nothing |= bool(back)
         return back
 
+    def _give_up_who_has_left(self) -> None:
+        """Ranks that were to be taken over, and have left the job meanwhile (with others of their replica, or because
+        so many are not allowed), do not come in: alone they would be a part of a replica, or one too many."""
+        if self._taking_over:
+            for rank in [rank for rank in self._job.newcomers if rank not in self._job.ranks]:
+                give_up(self._job, rank, "it has left the job meanwhile")
+
     def come_in(self, decision: Decision) -> tuple[Decision, list[int]]:
         """All members are stopped and are to go on as in ``decision``. If all newcomers are there, and it is time,
         they are members from now on. Returns what is decided with them, and who they are."""
         job = self._job
         self._waiting.dissolve()
+        self._give_up_who_has_left()
         if not self.newcomers.all_here or decision.round.version < self._step:
             return decision, []
         if decision.checkpoint and divided(job.in_order):

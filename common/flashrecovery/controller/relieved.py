@@ -34,9 +34,10 @@ class Relieved:
         """The others have not got everything: those who live have their ranks again. Returns these ranks."""
         job, back = self._job, sorted(self._old)
         for rank in back:
-            gone = job.depart(rank)
-            job.tell_to_leave(rank, gone.home)
-            job.enrol(self._old.pop(rank))
+            gone, old = job.depart(rank), self._old.pop(rank)
+            if gone.home != old.home:  # else its node is lost, and it has been given no other room than the old one's
+                job.tell_to_leave(rank, gone.home)
+            job.enrol(old)
             node = job.nodes.get(gone.home)
             if node is not None and node.alive and not any(r.home == node.name for r in job.in_order):
                 node.state = NodeState.SPARE

@@ -1,0 +1,68 @@
+"""A node hands ranks of replicas of several ranks over, and something else happens in the same recovery: the
+controller's machine, without a process."""
+
+from __future__ import annotations
+
+import pytest
+
+from flashrecovery.plan.replicas import ReplicaShape
+from flashrecovery.plan.transitions import State
+from flashrecovery.proto import flashrecovery_pb2 as pb
+from tests.unit.test_handoff_pauses import ComingWorld
+from tests.unit.test_replicas import ReplicaWorld, world_of
+
+ACROSS = ReplicaShape(3, 1, 2)
+"""Replicas 0 and 3, 1 and 4, 2 and 5; on three nodes of two ranks the second one has ranks 2 and 3."""
+
+
+def leaving() -> ReplicaWorld:
+    """A spare node has come, the second node is to leave, and all have paused for that."""
+    world = world_of(ACROSS, replace="auto", nproc=2, nnodes=3, controller="h:1")
+    world.join("spare", spare=True)
+    world.go_on()
+    assert world.machine.handoff.ask("node1", 60.0, world.now)[0] == ""
+    while world.machine.job.state is State.RUNNING:
+        world.machine.on_tick(world.now)
+        world.collect()
+        assert world.step()
+    assert world.machine.job.newcomers.keys() == {2, 3} and world.machine.job.state is State.QUIESCING
+    return world
+
+
+def fails_for_good(world: ReplicaWorld, rank: int) -> None:
+    """Its replacements have failed too often."""
+    record = world.machine.job.ranks[rank]
+    record.irreplaceable = True
+    world.inbox = [(other, command) for other, command in world.inbox if other != rank]
+    failure = pb.Failure(rank=rank, pid=record.pid, kind="killed", evidence="test", step=world.version[rank])
+    world.machine.on_failure(failure, world.now, record.home)
+    world.collect()
+
+
+def test_one_whose_replica_leaves_does_not_come_in_alone() -> None:
+    world = leaving()
+    fails_for_good(world, 5)
+    sizes = set()
+    for _ in range(400):
+        if not world.step():
+            break
+        job = world.machine.job
+        if job.state in (State.REGROUPING, State.RESTORING, State.RUNNING):
+            sizes.add(tuple(job.ranks))
+            assert len(job.shape.whole(job.ranks)) * 2 == len(job.ranks), f"a part of a replica: {list(job.ranks)}"
+    assert (0, 1, 3, 4) in sizes
+    assert world.run() is State.FINISHED
+
+
+@pytest.mark.parametrize("elastic", [False, True])
+def test_an_old_one_that_gets_its_rank_back_where_it_is_is_not_ended(elastic: bool) -> None:
+    """The node with the new ones is lost, and the only room for their ranks is on the node that was to leave, where the
+    old ones still are."""
+    world = ComingWorld(elastic={"min": 4, "max": 4} if elastic else None)
+    world.inbox = [(r, c) for r, c in world.inbox if r < 2]
+    before = len(world.nodes_told)
+    world.machine.on_node_lost("spare", "silent", 0.5, world.now)
+    world.collect()
+    assert world.homes()[2:] == ["node1", "node1"]
+    told = [c.rank for node, c in world.nodes_told[before:] if c.HasField("leave") and node == "node1"]
+    assert told == [], "these processes alone may have what is theirs"

@@ -23,7 +23,7 @@ from flashrecovery.controller.generation_file import (
     newest_numbers,
     write_numbers,
 )
-from flashrecovery.controller.outbox import Publish
+from flashrecovery.controller.outbox import Publish, Send
 from flashrecovery.controller.rank_table import Parts
 from flashrecovery.controller.service import ControllerService
 from flashrecovery.kinds import NoticeKind
@@ -276,6 +276,20 @@ def test_a_job_that_has_not_begun_is_not_taken_for_an_earlier_one(launch: str, s
     machine.on_tick(11.0)
     assert machine.job.state is state, machine.job.failure_reason
     assert machine.job.generation == (1 if state is State.STARTING else 10)
+
+
+def test_a_start_that_is_written_down_has_another_number() -> None:
+    """Nodes that were cut off in it, and come back, keep set-up logs of that start."""
+    machine = controller()
+    machine.takeover.written_down = {LAUNCH: Numbers(1, 1)}
+    register = of_launch(LAUNCH, found("a", 0, 1, stepping=False))
+    register.generation = 0
+    for worker in register.workers:
+        worker.resumed, worker.committed = False, -1
+    machine.on_register(register, 0.0)
+    machine.on_tick(11.0)
+    sent = [a.command for a in machine.job.take_actions() if isinstance(a, Send)]
+    assert {c.replace.attempt for c in sent if c.HasField("replace")} == {2}
 
 
 def test_the_launch_that_those_know_who_have_heard_last_counts() -> None:

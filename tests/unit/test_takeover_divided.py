@@ -14,6 +14,8 @@ from flashrecovery import events as ev
 from flashrecovery.agent.agent import Agent
 from flashrecovery.agent.identity import Identity
 from flashrecovery.config import RunConfig
+from flashrecovery.controller.machine import Machine
+from flashrecovery.controller.outbox import Send
 from flashrecovery.controller.records import Place
 from flashrecovery.events import RunDir
 from flashrecovery.plan import Kind
@@ -153,6 +155,18 @@ def test_a_new_controller_of_a_job_without_a_rank_table_keeps_copies_on_another_
         world.join(node, workers=workers)
     told = {rank: c.replace.stride for rank, c in world.inbox if c.HasField("replace")}
     assert told == dict.fromkeys(range(4), 2)
+
+
+@pytest.mark.parametrize(("domains", "stride"), [((), 1), ((0, 0, 1, 1), 2), ((0, 1, 0, 1), 1)])
+def test_and_in_another_failure_domain(domains: tuple[int, ...], stride: int) -> None:
+    """As they were at the launch: else survivors of a change and replacements would come to different rings."""
+    machine = Machine(RunConfig.model_validate({"nproc_per_node": 1, "nnodes": 4, "controller": "h:1"}))
+    for rank, node in enumerate("abcd"):
+        register = pb.Register(node=node, host=node, slots=1, node_rank=-1, incarnation=node, domains=domains)
+        register.workers.add(rank=rank, pid=100 + rank)
+        machine.on_register(register, 0.0)
+    sent = [a.command for a in machine.job.take_actions() if isinstance(a, Send)]
+    assert {c.replace.stride for c in sent if c.HasField("replace")} == {stride}
 
 
 def test_a_node_that_was_fenced_does_not_say_who_belongs_to_the_job(tmp_path: Path) -> None:

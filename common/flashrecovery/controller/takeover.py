@@ -21,6 +21,7 @@ from flashrecovery.controller.recovery import RecoverySteps
 from flashrecovery.controller.staffing import Staffing
 from flashrecovery.controller.starting import Starting
 from flashrecovery.kinds import FailureKind, NoticeKind, Ordered
+from flashrecovery.plan.placement import neighbour_stride
 from flashrecovery.plan.transitions import State
 from flashrecovery.proto import flashrecovery_pb2 as pb
 
@@ -41,6 +42,7 @@ class TakeOver:
         """By controllers before this one, by launch."""
         self._launch_of = -1  # the newest generation in which a node has named the launch
         self._layout = FoundLayout(job)
+        self._knows_stride = False  # a node has told it
         self._members_of = -1  # the newest generation in which a node has told who belongs to an elastic job
 
     @property
@@ -88,6 +90,7 @@ class TakeOver:
             self._adopt_page(self._job.ranks[page.rank], page, node, message.generation)
         self._job.generation = max(self._job.generation, message.generation)
         self._job.stride = message.stride or self._job.stride
+        self._knows_stride |= message.stride > 0
         self._job.domains = tuple(message.domains) or self._job.domains
         if not self._job.plan:  # else it is counted with the changes
             self._job.restarts = max(self._job.restarts, message.attempt)
@@ -174,9 +177,10 @@ class TakeOver:
     def _take_over(self, now: float) -> None:
         """All agents are there, or have had the time."""
         self._job.launched = True
-        nproc = self._job.config.nproc_per_node
-        if not self._job.plan and self._job.config.nnodes > 1 and self._job.stride % nproc:
-            self._job.stride = nproc  # no agent had a rank table yet, so that none could tell
+        nodes = self._job.config.nnodes
+        if not self._job.plan and nodes > 1 and not self._knows_stride:  # no agent had a rank table yet
+            domains = list(map(str, self._job.domains or range(nodes)))
+            self._job.stride = neighbour_stride(domains, self._job.config.nproc_per_node)
         heard = Numbers(self._job.generation, self._job.restarts)
         written = self.written_down.get(self._job.launch, Numbers())
         self._job.generation = max(heard.generation, written.generation)
@@ -222,6 +226,8 @@ class TakeOver:
         self._job.recovered_before = any(known.generation > known.restarts for known in (heard, written))
         trained |= self._job.recovered_before
         if not trained and len(missing) < len(records):
+            # Of starts that nobody here has heard of some nodes may have set-up logs, and come back.
+            self._job.restarts = max(self._job.restarts, written.restarts)
             self._settle_found(now)
             self._starting.start_again(f"{said}, before the first step", now)
             return

@@ -199,7 +199,7 @@ class JobState:
         if self.plan:  # nodes need not have equally many ranks there, and domains are those of ranks
             return {rank: (rank + self.stride) % self.world_size for rank in ranks}
         if shape.each > 1 and divided(self.in_order):
-            if len(ranks) % shape.each:  # some of a replica are leaving
+            if len(shape.whole(ranks)) * shape.each < len(ranks):  # some of a replica are leaving
                 keepers = self.keepers_of_parts()
                 return {rank: keepers.get(rank, rank) for rank in ranks}
             ring = shape.ring(ranks, *self._where_copies_go)

@@ -8,6 +8,7 @@ import pytest
 from flashrecovery.plan.replicas import ReplicaShape
 from flashrecovery.plan.transitions import State
 from flashrecovery.proto import flashrecovery_pb2 as pb
+from tests.unit.test_divided_replicas import launched
 from tests.unit.test_handoff_pauses import ComingWorld
 from tests.unit.test_replicas import ReplicaWorld, world_of
 
@@ -52,6 +53,20 @@ def test_one_whose_replica_leaves_does_not_come_in_alone() -> None:
             assert len(job.shape.whole(job.ranks)) * 2 == len(job.ranks), f"a part of a replica: {list(job.ranks)}"
     assert (0, 1, 3, 4) in sizes
     assert world.run() is State.FINISHED
+
+
+@pytest.mark.parametrize("shape", [ReplicaShape(3), ReplicaShape(3, 2), ACROSS], ids=str)
+def test_a_warned_node_stays_while_ranks_leave(shape: ReplicaShape) -> None:
+    """It may have the only copies of what those have had."""
+    world = launched(shape, replace="auto", single=True)
+    world.join("spare", spare=True)
+    world.go_on()
+    keeper = world.machine.job.keepers_of_parts()[0]
+    world.machine.job.nodes[world.machine.job.ranks[keeper].home].suspect = "ECC"
+    world.lose(0)
+    fails_for_good(world, 0)
+    assert world.run() is State.FINISHED, world.machine.job.failure_reason
+    assert world.resized() and not world.notices("node_replaced")
 
 
 @pytest.mark.parametrize("elastic", [False, True])

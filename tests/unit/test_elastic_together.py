@@ -1,5 +1,5 @@
-"""A node hands ranks of replicas of several ranks over, and something else happens in the same recovery: the
-controller's machine, without a process."""
+"""An elastic job hands a node's ranks over, or has a node that is warned of, and something else happens in the same
+recovery: the controller's machine, without a process."""
 
 from __future__ import annotations
 
@@ -67,6 +67,23 @@ def test_a_warned_node_stays_while_ranks_leave(shape: ReplicaShape) -> None:
     fails_for_good(world, 0)
     assert world.run() is State.FINISHED, world.machine.job.failure_reason
     assert world.resized() and not world.notices("node_replaced")
+
+
+@pytest.mark.parametrize("unsure", [False, True])
+def test_a_warned_node_stays_until_it_is_known_how_state_is_divided(unsure: bool) -> None:
+    """The controller before this one may have been in the middle of a change: parts of ranks that have left, of whom
+    this one has not heard, may be there alone."""
+    world = launched(ReplicaShape(5), replace="auto", single=True)
+    for name in ("spare", "another"):
+        world.join(name, spare=True)
+    world.go_on()
+    world.machine.job.nodes["node2"].suspect = "ECC"
+    world.machine.job.unsure = unsure
+    world.kill(0)
+    while world.machine.job.state in (State.RUNNING, State.QUIESCING):
+        assert world.step()
+    assert bool(world.notices("node_replaced")) is not unsure
+    assert world.run() is State.FINISHED
 
 
 @pytest.mark.parametrize("elastic", [False, True])

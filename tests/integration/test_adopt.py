@@ -139,7 +139,7 @@ def test_a_task_keeps_its_cpus_and_variables(reference: Job, tmp_path: Path) -> 
         pytest.skip("there is one CPU")
     first, second, *_ = sorted(os.sched_getaffinity(0))
     bound = ["--cpus", f"0={first}", "--cpus", f"1={second}", "--set", "0=OWN=zero", "--set", "1=OWN=one"]
-    job = adopted(tmp_path, TWO, stand_in(2, *bound), steps=12, standby=1, flags=["--step-time", "300"])
+    job = adopted(tmp_path, TWO, stand_in(2, *bound), steps=12, standby=1, flags=["--step-time", "700"])
     job.wait_for("standby_ready")
     job.wait_for_step(2)
     assert agent_of(job).cpu_affinity() == [first, second]
@@ -156,7 +156,7 @@ def test_where_the_agent_does_not_reach_the_task_starts_the_replacement(referenc
     launcher = stand_in(2, "--before", "1=unshare --uts")
     if os.geteuid() != 0:
         pytest.skip("a namespace of its own needs root")
-    job = adopted(tmp_path, TWO, launcher, steps=12, standby=1, flags=["--step-time", "300"])
+    job = adopted(tmp_path, TWO, launcher, steps=12, standby=1, flags=["--step-time", "700"])
     job.wait_for("standby_ready")
     job.wait_for_step(2)
     job.kill(1)

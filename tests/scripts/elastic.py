@@ -154,9 +154,10 @@ def main() -> None:
         with step:
             total = torch.zeros((), device=device)
             shown, turns = [], batches.of(step)
+            mine = len(turns)  # of those that are left
             for batch in turns:
                 shown.append(f"{batch.number}:{'/'.join(first.hex() for first in batch.data[0][:, 0].tolist())}")
-                if args.show_batches and len(shown) == len(turns):  # before its gradients are reduced with the others'
+                if args.show_batches and len(shown) == mine:  # before its gradients are reduced with the others'
                     whose = f"rank={dist.get_rank()} size={dist.get_world_size()}"
                     print(f"batches={number} {whose} {' '.join(shown)}", flush=True)
                 x, y = (part.to(device) for part in batch.data)

@@ -34,8 +34,13 @@ def layout(*, tp: int = 1, pp: int = 1, cp: int = 1) -> ParallelLayout:
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
     changed = os.environ.get(LAYOUT_ENV, "")
     if changed:
-        sizes = {name: int(size) for name, _, size in (part.partition("=") for part in changed.split(","))}
+        sizes = layout_sizes(changed)
         return ParallelLayout(sizes["tp"], sizes["pp"], sizes["dp"], changed=True)
     if min(tp, pp, cp) < 1 or ranks % (tp * pp * cp):
         raise ConfigError(f"layout(tp={tp}, pp={pp}, cp={cp}): sizes that divide the {ranks} ranks are allowed")
     return ParallelLayout(tp, pp, ranks // (tp * pp * cp))
+
+
+def layout_sizes(text: str) -> dict[str, int]:
+    """The sizes in ``tp=2,pp=1,dp=2``, as a job that has changed its layout says it."""
+    return {name: int(size) for name, _, size in (part.partition("=") for part in text.split(","))}

@@ -39,7 +39,7 @@ from tests.support.elastic_nodes import (
     wait_until_frozen,
 )
 from tests.support.hosts import Network
-from tests.support.nodes import hosts_of_a_test
+from tests.support.nodes import NodesJob, hosts_of_a_test
 
 pytestmark = [
     pytest.mark.skipif(not hosts.available(), reason="network namespaces need CAP_NET_ADMIN"),
@@ -254,18 +254,25 @@ def test_a_members_node_is_lost_while_another_one_comes_in(
     assert not ended.notices("newcomer_given_up"), ended.explain()
 
 
+def of_three_with_a_spare_node(net: Network, folder: Path, kind: Kind) -> NodesJob:
+    """A job of four that has lost its last node, which has come back as a spare one."""
+    *_, last = net.hosts
+    job = launch(net, folder, kind, per_node=1, steps=LONG, elastic=NEVER_GROWS)
+    job.wait_for_step(AT)
+    lose(job, last)
+    job.wait_for("recovery_finished")
+    job.start_again(last)
+    job.wait_for_join(last, 2)
+    return job
+
+
 @pytest.mark.parametrize("kind", of_kinds(DDP, *DIVIDED))
 def test_replaced_in_the_new_size_on_another_node(
     kind: Kind, four_hosts: Network, tmp_path: Path, resized: Resized
 ) -> None:
     """A node is lost, comes back as a spare one, and takes the rank of another one that is lost then."""
     _, second, _, fourth = four_hosts.hosts
-    job = launch(four_hosts, tmp_path, kind, per_node=1, steps=LONG, elastic=NEVER_GROWS)
-    job.wait_for_step(AT)
-    lose(job, fourth)
-    job.wait_for("recovery_finished")
-    job.start_again(fourth)
-    job.wait_for_join(fourth, 2)
+    job = of_three_with_a_spare_node(four_hosts, tmp_path, kind)
     inject(job, 1, "optimizer")
     wait_until_frozen(job, second)
     lose(job, second)
@@ -283,12 +290,7 @@ def test_the_node_with_the_controller_is_replaced_in_the_new_size(
 ) -> None:
     """The next controller does not know what its rank had, which is filled on a spare node: the copies tell."""
     first, second, third, fourth = four_hosts.hosts
-    job = launch(four_hosts, tmp_path, kind, per_node=1, steps=LONG, elastic=NEVER_GROWS)
-    job.wait_for_step(AT)
-    lose(job, fourth)
-    job.wait_for("recovery_finished")
-    job.start_again(fourth)
-    job.wait_for_join(fourth, 2)
+    job = of_three_with_a_spare_node(four_hosts, tmp_path, kind)
     inject(job, 0, "optimizer")
     wait_until_frozen(job, first)
     lose(job, first)

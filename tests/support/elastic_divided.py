@@ -72,7 +72,12 @@ def megatron(name: str, *flags: str) -> Kind:
 
 def needing(kind: Kind) -> list[pytest.MarkDecorator]:
     """Marks of tests that need the framework of a kind."""
-    name = next((name for name in ("deepspeed", "megatron") if name in kind.script.name), None)
+    return needing_framework_of(kind.script)
+
+
+def needing_framework_of(script: Path) -> list[pytest.MarkDecorator]:
+    """Marks of tests that need the framework which this script uses."""
+    name = next((name for name in ("deepspeed", "megatron") if name in script.name), None)
     if name is None:
         return []
     absent = find_spec(name) is None

@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ import pytest
 
 from tests.support import elastic, elastic_fsdp2, elastic_replicas
 from tests.support.elastic import command
+from tests.support.elastic_divided import needing_framework_of
 from tests.support.hosts import Host, Network
 from tests.support.jobs import ROOT, Job, Layout, check_clean
 from tests.support.megatron import ENVIRONMENT
@@ -40,7 +40,6 @@ class Kind:
     steps_alike: Callable[[Job, Job, int, int, int], None]
     each: int = 1
     env: Mapping[str, str] | None = field(default=None, hash=False)
-    needs: str = ""
 
     def __str__(self) -> str:
         return self.name
@@ -48,21 +47,18 @@ class Kind:
     @property
     def marks(self) -> list[pytest.MarkDecorator]:
         """Of tests that need its framework."""
-        if not self.needs:
-            return []
-        absent = find_spec(self.needs) is None
-        return [getattr(pytest.mark, self.needs), pytest.mark.skipif(absent, reason=f"{self.needs} is not installed")]
+        return needing_framework_of(self.script)
 
 
 def _zero(stage: int) -> Kind:
     flags = ("--zero", str(stage))
     script = SCRIPTS / "elastic_deepspeed.py"
-    return Kind(f"zero{stage}", script, flags, elastic.check_steps_alike, needs="deepspeed")
+    return Kind(f"zero{stage}", script, flags, elastic.check_steps_alike)
 
 
 def _megatron(name: str, *flags: str, each: int = 1) -> Kind:
     script = SCRIPTS / "elastic_megatron.py"
-    return Kind(name, script, flags, elastic.check_steps_alike, each, ENVIRONMENT, "megatron")
+    return Kind(name, script, flags, elastic.check_steps_alike, each, ENVIRONMENT)
 
 
 DDP = Kind("ddp", elastic.SCRIPT, (), elastic.check_steps_alike)

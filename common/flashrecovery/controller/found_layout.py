@@ -6,8 +6,11 @@ different things, one of which was cut off while it changed, the one with the ne
 
 from __future__ import annotations
 
+import math
+
 from flashrecovery.controller.job_state import JobState
 from flashrecovery.controller.records import BUILT_UP, RankRecord
+from flashrecovery.parallel_layout import layout_sizes
 from flashrecovery.proto import flashrecovery_pb2 as pb
 
 
@@ -28,7 +31,8 @@ class FoundLayout:
             return False, older
         if another:
             older = sorted({record.home for record in job.in_order if record.home})
-            job.lay_out(message.layout, [RankRecord(rank) for rank in range(_ranks(message.layout))])
+            ranks = math.prod(layout_sizes(message.layout).values())
+            job.lay_out(message.layout, [RankRecord(rank) for rank in range(ranks)])
             job.stride, job.domains = 1, ()  # of the older one
         self._attempt = max(self._attempt, message.attempt)
         if job.plan:  # what ranks keep of their set-up is of this very attempt
@@ -45,11 +49,3 @@ class FoundLayout:
             f"the controller was lost while the job changed its parallel layout to {job.plan}: where its state is, "
             "another controller does not know; launch it again, from its newest checkpoint"
         )
-
-
-def _ranks(layout: str) -> int:
-    """Of ``tp=2,pp=1,dp=2``."""
-    product = 1
-    for part in layout.split(","):
-        product *= int(part.partition("=")[2])
-    return product

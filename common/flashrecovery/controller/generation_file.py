@@ -19,7 +19,6 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import os
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -27,6 +26,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from flashrecovery.replace_file import replace_file
+from flashrecovery.runtime.durable import sync_folder
 
 FILE_NAME = "generation.json"
 _PATIENCE_S = 0.5
@@ -78,11 +78,7 @@ def _number(value: object) -> int:
 def write_numbers(path: Path, launch: str, numbers: Numbers) -> None:
     """Write them down in ``path``, and wait for the disk. Raises OSError."""
     replace_file(path / FILE_NAME, json.dumps({"launch": launch, **asdict(numbers)}), 0o644)
-    directory = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(directory)  # the new name, too, outlives the machine
-    finally:
-        os.close(directory)
+    sync_folder(path)  # the new name, too, outlives the machine
 
 
 class GenerationFile:

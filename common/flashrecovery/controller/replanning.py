@@ -36,7 +36,7 @@ from flashrecovery.plan.replan import (
     why_another_job,
     why_not,
 )
-from flashrecovery.plan.strategy import Strategy
+from flashrecovery.plan.strategy import Strategy, StrategyChoice
 from flashrecovery.plan.transitions import State
 from flashrecovery.plan.words import ranks_text
 from flashrecovery.proto import flashrecovery_pb2 as pb
@@ -367,16 +367,21 @@ class Replanning:
     def _as_there_is_room(self, wanted: NextLayout, facts: LayoutFacts) -> NextLayout | None:
         """``wanted``, or the best other one where a node has gone meanwhile that was to have some of its ranks. None:
         there is none, and the job has failed."""
-        job, rooms = self._job, self._rooms.rooms()
+        rooms = self._rooms.rooms()
         if wanted.strategy.ranks <= sum(rooms):
             return wanted
+        choice = self._best_or_fail(facts, rooms)
+        return None if choice is None else replace(wanted, strategy=choice.best.strategy, why=choice.lines)
+
+    def _best_or_fail(self, facts: LayoutFacts, rooms: Sequence[int]) -> StrategyChoice | None:
+        """The layout to go on with after a further loss. None: there is none, and the job has failed."""
+        job = self._job
         assert job.config.replan is not None
         try:
-            choice = best(facts, rooms, job.config.replan.min, job.step_s)
+            return best(facts, rooms, job.config.replan.min, job.step_s)
         except UnsupportedError as e:
             job.fail(f"{job.last_failure}, and no parallel layout fits what is left: {e}")
             return None
-        return replace(wanted, strategy=choice.best.strategy, why=choice.lines)
 
     def _settle_nodes(self, slots: Sequence[NodeSlot]) -> None:
         """These are the places of the ranks."""
@@ -411,10 +416,8 @@ class Replanning:
         facts = LayoutFacts.parse(job.facts)
         wanted = NextLayout(parse_layout(job.plan, facts, job.world), (f"{job.last_failure}, before its first step",))
         if lost:
-            try:
-                choice = best(facts, self._rooms.narrow(lost), job.config.replan.min, job.step_s)
-            except UnsupportedError as e:
-                job.fail(f"{job.last_failure}, and no parallel layout fits what is left: {e}")
+            choice = self._best_or_fail(facts, self._rooms.narrow(lost))
+            if choice is None:
                 return True
             wanted = NextLayout(choice.best.strategy, choice.lines)
         for rank in lost:

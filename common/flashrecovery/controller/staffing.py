@@ -36,11 +36,11 @@ class Staffing:
             places = self._places(ranks, lost_domain, excluded)
         if places is None:
             places = self._places_of_some(ranks, lost_domain, excluded)
-        needless = leaving_without(self._job, ranks) or laid_out_without(self._job, ranks)
-        if places is None and not needless:
+        without = places is None and bool(leaving_without(self._job, ranks) or laid_out_without(self._job, ranks))
+        if places is None and not without:
             places = self._places_of_last_resort(ranks, lost_domain, excluded)
         if places is None:
-            if self._job.homeless_since is None and not needless:
+            if self._job.homeless_since is None and not without:
                 self._job.homeless_since = now
                 limit_s = self._job.config.timeouts.node_wait_s
                 wait = f"ranks {ranks} wait {limit_s:g} s at most for a node with room for them"

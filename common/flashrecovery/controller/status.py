@@ -41,12 +41,12 @@ def job_status(
     ready, starting = standbys
     job = machine.job
     return pb.JobStatus(
-        state=machine.job.state.value,
-        generation=machine.job.generation,
+        state=job.state.value,
+        generation=job.generation,
         standby_ready=ready,
         standby_starting=starting,
-        last_failure=machine.job.last_failure,
-        failure_reason=machine.job.failure_reason,
+        last_failure=job.last_failure,
+        failure_reason=job.failure_reason,
         ranks=[
             _rank(machine, job.ranks[rank], job.ranks.get(keeper), now)
             for rank, keeper in job.keepers_of_copies().items()
@@ -59,7 +59,7 @@ def job_status(
                 total_s=x.total_s,
                 kind=x.cause,
             )
-            for x in machine.job.history
+            for x in job.history
         ],
         nodes=_nodes(machine, liveness, lease_now),
     )

@@ -101,11 +101,7 @@ class Kept:
         """What of it can be read now, and from which agents; None if that is not everything."""
         if self.checkpoint:
             return self
-        there = {
-            rank: nodes[name]
-            for rank, (name, incarnation) in self.homes.items()
-            if name in nodes and nodes[name].alive and nodes[name].incarnation == incarnation
-        }
+        there = {rank: nodes[home[0]] for rank, home in self.homes.items() if _is_there(home, nodes)}
         if not there or any(not there.keys() & ranks for ranks in self.writers.values()):
             return None
         place = pb.StashPlace(directory=self.place.directory, ranks=sorted(there))
@@ -115,9 +111,11 @@ class Kept:
 
     def lost_with(self, nodes: Mapping[str, NodeRecord]) -> str:
         """In words, why it cannot be read."""
-        gone = {
-            name
-            for name, incarnation in self.homes.values()
-            if name not in nodes or not nodes[name].alive or nodes[name].incarnation != incarnation
-        }
+        gone = {home[0] for home in self.homes.values() if not _is_there(home, nodes)}
         return f"what the ranks have written for the next layout was in the memory of {', '.join(sorted(gone))} alone"
+
+
+def _is_there(home: tuple[str, str], nodes: Mapping[str, NodeRecord]) -> bool:
+    """Whether a node (its name and incarnation) lives, with the memory that it had then."""
+    name, incarnation = home
+    return name in nodes and nodes[name].alive and nodes[name].incarnation == incarnation

@@ -99,10 +99,8 @@ def copied_shards(registry: Registry, losses: int) -> list[Shard]:
     ``losses`` failure domains. Of several holders one has that done."""
     world = registry.world_size
     domains = domains_of_launch(world)
-    if (
-        len({*domains}) <= losses and LAYOUT_ENV not in os.environ
-    ):  # all nodes share what may fail, so that only nodes are told apart
-        domains = launch_domains(world, placement()[1])
+    if len({*domains}) <= losses and LAYOUT_ENV not in os.environ:
+        domains = launch_domains(world, placement()[1])  # all share what may fail, so that only nodes are told apart
 
     def copied(shard: Shard) -> bool:
         by = copied_by(shard.name, shard.holders, domains, losses, lambda rank: neighbour_of(rank, world))

@@ -35,13 +35,15 @@ def resized(tmp_path_factory: pytest.TempPathFactory) -> Resized:
 @pytest.mark.parametrize("victims", [(0, 3), (4, 7)])
 @pytest.mark.parametrize("kind", KINDS)
 def test_eight_six_eight(kind: Kind, victims: tuple[int, int], tmp_path: Path, resized: Resized) -> None:
-    faults = [f"rank={rank},fault=sigkill,at=backward,step={AT}" for rank in victims]
+    # Megatron's replicas have equally many micro-batches each: 24 do not go into 7, so one loss makes eight six.
+    struck = victims[:1] if kind is DISTRIBUTED else victims
+    faults = [f"rank={rank},fault=sigkill,at=backward,step={AT}" for rank in struck]
     config = {"elastic": {"min": 2, "max": 8, "replace": "never"}}
     running = kind.start(tmp_path / "run", *FLAGS, config=config, inject=faults, nproc=8)
     running.wait_for("recovery_finished", 240)
     assert command(running, 8, BACK) == ""
     job = running.wait(400)
-    check_fired(job, 2)
+    check_fired(job, len(struck))
     assert [len(change.ranks) for change in changes(job)][-1] == 8, job.explain()
     assert {len(change.ranks) for change in changes(job)} == {6, 8}, job.explain()
     check_as_commanded(kind, job, resized)

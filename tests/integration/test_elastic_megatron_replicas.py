@@ -163,10 +163,10 @@ def test_killed_and_back(training: Training, victim: int, tmp_path: Path) -> Non
     """A replica leaves, and comes back."""
     end, back = 38, 32
 
-    def begin(folder: Path, *flags: str, config: Any, inject: Sequence[str] = ()) -> RunningJob:
+    def begin(folder: Path, *flags: str, config: Any, inject: Sequence[str] = (), nproc: int = 0) -> RunningJob:
         given = (*training.flags, "--steps", str(end), "--step-time", "800", *flags)
-        nproc = 2 * training.replicas
-        return start(folder, config, *given, nproc=nproc, inject=inject, script=SCRIPT, env=ENVIRONMENT)
+        launched = nproc or 2 * training.replicas
+        return start(folder, config, *given, nproc=launched, inject=inject, script=SCRIPT, env=ENVIRONMENT)
 
     def alike(job: Job, other: Job, step: int, until: int, ranks: int) -> None:
         check_steps_alike(job, other, step, end if until < 0 else until, ranks)

@@ -19,7 +19,7 @@ class Way:
     """How jobs of a kind are started and compared.
 
     Attributes:
-        begin: starts one, with folder, flags, ``config=`` and ``inject=``.
+        begin: starts one, with folder, flags, ``config=``, ``inject=`` and ``nproc=`` (how many ranks; else the launch's).
         alike: compares two jobs from a step until before another one (-1: their end), in which both have so many ranks.
         state: of which number the state is with which a step begins, in the file of that name.
     """
@@ -70,7 +70,8 @@ class Way:
         check_clean(job)
         step, replicas = sizes[-1]
         state = f"--start-from={folder}/{self.state(step)}.pt"
-        new = self.begin(folder / "new", state, config=self.config()).wait(WAIT_S)
+        of_that_size = {"elastic": {"min": 1, "max": replicas}}
+        new = self.begin(folder / "new", state, config=of_that_size, nproc=replicas * self.each).wait(WAIT_S)
         assert new.code == 0, new.explain()
         self.alike(job, new, step, -1, replicas * self.each)
         check_clean(new)

@@ -19,7 +19,7 @@ class Way:
     """How jobs of a kind are started and compared.
 
     Attributes:
-        begin: starts one, with folder, flags, ``config=``, ``inject=`` and ``nproc=`` (how many ranks; else the launch's).
+        begin: starts one, with folder, flags, ``config=``, ``inject=`` and ``nproc=`` (else the launch's).
         alike: compares two jobs from a step until before another one (-1: their end), in which both have so many ranks.
         state: of which number the state is with which a step begins, in the file of that name.
     """

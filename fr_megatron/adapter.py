@@ -144,6 +144,9 @@ class MegatronAdapter(TorchAdapter):
 
     # -- another number of replicas ---------------------------------------------------------------
 
+    def only_as_launched(self) -> str:
+        return self.name
+
     def tied_to_size(self) -> Sequence[str]:
         found = tuple(elastic.tied_to_size(self._chunks, self._optimizer))
         division = None if found else self.division()

@@ -461,9 +461,17 @@ def test_another_controller_has_them_ended() -> None:
     assert world.left_behind() == {3}
 
 
-def test_more_than_the_launch_is_refused() -> None:
-    with pytest.raises(ConfigError, match="does not grow beyond them"):
-        run_config({"nproc_per_node": 4, "elastic": {"min": 2, "max": 6}}, "here")
+@pytest.mark.parametrize(
+    ("ranks", "least", "most"), [(4, 5, 8), (5, 2, 4), (7, 2, 6), (1, 1, 4)], ids=lambda value: str(value)
+)
+def test_a_launch_that_is_outside_is_refused(ranks: int, least: int, most: int) -> None:
+    with pytest.raises(ConfigError, match=f"elastic = {least}:{most}"):
+        run_config({"nproc_per_node": ranks, "elastic": {"min": least, "max": most}}, "here")
+
+
+def test_a_launch_may_be_smaller_than_the_job_becomes() -> None:
+    config = run_config({"nproc_per_node": 4, "elastic": {"min": 2, "max": 6}}, "here")
+    assert (config.world_size, config.most_ranks) == (4, 6)
 
 
 def test_another_model_is_given_up() -> None:

@@ -1,6 +1,7 @@
 """An elastic job grows: on command, and by itself when a node comes.
 
-The replicas that come are the lowest ones, as the job was launched, that do not belong to it. The processes of their
+The replicas that come are the lowest ones, as the job was launched, that do not belong to it, and then those beyond the
+launch. The processes of their
 ranks are built up beside training (:mod:`.newcomers`) and come in at a step boundary (:mod:`.coming_in`).
 """
 
@@ -12,6 +13,7 @@ from flashrecovery.controller.losses import allowed_sizes
 from flashrecovery.controller.nodes import rooms
 from flashrecovery.controller.staffing import Staffing
 from flashrecovery.kinds import NoticeKind
+from flashrecovery.plan.beyond import missing
 from flashrecovery.plan.placement import Room, place_beside
 from flashrecovery.plan.resize import ReplicaRange, growth
 from flashrecovery.plan.transitions import State
@@ -84,7 +86,8 @@ class Growing:
 
     def _build_up(self, count: int, free: list[Room], step: int, now: float) -> None:
         job, shape = self._job, self._job.shape
-        replicas = shape.missing(job.ranks)[:count]
+        assert job.config.elastic is not None
+        replicas = missing(shape, job.ranks, job.config.elastic.max)[:count]
         ranks = sorted(rank for replica in replicas for rank in shape.ranks(replica))
         homes = {record.rank: record.home for record in job.in_order}
         places = place_beside(ranks, free, homes, job.config.nproc_per_node)

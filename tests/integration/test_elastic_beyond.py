@@ -1,5 +1,6 @@
-"""Elastic jobs grow beyond their launch: as a job that was resized by command at the same steps, bit for bit, which goes
-on as a job that was started in that size from that step's state. Ranks that no launch has had may die as any others."""
+"""Elastic jobs grow beyond their launch: as a job that was resized by command at the same steps, bit for bit, which
+goes on as a job that was started in that size from that step's state. Ranks that no launch has had may die as any
+others."""
 
 from __future__ import annotations
 

@@ -128,8 +128,10 @@ class GrowingWorld(World):
         return error
 
 
-def world_of(size: int = 4, least: int = 1, replace: str = "never", grow: str = "auto", **config: Any) -> GrowingWorld:
-    elastic = {"min": least, "max": size * config.get("nnodes", 1), "replace": replace, "grow": grow}
+def world_of(
+    size: int = 4, least: int = 1, replace: str = "never", grow: str = "auto", most: int = 0, **config: Any
+) -> GrowingWorld:
+    elastic = {"min": least, "max": most or size * config.get("nnodes", 1), "replace": replace, "grow": grow}
     world = GrowingWorld(size, steps=60, elastic=elastic, **config)
     world.launch()
     world.go_on()
@@ -503,3 +505,49 @@ def test_who_comes_needs_no_part_of_what_is_divided() -> None:
     stopped = pb.Reply(rank=3, generation=world.machine.job.generation, needs=needs, live_version=-1)
     world.machine._carried_out([newcomer], Ordered.STOP, stopped)
     assert newcomer.needs == known and 3 not in world.machine.job.layout
+
+
+# -- beyond the launch --------------------------------------------------------------------------------
+
+
+def test_a_node_comes_that_the_launch_has_not_had() -> None:
+    """Who comes there are ranks that the launch has not had, each told in whose place it runs the script."""
+    world = world_of(2, nnodes=2, controller="h:1", most=7)
+    world.join("more", slots=2)
+    world.go_on()
+    assert world.beside() == {4: "more", 5: "more"} and world.resized() == [(4, 6, [], [4, 5])]
+    orders = [command.replace for _, command in world.nodes_told if command.HasField("replace")]
+    assert {order.stands_in for order in orders if order.beside} == {3}
+    assert {order.stands_in for order in orders if not order.beside} == {0}
+    world.join("another", slots=2)
+    world.go_on()
+    assert world.resized()[-1] == (6, 7, [], [6])
+    assert "7 at most is allowed" in world.resize(8)
+    assert world.run() is State.FINISHED
+
+
+def test_of_those_that_come_the_launchs_own_are_first() -> None:
+    world = world_of(2, nnodes=2, controller="h:1", most=6)
+    world.machine.on_node_lost("node1", "silent", 0.5, world.now)
+    world.collect()
+    world.go_on()
+    world.join("more", slots=3)
+    world.go_on()
+    assert world.beside() == {2: "more", 3: "more", 4: "more"} and world.resized()[-1] == (2, 5, [], [2, 3, 4])
+
+
+def test_one_beyond_the_launch_is_replaced_and_leaves_as_any_other() -> None:
+    world = world_of(2, nnodes=2, controller="h:1", most=6, replace="auto")
+    world.join("more", slots=2)
+    world.go_on()
+    world.nodes_told.clear()
+    world.kill(5)
+    world.go_on()
+    (order,) = [command.replace for _, command in world.nodes_told if command.HasField("replace")]
+    assert order.stands_in == 3 and len(world.resized()) == 1
+    assert world.resize(5) == ""
+    world.go_on()
+    world.kill(0)
+    world.go_on()
+    assert [*world.machine.job.ranks] == [0, 1, 2, 3, 4] and not world.machine.job.whole
+    assert world.run() is State.FINISHED

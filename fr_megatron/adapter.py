@@ -158,7 +158,8 @@ class MegatronAdapter(TorchAdapter):
         return elastic.data_parallel_group()
 
     def resized(self) -> None:
-        elastic.resize(self._chunks, self._launched, groups.numbers())
+        lists = {name: groups.numbers_now(ranks) for name, ranks in self._launched.items()}
+        elastic.resize(self._chunks, lists)
 
     def division(self) -> Division | None:
         if self._division is None and self._membership and isinstance(self._wrapper, Buckets):

@@ -85,11 +85,12 @@ def test_there_and_killed_and_back(victims: tuple[int, ...], tmp_path: Path, res
     """2 -> 4 -> 3 or 2 -> 4: those of the launch may leave as well as the others."""
     running = start(tmp_path / "run", beyond(replace="never"), *long_flags(150), "--show-batches", nproc=2)
     at = grown(running)
-    running.wait_for_step(at + 3)
-    running.kill(*victims)
+    for rank in victims:
+        inject(running, rank=rank, at="backward", step=at + 4)
     running.wait_for("recovery_finished", count=2)
     grown(running, count=3)
     job = running.wait()
+    check_fired(job, len(victims))
     assert [c.ranks for c in changes(job)][-1] == (0, 1, 2, 3), job.explain()
     assert job.of("job_resized")[-1]["came"] == list(victims), job.explain()
     assert len(job.of("failure_detected")) == len(victims), job.explain()

@@ -551,3 +551,13 @@ def test_one_beyond_the_launch_is_replaced_and_leaves_as_any_other() -> None:
     world.go_on()
     assert [*world.machine.job.ranks] == [0, 1, 2, 3, 4] and not world.machine.job.whole
     assert world.run() is State.FINISHED
+
+
+@pytest.mark.parametrize(("most", "grown"), [(2, False), (4, True)])
+def test_a_spare_node_of_the_launch_is_for_growth_if_there_may_be_any(most: int, grown: bool) -> None:
+    world = GrowingWorld(2, steps=60, elastic={"min": 1, "max": most}, spare_nodes=1, controller="h:1")
+    world.join("spare", spare=True)
+    world.launch()
+    world.go_on()
+    assert world.beside() == ({2: "spare", 3: "spare"} if grown else {})
+    assert len(world.machine.job.ranks) == (4 if grown else 2)

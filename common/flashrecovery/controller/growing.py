@@ -10,7 +10,7 @@ from __future__ import annotations
 from flashrecovery.controller.coming_in import ComingIn
 from flashrecovery.controller.job_state import JobState
 from flashrecovery.controller.losses import allowed_sizes
-from flashrecovery.controller.nodes import rooms
+from flashrecovery.controller.nodes import NodeState, rooms
 from flashrecovery.controller.staffing import Staffing
 from flashrecovery.kinds import NoticeKind
 from flashrecovery.plan.beyond import missing
@@ -28,6 +28,7 @@ class Growing:
         self._coming = coming
         self._most: int | None = None  # somebody has commanded so many replicas: a node that comes does not change that
         self._arrived: set[str] = set()  # nodes that have come since it was last looked whether the job can grow
+        self._begun = False  # it has been looked at the nodes that were there before the launch
 
     # -- who comes --------------------------------------------------------------------------------
 
@@ -67,6 +68,10 @@ class Growing:
     def grow_by_itself(self, now: float) -> None:
         """Have as many replicas as there is room for on nodes that have come."""
         job, elastic = self._job, self._job.config.elastic
+        if not self._begun and job.state is State.RUNNING:
+            self._begun = True
+            if elastic is not None and elastic.max > job.replicas and job.found_since is None:  # not for losses alone
+                self._arrived |= {node.name for node in job.nodes.values() if node.state is NodeState.SPARE}
         if not self._arrived or job.state is not State.RUNNING or job.recovery is not None or job.newcomers:
             return
         arrived, self._arrived = self._arrived, set()

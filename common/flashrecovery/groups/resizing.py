@@ -58,12 +58,20 @@ def resize(members: Sequence[int], me: int, shape: ReplicaShape) -> None:
                 "that come do not have it; make groups before the first step"
             )
         _resize(group, number, me, shape)
-    STATE.members = tuple(members)
+    STATE.members, STATE.me, STATE.shape = tuple(members), me, shape
 
 
 def numbers() -> dict[int, int]:
     """The number that each rank of the job, as it was launched, has now; {}: it has not changed its size."""
     return {rank: number for number, rank in enumerate(STATE.members)}
+
+
+def numbers_now(launched: Sequence[int]) -> list[int]:
+    """The numbers, in a job that has changed its size, of what were these ranks of the launch for whoever has made a
+    list of them: a group's, for example."""
+    return (
+        [numbers()[rank] for rank in members_of(launched, STATE.members, STATE.me, STATE.shape)] if STATE.shape else []
+    )
 
 
 def _resize(group: ManagedGroup, number: dict[int, int], me: int, shape: ReplicaShape) -> None:

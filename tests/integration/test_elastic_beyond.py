@@ -27,7 +27,7 @@ from tests.support.elastic import (
 from tests.support.jobs import Job, RunningJob, check_clean, check_fired
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.grid]
-AT = 8
+AT, LOST, BACK = 10, 16, 30
 Resized = Callable[[Sequence[tuple[int, int]]], Job]
 
 
@@ -61,18 +61,17 @@ def check_as_commanded(job: Job, resized: Resized) -> None:
     check_clean(job)
 
 
-def grown(running: RunningJob, replicas: int = 4, count: int = 1) -> int:
-    """It has so many replicas, from the returned step on."""
+def grow(running: RunningJob, count: int, step: int, replicas: int = 4) -> None:
+    """Have it grown to so many replicas before this step, in its so manieth recovery."""
     running.wait_for("job_started")
-    assert command(running, replicas) == ""
-    at: int = running.wait_for("job_resized", count=count)["step"]
+    assert command(running, replicas, step) == ""
+    running.wait_for("job_resized", count=count)
     running.wait_for("recovery_finished", count=count)
-    return at
 
 
 def test_two_ranks_become_four(tmp_path: Path, resized: Resized) -> None:
     running = start(tmp_path / "run", beyond(), *long_flags(), "--show-batches", nproc=2)
-    grown(running)
+    grow(running, 1, AT)
     job = running.wait()
     (change,) = changes(job)
     assert change.ranks == (0, 1, 2, 3) and job.of("job_resized")[0]["came"] == [2, 3], job.explain()
@@ -83,12 +82,12 @@ def test_two_ranks_become_four(tmp_path: Path, resized: Resized) -> None:
 @pytest.mark.parametrize("victims", often([(0,), (1,), (2,), (3,), (0, 1), (2, 3), (1, 2)], ()))
 def test_there_and_killed_and_back(victims: tuple[int, ...], tmp_path: Path, resized: Resized) -> None:
     """2 -> 4 -> 3 or 2 -> 4: those of the launch may leave as well as the others."""
-    running = start(tmp_path / "run", beyond(replace="never"), *long_flags(150), "--show-batches", nproc=2)
-    at = grown(running)
+    running = start(tmp_path / "run", beyond(replace="never"), *long_flags(200), "--show-batches", nproc=2)
+    grow(running, 1, AT)
     for rank in victims:
-        inject(running, rank=rank, at="backward", step=at + 4)
+        inject(running, rank=rank, at="backward", step=LOST)
     running.wait_for("recovery_finished", count=2)
-    grown(running, count=3)
+    grow(running, 3, BACK)
     job = running.wait()
     check_fired(job, len(victims))
     assert [c.ranks for c in changes(job)][-1] == (0, 1, 2, 3), job.explain()
@@ -101,9 +100,9 @@ def test_there_and_killed_and_back(victims: tuple[int, ...], tmp_path: Path, res
 def test_those_beyond_are_replaced(tmp_path: Path, resized: Resized) -> None:
     """Each rank dies once in the larger size, and is filled again."""
     running = start(tmp_path / "run", beyond(), *long_flags(200), nproc=2)
-    at = grown(running)
+    grow(running, 1, AT)
     for number, rank in enumerate((3, 2, 0, 1)):
-        inject(running, rank=rank, at="backward", step=at + 4 + 4 * number)
+        inject(running, rank=rank, at="backward", step=LOST + 4 * number)
     job = running.wait()
     check_fired(job, 4)
     assert [e["victims"] for e in job.of("recovery_finished")] == [[], [3], [2], [0], [1]], job.explain()

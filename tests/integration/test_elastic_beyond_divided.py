@@ -20,6 +20,7 @@ from tests.support.elastic_divided import (
     Kind,
     Resized,
     check_as_commanded,
+    megatron,
     needing,
     resized_once,
     zero,
@@ -31,7 +32,12 @@ KINDS = [
     pytest.param(FSDP2, id="fsdp2"),
     *(pytest.param(kind, id=kind.name, marks=needing(kind)) for kind in (zero(1), zero(2), zero(3))),
 ]
-SLOWLY = ("--step-time", "150")
+MEGATRON = [
+    pytest.param(kind, id=kind.name, marks=needing(kind))
+    for kind in (megatron("plain", "--bf16"), megatron("shards", "--bf16", "--use-distributed-optimizer"))
+]
+SLOWLY = ("--step-time", "250")
+AT, LOST, BACK = 10, 16, 32
 
 
 def beyond(**more: Any) -> dict[str, Any]:
@@ -40,28 +46,27 @@ def beyond(**more: Any) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def resized(tmp_path_factory: pytest.TempPathFactory) -> Resized:
-    return resized_once(tmp_path_factory, launched=2, config=beyond())
+    return resized_once(tmp_path_factory, *SLOWLY, launched=2, config=beyond())
 
 
-def grow(running: RunningJob, count: int) -> int:
-    """Have it grown to four replicas. Returns from which step on it has them; it is its so manieth recovery."""
-    assert command(running, 4) == ""
-    at: int = running.wait_for("job_resized", count=count)["step"]
+def grow(running: RunningJob, count: int, step: int) -> None:
+    """Have it grown to four replicas before this step, in its so manieth recovery."""
+    assert command(running, 4, step) == ""
+    running.wait_for("job_resized", count=count)
     running.wait_for("recovery_finished", count=count)
-    return at
 
 
 @pytest.mark.parametrize("victims", often([(0,), (1,), (2,), (3,), (0, 2)], ()))
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, *MEGATRON])
 def test_there_and_killed_and_back(kind: Kind, victims: tuple[int, ...], tmp_path: Path, resized: Resized) -> None:
     """2 -> 4 -> 3 -> 4, and 2 -> 4 -> 2 -> 4: those of the launch may leave as well as the others."""
     running = kind.start(tmp_path / "run", *SLOWLY, config=beyond(replace="never"), nproc=2)
     running.wait_for("job_started", 120)
-    at = grow(running, 1)
+    grow(running, 1, AT)
     for rank in victims:
-        inject(running, rank=rank, at="backward", step=at + 4)
+        inject(running, rank=rank, at="backward", step=LOST)
     running.wait_for("recovery_finished", count=2)
-    grow(running, 3)
+    grow(running, 3, BACK)
     job = running.wait()
     check_fired(job, len(victims))
     assert [change.ranks for change in changes(job)][-1] == (0, 1, 2, 3), job.explain()
@@ -69,14 +74,14 @@ def test_there_and_killed_and_back(kind: Kind, victims: tuple[int, ...], tmp_pat
     check_as_commanded(kind, job, resized)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, *MEGATRON])
 def test_those_beyond_are_replaced(kind: Kind, tmp_path: Path, resized: Resized) -> None:
     """One of them, and one of the launch, die in the larger size, and are filled again."""
     running = kind.start(tmp_path / "run", *SLOWLY, config=beyond(), nproc=2)
     running.wait_for("job_started", 120)
-    at = grow(running, 1)
-    inject(running, rank=3, at="backward", step=at + 4)
-    inject(running, rank=1, at="backward", step=at + 8)
+    grow(running, 1, AT)
+    inject(running, rank=3, at="backward", step=LOST)
+    inject(running, rank=1, at="backward", step=LOST + 4)
     job = running.wait()
     check_fired(job, 2)
     assert [e["victims"] for e in job.of("recovery_finished")] == [[], [3], [1]], job.explain()
@@ -90,7 +95,7 @@ def test_one_beyond_dies_while_it_comes_in(state: str, tmp_path: Path, resized: 
     config = beyond(replace="never")
     running = FSDP2.start(tmp_path / "run", *SLOWLY, config=config, nproc=2, inject=faults)
     running.wait_for("job_started", 120)
-    assert command(running, 4) == ""
+    assert command(running, 4, AT) == ""
     job = running.wait()
     check_fired(job)
     assert changes(job)[-1].ranks == (0, 1, 2), job.explain()
@@ -101,16 +106,15 @@ def test_one_beyond_dies_while_it_comes_in(state: str, tmp_path: Path, resized: 
 @pytest.mark.parametrize("kind", [pytest.param(DDP, id="ddp"), *KINDS[:1], KINDS[2]])
 def test_another_controller_knows_them(kind: Kind, victim: int, tmp_path: Path, resized: Resized) -> None:
     """It is lost while all train in the larger size; then a rank is."""
-    flags = ("--steps", str(END), "--step-time", "250", *kind.flags)
+    flags = ("--steps", str(END), *kind.flags, *SLOWLY)
     job = WithController(tmp_path / "job", kind.script, beyond(replace="never"), *flags, nproc=2)
     job.wait_for("job_started")
-    assert job.command(4) == ""
-    at = job.wait_for("job_resized")["step"]
+    assert job.command(4, AT) == ""
     job.wait_for("recovery_finished")
-    job.wait_for_step(at + 2)
+    job.wait_for_step(AT + 2)
     job.kill()
     job.begin()
-    job.wait_for_step(at + 6)
+    job.wait_for_step(LOST)
     os.kill(job.pid(victim), signal.SIGKILL)
     ended = job.result()
     assert ended.notices("taken_over"), ended.explain()

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import pytest
 
+from flashrecovery.config import run_config
 from flashrecovery.plan.beyond import members_of, missing, stand_in
 from flashrecovery.plan.placement import ring_of, setup_log_keepers_among
 from flashrecovery.plan.replicas import ReplicaShape
+from flashrecovery.proto import flashrecovery_pb2 as pb
+from flashrecovery.runtime.environment import NEW_RANK_ENV, rank_env
 
 SHAPES = [ReplicaShape(2), ReplicaShape(3), ReplicaShape(2, 2), ReplicaShape(3, 2, 2), ReplicaShape(2, 1, 3)]
 
@@ -68,3 +71,18 @@ def test_their_records_are_kept_on_other_nodes() -> None:
     for rank in nodes:
         keepers = setup_log_keepers_among(rank, 1, 5, nodes)
         assert {nodes[keeper] for keeper in keepers} == {"a", "b", "c"} - {nodes[rank]}
+
+
+def test_its_environment_is_that_of_the_rank_in_whose_place_it_runs() -> None:
+    config = run_config(
+        {"nproc_per_node": 2, "nnodes": 2, "controller": "h:1", "elastic": {"min": 2, "max": 8}}, "here"
+    )
+    own = rank_env(config, 6, 1, pb.Replace(local_rank=1, node_rank=3, stands_in=3))
+    assert {name: own[name] for name in ("RANK", "ROLE_RANK", "GROUP_RANK", "LOCAL_RANK")} == {
+        "RANK": "2",
+        "ROLE_RANK": "2",
+        "GROUP_RANK": "1",
+        "LOCAL_RANK": "1",
+    }
+    assert own[NEW_RANK_ENV] == "6"
+    assert NEW_RANK_ENV not in rank_env(config, 2, 1, pb.Replace(local_rank=0, node_rank=1))

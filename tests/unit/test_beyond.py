@@ -41,6 +41,7 @@ def test_a_group_of_all_has_them_as_its_last_members() -> None:
     assert members_of((0, 1), (1, 3), 3, shape) == (1, 3)
     assert members_of((0, 1), (2, 3), 2, shape) == (2, 3)
     assert members_of((0, 1), (0,), 0, shape) == (0,)
+    assert members_of((0, 1, 2), (0, 2, 3), 2, shape) == (0, 2, 3)
 
 
 def test_a_group_within_a_replica_is_of_ones_own() -> None:

@@ -16,10 +16,10 @@ from flashrecovery.plan.replicas import ReplicaShape
 
 
 def members_of(launched: Sequence[int], members: Collection[int], me: int, shape: ReplicaShape) -> tuple[int, ...]:
-    """The ranks of a job of these ``members`` that have what ``launched`` ones (ranks of the launch) had, a process
-    group or a shard, as seen from rank ``me``: in their order, those beyond the launch at the end."""
+    """The ranks of a job of these ``members`` that have what ``launched`` ones had, a process group or a shard, as seen
+    from rank ``me``: in their order, those beyond the launch at the end."""
     there = {*members}
-    staying = tuple(rank for rank in launched if rank in there)
+    staying = tuple(rank for rank in launched if rank in there and rank < shape.world)
     beyond = [rank for rank in sorted(there) if rank >= shape.world]
     if not beyond:
         return staying

@@ -37,6 +37,7 @@ def join(job: NodesJob, host: Host, number: int) -> None:
     line, env = job._started[first.name]
     own = [*host.command, sys.executable, *line[line.index("-m") :]]
     own[own.index("--node-rank") + 1], own[own.index("--node-name") + 1] = str(number), host.name
+    own[own.index("--spare-nodes") + 1] = "1"
     job._start(host, own, env)
 
 

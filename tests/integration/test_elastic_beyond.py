@@ -108,3 +108,23 @@ def test_those_beyond_are_replaced(tmp_path: Path, resized: Resized) -> None:
     assert [e["victims"] for e in job.of("recovery_finished")] == [[], [3], [2], [0], [1]], job.explain()
     assert len(job.of("job_resized")) == 1, job.explain()
     check_as_commanded(job, resized)
+
+
+REFUSED = {
+    "too few micro-batches": (
+        2,
+        {"min": 1, "max": 13},
+        "a step has 12 micro-batches, and at least one for each replica",
+    ),
+    "launched with more": (4, {"min": 1, "max": 3}, "the job is launched with 4 ranks, which are 4 replicas"),
+    "launched with fewer": (2, {"min": 3, "max": 4}, "a launch within MIN:MAX is allowed"),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_refused_before_the_first_step(what: str, tmp_path: Path) -> None:
+    nproc, elastic, said = REFUSED[what]
+    job = start(tmp_path / "run", {"elastic": elastic}, nproc=nproc).wait()
+    assert job.code != 0 and said in job.explain(), job.explain()
+    assert not job.of("job_started"), job.explain()
+    check_clean(job)

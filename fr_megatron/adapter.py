@@ -144,6 +144,9 @@ class MegatronAdapter(TorchAdapter):
 
     # -- another number of replicas ---------------------------------------------------------------
 
+    def only_as_launched(self) -> str:
+        return self.name
+
     def tied_to_size(self) -> Sequence[str]:
         found = tuple(elastic.tied_to_size(self._chunks, self._optimizer))
         division = None if found else self.division()
@@ -155,7 +158,8 @@ class MegatronAdapter(TorchAdapter):
         return elastic.data_parallel_group()
 
     def resized(self) -> None:
-        elastic.resize(self._chunks, self._launched, groups.numbers())
+        lists = {name: groups.numbers_now(ranks) for name, ranks in self._launched.items()}
+        elastic.resize(self._chunks, lists)
 
     def division(self) -> Division | None:
         if self._division is None and self._membership and isinstance(self._wrapper, Buckets):

@@ -151,18 +151,17 @@ def lists_of_ranks() -> dict[str, list[int]]:
     return {name: list(ranks) for name, ranks in _lists()}
 
 
-def resize(chunks: Sequence[Any], launched: Mapping[str, Sequence[int]], numbers: Mapping[int, int]) -> None:
+def resize(chunks: Sequence[Any], lists: Mapping[str, Sequence[int]]) -> None:
     """The groups have other members: bring what Megatron has noted of their size to what it would be in a job that was
     started so. Without communication.
 
     Args:
-        launched: :func:`lists_of_ranks` as the job was launched.
-        numbers: of the ranks as the job was launched, those that there are now.
+        lists: :func:`lists_of_ranks`, of the numbers that there are now.
     """
     from megatron.core import parallel_state as state
 
-    for name, ranks in launched.items():
-        setattr(state, name, [numbers[rank] for rank in ranks if rank in numbers])
+    for name, ranks in lists.items():
+        setattr(state, name, list(ranks))
     for chunk in chunks:
         if chunk.ddp_config.use_distributed_optimizer:
             continue  # its buffers are made anew with the state that is divided

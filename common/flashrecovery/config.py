@@ -216,7 +216,7 @@ class ElasticSettings(_Model):
     """A job that goes on with fewer data-parallel replicas where a rank cannot be replaced."""
 
     min: int = Field(ge=1, description="replicas with which the job still goes on; with fewer it waits for nodes")
-    max: int = Field(ge=2, description="replicas at most; for now those of the launch")
+    max: int = Field(ge=2, description="replicas at most; those of the launch, or more")
     replace: Literal["auto", "never"] = Field(
         "auto",
         description="auto: a rank leaves only if no node has room for it; never: no rank that is lost is replaced",
@@ -385,6 +385,11 @@ class RunConfig(Settings):
         return self.nproc_per_node * self.nnodes
 
     @property
+    def most_ranks(self) -> int:
+        """That the job may ever have; ranks are numbered below."""
+        return self.world_size if self.elastic is None else max(self.world_size, self.elastic.max)
+
+    @property
     def several_nodes(self) -> bool:
         """Whether there are other agents than this one."""
         return self.nnodes + self.spare_nodes > 1
@@ -537,11 +542,16 @@ def _check_elastic(config: RunConfig) -> None:
         return
     if elastic.min > elastic.max:
         raise ConfigError(f"elastic.min = {elastic.min}: at most elastic.max ({elastic.max}) is allowed")
-    if config.world_size % elastic.max:
+    if config.world_size == 1:
         raise ConfigError(
-            f"elastic.max = {elastic.max}: {config.world_size} is allowed here, the ranks of the launch (nnodes = "
-            f"{config.nnodes} x nproc_per_node = {config.nproc_per_node}), or their number of replicas if these have "
-            "several ranks; a job does not grow beyond them"
+            f"elastic = {elastic.text} with one rank: a job that is launched on one is not elastic; two or more are "
+            "allowed"
+        )
+    if not any(config.world_size % replicas == 0 for replicas in range(elastic.min, elastic.max + 1)):
+        raise ConfigError(
+            f"elastic = {elastic.text}: the job is launched with {config.world_size} ranks (nnodes = {config.nnodes} x "
+            f"nproc_per_node = {config.nproc_per_node}), which are no {elastic.min} to {elastic.max} replicas, also "
+            "where these have several ranks; a launch within MIN:MAX is allowed"
         )
     if config.redundancy not in ("auto", "replica", "none"):
         raise ConfigError(

@@ -142,6 +142,11 @@ class Adapter(ABC):
         allowed instead. Asked in an elastic job, before the first step and at the end of each one."""
         return (f"{self.name}: its schedules and partitions",) if self.whole_framework else ()
 
+    def only_as_launched(self) -> str:
+        """What of this rank can follow when replicas leave and come back, but has never been with more of them than at
+        the launch: by name; "" if there is nothing. Asked in a job that may grow so far, before the first step."""
+        return ""
+
     def resized(self) -> None:  # noqa: B027 - optional
         """The process groups have other members now (some have left): bring everything that depends on their number, or
         on this rank's number in them, to what it would be in a job that was started so. Called after :meth:`reset`,

@@ -23,9 +23,9 @@ TOKEN = {"FLASHRECOVERY_TOKEN": "the-token-of-this-test-job"}
 
 
 @contextmanager
-def controller(run_dir: Path, address: str) -> Iterator[subprocess.Popen[bytes]]:
+def controller(run_dir: Path, address: str, nproc: int = DDP.nproc) -> Iterator[subprocess.Popen[bytes]]:
     """A stand-alone one."""
-    command = [sys.executable, "-m", "flashrecovery.cli.main", "controller", "--nproc-per-node", str(DDP.nproc)]
+    command = [sys.executable, "-m", "flashrecovery.cli.main", "controller", "--nproc-per-node", str(nproc)]
     command += ["--run-dir", str(run_dir), "--bind", address, "--config", str(run_dir.parent / "run.yaml")]
     with open(run_dir.parent / "controller.out", "ab") as out:
         env = {**os.environ, **ENVIRONMENT, **TOKEN}

@@ -31,14 +31,15 @@ AUTO = {"elastic": {"min": 1, "max": 4}}
 class WithController:
     """A job on this host, and its controller, which is a process of its own."""
 
-    def __init__(self, folder: Path, script: Path, config: dict[str, Any], *flags: str) -> None:
+    def __init__(self, folder: Path, script: Path, config: dict[str, Any], *flags: str, nproc: int = 4) -> None:
         with socket.create_server(("127.0.0.1", 0)) as free:
             self._address = f"127.0.0.1:{free.getsockname()[1]}"
         folder.mkdir(exist_ok=True)
+        self._nproc = nproc
         self._known = folder / "controller"
         self.job = RunningJob(
             folder / "run",
-            Layout("elastic", "", nproc=4),
+            Layout("elastic", "", nproc=nproc),
             standby=0,
             config=config,
             script=script,
@@ -52,7 +53,7 @@ class WithController:
         self._tools.run_dir, self._tools.popen = self._known, self.job.popen
 
     def begin(self) -> None:
-        self._running = controller(self._known, self._address)
+        self._running = controller(self._known, self._address, self._nproc)
         self._process = self._running.__enter__()
 
     def kill(self) -> None:

@@ -224,7 +224,7 @@ def test_forms(form: str, tmp_path: Path, resized: Resized) -> None:
 REFUSED = {
     "offload": "an offload policy",
     "post-forward": "process group of 2 of its 4 ranks",
-    "hsdp": "1 is allowed here, the replicas of the launch (4 ranks: 1 replica of 4 ranks each)",
+    "hsdp": "the job is launched with 4 ranks, which are 1 replica of 4 ranks each",
     "dimension": "sharded in dimension",
     "ignored": "is not on all 4 ranks",
     "divide": "set_gradient_divide_factor",

@@ -16,6 +16,15 @@ MORE_MOMENTS = (*MOMENTS, "hears pause", "hears leave", "job_resized", "newcomer
 """What a fault may follow here."""
 
 
+def draw_beyond(seed: int) -> History:
+    """The same job as :func:`draw_elastic`'s, which may become larger than it was launched, and has a node for that."""
+    history, rng = draw_elastic(seed), random.Random(seed)
+    shape, more = history.shape, rng.choice((1, 2, 3))
+    spares = max(shape.spares, rng.choice((1, 1, 2))) if shape.nodes > 1 else 0
+    script = replace(history.script, micro_batches=history.script.micro_batches + more)
+    return replace(history, shape=replace(shape, spares=spares, beyond=more), script=script)
+
+
 def draw_elastic(seed: int, *, several: bool = False) -> History:
     """The history of this seed. ``several``: the replicas have two ranks each."""
     rng, like = random.Random(seed * 6_700_417 + 5), draw(seed)

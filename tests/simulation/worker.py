@@ -87,8 +87,12 @@ class Copies:
         self._w = worker
         world = worker.world.size
         unique = worker.script.unique
-        self._between_nodes, self._stride, self._per_node = unique or nodes > 1, stride, world // nodes
-        self._become(tuple(range(world)))
+        several = nodes > 1 or worker.world.shape.beyond > 0
+        self._between_nodes, self._stride, self._per_node = unique or several, stride, world // nodes
+        if worker.rank < world:  # else it is of no ring yet
+            self._become(tuple(range(world)))
+        else:
+            self.neighbour = self._between_nodes
         self.capsules_only = self.neighbour and not unique
         self.next_members: tuple[int, ...] = ()
         self.undo: dict[int, Content] = {}

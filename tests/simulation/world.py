@@ -49,7 +49,8 @@ class Shape:
     """The job: how many nodes and ranks, where the controller is. ``checkpoint_s``: from one fallback checkpoint to the
     next (0: none). ``limits``: a crash loop ends it, as it would in earnest. ``elastic``: the least number of ranks (0:
     it has all of them, always); ``replace``: of such a job; ``each``: ranks of one of its replicas, of which
-    ``elastic`` is the least number then, and of which ``inner`` follow on each other."""
+    ``elastic`` is the least number then, and of which ``inner`` follow on each other; ``beyond``: so many replicas more
+    than at the launch it may have."""
 
     nodes: int
     nproc: int
@@ -63,6 +64,7 @@ class Shape:
     replace: str = "auto"
     each: int = 1
     inner: int = 1
+    beyond: int = 0
 
     @property
     def world(self) -> int:
@@ -172,7 +174,7 @@ class World:
                     {
                         "elastic": {
                             "min": self.shape.elastic,
-                            "max": self.shape.replicas.replicas,
+                            "max": self.shape.replicas.replicas + self.shape.beyond,
                             "replace": self.shape.replace,
                         }
                     }

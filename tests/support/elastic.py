@@ -177,11 +177,17 @@ def changes(job: Job) -> list[Change]:
     return [found[step] for step in sorted(found)]
 
 
-def resized_by_command(folder: Path, sizes: Sequence[tuple[int, int]], launched: int = 4, end: int = LONG) -> Job:
+def resized_by_command(
+    folder: Path,
+    sizes: Sequence[tuple[int, int]],
+    launched: int = 4,
+    end: int = LONG,
+    config: Mapping[str, Any] | None = None,
+) -> Job:
     """A job that is resized by command at these steps to these sizes, undisturbed: (step, size), in order. After its
     last change it goes on as one that was *started* in that size from that step's state."""
     folder.mkdir(exist_ok=True)
-    elastic = {"elastic": {"min": 1, "max": launched}}
+    elastic = config or {"elastic": {"min": 1, "max": launched}}
     flags = ["--steps", str(end), "--step-time", "200", "--save-to", str(folder)]  # who comes has to be there in time
     running = start(folder / "run", elastic, *flags, nproc=launched)
     running.wait_for("job_started")

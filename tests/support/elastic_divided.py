@@ -103,13 +103,19 @@ def killed_and_back(
 
 
 def resized_by_command(
-    kind: Kind, folder: Path, sizes: Sequence[tuple[int, int]], *flags: str, launched: int = 4
+    kind: Kind,
+    folder: Path,
+    sizes: Sequence[tuple[int, int]],
+    *flags: str,
+    launched: int = 4,
+    config: Mapping[str, Any] | None = None,
 ) -> Job:
     """A job of so many ranks that is resized by command at these steps to these sizes, undisturbed: (step, size), in
     order. After its last change it goes on as one that was *started* in that size from that step's state."""
     folder.mkdir(exist_ok=True)
     given = ["--step-time", "100", "--save-to", str(folder), *flags]
-    running = kind.start(folder / "run", *given, config={"elastic": {"min": 1, "max": launched}}, nproc=launched)
+    chosen = config or {"elastic": {"min": 1, "max": launched}}
+    running = kind.start(folder / "run", *given, config=chosen, nproc=launched)
     running.wait_for("job_started", 120)
     for number, (step, size) in enumerate(sizes, 1):
         assert command(running, size, step) == ""
@@ -129,14 +135,17 @@ def resized_by_command(
     return job
 
 
-def resized_once(factory: pytest.TempPathFactory, *flags: str, launched: int = 4) -> Resized:
+def resized_once(
+    factory: pytest.TempPathFactory, *flags: str, launched: int = 4, config: Mapping[str, Any] | None = None
+) -> Resized:
     """:func:`resized_by_command`, each of a kind with the same sizes made once."""
     made: dict[tuple[str, tuple[tuple[int, int], ...]], Job] = {}
 
     def job(kind: Kind, sizes: Sequence[tuple[int, int]]) -> Job:
         key = (kind.name, tuple(sizes))
         if key not in made:
-            made[key] = resized_by_command(kind, factory.mktemp("resized") / "job", sizes, *flags, launched=launched)
+            folder = factory.mktemp("resized") / "job"
+            made[key] = resized_by_command(kind, folder, sizes, *flags, launched=launched, config=config)
         return made[key]
 
     return job

@@ -86,6 +86,7 @@ def launch(
     *,
     per_node: int = 2,
     spare: int = 0,
+    nodes: int | None = None,
     least: int = 1,
     steps: int = STEPS,
     step_ms: int = 200,
@@ -94,9 +95,9 @@ def launch(
     timeouts: Mapping[str, float] | None = None,
     flags: Sequence[str] = (),
 ) -> NodesJob:
-    """A job of this kind on all hosts of ``net``, of which the last ``spare`` ones are spare. It has as many replicas
-    as they hold, and may have as few as ``least``."""
-    nnodes = len(net.hosts) - spare
+    """A job of this kind on all hosts of ``net``, of which the last ``spare`` ones are spare (``nodes``: on so many of
+    them). It has as many replicas as they hold, and may have as few as ``least``."""
+    nnodes = len(net.hosts) - spare if nodes is None else nodes
     ranks = nnodes * per_node
     folder.mkdir(parents=True, exist_ok=True)
     config = folder / "config.yaml"
@@ -107,6 +108,7 @@ def launch(
         folder / "run",
         Layout(kind.name, str(kind.script), kind.flags, nproc=ranks),
         nnodes=nnodes,
+        spare=None if nodes is None else 0,
         steps=steps,
         step_ms=step_ms,
         config=config,

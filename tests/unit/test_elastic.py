@@ -489,8 +489,8 @@ def test_the_options() -> None:
     ("elastic", "more", "why"),
     [
         ({"min": 3, "max": 2}, {}, "elastic.min = 3"),
-        ({"min": 2, "max": 8}, {}, "elastic.max = 8: 4 is allowed"),
-        ({"min": 2, "max": 3}, {}, "elastic.max = 3: 4 is allowed"),
+        ({"min": 5, "max": 8}, {}, "elastic = 5:8: the job is launched with 4 ranks"),
+        ({"min": 3, "max": 3}, {}, "elastic = 3:3: the job is launched with 4 ranks"),
         ({"min": 0, "max": 4}, {}, "elastic.min = 0"),
         ({"min": 2, "max": 4, "replace": "sometimes"}, {}, "elastic.replace = 'sometimes'"),
         ({"min": 2, "max": 4, "most": 4}, {}, "elastic.most"),

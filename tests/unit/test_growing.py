@@ -128,8 +128,10 @@ class GrowingWorld(World):
         return error
 
 
-def world_of(size: int = 4, least: int = 1, replace: str = "never", grow: str = "auto", **config: Any) -> GrowingWorld:
-    elastic = {"min": least, "max": size * config.get("nnodes", 1), "replace": replace, "grow": grow}
+def world_of(
+    size: int = 4, least: int = 1, replace: str = "never", grow: str = "auto", most: int = 0, **config: Any
+) -> GrowingWorld:
+    elastic = {"min": least, "max": most or size * config.get("nnodes", 1), "replace": replace, "grow": grow}
     world = GrowingWorld(size, steps=60, elastic=elastic, **config)
     world.launch()
     world.go_on()
@@ -461,9 +463,17 @@ def test_another_controller_has_them_ended() -> None:
     assert world.left_behind() == {3}
 
 
-def test_more_than_the_launch_is_refused() -> None:
-    with pytest.raises(ConfigError, match="does not grow beyond them"):
-        run_config({"nproc_per_node": 4, "elastic": {"min": 2, "max": 6}}, "here")
+@pytest.mark.parametrize(
+    ("ranks", "least", "most"), [(4, 5, 8), (5, 2, 4), (7, 2, 6), (1, 1, 4)], ids=lambda value: str(value)
+)
+def test_a_launch_that_is_outside_is_refused(ranks: int, least: int, most: int) -> None:
+    with pytest.raises(ConfigError, match=f"elastic = {least}:{most}"):
+        run_config({"nproc_per_node": ranks, "elastic": {"min": least, "max": most}}, "here")
+
+
+def test_a_launch_may_be_smaller_than_the_job_becomes() -> None:
+    config = run_config({"nproc_per_node": 4, "elastic": {"min": 2, "max": 6}}, "here")
+    assert (config.world_size, config.most_ranks) == (4, 6)
 
 
 def test_another_model_is_given_up() -> None:
@@ -495,3 +505,59 @@ def test_who_comes_needs_no_part_of_what_is_divided() -> None:
     stopped = pb.Reply(rank=3, generation=world.machine.job.generation, needs=needs, live_version=-1)
     world.machine._carried_out([newcomer], Ordered.STOP, stopped)
     assert newcomer.needs == known and 3 not in world.machine.job.layout
+
+
+# -- beyond the launch --------------------------------------------------------------------------------
+
+
+def test_a_node_comes_that_the_launch_has_not_had() -> None:
+    """Who comes there are ranks that the launch has not had, each told in whose place it runs the script."""
+    world = world_of(2, nnodes=2, controller="h:1", most=7)
+    world.join("more", slots=2)
+    world.go_on()
+    assert world.beside() == {4: "more", 5: "more"} and world.resized() == [(4, 6, [], [4, 5])]
+    orders = [command.replace for _, command in world.nodes_told if command.HasField("replace")]
+    assert {order.stands_in for order in orders if order.beside} == {3}
+    assert {order.stands_in for order in orders if not order.beside} == {0}
+    world.join("another", slots=2)
+    world.go_on()
+    assert world.resized()[-1] == (6, 7, [], [6])
+    assert "7 at most is allowed" in world.resize(8)
+    assert world.run() is State.FINISHED
+
+
+def test_of_those_that_come_the_launchs_own_are_first() -> None:
+    world = world_of(2, nnodes=2, controller="h:1", most=6)
+    world.machine.on_node_lost("node1", "silent", 0.5, world.now)
+    world.collect()
+    world.go_on()
+    world.join("more", slots=3)
+    world.go_on()
+    assert world.beside() == {2: "more", 3: "more", 4: "more"} and world.resized()[-1] == (2, 5, [], [2, 3, 4])
+
+
+def test_one_beyond_the_launch_is_replaced_and_leaves_as_any_other() -> None:
+    world = world_of(2, nnodes=2, controller="h:1", most=6, replace="auto")
+    world.join("more", slots=2)
+    world.go_on()
+    world.nodes_told.clear()
+    world.kill(5)
+    world.go_on()
+    (order,) = [command.replace for _, command in world.nodes_told if command.HasField("replace")]
+    assert order.stands_in == 3 and len(world.resized()) == 1
+    assert world.resize(5) == ""
+    world.go_on()
+    world.kill(0)
+    world.go_on()
+    assert [*world.machine.job.ranks] == [0, 1, 2, 3, 4] and not world.machine.job.whole
+    assert world.run() is State.FINISHED
+
+
+@pytest.mark.parametrize(("most", "grown"), [(2, False), (4, True)])
+def test_a_spare_node_of_the_launch_is_for_growth_if_there_may_be_any(most: int, grown: bool) -> None:
+    world = GrowingWorld(2, steps=60, elastic={"min": 1, "max": most}, spare_nodes=1, controller="h:1")
+    world.join("spare", spare=True)
+    world.launch()
+    world.go_on()
+    assert world.beside() == ({2: "spare", 3: "spare"} if grown else {})
+    assert len(world.machine.job.ranks) == (4 if grown else 2)

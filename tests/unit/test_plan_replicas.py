@@ -8,6 +8,7 @@ import pytest
 
 from flashrecovery.controller.custody import choose_leaving
 from flashrecovery.controller.records import RankRecord
+from flashrecovery.plan.beyond import missing
 from flashrecovery.plan.layouts import RankGrid
 from flashrecovery.plan.replicas import ReplicaShape, shape_of, singles
 from flashrecovery.plan.resize import ReplicaRange, filling, leaving, position
@@ -54,7 +55,7 @@ def test_a_place_in_what_is_left() -> None:
     shape = ReplicaShape(3, 1, 2)  # (0, 3), (1, 4), (2, 5)
     assert shape.by_replica([5, 2, 0, 3]) == {0: [0, 3], 2: [2, 5]}
     assert shape.place([0, 2, 3, 5], 5) == (1, 2)
-    assert shape.whole([0, 1, 2, 3, 5]) == [0, 2] and shape.missing([0, 3, 5]) == [1]
+    assert shape.whole([0, 1, 2, 3, 5]) == [0, 2] and missing(shape, [0, 3, 5], 3) == [1]
 
 
 def test_a_replica_leaves_as_a_whole() -> None:

@@ -98,6 +98,9 @@ class Agent:
             self, config, command, run_dir, network_env, self._setup_logs, self._tasks, gpus, self._snapshots, places
         )
         self._ranks = self._processes.ranks
+        self._setup_logs.watch(self._ranks)
+        if peers is not None:
+            peers.own_log = self._setup_logs.own
         self._pool = self._processes.pool
         self._faults = NodeFaults(self.notice)
         self._health = NodeHealth(config, run_dir.path, self._ranks.values, self._report_failure, self.notice)

@@ -26,12 +26,14 @@ Vouch = Callable[[Asking, float], Awaitable[bool]]
 
 
 class PeerService(rpc.PeerServicer):  # type: ignore[misc]
-    """What this agent does for others. ``logs``: the set-up logs that it keeps, by rank. ``stash``: the directory in
+    """What this agent does for others. ``logs``: the set-up logs that it keeps, by rank; ``own_log`` gives those of the
+    ranks that live here, too. ``stash``: the directory in
     the node's memory for state while the layout changes; None: it does not."""
 
     def __init__(self, access: Access) -> None:
         self._access = access
         self.logs: dict[int, KeptLog] = {}
+        self.own_log: Callable[[int, int], bytes | None] = lambda rank, attempt: None
         self._server: Server | None = None
         self.vouch: Vouch | None = None
         self.generation: Callable[[], int] = lambda: 0
@@ -101,10 +103,13 @@ class PeerService(rpc.PeerServicer):  # type: ignore[misc]
     async def Fetch(self, request: pb.FetchRequest, context: Context) -> AsyncIterator[pb.SetupLogPart]:
         """Give it back, if it is of the same start of the job."""
         kept = self.logs.get(request.rank)
-        if kept is None or kept.attempt != request.attempt:
+        data = self.own_log(request.rank, request.attempt)
+        if data is None and kept is not None and kept.attempt == request.attempt:
+            data = kept.data
+        if data is None:
             await context.abort(grpc.StatusCode.NOT_FOUND, f"no set-up log of rank {request.rank} here")
             return
-        for part in log_parts(request.rank, kept.data):
+        for part in log_parts(request.rank, data):
             yield part
 
     async def ReadStash(self, request: pb.StashRead, context: Context) -> AsyncIterator[pb.StashPart]:

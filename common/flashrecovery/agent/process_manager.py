@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import signal
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Protocol
 
@@ -161,11 +161,11 @@ class ProcessManager:
         if old is not None and replace.detached:
             process.page.inherit(old.page)
         if replace.beside:
-            await self._give_setup_log(process, replace.setup_from)
+            await self._give_setup_log(process, replace)
             if process.failed:
                 return None
         elif replace.setup_from:
-            await self._inherit_setup_log(process, replace.setup_from)
+            await self._inherit_setup_log(process, replace)
         if standby is None and not self._is_over(process):
             await self._take_on(process)
         if old is not None:
@@ -224,22 +224,24 @@ class ProcessManager:
         """Whether it has been ended while somebody else was waited for; its page may have been given back."""
         return process.dead or self.ending
 
-    async def _inherit_setup_log(self, process: WorkerProcess, keepers: Sequence[str]) -> None:
+    async def _inherit_setup_log(self, process: WorkerProcess, replace: pb.Replace) -> None:
         """What the rank's set-up collectives had returned, from an agent that keeps it for the lost node."""
-        found = await self._setup_logs.fetch(keepers, process.place, process.attempt)
+        whose = _runs_as(process.place, replace)
+        own = self._setup_logs.own(whose, process.attempt) if whose != process.place else None
+        found = own or await self._setup_logs.fetch(replace.setup_from, whose, process.attempt)
         if isinstance(found, str):
             text = f"the results of its set-up collectives are lost, {found}"
             self._foreman.notice(process.place, NoticeKind.SETUP_LOG_LOST, text)
         elif not self._is_over(process):
             process.page.write_setup_log(found)
 
-    async def _give_setup_log(self, process: WorkerProcess, keepers: Sequence[str]) -> None:
+    async def _give_setup_log(self, process: WorkerProcess, replace: pb.Replace) -> None:
         """The same for a rank that comes into a running job. Where nobody has it, what its script makes of it would be
         another thing than what the others have made of it, so it does not come."""
-        rank, attempt = process.place, process.attempt
-        log: bytes | str | None = self._setup_logs.own(rank, attempt)
+        whose, attempt = _runs_as(process.place, replace), process.attempt
+        log: bytes | str | None = self._setup_logs.own(whose, attempt)
         if log is None:
-            log = await self._setup_logs.fetch(keepers, rank, attempt) or "nobody was there to keep them"
+            log = await self._setup_logs.fetch(replace.setup_from, whose, attempt) or "nobody was there to keep them"
         if self._is_over(process):
             return  # it has been given up meanwhile
         if isinstance(log, bytes):
@@ -359,3 +361,8 @@ class ProcessManager:
             self._zygotes.reap()
         self._watch.close()
         self._tail.close()
+
+
+def _runs_as(rank: int, replace: pb.Replace) -> int:
+    """The rank as which the process runs the script to its first step, and whose record it needs for that."""
+    return replace.stands_in - 1 if replace.stands_in else rank

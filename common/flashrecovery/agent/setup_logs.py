@@ -22,6 +22,7 @@ class SetupLogs:
         """``kept``: the logs that this agent gives to others."""
         self._access = access
         self._kept = {} if kept is None else kept
+        self._processes: Mapping[int, WorkerProcess] = {}
         self._given: dict[tuple[int, str], tuple[int, int]] = {}  # (rank, keeper) -> attempt, pid whose log it is
         self._lock = asyncio.Lock()
 
@@ -70,9 +71,19 @@ class SetupLogs:
         self._kept[rank] = KeptLog(attempt, log)
 
     def own(self, rank: int, attempt: int) -> bytes | None:
-        """The log of ``rank`` that this agent keeps, of this start of the job."""
+        """The log of ``rank`` that this agent keeps, of this start of the job; also that of a rank that lives here: one
+        that no launch has had needs it."""
+        process = self._processes.get(rank)
+        lives = process is not None and process.attempt == attempt and not process.dead
+        found = process.page.read_setup_log() if process is not None and lives else None
+        if found is not None:
+            return found
         kept = self._kept.get(rank)
         return kept.data if kept is not None and kept.attempt == attempt else None
+
+    def watch(self, processes: Mapping[int, WorkerProcess]) -> None:
+        """The processes of this node, by rank."""
+        self._processes = processes
 
     async def fetch(self, keepers: Sequence[str], rank: int, attempt: int) -> bytes | str:
         """The log of ``rank``, from the first of these agents that has it; in words why none has given it."""

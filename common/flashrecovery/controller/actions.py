@@ -112,12 +112,13 @@ class Actions:
             self.over.set()
 
     def inject(self, r: pb.InjectRequest) -> None:
-        """Deliver a fault to the agent of its rank."""
+        """Deliver a fault to the agent of its rank; of one that the job does not have yet, to one that may get it."""
         generation = self._machine.job.generation
         self._record(ev.FaultInjected(generation=generation, rank=r.rank, fault=r.fault, phase=r.phase, step=r.step))
         message = pb.Fault(fault=r.fault, phase=r.phase, step=r.step)
         command = pb.Command(generation=generation, rank=r.rank, fault=message)
-        self._agents.post(self._machine.job.ranks[r.rank].home, command)
+        job = self._machine.job
+        self._agents.post(job.ranks.get(r.rank, job.in_order[-1]).home, command)
 
     @property
     def over_for_all(self) -> bool:

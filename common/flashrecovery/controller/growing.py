@@ -1,6 +1,7 @@
 """An elastic job grows: on command, and by itself when a node comes.
 
-The replicas that come are the lowest ones, as the job was launched, that do not belong to it. The processes of their
+The replicas that come are the lowest ones, as the job was launched, that do not belong to it, and then those beyond the
+launch. The processes of their
 ranks are built up beside training (:mod:`.newcomers`) and come in at a step boundary (:mod:`.coming_in`).
 """
 
@@ -9,9 +10,10 @@ from __future__ import annotations
 from flashrecovery.controller.coming_in import ComingIn
 from flashrecovery.controller.job_state import JobState
 from flashrecovery.controller.losses import allowed_sizes
-from flashrecovery.controller.nodes import rooms
+from flashrecovery.controller.nodes import NodeState, rooms
 from flashrecovery.controller.staffing import Staffing
 from flashrecovery.kinds import NoticeKind
+from flashrecovery.plan.beyond import missing
 from flashrecovery.plan.placement import Room, place_beside
 from flashrecovery.plan.resize import ReplicaRange, growth
 from flashrecovery.plan.transitions import State
@@ -26,6 +28,7 @@ class Growing:
         self._coming = coming
         self._most: int | None = None  # somebody has commanded so many replicas: a node that comes does not change that
         self._arrived: set[str] = set()  # nodes that have come since it was last looked whether the job can grow
+        self._begun = False  # it has been looked at the nodes that were there before the launch
 
     # -- who comes --------------------------------------------------------------------------------
 
@@ -65,6 +68,10 @@ class Growing:
     def grow_by_itself(self, now: float) -> None:
         """Have as many replicas as there is room for on nodes that have come."""
         job, elastic = self._job, self._job.config.elastic
+        if not self._begun and job.state is State.RUNNING:
+            self._begun = True
+            if elastic is not None and elastic.max > job.replicas and job.found_since is None:  # not for losses alone
+                self._arrived |= {node.name for node in job.nodes.values() if node.state is NodeState.SPARE}
         if not self._arrived or job.state is not State.RUNNING or job.recovery is not None or job.newcomers:
             return
         arrived, self._arrived = self._arrived, set()
@@ -84,7 +91,8 @@ class Growing:
 
     def _build_up(self, count: int, free: list[Room], step: int, now: float) -> None:
         job, shape = self._job, self._job.shape
-        replicas = shape.missing(job.ranks)[:count]
+        assert job.config.elastic is not None
+        replicas = missing(shape, job.ranks, job.config.elastic.max)[:count]
         ranks = sorted(rank for replica in replicas for rank in shape.ranks(replica))
         homes = {record.rank: record.home for record in job.in_order}
         places = place_beside(ranks, free, homes, job.config.nproc_per_node)

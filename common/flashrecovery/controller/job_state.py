@@ -219,8 +219,8 @@ class JobState:
 
     @property
     def whole(self) -> bool:
-        """No rank has left since the launch, or the last change of the parallel layout."""
-        return len(self.ranks) == self.world_size
+        """No rank has left since the launch, or the last change of the parallel layout, and none has come beyond it."""
+        return len(self.ranks) == self.world_size and self.in_order[-1].rank < self.world_size
 
     @property
     def world_size(self) -> int:

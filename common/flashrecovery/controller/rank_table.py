@@ -17,7 +17,8 @@ class RankTable:
 
     ``stride``: how far away the rank is that keeps a rank's copies. ``others``: Peer services of the living nodes
     without ranks, by name. ``launched``: how many ranks the job was launched with, 0: as many as there are; of an
-    elastic one some may have left. ``launch``: tells this job from another one of the same nodes.
+    elastic one some may have left. ``launch``: tells this job from another one of the same nodes. ``beyond``: there are
+    ranks that the launch has not had, and they count as launched.
     """
 
     entries: tuple[pb.RankEntry, ...]
@@ -25,6 +26,7 @@ class RankTable:
     others: tuple[tuple[str, str], ...] = ()
     launched: int = 0
     launch: str = ""
+    beyond: bool = False
 
     @property
     def world(self) -> int:
@@ -88,8 +90,8 @@ class Parts:
 
     @property
     def whole(self) -> bool:
-        """Whether no rank of the launch has left."""
-        return len(self._entries) == self._table.world
+        """Whether no rank of the launch has left, and there are no others."""
+        return len(self._entries) == self._table.world and not self._table.beyond
 
     def has_ranks(self, node: str) -> bool:
         return node in self._of

@@ -99,7 +99,7 @@ class ControllerService(rpc.ControllerServicer):  # type: ignore[misc]
             self._agents, self.machine.job, self._heartbeats.gets_through, config.timeouts.heartbeat_s, _TICK_S
         )
         self._incarnation = self.machine.job.launch = uuid.uuid4().hex
-        self._drills = Drills(config.world_size)
+        self._drills = Drills(config.most_ranks)
         self._board = StatusBoard(self.machine, self._liveness, str(run_dir.path))
         self._checkpoints = Checkpoints(config.checkpoint)
         self._memory = NodeMemory(marks, str(run_dir.path.absolute()), self._rated, self._no_memory)

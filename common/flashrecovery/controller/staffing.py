@@ -12,6 +12,7 @@ from flashrecovery.controller.nodes import NodeRecord, NodeState, rooms
 from flashrecovery.controller.rank_table import RankTable
 from flashrecovery.controller.records import Newcomer, Place, RankRecord
 from flashrecovery.kinds import NoticeKind, Ordered
+from flashrecovery.plan.beyond import stand_in
 from flashrecovery.plan.placement import Room, apart, place, setup_log_keepers
 from flashrecovery.plan.stores import choose, store_count
 from flashrecovery.proto import flashrecovery_pb2 as pb
@@ -155,8 +156,16 @@ class Staffing:
             domains=self._job.domains,
             nodes=len(self._node_numbers()) if self._job.plan else 0,
             setup_from=self._keepers_of(record) if detached else (),
+            stands_in=self._stands_in(record.rank),
             stores=() if detached else self._job.start_stores,
         )
+
+    def _stands_in(self, rank: int) -> int:
+        """One more than the rank in whose place this one runs the script to its first step; 0: its own."""
+        if self._job.config.elastic is None:
+            return 0
+        other = stand_in(rank, self._job.shape)
+        return 0 if other == rank else other + 1
 
     def _node_rank(self, record: RankRecord) -> int:
         """The number of the rank's node among those that have ranks."""
@@ -218,7 +227,8 @@ class Staffing:
         entries = tuple(r.entry(peers.get(r.home, "")) for r in self._job.ranks.values())
         living = [node for node in self._job.nodes.values() if node.state in (NodeState.ACTIVE, NodeState.SPARE)]
         others = tuple(sorted((node.name, node.peer) for node in living if node.name not in homes))
-        table = RankTable(entries, self._job.stride, others, self._job.world_size, self._job.launch)
+        world = max(self._job.world_size, self._job.in_order[-1].rank + 1)
+        table = RankTable(entries, self._job.stride, others, world, self._job.launch, world > self._job.world_size)
         self._job.outbox.publish(self._job.generation, table)
 
     def publish_others(self) -> None:

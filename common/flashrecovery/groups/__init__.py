@@ -36,7 +36,7 @@ from flashrecovery.groups.registry import (
     underway_ns,
     watch_outside,
 )
-from flashrecovery.groups.resizing import described, numbers, refuse_partial, resize
+from flashrecovery.groups.resizing import described, numbers, numbers_now, refuse_partial, resize
 from flashrecovery.groups.setup_log import replay_setup_log, start_setup_log, take_setup_log
 from flashrecovery.groups.stores import Servers
 from flashrecovery.groups.torch_private import before_destruction, named_group
@@ -70,6 +70,7 @@ __all__ = [
     "main_op",
     "named_group",
     "numbers",
+    "numbers_now",
     "operation_count",
     "raised_count",
     "refuse_partial",

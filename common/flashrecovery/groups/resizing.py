@@ -2,8 +2,9 @@
 
 Handles stay valid, as over any recovery: the stock ``ProcessGroup`` and our backend in it are given another rank and
 size while they are detached, and what is connected afterwards is of that size. Of each group those members go on that
-the job still has, in the order of the launch. So a group within one replica stays as it is, and only the global numbers
-of its ranks are others; a group across the replicas has as many ranks less as replicas have left.
+the job still has, in the order of the launch; ranks beyond it (:mod:`flashrecovery.plan.beyond`) are the last ones. So
+a group within one replica stays as it is, and only the global numbers of its ranks are others; a group across the
+replicas has as many ranks less as replicas have left.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from flashrecovery.errors import UnsupportedError
 from flashrecovery.groups import native_build, torch_private
 from flashrecovery.groups.registry import ManagedGroup, groups
 from flashrecovery.groups.state import STATE
+from flashrecovery.plan.beyond import members_of
 from flashrecovery.plan.replicas import ReplicaShape
 
 
@@ -41,9 +43,10 @@ def described(shape: ReplicaShape) -> list[str]:
     return found
 
 
-def resize(members: Sequence[int], me: int) -> None:
+def resize(members: Sequence[int], me: int, shape: ReplicaShape) -> None:
     """Have the groups consist of those of ``members`` (ranks as the job was launched, in order) that belong to them;
-    ``me`` is this process. To be called while the groups are detached, on all members, before they are attached again.
+    ``me`` is this process, ``shape`` that of the launch. To be called while the groups are detached, on all members,
+    before they are attached again.
 
     Raises UnsupportedError if a group was made when the job was smaller than it is to be.
     """
@@ -54,8 +57,8 @@ def resize(members: Sequence[int], me: int) -> None:
                 f"an elastic job in which process group {group.name!r} was made when there were fewer replicas: those "
                 "that come do not have it; make groups before the first step"
             )
-        _resize(group, number, me)
-    STATE.members = tuple(members)
+        _resize(group, number, me, shape)
+    STATE.members, STATE.me, STATE.shape = tuple(members), me, shape
 
 
 def numbers() -> dict[int, int]:
@@ -63,11 +66,22 @@ def numbers() -> dict[int, int]:
     return {rank: number for number, rank in enumerate(STATE.members)}
 
 
-def _resize(group: ManagedGroup, number: dict[int, int], me: int) -> None:
+def numbers_now(launched: Sequence[int]) -> list[int]:
+    """The numbers, in a job that has changed its size, of what were these ranks of the launch for whoever has made a
+    list of them: a group's, for example."""
+    return (
+        [numbers()[rank] for rank in members_of(launched, STATE.members, STATE.me, STATE.shape)] if STATE.shape else []
+    )
+
+
+def _resize(group: ManagedGroup, number: dict[int, int], me: int, shape: ReplicaShape) -> None:
     pg, outer = group.process_group(), group.outer()
     if pg is None or outer is None:
         return
-    staying = tuple(rank for rank in group.launched if rank in number)
+    if group.among is None:
+        staying = members_of(group.launched, number, me, shape)
+    else:  # made when the job had changed its size: by ranks that all have it
+        staying = tuple(rank for rank in group.launched if rank in number)
     if staying != group.ranks:
         rank, size = staying.index(me), len(staying)
         if group.size == 1:  # no stop has detached it, because nobody else was in it

@@ -24,6 +24,8 @@ class GroupsState:
     spread: Any | None = None  # ... of the groups that there are; None as long as those of the start have one store
     world: int = 0  # ranks of the default group
     members: tuple[int, ...] = ()  # ranks, as launched, of a job that has changed its size; () before
+    me: int = 0  # of these
+    shape: Any | None = None  # plan.replicas.ReplicaShape, of the launch of such a job
     made: Counter[str] = field(default_factory=Counter)  # groups made so far, by name
     changed: threading.Event = field(default_factory=threading.Event)
     log_start_wanted: bool = False

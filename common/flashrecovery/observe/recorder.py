@@ -117,7 +117,7 @@ class Recorder:
             return
         trains = job.state is State.RUNNING
         own = {r.rank: r.own_s for r in job.ranks.values()}
-        launched = job.config.world_size
+        launched = max(job.config.world_size, job.in_order[-1].rank + 1)
         passed = 0.0 if self._looked_at is None else now - self._looked_at
         self._looked_at = now
         record.timeline.add(
@@ -163,7 +163,7 @@ class Recorder:
 
 
 def _of_each(own: Mapping[int, float], launched: int) -> tuple[float, ...]:
-    """By rank as the job was launched; 0 for one that is not in it now."""
+    """By rank as the job was launched, and beyond; 0 for one that is not in it now."""
     return tuple(own.get(rank, 0.0) for rank in range(launched))
 
 

@@ -40,15 +40,22 @@ class ReplicaShape:
         return self.replicas * self.each
 
     def replica(self, rank: int) -> int:
-        """The number of the replica to which a rank, as launched, belongs."""
+        """The number of the replica to which a rank, as launched, belongs. Those beyond the launch (:mod:`.beyond`)
+        follow on its own, replica by replica."""
+        if rank >= self.world:
+            return rank // self.each
         return rank // self.inner % self.replicas
 
     def stand(self, rank: int) -> int:
         """Where in its replica it is."""
+        if rank >= self.world:
+            return rank % self.each
         return rank // (self.inner * self.replicas) * self.inner + rank % self.inner
 
     def rank(self, replica: int, stand: int) -> int:
         """Which rank stands there."""
+        if replica >= self.replicas:
+            return replica * self.each + stand
         run, at = divmod(stand, self.inner)
         return (run * self.replicas + replica) * self.inner + at
 
@@ -70,11 +77,6 @@ class ReplicaShape:
     def whole(self, members: Iterable[int]) -> list[int]:
         """The replicas all of whose ranks are among ``members``."""
         return [replica for replica, ranks in self.by_replica(members).items() if len(ranks) == self.each]
-
-    def missing(self, members: Iterable[int]) -> list[int]:
-        """The replicas of the launch none of whose ranks is among ``members``."""
-        there = {self.replica(rank) for rank in members}
-        return [replica for replica in range(self.replicas) if replica not in there]
 
     def follows(self, ranks: Collection[int], members: Collection[int]) -> bool:
         """Whether it is known who of these ranks (a process group's, made when the job consisted of ``members``) there

@@ -2071,6 +2071,7 @@ class Replace(_message.Message):
     WORLD_SIZE_FIELD_NUMBER: _builtins.int
     LAYOUT_FIELD_NUMBER: _builtins.int
     NODES_FIELD_NUMBER: _builtins.int
+    STANDS_IN_FIELD_NUMBER: _builtins.int
     BESIDE_FIELD_NUMBER: _builtins.int
     detached: _builtins.bool
     attempt: _builtins.int
@@ -2087,6 +2088,8 @@ class Replace(_message.Message):
     """the layout itself, as tp=1,pp=2,dp=1"""
     nodes: _builtins.int
     """of such a job: how many nodes hold its ranks"""
+    stands_in: _builtins.int
+    """of a rank beyond the launch: one more than the rank in whose place it runs the script; 0: its own"""
     beside: _builtins.int
     """the process is built up beside training and belongs to the job later: the order's number; 0: at once"""
     @_builtins.property
@@ -2117,11 +2120,12 @@ class Replace(_message.Message):
         world_size: _builtins.int = ...,
         layout: _builtins.str = ...,
         nodes: _builtins.int = ...,
+        stands_in: _builtins.int = ...,
         beside: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "beside", b"beside", "detached", b"detached", "domains", b"domains", "layout", b"layout", "local_rank", b"local_rank", "node_rank", b"node_rank", "nodes", b"nodes", "setup_from", b"setup_from", "store_host", b"store_host", "store_port", b"store_port", "stores", b"stores", "stride", b"stride", "world_size", b"world_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "beside", b"beside", "detached", b"detached", "domains", b"domains", "layout", b"layout", "local_rank", b"local_rank", "node_rank", b"node_rank", "nodes", b"nodes", "setup_from", b"setup_from", "stands_in", b"stands_in", "store_host", b"store_host", "store_port", b"store_port", "stores", b"stores", "stride", b"stride", "world_size", b"world_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -40,6 +40,8 @@ STASH_ENV = "FLASHRECOVERY_STASH"
 """The directory in the node's memory for state that outlives its processes while the layout changes; unset: none."""
 STASH_ELSEWHERE = "elsewhere"
 """Within it, what has been read from other nodes."""
+NEW_RANK_ENV = "FLASHRECOVERY_NEW_RANK"
+"""Of a process that fills a rank that no launch has had: this rank. Up to its first step its RANK is another one's."""
 LOCAL_RANK_MACRO = "${local_rank}"
 """In an argument of the script, each rank finds its LOCAL_RANK instead of this, as under torchrun."""
 
@@ -80,11 +82,16 @@ def rank_env(config: RunConfig, rank: int, generation: int, replace: pb.Replace)
         several |= {LAYOUT_ENV: replace.layout}
         several |= dict.fromkeys(("WORLD_SIZE", "ROLE_WORLD_SIZE"), str(replace.world_size))
         several["GROUP_WORLD_SIZE"] = str(max(replace.nodes, 1))
+    node_rank = replace.node_rank
+    if replace.stands_in:
+        several[NEW_RANK_ENV] = str(rank)
+        rank = replace.stands_in - 1
+        node_rank = rank // config.nproc_per_node
     return {
         **several,
         "RANK": str(rank),
         "LOCAL_RANK": str(replace.local_rank),
-        "GROUP_RANK": str(replace.node_rank),
+        "GROUP_RANK": str(node_rank),
         "ROLE_RANK": str(rank),
         "MASTER_ADDR": replace.store_host,
         "MASTER_PORT": str(replace.store_port),

@@ -20,9 +20,9 @@ from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any
 
-from flashrecovery.runtime.environment import PER_TASK_ENV
+from flashrecovery.runtime.environment import NEW_RANK_ENV, PER_TASK_ENV
 
-_RANK_KEYS = frozenset({"RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "MASTER_ADDR", "MASTER_PORT"})
+_RANK_KEYS = frozenset({"RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "MASTER_ADDR", "MASTER_PORT", NEW_RANK_ENV})
 """What the environment of a standby cannot contain yet."""
 _OURS = frozenset({"flashrecovery", "fr_deepspeed", "fr_megatron"})
 

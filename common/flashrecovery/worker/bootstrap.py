@@ -130,7 +130,8 @@ def _prepare(channel: Channel, page: Page, assign: pb.Assign, command: list[str]
     installed = Installed.beside(command)
     watch = EnvironmentWatch(installed)
     profile = _start_profile(installed, channel, page, assign)
-    _connection = Connection(channel, page, assign.rank, assign.generation, detached, watch, profile)
+    place = int(assign.env.get("RANK", assign.rank))
+    _connection = Connection(channel, page, assign.rank, assign.generation, detached, watch, profile, place)
     watch.start()
     profile.start()
 

@@ -44,6 +44,7 @@ class CallBatches:
         self._seed = seed
         self._place = place
         self._seed_framework = seed_framework
+        self.most = 0
         self.before_fetch: Callable[[], None] = lambda: None
         self._step = 0
         self._computed = 0
@@ -57,8 +58,13 @@ class CallBatches:
 
     @property
     def sizes(self) -> Sequence[int]:
-        """The numbers of replicas, up to that of now, that divide the batch."""
-        return exact_sizes(self._global_batch, self._micro_batch, self._place()[1], uneven=False)
+        """The numbers of replicas, up to that of now or ``most``, that divide the batch."""
+        return exact_sizes(self._global_batch, self._micro_batch, max(self._place()[1], self.most), uneven=False)
+
+    @property
+    def micro_batches(self) -> int:
+        """Of a step, on all replicas together."""
+        return self._global_batch // self._micro_batch
 
     @property
     def settings(self) -> Mapping[str, Any]:

@@ -144,7 +144,8 @@ class Copies:
         (``shards``), shards without a replica elsewhere. The agent keeps capsules, too, so among the ranks of one node,
         whose shards all have replicas, nothing is to be done."""
         _, nodes = placement()
-        if not shards and nodes == 1:
+        batches = registry.batches  # beyond the launch, ranks may be on nodes that it did not have
+        if not shards and nodes == 1 and (batches is None or batches.most <= registry.shape.replicas):
             return
         world = registry.world_size
         group = self._ring_group = groups.create_control_group(NEIGHBOUR_GROUP)

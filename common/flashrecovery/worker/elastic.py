@@ -101,9 +101,16 @@ class GlobalBatches(Protocol):
     before_fetch: Callable[[], None]
     """Called whenever samples are about to be read."""
 
+    most: int
+    """Replicas that the job may have; 0: those of now."""
+
+    @property
+    def micro_batches(self) -> int:
+        """Of a step, on all replicas together."""
+
     @property
     def sizes(self) -> Sequence[int]:
-        """The numbers of replicas, up to that of now, with which the batch can be divided; none: all."""
+        """The numbers of replicas, up to that of now or ``most``, with which the batch can be divided; none: all."""
 
     @property
     def settings(self) -> Mapping[str, Any]:
@@ -158,6 +165,7 @@ class ElasticBatches:
         self._group: dist.ProcessGroup | None = None
         self._looked = False  # for that group, for the last time
         self._shape = {"global_batch": global_batch, "micro_batch": micro_batch, "seed": seed, "shuffle": shuffle}
+        self.most = 0
         self.before_fetch: Callable[[], None] = lambda: None
         self._through: int | None = None  # the step whose micro-batches have been handed out, all of them
         try:
@@ -188,12 +196,18 @@ class ElasticBatches:
 
     @property
     def sizes(self) -> Sequence[int]:
-        """The numbers of replicas, up to that of now, with which a framework can divide the batch; none: all."""
+        """The numbers of replicas, up to that of now or ``most``, with which a framework can divide the batch; none:
+        all."""
         if self._framework is None:
             return ()
         global_batch, micro_batch = self._shape["global_batch"], self._shape["micro_batch"]
-        found = exact_sizes(global_batch, micro_batch, self._place()[1], uneven=False)
+        found = exact_sizes(global_batch, micro_batch, max(self._place()[1], self.most), uneven=False)
         return [size for size in found if self._sizes is None or size in self._sizes]
+
+    @property
+    def micro_batches(self) -> int:
+        """Of a step, on all replicas together."""
+        return self.division().micro_batches
 
     def check_framework(self) -> None:
         """Raises ConfigError if the framework's batch is not the one that it was."""

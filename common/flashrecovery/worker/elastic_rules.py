@@ -87,11 +87,13 @@ def _check_replicas(registry: Registry, settings: Settings) -> None:
         "which ranks make up the replicas of an elastic job", {"replicas": shape.replicas, "inner": shape.inner}
     )
     assert elastic is not None
-    if elastic.max != shape.replicas:
+    if not elastic.min <= shape.replicas <= elastic.max:
         raise ConfigError(
-            f"elastic.max = {elastic.max}: {shape.replicas} is allowed here, the replicas of the launch "
-            f"({registry.world_size} ranks: {shape.text}); a job does not grow beyond them"
+            f"elastic = {elastic.text}: the job is launched with {registry.world_size} ranks, which are {shape.text}; "
+            "a launch with MIN to MAX replicas is allowed"
         )
+    if elastic.max > shape.replicas:
+        _check_beyond(registry, elastic.max)
     groups.refuse_partial(shape)
     stand = shape.stand(registry.rank)
     agreement.check_equal(
@@ -108,6 +110,25 @@ def _check_replicas(registry: Registry, settings: Settings) -> None:
                 "distributed optimizer), and FSDP2 and ZeRO where all models have replicas of one rank each"
             )
     agreement.check_equal("how many models have state that is divided among the replicas", {"models": len(divisions)})
+
+
+def _check_beyond(registry: Registry, most: int) -> None:
+    """Whether the job can have so many replicas, more than it is launched with."""
+    shape, batches = registry.shape, registry.batches
+    fixed = [reason for adapter in registry.adapters if (reason := adapter.only_as_launched())]
+    if shape.each > 1:
+        fixed.append(f"replicas of several ranks ({shape.text})")
+    if fixed:
+        raise UnsupportedError(
+            f"an elastic job with elastic.max = {most} that is launched with {shape.replicas} replicas, and has "
+            f"{'; '.join(fixed)}: how they go on with more than the launch's is not known; elastic.max = "
+            f"{shape.replicas} is allowed, and more with replicas of one rank each in a loop over recovery.steps()"
+        )
+    if batches is not None and batches.micro_batches < most:
+        raise ConfigError(
+            f"elastic.max = {most}: a step has {batches.micro_batches} micro-batches, and at least one for each "
+            f"replica is needed; at most {batches.micro_batches} is allowed"
+        )
 
 
 def _refuse_tied(registry: Registry) -> None:

@@ -283,7 +283,7 @@ class Recoverer:
         if members == worker.members:
             return
         position, size = members.index(worker.rank), len(members)
-        groups.resize(members, worker.rank)
+        groups.resize(members, worker.rank, worker.registry.shape)
         worker.members = members
         worker.registry.resize(members, worker.rank)
         for adapter in worker.registry.adapters:

@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 
 from flashrecovery.contract import Adapter
 from flashrecovery.errors import DivergedError, RegistrationError, UnsupportedError
+from flashrecovery.plan.beyond import members_of
 from flashrecovery.plan.replicas import ReplicaShape, shape_of
 from flashrecovery.plan.rules import TensorRule
 from flashrecovery.runtime.page import CAPSULE_LIMIT
@@ -52,9 +53,16 @@ class Registry:
     """
 
     def __init__(
-        self, rank: int, world_size: int, adapter_for: AdapterFactory, module_adapter_for: ModuleAdapterFactory
+        self,
+        rank: int,
+        world_size: int,
+        adapter_for: AdapterFactory,
+        module_adapter_for: ModuleAdapterFactory,
+        number: int | None = None,
     ) -> None:
+        """``number``: of this process in the job, where that is none of the ``world_size`` ranks of the launch."""
         self.rank = rank
+        self._number = rank if number is None else number
         self.world_size = world_size
         self._adapter_for = adapter_for
         self._module_adapter_for = module_adapter_for
@@ -68,7 +76,7 @@ class Registry:
         self.habits = Habits()
         self.batches: GlobalBatches | None = None
         self.common = ObjectShard(COMMON, tuple(range(world_size)))
-        self.capsule = ObjectShard(f"capsule@{rank}", (rank,))
+        self.capsule = ObjectShard(f"capsule@{self._number}", (rank,))
         self.shape = ReplicaShape(world_size)
         self.members = tuple(range(world_size))
         self._launched: dict[str, tuple[int, ...]] = {}  # holders of the shards, as the job was launched
@@ -151,6 +159,7 @@ class Registry:
         for objects in (self.common, self.capsule):
             self.shards[objects.name] = objects
         self._launched = {name: tuple(shard.holders) for name, shard in self.shards.items()}
+        self._launched[self.capsule.name] = (self._number,)
 
     def replicas(self) -> dist.ProcessGroup | None:
         """The data-parallel group, as the adapters say; None: each rank is a replica.
@@ -193,7 +202,7 @@ class Registry:
         for shard in self.shards.values():
             if shard.name not in divided:
                 launched = self._launched.get(shard.name, self.members)
-                shard.holders = tuple(number[holder] for holder in launched if holder in number)
+                shard.holders = tuple(number[holder] for holder in members_of(launched, members, rank, self.shape))
 
     def divided(self) -> set[str]:
         """Names of this rank's shards that belong to an adapter's division."""

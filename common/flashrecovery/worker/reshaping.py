@@ -131,7 +131,7 @@ class Reshaping:
 
     def __init__(self, registry: Registry, copies: Copies, rank: int, members: Sequence[int]) -> None:
         self._registry, self._copies, self._rank = registry, copies, rank
-        self.layout = tuple(members)
+        self.layout = tuple(members) if rank in members else ()  # beyond the launch: of no layout yet
         self._ready: _Ready | None = None
 
     # -- make ready -------------------------------------------------------------------------------

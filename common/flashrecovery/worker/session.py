@@ -77,6 +77,7 @@ class Session:
         if self._loop is not None:
             raise RegistrationError("recovery.elastic_batches() after the first step; call it before")
         batches.before_fetch = self._at_data
+        batches.most = 0 if self.settings.elastic is None else self.settings.elastic.max
         self.registry.batches = batches
 
     def at_script_end(self, callback: Callable[[], None]) -> None:
@@ -104,7 +105,7 @@ class Session:
         TORCH.require(STEPS)
         worker, registry = self._worker, self.registry
         registry.close()
-        check_world(worker.rank, registry.world_size)
+        check_world(registry.rank, registry.world_size)
         own = find_own_objects(registry)
         if self.settings.elastic is not None:
             elastic_rules.check_start(registry, self.settings, own, single_calls=num_steps is None)

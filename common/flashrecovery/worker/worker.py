@@ -22,7 +22,8 @@ from flashrecovery.worker.stashing import Stashing
 
 class Connection:
     """What the bootstrap has set up before the script runs. ``at_script_end``: functions that are called when the
-    script has ended well."""
+    script has ended well. ``place``: the rank as which the script runs to its first step; another one where no launch
+    has had this ``rank``."""
 
     def __init__(
         self,
@@ -33,10 +34,12 @@ class Connection:
         detached: bool,
         environment_watch: EnvironmentWatch,
         start_profile: StartProfile,
+        place: int | None = None,
     ) -> None:
         self.channel = channel
         self.page = page
         self.rank = rank
+        self.place = rank if place is None else place
         self.generation = generation
         self.detached = detached
         self.environment_watch = environment_watch
@@ -74,7 +77,7 @@ class Worker:
         world_size = int(os.environ.get("WORLD_SIZE", "1"))
         self.members = tuple(range(world_size))
         self.stashing: Stashing | None = None
-        self.registry = Registry(self.rank, world_size, adapter_for, module_adapter_for)
+        self.registry = Registry(connection.place, world_size, adapter_for, module_adapter_for, self.rank)
         self.faults = Faults(self.notice)
         self.device = DeviceClock()
         self.control = Control(

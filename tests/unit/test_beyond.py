@@ -1,0 +1,89 @@
+"""Ranks beyond the launch: their numbers, their places in groups, and in whose place they run the script."""
+
+from __future__ import annotations
+
+import pytest
+
+from flashrecovery.config import run_config
+from flashrecovery.plan.beyond import members_of, missing, stand_in
+from flashrecovery.plan.placement import ring_of, setup_log_keepers_among
+from flashrecovery.plan.replicas import ReplicaShape
+from flashrecovery.proto import flashrecovery_pb2 as pb
+from flashrecovery.runtime.environment import NEW_RANK_ENV, rank_env
+
+SHAPES = [ReplicaShape(2), ReplicaShape(3), ReplicaShape(2, 2), ReplicaShape(3, 2, 2), ReplicaShape(2, 1, 3)]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_numbers_go_on_replica_by_replica(shape: ReplicaShape) -> None:
+    everybody = [shape.ranks(replica) for replica in range(shape.replicas + 3)]
+    assert sorted(rank for ranks in everybody for rank in ranks) == list(range(shape.world + 3 * shape.each))
+    for replica, ranks in enumerate(everybody):
+        assert [shape.replica(rank) for rank in ranks] == [replica] * shape.each
+        assert [shape.stand(rank) for rank in ranks] == list(range(shape.each))
+    assert shape.whole(everybody[0] + everybody[-1]) == [0, shape.replicas + 2]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_in_whose_place(shape: ReplicaShape) -> None:
+    """At the same place of a replica, the same whoever there is; of the launch each rank in its own."""
+    for replica in range(shape.replicas + 2):
+        for rank in shape.ranks(replica):
+            other = stand_in(rank, shape)
+            assert other < shape.world and shape.stand(other) == shape.stand(rank)
+            assert (other == rank) == (rank < shape.world)
+            assert rank < shape.world or shape.replica(other) not in ((0, shape.replicas - 1)[: shape.replicas - 1])
+
+
+def test_a_group_of_all_has_them_as_its_last_members() -> None:
+    shape = ReplicaShape(2)
+    assert members_of((0, 1), (0, 1, 2, 3), 0, shape) == (0, 1, 2, 3)
+    assert members_of((0, 1), (1, 3), 3, shape) == (1, 3)
+    assert members_of((0, 1), (2, 3), 2, shape) == (2, 3)
+    assert members_of((0, 1), (0,), 0, shape) == (0,)
+    assert members_of((0, 1, 2), (0, 2, 3), 2, shape) == (0, 2, 3)
+
+
+def test_a_group_within_a_replica_is_of_ones_own() -> None:
+    """Made by rank 1, in whose place rank 3 has run the script; rank 1 may be there as well."""
+    shape = ReplicaShape(2)
+    assert members_of((1,), (0, 1, 2, 3), 3, shape) == (3,)
+    assert members_of((1,), (0, 1, 2, 3), 1, shape) == (1,)
+    several = ReplicaShape(2, 2)
+    assert members_of((2, 3), (0, 1, 2, 3, 4, 5), 5, several) == (4, 5)
+    assert members_of((1, 3), (0, 1, 2, 3, 4, 5), 5, several) == (1, 3, 5)
+
+
+def test_of_the_missing_the_launch_comes_first() -> None:
+    shape = ReplicaShape(3)
+    assert missing(shape, (0, 2, 4), 6) == [1, 3, 5]
+    assert missing(shape, (0, 1, 2), 3) == []
+    assert missing(shape, (0, 2), 2) == [1]
+
+
+def test_copies_go_to_nodes_that_the_launch_did_not_have() -> None:
+    """Two nodes of the launch that share a failure domain, and one that came later."""
+    assert ring_of((0, 1, 2), 1, 1, (0, 0)) in ([1, 2, 0], [2, 0, 1])
+    assert ring_of((0, 1, 2, 3, 4, 5), 2, 2) == [2, 3, 4, 5, 0, 1]
+
+
+def test_their_records_are_kept_on_other_nodes() -> None:
+    nodes = {0: "a", 1: "b", 4: "c"}
+    for rank in nodes:
+        keepers = setup_log_keepers_among(rank, 1, 5, nodes)
+        assert {nodes[keeper] for keeper in keepers} == {"a", "b", "c"} - {nodes[rank]}
+
+
+def test_its_environment_is_that_of_the_rank_in_whose_place_it_runs() -> None:
+    config = run_config(
+        {"nproc_per_node": 2, "nnodes": 2, "controller": "h:1", "elastic": {"min": 2, "max": 8}}, "here"
+    )
+    own = rank_env(config, 6, 1, pb.Replace(local_rank=1, node_rank=3, stands_in=3))
+    assert {name: own[name] for name in ("RANK", "ROLE_RANK", "GROUP_RANK", "LOCAL_RANK")} == {
+        "RANK": "2",
+        "ROLE_RANK": "2",
+        "GROUP_RANK": "1",
+        "LOCAL_RANK": "1",
+    }
+    assert own[NEW_RANK_ENV] == "6"
+    assert NEW_RANK_ENV not in rank_env(config, 2, 1, pb.Replace(local_rank=0, node_rank=1))

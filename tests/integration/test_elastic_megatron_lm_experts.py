@@ -1,6 +1,7 @@
-"""Elastic jobs on Megatron-LM's unmodified loop with expert parallelism (MoE layers) or context parallelism: a rank that
-dies takes its replica with it, and the others go on as a job that was resized by command at the same call, bit for bit,
-which goes on as one that was started in the new size from that iteration's state."""
+"""Elastic jobs on Megatron-LM's unmodified loop with expert parallelism (MoE layers) or context parallelism.
+
+A rank that dies takes its replica with it, and the others go on as a job that was resized by command at the same call,
+bit for bit, which goes on as one that was started in the new size from that iteration's state."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""Replicas several of whose ranks have micro-batches of their own, as with expert parallelism: which numbers of replicas
-divide a step."""
+"""Replicas several of whose ranks have micro-batches of their own, as with expert parallelism.
+
+Which numbers of replicas divide a step."""
 
 from __future__ import annotations
 

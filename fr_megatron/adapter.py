@@ -49,6 +49,7 @@ from fr_megatron.optimizers import inner_optimizers, pairs, scalers, torch_optim
 from fr_megatron.own_loop import OwnLoop
 from fr_megatron.random import capture_tracker, restore_tracker
 from fr_megatron.reform import fill, reform
+from fr_megatron.replicas import replica_group
 from fr_megatron.support import check
 from fr_megatron.wrapper import Wrapper
 
@@ -155,7 +156,7 @@ class MegatronAdapter(TorchAdapter):
         return found
 
     def replicas(self) -> dist.ProcessGroup | None:
-        return elastic.data_parallel_group()
+        return replica_group()
 
     def resized(self) -> None:
         lists = {name: groups.numbers_now(ranks) for name, ranks in self._launched.items()}

@@ -1,11 +1,12 @@
 """Megatron in a job that changes its number of replicas: what cannot follow, and how the rest does.
 
-A replica is one rank, or all ranks of one data-parallel coordinate, with tensor and pipeline parallelism. Process
-groups keep their handles, and Megatron asks them for size and rank at nearly all places. What it has noted instead:
+A replica is what has the whole model (:mod:`fr_megatron.replicas`). Process groups keep their handles, and Megatron
+asks them for size and rank at nearly all places. What it has noted instead:
 
 ==========================  ====================================================================================
 ``parallel_state``          lists of ranks
-buffers and buckets         the data-parallel size, and the factor of the gradients that follows from it
+buffers and buckets         the (expert-)data-parallel size, and the factor of the gradients that follows from the
+                            data-parallel one, of experts, too
 micro-batch calculator      micro-batches on a replica
 tracked random streams      seeded anew for each micro-batch, as torch's own are
 ==========================  ====================================================================================
@@ -26,6 +27,7 @@ import xxhash
 from flashrecovery.adapter import FrameworkBatch, union
 from fr_megatron.capabilities import FOLLOWED, REFORM
 from fr_megatron.optimizers import inner_optimizers
+from fr_megatron.replicas import computing, data_parallel_group, replica_group, unknown_replicas
 
 _LISTS = "_RANKS"
 """How the names of ``parallel_state``'s lists of ranks end."""
@@ -47,8 +49,8 @@ def tied_to_size(chunks: Sequence[Any], optimizer: Any) -> Iterator[str]:
     if len(chunks) > 1:
         yield "several model chunks (a virtual pipeline; allowed: one)"
     if distributed and (len(chunks) > 1 or len(inner_optimizers(optimizer)) > 1):
-        yield "the distributed optimizer of several model chunks, or several ones (allowed: one)"
-    yield from _of_layout()
+        yield "the distributed optimizer of several model chunks, or several ones, as of MoE layers (allowed: one)"
+    yield from _of_layout(distributed=distributed)
     yield from of_calculator()
 
 
@@ -61,11 +63,23 @@ def _of_chunk(chunk: Any) -> Iterator[str]:
             yield "overlap_param_gather (allowed: without it)"
     if getattr(config, "num_distributed_optimizer_instances", 1) > 1:
         yield "num_distributed_optimizer_instances > 1"
-    if getattr(chunk.config, "num_moe_experts", None) or chunk.expert_parallel_buffers:
-        yield "MoE layers, whose losses and biases follow the number of ranks"
+    yield from _of_experts(chunk.config)
 
 
-def _of_layout() -> Iterator[str]:
+def _of_experts(config: Any) -> Iterator[str]:
+    """What of MoE layers is not equal on all ranks, or not known to follow."""
+    if not getattr(config, "num_moe_experts", None):
+        return
+    if getattr(config, "moe_router_enable_expert_bias", False):
+        yield "moe_router_enable_expert_bias (biases follow counts of tokens that are each rank's own)"
+    kinds = getattr(config, "moe_router_load_balancing_type", "none")
+    if "global_aux_loss" in ([kinds] if isinstance(kinds, str) else kinds):
+        yield "global_aux_loss (it sums up tokens of all ranks; allowed: the other kinds of load balancing)"
+    if getattr(config, "moe_enable_routing_replay", False):
+        yield "moe_enable_routing_replay"
+
+
+def _of_layout(*, distributed: bool) -> Iterator[str]:
     from megatron.core import parallel_state as state
 
     sizes = {
@@ -73,8 +87,9 @@ def _of_layout() -> Iterator[str]:
         "expert_model_parallel_size": state.get_expert_model_parallel_world_size(),
     }
     for name, size in sizes.items():
-        if size and size > 1:
-            yield f"{name} = {size} (allowed: 1)"
+        if distributed and size and size > 1:
+            yield f"{name} = {size} and the distributed optimizer (allowed: one of the two)"
+    yield from unknown_replicas()
     for name in _NOTED:
         if getattr(state, name, None) is not None:
             yield f"parallel_state.{name}, set by the script"
@@ -96,17 +111,10 @@ def batch_of() -> FrameworkBatch:
     micro-batches on a replica, so all of them have as many."""
     calculator = _calculator()
     common: dict[str, Any] = {"counted": True, "seed": seed_tracked, "replicas": data_parallel_group}
+    common["computing"] = computing()
     if calculator is None or list(of_calculator()):  # which is refused
         return FrameworkBatch(None, None, **common)
     return FrameworkBatch(calculator.current_global_batch_size, calculator.micro_batch_size, **common)
-
-
-def data_parallel_group() -> dist.ProcessGroup:
-    """Of the ranks that stand at the same place in every replica."""
-    from megatron.core import parallel_state
-
-    group: dist.ProcessGroup = parallel_state.get_data_parallel_group()
-    return group
 
 
 def seed_tracked(seed: int) -> None:
@@ -134,7 +142,7 @@ def _mixed(name: str, seed: int) -> int:
 def membership(chunks: Sequence[Any], optimizer: Any) -> dict[str, int]:
     """Of all parameters that one distributed optimizer of one chunk trains the numbers of their groups; a collective,
     because a rank knows only those of its own parts. Empty where nothing could be divided otherwise."""
-    peers = dist.get_process_group_ranks(data_parallel_group())
+    peers = dist.get_process_group_ranks(replica_group())
     whose = f"{min(peers)} "  # other tensor-parallel slices and other stages have parameters of the same names
     mine: list[str] = []
     inner = getattr(optimizer, "chained_optimizers", [optimizer])
@@ -165,9 +173,11 @@ def resize(chunks: Sequence[Any], lists: Mapping[str, Sequence[int]]) -> None:
     for chunk in chunks:
         if chunk.ddp_config.use_distributed_optimizer:
             continue  # its buffers are made anew with the state that is divided
-        for buffer in chunk.buffers:
+        of_experts = scaling_of_experts(chunk)
+        for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
+            expert = any(buffer is other for other in chunk.expert_parallel_buffers)
             buffer.data_parallel_world_size = buffer.data_parallel_group.size()
-            buffer.gradient_scaling_factor = scaling(chunk, chunk.dp_cp_group.size())
+            buffer.gradient_scaling_factor = of_experts if expert else scaling(chunk, chunk.dp_cp_group.size())
             for bucket in buffer.buckets:
                 bucket.gradient_scaling_factor = buffer.gradient_scaling_factor
 
@@ -177,6 +187,15 @@ def scaling(chunk: Any, replicas: int) -> float:
     if chunk.config.calculate_per_token_loss or chunk.ddp_config.average_in_collective:
         return 1.0
     return 1.0 / replicas
+
+
+def scaling_of_experts(chunk: Any) -> float:
+    """The same for experts: their gradients are summed over fewer ranks, and averaged over as many."""
+    if chunk.config.calculate_per_token_loss:
+        return 1.0
+    if chunk.ddp_config.average_in_collective:
+        return float(chunk.expt_dp_group.size() / chunk.dp_cp_group.size())
+    return 1.0 / float(chunk.dp_cp_group.size())
 
 
 def resize_calculator() -> None:

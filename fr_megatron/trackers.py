@@ -2,7 +2,9 @@
 of multi-token prediction, of sparse attention's indexer.
 
 Megatron makes an entry when a layer first computes. A replacement that begins with a log has computed nothing: it gets
-the entries with their groups, by name, or the other ranks would reduce without it.
+the entries with their groups, or the other ranks would reduce without it. A group is known by its name; a process that
+comes into an elastic job gets the entries of one at the same place in another replica, whose groups have other names,
+and were made in the same order.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from flashrecovery.adapter import named_group
+from flashrecovery.adapter import groups, named_group
 from flashrecovery.errors import RestoreError
 from fr_megatron.capabilities import METRICS
 
@@ -37,7 +39,7 @@ def save() -> dict[str, Entry]:
 def load(saved: Mapping[str, Mapping[str, Any]]) -> None:
     """Make the entries those that were saved; others are set to zero.
 
-    Raises RestoreError if a group of this rank has other ranks than where it was saved.
+    Raises RestoreError if a group of this rank has other ranks, as the job was launched, than where it was saved.
     """
     entries = _entries()
     for name, entry in entries.items():
@@ -107,14 +109,25 @@ def _zeros(like: torch.Tensor) -> torch.Tensor:
 
 
 def _plain(value: Any) -> Any:
-    if isinstance(value, dist.ProcessGroup):
-        return value.group_name, dist.get_process_group_ranks(value)
-    return value.clone() if isinstance(value, torch.Tensor) else value
+    """Of a group its name, its number among this rank's groups (-1: not known), and its ranks, as the job was
+    launched."""
+    if not isinstance(value, dist.ProcessGroup):
+        return value.clone() if isinstance(value, torch.Tensor) else value
+    for number, group in enumerate(groups.groups()):
+        if group.name == value.group_name:
+            return group.name, number, list(group.launched)
+    return value.group_name, -1, dist.get_process_group_ranks(value)
 
 
-def _group(name: str, ranks: list[int]) -> dist.ProcessGroup:
-    group = named_group(name)
-    found = dist.get_process_group_ranks(group)
-    if list(found) != list(ranks):
-        raise RestoreError(f"process group {name} has the ranks {found}, not {ranks}")
-    return group
+def _group(name: str, number: int, ranks: list[int]) -> dist.ProcessGroup:
+    mine = groups.groups()
+    known = [group for group in mine if group.name == name]
+    if not known and 0 <= number < len(mine) and len(mine[number].launched) == len(ranks):
+        found: dist.ProcessGroup | None = mine[number].process_group()
+        if found is not None:
+            return found  # of the same place in another replica
+    named = named_group(name)
+    there = list(known[0].launched) if known else dist.get_process_group_ranks(named)
+    if there != list(ranks):
+        raise RestoreError(f"process group {name} has the ranks {there}, not {ranks}")
+    return named

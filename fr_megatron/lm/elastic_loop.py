@@ -26,6 +26,7 @@ from flashrecovery.errors import ConfigError
 from fr_megatron.elastic import resize_calculator, seed_tracked
 from fr_megatron.lm.arguments import given
 from fr_megatron.lm.elastic_data import FollowingLoader
+from fr_megatron.replicas import computing
 
 _NAMES: dict[str, str] = {
     "full_validation": "its number of iterations follows the loaders",
@@ -72,7 +73,7 @@ def check_flag(args: Any, recovery: Recovery) -> None:
 
 
 def data_parallel_place() -> tuple[int, int]:
-    """The number of this rank's replica, and how many there are."""
+    """This rank's number among those that take samples of their own, and how many there are."""
     from megatron.core import parallel_state
 
     return parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
@@ -83,7 +84,7 @@ class ElasticLoop:
 
     Args:
         args: Megatron's, as the loop uses them.
-        place: gives the number of this rank's replica, and how many there are.
+        place: gives this rank's number among those that take samples of their own, and how many there are.
     """
 
     def __init__(
@@ -98,6 +99,7 @@ class ElasticLoop:
             seed=args.seed,
             place=place,
             seed_framework=seed_tracked,
+            computing=computing(),
         )
         recovery.take_batches(self._batches)
         self.streams: list[FollowingLoader] = []

@@ -129,9 +129,9 @@ def main() -> None:
     config = megatron_model.model_config(args)
     chunks = megatron_model.build_chunks(args, config)
     optimizer, scheduler = megatron_model.build_optimizer(args, config, chunks)
-    state = State(chunks, optimizer, scheduler) if not args.num_experts else None
+    state = State(chunks, optimizer, scheduler)
     recovery = fr_megatron.attach(chunks, optimizer, scheduler)
-    first = state.load(args.start_from) if args.start_from and state is not None else 0
+    first = state.load(args.start_from) if args.start_from else 0
     if args.mode == "loader":
         recovery.data(torch.utils.data.DataLoader(Tokens(args.context)))
     sizes = {"global_batch": args.global_batch, "micro_batch": args.batch_size}
@@ -142,7 +142,6 @@ def main() -> None:
     for step in recovery.steps(args.steps - first):
         number = first + step.index
         with step:
-            assert state is not None
             total = train_step(args, state, batches.of(step))
             time.sleep(args.step_time / 1e3)
             size = dist.get_world_size()
@@ -152,7 +151,6 @@ def main() -> None:
                 state.save(number + 1, f"{args.save_to}/{number + 1}.pt")
         if not recovery.void:
             print(f"state={number + 1} size={size} {digest}", flush=True)
-    assert state is not None
     print(f"digest rank={dist.get_rank()} {state.digest()}", flush=True)
     dist.destroy_process_group()
 

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from megatron.core import num_microbatches_calculator, parallel_state
 from torch import Tensor
 
+from fr_megatron.layout import is_expert
 from fr_megatron.optimizers import inner_optimizers, pairs
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -25,7 +26,7 @@ class State:
 
     def __init__(self, chunks: list[Any], optimizer: Any, scheduler: Any) -> None:
         self.chunks, self.optimizer, self.scheduler = chunks, optimizer, scheduler
-        (self.inner,) = inner_optimizers(optimizer)
+        self.inners = inner_optimizers(optimizer)  # of experts one of their own
         # Ranks of one replica have other weights by the same names.
         tensor = parallel_state.get_tensor_model_parallel_rank()
         stage = parallel_state.get_pipeline_model_parallel_rank()
@@ -34,22 +35,34 @@ class State:
             * parallel_state.get_pipeline_model_parallel_world_size()
         )
         self.prefix = f"stage {stage} slice {tensor} " if whole > 1 else ""
-        named = [(self.prefix + name, p) for chunk in chunks for name, p in chunk.named_parameters()]
+        experts = f"experts {parallel_state.get_expert_model_parallel_rank()} "
+        named = [
+            (self.prefix + (experts if is_expert(p) else "") + name, p)
+            for chunk in chunks
+            for name, p in chunk.named_parameters()
+        ]
+        self.replicas = {  # ranks that have the same
+            name: chunks[0].expt_dp_group if is_expert(p) else chunks[0].dp_cp_group for name, p in named
+        }
         self.names = {id(p): name for name, p in named}
         self.weights = dict(named)
 
     def _parts(self) -> Iterator[tuple[str, int, Tensor]]:
         """(weight, where in it a part begins, the part) of what this rank steps on."""
-        for model, main in pairs(self.inner):
-            of = getattr(self.inner, "_get_model_param_range_map", None)
-            yield self.names[id(model)], of(model)["param"].start if of else 0, main
+        for inner in self.inners:
+            of = getattr(inner, "_get_model_param_range_map", None)
+            for model, main in pairs(inner):
+                yield self.names[id(model)], of(model)["param"].start if of else 0, main
+
+    def _state_of(self, main: Tensor) -> dict[str, Any]:
+        return next((s for inner in self.inners if (s := inner.optimizer.state.get(main))), {})
 
     def whole(self) -> Whole:
         """A collective. All replicas have equal weights."""
         mine: list[tuple[str, str, int, Tensor]] = []
         for name, start, main in self._parts():
             mine.append((name, "main", start, main.detach().reshape(-1).clone()))
-            state = self.inner.optimizer.state.get(main, {})
+            state = self._state_of(main)
             mine += [(name, key, start, state[key].reshape(-1).clone()) for key in MOMENTS if key in state]
         found: Whole = {}
         for weights in _gathered({name: w.detach().clone() for name, w in self.weights.items()}):
@@ -63,29 +76,34 @@ class State:
             flat[start : start + part.numel()] = part
             seen[name, key] = seen.get((name, key), 0) + part.numel()
         distributed = self.chunks[0].ddp_config.use_distributed_optimizer
-        replicas = 1 if distributed else parallel_state.get_data_parallel_world_size()
+        holders = {name: number for of_rank in _gathered(self._holders()) for name, number in of_rank.items()}
         for (name, _), number in seen.items():
+            replicas = 1 if distributed else holders[name]
             assert number == found[name]["weight"].numel() * replicas, (name, number)
         return found
+
+    def _holders(self) -> dict[str, int]:
+        return {name: group.size() for name, group in self.replicas.items()}
 
     def plain(self) -> dict[str, Any]:
         """What is no tensor."""
         numbers = (int, float, bool)
-        scaler = getattr(self.inner, "grad_scaler", None)
-        steps = {float(s["step"]) for s in self.inner.optimizer.state.values() if "step" in s}
+        scalers = [scaler for inner in self.inners if (scaler := getattr(inner, "grad_scaler", None)) is not None]
+        steps = {float(s["step"]) for inner in self.inners for s in inner.optimizer.state.values() if "step" in s}
         return {
             "groups": [
                 {k: v for k, v in group.items() if isinstance(v, numbers)}
-                for group in self.inner.optimizer.param_groups
+                for inner in self.inners
+                for group in inner.optimizer.param_groups
             ],
             "scheduler": self.scheduler.num_steps,
-            "scaler": {} if scaler is None else {k: float(v) for k, v in scaler.state_dict().items()},
+            "scalers": [{k: float(v) for k, v in scaler.state_dict().items()} for scaler in scalers],
             "steps": sorted({step for steps in _gathered(steps) for step in steps}),
         }
 
     def sizes(self) -> list[Any]:
         """What has to be as in a job that was started in this size, of all ranks."""
-        buffers = [buffer for chunk in self.chunks for buffer in chunk.buffers]
+        buffers = [b for chunk in self.chunks for b in (*chunk.buffers, *chunk.expert_parallel_buffers)]
         self._check_place()
         mine = [
             parallel_state.get_data_parallel_world_size(),
@@ -99,29 +117,39 @@ class State:
         """What is noted of groups is as the groups themselves are, and these are as the numbers of ranks say."""
         state, rank = parallel_state, dist.get_rank()
         tensor, stages = state.get_tensor_model_parallel_world_size(), state.get_pipeline_model_parallel_world_size()
-        replicas = state.get_data_parallel_world_size()
-        assert tensor * replicas * stages == dist.get_world_size()
+        context, places = state.get_context_parallel_world_size(), state.get_data_parallel_world_size()
+        assert tensor * context * places * stages == dist.get_world_size()
         groups = {
             "_TENSOR_MODEL_PARALLEL_GLOBAL_RANKS": state.get_tensor_model_parallel_group(),
             "_PIPELINE_GLOBAL_RANKS": state.get_pipeline_model_parallel_group(),
             "_MODEL_PARALLEL_GLOBAL_RANKS": state.get_model_parallel_group(),
             "_DATA_PARALLEL_GLOBAL_RANKS": state.get_data_parallel_group(),
+            "_DATA_PARALLEL_GLOBAL_RANKS_WITH_CP": state.get_data_parallel_group(with_context_parallel=True),
+            "_CONTEXT_PARALLEL_GLOBAL_RANKS": state.get_context_parallel_group(),
+            "_EXPERT_MODEL_PARALLEL_RANKS": state.get_expert_model_parallel_group(),
         }
         for name, group in groups.items():
             ranks = dist.get_process_group_ranks(group)
             assert getattr(state, name) == ranks and group.size() == len(ranks), (name, getattr(state, name), ranks)
             assert ranks[group.rank()] == rank
-        place = rank // tensor % replicas
-        peers = [rank + (other - place) * tensor for other in range(replicas)]
-        assert dist.get_process_group_ranks(state.get_data_parallel_group()) == peers
+        run, experts = tensor * context, state.get_expert_model_parallel_world_size()
+        place, first = rank // run % places, rank // (run * places) * (run * places)
+        assert dist.get_process_group_ranks(state.get_data_parallel_group()) == [
+            first + rank % run + other * run for other in range(places)
+        ]
         assert state.get_data_parallel_rank() == place
         assert state.get_tensor_model_parallel_src_rank() == rank // tensor * tensor
+        apart = tensor * experts
+        assert dist.get_process_group_ranks(state.get_expert_data_parallel_group()) == [
+            first + rank % apart + other * apart for other in range(run * places // apart)
+        ]
         if self.chunks[0].ddp_config.use_distributed_optimizer:
-            sets = [self.chunks[0].bucket_groups, *self.inner.per_model_bucket_groups.values()]
+            (inner,) = self.inners
+            sets = [self.chunks[0].bucket_groups, *inner.per_model_bucket_groups.values()]
             for group in (group for groups in sets for group in groups):
                 assert group.intra_distributed_optimizer_instance_rank == place
-                assert group.intra_distributed_optimizer_instance_size == replicas
-                assert group.intra_distributed_optimizer_instance_group is self.inner.data_parallel_group
+                assert group.intra_distributed_optimizer_instance_size == places
+                assert group.intra_distributed_optimizer_instance_group is inner.data_parallel_group
 
     def digest(self) -> str:
         found = hashlib.sha256()
@@ -148,20 +176,22 @@ class State:
                 flat = {key: t.reshape(-1)[start : start + main.numel()].clone() for key, t in tensors[name].items()}
                 main.view(-1).copy_(flat["main"])
                 if plain["steps"]:
-                    self.inner.optimizer.state[main] = {
+                    inner = next(i for i in self.inners if any(main is other for _, other in pairs(i)))
+                    inner.optimizer.state[main] = {
                         "step": torch.tensor(plain["steps"][0]),
                         **{key: flat[key].view(main.shape) for key in MOMENTS},
                     }
-        for group, numbers in zip(self.inner.optimizer.param_groups, plain["groups"], strict=True):
+        groups = [group for inner in self.inners for group in inner.optimizer.param_groups]
+        for group, numbers in zip(groups, plain["groups"], strict=True):
             group.update(numbers)
         self.scheduler.num_steps = plain["scheduler"]
-        if plain["scaler"]:
-            scaler = self.inner.grad_scaler
+        scalers = [scaler for inner in self.inners if (scaler := getattr(inner, "grad_scaler", None)) is not None]
+        for scaler, values in zip(scalers, plain["scalers"], strict=True):
             scaler.load_state_dict(
                 {
-                    "scale": torch.tensor([plain["scaler"]["scale"]]),
-                    "growth_tracker": int(plain["scaler"]["growth_tracker"]),
-                    "hysteresis_tracker": int(plain["scaler"]["hysteresis_tracker"]),
+                    "scale": torch.tensor([values["scale"]]),
+                    "growth_tracker": int(values["growth_tracker"]),
+                    "hysteresis_tracker": int(values["hysteresis_tracker"]),
                 }
             )
         return int(saved["version"])

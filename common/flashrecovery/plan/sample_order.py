@@ -164,9 +164,12 @@ class BatchDivision:
             yield number, self.positions(step, number)
 
 
-def exact_sizes(global_batch: int, micro_batch: int, most: int, *, least: int = 1, uneven: bool = True) -> list[int]:
+def exact_sizes(
+    global_batch: int, micro_batch: int, most: int, *, least: int = 1, uneven: bool = True, each: int = 1
+) -> list[int]:
     """The numbers of replicas, largest first, with which a step has exactly its samples and nobody is idle. ``uneven``:
-    replicas may compute one micro-batch more than others."""
+    replicas may compute one micro-batch more than others. ``each``: so many ranks of a replica have micro-batches of
+    their own, and ``most`` and ``least`` are numbers of such ranks."""
     micro_batches = BatchDivision(global_batch, micro_batch, 1).micro_batches
     sizes = range(min(most, micro_batches), least - 1, -1)
-    return [size for size in sizes if uneven or micro_batches % size == 0]
+    return [size // each for size in sizes if size % each == 0 and (uneven or micro_batches % size == 0)]

@@ -22,9 +22,11 @@ class CallBatches:
     Args:
         global_batch, micro_batch: samples of a step, and those that are computed at once.
         seed: of the random streams of all micro-batches.
-        place: gives the number of this rank's replica, and how many there are now.
+        place: gives this rank's number among those that take samples of their own (mostly, of its replica), and how
+            many there are now.
         seed_framework: seeds the streams that the framework tracks itself, and those in which ranks of one replica draw
             other numbers.
+        computing: how many ranks of a replica take samples of their own.
 
     Raises ConfigError: the replicas that there are do not divide the batch.
     """
@@ -39,10 +41,11 @@ class CallBatches:
         seed: int,
         place: Callable[[], tuple[int, int]],
         seed_framework: Callable[[int], None],
+        computing: int = 1,
     ) -> None:
         self._global_batch, self._micro_batch = global_batch, micro_batch
         self._seed = seed
-        self._place = place
+        self._place, self._computing = place, computing
         self._seed_framework = seed_framework
         self.most = 0
         self.before_fetch: Callable[[], None] = lambda: None
@@ -59,7 +62,8 @@ class CallBatches:
     @property
     def sizes(self) -> Sequence[int]:
         """The numbers of replicas, up to that of now or ``most``, that divide the batch."""
-        return exact_sizes(self._global_batch, self._micro_batch, max(self._place()[1], self.most), uneven=False)
+        most = max(self._place()[1], self.most)
+        return exact_sizes(self._global_batch, self._micro_batch, most, uneven=False, each=self._computing)
 
     @property
     def micro_batches(self) -> int:

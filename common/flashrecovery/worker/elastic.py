@@ -51,6 +51,7 @@ class FrameworkBatch:
         seed: seeds the random streams that the framework tracks by itself; None: there are none.
         replicas: gives the group of ranks among which the micro-batches are divided, mostly that of
             :meth:`Adapter.replicas`; None: the models say what it is.
+        computing: how many ranks of a replica have micro-batches of their own (expert parallelism).
     """
 
     global_batch: int | None
@@ -59,6 +60,7 @@ class FrameworkBatch:
     counted: bool = False
     seed: Callable[[int], None] | None = None
     replicas: Callable[[], dist.ProcessGroup | None] | None = None
+    computing: int = 1
 
 
 @dataclass(frozen=True)
@@ -162,6 +164,7 @@ class ElasticBatches:
         self._collate = collate
         self._models = models
         self._replicas = None if own is None else own.replicas
+        self._computing = 1 if own is None else own.computing
         self._group: dist.ProcessGroup | None = None
         self._looked = False  # for that group, for the last time
         self._shape = {"global_batch": global_batch, "micro_batch": micro_batch, "seed": seed, "shuffle": shuffle}
@@ -201,7 +204,8 @@ class ElasticBatches:
         if self._framework is None:
             return ()
         global_batch, micro_batch = self._shape["global_batch"], self._shape["micro_batch"]
-        found = exact_sizes(global_batch, micro_batch, max(self._place()[1], self.most), uneven=False)
+        most = max(self._place()[1], self.most)
+        found = exact_sizes(global_batch, micro_batch, most, uneven=False, each=self._computing)
         return [size for size in found if self._sizes is None or size in self._sizes]
 
     @property

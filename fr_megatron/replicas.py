@@ -1,0 +1,58 @@
+"""Which of Megatron's ranks make up a replica of an elastic job, and which of them compute micro-batches of their own.
+
+A replica is what has the whole model, all experts included, and leaves and comes as a whole. With tensor, context and
+pipeline parallelism that is one data-parallel coordinate. Experts are divided over ranks that are data-parallel (or
+context-parallel) peers for everything else, so with expert parallelism a replica has several of these. TP 1, EP 2,
+four ranks::
+
+                  experts 0, 1     experts 2, 3       all have the dense parameters, reduced over 0, 1, 2, 3;
+    replica 0        rank 0           rank 1          the experts are reduced over 0 and 2, and over 1 and 3;
+    replica 1        rank 2           rank 3          each rank computes micro-batches of its own
+
+So the ranks at the same place in every replica are the data-parallel group or the expert-data-parallel one, whichever
+is the smaller one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch.distributed as dist
+
+
+def data_parallel_group() -> dist.ProcessGroup:
+    """Of the ranks among which the micro-batches are divided."""
+    from megatron.core import parallel_state
+
+    group: dist.ProcessGroup = parallel_state.get_data_parallel_group()
+    return group
+
+
+def replica_group() -> dist.ProcessGroup:
+    """Of the ranks that stand at the same place in every replica."""
+    from megatron.core import parallel_state
+
+    dense = data_parallel_group()
+    experts: dist.ProcessGroup = parallel_state.get_expert_data_parallel_group()
+    return experts if experts.size() < dense.size() else dense
+
+
+def computing() -> int:
+    """How many ranks of a replica have micro-batches of their own; the same in any size."""
+    return int(data_parallel_group().size() // replica_group().size())
+
+
+def unknown_replicas() -> Iterator[str]:
+    """What replicas are made up of ranks that are not known to follow, by name; a rank alone sees all of it."""
+    from megatron.core import parallel_state as state
+
+    experts = state.get_expert_model_parallel_world_size()
+    tensor, of_experts = state.get_tensor_model_parallel_world_size(), state.get_expert_tensor_parallel_world_size()
+    if of_experts != tensor:
+        yield f"expert_tensor_parallel_size = {of_experts} (allowed: that of the rest, {tensor})"
+    elif data_parallel_group().size() % replica_group().size():
+        context = state.get_context_parallel_world_size()
+        yield (
+            f"expert_model_parallel_size = {experts} and context_parallel_size = {context} (allowed: one that divides "
+            "the other)"
+        )

@@ -1,0 +1,71 @@
+"""Elastic jobs on Megatron-LM's unmodified loop with expert parallelism (MoE layers) or context parallelism.
+
+A rank that dies takes its replica with it, and the others go on as a job that was resized by command at the same call,
+bit for bit, which goes on as one that was started in the new size from that iteration's state."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.support.elastic_megatron_lm import TIMEOUT_S, Resized, Training, check_ends_as_resized, resized_once
+from tests.support.jobs import check_fired
+from tests.support.megatron_lm import needs_checkout
+
+pytest.importorskip("megatron.core")
+
+pytestmark = [pytest.mark.megatron, pytest.mark.grid, pytest.mark.timeout(5 * TIMEOUT_S), needs_checkout]
+EXPERTS = (
+    *("--num-experts=4", "--expert-model-parallel-size=2", "--moe-router-topk=2", "--moe-aux-loss-coeff=0.01"),
+    *("--moe-router-load-balancing-type=aux_loss", "--moe-token-dispatcher-type=alltoall"),
+)
+CONTEXT = ("--context-parallel-size=2",)
+TWO = (Training("ep2", EXPERTS, each=2), Training("cp2", CONTEXT, each=2))
+THREE = (Training("ep2-three", EXPERTS, launched=6, each=2), Training("cp2-three", CONTEXT, launched=6, each=2))
+OTHERS = (
+    Training("ep2-bf16", (*EXPERTS, "--bf16"), launched=6, each=2),
+    Training("ep2-per-token", (*EXPERTS, "--calculate-per-token-loss"), launched=6, each=2),
+    Training("ep2-overlap", (*EXPERTS, "--overlap-grad-reduce", "--ddp-bucket-size=700"), launched=6, each=2),
+    Training("ep2-cp2", (*EXPERTS, *CONTEXT), launched=6, each=2),
+    Training("experts-alone", ("--num-experts=4", "--moe-router-topk=2"), launched=4),
+    Training("cp2-per-token", (*CONTEXT, "--calculate-per-token-loss"), launched=6, each=2),
+)
+AT = TWO[0].call("train", 4)
+
+
+@pytest.fixture(scope="module")
+def resized(tmp_path_factory: pytest.TempPathFactory) -> Resized:
+    return resized_once(tmp_path_factory)
+
+
+def of_replica(victim: int, training: Training) -> list[int]:
+    first = victim // training.each * training.each
+    return list(range(first, first + training.each))
+
+
+def check(folder: Path, training: Training, phase: str, victim: int, resized: Resized) -> None:
+    job = training.start(folder, inject=[f"rank={victim},fault=sigkill,at={phase},step={AT}"]).wait(TIMEOUT_S)
+    check_fired(job)
+    check_ends_as_resized(job, AT, of_replica(victim, training), training, resized)
+
+
+@pytest.mark.parametrize("victim", range(4))
+@pytest.mark.parametrize("phase", ["forward", "backward", "optimizer", "commit"])
+@pytest.mark.parametrize("training", TWO, ids=str)
+def test_a_rank_takes_its_replica_with_it(
+    training: Training, phase: str, victim: int, tmp_path: Path, resized: Resized
+) -> None:
+    check(tmp_path / "run", training, phase, victim, resized)
+
+
+@pytest.mark.parametrize("victim", (0, 3, 5))
+@pytest.mark.parametrize("training", THREE, ids=str)
+def test_one_of_three_replicas(training: Training, victim: int, tmp_path: Path, resized: Resized) -> None:
+    """The others go on as a job that was started with two, from that iteration's state."""
+    check(tmp_path / "run", training, "backward", victim, resized)
+
+
+@pytest.mark.parametrize("training", OTHERS, ids=str)
+def test_other_trainings(training: Training, tmp_path: Path, resized: Resized) -> None:
+    check(tmp_path / "run", training, "optimizer", 1, resized)

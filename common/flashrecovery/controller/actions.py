@@ -67,7 +67,9 @@ class Actions:
         job = self._machine.job
         in_use = job.launched and not self.over_for_all
         actions = job.take_actions()
-        if in_use and not self._numbers.kept(job.launch, Numbers(job.generation, job.restarts), self._go_on):
+        if in_use and not self._numbers.kept(
+            job.launch, Numbers(job.generation, job.restarts, job.replans), self._go_on
+        ):
             actions = [
                 a for a in actions if not (begins(a) and a.command.generation < job.generation)
             ]  # void meanwhile

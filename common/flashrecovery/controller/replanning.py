@@ -17,9 +17,10 @@ from flashrecovery import events as ev
 from flashrecovery.controller.custody import kept_for
 from flashrecovery.controller.history import HistoryEntry
 from flashrecovery.controller.job_state import AGENT, JobState
-from flashrecovery.controller.layout_rooms import LayoutRooms
+from flashrecovery.controller.layout_rooms import LayoutRooms, facts_now
 from flashrecovery.controller.nodes import NodeState
 from flashrecovery.controller.records import RankRecord
+from flashrecovery.controller.resizing import Resizing
 from flashrecovery.controller.restore import Decision, RestoreRound
 from flashrecovery.controller.staffing import Staffing
 from flashrecovery.controller.writers import Kept, assigned
@@ -59,8 +60,9 @@ class NextLayout:
 class Replanning:
     """Changes of the parallel layout of one job."""
 
-    def __init__(self, job: JobState, staffing: Staffing) -> None:
+    def __init__(self, job: JobState, staffing: Staffing, resizing: Resizing) -> None:
         self._job = job
+        self._resizing = resizing
         self._staffing = staffing
         self._rooms = LayoutRooms(job)
         self._next: NextLayout | None = None
@@ -85,6 +87,8 @@ class Replanning:
             return facts, None, ()
         if job.state is not State.RUNNING or job.recovery is not None:
             return f"the job is {job.state.value}, or has just recovered; ask again when it trains", None, ()
+        if self._resizing.wanted:
+            return "the job is about to change its number of replicas; ask again when it has", None, ()
         newest = max(record.committed for record in job.in_order)
         if 0 <= step <= newest:
             return f"--at-step {step}: step {newest} has begun already; a later one is allowed", None, ()
@@ -123,7 +127,7 @@ class Replanning:
             return "the job's layout is fixed: launch it with --replan MIN"
         if not self._job.facts:
             return "the job's workers have not come to their first step yet"
-        facts = LayoutFacts.parse(self._job.facts)
+        facts = facts_now(self._job)
         return fixed(facts) or facts
 
     def lose(self, lost: Collection[int]) -> bool:
@@ -165,6 +169,16 @@ class Replanning:
         """The layout is to change, and has not yet."""
         return self._next is not None
 
+    @property
+    def has_to(self) -> bool:
+        """The layout is to change because ranks cannot be replaced."""
+        return self._next is not None and self._next.lost
+
+    def may_lose(self, lost: Collection[int]) -> None:
+        """These ranks have no process, and perhaps get none: their places are none for a layout that is commanded."""
+        if self._next is not None:
+            self._rooms.narrow(lost)
+
     def pause(self) -> pb.Pause | None:
         """What ranks that go on after a recovery are told of a command that is still to be carried out."""
         return None if self._next is None else self._pause(self._next)
@@ -201,6 +215,8 @@ class Replanning:
             elif again is None:
                 self._job.fail(str(decision))
             else:
+                if wanted is None and self._job.config.elastic is not None:
+                    self._rooms.narrow(())  # replicas may have left since the layout has changed
                 self._start(wanted or self._same(), again, now)
             return True
         if wanted is None or isinstance(decision, JobFailedError):
@@ -317,7 +333,7 @@ class Replanning:
 
     def _start(self, wanted: NextLayout, kept: Kept, now: float) -> None:
         job = self._job
-        facts = LayoutFacts.parse(job.facts)
+        facts = facts_now(job)
         before = facts.now
         if self._job_is is None:
             self._job_is = StayingFacts(facts, job.in_order[0].batches, job.in_order[0].steps)
@@ -328,6 +344,7 @@ class Replanning:
         self._before = self._before or before
         self._kept, self._next = kept, None
         self._change = job.recovery or self._change
+        self._resizing.before_layout()
         size = wanted.strategy.ranks
         slots = self._rooms.places(wanted.strategy)
         for record in job.in_order:
@@ -339,6 +356,7 @@ class Replanning:
             for rank, slot in enumerate(slots)
         ]
         job.lay_out(layout_text(wanted.strategy), records)
+        self._resizing.laid_out()
         self._settle_nodes(slots)
         job.to(State.STARTING, now)
         job.generation += 1

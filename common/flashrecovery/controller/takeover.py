@@ -181,9 +181,10 @@ class TakeOver:
         if not self._job.plan and nodes > 1 and not self._knows_stride:  # no agent had a rank table yet
             domains = list(map(str, self._job.domains or range(nodes)))
             self._job.stride = neighbour_stride(domains, self._job.config.nproc_per_node)
-        heard = Numbers(self._job.generation, self._job.restarts)
+        heard = Numbers(self._job.generation, self._job.restarts, self._job.replans)
         written = self.written_down.get(self._job.launch, Numbers())
         self._job.generation = max(heard.generation, written.generation)
+        self._job.attempts = max(heard.attempts, written.attempts)
         if self._job.checkpoint is not None:
             self._job.command(AGENT, self._job.saved())
         if self._job.config.replan is not None:  # what a controller before this one had written there, nobody will read

@@ -7,6 +7,7 @@ on how many there are, but who computes which micro-batch.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 
 import torch
@@ -14,6 +15,7 @@ import torch
 from flashrecovery import groups
 from flashrecovery.config import Settings
 from flashrecovery.errors import ConfigError, UnsupportedError
+from flashrecovery.runtime.environment import LAYOUT_ENV
 from flashrecovery.worker import agreement
 from flashrecovery.worker.registry import Registry
 
@@ -87,7 +89,7 @@ def _check_replicas(registry: Registry, settings: Settings) -> None:
         "which ranks make up the replicas of an elastic job", {"replicas": shape.replicas, "inner": shape.inner}
     )
     assert elastic is not None
-    if elastic.max != shape.replicas:
+    if elastic.max != shape.replicas and LAYOUT_ENV not in os.environ:  # a changed layout has others
         raise ConfigError(
             f"elastic.max = {elastic.max}: {shape.replicas} is allowed here, the replicas of the launch "
             f"({registry.world_size} ranks: {shape.text}); a job does not grow beyond them"

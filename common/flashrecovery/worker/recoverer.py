@@ -250,7 +250,9 @@ class Recoverer:
         worker = self._worker
         worker.faults.hit("recovery:stashing", worker.gate.version)
         reply.stashed_bytes, alike = self._stashing().write(
-            stash, lambda item, version: self._source(item.kind, item.shard, version)
+            stash,
+            lambda item, version: self._source(item.kind, item.shard, version),
+            self._reshaping.replicas,
         )
         reply.sent_digests.update(alike)
 

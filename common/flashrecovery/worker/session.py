@@ -108,7 +108,7 @@ class Session:
         own = find_own_objects(registry)
         if self.settings.elastic is not None:
             elastic_rules.check_start(registry, self.settings, own, single_calls=num_steps is None)
-        if self.settings.replan is not None:
+        if self.settings.replan is not None:  # after check_start(), which finds the replicas
             worker.stashing = Stashing(registry, self.settings, own, single_calls=num_steps is None)
         registry.habits.own = sorted({*registry.habits.own, *own})
         worker.tell_own(own)

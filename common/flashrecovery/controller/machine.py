@@ -81,7 +81,7 @@ class Machine:
         self._steps = RecoverySteps(
             self.job, self._staffing, evacuation, self._starting, self._resizing, self._replanning
         )
-        self.takeover = TakeOver(self.job, self._staffing, self._starting, self._steps)
+        self.takeover = TakeOver(self.job, self._staffing, self._starting, self._steps, self._replanning)
         self.watch = HangWatch(self.job)
         self.conduct = Conduct(self.job)
 
@@ -108,6 +108,8 @@ class Machine:
         if message.HasField("checkpoint"):
             self._hear_of_checkpoint(node, message.checkpoint)
         had_ranks = bool(message.workers or message.pages)
+        if not self.job.launched:
+            self.takeover.hear_of_stash(message)
         if not self.job.launched and (had_ranks or message.stride):
             self.takeover.hear_of_launch(message)
         if had_ranks and not self.job.launched:

@@ -17,6 +17,7 @@ from flashrecovery import events as ev
 from flashrecovery.controller.custody import kept_for
 from flashrecovery.controller.history import HistoryEntry
 from flashrecovery.controller.job_state import AGENT, JobState
+from flashrecovery.controller.kept_text import KeptWords
 from flashrecovery.controller.layout_rooms import LayoutRooms, facts_now
 from flashrecovery.controller.nodes import NodeState
 from flashrecovery.controller.records import RankRecord
@@ -24,8 +25,8 @@ from flashrecovery.controller.resizing import Resizing
 from flashrecovery.controller.restore import Decision, RestoreRound
 from flashrecovery.controller.staffing import Staffing
 from flashrecovery.controller.writers import Kept, assigned
-from flashrecovery.errors import ConfigError, JobFailedError, UnsupportedError
-from flashrecovery.kinds import NoticeKind, Ordered
+from flashrecovery.errors import ConfigError, JobFailedError, ProtocolError, UnsupportedError
+from flashrecovery.kinds import FailureKind, NoticeKind, Ordered
 from flashrecovery.plan.layout_places import NodeSlot, numbered, stride
 from flashrecovery.plan.replan import (
     LayoutFacts,
@@ -374,6 +375,7 @@ class Replanning:
                 why=list(wanted.why),
             )
         )
+        self._tell_of(kept)
         if kept.checkpoint:
             why = "nobody has the state that ranks have needed which are lost"
             job.emit(
@@ -381,6 +383,63 @@ class Replanning:
             )
         for record in job.in_order:
             self._staffing.fill(record, now, detached=False)
+
+    # -- another controller -----------------------------------------------------------------------
+
+    def _tell_of(self, kept: Kept) -> None:
+        """Have the agents keep in mind for the next controller what the ranks begin with that are about to start."""
+        job = self._job
+        assert self._job_is is not None and self._before is not None
+        attempt = job.restarts + job.replans
+        words = KeptWords(kept, self._job_is, layout_text(self._before), attempt)
+        told = pb.StashKept(generation=job.generation, content=words.text())
+        job.command(AGENT, pb.Command(stash_kept=told))
+
+    def inherit(self, told: pb.StashKept | None) -> bool:
+        """A controller before this one had ranks of a new layout started, and has told so. Returns whether it was about
+        those that there are."""
+        job = self._job
+        if told is None or not job.plan:
+            return False
+        try:
+            words = KeptWords.parse(told.content)
+        except ProtocolError as e:
+            job.notice(NoticeKind.NOT_REPLANNED, str(e))
+            return False
+        if words.attempt != job.restarts + job.replans:
+            return False
+        facts = words.staying.facts
+        job.facts = job.facts or facts.text()
+        self._kept, self._job_is = words.kept, words.staying
+        self._before = parse_layout(words.before, facts, job.config.world_size)
+        self._litter = not words.kept.checkpoint
+        return True
+
+    def await_confirmation(self, now: float) -> None:
+        """All ranks are in their loop: what is kept is needed until each of them has taken a step."""
+        if self._kept is not None:
+            self._job.recovery = self._change = HistoryEntry(self._job.generation, now, 0.0)
+            self._job.recovery.cause, self._job.recovery.resume_step = FailureKind.CONTROLLER, self._kept.version
+
+    def begin_again(self, now: float) -> bool:
+        """No rank of the layout has been let into its loop: it begins once more with what was kept for it, if this
+        controller has heard of that. Returns whether that has been seen to, which may be that the job has failed."""
+        job, kept = self._job, self._kept
+        if kept is None or self._job_is is None:
+            return False
+        again = kept.now(job.nodes)
+        if again is None and job.checkpoint is not None:
+            again = Kept(job.checkpoint[0], pb.StashPlace(), job.checkpoint[1])
+        if again is None:
+            job.fail(f"{kept.lost_with(job.nodes)}; and there is no checkpoint")
+            return True
+        job.facts = self._job_is.facts.text()
+        job.recovery = HistoryEntry(job.generation, now, 0.0)
+        job.recovery.cause = FailureKind.CONTROLLER
+        self._rooms.narrow(())
+        strategy = parse_layout(job.plan, self._job_is.facts, job.world)
+        self._start(NextLayout(strategy, (job.last_failure,)), replace(again, written=0), now)
+        return True
 
     def _as_there_is_room(self, wanted: NextLayout, facts: LayoutFacts) -> NextLayout | None:
         """``wanted``, or the best other one where a node has gone meanwhile that was to have some of its ranks. None:

@@ -122,7 +122,7 @@ class DividedParts:
 
 
 def divided_description(tensors: Iterable[DividedParts], size: int) -> Description:
-    """Of all shards of so many replicas, at all places."""
+    """Of all shards of so many replicas, at all places; their parts in the order in which they lie there."""
     found: dict[str, list[LogicalPart]] = {}
     of: dict[str, ShardParts] = {}
     for tensor in tensors:
@@ -138,7 +138,10 @@ def divided_description(tensors: Iterable[DividedParts], size: int) -> Descripti
                     LogicalPart(part.name, part.whole, part.box, stored.at + part.begin - low, part.padded)
                     for part in ranged(tensor.whole.parts, low, high)
                 ]
-    return {shard: ShardParts(of[shard].param, of[shard].state, tuple(parts)) for shard, parts in found.items()}
+    return {
+        shard: ShardParts(of[shard].param, of[shard].state, tuple(sorted(parts, key=lambda part: part.begin)))
+        for shard, parts in found.items()
+    }
 
 
 def ranged(parts: Iterable[LogicalPart], low: int, high: int) -> Iterator[LogicalPart]:

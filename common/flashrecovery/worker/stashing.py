@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from flashrecovery import groups
@@ -109,7 +110,7 @@ class Stashing:
             (rule,) = from_plain(table, rows)
             found.append(DividedParts(rule, ShardParts.from_plain(whole)))
         computed = divided_description(found, self._registry.shape.replicas) if found else {}
-        odd = sorted(name for name, parts in computed.items() if self._described.get(name) != parts)
+        odd = sorted(name for name, parts in computed.items() if _in_order(self._described.get(name)) != parts)
         if odd:
             raise UnsupportedError(
                 f"another parallel layout of an elastic job in which shard {odd[0]!r} does not lie as it is computed "
@@ -164,6 +165,11 @@ class Stashing:
     @staticmethod
     def _directory(name: str) -> Path:
         return Path(os.environ[STASH_ENV]) / name
+
+
+def _in_order(found: ShardParts | None) -> ShardParts | None:
+    """The same, as it lies."""
+    return None if found is None else replace(found, parts=tuple(sorted(found.parts, key=lambda part: part.begin)))
 
 
 class ReplanRules:

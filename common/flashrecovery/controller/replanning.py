@@ -208,6 +208,8 @@ class Replanning:
         readable = None if kept is None else kept.now(self._job.nodes)
         if self._litter and kept is None:  # it has not been written to its end
             self._drop()
+        if isinstance(decision, Decision) and decision.checkpoint and self._elastic:
+            decision = self._of_one_layout(decision)
         found = decision if isinstance(decision, Decision) and not decision.checkpoint else None
         if found is None and kept is not None:  # nobody had come so far as to have the state
             again = self._once_more(readable, decision)
@@ -220,14 +222,19 @@ class Replanning:
                     self._rooms.narrow(())  # replicas may have left since the layout has changed
                 self._start(wanted or self._same(), again, now)
             return True
+        if wanted is not None and isinstance(decision, JobFailedError) and self._elastic:
+            if wanted.lost:  # what is left are no whole replicas
+                self._job.fail(str(decision))
+                return True
+            self._give_up(wanted, str(decision))
         if wanted is None or isinstance(decision, JobFailedError):
             return False
         unknown = self._unknown()
         if unknown and found is not None:
-            if self._job.checkpoint is None:
+            if self._checkpoint is None:
                 self._job.fail(f"{unknown}; and there is no checkpoint")
                 return True
-            decision = Decision.from_checkpoint(self._job.checkpoint, self._job.ranks, unknown)
+            decision = Decision.from_checkpoint(self._checkpoint, self._job.ranks, unknown)
             found = None
         version = decision.round.version
         if version < wanted.step:
@@ -241,6 +248,23 @@ class Replanning:
             return True
         self._write(version, now)
         return True
+
+    @property
+    def _elastic(self) -> bool:
+        return self._job.config.elastic is not None
+
+    @property
+    def _checkpoint(self) -> tuple[int, str] | None:
+        """The newest one that any layout can read: those of an elastic job are of one."""
+        return None if self._elastic else self._job.checkpoint
+
+    @staticmethod
+    def _of_one_layout(decision: Decision) -> JobFailedError:
+        """Nobody has the state, and the checkpoint is that of an elastic job."""
+        return JobFailedError(
+            f"the layout cannot change: {decision.round.reason}; and of an elastic job's checkpoints, as "
+            f"{decision.checkpoint}, another layout reads none"
+        )
 
     def _once_more(self, kept: Kept | None, decision: Decision | JobFailedError) -> Kept | None:
         """What a layout begins with that has to begin once more; None: there is nothing. What could not be read,
@@ -358,6 +382,9 @@ class Replanning:
         ]
         job.lay_out(layout_text(wanted.strategy), records)
         self._resizing.laid_out()
+        if self._elastic and job.checkpoints:  # of the layout before
+            job.checkpoints.clear()
+            job.command(AGENT, job.saved_as(None))
         self._settle_nodes(slots)
         job.to(State.STARTING, now)
         job.generation += 1
@@ -428,8 +455,8 @@ class Replanning:
         if kept is None or self._job_is is None:
             return False
         again = kept.now(job.nodes)
-        if again is None and job.checkpoint is not None:
-            again = Kept(job.checkpoint[0], pb.StashPlace(), job.checkpoint[1])
+        if again is None and self._checkpoint is not None:
+            again = Kept(self._checkpoint[0], pb.StashPlace(), self._checkpoint[1])
         if again is None:
             job.fail(f"{kept.lost_with(job.nodes)}; and there is no checkpoint")
             return True
@@ -485,8 +512,8 @@ class Replanning:
         again = kept.now(job.nodes)
         if again is not None and not lost:
             return False
-        if again is None and job.checkpoint is not None:
-            again = Kept(job.checkpoint[0], pb.StashPlace(), job.checkpoint[1])
+        if again is None and self._checkpoint is not None:
+            again = Kept(self._checkpoint[0], pb.StashPlace(), self._checkpoint[1])
         if again is None:
             job.fail(f"{kept.lost_with(job.nodes)}; and there is no checkpoint")
             return True

@@ -113,6 +113,7 @@ def test_one_of_those_that_are_let_in_has_not_come() -> None:
     machine = found()
     message = told(came("a", [0, 1]))
     message.workers[1].resumed = message.workers[1].stepping = False
+    message.workers[1].local_rank = 1
     message.workers[0].committed, message.workers[1].committed = 7, -1
     machine.on_register(message, 0.0)
     job = machine.job

@@ -134,6 +134,8 @@ class LayoutMemory:
             return False
         if words.attempt != job.restarts + job.replans:
             return False
+        if any(record.committed > words.kept.version + 1 for record in job.in_order):
+            return False  # all have had it; a node has not heard that it is to be given back
         facts = words.staying.facts
         job.facts = job.facts or facts.text()
         self.kept, self.job_is = words.kept, words.staying

@@ -41,6 +41,7 @@ from flashrecovery.errors import UnsupportedError
 from fr_megatron import stand_ins
 from fr_megatron.capabilities import CHECKPOINTS
 from fr_megatron.checkpoint import METADATA
+from fr_megatron.division import WEIGHTS
 from fr_megatron.elastic import of_calculator
 from fr_megatron.optimizers import Names, inner_optimizers, is_distributed, weights_name
 from fr_megatron.pieces import STATE, Stepped, cut, described, find_stepped
@@ -70,6 +71,20 @@ class MegatronLogical(LogicalState):
                 found[shard.name] = weights[shard.name.partition(",")[0]]
             else:
                 found[shard.name] = self._of_frozen(shard, leaves)
+        return found
+
+    def divided(self) -> Mapping[str, words.ShardParts]:
+        leaves = self._leaves()
+        found: dict[str, words.ShardParts] = {}
+        for number, chunk in enumerate(self._chunks):
+            names = {id(p): f"{number}.{name}" for name, p in chunk.named_parameters()}
+            for buffer in chunk.buffers:
+                for parameter in buffer.param_index_map:
+                    flat = parameter.detach().reshape(-1)
+                    parts = tuple(_parts(self._leaf(parameter, leaves), flat, 0, 0))
+                    fqn = names[id(parameter)]
+                    found[f"{fqn}/{words.PARAM}"] = words.ShardParts(f"{STATE}.param.", _STATE, parts)
+                    found[fqn + WEIGHTS] = words.ShardParts("", _STATE, parts)
         return found
 
     def facts(self) -> Mapping[str, Any]:

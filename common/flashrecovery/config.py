@@ -513,8 +513,6 @@ def _check_replan(config: RunConfig) -> None:
     replan = config.replan
     if replan is None:
         return
-    if config.elastic is not None:
-        raise ConfigError("replan and elastic in one job: that has not been done yet; one of them is allowed")
     if replan.min > config.world_size:
         raise ConfigError(
             f"replan.min = {replan.min}: at most the ranks of the launch ({config.world_size}) is allowed"

@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any
 
-from flashrecovery.plan.logical import Description
+from flashrecovery.plan.logical import Description, ShardParts
 from flashrecovery.redundancy.stash import Stash
 
 __all__ = ["LogicalState"]
@@ -26,6 +26,12 @@ class LogicalState(ABC):
 
         Raises UnsupportedError, which names what cannot be described.
         """
+
+    def divided(self) -> Mapping[str, ShardParts]:
+        """Of which logical tensors, without that division, each tensor is that the replicas divide among themselves
+        (:class:`~flashrecovery.division.Division`), what is no optimizer state: by the tensors' names. Without
+        communication, before the first step."""
+        return {}
 
     @abstractmethod
     def facts(self) -> Mapping[str, Any]:

@@ -108,6 +108,12 @@ def train_step(args: Any, chunks: list[Any], optimizer: Any, scheduler: Any, tur
     return float(torch.stack([r["loss"] for r in results]).sum()) if results else 0.0
 
 
+def place(sizes: flashrecovery.ParallelLayout) -> tuple[str, int]:
+    """The layout as it is now, with the replicas that there are, and this process's rank."""
+    dp = parallel_state.get_data_parallel_world_size()
+    return f"tp={sizes.tp},pp={sizes.pp},dp={dp}", dist.get_rank()
+
+
 def main() -> None:
     parser = megatron_model.parser(__doc__)
     parser.add_argument("--global-batch", type=int, default=24)
@@ -139,12 +145,11 @@ def main() -> None:
     batches = recovery.elastic_batches(
         Tokens(args.context), global_batch=args.global_batch, micro_batch=args.batch_size, seed=3, first_step=first
     )
-    layout = f"tp={sizes.tp},pp={sizes.pp},dp={sizes.dp}"
     assert sizes.dp == parallel_state.get_data_parallel_world_size()
-    rank = dist.get_rank()
     for step in recovery.steps(args.steps - first):
         number = first + step.index
         with step:
+            layout, rank = place(sizes)
             print(f"begin={number} layout={layout} {digest(chunks, optimizer, scheduler)}", flush=True)
             loss = train_step(args, chunks, optimizer, scheduler, batches.of(step))
             time.sleep(args.step_time / 1e3)
@@ -154,6 +159,7 @@ def main() -> None:
                 megatron_values.save(chunks, optimizer, scheduler, args.save_to / str(number + 1))
         if not recovery.void:
             print(f"state={number + 1} layout={layout} {state}", flush=True)
+    layout, rank = place(sizes)
     print(f"digest rank={rank} layout={layout} {digest(chunks, optimizer, scheduler)}", flush=True)
     dist.destroy_process_group()
 

@@ -108,7 +108,6 @@ def test_a_script_asks_for_its_layout(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("more", "reason"),
     [
-        ({"elastic": {"min": 2, "max": 4}}, "replan and elastic"),
         ({"redundancy": "parity"}, "parity"),
         ({"snapshots": {"keep": "always"}}, "snapshots are of one layout"),
         ({"replan": {"min": 5}}, "at most the ranks of the launch"),
@@ -155,8 +154,7 @@ class World:
     """Four ranks of one node, each with a shard of its own, of which the next one keeps copies."""
 
     def __init__(self, **settings: object) -> None:
-        config = {"nproc_per_node": 4, "replan": {"min": 1, "replace": "never", **settings}}
-        self.machine = Machine(validate(RunConfig, config, "test"))
+        self.machine = Machine(validate(RunConfig, self._config(settings), "test"))
         self.events: list[ev.Event] = []
         self.sent: list[pb.Command] = []
         self.pids = iter(range(100, 1000))
@@ -164,6 +162,9 @@ class World:
         self.collect()
         self.start(FACTS)
         self.reply("resume")
+
+    def _config(self, settings: dict[str, object]) -> dict[str, object]:
+        return {"nproc_per_node": 4, "replan": {"min": 1, "replace": "never", **settings}}
 
     @property
     def job(self):  # type: ignore[no-untyped-def]

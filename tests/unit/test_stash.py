@@ -78,9 +78,9 @@ def test_a_worker_says_what_it_has_written_of_each_shard(tmp_path: Path, monkeyp
     source, parts = shard("rows", 0, 2, 0, whole())
     stashing = object.__new__(Stashing)
     stashing._registry = SimpleNamespace(rank=0, common=SimpleNamespace(at=lambda version: None))  # type: ignore[assignment]
-    stashing._described = {source.name: parts}
+    stashing._described, stashing._divided = {source.name: parts}, ()
     order = pb.Stash(version=3, directory="5-1-3", items=[pb.StashItem(shard=source.name)])
-    _, alike = stashing.write(order, lambda item, version: source)
+    _, alike = stashing.write(order, lambda item, version: source, 1)
     assert alike[f"shard {source.name!r}"] and (tmp_path / "5-1-3" / "rank0.index").exists()
 
 

@@ -79,6 +79,7 @@ class Agent:
         network_env: Callable[[], Mapping[str, str]] = identity.network_env if peers is not None else dict
         self._stash: StashMemory | None = None
         self._stash_transfer: StashTransfer | None = None
+        self._stash_kept: pb.StashKept | None = None
         self._layout = ""
         if config.replan is not None:
             if places is not None:
@@ -119,6 +120,7 @@ class Agent:
             "modules": self._on_modules,
             "saved": lambda command: self._remember(command.saved),
             "drop_stash": lambda _: self._drop_stash(),
+            "stash_kept": self._on_stash_kept,
             "fault": lambda command: self._faults.deliver(command, self._ranks.get(command.rank)),
             "heartbeat": _the_sessions_own,
             "fence": _the_sessions_own,
@@ -191,6 +193,8 @@ class Agent:
         message.suspect = self.warning()
         if self._checkpoint is not None:
             message.checkpoint.CopyFrom(self._checkpoint)
+        if self._stash_kept is not None:
+            message.stash.CopyFrom(self._stash_kept)
         return message
 
     def _is_of_another_layout(self, process: WorkerProcess) -> bool:
@@ -310,8 +314,13 @@ class Agent:
             process.beside = False  # it is a member now
         self._relay(command)
 
+    def _on_stash_kept(self, command: pb.Command) -> None:
+        """Remember it for a controller that may come while the ranks of another layout are on their way."""
+        self._stash_kept = command.stash_kept
+
     def _drop_stash(self) -> None:
         """What state of another layout is in this node's memory is of no use any more."""
+        self._stash_kept = None
         if self._stash is not None and self._stash_transfer is not None:
             give_back = self._stash.drop()
             self._stash_transfer.dropped()
@@ -338,6 +347,7 @@ class Agent:
         """Fill a rank with a new process."""
         if command.replace.attempt != self._attempt and self._stash_transfer is not None:
             self._stash_transfer.forget()  # what has come damaged is not taken once more
+            self._members = ()  # of the ranks before
         self._attempt, self._domains = command.replace.attempt, tuple(command.replace.domains)
         if command.replace.layout != self._layout and self._peers is not None:
             self._peers.forget_logs(but=self._attempt)  # of ranks of the layout before

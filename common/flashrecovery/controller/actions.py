@@ -67,10 +67,10 @@ class Actions:
         job = self._machine.job
         in_use = job.launched and not self.over_for_all
         actions = job.take_actions()
-        if in_use and not self._numbers.kept(job.launch, Numbers(job.generation, job.restarts), self._go_on):
-            actions = [
-                a for a in actions if not (begins(a) and a.command.generation < job.generation)
-            ]  # void meanwhile
+        numbers = Numbers(job.generation, job.restarts, job.replans)
+        if in_use and not self._numbers.kept(job.launch, numbers, self._go_on):
+            # What begins in an older generation is void meanwhile.
+            actions = [a for a in actions if not (begins(a) and a.command.generation < job.generation)]
             now = next((n for n, action in enumerate(actions) if begins(action)), len(actions))
             job.outbox.put_back(actions[now:])
             actions = actions[:now]

@@ -46,6 +46,6 @@ class FoundLayout:
         if not job.plan or any(record.place not in BUILT_UP for record in job.in_order):
             return ""
         return (
-            f"the controller was lost while the job changed its parallel layout to {job.plan}: where its state is, "
-            "another controller does not know; launch it again, from its newest checkpoint"
+            f"the controller was lost while the job changed its parallel layout to {job.plan}: where its state is, no "
+            "node that is left has heard; launch it again, from its newest checkpoint"
         )

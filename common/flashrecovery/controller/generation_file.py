@@ -39,10 +39,17 @@ log = logging.getLogger("flashrecovery")
 
 @dataclass(frozen=True, order=True)
 class Numbers:
-    """``generation``: the newest one. ``restarts``: starts from the script's first line among them."""
+    """``generation``: the newest one. ``restarts``: starts from the script's first line among them. ``replans``: those
+    in another parallel layout."""
 
     generation: int = 0
     restarts: int = 0
+    replans: int = 0
+
+    @property
+    def attempts(self) -> int:
+        """Of all starts, the newest one's number."""
+        return self.restarts + self.replans
 
 
 def newest_numbers(home: Path, trouble: Callable[[str], None]) -> Mapping[str, Numbers]:
@@ -66,12 +73,13 @@ def _parsed(content: bytes) -> tuple[str, Numbers]:
     said = json.loads(content)
     if not isinstance(said, dict) or not isinstance(said.get("launch"), str):
         raise ValueError("launch, generation and restarts are needed")
-    return said["launch"], Numbers(*(_number(said.get(name)) for name in ("generation", "restarts")))
+    replans = _number(said.get("replans", 0))  # which earlier versions did not write
+    return said["launch"], Numbers(_number(said.get("generation")), _number(said.get("restarts")), replans)
 
 
 def _number(value: object) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= _LARGEST:
-        raise ValueError(f"generation and restarts are numbers from 0 to {_LARGEST}")
+        raise ValueError(f"generation, restarts and replans are numbers from 0 to {_LARGEST}")
     return value
 
 

@@ -7,6 +7,8 @@ ranks are built up beside training (:mod:`.newcomers`) and come in at a step bou
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from flashrecovery.controller.coming_in import ComingIn
 from flashrecovery.controller.job_state import JobState
 from flashrecovery.controller.losses import allowed_sizes
@@ -15,7 +17,7 @@ from flashrecovery.controller.staffing import Staffing
 from flashrecovery.kinds import NoticeKind
 from flashrecovery.plan.beyond import missing
 from flashrecovery.plan.placement import Room, place_beside
-from flashrecovery.plan.resize import ReplicaRange, growth
+from flashrecovery.plan.resize import growth
 from flashrecovery.plan.transitions import State
 
 
@@ -37,14 +39,20 @@ class Growing:
         self._most = replicas
         self._arrived.clear()
 
+    def laid_out(self) -> None:
+        """The job has changed its parallel layout: what was commanded was for the one before."""
+        self._most = None
+        self._coming.expect(-1)
+
     def ask(self, replicas: int, step: int, now: float) -> str:
         """Have the job grown to so many replicas from ``step`` on (-1: as soon as they are there). Returns why not, ""
         if they are being built up."""
         job, elastic = self._job, self._job.config.elastic
         assert elastic is not None
-        size, shape = job.replicas, job.shape
-        if replicas > elastic.max:
-            return f"--to {replicas}: the job was launched with {elastic.text}; {elastic.max} at most is allowed"
+        size, shape, sizes = job.replicas, job.shape, allowed_sizes(job)
+        if replicas > sizes.most:
+            whence = f"has changed to {job.plan}" if job.plan else f"was launched with {elastic.text}"
+            return f"--to {replicas}: the job {whence}; {sizes.most} at most is allowed"
         if self._coming.in_last_step:
             return "ranks have taken their last step; nobody can come in any more"
         free = rooms(job.nodes.values(), job.homes())
@@ -77,16 +85,17 @@ class Growing:
         arrived, self._arrived = self._arrived, set()
         if elastic is None or elastic.grow == "never" or self._coming.in_last_step:
             return
-        most = elastic.max if self._most is None else min(self._most, elastic.max)
+        allowed = allowed_sizes(job)
+        most = allowed.most if self._most is None else min(self._most, allowed.most)
         free = [room for room in rooms(job.nodes.values(), job.homes()) if room.free > 0]
         new = [room for room in free if room.name in arrived]
         if job.shape.each == 1:
             free = new
-        size, sizes = job.replicas, ReplicaRange(elastic.min, most, allowed_sizes(job).allowed)
+        size, sizes = job.replicas, replace(allowed, most=most)
         if size < most and new:
             # Of replicas of several ranks some may have their place where the others of them have left.
             room = min(sum(room.free for room in free), sum(room.free for room in new) * job.shape.each)
-            found = growth(job.shape.grid(size), room, sizes, micro_batches=elastic.max)
+            found = growth(job.shape.grid(size), room, sizes, micro_batches=allowed.most)
             self._build_up(found.coming, free, -1, now)
 
     def _build_up(self, count: int, free: list[Room], step: int, now: float) -> None:
@@ -95,7 +104,8 @@ class Growing:
         replicas = missing(shape, job.ranks, job.config.elastic.max)[:count]
         ranks = sorted(rank for replica in replicas for rank in shape.ranks(replica))
         homes = {record.rank: record.home for record in job.in_order}
-        places = place_beside(ranks, free, homes, job.config.nproc_per_node)
+        per_node = job.world_size if job.plan else job.config.nproc_per_node  # where they were is not known
+        places = place_beside(ranks, free, homes, per_node)
         self._coming.expect(step)
         for rank, name in places.items():
             self._staffing.build_beside(rank, name, now)

@@ -6,16 +6,17 @@ Somebody has commanded it (``flashrecovery drain``), or the node itself has been
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from flashrecovery.controller.coming_in import ComingIn
 from flashrecovery.controller.job_state import AGENT, JobState
-from flashrecovery.controller.losses import never_replaced
+from flashrecovery.controller.losses import allowed_sizes, never_replaced
 from flashrecovery.controller.newcomers import give_up_all
 from flashrecovery.controller.nodes import NodeRecord, NodeState, rooms
 from flashrecovery.controller.resizing import Resizing
 from flashrecovery.controller.staffing import Staffing
 from flashrecovery.kinds import NoticeKind
 from flashrecovery.plan.handoff import HandOff, HandOffWay, Parting, hand_off
-from flashrecovery.plan.resize import ReplicaRange
 from flashrecovery.plan.transitions import State
 from flashrecovery.proto import flashrecovery_pb2 as pb
 
@@ -104,7 +105,7 @@ class Handoff:
                 members=list(job.ranks),
                 rooms=rooms(job.nodes.values(), taken),
                 cannot_move=unable,
-                sizes=None if elastic is None else ReplicaRange(elastic.min, elastic.max),
+                sizes=None if elastic is None else replace(allowed_sizes(job), allowed=None),
                 shape=job.shape,
                 saves=job.checkpoint is not None or job.config.checkpoint.dir is not None,
             )

@@ -72,6 +72,7 @@ class JobState:
         world: ranks of a job that has changed its parallel layout; 0: those of the launch.
         plan: that parallel layout, as tp=1,pp=2,dp=1; "": that of the launch.
         replans: how often it has changed.
+        attempts: the newest start has at least this number (restarts and replans), which is not used again.
         facts: what the job's workers say of what there is to lay out, as JSON; "": it cannot be laid out otherwise.
         tokens_per_step: that all ranks take in together, as the script has said; 0: it has not.
     """
@@ -124,6 +125,7 @@ class JobState:
     world: int = 0
     plan: str = ""
     replans: int = 0
+    attempts: int = 0
     facts: str = ""
 
     in_order: list[RankRecord] = field(default_factory=list)
@@ -196,7 +198,7 @@ class JobState:
         ranks, shape = [record.rank for record in records or self.in_order], self.shape
         if len(ranks) < 2:
             return {rank: rank for rank in ranks}
-        if self.plan:  # nodes need not have equally many ranks there, and domains are those of ranks
+        if self.plan and self.config.elastic is None:  # nodes need not have equally many ranks there
             return {rank: (rank + self.stride) % self.world_size for rank in ranks}
         if shape.each > 1 and divided(self.in_order):
             if len(shape.whole(ranks)) * shape.each < len(ranks):  # some of a replica are leaving
@@ -215,7 +217,8 @@ class JobState:
 
     @property
     def _where_copies_go(self) -> tuple[int, int, Sequence[int]]:
-        return self.stride, self.config.nproc_per_node, self.domains
+        # Nodes need not have equally many ranks in a layout that was changed to, and domains are those of ranks there.
+        return self.stride, 1 if self.plan else self.config.nproc_per_node, self.domains
 
     @property
     def whole(self) -> bool:
@@ -236,14 +239,21 @@ class JobState:
             self.ranks[record.rank] = record
         self.in_order = list(self.ranks.values())
         self.plan, self.world, self.replans = plan, len(self.ranks), self.replans + 1
+        self.begin_attempt()
         self.layout, self.departed = tuple(self.ranks), {}
         self._homes, self._ranks_of, self.confirmed = [], {}, 0
+
+    def begin_attempt(self) -> None:
+        """All processes are started anew, which has been counted: under a number that no start has had."""
+        if self.restarts + self.replans <= self.attempts:
+            self.replans += self.attempts + 1 - self.restarts - self.replans
+        self.attempts = self.restarts + self.replans
 
     @property
     def shape(self) -> ReplicaShape:
         """Which ranks make up its replicas, as they have said; as long as they have not, each is one."""
         said = next((record.shape for record in self.in_order if record.shape is not None), None)
-        return said or ReplicaShape(self.config.world_size)
+        return said or ReplicaShape(self.world_size)
 
     @property
     def replicas(self) -> int:

@@ -8,6 +8,7 @@ them, up to the ranks of the launch; where ranks cannot be replaced, only those 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
+from dataclasses import replace
 
 from flashrecovery.controller.job_state import JobState
 from flashrecovery.controller.losses import never_replaced
@@ -66,12 +67,20 @@ def slots_without(job: JobState, lost: Collection[int]) -> Slots:
     return _capped(_merged(members, _free(job, bad), job), job)
 
 
+def facts_now(job: JobState) -> LayoutFacts:
+    """What there is to lay out. Of an elastic job whose ranks have said their replicas, with as many as there are."""
+    facts = LayoutFacts.parse(job.facts)
+    if job.config.elastic is None or all(record.shape is None for record in job.in_order):
+        return facts
+    return replace(facts, layout={**facts.layout, "dp": job.replicas})
+
+
 def laid_out_without(job: JobState, lost: Collection[int]) -> bool:
     """Whether there is a parallel layout for a job without these ranks, which cannot be replaced."""
     settings = job.config.replan
     if settings is None or not job.facts or not lost or job.state is State.STARTING:
         return False
-    facts = LayoutFacts.parse(job.facts)
+    facts = facts_now(job)
     if fixed(facts):
         return False
     rooms = [len(locals_) for locals_ in slots_without(job, lost).values()]

@@ -13,8 +13,9 @@ from flashrecovery.plan.transitions import State
 
 def never_replaced(job: JobState) -> bool:
     """Whether no rank that is lost gets another process (``elastic.replace: never``, ``replan.replace: never``)."""
-    settings = job.config.elastic or job.config.replan
-    return settings is not None and settings.replace == "never" and job.state is not State.STARTING
+    settings = (job.config.elastic, job.config.replan)
+    never = any(one is not None and one.replace == "never" for one in settings)
+    return never and job.state is not State.STARTING
 
 
 def leaving_without(job: JobState, lost: Collection[int]) -> tuple[int, ...]:
@@ -67,9 +68,10 @@ def left_of_replicas(job: JobState) -> list[int]:
 
 
 def allowed_sizes(job: JobState) -> ReplicaRange:
-    """How many replicas an elastic job may have: as it was launched, and as its ranks have said its batch, or a
-    framework's configuration, allows."""
+    """How many replicas an elastic job may have: as it was launched, or has changed its parallel layout last, and as
+    its ranks have said its batch, or a framework's configuration, allows."""
     elastic = job.config.elastic
     assert elastic is not None
     said = next((record.sizes for record in job.in_order if record.sizes), None)
-    return ReplicaRange(elastic.min, elastic.max, said)
+    sizes = ReplicaRange(elastic.min, elastic.max, said)
+    return sizes.of_layout(job.shape.replicas) if job.plan else sizes

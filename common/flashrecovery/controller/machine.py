@@ -77,11 +77,11 @@ class Machine:
         self._resizing = Resizing(self.job, self._growing, self._coming)
         self.handoff = Handoff(self.job, self._staffing, self._coming, self._resizing)
         evacuation = Evacuation(self.job, self._staffing)
-        self._replanning = Replanning(self.job, self._staffing)
+        self._replanning = Replanning(self.job, self._staffing, self._resizing)
         self._steps = RecoverySteps(
             self.job, self._staffing, evacuation, self._starting, self._resizing, self._replanning
         )
-        self.takeover = TakeOver(self.job, self._staffing, self._starting, self._steps)
+        self.takeover = TakeOver(self.job, self._staffing, self._starting, self._steps, self._replanning)
         self.watch = HangWatch(self.job)
         self.conduct = Conduct(self.job)
 
@@ -108,6 +108,8 @@ class Machine:
         if message.HasField("checkpoint"):
             self._hear_of_checkpoint(node, message.checkpoint)
         had_ranks = bool(message.workers or message.pages)
+        if not self.job.launched:
+            self.takeover.hear_of_stash(message)
         if not self.job.launched and (had_ranks or message.stride):
             self.takeover.hear_of_launch(message)
         if had_ranks and not self.job.launched:
@@ -432,7 +434,7 @@ class Machine:
             self.job.last_failure = self._replanning.why_paused(version)
             self._steps.recover([], FailureKind.REPLAN, now, 0.0, now)
             return
-        if self.job.config.replan is not None:
+        if self.job.config.replan is not None and self.job.config.elastic is None:
             text = "the layout does not change: what a controller before this one was commanded is not known any more"
             self.job.notice(NoticeKind.NOT_REPLANNED, text)
         self.job.last_failure = self._resizing.why_paused(version)
@@ -445,6 +447,8 @@ class Machine:
 
     def resize(self, replicas: int, step: int, now: float) -> str:
         """See :meth:`.resizing.Resizing.ask`."""
+        if self._replanning.under_way:
+            return "the job is about to change its parallel layout; ask again when it has"
         return self._resizing.ask(replicas, step, now)
 
     def on_exited(self, message: pb.Exited, now: float, node: str = "") -> None:
@@ -546,7 +550,8 @@ class Machine:
     def _handle_plans(self, now: float) -> None:
         """Changes that nobody has suffered, but somebody wants."""
         self.handoff.tick(now)
-        self._growing.grow_by_itself(now)
+        if not self._replanning.under_way:
+            self._growing.grow_by_itself(now)
         if self._coming.tick(now):
             self._change(self.job.committed, now)
 

@@ -219,9 +219,12 @@ class RecoverySteps:
         return True
 
     def _do_without(self, lost: Sequence[int]) -> bool:
-        """Whether the job goes on without these ranks: with fewer replicas, or in another layout. Where only another
-        layout could, and none fits, it fails."""
+        """Whether the job goes on without these ranks: with fewer replicas, which keep their processes, or else in
+        another layout. Where only another layout could, and none fits, it fails."""
         try:
+            if self._replanning.has_to:
+                return self._replanning.lose(lost)
+            self._replanning.may_lose(lost)
             return self._resizing.lose(lost) or self._replanning.lose(lost)
         except JobFailedError as e:
             self._job.fail(str(e))
@@ -299,6 +302,8 @@ class RecoverySteps:
         self._job.needs_known = self._job.generation
         if not self._as_launched:
             take_on_parts(self._job.in_order, self._job.layout)
+        if self._replanning.under_way and self._lay_out(now):
+            return
         self._resizing.dissolve_replicas()
         try:
             decision = self._decision()
@@ -327,6 +332,14 @@ class RecoverySteps:
         self._job.command_all(self._job.ranks.values(), command, now + 2 * limit, Ordered.REGROUP)
         if not decision.checkpoint:
             self._restore_idle(now + 2 * limit)
+
+    def _lay_out(self, now: float) -> bool:
+        """If the layout changes now, it does; who is left of a replica that others have left has a part in that, and
+        what it has is needed. Returns whether that has been seen to."""
+        try:
+            return self._replanning.begin(self._decision(), now)
+        except JobFailedError:
+            return False  # which may be for the want of something that is nobody's but theirs
 
     @property
     def _as_launched(self) -> bool:

@@ -17,14 +17,16 @@ from flashrecovery import events as ev
 from flashrecovery.controller.custody import kept_for
 from flashrecovery.controller.history import HistoryEntry
 from flashrecovery.controller.job_state import AGENT, JobState
-from flashrecovery.controller.layout_rooms import LayoutRooms
+from flashrecovery.controller.layout_memory import LayoutMemory
+from flashrecovery.controller.layout_rooms import LayoutRooms, facts_now
 from flashrecovery.controller.nodes import NodeState
 from flashrecovery.controller.records import RankRecord
+from flashrecovery.controller.resizing import Resizing
 from flashrecovery.controller.restore import Decision, RestoreRound
 from flashrecovery.controller.staffing import Staffing
-from flashrecovery.controller.writers import Kept, assigned
+from flashrecovery.controller.writers import Kept
 from flashrecovery.errors import ConfigError, JobFailedError, UnsupportedError
-from flashrecovery.kinds import NoticeKind, Ordered
+from flashrecovery.kinds import FailureKind, NoticeKind
 from flashrecovery.plan.layout_places import NodeSlot, numbered, stride
 from flashrecovery.plan.replan import (
     LayoutFacts,
@@ -59,19 +61,13 @@ class NextLayout:
 class Replanning:
     """Changes of the parallel layout of one job."""
 
-    def __init__(self, job: JobState, staffing: Staffing) -> None:
+    def __init__(self, job: JobState, staffing: Staffing, resizing: Resizing) -> None:
         self._job = job
+        self._resizing = resizing
         self._staffing = staffing
         self._rooms = LayoutRooms(job)
         self._next: NextLayout | None = None
-        self._writing: Kept | None = None  # is being written
-        self._kept: Kept | None = None  # is there, and may be needed once more
-        self._rounds = 0
-        self._said: dict[str, tuple[str, int]] = {}  # digests of what writers have alike, and whose they are
-        self._litter = False  # there is state in memory that nobody will need
-        self._job_is: StayingFacts | None = None  # what the job was before its layout changed, and has to stay
-        self._change: HistoryEntry | None = None  # the recovery in which it changes
-        self._before: Strategy | None = None  # what it changes from
+        self._memory = LayoutMemory(job)
         self._tried: list[str] = []  # layouts in which the script could not begin
 
     # -- which layout -----------------------------------------------------------------------------
@@ -85,6 +81,8 @@ class Replanning:
             return facts, None, ()
         if job.state is not State.RUNNING or job.recovery is not None:
             return f"the job is {job.state.value}, or has just recovered; ask again when it trains", None, ()
+        if self._resizing.wanted:
+            return "the job is about to change its number of replicas; ask again when it has", None, ()
         newest = max(record.committed for record in job.in_order)
         if 0 <= step <= newest:
             return f"--at-step {step}: step {newest} has begun already; a later one is allowed", None, ()
@@ -123,7 +121,7 @@ class Replanning:
             return "the job's layout is fixed: launch it with --replan MIN"
         if not self._job.facts:
             return "the job's workers have not come to their first step yet"
-        facts = LayoutFacts.parse(self._job.facts)
+        facts = facts_now(self._job)
         return fixed(facts) or facts
 
     def lose(self, lost: Collection[int]) -> bool:
@@ -165,6 +163,16 @@ class Replanning:
         """The layout is to change, and has not yet."""
         return self._next is not None
 
+    @property
+    def has_to(self) -> bool:
+        """The layout is to change because ranks cannot be replaced."""
+        return self._next is not None and self._next.lost
+
+    def may_lose(self, lost: Collection[int]) -> None:
+        """These ranks have no process, and perhaps get none: their places are none for a layout that is commanded."""
+        if self._next is not None:
+            self._rooms.narrow(lost)
+
     def pause(self) -> pb.Pause | None:
         """What ranks that go on after a recovery are told of a command that is still to be carried out."""
         return None if self._next is None else self._pause(self._next)
@@ -182,17 +190,16 @@ class Replanning:
 
     def interrupted(self) -> None:
         """Somebody has died: what was being written is of no use."""
-        if self._writing is not None:
-            self._writing = None
-            self._job.outbox.keep(lambda what, _: what is not Ordered.STASH)
+        self._memory.interrupted()
 
     def begin(self, decision: Decision | JobFailedError, now: float) -> bool:
         """All that live are stopped, and this is decided. Returns whether the layout changes now, or has to begin once
         more."""
-        kept, wanted = self._kept, self._next
-        readable = None if kept is None else kept.now(self._job.nodes)
-        if self._litter and kept is None:  # it has not been written to its end
-            self._drop()
+        kept, wanted, readable = self._memory.kept, self._next, self._memory.now()
+        if self._memory.litter and kept is None:  # it has not been written to its end
+            self._memory.drop()
+        if isinstance(decision, Decision) and decision.checkpoint and self._elastic:
+            decision = self._of_one_layout(decision)
         found = decision if isinstance(decision, Decision) and not decision.checkpoint else None
         if found is None and kept is not None:  # nobody had come so far as to have the state
             again = self._once_more(readable, decision)
@@ -201,16 +208,23 @@ class Replanning:
             elif again is None:
                 self._job.fail(str(decision))
             else:
+                if wanted is None and self._job.config.elastic is not None:
+                    self._rooms.narrow(())  # replicas may have left since the layout has changed
                 self._start(wanted or self._same(), again, now)
             return True
+        if wanted is not None and isinstance(decision, JobFailedError) and self._elastic:
+            if wanted.lost:  # what is left are no whole replicas
+                self._job.fail(str(decision))
+                return True
+            self._give_up(wanted, str(decision))
         if wanted is None or isinstance(decision, JobFailedError):
             return False
         unknown = self._unknown()
         if unknown and found is not None:
-            if self._job.checkpoint is None:
+            if self._checkpoint is None:
                 self._job.fail(f"{unknown}; and there is no checkpoint")
                 return True
-            decision = Decision.from_checkpoint(self._job.checkpoint, self._job.ranks, unknown)
+            decision = Decision.from_checkpoint(self._checkpoint, self._job.ranks, unknown)
             found = None
         version = decision.round.version
         if version < wanted.step:
@@ -222,8 +236,25 @@ class Replanning:
         if found is None:
             self._start(wanted, Kept(version, pb.StashPlace(), decision.checkpoint), now)
             return True
-        self._write(version, now)
+        self._memory.write(version, now)
         return True
+
+    @property
+    def _elastic(self) -> bool:
+        return self._job.config.elastic is not None
+
+    @property
+    def _checkpoint(self) -> tuple[int, str] | None:
+        """The newest one that any layout can read: those of an elastic job are of one."""
+        return None if self._elastic else self._job.checkpoint
+
+    @staticmethod
+    def _of_one_layout(decision: Decision) -> JobFailedError:
+        """Nobody has the state, and the checkpoint is that of an elastic job."""
+        return JobFailedError(
+            f"the layout cannot change: {decision.round.reason}; and of an elastic job's checkpoints, as "
+            f"{decision.checkpoint}, another layout reads none"
+        )
 
     def _once_more(self, kept: Kept | None, decision: Decision | JobFailedError) -> Kept | None:
         """What a layout begins with that has to begin once more; None: there is nothing. What could not be read,
@@ -255,39 +286,14 @@ class Replanning:
         assert not isinstance(facts, str)
         return NextLayout(facts.now, ("the layout stays; not all of its ranks have had the state yet",))
 
-    def _write(self, version: int, now: float) -> None:
-        """Have each shard written by one of those who have it."""
-        domains = {node.name: node.domain for node in self._job.nodes.values()}
-        orders = assigned(self._job.ranks, self._job.departed, version, domains)
-        self._said, self._litter = {}, True
-        self._rounds += 1
-        directory = f"{self._job.generation}-{self._rounds}-{version}"
-        self._writing = Kept.of(version, directory, orders, self._job.ranks, self._job.nodes)
-        deadline = now + 1.5 * self._job.config.timeouts.restore_s
-        for rank, items in orders.items():
-            stash = pb.Stash(version=version, directory=directory, items=items)
-            self._job.command(rank, pb.Command(stash=stash), deadline, Ordered.STASH)
-
     @property
     def writing(self) -> bool:
         """State is being written."""
-        return self._writing is not None
+        return self._memory.writing
 
     def wrote(self, rank: int, reply: pb.Reply) -> str:
-        """A rank has written its part. Returns in words what it has otherwise than another one, though one state of it
-        will be everybody's; "" if nothing."""
-        if self._writing is not None:
-            self._writing = replace(self._writing, written=self._writing.written + reply.stashed_bytes)
-        for what, digest in sorted(reply.sent_digests.items()):
-            first, whose = self._said.setdefault(what, (digest, rank))
-            if first != digest:
-                return f"{what} is not what it is on rank {whose}, and only one of them can be everybody's"
-        return ""
-
-    def _drop(self) -> None:
-        """What there is in memory is of no use."""
-        self._litter = False
-        self._job.command(AGENT, pb.Command(drop_stash=pb.DropStash()))
+        """See :meth:`.layout_memory.LayoutMemory.wrote`."""
+        return self._memory.wrote(rank, reply)
 
     def could_not(self, rank: int, why: str) -> bool:
         """A rank could not write. Returns whether the job can go on in its layout; a command is given up then."""
@@ -308,8 +314,8 @@ class Replanning:
 
     def go_on(self, now: float) -> None:
         """If all is written, start the new layout."""
-        if self._writing is not None and not self._job.outbox.waits_for(Ordered.STASH):
-            kept, self._writing = self._writing, None
+        kept = self._memory.written()
+        if kept is not None:
             assert self._next is not None
             self._start(self._next, kept, now)
 
@@ -317,17 +323,16 @@ class Replanning:
 
     def _start(self, wanted: NextLayout, kept: Kept, now: float) -> None:
         job = self._job
-        facts = LayoutFacts.parse(job.facts)
+        facts = facts_now(job)
         before = facts.now
-        if self._job_is is None:
-            self._job_is = StayingFacts(facts, job.in_order[0].batches, job.in_order[0].steps)
+        staying = StayingFacts(facts, job.in_order[0].batches, job.in_order[0].steps)
         found = self._as_there_is_room(wanted, facts)
         if found is None:
             return
         wanted = found
-        self._before = self._before or before
-        self._kept, self._next = kept, None
-        self._change = job.recovery or self._change
+        self._memory.keep(kept, staying, before)
+        self._next = None
+        self._resizing.before_layout()
         size = wanted.strategy.ranks
         slots = self._rooms.places(wanted.strategy)
         for record in job.in_order:
@@ -339,6 +344,10 @@ class Replanning:
             for rank, slot in enumerate(slots)
         ]
         job.lay_out(layout_text(wanted.strategy), records)
+        self._resizing.laid_out()
+        if self._elastic and job.checkpoints:  # of the layout before
+            job.checkpoints.clear()
+            job.command(AGENT, job.saved_as(None))
         self._settle_nodes(slots)
         job.to(State.STARTING, now)
         job.generation += 1
@@ -356,6 +365,7 @@ class Replanning:
                 why=list(wanted.why),
             )
         )
+        self._memory.tell()
         if kept.checkpoint:
             why = "nobody has the state that ranks have needed which are lost"
             job.emit(
@@ -363,6 +373,36 @@ class Replanning:
             )
         for record in job.in_order:
             self._staffing.fill(record, now, detached=False)
+
+    # -- another controller -----------------------------------------------------------------------
+
+    def inherit(self, told: pb.StashKept | None) -> bool:
+        """See :meth:`.layout_memory.LayoutMemory.inherit`."""
+        return self._memory.inherit(told)
+
+    def await_confirmation(self, now: float) -> None:
+        """See :meth:`.layout_memory.LayoutMemory.await_confirmation`."""
+        self._memory.await_confirmation(now)
+
+    def begin_again(self, now: float) -> bool:
+        """No rank of the layout has been let into its loop: it begins once more with what was kept for it, if this
+        controller has heard of that. Returns whether that has been seen to, which may be that the job has failed."""
+        job, kept, staying = self._job, self._memory.kept, self._memory.job_is
+        if kept is None or staying is None:
+            return False
+        again = kept.now(job.nodes)
+        if again is None and self._checkpoint is not None:
+            again = Kept(self._checkpoint[0], pb.StashPlace(), self._checkpoint[1])
+        if again is None:
+            job.fail(f"{kept.lost_with(job.nodes)}; and there is no checkpoint")
+            return True
+        job.facts = staying.facts.text()
+        job.recovery = HistoryEntry(job.generation, now, 0.0)
+        job.recovery.cause = FailureKind.CONTROLLER
+        self._rooms.narrow(())
+        strategy = parse_layout(job.plan, staying.facts, job.world)
+        self._start(NextLayout(strategy, (job.last_failure,)), replace(again, written=0), now)
+        return True
 
     def _as_there_is_room(self, wanted: NextLayout, facts: LayoutFacts) -> NextLayout | None:
         """``wanted``, or the best other one where a node has gone meanwhile that was to have some of its ranks. None:
@@ -402,14 +442,14 @@ class Replanning:
         """A node is lost with these ranks, and perhaps with what ranks of another layout have to read. If they are on
         their way to their first step, the job begins once more, with what there is. Returns whether that has been seen
         to, which may be that it has failed."""
-        job, kept = self._job, self._kept
+        job, kept = self._job, self._memory.kept
         if kept is None or job.config.replan is None or job.state is not State.STARTING:
             return False
         again = kept.now(job.nodes)
         if again is not None and not lost:
             return False
-        if again is None and job.checkpoint is not None:
-            again = Kept(job.checkpoint[0], pb.StashPlace(), job.checkpoint[1])
+        if again is None and self._checkpoint is not None:
+            again = Kept(self._checkpoint[0], pb.StashPlace(), self._checkpoint[1])
         if again is None:
             job.fail(f"{kept.lost_with(job.nodes)}; and there is no checkpoint")
             return True
@@ -428,13 +468,13 @@ class Replanning:
     def begin_otherwise(self, why: str, now: float) -> bool:
         """The script cannot begin in the layout that the job has changed to: it begins in the one before, if there are
         ranks enough, or the next best. Returns whether it does."""
-        job, kept = self._job, self._kept
-        if kept is None or self._before is None or self._job_is is None or job.config.replan is None:
+        job, kept, before, staying = self._job, self._memory.kept, self._memory.before, self._memory.job_is
+        if kept is None or before is None or staying is None or job.config.replan is None:
             return False
-        before, rooms = self._before, self._rooms.rooms()
+        rooms = self._rooms.rooms()
         self._tried.append(job.plan)
         try:
-            ranked = best(self._job_is.facts, rooms, job.config.replan.min, job.step_s).ranked
+            ranked = best(staying.facts, rooms, job.config.replan.min, job.step_s).ranked
         except UnsupportedError:
             ranked = ()
         options = [before] if before.ranks <= sum(rooms) else []
@@ -450,20 +490,20 @@ class Replanning:
     def another_job(self, message: pb.Joined) -> str:
         """Why what a rank's script has made is not this job in the layout that it has changed to, in words; "" if it
         is."""
-        if self._job_is is None or not message.facts:
+        if self._memory.job_is is None or not message.facts:
             return ""
         now = StayingFacts(LayoutFacts.parse(message.facts), message.batches, message.steps)
-        return why_another_job(self._job_is, now, self._job.plan)
+        return why_another_job(self._memory.job_is, now, self._job.plan)
 
     @property
     def change(self) -> HistoryEntry | None:
         """The recovery in which the layout changes, also where all have had to begin once more."""
-        return self._change
+        return self._memory.change
 
     def restored_from(self) -> Decision | None:
         """All ranks of a new layout have come to their first step: what they go on from. None: there is no new
         layout."""
-        kept = None if self._kept is None else self._kept.now(self._job.nodes) or self._kept
+        kept = self._memory.now() or self._memory.kept
         if kept is None:
             return None
         found = RestoreRound.from_checkpoint(kept.version, self._job.ranks)
@@ -472,6 +512,5 @@ class Replanning:
 
     def confirmed(self) -> None:
         """Every rank has taken a step: what the memory has is not needed any more."""
-        if self._kept is not None:
-            self._kept, self._change, self._before, self._tried = None, None, None, []
-            self._drop()
+        if self._memory.had():
+            self._tried = []

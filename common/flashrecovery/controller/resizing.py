@@ -57,7 +57,8 @@ class Resizing:
         self._coming = coming
         self._growing = growing
         self._wish: Wish | None = None
-        self._size = len(job.ranks)  # in ranks, as was told last
+        self._size = len(job.ranks)  # in ranks, as was told last, of ..
+        self._plan = job.plan  # .. this layout
         self._left: list[int] = []  # since then
         self._came: list[int] = []  # since then
         self._other_processes = False  # since then; the same ranks are filled by others
@@ -79,10 +80,12 @@ class Resizing:
                     self._depart(rank, grace_s=0.0)  # on its way for a replica that leaves
         return bool(ranks)
 
-    def dissolve_replicas(self) -> None:
-        """All ranks are stopped: those of whose replica others have left leave, too."""
-        for rank in left_of_replicas(self._job):
+    def dissolve_replicas(self) -> bool:
+        """All ranks are stopped: those of whose replica others have left leave, too. Returns whether any do."""
+        ranks = left_of_replicas(self._job)
+        for rank in ranks:
             self._depart(rank, grace_s=self._job.config.timeouts.fence_s)
+        return bool(ranks)
 
     def without_replacement(self, victims: Sequence[int]) -> list[int]:
         """Those that have no node, or are not to be replaced."""
@@ -107,7 +110,7 @@ class Resizing:
             return "the job is not elastic: launch it with --elastic MIN:MAX"
         if job.state is not State.RUNNING or job.recovery is not None:
             return f"the job is {job.state.value}, or has just recovered; ask again when it trains"
-        size = job.replicas
+        size, sizes = job.replicas, allowed_sizes(job)
         if job.newcomers and replicas == size:
             give_up_all(job, "somebody has commanded so")
             self._growing.commanded(replicas)
@@ -115,12 +118,13 @@ class Resizing:
         if job.newcomers:
             who = ranks_text(list(job.newcomers))
             return f"{who} {'is' if len(job.newcomers) == 1 else 'are'} on the way in; --to {size} calls that off"
-        if replicas < elastic.min or replicas == size:
-            allowed = f"{elastic.min} to {elastic.max}, but for {size}"
-            return f"--to {replicas}: the job has {size} replicas (elastic = {elastic.text}); {allowed}, is allowed"
-        possible = allowed_sizes(job).allowed
-        if possible is not None and replicas not in possible and replicas <= elastic.max:
-            fitting = [str(n) for n in sorted(possible) if elastic.min <= n <= elastic.max and n != size]
+        if replicas < sizes.least or replicas == size:
+            allowed = f"{sizes.least} to {sizes.most}, but for {size}"
+            of = f"elastic = {elastic.text}" + (f"; in the layout {job.plan}" if job.plan else "")
+            return f"--to {replicas}: the job has {size} replicas ({of}); {allowed}, is allowed"
+        possible = sizes.allowed
+        if possible is not None and replicas not in possible and replicas <= sizes.most:
+            fitting = [str(n) for n in sorted(possible) if sizes.least <= n <= sizes.most and n != size]
             allowed = f"{' or '.join(fitting)} is allowed" if fitting else "no other number is allowed"
             return f"--to {replicas}: the job's global batch, or its configuration, does not allow that; {allowed}"
         newest = max(record.committed for record in job.in_order)
@@ -289,6 +293,8 @@ class Resizing:
         """The ranks that there are now go on at ``version``. Returns whether they are others than were told last, or
         filled by others."""
         size = len(self._job.ranks)
+        if self._plan != self._job.plan:  # a controller before this one has told of it
+            self._plan, self._size = self._job.plan, self._job.world_size
         came = sorted(rank for rank in self._came if rank in self._job.ranks)
         left = sorted(set(self._left).difference(came))
         if size != self._size or came or left:
@@ -307,6 +313,27 @@ class Resizing:
             return True
         others, self._other_processes = self._other_processes, False
         return others
+
+    @property
+    def wanted(self) -> bool:
+        """Somebody has commanded another number of replicas, and it has not come yet."""
+        return any(wish is not None for wish in (self._wish, self._put_aside)) or bool(self._job.newcomers)
+
+    def before_layout(self) -> None:
+        """The job changes its parallel layout now: nobody comes into the one before or leaves it."""
+        give_up_all(self._job, "the job changes its parallel layout")
+        for wish in (self._wish, self._put_aside):
+            if wish is not None and not wish.ranks:
+                text = f"the job is not resized to {wish.replicas} replicas: it changes its parallel layout"
+                self._job.notice(NoticeKind.NOT_RESIZED, text)
+        self._wish = self._put_aside = None
+        self._waiting.dissolve()
+        self._growing.laid_out()
+
+    def laid_out(self) -> None:
+        """The job consists of the ranks of another parallel layout."""
+        self._plan, self._size, self._tries = self._job.plan, len(self._job.ranks), 0
+        self._left, self._came, self._other_processes = [], [], False
 
     def members(self) -> Sequence[int]:
         """The ranks of an elastic job, for those who form groups; of others nobody needs to know."""

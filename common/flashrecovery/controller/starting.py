@@ -137,6 +137,7 @@ class Starting:
             )
             return
         self._job.restarts += 1
+        self._job.begin_attempt()
         if self._job.restarts > self._job.config.max_restarts:
             self._job.fail(f"{why}, {self._job.restarts} times (max_restarts)")
             return

@@ -18,6 +18,7 @@ from flashrecovery.controller.job_state import AGENT, JobState
 from flashrecovery.controller.nodes import NodeRecord, NodeState
 from flashrecovery.controller.records import BUILT_UP, THROUGH, Place, RankRecord
 from flashrecovery.controller.recovery import RecoverySteps
+from flashrecovery.controller.replanning import Replanning
 from flashrecovery.controller.staffing import Staffing
 from flashrecovery.controller.starting import Starting
 from flashrecovery.kinds import FailureKind, NoticeKind, Ordered
@@ -33,8 +34,12 @@ QUIET = 3.0
 class TakeOver:
     """The way from a running job to a machine that knows it."""
 
-    def __init__(self, job: JobState, staffing: Staffing, starting: Starting, steps: RecoverySteps) -> None:
+    def __init__(
+        self, job: JobState, staffing: Staffing, starting: Starting, steps: RecoverySteps, replanning: Replanning
+    ) -> None:
         self._job = job
+        self._replanning = replanning
+        self._stash: pb.StashKept | None = None  # the newest that a node has heard of
         self._staffing = staffing
         self._starting = starting
         self._steps = steps
@@ -96,6 +101,12 @@ class TakeOver:
             self._job.restarts = max(self._job.restarts, message.attempt)
         if all(r.home for r in self._job.ranks.values()):
             self._take_over(now)
+
+    def hear_of_stash(self, message: pb.Register) -> None:
+        """A node has been told where the state is that the ranks of another layout begin with."""
+        if message.HasField("stash") and (self._stash is None or message.stash.generation > self._stash.generation):
+            self._stash = pb.StashKept()
+            self._stash.CopyFrom(message.stash)
 
     def hear_of_launch(self, message: pb.Register) -> None:
         """A node names the launch of which it has heard with the newest generation that it knows."""
@@ -181,12 +192,14 @@ class TakeOver:
         if not self._job.plan and nodes > 1 and not self._knows_stride:  # no agent had a rank table yet
             domains = list(map(str, self._job.domains or range(nodes)))
             self._job.stride = neighbour_stride(domains, self._job.config.nproc_per_node)
-        heard = Numbers(self._job.generation, self._job.restarts)
+        heard = Numbers(self._job.generation, self._job.restarts, self._job.replans)
         written = self.written_down.get(self._job.launch, Numbers())
         self._job.generation = max(heard.generation, written.generation)
+        self._job.attempts = max(heard.attempts, written.attempts)
         if self._job.checkpoint is not None:
             self._job.command(AGENT, self._job.saved())
-        if self._job.config.replan is not None:  # what a controller before this one had written there, nobody will read
+        replanned = self._job.config.replan is not None
+        if replanned and not self._replanning.inherit(self._stash):  # else nobody will read what was written there
             self._job.command(AGENT, pb.Command(drop_stash=pb.DropStash()))
         homes = {r.home for r in self._job.ranks.values()}
         for node in self._job.nodes.values():
@@ -198,7 +211,9 @@ class TakeOver:
         said = f"a new controller has found {len(records) - len(missing)} of {len(records)} ranks"
         lost = self._layout.why_lost()
         if lost:
-            self._job.fail(lost)
+            self._job.last_failure = f"{said}, none of them in its loop"
+            if not self._replanning.begin_again(now):
+                self._job.fail(lost)
             return
         if len(missing) == len(records) and self._job.checkpoint is None:
             self._job.fail(
@@ -209,6 +224,7 @@ class TakeOver:
         going = all(r.place in _GOING for r in records) and not behind
         if going:
             self._job.to(State.RUNNING)
+            self._replanning.await_confirmation(now)
             self._staffing.publish_rank_table()
             self._steps.confirm(now)
             self._steps.finish_if_all_have(now)

@@ -14,6 +14,7 @@ from flashrecovery.errors import ConfigError
 from flashrecovery.observe.goodput import Goodput, LastSeen, Ledger
 from flashrecovery.observe.incident import Incident, Incidents
 from flashrecovery.observe.timeline import Columns, SeenBy, Series, Timeline, TimelineFile, short
+from flashrecovery.parallel_layout import layout_sizes
 
 LATEST = 200
 """Recoveries that are drawn; all are counted."""
@@ -132,6 +133,7 @@ class Record:
         self.ledger = Ledger({s.controller: _last_seen(s) for s in self.timeline.controllers})
         self.state = "starting"
         self.world_size = 0
+        self._of_replicas = False  # sizes are numbers of replicas, which may have several ranks
         self._started: float | None = None
         self._incidents = Incidents()
         self._recoveries: deque[RecoveryMark] = deque(maxlen=LATEST)
@@ -151,7 +153,8 @@ class Record:
         elif isinstance(event, ev.JobResized):
             self._resized(event, at)
         elif isinstance(event, ev.JobReplanned):
-            self._sizes.append(Size(at_s=at, replicas=event.ranks, step=event.step))
+            replicas = layout_sizes(event.layout)["dp"] if self._of_replicas else event.ranks
+            self._sizes.append(Size(at_s=at, replicas=replicas, step=event.step))
             self.world_size = event.ranks
         elif isinstance(event, (ev.JobFinished, ev.JobFailed)):
             self.state = "finished" if isinstance(event, ev.JobFinished) else "failed"
@@ -165,12 +168,13 @@ class Record:
     def _began(self, event: ev.JobStarted, at: float) -> None:
         """A launch, which may be another one in the same directory, with more ranks or fewer."""
         self.world_size = event.world_size or self.world_size
+        self._of_replicas = self._of_replicas or event.replicas > 0
         replicas = event.replicas or self.world_size
         if not self._sizes or self._sizes[-1].replicas != replicas:
             self._sizes.append(Size(at_s=at if self._sizes else 0.0, replicas=replicas))
 
     def _resized(self, event: ev.JobResized, at: float) -> None:
-        self.world_size = len(event.ranks)
+        self.world_size, self._of_replicas = len(event.ranks), True
         if not self._sizes:
             self._sizes.append(Size(at_s=0.0, replicas=event.before))
         self._sizes.append(Size(at_s=at, replicas=event.replicas, step=event.step, left=event.left, came=event.came))

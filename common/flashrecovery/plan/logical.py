@@ -20,12 +20,13 @@ the flat buffer of weights   the parts of all its parameters; what lies between 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from flashrecovery.errors import RestoreError
-from flashrecovery.plan.boxes import Box, Space
+from flashrecovery.plan.boxes import Box, Space, flat_boxes
+from flashrecovery.plan.rules import TensorRule
 
 PARAM, DATA, STATE = "param", "data", "state"
 """How the keys of a shard's tensors are, or begin: what is stepped on, a fixed tensor, the optimizer's state."""
@@ -105,6 +106,52 @@ class ShardParts:
 
 Description = Mapping[str, ShardParts]
 """Of all shards, by name."""
+
+
+@dataclass(frozen=True, slots=True)
+class DividedParts:
+    """What a tensor is of that the replicas of a job divide among themselves, in whatever number.
+
+    Attributes:
+        rule: how it is divided; it has one dimension.
+        whole: what it is of without that division.
+    """
+
+    rule: TensorRule
+    whole: ShardParts
+
+
+def divided_description(tensors: Iterable[DividedParts], size: int) -> Description:
+    """Of all shards of so many replicas, at all places; their parts in the order in which they lie there."""
+    found: dict[str, list[LogicalPart]] = {}
+    of: dict[str, ShardParts] = {}
+    for tensor in tensors:
+        for place in range(size):
+            shard = tensor.rule.shard_at(place, size)
+            if not shard or (tensor.rule.shared and place):
+                continue
+            of.setdefault(shard, tensor.whole)
+            parts = found.setdefault(shard, [])
+            for stored in tensor.rule.parts(place, size):
+                (low,), (high,) = stored.box.low, stored.box.high
+                parts += [
+                    LogicalPart(part.name, part.whole, part.box, stored.at + part.begin - low, part.padded)
+                    for part in ranged(tensor.whole.parts, low, high)
+                ]
+    return {
+        shard: ShardParts(of[shard].param, of[shard].state, tuple(sorted(parts, key=lambda part: part.begin)))
+        for shard, parts in found.items()
+    }
+
+
+def ranged(parts: Iterable[LogicalPart], low: int, high: int) -> Iterator[LogicalPart]:
+    """What elements ``low`` up to ``high`` of a flattened tensor are of that consists of these ``parts``; where they
+    begin is counted in the whole tensor."""
+    for part in parts:
+        at = max(low, part.begin)
+        for box in flat_boxes(part.box, low - part.begin, high - part.begin):
+            yield LogicalPart(part.name, part.whole, box, at, part.padded)
+            at += box.size
 
 
 def spaces(parts: Mapping[str, Sequence[tuple[LogicalPart, int]]]) -> Iterator[Space]:

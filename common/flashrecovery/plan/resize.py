@@ -50,6 +50,12 @@ class ReplicaRange:
             raise ConfigError(f"{option} {text}: MIN:MAX is allowed, two numbers of replicas, 1 <= MIN <= MAX")
         return ReplicaRange(int(least), int(most))
 
+    def of_layout(self, replicas: int) -> ReplicaRange:
+        """Of a job that has changed to a parallel layout of so many ``replicas``: MIN and MAX are numbers of replicas
+        in whatever layout. A layout's most are those with which it has begun, and where these are fewer than MIN, none
+        of them leaves: what is lost there is answered by another layout."""
+        return replace(self, least=min(self.least, replicas), most=replicas)
+
     def largest(self, most: int, micro_batches: int, *, uneven: bool) -> int:
         """The largest number of replicas up to ``most`` that is allowed and gives everybody something to do; 0: none.
         ``uneven``: replicas may compute one micro-batch more than others."""

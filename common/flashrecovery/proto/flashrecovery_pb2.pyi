@@ -260,6 +260,7 @@ class Register(_message.Message):
     PAGES_FIELD_NUMBER: _builtins.int
     MEMBERS_FIELD_NUMBER: _builtins.int
     LAYOUT_FIELD_NUMBER: _builtins.int
+    STASH_FIELD_NUMBER: _builtins.int
     LAUNCH_FIELD_NUMBER: _builtins.int
     BESIDE_FIELD_NUMBER: _builtins.int
     SETTINGS_FIELD_NUMBER: _builtins.int
@@ -311,6 +312,10 @@ class Register(_message.Message):
         """of an elastic job, as its newest Regroup has said; none: there was none here"""
 
     @_builtins.property
+    def stash(self) -> Global___StashKept:
+        """what this node was told last of the state that is kept for another layout"""
+
+    @_builtins.property
     def beside(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """ranks for which processes are built up here that do not belong to the job yet"""
 
@@ -341,13 +346,14 @@ class Register(_message.Message):
         pages: _abc.Iterable[Global___PageOf] | None = ...,
         members: _abc.Iterable[_builtins.int] | None = ...,
         layout: _builtins.str = ...,
+        stash: Global___StashKept | None = ...,
         launch: _builtins.str = ...,
         beside: _abc.Iterable[_builtins.int] | None = ...,
         settings: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["checkpoint", b"checkpoint"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["checkpoint", b"checkpoint", "stash", b"stash"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "beside", b"beside", "checkpoint", b"checkpoint", "command", b"command", "domain", b"domain", "domains", b"domains", "generation", b"generation", "host", b"host", "incarnation", b"incarnation", "launch", b"launch", "layout", b"layout", "members", b"members", "node", b"node", "node_rank", b"node_rank", "pages", b"pages", "peer_port", b"peer_port", "settings", b"settings", "slots", b"slots", "spare", b"spare", "store_port", b"store_port", "stride", b"stride", "suspect", b"suspect", "workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "beside", b"beside", "checkpoint", b"checkpoint", "command", b"command", "domain", b"domain", "domains", b"domains", "generation", b"generation", "host", b"host", "incarnation", b"incarnation", "launch", b"launch", "layout", b"layout", "members", b"members", "node", b"node", "node_rank", b"node_rank", "pages", b"pages", "peer_port", b"peer_port", "settings", b"settings", "slots", b"slots", "spare", b"spare", "stash", b"stash", "store_port", b"store_port", "stride", b"stride", "suspect", b"suspect", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1730,6 +1736,7 @@ class Command(_message.Message):
     LEAVE_FIELD_NUMBER: _builtins.int
     STASH_FIELD_NUMBER: _builtins.int
     DROP_STASH_FIELD_NUMBER: _builtins.int
+    STASH_KEPT_FIELD_NUMBER: _builtins.int
     REFUSED_FIELD_NUMBER: _builtins.int
     sequence: _builtins.int
     """see AgentMessage"""
@@ -1809,6 +1816,10 @@ class Command(_message.Message):
         """to an agent"""
 
     @_builtins.property
+    def stash_kept(self) -> Global___StashKept:
+        """to an agent, for the next controller"""
+
+    @_builtins.property
     def refused(self) -> Global___Refused:
         """instead of the first word: this agent cannot join, see controller/admission.py"""
 
@@ -1850,13 +1861,14 @@ class Command(_message.Message):
         leave: Global___Leave | None = ...,
         stash: Global___Stash | None = ...,
         drop_stash: Global___DropStash | None = ...,
+        stash_kept: Global___StashKept | None = ...,
         refused: Global___Refused | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["batch", b"batch", "body", b"body", "checkpoint", b"checkpoint", "drop_stash", b"drop_stash", "electors", b"electors", "fault", b"fault", "fence", b"fence", "go_through", b"go_through", "heartbeat", b"heartbeat", "hold", b"hold", "keep_undo", b"keep_undo", "leave", b"leave", "look", b"look", "modules", b"modules", "pause", b"pause", "ping", b"ping", "probe", b"probe", "rank_table", b"rank_table", "refused", b"refused", "regroup", b"regroup", "release", b"release", "replace", b"replace", "restore", b"restore", "resume", b"resume", "saved", b"saved", "shutdown", b"shutdown", "stash", b"stash", "stop", b"stop", "vouched", b"vouched"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["batch", b"batch", "body", b"body", "checkpoint", b"checkpoint", "drop_stash", b"drop_stash", "electors", b"electors", "fault", b"fault", "fence", b"fence", "go_through", b"go_through", "heartbeat", b"heartbeat", "hold", b"hold", "keep_undo", b"keep_undo", "leave", b"leave", "look", b"look", "modules", b"modules", "pause", b"pause", "ping", b"ping", "probe", b"probe", "rank_table", b"rank_table", "refused", b"refused", "regroup", b"regroup", "release", b"release", "replace", b"replace", "restore", b"restore", "resume", b"resume", "saved", b"saved", "shutdown", b"shutdown", "stash", b"stash", "stash_kept", b"stash_kept", "stop", b"stop", "vouched", b"vouched"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["acknowledged", b"acknowledged", "batch", b"batch", "body", b"body", "checkpoint", b"checkpoint", "drop_stash", b"drop_stash", "echo", b"echo", "electors", b"electors", "fault", b"fault", "fence", b"fence", "generation", b"generation", "go_through", b"go_through", "heartbeat", b"heartbeat", "hold", b"hold", "keep_undo", b"keep_undo", "leave", b"leave", "look", b"look", "modules", b"modules", "pause", b"pause", "ping", b"ping", "probe", b"probe", "rank", b"rank", "rank_table", b"rank_table", "ranks", b"ranks", "refused", b"refused", "regroup", b"regroup", "release", b"release", "replace", b"replace", "restore", b"restore", "resume", b"resume", "saved", b"saved", "sent_at", b"sent_at", "sequence", b"sequence", "serial", b"serial", "shutdown", b"shutdown", "stash", b"stash", "stop", b"stop", "vouched", b"vouched"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["acknowledged", b"acknowledged", "batch", b"batch", "body", b"body", "checkpoint", b"checkpoint", "drop_stash", b"drop_stash", "echo", b"echo", "electors", b"electors", "fault", b"fault", "fence", b"fence", "generation", b"generation", "go_through", b"go_through", "heartbeat", b"heartbeat", "hold", b"hold", "keep_undo", b"keep_undo", "leave", b"leave", "look", b"look", "modules", b"modules", "pause", b"pause", "ping", b"ping", "probe", b"probe", "rank", b"rank", "rank_table", b"rank_table", "ranks", b"ranks", "refused", b"refused", "regroup", b"regroup", "release", b"release", "replace", b"replace", "restore", b"restore", "resume", b"resume", "saved", b"saved", "sent_at", b"sent_at", "sequence", b"sequence", "serial", b"serial", "shutdown", b"shutdown", "stash", b"stash", "stash_kept", b"stash_kept", "stop", b"stop", "vouched", b"vouched"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["replace", "stop", "regroup", "restore", "resume", "release", "fault", "shutdown", "ping", "rank_table", "checkpoint", "keep_undo", "hold", "heartbeat", "probe", "fence", "modules", "electors", "batch", "look", "go_through", "vouched", "saved", "pause", "leave", "stash", "drop_stash", "refused"]  # noqa: Y015
+    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["replace", "stop", "regroup", "restore", "resume", "release", "fault", "shutdown", "ping", "rank_table", "checkpoint", "keep_undo", "hold", "heartbeat", "probe", "fence", "modules", "electors", "batch", "look", "go_through", "vouched", "saved", "pause", "leave", "stash", "drop_stash", "stash_kept", "refused"]  # noqa: Y015
     _WhichOneofArgType_body: _TypeAlias = _typing.Literal["body", b"body"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_body) -> _WhichOneofReturnType_body | None: ...
 
@@ -2634,6 +2646,32 @@ class DropStash(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___DropStash: _TypeAlias = DropStash  # noqa: Y015
+
+@_typing.final
+class StashKept(_message.Message):
+    """Where the state is that the ranks of another layout begin with, as JSON (controller/kept_text.py), and the generation
+    in which they are started.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    GENERATION_FIELD_NUMBER: _builtins.int
+    CONTENT_FIELD_NUMBER: _builtins.int
+    generation: _builtins.int
+    content: _builtins.str
+    def __init__(
+        self,
+        *,
+        generation: _builtins.int = ...,
+        content: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["content", b"content", "generation", b"generation"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StashKept: _TypeAlias = StashKept  # noqa: Y015
 
 @_typing.final
 class Reshape(_message.Message):

@@ -215,22 +215,23 @@ class Stash:
     """What ranks of an old layout have written, to be read."""
 
     def __init__(self, directory: Path, ranks: Sequence[int], version: int, elsewhere: Elsewhere | None = None) -> None:
-        """``ranks``: that have written; several may have written the same. Raises RestoreError if something is missing,
-        damaged or of another version."""
+        """``ranks``: that have written; several may have written the same, and where one's index is missing, damaged or
+        of another version, the others' stand in for it. Raises RestoreError if no index can be read; what is in none of
+        them is missing when it is asked for."""
         self._directory = directory
         self._elsewhere = elsewhere
         if elsewhere is not None and elsewhere.ranks:
             elsewhere.bring(dict.fromkeys(elsewhere.ranks, ()))
         self.indexes: dict[int, Index] = {}
+        self._unread: list[str] = []  # why indexes cannot be read
         for rank in ranks:
-            path = self._file(rank, "index")
             try:
-                index = Index.decode(path.read_bytes())
-            except (OSError, ProtocolError, ValueError) as e:
-                raise RestoreError(f"{path} cannot be read: {type(e).__name__}: {e}") from e
-            if (index.rank, index.version) != (rank, version):
-                raise RestoreError(f"{path} is of rank {index.rank} and version {index.version}, not of {version}")
-            self.indexes[rank] = index
+                self.indexes[rank] = self._index(rank, version)
+            except RestoreError as e:
+                self._unread.append(str(e))
+                log.warning("%s; what other ranks have written is read instead", e)
+        if not self.indexes:
+            raise RestoreError("; ".join(self._unread) or f"{directory}: no rank has written anything")
         self._mapped: dict[int, np.ndarray[tuple[int], np.dtype[np.uint8]]] = {}
         self._checked: dict[tuple[int, int], torch.Tensor] = {}
         self._of: dict[str, list[tuple[int, StoredTensor, LogicalPart]]] = defaultdict(list)
@@ -242,6 +243,22 @@ class Stash:
                 if taken.setdefault(tensor.shard, rank) == rank:
                     for part in tensor.parts:
                         self._of[part.name].append((rank, tensor, part))
+
+    def _index(self, rank: int, version: int) -> Index:
+        """Raises RestoreError."""
+        path = self._file(rank, "index")
+        try:
+            index = Index.decode(path.read_bytes())
+        except (OSError, ProtocolError, ValueError) as e:
+            raise RestoreError(f"{path} cannot be read: {type(e).__name__}: {e}") from e
+        if (index.rank, index.version) != (rank, version):
+            raise RestoreError(f"{path} is of rank {index.rank} and version {index.version}, not of {version}")
+        return index
+
+    @property
+    def _lacking(self) -> str:
+        """What a message of something missing ends with."""
+        return "".join(f"; {why}" for why in self._unread)
 
     def _is_elsewhere(self, rank: int) -> bool:
         return self._elsewhere is not None and rank in self._elsewhere.ranks
@@ -255,7 +272,7 @@ class Stash:
         """The state that all ranks have alike. Raises RestoreError if nobody has written it."""
         found = next((index.common for index in self.indexes.values() if index.common), b"")
         if not found:
-            raise RestoreError(f"{self._directory}: nobody has written the state that is no tensor")
+            raise RestoreError(f"{self._directory}: nobody has written the state that is no tensor{self._lacking}")
         return found
 
     def names(self) -> frozenset[str]:
@@ -279,7 +296,7 @@ class Stash:
             for part in one.parts:
                 there = self._of.get(part.name)
                 if there is None:
-                    raise RestoreError(f"nobody has written logical tensor {part.name!r}")
+                    raise RestoreError(f"nobody has written logical tensor {part.name!r}{self._lacking}")
                 mine = fitted(part, there[0][2].whole)
                 if mine is not None:
                     self._check_kind(mine.name, there[0][1].dtype, one.tensor)

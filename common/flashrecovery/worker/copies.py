@@ -8,6 +8,7 @@ are *snapshots*: held by a process of the node, too, and so also there when all 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -30,6 +31,7 @@ from flashrecovery.redundancy.keys import writer_of
 from flashrecovery.redundancy.neighbor import NeighbourCopies
 from flashrecovery.redundancy.parity_copies import ParityCopies
 from flashrecovery.redundancy.undo import ChangeCounter, UndoCopy, write_back
+from flashrecovery.runtime.environment import LAYOUT_ENV
 from flashrecovery.snapshot.client import Keeper
 from flashrecovery.snapshot.memory import SharedMemory, host_id
 from flashrecovery.state.shard import Shard, ShardSource
@@ -84,6 +86,9 @@ class Copies:
         self._members: tuple[int, ...] | None = None  # of a job that has just changed its size
         # In an elastic job whose state is divided the neighbour's ring is made anew in each size.
         self._divided = settings.elastic is not None and any(a.division() is not None for a in registry.adapters)
+        # Where a lost rank of the last replica is answered by another layout, the others of that replica keep copies.
+        self.across = settings.elastic is not None and settings.replan is not None and registry.shape.each > 1
+        self._anew = self._divided or self.across
         self._ring_group: dist.ProcessGroup | None = None
         self._on_kept = on_kept
         self._next: NeighbourCopies | None = None  # of a division that has been made ready
@@ -105,20 +110,17 @@ class Copies:
         if registry.world_size > 1 and settings.redundancy != "none":
             losses = settings.parity if settings.redundancy == "parity" else 1
             copied_somewhere = anywhere(bool(copied_shards(registry, losses)))
-            if copied_somewhere and self._elastic and registry.shape.each > 1 and not self._divided:
-                raise UnsupportedError(
-                    f"an elastic job of {registry.shape.text} in which one node has all that there is of some state: "
-                    "copies of it are not kept in such a job; have each replica on nodes of its own, as a mesh of "
-                    "(replicate, shard) has it"
-                )
-            if self._divided:
+            alone = self.across and registry.shape.replicas == 1
+            if copied_somewhere and self._elastic and registry.shape.each > 1 and not self._divided and not alone:
+                self._one_node_has_all(registry, on_risk)
+            if self._divided and LAYOUT_ENV not in os.environ:  # a layout that was changed to is not chosen for that
                 _refuse_copies_on_one_node(registry)
             nothing: tuple[CopyChoice, Groups] = CopyChoice(False, True, ""), ()
             chosen, parity_groups = choice(registry, settings) if copied_somewhere else nothing
             self._chosen = chosen.reason if chosen.fits else ""
             if not chosen.fits and registry.rank == 0:
                 on_risk(f"the copies may not fit into the nodes' memory: {chosen.reason}")
-            if chosen.parity and not self._divided:
+            if chosen.parity and not self._anew:
                 self._keep_parity(registry, settings, parity_groups, on_kept, on_risk)
             else:
                 self._keep_for_neighbour(registry, copied_somewhere, on_kept)
@@ -145,13 +147,14 @@ class Copies:
         whose shards all have replicas, nothing is to be done."""
         _, nodes = placement()
         batches = registry.batches  # beyond the launch, ranks may be on nodes that it did not have
-        if not shards and nodes == 1 and (batches is None or batches.most <= registry.shape.replicas):
+        beyond = batches is not None and batches.most > registry.shape.replicas
+        if not shards and nodes == 1 and not self.across and not beyond:
             return
         world = registry.world_size
         group = self._ring_group = groups.create_control_group(NEIGHBOUR_GROUP)
         assert group is not None
-        self._capsules_only = not shards
-        if self._divided:
+        self._capsules_only = not shards and not self._anew
+        if self._anew:
             members = tuple(range(world))
             self._peers = self._ring = self._ring_for(registry.tensor_shards(), registry.rank, members, 0)
             return
@@ -168,21 +171,36 @@ class Copies:
             keep=self._outliving if self._keeper is not None and shards else None,
         )
 
+    @staticmethod
+    def _one_node_has_all(registry: Registry, on_risk: Callable[[str], None]) -> None:
+        """Of some state. Raises UnsupportedError at the launch; a layout that the job has changed to goes on so."""
+        text = f"an elastic job of {registry.shape.text} in which one node has all that there is of some state: copies "
+        if LAYOUT_ENV not in os.environ:
+            raise UnsupportedError(
+                f"{text}of it are not kept in such a job; have each replica on nodes of its own, as a mesh of "
+                "(replicate, shard) has it"
+            )
+        if registry.rank == 0:
+            on_risk(f"{text}of it are not kept as long as it has several replicas, and that node must not be lost")
+
     def _ring_for(
         self, shards: Sequence[Shard], place: int, members: Sequence[int], generation: int
     ) -> NeighbourCopies | None:
         """Neighbour copies among these ranks (as the job was launched) of a divided state, for the one at ``place``:
-        within those that stand at the same place in their replicas. None where there is one replica. They do not
-        outlive the job's processes: what they hold may be of another size than what the next launch has."""
+        within those that stand at the same place in their replicas. None where there is one replica, but that its ranks
+        keep each other's where another layout may need them (``across``). They do not outlive the job's processes: what
+        they hold may be of another size than what the next launch has."""
         shape = self._registry.shape
-        if self._ring_group is None or len(shape.by_replica(members)) == 1:
+        alone = len(shape.by_replica(members)) == 1
+        wanted = self.across and len(members) > 1 if alone else self._divided
+        if self._ring_group is None or not wanted:
             return None
         return NeighbourCopies(
             self._ring_group,
             place,
             len(members),
             shards,
-            destination=ring_among(members, shape).__getitem__,
+            destination=ring_among(members, None if alone else shape).__getitem__,
             capsule_name=lambda number: f"capsule@{members[number]}",
             generation=generation,
             on_kept=self._on_kept,
@@ -421,7 +439,7 @@ class Copies:
         rank, world = self._registry.rank, self._registry.world_size
         if self.checkpoint is not None:
             self.checkpoint.resize(rank, self._registry.shape.now(members))
-        if self._ring is not None and not self._divided:
+        if self._ring is not None and not self._anew:
             alone = world == 1
             self._peers, self._capsules_only = None if alone else self._ring, not alone
             if not alone:
@@ -519,7 +537,7 @@ class Copies:
     @property
     def _kept(self) -> UndoCopy | None:
         """Makes the copy that the node's snapshot process holds, too."""
-        return self._every_step if self._keeper is not None and not self._divided else None
+        return self._every_step if self._keeper is not None and not self._anew else None
 
     @property
     def _alone(self) -> list[UndoCopy]:

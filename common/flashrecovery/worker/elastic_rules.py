@@ -7,6 +7,7 @@ on how many there are, but who computes which micro-batch.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 
 import torch
@@ -14,6 +15,7 @@ import torch
 from flashrecovery import groups
 from flashrecovery.config import Settings
 from flashrecovery.errors import ConfigError, UnsupportedError
+from flashrecovery.runtime.environment import LAYOUT_ENV
 from flashrecovery.worker import agreement
 from flashrecovery.worker.registry import Registry
 
@@ -87,13 +89,14 @@ def _check_replicas(registry: Registry, settings: Settings) -> None:
         "which ranks make up the replicas of an elastic job", {"replicas": shape.replicas, "inner": shape.inner}
     )
     assert elastic is not None
-    if not elastic.min <= shape.replicas <= elastic.max:
-        raise ConfigError(
-            f"elastic = {elastic.text}: the job is launched with {registry.world_size} ranks, which are {shape.text}; "
-            "a launch with MIN to MAX replicas is allowed"
-        )
-    if elastic.max > shape.replicas:
-        _check_beyond(registry, elastic.max)
+    if LAYOUT_ENV not in os.environ:  # a changed layout has numbers of its own
+        if not elastic.min <= shape.replicas <= elastic.max:
+            raise ConfigError(
+                f"elastic = {elastic.text}: the job is launched with {registry.world_size} ranks, which are "
+                f"{shape.text}; a launch with MIN to MAX replicas is allowed"
+            )
+        if elastic.max > shape.replicas:
+            _check_beyond(registry, elastic.max)
     groups.refuse_partial(shape)
     stand = shape.stand(registry.rank)
     agreement.check_equal(

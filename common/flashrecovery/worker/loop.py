@@ -76,11 +76,11 @@ class Loop:
             worker, copies, self.sealing, self._touches, self._collectives, self._proving, self._stops
         )
         self._recoverer = Recoverer(worker, self)
-        self._elastic: ElasticRules | ReplanRules | None = None
+        self._rules: list[ElasticRules | ReplanRules] = []
         if worker.settings.elastic is not None:
-            self._elastic = ElasticRules(worker.registry)
-        elif worker.settings.replan is not None:
-            self._elastic = ReplanRules(worker.registry)
+            self._rules.append(ElasticRules(worker.registry))
+        if worker.settings.replan is not None:
+            self._rules.append(ReplanRules(worker.registry))
         self._published = False  # the version that is handed out; its own pre-step copy, too, where touched
         self._unsettled = False  # a version has come about and is not complete yet
         self._committed = False  # ... by a step
@@ -172,8 +172,8 @@ class Loop:
     def _commit(self) -> None:
         """Commit the step. What belongs to the new version may still change until it is handed out; see
         :meth:`settle`."""
-        if self._elastic is not None:
-            self._elastic.check_step(self._gate.version)
+        for rules in self._rules:
+            rules.check_step(self._gate.version)
         self._step.commit(outside=not self._own_calls)
         self._unsettled = self._committed = True
         self._published = False

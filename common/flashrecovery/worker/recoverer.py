@@ -22,6 +22,7 @@ from flashrecovery.parity_messages import decode_order, parity_message
 from flashrecovery.plan import Kind
 from flashrecovery.proto import flashrecovery_pb2 as pb
 from flashrecovery.redundancy.published import published
+from flashrecovery.runtime.environment import LAYOUT_ENV
 from flashrecovery.state.digest import shard_digests
 from flashrecovery.state.object_shard import ObjectShard
 from flashrecovery.state.shard import ShardSource
@@ -98,7 +99,8 @@ class Recoverer:
             self._loop.seal_start()
         self._loop.copies.take_over()
         worker.registry.remember_start()
-        if worker.settings.resume and worker.settings.checkpoint.dir is not None:
+        of_another_layout = worker.settings.elastic is not None and LAYOUT_ENV in os.environ
+        if worker.settings.resume and worker.settings.checkpoint.dir is not None and not of_another_layout:
             for version, path in published(worker.settings.checkpoint.dir):
                 saved = pb.CheckpointSaved(version=version, path=str(path), found=True)
                 worker.send(pb.FromWorker(checkpoint=saved))
@@ -250,7 +252,9 @@ class Recoverer:
         worker = self._worker
         worker.faults.hit("recovery:stashing", worker.gate.version)
         reply.stashed_bytes, alike = self._stashing().write(
-            stash, lambda item, version: self._source(item.kind, item.shard, version)
+            stash,
+            lambda item, version: self._source(item.kind, item.shard, version),
+            self._reshaping.replicas,
         )
         reply.sent_digests.update(alike)
 

@@ -134,6 +134,11 @@ class Reshaping:
         self.layout = tuple(members) if rank in members else ()  # beyond the launch: of no layout yet
         self._ready: _Ready | None = None
 
+    @property
+    def replicas(self) -> int:
+        """Among so many this rank's state is divided."""
+        return len(self._registry.shape.by_replica(self.layout))
+
     # -- make ready -------------------------------------------------------------------------------
 
     def make_ready(
@@ -148,6 +153,11 @@ class Reshaping:
         before, after = tuple(message.before), tuple(message.after)
         divisions = {number: d for number, a in enumerate(self._registry.adapters) if (d := a.division()) is not None}
         if not divisions:
+            if self._copies.across:
+                self._copies.make_ready(
+                    self._registry.tensor_shards(), version, generation, after.index(self._rank), after
+                )
+                self._ready = _Ready(after, version, [])
             return Moved(0, 0, 0), []
         number, shape = after.index(self._rank), self._registry.shape
         old, new = _Stand.of(shape, before, self._rank), _Stand.of(shape, after, self._rank)
@@ -232,7 +242,7 @@ class Reshaping:
             self.layout = ()
             return False
         divisions = [d for adapter in self._registry.adapters if (d := adapter.division()) is not None]
-        if not divisions:
+        if not divisions and not self._copies.across:
             return False
         self.drop()
         stand = _Stand.of(self._registry.shape, layout, self._rank)
@@ -241,14 +251,15 @@ class Reshaping:
         self._registry.divided_otherwise(layout)
         self._copies.begin_divided(self._registry.tensor_shards(), layout.index(self._rank), layout)
         self.layout = layout
-        return True
+        return bool(divisions)
 
     # -- put in place, or drop --------------------------------------------------------------------
 
     def say(self, reply: pb.Reply) -> None:
         """How this rank's state is divided, and for whom it is ready; nothing if none is divided, or this rank has no
         part of it."""
-        if self.layout and any(adapter.division() is not None for adapter in self._registry.adapters):
+        divided = any(adapter.division() is not None for adapter in self._registry.adapters)
+        if self.layout and (divided or self._copies.across):
             reply.layout.extend(self.layout)
             reply.ready.extend(self._ready.members if self._ready is not None else ())
 

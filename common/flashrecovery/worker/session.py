@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 
 from flashrecovery.capabilities import untested
@@ -12,6 +13,7 @@ from flashrecovery.kinds import NoticeKind
 from flashrecovery.proto import flashrecovery_pb2 as pb
 from flashrecovery.redundancy import checkpoint
 from flashrecovery.runtime import naming
+from flashrecovery.runtime.environment import LAYOUT_ENV
 from flashrecovery.worker import elastic_rules
 from flashrecovery.worker.copies import Copies
 from flashrecovery.worker.data import DataStream
@@ -77,7 +79,9 @@ class Session:
         if self._loop is not None:
             raise RegistrationError("recovery.elastic_batches() after the first step; call it before")
         batches.before_fetch = self._at_data
-        batches.most = 0 if self.settings.elastic is None else self.settings.elastic.max
+        elastic = self.settings.elastic
+        if elastic is not None and LAYOUT_ENV not in os.environ:  # a changed layout has as many as it begins with
+            batches.most = elastic.max
         self.registry.batches = batches
 
     def at_script_end(self, callback: Callable[[], None]) -> None:
@@ -109,7 +113,7 @@ class Session:
         own = find_own_objects(registry)
         if self.settings.elastic is not None:
             elastic_rules.check_start(registry, self.settings, own, single_calls=num_steps is None)
-        if self.settings.replan is not None:
+        if self.settings.replan is not None:  # after check_start(), which finds the replicas
             worker.stashing = Stashing(registry, self.settings, own, single_calls=num_steps is None)
         registry.habits.own = sorted({*registry.habits.own, *own})
         worker.tell_own(own)

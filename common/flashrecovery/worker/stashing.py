@@ -10,14 +10,16 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from flashrecovery import groups
 from flashrecovery.config import Settings
 from flashrecovery.errors import RestoreError, UnsupportedError
 from flashrecovery.logical import LogicalState
-from flashrecovery.plan.logical import Description, ShardParts
+from flashrecovery.plan.logical import Description, DividedParts, ShardParts, divided_description
 from flashrecovery.plan.replan import LayoutFacts, fixed
+from flashrecovery.plan.rules import from_plain, to_plain
 from flashrecovery.proto import flashrecovery_pb2 as pb
 from flashrecovery.redundancy.stash import Stash, write
 from flashrecovery.runtime.environment import STASH_ENV
@@ -67,6 +69,8 @@ class Stashing:
         self._state: LogicalState = states[0]
         self.facts = self._gather_facts()
         self._described = self._gather()
+        self._divided = self._gather_divided()
+        self._in_size: dict[int, Description] = {}
 
     def _gather_facts(self) -> LayoutFacts:
         batches = self._registry.batches
@@ -89,11 +93,45 @@ class Stashing:
                 raise UnsupportedError(f"another parallel layout: ranks say different things of shard {name!r}")
         return found
 
+    def _gather_divided(self) -> tuple[DividedParts, ...]:
+        """Of all places in a replica, what is divided among the replicas, and how: in another number of them the shards
+        have other names, and what copies are of that a rank keeps, nobody else may be there to tell."""
+        wholes = self._state.divided()
+        mine: list[str] = []
+        for division in [d for a in self._registry.adapters if (d := a.division()) is not None]:
+            rules = division.rules(division.describe())
+            if rules is None:
+                raise UnsupportedError("another parallel layout of an elastic job whose state is divided without rules")
+            for rule in [rule for rule in rules if not rule.of_optimizer]:
+                mine.append(codec.dumps((to_plain([rule]), wholes[rule.name].plain())).hex())
+        found = []
+        for text in agreement.union(mine):
+            (table, rows), whole = codec.loads(bytes.fromhex(text))
+            (rule,) = from_plain(table, rows)
+            found.append(DividedParts(rule, ShardParts.from_plain(whole)))
+        computed = divided_description(found, self._registry.shape.replicas) if found else {}
+        odd = sorted(name for name, parts in computed.items() if _in_order(self._described.get(name)) != parts)
+        if odd:
+            raise UnsupportedError(
+                f"another parallel layout of an elastic job in which shard {odd[0]!r} does not lie as it is computed "
+                "for other numbers of replicas"
+            )
+        return tuple(found)
+
+    def _in(self, replicas: int) -> Description:
+        """Of all shards in so many replicas."""
+        if not self._divided:
+            return self._described
+        if replicas not in self._in_size:
+            self._in_size = {replicas: {**self._described, **divided_description(self._divided, replicas)}}
+        return self._in_size[replicas]
+
     def write(
-        self, stash: pb.Stash, source: Callable[[pb.StashItem, int], ShardSource]
+        self, stash: pb.Stash, source: Callable[[pb.StashItem, int], ShardSource], replicas: int
     ) -> tuple[int, Mapping[str, str]]:
-        """Write what this rank was told to. ``source``: gives a shard's content. Returns how many bytes of tensors, and
-        digests of what all ranks should have alike that have it: those of the new layout get one rank's.
+        """Write what this rank was told to. ``source``: gives a shard's content. ``replicas``: among so many state is
+        divided. Returns how many bytes of tensors, and digests of what all ranks should have alike that have it: those
+        of the new layout get one rank's.
 
         Raises RestoreError.
         """
@@ -101,7 +139,7 @@ class Stashing:
         sources = (source(item, stash.version) for item in stash.items)
         directory = self._directory(stash.directory)
         try:
-            written = write(directory, self._registry.rank, stash.version, sources, self._described, common)
+            written = write(directory, self._registry.rank, stash.version, sources, self._in(replicas), common)
         except OSError as e:
             raise RestoreError(f"the state cannot be written to {directory}: {e.strerror}") from e
         objects = codec.loads(common)["digests"] if common else {}
@@ -127,6 +165,11 @@ class Stashing:
     @staticmethod
     def _directory(name: str) -> Path:
         return Path(os.environ[STASH_ENV]) / name
+
+
+def _in_order(found: ShardParts | None) -> ShardParts | None:
+    """The same, as it lies."""
+    return None if found is None else replace(found, parts=tuple(sorted(found.parts, key=lambda part: part.begin)))
 
 
 class ReplanRules:

@@ -31,8 +31,22 @@ class JustHandedOver(HandoffWorld):
         self.collect()
 
     def answer(self, rank: int, command: pb.Command) -> None:
-        self.copied = self.copies_there or self.machine.job.ranks[rank].home != "spare"
+        home = self.machine.job.ranks[rank].home if rank in self.machine.job.ranks else ""
+        if home == "extra" and command.HasField("replace"):
+            self._fill(rank, command)
+            return
+        self.copied = self.copies_there or home not in ("spare", "extra")
         super().answer(rank, command)
+
+    def _fill(self, rank: int, command: pb.Command) -> None:
+        """By a process that finds nothing on its node."""
+        self.next_pid += 1
+        self.pids[rank], self.version[rank] = self.next_pid, -1
+        started = pb.WorkerStarted(rank=rank, generation=command.generation, pid=self.next_pid)
+        self.machine.on_started(started, "extra", "host")
+        needs = [pb.ShardNeed(name=name, nbytes=10) for name in ("param/w", "common", f"capsule@{rank}")]
+        joined = pb.Joined(rank=rank, generation=command.generation, steps=self.steps, needs=needs)
+        self.machine.on_joined(joined, self.now, "extra")
 
     def train(self) -> bool:
         going = super().train()

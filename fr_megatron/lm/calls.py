@@ -86,7 +86,16 @@ class ProtectedLoop:
 
     def _call(self, kind: str, body: Callable[[], Any], skipped: Callable[[], Any]) -> Any:
         """One call of the core; ``body`` alone before the first step (that is set-up)."""
-        return self._recovery.call(kind, body, skipped=skipped, loop=self._loop) if self._started else body()
+        if not self._started:
+            return body()
+        return self._recovery.call(kind, body, skipped=skipped, loop=self._loop, ahead=self._skips_ahead)
+
+    @property
+    def _skips_ahead(self) -> bool:
+        """Whether a process can skip calls before it knows what the others have got in them. With a loss scale, which
+        steps overflowed decides what is called."""
+        scaled = self._args.fp16 or self._args.loss_scale is not None
+        return not scaled and self._elastic is None
 
     def train_step(self, forward_step_func: Any, data_iterator: Any, *args: Any, **kwargs: Any) -> Any:
         loop, iteration = self._loop, self._args.curr_iteration

@@ -182,6 +182,22 @@ def test_drained(calls: Calls, net: Network, tmp_path: Path, reference: Referenc
     check_same(ended, reference(calls), printed=calls.printed)
 
 
+LONG = lm("long", nproc=2, steps=1500, step_ms=0)
+
+
+@each(LONG)
+def test_drained_after_many_calls(calls: Calls, net: Network, tmp_path: Path, reference: Reference) -> None:
+    """The new processes skip them before the pause, which takes no longer than in a short job."""
+    job = calls.start(net, tmp_path / "run")
+    job.wait_for_step(900, timeout_s=240)
+    first, left, _ = net.hosts
+    assert told_to_leave(job, left) == ""
+    job.wait_for_notice("node_left", timeout_s=120)
+    ended = job.wait(PATIENCE_S, of=[first])
+    check_handed_over(ended, left)
+    check_same(ended, reference(calls), printed=calls.printed)
+
+
 @each(PLAIN)
 def test_its_agent_is_told_to_end(calls: Calls, net: Network, tmp_path: Path, reference: Reference) -> None:
     job = calls.start(net, tmp_path / "run")

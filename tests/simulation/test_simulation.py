@@ -305,6 +305,15 @@ def test_a_controller_that_gathers_gives_no_word_after_a_standstill() -> None:
     assert violation is not None and violation.law == "given away"
 
 
+def test_what_was_lent_without_a_controller_ends_in_time_for_the_next_one() -> None:
+    """A node has found its controller dead, comes to another one, and stands still then."""
+    with quiet(), simulated():
+        assert run(draw_elastic(5235, several=True)).violation is None
+    with quiet(), simulated(), patch.object(Hearing, "registers", lambda self: None):
+        violation = run(draw_elastic(5235, several=True)).violation
+    assert violation is not None and violation.law == "given away"
+
+
 def test_a_job_whose_node_has_left_for_good_and_whose_other_one_is_started_anew_ends() -> None:
     with quiet(), simulated():
         outcome = run(draw_elastic(5069))

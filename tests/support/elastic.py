@@ -98,13 +98,31 @@ def check_goes_on_alike(job: Job, other: Job, step: int, size: int, end: int = S
     assert mine.ends == theirs.ends and set(mine.ends) == set(range(size)), why
 
 
+def completed_without(events: Sequence[Mapping[str, Any]]) -> set[tuple[int, int, int]]:
+    """Steps that the others have completed without a victim: step, the number in the group of whoever fills its rank
+    now, and size. It died when it had the gradients of all, so nobody has printed the victim's line."""
+    found: set[tuple[int, int, int]] = set()
+    members: list[int] = []
+    for event in events:
+        if event["event"] == "job_started":
+            members = list(range(event["world_size"]))
+        elif event["event"] == "job_resized":
+            members = event["ranks"]
+        elif event["event"] == "recovery_finished":
+            stays = [victim for victim in event["victims"] if victim in members]
+            found |= {(event["resume_step"] - 1, members.index(victim), len(members)) for victim in stays}
+    return found
+
+
 def check_steps_alike(job: Job, other: Job, step: int, until: int, size: int) -> None:
     """From ``step`` until before ``until`` both jobs are of this size, and have the same bits on every rank."""
-    mine, theirs = Course.of(job), Course.of(other)
+    mine, theirs, unprinted = Course.of(job), Course.of(other), completed_without(job.events)
     why = f"{job.explain()}\n--- the other\n{other.explain()}"
     for number in range(step, until):
         for rank in range(size):
             losses = mine.losses[number, rank, size]
+            if not losses and (number, rank, size) in unprinted:
+                continue  # all others have printed theirs, and the state that came of it is compared below
             assert len(losses) == 1, f"step {number}, rank {rank}: {losses}\n{why}"
             assert losses == theirs.losses[number, rank, size], f"step {number}, rank {rank}\n{why}"
         states = mine.states[number + 1, size]

@@ -6,8 +6,12 @@ from collections.abc import Callable
 from types import FrameType, SimpleNamespace
 from typing import Any
 
+import pytest
+
+from flashrecovery.errors import RegistrationError
 from flashrecovery.worker.calls import Calls
 from flashrecovery.worker.overhead import Overhead
+from flashrecovery.worker.skipping import Ahead
 
 
 class FakeSession:
@@ -19,10 +23,13 @@ class FakeSession:
         self.pauses: list[int] = []
         self.overhead = Overhead()
         self.back_to: int | None = None
+        self.ahead = Ahead()
+        self.opened = 0
 
     def at_script_end(self, callback: Callable[[], None]) -> None: ...
 
     def open(self, num_steps: int | None) -> FakeSession:
+        self.opened += 1
         return self
 
     def settle(self) -> None: ...
@@ -154,3 +161,68 @@ def test_a_rank_that_has_left_does_not_wait_for_the_end() -> None:
     calls.run("train", lambda: 1, lambda: 0)
     session.left = True
     calls._finish()
+
+
+class BesideTraining:
+    """A script in a process that is built up beside a job that has ``reached`` calls behind it."""
+
+    def __init__(self, reached: int, *, until: float = float("inf"), version: int = 0) -> None:
+        self.session = FakeSession(version)
+        self.session.ahead = Ahead(reached, until)
+        self.calls, self.loop = Calls(self.session), Total()  # type: ignore[arg-type]
+        self.made: list[int] = []
+        self.skipped: list[tuple[int, int]] = []
+        """Of each skipped call: its number, and how often the loop had been opened."""
+
+    def run(self, calls: int, *, ahead: bool = True) -> None:
+        for number in range(calls):
+            self.calls.run(
+                "train",
+                lambda n=number: self.made.append(n),  # type: ignore[misc]
+                lambda n=number: self.skipped.append((n, self.session.opened)),  # type: ignore[misc]
+                self.loop,
+                ahead=ahead,
+            )
+
+
+def test_what_others_have_behind_them_is_skipped_before_the_first_step() -> None:
+    """And what they have done meanwhile after it. The script gets what belongs to its last skipped call."""
+    script = BesideTraining(1000, version=1010)
+    script.run(1012)
+    before = [number for number, opened in script.skipped if not opened]
+    assert before == list(range(996)) and [number for number, _ in script.skipped] == list(range(1010))
+    assert script.made == [1010, 1011] and script.loop.resumed == 1 and script.session.opened == 1
+
+
+@pytest.mark.parametrize("version", [997, 1000])
+def test_the_others_may_go_back_by_some_versions(version: int) -> None:
+    script = BesideTraining(1000, version=version)
+    script.run(1001)
+    assert script.made[0] == version and script.loop.resumed == 1
+
+
+@pytest.mark.parametrize("version", [5, 996])
+def test_one_that_has_skipped_too_much_ends(version: int) -> None:
+    """The others have gone back to a checkpoint: it has not got what it would have to do again."""
+    script = BesideTraining(1000, version=version)
+    with pytest.raises(RegistrationError, match="996 were skipped"):
+        script.run(1001)
+    assert not script.made
+
+
+def test_it_is_there_in_time_all_the_same() -> None:
+    script = BesideTraining(1000, until=0.0, version=1000)
+    script.run(1000)
+    assert {opened for _, opened in script.skipped} == {1} and len(script.skipped) == 1000
+
+
+def test_a_call_whose_result_comes_from_the_others_waits_for_them() -> None:
+    script = BesideTraining(1000, version=1000)
+    script.run(1000, ahead=False)
+    assert script.skipped[0] == (0, 1)
+
+
+def test_a_process_at_the_launch_skips_nothing() -> None:
+    script = BesideTraining(0)
+    script.run(3)
+    assert script.made == [0, 1, 2] and not script.skipped

@@ -252,6 +252,30 @@ def test_a_replica_is_waited_for_whose_healthy_rank_alone_has_its_part() -> None
     assert world.run() is State.FINISHED and not world.resized() and not world.odd
 
 
+def test_a_replica_does_not_leave_with_what_a_later_victim_had() -> None:
+    """Rank 2 has lost its node, and its replica is about to leave. Rank 3 keeps the copies of what rank 1 has alone,
+    which dies then and is filled again: rank 3 stays, and a node is waited for."""
+    world = launched(NEIGHBOURS, replace="auto", single=True)
+    world.lose_node_of(2)
+    assert list(world.machine.job.ranks) == [0, 1, 3, 4, 5]
+    world.kill(1)
+    while world.inbox:
+        assert world.step()
+    assert world.machine.job.state is not State.FAILED, world.machine.job.failure_reason
+    assert list(world.machine.job.ranks) == list(range(6)) and not world.resized()
+    world.join("node9")
+    world.go_on()
+    assert world.run() is State.FINISHED and not world.resized() and not world.odd
+
+
+def test_a_replica_leaves_if_a_later_victim_had_nothing_that_it_keeps() -> None:
+    world = launched(ReplicaShape(4, 2), replace="auto", single=True)
+    world.lose_node_of(2)
+    world.kill(7)  # whose copies rank 1 keeps, and which keeps those of rank 5
+    assert world.run() is State.FINISHED and not world.odd
+    assert world.resized() == [(4, 3, [2, 3], [])]
+
+
 @pytest.mark.parametrize("shape", [NEIGHBOURS, APART, ReplicaShape(4, 2), ReplicaShape(2, 2)], ids=str)
 @pytest.mark.parametrize("seed", range(12))
 def test_parts_are_where_they_are_looked_for(shape: ReplicaShape, seed: int) -> None:

@@ -354,6 +354,38 @@ def test_a_new_controller_learns_who_has_left() -> None:
     assert world.machine.job.state is State.RUNNING and world.machine.job.all_in(Place.RUNNING)
 
 
+@pytest.mark.parametrize("commanded", [False, True])
+def test_a_new_controller_says_a_size_that_it_has_found_no_more(commanded: bool) -> None:
+    """The one before has said it. What changes under this one it says, from the size that it has found."""
+    world, fields = World(4, elastic={"min": 2, "max": 4}), {"node": "n", "host": "h", "slots": 4, "incarnation": "i"}
+    register = pb.Register(**fields, generation=1, stride=1, members=[0, 2, 3], regrouped=1)  # type: ignore[arg-type]
+    for rank in (0, 2, 3):
+        worker = pb.WorkerState(rank=rank, pid=rank + 1, resumed=True, stepping=True)
+        worker.joined.CopyFrom(pb.Joined(rank=rank, steps=9))
+        register.workers.append(worker)
+    world.machine.on_register(register, 0.0)
+    job = world.machine.job
+    resizing = world.machine._resizing
+    if commanded:
+        resizing._depart(3, grace_s=0.0)
+    assert resizing.tell(7) is commanded
+    world.collect()
+    said = [(e.before, e.replicas, e.left) for e in world.of(ev.JobResized)]  # type: ignore[attr-defined]
+    assert said == ([(3, 2, [3])] if commanded else []) and len(job.ranks) == (2 if commanded else 3)
+
+
+def test_a_new_controller_says_a_size_that_it_has_found_if_the_one_before_may_have_said_another() -> None:
+    """A recovery had begun, and nobody here has heard with how many ranks it was to go on."""
+    world, fields = World(4, elastic={"min": 2, "max": 4}), {"node": "n", "host": "h", "slots": 4, "incarnation": "i"}
+    register = pb.Register(**fields, generation=2, stride=1, members=[0, 2, 3], regrouped=1)  # type: ignore[arg-type]
+    for rank in (0, 2, 3):
+        worker = pb.WorkerState(rank=rank, pid=rank + 1, resumed=True)
+        worker.joined.CopyFrom(pb.Joined(rank=rank, steps=9))
+        register.workers.append(worker)
+    world.machine.on_register(register, 0.0)
+    assert world.machine._resizing.tell(7)
+
+
 def test_a_new_controller_hears_from_a_rank_that_has_not_heard_that_it_left() -> None:
     def register(node: str, ranks: list[int], members: list[int], generation: int) -> pb.Register:
         fields = {"node": node, "host": node, "slots": 2, "incarnation": node, "stride": 2, "peer_port": 1}

@@ -287,6 +287,27 @@ def test_an_answer_that_was_long_on_its_way_restores_nothing(tmp_path: Path) -> 
     play(tmp_path, act)
 
 
+def test_before_a_controller_hears_of_a_node_its_workers_time_has_become_shorter(tmp_path: Path) -> None:
+    async def act(scene: Scene) -> None:
+        await scene.until(scene.by_datagram)
+        session, register = scene.session, scene.service.machine.on_register
+        left: list[float] = []
+
+        def on_register(message: pb.Register, now: float) -> None:
+            left.append(scene.agent.lent_until - lease_clock())
+            register(message, now)
+
+        session._hearing.excused_until = lease_clock() + 60.0
+        session._lookout.lend()
+        assert scene.agent.lent_until > lease_clock() + 50.0
+        scene.service.machine.on_register = on_register  # type: ignore[method-assign, assignment]
+        session.drop()
+        await scene.until(lambda: bool(left))
+        assert left[0] <= works_for_s(session._limits.node_silence_s)
+
+    play(tmp_path, act)
+
+
 def test_what_a_node_passes_on_for_another_one_is_answered_by_the_controller(tmp_path: Path) -> None:
     async def act(scene: Scene) -> None:
         await scene.until(scene.by_datagram)

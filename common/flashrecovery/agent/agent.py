@@ -70,6 +70,7 @@ class Agent:
         self._attempt = 0
         self._domains: tuple[int, ...] = ()
         self._members: tuple[int, ...] = ()
+        self._regrouped = 0  # the generation in which they have been named last
         self._ended_by: str | None = None
         self._hears = False
         self._departs_for = ""
@@ -183,6 +184,7 @@ class Agent:
         message.layout = self._layout
         message.command.extend(self._command)
         message.members.extend(self._members)
+        message.regrouped = self._regrouped
         message.settings.update(self._config.shared())
         members = [p for p in self._ranks.values() if not (p.beside or self._is_of_another_layout(p))]
         known = [p for p in members if p.exited or not (p.dead or p.failed or p.returncode == 0)]
@@ -266,7 +268,7 @@ class Agent:
         self._processes.dismiss()
         self._heartbeats.resumed(None)
         self._identity = self._identity.anew()
-        self._members = ()  # who belongs to the job now, this node has not heard
+        self._members, self._regrouped = (), 0  # who belongs to the job now, this node has not heard
 
     def handle(self, command: pb.Command) -> None:
         """Carry out or relay one command of the controller."""
@@ -307,6 +309,7 @@ class Agent:
 
     def _on_regroup(self, command: pb.Command) -> None:
         before, self._members = self._members, tuple(command.regroup.members)
+        self._regrouped = command.generation
         if before != self._members:
             self._spread_setup_logs()  # also those of ranks that have left
         process = self._ranks.get(command.rank)

@@ -16,7 +16,8 @@ class Hearing:
     Attributes:
         heard_at: when the newest heartbeat was sent that a controller has answered.
         missed_since: since when none was answered, by CLOCK_MONOTONIC, so that a suspended host gives up no sooner.
-        excused_until: until then the workers may go on without an answer, because of what other agents have said.
+        excused_until: until then the workers may go on without an answer, because of what other agents have said
+            (:meth:`excuse`).
         stood_still: the agent did not run for so long that its ranks may have been given away, and nothing has been
             heard since then that says otherwise.
     """
@@ -24,7 +25,7 @@ class Hearing:
     def __init__(self, limits: Timeouts) -> None:
         self._limits = limits
         self.excused_until = float("-inf")
-        self._vouched_at = float("-inf")
+        self._vouched_at = self._registered_at = float("-inf")
         self._awake_at = lease_clock()
         self.stood_still = False
         self.begin()
@@ -57,6 +58,22 @@ class Hearing:
     def answered(self, when: float) -> None:
         """As :meth:`heard`, by a controller that has taken this node's ranks away."""
         self.heard_at, self.missed_since = max(self.heard_at, when), time.monotonic()
+
+    def excuse(self, asked_at: float, seconds: float) -> None:
+        """What others have answered to questions of ``asked_at`` lets the workers go on for so long after that."""
+        self.excused_until = asked_at + seconds
+        if asked_at <= self._registered_at:  # it says nothing of the controller to which this node has come since
+            self._end_excuse()
+
+    def registers(self) -> None:
+        """This node is about to come to a controller. That one knows nothing of what was lent without any: it counts
+        this node's silence from now on, and gives the ranks away after that."""
+        self._registered_at = lease_clock()
+        self._end_excuse()
+
+    def _end_excuse(self) -> None:
+        until = self._registered_at + works_for_s(self._limits.node_silence_s)
+        self.excused_until = min(self.excused_until, until)
 
     def vouched(self, asked_at: float, now: float, *, found: bool) -> bool:
         """Other agents were asked at ``asked_at`` to tell the controller that this node lives. ``found``: one of them

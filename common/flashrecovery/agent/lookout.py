@@ -128,6 +128,11 @@ class Lookout:
         self._lost_at = None
         self._hearing.begin()
 
+    def registers(self) -> None:
+        """This node is about to come to a controller: the workers' time is made to end in time for that one."""
+        self._hearing.registers()
+        self.lend()
+
     def lend(self) -> None:
         """Tell the workers how long they may begin to change their state, whatever becomes of this agent."""
         if self._alone or not self._connection.joined:
@@ -169,7 +174,7 @@ class Lookout:
             if now_is is not self.standing:
                 log.warning("the controller has not been heard for %.2f s: %s", self._hearing.silent_s, now_is.value)
                 self.standing = now_is
-            self._hearing.excused_until = asked_at + self._excused_s(now_is, seen)
+            self._hearing.excuse(asked_at, self._excused_s(now_is, seen))
             self.lend()
             if now_is is Standing.CUT_OFF:
                 self._agent.halt()

@@ -186,6 +186,7 @@ class ProcessManager:
             env=env,
             log_path=str(log),
             detached=replace.detached,
+            ahead=replace.ahead,
         )
         process.send(pb.ToWorker(assign=assign))
         started = pb.WorkerStarted(

@@ -263,6 +263,7 @@ class ControllerSession:
         """Send this agent's messages, for as long as the connection holds."""
         try:
             register = self._agent.register()
+            self._lookout.registers()
             await call.write(pb.AgentMessage(register=register, sent_at=lease_clock()))
             async with aclosing(self._link.outgoing()) as messages:
                 async for message in messages:

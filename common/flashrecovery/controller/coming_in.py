@@ -76,7 +76,8 @@ class ComingIn:
             job.newcomers.clear()  # their processes end with all others
             return False
         if job.state is State.STARTING:
-            self.relieved.let_go()
+            for record in self.relieved.let_go():
+                job.tell_to_leave(record.rank, record.home)
         if job.newcomers and job.state is State.RUNNING and self.in_last_step:
             give_up_all(job, "ranks have taken their last step")
         self.newcomers.give_up_late(now)

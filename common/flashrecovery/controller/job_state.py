@@ -69,6 +69,7 @@ class JobState:
             it at once.
         unsure: a controller before this one may have been in the middle of a change of the layout.
         departed: ranks of the layout that have left the job, and what they needed.
+        told_size: of how many ranks the job consists, as was told last, here or by a controller before this one.
         world: ranks of a job that has changed its parallel layout; 0: those of the launch.
         plan: that parallel layout, as tp=1,pp=2,dp=1; "": that of the launch.
         replans: how often it has changed.
@@ -122,6 +123,7 @@ class JobState:
     layout: tuple[int, ...] = ()
     unsure: bool = False
     departed: dict[int, dict[str, int]] = field(default_factory=dict)
+    told_size: int = 0
     world: int = 0
     plan: str = ""
     replans: int = 0
@@ -138,6 +140,7 @@ class JobState:
         self.ranks = {r: RankRecord(r, self.places) for r in range(self.config.world_size)}
         self.in_order = list(self.ranks.values())
         self.layout = tuple(self.ranks)
+        self.told_size = len(self.ranks)
 
     def take_actions(self) -> list[Action]:
         """What is to be done because of the events so far, in order."""
@@ -239,6 +242,7 @@ class JobState:
             self.ranks[record.rank] = record
         self.in_order = list(self.ranks.values())
         self.plan, self.world, self.replans = plan, len(self.ranks), self.replans + 1
+        self.told_size = self.world
         self.begin_attempt()
         self.layout, self.departed = tuple(self.ranks), {}
         self._homes, self._ranks_of, self.confirmed = [], {}, 0

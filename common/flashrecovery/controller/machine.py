@@ -153,6 +153,7 @@ class Machine:
         self.job.blame(name, FailureKind.NODE_LOST, evidence)
         self.handoff.on_node_lost(name)
         self._coming.relieved.on_node_lost(name)
+        self._resizing.last_resort.on_node_lost(name)
         self._newcomers.on_node_lost(name)
         for record in self.job.ranks.values():
             record.page_on = "" if record.page_on == name else record.page_on
@@ -271,7 +272,7 @@ class Machine:
 
     def on_failure(self, message: pb.Failure, now: float, node: str = "") -> None:
         """The process of a rank is dead, hung, or cannot go on."""
-        if self._newcomers.on_failure(message, node) or self._coming.relieved.on_ended(message, node):
+        if self._newcomers.on_failure(message, node) or self._resizing.given_up_ended(message, node):
             return
         self._on_failures([message], now, node)
 
@@ -453,7 +454,7 @@ class Machine:
 
     def on_exited(self, message: pb.Exited, now: float, node: str = "") -> None:
         """A process ended with code 0."""
-        if self._newcomers.on_exited(message, node) or self._coming.relieved.on_ended(message, node):
+        if self._newcomers.on_exited(message, node) or self._resizing.given_up_ended(message, node):
             return
         record = self.job.ranks.get(message.rank)
         if record is not None and node not in ("", record.home):
@@ -515,6 +516,8 @@ class Machine:
         """Look at the deadlines; call a few times a second."""
         if self.job.state in (State.FAILED, State.FINISHED):
             self.job.homeless_since = None  # nobody is waited for any more
+        if self.job.state is State.STARTING:
+            self._resizing.last_resort.let_go()
         if self.job.retry_at is not None and now >= self.job.retry_at:
             self._steps.retry(now)
         self.takeover.take_over_if_late(now)

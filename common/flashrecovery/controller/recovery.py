@@ -198,6 +198,8 @@ class RecoverySteps:
                 record.vacate()
                 self._staffing.fill(record, now, detached=True)
         nothing = not self.survivors() and self._job.checkpoint is None and not self._in_snapshots()
+        if nothing and self._with_those_who_left(now):
+            return
         if nothing and self._replanning.restored_from() is None:
             why = f"no survivor holds any state and there is no checkpoint; the last failure: {self._job.last_failure}"
             self._nothing_to_go_on_from(why, now)
@@ -304,14 +306,22 @@ class RecoverySteps:
             take_on_parts(self._job.in_order, self._job.layout)
         if self._replanning.under_way and self._lay_out(now):
             return
+        back = self._resizing.take_back_needed()
+        if back:
+            self.enter("retry", now, back)
+            return
         self._resizing.dissolve_replicas()
         try:
             decision = self._decision()
+            if decision.checkpoint and self._with_those_who_left(now):
+                return
             if self._replanning.begin(decision, now):
                 return
             if self._resizing.leave_at(decision.round.version, on_disk=bool(decision.checkpoint)):
                 decision = self._decision()
         except JobFailedError as e:
+            if self._with_those_who_left(now):
+                return
             if not self._replanning.begin(e, now):
                 self._nothing_to_go_on_from(str(e), now)
             return
@@ -340,6 +350,14 @@ class RecoverySteps:
             return self._replanning.begin(self._decision(), now)
         except JobFailedError:
             return False  # which may be for the want of something that is nobody's but theirs
+
+    def _with_those_who_left(self, now: float) -> bool:
+        """There is no version of which those who go on have everything. If processes are still there that were given
+        up, all begin again with them."""
+        if not self._resizing.take_back_last():
+            return False
+        self.enter("retry", now)
+        return True
 
     @property
     def _as_launched(self) -> bool:
@@ -481,6 +499,7 @@ class RecoverySteps:
         recovery = self._job.recovery
         if recovery is not None and self._all_have_gone_on(recovery.resume_step):
             recovery.finish(now)
+            self._resizing.all_have_gone_on()
             anew = self._replanning.restored_from() is not None
             self._recovered()
             self._job.history.append(recovery)

@@ -2,7 +2,8 @@
 
 A hand-off is no loss: the process on the node that is to leave lives, and what only it has (its random numbers, its
 place in the data) is there until the new one has got it. So it stays, stopped, and takes no part; and if anything fails
-before the new processes are restored, it takes its rank back, as if nobody had come. It ends when they go on.
+before the new processes are restored, it takes its rank back, as if nobody had come. What becomes of it then:
+:mod:`.last_resort`.
 """
 
 from __future__ import annotations
@@ -24,11 +25,11 @@ class Relieved:
         """Another process is about to fill its rank."""
         self._old[record.rank] = record
 
-    def let_go(self) -> None:
-        """The others have all that they need."""
-        for rank, record in self._old.items():
-            self._job.tell_to_leave(rank, record.home)
+    def let_go(self) -> list[RankRecord]:
+        """The others have all that they need. Returns those that were relieved, whose processes are still there."""
+        old = list(self._old.values())
         self._old.clear()
+        return old
 
     def take_back(self) -> list[int]:
         """The others have not got everything: those who live have their ranks again. Returns these ranks."""

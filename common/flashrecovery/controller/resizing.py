@@ -10,19 +10,20 @@ a victim follows. So it is where the job grows (:mod:`.growing`).
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from flashrecovery import events as ev
 from flashrecovery.controller.coming_in import ComingIn
-from flashrecovery.controller.custody import choose_leaving, of_their_own
+from flashrecovery.controller.custody import choose_leaving, divided, of_their_own
 from flashrecovery.controller.gathering import Gathering
 from flashrecovery.controller.growing import Growing
 from flashrecovery.controller.job_state import JobState
+from flashrecovery.controller.last_resort import LastResort
 from flashrecovery.controller.losses import allowed_sizes, leaving_without, left_of_replicas, never_replaced
 from flashrecovery.controller.newcomers import give_up_all
-from flashrecovery.controller.records import BUILT_UP
-from flashrecovery.controller.restore import Decision
+from flashrecovery.controller.records import BUILT_UP, Place, RankRecord
+from flashrecovery.controller.restore import Decision, decide
 from flashrecovery.errors import JobFailedError
 from flashrecovery.kinds import NoticeKind
 from flashrecovery.plan.transitions import State
@@ -57,23 +58,28 @@ class Resizing:
         self._coming = coming
         self._growing = growing
         self._wish: Wish | None = None
-        self._size = len(job.ranks)  # in ranks, as was told last, of ..
-        self._plan = job.plan  # .. this layout
-        self._left: list[int] = []  # since then
+        self._left: list[int] = []  # since the size was told last
         self._came: list[int] = []  # since then
         self._other_processes = False  # since then; the same ranks are filled by others
         self._tries = 0  # to carry out what somebody has commanded
         self._waiting = Gathering()  # for those who are to leave
         self._put_aside: Wish | None = None  # until no node is to leave any more
+        self._gone: dict[int, RankRecord] = {}  # that have lost their processes and left, since then
+        self._awaited: set[int] = set()  # they have been taken back since then, and must not leave again
+        self._carried_out: Wish | None = None  # and those who leave because of it are still there
+        self.last_resort = LastResort(job)
+        self._returned = 0  # times that some of these were taken back, in one recovery
         coming.otherwise = self._standing
 
     # -- a loss -----------------------------------------------------------------------------------
 
     def lose(self, lost: Collection[int]) -> bool:
         """These ranks have no process, and get none. Returns whether the job goes on without them."""
+        if not self._awaited.isdisjoint(lost):
+            return False
         ranks = leaving_without(self._job, lost)
         for rank in ranks:
-            self._depart(rank, grace_s=0.0)
+            self._gone[rank] = self._depart(rank, grace_s=0.0)
         if ranks:
             for rank in left_of_replicas(self._job):
                 if self._job.ranks[rank].place in BUILT_UP:
@@ -86,6 +92,39 @@ class Resizing:
         for rank in ranks:
             self._depart(rank, grace_s=self._job.config.timeouts.fence_s)
         return bool(ranks)
+
+    def take_back_needed(self) -> list[int]:
+        """All ranks are stopped. Some are about to leave because a rank of their replica has, for which there is no
+        node; and since then somebody has died whose part nobody has but them. Then the lost ranks belong to the job
+        again, and a node is waited for. Returns these ranks. (With a checkpoint none: the job goes back to that.)"""
+        job = self._job
+        useless = set(left_of_replicas(job))
+        lost = [rank for rank in self._gone if job.shape.replica(rank) in {job.shape.replica(r) for r in useless}]
+        if job.checkpoint is not None or never_replaced(job) or not lost or not divided(job.in_order):
+            return []
+        staying = {rank: record for rank, record in job.ranks.items() if rank not in useless}
+        gone = {**job.departed, **{rank: job.ranks[rank].needs for rank in useless}}
+        if any(self._gone[r].irreplaceable for r in lost) or self._in_memory(staying, gone):
+            return []
+        if not self._in_memory(job.ranks, job.departed):
+            return []
+        for rank in lost:
+            record = self._gone.pop(rank)
+            record.vacate()
+            record.home = record.page_on = ""
+            record.capsules, record.early = (), frozenset()
+            job.enrol(record)
+            self._left.remove(rank)
+        self._awaited.update(lost)
+        return lost
+
+    def _in_memory(self, records: Mapping[int, RankRecord], departed: Mapping[int, Mapping[str, int]]) -> bool:
+        """Whether these ranks could go on from what they hold."""
+        try:
+            decide(records, None, self._job.elastic_layout(), departed)
+        except JobFailedError:
+            return False
+        return True
 
     def without_replacement(self, victims: Sequence[int]) -> list[int]:
         """Those that have no node, or are not to be replaced."""
@@ -246,6 +285,7 @@ class Resizing:
                     "have alone, the others keep no copies; fewer at a time can leave",
                 )
             if ranks is not None or self._tries >= _TRIES:
+                self._carried_out = wish if ranks is not None else None
                 self._wish, self._tries = None, 0
         if ranks is None:
             ranks = self._choose(most, version, on_disk=on_disk)
@@ -255,8 +295,16 @@ class Resizing:
                 f"version {version}"
             )
         for rank in ranks:
-            self._depart(rank, grace_s=self._job.config.timeouts.fence_s)
+            self._step_aside(rank)
         return bool(ranks)
+
+    def _step_aside(self, rank: int) -> None:
+        """It leaves, and is still there until the others have what they need."""
+        grace_s = self._job.config.timeouts.fence_s
+        if self._job.ranks[rank].place is Place.STOPPED:
+            self.last_resort.keep(self._depart(rank, grace_s=None), grace_s)
+        else:
+            self._depart(rank, grace_s=grace_s)
 
     def _choose(self, size: int, version: int, named: Sequence[int] = (), *, on_disk: bool = False) -> list[int] | None:
         """The ranks that leave so that ``size`` replicas go on, those of ``named`` ranks first; None if so many
@@ -285,31 +333,66 @@ class Resizing:
 
     def all_have_what_they_need(self) -> None:
         """The state that was decided on is everywhere."""
-        self._coming.relieved.let_go()
+        self.last_resort.let_go()
+        for record in self._coming.relieved.let_go():
+            self.last_resort.keep(record)
+        self._carried_out = None
+        found = self._job.round
+        if found is None or found.reshape is not None or self._job.restore_from:
+            self.last_resort.let_go()  # what they have is of another division, or another version
+
+    def all_have_gone_on(self) -> None:
+        """Every rank has taken a step since then, so all have copies of each other's state."""
+        self.last_resort.let_go()
+        self._returned = 0
+
+    def take_back_last(self) -> bool:
+        """Those who go on have not all that they need: if processes that were given up are still there, they belong to
+        the job again. Returns whether there were some."""
+        if self._returned >= _TRIES:
+            return False
+        self._returned += 1
+        before = set(self._job.ranks)
+        back = self.last_resort.take_back()
+        again = [rank for rank in back if rank not in before]
+        self._left = [rank for rank in self._left if rank not in again]
+        if again:
+            self._came += again
+            self._wish, self._tries = self._wish or self._carried_out, 0
+        if len(again) < len(back):
+            self._coming.came_to_nothing = self._other_processes = True
+        return bool(back)
+
+    def given_up_ended(self, message: pb.Failure | pb.Exited, node: str) -> bool:
+        """A process has ended. Returns whether the job had given it up, and nobody waits for it."""
+        if self._coming.relieved.on_ended(message, node):
+            return True
+        return self.last_resort.on_ended(message.rank, message.pid, node)
 
     # -- both -------------------------------------------------------------------------------------
 
     def tell(self, version: int) -> bool:
         """The ranks that there are now go on at ``version``. Returns whether they are others than were told last, or
         filled by others."""
+        self._gone.clear()
+        self._awaited.clear()
         size = len(self._job.ranks)
-        if self._plan != self._job.plan:  # a controller before this one has told of it
-            self._plan, self._size = self._job.plan, self._job.world_size
         came = sorted(rank for rank in self._came if rank in self._job.ranks)
         left = sorted(set(self._left).difference(came))
-        if size != self._size or came or left:
+        if size != self._job.told_size or came or left:
             self._job.emit(
                 ev.JobResized(
                     generation=self._job.generation,
                     step=version,
-                    before=self._size // self._job.shape.each,
+                    before=self._job.told_size // self._job.shape.each,
                     replicas=self._job.replicas,
                     ranks=list(self._job.ranks),
                     left=left,
                     came=came,
                 )
             )
-            self._size, self._left, self._came, self._other_processes = size, [], [], False
+            self._job.told_size = size
+            self._left, self._came, self._other_processes = [], [], False
             return True
         others, self._other_processes = self._other_processes, False
         return others
@@ -332,16 +415,19 @@ class Resizing:
 
     def laid_out(self) -> None:
         """The job consists of the ranks of another parallel layout."""
-        self._plan, self._size, self._tries = self._job.plan, len(self._job.ranks), 0
+        self._tries = 0
         self._left, self._came, self._other_processes = [], [], False
 
     def members(self) -> Sequence[int]:
         """The ranks of an elastic job, for those who form groups; of others nobody needs to know."""
         return () if self._job.config.elastic is None else tuple(self._job.ranks)
 
-    def _depart(self, rank: int, *, grace_s: float) -> None:
+    def _depart(self, rank: int, *, grace_s: float | None) -> RankRecord:
+        """``grace_s`` None: its process is not told to leave yet."""
         record = self._job.depart(rank)
         self._left.append(rank)
-        self._job.tell_to_leave(rank, record.home, grace_s)
+        if grace_s is not None:
+            self._job.tell_to_leave(rank, record.home, grace_s)
         if self._job.homeless_since is not None and all(r.home for r in self._job.in_order):
             self._job.homeless_since = None
+        return record

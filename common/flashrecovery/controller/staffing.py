@@ -17,6 +17,9 @@ from flashrecovery.plan.placement import Room, apart, place, setup_log_keepers
 from flashrecovery.plan.stores import choose, store_count
 from flashrecovery.proto import flashrecovery_pb2 as pb
 
+_SKIPS = 0.7
+"""Part of ``replacement_s``, for which a process that is built up beside training may skip what others have done."""
+
 
 class Staffing:
     """Gives ranks to nodes, and has these start processes."""
@@ -112,6 +115,7 @@ class Staffing:
         self._job.newcomers[rank] = Newcomer(record, self._orders, now + limits.fence_s + limits.replacement_s)
         replace = self._order(record, detached=True)
         replace.beside = self._orders
+        replace.ahead.reached, replace.ahead.for_s = max(self._job.committed, 0), _SKIPS * limits.replacement_s
         self._job.outbox.send(name, pb.Command(generation=self._job.generation, rank=rank, replace=replace))
 
     def say_if_excluded(self, node: NodeRecord) -> None:

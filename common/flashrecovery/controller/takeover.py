@@ -48,6 +48,7 @@ class TakeOver:
         self._launch_of = -1  # the newest generation in which a node has named the launch
         self._layout = FoundLayout(job)
         self._knows_stride = False  # a node has told it
+        self._regrouped = -1  # the newest generation in which a node has heard who forms the groups
         self._members_of = -1  # the newest generation in which a node has told who belongs to an elastic job
 
     @property
@@ -116,6 +117,8 @@ class TakeOver:
     def _forget_who_left(self, node: NodeRecord, message: pb.Register) -> None:
         """An elastic job has gone on without some ranks; one of their processes may not have heard of it yet. Nor has a
         node that was cut off, and comes with an older generation, heard of ranks that have come since."""
+        if message.members:
+            self._regrouped = max(self._regrouped, message.regrouped)
         if message.members and message.generation >= self._members_of:
             come = set(message.members).difference(self._job.ranks) if message.generation > self._members_of else ()
             self._members_of = message.generation
@@ -145,6 +148,15 @@ class TakeOver:
                 self._job.tell_to_leave(worker.rank, record.home)
                 record.vacate()
                 record.home = record.page_on = ""
+            elif worker.resumed and not (worker.stepping and record.place in _GOING):
+                # the old one has stayed until all had taken a step (:mod:`.last_resort`)
+                here, there = (worker.stepping, worker.committed), (record.place in _GOING, record.committed)
+                self._job.tell_to_leave(worker.rank, record.home if here > there else node.name)
+                if here > there:
+                    record.vacate()
+                    record.home = record.page_on = ""
+                else:
+                    message.workers.remove(worker)
 
     def _adopt_page(self, record: RankRecord, page: pb.PageOf, node: NodeRecord, generation: int) -> None:
         """The rank's process has died there. Filled again on that node, it finds its capsules."""
@@ -196,6 +208,8 @@ class TakeOver:
         written = self.written_down.get(self._job.launch, Numbers())
         self._job.generation = max(heard.generation, written.generation)
         self._job.attempts = max(heard.attempts, written.attempts)
+        if self._regrouped == self._job.generation:  # the one before this has told it, before a node heard of it
+            self._job.told_size = len(self._job.ranks)
         if self._job.checkpoint is not None:
             self._job.command(AGENT, self._job.saved())
         replanned = self._job.config.replan is not None

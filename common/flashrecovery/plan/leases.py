@@ -7,7 +7,8 @@ the way, and however long one of them stood still, or its host was suspended (:m
 * A node steps on after its last answered heartbeat for :func:`halts_after_s` at the most. The controller, which has got
   that heartbeat later than it was sent, gives the node's ranks away after ``node_silence_s`` at the earliest. The agent
   halts its workers; and because it may stand still itself, each worker begins to change its state only within
-  :func:`works_for_s`, which its agent writes into its page.
+  :func:`works_for_s`, which its agent writes into its page. What is lent while there is no controller is longer, and is
+  cut to that before the node registers with the next one: from there on that one counts its silence.
 * A controller decides for :func:`decides_for_s` after the sending of the newest answer whose arrival its electors have
   confirmed. Each of them votes for another one ``lease_s`` after that arrival at the earliest.
 """

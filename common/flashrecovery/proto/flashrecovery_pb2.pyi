@@ -259,6 +259,7 @@ class Register(_message.Message):
     COMMAND_FIELD_NUMBER: _builtins.int
     PAGES_FIELD_NUMBER: _builtins.int
     MEMBERS_FIELD_NUMBER: _builtins.int
+    REGROUPED_FIELD_NUMBER: _builtins.int
     LAYOUT_FIELD_NUMBER: _builtins.int
     STASH_FIELD_NUMBER: _builtins.int
     LAUNCH_FIELD_NUMBER: _builtins.int
@@ -287,6 +288,8 @@ class Register(_message.Message):
     stride: _builtins.int
     suspect: _builtins.str
     """what a device plugin has found here that marks the node; empty: nothing"""
+    regrouped: _builtins.int
+    """of an elastic job: the generation of that Regroup"""
     layout: _builtins.str
     """of a job that has changed its layout: as in Replace"""
     launch: _builtins.str
@@ -345,6 +348,7 @@ class Register(_message.Message):
         command: _abc.Iterable[_builtins.str] | None = ...,
         pages: _abc.Iterable[Global___PageOf] | None = ...,
         members: _abc.Iterable[_builtins.int] | None = ...,
+        regrouped: _builtins.int = ...,
         layout: _builtins.str = ...,
         stash: Global___StashKept | None = ...,
         launch: _builtins.str = ...,
@@ -353,7 +357,7 @@ class Register(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["checkpoint", b"checkpoint", "stash", b"stash"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "beside", b"beside", "checkpoint", b"checkpoint", "command", b"command", "domain", b"domain", "domains", b"domains", "generation", b"generation", "host", b"host", "incarnation", b"incarnation", "launch", b"launch", "layout", b"layout", "members", b"members", "node", b"node", "node_rank", b"node_rank", "pages", b"pages", "peer_port", b"peer_port", "settings", b"settings", "slots", b"slots", "spare", b"spare", "stash", b"stash", "store_port", b"store_port", "stride", b"stride", "suspect", b"suspect", "workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "beside", b"beside", "checkpoint", b"checkpoint", "command", b"command", "domain", b"domain", "domains", b"domains", "generation", b"generation", "host", b"host", "incarnation", b"incarnation", "launch", b"launch", "layout", b"layout", "members", b"members", "node", b"node", "node_rank", b"node_rank", "pages", b"pages", "peer_port", b"peer_port", "regrouped", b"regrouped", "settings", b"settings", "slots", b"slots", "spare", b"spare", "stash", b"stash", "store_port", b"store_port", "stride", b"stride", "suspect", b"suspect", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -2085,6 +2089,7 @@ class Replace(_message.Message):
     NODES_FIELD_NUMBER: _builtins.int
     STANDS_IN_FIELD_NUMBER: _builtins.int
     BESIDE_FIELD_NUMBER: _builtins.int
+    AHEAD_FIELD_NUMBER: _builtins.int
     detached: _builtins.bool
     attempt: _builtins.int
     """whole restarts so far"""
@@ -2116,6 +2121,8 @@ class Replace(_message.Message):
     def stores(self) -> _containers.RepeatedCompositeFieldContainer[Global___StoreServer]:
         """of a start with several: the groups are spread over them; the first one as above"""
 
+    @_builtins.property
+    def ahead(self) -> Global___Ahead: ...
     def __init__(
         self,
         *,
@@ -2134,14 +2141,41 @@ class Replace(_message.Message):
         nodes: _builtins.int = ...,
         stands_in: _builtins.int = ...,
         beside: _builtins.int = ...,
+        ahead: Global___Ahead | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["ahead", b"ahead"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "beside", b"beside", "detached", b"detached", "domains", b"domains", "layout", b"layout", "local_rank", b"local_rank", "node_rank", b"node_rank", "nodes", b"nodes", "setup_from", b"setup_from", "stands_in", b"stands_in", "store_host", b"store_host", "store_port", b"store_port", "stores", b"stores", "stride", b"stride", "world_size", b"world_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ahead", b"ahead", "attempt", b"attempt", "beside", b"beside", "detached", b"detached", "domains", b"domains", "layout", b"layout", "local_rank", b"local_rank", "node_rank", b"node_rank", "nodes", b"nodes", "setup_from", b"setup_from", "stands_in", b"stands_in", "store_host", b"store_host", "store_port", b"store_port", "stores", b"stores", "stride", b"stride", "world_size", b"world_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Replace: _TypeAlias = Replace  # noqa: Y015
+
+@_typing.final
+class Ahead(_message.Message):
+    """Of a process that is built up beside training: all ranks have committed this version, and for so long from now on it may
+    skip calls that they have behind them, before it comes to its first step.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REACHED_FIELD_NUMBER: _builtins.int
+    FOR_S_FIELD_NUMBER: _builtins.int
+    reached: _builtins.int
+    for_s: _builtins.float
+    def __init__(
+        self,
+        *,
+        reached: _builtins.int = ...,
+        for_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["for_s", b"for_s", "reached", b"reached"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Ahead: _TypeAlias = Ahead  # noqa: Y015
 
 @_typing.final
 class StoreServer(_message.Message):
@@ -3070,12 +3104,15 @@ class Assign(_message.Message):
     ENV_FIELD_NUMBER: _builtins.int
     LOG_PATH_FIELD_NUMBER: _builtins.int
     DETACHED_FIELD_NUMBER: _builtins.int
+    AHEAD_FIELD_NUMBER: _builtins.int
     rank: _builtins.int
     generation: _builtins.int
     log_path: _builtins.str
     detached: _builtins.bool
     @_builtins.property
     def env(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]: ...
+    @_builtins.property
+    def ahead(self) -> Global___Ahead: ...
     def __init__(
         self,
         *,
@@ -3084,10 +3121,11 @@ class Assign(_message.Message):
         env: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
         log_path: _builtins.str = ...,
         detached: _builtins.bool = ...,
+        ahead: Global___Ahead | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["ahead", b"ahead"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["detached", b"detached", "env", b"env", "generation", b"generation", "log_path", b"log_path", "rank", b"rank"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ahead", b"ahead", "detached", b"detached", "env", b"env", "generation", b"generation", "log_path", b"log_path", "rank", b"rank"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

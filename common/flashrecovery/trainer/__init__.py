@@ -139,7 +139,8 @@ class _Protected:
                 loaders.dataloader_references = list(active)  # an interrupted evaluation has left its own there
             return body()
 
-        return self._recovery.call(kind, made, skipped=skipped, loop=self._loop)
+        ahead = self._training.skips_ahead and kind.startswith(("train:", "log:"))
+        return self._recovery.call(kind, made, skipped=skipped, loop=self._loop, ahead=ahead)
 
     @property
     def _in_call(self) -> bool:

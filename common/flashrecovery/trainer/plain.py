@@ -33,6 +33,9 @@ class PlainTraining:
         self._scheduler: Any
         trainer._get_learning_rate = self._learning_rate
 
+    skips_ahead = True
+    """A process can skip calls before it has this rank's state."""
+
     @staticmethod
     def enabled(trainer: Any) -> bool:
         """Whether ``flashrecovery run`` has started the script. Raises UnsupportedError for other kinds of training."""

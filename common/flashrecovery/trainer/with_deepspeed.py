@@ -19,6 +19,9 @@ class DeepSpeedTraining:
     def __init__(self, trainer: Any, loop: TrainerLoop) -> None:
         self._trainer, self._loop = trainer, loop
 
+    skips_ahead = False
+    """The loop asks the engine between two calls, and that says what is right when it has its state."""
+
     @staticmethod
     def enabled(trainer: Any) -> bool:
         """Whether the config enables recovery, and ``flashrecovery run`` has started the script. Raises ConfigError,

@@ -122,16 +122,17 @@ def _prepare(channel: Channel, page: Page, assign: pb.Assign, command: list[str]
     """Everything that must be in place before the script's first line."""
     global _connection
     from flashrecovery.worker.hooks import install_group_hook
+    from flashrecovery.worker.skipping import Ahead
     from flashrecovery.worker.worker import Connection
 
-    detached = assign.detached
+    detached, ahead = assign.detached, Ahead.of(assign.ahead)
     setup_log = page.read_setup_log() if detached else None
     install_group_hook(detached, setup_log)
     installed = Installed.beside(command)
     watch = EnvironmentWatch(installed)
     profile = _start_profile(installed, channel, page, assign)
     place = int(assign.env.get("RANK", assign.rank))
-    _connection = Connection(channel, page, assign.rank, assign.generation, detached, watch, profile, place)
+    _connection = Connection(channel, page, assign.rank, assign.generation, detached, watch, profile, place, ahead)
     watch.start()
     profile.start()
 

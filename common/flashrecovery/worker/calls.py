@@ -99,7 +99,7 @@ class Calls:
 
     def __init__(self, session: Session) -> None:
         self._session = session
-        self._loop: Loop  # from the first call on
+        self._loop: Loop | None = None  # from the first call on that is not skipped ahead of it
         self._kinds: list[str] = []
         self._recent: dict[int, _Call] = {}
         self._newest: dict[str, _Call] = {}
@@ -109,7 +109,15 @@ class Calls:
         self.running = False
         """A body is being run; a call inside of it is a part of it."""
 
-    def run(self, kind: str, body: Callable[[], T], skipped: Callable[[], T], loop: LoopState | None = None) -> T:
+    def run(
+        self,
+        kind: str,
+        body: Callable[[], T],
+        skipped: Callable[[], T],
+        loop: LoopState | None = None,
+        *,
+        ahead: bool = False,
+    ) -> T:
         """Make one call, until it is committed.
 
         Args:
@@ -119,13 +127,20 @@ class Calls:
             skipped: what to return in a replacement for a call that the dead process had behind it. It must take from
                 the script's iterators what ``body`` would, unless they are ``recovery.data()`` streams.
             loop: what the body reads and changes outside of the registered state.
+            ahead: ``skipped`` needs nothing of what a replacement gets from the others, but for the last skipped call.
         """
         number = len(self._kinds)
         if number == 0:
-            self._begin()
+            self._session.at_script_end(self._finish)
+            groups.before_destruction(self._finish)
+        is_ahead = self._loop is None and ahead and self._session.ahead.skips(number)
+        if self._loop is None and not is_ahead:
+            self._open(number)
         self._kinds.append(kind)
         saved = None if loop is None else loop.save()
         self._newest[kind] = _Call(body, None, loop, saved)
+        if is_ahead:
+            return skipped()
         if number < self._skipped_to:
             last = number == self._skipped_to - 1
             if last and loop is not None:
@@ -144,25 +159,37 @@ class Calls:
         if state is not None and state != RngState.now():
             restore_rng(state.plain())
 
-    def _begin(self) -> None:
-        session = self._session
-        session.at_script_end(self._finish)
-        groups.before_destruction(self._finish)
-        self._loop = session.open(None)
-        self._skipped_to = session.gate.version
+    def _open(self, number: int) -> Loop:
+        """The script has come to the call of this number; all before it were skipped.
+
+        Raises RegistrationError: the job goes on from an earlier one. This process ends, and the next one skips less.
+        """
+        self._loop = loop = self._session.open(None)
+        self._skipped_to = self._session.gate.version
+        if 0 < number >= self._skipped_to:
+            raise RegistrationError(
+                f"the job goes on from call {self._skipped_to}, and {number} were skipped while it trained on"
+            )
         self._restored = RngState.now()
+        return loop
+
+    @property
+    def _opened(self) -> Loop:
+        """The loop; if the script ends earlier than it did in the others, it begins now."""
+        return self._open(len(self._kinds)) if self._loop is None else self._loop
 
     def _until(self, version: int) -> Any:
         """Make calls until ``version`` is committed; returns the result of the last one."""
-        gate, result, again = self._loop.gate, None, False
+        loop, result, again = self._opened, None, False
+        gate = loop.gate
         while gate.stopped or gate.version < version:
-            self._loop.settle()
+            loop.settle()
             if gate.stopped:
-                self._loop.recover()
+                loop.recover()
                 again = True
                 continue
             if gate.paused:
-                self._loop.pause()
+                loop.pause()
                 again = True
                 continue
             call = self._call(gate.version)
@@ -170,7 +197,7 @@ class Calls:
             if again and call.loop is not None:
                 call.loop.load(call.saved)
             again = True
-            with Step(gate.version, self._loop):
+            with Step(gate.version, loop):
                 self.running = True
                 try:
                     result = call.body()
@@ -187,10 +214,11 @@ class Calls:
 
     def _finish(self) -> None:
         """The script has come to its end."""
-        if self._loop.left:
+        loop = self._opened
+        if loop.left:
             return
         total = len(self._kinds)
         while not self._finished:
-            self._finished = self._loop.finished(total)
+            self._finished = loop.finished(total)
             if not self._finished:
                 self._until(total)

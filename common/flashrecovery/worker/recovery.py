@@ -253,7 +253,15 @@ class Recovery:
         """Whether the body of a :meth:`call` is being run."""
         return self._calls is not None and self._calls.running
 
-    def call(self, kind: str, body: Callable[[], T], *, skipped: Callable[[], T], loop: LoopState | None = None) -> T:
+    def call(
+        self,
+        kind: str,
+        body: Callable[[], T],
+        *,
+        skipped: Callable[[], T],
+        loop: LoopState | None = None,
+        ahead: bool = False,
+    ) -> T:
         """Make one protected call of ``body()``, for frameworks in which a step is one call; see
         :mod:`flashrecovery.worker.calls`. Where ``steps()`` is used, inside another call, and without recovery, it is
         just called."""
@@ -263,7 +271,7 @@ class Recovery:
             from flashrecovery.worker.calls import Calls
 
             self._calls = Calls(self._session)
-        return self._calls.run(kind, body, skipped, loop)
+        return self._calls.run(kind, body, skipped, loop, ahead=ahead)
 
     def _plain(self, num_steps: int) -> Iterator[Step]:
         for index in range(num_steps):

@@ -21,6 +21,7 @@ from flashrecovery.worker.elastic import GlobalBatches
 from flashrecovery.worker.gate import Gate
 from flashrecovery.worker.loop import Loop
 from flashrecovery.worker.registry import AdapterFactory, ModuleAdapterFactory, Registry
+from flashrecovery.worker.skipping import Ahead
 from flashrecovery.worker.start_checks import check_world, find_own_objects
 from flashrecovery.worker.stashing import Stashing
 from flashrecovery.worker.worker import Connection, Worker
@@ -44,6 +45,11 @@ class Session:
     @property
     def gate(self) -> Gate:
         return self._worker.gate
+
+    @property
+    def ahead(self) -> Ahead:
+        """The calls that this process may skip before :meth:`open`."""
+        return self._worker.connection.ahead
 
     @property
     def void(self) -> bool:

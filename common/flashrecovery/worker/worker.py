@@ -16,6 +16,7 @@ from flashrecovery.worker.environment_watch import EnvironmentWatch
 from flashrecovery.worker.faults import Faults
 from flashrecovery.worker.gate import Gate
 from flashrecovery.worker.registry import AdapterFactory, ModuleAdapterFactory, Registry
+from flashrecovery.worker.skipping import Ahead
 from flashrecovery.worker.start_profile import StartProfile
 from flashrecovery.worker.stashing import Stashing
 
@@ -35,6 +36,7 @@ class Connection:
         environment_watch: EnvironmentWatch,
         start_profile: StartProfile,
         place: int | None = None,
+        ahead: Ahead = Ahead(),  # noqa: B008 - frozen
     ) -> None:
         self.channel = channel
         self.page = page
@@ -44,6 +46,7 @@ class Connection:
         self.detached = detached
         self.environment_watch = environment_watch
         self.start_profile = start_profile
+        self.ahead = ahead
         self.at_script_end: list[Callable[[], None]] = []
 
 

@@ -1,0 +1,74 @@
+"""For how long workers may go on without an answer of a controller, and that this ends in time for the next one."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from flashrecovery.agent.hearing import Hearing
+from flashrecovery.config import Timeouts
+from flashrecovery.plan.leases import works_for_s
+
+LIMITS = Timeouts()
+ALONE_S = 2 * LIMITS.node_silence_s
+"""For so long a node works that has found its controller dead."""
+
+
+class Clock:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 100.0
+        monkeypatch.setattr(time, "clock_gettime_ns", lambda _: int(self.now * 1e9))
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    return Clock(monkeypatch)
+
+
+def in_time_for(registered_at: float) -> float:
+    """Until then at the most workers may go on whose node has registered at that time and is silent since: who got
+    that gives its ranks away ``node_silence_s`` later at the earliest."""
+    return registered_at + works_for_s(LIMITS.node_silence_s)
+
+
+def test_a_node_without_a_controller_goes_on_for_longer(clock: Clock) -> None:
+    hearing = Hearing(LIMITS)
+    hearing.excuse(clock.now, ALONE_S)
+    assert hearing.lent_until() == pytest.approx(clock.now + ALONE_S)
+
+
+def test_what_was_lent_without_a_controller_ends_when_the_node_registers(clock: Clock) -> None:
+    hearing = Hearing(LIMITS)
+    hearing.excuse(clock.now, ALONE_S)
+    clock.now += 0.1
+    hearing.registers()
+    assert hearing.lent_until() == pytest.approx(in_time_for(clock.now))
+
+
+def test_so_it_is_with_a_verdict_that_comes_after_that_on_questions_from_before(clock: Clock) -> None:
+    hearing = Hearing(LIMITS)
+    asked_at = clock.now
+    clock.now += 0.1
+    hearing.registers()
+    registered_at, clock.now = clock.now, clock.now + 0.1
+    hearing.excuse(asked_at, ALONE_S)
+    assert hearing.lent_until() == pytest.approx(in_time_for(registered_at))
+
+
+def test_if_that_controller_is_found_dead_as_well_the_node_goes_on(clock: Clock) -> None:
+    hearing = Hearing(LIMITS)
+    hearing.registers()
+    clock.now += LIMITS.lease_s
+    hearing.excuse(clock.now, ALONE_S)
+    assert hearing.lent_until() == pytest.approx(clock.now + ALONE_S)
+
+
+def test_registering_does_not_take_what_an_answer_has_given(clock: Clock) -> None:
+    """The same controller, on a new connection: what it has heard before still counts, and no excuse is made longer."""
+    hearing = Hearing(LIMITS)
+    hearing.heard(clock.now)
+    before = hearing.lent_until()
+    clock.now += 0.1
+    hearing.registers()
+    assert hearing.lent_until() == before and hearing.excused_until < clock.now

@@ -75,6 +75,7 @@ class ProtectedLoop:
             groups = membership(chunks, optimizer) if elastic else None
             if self._recovery.replan is not None:
                 replan.check_model(chunks)
+                replan.begin(self._args)
                 self._elastic = ElasticLoop(self._args, self._recovery, besides=replan.started_with(self._args))
                 self._layouts = LayoutLoop(self._args, self._elastic)
             adapter = adapter_for(chunks, optimizer, scheduler, membership=groups)

@@ -15,13 +15,17 @@ the rest               is the same on all ranks: iterations that were skipped, t
 
 from __future__ import annotations
 
+import json
+import os
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
 from flashrecovery import Recovery, layout
 from flashrecovery.errors import ConfigError, JobFailedError, UnsupportedError
+from flashrecovery.runtime.environment import STASH_ENV
 from fr_megatron.lm.arguments import given
 from fr_megatron.lm.elastic_loop import REFUSED, ElasticLoop
 
@@ -60,6 +64,8 @@ _OWN: dict[str, str] = {
     "save_dgrads_interval": "files of the ranks of one layout",
     "save_wgrads_interval": "files of the ranks of one layout",
     "use_legacy_models": "not tried",
+    "pretrained_checkpoint": "not tried",
+    "finetune": "not tried",
 }
 """Flags that are refused where they say anything, and why."""
 _ONE: dict[str, str] = {
@@ -70,8 +76,21 @@ _ONE: dict[str, str] = {
 """Sizes of which only 1 is allowed."""
 
 
+_LOADED = (
+    "iteration",
+    "consumed_train_samples",
+    "skipped_train_samples",
+    "consumed_valid_samples",
+    "num_floating_point_operations_so_far",
+)
+"""Arguments that a checkpoint sets."""
+_BEGUN = ".megatron-lm-begun.json"
+"""Of the launch, in the node's memory: what was loaded. It stays as long as the agent does."""
+
+
 def take_layout(args: Any) -> None:
-    """Have ``args``, parsed and not validated yet, say the layout that the job has changed to, if it has."""
+    """Have ``args``, parsed and not validated yet, say the layout that the job has changed to, if it has. No checkpoint
+    is loaded then: the newest one may have come since the launch; see :func:`begin`."""
     sizes = layout()
     if not sizes.changed:
         return
@@ -79,6 +98,7 @@ def take_layout(args: Any) -> None:
         args.expert_tensor_parallel_size = sizes.tp
     args.tensor_model_parallel_size = sizes.tp
     args.pipeline_model_parallel_size = sizes.pp
+    args.flash_recovery_load, args.load = getattr(args, "load", None), None
 
 
 def check_flags(args: Any, recovery: Recovery) -> None:
@@ -122,9 +142,6 @@ def refused(args: Any) -> Iterator[str]:
         yield "no --global-batch-size (it would follow the number of ranks)"
     if getattr(args, "padded_vocab_size", None) is not None:
         yield "--padded-vocab-size (allowed: without it; Megatron pads it for the tensor parallel size)"
-    for name in ("load", "pretrained_checkpoint"):
-        if getattr(args, name, None) is not None and getattr(args, "ckpt_step", None) is None:
-            yield f"{_flag(name)} without --ckpt-step (it would be the newest, which may have come since the launch)"
 
 
 def _flag(name: str) -> str:
@@ -144,11 +161,32 @@ def check_model(chunks: Any) -> None:
             )
 
 
+def begin(args: Any) -> None:
+    """The model is set up. ``args``: Megatron's; what a checkpoint has set at the launch, they say in every layout.
+
+    Raises UnsupportedError: nobody on this node has seen the launch."""
+    path = Path(os.environ[STASH_ENV]) / _BEGUN
+    if not layout().changed:
+        if args.load is not None and not path.exists():
+            partial = path.with_name(f"{path.name}.{os.getpid()}")
+            partial.write_text(json.dumps({name: getattr(args, name, None) for name in _LOADED}))
+            os.replace(partial, path)  # all ranks write the same
+        return
+    args.load = args.flash_recovery_load
+    if args.load is None:
+        return
+    try:
+        vars(args).update(json.loads(path.read_text()))
+    except FileNotFoundError as e:
+        raise UnsupportedError(
+            "another parallel layout of a job that was launched with --load, on a node that had no rank at the launch"
+        ) from e
+
+
 def started_with(args: Any) -> dict[str, Any]:
     """What the loop begins with, and is the same in every layout. ``args``: Megatron's, with what was loaded."""
-    loaded = ("iteration", "consumed_train_samples", "consumed_valid_samples", "num_floating_point_operations_so_far")
     said = ("train_iters", "train_samples", "eval_iters", "eval_interval", "log_interval", "save_interval", "data_path")
-    return {name: getattr(args, name, None) for name in (*loaded, *said)}
+    return {name: getattr(args, name, None) for name in (*_LOADED, *said)}
 
 
 class LayoutLoop:

@@ -24,6 +24,7 @@ PARTS = Training("tp2-dp2-distributed", Sizes(2, 1, 2), SHARDED)
 ROWS = Training("tp2-fp32", Sizes(2, 1, 1))
 WIDE = Training("pp2-dp2-distributed-fp32", Sizes(1, 2, 2), ("--use-distributed-optimizer",))
 UNTIED = Training("tp2-pp2-untied-sp", Sizes(2, 2, 1), ("--untie-embeddings-and-output-weights", "--sequence-parallel"))
+CUT = Training("tp2-dp2-padded", Sizes(2, 1, 2), ("--bf16",), padding=128)
 SLOWLY = "--step-time=300"
 AUTO: dict[str, Any] = {"replan": {"min": 1}}
 VICTIMS = (0, 1, 3)
@@ -48,6 +49,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
             (ROWS, Sizes(1, 1, 2)),
             (WIDE, Sizes(2, 1, 1)),
             (UNTIED, Sizes(1, 2, 1)),
+            (CUT, Sizes(1, 2, 2)),
         )
     ],
 )
@@ -171,7 +173,7 @@ REFUSED = [
     ("--decoder-first-pipeline-num-layers=1", "--decoder-first-pipeline-num-layers"),
     ("--context-parallel-size=2", "--context-parallel-size 2"),
     ("--dataloader-type=cyclic", "--dataloader-type cyclic"),
-    ("--load=/nowhere", "--load without --ckpt-step"),
+    ("--finetune", "--finetune"),
     ("--num-experts=2", "--num-experts"),
     ("--flash-recovery-replan=3", "the launcher says --replan 1"),
     ("--flash-recovery-checkpoint-dir=/nowhere", "checkpoint.dir"),

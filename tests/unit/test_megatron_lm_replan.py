@@ -3,6 +3,7 @@ that its arguments say, and what a process of another layout is given."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,8 +12,8 @@ import torch
 
 from flashrecovery.config import ReplanSettings
 from flashrecovery.errors import ConfigError, JobFailedError, UnsupportedError
-from flashrecovery.runtime.environment import LAYOUT_ENV
-from fr_megatron.lm.replan import LayoutLoop, check_flags, refused, take_layout
+from flashrecovery.runtime.environment import LAYOUT_ENV, STASH_ENV
+from fr_megatron.lm.replan import LayoutLoop, begin, check_flags, refused, take_layout
 from fr_megatron.lm.state import LMLoop, LMLoopAdapter
 
 FITTING = {
@@ -43,6 +44,31 @@ def test_arguments_say_the_layout_that_the_job_has_changed_to(monkeypatch: pytes
     assert args.expert_tensor_parallel_size == 1
 
 
+def test_a_checkpoint_that_was_loaded_at_the_launch_is_not_loaded_again(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """There may be newer ones by now."""
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setenv(STASH_ENV, str(tmp_path))
+    loaded = {"iteration": 7, "consumed_train_samples": 168, "skipped_train_samples": 0}
+    loaded |= {"consumed_valid_samples": 12, "num_floating_point_operations_so_far": 9}
+    first = flags(load="there")
+    take_layout(first)
+    assert first.load == "there"
+    vars(first).update(loaded)
+    begin(first)
+    begin(flags(load="there", **dict.fromkeys(loaded, 8)))  # a replacement may have loaded a newer one
+    monkeypatch.setenv(LAYOUT_ENV, "tp=1,pp=1,dp=3")
+    args = flags(load="there", **dict.fromkeys(loaded, 0))
+    take_layout(args)
+    assert args.load is None
+    begin(args)
+    assert args.load == "there" and {name: getattr(args, name) for name in loaded} == loaded
+    monkeypatch.setenv(STASH_ENV, str(tmp_path / "another node"))
+    with pytest.raises(UnsupportedError, match="no rank at the launch"):
+        begin(args)
+
+
 @pytest.mark.parametrize(
     ("said", "least", "words"),
     [(2, None, "start it with `flashrecovery run --replan 2`"), (2, 1, "the launcher says --replan 1")],
@@ -54,7 +80,7 @@ def test_a_flag_that_says_something_else(said: int, least: int | None, words: st
 
 def test_flags_that_fit() -> None:
     check_flags(flags(flash_recovery_replan=2), launched(2))
-    check_flags(flags(load="there", ckpt_step=3, dataloader_type="single", context_parallel_size=1), launched(1))
+    check_flags(flags(load="there", dataloader_type="single", context_parallel_size=1), launched(1))
     check_flags(flags(num_experts=2), launched(None))  # the layout does not change
 
 
@@ -69,7 +95,7 @@ def test_flags_that_fit() -> None:
         ("global_batch_size", None, "no --global-batch-size"),
         ("dataloader_type", "cyclic", "--dataloader-type cyclic"),
         ("padded_vocab_size", 128, "--padded-vocab-size"),
-        ("load", "there", "--load without --ckpt-step"),
+        ("finetune", True, "--finetune"),
         ("async_save", True, "--async-save"),
     ],
 )

@@ -15,6 +15,7 @@ the rest               is the same on all ranks: iterations that were skipped, t
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 from collections.abc import Iterator
@@ -85,7 +86,7 @@ _LOADED = (
 )
 """Arguments that a checkpoint sets."""
 _BEGUN = ".megatron-lm-begun.json"
-"""Of the launch, in the node's memory: what was loaded. It stays as long as the agent does."""
+"""Of the launch, in the node's memory: what was loaded, and when it began. It stays as long as the agent does."""
 
 
 def take_layout(args: Any) -> None:
@@ -162,25 +163,28 @@ def check_model(chunks: Any) -> None:
 
 
 def begin(args: Any) -> None:
-    """The model is set up. ``args``: Megatron's; what a checkpoint has set at the launch, they say in every layout.
+    """The model is set up. ``args``: Megatron's; what a checkpoint has set at the launch, they say in every layout. And
+    ``--exit-duration-in-mins`` counts from the launch.
 
     Raises UnsupportedError: nobody on this node has seen the launch."""
+    training: Any = importlib.import_module("megatron.training.training")
     path = Path(os.environ[STASH_ENV]) / _BEGUN
     if not layout().changed:
-        if args.load is not None and not path.exists():
+        if not path.exists():
+            loaded = {name: getattr(args, name, None) for name in _LOADED}
             partial = path.with_name(f"{path.name}.{os.getpid()}")
-            partial.write_text(json.dumps({name: getattr(args, name, None) for name in _LOADED}))
+            partial.write_text(json.dumps({"loaded": loaded, "time": training._TRAIN_START_TIME}))
             os.replace(partial, path)  # all ranks write the same
         return
     args.load = args.flash_recovery_load
-    if args.load is None:
-        return
-    try:
-        vars(args).update(json.loads(path.read_text()))
-    except FileNotFoundError as e:
+    if path.exists():
+        begun = json.loads(path.read_text())
+        vars(args).update(begun["loaded"])
+        training._TRAIN_START_TIME = begun["time"]
+    elif args.load is not None:
         raise UnsupportedError(
             "another parallel layout of a job that was launched with --load, on a node that had no rank at the launch"
-        ) from e
+        )
 
 
 def started_with(args: Any) -> dict[str, Any]:

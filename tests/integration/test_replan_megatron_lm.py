@@ -4,16 +4,18 @@ megatron-core alone has written and read."""
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.support import elastic
+from tests.support.elastic_megatron_lm import content
 from tests.support.jobs import Job, check_fired
 from tests.support.megatron_lm import needs_checkout
-from tests.support.replan import Sizes, command, replanned
-from tests.support.replan_megatron_lm import TIMEOUT_S, Saved, Training, check_goes_on, named
+from tests.support.replan import Course, Sizes, check_same_steps, command, replanned
+from tests.support.replan_megatron_lm import TIMEOUT_S, Saved, Training, check_goes_on, finished, named
 
 pytest.importorskip("megatron.core")
 pytestmark = [pytest.mark.megatron, pytest.mark.grid, pytest.mark.timeout(5 * TIMEOUT_S), needs_checkout]
@@ -166,6 +168,41 @@ def test_there_and_back(tmp_path: Path, saved: Saved) -> None:
     running.wait_for("recovery_finished", TIMEOUT_S)
     assert command(running, changes[1][1], changes[1][0]) == ""
     check_goes_on(running.wait(TIMEOUT_S), PARTS, saved, changes)
+
+
+def test_a_checkpoint_of_megatrons(tmp_path: Path) -> None:
+    """A rank dies while one is written, and it is written in another layout. It holds what that of an undisturbed job
+    holds. A job that begins with it changes its layout when there is a newer one already, and goes on where it was."""
+    training = named(STAGES, "saved", saves=4)
+    at = training.call("exit", 3)
+    places = [tmp_path / name for name in ("one", "other")]
+    one = training.start(
+        *(tmp_path / "run", f"--save={places[0]}", "--save-interval=4"),
+        inject=[f"rank=3,fault=sigkill,at=between,step={at}"],
+    ).wait(TIMEOUT_S)
+    check_fired(one)
+    ((call, _),) = replanned(one)
+    assert call == at, one.explain()
+    other = training.start(tmp_path / "other-run", f"--save={places[1]}", "--save-interval=4").wait(TIMEOUT_S)
+    finished(one), finished(other)
+    held = [content(place / "iter_0000004", tmp_path / "all.pt") for place in places]
+    compared = {name for name in held[0] if not name.startswith(("/rng_state", "/rerun_state_machine"))}
+    assert any("exp_avg_sq" in name for name in compared), sorted(compared)
+    odd = [name for name in compared | (held[1].keys() - held[0].keys()) if held[0].get(name) != held[1].get(name)]
+    assert not [name for name in odd if not name.startswith(("/rng_state", "/rerun_state_machine"))], odd
+    for place in places[1:]:
+        shutil.rmtree(place / "iter_0000008")
+        (place / "latest_checkpointed_iteration.txt").write_text("4")
+    running = training.start(
+        *(tmp_path / "loaded", SLOWLY, f"--load={places[1]}", f"--save={places[1]}", "--save-interval=1"), config=AUTO
+    )
+    running.wait_for("job_started", TIMEOUT_S)
+    assert command(running, Sizes(1, 2, 1), 3 * 3) == ""  # three calls an iteration
+    loaded = finished(running.wait(TIMEOUT_S))
+    ours, theirs = Course.of(loaded), Course.of(other)
+    check_same_steps(ours, theirs, 4, 7, training.sizes, loaded.explain())
+    assert ours.states["begin", 7, "tp=1,pp=2,dp=1"] == theirs.states["state", 7, str(training.sizes)]
+    assert ours.states["state", 8, "tp=1,pp=2,dp=1"], loaded.explain()
 
 
 REFUSED = [

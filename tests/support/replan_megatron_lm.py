@@ -80,7 +80,6 @@ class Training:
         inject: Sequence[str] = (),
     ) -> RunningJob:
         sizes = sizes or self.sizes
-        often = [f"--eval-interval={self.evaluates}", "--eval-iters=2"] if self.evaluates else []
         return RunningJob(
             folder,
             Layout("replan", "", nproc=sizes.ranks),
@@ -88,19 +87,16 @@ class Training:
             inject=inject,
             config={"replan": {"min": 1, "replace": "never"}} if config is None else config,
             script=SCRIPT,
-            flags=[
-                *(*MODEL, *SMALL, f"--global-batch-size={self.batch}", "--flash-recovery", *sizes.flags),
-                *(
-                    f"--steps={self.iterations}",
-                    f"--log-interval={self.logs}",
-                    *often,
-                    f"--make-vocab-size-divisible-by={self.padding}",
-                    *self.flags,
-                    *flags,
-                ),
-            ],
+            flags=[f"--steps={self.iterations}", *self.arguments(sizes), *flags],
             env={**environment(Path(CHECKOUT)), "PYTHONWARNINGS": "ignore"},
         )
+
+    def arguments(self, sizes: Sizes) -> list[str]:
+        """Megatron's."""
+        found = [*MODEL, *SMALL, "--flash-recovery", f"--global-batch-size={self.batch}", *sizes.flags]
+        found += [f"--log-interval={self.logs}", f"--make-vocab-size-divisible-by={self.padding}"]
+        found += [f"--eval-interval={self.evaluates}", "--eval-iters=2"] if self.evaluates else []
+        return [*found, *self.flags]
 
 
 class Saved:

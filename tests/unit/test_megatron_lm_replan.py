@@ -3,6 +3,7 @@ that its arguments say, and what a process of another layout is given."""
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -47,7 +48,9 @@ def test_arguments_say_the_layout_that_the_job_has_changed_to(monkeypatch: pytes
 def test_a_checkpoint_that_was_loaded_at_the_launch_is_not_loaded_again(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """There may be newer ones by now."""
+    """There may be newer ones by now. The time limit of a job counts from its launch."""
+    module = SimpleNamespace(_TRAIN_START_TIME=1.0)
+    monkeypatch.setitem(sys.modules, "megatron.training.training", module)
     monkeypatch.setenv("WORLD_SIZE", "4")
     monkeypatch.setenv(STASH_ENV, str(tmp_path))
     loaded = {"iteration": 7, "consumed_train_samples": 168, "skipped_train_samples": 0}
@@ -59,10 +62,12 @@ def test_a_checkpoint_that_was_loaded_at_the_launch_is_not_loaded_again(
     begin(first)
     begin(flags(load="there", **dict.fromkeys(loaded, 8)))  # a replacement may have loaded a newer one
     monkeypatch.setenv(LAYOUT_ENV, "tp=1,pp=1,dp=3")
+    module._TRAIN_START_TIME = 5.0
     args = flags(load="there", **dict.fromkeys(loaded, 0))
     take_layout(args)
     assert args.load is None
     begin(args)
+    assert module._TRAIN_START_TIME == 1.0
     assert args.load == "there" and {name: getattr(args, name) for name in loaded} == loaded
     monkeypatch.setenv(STASH_ENV, str(tmp_path / "another node"))
     with pytest.raises(UnsupportedError, match="no rank at the launch"):

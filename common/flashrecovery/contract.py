@@ -175,6 +175,11 @@ class Adapter(ABC):
         way; None: that is not known."""
         return None
 
+    def in_any_layout(self) -> bool:
+        """Whether this adapter has no shards, and what :meth:`capture_common` gives is all that a process of another
+        parallel layout needs of it."""
+        return False
+
     def touch_mark(self) -> Any:
         """Compared between the hand-out of a step and its mutation or its stop: another value says that tensors of the
         shards have been changed before ``mutating``. Such a step must have its pre-step copy from the beginning."""

@@ -55,6 +55,13 @@ def _add(group: Any) -> None:
         help="go on with fewer data-parallel replicas when one is lost for good; as the launcher's --elastic",
     )
     group.add_argument(
+        "--flash-recovery-replan",
+        type=int,
+        metavar="MIN",
+        help="go on in another parallel layout, of so many ranks at least, when one is lost; as the launcher's "
+        "--replan",
+    )
+    group.add_argument(
         "--flash-recovery-checkpoint-dir", metavar="DIR", help="where fallback checkpoints are kept; default: none"
     )
     group.add_argument(

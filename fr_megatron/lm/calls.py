@@ -13,9 +13,11 @@ from flashrecovery.errors import ConfigError
 from fr_megatron.adapter import adapter_for
 from fr_megatron.digest import state_digest
 from fr_megatron.elastic import membership
+from fr_megatron.lm import replan
 from fr_megatron.lm.arguments import common, given, settings
 from fr_megatron.lm.data import streamed
 from fr_megatron.lm.elastic_loop import ElasticLoop, check_flag
+from fr_megatron.lm.replan import LayoutLoop
 from fr_megatron.lm.state import NOTHING, LMLoop, LMLoopAdapter
 from fr_megatron.support import check_inside
 
@@ -39,7 +41,9 @@ class ProtectedLoop:
             raise ConfigError("--flash-recovery: start the script with `flashrecovery run` in place of torchrun")
         check_inside(megatron.core.__version__)
         check_flag(args, self._recovery)
+        replan.check_flags(args, self._recovery)
         self._elastic: ElasticLoop | None = None
+        self._layouts: LayoutLoop | None = None
         self._loop: LMLoop | None = None
         self._started = False
         self._objects: tuple[Any, Any, Any] | None = None
@@ -69,9 +73,14 @@ class ProtectedLoop:
             elastic = self._recovery.elastic is not None
             self._elastic = ElasticLoop(self._args, self._recovery) if elastic else None
             groups = membership(chunks, optimizer) if elastic else None
+            if self._recovery.replan is not None:
+                replan.check_model(chunks)
+                replan.begin(self._args)
+                self._elastic = ElasticLoop(self._args, self._recovery, besides=replan.started_with(self._args))
+                self._layouts = LayoutLoop(self._args, self._elastic)
             adapter = adapter_for(chunks, optimizer, scheduler, membership=groups)
             self._objects = (chunks, optimizer, scheduler)
-            self._loop = LMLoop(self._args, get_timers(), get_rerun_state_machine(), self._elastic)
+            self._loop = LMLoop(self._args, get_timers(), get_rerun_state_machine(), self._elastic, self._layouts)
             self._recovery.register_adapter(adapter)
             self._recovery.register_adapter(LMLoopAdapter(self._loop))
         return made
@@ -115,6 +124,8 @@ class ProtectedLoop:
             returned = (
                 step(forward_step_func) if elastic is None else elastic.train_step(iteration, step, forward_step_func)
             )
+            if self._layouts is not None:
+                returned = self._layouts.stepped(returned)
             loop.finished(iteration, returned)
             return returned
 
@@ -154,12 +165,14 @@ class ProtectedLoop:
         return self._call("log", made, lambda: report_memory) if communicates else body()
 
     def evaluate_and_print_results(self, *args: Any, **kwargs: Any) -> Any:
-        elastic = self._elastic
+        elastic, layouts = self._elastic, self._layouts
 
         def body() -> None:
             self._original["evaluate_and_print_results"](*args, **kwargs)
             if elastic is not None:
                 elastic.evaluated()
+            if layouts is not None:
+                layouts.evaluated()
 
         return self._call("evaluate", body, lambda: None)
 

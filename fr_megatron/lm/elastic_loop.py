@@ -14,7 +14,7 @@ random streams              seeded for each micro-batch, from the iteration and 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import wraps
 from typing import Any
 
@@ -28,7 +28,7 @@ from fr_megatron.lm.arguments import given
 from fr_megatron.lm.elastic_data import FollowingLoader
 from fr_megatron.replicas import computing
 
-_NAMES: dict[str, str] = {
+REFUSED: dict[str, str] = {
     "full_validation": "its number of iterations follows the loaders",
     "multiple_validation_sets": "not tried",
     "iterations_to_skip": "they take samples outside of steps",
@@ -85,10 +85,15 @@ class ElasticLoop:
     Args:
         args: Megatron's, as the loop uses them.
         place: gives this rank's number among those that take samples of their own, and how many there are.
+        besides: what has to be the same on all ranks besides the batch.
     """
 
     def __init__(
-        self, args: Any, recovery: Recovery, place: Callable[[], tuple[int, int]] = data_parallel_place
+        self,
+        args: Any,
+        recovery: Recovery,
+        place: Callable[[], tuple[int, int]] = data_parallel_place,
+        besides: Mapping[str, Any] | None = None,
     ) -> None:
         self._place = place
         self._args = args
@@ -100,6 +105,7 @@ class ElasticLoop:
             place=place,
             seed_framework=seed_tracked,
             computing=computing(),
+            besides=besides,
         )
         recovery.take_batches(self._batches)
         self.streams: list[FollowingLoader] = []
@@ -111,7 +117,7 @@ class ElasticLoop:
     def tied_to_size(self) -> Iterator[str]:
         """What of the loop cannot follow, by name, and why."""
         args = self._args
-        for name, why in _NAMES.items():
+        for name, why in REFUSED.items():
             if getattr(args, name, None):
                 yield f"--{name.replace('_', '-')} ({why})"
         if getattr(args, "gtp_weight_remat_size", 1) > 1:  # core 0.20

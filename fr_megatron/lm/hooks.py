@@ -113,12 +113,19 @@ def install(arguments: ModuleType) -> None:
     @functools.wraps(original)
     def parse_args(extra_args_provider: Any = None, ignore_unknown_args: bool = False) -> Any:
         args = original(with_flags(extra_args_provider), ignore_unknown_args)
+        _take_layout(args)
         if hasattr(module, _REQUIRED) or getattr(args, "flash_recovery", False):
             install_loop(args)
         return args
 
     setattr(parse_args, _MARK, True)
     module.parse_args = parse_args
+
+
+def _take_layout(args: Any) -> None:
+    from fr_megatron.lm.replan import take_layout
+
+    take_layout(args)
 
 
 def require() -> None:

@@ -15,6 +15,7 @@ import torch
 from flashrecovery.adapter import LoopAdapter
 from fr_megatron import trackers
 from fr_megatron.lm.elastic_loop import ElasticLoop
+from fr_megatron.lm.replan import LayoutLoop
 
 _RERUN = (
     "current_iteration",
@@ -28,6 +29,10 @@ _RERUN = (
 _RERUN_LARGEST = ("large_value_counts", "max_values")
 """Attributes of the rerun state machine by name of a value: how many it has seen, and the largest, which decides what
 is "unexpectedly large"."""
+
+
+_COMMON = ("result", "overflows", "totals", "consumed_valid_samples", "rerun", "rerun_mode", "positions")
+"""What :meth:`LMLoop.save` gives that is the same on all ranks where the layout may change."""
 
 
 @dataclass(frozen=True)
@@ -53,10 +58,19 @@ NOTHING = TrainResult({}, False, (False, False, 0, None, None, 0))
 
 
 class LMLoop:
-    """A :class:`flashrecovery.worker.calls.LoopState`. ``elastic``: of a job that changes its number of replicas."""
+    """A :class:`flashrecovery.worker.calls.LoopState`. ``elastic``: of a job that changes its number of replicas, or
+    its layout; ``layouts``: of one that changes its layout."""
 
-    def __init__(self, args: Any, timers: Any, rerun: Any, elastic: ElasticLoop | None = None) -> None:
-        self.elastic = elastic
+    def __init__(
+        self,
+        args: Any,
+        timers: Any,
+        rerun: Any,
+        elastic: ElasticLoop | None = None,
+        layouts: LayoutLoop | None = None,
+    ) -> None:
+        self.elastic, self.layouts = elastic, layouts
+        self._positions: LayoutLoop | ElasticLoop | None = layouts or elastic
         self._args = args
         self._timers = timers
         self._rerun = rerun
@@ -67,6 +81,7 @@ class LMLoop:
         """The dict in which ``training_log`` sums up, as soon as it is known."""
         self.changes = 0
         self._given_totals: dict[str, Any] | None = None
+        self._common: dict[str, Any] = {}
         self._restored: dict[str, Any] | None = None
 
     def finished(self, iteration: int, returned: tuple[Any, ...]) -> None:
@@ -97,7 +112,7 @@ class LMLoop:
             "rerun_mode": self._rerun.mode.value,  # an evaluation switches it off, and may be cut short
             "largest": {name: dict(getattr(self._rerun, name)) for name in _RERUN_LARGEST},
             "trackers": trackers.save(),
-            "positions": [] if self.elastic is None else self.elastic.positions(),
+            "positions": [] if self._positions is None else self._positions.positions(),
         }
 
     def load(self, saved: dict[str, Any]) -> None:
@@ -119,17 +134,28 @@ class LMLoop:
             setattr(self._rerun, name, dict(values))
         self._rerun.state, self._rerun.mode = RerunState.NOT_RUNNING_YET, RerunMode(saved["rerun_mode"])
         trackers.load(saved["trackers"])
-        if self.elastic is not None:
-            self.elastic.set_positions(saved["positions"])
+        if self._positions is not None:
+            self._positions.set_positions(saved["positions"])
 
     def restored(self, saved: dict[str, Any]) -> None:
-        self._restored = saved
+        saved = {**saved, **self._common}
+        self._restored, self._common = saved, {}
         self.overflows = set(saved["overflows"])
 
     def resume(self) -> None:
         if self._restored is not None:
             running = {name for name, timer in self._timers._timers.items() if getattr(timer, "_started", False)}
             self.load({**self._restored, "running": running})
+
+    # -- what is the same on all ranks, in every layout -------------------------------------------
+
+    def common(self) -> dict[str, Any]:
+        saved = self.save()
+        return {name: saved[name] for name in _COMMON} | {"totals": dict(sorted(saved["totals"].items()))}
+
+    def adopt_common(self, common: Mapping[str, Any]) -> None:
+        """What is :meth:`restored` next is of a process of another layout, or is older than this."""
+        self._common = dict(common)
 
 
 class LMLoopAdapter(LoopAdapter):
@@ -143,6 +169,16 @@ class LMLoopAdapter(LoopAdapter):
 
     def capsule_mark(self) -> int:
         return self._state.changes
+
+    def in_any_layout(self) -> bool:
+        return self._state.layouts is not None
+
+    def capture_common(self) -> dict[str, Any]:
+        return self._state.common() if self.in_any_layout() else {}
+
+    def restore_common(self, state: dict[str, Any]) -> None:
+        if self.in_any_layout():
+            self._state.adopt_common(state)
 
     def tied_to_size(self) -> Sequence[str]:
         elastic = self._state.elastic

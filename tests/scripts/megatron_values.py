@@ -16,73 +16,14 @@ import pretrain_gpt  # first: it brings the stand-ins of FR_MEGATRON_CPU=1
 # isort: split
 
 import argparse
-from typing import Any
 
-import torch
 import torch.distributed as dist
-from megatron.core import dist_checkpointing
+from logical_values import load, save
 
 import fr_megatron
 import training
 from megatron_data import build_loader
 from megatron_model import build_chunks, build_optimizer, model_config, parser, start_groups
-
-METADATA = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
-"""As Megatron-LM calls it with ``--dist-ckpt-optim-fully-reshardable``."""
-
-
-def state(chunks: list[Any], optimizer: Any, scheduler: Any, *, loading: bool) -> dict[str, Any]:
-    """A sharded state dict, as in Megatron-LM's ``generate_state_dict``."""
-    names = ["model"] if len(chunks) == 1 else [f"model{i}" for i in range(len(chunks))]
-    result = {
-        name: chunk.module.sharded_state_dict(metadata=dict(METADATA))
-        for name, chunk in zip(names, chunks, strict=True)
-    }
-    result["optimizer"] = optimizer.sharded_state_dict(dict(result), is_loading=loading, metadata=dict(METADATA))
-    result["opt_param_scheduler"] = scheduler.state_dict()
-    return result
-
-
-def save(chunks: list[Any], optimizer: Any, scheduler: Any, directory: Path) -> None:
-    """Everything, with Megatron's own format."""
-    if dist.get_rank() == 0:
-        directory.mkdir()
-    dist.barrier()
-    dist_checkpointing.save(state(chunks, optimizer, scheduler, loading=False), str(directory))
-
-
-def load(chunks: list[Any], optimizer: Any, scheduler: Any, directory: Path) -> None:
-    """As Megatron-LM's ``load_checkpoint``."""
-    for inner in optimizer.chained_optimizers:
-        for (
-            group
-        ) in inner.optimizer.param_groups:  # unlike Transformer Engine's, torch's Adam has no state before a step
-            for parameter in group["params"]:
-                parameter.grad = torch.zeros_like(parameter)
-        inner.optimizer.step()
-        inner.optimizer.zero_grad()
-        if hasattr(inner, "_set_main_param_and_optimizer_states"):
-            _with_step(inner)
-    loaded = dist_checkpointing.load(state(chunks, optimizer, scheduler, loading=True), str(directory))
-    for i, chunk in enumerate(chunks):
-        chunk.module.load_state_dict(loaded["model" if len(chunks) == 1 else f"model{i}"])
-    optimizer.load_state_dict(loaded["optimizer"])
-    scheduler.load_state_dict(loaded["opt_param_scheduler"])
-    if dist.get_rank() == 0:
-        print(f"loaded num_steps={scheduler.num_steps}", flush=True)
-
-
-def _with_step(inner: Any) -> None:
-    """megatron-core 0.16.1 cannot load what it has saved so itself with torch's Adam: it looks for each parameter's
-    number of steps, which it keeps once (KeyError: 'step'). With Transformer Engine's there is none."""
-    original = inner._set_main_param_and_optimizer_states
-
-    def with_step(model: Any, tensors: dict[str, Any]) -> None:
-        group, order = inner.model_param_group_index_map[model]
-        state = inner.optimizer.state[inner.optimizer.param_groups[group]["params"][order]]
-        original(model, {**tensors, "step": state["step"]})
-
-    inner._set_main_param_and_optimizer_states = with_step
 
 
 def main() -> None:

@@ -9,8 +9,6 @@ that.
 from __future__ import annotations
 
 import dataclasses
-import hashlib
-import json
 import sys
 import time
 from functools import partial
@@ -24,10 +22,10 @@ import fr_megatron  # first: it brings the stand-ins of FR_MEGATRON_CPU=1
 
 # isort: split
 
-import megatron_values
 import torch
 import torch.distributed as dist
 from elastic_megatron import Tokens
+from logical_values import begin_with, digest, save
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 
@@ -35,58 +33,6 @@ import flashrecovery
 import megatron_model
 import pretrain_gpt
 import training
-from fr_megatron.adapter import adapter_for
-from fr_megatron.optimizers import inner_optimizers
-
-
-def whole(chunks: list[Any], optimizer: Any) -> dict[str, torch.Tensor]:
-    """All logical tensors, put together from the boxes of all ranks; what several have must be equal. A collective."""
-    adapter = adapter_for(chunks, optimizer)
-    state = adapter.logical()
-    assert state is not None
-    described = state.describe()
-    mine = []
-    for shard in adapter.shards():
-        tensors = shard.tensors()
-        like = tuple(next(iter(tensors.values())).shape)
-        for key, tensor in tensors.items():
-            flat = tensor.detach().reshape(-1)
-            for part in described[shard.name].of(key, tuple(tensor.shape), like):
-                box = flat[part.begin : part.begin + part.box.size].view(part.box.shape).clone()
-                mine.append((part.name, part.whole, part.box.low, part.box.high, box))
-    everybody: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everybody, mine)
-    found: dict[str, torch.Tensor] = {}
-    seen: dict[str, torch.Tensor] = {}
-    for name, shape, low, high, box in (one for some in everybody for one in some):
-        tensor = found.setdefault(name, torch.zeros(shape, dtype=box.dtype))
-        known = seen.setdefault(name, torch.zeros(shape, dtype=torch.bool))
-        index = tuple(slice(a, b) for a, b in zip(low, high, strict=True))
-        both = known[index]
-        assert torch.equal(tensor[index][both], box[both]), f"{name} {index} differs between ranks"
-        tensor[index], known[index] = box, True
-    lacking = [name for name, known in seen.items() if not bool(known.all())]
-    assert not lacking, f"parts of {lacking} are on nobody"
-    return found
-
-
-def digest(chunks: list[Any], optimizer: Any, scheduler: Any) -> str:
-    found = hashlib.sha256(json.dumps(scheduler.num_steps).encode())
-    for name, tensor in sorted(whole(chunks, optimizer).items()):
-        found.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-        found.update(tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
-    return found.hexdigest()
-
-
-def begin_with(chunks: list[Any], optimizer: Any, scheduler: Any, path: Path) -> int:
-    """Megatron's own load. Torch's Adam has a number of steps for each parameter; Megatron gives all of them one
-    tensor, which each of them then counts on."""
-    megatron_values.load(chunks, optimizer, scheduler, path)
-    version = int(path.name)
-    for inner in inner_optimizers(optimizer):
-        for state in inner.optimizer.state.values():
-            state["step"] = torch.tensor(float(version))
-    return version
 
 
 def train_step(args: Any, chunks: list[Any], optimizer: Any, scheduler: Any, turns: Any) -> float:
@@ -156,7 +102,7 @@ def main() -> None:
             print(f"step={number} rank={rank} layout={layout} loss_hex={loss.hex()}", flush=True)
             state = digest(chunks, optimizer, scheduler)  # in the block: it communicates
             if args.save_to and not sizes.changed:
-                megatron_values.save(chunks, optimizer, scheduler, args.save_to / str(number + 1))
+                save(chunks, optimizer, scheduler, args.save_to / str(number + 1))
         if not recovery.void:
             print(f"state={number + 1} layout={layout} {state}", flush=True)
     layout, rank = place(sizes)

@@ -87,7 +87,7 @@ class Replanning:
         if 0 <= step <= newest:
             return f"--at-step {step}: step {newest} has begun already; a later one is allowed", None, ()
         steps = job.in_order[0].steps
-        if steps is not None and step >= steps:
+        if steps is not None and 0 <= steps <= step:  # -1: its script does not say how many
             return f"--at-step {step}: the job takes {steps} steps; an earlier one is allowed", None, ()
         try:
             strategy, why = self._chosen(text, facts)

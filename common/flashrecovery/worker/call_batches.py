@@ -27,6 +27,7 @@ class CallBatches:
         seed_framework: seeds the streams that the framework tracks itself, and those in which ranks of one replica draw
             other numbers.
         computing: how many ranks of a replica take samples of their own.
+        besides: what all ranks must have alike besides, and a job in every layout.
 
     Raises ConfigError: the replicas that there are do not divide the batch.
     """
@@ -42,12 +43,14 @@ class CallBatches:
         place: Callable[[], tuple[int, int]],
         seed_framework: Callable[[int], None],
         computing: int = 1,
+        besides: Mapping[str, Any] | None = None,
     ) -> None:
         self._global_batch, self._micro_batch = global_batch, micro_batch
         self._seed = seed
         self._place, self._computing = place, computing
         self._seed_framework = seed_framework
         self.most = 0
+        self._besides = dict(besides or {})
         self.before_fetch: Callable[[], None] = lambda: None
         self._step = 0
         self._computed = 0
@@ -73,7 +76,8 @@ class CallBatches:
     @property
     def settings(self) -> Mapping[str, Any]:
         """What all ranks must have alike."""
-        return {"global_batch": self._global_batch, "micro_batch": self._micro_batch, "seed": self._seed}
+        own = {"global_batch": self._global_batch, "micro_batch": self._micro_batch, "seed": self._seed}
+        return {**own, **self._besides}
 
     @property
     def samples_at_once(self) -> int:

@@ -20,7 +20,7 @@ from flashrecovery.worker.elastic import Dataset, ElasticBatches, FrameworkBatch
 from flashrecovery.worker.step import Step
 
 if TYPE_CHECKING:
-    from flashrecovery.config import ElasticSettings
+    from flashrecovery.config import ElasticSettings, ReplanSettings
     from flashrecovery.contract import Adapter
     from flashrecovery.worker.calls import Calls, LoopState
     from flashrecovery.worker.session import Session
@@ -69,6 +69,11 @@ class Recovery:
     def elastic(self) -> ElasticSettings | None:
         """How many replicas the job may have; None: always all of them."""
         return self._session.settings.elastic if self._session is not None else None
+
+    @property
+    def replan(self) -> ReplanSettings | None:
+        """Whether the job's parallel layout may change; None: it does not."""
+        return self._session.settings.replan if self._session is not None else None
 
     def check_settings(self, wanted: Mapping[str, Any]) -> None:
         """Raises ConfigError if this object was made with other values than ``wanted``."""

@@ -13,6 +13,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import xxhash
+
 from flashrecovery import groups
 from flashrecovery.config import Settings
 from flashrecovery.errors import RestoreError, UnsupportedError
@@ -46,16 +48,13 @@ class Stashing:
         if STASH_ENV not in os.environ:
             raise UnsupportedError("another parallel layout without `flashrecovery run --replan`")
         if single_calls:
-            raise UnsupportedError(
-                "another parallel layout of a job whose steps are a framework's own calls: megatron-core in a loop "
-                "over recovery.steps() is allowed"
-            )
-        states = [adapter.logical() for adapter in registry.adapters]
+            _check_calls(registry, settings)
+        states = [adapter.logical() for adapter in registry.adapters if not adapter.in_any_layout()]
         if len(states) != 1 or states[0] is None:
             names = ", ".join(adapter.name for adapter in registry.adapters)
             raise UnsupportedError(
                 f"another parallel layout of a job of {names}: megatron-core's model and optimizer, registered by "
-                "fr_megatron.attach(), and nothing besides, are allowed"
+                "fr_megatron.attach(), and nothing besides, are allowed, and Megatron-LM's loop"
             )
         if registry.batches is None or registry.streams:
             raise UnsupportedError(f"another parallel layout of a job with batches of each rank's own: {_TAKE}")
@@ -142,12 +141,22 @@ class Stashing:
             written = write(directory, self._registry.rank, stash.version, sources, self._in(replicas), common)
         except OSError as e:
             raise RestoreError(f"the state cannot be written to {directory}: {e.strerror}") from e
-        objects = codec.loads(common)["digests"] if common else {}
-        alike = {f"the registered object {name!r}": digest for name, digest in objects.items()}
+        alike = self._alike(common)
         alike |= {f"{name!r}, of which there is one for all parameters,": d for name, d in written.numbers.items()}
         # Of two nodes' ranks that write the same shard, each new rank reads the nearer one's.
         alike |= {f"shard {name!r}": digest for name, digest in written.shards.items()}
         return written.nbytes, alike
+
+    def _alike(self, common: bytes) -> dict[str, str]:
+        """Digests of what the plain state has that is compared between the ranks, by what it is."""
+        if not common:
+            return {}
+        state = codec.loads(common)
+        found = {f"the registered object {name!r}": digest for name, digest in state["digests"].items()}
+        for adapter, part in zip(self._registry.adapters, state["adapters"], strict=True):
+            if adapter.in_any_layout():
+                found[f"what {adapter.name} keeps"] = xxhash.xxh3_128_hexdigest(part)
+        return found
 
     def read(self, place: pb.StashPlace, version: int, fetched: Callable[[Path, pb.StashPlace], Fetched]) -> int:
         """Bring this rank to ``version``, as ranks of another layout have written it. Its own state is that of the
@@ -170,6 +179,26 @@ class Stashing:
 def _in_order(found: ShardParts | None) -> ShardParts | None:
     """The same, as it lies."""
     return None if found is None else replace(found, parts=tuple(sorted(found.parts, key=lambda part: part.begin)))
+
+
+def _check_calls(registry: Registry, settings: Settings) -> None:
+    """Raises UnsupportedError if a job whose steps are a framework's own calls cannot change its layout."""
+    if registry.batches is None or not registry.batches.of_calls:
+        raise UnsupportedError(
+            "another parallel layout of a job whose steps are a framework's own calls: megatron-core in a loop over "
+            "recovery.steps() is allowed, and Megatron-LM's loop"
+        )
+    if settings.elastic is not None:
+        raise UnsupportedError(
+            "another parallel layout of an elastic job whose steps are a framework's own calls: elastic or replan is "
+            "allowed there, and both in a loop over recovery.steps()"
+        )
+    if settings.checkpoint.dir is not None:
+        raise UnsupportedError(
+            "another parallel layout of a job with fallback checkpoints (checkpoint.dir) whose steps are a framework's "
+            "own calls: they have a format of one layout; without checkpoint.dir it is allowed, and the script may "
+            "save checkpoints itself"
+        )
 
 
 class ReplanRules:

@@ -1,0 +1,252 @@
+"""Megatron-LM's loop in a job that goes on in another parallel layout (``--flash-recovery-replan MIN``).
+
+Its workers are started anew for another layout, so Megatron's own arguments have to say that layout before Megatron
+validates them; all that is derived from them follows by itself. The loop then goes round from its first iteration
+without computing anything, as in a replacement, up to the call from which the job goes on. There it needs what it has
+kept; of a dead rank nobody has that. So all ranks keep the same, in words that hold in every layout:
+
+=====================  ============================================================================================
+losses of a step       of the last stage, which hands them to the others; so all ranks sum up the same for the log
+where loaders stand    samples since the launch, of all replicas together; ranks that read nothing count along, and
+                       learn after an evaluation what rank 0 has read
+the rest               is the same on all ranks: iterations that were skipped, the state of the rerun state machine
+=====================  ============================================================================================
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from flashrecovery import Recovery, layout
+from flashrecovery.errors import ConfigError, JobFailedError, UnsupportedError
+from flashrecovery.runtime.environment import STASH_ENV
+from fr_megatron.lm.arguments import given
+from fr_megatron.lm.elastic_loop import REFUSED, ElasticLoop
+
+_EVEN = "its stages have as many layers each in every layout"
+_OWN: dict[str, str] = {
+    "pipeline_model_parallel_layout": _EVEN,
+    "decoder_first_pipeline_num_layers": _EVEN,
+    "decoder_last_pipeline_num_layers": _EVEN,
+    "account_for_embedding_in_pipeline_split": _EVEN,
+    "account_for_loss_in_pipeline_split": _EVEN,
+    "num_layers_per_virtual_pipeline_stage": "virtual stages",
+    "num_virtual_stages_per_pipeline_rank": "virtual stages",
+    "num_experts": "MoE layers",
+    "heterogeneous_layers_config_path": "layers of several kinds",
+    "heterogeneous_layers_config_encoded_json": "layers of several kinds",
+    "hybrid_override_pattern": "layers of several kinds",
+    "is_hybrid_model": "layers of several kinds",
+    "multi_latent_attention": "not tried",
+    "experimental_attention_variant": "not tried",
+    "check_for_spiky_loss": "each rank remembers the largest loss that it has had itself",
+    "check_for_large_grads": "each rank remembers the largest gradient that it has had itself",
+    "log_max_attention_logit": "each rank has its own",
+    "log_params_norm": "not tried",
+    "data_parallel_random_init": "not tried",
+    "use_tp_pp_dp_mapping": "ranks are counted otherwise",
+    "decrease_batch_size_if_needed": "the global batch follows the number of ranks",
+    "rampup_batch_size": "the global batch changes",
+    "overlap_param_gather": "not tried",
+    "use_megatron_fsdp": "megatron-core's DistributedDataParallel is allowed",
+    "use_torch_fsdp2": "megatron-core's DistributedDataParallel is allowed",
+    "use_checkpoint_args": "the checkpoint says the layout",
+    "yaml_cfg": "not tried",
+    "distribute_saved_activations": "needs tensor parallelism",
+    "phase_transition_iterations": "not tried",
+    "ckpt_convert_format": "not tried",
+    "save_dgrads_interval": "files of the ranks of one layout",
+    "save_wgrads_interval": "files of the ranks of one layout",
+    "use_legacy_models": "not tried",
+    "pretrained_checkpoint": "not tried",
+    "finetune": "not tried",
+}
+"""Flags that are refused where they say anything, and why."""
+_ONE: dict[str, str] = {
+    "context_parallel_size": "context parallelism",
+    "expert_model_parallel_size": "expert parallelism",
+    "num_distributed_optimizer_instances": "several optimizer instances",
+}
+"""Sizes of which only 1 is allowed."""
+
+
+_LOADED = (
+    "iteration",
+    "consumed_train_samples",
+    "skipped_train_samples",
+    "consumed_valid_samples",
+    "num_floating_point_operations_so_far",
+)
+"""Arguments that a checkpoint sets."""
+_BEGAN = "_TRAIN_START_TIME"
+"""Where Megatron-LM has noted when it began."""
+_BEGUN = ".megatron-lm-begun.json"
+"""Of the launch, in the node's memory: what was loaded, and when it began. It stays as long as the agent does."""
+
+
+def take_layout(args: Any) -> None:
+    """Have ``args``, parsed and not validated yet, say the layout that the job has changed to, if it has. No checkpoint
+    is loaded then: the newest one may have come since the launch; see :func:`begin`."""
+    sizes = layout()
+    if not sizes.changed:
+        return
+    if getattr(args, "expert_tensor_parallel_size", None) == args.tensor_model_parallel_size:
+        args.expert_tensor_parallel_size = sizes.tp
+    args.tensor_model_parallel_size = sizes.tp
+    args.pipeline_model_parallel_size = sizes.pp
+    args.flash_recovery_load, args.load = getattr(args, "load", None), None
+
+
+def check_flags(args: Any, recovery: Recovery) -> None:
+    """Whether a job with these flags can change its layout, if it is one whose layout may change.
+
+    Raises:
+        ConfigError: ``--flash-recovery-replan`` says something else than the launcher does.
+        UnsupportedError: it cannot; with all flags that stand against it, and why.
+    """
+    said, launched = given(args, "replan"), recovery.replan
+    if said is not None and launched is None:
+        raise ConfigError(
+            f"--flash-recovery-replan {said}: the layout of the job is fixed as it was launched; start it with "
+            f"`flashrecovery run --replan {said}`"
+        )
+    if said is not None and launched is not None and launched.min != said:
+        raise ConfigError(
+            f"--flash-recovery-replan {said}, and the launcher says --replan {launched.min}: the same is allowed"
+        )
+    if launched is not None and (found := list(refused(args))):
+        raise UnsupportedError(f"another parallel layout of Megatron-LM's loop with {'; '.join(found)}")
+
+
+def refused(args: Any) -> Iterator[str]:
+    """What of the flags cannot follow another layout, by name, and why."""
+    for name, why in {**REFUSED, **_OWN}.items():
+        if getattr(args, name, None):
+            yield f"{_flag(name)} ({why})"
+    for name, why in _ONE.items():
+        if (size := getattr(args, name, None) or 1) > 1:
+            yield f"{_flag(name)} {size} ({why}; allowed: 1)"
+    if getattr(args, "gtp_weight_remat_size", 1) > 1:  # core 0.20
+        yield f"--gtp-weight-remat-size {args.gtp_weight_remat_size} (a parallelism that has not been tried)"
+    if getattr(args, "non_persistent_ckpt_type", None) == "local":
+        yield "--non-persistent-ckpt-type local (its files are of the launch's ranks; allowed: global)"
+    if getattr(args, "expert_tensor_parallel_size", None) not in (None, args.tensor_model_parallel_size):
+        yield "--expert-tensor-parallel-size (allowed: that of tensor parallelism)"
+    if args.dataloader_type not in (None, "single"):
+        yield f"--dataloader-type {args.dataloader_type} (its order depends on the number of ranks; allowed: single)"
+    if args.global_batch_size is None:
+        yield "no --global-batch-size (it would follow the number of ranks)"
+    if getattr(args, "padded_vocab_size", None) is not None:
+        yield "--padded-vocab-size (allowed: without it; Megatron pads it for the tensor parallel size)"
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+def check_model(chunks: Any) -> None:
+    """Raises UnsupportedError for another model than GPT."""
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.utils import unwrap_model
+
+    for model in unwrap_model(chunks):
+        if not isinstance(model, GPTModel):
+            raise UnsupportedError(
+                f"another parallel layout of Megatron-LM's loop with the model {type(model).__name__}, which has not "
+                "been tried; GPTModel is allowed"
+            )
+
+
+def begin(args: Any) -> None:
+    """The model is set up. ``args``: Megatron's; what a checkpoint has set at the launch, they say in every layout. And
+    ``--exit-duration-in-mins`` counts from the launch.
+
+    Raises UnsupportedError: nobody on this node has seen the launch."""
+    training: Any = importlib.import_module("megatron.training.training")
+    path = Path(os.environ[STASH_ENV]) / _BEGUN
+    if not layout().changed:
+        if not path.exists():
+            loaded = {name: getattr(args, name, None) for name in _LOADED}
+            partial = path.with_name(f"{path.name}.{os.getpid()}")
+            partial.write_text(json.dumps({"loaded": loaded, "time": getattr(training, _BEGAN, None)}))
+            os.replace(partial, path)  # all ranks write the same
+        return
+    args.load = args.flash_recovery_load
+    if path.exists():
+        begun = json.loads(path.read_text())
+        vars(args).update(begun["loaded"])
+        setattr(training, _BEGAN, begun["time"])
+    elif args.load is not None:
+        raise UnsupportedError(
+            "another parallel layout of a job that was launched with --load, on a node that had no rank at the launch"
+        )
+
+
+def started_with(args: Any) -> dict[str, Any]:
+    """What the loop begins with, and is the same in every layout. ``args``: Megatron's, with what was loaded."""
+    said = ("train_iters", "train_samples", "eval_iters", "eval_interval", "log_interval", "save_interval", "data_path")
+    return {name: getattr(args, name, None) for name in (*_LOADED, *said)}
+
+
+class LayoutLoop:
+    """What the loop of one process keeps in words of every layout.
+
+    Args:
+        args: Megatron's, as the loop uses them.
+        own: the loop with the loaders of this rank.
+    """
+
+    def __init__(self, args: Any, own: ElasticLoop) -> None:
+        self._args = args
+        self._own = own
+        self._trained = 0
+        self._evaluated: list[int] = []  # of the loaders after the first one; [] before any of them has been read
+
+    def stepped(self, returned: tuple[Any, ...]) -> tuple[Any, ...]:
+        """``train_step`` has returned on this rank; what it is to return on all of them. A collective of the stages.
+
+        Raises JobFailedError: the loader has not read one global batch."""
+        self._trained += self._args.global_batch_size
+        own = self._own.positions()
+        if own and own[0] != self._trained:
+            raise JobFailedError(
+                f"the steps of this job have had {self._trained} samples, and the loader of rank {self._args.rank} has "
+                f"read {own[0]}"
+            )
+        return self._losses(returned[0]), *returned[1:]
+
+    @staticmethod
+    def _losses(own: Any) -> Any:
+        """Of the last stage."""
+        from megatron.core import parallel_state as state
+
+        if state.get_pipeline_model_parallel_world_size() == 1:
+            return own
+        found: list[Any] = [{name: loss.detach().cpu() for name, loss in own.items()}]
+        last = state.get_pipeline_model_parallel_last_rank()
+        dist.broadcast_object_list(found, last, group=state.get_pipeline_model_parallel_group())
+        return own if dist.get_rank() == last else {name: loss.cuda() for name, loss in found[0].items()}
+
+    def evaluated(self) -> None:
+        """An evaluation has been computed. A collective."""
+        found: list[Any] = [self._own.positions()[1:]]
+        dist.broadcast_object_list(found, 0)
+        self._evaluated = list(found[0])
+
+    def positions(self) -> list[Any]:
+        """Where loaders stand."""
+        return [self._trained, list(self._evaluated)]
+
+    def set_positions(self, positions: list[Any]) -> None:
+        """Go back, or forward, to the beginning of a call."""
+        self._trained, self._evaluated = positions[0], list(positions[1])
+        own = len(self._own.streams)
+        others = self._evaluated or [0] * max(own - 1, 0)
+        self._own.set_positions([self._trained, *others] if own else [])

@@ -1,0 +1,188 @@
+"""Megatron-LM's loop in a job that may change its layout, as far as it can be seen without one: the flags, the layout
+that its arguments say, and what a process of another layout is given."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from flashrecovery.config import ReplanSettings
+from flashrecovery.errors import ConfigError, JobFailedError, UnsupportedError
+from flashrecovery.runtime.environment import LAYOUT_ENV, STASH_ENV
+from fr_megatron.lm.replan import LayoutLoop, begin, check_flags, refused, take_layout
+from fr_megatron.lm.state import LMLoop, LMLoopAdapter
+
+FITTING = {
+    "tensor_model_parallel_size": 2,
+    "pipeline_model_parallel_size": 2,
+    "global_batch_size": 24,
+    "dataloader_type": None,
+    "flash_recovery_replan": None,
+}
+
+
+def flags(**others: Any) -> Any:
+    return SimpleNamespace(**{**FITTING, **others})
+
+
+def launched(least: int | None) -> Any:
+    return SimpleNamespace(replan=None if least is None else ReplanSettings(min=least))
+
+
+def test_arguments_say_the_layout_that_the_job_has_changed_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    args = flags(expert_tensor_parallel_size=2)
+    take_layout(args)
+    assert (args.tensor_model_parallel_size, args.pipeline_model_parallel_size) == (2, 2)
+    monkeypatch.setenv(LAYOUT_ENV, "tp=1,pp=1,dp=3")
+    take_layout(args)
+    assert (args.tensor_model_parallel_size, args.pipeline_model_parallel_size) == (1, 1)
+    assert args.expert_tensor_parallel_size == 1
+
+
+def test_a_checkpoint_that_was_loaded_at_the_launch_is_not_loaded_again(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """There may be newer ones by now. The time limit of a job counts from its launch."""
+    module = SimpleNamespace(_TRAIN_START_TIME=1.0)
+    monkeypatch.setitem(sys.modules, "megatron.training.training", module)
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setenv(STASH_ENV, str(tmp_path))
+    loaded = {"iteration": 7, "consumed_train_samples": 168, "skipped_train_samples": 0}
+    loaded |= {"consumed_valid_samples": 12, "num_floating_point_operations_so_far": 9}
+    first = flags(load="there")
+    take_layout(first)
+    assert first.load == "there"
+    vars(first).update(loaded)
+    begin(first)
+    begin(flags(load="there", **dict.fromkeys(loaded, 8)))  # a replacement may have loaded a newer one
+    monkeypatch.setenv(LAYOUT_ENV, "tp=1,pp=1,dp=3")
+    module._TRAIN_START_TIME = 5.0
+    args = flags(load="there", **dict.fromkeys(loaded, 0))
+    take_layout(args)
+    assert args.load is None
+    begin(args)
+    assert module._TRAIN_START_TIME == 1.0
+    assert args.load == "there" and {name: getattr(args, name) for name in loaded} == loaded
+    monkeypatch.setenv(STASH_ENV, str(tmp_path / "another node"))
+    with pytest.raises(UnsupportedError, match="no rank at the launch"):
+        begin(args)
+
+
+@pytest.mark.parametrize(
+    ("said", "least", "words"),
+    [(2, None, "start it with `flashrecovery run --replan 2`"), (2, 1, "the launcher says --replan 1")],
+)
+def test_a_flag_that_says_something_else(said: int, least: int | None, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        check_flags(flags(flash_recovery_replan=said), launched(least))
+
+
+def test_flags_that_fit() -> None:
+    check_flags(flags(flash_recovery_replan=2), launched(2))
+    check_flags(flags(load="there", dataloader_type="single", context_parallel_size=1), launched(1))
+    check_flags(flags(num_experts=2), launched(None))  # the layout does not change
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("pipeline_model_parallel_layout", "E|t", "--pipeline-model-parallel-layout"),
+        ("num_layers_per_virtual_pipeline_stage", 1, "virtual stages"),
+        ("context_parallel_size", 2, "--context-parallel-size 2"),
+        ("expert_model_parallel_size", 2, "expert parallelism"),
+        ("expert_tensor_parallel_size", 4, "--expert-tensor-parallel-size"),
+        ("global_batch_size", None, "no --global-batch-size"),
+        ("dataloader_type", "cyclic", "--dataloader-type cyclic"),
+        ("padded_vocab_size", 128, "--padded-vocab-size"),
+        ("finetune", True, "--finetune"),
+        ("async_save", True, "--async-save"),
+    ],
+)
+def test_flags_that_do_not(name: str, value: Any, words: str) -> None:
+    (text,) = refused(flags(**{name: value}))
+    assert words in text
+    with pytest.raises(UnsupportedError, match="another parallel layout"):
+        check_flags(flags(**{name: value}), launched(1))
+
+
+class Loaders:
+    """Stands for the loop with this rank's loaders."""
+
+    def __init__(self, count: int) -> None:
+        self.streams, self.at = [None] * count, [0] * count
+
+    def positions(self) -> list[int]:
+        return list(self.at)
+
+    def set_positions(self, positions: list[int]) -> None:
+        assert len(positions) == len(self.streams)
+        self.at = list(positions)
+
+
+@pytest.fixture
+def one_stage(monkeypatch: pytest.MonkeyPatch) -> None:
+    parallel_state = pytest.importorskip("megatron.core.parallel_state")
+    monkeypatch.setattr(parallel_state, "get_pipeline_model_parallel_world_size", lambda: 1)
+
+
+@pytest.mark.usefixtures("one_stage")
+def test_ranks_without_loaders_count_along() -> None:
+    loaders, without = Loaders(3), Loaders(0)
+    reader, other = (LayoutLoop(flags(), some) for some in (loaders, without))  # type: ignore[arg-type]
+    loaders.at = [24, 0, 0]
+    reader.stepped(({}, 0))
+    other.stepped(({}, 0))
+    assert reader.positions() == other.positions() == [24, []]
+    reader.set_positions([48, [6, 0]])
+    assert loaders.at == [48, 6, 0]
+    reader.set_positions([48, []])
+    assert loaders.at == [48, 0, 0]
+    other.set_positions([48, [6, 0]])
+    assert other.positions() == [48, [6, 0]]
+
+
+@pytest.mark.usefixtures("one_stage")
+def test_a_loader_that_has_read_something_else() -> None:
+    loop = LayoutLoop(flags(rank=0), Loaders(1))  # type: ignore[arg-type]
+    with pytest.raises(JobFailedError, match="have had 24 samples"):
+        loop.stepped(({}, 0))
+
+
+def loop() -> LMLoop:
+    pytest.importorskip("megatron.core")
+    from megatron.core.rerun_state_machine import RerunMode
+
+    names = ("current_iteration", "first_iteration_complete", "rerun_requested", "checkpoint_requested")
+    names += ("restart_again_requested", "continue_requested")
+    machine = SimpleNamespace(**dict.fromkeys(names, 0), mode=RerunMode.DISABLED, large_value_counts={}, max_values={})
+    layouts = LayoutLoop(flags(), Loaders(0))  # type: ignore[arg-type]
+    return LMLoop(SimpleNamespace(consumed_valid_samples=0), SimpleNamespace(_timers={}), machine, None, layouts)
+
+
+def test_a_process_of_another_layout_gets_what_all_ranks_have_alike() -> None:
+    """Its own capsule is that of its script's start, and is restored last."""
+    before, after = LMLoopAdapter(loop()), LMLoopAdapter(loop())
+    old, new = before._state, after._state
+    old.finished(3, ({"lm loss": torch.tensor(2.5)}, True, False, False, 0, 1.5, 0, 0))
+    old.logging({"lm loss": torch.tensor(7.5), "advanced iterations": 3})
+    old._args.consumed_valid_samples = 6
+    assert old.layouts is not None and new.layouts is not None
+    old.layouts.set_positions([96, [6, 0]])
+    start = after.capture_rank()
+    after.restore_common(before.capture_common())
+    after.restore_rank(start)
+    assert new.overflows == {3}
+    new.resume()
+    assert new.result == old.result and new._args.consumed_valid_samples == 6
+    assert new.layouts.positions() == [96, [6, 0]]
+    totals: dict[str, Any] = {}
+    new.logging(totals)
+    assert totals == {"lm loss": torch.tensor(7.5), "advanced iterations": 3}
+    after.restore_rank(start)  # of its own layout, later: nothing of before is left
+    assert new.overflows == set()

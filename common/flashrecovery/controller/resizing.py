@@ -405,6 +405,7 @@ class Resizing:
     def before_layout(self) -> None:
         """The job changes its parallel layout now: nobody comes into the one before or leaves it."""
         give_up_all(self._job, "the job changes its parallel layout")
+        self.last_resort.let_go()
         for wish in (self._wish, self._put_aside):
             if wish is not None and not wish.ranks:
                 text = f"the job is not resized to {wish.replicas} replicas: it changes its parallel layout"
@@ -414,7 +415,10 @@ class Resizing:
         self._growing.laid_out()
 
     def laid_out(self) -> None:
-        """The job consists of the ranks of another parallel layout."""
+        """The job consists of the ranks of another parallel layout: what is known of ranks is of the one before."""
+        self._gone.clear()
+        self._awaited.clear()
+        self._carried_out = None
         self._tries = 0
         self._left, self._came, self._other_processes = [], [], False
 

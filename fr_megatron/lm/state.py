@@ -144,6 +144,9 @@ class LMLoopAdapter(LoopAdapter):
     def capsule_mark(self) -> int:
         return self._state.changes
 
+    def only_as_launched(self) -> str:
+        return "Megatron-LM's loop"
+
     def tied_to_size(self) -> Sequence[str]:
         elastic = self._state.elastic
         return () if elastic is None else tuple(elastic.tied_to_size())

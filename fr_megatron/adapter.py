@@ -144,8 +144,9 @@ class MegatronAdapter(TorchAdapter):
 
     # -- another number of replicas ---------------------------------------------------------------
 
-    def only_as_launched(self) -> str:
-        return self.name
+    def only_as_launched(self, most: int) -> str:
+        self.division()
+        return "" if self._division is None else self._division.too_small_for(most)
 
     def tied_to_size(self) -> Sequence[str]:
         found = tuple(elastic.tied_to_size(self._chunks, self._optimizer))

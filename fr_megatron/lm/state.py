@@ -144,7 +144,7 @@ class LMLoopAdapter(LoopAdapter):
     def capsule_mark(self) -> int:
         return self._state.changes
 
-    def only_as_launched(self) -> str:
+    def only_as_launched(self, most: int) -> str:
         return "Megatron-LM's loop"
 
     def tied_to_size(self) -> Sequence[str]:

@@ -1,8 +1,8 @@
 """An elastic job grows: on command, and by itself when a node comes.
 
 The replicas that come are the lowest ones, as the job was launched, that do not belong to it, and then those beyond the
-launch. The processes of their
-ranks are built up beside training (:mod:`.newcomers`) and come in at a step boundary (:mod:`.coming_in`).
+launch. The processes of their ranks are built up beside training (:mod:`.newcomers`) and come in at a step boundary
+(:mod:`.coming_in`).
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ class Growing:
         self._coming = coming
         self._most: int | None = None  # somebody has commanded so many replicas: a node that comes does not change that
         self._arrived: set[str] = set()  # nodes that have come since it was last looked whether the job can grow
+        self._unused: set[str] = set()  # that came before; as long as they have no ranks, another one may make it up
         self._begun = False  # it has been looked at the nodes that were there before the launch
 
     # -- who comes --------------------------------------------------------------------------------
@@ -36,6 +37,7 @@ class Growing:
         """Somebody wants the job to have so many replicas."""
         self._most = replicas
         self._arrived.clear()
+        self._unused.clear()
 
     def ask(self, replicas: int, step: int, now: float) -> str:
         """Have the job grown to so many replicas from ``step`` on (-1: as soon as they are there). Returns why not, ""
@@ -79,7 +81,8 @@ class Growing:
             return
         most = elastic.max if self._most is None else min(self._most, elastic.max)
         free = [room for room in rooms(job.nodes.values(), job.homes()) if room.free > 0]
-        new = [room for room in free if room.name in arrived]
+        new = [room for room in free if room.name in arrived or (room.spare and room.name in self._unused)]
+        self._unused = {room.name for room in new}
         if job.shape.each == 1:
             free = new
         size, sizes = job.replicas, ReplicaRange(elastic.min, most, allowed_sizes(job).allowed)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from flashrecovery import events as ev
 from flashrecovery.controller.coming_in import ComingIn
-from flashrecovery.controller.custody import choose_leaving, of_their_own
+from flashrecovery.controller.custody import choose_leaving, divided, of_their_own
 from flashrecovery.controller.gathering import Gathering
 from flashrecovery.controller.growing import Growing
 from flashrecovery.controller.job_state import JobState
@@ -304,9 +304,27 @@ class Resizing:
                 )
             )
             self._size, self._left, self._came, self._other_processes = size, [], [], False
+            self._say_what_is_on_one_node()
             return True
         others, self._other_processes = self._other_processes, False
         return others
+
+    def _say_what_is_on_one_node(self) -> None:
+        """Of divided state each rank's part has copies on one other rank. Both may be on one node: who keeps what
+        follows from the ranks' numbers, and a node may have more of them than at the launch."""
+        job = self._job
+        homes = {record.rank: record.home for record in job.in_order}
+        if len({*homes.values()}) == 1 or not divided(job.in_order):
+            return
+        keepers = job.keepers_of_copies()
+        alone = [rank for rank, home in homes.items() if home and home == homes.get(keepers[rank])]
+        if alone:
+            nodes = ", ".join(dict.fromkeys(homes[rank] for rank in alone))
+            text = (
+                f"{ranks_text(alone)} and their copies are on one node each ({nodes}): if that is lost, the job ends, "
+                "or goes back to a checkpoint"
+            )
+            job.notice(NoticeKind.REDUNDANCY, text)
 
     def members(self) -> Sequence[int]:
         """The ranks of an elastic job, for those who form groups; of others nobody needs to know."""

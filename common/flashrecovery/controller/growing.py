@@ -72,7 +72,7 @@ class Growing:
         job, elastic = self._job, self._job.config.elastic
         if not self._begun and job.state is State.RUNNING:
             self._begun = True
-            if elastic is not None and elastic.max > job.replicas and job.found_since is None:  # not for losses alone
+            if elastic is not None and elastic.max > job.shape.replicas and job.found_since is None:  # for growth, too
                 self._arrived |= {node.name for node in job.nodes.values() if node.state is NodeState.SPARE}
         if not self._arrived or job.state is not State.RUNNING or job.recovery is not None or job.newcomers:
             return

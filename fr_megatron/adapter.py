@@ -146,7 +146,7 @@ class MegatronAdapter(TorchAdapter):
 
     def only_as_launched(self, most: int) -> str:
         self.division()
-        return "" if self._division is None else self._division.too_small_for(most)
+        return (self._division.too_small_for(most) if self._division is not None else "") or self.name
 
     def tied_to_size(self) -> Sequence[str]:
         found = tuple(elastic.tied_to_size(self._chunks, self._optimizer))

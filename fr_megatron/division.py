@@ -95,6 +95,11 @@ class FlatLayout:
         ranges = {fqn: self.range_of(self.by_name[fqn], place, size) for fqn in self.in_order}
         return [fqn for fqn, (low, high) in ranges.items() if low < high]
 
+    def without_part(self, most: int) -> tuple[int, int] | None:
+        """A place that has nothing to step on, and among how many; None if there is none among up to ``most``."""
+        places = ((place, size) for size in range(1, most + 1) for place in range(size))
+        return next((one for one in places if not self.order(*one)), None)
+
 
 def layout_of(chunk: Any, membership: Mapping[str, int]) -> FlatLayout:
     """Of a chunk as it is now; ``membership``: of each trained parameter the optimizer's group, by its name."""
@@ -148,13 +153,16 @@ class OptimizerDivision(RuledDivision):
             return
         self._largest = self.size
         self._check_as_known()
-        for size in range(1, self.size + 1):
-            for place in range(size):
-                if not self._layout.order(place, size):
-                    raise UnsupportedError(
-                        f"an elastic job with the distributed optimizer and so small a model that rank {place} of "
-                        f"{size} would have no part of it"
-                    )
+        if why := self.too_small_for(self.size):
+            raise UnsupportedError(f"an elastic job with {why}")
+
+    def too_small_for(self, most: int) -> str:
+        """Why the state cannot be divided among so many ranks, or fewer, in words; "" if it can."""
+        found = self._layout.without_part(most)
+        if found is None:
+            return ""
+        place, size = found
+        return f"the distributed optimizer and so small a model that rank {place} of {size} would have no part of it"
 
     def _check_as_known(self) -> None:
         """Raises UnsupportedError unless Megatron has laid everything out as it is computed here."""

@@ -142,9 +142,10 @@ class Adapter(ABC):
         allowed instead. Asked in an elastic job, before the first step and at the end of each one."""
         return (f"{self.name}: its schedules and partitions",) if self.whole_framework else ()
 
-    def only_as_launched(self) -> str:
-        """What of this rank can follow when replicas leave and come back, but has never been with more of them than at
-        the launch: by name; "" if there is nothing. Asked in a job that may grow so far, before the first step."""
+    def only_as_launched(self, most: int) -> str:
+        """What of this rank can follow when replicas leave and come back, but not when there are more of them than at
+        the launch, up to ``most``, or has never been tried so: by name; "" if there is nothing. Asked in a job that may
+        grow so far, before the first step."""
         return ""
 
     def resized(self) -> None:  # noqa: B027 - optional

@@ -14,6 +14,7 @@ import pytest
 
 from tests.integration.test_elastic_controller import WithController
 from tests.support.elastic import changes, command, inject, often
+from tests.support.elastic_checkpoints import fell_back, saving
 from tests.support.elastic_divided import (
     DDP,
     END,
@@ -26,7 +27,7 @@ from tests.support.elastic_divided import (
     resized_once,
     zero,
 )
-from tests.support.jobs import Job, RunningJob, check_fired
+from tests.support.jobs import Job, RunningJob, check_clean, check_fired
 
 pytestmark = [pytest.mark.timeout(400), pytest.mark.grid]
 KINDS = [
@@ -38,6 +39,7 @@ MEGATRON = [
     for kind in (megatron("plain", "--bf16"), megatron("shards", "--bf16", "--use-distributed-optimizer"))
 ]
 AT, LOST, BACK = 10, 16, 32
+STATES = ("regrouping", "restoring", "reshaping", "verifying", "resuming")
 
 
 def slowly(kind: Kind) -> tuple[str, str]:
@@ -69,10 +71,10 @@ def grow(running: RunningJob, count: int, step: int) -> None:
     running.wait_for("recovery_finished", count=count)
 
 
-@pytest.mark.parametrize("victims", often([(0,), (1,), (2,), (3,), (0, 2)], ()))
+@pytest.mark.parametrize("victims", often([(0,), (1,), (2,), (3,), (0, 1)], ()))
 @pytest.mark.parametrize("kind", [*KINDS, *MEGATRON])
 def test_there_and_killed_and_back(kind: Kind, victims: tuple[int, ...], tmp_path: Path, resized: Resized) -> None:
-    """2 -> 4 -> 3 -> 4, and 2 -> 4 -> 2 -> 4: those of the launch may leave as well as the others."""
+    """2 -> 4 -> 3 -> 4, and 2 -> 4 -> 2 -> 4: those of the launch may leave as well as the others, also all of them."""
     running = kind.start(tmp_path / "run", *slowly(kind), config=beyond(replace="never"), nproc=2)
     running.wait_for("job_started", 120)
     grow(running, 1, AT)
@@ -101,7 +103,7 @@ def test_those_beyond_are_replaced(kind: Kind, tmp_path: Path, resized: Resized)
     check_as_commanded(kind, job, resized)
 
 
-@pytest.mark.parametrize("state", ("regrouping", "restoring", "reshaping", "verifying", "resuming"))
+@pytest.mark.parametrize("state", STATES)
 def test_one_beyond_dies_while_it_comes_in(state: str, tmp_path: Path, resized: Resized) -> None:
     """It has left again before it has taken a step; the other one has come."""
     faults = [f"rank=3,fault=sigkill,at=recovery:{state}"]
@@ -113,6 +115,24 @@ def test_one_beyond_dies_while_it_comes_in(state: str, tmp_path: Path, resized: 
     check_fired(job)
     assert changes(job)[-1].ranks == (0, 1, 2), job.explain()
     check_as_commanded(FSDP2, job, resized)
+
+
+@pytest.mark.parametrize("state", often(STATES, ()))
+@pytest.mark.parametrize("victim", [1, 3])
+@pytest.mark.parametrize("kind", [KINDS[0], KINDS[2]])
+def test_one_that_dies_on_the_way_in_is_replaced(
+    kind: Kind, victim: int, state: str, tmp_path: Path, resized: Resized
+) -> None:
+    """One of the launch, or one beyond it: where there is room it is filled again, in the old size or in the new one.
+    One beyond the launch has no part of the old division, although that is the launch's."""
+    running = kind.start(tmp_path / "run", *slowly(kind), config=beyond(), nproc=2)
+    running.wait_for("job_started", 120)
+    inject(running, rank=victim, at=f"recovery:{state}")
+    assert command(running, 4, AT) == ""
+    job = running.wait(240)
+    check_fired(job)
+    assert changes(job)[-1].ranks == (0, 1, 2, 3), job.explain()
+    check_as_commanded(kind, job, resized)
 
 
 @pytest.mark.parametrize("victim", [0, 3])
@@ -133,3 +153,22 @@ def test_another_controller_knows_them(kind: Kind, victim: int, tmp_path: Path, 
     assert ended.notices("taken_over"), ended.explain()
     assert [change.ranks for change in changes(ended)][-1] == tuple({0, 1, 2, 3} - {victim}), ended.explain()
     check_as_commanded(kind, ended, resized)
+
+
+@pytest.mark.parametrize("victims", often([(0, 2), (1, 3)], ()))
+def test_they_go_back_to_a_checkpoint_of_more_ranks_than_the_launch_had(
+    victims: tuple[int, ...], tmp_path: Path, resized: Resized
+) -> None:
+    """Two are lost at once, which have kept each other's copies: two are left, as many as at the launch, but not the
+    same ones."""
+    config = {**beyond(replace="never"), **saving(tmp_path / "checkpoints", 0.5)}
+    running = FSDP2.start(tmp_path / "run", *slowly(FSDP2), config=config, nproc=2)
+    running.wait_for("job_started", 120)
+    grow(running, 1, AT)
+    before = len([event for event in running.events() if event["event"] == "checkpoint_saved"])
+    running.wait_for("checkpoint_saved", count=before + 2)  # of all four
+    running.kill(*victims)
+    job = running.wait(240)
+    version = fell_back(job, 4, 2, END)
+    FSDP2.goes_on_alike(job, resized(FSDP2, [(AT, 4), (version, 2)]), version, 2, END)
+    check_clean(job)

@@ -21,7 +21,7 @@ pytestmark = [
     pytest.mark.timeout(600),
     pytest.mark.grid,
 ]
-three_hosts = hosts_of_a_test(3)
+two_hosts, three_hosts = hosts_of_a_test(2), hosts_of_a_test(3)
 END = 130
 
 
@@ -96,3 +96,18 @@ def test_the_controllers_node_is_lost_after_it(three_hosts: Network, tmp_path: P
     ended = job.wait(of=[second, third])
     assert [event["ranks"] for event in ended.of("job_resized")] == [[0, 1, 2], [1, 2]], ended.explain()
     check_as_commanded(FSDP2, ended, tmp_path / "reference", 2, 3)
+
+
+@pytest.mark.parametrize("kind", of_kinds(DDP, FSDP2))
+def test_launched_on_one_host_it_grows_onto_the_spare_one(kind: Kind, two_hosts: Network, tmp_path: Path) -> None:
+    """Without a command; copies, which one host alone would keep for itself, are on the other one then: it can be lost
+    with all that it has."""
+    first, second = two_hosts.hosts
+    elastic = {"max": 4, "replace": "never"}
+    job = launch(two_hosts, tmp_path / "job", kind, spare=1, steps=END, step_ms=150, elastic=elastic, flags=())
+    job.wait_for("recovery_finished", 1)
+    job.wait_for_step(job.newest_step() + 4)
+    lose(job, second)
+    ended = job.wait(of=[first])
+    assert [event["ranks"] for event in ended.of("job_resized")] == [[0, 1, 2, 3], [0, 1]], ended.explain()
+    check_as_commanded(kind, ended, tmp_path / "reference", 2, 4)

@@ -17,12 +17,22 @@ MORE_MOMENTS = (*MOMENTS, "hears pause", "hears leave", "job_resized", "newcomer
 
 
 def draw_beyond(seed: int) -> History:
-    """The same job as :func:`draw_elastic`'s, which may become larger than it was launched, and has a node for that."""
+    """The same job as :func:`draw_elastic`'s, which may become larger than it was launched, and has a node for that.
+    What strikes a rank there may strike one beyond the launch here, and a command may ask for as many."""
     history, rng = draw_elastic(seed), random.Random(seed)
     shape, more = history.shape, rng.choice((1, 2, 3))
     spares = max(shape.spares, rng.choice((1, 1, 2))) if shape.nodes > 1 else 0
     script = replace(history.script, micro_batches=history.script.micro_batches + more)
-    return replace(history, shape=replace(shape, spares=spares, beyond=more), script=script)
+
+    def other(fault: Fault) -> Fault:
+        if fault.kind in ("kill", "mute"):
+            return replace(fault, what=(rng.randrange(shape.world + more),))
+        if fault.kind == "resize":
+            return replace(fault, what=(rng.randint(shape.elastic, shape.world + more), fault.what[1]))
+        return fault
+
+    faults = tuple(other(fault) if rng.random() < 0.6 else fault for fault in history.faults)
+    return replace(history, shape=replace(shape, spares=spares, beyond=more), script=script, faults=faults)
 
 
 def draw_elastic(seed: int, *, several: bool = False) -> History:

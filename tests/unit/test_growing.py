@@ -561,3 +561,75 @@ def test_a_spare_node_of_the_launch_is_for_growth_if_there_may_be_any(most: int,
     world.go_on()
     assert world.beside() == ({2: "spare", 3: "spare"} if grown else {})
     assert len(world.machine.job.ranks) == (4 if grown else 2)
+
+
+def test_one_beyond_the_launch_is_filled_again_before_it_has_a_part() -> None:
+    """State is still divided as at the launch, and its process begins with the part of the rank in whose place it runs:
+    that is not what it needs."""
+    world = world_of(2, nnodes=2, controller="h:1", most=6, replace="auto")
+    job = world.machine.job
+    world.join("more", slots=2)
+    while 5 not in job.ranks:
+        assert world.step()
+    record, known = job.ranks[5], dict(job.ranks[5].needs)
+    assert job.layout == (0, 1, 2, 3)
+    world.kill(5)
+    joined = pb.Joined(rank=5, generation=job.generation, steps=world.steps)
+    parts = {**known, "part#dp=1/4": 15}
+    joined.needs.extend(pb.ShardNeed(name=n, nbytes=b, divided=n.startswith("part")) for n, b in parts.items())
+    world.machine.on_started(pb.WorkerStarted(rank=5, generation=job.generation, pid=999), record.home, "host")
+    world.machine.on_joined(joined, world.now)
+    assert job.state is not State.FAILED, job.failure_reason
+    assert record.needs == known and not record.divided
+
+
+@pytest.mark.parametrize(("launched", "most"), [(4, 4), (2, 4)])
+def test_newcomers_do_not_make_it_a_number_that_is_not_allowed(launched: int, most: int) -> None:
+    """The batch can be divided among one, two and four. Two are built up beside two, of which one is lost meanwhile."""
+    world = world_of(launched, most=most, slots=4) if launched == 4 else world_of(1, nnodes=2, controller="h:1", most=4)
+    job = world.machine.job
+    for record in job.ranks.values():
+        record.sizes = frozenset({1, 2, 4})
+    if launched == 4:
+        assert world.resize(2) == ""
+        world.go_on()
+    else:
+        world.join("more", slots=2)
+        job.newcomers or world.step()
+    if not job.newcomers:
+        assert world.resize(4) == ""
+    while not world.machine._coming.newcomers.all_here:
+        assert world.step()
+    world.kill(0)
+    world.go_on()
+    assert [(before, after) for before, after, *_ in world.resized()][-1] == (2, 2), world.resized()
+    assert len(world.notices("newcomer_given_up")) == 1
+    assert world.run() is State.FINISHED
+
+
+@pytest.mark.parametrize(("slots", "alone"), [(1, False), (3, True)])
+def test_it_is_said_if_a_node_has_divided_state_and_its_copies(slots: int, alone: bool) -> None:
+    world = world_of(1, nnodes=2, controller="h:1", most=6)
+    for record in world.machine.job.in_order:
+        record.divided = frozenset({f"part#dp={record.rank}/2"})
+    world.join("more", slots=slots)
+    while not world.resized():
+        assert world.step()
+    said = [text for text in world.notices("redundancy") if "on one node each (more)" in text]
+    assert bool(said) == alone, world.notices("redundancy")
+
+
+def test_two_nodes_make_up_what_one_does_not() -> None:
+    """The batch can be divided among two and four: with the first node that comes the job cannot grow, with the second
+    one it can."""
+    world = world_of(1, nnodes=2, controller="h:1", most=4)
+    job = world.machine.job
+    for record in job.ranks.values():
+        record.sizes = frozenset({1, 2, 4})
+    world.join("third")
+    world.go_on()
+    assert not world.beside()
+    world.join("fourth")
+    world.go_on()
+    assert world.beside() == {2: "third", 3: "fourth"} and world.resized() == [(2, 4, [], [2, 3])]
+    assert world.run() is State.FINISHED

@@ -64,3 +64,10 @@ def test_the_order_of_the_groups(seed: int) -> None:
         assert [(one.group, not one.wide) for one in order] == sorted((one.group, not one.wide) for one in order)
         held = {one.fqn for one in layout.stored if len(range(*layout.range_of(one, place, size)))}
         assert {one.fqn for one in order} == held and len(order) == len(held)
+
+
+def test_a_model_may_be_too_small_for_more_ranks_than_the_launch_has() -> None:
+    """Buffers are padded to multiples of 128 elements: among three ranks the first one has all that there are."""
+    one = FlatLayout((FlatBuffer((100,), 128),), (Stored("0.w", 0, 0, 0, 100, 0, True),))
+    assert one.without_part(2) is None
+    assert one.without_part(3) == one.without_part(5) == (1, 3)

@@ -93,14 +93,14 @@ class Agent:
             self._stash_transfer = StashTransfer(stash.path, self._access)
             if peers is not None:
                 peers.stash = stash.path
-        gpus = GpuFence.of_this_node(os.environ, config.nproc_per_node)
+        gpus = GpuFence.of_this_node(os.environ, config.slots or config.nproc_per_node)
         self._tasks.start(gpus.prepare())
         self._snapshots = NodeSnapshots(config, run_dir.path, self._tell_of_snapshots)
         self._processes = ProcessManager(
             self, config, command, run_dir, network_env, self._setup_logs, self._tasks, gpus, self._snapshots, places
         )
         self._ranks = self._processes.ranks
-        self._setup_logs.watch(self._ranks)
+        self._setup_logs.watch(self._processes.living)
         if peers is not None:
             peers.own_log = self._setup_logs.own
         self._pool = self._processes.pool

@@ -40,7 +40,7 @@ class NodeHealth:
         self._notice = notice
         self._monitor = HealthMonitor(
             select(config.health),
-            HealthContext(run_dir, config.nproc_per_node, os.environ),
+            HealthContext(run_dir, config.slots or config.nproc_per_node, os.environ),
             config.timeouts,
             self._on_finding,
             self._on_trouble,

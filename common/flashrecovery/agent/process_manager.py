@@ -227,9 +227,7 @@ class ProcessManager:
 
     async def _inherit_setup_log(self, process: WorkerProcess, replace: pb.Replace) -> None:
         """What the rank's set-up collectives had returned, from an agent that keeps it for the lost node."""
-        whose = _runs_as(process.place, replace)
-        own = self._setup_logs.own(whose, process.attempt) if whose != process.place else None
-        found = own or await self._setup_logs.fetch(replace.setup_from, whose, process.attempt)
+        found = await self._setup_log_for(process, replace)
         if isinstance(found, str):
             text = f"the results of its set-up collectives are lost, {found}"
             self._foreman.notice(process.place, NoticeKind.SETUP_LOG_LOST, text)
@@ -239,16 +237,27 @@ class ProcessManager:
     async def _give_setup_log(self, process: WorkerProcess, replace: pb.Replace) -> None:
         """The same for a rank that comes into a running job. Where nobody has it, what its script makes of it would be
         another thing than what the others have made of it, so it does not come."""
-        whose, attempt = _runs_as(process.place, replace), process.attempt
-        log: bytes | str | None = self._setup_logs.own(whose, attempt)
-        if log is None:
-            log = await self._setup_logs.fetch(replace.setup_from, whose, attempt) or "nobody was there to keep them"
+        log = await self._setup_log_for(process, replace)
         if self._is_over(process):
             return  # it has been given up meanwhile
         if isinstance(log, bytes):
             process.page.write_setup_log(log)
-        elif isinstance(log, str):
-            self._foreman.refused(process, f"the results of its set-up collectives are lost: {log}")
+        else:
+            why = log or "nobody was there to keep them"
+            self._foreman.refused(process, f"the results of its set-up collectives are lost: {why}")
+
+    async def _setup_log_for(self, process: WorkerProcess, replace: pb.Replace) -> bytes | str:
+        """That of the rank as which it runs the script, or of an earlier process of its own rank, which has had the
+        same; in words why there is none."""
+        said = []
+        for rank in dict.fromkeys((_runs_as(process.place, replace), process.place)):
+            found: bytes | str | None = self._setup_logs.own(rank, process.attempt)
+            if found is None:
+                found = await self._setup_logs.fetch(replace.setup_from, rank, process.attempt)
+            if isinstance(found, bytes):
+                return found
+            said.append(found)
+        return "; ".join(filter(None, said))
 
     async def replenish(self) -> None:
         """As many standbys as there should be; what has ended without anybody waiting for it is buried."""

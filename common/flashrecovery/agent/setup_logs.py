@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from flashrecovery.access import Access
 from flashrecovery.agent.peers import NOT_HANDED_OVER, KeptLog, fetch_from, keep_there, said_by
@@ -22,7 +22,7 @@ class SetupLogs:
         """``kept``: the logs that this agent gives to others."""
         self._access = access
         self._kept = {} if kept is None else kept
-        self._processes: Mapping[int, WorkerProcess] = {}
+        self._living: Callable[[], Collection[WorkerProcess]] = tuple
         self._given: dict[tuple[int, str], tuple[int, int]] = {}  # (rank, keeper) -> attempt, pid whose log it is
         self._lock = asyncio.Lock()
 
@@ -73,17 +73,16 @@ class SetupLogs:
     def own(self, rank: int, attempt: int) -> bytes | None:
         """The log of ``rank`` that this agent keeps, of this start of the job; also that of a rank that lives here: one
         that no launch has had needs it."""
-        process = self._processes.get(rank)
-        lives = process is not None and process.attempt == attempt and not process.dead
-        found = process.page.read_setup_log() if process is not None and lives else None
+        process = next((p for p in self._living() if p.place == rank and p.attempt == attempt), None)
+        found = None if process is None else process.page.read_setup_log()
         if found is not None:
             return found
         kept = self._kept.get(rank)
         return kept.data if kept is not None and kept.attempt == attempt else None
 
-    def watch(self, processes: Mapping[int, WorkerProcess]) -> None:
-        """The processes of this node, by rank."""
-        self._processes = processes
+    def watch(self, living: Callable[[], Collection[WorkerProcess]]) -> None:
+        """``living``: gives the processes that fill ranks here, whose pages can be read."""
+        self._living = living
 
     async def fetch(self, keepers: Sequence[str], rank: int, attempt: int) -> bytes | str:
         """The log of ``rank``, from the first of these agents that has it; in words why none has given it."""

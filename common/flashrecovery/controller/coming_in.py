@@ -16,6 +16,7 @@ from collections.abc import Callable
 from flashrecovery.controller.custody import divided, of_their_own
 from flashrecovery.controller.gathering import Gathering
 from flashrecovery.controller.job_state import JobState
+from flashrecovery.controller.losses import allowed_sizes
 from flashrecovery.controller.newcomers import Newcomers, give_up, give_up_all
 from flashrecovery.controller.nodes import NodeState
 from flashrecovery.controller.records import THROUGH
@@ -166,6 +167,18 @@ class ComingIn:
             for rank in [rank for rank in self._job.newcomers if rank not in self._job.ranks]:
                 give_up(self._job, rank, "it has left the job meanwhile")
 
+    def _give_up_who_would_be_too_many(self) -> None:
+        """Members may have left since the newcomers were ordered, so that no allowed number would have all of them: the
+        last ones do not come then."""
+        job = self._job
+        new = job.shape.by_replica(rank for rank in job.newcomers if rank not in job.ranks)
+        if not new:
+            return
+        most = job.replicas + len(new)
+        fitting = allowed_sizes(job).largest(most, most, uneven=True)
+        for ranks in list(new.values())[max(fitting - job.replicas, 0) :]:
+            give_up(job, ranks[0], f"the job has {job.replicas} replicas now, and {most} are not allowed")
+
     def come_in(self, decision: Decision) -> tuple[Decision, list[int]]:
         """All members are stopped and are to go on as in ``decision``. If all newcomers are there, and it is time,
         they are members from now on. Returns what is decided with them, and who they are."""
@@ -176,6 +189,9 @@ class ComingIn:
             return decision, []
         if decision.checkpoint and divided(job.in_order):
             return decision, []  # newcomers have no part of what the others give up; they come in later
+        self._give_up_who_would_be_too_many()
+        if not job.newcomers:
+            return decision, []
         coming = {rank: newcomer.record for rank, newcomer in job.newcomers.items()}
         for rank, record in coming.items():
             if rank in job.ranks:

@@ -1,8 +1,8 @@
 """An elastic job grows: on command, and by itself when a node comes.
 
 The replicas that come are the lowest ones, as the job was launched, that do not belong to it, and then those beyond the
-launch. The processes of their
-ranks are built up beside training (:mod:`.newcomers`) and come in at a step boundary (:mod:`.coming_in`).
+launch. The processes of their ranks are built up beside training (:mod:`.newcomers`) and come in at a step boundary
+(:mod:`.coming_in`).
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ class Growing:
         self._coming = coming
         self._most: int | None = None  # somebody has commanded so many replicas: a node that comes does not change that
         self._arrived: set[str] = set()  # nodes that have come since it was last looked whether the job can grow
+        self._unused: set[str] = set()  # that came before; as long as they have no ranks, another one may make it up
         self._begun = False  # it has been looked at the nodes that were there before the launch
 
     # -- who comes --------------------------------------------------------------------------------
@@ -38,6 +39,7 @@ class Growing:
         """Somebody wants the job to have so many replicas."""
         self._most = replicas
         self._arrived.clear()
+        self._unused.clear()
 
     def laid_out(self) -> None:
         """The job has changed its parallel layout: what was commanded was for the one before."""
@@ -78,7 +80,7 @@ class Growing:
         job, elastic = self._job, self._job.config.elastic
         if not self._begun and job.state is State.RUNNING:
             self._begun = True
-            if elastic is not None and elastic.max > job.replicas and job.found_since is None:  # not for losses alone
+            if elastic is not None and elastic.max > job.shape.replicas and job.found_since is None:  # for growth, too
                 self._arrived |= {node.name for node in job.nodes.values() if node.state is NodeState.SPARE}
         if not self._arrived or job.state is not State.RUNNING or job.recovery is not None or job.newcomers:
             return
@@ -88,7 +90,8 @@ class Growing:
         allowed = allowed_sizes(job)
         most = allowed.most if self._most is None else min(self._most, allowed.most)
         free = [room for room in rooms(job.nodes.values(), job.homes()) if room.free > 0]
-        new = [room for room in free if room.name in arrived]
+        new = [room for room in free if room.name in arrived or (room.spare and room.name in self._unused)]
+        self._unused = {room.name for room in new}
         if job.shape.each == 1:
             free = new
         size, sizes = job.replicas, replace(allowed, most=most)

@@ -279,6 +279,11 @@ class JobState:
         """The layout of an elastic job; () of others, where nobody needs to know it."""
         return () if self.config.elastic is None else self.layout
 
+    def begins_as_divided(self, rank: int) -> bool:
+        """Whether state is divided as a process of this rank divides it when it begins: as in the launch's size. Of one
+        beyond the launch it never is, because it begins with another rank's part."""
+        return rank < self.world_size and self.layout == tuple(range(self.world_size))
+
     def settle_layout(self) -> None:
         """All ranks of the job have what they need of a state that is divided among them alone."""
         self.layout = tuple(self.ranks)

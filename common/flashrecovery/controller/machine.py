@@ -243,8 +243,8 @@ class Machine:
             return
         self.job.facts = message.facts or self.job.facts
         self.job.outbox.forget(Ordered.REPLACE, record.rank)
-        if known and sure and self.job.layout != tuple(range(self.job.world_size)):
-            # it has divided its state as at the launch, and takes on the others' division
+        if known and sure and not self.job.begins_as_divided(record.rank):
+            # it has divided its state as at the launch, and takes on the others' division, if it has a part of that
             record.needs = {**record.common_needs(), **{name: known[name] for name in divided}}
             record.divided = divided
         if known and outline != record.outline:

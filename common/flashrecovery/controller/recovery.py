@@ -361,8 +361,8 @@ class RecoverySteps:
 
     @property
     def _as_launched(self) -> bool:
-        """Whether state is divided as in the launch's size."""
-        return self._job.layout == tuple(range(self._job.world_size))
+        """Whether the state of every rank is divided as in the launch's size."""
+        return self._job.begins_as_divided(self._job.in_order[-1].rank)
 
     def _another_division(self) -> bool:
         """The ranks have said how their state is divided. Returns whether that is to be told to them, and all asked

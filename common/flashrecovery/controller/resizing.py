@@ -393,6 +393,7 @@ class Resizing:
             )
             self._job.told_size = size
             self._left, self._came, self._other_processes = [], [], False
+            self._say_what_is_on_one_node()
             return True
         others, self._other_processes = self._other_processes, False
         return others
@@ -421,6 +422,23 @@ class Resizing:
         self._carried_out = None
         self._tries = 0
         self._left, self._came, self._other_processes = [], [], False
+
+    def _say_what_is_on_one_node(self) -> None:
+        """Of divided state each rank's part has copies on one other rank. Both may be on one node: who keeps what
+        follows from the ranks' numbers, and a node may have more of them than at the launch."""
+        job = self._job
+        homes = {record.rank: record.home for record in job.in_order}
+        if len({*homes.values()}) == 1 or not divided(job.in_order):
+            return
+        keepers = job.keepers_of_copies()
+        alone = [rank for rank, home in homes.items() if home and home == homes.get(keepers[rank])]
+        if alone:
+            nodes = ", ".join(dict.fromkeys(homes[rank] for rank in alone))
+            text = (
+                f"{ranks_text(alone)} and their copies are on one node each ({nodes}): if that is lost, the job ends, "
+                "or goes back to a checkpoint"
+            )
+            job.notice(NoticeKind.REDUNDANCY, text)
 
     def members(self) -> Sequence[int]:
         """The ranks of an elastic job, for those who form groups; of others nobody needs to know."""

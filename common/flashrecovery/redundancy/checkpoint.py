@@ -118,7 +118,7 @@ class CheckpointFallback:
             self.directory.mkdir(parents=True, exist_ok=True)
             probe = self.directory / f".probe-{rank}"
             probe.touch()
-            probe.unlink()
+            probe.unlink(missing_ok=True)  # two that come into an elastic job may be this rank for now
         except OSError as e:
             raise ConfigError(f"checkpoint.dir = {str(directory)!r} cannot be written: {e.strerror}") from e
 

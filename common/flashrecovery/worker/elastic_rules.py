@@ -118,7 +118,7 @@ def _check_replicas(registry: Registry, settings: Settings) -> None:
 def _check_beyond(registry: Registry, most: int) -> None:
     """Whether the job can have so many replicas, more than it is launched with."""
     shape, batches = registry.shape, registry.batches
-    fixed = [reason for adapter in registry.adapters if (reason := adapter.only_as_launched())]
+    fixed = [reason for adapter in registry.adapters if (reason := adapter.only_as_launched(most))]
     if shape.each > 1:
         fixed.append(f"replicas of several ranks ({shape.text})")
     if fixed:

@@ -7,6 +7,7 @@ asks them for size and rank at nearly all places. What it has noted instead:
 ``parallel_state``          lists of ranks
 buffers and buckets         the (expert-)data-parallel size, and the factor of the gradients that follows from the
                             data-parallel one, of experts, too
+attention                   Transformer Engine's: the ranks of its context-parallel peers
 micro-batch calculator      micro-batches on a replica
 tracked random streams      seeded anew for each micro-batch, as torch's own are
 ==========================  ====================================================================================
@@ -68,6 +69,8 @@ def _of_chunk(chunk: Any) -> Iterator[str]:
 
 def _of_experts(config: Any) -> Iterator[str]:
     """What of MoE layers is not equal on all ranks, or not known to follow."""
+    from megatron.core import parallel_state as state
+
     if not getattr(config, "num_moe_experts", None):
         return
     if getattr(config, "moe_router_enable_expert_bias", False):
@@ -77,6 +80,11 @@ def _of_experts(config: Any) -> Iterator[str]:
         yield "global_aux_loss (it sums up tokens of all ranks; allowed: the other kinds of load balancing)"
     if getattr(config, "moe_enable_routing_replay", False):
         yield "moe_enable_routing_replay"
+    if getattr(config, "overlap_moe_expert_parallel_comm", False):
+        yield "overlap_moe_expert_parallel_comm (two micro-batches are computed at once, which are seeded one by one)"
+    tensor, of_experts = state.get_tensor_model_parallel_world_size(), state.get_expert_tensor_parallel_world_size()
+    if of_experts != tensor and state.get_expert_model_parallel_world_size() == 1:  # more: see replicas.py
+        yield f"expert_tensor_parallel_size = {of_experts} (allowed: that of the rest, {tensor})"
 
 
 def _of_layout(*, distributed: bool) -> Iterator[str]:
@@ -172,6 +180,7 @@ def resize(chunks: Sequence[Any], launched: Mapping[str, Sequence[int]], numbers
     for name, ranks in launched.items():
         setattr(state, name, [numbers[rank] for rank in ranks if rank in numbers])
     for chunk in chunks:
+        _follow_peers(chunk)
         if chunk.ddp_config.use_distributed_optimizer:
             continue  # its buffers are made anew with the state that is divided
         of_experts = scaling_of_experts(chunk)
@@ -181,6 +190,17 @@ def resize(chunks: Sequence[Any], launched: Mapping[str, Sequence[int]], numbers
             buffer.gradient_scaling_factor = of_experts if expert else scaling(chunk, chunk.dp_cp_group.size())
             for bucket in buffer.buckets:
                 bucket.gradient_scaling_factor = buffer.gradient_scaling_factor
+
+
+def _follow_peers(chunk: Any) -> None:
+    """Transformer Engine's attention sends to its context-parallel peers by their ranks, which it has noted."""
+    from megatron.core import parallel_state as state
+
+    for module in chunk.modules():
+        if vars(module).get("cp_global_ranks"):
+            group = module.cp_group  # of a hierarchy several, of which those are no parts
+            known = isinstance(group, dist.ProcessGroup)
+            module.cp_global_ranks = dist.get_process_group_ranks(group if known else state.get_context_parallel_group())
 
 
 def scaling(chunk: Any, replicas: int) -> float:

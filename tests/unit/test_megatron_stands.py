@@ -61,7 +61,7 @@ def test_the_groups_of_parameters_are_those_of_ones_own_peers(lowest: int, monke
         told.extend(mine)
         return sorted({*mine, *(line for line in others if not line.endswith(".a"))})
 
-    monkeypatch.setattr(elastic, "data_parallel_group", lambda: peers)
+    monkeypatch.setattr(elastic, "replica_group", lambda: peers)
     monkeypatch.setattr(elastic.dist, "get_process_group_ranks", list)
     monkeypatch.setattr(elastic, "union", union)
     assert elastic.membership([chunk], inner) == {"0.a": 1, "0.b": {0: 1, 1: 2, 10: 3}[lowest]}

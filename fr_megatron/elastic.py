@@ -199,8 +199,8 @@ def _follow_peers(chunk: Any) -> None:
     for module in chunk.modules():
         if vars(module).get("cp_global_ranks"):
             group = module.cp_group  # of a hierarchy several, of which those are no parts
-            known = isinstance(group, dist.ProcessGroup)
-            module.cp_global_ranks = dist.get_process_group_ranks(group if known else state.get_context_parallel_group())
+            group = group if isinstance(group, dist.ProcessGroup) else state.get_context_parallel_group()
+            module.cp_global_ranks = dist.get_process_group_ranks(group)
 
 
 def scaling(chunk: Any, replicas: int) -> float:

@@ -69,8 +69,6 @@ def _of_chunk(chunk: Any) -> Iterator[str]:
 
 def _of_experts(config: Any) -> Iterator[str]:
     """What of MoE layers is not equal on all ranks, or not known to follow."""
-    from megatron.core import parallel_state as state
-
     if not getattr(config, "num_moe_experts", None):
         return
     if getattr(config, "moe_router_enable_expert_bias", False):
@@ -82,9 +80,6 @@ def _of_experts(config: Any) -> Iterator[str]:
         yield "moe_enable_routing_replay"
     if getattr(config, "overlap_moe_expert_parallel_comm", False):
         yield "overlap_moe_expert_parallel_comm (two micro-batches are computed at once, which are seeded one by one)"
-    tensor, of_experts = state.get_tensor_model_parallel_world_size(), state.get_expert_tensor_parallel_world_size()
-    if of_experts != tensor and state.get_expert_model_parallel_world_size() == 1:  # more: see replicas.py
-        yield f"expert_tensor_parallel_size = {of_experts} (allowed: that of the rest, {tensor})"
 
 
 def _of_layout(*, distributed: bool) -> Iterator[str]:

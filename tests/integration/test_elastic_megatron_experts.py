@@ -14,9 +14,10 @@ from typing import Any
 
 import pytest
 
+from flashrecovery.redundancy.published import published
 from tests.support.elastic import check_steps_alike, command, start
 from tests.support.elastic_back import Way
-from tests.support.elastic_checkpoints import dead_job, launched
+from tests.support.elastic_checkpoints import dead_job, die_whole, launched, saving
 from tests.support.elastic_checkpoints import started as began_otherwise
 from tests.support.jobs import ROOT, Job, RunningJob, check_clean, check_fired
 from tests.support.megatron import ENVIRONMENT
@@ -154,6 +155,18 @@ def test_one_of_three(training: Training, phase: str, victim: int, tmp_path: Pat
     check(job, training, [victim], resized)
 
 
+def test_a_number_of_replicas_that_does_not_divide_is_none(tmp_path: Path, resized: Resized) -> None:
+    """Eight micro-batches on the eight ranks of four replicas: the six of three would not divide them."""
+    training = Training("ep2-four", (*EP, "--global-batch", "16"), 4)
+    job = run(tmp_path / "run", training, inject=(f"rank=7,fault=sigkill,at=backward,step={AT}",))
+    assert job.code == 0, job.explain()
+    check_fired(job, 1)
+    (event,) = job.of("job_resized")
+    assert (event["replicas"], event["left"]) == (2, [4, 5, 6, 7]), job.explain()
+    check_steps_alike(job, resized(training, event["step"], 2), event["step"], STEPS, 4)
+    check_clean(job)
+
+
 @pytest.mark.parametrize(("first", "second"), [(0, 1), (0, 3), (4, 2)])
 @pytest.mark.parametrize("training", THREE, ids=str)
 def test_two_at_once(training: Training, first: int, second: int, tmp_path: Path, resized: Resized) -> None:
@@ -172,6 +185,23 @@ def test_a_second_death_during_the_change(
     """Of another replica, which leaves, too."""
     faults = (f"rank={first},fault=sigkill,at=backward,step={AT}", f"rank={second},fault=sigkill,at=recovery:{state}")
     check(run(tmp_path / "run", training, inject=faults), training, (first, second), resized)
+
+
+@pytest.mark.parametrize("training", THREE, ids=str)
+def test_a_checkpoint_is_read_in_another_size(training: Training, tmp_path: Path, resized: Resized) -> None:
+    """Written by three replicas, of which no rank lives on, and read by two."""
+    common: dict[str, Any] = {"script": SCRIPT, "env": ENVIRONMENT}
+    flags, place = (*training.flags, "--steps", str(STEPS)), tmp_path / "checkpoints"
+    config = {"elastic": {"min": 1, "max": 3}, **saving(place)}
+    running = start(tmp_path / "died", config, *flags, "--step-time", "400", nproc=3 * training.each, **common)
+    running.wait_for("checkpoint_saved", TIMEOUT_S, count=4)
+    die_whole(running)
+    version, _ = published(place)[-1]
+    config = {"elastic": {"min": 1, "max": 2}, **saving(place, 1000), "resume": True}
+    job = start(tmp_path / "smaller", config, *flags, nproc=2 * training.each, **common).wait(TIMEOUT_S)
+    assert job.code == 0 and job.of("job_started")[0]["step"] == version > 0, job.explain()
+    check_steps_alike(job, resized(training, version, 2), version, STEPS, 2 * training.each)
+    check_clean(job)
 
 
 @pytest.mark.parametrize("victim", [0, 3])

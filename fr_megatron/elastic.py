@@ -7,6 +7,7 @@ asks them for size and rank at nearly all places. What it has noted instead:
 ``parallel_state``          lists of ranks
 buffers and buckets         the (expert-)data-parallel size, and the factor of the gradients that follows from the
                             data-parallel one, of experts, too
+attention                   Transformer Engine's: the ranks of its context-parallel peers
 micro-batch calculator      micro-batches on a replica
 tracked random streams      seeded anew for each micro-batch, as torch's own are
 ==========================  ====================================================================================
@@ -77,6 +78,8 @@ def _of_experts(config: Any) -> Iterator[str]:
         yield "global_aux_loss (it sums up tokens of all ranks; allowed: the other kinds of load balancing)"
     if getattr(config, "moe_enable_routing_replay", False):
         yield "moe_enable_routing_replay"
+    if getattr(config, "overlap_moe_expert_parallel_comm", False):
+        yield "overlap_moe_expert_parallel_comm (two micro-batches are computed at once, which are seeded one by one)"
 
 
 def _of_layout(*, distributed: bool) -> Iterator[str]:
@@ -171,6 +174,7 @@ def resize(chunks: Sequence[Any], lists: Mapping[str, Sequence[int]]) -> None:
     for name, ranks in lists.items():
         setattr(state, name, list(ranks))
     for chunk in chunks:
+        _follow_peers(chunk)
         if chunk.ddp_config.use_distributed_optimizer:
             continue  # its buffers are made anew with the state that is divided
         of_experts = scaling_of_experts(chunk)
@@ -180,6 +184,17 @@ def resize(chunks: Sequence[Any], lists: Mapping[str, Sequence[int]]) -> None:
             buffer.gradient_scaling_factor = of_experts if expert else scaling(chunk, chunk.dp_cp_group.size())
             for bucket in buffer.buckets:
                 bucket.gradient_scaling_factor = buffer.gradient_scaling_factor
+
+
+def _follow_peers(chunk: Any) -> None:
+    """Transformer Engine's attention sends to its context-parallel peers by their ranks, which it has noted."""
+    from megatron.core import parallel_state as state
+
+    for module in chunk.modules():
+        if vars(module).get("cp_global_ranks"):
+            group = module.cp_group  # of a hierarchy several, of which those are no parts
+            group = group if isinstance(group, dist.ProcessGroup) else state.get_context_parallel_group()
+            module.cp_global_ranks = dist.get_process_group_ranks(group)
 
 
 def scaling(chunk: Any, replicas: int) -> float:

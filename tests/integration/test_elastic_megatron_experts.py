@@ -14,9 +14,10 @@ from typing import Any
 
 import pytest
 
+from flashrecovery.redundancy.published import published
 from tests.support.elastic import check_steps_alike, command, start
 from tests.support.elastic_back import Way
-from tests.support.elastic_checkpoints import dead_job, launched
+from tests.support.elastic_checkpoints import dead_job, die_whole, launched, saving
 from tests.support.elastic_checkpoints import started as began_otherwise
 from tests.support.jobs import ROOT, Job, RunningJob, check_clean, check_fired
 from tests.support.megatron import ENVIRONMENT
@@ -54,6 +55,7 @@ EP = ("--num-experts", "4", "--expert-model-parallel-size", "2")
 CP = ("--context-parallel-size", "2")
 TP, PP = ("--tensor-model-parallel-size", "2"), ("--pipeline-model-parallel-size", "2", "--layers", "2")
 ALL_TO_ALL = ("--moe-token-dispatcher-type", "alltoall")
+DIVIDED = ("--use-distributed-optimizer", "--bf16")
 EP2, CP2 = Training("ep2", EP), Training("cp2", CP)
 OTHERS = (
     Training("ep2-alltoall-bf16", (*EP, *ALL_TO_ALL, "--bf16")),
@@ -61,6 +63,7 @@ OTHERS = (
     Training("ep2-buckets", (*EP, "--bf16", "--overlap-grad-reduce", "--ddp-bucket-size", "700")),
     Training("ep2-cp2", (*EP, *CP)),
     Training("experts-alone", ("--num-experts", "4"), each=1, replicas=4),
+    Training("experts-alone-divided", ("--num-experts", "4", *DIVIDED), each=1, replicas=4),
     Training("cp2-bf16", (*CP, "--bf16")),
 )
 LARGE = (
@@ -182,6 +185,23 @@ def test_a_second_death_during_the_change(
     """Of another replica, which leaves, too."""
     faults = (f"rank={first},fault=sigkill,at=backward,step={AT}", f"rank={second},fault=sigkill,at=recovery:{state}")
     check(run(tmp_path / "run", training, inject=faults), training, (first, second), resized)
+
+
+@pytest.mark.parametrize("training", THREE, ids=str)
+def test_a_checkpoint_is_read_in_another_size(training: Training, tmp_path: Path, resized: Resized) -> None:
+    """Written by three replicas, of which no rank lives on, and read by two."""
+    common: dict[str, Any] = {"script": SCRIPT, "env": ENVIRONMENT}
+    flags, place = (*training.flags, "--steps", str(STEPS)), tmp_path / "checkpoints"
+    config = {"elastic": {"min": 1, "max": 3}, **saving(place)}
+    running = start(tmp_path / "died", config, *flags, "--step-time", "400", nproc=3 * training.each, **common)
+    running.wait_for("checkpoint_saved", TIMEOUT_S, count=4)
+    die_whole(running)
+    version, _ = published(place)[-1]
+    config = {"elastic": {"min": 1, "max": 2}, **saving(place, 1000), "resume": True}
+    job = start(tmp_path / "smaller", config, *flags, nproc=2 * training.each, **common).wait(TIMEOUT_S)
+    assert job.code == 0 and job.of("job_started")[0]["step"] == version > 0, job.explain()
+    check_steps_alike(job, resized(training, version, 2), version, STEPS, 2 * training.each)
+    check_clean(job)
 
 
 @pytest.mark.parametrize("victim", [0, 3])

@@ -23,7 +23,7 @@ import fr_megatron  # first: it brings the stand-ins of FR_MEGATRON_CPU=1
 
 import torch
 import torch.distributed as dist
-from megatron.core import num_microbatches_calculator
+from megatron.core import num_microbatches_calculator, parallel_state
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from megatron_whole_state import State
 from torch import Tensor
@@ -108,6 +108,14 @@ def freeze_some() -> None:
     megatron_model._model = frozen
 
 
+def note_peers(chunk: Any) -> None:
+    """As Transformer Engine's attention does with context parallelism, which is not there on a CPU."""
+    for module in chunk.modules():
+        if type(module).__name__ == "SelfAttention":
+            module.cp_group = parallel_state.get_context_parallel_group()
+            module.cp_global_ranks = dist.get_process_group_ranks(module.cp_group)
+
+
 def main() -> None:
     parser = megatron_model.parser(__doc__)
     parser.add_argument("--global-batch", type=int, default=24)
@@ -128,6 +136,8 @@ def main() -> None:
     start_calculator(args)
     config = megatron_model.model_config(args)
     chunks = megatron_model.build_chunks(args, config)
+    if args.context_parallel_size > 1:
+        note_peers(chunks[0])
     optimizer, scheduler = megatron_model.build_optimizer(args, config, chunks)
     state = State(chunks, optimizer, scheduler)
     recovery = fr_megatron.attach(chunks, optimizer, scheduler)

@@ -16,6 +16,8 @@ from torch import Tensor
 from fr_megatron.layout import is_expert
 from fr_megatron.optimizers import inner_optimizers, pairs
 
+NOTED = "cp_global_ranks"
+"""In which Transformer Engine's attention notes its context-parallel peers."""
 MOMENTS = ("exp_avg", "exp_avg_sq")
 Whole = dict[str, dict[str, Tensor]]
 _LISTS = sorted(name for name in vars(parallel_state) if "_RANKS" in name and name.isupper())
@@ -132,6 +134,9 @@ class State:
             ranks = dist.get_process_group_ranks(group)
             assert getattr(state, name) == ranks and group.size() == len(ranks), (name, getattr(state, name), ranks)
             assert ranks[group.rank()] == rank
+        for module in (module for chunk in self.chunks for module in chunk.modules() if hasattr(module, NOTED)):
+            ranks = dist.get_process_group_ranks(state.get_context_parallel_group())
+            assert getattr(module, NOTED) == ranks, (getattr(module, NOTED), ranks)
         run, experts = tensor * context, state.get_expert_model_parallel_world_size()
         place, first = rank // run % places, rank // (run * places) * (run * places)
         assert dist.get_process_group_ranks(state.get_data_parallel_group()) == [

@@ -24,6 +24,7 @@ from flashrecovery.controller.records import RankRecord
 from flashrecovery.controller.resizing import Resizing
 from flashrecovery.controller.restore import Decision, RestoreRound
 from flashrecovery.controller.staffing import Staffing
+from flashrecovery.controller.starting import Starting
 from flashrecovery.controller.writers import Kept, assigned
 from flashrecovery.errors import ConfigError, JobFailedError, ProtocolError, UnsupportedError
 from flashrecovery.kinds import FailureKind, NoticeKind, Ordered
@@ -61,7 +62,7 @@ class NextLayout:
 class Replanning:
     """Changes of the parallel layout of one job."""
 
-    def __init__(self, job: JobState, staffing: Staffing, resizing: Resizing) -> None:
+    def __init__(self, job: JobState, staffing: Staffing, starting: Starting, resizing: Resizing) -> None:
         self._job = job
         self._resizing = resizing
         self._staffing = staffing
@@ -76,6 +77,7 @@ class Replanning:
         self._change: HistoryEntry | None = None  # the recovery in which it changes
         self._before: Strategy | None = None  # what it changes from
         self._tried: list[str] = []  # layouts in which the script could not begin
+        starting.on_again = self._tell_again
 
     # -- which layout -----------------------------------------------------------------------------
 
@@ -284,6 +286,9 @@ class Replanning:
             return ""  # every rank has all of it
         records = self._job.ranks.values()
         nobody = [rank for rank, needs in self._job.departed.items() if not needs and not kept_for(rank, records)]
+        if self._elastic and not facts.sharded:  # who stands where it did has the same
+            stands = {record.stand for record in records if record.needs}
+            nobody = [rank for rank in nobody if self._job.shape.stand(rank) not in stands]
         if not nobody:
             return ""
         return (
@@ -421,6 +426,11 @@ class Replanning:
         words = KeptWords(kept, self._job_is, layout_text(self._before), attempt)
         told = pb.StashKept(generation=job.generation, content=words.text())
         job.command(AGENT, pb.Command(stash_kept=told))
+
+    def _tell_again(self) -> None:
+        """The ranks are started again in the same layout: what they begin with is still there."""
+        if self._kept is not None and self._job_is is not None and self._before is not None:
+            self._tell_of(self._kept)
 
     def inherit(self, told: pb.StashKept | None) -> bool:
         """A controller before this one had ranks of a new layout started, and has told so. Returns whether it was about

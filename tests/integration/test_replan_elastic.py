@@ -120,55 +120,50 @@ def test_below_the_least_replicas(training: Training, tmp_path: Path, history: H
     check_history(job, training, history, [found])
 
 
-STEPS_LONG = 30
+STEPS_LONG = 22
 LONG = ("--steps", str(STEPS_LONG), "--step-time", "250")
 
 
 @pytest.mark.parametrize("training", [TP, TP_PARTS, PP_PARTS], ids=str)
 def test_elastic_again_in_the_new_layout(training: Training, tmp_path: Path, history: History) -> None:
-    """By command to another layout of two replicas; there one is killed, comes back, and leaves by command."""
+    """By command to another layout of two replicas; there one is killed, and its replica leaves and comes back."""
     other = Sizes(1, 2, 2) if training.sizes.tp > 1 else Sizes(2, 1, 2)
     running = start(tmp_path / "run", training, *LONG, config=never(training))
     running.wait_for("job_started", TIMEOUT_S)
-    assert command(running, other, 3) == ""
+    assert command(running, other, 2) == ""
     running.wait_for("recovery_finished", TIMEOUT_S)
-    elastic.inject(running, rank=1, at="backward", step=6)
-    running.wait_for("job_resized", TIMEOUT_S)
+    elastic.inject(running, rank=1, at="backward", step=5)
     running.wait_for("recovery_finished", TIMEOUT_S, count=2)
-    assert elastic.command(running, 2, 20) == ""
-    running.wait_for("recovery_finished", TIMEOUT_S, count=3)
-    assert elastic.command(running, 1, 26) == ""
+    assert elastic.command(running, 2) == ""
     job = running.wait(TIMEOUT_S)
     check_fired(job)
     found = stages(job, training)
     one = Sizes(other.tp, other.pp, 1)
-    assert [(stage.sizes, stage.anew) for stage in found] == [
-        (other, True),
-        (one, False),
-        (other, False),
-        (one, False),
-    ], job.explain()
+    assert [(stage.sizes, stage.anew) for stage in found] == [(other, True), (one, False), (other, False)], (
+        job.explain()
+    )
+    assert found[1].step in (4, 5, 6), job.explain()
     check_history(job, training, history, found, STEPS_LONG)
 
 
-def test_a_smaller_job_changes_its_layout_by_command_and_back(tmp_path: Path, history: History) -> None:
-    """After a resize by command; to more ranks than there are, and back to the launch's layout."""
+def test_a_smaller_job_changes_its_layout_by_command(tmp_path: Path, history: History) -> None:
+    """After a resize by command; to more ranks than there are, whose number of replicas is another one's."""
     running = start(tmp_path / "run", TP_PARTS, *LONG, config=both(TP_PARTS))
     running.wait_for("job_started", TIMEOUT_S)
     assert elastic.command(running, 1, 3) == ""
     running.wait_for("recovery_finished", TIMEOUT_S)
     assert "has the layout" in command(running, Sizes(2, 1, 1))
-    assert command(running, Sizes(1, 1, 4), 9) == ""
+    assert command(running, Sizes(1, 1, 4), 7) == ""
     assert "about to change its parallel layout" in elastic.command(running, 2)
     running.wait_for("recovery_finished", TIMEOUT_S, count=2)
-    assert "4 at most is allowed" in elastic.command(running, 5) or "is allowed" in elastic.command(running, 5)
-    assert elastic.command(running, 2, 25) == ""
+    assert "4 at most is allowed" in elastic.command(running, 6)
+    assert elastic.command(running, 2, 16) == ""
     assert "about to change its number of replicas" in command(running, TP_PARTS.sizes)
     running.wait_for("recovery_finished", TIMEOUT_S, count=3)
     job = running.wait(TIMEOUT_S)
     expected = [
         Stage(3, Sizes(2, 1, 1)),
-        Stage(9, Sizes(1, 1, 4), anew=True),
-        Stage(25, Sizes(1, 1, 2)),
+        Stage(7, Sizes(1, 1, 4), anew=True),
+        Stage(16, Sizes(1, 1, 2)),
     ]
     check_history(job, TP_PARTS, history, expected, STEPS_LONG)

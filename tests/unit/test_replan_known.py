@@ -108,11 +108,22 @@ def test_it_is_needed_until_every_rank_has_taken_a_step() -> None:
     assert [c for c in sent(machine) if c.HasField("drop_stash")]
 
 
+def test_a_node_that_has_not_heard_that_all_have_had_it() -> None:
+    """Nobody goes back to what the layout had begun with."""
+    machine = found()
+    message = told(came("a", [0, 1]))
+    for worker in message.workers:
+        worker.committed = 9
+    machine.on_register(message, 0.0)
+    assert [c for c in sent(machine) if c.HasField("drop_stash")] and machine.job.recovery is None
+
+
 def test_one_of_those_that_are_let_in_has_not_come() -> None:
     """It had not read what it needs, and nobody has copies: all begin again."""
     machine = found()
     message = told(came("a", [0, 1]))
     message.workers[1].resumed = message.workers[1].stepping = False
+    message.workers[1].local_rank = 1
     message.workers[0].committed, message.workers[1].committed = 7, -1
     machine.on_register(message, 0.0)
     job = machine.job

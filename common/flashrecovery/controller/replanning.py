@@ -17,7 +17,7 @@ from flashrecovery import events as ev
 from flashrecovery.controller.custody import kept_for
 from flashrecovery.controller.history import HistoryEntry
 from flashrecovery.controller.job_state import AGENT, JobState
-from flashrecovery.controller.kept_text import KeptWords
+from flashrecovery.controller.layout_memory import LayoutMemory
 from flashrecovery.controller.layout_rooms import LayoutRooms, facts_now
 from flashrecovery.controller.nodes import NodeState
 from flashrecovery.controller.records import RankRecord
@@ -25,9 +25,9 @@ from flashrecovery.controller.resizing import Resizing
 from flashrecovery.controller.restore import Decision, RestoreRound
 from flashrecovery.controller.staffing import Staffing
 from flashrecovery.controller.starting import Starting
-from flashrecovery.controller.writers import Kept, assigned
-from flashrecovery.errors import ConfigError, JobFailedError, ProtocolError, UnsupportedError
-from flashrecovery.kinds import FailureKind, NoticeKind, Ordered
+from flashrecovery.controller.writers import Kept
+from flashrecovery.errors import ConfigError, JobFailedError, UnsupportedError
+from flashrecovery.kinds import FailureKind, NoticeKind
 from flashrecovery.plan.layout_places import NodeSlot, numbered, stride
 from flashrecovery.plan.replan import (
     LayoutFacts,
@@ -68,14 +68,7 @@ class Replanning:
         self._staffing = staffing
         self._rooms = LayoutRooms(job)
         self._next: NextLayout | None = None
-        self._writing: Kept | None = None  # is being written
-        self._kept: Kept | None = None  # is there, and may be needed once more
-        self._rounds = 0
-        self._said: dict[str, tuple[str, int]] = {}  # digests of what writers have alike, and whose they are
-        self._litter = False  # there is state in memory that nobody will need
-        self._job_is: StayingFacts | None = None  # what the job was before its layout changed, and has to stay
-        self._change: HistoryEntry | None = None  # the recovery in which it changes
-        self._before: Strategy | None = None  # what it changes from
+        self._memory = LayoutMemory(job)
         self._tried: list[str] = []  # layouts in which the script could not begin
         starting.on_again = self._tell_again
 
@@ -199,17 +192,14 @@ class Replanning:
 
     def interrupted(self) -> None:
         """Somebody has died: what was being written is of no use."""
-        if self._writing is not None:
-            self._writing = None
-            self._job.outbox.keep(lambda what, _: what is not Ordered.STASH)
+        self._memory.interrupted()
 
     def begin(self, decision: Decision | JobFailedError, now: float) -> bool:
         """All that live are stopped, and this is decided. Returns whether the layout changes now, or has to begin once
         more."""
-        kept, wanted = self._kept, self._next
-        readable = None if kept is None else kept.now(self._job.nodes)
-        if self._litter and kept is None:  # it has not been written to its end
-            self._drop()
+        kept, wanted, readable = self._memory.kept, self._next, self._memory.now()
+        if self._memory.litter and kept is None:  # it has not been written to its end
+            self._memory.drop()
         if isinstance(decision, Decision) and decision.checkpoint and self._elastic:
             decision = self._of_one_layout(decision)
         found = decision if isinstance(decision, Decision) and not decision.checkpoint else None
@@ -248,7 +238,7 @@ class Replanning:
         if found is None:
             self._start(wanted, Kept(version, pb.StashPlace(), decision.checkpoint), now)
             return True
-        self._write(version, now)
+        self._memory.write(version, now)
         return True
 
     @property
@@ -301,39 +291,14 @@ class Replanning:
         assert not isinstance(facts, str)
         return NextLayout(facts.now, ("the layout stays; not all of its ranks have had the state yet",))
 
-    def _write(self, version: int, now: float) -> None:
-        """Have each shard written by one of those who have it."""
-        domains = {node.name: node.domain for node in self._job.nodes.values()}
-        orders = assigned(self._job.ranks, self._job.departed, version, domains)
-        self._said, self._litter = {}, True
-        self._rounds += 1
-        directory = f"{self._job.generation}-{self._rounds}-{version}"
-        self._writing = Kept.of(version, directory, orders, self._job.ranks, self._job.nodes)
-        deadline = now + 1.5 * self._job.config.timeouts.restore_s
-        for rank, items in orders.items():
-            stash = pb.Stash(version=version, directory=directory, items=items)
-            self._job.command(rank, pb.Command(stash=stash), deadline, Ordered.STASH)
-
     @property
     def writing(self) -> bool:
         """State is being written."""
-        return self._writing is not None
+        return self._memory.writing
 
     def wrote(self, rank: int, reply: pb.Reply) -> str:
-        """A rank has written its part. Returns in words what it has otherwise than another one, though one state of it
-        will be everybody's; "" if nothing."""
-        if self._writing is not None:
-            self._writing = replace(self._writing, written=self._writing.written + reply.stashed_bytes)
-        for what, digest in sorted(reply.sent_digests.items()):
-            first, whose = self._said.setdefault(what, (digest, rank))
-            if first != digest:
-                return f"{what} is not what it is on rank {whose}, and only one of them can be everybody's"
-        return ""
-
-    def _drop(self) -> None:
-        """What there is in memory is of no use."""
-        self._litter = False
-        self._job.command(AGENT, pb.Command(drop_stash=pb.DropStash()))
+        """See :meth:`.layout_memory.LayoutMemory.wrote`."""
+        return self._memory.wrote(rank, reply)
 
     def could_not(self, rank: int, why: str) -> bool:
         """A rank could not write. Returns whether the job can go on in its layout; a command is given up then."""
@@ -354,8 +319,8 @@ class Replanning:
 
     def go_on(self, now: float) -> None:
         """If all is written, start the new layout."""
-        if self._writing is not None and not self._job.outbox.waits_for(Ordered.STASH):
-            kept, self._writing = self._writing, None
+        kept = self._memory.written()
+        if kept is not None:
             assert self._next is not None
             self._start(self._next, kept, now)
 
@@ -365,15 +330,13 @@ class Replanning:
         job = self._job
         facts = facts_now(job)
         before = facts.now
-        if self._job_is is None:
-            self._job_is = StayingFacts(facts, job.in_order[0].batches, job.in_order[0].steps)
+        staying = StayingFacts(facts, job.in_order[0].batches, job.in_order[0].steps)
         found = self._as_there_is_room(wanted, facts)
         if found is None:
             return
         wanted = found
-        self._before = self._before or before
-        self._kept, self._next = kept, None
-        self._change = job.recovery or self._change
+        self._memory.keep(kept, staying, before)
+        self._next = None
         self._resizing.before_layout()
         size = wanted.strategy.ranks
         slots = self._rooms.places(wanted.strategy)
@@ -407,7 +370,7 @@ class Replanning:
                 why=list(wanted.why),
             )
         )
-        self._tell_of(kept)
+        self._memory.tell()
         if kept.checkpoint:
             why = "nobody has the state that ranks have needed which are lost"
             job.emit(
@@ -418,51 +381,24 @@ class Replanning:
 
     # -- another controller -----------------------------------------------------------------------
 
-    def _tell_of(self, kept: Kept) -> None:
-        """Have the agents keep in mind for the next controller what the ranks begin with that are about to start."""
-        job = self._job
-        assert self._job_is is not None and self._before is not None
-        attempt = job.restarts + job.replans
-        words = KeptWords(kept, self._job_is, layout_text(self._before), attempt)
-        told = pb.StashKept(generation=job.generation, content=words.text())
-        job.command(AGENT, pb.Command(stash_kept=told))
-
     def _tell_again(self) -> None:
         """The ranks are started again in the same layout: what they begin with is still there."""
-        if self._kept is not None and self._job_is is not None and self._before is not None:
-            self._tell_of(self._kept)
+        if self._memory.kept is not None:
+            self._memory.tell()
 
     def inherit(self, told: pb.StashKept | None) -> bool:
-        """A controller before this one had ranks of a new layout started, and has told so. Returns whether it was about
-        those that there are."""
-        job = self._job
-        if told is None or not job.plan:
-            return False
-        try:
-            words = KeptWords.parse(told.content)
-        except ProtocolError as e:
-            job.notice(NoticeKind.NOT_REPLANNED, str(e))
-            return False
-        if words.attempt != job.restarts + job.replans:
-            return False
-        facts = words.staying.facts
-        job.facts = job.facts or facts.text()
-        self._kept, self._job_is = words.kept, words.staying
-        self._before = parse_layout(words.before, facts, job.config.world_size)
-        self._litter = not words.kept.checkpoint
-        return True
+        """See :meth:`.layout_memory.LayoutMemory.inherit`."""
+        return self._memory.inherit(told)
 
     def await_confirmation(self, now: float) -> None:
-        """All ranks are in their loop: what is kept is needed until each of them has taken a step."""
-        if self._kept is not None:
-            self._job.recovery = self._change = HistoryEntry(self._job.generation, now, 0.0)
-            self._job.recovery.cause, self._job.recovery.resume_step = FailureKind.CONTROLLER, self._kept.version
+        """See :meth:`.layout_memory.LayoutMemory.await_confirmation`."""
+        self._memory.await_confirmation(now)
 
     def begin_again(self, now: float) -> bool:
         """No rank of the layout has been let into its loop: it begins once more with what was kept for it, if this
         controller has heard of that. Returns whether that has been seen to, which may be that the job has failed."""
-        job, kept = self._job, self._kept
-        if kept is None or self._job_is is None:
+        job, kept, staying = self._job, self._memory.kept, self._memory.job_is
+        if kept is None or staying is None:
             return False
         again = kept.now(job.nodes)
         if again is None and self._checkpoint is not None:
@@ -470,11 +406,11 @@ class Replanning:
         if again is None:
             job.fail(f"{kept.lost_with(job.nodes)}; and there is no checkpoint")
             return True
-        job.facts = self._job_is.facts.text()
+        job.facts = staying.facts.text()
         job.recovery = HistoryEntry(job.generation, now, 0.0)
         job.recovery.cause = FailureKind.CONTROLLER
         self._rooms.narrow(())
-        strategy = parse_layout(job.plan, self._job_is.facts, job.world)
+        strategy = parse_layout(job.plan, staying.facts, job.world)
         self._start(NextLayout(strategy, (job.last_failure,)), replace(again, written=0), now)
         return True
 
@@ -516,7 +452,7 @@ class Replanning:
         """A node is lost with these ranks, and perhaps with what ranks of another layout have to read. If they are on
         their way to their first step, the job begins once more, with what there is. Returns whether that has been seen
         to, which may be that it has failed."""
-        job, kept = self._job, self._kept
+        job, kept = self._job, self._memory.kept
         if kept is None or job.config.replan is None or job.state is not State.STARTING:
             return False
         again = kept.now(job.nodes)
@@ -542,13 +478,13 @@ class Replanning:
     def begin_otherwise(self, why: str, now: float) -> bool:
         """The script cannot begin in the layout that the job has changed to: it begins in the one before, if there are
         ranks enough, or the next best. Returns whether it does."""
-        job, kept = self._job, self._kept
-        if kept is None or self._before is None or self._job_is is None or job.config.replan is None:
+        job, kept, before, staying = self._job, self._memory.kept, self._memory.before, self._memory.job_is
+        if kept is None or before is None or staying is None or job.config.replan is None:
             return False
-        before, rooms = self._before, self._rooms.rooms()
+        rooms = self._rooms.rooms()
         self._tried.append(job.plan)
         try:
-            ranked = best(self._job_is.facts, rooms, job.config.replan.min, job.step_s).ranked
+            ranked = best(staying.facts, rooms, job.config.replan.min, job.step_s).ranked
         except UnsupportedError:
             ranked = ()
         options = [before] if before.ranks <= sum(rooms) else []
@@ -564,20 +500,20 @@ class Replanning:
     def another_job(self, message: pb.Joined) -> str:
         """Why what a rank's script has made is not this job in the layout that it has changed to, in words; "" if it
         is."""
-        if self._job_is is None or not message.facts:
+        if self._memory.job_is is None or not message.facts:
             return ""
         now = StayingFacts(LayoutFacts.parse(message.facts), message.batches, message.steps)
-        return why_another_job(self._job_is, now, self._job.plan)
+        return why_another_job(self._memory.job_is, now, self._job.plan)
 
     @property
     def change(self) -> HistoryEntry | None:
         """The recovery in which the layout changes, also where all have had to begin once more."""
-        return self._change
+        return self._memory.change
 
     def restored_from(self) -> Decision | None:
         """All ranks of a new layout have come to their first step: what they go on from. None: there is no new
         layout."""
-        kept = None if self._kept is None else self._kept.now(self._job.nodes) or self._kept
+        kept = self._memory.now() or self._memory.kept
         if kept is None:
             return None
         found = RestoreRound.from_checkpoint(kept.version, self._job.ranks)
@@ -586,6 +522,5 @@ class Replanning:
 
     def confirmed(self) -> None:
         """Every rank has taken a step: what the memory has is not needed any more."""
-        if self._kept is not None:
-            self._kept, self._change, self._before, self._tried = None, None, None, []
-            self._drop()
+        if self._memory.had():
+            self._tried = []

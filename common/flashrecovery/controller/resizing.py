@@ -57,7 +57,8 @@ class Resizing:
         self._coming = coming
         self._growing = growing
         self._wish: Wish | None = None
-        self._size = len(job.ranks)  # in ranks, as was told last
+        self._size = len(job.ranks)  # in ranks, as was told last, of ..
+        self._plan = job.plan  # .. this layout
         self._left: list[int] = []  # since then
         self._came: list[int] = []  # since then
         self._other_processes = False  # since then; the same ranks are filled by others
@@ -292,6 +293,8 @@ class Resizing:
         """The ranks that there are now go on at ``version``. Returns whether they are others than were told last, or
         filled by others."""
         size = len(self._job.ranks)
+        if self._plan != self._job.plan:  # a controller before this one has told of it
+            self._plan, self._size = self._job.plan, self._job.world_size
         came = sorted(rank for rank in self._came if rank in self._job.ranks)
         left = sorted(set(self._left).difference(came))
         if size != self._size or came or left:
@@ -329,7 +332,7 @@ class Resizing:
 
     def laid_out(self) -> None:
         """The job consists of the ranks of another parallel layout."""
-        self._size, self._tries = len(self._job.ranks), 0
+        self._plan, self._size, self._tries = self._job.plan, len(self._job.ranks), 0
         self._left, self._came, self._other_processes = [], [], False
 
     def members(self) -> Sequence[int]:

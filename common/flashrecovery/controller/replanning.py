@@ -330,7 +330,8 @@ class Replanning:
         job = self._job
         facts = facts_now(job)
         before = facts.now
-        staying = StayingFacts(facts, job.in_order[0].batches, job.in_order[0].steps)
+        first = next(iter(job.in_order), RankRecord(0))  # all may be lost that were on their way
+        staying = StayingFacts(facts, first.batches, first.steps)
         found = self._as_there_is_room(wanted, facts)
         if found is None:
             return

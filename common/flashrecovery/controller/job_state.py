@@ -203,7 +203,8 @@ class JobState:
             return {rank: rank for rank in ranks}
         if self.plan and self.config.elastic is None:  # nodes need not have equally many ranks there
             return {rank: (rank + self.stride) % self.world_size for rank in ranks}
-        if shape.each > 1 and divided(self.in_order):
+        alone = self.config.replan is not None and len(shape.by_replica(ranks)) == 1  # they keep each other's then
+        if shape.each > 1 and divided(self.in_order) and not alone:
             if len(shape.whole(ranks)) * shape.each < len(ranks):  # some of a replica are leaving
                 keepers = self.keepers_of_parts()
                 return {rank: keepers.get(rank, rank) for rank in ranks}

@@ -77,7 +77,7 @@ class Machine:
         self._resizing = Resizing(self.job, self._growing, self._coming)
         self.handoff = Handoff(self.job, self._staffing, self._coming, self._resizing)
         evacuation = Evacuation(self.job, self._staffing)
-        self._replanning = Replanning(self.job, self._staffing, self._resizing)
+        self._replanning = Replanning(self.job, self._staffing, self._starting, self._resizing)
         self._steps = RecoverySteps(
             self.job, self._staffing, evacuation, self._starting, self._resizing, self._replanning
         )
@@ -499,6 +499,10 @@ class Machine:
     def on_checkpoint(self, version: int, path: str) -> None:
         """A complete checkpoint exists. Every agent keeps that in mind for the controller that may come after this
         one: the node that has published it may be lost together with this controller's."""
+        job = self.job
+        if job.launched and job.plan and job.config.elastic is not None and job.state is State.STARTING:
+            job.command(AGENT, job.saved())  # it is of the layout before, and comes late: no rank of this one could
+            return
         newest = self.job.checkpoint is None or version >= self.job.checkpoint[0]
         if newest and self.job.checkpoint != (version, path):
             self.job.checkpoints.append((version, path))

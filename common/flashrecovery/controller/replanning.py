@@ -24,6 +24,7 @@ from flashrecovery.controller.records import RankRecord
 from flashrecovery.controller.resizing import Resizing
 from flashrecovery.controller.restore import Decision, RestoreRound
 from flashrecovery.controller.staffing import Staffing
+from flashrecovery.controller.starting import Starting
 from flashrecovery.controller.writers import Kept
 from flashrecovery.errors import ConfigError, JobFailedError, UnsupportedError
 from flashrecovery.kinds import FailureKind, NoticeKind
@@ -61,7 +62,7 @@ class NextLayout:
 class Replanning:
     """Changes of the parallel layout of one job."""
 
-    def __init__(self, job: JobState, staffing: Staffing, resizing: Resizing) -> None:
+    def __init__(self, job: JobState, staffing: Staffing, starting: Starting, resizing: Resizing) -> None:
         self._job = job
         self._resizing = resizing
         self._staffing = staffing
@@ -69,6 +70,7 @@ class Replanning:
         self._next: NextLayout | None = None
         self._memory = LayoutMemory(job)
         self._tried: list[str] = []  # layouts in which the script could not begin
+        starting.on_again = self._tell_again
 
     # -- which layout -----------------------------------------------------------------------------
 
@@ -274,6 +276,9 @@ class Replanning:
             return ""  # every rank has all of it
         records = self._job.ranks.values()
         nobody = [rank for rank, needs in self._job.departed.items() if not needs and not kept_for(rank, records)]
+        if self._elastic and not facts.sharded:  # who stands where it did has the same
+            stands = {record.stand for record in records if record.needs}
+            nobody = [rank for rank in nobody if self._job.shape.stand(rank) not in stands]
         if not nobody:
             return ""
         return (
@@ -376,6 +381,11 @@ class Replanning:
             self._staffing.fill(record, now, detached=False)
 
     # -- another controller -----------------------------------------------------------------------
+
+    def _tell_again(self) -> None:
+        """The ranks are started again in the same layout: what they begin with is still there."""
+        if self._memory.kept is not None:
+            self._memory.tell()
 
     def inherit(self, told: pb.StashKept | None) -> bool:
         """See :meth:`.layout_memory.LayoutMemory.inherit`."""

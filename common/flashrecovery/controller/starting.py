@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from flashrecovery.controller.admission import other_command
 from flashrecovery.controller.job_state import AGENT, JobState
 from flashrecovery.controller.newcomers import give_up_all
@@ -31,6 +33,8 @@ class Starting:
         self._staffing = staffing
         self._excluded_since: float | None = None
         self._first_since: float | None = None
+        self.on_again: Callable[[], None] = lambda: None
+        """All processes are about to be started again."""
 
     def compare_command(self, message: pb.Register) -> None:
         """Do all nodes run the same?"""
@@ -152,5 +156,7 @@ class Starting:
         for record in self._job.ranks.values():
             record.vacate()
             record.needs, record.committed = {}, -1
+        self.on_again()
+        for record in self._job.ranks.values():
             if record.home:
                 self._staffing.fill(record, now, detached=False)

@@ -83,7 +83,7 @@ class Resizing:
         if ranks:
             for rank in left_of_replicas(self._job):
                 if self._job.ranks[rank].place in BUILT_UP:
-                    self._depart(rank, grace_s=0.0)  # on its way for a replica that leaves
+                    self._gone[rank] = self._depart(rank, grace_s=0.0)  # on its way for a replica that leaves
         return bool(ranks)
 
     def dissolve_replicas(self) -> bool:
@@ -99,7 +99,8 @@ class Resizing:
         again, and a node is waited for. Returns these ranks. (With a checkpoint none: the job goes back to that.)"""
         job = self._job
         useless = set(left_of_replicas(job))
-        lost = [rank for rank in self._gone if job.shape.replica(rank) in {job.shape.replica(r) for r in useless}]
+        replicas = {job.shape.replica(rank) for rank in useless}
+        lost = [rank for rank in self._gone if rank not in job.ranks and job.shape.replica(rank) in replicas]
         if job.checkpoint is not None or never_replaced(job) or not lost or not divided(job.in_order):
             return []
         staying = {rank: record for rank, record in job.ranks.items() if rank not in useless}

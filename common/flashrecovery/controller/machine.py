@@ -521,7 +521,7 @@ class Machine:
         if self.job.state in (State.FAILED, State.FINISHED):
             self.job.homeless_since = None  # nobody is waited for any more
         if self.job.state is State.STARTING:
-            self._resizing.last_resort.let_go()
+            self._resizing.begins_anew()
         if self.job.retry_at is not None and now >= self.job.retry_at:
             self._steps.retry(now)
         self.takeover.take_over_if_late(now)

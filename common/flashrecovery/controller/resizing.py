@@ -111,10 +111,10 @@ class Resizing:
             return []
         for rank in lost:
             record = self._gone.pop(rank)
+            job.enrol(record)  # counted where it was when it left, and without a process after that
             record.vacate()
             record.home = record.page_on = ""
             record.capsules, record.early = (), frozenset()
-            job.enrol(record)
             self._left.remove(rank)
         self._awaited.update(lost)
         return lost
@@ -341,6 +341,14 @@ class Resizing:
         found = self._job.round
         if found is None or found.reshape is not None or self._job.restore_from:
             self.last_resort.let_go()  # what they have is of another division, or another version
+
+    def begins_anew(self) -> None:
+        """All ranks are started again, perhaps in another parallel layout: who has left, or was taken back, before that
+        is nobody's matter any more."""
+        self.last_resort.let_go()
+        self._gone.clear()
+        self._awaited.clear()
+        self._carried_out, self._returned = None, 0
 
     def all_have_gone_on(self) -> None:
         """Every rank has taken a step since then, so all have copies of each other's state."""

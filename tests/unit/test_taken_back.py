@@ -1,0 +1,97 @@
+"""Ranks that were taken back into the job: where they are counted, and random histories with nodes that are drained."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+
+import pytest
+
+from flashrecovery.controller.records import BUILT_UP, Place
+from flashrecovery.plan.replicas import ReplicaShape
+from flashrecovery.plan.transitions import State
+from tests.unit.test_divided_replicas import OVER, DividedWorld, launched
+from tests.unit.test_replicas import NEIGHBOURS
+
+
+def check_counted(world: DividedWorld) -> None:
+    """What is waited for is counted by places."""
+    job = world.machine.job
+    found = Counter(record.place for record in job.ranks.values())
+    assert {place: count for place, count in job.places.items() if count} == found
+
+
+def test_one_that_was_on_its_way_comes_back_without_a_process() -> None:
+    """Ranks 3 to 5 are a replica. Rank 4 is being filled again when rank 3 loses its node, and leaves with it; rank 5
+    has the only copies of what rank 2 had, which dies then. So the replica stays, and a node is waited for."""
+    world = launched(ReplicaShape(3, 3), replace="auto", single=True)
+    job = world.machine.job
+    world.kill(4)
+    while job.ranks[4].place is not Place.JOINED:
+        assert world.step()
+    world.lose_node_of(3)
+    assert list(job.ranks) == [0, 1, 2, 5, 6, 7, 8]
+    check_counted(world)
+    world.kill(2)
+    while world.inbox:
+        assert world.step()
+        check_counted(world)
+    assert job.state is not State.FAILED, job.failure_reason
+    assert list(job.ranks) == list(range(9)) and not world.resized()
+    assert job.ranks[3].place in BUILT_UP and job.ranks[4].place in BUILT_UP
+    for name in ("node9", "node10"):
+        world.join(name)
+    world.go_on()
+    assert world.run() is State.FINISHED and not world.resized() and not world.odd
+
+
+SHAPES = [NEIGHBOURS, ReplicaShape(3, 3), ReplicaShape(4, 1), ReplicaShape(3, 2, 2), ReplicaShape(2, 2)]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("seed", range(100, 108))
+def test_histories_with_nodes_that_are_drained(shape: ReplicaShape, seed: int) -> None:
+    run(shape, seed)
+
+
+def run(shape: ReplicaShape, seed: int) -> State:
+    """Ranks die, nodes are lost, and are drained or come, and commands are given, in any moment. (Where nodes are
+    drained, none has room: then replicas leave.)"""
+    rng = random.Random(seed)
+    world = launched(shape, replace=rng.choice(("auto", "auto", "never")), seed=seed, single=True)
+    job, extra, drains = world.machine.job, 0, rng.random() < 0.5
+    for _ in range(rng.randint(2, 6)):
+        for _ in range(rng.choice((0, 1, 2, 3, 5, 8, 13, 30))):
+            if job.state in OVER or not world.step():
+                break
+            check_counted(world)
+        living = sorted(world.living.intersection(job.ranks))
+        if job.state in OVER or not living:
+            break
+        what, victim = rng.random(), rng.choice(living)
+        if what < 0.2:
+            world.resize(rng.randint(1, shape.replicas))
+        elif what < 0.45 and drains:
+            world.machine.handoff.ask(job.ranks[victim].home, 10.0, world.now)
+            world.collect()
+        elif what < 0.45:
+            extra += 1
+            world.join(f"extra{extra}", spare=True)
+        elif what < 0.7 and job.ranks[victim].home:
+            world.lose_node_of(victim)
+        else:
+            world.kill(victim)
+        check_counted(world)
+    for _ in range(3000):
+        if job.state in OVER:
+            break
+        check_counted(world)
+        if not world.step():
+            world.now += 6.0
+            world.machine.on_tick(world.now)
+            world.collect()
+    assert job.state in OVER, "it hangs"
+    assert not world.odd
+    if job.state is State.FINISHED:
+        assert len(job.shape.whole(job.ranks)) * shape.each == len(job.ranks)
+    return job.state

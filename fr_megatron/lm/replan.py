@@ -25,8 +25,8 @@ from typing import Any
 import torch.distributed as dist
 
 from flashrecovery import Recovery, layout
+from flashrecovery.adapter import STASH_ENV
 from flashrecovery.errors import ConfigError, JobFailedError, UnsupportedError
-from flashrecovery.runtime.environment import STASH_ENV
 from fr_megatron.lm.arguments import given
 from fr_megatron.lm.elastic_loop import REFUSED, ElasticLoop
 

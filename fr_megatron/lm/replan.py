@@ -92,8 +92,7 @@ _BEGUN = ".megatron-lm-begun.json"
 
 
 def take_layout(args: Any) -> None:
-    """Have ``args``, parsed and not validated yet, say the layout that the job has changed to, if it has. No checkpoint
-    is loaded then: the newest one may have come since the launch; see :func:`begin`."""
+    """Have ``args``, parsed and not validated yet, say the layout that the job has changed to, if it has."""
     sizes = layout()
     if not sizes.changed:
         return
@@ -101,7 +100,13 @@ def take_layout(args: Any) -> None:
         args.expert_tensor_parallel_size = sizes.tp
     args.tensor_model_parallel_size = sizes.tp
     args.pipeline_model_parallel_size = sizes.pp
-    args.flash_recovery_load, args.load = getattr(args, "load", None), None
+
+
+def leave_out_loading(args: Any) -> None:
+    """In another layout the loop loads no checkpoint: the newest one may have come since the launch. See
+    :func:`begin`."""
+    if layout().changed:
+        args.flash_recovery_load, args.load = getattr(args, "load", None), None
 
 
 def check_flags(args: Any, recovery: Recovery) -> None:
@@ -178,6 +183,8 @@ def begin(args: Any) -> None:
             partial.write_text(json.dumps({"loaded": loaded, "time": getattr(training, _BEGAN, None)}))
             os.replace(partial, path)  # all ranks write the same
         return
+    if not hasattr(args, "flash_recovery_load"):
+        return  # parsed before the loop was protected: what it has loaded now is compared with the launch's
     args.load = args.flash_recovery_load
     if path.exists():
         begun = json.loads(path.read_text())

@@ -14,7 +14,7 @@ import torch
 from flashrecovery.config import ReplanSettings
 from flashrecovery.errors import ConfigError, JobFailedError, UnsupportedError
 from flashrecovery.runtime.environment import LAYOUT_ENV, STASH_ENV
-from fr_megatron.lm.replan import LayoutLoop, begin, check_flags, refused, take_layout
+from fr_megatron.lm.replan import LayoutLoop, begin, check_flags, leave_out_loading, refused, take_layout
 from fr_megatron.lm.state import LMLoop, LMLoopAdapter
 
 FITTING = {
@@ -56,7 +56,7 @@ def test_a_checkpoint_that_was_loaded_at_the_launch_is_not_loaded_again(
     loaded = {"iteration": 7, "consumed_train_samples": 168, "skipped_train_samples": 0}
     loaded |= {"consumed_valid_samples": 12, "num_floating_point_operations_so_far": 9}
     first = flags(load="there")
-    take_layout(first)
+    leave_out_loading(first)
     assert first.load == "there"
     vars(first).update(loaded)
     begin(first)
@@ -64,7 +64,7 @@ def test_a_checkpoint_that_was_loaded_at_the_launch_is_not_loaded_again(
     monkeypatch.setenv(LAYOUT_ENV, "tp=1,pp=1,dp=3")
     module._TRAIN_START_TIME = 5.0
     args = flags(load="there", **dict.fromkeys(loaded, 0))
-    take_layout(args)
+    leave_out_loading(args)
     assert args.load is None
     begin(args)
     assert module._TRAIN_START_TIME == 1.0

@@ -126,6 +126,11 @@ def check_flags(args: Any, recovery: Recovery) -> None:
         raise ConfigError(
             f"--flash-recovery-replan {said}, and the launcher says --replan {launched.min}: the same is allowed"
         )
+    if launched is not None and launched.min < 2 and given(args, "redundancy") == "neighbor":
+        raise ConfigError(
+            "--flash-recovery-redundancy neighbor with --replan 1: a world of one rank has nobody to hold a copy; 2 or "
+            "more, or auto, is allowed"
+        )
     if launched is not None and (found := list(refused(args))):
         raise UnsupportedError(f"another parallel layout of Megatron-LM's loop with {'; '.join(found)}")
 
@@ -148,6 +153,8 @@ def refused(args: Any) -> Iterator[str]:
         yield f"--dataloader-type {args.dataloader_type} (its order depends on the number of ranks; allowed: single)"
     if args.global_batch_size is None:
         yield "no --global-batch-size (it would follow the number of ranks)"
+    if (kind := given(args, "redundancy")) in ("replica", "parity"):
+        yield f"--flash-recovery-redundancy {kind} (not every layout has it; allowed: auto, neighbor, none)"
     if getattr(args, "padded_vocab_size", None) is not None:
         yield "--padded-vocab-size (allowed: without it; Megatron pads it for the tensor parallel size)"
 

@@ -83,6 +83,12 @@ def test_a_flag_that_says_something_else(said: int, least: int | None, words: st
         check_flags(flags(flash_recovery_replan=said), launched(least))
 
 
+def test_copies_that_a_single_rank_has_nobody_for() -> None:
+    check_flags(flags(flash_recovery_redundancy="neighbor"), launched(2))
+    with pytest.raises(ConfigError, match="2 or more, or auto"):
+        check_flags(flags(flash_recovery_redundancy="neighbor"), launched(1))
+
+
 def test_flags_that_fit() -> None:
     check_flags(flags(flash_recovery_replan=2), launched(2))
     check_flags(flags(load="there", dataloader_type="single", context_parallel_size=1), launched(1))
@@ -102,6 +108,7 @@ def test_flags_that_fit() -> None:
         ("padded_vocab_size", 128, "--padded-vocab-size"),
         ("finetune", True, "--finetune"),
         ("async_save", True, "--async-save"),
+        ("flash_recovery_redundancy", "parity", "--flash-recovery-redundancy parity"),
     ],
 )
 def test_flags_that_do_not(name: str, value: Any, words: str) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from flashrecovery.config import ReplanSettings
+from flashrecovery.config import ElasticSettings, ReplanSettings
 from flashrecovery.errors import ConfigError, JobFailedError, UnsupportedError
 from flashrecovery.runtime.environment import LAYOUT_ENV, STASH_ENV
 from fr_megatron.lm.replan import LayoutLoop, begin, check_flags, leave_out_loading, refused, take_layout
@@ -30,8 +30,8 @@ def flags(**others: Any) -> Any:
     return SimpleNamespace(**{**FITTING, **others})
 
 
-def launched(least: int | None) -> Any:
-    return SimpleNamespace(replan=None if least is None else ReplanSettings(min=least))
+def launched(least: int | None, elastic: ElasticSettings | None = None) -> Any:
+    return SimpleNamespace(replan=None if least is None else ReplanSettings(min=least), elastic=elastic)
 
 
 def test_arguments_say_the_layout_that_the_job_has_changed_to(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -81,6 +81,11 @@ def test_a_checkpoint_that_was_loaded_at_the_launch_is_not_loaded_again(
 def test_a_flag_that_says_something_else(said: int, least: int | None, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         check_flags(flags(flash_recovery_replan=said), launched(least))
+
+
+def test_an_elastic_job() -> None:
+    with pytest.raises(UnsupportedError, match="in an elastic job"):
+        check_flags(flags(), launched(1, ElasticSettings(min=1, max=2)))
 
 
 def test_copies_that_a_single_rank_has_nobody_for() -> None:

@@ -25,8 +25,8 @@ from typing import Any
 import torch.distributed as dist
 
 from flashrecovery import Recovery, layout
+from flashrecovery.adapter import STASH_ENV
 from flashrecovery.errors import ConfigError, JobFailedError, UnsupportedError
-from flashrecovery.runtime.environment import STASH_ENV
 from fr_megatron.lm.arguments import given
 from fr_megatron.lm.elastic_loop import REFUSED, ElasticLoop
 
@@ -92,8 +92,7 @@ _BEGUN = ".megatron-lm-begun.json"
 
 
 def take_layout(args: Any) -> None:
-    """Have ``args``, parsed and not validated yet, say the layout that the job has changed to, if it has. No checkpoint
-    is loaded then: the newest one may have come since the launch; see :func:`begin`."""
+    """Have ``args``, parsed and not validated yet, say the layout that the job has changed to, if it has."""
     sizes = layout()
     if not sizes.changed:
         return
@@ -101,7 +100,13 @@ def take_layout(args: Any) -> None:
         args.expert_tensor_parallel_size = sizes.tp
     args.tensor_model_parallel_size = sizes.tp
     args.pipeline_model_parallel_size = sizes.pp
-    args.flash_recovery_load, args.load = getattr(args, "load", None), None
+
+
+def leave_out_loading(args: Any) -> None:
+    """In another layout the loop loads no checkpoint: the newest one may have come since the launch. See
+    :func:`begin`."""
+    if layout().changed:
+        args.flash_recovery_load, args.load = getattr(args, "load", None), None
 
 
 def check_flags(args: Any, recovery: Recovery) -> None:
@@ -120,6 +125,15 @@ def check_flags(args: Any, recovery: Recovery) -> None:
     if said is not None and launched is not None and launched.min != said:
         raise ConfigError(
             f"--flash-recovery-replan {said}, and the launcher says --replan {launched.min}: the same is allowed"
+        )
+    if launched is not None and recovery.elastic is not None:
+        raise UnsupportedError(
+            "another parallel layout of Megatron-LM's loop in an elastic job (--elastic); one of them is allowed"
+        )
+    if launched is not None and launched.min < 2 and given(args, "redundancy") == "neighbor":
+        raise ConfigError(
+            "--flash-recovery-redundancy neighbor with --replan 1: a world of one rank has nobody to hold a copy; 2 or "
+            "more, or auto, is allowed"
         )
     if launched is not None and (found := list(refused(args))):
         raise UnsupportedError(f"another parallel layout of Megatron-LM's loop with {'; '.join(found)}")
@@ -143,6 +157,8 @@ def refused(args: Any) -> Iterator[str]:
         yield f"--dataloader-type {args.dataloader_type} (its order depends on the number of ranks; allowed: single)"
     if args.global_batch_size is None:
         yield "no --global-batch-size (it would follow the number of ranks)"
+    if (kind := given(args, "redundancy")) in ("replica", "parity"):
+        yield f"--flash-recovery-redundancy {kind} (not every layout has it; allowed: auto, neighbor, none)"
     if getattr(args, "padded_vocab_size", None) is not None:
         yield "--padded-vocab-size (allowed: without it; Megatron pads it for the tensor parallel size)"
 
@@ -178,6 +194,8 @@ def begin(args: Any) -> None:
             partial.write_text(json.dumps({"loaded": loaded, "time": getattr(training, _BEGAN, None)}))
             os.replace(partial, path)  # all ranks write the same
         return
+    if not hasattr(args, "flash_recovery_load"):
+        return  # parsed before the loop was protected: what it has loaded now is compared with the launch's
     args.load = args.flash_recovery_load
     if path.exists():
         begun = json.loads(path.read_text())

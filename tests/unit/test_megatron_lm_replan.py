@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from flashrecovery.config import ReplanSettings
+from flashrecovery.config import ElasticSettings, ReplanSettings
 from flashrecovery.errors import ConfigError, JobFailedError, UnsupportedError
 from flashrecovery.runtime.environment import LAYOUT_ENV, STASH_ENV
-from fr_megatron.lm.replan import LayoutLoop, begin, check_flags, refused, take_layout
+from fr_megatron.lm.replan import LayoutLoop, begin, check_flags, leave_out_loading, refused, take_layout
 from fr_megatron.lm.state import LMLoop, LMLoopAdapter
 
 FITTING = {
@@ -30,8 +30,8 @@ def flags(**others: Any) -> Any:
     return SimpleNamespace(**{**FITTING, **others})
 
 
-def launched(least: int | None) -> Any:
-    return SimpleNamespace(replan=None if least is None else ReplanSettings(min=least))
+def launched(least: int | None, elastic: ElasticSettings | None = None) -> Any:
+    return SimpleNamespace(replan=None if least is None else ReplanSettings(min=least), elastic=elastic)
 
 
 def test_arguments_say_the_layout_that_the_job_has_changed_to(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -56,7 +56,7 @@ def test_a_checkpoint_that_was_loaded_at_the_launch_is_not_loaded_again(
     loaded = {"iteration": 7, "consumed_train_samples": 168, "skipped_train_samples": 0}
     loaded |= {"consumed_valid_samples": 12, "num_floating_point_operations_so_far": 9}
     first = flags(load="there")
-    take_layout(first)
+    leave_out_loading(first)
     assert first.load == "there"
     vars(first).update(loaded)
     begin(first)
@@ -64,7 +64,7 @@ def test_a_checkpoint_that_was_loaded_at_the_launch_is_not_loaded_again(
     monkeypatch.setenv(LAYOUT_ENV, "tp=1,pp=1,dp=3")
     module._TRAIN_START_TIME = 5.0
     args = flags(load="there", **dict.fromkeys(loaded, 0))
-    take_layout(args)
+    leave_out_loading(args)
     assert args.load is None
     begin(args)
     assert module._TRAIN_START_TIME == 1.0
@@ -81,6 +81,17 @@ def test_a_checkpoint_that_was_loaded_at_the_launch_is_not_loaded_again(
 def test_a_flag_that_says_something_else(said: int, least: int | None, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         check_flags(flags(flash_recovery_replan=said), launched(least))
+
+
+def test_an_elastic_job() -> None:
+    with pytest.raises(UnsupportedError, match="in an elastic job"):
+        check_flags(flags(), launched(1, ElasticSettings(min=1, max=2)))
+
+
+def test_copies_that_a_single_rank_has_nobody_for() -> None:
+    check_flags(flags(flash_recovery_redundancy="neighbor"), launched(2))
+    with pytest.raises(ConfigError, match="2 or more, or auto"):
+        check_flags(flags(flash_recovery_redundancy="neighbor"), launched(1))
 
 
 def test_flags_that_fit() -> None:
@@ -102,6 +113,7 @@ def test_flags_that_fit() -> None:
         ("padded_vocab_size", 128, "--padded-vocab-size"),
         ("finetune", True, "--finetune"),
         ("async_save", True, "--async-save"),
+        ("flash_recovery_redundancy", "parity", "--flash-recovery-redundancy parity"),
     ],
 )
 def test_flags_that_do_not(name: str, value: Any, words: str) -> None:

@@ -123,8 +123,25 @@ def check_flags(args: Any, recovery: Recovery) -> None:
         raise UnsupportedError(f"another parallel layout of Megatron-LM's loop with {'; '.join(found)}")
 
 
+def check_late(args: Any) -> None:
+    """Raises UnsupportedError for what cannot follow another layout, and has come into Megatron's arguments after the
+    flags were parsed: a script's own defaults, say. ``args``: as the loop uses them."""
+    if found := list(_refused_always(args)):
+        raise UnsupportedError(
+            f"another parallel layout of Megatron-LM's loop, whose script has set {'; '.join(found)}"
+        )
+
+
 def refused(args: Any) -> Iterator[str]:
-    """What of the flags cannot follow another layout, by name, and why."""
+    """What of the flags, parsed and not validated yet, cannot follow another layout, by name, and why."""
+    yield from _refused_always(args)
+    if args.global_batch_size is None:
+        yield "no --global-batch-size (it would follow the number of ranks)"
+    if getattr(args, "padded_vocab_size", None) is not None:
+        yield "--padded-vocab-size (allowed: without it; Megatron pads it for the tensor parallel size)"
+
+
+def _refused_always(args: Any) -> Iterator[str]:
     for name, why in {**REFUSED, **_OWN}.items():
         if getattr(args, name, None):
             yield f"{_flag(name)} ({why})"
@@ -139,10 +156,6 @@ def refused(args: Any) -> Iterator[str]:
         yield "--expert-tensor-parallel-size (allowed: that of tensor parallelism)"
     if args.dataloader_type not in (None, "single"):
         yield f"--dataloader-type {args.dataloader_type} (its order depends on the number of ranks; allowed: single)"
-    if args.global_batch_size is None:
-        yield "no --global-batch-size (it would follow the number of ranks)"
-    if getattr(args, "padded_vocab_size", None) is not None:
-        yield "--padded-vocab-size (allowed: without it; Megatron pads it for the tensor parallel size)"
 
 
 def _flag(name: str) -> str:

@@ -14,7 +14,7 @@ import torch
 from flashrecovery.config import ReplanSettings
 from flashrecovery.errors import ConfigError, JobFailedError, UnsupportedError
 from flashrecovery.runtime.environment import LAYOUT_ENV, STASH_ENV
-from fr_megatron.lm.replan import LayoutLoop, begin, check_flags, refused, take_layout
+from fr_megatron.lm.replan import LayoutLoop, begin, check_flags, check_late, refused, take_layout
 from fr_megatron.lm.state import LMLoop, LMLoopAdapter
 
 FITTING = {
@@ -109,6 +109,14 @@ def test_flags_that_do_not(name: str, value: Any, words: str) -> None:
     assert words in text
     with pytest.raises(UnsupportedError, match="another parallel layout"):
         check_flags(flags(**{name: value}), launched(1))
+
+
+def test_what_a_script_has_set_after_its_flags_were_parsed() -> None:
+    """Megatron has filled in the rest by then."""
+    validated = {"dataloader_type": "single", "padded_vocab_size": 128, "expert_tensor_parallel_size": 2}
+    check_late(flags(tensor_model_parallel_size=2, **validated))
+    with pytest.raises(UnsupportedError, match="whose script has set --rampup-batch-size"):
+        check_late(flags(tensor_model_parallel_size=2, **validated, rampup_batch_size=[2, 2, 100]))
 
 
 class Loaders:

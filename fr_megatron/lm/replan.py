@@ -85,6 +85,8 @@ _LOADED = (
     "num_floating_point_operations_so_far",
 )
 """Arguments that a checkpoint sets."""
+_BEGAN = "_TRAIN_START_TIME"
+"""Where Megatron-LM has noted when it began."""
 _BEGUN = ".megatron-lm-begun.json"
 """Of the launch, in the node's memory: what was loaded, and when it began. It stays as long as the agent does."""
 
@@ -186,14 +188,14 @@ def begin(args: Any) -> None:
         if not path.exists():
             loaded = {name: getattr(args, name, None) for name in _LOADED}
             partial = path.with_name(f"{path.name}.{os.getpid()}")
-            partial.write_text(json.dumps({"loaded": loaded, "time": training._TRAIN_START_TIME}))
+            partial.write_text(json.dumps({"loaded": loaded, "time": getattr(training, _BEGAN, None)}))
             os.replace(partial, path)  # all ranks write the same
         return
     args.load = args.flash_recovery_load
     if path.exists():
         begun = json.loads(path.read_text())
         vars(args).update(begun["loaded"])
-        training._TRAIN_START_TIME = begun["time"]
+        setattr(training, _BEGAN, begun["time"])
     elif args.load is not None:
         raise UnsupportedError(
             "another parallel layout of a job that was launched with --load, on a node that had no rank at the launch"

@@ -27,6 +27,8 @@ ROWS = Training("tp2-fp32", Sizes(2, 1, 1))
 WIDE = Training("pp2-dp2-distributed-fp32", Sizes(1, 2, 2), ("--use-distributed-optimizer",))
 UNTIED = Training("tp2-pp2-untied-sp", Sizes(2, 2, 1), ("--untie-embeddings-and-output-weights", "--sequence-parallel"))
 CUT = Training("tp2-dp2-padded", Sizes(2, 1, 2), ("--bf16",), padding=128)
+EVEN = Training("tp2-pp2-evaluated", Sizes(2, 2, 1), evaluates=3)
+SPREAD = Training("tp2-dp2-distributed-evaluated", Sizes(2, 1, 2), ("--use-distributed-optimizer",), evaluates=3)
 SLOWLY = "--step-time=300"
 AUTO: dict[str, Any] = {"replan": {"min": 1}}
 VICTIMS = (0, 1, 3)
@@ -107,10 +109,9 @@ def test_losses_that_are_summed_up(victim: int, tmp_path: Path, saved: Saved) ->
 
 
 @pytest.mark.parametrize("victim", VICTIMS)
-@pytest.mark.parametrize("training", [STAGES, PARTS], ids=str)
+@pytest.mark.parametrize("training", [EVEN, SPREAD], ids=str)
 def test_killed_in_an_evaluation(training: Training, victim: int, tmp_path: Path, saved: Saved) -> None:
     """It is done again, and the ones after it have the samples that they would have had."""
-    training = named(training, "evaluated", evaluates=3)
     at = training.call("evaluate", 5)
     job = training.start(tmp_path / "run", inject=[f"rank={victim},fault=sigkill,at=data,step={at}"]).wait(TIMEOUT_S)
     check_fired(job)

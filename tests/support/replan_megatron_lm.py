@@ -13,6 +13,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import pytest
+import torch
+
 from tests.support.elastic_megatron_lm import SMALL
 from tests.support.jobs import ROOT, Job, Layout, RunningJob, check_clean
 from tests.support.megatron_lm import CHECKOUT, MODEL, environment
@@ -146,8 +149,15 @@ def check_goes_on(job: Job, training: Training, saved: Saved, changes: Sequence[
     call, sizes = changes[0]
     at, end = training.iteration(call), training.iteration(changes[1][0]) if changes[1:] else training.iterations
     check_same_steps(mine, before, 0, at, training.sizes, why)
-    check_logged(job, first, 0, at, why)
+    check_logged(job, first, training, [(0, training.sizes), *((training.iteration(c), s) for c, s in changes)], why)
     check_evaluated(job, first, 0, _evaluated_before(training, call), training.sizes, why)
+    again = [number for kind, number in training.calls[call:] if kind == "evaluate" and number < at]
+    for number in again:  # the same samples in another layout: sums have another order
+        here, there = (
+            evaluated(one)[number, s.ranks - 1, str(s)] for one, s in ((job, sizes), (first, training.sizes))
+        )
+        ours, known = (float.fromhex(text.split("'")[3]) for (text,) in (here, there))
+        assert ours == pytest.approx(known, rel=1e-5), f"evaluation {number}: {ours}, and {known}\n{why}"
     if at < training.iterations:
         begun = mine.states["begin", at, str(sizes)]
         known = before.states["state", at, str(training.sizes)]
@@ -157,7 +167,6 @@ def check_goes_on(job: Job, training: Training, saved: Saved, changes: Sequence[
         why = f"{why}\n--- started so\n{new.explain()}"
         assert begun == Course.of(new).states["begin", at, str(sizes)], why
         check_same_steps(mine, Course.of(new), at, end, sizes, why)
-        check_logged(job, new, at + training.logs, end, why)
         if len(changes) == 1:
             check_evaluated(job, new, at, training.iterations, sizes, why)
     assert not left_in_memory(), why
@@ -193,12 +202,23 @@ def logged(job: Job) -> dict[int, set[tuple[str, ...]]]:
     return found
 
 
-def check_logged(job: Job, other: Job, first: int, until: int, why: str) -> None:
-    def of(one: Job) -> dict[int, set[tuple[str, ...]]]:
-        return {number: lines for number, lines in logged(one).items() if first <= number < until}
-
-    assert of(job) == of(other), f"logged {of(job)}, and {of(other)}\n{why}"
-    assert all(len(lines) == 1 for lines in of(job).values()), of(job)
+def check_logged(job: Job, other: Job, training: Training, layouts: Sequence[tuple[int, Sizes]], why: str) -> None:
+    """Megatron has logged consumed samples and learning rate as of the undisturbed job ``other``, and the means of the
+    losses that the iterations since the log before have had, in whatever layout. ``layouts``: from which iteration on
+    the job has had which."""
+    mine, theirs, losses = logged(job), logged(other), Course.of(job).losses
+    total, count = torch.zeros(1), 0
+    for number in range(training.iterations):
+        sizes = [sizes for first, sizes in layouts if first <= number][-1]
+        (loss,) = losses[number, sizes.ranks - 1, str(sizes)]
+        total, count = total + float.fromhex(loss), count + 1
+        if number and (number + 1) % training.logs:
+            continue
+        ((samples, rate, _),) = theirs[number]
+        line = samples, rate, f"{total.item() / count:.6E}"
+        assert line in mine[number], f"iteration {number}: {mine[number]}, and not {line}\n{why}"
+        if number:  # what the first line says, is in the second one, too
+            total, count = torch.zeros(1), 0
 
 
 def named(training: Training, name: str, **changes: Any) -> Training:

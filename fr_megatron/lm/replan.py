@@ -25,6 +25,7 @@ from typing import Any
 import torch.distributed as dist
 
 from flashrecovery import Recovery, layout
+from flashrecovery.adapter import union
 from flashrecovery.errors import ConfigError, JobFailedError, UnsupportedError
 from flashrecovery.runtime.environment import STASH_ENV
 from fr_megatron.lm.arguments import given
@@ -139,6 +140,10 @@ def refused(args: Any) -> Iterator[str]:
     yield from _refused_always(args)
     if args.global_batch_size is None:
         yield "no --global-batch-size (it would follow the number of ranks)"
+    if getattr(args, "sequence_parallel", False):
+        tokens, heads = args.seq_length or args.encoder_seq_length, args.num_attention_heads
+        if odd := [tp for tp in range(1, args.world_size + 1) if not heads % tp and tokens % tp]:
+            yield f"--sequence-parallel and --seq-length {tokens}, which {odd[0]} tensor-parallel ranks do not divide"
     if getattr(args, "padded_vocab_size", None) is not None:
         yield "--padded-vocab-size (allowed: without it; Megatron pads it for the tensor parallel size)"
 
@@ -179,26 +184,27 @@ def check_model(chunks: Any) -> None:
 
 def begin(args: Any) -> None:
     """The model is set up. ``args``: Megatron's; what a checkpoint has set at the launch, they say in every layout. And
-    ``--exit-duration-in-mins`` counts from the launch.
+    ``--exit-duration-in-mins`` counts from the launch. A collective, to which a replacement gets the answer.
 
-    Raises UnsupportedError: nobody on this node has seen the launch."""
+    Raises UnsupportedError: on no node of the job is anything known of the launch."""
     training: Any = importlib.import_module("megatron.training.training")
     path = Path(os.environ[STASH_ENV]) / _BEGUN
     if not layout().changed:
         if not path.exists():
             loaded = {name: getattr(args, name, None) for name in _LOADED}
             partial = path.with_name(f"{path.name}.{os.getpid()}")
-            partial.write_text(json.dumps({"loaded": loaded, "time": getattr(training, _BEGAN, None)}))
+            partial.write_text(json.dumps({"loaded": loaded, "time": training._TRAIN_START_TIME}))
             os.replace(partial, path)  # all ranks write the same
         return
-    args.load = args.flash_recovery_load
-    if path.exists():
-        begun = json.loads(path.read_text())
+    args.load = getattr(args, "flash_recovery_load", args.load)
+    known = union([path.read_text()] if path.exists() else [])  # a spare node has seen no launch
+    if known:
+        begun = json.loads(known[0])
         vars(args).update(begun["loaded"])
-        setattr(training, _BEGAN, begun["time"])
+        training._TRAIN_START_TIME = begun["time"]
     elif args.load is not None:
         raise UnsupportedError(
-            "another parallel layout of a job that was launched with --load, on a node that had no rank at the launch"
+            "another parallel layout of a job that was launched with --load, on nodes that had no rank at the launch"
         )
 
 

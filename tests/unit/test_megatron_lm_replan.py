@@ -14,6 +14,7 @@ import torch
 from flashrecovery.config import ReplanSettings
 from flashrecovery.errors import ConfigError, JobFailedError, UnsupportedError
 from flashrecovery.runtime.environment import LAYOUT_ENV, STASH_ENV
+from fr_megatron.lm import replan
 from fr_megatron.lm.replan import LayoutLoop, begin, check_flags, check_late, refused, take_layout
 from fr_megatron.lm.state import LMLoop, LMLoopAdapter
 
@@ -72,6 +73,12 @@ def test_a_checkpoint_that_was_loaded_at_the_launch_is_not_loaded_again(
     monkeypatch.setenv(STASH_ENV, str(tmp_path / "another node"))
     with pytest.raises(UnsupportedError, match="no rank at the launch"):
         begin(args)
+    known = next(tmp_path.iterdir()).read_text()
+    monkeypatch.setattr(replan, "union", lambda mine: [*mine, known])  # a spare node hears of it from the others
+    args = flags(load="there", **dict.fromkeys(loaded, 0))
+    take_layout(args)
+    begin(args)
+    assert {name: getattr(args, name) for name in loaded} == loaded
 
 
 @pytest.mark.parametrize(
@@ -109,6 +116,13 @@ def test_flags_that_do_not(name: str, value: Any, words: str) -> None:
     assert words in text
     with pytest.raises(UnsupportedError, match="another parallel layout"):
         check_flags(flags(**{name: value}), launched(1))
+
+
+def test_sequences_that_some_layout_does_not_divide() -> None:
+    sequences = {"sequence_parallel": True, "num_attention_heads": 6, "world_size": 4, "encoder_seq_length": None}
+    assert not list(refused(flags(**sequences, seq_length=24)))
+    (text,) = refused(flags(**sequences, seq_length=16))
+    assert text == "--sequence-parallel and --seq-length 16, which 3 tensor-parallel ranks do not divide"
 
 
 def test_what_a_script_has_set_after_its_flags_were_parsed() -> None:

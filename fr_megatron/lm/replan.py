@@ -122,6 +122,11 @@ def check_flags(args: Any, recovery: Recovery) -> None:
         raise ConfigError(
             f"--flash-recovery-replan {said}, and the launcher says --replan {launched.min}: the same is allowed"
         )
+    if launched is not None and recovery.elastic is not None:
+        raise UnsupportedError(
+            "another parallel layout of an elastic job of Megatron-LM's loop: they have not been tried together; one of "
+            "--replan and --elastic is allowed"
+        )
     if launched is not None and (found := list(refused(args))):
         raise UnsupportedError(f"another parallel layout of Megatron-LM's loop with {'; '.join(found)}")
 

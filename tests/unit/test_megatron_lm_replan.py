@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from flashrecovery.config import ReplanSettings
+from flashrecovery.config import ElasticSettings, ReplanSettings
 from flashrecovery.errors import ConfigError, JobFailedError, UnsupportedError
 from flashrecovery.runtime.environment import LAYOUT_ENV, STASH_ENV
 from fr_megatron.lm import replan
@@ -31,8 +31,8 @@ def flags(**others: Any) -> Any:
     return SimpleNamespace(**{**FITTING, **others})
 
 
-def launched(least: int | None) -> Any:
-    return SimpleNamespace(replan=None if least is None else ReplanSettings(min=least))
+def launched(least: int | None, elastic: ElasticSettings | None = None) -> Any:
+    return SimpleNamespace(replan=None if least is None else ReplanSettings(min=least), elastic=elastic)
 
 
 def test_arguments_say_the_layout_that_the_job_has_changed_to(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -88,6 +88,12 @@ def test_a_checkpoint_that_was_loaded_at_the_launch_is_not_loaded_again(
 def test_a_flag_that_says_something_else(said: int, least: int | None, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         check_flags(flags(flash_recovery_replan=said), launched(least))
+
+
+def test_with_replicas_that_leave() -> None:
+    with pytest.raises(UnsupportedError, match="one of --replan and --elastic is allowed"):
+        check_flags(flags(), launched(2, ElasticSettings(min=1, max=2)))
+    check_flags(flags(), launched(None, ElasticSettings(min=1, max=2)))
 
 
 def test_flags_that_fit() -> None:

@@ -124,7 +124,7 @@ def check_flags(args: Any, recovery: Recovery) -> None:
         )
     if launched is not None and recovery.elastic is not None:
         raise UnsupportedError(
-            "another parallel layout of an elastic job of Megatron-LM's loop: they have not been tried together; one of "
+            "another parallel layout of an elastic job of Megatron-LM's loop: not tried together; one of "
             "--replan and --elastic is allowed"
         )
     if launched is not None and (found := list(refused(args))):

@@ -22,7 +22,11 @@ def start(folder: Path, *flags: str, config: Any = None, **more: Any) -> Running
     layout = Layout("megatron-lm", "", nproc=2)
     return RunningJob(
         *(folder, layout),
-        **{"standby": 0, "config": config or {}, "script": script, "flags": [*MODEL, *FLAGS, *flags], "env": environ},
+        standby=0,
+        config=config or {},
+        script=script,
+        flags=[*MODEL, *FLAGS, *flags],
+        env=environ,
         **more,
     )
 

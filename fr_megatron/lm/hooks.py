@@ -113,8 +113,9 @@ def install(arguments: ModuleType) -> None:
     @functools.wraps(original)
     def parse_args(extra_args_provider: Any = None, ignore_unknown_args: bool = False) -> Any:
         args = original(with_flags(extra_args_provider), ignore_unknown_args)
-        _take_layout(args)
-        if hasattr(module, _REQUIRED) or getattr(args, "flash_recovery", False):
+        protected = hasattr(module, _REQUIRED) or getattr(args, "flash_recovery", False)
+        _follow_layout(args, protected=protected)
+        if protected:
             install_loop(args)
         return args
 
@@ -122,10 +123,12 @@ def install(arguments: ModuleType) -> None:
     module.parse_args = parse_args
 
 
-def _take_layout(args: Any) -> None:
-    from fr_megatron.lm.replan import take_layout
+def _follow_layout(args: Any, *, protected: bool) -> None:
+    from fr_megatron.lm.replan import leave_out_loading, take_layout
 
     take_layout(args)
+    if protected:
+        leave_out_loading(args)
 
 
 def require() -> None:

@@ -25,9 +25,8 @@ from typing import Any
 import torch.distributed as dist
 
 from flashrecovery import Recovery, layout
-from flashrecovery.adapter import union
+from flashrecovery.adapter import STASH_ENV, union
 from flashrecovery.errors import ConfigError, JobFailedError, UnsupportedError
-from flashrecovery.runtime.environment import STASH_ENV
 from fr_megatron.lm.arguments import given
 from fr_megatron.lm.elastic_loop import REFUSED, ElasticLoop
 
@@ -93,8 +92,7 @@ _BEGUN = ".megatron-lm-begun.json"
 
 
 def take_layout(args: Any) -> None:
-    """Have ``args``, parsed and not validated yet, say the layout that the job has changed to, if it has. No checkpoint
-    is loaded then: the newest one may have come since the launch; see :func:`begin`."""
+    """Have ``args``, parsed and not validated yet, say the layout that the job has changed to, if it has."""
     sizes = layout()
     if not sizes.changed:
         return
@@ -102,7 +100,13 @@ def take_layout(args: Any) -> None:
         args.expert_tensor_parallel_size = sizes.tp
     args.tensor_model_parallel_size = sizes.tp
     args.pipeline_model_parallel_size = sizes.pp
-    args.flash_recovery_load, args.load = getattr(args, "load", None), None
+
+
+def leave_out_loading(args: Any) -> None:
+    """In another layout the loop loads no checkpoint: the newest one may have come since the launch. See
+    :func:`begin`."""
+    if layout().changed:
+        args.flash_recovery_load, args.load = getattr(args, "load", None), None
 
 
 def check_flags(args: Any, recovery: Recovery) -> None:
@@ -126,6 +130,11 @@ def check_flags(args: Any, recovery: Recovery) -> None:
         raise UnsupportedError(
             "another parallel layout of an elastic job of Megatron-LM's loop: not tried together; one of "
             "--replan and --elastic is allowed"
+        )
+    if launched is not None and launched.min < 2 and given(args, "redundancy") == "neighbor":
+        raise ConfigError(
+            "--flash-recovery-redundancy neighbor with --replan 1: a world of one rank has nobody to hold a copy; 2 or "
+            "more, or auto, is allowed"
         )
     if launched is not None and (found := list(refused(args))):
         raise UnsupportedError(f"another parallel layout of Megatron-LM's loop with {'; '.join(found)}")
@@ -168,6 +177,8 @@ def _refused_always(args: Any) -> Iterator[str]:
         yield "--expert-tensor-parallel-size (allowed: that of tensor parallelism)"
     if args.dataloader_type not in (None, "single"):
         yield f"--dataloader-type {args.dataloader_type} (its order depends on the number of ranks; allowed: single)"
+    if (kind := given(args, "redundancy")) in ("replica", "parity"):
+        yield f"--flash-recovery-redundancy {kind} (not every layout has it; allowed: auto, neighbor, none)"
 
 
 def _flag(name: str) -> str:
@@ -198,15 +209,17 @@ def begin(args: Any) -> None:
         if not path.exists():
             loaded = {name: getattr(args, name, None) for name in _LOADED}
             partial = path.with_name(f"{path.name}.{os.getpid()}")
-            partial.write_text(json.dumps({"loaded": loaded, "time": training._TRAIN_START_TIME}))
+            partial.write_text(json.dumps({"loaded": loaded, "time": getattr(training, _BEGAN, None)}))
             os.replace(partial, path)  # all ranks write the same
         return
-    args.load = getattr(args, "flash_recovery_load", args.load)
+    if not hasattr(args, "flash_recovery_load"):
+        return  # parsed before the loop was protected: what it has loaded now is compared with the launch's
+    args.load = args.flash_recovery_load
     known = union([path.read_text()] if path.exists() else [])  # a spare node has seen no launch
     if known:
         begun = json.loads(known[0])
         vars(args).update(begun["loaded"])
-        training._TRAIN_START_TIME = begun["time"]
+        setattr(training, _BEGAN, begun["time"])
     elif args.load is not None:
         raise UnsupportedError(
             "another parallel layout of a job that was launched with --load, on nodes that had no rank at the launch"

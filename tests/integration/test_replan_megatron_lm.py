@@ -32,6 +32,7 @@ SPREAD = Training("tp2-dp2-distributed-evaluated", Sizes(2, 1, 2), ("--use-distr
 SLOWLY = "--step-time=300"
 AUTO: dict[str, Any] = {"replan": {"min": 1}}
 VICTIMS = (0, 1, 3)
+READERS = (0, 2)  # the first ones of their tensor-parallel groups
 PHASES = ("data", "forward", "backward", "grad-sync", "optimizer-start", "optimizer", "param-gather", "commit")
 AT = STAGES.call("train", 4)
 
@@ -73,7 +74,7 @@ def kills() -> list[Any]:
         pytest.param(training, phase, victim, id=f"{training}-{phase}-{victim}")
         for training in (STAGES, PARTS)
         for phase in PHASES
-        for victim in VICTIMS
+        for victim in (READERS if phase == "data" else VICTIMS)
         if phase != "param-gather" or training is PARTS
     ]
 
@@ -108,7 +109,7 @@ def test_losses_that_are_summed_up(victim: int, tmp_path: Path, saved: Saved) ->
     check_changed_around(job, training, saved, at)
 
 
-@pytest.mark.parametrize("victim", VICTIMS)
+@pytest.mark.parametrize("victim", READERS)
 @pytest.mark.parametrize("training", [EVEN, SPREAD], ids=str)
 def test_killed_in_an_evaluation(training: Training, victim: int, tmp_path: Path, saved: Saved) -> None:
     """It is done again, and the ones after it have the samples that they would have had."""
@@ -183,7 +184,7 @@ def test_a_checkpoint_of_megatrons(tmp_path: Path) -> None:
     ).wait(TIMEOUT_S)
     check_fired(one)
     ((call, _),) = replanned(one)
-    assert call == at, one.explain()
+    assert training.iteration(call) == 4, one.explain()  # the log may be made once more
     other = training.start(tmp_path / "other-run", f"--save={places[1]}", "--save-interval=4").wait(TIMEOUT_S)
     finished(one), finished(other)
     held = [content(place / "iter_0000004", tmp_path / "all.pt") for place in places]

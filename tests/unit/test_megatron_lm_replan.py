@@ -15,7 +15,15 @@ from flashrecovery.config import ElasticSettings, ReplanSettings
 from flashrecovery.errors import ConfigError, JobFailedError, UnsupportedError
 from flashrecovery.runtime.environment import LAYOUT_ENV, STASH_ENV
 from fr_megatron.lm import replan
-from fr_megatron.lm.replan import LayoutLoop, begin, check_flags, check_late, refused, take_layout
+from fr_megatron.lm.replan import (
+    LayoutLoop,
+    begin,
+    check_flags,
+    check_late,
+    leave_out_loading,
+    refused,
+    take_layout,
+)
 from fr_megatron.lm.state import LMLoop, LMLoopAdapter
 
 FITTING = {
@@ -57,7 +65,7 @@ def test_a_checkpoint_that_was_loaded_at_the_launch_is_not_loaded_again(
     loaded = {"iteration": 7, "consumed_train_samples": 168, "skipped_train_samples": 0}
     loaded |= {"consumed_valid_samples": 12, "num_floating_point_operations_so_far": 9}
     first = flags(load="there")
-    take_layout(first)
+    leave_out_loading(first)
     assert first.load == "there"
     vars(first).update(loaded)
     begin(first)
@@ -65,7 +73,7 @@ def test_a_checkpoint_that_was_loaded_at_the_launch_is_not_loaded_again(
     monkeypatch.setenv(LAYOUT_ENV, "tp=1,pp=1,dp=3")
     module._TRAIN_START_TIME = 5.0
     args = flags(load="there", **dict.fromkeys(loaded, 0))
-    take_layout(args)
+    leave_out_loading(args)
     assert args.load is None
     begin(args)
     assert module._TRAIN_START_TIME == 1.0
@@ -76,7 +84,7 @@ def test_a_checkpoint_that_was_loaded_at_the_launch_is_not_loaded_again(
     known = next(tmp_path.iterdir()).read_text()
     monkeypatch.setattr(replan, "union", lambda mine: [*mine, known])  # a spare node hears of it from the others
     args = flags(load="there", **dict.fromkeys(loaded, 0))
-    take_layout(args)
+    leave_out_loading(args)
     begin(args)
     assert {name: getattr(args, name) for name in loaded} == loaded
 
@@ -94,6 +102,12 @@ def test_with_replicas_that_leave() -> None:
     with pytest.raises(UnsupportedError, match="one of --replan and --elastic is allowed"):
         check_flags(flags(), launched(2, ElasticSettings(min=1, max=2)))
     check_flags(flags(), launched(None, ElasticSettings(min=1, max=2)))
+
+
+def test_copies_that_a_single_rank_has_nobody_for() -> None:
+    check_flags(flags(flash_recovery_redundancy="neighbor"), launched(2))
+    with pytest.raises(ConfigError, match="2 or more, or auto"):
+        check_flags(flags(flash_recovery_redundancy="neighbor"), launched(1))
 
 
 def test_flags_that_fit() -> None:
@@ -115,6 +129,7 @@ def test_flags_that_fit() -> None:
         ("padded_vocab_size", 128, "--padded-vocab-size"),
         ("finetune", True, "--finetune"),
         ("async_save", True, "--async-save"),
+        ("flash_recovery_redundancy", "parity", "--flash-recovery-redundancy parity"),
     ],
 )
 def test_flags_that_do_not(name: str, value: Any, words: str) -> None:

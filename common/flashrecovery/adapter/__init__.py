@@ -57,6 +57,7 @@ from flashrecovery.redundancy.keys import writer_of
 from flashrecovery.redundancy.stash import Stash, Wanted, forms
 from flashrecovery.runtime.channel import CHANNEL_ENV
 from flashrecovery.runtime.durable import write_durably
+from flashrecovery.runtime.environment import STASH_ENV
 from flashrecovery.runtime.naming import of_group
 from flashrecovery.state import codec
 from flashrecovery.worker.agreement import check_equal, union
@@ -70,6 +71,7 @@ from flashrecovery.worker.rng import RngState, restore_rng
 
 __all__ = [
     "CHANNEL_ENV",
+    "STASH_ENV",
     "Adapter",
     "CallBatches",
     "CheckpointFormat",

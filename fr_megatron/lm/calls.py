@@ -17,6 +17,7 @@ from fr_megatron.lm import replan
 from fr_megatron.lm.arguments import common, given, settings
 from fr_megatron.lm.data import streamed
 from fr_megatron.lm.elastic_loop import ElasticLoop, check_flag
+from fr_megatron.lm.loading import as_at_the_launch
 from fr_megatron.lm.replan import LayoutLoop
 from fr_megatron.lm.state import NOTHING, LMLoop, LMLoopAdapter
 from fr_megatron.support import check_inside
@@ -67,7 +68,8 @@ class ProtectedLoop:
         from megatron.core.rerun_state_machine import get_rerun_state_machine
         from megatron.training.global_vars import get_timers
 
-        made = self._original["setup_model_and_optimizer"](*args, **kwargs)
+        with as_at_the_launch(self._args):
+            made = self._original["setup_model_and_optimizer"](*args, **kwargs)
         chunks, optimizer, scheduler = made
         if optimizer is not None:
             elastic = self._recovery.elastic is not None
@@ -75,6 +77,7 @@ class ProtectedLoop:
             groups = membership(chunks, optimizer) if elastic else None
             if self._recovery.replan is not None:
                 replan.check_model(chunks)
+                replan.check_late(self._args)
                 replan.begin(self._args)
                 self._elastic = ElasticLoop(self._args, self._recovery, besides=replan.started_with(self._args))
                 self._layouts = LayoutLoop(self._args, self._elastic)
@@ -207,16 +210,19 @@ class ProtectedLoop:
         return self._call("check", body, lambda: operations) if due else body()
 
     def checkpoint_and_decide_exit(self, model: Any, optimizer: Any, scheduler: Any, iteration: int, *rest: Any) -> Any:
-        settings = self._args
+        settings, loop = self._args, self._loop
+        assert loop is not None
         due = any(
             interval and iteration % interval == 0
             for interval in (settings.save_interval, settings.non_persistent_save_interval, settings.exit_interval)
         ) or bool(settings.exit_signal_handler or settings.exit_duration_in_mins)
 
         def body() -> Any:
-            return self._original["checkpoint_and_decide_exit"](model, optimizer, scheduler, iteration, *rest)
+            exits = self._original["checkpoint_and_decide_exit"](model, optimizer, scheduler, iteration, *rest)
+            loop.decided(bool(exits))
+            return exits
 
-        return self._call("exit", body, lambda: False) if due else body()
+        return self._call("exit", body, lambda: loop.exits) if due else body()
 
     def disable_forward_pre_hook(self, chunks: Any, optimizer: Any = None, param_sync: bool = True) -> Any:
         """As Megatron's own, which gathers the parameters first. ``optimizer``: of core 0.20, for fp8 parameters

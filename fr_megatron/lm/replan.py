@@ -25,7 +25,7 @@ from typing import Any
 import torch.distributed as dist
 
 from flashrecovery import Recovery, layout
-from flashrecovery.adapter import STASH_ENV
+from flashrecovery.adapter import STASH_ENV, union
 from flashrecovery.errors import ConfigError, JobFailedError, UnsupportedError
 from fr_megatron.lm.arguments import given
 from fr_megatron.lm.elastic_loop import REFUSED, ElasticLoop
@@ -128,7 +128,8 @@ def check_flags(args: Any, recovery: Recovery) -> None:
         )
     if launched is not None and recovery.elastic is not None:
         raise UnsupportedError(
-            "another parallel layout of Megatron-LM's loop in an elastic job (--elastic); one of them is allowed"
+            "another parallel layout of an elastic job of Megatron-LM's loop: not tried together; one of "
+            "--replan and --elastic is allowed"
         )
     if launched is not None and launched.min < 2 and given(args, "redundancy") == "neighbor":
         raise ConfigError(
@@ -139,8 +140,29 @@ def check_flags(args: Any, recovery: Recovery) -> None:
         raise UnsupportedError(f"another parallel layout of Megatron-LM's loop with {'; '.join(found)}")
 
 
+def check_late(args: Any) -> None:
+    """Raises UnsupportedError for what cannot follow another layout, and has come into Megatron's arguments after the
+    flags were parsed: a script's own defaults, say. ``args``: as the loop uses them."""
+    if found := list(_refused_always(args)):
+        raise UnsupportedError(
+            f"another parallel layout of Megatron-LM's loop, whose script has set {'; '.join(found)}"
+        )
+
+
 def refused(args: Any) -> Iterator[str]:
-    """What of the flags cannot follow another layout, by name, and why."""
+    """What of the flags, parsed and not validated yet, cannot follow another layout, by name, and why."""
+    yield from _refused_always(args)
+    if args.global_batch_size is None:
+        yield "no --global-batch-size (it would follow the number of ranks)"
+    if getattr(args, "sequence_parallel", False):
+        tokens, heads = args.seq_length or args.encoder_seq_length, args.num_attention_heads
+        if odd := [tp for tp in range(1, args.world_size + 1) if not heads % tp and tokens % tp]:
+            yield f"--sequence-parallel and --seq-length {tokens}, which {odd[0]} tensor-parallel ranks do not divide"
+    if getattr(args, "padded_vocab_size", None) is not None:
+        yield "--padded-vocab-size (allowed: without it; Megatron pads it for the tensor parallel size)"
+
+
+def _refused_always(args: Any) -> Iterator[str]:
     for name, why in {**REFUSED, **_OWN}.items():
         if getattr(args, name, None):
             yield f"{_flag(name)} ({why})"
@@ -155,12 +177,8 @@ def refused(args: Any) -> Iterator[str]:
         yield "--expert-tensor-parallel-size (allowed: that of tensor parallelism)"
     if args.dataloader_type not in (None, "single"):
         yield f"--dataloader-type {args.dataloader_type} (its order depends on the number of ranks; allowed: single)"
-    if args.global_batch_size is None:
-        yield "no --global-batch-size (it would follow the number of ranks)"
     if (kind := given(args, "redundancy")) in ("replica", "parity"):
         yield f"--flash-recovery-redundancy {kind} (not every layout has it; allowed: auto, neighbor, none)"
-    if getattr(args, "padded_vocab_size", None) is not None:
-        yield "--padded-vocab-size (allowed: without it; Megatron pads it for the tensor parallel size)"
 
 
 def _flag(name: str) -> str:
@@ -182,9 +200,9 @@ def check_model(chunks: Any) -> None:
 
 def begin(args: Any) -> None:
     """The model is set up. ``args``: Megatron's; what a checkpoint has set at the launch, they say in every layout. And
-    ``--exit-duration-in-mins`` counts from the launch.
+    ``--exit-duration-in-mins`` counts from the launch. A collective, to which a replacement gets the answer.
 
-    Raises UnsupportedError: nobody on this node has seen the launch."""
+    Raises UnsupportedError: on no node of the job is anything known of the launch."""
     training: Any = importlib.import_module("megatron.training.training")
     path = Path(os.environ[STASH_ENV]) / _BEGUN
     if not layout().changed:
@@ -197,13 +215,14 @@ def begin(args: Any) -> None:
     if not hasattr(args, "flash_recovery_load"):
         return  # parsed before the loop was protected: what it has loaded now is compared with the launch's
     args.load = args.flash_recovery_load
-    if path.exists():
-        begun = json.loads(path.read_text())
+    known = union([path.read_text()] if path.exists() else [])  # a spare node has seen no launch
+    if known:
+        begun = json.loads(known[0])
         vars(args).update(begun["loaded"])
         setattr(training, _BEGAN, begun["time"])
     elif args.load is not None:
         raise UnsupportedError(
-            "another parallel layout of a job that was launched with --load, on a node that had no rank at the launch"
+            "another parallel layout of a job that was launched with --load, on nodes that had no rank at the launch"
         )
 
 

@@ -31,7 +31,7 @@ _RERUN_LARGEST = ("large_value_counts", "max_values")
 is "unexpectedly large"."""
 
 
-_COMMON = ("result", "overflows", "totals", "consumed_valid_samples", "rerun", "rerun_mode", "positions")
+_COMMON = ("result", "overflows", "totals", "consumed_valid_samples", "rerun", "rerun_mode", "positions", "exits")
 """What :meth:`LMLoop.save` gives that is the same on all ranks where the layout may change."""
 
 
@@ -79,6 +79,8 @@ class LMLoop:
         """Iterations whose step was skipped. While they are the first, Megatron gathers parameters in another way."""
         self.totals: dict[str, Any] | None = None
         """The dict in which ``training_log`` sums up, as soon as it is known."""
+        self.exits = False
+        """The loop has decided to end before its last iteration. A replacement's ends, too."""
         self.changes = 0
         self._given_totals: dict[str, Any] | None = None
         self._common: dict[str, Any] = {}
@@ -90,6 +92,12 @@ class LMLoop:
         if self.result.skipped:
             self.overflows.add(iteration)
         self.changes += 1
+
+    def decided(self, exits: bool) -> None:
+        """``checkpoint_and_decide_exit`` has returned."""
+        if exits != self.exits:
+            self.exits = exits
+            self.changes += 1
 
     def logging(self, totals: dict[str, Any]) -> None:
         """``training_log`` is about to be called with ``totals``."""
@@ -113,6 +121,7 @@ class LMLoop:
             "largest": {name: dict(getattr(self._rerun, name)) for name in _RERUN_LARGEST},
             "trackers": trackers.save(),
             "positions": [] if self._positions is None else self._positions.positions(),
+            "exits": self.exits,
         }
 
     def load(self, saved: dict[str, Any]) -> None:
@@ -125,6 +134,7 @@ class LMLoop:
         else:
             _fill(self.totals, saved["totals"])
         self._args.consumed_valid_samples = saved["consumed_valid_samples"]
+        self.exits = saved["exits"]
         for name, timer in self._timers._timers.items():
             if hasattr(timer, "_started"):
                 timer._started = name in saved["running"]  # one that runs refuses to be started again

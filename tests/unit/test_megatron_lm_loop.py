@@ -27,3 +27,23 @@ def test_an_evaluation_that_is_cut_short_leaves_results_validated_as_before(name
     loop.load(saved)
     assert machine.get_mode() is mode
     assert machine.state is RerunState.NOT_RUNNING_YET
+
+
+def test_a_replacement_ends_where_the_loop_has_decided_to() -> None:
+    """Before its last iteration: ``--exit-interval``, a time limit, a signal."""
+    from megatron.core.rerun_state_machine import RerunMode, RerunStateMachine
+
+    def loop() -> LMLoop:
+        machine = RerunStateMachine(mode=RerunMode.DISABLED)
+        return LMLoop(SimpleNamespace(consumed_valid_samples=8), SimpleNamespace(_timers={}), machine)
+
+    first, replacement = loop(), loop()
+    before, changes = first.save(), first.changes
+    first.decided(True)
+    assert first.changes > changes  # so that it is kept
+    replacement.restored(codec.loads(codec.dumps(first.save())))
+    assert not replacement.exits  # the job went on after all earlier calls
+    replacement.resume()
+    assert replacement.exits
+    first.load(before)  # the call is made again
+    assert not first.exits

@@ -14,7 +14,16 @@ import torch
 from flashrecovery.config import ElasticSettings, ReplanSettings
 from flashrecovery.errors import ConfigError, JobFailedError, UnsupportedError
 from flashrecovery.runtime.environment import LAYOUT_ENV, STASH_ENV
-from fr_megatron.lm.replan import LayoutLoop, begin, check_flags, leave_out_loading, refused, take_layout
+from fr_megatron.lm import replan
+from fr_megatron.lm.replan import (
+    LayoutLoop,
+    begin,
+    check_flags,
+    check_late,
+    leave_out_loading,
+    refused,
+    take_layout,
+)
 from fr_megatron.lm.state import LMLoop, LMLoopAdapter
 
 FITTING = {
@@ -72,6 +81,12 @@ def test_a_checkpoint_that_was_loaded_at_the_launch_is_not_loaded_again(
     monkeypatch.setenv(STASH_ENV, str(tmp_path / "another node"))
     with pytest.raises(UnsupportedError, match="no rank at the launch"):
         begin(args)
+    known = next(tmp_path.iterdir()).read_text()
+    monkeypatch.setattr(replan, "union", lambda mine: [*mine, known])  # a spare node hears of it from the others
+    args = flags(load="there", **dict.fromkeys(loaded, 0))
+    leave_out_loading(args)
+    begin(args)
+    assert {name: getattr(args, name) for name in loaded} == loaded
 
 
 @pytest.mark.parametrize(
@@ -83,9 +98,10 @@ def test_a_flag_that_says_something_else(said: int, least: int | None, words: st
         check_flags(flags(flash_recovery_replan=said), launched(least))
 
 
-def test_an_elastic_job() -> None:
-    with pytest.raises(UnsupportedError, match="in an elastic job"):
-        check_flags(flags(), launched(1, ElasticSettings(min=1, max=2)))
+def test_with_replicas_that_leave() -> None:
+    with pytest.raises(UnsupportedError, match="one of --replan and --elastic is allowed"):
+        check_flags(flags(), launched(2, ElasticSettings(min=1, max=2)))
+    check_flags(flags(), launched(None, ElasticSettings(min=1, max=2)))
 
 
 def test_copies_that_a_single_rank_has_nobody_for() -> None:
@@ -121,6 +137,21 @@ def test_flags_that_do_not(name: str, value: Any, words: str) -> None:
     assert words in text
     with pytest.raises(UnsupportedError, match="another parallel layout"):
         check_flags(flags(**{name: value}), launched(1))
+
+
+def test_sequences_that_some_layout_does_not_divide() -> None:
+    sequences = {"sequence_parallel": True, "num_attention_heads": 6, "world_size": 4, "encoder_seq_length": None}
+    assert not list(refused(flags(**sequences, seq_length=24)))
+    (text,) = refused(flags(**sequences, seq_length=16))
+    assert text == "--sequence-parallel and --seq-length 16, which 3 tensor-parallel ranks do not divide"
+
+
+def test_what_a_script_has_set_after_its_flags_were_parsed() -> None:
+    """Megatron has filled in the rest by then."""
+    validated = {"dataloader_type": "single", "padded_vocab_size": 128, "expert_tensor_parallel_size": 2}
+    check_late(flags(tensor_model_parallel_size=2, **validated))
+    with pytest.raises(UnsupportedError, match="whose script has set --rampup-batch-size"):
+        check_late(flags(tensor_model_parallel_size=2, **validated, rampup_batch_size=[2, 2, 100]))
 
 
 class Loaders:

@@ -1,0 +1,67 @@
+"""Replacements in Megatron-LM's loop where a new process would do something else than the dead one had done at the
+launch: there are newer checkpoints to load, or the loop has decided to end."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.jobs import ROOT, Layout, RunningJob, check_clean, check_fired
+from tests.support.megatron_lm import CHECKOUT, FLAGS, MODEL, TIMEOUT_S, environment, needs_checkout
+
+SCRIPT = ROOT / "tests" / "scripts" / "ending_megatron_lm.py"
+LAYOUTS: dict[str, Any] = {"replan": {"min": 1, "replace": "never"}}
+pytestmark = [pytest.mark.megatron, pytest.mark.grid, pytest.mark.timeout(3 * TIMEOUT_S), needs_checkout]
+
+
+def start(folder: Path, *flags: str, config: Any = None, **more: Any) -> RunningJob:
+    environ = environment(Path(CHECKOUT)) | more.pop("env", {})
+    script = more.pop("script", Path(CHECKOUT) / "pretrain_gpt.py")
+    layout = Layout("megatron-lm", "", nproc=2)
+    return RunningJob(
+        *(folder, layout),
+        standby=0,
+        config=config or {},
+        script=script,
+        flags=[*MODEL, *FLAGS, *flags],
+        env=environ,
+        **more,
+    )
+
+
+@pytest.mark.parametrize("config", [{}, {"replan": {"min": 1}}], ids=["plain", "replan"])
+@pytest.mark.parametrize("before", ["nothing", "a checkpoint"])
+def test_the_job_has_saved_since_its_launch(before: str, config: dict[str, Any], tmp_path: Path) -> None:
+    """The flags of most scripts: it goes on from what it has saved, if it has."""
+    place = tmp_path / "checkpoints"
+    flags = (f"--save={place}", f"--load={place}", "--save-interval=2", "--lr-decay-iters=6")
+    if before != "nothing":
+        assert start(tmp_path / "before", *flags, "--train-iters=2").wait(TIMEOUT_S).code == 0
+    done, step = (0, 10) if before == "nothing" else (2, 5)  # the training step of iteration 5, as calls are counted
+    job = start(
+        *(tmp_path / "run", *flags, "--train-iters=6"),
+        config=config,
+        inject=[f"rank=1,fault=sigkill,at=backward,step={step}"],
+    ).wait(TIMEOUT_S)
+    assert job.code == 0, job.explain()
+    check_fired(job)
+    (place / "latest_checkpointed_iteration.txt").write_text(str(done))
+    same = flags[1:2] if done else ()
+    other = start(tmp_path / "other", *same, "--lr-decay-iters=6", "--train-iters=6", config=config).wait(TIMEOUT_S)
+    assert other.code == 0 and other.digests == job.digests and len(job.digests) == 2, job.explain()
+    check_clean(job)
+
+
+@pytest.mark.parametrize("config", [{}, LAYOUTS], ids=["replaced", "another-layout"])
+def test_the_loop_has_decided_to_end(config: dict[str, Any], tmp_path: Path) -> None:
+    """The others wait for it at the end, and it does not train on."""
+    died = tmp_path / "died"
+    flags = ("--train-iters=6", "--exit-interval=3")
+    job = start(tmp_path / "run", *flags, config=config, script=SCRIPT, env={"DIED": str(died)}).wait(TIMEOUT_S)
+    assert job.code == 0 and died.exists(), job.explain()
+    (failed,) = job.of("failure_detected")
+    assert failed["rank"] == 1, job.explain()
+    assert " iteration        4/" not in "".join(log.read_text() for log in job.run_dir.rglob("rank*.log"))
+    check_clean(job)

@@ -125,9 +125,9 @@ def test_one_that_dies_on_the_way_in_is_replaced(
 ) -> None:
     """One of the launch, or one beyond it: where there is room it is filled again, in the old size or in the new one.
     One beyond the launch has no part of the old division, although that is the launch's."""
-    running = kind.start(tmp_path / "run", *slowly(kind), config=beyond(), nproc=2)
+    faults = [f"rank={victim},fault=sigkill,at=recovery:{state}"]
+    running = kind.start(tmp_path / "run", *slowly(kind), config=beyond(), nproc=2, inject=faults)
     running.wait_for("job_started", 120)
-    inject(running, rank=victim, at=f"recovery:{state}")
     assert command(running, 4, AT) == ""
     job = running.wait(240)
     check_fired(job)

@@ -493,8 +493,8 @@ def run_config(values: dict[str, Any], where: str) -> RunConfig:
         )
     for spec in config.inject:
         check_fault(spec.fault, spec.at)
-        if spec.rank >= config.world_size:
-            raise ConfigError(f"inject: rank {spec.rank} is outside the world of {config.world_size} ranks")
+        if spec.rank >= config.most_ranks:
+            raise ConfigError(f"inject: rank {spec.rank} is outside the world of {config.most_ranks} ranks")
     if config.world_size == 1 and config.redundancy in ("replica", "neighbor", "parity"):
         raise ConfigError(
             f"redundancy: {config.redundancy!r} needs another rank to hold the copy, but the world size is 1; "

@@ -145,7 +145,7 @@ class MegatronAdapter(TorchAdapter):
     # -- another number of replicas ---------------------------------------------------------------
 
     def only_as_launched(self) -> str:
-        return self.name
+        return f"{self.name} without the distributed optimizer" if self.division() is None else ""
 
     def tied_to_size(self) -> Sequence[str]:
         found = tuple(elastic.tied_to_size(self._chunks, self._optimizer))

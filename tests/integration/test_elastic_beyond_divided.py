@@ -33,10 +33,9 @@ KINDS = [
     pytest.param(FSDP2, id="fsdp2"),
     *(pytest.param(kind, id=kind.name, marks=needing(kind)) for kind in (zero(1), zero(2), zero(3))),
 ]
-MEGATRON = [
-    pytest.param(kind, id=kind.name, marks=needing(kind))
-    for kind in (megatron("plain", "--bf16"), megatron("shards", "--bf16", "--use-distributed-optimizer"))
-]
+PLAIN = megatron("plain", "--bf16")
+SHARDS = megatron("shards", "--bf16", "--use-distributed-optimizer")
+MEGATRON = [pytest.param(SHARDS, id=SHARDS.name, marks=needing(SHARDS))]
 AT, LOST, BACK = 10, 16, 32
 
 
@@ -133,3 +132,10 @@ def test_another_controller_knows_them(kind: Kind, victim: int, tmp_path: Path, 
     assert ended.notices("taken_over"), ended.explain()
     assert [change.ranks for change in changes(ended)][-1] == tuple({0, 1, 2, 3} - {victim}), ended.explain()
     check_as_commanded(kind, ended, resized)
+
+
+@pytest.mark.parametrize("kind", [pytest.param(PLAIN, id=PLAIN.name, marks=needing(PLAIN))])
+def test_refused_before_the_first_step(kind: Kind, tmp_path: Path) -> None:
+    job = kind.start(tmp_path / "run", config=beyond(), nproc=2).wait(240)
+    assert job.code != 0 and "without the distributed optimizer: how they go on" in job.explain(), job.explain()
+    assert not job.of("job_started"), job.explain()

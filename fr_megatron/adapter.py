@@ -146,8 +146,9 @@ class MegatronAdapter(TorchAdapter):
     # -- another number of replicas ---------------------------------------------------------------
 
     def only_as_launched(self, most: int) -> str:
-        self.division()
-        return (self._division.too_small_for(most) if self._division is not None else "") or self.name
+        if self.division() is None or self._division is None:
+            return f"{self.name} without the distributed optimizer"
+        return self._division.too_small_for(most)
 
     def tied_to_size(self) -> Sequence[str]:
         found = tuple(elastic.tied_to_size(self._chunks, self._optimizer))

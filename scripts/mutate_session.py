@@ -214,7 +214,7 @@ MUTANTS = (
         "if unlike := []:",
     ),
     Mutant("start-not-sealed", RECOVER, "            self._loop.seal_start()\n", ""),
-    Mutant("world-not-checked", SESSION, "        check_world(worker.rank, registry.world_size)\n", ""),
+    Mutant("world-not-checked", SESSION, "        check_world(registry.rank, registry.world_size)\n", ""),
     Mutant(
         "second-loop-runs",
         SESSION,

@@ -34,10 +34,9 @@ KINDS = [
     pytest.param(FSDP2, id="fsdp2"),
     *(pytest.param(kind, id=kind.name, marks=needing(kind)) for kind in (zero(1), zero(2), zero(3))),
 ]
-MEGATRON = [
-    pytest.param(kind, id=kind.name, marks=needing(kind))
-    for kind in (megatron("plain", "--bf16"), megatron("shards", "--bf16", "--use-distributed-optimizer"))
-]
+PLAIN = megatron("plain", "--bf16")
+SHARDS = megatron("shards", "--bf16", "--use-distributed-optimizer")
+MEGATRON = [pytest.param(SHARDS, id=SHARDS.name, marks=needing(SHARDS))]
 AT, LOST, BACK = 10, 16, 32
 STATES = ("regrouping", "restoring", "reshaping", "verifying", "resuming")
 
@@ -125,9 +124,9 @@ def test_one_that_dies_on_the_way_in_is_replaced(
 ) -> None:
     """One of the launch, or one beyond it: where there is room it is filled again, in the old size or in the new one.
     One beyond the launch has no part of the old division, although that is the launch's."""
-    running = kind.start(tmp_path / "run", *slowly(kind), config=beyond(), nproc=2)
+    faults = [f"rank={victim},fault=sigkill,at=recovery:{state}"]
+    running = kind.start(tmp_path / "run", *slowly(kind), config=beyond(), nproc=2, inject=faults)
     running.wait_for("job_started", 120)
-    inject(running, rank=victim, at=f"recovery:{state}")
     assert command(running, 4, AT) == ""
     job = running.wait(240)
     check_fired(job)
@@ -172,3 +171,10 @@ def test_they_go_back_to_a_checkpoint_of_more_ranks_than_the_launch_had(
     version = fell_back(job, 4, 2, END)
     FSDP2.goes_on_alike(job, resized(FSDP2, [(AT, 4), (version, 2)]), version, 2, END)
     check_clean(job)
+
+
+@pytest.mark.parametrize("kind", [pytest.param(PLAIN, id=PLAIN.name, marks=needing(PLAIN))])
+def test_refused_before_the_first_step(kind: Kind, tmp_path: Path) -> None:
+    job = kind.start(tmp_path / "run", config=beyond(), nproc=2).wait(240)
+    assert job.code != 0 and "without the distributed optimizer: how they go on" in job.explain(), job.explain()
+    assert not job.of("job_started"), job.explain()

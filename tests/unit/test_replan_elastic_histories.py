@@ -203,6 +203,57 @@ def test_all_of_the_state_is_there_in_every_layout(layout: dict[str, int], seed:
     run(layout, seed, divided)
 
 
+def settle(world: Histories) -> bool:
+    """All have taken steps since the last change. Returns whether the job still trains."""
+    job = world.machine.job
+    for _ in range(2000):
+        if job.state in OVER or (job.state is State.RUNNING and job.recovery is None and not world.inbox):
+            break
+        if not world.step():
+            world.now += 6.0
+            world.machine.on_tick(world.now)
+            world.collect()
+    for _ in range(2):
+        if job.state not in OVER:
+            world.step()
+    return job.state is State.RUNNING and job.recovery is None and not world.inbox
+
+
+def one_loss_after_the_other(layout: dict[str, int], seed: int, divided: bool) -> Histories:
+    """Of a rank, or of a node with one rank, each when all have taken steps since the last change."""
+    rng = random.Random(seed)
+    single = rng.random() < 0.5
+    never = rng.choice(("auto", "never"))
+    config = {
+        "elastic": {"min": rng.choice((1, 1, layout["dp"])), "max": layout["dp"], "replace": never},
+        "replan": {"min": 1, "replace": never},
+    }
+    world = Histories(layout, divided=divided, seed=seed, single=single, **config)
+    world.launch()
+    world.go_on()
+    job = world.machine.job
+    while settle(world) and len(job.ranks) > 1:
+        what, victim = rng.random(), rng.choice(sorted(job.ranks))
+        if what < 0.2:
+            world.machine.resize(rng.randint(1, 4), -1, world.now)
+        elif what < 0.4:
+            world.machine.replan(rng.choice(TEXTS), -1)
+        elif what < 0.7 and single:
+            world.lose_node_of(victim)
+        else:
+            world.kill(victim)
+        world.collect()
+    return world
+
+
+@pytest.mark.parametrize("divided", [False, True])
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize("seed", range(6))
+def test_one_loss_after_the_other_never_ends_a_job(layout: dict[str, int], seed: int, divided: bool) -> None:
+    world = one_loss_after_the_other(layout, seed, divided)
+    assert world.machine.job.state is not State.FAILED, world.machine.job.failure_reason
+
+
 def test_the_histories_are_not_empty() -> None:
     worlds = [run(layout, seed, True) for layout in LAYOUTS[:2] for seed in range(12)]
     events = Counter(type(event) for world in worlds for event in world.events)

@@ -159,12 +159,12 @@ class JobState:
     @property
     def step_s(self) -> float:
         """What a step takes, on the slowest rank; 0: not known."""
-        return max(record.step_s for record in self.ranks.values())
+        return max((record.step_s for record in self.ranks.values()), default=0.0)
 
     @property
     def committed(self) -> int:
         """The newest version that every rank has committed, as far as heartbeats say; -1: not known."""
-        return min(record.committed for record in self.ranks.values())
+        return min((record.committed for record in self.ranks.values()), default=-1)  # all may have left
 
     def to(self, state: State, now: float | None = None) -> None:
         check_transition(self.state, state)

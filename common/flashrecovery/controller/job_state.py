@@ -69,6 +69,7 @@ class JobState:
             it at once.
         unsure: a controller before this one may have been in the middle of a change of the layout.
         departed: ranks of the layout that have left the job, and what they needed.
+        awaited: ranks that had left, and were taken back since the version was decided on: they do not leave again.
         told_size: of how many ranks the job consists, as was told last, here or by a controller before this one.
         world: ranks of a job that has changed its parallel layout; 0: those of the launch.
         plan: that parallel layout, as tp=1,pp=2,dp=1; "": that of the launch.
@@ -123,6 +124,7 @@ class JobState:
     layout: tuple[int, ...] = ()
     unsure: bool = False
     departed: dict[int, dict[str, int]] = field(default_factory=dict)
+    awaited: set[int] = field(default_factory=set)
     told_size: int = 0
     world: int = 0
     plan: str = ""

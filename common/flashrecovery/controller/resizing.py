@@ -65,7 +65,6 @@ class Resizing:
         self._waiting = Gathering()  # for those who are to leave
         self._put_aside: Wish | None = None  # until no node is to leave any more
         self._gone: dict[int, RankRecord] = {}  # that have lost their processes and left, since then
-        self._awaited: set[int] = set()  # they have been taken back since then, and must not leave again
         self._carried_out: Wish | None = None  # and those who leave because of it are still there
         self.last_resort = LastResort(job)
         self._returned = 0  # times that some of these were taken back, in one recovery
@@ -75,8 +74,6 @@ class Resizing:
 
     def lose(self, lost: Collection[int]) -> bool:
         """These ranks have no process, and get none. Returns whether the job goes on without them."""
-        if not self._awaited.isdisjoint(lost):
-            return False
         ranks = leaving_without(self._job, lost)
         for rank in ranks:
             self._gone[rank] = self._depart(rank, grace_s=0.0)
@@ -116,7 +113,7 @@ class Resizing:
             record.home = record.page_on = ""
             record.capsules, record.early = (), frozenset()
             self._left.remove(rank)
-        self._awaited.update(lost)
+        job.awaited.update(lost)
         return lost
 
     def _in_memory(self, records: Mapping[int, RankRecord], departed: Mapping[int, Mapping[str, int]]) -> bool:
@@ -347,7 +344,7 @@ class Resizing:
         is nobody's matter any more."""
         self.last_resort.let_go()
         self._gone.clear()
-        self._awaited.clear()
+        self._job.awaited.clear()
         self._carried_out, self._returned = None, 0
 
     def all_have_gone_on(self) -> None:
@@ -384,7 +381,7 @@ class Resizing:
         """The ranks that there are now go on at ``version``. Returns whether they are others than were told last, or
         filled by others."""
         self._gone.clear()
-        self._awaited.clear()
+        self._job.awaited.clear()
         size = len(self._job.ranks)
         came = sorted(rank for rank in self._came if rank in self._job.ranks)
         left = sorted(set(self._left).difference(came))

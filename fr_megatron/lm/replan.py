@@ -128,8 +128,7 @@ def check_flags(args: Any, recovery: Recovery) -> None:
         )
     if launched is not None and recovery.elastic is not None:
         raise UnsupportedError(
-            "another parallel layout of an elastic job of Megatron-LM's loop: not tried together; one of "
-            "--replan and --elastic is allowed"
+            "another parallel layout of Megatron-LM's loop in an elastic job (--elastic); one of them is allowed"
         )
     if launched is not None and launched.min < 2 and given(args, "redundancy") == "neighbor":
         raise ConfigError(

@@ -98,10 +98,9 @@ def test_a_flag_that_says_something_else(said: int, least: int | None, words: st
         check_flags(flags(flash_recovery_replan=said), launched(least))
 
 
-def test_with_replicas_that_leave() -> None:
-    with pytest.raises(UnsupportedError, match="one of --replan and --elastic is allowed"):
-        check_flags(flags(), launched(2, ElasticSettings(min=1, max=2)))
-    check_flags(flags(), launched(None, ElasticSettings(min=1, max=2)))
+def test_an_elastic_job() -> None:
+    with pytest.raises(UnsupportedError, match="in an elastic job"):
+        check_flags(flags(), launched(1, ElasticSettings(min=1, max=2)))
 
 
 def test_copies_that_a_single_rank_has_nobody_for() -> None:

@@ -155,8 +155,9 @@ def refused(args: Any) -> Iterator[str]:
     if args.global_batch_size is None:
         yield "no --global-batch-size (it would follow the number of ranks)"
     if getattr(args, "sequence_parallel", False):
-        tokens, heads = args.seq_length or args.encoder_seq_length, args.num_attention_heads
-        if odd := [tp for tp in range(1, args.world_size + 1) if not heads % tp and tokens % tp]:
+        tokens = args.seq_length or getattr(args, "encoder_seq_length", None) or 0
+        sizes = [tp for tp in range(1, int(os.environ.get("WORLD_SIZE", "1")) + 1) if not args.num_attention_heads % tp]
+        if odd := [tp for tp in sizes if tokens % tp]:
             yield f"--sequence-parallel and --seq-length {tokens}, which {odd[0]} tensor-parallel ranks do not divide"
     if getattr(args, "padded_vocab_size", None) is not None:
         yield "--padded-vocab-size (allowed: without it; Megatron pads it for the tensor parallel size)"

@@ -139,8 +139,9 @@ def test_flags_that_do_not(name: str, value: Any, words: str) -> None:
         check_flags(flags(**{name: value}), launched(1))
 
 
-def test_sequences_that_some_layout_does_not_divide() -> None:
-    sequences = {"sequence_parallel": True, "num_attention_heads": 6, "world_size": 4, "encoder_seq_length": None}
+def test_sequences_that_some_layout_does_not_divide(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    sequences = {"sequence_parallel": True, "num_attention_heads": 6}
     assert not list(refused(flags(**sequences, seq_length=24)))
     (text,) = refused(flags(**sequences, seq_length=16))
     assert text == "--sequence-parallel and --seq-length 16, which 3 tensor-parallel ranks do not divide"

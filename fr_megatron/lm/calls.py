@@ -20,6 +20,7 @@ from fr_megatron.lm.elastic_loop import ElasticLoop, check_flag
 from fr_megatron.lm.loading import as_at_the_launch
 from fr_megatron.lm.replan import LayoutLoop
 from fr_megatron.lm.state import NOTHING, LMLoop, LMLoopAdapter
+from fr_megatron.replicas import computing
 from fr_megatron.support import check_inside
 
 Original = Callable[..., Any]
@@ -73,7 +74,7 @@ class ProtectedLoop:
         chunks, optimizer, scheduler = made
         if optimizer is not None:
             elastic = self._recovery.elastic is not None
-            self._elastic = ElasticLoop(self._args, self._recovery) if elastic else None
+            self._elastic = ElasticLoop(self._args, self._recovery, computing=computing()) if elastic else None
             groups = membership(chunks, optimizer) if elastic else None
             if self._recovery.replan is not None:
                 replan.check_model(chunks)

@@ -26,7 +26,6 @@ from flashrecovery.errors import ConfigError
 from fr_megatron.elastic import resize_calculator, seed_tracked
 from fr_megatron.lm.arguments import given
 from fr_megatron.lm.elastic_data import FollowingLoader
-from fr_megatron.replicas import computing
 
 REFUSED: dict[str, str] = {
     "full_validation": "its number of iterations follows the loaders",
@@ -85,6 +84,7 @@ class ElasticLoop:
     Args:
         args: Megatron's, as the loop uses them.
         place: gives this rank's number among those that take samples of their own, and how many there are.
+        computing: how many ranks of a replica do.
         besides: what has to be the same on all ranks besides the batch.
     """
 
@@ -93,6 +93,7 @@ class ElasticLoop:
         args: Any,
         recovery: Recovery,
         place: Callable[[], tuple[int, int]] = data_parallel_place,
+        computing: int = 1,
         besides: Mapping[str, Any] | None = None,
     ) -> None:
         self._place = place
@@ -104,7 +105,7 @@ class ElasticLoop:
             seed=args.seed,
             place=place,
             seed_framework=seed_tracked,
-            computing=computing(),
+            computing=computing,
             besides=besides,
         )
         recovery.take_batches(self._batches)

@@ -77,8 +77,7 @@ class _Stand:
     rank: int
 
     @staticmethod
-    def of(registry: Registry, layout: Sequence[int], rank: int) -> _Stand:
-        ranks = registry.sharers(layout, rank)
+    def of(ranks: Sequence[int], layout: Sequence[int], rank: int) -> _Stand:
         number_of = {member: number for number, member in enumerate(layout)}
         return _Stand(tuple(ranks), tuple(number_of[peer] for peer in ranks), rank)
 
@@ -149,8 +148,8 @@ class Reshaping:
         divisions = {number: d for number, a in enumerate(self._registry.adapters) if (d := a.division()) is not None}
         if not divisions:
             return Moved(0, 0, 0), []
-        number, registry = after.index(self._rank), self._registry
-        old, new = _Stand.of(registry, before, self._rank), _Stand.of(registry, after, self._rank)
+        number = after.index(self._rank)
+        old, new = self._sharing(before), self._sharing(after)
         group = groups.control_group() if len(after) > 1 else None
         mine = {n: division.describe() for n, division in divisions.items()} if self._rank in before else None
         of_all = _Divisions(divisions, _agree(group, mine, old, new, len(after)))
@@ -172,6 +171,9 @@ class Reshaping:
         plain = [self._registry.common, self._registry.capsule]
         needs = [pb.ShardNeed(name=s.name, nbytes=s.spec().nbytes, divided=isinstance(s, ReadyShard)) for s in shards]
         return moved, needs + [pb.ShardNeed(name=s.name, nbytes=s.nbytes()) for s in plain]
+
+    def _sharing(self, layout: Sequence[int]) -> _Stand:
+        return _Stand.of(self._registry.sharers(layout, self._rank), layout, self._rank)
 
     def _held(
         self, of_all: _Divisions, old: _Stand, custody: Iterable[pb.Custody], version: int
@@ -236,7 +238,7 @@ class Reshaping:
         if not divisions:
             return False
         self.drop()
-        stand = _Stand.of(self._registry, layout, self._rank)
+        stand = self._sharing(layout)
         for prepared in [division.prepare(division.describe(), stand.place, stand.size) for division in divisions]:
             prepared.install()
         self._registry.divided_otherwise(layout)

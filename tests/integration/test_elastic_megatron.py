@@ -210,9 +210,12 @@ REFUSED: dict[str, tuple[tuple[str, ...], str]] = {
         ("--pipeline-model-parallel-size", "2", "--num-virtual-stages-per-pipeline-rank", "2", "--layers", "4"),
         "several model chunks (a virtual pipeline; allowed: one)",
     ),
-    "context": (("--context-parallel-size", "2"), "context_parallel_size = 2"),
-    "experts": (("--num-experts", "4", "--expert-model-parallel-size", "2"), "expert_model_parallel_size = 2"),
-    "experts-alone": (("--num-experts", "4"), "MoE layers"),
+    "context": (("--context-parallel-size", "2"), "elastic.max = 4: 2 is allowed here, the replicas of the launch"),
+    "experts": (
+        ("--num-experts", "4", "--expert-model-parallel-size", "2"),
+        "elastic.max = 4: 2 is allowed here, the replicas of the launch",
+    ),
+    "expert-bias": (("--num-experts", "4", "--moe-router-enable-expert-bias"), "moe_router_enable_expert_bias"),
     "overlapped": (
         ("--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather"),
         "overlap_param_gather (allowed: without it)",

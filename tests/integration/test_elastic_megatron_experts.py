@@ -16,6 +16,8 @@ import pytest
 
 from tests.support.elastic import check_steps_alike, command, start
 from tests.support.elastic_back import Way
+from tests.support.elastic_checkpoints import dead_job, launched
+from tests.support.elastic_checkpoints import started as began_otherwise
 from tests.support.jobs import ROOT, Job, RunningJob, check_clean, check_fired
 from tests.support.megatron import ENVIRONMENT
 
@@ -186,3 +188,50 @@ def test_killed_and_back(training: Training, victim: int, tmp_path: Path) -> Non
 
     way = Way(begin, alike, lambda step: step, training.replicas, training.each)
     way.check_back(tmp_path, [victim], training.ranks(victim), AT, back)
+
+
+@pytest.mark.parametrize("training", THREE, ids=str)
+def test_a_replacement(training: Training, tmp_path: Path) -> None:
+    """Where there is room the rank is filled again, and the job is as one that nothing has disturbed."""
+    config = {"elastic": {"min": 1, "max": training.replicas}}
+    nproc = training.each * training.replicas
+    common: dict[str, Any] = {"nproc": nproc, "script": SCRIPT, "env": ENVIRONMENT}
+    faults = (f"rank=3,fault=sigkill,at=backward,step={AT}",)
+    given = (*training.flags, "--steps", str(STEPS))
+    job, other = (
+        start(tmp_path / name, config, *given, inject=some, **common).wait(TIMEOUT_S)
+        for name, some in (("run", faults), ("other", ()))
+    )
+    assert job.code == 0 and not job.of("job_resized"), job.explain()
+    check_fired(job, 1)
+    check_steps_alike(job, other, 0, STEPS, nproc)
+    check_clean(job)
+    check_clean(other)
+
+
+LONG = 40
+
+
+def begin(training: Training) -> Callable[..., RunningJob]:
+    """As :mod:`tests.support.elastic_checkpoints` starts jobs: by ranks."""
+
+    def started(folder: Path, *flags: str, config: Any, nproc: int, **options: Any) -> RunningJob:
+        of_replicas = {**config, "elastic": {**config["elastic"], "max": nproc // training.each}}
+        given = (*training.flags, "--steps", str(LONG), *flags)
+        return start(folder, of_replicas, *given, nproc=nproc, script=SCRIPT, env=ENVIRONMENT, **options)
+
+    return started
+
+
+@pytest.mark.parametrize(("before", "after"), [(3, 2), (2, 3)], ids=str)
+@pytest.mark.parametrize("training", (EP2, CP2), ids=str)
+def test_a_job_that_died_whole_goes_on_in_another_size(
+    training: Training, before: int, after: int, tmp_path: Path
+) -> None:
+    each, way = training.each, begin(training)
+    version, _ = dead_job(tmp_path, nproc=before * each, begin=way)[-1]
+    job = launched(tmp_path, "again", after * each, begin=way)
+    assert job.code == 0 and job.of("job_started")[0]["step"] == version, job.explain()
+    other = began_otherwise(tmp_path, before * each, version, after * each, begin=way)
+    check_steps_alike(job, other, version, LONG, after * each)
+    check_clean(job)

@@ -13,7 +13,7 @@ pytest.importorskip("megatron.core")
 
 from megatron.core import parallel_state as state
 
-from fr_megatron import replicas
+from fr_megatron import elastic, replicas
 
 Sizes = tuple[int, int, int, int, int]
 LAYOUTS: tuple[Sizes, ...] = (  # tensor, context, experts, pipeline, world
@@ -109,6 +109,23 @@ def test_a_smaller_job_has_megatrons_groups_of_that_size(sizes: Sizes, chosen: A
         for kind, some in groups(sizes).items():
             left = [[number[rank] for rank in ranks if rank in number] for ranks in some]
             assert sorted(filter(None, left)) == sorted(smaller[kind]), (kind, lost)
+
+
+@pytest.mark.parametrize(
+    ("config", "refused"),
+    [
+        ({"num_moe_experts": None, "moe_router_enable_expert_bias": True}, ""),
+        ({"num_moe_experts": 4, "moe_router_load_balancing_type": "aux_loss"}, ""),
+        ({"num_moe_experts": 4, "moe_router_load_balancing_type": ["aux_loss", "seq_aux_loss"]}, ""),
+        ({"num_moe_experts": 4, "moe_router_load_balancing_type": "global_aux_loss"}, "global_aux_loss"),
+        ({"num_moe_experts": 4, "moe_router_load_balancing_type": ["aux_loss", "global_aux_loss"]}, "global_aux_loss"),
+        ({"num_moe_experts": 4, "moe_router_enable_expert_bias": True}, "moe_router_enable_expert_bias"),
+        ({"num_moe_experts": 4, "moe_enable_routing_replay": True}, "moe_enable_routing_replay"),
+    ],
+)
+def test_what_experts_cannot(config: dict[str, Any], refused: str) -> None:
+    found = list(elastic._of_experts(SimpleNamespace(**config)))
+    assert len(found) == bool(refused) and all(words.startswith(refused) for words in found)
 
 
 def test_the_first_example() -> None:

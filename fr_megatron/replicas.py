@@ -92,7 +92,7 @@ def unknown_replicas() -> Iterator[str]:
 
     experts = state.get_expert_model_parallel_world_size()
     tensor, of_experts = state.get_tensor_model_parallel_world_size(), state.get_expert_tensor_parallel_world_size()
-    if experts > 1 and of_experts != tensor:
+    if of_experts != tensor:
         yield f"expert_tensor_parallel_size = {of_experts} (allowed: that of the rest, {tensor})"
     elif data_parallel_group().size() % replica_group().size():
         context = state.get_context_parallel_world_size()

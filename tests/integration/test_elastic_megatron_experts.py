@@ -152,6 +152,18 @@ def test_one_of_three(training: Training, phase: str, victim: int, tmp_path: Pat
     check(job, training, [victim], resized)
 
 
+def test_a_number_of_replicas_that_does_not_divide_is_none(tmp_path: Path, resized: Resized) -> None:
+    """Eight micro-batches on the eight ranks of four replicas: the six of three would not divide them."""
+    training = Training("ep2-four", (*EP, "--global-batch", "16"), 4)
+    job = run(tmp_path / "run", training, inject=(f"rank=7,fault=sigkill,at=backward,step={AT}",))
+    assert job.code == 0, job.explain()
+    check_fired(job, 1)
+    (event,) = job.of("job_resized")
+    assert (event["replicas"], event["left"]) == (2, [4, 5, 6, 7]), job.explain()
+    check_steps_alike(job, resized(training, event["step"], 2), event["step"], STEPS, 4)
+    check_clean(job)
+
+
 @pytest.mark.parametrize(("first", "second"), [(0, 1), (0, 3), (4, 2)])
 @pytest.mark.parametrize("training", THREE, ids=str)
 def test_two_at_once(training: Training, first: int, second: int, tmp_path: Path, resized: Resized) -> None:

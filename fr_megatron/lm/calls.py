@@ -17,6 +17,7 @@ from fr_megatron.lm.arguments import common, given, settings
 from fr_megatron.lm.data import streamed
 from fr_megatron.lm.elastic_loop import ElasticLoop, check_flag
 from fr_megatron.lm.state import NOTHING, LMLoop, LMLoopAdapter
+from fr_megatron.replicas import computing
 from fr_megatron.support import check_inside
 
 Original = Callable[..., Any]
@@ -67,7 +68,7 @@ class ProtectedLoop:
         chunks, optimizer, scheduler = made
         if optimizer is not None:
             elastic = self._recovery.elastic is not None
-            self._elastic = ElasticLoop(self._args, self._recovery) if elastic else None
+            self._elastic = ElasticLoop(self._args, self._recovery, computing=computing()) if elastic else None
             groups = membership(chunks, optimizer) if elastic else None
             adapter = adapter_for(chunks, optimizer, scheduler, membership=groups)
             self._objects = (chunks, optimizer, scheduler)

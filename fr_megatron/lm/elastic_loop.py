@@ -26,7 +26,6 @@ from flashrecovery.errors import ConfigError
 from fr_megatron.elastic import resize_calculator, seed_tracked
 from fr_megatron.lm.arguments import given
 from fr_megatron.lm.elastic_data import FollowingLoader
-from fr_megatron.replicas import computing
 
 _NAMES: dict[str, str] = {
     "full_validation": "its number of iterations follows the loaders",
@@ -85,10 +84,15 @@ class ElasticLoop:
     Args:
         args: Megatron's, as the loop uses them.
         place: gives this rank's number among those that take samples of their own, and how many there are.
+        computing: how many ranks of a replica do.
     """
 
     def __init__(
-        self, args: Any, recovery: Recovery, place: Callable[[], tuple[int, int]] = data_parallel_place
+        self,
+        args: Any,
+        recovery: Recovery,
+        place: Callable[[], tuple[int, int]] = data_parallel_place,
+        computing: int = 1,
     ) -> None:
         self._place = place
         self._args = args
@@ -99,7 +103,7 @@ class ElasticLoop:
             seed=args.seed,
             place=place,
             seed_framework=seed_tracked,
-            computing=computing(),
+            computing=computing,
         )
         recovery.take_batches(self._batches)
         self.streams: list[FollowingLoader] = []

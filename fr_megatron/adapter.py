@@ -171,12 +171,13 @@ class MegatronAdapter(TorchAdapter):
     def _divided(self, wrapper: Buckets, places: Places) -> Division:
         """As the job was launched."""
         found: dict[bool, OptimizerDivision] = {}
-        for inner in self._inner:
+        for number, inner in enumerate(self._inner):
             expert = trains_experts(inner)
             found[expert] = OptimizerDivision(
                 *(self._chunks[0], inner, self._membership, wrapper.group(expert=expert), self._parts),
                 partial(self._install, inner, expert, places),
                 expert=expert,
+                number=number,
             )
         if True not in found and places.one_each:
             return found[False]

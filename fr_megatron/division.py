@@ -28,7 +28,7 @@ from flashrecovery.adapter import (
 from flashrecovery.errors import UnsupportedError
 from fr_megatron.optimizers import part_beginning, part_name, weights_beginning
 
-PARAM, STATE, DATA = "param", "state/", "data"
+PARAM, DATA = "param", "data"
 """Keys of the tensors of a :class:`ParamShard` and of a fixed one."""
 WEIGHTS = "/weights"
 """How the names of divided tensors end that are parts of a flat buffer."""
@@ -95,6 +95,11 @@ class FlatLayout:
         return [fqn for fqn, (low, high) in ranges.items() if low < high]
 
 
+def state_of(number: int) -> str:
+    """With which the keys of a :class:`ParamShard` begin that are state of the n-th optimizer."""
+    return f"state{number}/" if number else "state/"
+
+
 def buffers_of(chunk: Any, *, expert: bool) -> Sequence[Any]:
     """The flat buffers of its dense parameters, or of its experts."""
     found: Sequence[Any] = chunk.expert_parallel_buffers if expert else chunk.buffers
@@ -124,6 +129,7 @@ class OptimizerDivision(RuledDivision):
         shards: gives what this rank steps on, by the parameters' names.
         install: puts prepared tensors in the place of those that there are.
         expert: it is of the experts.
+        number: of the optimizer.
     """
 
     def __init__(
@@ -136,7 +142,9 @@ class OptimizerDivision(RuledDivision):
         install: Callable[[DivisionPlace, Mapping[str, torch.Tensor], Mapping[str, Any], FlatLayout], None],
         *,
         expert: bool = False,
+        number: int = 0,
     ) -> None:
+        self._state = state_of(number)
         self._chunk, self._inner = chunk, inner
         self._expert, self._buffers = expert, buffers_of(chunk, expert=expert)
         self._layout = layout_of(chunk, membership, expert=expert)
@@ -259,7 +267,7 @@ class OptimizerDivision(RuledDivision):
                 where = torch.device("cpu") if host else device
                 tensors[f"{one.fqn}/{key}"] = torch.zeros(shape, dtype=getattr(torch, dtype), device=where)
             if low < high and description["state"]:
-                places = {STATE: order[one.fqn]}
+                places = {self._state: order[one.fqn]}
                 values[part_name(one.fqn, place, size, self._group)] = {
                     "layout": description["layout"],
                     "places": places,

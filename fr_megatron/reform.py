@@ -16,7 +16,7 @@ import torch
 from flashrecovery.adapter import DivisionPlace, give_up_state, hand_over_state, settle_state
 from fr_megatron import elastic
 from fr_megatron.buckets import bucket_groups
-from fr_megatron.division import PARAM, STATE, WEIGHTS, FlatLayout, buffers_of
+from fr_megatron.division import PARAM, WEIGHTS, FlatLayout, buffers_of
 from fr_megatron.layout import is_expert
 from fr_megatron.optimizers import pairs
 
@@ -113,6 +113,6 @@ def fill(
             main.copy_(tensors[f"{fqn}/{PARAM}"])
     for place, main in enumerate(p for group in basic.param_groups for p in group["params"]):
         fqn = next(name for name, other in of.items() if other is main)
-        state = {key.removeprefix(STATE): tensors[f"{fqn}/{key}"] for key, *_ in description["state"]}
+        state = {key.partition("/")[2]: tensors[f"{fqn}/{key}"] for key, *_ in description["state"]}
         hand_over_state(basic, main, state, place)
     settle_state(basic)

@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from flashrecovery.plan.patterns import FlatBuffer
-from fr_megatron.division import DATA, FlatLayout, OptimizerDivision, Stored
+from fr_megatron.division import DATA, FlatLayout, OptimizerDivision, Stored, state_of
 from fr_megatron.shared_division import SharedDivision
 
-STATE = {"state": [["state/exp_avg", "float32", False, False]], "layout": {}}
-DESCRIPTION = {"dense": STATE, "experts": STATE}
+DENSE, EXPERTS = ({"state": [[f"state{n}/exp_avg", "float32", False, False]], "layout": {}} for n in ("", 1))
+DESCRIPTION = {"dense": DENSE, "experts": EXPERTS}
 
 
 def of(kind: str, length: int, group: str, size: int) -> OptimizerDivision:
@@ -24,7 +24,14 @@ def of(kind: str, length: int, group: str, size: int) -> OptimizerDivision:
     division = OptimizerDivision.__new__(OptimizerDivision)
     flat = torch.zeros(0, dtype=torch.bfloat16)
     buffers = [SimpleNamespace(param_dtype=torch.bfloat16, param_data=flat, data_parallel_world_size=size)]
-    given: dict[str, Any] = {"_layout": layout, "_group": group, "_expert": kind == "expert", "_buffers": buffers}
+    expert = kind == "expert"
+    given: dict[str, Any] = {
+        "_state": state_of(int(expert)),
+        "_layout": layout,
+        "_group": group,
+        "_expert": expert,
+        "_buffers": buffers,
+    }
     vars(division).update(given, _install=lambda *_: None)
     return division
 
@@ -76,6 +83,7 @@ def test_all_who_share_it_plan_the_same_and_name_their_own(each: int, ranks: int
             else:
                 assert not tensor.boxes(number)
         assert set(prepared.values) <= unique[number]
+        assert {key for values in prepared.values.values() for key in values["places"]} == {"state/", "state1/"}
 
 
 def test_without_experts() -> None:

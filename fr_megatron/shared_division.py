@@ -15,16 +15,15 @@ from typing import Any
 
 import torch
 
-from flashrecovery.adapter import Division, Prepared, ReadyTensors, rules
-from flashrecovery.division import DividedTensor, LocalBox, RuledTensor
-from flashrecovery.plan.layouts import Placement, Share
+from flashrecovery.adapter import DividedTensor, Division, LocalBox, Prepared, ReadyTensors, layouts, rules
 from fr_megatron.division import OptimizerDivision
 
 
 @dataclass(frozen=True)
-class SharedTensor(RuledTensor):
+class SharedTensor(DividedTensor):
     """A tensor of experts: on every ``each``-th place, from the ``first`` one on, as its rule says."""
 
+    rule: rules.TensorRule
     each: int
     first: int
 
@@ -50,7 +49,7 @@ class SharedDivision(Division):
         self._dense, self._experts = dense, experts
         self._sharers, self._groups = tuple(sharers), tuple(groups)
         self._each, self._first = len(groups), number % len(groups)
-        self._placements: dict[tuple[int, int], tuple[Placement, Placement]] = {}
+        self._placements: dict[tuple[int, int], tuple[layouts.Placement, layouts.Placement]] = {}
 
     @property
     def size(self) -> int:
@@ -92,13 +91,13 @@ class SharedDivision(Division):
                     first,
                 )
 
-    def _placed(self, rule: rules.TensorRule, first: int, size: int) -> Placement:
+    def _placed(self, rule: rules.TensorRule, first: int, size: int) -> layouts.Placement:
         """Where its parts lie. Tensors that lie alike have one object."""
         own = rule.placement(size // self._each)
         key = (id(own), first)
         if key not in self._placements:
             placed = tuple(
-                Share(share.box, tuple(place * self._each + first for place in share.ranks)) for share in own
+                layouts.Share(share.box, tuple(place * self._each + first for place in share.ranks)) for share in own
             )
             self._placements[key] = own, placed  # the first one stays, and so does its id
         return self._placements[key][1]

@@ -151,9 +151,12 @@ class MegatronAdapter(TorchAdapter):
     # -- another number of replicas ---------------------------------------------------------------
 
     def only_as_launched(self, most: int) -> str:
-        if self.division() is None or self._division is None:
+        division = self.division()
+        if division is None:
             return f"{self.name} without the distributed optimizer"
-        return self._division.too_small_for(most)
+        if not isinstance(division, OptimizerDivision):
+            return f"{self.name} with a distributed optimizer of experts, or of replicas of several ranks"
+        return division.too_small_for(most)
 
     def tied_to_size(self) -> Sequence[str]:
         found = tuple(elastic.tied_to_size(self._chunks, self._optimizer))

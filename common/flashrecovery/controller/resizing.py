@@ -423,9 +423,7 @@ class Resizing:
 
     def laid_out(self) -> None:
         """The job consists of the ranks of another parallel layout: what is known of ranks is of the one before."""
-        self._gone.clear()
-        self._awaited.clear()
-        self._carried_out = None
+        self.begins_anew()
         self._tries = 0
         self._left, self._came, self._other_processes = [], [], False
 

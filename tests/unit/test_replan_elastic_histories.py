@@ -204,19 +204,17 @@ def test_all_of_the_state_is_there_in_every_layout(layout: dict[str, int], seed:
 
 
 def settle(world: Histories) -> bool:
-    """All have taken steps since the last change. Returns whether the job still trains."""
-    job = world.machine.job
-    for _ in range(2000):
-        if job.state in OVER or (job.state is State.RUNNING and job.recovery is None and not world.inbox):
+    """All have taken steps since the last change, and none is under way. Returns whether the job still trains."""
+    job, quiet = world.machine.job, 0
+    for _ in range(3000):
+        quiet = quiet + 1 if job.state is State.RUNNING and job.recovery is None and not world.inbox else 0
+        if job.state in OVER or quiet > 2:
             break
         if not world.step():
             world.now += 6.0
             world.machine.on_tick(world.now)
             world.collect()
-    for _ in range(2):
-        if job.state not in OVER:
-            world.step()
-    return job.state is State.RUNNING and job.recovery is None and not world.inbox
+    return quiet > 2
 
 
 def one_loss_after_the_other(layout: dict[str, int], seed: int, divided: bool) -> Histories:
@@ -250,8 +248,8 @@ def one_loss_after_the_other(layout: dict[str, int], seed: int, divided: bool) -
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 @pytest.mark.parametrize("seed", range(6))
 def test_one_loss_after_the_other_never_ends_a_job(layout: dict[str, int], seed: int, divided: bool) -> None:
-    world = one_loss_after_the_other(layout, seed, divided)
-    assert world.machine.job.state is not State.FAILED, world.machine.job.failure_reason
+    job = one_loss_after_the_other(layout, seed, divided).machine.job
+    assert job.state is State.FINISHED or len(job.ranks) == 1, job.failure_reason
 
 
 def test_the_histories_are_not_empty() -> None:

@@ -157,6 +157,14 @@ def test_who_has_left_comes_back_in_its_place(left: int) -> None:
     assert world.run() is State.FINISHED and not world.machine.job.newcomers
 
 
+def test_who_is_built_up_is_told_how_far_the_others_have_come() -> None:
+    world = shrunk()
+    reached = world.version[0]
+    assert world.resize(4) == ""
+    (ahead,) = [command.replace.ahead for _, command in world.nodes_told if command.replace.beside]
+    assert ahead.reached == reached > 0 and 0.0 < ahead.for_s < world.config.timeouts.replacement_s
+
+
 def test_the_members_train_on_until_all_are_there() -> None:
     world = world_of(4)
     for rank in (1, 2):

@@ -439,6 +439,24 @@ def test_a_rank_that_was_being_handed_over_stays_where_it_was(first: str) -> Non
     assert not any(a.command.HasField("fence") for a in sent)
 
 
+@pytest.mark.parametrize("first", ["old", "new"])
+@pytest.mark.parametrize("stepping", [True, False])
+def test_a_rank_that_has_just_been_handed_over_stays_where_it_is(first: str, stepping: bool) -> None:
+    """The old process is there until all have taken a step. Its node keeps the ranks that it has besides."""
+    machine = controller()
+    old = of_generation(found("a", 2, 3, stepping=False), 4)
+    new = of_generation(found("b", 0, 1, 2, stepping=stepping), 4)
+    if not stepping:
+        new.workers[2].committed = STEP + 1
+    for register in (old, new) if first == "old" else (new, old):
+        machine.on_register(register, 0.0)
+    machine.on_tick(11.0)
+    assert [r.home for r in machine.job.in_order] == ["b", "b", "b", "a"]
+    sent = [a for a in machine.job.take_actions() if isinstance(a, Send)]
+    assert [(a.node, a.command.rank) for a in sent if a.command.HasField("leave")] == [("a", 2)]
+    assert not any(a.command.HasField("fence") for a in sent)
+
+
 def test_of_two_processes_that_have_been_in_their_loop_one_node_is_fenced() -> None:
     machine = controller()
     machine.on_register(found("a", 0, 1), 0.0)

@@ -11,17 +11,18 @@ from flashrecovery.config import run_config
 from flashrecovery.controller.kept_text import KeptWords
 from flashrecovery.controller.machine import Machine
 from flashrecovery.errors import ConfigError
-from flashrecovery.plan.replan import StayingFacts
+from flashrecovery.plan.replan import LayoutFacts, StayingFacts
 from flashrecovery.plan.transitions import State
 from flashrecovery.proto import flashrecovery_pb2 as pb
 from tests.unit.test_found_layout import PLAN, came, found
 from tests.unit.test_replan import FACTS
+from tests.unit.test_replan_elastic import Both
 from tests.unit.test_replan_elastic_histories import Histories
 from tests.unit.test_replan_known import KEPT, WORDS, sent, told
 
 
 def test_such_a_job_does_not_grow_beyond_its_launch() -> None:
-    """A layout that it has changed to has as many ranks as the launch at the most; so there is nothing to go back to."""
+    """A layout has as many ranks as the launch at the most, and so has the one that it changes from."""
     values = {"nproc_per_node": 2, "replan": {"min": 1}}
     with pytest.raises(ConfigError, match=r"elastic = 1:4 with replan: .* does not grow beyond its launch; .* 2 ranks"):
         run_config({**values, "elastic": {"min": 1, "max": 4}}, "test")
@@ -70,7 +71,7 @@ def test_words_of_no_layout_are_named(before: str) -> None:
 @pytest.mark.parametrize("checkpoint", [False, True])
 def test_who_leaves_by_command_comes_back_before_the_layout_changes(checkpoint: bool) -> None:
     """Of three replicas the last one leaves, and keeps the copies of the second one's parts, of which a rank dies then:
-    with fewer than two (MIN) there is another layout, for the three that are left. What it begins with all five have."""
+    with fewer than two (MIN) there is another layout, for the three that are left."""
     elastic, replan = {"min": 2, "max": 3, "replace": "never"}, {"min": 1, "replace": "never"}
     world = Histories({"tp": 2, "pp": 1, "dp": 3}, divided=True, seed=1, single=False, elastic=elastic, replan=replan)
     world.launch()
@@ -93,3 +94,31 @@ def test_who_leaves_by_command_comes_back_before_the_layout_changes(checkpoint: 
     assert changed.ranks == 3, changed
     assert world.run() is State.FINISHED and not world.odd, (job.failure_reason, world.odd)
     assert not [event for event in world.events if isinstance(event, ev.FallbackStarted)]
+
+
+class Eight(Both):
+    """Eight micro-batches, which one, two and four replicas can divide among themselves."""
+
+    def joined(self, rank: int, command: pb.Command, steps: int, facts: LayoutFacts) -> pb.Joined:
+        found = super().joined(rank, command, steps, replace(facts, global_batch=8))
+        del found.sizes[:]
+        found.sizes.extend(size for size in (1, 2, 4) if size <= facts.layout["dp"])
+        return found
+
+
+def test_a_layout_that_begins_once_more_has_a_number_of_replicas_that_is_allowed() -> None:
+    """One of four is lost while they read the state, so that nobody has it."""
+    world = Eight()
+    world.command("tp=1,pp=1,dp=4")
+    world.reply("stash")
+    world.start(replace(FACTS, layout={"tp": 1, "pp": 1, "cp": 1, "ep": 1, "dp": 4}))
+    assert world.job.state is State.RESTORING
+    world.kill(3)
+    world.reply("hold")
+    for rank, command in world.of("stop"):
+        world.machine.on_reply(
+            pb.Reply(serial=command.serial, generation=command.generation, rank=rank, live_version=-1), 4.0
+        )
+    world.collect()
+    assert world.job.state is State.STARTING, world.job.failure_reason
+    assert [event.layout for event in world.replanned()] == ["tp=1,pp=1,dp=4", "tp=1,pp=1,dp=2"]

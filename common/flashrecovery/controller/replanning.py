@@ -289,7 +289,9 @@ class Replanning:
     def _same(self) -> NextLayout:
         facts = self._facts()
         assert not isinstance(facts, str)
-        return NextLayout(facts.now, ("the layout stays; not all of its ranks have had the state yet",))
+        now = facts.now  # with the replicas that are left, which may be no number that is allowed
+        same = parse_layout(f"tp={now.tp},pp={now.pp}", facts, now.ranks)
+        return NextLayout(same, ("the layout stays; not all of its ranks have had the state yet",))
 
     @property
     def writing(self) -> bool:

@@ -93,3 +93,11 @@ def test_a_log_of_another_start_is_not_taken() -> None:
             await keeper.stop()
 
     asyncio.run(main())
+
+
+def test_a_log_of_an_older_start_does_not_take_the_place_of_a_newer_one() -> None:
+    """A rank has left in the layout before, which its agent hears late: in the next one its number is another's."""
+    logs = SetupLogs(ACCESS)
+    logs.keep(1, b"newer", 2)
+    logs.keep(1, b"older", 1)
+    assert logs.own(1, 2) == b"newer"

@@ -11,7 +11,7 @@ from flashrecovery.controller.records import BUILT_UP, Place
 from flashrecovery.plan.replicas import ReplicaShape
 from flashrecovery.plan.transitions import State
 from tests.unit.test_divided_replicas import OVER, DividedWorld, launched
-from tests.unit.test_replicas import NEIGHBOURS
+from tests.unit.test_replicas import NEIGHBOURS, world_of
 
 
 def check_counted(world: DividedWorld) -> None:
@@ -57,6 +57,25 @@ def test_a_node_is_not_waited_for_for_ever() -> None:
     world.now += 6.0  # timeouts.node_wait_s is 5
     world.machine.on_tick(world.now)
     assert job.state is State.FAILED and "no node with room for ranks [2]" in job.failure_reason
+
+
+def test_a_replica_stays_whose_healthy_rank_alone_has_what_a_later_victim_had() -> None:
+    """Nothing is divided, and each place in a replica has a state of its own. Of two replicas the second one is about to
+    leave, because rank 2 has lost its node; then rank 1 dies, and rank 3 alone stands where it did."""
+    places = {"nproc": 1, "nnodes": 4, "controller": "h:1", "timeouts": {"node_wait_s": 5.0}}
+    world = world_of(ReplicaShape(2, 2), replace="auto", **places)
+    job = world.machine.job
+    world.machine.on_node_lost(job.ranks[2].home, "test", 0.0, world.now)
+    world.collect()
+    assert list(job.ranks) == [0, 1, 3]
+    world.kill(1)
+    while world.inbox:
+        assert world.step()
+    assert job.state is not State.FAILED, job.failure_reason
+    assert list(job.ranks) == [0, 1, 2, 3]
+    world.join("node9")
+    world.go_on()
+    assert world.run() is State.FINISHED and list(job.ranks) == [0, 1, 2, 3]
 
 
 SHAPES = [NEIGHBOURS, ReplicaShape(3, 3), ReplicaShape(4, 1), ReplicaShape(3, 2, 2), ReplicaShape(2, 2)]

@@ -68,7 +68,9 @@ class SetupLogs:
 
     def keep(self, rank: int, log: bytes, attempt: int) -> None:
         """The rank leaves the job; when it comes back, here or on another node, it needs its log."""
-        self._kept[rank] = KeptLog(attempt, log)
+        kept = self._kept.get(rank)
+        if kept is None or attempt >= kept.attempt:  # else its number is another one's in a newer start
+            self._kept[rank] = KeptLog(attempt, log)
 
     def own(self, rank: int, attempt: int) -> bytes | None:
         """The log of ``rank`` that this agent keeps, of this start of the job; also that of a rank that lives here: one

@@ -98,7 +98,7 @@ class Resizing:
         useless = set(left_of_replicas(job))
         replicas = {job.shape.replica(rank) for rank in useless}
         lost = [rank for rank in self._gone if rank not in job.ranks and job.shape.replica(rank) in replicas]
-        if job.checkpoint is not None or never_replaced(job) or not lost or not divided(job.in_order):
+        if job.checkpoint is not None or never_replaced(job) or not lost or not of_their_own(job.in_order):
             return []
         staying = {rank: record for rank, record in job.ranks.items() if rank not in useless}
         gone = {**job.departed, **{rank: job.ranks[rank].needs for rank in useless}}

@@ -22,8 +22,9 @@ With megatron-core and a loop of one's own, in two lines::
 :mod:`.random`          the tracked random streams
 :mod:`.own_loop`        what a script's own loop uses besides
 :mod:`.elastic`         another number of replicas: what cannot follow, and what Megatron has noted of the size
-:mod:`.replicas`        which ranks make up a replica
+:mod:`.replicas`        which ranks make up a replica, and who divides state among themselves
 :mod:`.division`        how the distributed optimizer divides its state, in any size
+:mod:`.shared_division` that of dense parameters and of experts as one, which several ranks of a replica share
 :mod:`.reform`          buffers and distributed optimizer are built anew, in the same objects
 :mod:`.trackers`        what layers sum up for the log
 :mod:`.checkpoint`      the fallback checkpoint in Megatron's own format

@@ -16,6 +16,7 @@ all-reduce knows it of the peers of *those*, which together are the world.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -43,13 +44,15 @@ from fr_megatron.buckets import Buckets, forget_answers
 from fr_megatron.checkpoint import MegatronCheckpoint
 from fr_megatron.division import FlatLayout, OptimizerDivision
 from fr_megatron.fsdp2 import TorchFSDP2
+from fr_megatron.layout import Divided
 from fr_megatron.logical import MegatronLogical
 from fr_megatron.megatron_fsdp import MegatronFSDP
-from fr_megatron.optimizers import inner_optimizers, pairs, scalers, torch_optimizers
+from fr_megatron.optimizers import inner_optimizers, pairs, scalers, torch_optimizers, trains_experts
 from fr_megatron.own_loop import OwnLoop
 from fr_megatron.random import capture_tracker, restore_tracker
 from fr_megatron.reform import fill, reform
-from fr_megatron.replicas import replica_group
+from fr_megatron.replicas import Places, replica_group
+from fr_megatron.shared_division import SharedDivision
 from fr_megatron.support import check
 from fr_megatron.wrapper import Wrapper
 
@@ -105,7 +108,9 @@ class MegatronAdapter(TorchAdapter):
         super().__init__(nn.ModuleList(chunks), torch_optimizers(optimizer))
         self._membership = membership or {}
         self._launched = elastic.lists_of_ranks()
-        self._division: OptimizerDivision | None = None
+        divisible = self._membership and isinstance(self._wrapper, Buckets)
+        self._places = Places.of(self._chunks[0]) if divisible else None
+        self._division: Division | None = None
 
     # -- shards -----------------------------------------------------------------------------------
 
@@ -159,13 +164,24 @@ class MegatronAdapter(TorchAdapter):
         elastic.resize(self._chunks, self._launched, groups.numbers())
 
     def division(self) -> Division | None:
-        if self._division is None and self._membership and isinstance(self._wrapper, Buckets):
-            self._division = OptimizerDivision(
-                *(self._chunks[0], self._inner[0], self._membership, self._wrapper.group),
-                self._parts,
-                self._install,
-            )
+        if self._division is None and self._places is not None and isinstance(self._wrapper, Buckets):
+            self._division = self._divided(self._wrapper, self._places)
         return self._division
+
+    def _divided(self, wrapper: Buckets, places: Places) -> Division:
+        """As the job was launched."""
+        found: dict[bool, OptimizerDivision] = {}
+        for number, inner in enumerate(self._inner):
+            expert = trains_experts(inner)
+            found[expert] = OptimizerDivision(
+                *(self._chunks[0], inner, self._membership, wrapper.group(expert=expert), self._parts),
+                partial(self._install, inner, expert, places),
+                expert=expert,
+                number=number,
+            )
+        if True not in found and places.one_each:
+            return found[False]
+        return SharedDivision(found[False], found.get(True), places.sharers, places.number, places.groups)
 
     def logical(self) -> LogicalState | None:
         return MegatronLogical(self._chunks, self._optimizer, self.shards)
@@ -177,15 +193,22 @@ class MegatronAdapter(TorchAdapter):
 
     def _install(
         self,
+        inner: Any,
+        expert: bool,
+        places: Places,
         place: DivisionPlace,
         tensors: Mapping[str, torch.Tensor],
         description: Mapping[str, Any],
         layout: FlatLayout,
     ) -> None:
-        """Go on with these parts."""
-        reform(self._chunks[0], self._inner[0], self._membership, place)
-        fill(self._chunks[0], self._inner[0], tensors, description, layout)
-        self._wrapper.divided_for(place)
+        """Go on with these parts of the dense parameters, or of the experts."""
+        each, first = (places.each, places.first) if expert else (1, 0)
+        chunk = self._chunks[0]
+        reform(chunk, inner, self._membership, place, expert=expert, each=each)
+        fill(chunk, inner, tensors, description, layout, expert=expert)
+        if isinstance(self._wrapper, Buckets):
+            group = self._wrapper.group(expert=expert)
+            self._wrapper.divided_for(Divided(place, group, each, first), expert=expert)
         self._records = self._find_parameters()
         self._all_shards = None
         self._looks = 0

@@ -9,9 +9,9 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from flashrecovery.adapter import DivisionPlace, ParamRecord, Shard, faults
+from flashrecovery.adapter import ParamRecord, Shard, faults
 from fr_megatron.capabilities import BUCKETS
-from fr_megatron.layout import holders
+from fr_megatron.layout import Divided, holders
 from fr_megatron.optimizers import Names, SteppedPair, group_text, is_distributed, members, of_all, record, weights
 from fr_megatron.wrapper import FaultPoint, Wrapper
 
@@ -22,11 +22,12 @@ class Buckets(Wrapper):
     def __init__(self, chunks: Sequence[Any]) -> None:
         super().__init__(chunks)
         self._names = Names(chunks)
-        self._division: DivisionPlace | None = None
-        self._group = group_text(holders(chunks[0], expert=False))  # as the job was launched
+        self._divided: dict[bool, Divided] = {}  # by whether it is of the experts
+        self._groups = {expert: group_text(holders(chunks[0], expert=expert)) for expert in (False, True)}
 
-    def divided_for(self, division: DivisionPlace) -> None:
-        self._division, self._names = division, Names(self.chunks, division, self._group)
+    def divided_for(self, divided: Divided, *, expert: bool) -> None:
+        self._divided[expert] = divided
+        self._names = Names(self.chunks, self._divided)
 
     def stepped(self, pair: SteppedPair) -> ParamRecord:
         return record(pair, self._names)
@@ -34,13 +35,12 @@ class Buckets(Wrapper):
     def kept(self, parameter: nn.Parameter) -> ParamRecord:
         return of_all(parameter, parameter, self._names)
 
-    @property
-    def group(self) -> str:
-        """What names say of those who have the dense parameters, as the job was launched."""
-        return self._group
+    def group(self, *, expert: bool) -> str:
+        """What names say of those who have the dense parameters, or the experts, as the job was launched."""
+        return self._groups[expert]
 
     def weights(self) -> Iterator[Shard]:
-        return weights(self.chunks, self._division, self._group)
+        return weights(self.chunks, self._divided)
 
     def before_reduction(self, callback: Callable[[], None]) -> bool:
         return call_before_reduction(self.chunks, callback)

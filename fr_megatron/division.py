@@ -20,7 +20,6 @@ import torch.distributed as dist
 from flashrecovery.adapter import (
     DivisionPlace,
     ParamShard,
-    Prepared,
     ReadyTensors,
     RuledDivision,
     patterns,
@@ -29,7 +28,7 @@ from flashrecovery.adapter import (
 from flashrecovery.errors import UnsupportedError
 from fr_megatron.optimizers import part_beginning, part_name, weights_beginning
 
-PARAM, STATE, DATA = "param", "state/", "data"
+PARAM, DATA = "param", "data"
 """Keys of the tensors of a :class:`ParamShard` and of a fixed one."""
 WEIGHTS = "/weights"
 """How the names of divided tensors end that are parts of a flat buffer."""
@@ -96,29 +95,41 @@ class FlatLayout:
         return [fqn for fqn, (low, high) in ranges.items() if low < high]
 
 
-def layout_of(chunk: Any, membership: Mapping[str, int]) -> FlatLayout:
+def state_of(number: int) -> str:
+    """With which the keys of a :class:`ParamShard` begin that are state of the n-th optimizer."""
+    return f"state{number}/" if number else "state/"
+
+
+def buffers_of(chunk: Any, *, expert: bool) -> Sequence[Any]:
+    """The flat buffers of its dense parameters, or of its experts."""
+    found: Sequence[Any] = chunk.expert_parallel_buffers if expert else chunk.buffers
+    return found
+
+
+def layout_of(chunk: Any, membership: Mapping[str, int], *, expert: bool = False) -> FlatLayout:
     """Of a chunk as it is now; ``membership``: of each trained parameter the optimizer's group, by its name."""
+    all_buffers = buffers_of(chunk, expert=expert)
     names = {id(p): f"0.{name}" for name, p in chunk.named_parameters()}
     multiple = math.lcm(_ALIGNMENT, _BANDWIDTH if chunk.ddp_config.pad_buckets_for_high_nccl_busbw else 1)
     stored = [
         Stored(fqn, number, bucket, start - of_bucket, stop - start, membership[fqn], parameter.dtype == torch.float32)
-        for number, buffer in enumerate(chunk.buffers)
+        for number, buffer in enumerate(all_buffers)
         for parameter, (start, stop, bucket) in buffer.param_index_map.items()
         for fqn, of_bucket in [(names[id(parameter)], buffer.buckets[bucket].offset)]
     ]
-    buffers = [
-        patterns.FlatBuffer(tuple(b.numel_unpadded for b in buffer.buckets), multiple) for buffer in chunk.buffers
-    ]
+    buffers = [patterns.FlatBuffer(tuple(b.numel_unpadded for b in of.buckets), multiple) for of in all_buffers]
     return FlatLayout(tuple(buffers), tuple(stored))
 
 
 class OptimizerDivision(RuledDivision):
-    """The division of one chunk and its distributed optimizer.
+    """The division of one chunk's dense parameters, or of its experts, and their distributed optimizer.
 
     Args:
         group: what names say of those among whom the state is divided (:func:`.optimizers.group_text`).
         shards: gives what this rank steps on, by the parameters' names.
         install: puts prepared tensors in the place of those that there are.
+        expert: it is of the experts.
+        number: of the optimizer.
     """
 
     def __init__(
@@ -129,9 +140,14 @@ class OptimizerDivision(RuledDivision):
         group: str,
         shards: Callable[[], Mapping[str, ParamShard]],
         install: Callable[[DivisionPlace, Mapping[str, torch.Tensor], Mapping[str, Any], FlatLayout], None],
+        *,
+        expert: bool = False,
+        number: int = 0,
     ) -> None:
+        self._state = state_of(number)
         self._chunk, self._inner = chunk, inner
-        self._layout = layout_of(chunk, membership)
+        self._expert, self._buffers = expert, buffers_of(chunk, expert=expert)
+        self._layout = layout_of(chunk, membership, expert=expert)
         self._group = group
         self._shards = shards
         self._install = install
@@ -139,7 +155,7 @@ class OptimizerDivision(RuledDivision):
 
     @property
     def size(self) -> int:
-        return int(self._chunk.buffers[0].data_parallel_world_size)
+        return int(self._buffers[0].data_parallel_world_size)
 
     def check(self) -> None:
         """Raises UnsupportedError if the state cannot be divided otherwise, or is not divided as it is known here."""
@@ -164,7 +180,7 @@ class OptimizerDivision(RuledDivision):
         cut = {fqn: layout.range_of(layout.by_name[fqn], place, size) for fqn in layout.order(place, size)}
         for what, here, there in (
             ("parameters elsewhere in its buffers", computed, dict(self._starts())),
-            ("buffers of other lengths", lengths, [buffer.numel for buffer in self._chunk.buffers]),
+            ("buffers of other lengths", lengths, [buffer.numel for buffer in self._buffers]),
             ("parameters cut elsewhere", cut, dict(self._held())),
         ):
             if here != there:
@@ -172,7 +188,7 @@ class OptimizerDivision(RuledDivision):
 
     def _starts(self) -> Iterator[tuple[str, int]]:
         names = {id(p): f"0.{name}" for name, p in self._chunk.named_parameters()}
-        for buffer in self._chunk.buffers:
+        for buffer in self._buffers:
             for parameter, (start, _, _) in buffer.param_index_map.items():
                 yield names[id(parameter)], start
 
@@ -185,7 +201,8 @@ class OptimizerDivision(RuledDivision):
     def describe(self) -> dict[str, Any]:
         """Raises UnsupportedError if there is optimizer state that is neither a number nor as long as the part, or that
         parameters do not have alike."""
-        found = [_described(fqn, shard) for fqn, shard in self._shards().items()]
+        known = self._layout.by_name
+        found = [_described(fqn, shard) for fqn, shard in self._shards().items() if fqn in known]
         if any(one != found[0] for one in found):
             raise UnsupportedError(
                 "an elastic job with the distributed optimizer in which some parameters have other optimizer state "
@@ -194,7 +211,7 @@ class OptimizerDivision(RuledDivision):
         return found[0] if found else {"state": [], "layout": {}}
 
     def outline(self, description: Mapping[str, Any]) -> list[Any]:
-        dtypes = [str(buffer.param_dtype) for buffer in self._chunk.buffers]
+        dtypes = [str(buffer.param_dtype) for buffer in self._buffers]
         return [[one.fqn, one.length, one.group, dtypes[one.buffer]] for one in self._layout.stored]
 
     def ruled(self, description: Mapping[str, Any]) -> Sequence[tuple[rules.TensorRule, torch.dtype]]:
@@ -219,23 +236,23 @@ class OptimizerDivision(RuledDivision):
                 suffix=self._group,
             )
             yield of_place, dtype
-        dtype = self._chunk.buffers[one.buffer].param_dtype
+        dtype = self._buffers[one.buffer].param_dtype
         of_all = rules.TensorRule(
             one.fqn + WEIGHTS,
             shape=(one.length,),
             itemsize=dtype.itemsize,
             pattern=self._layout.in_buffer(one),
-            shard=weights_beginning(0, "dense", one.buffer),
+            shard=weights_beginning(0, "expert" if self._expert else "dense", one.buffer),
             key=DATA,
             naming=rules.Naming.SIZE,
             suffix=self._group,
         )
         yield of_all, dtype
 
-    def prepare(self, description: Mapping[str, Any], place: int, size: int) -> Prepared:
+    def prepare(self, description: Mapping[str, Any], place: int, size: int) -> ReadyTensors:
         flats = [
             torch.zeros(sum(of.lengths(size)), dtype=buffer.param_dtype, device=buffer.param_data.device)
-            for of, buffer in zip(self._layout.buffers, self._chunk.buffers, strict=True)
+            for of, buffer in zip(self._layout.buffers, self._buffers, strict=True)
         ]
         order = {fqn: number for number, fqn in enumerate(self._layout.order(place, size))}
         tensors: dict[str, torch.Tensor] = {}
@@ -250,7 +267,7 @@ class OptimizerDivision(RuledDivision):
                 where = torch.device("cpu") if host else device
                 tensors[f"{one.fqn}/{key}"] = torch.zeros(shape, dtype=getattr(torch, dtype), device=where)
             if low < high and description["state"]:
-                places = {STATE: order[one.fqn]}
+                places = {self._state: order[one.fqn]}
                 values[part_name(one.fqn, place, size, self._group)] = {
                     "layout": description["layout"],
                     "places": places,

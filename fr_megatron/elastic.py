@@ -22,13 +22,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import xxhash
 
 from flashrecovery.adapter import FrameworkBatch, union
 from fr_megatron.capabilities import FOLLOWED, REFORM
-from fr_megatron.optimizers import inner_optimizers
-from fr_megatron.replicas import computing, data_parallel_group, replica_group, unknown_replicas
+from fr_megatron.layout import is_expert
+from fr_megatron.optimizers import inner_optimizers, trains_experts
+from fr_megatron.replicas import computing, data_parallel_group, sharers, unknown_replicas
 
 _LISTS = "_RANKS"
 """How the names of ``parallel_state``'s lists of ranks end."""
@@ -49,9 +49,9 @@ def tied_to_size(chunks: Sequence[Any], optimizer: Any) -> Iterator[str]:
     distributed = any(chunk.ddp_config.use_distributed_optimizer for chunk in chunks)
     if len(chunks) > 1:
         yield "several model chunks (a virtual pipeline; allowed: one)"
-    if distributed and (len(chunks) > 1 or len(inner_optimizers(optimizer)) > 1):
-        yield "the distributed optimizer of several model chunks, or several ones, as of MoE layers (allowed: one)"
-    yield from _of_layout(distributed=distributed)
+    if distributed and (len(chunks) > 1 or several(inner_optimizers(optimizer))):
+        yield "the distributed optimizer of several model chunks, or several ones (allowed: one, and one of experts)"
+    yield from _of_layout()
     yield from of_calculator()
 
 
@@ -82,16 +82,9 @@ def _of_experts(config: Any) -> Iterator[str]:
         yield "overlap_moe_expert_parallel_comm (two micro-batches are computed at once, which are seeded one by one)"
 
 
-def _of_layout(*, distributed: bool) -> Iterator[str]:
+def _of_layout() -> Iterator[str]:
     from megatron.core import parallel_state as state
 
-    sizes = {
-        "context_parallel_size": state.get_context_parallel_world_size(),
-        "expert_model_parallel_size": state.get_expert_model_parallel_world_size(),
-    }
-    for name, size in sizes.items():
-        if distributed and size and size > 1:
-            yield f"{name} = {size} and the distributed optimizer (allowed: one of the two)"
     yield from unknown_replicas()
     for name in _NOTED:
         if getattr(state, name, None) is not None:
@@ -143,18 +136,29 @@ def _mixed(name: str, seed: int) -> int:
 
 
 def membership(chunks: Sequence[Any], optimizer: Any) -> dict[str, int]:
-    """Of all parameters that one distributed optimizer of one chunk trains the numbers of their groups; a collective,
+    """Of all parameters that the distributed optimizers of one chunk train the numbers of their groups; a collective,
     because a rank knows only those of its own parts. Empty where nothing could be divided otherwise."""
-    peers = dist.get_process_group_ranks(replica_group())
-    whose = f"{min(peers)} "  # other tensor-parallel slices and other stages have parameters of the same names
     mine: list[str] = []
-    inner = getattr(optimizer, "chained_optimizers", [optimizer])
-    single = len(chunks) == 1 and len(inner) == 1 and hasattr(inner[0], "model_param_group_index_map")
-    if single and dist.get_process_group_ranks(chunks[0].intra_dp_cp_group) == peers:
-        names = {id(p): f"0.{name}" for name, p in chunks[0].named_parameters()}
-        mine = [f"{whose}{group} {names[id(p)]}" for p, (group, _) in inner[0].model_param_group_index_map.items()]
-    ours = (line.removeprefix(whose) for line in union(mine) if line.startswith(whose))
-    return {name: int(group) for group, _, name in (line.partition(" ") for line in ours)}
+    wrapped = len(chunks) == 1 and hasattr(chunks[0], "expert_parallel_buffers")
+    peers = {expert: sharers(chunks[0], expert=expert) for expert in (False, True)} if wrapped else {}
+    # Other slices, other stages and other experts have parameters of the same names.
+    whose = {expert: f"{expert:d} {min(some)} " for expert, some in peers.items()}
+    inner = inner_optimizers(optimizer)
+    if wrapped and not several(inner) and all(hasattr(one, "model_param_group_index_map") for one in inner):
+        known = {id(p): (f"0.{name}", is_expert(p)) for name, p in chunks[0].named_parameters()}
+        for one in inner:
+            for parameter, (group, _) in one.model_param_group_index_map.items():
+                name, expert = known[id(parameter)]
+                mine.append(f"{whose[expert]}{group} {name}")
+    beginnings = tuple(whose.values())
+    ours = (line for line in union(mine) if beginnings and line.startswith(beginnings))
+    return {name: int(group) for _, _, group, name in (line.split(" ", 3) for line in ours)}
+
+
+def several(inner: Sequence[Any]) -> bool:
+    """Whether there are several optimizers besides one of dense parameters and one of experts."""
+    kinds = [trains_experts(one) for one in inner]
+    return len({*kinds}) < len(kinds)
 
 
 def lists_of_ranks() -> dict[str, list[int]]:
@@ -178,11 +182,11 @@ def resize(chunks: Sequence[Any], launched: Mapping[str, Sequence[int]], numbers
         _follow_peers(chunk)
         if chunk.ddp_config.use_distributed_optimizer:
             continue  # its buffers are made anew with the state that is divided
-        of_experts = scaling_of_experts(chunk)
+        size, each = chunk.dp_cp_group.size(), chunk.dp_cp_group.size() // chunk.expt_dp_group.size()
         for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
             expert = any(buffer is other for other in chunk.expert_parallel_buffers)
             buffer.data_parallel_world_size = buffer.data_parallel_group.size()
-            buffer.gradient_scaling_factor = of_experts if expert else scaling(chunk, chunk.dp_cp_group.size())
+            buffer.gradient_scaling_factor = scaling(chunk, size, each if expert else 1)
             for bucket in buffer.buckets:
                 bucket.gradient_scaling_factor = buffer.gradient_scaling_factor
 
@@ -198,20 +202,15 @@ def _follow_peers(chunk: Any) -> None:
             module.cp_global_ranks = dist.get_process_group_ranks(group)
 
 
-def scaling(chunk: Any, replicas: int) -> float:
-    """As ``DistributedDataParallel`` computes it, for what is no expert."""
-    if chunk.config.calculate_per_token_loss or chunk.ddp_config.average_in_collective:
-        return 1.0
-    return 1.0 / replicas
-
-
-def scaling_of_experts(chunk: Any) -> float:
-    """The same for experts: their gradients are summed over fewer ranks, and averaged over as many."""
+def scaling(chunk: Any, ranks: int, each: int = 1) -> float:
+    """As ``DistributedDataParallel`` computes it, for so many data-parallel ranks (with the context-parallel ones).
+    ``each``: of experts, which so many of these have together. Their gradients are summed over fewer ranks, and
+    averaged over as many."""
     if chunk.config.calculate_per_token_loss:
         return 1.0
     if chunk.ddp_config.average_in_collective:
-        return float(chunk.expt_dp_group.size() / chunk.dp_cp_group.size())
-    return 1.0 / float(chunk.dp_cp_group.size())
+        return 1.0 / each
+    return 1.0 / ranks
 
 
 def resize_calculator() -> None:

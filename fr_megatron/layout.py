@@ -48,17 +48,40 @@ class Holders:
     group: str | None = None
 
 
+@dataclass(frozen=True)
+class Divided:
+    """The place of this rank in what the state of the dense or of the expert parameters has been divided for, if that
+    need not be as its groups.
+
+    Attributes:
+        place: among those who divide it.
+        group: what names say of these.
+        each, first: experts of one place in the replicas are divided among every ``each``-th of those who divide the
+            dense parameters, from the ``first`` one on.
+    """
+
+    place: DivisionPlace
+    group: str
+    each: int = 1
+    first: int = 0
+
+    def of_all(self, place: int) -> int:
+        """The same place, counted among those who divide the dense parameters."""
+        return place * self.each + self.first
+
+
 def is_expert(parameter: torch.Tensor) -> bool:
     """Megatron marks what is not synchronised over the whole data-parallel group."""
     return not getattr(parameter, "allreduce", True)
 
 
-def holders(chunk: Any, *, expert: bool, division: DivisionPlace | None = None, group: str = "") -> Holders:
+def holders(chunk: Any, *, expert: bool, divided: Divided | None = None) -> Holders:
     """Of the dense or the expert parameters of ``chunk``, a model chunk in Megatron's DistributedDataParallel.
-    ``division``: the place of this rank in what its state has been divided for, if that need not be as its groups;
-    ``group``: what names say of these, then."""
-    if division is not None:
-        return Holders(tuple(range(division.ranks)), division.number, division.ranks, (division.number,), group)
+    ``divided``: None if all is as its groups are."""
+    if divided is not None:
+        number, ranks = divided.place.number, divided.place.ranks
+        places = tuple(map(divided.of_all, range(ranks)))
+        return Holders(places, number, ranks, (places[number],), divided.group)
     replicas = _ranks(chunk.expt_dp_group if expert else chunk.dp_cp_group)
     if not chunk.ddp_config.use_distributed_optimizer:
         return Holders(replicas, 0, 1, replicas)

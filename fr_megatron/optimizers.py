@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from flashrecovery.adapter import DivisionPlace, FixedShard, ParamRecord, constant, of_group, replicated, world_size
-from fr_megatron.layout import Holders, holders, is_expert
+from flashrecovery.adapter import FixedShard, ParamRecord, constant, of_group, replicated, world_size
+from fr_megatron.layout import Divided, Holders, holders, is_expert
 
 SteppedPair = tuple[torch.nn.Parameter, torch.nn.Parameter]
 
@@ -32,6 +32,11 @@ def members(optimizer: Any) -> Sequence[Any]:
 def inner_optimizers(optimizer: Any) -> list[Any]:
     """The :func:`members` that step on anything (a rank without parameters has stubs)."""
     return [o for o in members(optimizer) if not o.is_stub_optimizer]
+
+
+def trains_experts(inner: Any) -> bool:
+    """Whether one of Megatron's optimizers is of experts; there is one of all other parameters, too."""
+    return any(group.get("is_expert_parallel", False) for group in inner.param_groups)
 
 
 def torch_optimizers(optimizer: Any) -> list[Optimizer]:
@@ -64,10 +69,12 @@ def _zipped(models: Sequence[Any], mains: Sequence[Any]) -> Iterator[SteppedPair
 class Names:
     """The fully qualified names of all parameters of the chunks (``0.module.decoder...``), and their places."""
 
-    def __init__(self, chunks: Sequence[Any], division: DivisionPlace | None = None, group: str = "") -> None:
+    def __init__(self, chunks: Sequence[Any], divided: Mapping[bool, Divided] | None = None) -> None:
+        """``divided``: by whether it is of the experts; none: all is as the groups are."""
         self._known: dict[int, tuple[str, Holders]] = {}
         for index, chunk in enumerate(chunks):
-            places = {expert: holders(chunk, expert=expert, division=division, group=group) for expert in (False, True)}
+            known = divided or {}
+            places = {expert: holders(chunk, expert=expert, divided=known.get(expert)) for expert in (False, True)}
             for name, parameter in chunk.named_parameters():
                 self._known.setdefault(id(parameter), (f"{index}.{name}", places[is_expert(parameter)]))
 
@@ -113,7 +120,7 @@ def weights_name(chunk: int, kind: str, buffer: int, parts: int, group: str = ""
     return ",".join([f"{weights_beginning(chunk, kind, buffer)}{parts}", *([group] if group else [])])
 
 
-def weights(chunks: Sequence[Any], division: DivisionPlace | None = None, group: str = "") -> Iterator[FixedShard]:
+def weights(chunks: Sequence[Any], divided: Mapping[bool, Divided]) -> Iterator[FixedShard]:
     """With the distributed optimizer: the flat parameters, equal on all replicas once they have been all-gathered.
 
     With ``overlap_param_gather`` a step ends before that, and the next forward pass gathers: they are no state then.
@@ -123,7 +130,8 @@ def weights(chunks: Sequence[Any], division: DivisionPlace | None = None, group:
         if not config.use_distributed_optimizer or config.overlap_param_gather:
             continue
         for kind, buffers in (("dense", chunk.buffers), ("expert", chunk.expert_parallel_buffers)):
-            where = holders(chunk, expert=kind == "expert", division=division, group=group)
+            expert = kind == "expert"
+            where = holders(chunk, expert=expert, divided=divided.get(expert))
             for number, buffer in enumerate(buffers):
                 name = weights_name(index, kind, number, where.parts, group_text(where))
                 yield FixedShard(name, where.replicas, buffer.param_data)

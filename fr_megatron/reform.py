@@ -8,7 +8,7 @@ stepped on is made of them, and optimizer state is empty: both are filled by who
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,22 +16,30 @@ import torch
 from flashrecovery.adapter import DivisionPlace, give_up_state, hand_over_state, settle_state
 from fr_megatron import elastic
 from fr_megatron.buckets import bucket_groups
-from fr_megatron.division import PARAM, STATE, WEIGHTS, FlatLayout
+from fr_megatron.division import PARAM, WEIGHTS, FlatLayout, buffers_of
+from fr_megatron.layout import is_expert
 from fr_megatron.optimizers import pairs
 
 
-def reform(chunk: Any, inner: Any, membership: Mapping[str, int], place: DivisionPlace) -> None:
-    """Build the buffers of ``chunk`` and its optimizer ``inner`` for this ``place``. No communication.
+def reform(
+    chunk: Any, inner: Any, membership: Mapping[str, int], place: DivisionPlace, *, expert: bool, each: int
+) -> None:
+    """Build the buffers of ``chunk``, of its dense parameters or its experts, and their optimizer ``inner`` for this
+    ``place``. No communication. ``each``: so many data-parallel ranks have the experts together.
 
     It need not be the one in the process groups: a replacement takes on the division that the others have before all of
     them go over to another one. So the place stands for the group while they are built."""
     basic = inner.optimizer
     for _, main in pairs(inner):
         give_up_state(basic, main)
-    for buffer in chunk.buffers:
-        _rebuild(chunk, buffer, place)
-    _regroup(chunk)
-    trained = {f"0.{name}": p for name, p in chunk.named_parameters() if f"0.{name}" in membership}
+    buffers = buffers_of(chunk, expert=expert)
+    factor = elastic.scaling(chunk, place.size() * each, each if expert else 1)
+    for buffer in buffers:
+        _rebuild(chunk, buffer, place, factor)
+    _regroup(buffers, chunk.expert_parallel_bucket_groups if expert else chunk.bucket_groups)
+    trained = {
+        f"0.{name}": p for name, p in chunk.named_parameters() if f"0.{name}" in membership and is_expert(p) == expert
+    }
     for number, group in enumerate(basic.param_groups):
         group["params"] = [p for fqn, p in trained.items() if membership[fqn] == number]
     type(inner).__init__(
@@ -43,13 +51,14 @@ def reform(chunk: Any, inner: Any, membership: Mapping[str, int], place: Divisio
         data_parallel_group_idx=inner.data_parallel_group_idx,
         distributed_optimizer_instance_id=inner.distributed_optimizer_instance_id,
     )
-    for buffer in chunk.buffers:
+    for buffer in buffers:
         buffer.data_parallel_group = inner.data_parallel_group
     for group in bucket_groups([chunk], [inner]):
-        group.intra_distributed_optimizer_instance_group = inner.data_parallel_group
+        if group.intra_distributed_optimizer_instance_group is place:
+            group.intra_distributed_optimizer_instance_group = inner.data_parallel_group
 
 
-def _rebuild(chunk: Any, buffer: Any, place: DivisionPlace) -> None:
+def _rebuild(chunk: Any, buffer: Any, place: DivisionPlace, factor: float) -> None:
     from megatron.core.process_groups_config import ProcessGroupCollection
 
     for parameter in buffer.params:
@@ -65,33 +74,38 @@ def _rebuild(chunk: Any, buffer: Any, place: DivisionPlace) -> None:
         data_parallel_group=place,
         bucket_size=chunk.bucket_size,
         param_to_name={p: name for name, p in chunk.module.named_parameters()},
-        gradient_scaling_factor=elastic.scaling(chunk, place.size()),
+        gradient_scaling_factor=factor,
         param_indices=buffer.param_indices,
         nccl_ub=buffer.nccl_ub,
         pg_collection=groups,
     )
 
 
-def _regroup(chunk: Any) -> None:
+def _regroup(buffers: Sequence[Any], bucket_groups: Sequence[Any]) -> None:
     """The groups of buckets keep their places: who waits for one in a backward pass has it."""
     from megatron.core.distributed.param_and_grad_buffer import partition_buckets
 
-    buckets = sum(len(buffer.buckets) for buffer in chunk.buffers)
-    single = len(chunk.bucket_groups) == 1 and buckets > 1
-    for old, new in zip(
-        chunk.bucket_groups, partition_buckets(chunk.buffers, force_single_bucket_group=single), strict=True
-    ):
+    buckets = sum(len(buffer.buckets) for buffer in buffers)
+    single = len(bucket_groups) == 1 and buckets > 1
+    made = partition_buckets(buffers, force_single_bucket_group=single)
+    for old, new in zip(bucket_groups, made, strict=True):
         vars(old).update(vars(new))
 
 
 def fill(
-    chunk: Any, inner: Any, tensors: Mapping[str, torch.Tensor], description: Mapping[str, Any], layout: FlatLayout
+    chunk: Any,
+    inner: Any,
+    tensors: Mapping[str, torch.Tensor],
+    description: Mapping[str, Any],
+    layout: FlatLayout,
+    *,
+    expert: bool,
 ) -> None:
     """Put what was prepared into an optimizer that has just been built in this size."""
     basic = inner.optimizer
     names = {id(p): f"0.{name}" for name, p in chunk.named_parameters()}
     with torch.no_grad():
-        for number, buffer in enumerate(chunk.buffers):
+        for number, buffer in enumerate(buffers_of(chunk, expert=expert)):
             flat = next(tensors[one.fqn + WEIGHTS] for one in layout.stored if one.buffer == number)
             buffer.param_data.copy_(flat)
         of = {names[id(model)]: main for model, main in pairs(inner)}
@@ -99,6 +113,6 @@ def fill(
             main.copy_(tensors[f"{fqn}/{PARAM}"])
     for place, main in enumerate(p for group in basic.param_groups for p in group["params"]):
         fqn = next(name for name, other in of.items() if other is main)
-        state = {key.removeprefix(STATE): tensors[f"{fqn}/{key}"] for key, *_ in description["state"]}
+        state = {key.partition("/")[2]: tensors[f"{fqn}/{key}"] for key, *_ in description["state"]}
         hand_over_state(basic, main, state, place)
     settle_state(basic)

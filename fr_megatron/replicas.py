@@ -16,8 +16,12 @@ is the smaller one.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
 
 import torch.distributed as dist
+
+from flashrecovery.adapter import of_group, world_size
 
 
 def data_parallel_group() -> dist.ProcessGroup:
@@ -35,6 +39,46 @@ def replica_group() -> dist.ProcessGroup:
     dense = data_parallel_group()
     experts: dist.ProcessGroup = parallel_state.get_expert_data_parallel_group()
     return experts if experts.size() < dense.size() else dense
+
+
+def sharers(chunk: Any, *, expert: bool) -> list[int]:
+    """Who divides the distributed optimizer's state of the dense parameters, or of this rank's experts, in the order of
+    their parts."""
+    return list(dist.get_process_group_ranks(chunk.intra_expt_dp_group if expert else chunk.intra_dp_cp_group))
+
+
+@dataclass(frozen=True)
+class Places:
+    """Of a rank among those who divide the distributed optimizer's state, as the job was launched.
+
+    Attributes:
+        sharers: those who divide that of the dense parameters, in the order of their parts.
+        number: of this rank among them.
+        groups: what names say of those of them who have the experts of each place in a replica.
+        one_each: they are one rank of each replica.
+    """
+
+    sharers: tuple[int, ...]
+    number: int
+    groups: tuple[str, ...]
+    one_each: bool
+
+    @staticmethod
+    def of(chunk: Any) -> Places:
+        dense, experts = sharers(chunk, expert=False), sharers(chunk, expert=True)
+        each = max(len(dense) // len(experts), 1)
+        groups = tuple(of_group(dense[first::each], world_size()) for first in range(each))
+        return Places(tuple(dense), dense.index(dist.get_rank()), groups, len(dense) == replica_group().size())
+
+    @property
+    def each(self) -> int:
+        """So many of them have all experts together."""
+        return len(self.groups)
+
+    @property
+    def first(self) -> int:
+        """Which of these this rank is."""
+        return self.number % self.each
 
 
 def computing() -> int:

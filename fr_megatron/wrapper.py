@@ -19,7 +19,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from flashrecovery.adapter import DivisionPlace, ParamRecord, ParamShard, Shard, constant, placed_on_mesh
+from flashrecovery.adapter import ParamRecord, ParamShard, Shard, constant, placed_on_mesh
+from fr_megatron.layout import Divided
 from fr_megatron.optimizers import SteppedPair
 
 FaultPoint = Callable[[Callable[[], None]], None]
@@ -32,8 +33,8 @@ class Wrapper(ABC):
         self.chunks = chunks
         self._parameters = list(nn.ModuleList(chunks).parameters())  # now: Megatron-FSDP shows others during a step
 
-    def divided_for(self, division: DivisionPlace) -> None:  # noqa: B027 - optional
-        """The state is divided otherwise now, and this is the place of this rank."""
+    def divided_for(self, divided: Divided, *, expert: bool) -> None:  # noqa: B027 - optional
+        """The state of the dense parameters, or of the experts, is divided otherwise now."""
 
     @abstractmethod
     def stepped(self, pair: SteppedPair) -> ParamRecord:

@@ -117,6 +117,12 @@ class Division(ABC):
     def size(self) -> int:
         """Among how many ranks the state is divided now."""
 
+    def sharers(self) -> Sequence[int] | None:
+        """The ranks among which this rank's state is divided, as the job was launched, in the order of their places:
+        whole stands of replicas of several ranks (:mod:`flashrecovery.plan.replicas`). None: those at the same place in
+        every replica."""
+        return None
+
     def check(self) -> None:  # noqa: B027 - optional
         """Raises UnsupportedError if the state, as it is now, cannot be divided otherwise."""
 

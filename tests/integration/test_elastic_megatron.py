@@ -216,10 +216,6 @@ REFUSED: dict[str, tuple[tuple[str, ...], str]] = {
         "elastic.max = 4: 2 is allowed here, the replicas of the launch",
     ),
     "expert-bias": (("--num-experts", "4", "--moe-router-enable-expert-bias"), "moe_router_enable_expert_bias"),
-    "experts-distributed": (
-        ("--num-experts", "4", "--expert-model-parallel-size", "2", "--use-distributed-optimizer"),
-        "expert_model_parallel_size = 2 and the distributed optimizer",
-    ),
     "overlapped": (
         ("--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather"),
         "overlap_param_gather (allowed: without it)",

@@ -9,7 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.elastic_megatron_lm import TIMEOUT_S, Resized, Training, check_ends_as_resized, resized_once
+from tests.support.elastic_megatron_lm import (
+    DISTRIBUTED,
+    TIMEOUT_S,
+    Resized,
+    Training,
+    check_ends_as_resized,
+    resized_once,
+)
 from tests.support.jobs import check_fired
 from tests.support.megatron_lm import needs_checkout
 
@@ -22,7 +29,12 @@ EXPERTS = (
 )
 CONTEXT = ("--context-parallel-size=2",)
 TWO = (Training("ep2", EXPERTS, each=2), Training("cp2", CONTEXT, each=2))
-THREE = (Training("ep2-three", EXPERTS, launched=6, each=2), Training("cp2-three", CONTEXT, launched=6, each=2))
+THREE = (
+    Training("ep2-three", EXPERTS, launched=6, each=2),
+    Training("cp2-three", CONTEXT, launched=6, each=2),
+    Training("ep2-distributed", (*EXPERTS, *DISTRIBUTED, "--bf16"), launched=6, each=2),
+    Training("cp2-distributed", (*CONTEXT, *DISTRIBUTED, "--bf16"), launched=6, each=2),
+)
 OTHERS = (
     Training("ep2-bf16", (*EXPERTS, "--bf16"), launched=6, each=2),
     Training("ep2-per-token", (*EXPERTS, "--calculate-per-token-loss"), launched=6, each=2),

@@ -149,12 +149,20 @@ class State:
             first + rank % apart + other * apart for other in range(run * places // apart)
         ]
         if self.chunks[0].ddp_config.use_distributed_optimizer:
-            (inner,) = self.inners
-            sets = [self.chunks[0].bucket_groups, *inner.per_model_bucket_groups.values()]
-            for group in (group for groups in sets for group in groups):
-                assert group.intra_distributed_optimizer_instance_rank == place
-                assert group.intra_distributed_optimizer_instance_size == places
-                assert group.intra_distributed_optimizer_instance_group is inner.data_parallel_group
+            for inner in self.inners:
+                self._check_groups(inner)
+
+    def _check_groups(self, inner: Any) -> None:
+        """Its two sets of groups of buckets are of its group."""
+        (chunk,) = self.chunks
+        expert = any(group["is_expert_parallel"] for group in inner.param_groups)
+        whole = chunk.expt_dp_group if expert else chunk.dp_cp_group
+        assert dist.get_process_group_ranks(inner.data_parallel_group) == dist.get_process_group_ranks(whole)
+        buckets = chunk.expert_parallel_bucket_groups if expert else chunk.bucket_groups
+        for group in (group for groups in (buckets, *inner.per_model_bucket_groups.values()) for group in groups):
+            assert group.intra_distributed_optimizer_instance_rank == whole.rank()
+            assert group.intra_distributed_optimizer_instance_size == whole.size()
+            assert group.intra_distributed_optimizer_instance_group is inner.data_parallel_group
 
     def digest(self) -> str:
         found = hashlib.sha256()

@@ -11,7 +11,7 @@ import torch
 
 from flashrecovery.plan.patterns import FlatBuffer
 from flashrecovery.plan.rules import TensorRule
-from fr_megatron import elastic
+from fr_megatron import elastic, replicas
 from fr_megatron.division import FlatLayout, OptimizerDivision, Stored
 from fr_megatron.optimizers import part_name, weights_name
 
@@ -23,7 +23,7 @@ def rules(group: str) -> list[TensorRule]:
     layout = FlatLayout((FlatBuffer((1024,), 128),), (Stored("0.w", 0, 0, 0, 1000, 0, False),))
     division = OptimizerDivision.__new__(OptimizerDivision)
     chunk = SimpleNamespace(buffers=[SimpleNamespace(param_dtype=torch.bfloat16)])
-    vars(division).update(_chunk=chunk, _layout=layout, _group=group)
+    vars(division).update(_chunk=chunk, _layout=layout, _group=group, _expert=False, _buffers=chunk.buffers)
     return list(division.rules({"state": STATE}))
 
 
@@ -52,21 +52,28 @@ def test_the_groups_of_parameters_are_those_of_ones_own_peers(lowest: int, monke
     """Other stages have parameters of the same names, in other groups; each rank knows those of its own parts."""
     peers = [lowest, lowest + 20]
     a, b = object(), object()
-    chunk = SimpleNamespace(named_parameters=lambda: [("a", a), ("b", b)], intra_dp_cp_group=peers)
-    inner = SimpleNamespace(model_param_group_index_map={a: (1, 0)})
-    others = ["0 0 0.a", "0 1 0.b", "1 0 0.a", "1 2 0.b", "10 0 0.a", "10 3 0.b", "100 5 0.b", "2 4 0.b"]
+    chunk = SimpleNamespace(
+        named_parameters=lambda: [("a", a), ("b", b)],
+        intra_dp_cp_group=peers,
+        intra_expt_dp_group=peers,
+        expert_parallel_buffers=[],
+    )
+    inner = SimpleNamespace(model_param_group_index_map={a: (1, 0)}, is_stub_optimizer=False, param_groups=[{}])
+    others = [
+        *("0 0 0 0.a", "0 0 1 0.b", "0 1 0 0.a", "0 1 2 0.b", "0 10 0 0.a", "0 10 3 0.b", "0 100 5 0.b", "0 2 4 0.b"),
+        *(f"1 {rank} 7 0.b" for rank in (2, 3, 100)),  # other experts
+    ]
     told: list[str] = []
 
     def union(mine: Any) -> list[str]:
         told.extend(mine)
         return sorted({*mine, *(line for line in others if not line.endswith(".a"))})
 
-    monkeypatch.setattr(elastic, "replica_group", lambda: peers)
-    monkeypatch.setattr(elastic.dist, "get_process_group_ranks", list)
+    monkeypatch.setattr(replicas.dist, "get_process_group_ranks", list)
     monkeypatch.setattr(elastic, "union", union)
     assert elastic.membership([chunk], inner) == {"0.a": 1, "0.b": {0: 1, 1: 2, 10: 3}[lowest]}
-    assert told == [f"{lowest} 1 0.a"]
-    chunk.intra_dp_cp_group = [0, 1, 2]  # of something else its division is not known
+    assert told == [f"0 {lowest} 1 0.a"]
     told.clear()
-    elastic.membership([chunk], inner)
+    several = SimpleNamespace(chained_optimizers=[inner, inner])  # how these divide the parameters is not known
+    elastic.membership([chunk], several)
     assert not told

@@ -165,7 +165,7 @@ def test_nothing_goes_from_one_place_to_another(shape: ReplicaShape) -> None:
             continue
         after = [member for member in everybody if shape.replica(member) != gone]
         ring, number_of = shape.ring(range(shape.world), 1, shape.world), {member: n for n, member in enumerate(after)}
-        old, new = _Stand.of(shape, everybody, rank), _Stand.of(shape, after, rank)
+        old, new = (_Stand.of(shape.peers(some, rank), some, rank) for some in (everybody, after))
         division = InRows(RowsShard(old.place, old.size), old.size)
         of_all = _Divisions({0: division}, {0: division.describe()})
         leaver = shape.rank(gone, shape.stand(rank))

@@ -100,12 +100,22 @@ def _check_replicas(registry: Registry, settings: Settings) -> None:
         among="" if shape.each == 1 else f"place {stand}",
     )
     divisions = [(adapter.name, found) for adapter in registry.adapters if (found := adapter.division()) is not None]
+    everybody = range(registry.world_size)
     for name, division in divisions:
-        if division.size != shape.replicas:  # of another model the replicas have other ranks
+        shared = division.sharers()
+        sharers = registry.sharers(everybody, registry.rank)
+        if division.size != len(sharers) or (shared is not None and list(shared) != sharers):
+            # of another model the replicas have other ranks
             raise UnsupportedError(
                 f"an elastic job of {shape.text} in which the state of {name} is divided among {division.size} ranks: "
                 "state that is divided among the replicas is allowed, each place in them its own (Megatron's "
                 "distributed optimizer), and FSDP2 and ZeRO where all models have replicas of one rank each"
+            )
+        if shared is not None and settings.checkpoint.dir is not None:
+            raise UnsupportedError(
+                f"an elastic job with fallback checkpoints (checkpoint.dir) in which the state of {name} is divided "
+                "among several places of each replica (Megatron's distributed optimizer with expert or context "
+                "parallelism): how another size reads them is not known; without checkpoint.dir it is allowed"
             )
     agreement.check_equal("how many models have state that is divided among the replicas", {"models": len(divisions)})
 

@@ -183,6 +183,16 @@ class Registry:
             )
         self.shape = shape
 
+    def sharers(self, members: Sequence[int], rank: int) -> list[int]:
+        """Those of ``members`` among whom the divided state of this process, which is ``rank`` as the job was launched,
+        is divided, in the order of their places: of those at its place in every replica, or of several places."""
+        divisions = [division for adapter in self.adapters if (division := adapter.division()) is not None]
+        said = next((found for division in divisions if (found := division.sharers()) is not None), None)
+        if said is None:
+            return self.shape.peers(members, rank)
+        stands = {self.shape.stand(sharer) for sharer in said}
+        return [member for member in sorted(members) if self.shape.stand(member) in stands]
+
     def resize(self, members: Sequence[int], rank: int) -> None:
         """The job consists of these ranks now, as it was launched, of which this process is ``rank``: it has another
         number, in a world of another size. Of those that hold a shard, the members go on to do so; but of what is
@@ -227,11 +237,11 @@ class Registry:
         return xxhash.xxh3_128_hexdigest(json.dumps(outlines).encode()) if outlines else ""
 
     def divided_otherwise(self, layout: Sequence[int]) -> None:
-        """The adapters have put another division of their state in place, among those of ``layout`` that stand where
-        this rank does: their shards have other names, and as holders places in that division. Numbers in the layout
-        are in their stead from now on."""
+        """The adapters have put another division of their state in place, among those of ``layout`` who share it with
+        this rank (:meth:`sharers`): their shards have other names, and as holders places in that division. Numbers in
+        the layout are in their stead from now on."""
         self.shards = {shard.name: shard for adapter in self.adapters for shard in adapter.shards()}
-        numbers = [layout.index(peer) for peer in self.shape.peers(layout, self.members[self.rank])]
+        numbers = [layout.index(peer) for peer in self.sharers(layout, self.members[self.rank])]
         for name in self.divided():
             self.shards[name].holders = tuple(numbers[place] for place in self.shards[name].holders)
         for objects in (self.common, self.capsule):

@@ -8,8 +8,9 @@ their tensors; the old ones, and the copies of them, go. *Drop*: a rank has fail
 is still there.
 
 Where replicas consist of several ranks, each *stand* in them has a state of its own, which those that stand there
-divide among themselves: places in a division are counted among these, in the order of the replicas. All ranks talk over
-the group of all of them, in which they are known by their numbers there.
+divide among themselves: places in a division are counted among these, in the order of the replicas. (An adapter may say
+that several stands divide their state together, :meth:`.Division.sharers`.) All ranks talk over the group of all of
+them, in which they are known by their numbers there.
 
 Which of the two comes is the controller's decision alone, made when all ranks are ready: a stop says for which members
 it was made last. So of all ranks none goes on in the old division while another one is in the new one.
@@ -31,7 +32,6 @@ from flashrecovery.division import DividedTensor, Division, LocalBox, Prepared
 from flashrecovery.errors import JobFailedError, RestoreError, UnsupportedError
 from flashrecovery.plan.boxes import Space
 from flashrecovery.plan.layouts import Placement, Ranks, Share
-from flashrecovery.plan.replicas import ReplicaShape
 from flashrecovery.proto import flashrecovery_pb2 as pb
 from flashrecovery.state import codec
 from flashrecovery.worker.copies import Copies
@@ -64,7 +64,7 @@ class ReadyShard(Shard):
 
 @dataclass(frozen=True)
 class _Stand:
-    """Those of a layout that stand where this rank does.
+    """Those of a layout among whom this rank's state is divided: mostly, who stand where it does.
 
     Attributes:
         ranks: as the job was launched, by their places in the division.
@@ -77,8 +77,7 @@ class _Stand:
     rank: int
 
     @staticmethod
-    def of(shape: ReplicaShape, layout: Sequence[int], rank: int) -> _Stand:
-        ranks = shape.peers(layout, rank)
+    def of(ranks: Sequence[int], layout: Sequence[int], rank: int) -> _Stand:
         number_of = {member: number for number, member in enumerate(layout)}
         return _Stand(tuple(ranks), tuple(number_of[peer] for peer in ranks), rank)
 
@@ -149,8 +148,8 @@ class Reshaping:
         divisions = {number: d for number, a in enumerate(self._registry.adapters) if (d := a.division()) is not None}
         if not divisions:
             return Moved(0, 0, 0), []
-        number, shape = after.index(self._rank), self._registry.shape
-        old, new = _Stand.of(shape, before, self._rank), _Stand.of(shape, after, self._rank)
+        number = after.index(self._rank)
+        old, new = self._sharing(before), self._sharing(after)
         group = groups.control_group() if len(after) > 1 else None
         mine = {n: division.describe() for n, division in divisions.items()} if self._rank in before else None
         of_all = _Divisions(divisions, _agree(group, mine, old, new, len(after)))
@@ -162,6 +161,7 @@ class Reshaping:
         into = {
             _name(n, tensor): of_all.parts(n, tensor, new.place, prepared[n].tensors[tensor.name])
             for n, tensor in of_all.tensors(new.size)
+            if tensor.shards[new.place]
         }
         held = self._held(of_all, old, custody.values(), version)
         moved = redistribute(group, number, change, held, into, corrupt=corrupt)
@@ -171,6 +171,9 @@ class Reshaping:
         plain = [self._registry.common, self._registry.capsule]
         needs = [pb.ShardNeed(name=s.name, nbytes=s.spec().nbytes, divided=isinstance(s, ReadyShard)) for s in shards]
         return moved, needs + [pb.ShardNeed(name=s.name, nbytes=s.nbytes()) for s in plain]
+
+    def _sharing(self, layout: Sequence[int]) -> _Stand:
+        return _Stand.of(self._registry.sharers(layout, self._rank), layout, self._rank)
 
     def _held(
         self, of_all: _Divisions, old: _Stand, custody: Iterable[pb.Custody], version: int
@@ -235,7 +238,7 @@ class Reshaping:
         if not divisions:
             return False
         self.drop()
-        stand = _Stand.of(self._registry.shape, layout, self._rank)
+        stand = self._sharing(layout)
         for prepared in [division.prepare(division.describe(), stand.place, stand.size) for division in divisions]:
             prepared.install()
         self._registry.divided_otherwise(layout)

@@ -1,0 +1,102 @@
+"""The state of the distributed optimizers of dense parameters and of experts as one division: who has what, in any
+number of replicas, and that all who share it plan the same."""
+
+from __future__ import annotations
+
+from collections import Counter
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from flashrecovery.plan.patterns import FlatBuffer
+from fr_megatron.division import DATA, FlatLayout, OptimizerDivision, Stored, state_of
+from fr_megatron.shared_division import SharedDivision
+
+DENSE, EXPERTS = ({"state": [[f"state{n}/exp_avg", "float32", False, False]], "layout": {}} for n in ("", 1))
+DESCRIPTION = {"dense": DENSE, "experts": EXPERTS}
+
+
+def of(kind: str, length: int, group: str, size: int) -> OptimizerDivision:
+    """Of one parameter of this length."""
+    layout = FlatLayout((FlatBuffer((length,), 128),), (Stored(f"0.{kind}", 0, 0, 0, length, 0, False),))
+    division = OptimizerDivision.__new__(OptimizerDivision)
+    flat = torch.zeros(0, dtype=torch.bfloat16)
+    buffers = [SimpleNamespace(param_dtype=torch.bfloat16, param_data=flat, data_parallel_world_size=size)]
+    expert = kind == "expert"
+    given: dict[str, Any] = {
+        "_state": state_of(int(expert)),
+        "_layout": layout,
+        "_group": group,
+        "_expert": expert,
+        "_buffers": buffers,
+    }
+    vars(division).update(given, _install=lambda *_: None)
+    return division
+
+
+def shared(number: int, each: int, ranks: int) -> SharedDivision:
+    """Of the rank with this number among so many; ``each`` have all experts together."""
+    groups = [f"stand={first}" for first in range(each)]
+    experts = of("expert", 700, groups[number % each], ranks // each)
+    return SharedDivision(of("dense", 1000, "", ranks), experts, range(ranks), number, groups)
+
+
+CASES = [(1, 1), (1, 3), (2, 2), (2, 4), (2, 6), (4, 8)]
+
+
+@pytest.mark.parametrize(("each", "ranks"), CASES)
+def test_every_element_is_stepped_on_once_of_each_place_of_experts(each: int, ranks: int) -> None:
+    division = shared(0, each, ranks)
+    assert division.size == ranks and list(division.sharers()) == list(range(ranks))
+    seen: Counter[tuple[str, int]] = Counter()
+    for tensor in division.tensors(DESCRIPTION, ranks):
+        for share in tensor.placement:
+            for place in share.ranks:
+                assert tensor.shards[place], (tensor.name, place)
+            if tensor.key != DATA:
+                assert len(share.ranks) == 1
+                seen.update((tensor.name, at) for at in range(share.box.low[0], share.box.low[0] + share.box.size))
+            elif tensor.name.startswith("experts"):
+                assert [place % each for place in share.ranks] == [int(tensor.name.split()[1][0])] * (ranks // each)
+            else:
+                assert sorted(share.ranks) == list(range(ranks))
+    assert set(seen.values()) == {1} and len(seen) == 2 * (1000 + each * 700)
+
+
+@pytest.mark.parametrize(("each", "ranks"), CASES)
+def test_all_who_share_it_plan_the_same_and_name_their_own(each: int, ranks: int) -> None:
+    """Other experts' shards have other names; and what a rank prepares is what the plan says that it has."""
+    plans = [shared(number, each, ranks).tensors(DESCRIPTION, ranks) for number in range(ranks)]
+    said = [[(t.name, t.shape, t.dtype, t.placement, list(t.shards), t.key) for t in plan] for plan in plans]
+    assert all(plan == said[0] for plan in said)
+    unique = [{name for tensor in plans[0] if tensor.key != DATA if (name := tensor.shards[n])} for n in range(ranks)]
+    assert sum(map(len, unique)) == len(set().union(*unique))
+    for number in range(ranks):
+        division = shared(number, each, ranks)
+        prepared = division.prepare(DESCRIPTION, number, ranks)
+        for tensor in division.tensors(DESCRIPTION, ranks):
+            if tensor.shards[number]:
+                parts = division.parts(tensor, number, prepared.tensors[tensor.name])
+                assert [part.box for part in parts] == tensor.boxes(number)
+            else:
+                assert not tensor.boxes(number)
+        assert set(prepared.values) <= unique[number]
+        assert {key for values in prepared.values.values() for key in values["places"]} == {"state/", "state1/"}
+
+
+def test_without_experts() -> None:
+    """Context parallelism alone."""
+    division = SharedDivision(of("dense", 1000, "", 4), None, range(4), 2, ["", "stand=1"])
+    names = {tensor.name for tensor in division.tensors(DESCRIPTION, 4)}
+    assert names == {"0.dense/param", "0.dense/state/exp_avg", "0.dense/weights"}
+    assert set(division.prepare(DESCRIPTION, 2, 4).tensors) == names
+
+
+def test_tensors_that_lie_alike_have_one_object() -> None:
+    division = shared(0, 2, 4)
+    placements: dict[str, set[int]] = {}
+    for tensor in division.tensors(DESCRIPTION, 4):
+        placements.setdefault(f"{tensor.name.split('/')[0]} {tensor.key == DATA}", set()).add(id(tensor.placement))
+    assert {len(ids) for ids in placements.values()} == {1}

@@ -22,6 +22,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import xxhash
 
 from flashrecovery.adapter import FrameworkBatch, union

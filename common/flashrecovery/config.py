@@ -517,6 +517,12 @@ def _check_replan(config: RunConfig) -> None:
         raise ConfigError(
             f"replan.min = {replan.min}: at most the ranks of the launch ({config.world_size}) is allowed"
         )
+    if config.elastic is not None and config.elastic.max > config.world_size:
+        raise ConfigError(
+            f"elastic = {config.elastic.text} with replan: a job whose parallel layout may change does not grow beyond "
+            f"its launch; elastic.max of at most the replicas of the launch, which has {config.world_size} ranks, is "
+            "allowed"
+        )
     if config.redundancy in ("parity", "replica"):
         raise ConfigError(
             f"redundancy: {config.redundancy!r} with replan: not every layout has it; 'auto', 'neighbor', 'none' are "

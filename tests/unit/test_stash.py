@@ -17,7 +17,7 @@ from flashrecovery.errors import RestoreError
 from flashrecovery.plan.boxes import Box
 from flashrecovery.plan.logical import DATA, LogicalPart, ShardParts
 from flashrecovery.proto import flashrecovery_pb2 as pb
-from flashrecovery.redundancy.stash import write
+from flashrecovery.redundancy.stash import Stash, write
 from flashrecovery.runtime.environment import STASH_ENV
 from flashrecovery.state.shard import ShardSource
 from flashrecovery.state.spec import ShardSpec, TensorSpec
@@ -77,11 +77,27 @@ def test_a_worker_says_what_it_has_written_of_each_shard(tmp_path: Path, monkeyp
     monkeypatch.setenv(STASH_ENV, str(tmp_path))
     source, parts = shard("rows", 0, 2, 0, whole())
     stashing = object.__new__(Stashing)
-    stashing._registry = SimpleNamespace(rank=0, common=SimpleNamespace(at=lambda version: None))  # type: ignore[assignment]
+    stashing._registry = SimpleNamespace(rank=0, members=(0,), common=SimpleNamespace(at=lambda version: None))  # type: ignore[assignment]
     stashing._described, stashing._divided = {source.name: parts}, ()
     order = pb.Stash(version=3, directory="5-1-3", items=[pb.StashItem(shard=source.name)])
     _, alike = stashing.write(order, lambda item, version: source, 1)
     assert alike[f"shard {source.name!r}"] and (tmp_path / "5-1-3" / "rank0.index").exists()
+
+
+def test_a_rank_of_a_smaller_job_writes_under_the_number_that_the_controller_knows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Replica 0, ranks 0 and 1, has left: rank 3 is counted as the second one in the groups, and is rank 3 for who asks
+    for what it has written."""
+    monkeypatch.setenv(STASH_ENV, str(tmp_path))
+    source, parts = shard("rows", 0, 2, 0, whole())
+    stashing = object.__new__(Stashing)
+    stashing._registry = SimpleNamespace(rank=1, members=(2, 3), common=SimpleNamespace(at=lambda version: b""))  # type: ignore[assignment]
+    stashing._described, stashing._divided = {source.name: parts}, ()
+    stashing.write(
+        pb.Stash(version=3, directory="5-1-3", items=[pb.StashItem(shard=source.name)]), lambda *_: source, 1
+    )
+    assert Stash(tmp_path / "5-1-3", [3], 3).indexes[3].tensors
 
 
 # -- the directory ----------------------------------------------------------------------------------

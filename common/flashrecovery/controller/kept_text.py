@@ -12,7 +12,9 @@ from dataclasses import dataclass
 
 from flashrecovery.controller.writers import Kept
 from flashrecovery.errors import ProtocolError
+from flashrecovery.parallel_layout import layout_sizes
 from flashrecovery.plan.replan import LayoutFacts, StayingFacts
+from flashrecovery.plan.strategy import Strategy
 from flashrecovery.proto import flashrecovery_pb2 as pb
 
 _FORMAT = 1
@@ -26,6 +28,11 @@ class KeptWords:
     staying: StayingFacts
     before: str
     attempt: int
+
+    @property
+    def layout_before(self) -> Strategy:
+        """With as many replicas as were left of it: perhaps not one in which a job can begin."""
+        return Strategy(**layout_sizes(self.before), micro_batch=self.staying.facts.micro_batch)
 
     def text(self) -> str:
         kept = self.kept
@@ -64,7 +71,9 @@ class KeptWords:
                 {int(rank): (home[0], home[1]) for rank, home in said["homes"].items()},
             )
             staying = StayingFacts(LayoutFacts.parse(said["facts"]), said["batches"], said["steps"])
-            return KeptWords(kept, staying, said["before"], said["attempt"])
+            words = KeptWords(kept, staying, said["before"], said["attempt"])
+            _ = words.layout_before  # it is one
+            return words
         except (ValueError, KeyError, TypeError, IndexError) as e:
             raise ProtocolError(
                 f"where state is kept for another layout cannot be read: {type(e).__name__}: {e}"

@@ -14,7 +14,7 @@ from flashrecovery.controller.kept_text import KeptWords
 from flashrecovery.controller.writers import Kept, assigned
 from flashrecovery.errors import ProtocolError
 from flashrecovery.kinds import FailureKind, NoticeKind, Ordered
-from flashrecovery.plan.replan import StayingFacts, layout_text, parse_layout
+from flashrecovery.plan.replan import StayingFacts, layout_text
 from flashrecovery.plan.strategy import Strategy
 from flashrecovery.proto import flashrecovery_pb2 as pb
 
@@ -139,7 +139,7 @@ class LayoutMemory:
         facts = words.staying.facts
         job.facts = job.facts or facts.text()
         self.kept, self.job_is = words.kept, words.staying
-        self.before = parse_layout(words.before, facts, job.config.world_size)
+        self.before = words.layout_before
         self.litter = not words.kept.checkpoint
         return True
 

@@ -347,9 +347,12 @@ class RecoverySteps:
         """If the layout changes now, it does; who is left of a replica that others have left has a part in that, and
         what it has is needed. Returns whether that has been seen to."""
         try:
-            return self._replanning.begin(self._decision(), now)
-        except JobFailedError:
-            return False  # which may be for the want of something that is nobody's but theirs
+            decision = self._decision()
+            if decision.checkpoint and self._with_those_who_left(now):
+                return True
+            return self._replanning.begin(decision, now)
+        except JobFailedError:  # which may be for the want of something that is nobody's but theirs
+            return self._with_those_who_left(now)
 
     def _with_those_who_left(self, now: float) -> bool:
         """There is no version of which those who go on have everything. If processes are still there that were given

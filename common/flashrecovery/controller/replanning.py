@@ -488,7 +488,7 @@ class Replanning:
             ranked = best(staying.facts, rooms, job.config.replan.min, job.step_s).ranked
         except UnsupportedError:
             ranked = ()
-        options = [before] if before.ranks <= sum(rooms) else []
+        options = [] if why_not(staying.facts, before, sum(rooms)) else [before]  # replicas may have been lost of it
         options += [estimate.strategy for estimate in ranked]
         found = next((one for one in options if layout_text(one) not in self._tried), None)
         if found is None or len(self._tried) >= _TRIES:

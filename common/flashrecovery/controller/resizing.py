@@ -435,7 +435,8 @@ class Resizing:
         if len({*homes.values()}) == 1 or not divided(job.in_order):
             return
         keepers = job.keepers_of_copies()
-        alone = [rank for rank, home in homes.items() if home and home == homes.get(keepers[rank])]
+        kept = {rank: keeper for rank, keeper in keepers.items() if keeper != rank}  # of the others there are no copies
+        alone = [rank for rank, keeper in kept.items() if homes[rank] and homes[rank] == homes.get(keeper)]
         if alone:
             nodes = ", ".join(dict.fromkeys(homes[rank] for rank in alone))
             text = (

@@ -137,8 +137,10 @@ class Stashing:
         common = self._registry.common.at(stash.version) or b""
         sources = (source(item, stash.version) for item in stash.items)
         directory = self._directory(stash.directory)
+        # The controller, and so whoever reads it, knows this rank by its number as the job was launched.
+        rank = self._registry.members[self._registry.rank]
         try:
-            written = write(directory, self._registry.rank, stash.version, sources, self._in(replicas), common)
+            written = write(directory, rank, stash.version, sources, self._in(replicas), common)
         except OSError as e:
             raise RestoreError(f"the state cannot be written to {directory}: {e.strerror}") from e
         alike = self._alike(common)

@@ -160,8 +160,8 @@ def test_a_flipped_bit_is_noticed(tmp_path: Path) -> None:
 def test_half_of_it_or_another_version_is_noticed(tmp_path: Path) -> None:
     written(tmp_path, 2, dict.fromkeys(SHAPES, 0), whole())
     rows = [Wanted(torch.zeros(12, 4), (LogicalPart("rows", (12, 4), Box.whole((12, 4)), 0),))]
-    with pytest.raises(RestoreError, match="nobody alive holds"):
-        Stash(tmp_path, range(2), 4).fill(rows)
+    with pytest.raises(RestoreError, match="of rank 0 and version 3, not of 4"):
+        Stash(tmp_path, range(2), 4)
     Stash(tmp_path, range(3), 3).fill(rows)  # what a third one should have written, the others have, too
     (tmp_path / "rank1.data").write_bytes(b"")
     with pytest.raises(RestoreError):

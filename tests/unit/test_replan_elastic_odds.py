@@ -21,7 +21,7 @@ from tests.unit.test_replan_known import KEPT, WORDS, sent, told
 
 
 def test_such_a_job_does_not_grow_beyond_its_launch() -> None:
-    """A layout that it has changed to has as many ranks as the launch at most; so there is nothing to go back to."""
+    """A layout that it has changed to has at most as many ranks as the launch, so there is nothing to go back to."""
     values = {"nproc_per_node": 2, "replan": {"min": 1}}
     with pytest.raises(ConfigError, match=r"elastic = 1:4 with replan: .* does not grow beyond its launch; .* 2 ranks"):
         run_config({**values, "elastic": {"min": 1, "max": 4}}, "test")

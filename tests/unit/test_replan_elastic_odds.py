@@ -70,7 +70,7 @@ def test_words_of_no_layout_are_named(before: str) -> None:
 @pytest.mark.parametrize("checkpoint", [False, True])
 def test_who_leaves_by_command_comes_back_before_the_layout_changes(checkpoint: bool) -> None:
     """Of three replicas the last one leaves, and keeps the copies of the second one's parts, of which a rank dies:
-    with fewer than two (MIN) there is another layout, for the three that are left. It begins with what all five have."""
+    with fewer than two (MIN) there is another layout, for three ranks. It begins with what all five have."""
     elastic, replan = {"min": 2, "max": 3, "replace": "never"}, {"min": 1, "replace": "never"}
     world = Histories({"tp": 2, "pp": 1, "dp": 3}, divided=True, seed=1, single=False, elastic=elastic, replan=replan)
     world.launch()

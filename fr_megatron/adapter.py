@@ -44,14 +44,14 @@ from fr_megatron.buckets import Buckets, forget_answers
 from fr_megatron.checkpoint import MegatronCheckpoint
 from fr_megatron.division import FlatLayout, OptimizerDivision
 from fr_megatron.fsdp2 import TorchFSDP2
-from fr_megatron.layout import Divided
+from fr_megatron.layout import DividedParameters
 from fr_megatron.logical import MegatronLogical
 from fr_megatron.megatron_fsdp import MegatronFSDP
 from fr_megatron.optimizers import inner_optimizers, pairs, scalers, torch_optimizers, trains_experts
 from fr_megatron.own_loop import OwnLoop
 from fr_megatron.random import capture_tracker, restore_tracker
 from fr_megatron.reform import fill, reform
-from fr_megatron.replicas import Places, replica_group
+from fr_megatron.replicas import SharedPlaces, replica_group
 from fr_megatron.shared_division import SharedDivision
 from fr_megatron.support import check
 from fr_megatron.wrapper import Wrapper
@@ -109,7 +109,7 @@ class MegatronAdapter(TorchAdapter):
         self._membership = membership or {}
         self._launched = elastic.lists_of_ranks()
         divisible = self._membership and isinstance(self._wrapper, Buckets)
-        self._places = Places.of(self._chunks[0]) if divisible else None
+        self._places = SharedPlaces.of(self._chunks[0]) if divisible else None
         self._division: Division | None = None
 
     # -- shards -----------------------------------------------------------------------------------
@@ -177,7 +177,7 @@ class MegatronAdapter(TorchAdapter):
             self._division = self._divided(self._wrapper, self._places)
         return self._division
 
-    def _divided(self, wrapper: Buckets, places: Places) -> Division:
+    def _divided(self, wrapper: Buckets, places: SharedPlaces) -> Division:
         """As the job was launched."""
         found: dict[bool, OptimizerDivision] = {}
         for number, inner in enumerate(self._inner):
@@ -204,7 +204,7 @@ class MegatronAdapter(TorchAdapter):
         self,
         inner: Any,
         expert: bool,
-        places: Places,
+        places: SharedPlaces,
         place: DivisionPlace,
         tensors: Mapping[str, torch.Tensor],
         description: Mapping[str, Any],
@@ -217,7 +217,7 @@ class MegatronAdapter(TorchAdapter):
         fill(chunk, inner, tensors, description, layout, expert=expert)
         if isinstance(self._wrapper, Buckets):
             group = self._wrapper.group(expert=expert)
-            self._wrapper.divided_for(Divided(place, group, each, first), expert=expert)
+            self._wrapper.divided_for(DividedParameters(place, group, each, first), expert=expert)
         self._records = self._find_parameters()
         self._all_shards = None
         self._looks = 0

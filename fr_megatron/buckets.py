@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from flashrecovery.adapter import ParamRecord, Shard, faults
 from fr_megatron.capabilities import BUCKETS
-from fr_megatron.layout import Divided, holders
+from fr_megatron.layout import DividedParameters, holders
 from fr_megatron.optimizers import Names, SteppedPair, group_text, is_distributed, members, of_all, record, weights
 from fr_megatron.wrapper import FaultPoint, Wrapper
 
@@ -22,10 +22,10 @@ class Buckets(Wrapper):
     def __init__(self, chunks: Sequence[Any]) -> None:
         super().__init__(chunks)
         self._names = Names(chunks)
-        self._divided: dict[bool, Divided] = {}  # by whether it is of the experts
+        self._divided: dict[bool, DividedParameters] = {}  # by whether it is of the experts
         self._groups = {expert: group_text(holders(chunks[0], expert=expert)) for expert in (False, True)}
 
-    def divided_for(self, divided: Divided, *, expert: bool) -> None:
+    def divided_for(self, divided: DividedParameters, *, expert: bool) -> None:
         self._divided[expert] = divided
         self._names = Names(self.chunks, self._divided)
 

@@ -49,7 +49,7 @@ class Holders:
 
 
 @dataclass(frozen=True)
-class Divided:
+class DividedParameters:
     """The place of this rank in what the state of the dense or of the expert parameters has been divided for, if that
     need not be as its groups.
 
@@ -75,7 +75,7 @@ def is_expert(parameter: torch.Tensor) -> bool:
     return not getattr(parameter, "allreduce", True)
 
 
-def holders(chunk: Any, *, expert: bool, divided: Divided | None = None) -> Holders:
+def holders(chunk: Any, *, expert: bool, divided: DividedParameters | None = None) -> Holders:
     """Of the dense or the expert parameters of ``chunk``, a model chunk in Megatron's DistributedDataParallel.
     ``divided``: None if all is as its groups are."""
     if divided is not None:

@@ -18,7 +18,7 @@ import torch
 from torch.optim import Optimizer
 
 from flashrecovery.adapter import FixedShard, ParamRecord, constant, of_group, replicated, world_size
-from fr_megatron.layout import Divided, Holders, holders, is_expert
+from fr_megatron.layout import DividedParameters, Holders, holders, is_expert
 
 SteppedPair = tuple[torch.nn.Parameter, torch.nn.Parameter]
 
@@ -69,7 +69,7 @@ def _zipped(models: Sequence[Any], mains: Sequence[Any]) -> Iterator[SteppedPair
 class Names:
     """The fully qualified names of all parameters of the chunks (``0.module.decoder...``), and their places."""
 
-    def __init__(self, chunks: Sequence[Any], divided: Mapping[bool, Divided] | None = None) -> None:
+    def __init__(self, chunks: Sequence[Any], divided: Mapping[bool, DividedParameters] | None = None) -> None:
         """``divided``: by whether it is of the experts; none: all is as the groups are."""
         self._known: dict[int, tuple[str, Holders]] = {}
         for index, chunk in enumerate(chunks):
@@ -120,7 +120,7 @@ def weights_name(chunk: int, kind: str, buffer: int, parts: int, group: str = ""
     return ",".join([f"{weights_beginning(chunk, kind, buffer)}{parts}", *([group] if group else [])])
 
 
-def weights(chunks: Sequence[Any], divided: Mapping[bool, Divided]) -> Iterator[FixedShard]:
+def weights(chunks: Sequence[Any], divided: Mapping[bool, DividedParameters]) -> Iterator[FixedShard]:
     """With the distributed optimizer: the flat parameters, equal on all replicas once they have been all-gathered.
 
     With ``overlap_param_gather`` a step ends before that, and the next forward pass gathers: they are no state then.

@@ -48,7 +48,7 @@ def sharers(chunk: Any, *, expert: bool) -> list[int]:
 
 
 @dataclass(frozen=True)
-class Places:
+class SharedPlaces:
     """Of a rank among those who divide the distributed optimizer's state, as the job was launched.
 
     Attributes:
@@ -64,11 +64,11 @@ class Places:
     one_each: bool
 
     @staticmethod
-    def of(chunk: Any) -> Places:
+    def of(chunk: Any) -> SharedPlaces:
         dense, experts = sharers(chunk, expert=False), sharers(chunk, expert=True)
         each = max(len(dense) // len(experts), 1)
         groups = tuple(of_group(dense[first::each], world_size()) for first in range(each))
-        return Places(tuple(dense), dense.index(dist.get_rank()), groups, len(dense) == replica_group().size())
+        return SharedPlaces(tuple(dense), dense.index(dist.get_rank()), groups, len(dense) == replica_group().size())
 
     @property
     def each(self) -> int:

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from flashrecovery.adapter import ParamRecord, ParamShard, Shard, constant, placed_on_mesh
-from fr_megatron.layout import Divided
+from fr_megatron.layout import DividedParameters
 from fr_megatron.optimizers import SteppedPair
 
 FaultPoint = Callable[[Callable[[], None]], None]
@@ -33,7 +33,7 @@ class Wrapper(ABC):
         self.chunks = chunks
         self._parameters = list(nn.ModuleList(chunks).parameters())  # now: Megatron-FSDP shows others during a step
 
-    def divided_for(self, divided: Divided, *, expert: bool) -> None:  # noqa: B027 - optional
+    def divided_for(self, divided: DividedParameters, *, expert: bool) -> None:  # noqa: B027 - optional
         """The state of the dense parameters, or of the experts, is divided otherwise now."""
 
     @abstractmethod

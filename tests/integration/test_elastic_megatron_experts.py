@@ -6,50 +6,23 @@ command at the same step, bit for bit, and that one as one that was started in t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import cache
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from flashrecovery.redundancy.published import published
-from tests.support.elastic import check_steps_alike, command, start
-from tests.support.elastic_back import Way
+from tests.support.elastic import check_steps_alike
 from tests.support.elastic_checkpoints import dead_job, die_whole, launched, saving
 from tests.support.elastic_checkpoints import started as began_otherwise
-from tests.support.jobs import ROOT, Job, RunningJob, check_clean, check_fired
-from tests.support.megatron import ENVIRONMENT
+from tests.support.elastic_megatron import AT, STEPS, TIMEOUT_S, Resized, Training, check_back, check_left, resized_once
+from tests.support.jobs import RunningJob, check_clean, check_fired
 
 pytest.importorskip("megatron.core")
 
-SCRIPT = ROOT / "tests" / "scripts" / "elastic_megatron.py"
-TIMEOUT_S, AT, STEPS = 240, 6, 12
 PHASES = ("between", "data", "forward", "backward", "grad-sync", "optimizer-start", "optimizer", "commit", "below")
 pytestmark = [pytest.mark.grid, pytest.mark.megatron, pytest.mark.timeout(4 * TIMEOUT_S)]
-
-
-@dataclass(frozen=True)
-class Training:
-    """One configuration of the script. ``each``: ranks of a replica; ``runs``: of how many runs of ranks that follow on
-    each other they are (pipeline stages)."""
-
-    name: str
-    flags: tuple[str, ...]
-    replicas: int = 2
-    each: int = 2
-    runs: int = 1
-
-    def __str__(self) -> str:
-        return self.name
-
-    def ranks(self, victim: int) -> list[int]:
-        """Of the victim's replica."""
-        inner = self.each // self.runs
-        replica = victim // inner % self.replicas
-        return [(run * self.replicas + replica) * inner + at for run in range(self.runs) for at in range(inner)]
-
 
 EP = ("--num-experts", "4", "--expert-model-parallel-size", "2")
 CP = ("--context-parallel-size", "2")
@@ -72,63 +45,11 @@ LARGE = (
     Training("cp2-pp2", (*CP, *PP), each=4, runs=2),
 )
 THREE = (Training("ep2-three", EP, 3), Training("cp2-three", CP, 3))
-Resized = Callable[[Training, int, int], Job]
-
-
-def run(folder: Path, training: Training, *flags: str, replicas: int = 0, inject: tuple[str, ...] = ()) -> Job:
-    number = replicas or training.replicas
-    config = {"elastic": {"min": 1, "max": number, "replace": "never"}}
-    return start(
-        *(folder, config, *training.flags, "--steps", str(STEPS), *flags),
-        nproc=training.each * number,
-        inject=inject,
-        script=SCRIPT,
-        env=ENVIRONMENT,
-    ).wait(TIMEOUT_S)
 
 
 @pytest.fixture(scope="module")
 def resized(tmp_path_factory: pytest.TempPathFactory) -> Resized:
-    @cache
-    def job(training: Training, step: int, replicas: int) -> Job:
-        folder = tmp_path_factory.mktemp(f"{training.name}-resized-{step}-{replicas}")
-        config = {"elastic": {"min": 1, "max": training.replicas}}
-        slowly = ("--steps", str(STEPS), "--step-time", "300", "--save-to", str(folder))
-        running = start(
-            *(folder / "run", config, *training.flags, *slowly),
-            nproc=training.each * training.replicas,
-            script=SCRIPT,
-            env=ENVIRONMENT,
-        )
-        running.wait_for("job_started", TIMEOUT_S)
-        refused = command(running, replicas, step)
-        assert not refused, refused
-        made = running.wait(TIMEOUT_S)
-        assert made.code == 0 and not made.of("failure_detected"), made.explain()
-        (event,) = made.of("job_resized")
-        assert (event["step"], event["replicas"]) == (step, replicas), made.explain()
-        check_clean(made)
-        if replicas > 1:  # a job that is started with one is no elastic one
-            new = run(folder / "new", training, "--start-from", str(folder / f"{step}.pt"), replicas=replicas)
-            assert new.code == 0, new.explain()
-            check_steps_alike(made, new, step, STEPS, training.each * replicas)
-            check_clean(new)
-        return made
-
-    return job
-
-
-def check(job: Job, training: Training, victims: Sequence[int], resized: Resized) -> None:
-    assert job.code == 0, job.explain()
-    check_fired(job, len(victims))
-    left = sorted({rank for victim in victims for rank in training.ranks(victim)})
-    events = job.of("job_resized")
-    assert sorted(rank for event in events for rank in event["left"]) == left, job.explain()
-    step, replicas = events[-1]["step"], training.replicas - len(left) // training.each
-    assert {event["step"] for event in events} <= {step, step - 1}, job.explain()
-    assert step in (AT, AT + 1) and events[-1]["replicas"] == replicas, job.explain()
-    check_steps_alike(job, resized(training, step, replicas), step, STEPS, training.each * replicas)
-    check_clean(job)
+    return resized_once(tmp_path_factory)
 
 
 @pytest.mark.parametrize("victim", range(4))
@@ -137,28 +58,28 @@ def check(job: Job, training: Training, victims: Sequence[int], resized: Resized
 def test_a_rank_takes_its_replica_with_it(
     training: Training, phase: str, victim: int, tmp_path: Path, resized: Resized
 ) -> None:
-    job = run(tmp_path / "run", training, inject=(f"rank={victim},fault=sigkill,at={phase},step={AT}",))
-    check(job, training, [victim], resized)
+    job = training.run(tmp_path / "run", inject=(f"rank={victim},fault=sigkill,at={phase},step={AT}",))
+    check_left(job, training, [victim], resized)
 
 
 @pytest.mark.parametrize("training", (*OTHERS, *LARGE), ids=str)
 def test_other_trainings(training: Training, tmp_path: Path, resized: Resized) -> None:
-    job = run(tmp_path / "run", training, inject=(f"rank=1,fault=sigkill,at=optimizer,step={AT}",))
-    check(job, training, [1], resized)
+    job = training.run(tmp_path / "run", inject=(f"rank=1,fault=sigkill,at=optimizer,step={AT}",))
+    check_left(job, training, [1], resized)
 
 
 @pytest.mark.parametrize("victim", (0, 3, 5))
 @pytest.mark.parametrize("phase", ("backward", "optimizer", "commit"))
 @pytest.mark.parametrize("training", THREE, ids=str)
 def test_one_of_three(training: Training, phase: str, victim: int, tmp_path: Path, resized: Resized) -> None:
-    job = run(tmp_path / "run", training, inject=(f"rank={victim},fault=sigkill,at={phase},step={AT}",))
-    check(job, training, [victim], resized)
+    job = training.run(tmp_path / "run", inject=(f"rank={victim},fault=sigkill,at={phase},step={AT}",))
+    check_left(job, training, [victim], resized)
 
 
 def test_a_number_of_replicas_that_does_not_divide_is_none(tmp_path: Path, resized: Resized) -> None:
     """Eight micro-batches on the eight ranks of four replicas: the six of three would not divide them."""
     training = Training("ep2-four", (*EP, "--global-batch", "16"), 4)
-    job = run(tmp_path / "run", training, inject=(f"rank=7,fault=sigkill,at=backward,step={AT}",))
+    job = training.run(tmp_path / "run", inject=(f"rank=7,fault=sigkill,at=backward,step={AT}",))
     assert job.code == 0, job.explain()
     check_fired(job, 1)
     (event,) = job.of("job_resized")
@@ -172,8 +93,8 @@ def test_a_number_of_replicas_that_does_not_divide_is_none(tmp_path: Path, resiz
 def test_two_at_once(training: Training, first: int, second: int, tmp_path: Path, resized: Resized) -> None:
     """Of one replica, or of two."""
     faults = [f"rank={rank},fault=sigkill,at=backward,step={AT}" for rank in (first, second)]
-    job = run(tmp_path / "run", training, inject=tuple(faults))
-    check(job, training, (first, second), resized)
+    job = training.run(tmp_path / "run", inject=tuple(faults))
+    check_left(job, training, (first, second), resized)
 
 
 @pytest.mark.parametrize("state", ["quiescing", "regrouping", "restoring", "verifying"])
@@ -184,21 +105,20 @@ def test_a_second_death_during_the_change(
 ) -> None:
     """Of another replica, which leaves, too."""
     faults = (f"rank={first},fault=sigkill,at=backward,step={AT}", f"rank={second},fault=sigkill,at=recovery:{state}")
-    check(run(tmp_path / "run", training, inject=faults), training, (first, second), resized)
+    check_left(training.run(tmp_path / "run", inject=faults), training, (first, second), resized)
 
 
 @pytest.mark.parametrize("training", THREE, ids=str)
 def test_a_checkpoint_is_read_in_another_size(training: Training, tmp_path: Path, resized: Resized) -> None:
     """Written by three replicas, of which no rank lives on, and read by two."""
-    common: dict[str, Any] = {"script": SCRIPT, "env": ENVIRONMENT}
-    flags, place = (*training.flags, "--steps", str(STEPS)), tmp_path / "checkpoints"
+    place = tmp_path / "checkpoints"
     config = {"elastic": {"min": 1, "max": 3}, **saving(place)}
-    running = start(tmp_path / "died", config, *flags, "--step-time", "400", nproc=3 * training.each, **common)
+    running = training.start(tmp_path / "died", "--step-time", "400", config=config)
     running.wait_for("checkpoint_saved", TIMEOUT_S, count=4)
     die_whole(running)
     version, _ = published(place)[-1]
     config = {"elastic": {"min": 1, "max": 2}, **saving(place, 1000), "resume": True}
-    job = start(tmp_path / "smaller", config, *flags, nproc=2 * training.each, **common).wait(TIMEOUT_S)
+    job = training.run(tmp_path / "smaller", config=config, nproc=2 * training.each)
     assert job.code == 0 and job.of("job_started")[0]["step"] == version > 0, job.explain()
     check_steps_alike(job, resized(training, version, 2), version, STEPS, 2 * training.each)
     check_clean(job)
@@ -207,36 +127,18 @@ def test_a_checkpoint_is_read_in_another_size(training: Training, tmp_path: Path
 @pytest.mark.parametrize("victim", [0, 3])
 @pytest.mark.parametrize("training", (EP2, CP2, *THREE), ids=str)
 def test_killed_and_back(training: Training, victim: int, tmp_path: Path) -> None:
-    """A replica leaves, and comes back."""
-    end, back = 38, 32
-
-    def begin(folder: Path, *flags: str, config: Any, inject: Sequence[str] = ()) -> RunningJob:
-        given = (*training.flags, "--steps", str(end), "--step-time", "800", *flags)
-        nproc = training.each * training.replicas
-        return start(folder, config, *given, nproc=nproc, inject=inject, script=SCRIPT, env=ENVIRONMENT)
-
-    def alike(job: Job, other: Job, step: int, until: int, ranks: int) -> None:
-        check_steps_alike(job, other, step, end if until < 0 else until, ranks)
-
-    way = Way(begin, alike, lambda step: step, training.replicas, training.each)
-    way.check_back(tmp_path, [victim], training.ranks(victim), AT, back)
+    check_back(training, victim, tmp_path)
 
 
 @pytest.mark.parametrize("training", THREE, ids=str)
 def test_a_replacement(training: Training, tmp_path: Path) -> None:
     """Where there is room the rank is filled again, and the job is as one that nothing has disturbed."""
     config = {"elastic": {"min": 1, "max": training.replicas}}
-    nproc = training.each * training.replicas
-    common: dict[str, Any] = {"nproc": nproc, "script": SCRIPT, "env": ENVIRONMENT}
-    faults = (f"rank=3,fault=sigkill,at=backward,step={AT}",)
-    given = (*training.flags, "--steps", str(STEPS))
-    job, other = (
-        start(tmp_path / name, config, *given, inject=some, **common).wait(TIMEOUT_S)
-        for name, some in (("run", faults), ("other", ()))
-    )
+    job = training.run(tmp_path / "run", config=config, inject=(f"rank=3,fault=sigkill,at=backward,step={AT}",))
+    other = training.run(tmp_path / "other", config=config)
     assert job.code == 0 and not job.of("job_resized"), job.explain()
     check_fired(job, 1)
-    check_steps_alike(job, other, 0, STEPS, nproc)
+    check_steps_alike(job, other, 0, STEPS, training.each * training.replicas)
     check_clean(job)
     check_clean(other)
 
@@ -249,8 +151,7 @@ def begin(training: Training) -> Callable[..., RunningJob]:
 
     def started(folder: Path, *flags: str, config: Any, nproc: int, **options: Any) -> RunningJob:
         of_replicas = {**config, "elastic": {**config["elastic"], "max": nproc // training.each}}
-        given = (*training.flags, "--steps", str(LONG), *flags)
-        return start(folder, of_replicas, *given, nproc=nproc, script=SCRIPT, env=ENVIRONMENT, **options)
+        return training.start(folder, "--steps", str(LONG), *flags, config=of_replicas, nproc=nproc, **options)
 
     return started
 

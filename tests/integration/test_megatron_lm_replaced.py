@@ -38,7 +38,8 @@ def test_the_job_has_saved_since_its_launch(before: str, config: dict[str, Any],
     place = tmp_path / "checkpoints"
     flags = (f"--save={place}", f"--load={place}", "--save-interval=2", "--lr-decay-iters=6")
     if before != "nothing":
-        assert start(tmp_path / "before", *flags, "--train-iters=2").wait(TIMEOUT_S).code == 0
+        ends = start(tmp_path / "before", *flags, "--train-iters=6", "--exit-interval=2").wait(TIMEOUT_S)
+        assert ends.code == 0, ends.explain()
     done, step = (0, 10) if before == "nothing" else (2, 5)  # the training step of iteration 5, as calls are counted
     job = start(
         *(tmp_path / "run", *flags, "--train-iters=6"),

@@ -358,6 +358,8 @@ class Laws:
         self._is_newer(process, event)
         if isinstance(event, ev.JobResized):
             self.world.members = set(event.ranks)
+        elif isinstance(event, ev.JobStarted):  # also once more, when the launch's nodes have come back without ranks
+            self.world.members &= set(range(self.world.size))
         elif isinstance(event, ev.Notice) and event.kind == NoticeKind.NODE_LEFT:
             self.dismissed.add(event.text.split()[1])
         if isinstance(event, ev.RecoveryFinished):

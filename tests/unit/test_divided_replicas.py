@@ -65,9 +65,14 @@ def test_a_division_among_others_than_the_replicas_is_refused(
     size: int, refused: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """FSDP2 over all ranks, beside a model whose replicas have two."""
-    adapter = SimpleNamespace(name="one", division=lambda: SimpleNamespace(size=size))
+    adapter = SimpleNamespace(name="one", division=lambda: SimpleNamespace(size=size, sharers=lambda: None))
     of_rank: Any = SimpleNamespace(
-        rank=0, world_size=6, shape=NEIGHBOURS, adapters=[adapter], find_replicas=lambda: None
+        rank=0,
+        world_size=6,
+        shape=NEIGHBOURS,
+        adapters=[adapter],
+        find_replicas=lambda: None,
+        sharers=NEIGHBOURS.peers,
     )
     monkeypatch.setattr(agreement, "check_equal", lambda *_, **__: None)
     monkeypatch.setattr(elastic_rules.groups, "refuse_partial", lambda _: None)

@@ -33,6 +33,7 @@ class Weights(Shard):
 def _copies(weights: Weights) -> Copies:
     registry, settings = MagicMock(), MagicMock()
     registry.world_size, registry.rank, registry.adapters = 1, 0, []
+    settings.elastic = None
     registry.unique_shards.return_value, registry.tensor_shards.return_value = [weights], [weights]
     settings.redundancy, settings.undo, settings.checkpoint.dir = "none", "always", None
     settings.timeouts.drain_s = 10.0

@@ -52,12 +52,13 @@ def line_of(event: ev.Event) -> str | None:
             f"{event.generation})"
         )
     if isinstance(event, ev.JobResized):
-        sizes = f"{event.replicas} replicas instead of {event.before}"
+        sizes = f"{event.replicas} replica{'' if event.replicas == 1 else 's'} instead of {event.before}"
         changes = (("without", event.left), ("with", event.came))
         how = " and ".join(f"{word} {ranks_text(ranks)}" for word, ranks in changes if ranks)
         return f"{sizes}, from step {event.step} on" + (f", {how}" if how else "")
     if isinstance(event, ev.JobReplanned):
-        return f"{event.layout} instead of {event.before}, on {event.ranks} ranks, from step {event.step} on"
+        size = f"{event.ranks} rank{'' if event.ranks == 1 else 's'}"
+        return f"{event.layout} instead of {event.before}, on {size}, from step {event.step} on"
     if isinstance(event, ev.NodeLost):
         return f"node {event.node} is lost ({event.evidence})"
     if isinstance(event, ev.FallbackStarted):

@@ -27,6 +27,7 @@ import xxhash
 
 from flashrecovery.adapter import FrameworkBatch, union
 from fr_megatron.capabilities import FOLLOWED, REFORM
+from fr_megatron.division import buffers_of
 from fr_megatron.layout import is_expert
 from fr_megatron.optimizers import inner_optimizers, trains_experts
 from fr_megatron.replicas import computing, data_parallel_group, sharers, unknown_replicas
@@ -183,12 +184,12 @@ def resize(chunks: Sequence[Any], lists: Mapping[str, Sequence[int]]) -> None:
         if chunk.ddp_config.use_distributed_optimizer:
             continue  # its buffers are made anew with the state that is divided
         size, each = chunk.dp_cp_group.size(), chunk.dp_cp_group.size() // chunk.expt_dp_group.size()
-        for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
-            expert = any(buffer is other for other in chunk.expert_parallel_buffers)
-            buffer.data_parallel_world_size = buffer.data_parallel_group.size()
-            buffer.gradient_scaling_factor = scaling(chunk, size, each if expert else 1)
-            for bucket in buffer.buckets:
-                bucket.gradient_scaling_factor = buffer.gradient_scaling_factor
+        for expert in (False, True):
+            factor = scaling(chunk, size, each if expert else 1)
+            for buffer in buffers_of(chunk, expert=expert):
+                buffer.data_parallel_world_size = buffer.data_parallel_group.size()
+                for scaled in (buffer, *buffer.buckets):
+                    scaled.gradient_scaling_factor = factor
 
 
 def _follow_peers(chunk: Any) -> None:

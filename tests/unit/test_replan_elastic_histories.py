@@ -140,7 +140,8 @@ LAYOUTS = [
 TEXTS = ["tp=2,pp=1,dp=2", "tp=1,pp=2,dp=2", "tp=1,pp=1,dp=4", "tp=4,pp=1,dp=1", "tp=2,pp=2,dp=1", "tp=1,pp=1,dp=2"]
 
 
-def run(layout: dict[str, int], seed: int, divided: bool) -> Histories:
+def launched(layout: dict[str, int], seed: int, divided: bool) -> tuple[Histories, random.Random, bool]:
+    """A job that trains, what its history is drawn from, and whether each rank has a node of its own."""
     rng = random.Random(seed)
     single = rng.random() < 0.5
     never = rng.choice(("auto", "never"))
@@ -151,6 +152,11 @@ def run(layout: dict[str, int], seed: int, divided: bool) -> Histories:
     world = Histories(layout, divided=divided, seed=seed, single=single, **config)
     world.launch()
     world.go_on()
+    return world, rng, single
+
+
+def run(layout: dict[str, int], seed: int, divided: bool) -> Histories:
+    world, rng, single = launched(layout, seed, divided)
     job, extra = world.machine.job, 0
     for _ in range(rng.randint(2, 5)):
         for _ in range(rng.choice((0, 1, 2, 3, 5, 8, 13, 30))):
@@ -219,16 +225,7 @@ def settle(world: Histories) -> bool:
 
 def one_loss_after_the_other(layout: dict[str, int], seed: int, divided: bool) -> Histories:
     """Of a rank, or of a node with one rank, each when all have taken steps since the last change."""
-    rng = random.Random(seed)
-    single = rng.random() < 0.5
-    never = rng.choice(("auto", "never"))
-    config = {
-        "elastic": {"min": rng.choice((1, 1, layout["dp"])), "max": layout["dp"], "replace": never},
-        "replan": {"min": 1, "replace": never},
-    }
-    world = Histories(layout, divided=divided, seed=seed, single=single, **config)
-    world.launch()
-    world.go_on()
+    world, rng, single = launched(layout, seed, divided)
     job = world.machine.job
     while settle(world) and len(job.ranks) > 1:
         what, victim = rng.random(), rng.choice(sorted(job.ranks))

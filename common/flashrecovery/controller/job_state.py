@@ -252,9 +252,14 @@ class JobState:
 
     def begin_attempt(self) -> None:
         """All processes are started anew, which has been counted: under a number that no start has had."""
-        if self.restarts + self.replans <= self.attempts:
-            self.replans += self.attempts + 1 - self.restarts - self.replans
-        self.attempts = self.restarts + self.replans
+        if self.attempt <= self.attempts:
+            self.replans += self.attempts + 1 - self.attempt
+        self.attempts = self.attempt
+
+    @property
+    def attempt(self) -> int:
+        """The number of the start that its processes are of."""
+        return self.restarts + self.replans
 
     @property
     def shape(self) -> ReplicaShape:

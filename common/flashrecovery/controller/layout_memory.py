@@ -102,7 +102,7 @@ class LayoutMemory:
         """Have the agents keep it in mind for the next controller."""
         job = self._job
         assert self.kept is not None and self.job_is is not None and self.before is not None
-        words = KeptWords(self.kept, self.job_is, layout_text(self.before), job.restarts + job.replans)
+        words = KeptWords(self.kept, self.job_is, layout_text(self.before), job.attempt)
         told = pb.StashKept(generation=job.generation, content=words.text())
         job.command(AGENT, pb.Command(stash_kept=told))
 
@@ -132,7 +132,7 @@ class LayoutMemory:
         except ProtocolError as e:
             job.notice(NoticeKind.NOT_REPLANNED, str(e))
             return False
-        if words.attempt != job.restarts + job.replans:
+        if words.attempt != job.attempt:
             return False
         if any(record.committed > words.kept.version + 1 for record in job.in_order):
             return False  # all have had it; a node has not heard that it is to be given back

@@ -210,7 +210,7 @@ class Replanning:
             elif again is None:
                 self._job.fail(str(decision))
             else:
-                if wanted is None and self._job.config.elastic is not None:
+                if wanted is None and self._elastic:
                     self._rooms.narrow(())  # replicas may have left since the layout has changed
                 self._start(wanted or self._same(), again, now)
             return True

@@ -83,12 +83,10 @@ class Resizing:
                     self._gone[rank] = self._depart(rank, grace_s=0.0)  # on its way for a replica that leaves
         return bool(ranks)
 
-    def dissolve_replicas(self) -> bool:
-        """All ranks are stopped: those of whose replica others have left leave, too. Returns whether any do."""
-        ranks = left_of_replicas(self._job)
-        for rank in ranks:
+    def dissolve_replicas(self) -> None:
+        """All ranks are stopped: those of whose replica others have left leave, too."""
+        for rank in left_of_replicas(self._job):
             self._depart(rank, grace_s=self._job.config.timeouts.fence_s)
-        return bool(ranks)
 
     def take_back_needed(self) -> list[int]:
         """All ranks are stopped. Some are about to leave because a rank of their replica has, for which there is no

@@ -149,7 +149,7 @@ class Staffing:
         record.store, record.filled, record.on_its_way = (host, port), self._job.generation, True
         return pb.Replace(
             detached=detached,
-            attempt=self._job.restarts + self._job.replans,
+            attempt=self._job.attempt,
             world_size=self._job.world,
             layout=self._job.plan,
             store_host=host,

@@ -46,6 +46,11 @@ LOCAL_RANK_MACRO = "${local_rank}"
 """In an argument of the script, each rank finds its LOCAL_RANK instead of this, as under torchrun."""
 
 
+def in_changed_layout() -> bool:
+    """Whether this is a process of a parallel layout that the job has changed to."""
+    return LAYOUT_ENV in os.environ
+
+
 def common_env(config: RunConfig) -> dict[str, str]:
     """What standbys and ranks have in common; a library may read it at import."""
     env = {

@@ -8,7 +8,6 @@ are *snapshots*: held by a process of the node, too, and so also there when all 
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -31,7 +30,7 @@ from flashrecovery.redundancy.keys import writer_of
 from flashrecovery.redundancy.neighbor import NeighbourCopies
 from flashrecovery.redundancy.parity_copies import ParityCopies
 from flashrecovery.redundancy.undo import ChangeCounter, UndoCopy, write_back
-from flashrecovery.runtime.environment import LAYOUT_ENV
+from flashrecovery.runtime.environment import in_changed_layout
 from flashrecovery.snapshot.client import Keeper
 from flashrecovery.snapshot.memory import SharedMemory, host_id
 from flashrecovery.state.shard import Shard, ShardSource
@@ -113,7 +112,7 @@ class Copies:
             alone = self.across and registry.shape.replicas == 1
             if copied_somewhere and self._elastic and registry.shape.each > 1 and not self._divided and not alone:
                 self._one_node_has_all(registry, on_risk)
-            if self._divided and LAYOUT_ENV not in os.environ:  # a layout that was changed to is not chosen for that
+            if self._divided and not in_changed_layout():  # a layout that was changed to is not chosen for that
                 _refuse_copies_on_one_node(registry)
             nothing: tuple[CopyChoice, Groups] = CopyChoice(False, True, ""), ()
             chosen, parity_groups = choice(registry, settings) if copied_somewhere else nothing
@@ -175,7 +174,7 @@ class Copies:
     def _one_node_has_all(registry: Registry, on_risk: Callable[[str], None]) -> None:
         """Of some state. Raises UnsupportedError at the launch; a layout that the job has changed to goes on so."""
         text = f"an elastic job of {registry.shape.text} in which one node has all that there is of some state: copies "
-        if LAYOUT_ENV not in os.environ:
+        if not in_changed_layout():
             raise UnsupportedError(
                 f"{text}of it are not kept in such a job; have each replica on nodes of its own, as a mesh of "
                 "(replicate, shard) has it"

@@ -17,7 +17,7 @@ from flashrecovery.plan.choice import CopyChoice, Sizes, choose, neighbour_memor
 from flashrecovery.plan.parity_groups import Groups, groups_of_all, launch_domains
 from flashrecovery.plan.placement import copied_by, ring_of
 from flashrecovery.plan.replicas import ReplicaShape
-from flashrecovery.runtime.environment import DOMAINS_ENV, LAYOUT_ENV, STRIDE_ENV
+from flashrecovery.runtime.environment import DOMAINS_ENV, STRIDE_ENV, in_changed_layout
 from flashrecovery.runtime.host_memory import available_memory
 from flashrecovery.state.shard import Shard
 from flashrecovery.worker.registry import Registry
@@ -58,7 +58,7 @@ def placement() -> tuple[int, int]:
     changed to: failure domains) hold ranks, at the launch or that change. From the environment that the agent has made,
     and the same for a replacement wherever ranks have moved since, which GROUP_WORLD_SIZE is not."""
     stride = int(os.environ.get(STRIDE_ENV, "1"))
-    if LAYOUT_ENV in os.environ:
+    if in_changed_layout():
         return stride, max(len({*_shared_domains()}), 1)
     return stride, int(os.environ.get("GROUP_WORLD_SIZE", "1"))
 
@@ -72,7 +72,7 @@ def ring_among(members: Sequence[int], shape: ReplicaShape | None = None) -> lis
     """By the place of each of these ranks of an elastic job, the place of the one that keeps its copies. ``shape``: of
     a job whose ranks divide state with those alone that stand at the same place in their replicas."""
     # In a layout that the job has changed to, nodes need not have equally many ranks, and domains are those of ranks.
-    ranks = 1 if LAYOUT_ENV in os.environ else int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    ranks = 1 if in_changed_layout() else int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     return (ring_of if shape is None else shape.ring)(members, placement()[0], ranks, _shared_domains())
 
 
@@ -85,7 +85,7 @@ def domains_of_launch(world: int) -> list[str]:
     """The failure domain of each rank, as the job was launched, or has changed its parallel layout last. A replacement
     finds the same: it follows from what the agent has put into the environment."""
     shared = _shared_domains()
-    if LAYOUT_ENV in os.environ and placement()[1] > 1:  # nodes need not have equally many ranks there
+    if in_changed_layout() and placement()[1] > 1:  # nodes need not have equally many ranks there
         return [f"domain {number}" for number in shared]
     return launch_domains(world, placement()[1], shared)
 
@@ -100,7 +100,7 @@ def copied_shards(registry: Registry, losses: int) -> list[Shard]:
     ``losses`` failure domains. Of several holders one has that done."""
     world = registry.world_size
     domains = domains_of_launch(world)
-    if len({*domains}) <= losses and LAYOUT_ENV not in os.environ:
+    if len({*domains}) <= losses and not in_changed_layout():
         domains = launch_domains(world, placement()[1])  # all share what may fail, so that only nodes are told apart
 
     def copied(shard: Shard) -> bool:

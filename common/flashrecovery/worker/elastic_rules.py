@@ -7,7 +7,6 @@ on how many there are, but who computes which micro-batch.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 
 import torch
@@ -15,7 +14,7 @@ import torch
 from flashrecovery import groups
 from flashrecovery.config import Settings
 from flashrecovery.errors import ConfigError, UnsupportedError
-from flashrecovery.runtime.environment import LAYOUT_ENV
+from flashrecovery.runtime.environment import in_changed_layout
 from flashrecovery.worker import agreement
 from flashrecovery.worker.registry import Registry
 
@@ -89,7 +88,7 @@ def _check_replicas(registry: Registry, settings: Settings) -> None:
         "which ranks make up the replicas of an elastic job", {"replicas": shape.replicas, "inner": shape.inner}
     )
     assert elastic is not None
-    if LAYOUT_ENV not in os.environ:  # a changed layout has numbers of its own
+    if not in_changed_layout():  # a changed layout has numbers of its own
         if not elastic.min <= shape.replicas <= elastic.max:
             raise ConfigError(
                 f"elastic = {elastic.text}: the job is launched with {registry.world_size} ranks, which are "
@@ -105,10 +104,9 @@ def _check_replicas(registry: Registry, settings: Settings) -> None:
         among="" if shape.each == 1 else f"place {stand}",
     )
     divisions = [(adapter.name, found) for adapter in registry.adapters if (found := adapter.division()) is not None]
-    everybody = range(registry.world_size)
+    sharers = registry.sharers(range(registry.world_size), registry.rank)
     for name, division in divisions:
         shared = division.sharers()
-        sharers = registry.sharers(everybody, registry.rank)
         if division.size != len(sharers) or (shared is not None and list(shared) != sharers):
             # of another model the replicas have other ranks
             raise UnsupportedError(

@@ -22,7 +22,7 @@ from flashrecovery.parity_messages import decode_order, parity_message
 from flashrecovery.plan import Kind
 from flashrecovery.proto import flashrecovery_pb2 as pb
 from flashrecovery.redundancy.published import published
-from flashrecovery.runtime.environment import LAYOUT_ENV
+from flashrecovery.runtime.environment import in_changed_layout
 from flashrecovery.state.digest import shard_digests
 from flashrecovery.state.object_shard import ObjectShard
 from flashrecovery.state.shard import ShardSource
@@ -99,7 +99,7 @@ class Recoverer:
             self._loop.seal_start()
         self._loop.copies.take_over()
         worker.registry.remember_start()
-        of_another_layout = worker.settings.elastic is not None and LAYOUT_ENV in os.environ
+        of_another_layout = worker.settings.elastic is not None and in_changed_layout()
         if worker.settings.resume and worker.settings.checkpoint.dir is not None and not of_another_layout:
             for version, path in published(worker.settings.checkpoint.dir):
                 saved = pb.CheckpointSaved(version=version, path=str(path), found=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 
 from flashrecovery.capabilities import untested
@@ -13,7 +12,7 @@ from flashrecovery.kinds import NoticeKind
 from flashrecovery.proto import flashrecovery_pb2 as pb
 from flashrecovery.redundancy import checkpoint
 from flashrecovery.runtime import naming
-from flashrecovery.runtime.environment import LAYOUT_ENV
+from flashrecovery.runtime.environment import in_changed_layout
 from flashrecovery.worker import elastic_rules
 from flashrecovery.worker.copies import Copies
 from flashrecovery.worker.data import DataStream
@@ -86,7 +85,7 @@ class Session:
             raise RegistrationError("recovery.elastic_batches() after the first step; call it before")
         batches.before_fetch = self._at_data
         elastic = self.settings.elastic
-        if elastic is not None and LAYOUT_ENV not in os.environ:  # a changed layout has as many as it begins with
+        if elastic is not None and not in_changed_layout():  # a changed layout has as many as it begins with
             batches.most = elastic.max
         self.registry.batches = batches
 

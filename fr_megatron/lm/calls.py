@@ -183,6 +183,11 @@ class ProtectedLoop:
     def save_checkpoint_and_time(self, *args: Any, **kwargs: Any) -> Any:
         return self._whole("save", "save_checkpoint_and_time", args, kwargs)
 
+    def save_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
+        """As Megatron's own. After the last iteration ``pretrain()`` itself calls it; elsewhere it is a part of another
+        call."""
+        return self._whole("save", "save_checkpoint", args, kwargs)
+
     def print_datetime(self, *args: Any, **kwargs: Any) -> Any:
         return self._whole("barrier", "print_datetime", args, kwargs)
 

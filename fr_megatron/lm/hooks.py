@@ -23,6 +23,7 @@ TRAINING = "megatron.training.training"
 TIMERS = "megatron.core.timers"
 PARALLEL = "megatron.core.parallel_state"
 CALCULATOR = "megatron.core.num_microbatches_calculator"
+CHECKPOINTING = "megatron.training.checkpointing"
 CORE_0_16, CORE_0_20 = RELEASES = "0.16", "0.20"
 """Loops that differ in what is replaced, by the release of megatron-core in which they were first seen. Which one it
 is, the functions themselves say, not the version."""
@@ -80,6 +81,9 @@ LOOP = (
     ),
     ReplacedFunction(TRAINING, "evaluate_and_print_results", ("prefix", "forward_step_func", "data_iterator", "model")),
     ReplacedFunction(TRAINING, "save_checkpoint_and_time", ("iteration", "model", "optimizer", "opt_param_scheduler")),
+    ReplacedFunction(
+        TRAINING, "save_checkpoint", ("iteration", "model", "optimizer", "opt_param_scheduler"), defined=CHECKPOINTING
+    ),
     ReplacedFunction(
         TRAINING,
         "post_training_step_callbacks",

@@ -122,6 +122,21 @@ def test_deaths_in_evaluation_and_checkpoint(tmp_path: Path) -> None:
     assert saved[0] and saved[0] == saved[1]
 
 
+def test_deaths_in_the_checkpoint_after_the_last_iteration(tmp_path: Path) -> None:
+    """Which ``pretrain()`` writes when the loop is over. Twelve iterations are calls 0 to 25 with the checkpoints after
+    the fifth and the tenth one, 26 is what says that training is done, and 27 this checkpoint."""
+    jobs = []
+    inject = faults((1, "between", 27), (0, "commit", 27))
+    for name in ("reference", "run"):
+        flags = ("--save", str(tmp_path / f"{name}-saved"), "--save-interval", "5")
+        jobs.append(_run(tmp_path / name, lm("saved", *flags), inject if name == "run" else ()))
+    check_same(jobs[1], jobs[0], printed=Printed.LAST_RANK)
+    check_fired(jobs[1], len(inject))
+    check_recovered(jobs[1], [0, 1])
+    saved = [sorted(p.name for p in (tmp_path / f"{name}-saved").rglob("*")) for name in ("reference", "run")]
+    assert "iter_0000012" in saved[0] and saved[0] == saved[1]
+
+
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_death_in_an_evaluation(victim: int, tmp_path: Path, reference: Reference) -> None:
     """While it computes, Megatron validates no results. Afterwards all ranks do so again: that communicates."""

@@ -65,9 +65,9 @@ $(BIN)/.frameworks-done: $(BIN)/.setup-done
 	@$(PIP) -c constraints.txt --editable '.[test,deepspeed,megatron,trainer]'
 	@touch $@
 
-test: setup $(BIN)/.frameworks-done lint  ## set up, check the code, run the tests (about 40 minutes)
+test: setup $(BIN)/.frameworks-done lint  ## set up, check the code, run the tests (about half an hour)
 	$(BIN)/python -m pytest -n auto --maxprocesses=8 --durations=5 $(PYTEST_ARGS) tests/unit || test $$? -eq 5  # none chosen
-	$(BIN)/python -m pytest --ignore=tests/unit --durations=15 $(PYTEST_ARGS)
+	$(BIN)/python -m pytest --ignore=tests/unit -n 2 --dist loadfile --durations=15 $(PYTEST_ARGS)
 
 test-asan: setup  ## the tests of the groups, the C++ built with AddressSanitizer: nothing of ours is reported
 	$(BIN)/python -m tests.sanitizers address $(PYTEST_ARGS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
@@ -36,7 +37,7 @@ def attach(model: Any, optimizer: Any, scheduler: Any = None, **settings: Any) -
     """
     chunks = list(model) if isinstance(model, Sequence) else [model]
     recovery = init(**settings)
-    recovery.take_framework_batch(batch_of)
+    recovery.take_framework_batch(partial(batch_of, chunks))
     if not recovery.enabled:
         recovery.register(model=chunks[0])
         return recovery

@@ -74,13 +74,13 @@ class ProtectedLoop:
         chunks, optimizer, scheduler = made
         if optimizer is not None:
             elastic = self._recovery.elastic is not None
-            self._elastic = ElasticLoop(self._args, self._recovery, computing=computing()) if elastic else None
+            self._elastic = ElasticLoop(self._args, self._recovery, chunks, computing=computing()) if elastic else None
             groups = membership(chunks, optimizer) if elastic else None
             if self._recovery.replan is not None:
                 replan.check_model(chunks)
                 replan.check_late(self._args)
                 replan.begin(self._args)
-                self._elastic = ElasticLoop(self._args, self._recovery, besides=replan.started_with(self._args))
+                self._elastic = ElasticLoop(self._args, self._recovery, chunks, besides=replan.started_with(self._args))
                 self._layouts = LayoutLoop(self._args, self._elastic)
             adapter = adapter_for(chunks, optimizer, scheduler, membership=groups)
             self._objects = (chunks, optimizer, scheduler)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -172,7 +173,8 @@ class ProtectedLoop:
         elastic, layouts = self._elastic, self._layouts
 
         def body() -> None:
-            self._original["evaluate_and_print_results"](*args, **kwargs)
+            with kept_functions(self._objects[0][0].config if self._objects else None):
+                self._original["evaluate_and_print_results"](*args, **kwargs)
             if elastic is not None:
                 elastic.evaluated()
             if layouts is not None:
@@ -276,6 +278,19 @@ class ProtectedLoop:
         if given(self._args, "digest") and self._objects is not None:
             print(f"digest rank={self._args.rank} {state_digest(*self._objects)}", flush=True)
         return returned
+
+
+@contextmanager
+def kept_functions(config: Any) -> Iterator[None]:
+    """The interleaved schedule puts aside how gradients are reduced and parameters gathered while it only goes forward,
+    and leaves it so where it is cut short: then survivors would train in another way than replacements."""
+    names = [name for name in ("grad_sync_func", "param_sync_func") if hasattr(config, name)]
+    kept = {name: getattr(config, name) for name in names}
+    try:
+        yield
+    finally:
+        for name, function in kept.items():
+            setattr(config, name, function)
 
 
 def _reduces_losses(settings: Any) -> bool:

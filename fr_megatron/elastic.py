@@ -52,8 +52,20 @@ def tied_to_size(chunks: Sequence[Any], optimizer: Any) -> Iterator[str]:
     distributed = any(chunk.ddp_config.use_distributed_optimizer for chunk in chunks)
     if distributed and several(inner_optimizers(optimizer)):
         yield "several distributed optimizers (allowed: one, and one of experts)"
+    if len(chunks) > 1:
+        yield from _of_several(chunks)
     yield from _of_layout()
     yield from of_calculator()
+
+
+def _of_several(chunks: Sequence[Any]) -> Iterator[str]:
+    """What has not been tried with virtual stages."""
+    from megatron.core import parallel_state as state
+
+    if any(getattr(chunk.config, "num_moe_experts", None) for chunk in chunks):
+        yield "MoE layers in several model chunks (virtual pipelines; allowed: dense layers)"
+    if (context := state.get_context_parallel_world_size()) > 1:
+        yield f"context_parallel_size = {context} with several model chunks (virtual pipelines; allowed: 1)"
 
 
 def _of_chunk(chunk: Any) -> Iterator[str]:

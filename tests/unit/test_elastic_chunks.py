@@ -219,3 +219,46 @@ def test_parameters_of_chunks_have_names_and_places_of_their_own() -> None:
         "0.w1/weights": weights_name(0, "dense", 0, 3, "stand=1"),
         "2.w0/weights": weights_name(2, "dense", 0, 3, "stand=1"),
     }
+
+
+@pytest.mark.parametrize(
+    ("experts", "context", "chunks", "refused"),
+    [
+        (None, 1, 2, []),
+        (4, 2, 1, []),
+        (4, 1, 2, ["MoE layers in several model chunks"]),
+        (None, 2, 2, ["context_parallel_size = 2 with several model chunks"]),
+    ],
+)
+def test_what_has_not_been_tried_with_several(
+    experts: int | None, context: int, chunks: int, refused: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = pytest.importorskip("megatron.core.parallel_state")
+    monkeypatch.setattr(state, "get_context_parallel_world_size", lambda: context)
+    for name in ("_of_chunk", "_of_layout", "of_calculator"):
+        monkeypatch.setattr(elastic, name, lambda *_: iter(()))
+
+    class DistributedDataParallel:
+        ddp_config = SimpleNamespace(use_distributed_optimizer=False)
+        config = SimpleNamespace(num_moe_experts=experts)
+
+    found = list(elastic.tied_to_size([DistributedDataParallel()] * chunks, None))
+    assert [text.partition(" (virtual")[0] for text in found] == refused
+
+
+def test_each_stage_of_the_whole_model_draws_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A chunk of two ranks with two chunks each draws what its stage draws on four ranks."""
+    state = pytest.importorskip("megatron.core.parallel_state")
+    monkeypatch.setattr(state, "get_tensor_model_parallel_rank", lambda: 0)
+
+    def drawn(ranks: int) -> list[float]:
+        monkeypatch.setattr(state, "get_pipeline_model_parallel_world_size", lambda: ranks)
+        found = []
+        for stage in range(4):
+            monkeypatch.setattr(state, "get_pipeline_model_parallel_rank", lambda stage=stage: stage % ranks)
+            torch.manual_seed(9)
+            elastic.seed_tracked(9, stage // ranks)
+            found.append(float(torch.rand(1)))
+        return found
+
+    assert drawn(2) == drawn(4) and len({*drawn(2)}) == 4

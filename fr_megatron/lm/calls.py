@@ -21,6 +21,7 @@ from fr_megatron.lm.elastic_loop import ElasticLoop, check_flag
 from fr_megatron.lm.loading import as_at_the_launch
 from fr_megatron.lm.replan import LayoutLoop
 from fr_megatron.lm.state import NOTHING, LMLoop, LMLoopAdapter
+from fr_megatron.own_loop import PUT_ASIDE
 from fr_megatron.replicas import computing
 from fr_megatron.support import check_inside
 
@@ -284,7 +285,7 @@ class ProtectedLoop:
 def kept_functions(config: Any) -> Iterator[None]:
     """The interleaved schedule puts aside how gradients are reduced and parameters gathered while it only goes forward,
     and leaves it so where it is cut short: then survivors would train in another way than replacements."""
-    names = [name for name in ("grad_sync_func", "param_sync_func") if hasattr(config, name)]
+    names = [name for name in PUT_ASIDE if hasattr(config, name)]
     kept = {name: getattr(config, name) for name in names}
     try:
         yield

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from itertools import chain
 from types import SimpleNamespace
 from typing import Any
 
@@ -77,6 +78,44 @@ def test_one_chunk_twice_is_not_both(monkeypatch: pytest.MonkeyPatch) -> None:
         drained(batches, 0, 1)
     with pytest.raises(RegistrationError, match=r"for model chunks \[0\]"):
         batches.refuse_unread(0)
+
+
+@pytest.mark.parametrize("taken", ["all", "one ahead", "one chunk", "each in its turn", "unseen"])
+def test_micro_batches_that_are_taken_before_they_are_computed(taken: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The streams are seeded when a micro-batch is handed out; the last one's would be drawn from for all of them."""
+    chunks = [torch.nn.Identity(), torch.nn.Identity()]
+    batches = made(monkeypatch, (0, 2), forwards=elastic.Forwards(chunks))
+    for step in (0, 1):
+        batches.begin(step)
+        turns: list[Any] = [batches.of(step, chunk) for chunk in (0, 1)]
+        if taken == "all":
+            turns = [iter(list(turn)) for turn in turns]
+        elif taken == "one chunk":
+            turns[1] = iter(list(turns[1]))
+        elif taken == "one ahead":
+            turns[0] = chain([next(turns[0]), next(turns[0])], turns[0])
+        compute = (lambda *_: None) if taken == "unseen" else lambda _, chunk, own=turns: chunks[chunk](next(own[chunk]))
+        interleaved(compute, 0, 2, 2)
+        if taken == "unseen":
+            for turn in turns:
+                list(turn)
+        if taken in ("each in its turn", "unseen"):
+            batches.refuse_unread(step)
+        else:
+            with pytest.raises(RegistrationError, match="before it computed the one before"):
+                batches.refuse_unread(step)
+
+
+def test_an_attempt_that_was_cut_short_says_nothing_of_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    chunks = [torch.nn.Identity()]
+    batches = made(monkeypatch, (0, 2), forwards=elastic.Forwards(chunks), chunks=1)
+    batches.begin(0)
+    turns = batches.of(0)
+    next(turns), next(turns)
+    batches.begin(0)
+    for batch in batches.of(0):
+        chunks[0](batch)
+    batches.refuse_unread(0)
 
 
 @pytest.mark.parametrize("chunk", [-1, 2])

@@ -55,6 +55,7 @@ class FrameworkBatch:
         computing: how many ranks of a replica have micro-batches of their own (expert parallelism).
         chunks: model chunks on a rank, each of which goes through all of its micro-batches (virtual pipelines).
         runs: says of a number of micro-batches whether a schedule can compute so many on a rank; None: any.
+        forwards: how many forward passes of the model (of any chunk) have begun so far; None: it is not counted.
     """
 
     global_batch: int | None
@@ -66,6 +67,7 @@ class FrameworkBatch:
     computing: int = 1
     chunks: int = 1
     runs: Callable[[int], bool] | None = None
+    forwards: Callable[[], int] | None = None
 
 
 @dataclass(frozen=True)
@@ -171,6 +173,10 @@ class ElasticBatches:
         self._replicas = None if own is None else own.replicas
         self._computing, self._chunks = (1, 1) if own is None else (own.computing, own.chunks)
         self._runs = None if own is None else own.runs
+        self._forwards = None if own is None else own.forwards
+        self._began = 0  # forward passes when the step began
+        self._seen: dict[int, int] = {}  # ... and when each chunk got its last micro-batch
+        self._ahead = False  # a micro-batch has been handed out before the one before it was computed
         self._group: dist.ProcessGroup | None = None
         self._looked = False  # for that group, for the last time
         self._shape = {"global_batch": global_batch, "micro_batch": micro_batch, "seed": seed, "shuffle": shuffle}
@@ -250,6 +256,8 @@ class ElasticBatches:
     def begin(self, step: int) -> None:
         """A step is handed out: what it draws outside of its micro-batches is the same on all replicas, too."""
         self._through.clear()
+        self._seen.clear()
+        self._ahead, self._began = False, self._forwards() if self._forwards is not None else 0
         if not self._looked:  # all models are known now
             self._place()
             self._looked = True
@@ -265,6 +273,13 @@ class ElasticBatches:
                 f"step {step} has not gone through its micro-batches{of_chunks}: in an elastic job each step takes its "
                 "samples from `for batch in batches.of(step):` inside of `with step:`, to the end, and from nowhere "
                 "else"
+            )
+        # A model that is never seen to go forward (its class goes another way) says nothing.
+        if self._ahead and self._forwards is not None and self._forwards() > self._began:
+            raise RegistrationError(
+                f"step {step} has taken a micro-batch of a model chunk before it computed the one before (in a list, or "
+                "ahead of time): the random streams are seeded as each of them is handed out, so in an elastic job "
+                "each is computed before the next one is taken"
             )
 
     def division(self) -> BatchDivision:
@@ -302,6 +317,10 @@ class ElasticBatches:
                 model.require_backward_grad_sync = last
             elif communicates(model):
                 model.set_requires_gradient_sync(last)
+        if self._forwards is not None:
+            now = self._forwards()
+            self._ahead |= self._seen.get(chunk) == now
+            self._seen[chunk] = now
         number, positions = turn.number, turn.positions
         self._seed_all(stream_seed(self._seed, self._first_step + step, number), chunk)
         data = self._collate([self._dataset[self._order.sample(position)] for position in positions])

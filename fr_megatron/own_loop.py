@@ -36,8 +36,8 @@ class OwnLoop:
         self._functions: list[dict[str, Any]] = []
 
     def capture_common(self) -> dict[str, Any]:
-        """The state at a step boundary. Timers, functions and losses for the log are only remembered here: they are this
-        process's own."""
+        """The state at a step boundary. Timers, functions and losses for the log are only remembered here: they are
+        this process's own."""
         self._sums = trackers.save()
         self._running = frozenset(name for name, timer in self._timers().items() if timer._started)
         self._functions = [{name: getattr(config, name, None) for name in PUT_ASIDE} for config in self._configs()]

@@ -94,11 +94,13 @@ def test_micro_batches_that_are_taken_before_they_are_computed(taken: str, monke
             turns[1] = iter(list(turns[1]))
         elif taken == "one ahead":
             turns[0] = chain([next(turns[0]), next(turns[0])], turns[0])
-        compute = (lambda *_: None) if taken == "unseen" else lambda _, chunk, own=turns: chunks[chunk](next(own[chunk]))
+
+        def compute(_: int, chunk: int, turns: Any = turns) -> None:
+            batch = next(turns[chunk])
+            if taken != "unseen":
+                chunks[chunk](batch)
+
         interleaved(compute, 0, 2, 2)
-        if taken == "unseen":
-            for turn in turns:
-                list(turn)
         if taken in ("each in its turn", "unseen"):
             batches.refuse_unread(step)
         else:

@@ -277,8 +277,8 @@ class ElasticBatches:
         # A model that is never seen to go forward (its class goes another way) says nothing.
         if self._ahead and self._forwards is not None and self._forwards() > self._began:
             raise RegistrationError(
-                f"step {step} has taken a micro-batch of a model chunk before it computed the one before (in a list, or "
-                "ahead of time): the random streams are seeded as each of them is handed out, so in an elastic job "
+                f"step {step} has taken a micro-batch of a model chunk before it computed the one before (in a list, "
+                "or ahead of time): the random streams are seeded as each of them is handed out, so in an elastic job "
                 "each is computed before the next one is taken"
             )
 

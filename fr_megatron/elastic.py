@@ -59,13 +59,19 @@ def tied_to_size(chunks: Sequence[Any], optimizer: Any) -> Iterator[str]:
 
 
 def _of_several(chunks: Sequence[Any]) -> Iterator[str]:
-    """What has not been tried with virtual stages."""
+    """What has not been tried with virtual stages, or computes something else in silence."""
     from megatron.core import parallel_state as state
 
     if any(getattr(chunk.config, "num_moe_experts", None) for chunk in chunks):
         yield "MoE layers in several model chunks (virtual pipelines; allowed: dense layers)"
     if (context := state.get_context_parallel_world_size()) > 1:
         yield f"context_parallel_size = {context} with several model chunks (virtual pipelines; allowed: 1)"
+    if state.get_pipeline_model_parallel_world_size() == 2 and getattr(chunks[0].config, "batch_p2p_comm", False):
+        # Both neighbours are one rank, and the schedule sends to both in one batch. Megatron-LM refuses it, too.
+        yield (
+            "batch_p2p_comm with two pipeline ranks and several model chunks (virtual pipelines), where activations "
+            "and gradients are taken for each other (allowed: overlap_p2p_comm)"
+        )
 
 
 def _of_chunk(chunk: Any) -> Iterator[str]:

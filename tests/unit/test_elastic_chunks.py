@@ -263,25 +263,34 @@ def test_parameters_of_chunks_have_names_and_places_of_their_own() -> None:
 
 
 @pytest.mark.parametrize(
-    ("experts", "context", "chunks", "refused"),
+    ("experts", "context", "stages", "batched", "chunks", "refused"),
     [
-        (None, 1, 2, []),
-        (4, 2, 1, []),
-        (4, 1, 2, ["MoE layers in several model chunks"]),
-        (None, 2, 2, ["context_parallel_size = 2 with several model chunks"]),
+        (None, 1, 2, False, 2, []),
+        (None, 1, 4, True, 2, []),
+        (4, 2, 2, True, 1, []),
+        (4, 1, 2, False, 2, ["MoE layers in several model chunks"]),
+        (None, 2, 2, False, 2, ["context_parallel_size = 2 with several model chunks"]),
+        (None, 1, 2, True, 2, ["batch_p2p_comm with two pipeline ranks and several model chunks"]),
     ],
 )
 def test_what_has_not_been_tried_with_several(
-    experts: int | None, context: int, chunks: int, refused: list[str], monkeypatch: pytest.MonkeyPatch
+    experts: int | None,
+    context: int,
+    stages: int,
+    batched: bool,
+    chunks: int,
+    refused: list[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     state = pytest.importorskip("megatron.core.parallel_state")
     monkeypatch.setattr(state, "get_context_parallel_world_size", lambda: context)
+    monkeypatch.setattr(state, "get_pipeline_model_parallel_world_size", lambda: stages)
     for name in ("_of_chunk", "_of_layout", "of_calculator"):
         monkeypatch.setattr(elastic, name, lambda *_: iter(()))
 
     class DistributedDataParallel:
         ddp_config = SimpleNamespace(use_distributed_optimizer=False)
-        config = SimpleNamespace(num_moe_experts=experts)
+        config = SimpleNamespace(num_moe_experts=experts, batch_p2p_comm=batched)
 
     found = list(elastic.tied_to_size([DistributedDataParallel()] * chunks, None))
     assert [text.partition(" (virtual")[0] for text in found] == refused

@@ -183,7 +183,7 @@ class MegatronAdapter(TorchAdapter):
         for number, inner in enumerate(self._inner):
             expert = trains_experts(inner)
             found[expert] = OptimizerDivision(
-                *(self._chunks[0], inner, self._membership, wrapper.group(expert=expert), self._parts),
+                *(self._chunks, inner, self._membership, wrapper.group(expert=expert), self._parts),
                 partial(self._install, inner, expert, places),
                 expert=expert,
                 number=number,
@@ -212,9 +212,8 @@ class MegatronAdapter(TorchAdapter):
     ) -> None:
         """Go on with these parts of the dense parameters, or of the experts."""
         each, first = (places.each, places.first) if expert else (1, 0)
-        chunk = self._chunks[0]
-        reform(chunk, inner, self._membership, place, expert=expert, each=each)
-        fill(chunk, inner, tensors, description, layout, expert=expert)
+        reform(self._chunks, inner, self._membership, place, expert=expert, each=each)
+        fill(self._chunks, inner, tensors, description, layout, expert=expert)
         if isinstance(self._wrapper, Buckets):
             group = self._wrapper.group(expert=expert)
             self._wrapper.divided_for(DividedParameters(place, group, each, first), expert=expert)

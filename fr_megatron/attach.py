@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
 
 from flashrecovery import Recovery, init
 from flashrecovery.adapter import check_equal
-from fr_megatron.elastic import batch_of, membership
+from fr_megatron.elastic import Forwards, batch_of, membership
 from fr_megatron.support import check_inside
 
 
@@ -36,7 +37,9 @@ def attach(model: Any, optimizer: Any, scheduler: Any = None, **settings: Any) -
     """
     chunks = list(model) if isinstance(model, Sequence) else [model]
     recovery = init(**settings)
-    recovery.take_framework_batch(batch_of)
+    changes = recovery.elastic is not None or recovery.replan is not None
+    forwards = Forwards(chunks) if changes else None
+    recovery.take_framework_batch(partial(batch_of, chunks, forwards))
     if not recovery.enabled:
         recovery.register(model=chunks[0])
         return recovery

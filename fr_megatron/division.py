@@ -4,6 +4,7 @@ Parameters lie in flat buffers, which are cut into buckets. Which parameters are
 same in every size; how far a bucket is padded at its end depends on the size, and so does where the next one begins.
 Each rank has an equal range of every bucket: of the parameters in it, that part of what is stepped on, and of the
 optimizer's state. What the module computes with, the flat buffer, is on all ranks, with paddings that are of one size.
+Each model chunk of a rank (virtual pipelines) has buffers of its own, which are counted through all chunks here.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ class Stored:
     """A parameter in its buffer.
 
     Attributes:
-        buffer, bucket: their numbers.
+        buffer, bucket: their numbers; the buffer's through all chunks.
         start: its first element in the bucket.
         group: the optimizer's parameter group that it belongs to.
         wide: what is stepped on is the parameter itself, and no fp32 copy.
@@ -105,17 +106,26 @@ def state_of(number: int) -> str:
     return f"state{number}/" if number else "state/"
 
 
-def buffers_of(chunk: Any, *, expert: bool) -> Sequence[Any]:
-    """The flat buffers of its dense parameters, or of its experts."""
-    found: Sequence[Any] = chunk.expert_parallel_buffers if expert else chunk.buffers
-    return found
+def buffers_of(chunks: Sequence[Any], *, expert: bool) -> Sequence[Any]:
+    """The flat buffers of their dense parameters, or of their experts, in the order of the chunks."""
+    return [buffer for chunk in chunks for buffer in (chunk.expert_parallel_buffers if expert else chunk.buffers)]
 
 
-def layout_of(chunk: Any, membership: Mapping[str, int], *, expert: bool = False) -> FlatLayout:
-    """Of a chunk as it is now; ``membership``: of each trained parameter the optimizer's group, by its name."""
-    all_buffers = buffers_of(chunk, expert=expert)
-    names = {id(p): f"0.{name}" for name, p in chunk.named_parameters()}
-    multiple = math.lcm(_ALIGNMENT, _BANDWIDTH if chunk.ddp_config.pad_buckets_for_high_nccl_busbw else 1)
+def numbered_buffers(chunks: Sequence[Any], *, expert: bool) -> list[tuple[int, int]]:
+    """Of each of :func:`buffers_of` the number of its chunk, and its own in that."""
+    return [(at, own) for at, chunk in enumerate(chunks) for own in range(len(buffers_of([chunk], expert=expert)))]
+
+
+def names_of(chunks: Sequence[Any]) -> dict[int, str]:
+    """The names of all parameters, with the number of the chunk before them, by the parameters' identities."""
+    return {id(p): f"{at}.{name}" for at, chunk in enumerate(chunks) for name, p in chunk.named_parameters()}
+
+
+def layout_of(chunks: Sequence[Any], membership: Mapping[str, int], *, expert: bool = False) -> FlatLayout:
+    """Of chunks as they are now; ``membership``: of each trained parameter the optimizer's group, by its name."""
+    all_buffers = buffers_of(chunks, expert=expert)
+    names = names_of(chunks)
+    multiple = math.lcm(_ALIGNMENT, _BANDWIDTH if chunks[0].ddp_config.pad_buckets_for_high_nccl_busbw else 1)
     stored = [
         Stored(fqn, number, bucket, start - of_bucket, stop - start, membership[fqn], parameter.dtype == torch.float32)
         for number, buffer in enumerate(all_buffers)
@@ -127,7 +137,7 @@ def layout_of(chunk: Any, membership: Mapping[str, int], *, expert: bool = False
 
 
 class OptimizerDivision(RuledDivision):
-    """The division of one chunk's dense parameters, or of its experts, and their distributed optimizer.
+    """The division of all chunks' dense parameters, or of their experts, and their distributed optimizer.
 
     Args:
         group: what names say of those among whom the state is divided (:func:`.optimizers.group_text`).
@@ -139,7 +149,7 @@ class OptimizerDivision(RuledDivision):
 
     def __init__(
         self,
-        chunk: Any,
+        chunks: Sequence[Any],
         inner: Any,
         membership: Mapping[str, int],
         group: str,
@@ -150,9 +160,10 @@ class OptimizerDivision(RuledDivision):
         number: int = 0,
     ) -> None:
         self._state = state_of(number)
-        self._chunk, self._inner = chunk, inner
-        self._expert, self._buffers = expert, buffers_of(chunk, expert=expert)
-        self._layout = layout_of(chunk, membership, expert=expert)
+        self._chunks, self._inner = chunks, inner
+        self._expert, self._buffers = expert, buffers_of(chunks, expert=expert)
+        self._numbers = numbered_buffers(chunks, expert=expert)
+        self._layout = layout_of(chunks, membership, expert=expert)
         self._group = group
         self._shards = shards
         self._install = install
@@ -195,13 +206,13 @@ class OptimizerDivision(RuledDivision):
                 raise UnsupportedError(f"an elastic job with a distributed optimizer that has {what} than are known")
 
     def _starts(self) -> Iterator[tuple[str, int]]:
-        names = {id(p): f"0.{name}" for name, p in self._chunk.named_parameters()}
+        names = names_of(self._chunks)
         for buffer in self._buffers:
             for parameter, (start, _, _) in buffer.param_index_map.items():
                 yield names[id(parameter)], start
 
     def _held(self) -> Iterator[tuple[str, tuple[int, int]]]:
-        names = {id(p): f"0.{name}" for name, p in self._chunk.named_parameters()}
+        names = names_of(self._chunks)
         for parameter in self._inner.model_param_gbuf_map:
             part = self._inner._get_model_param_range_map(parameter)["param"]
             yield names[id(parameter)], (part.start, part.end)
@@ -245,12 +256,13 @@ class OptimizerDivision(RuledDivision):
             )
             yield of_place, dtype
         dtype = self._buffers[one.buffer].param_dtype
+        chunk, number = self._numbers[one.buffer]
         of_all = rules.TensorRule(
             one.fqn + WEIGHTS,
             shape=(one.length,),
             itemsize=dtype.itemsize,
             pattern=self._layout.in_buffer(one),
-            shard=weights_beginning(0, "expert" if self._expert else "dense", one.buffer),
+            shard=weights_beginning(chunk, "expert" if self._expert else "dense", number),
             key=DATA,
             naming=rules.Naming.SIZE,
             suffix=self._group,

@@ -9,7 +9,7 @@ buffers and buckets         the (expert-)data-parallel size, and the factor of t
                             data-parallel one, of experts, too
 attention                   Transformer Engine's: the ranks of its context-parallel peers
 micro-batch calculator      micro-batches on a replica
-tracked random streams      seeded anew for each micro-batch, as torch's own are
+tracked random streams      seeded anew for each micro-batch and model chunk, as torch's own are
 ==========================  ====================================================================================
 
 Buckets without the distributed optimizer are the same in every size (but ``bucket_size`` of Megatron's own choice
@@ -18,7 +18,8 @@ follows the size of the launch, from 41 ranks on).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,7 +28,7 @@ import xxhash
 
 from flashrecovery.adapter import FrameworkBatch, union
 from fr_megatron.capabilities import FOLLOWED, REFORM
-from fr_megatron.division import buffers_of
+from fr_megatron.division import buffers_of, names_of
 from fr_megatron.layout import is_expert
 from fr_megatron.optimizers import inner_optimizers, trains_experts
 from fr_megatron.replicas import computing, data_parallel_group, sharers, unknown_replicas
@@ -49,12 +50,28 @@ def tied_to_size(chunks: Sequence[Any], optimizer: Any) -> Iterator[str]:
             return
     yield from dict.fromkeys(name for chunk in chunks for name in _of_chunk(chunk))
     distributed = any(chunk.ddp_config.use_distributed_optimizer for chunk in chunks)
+    if distributed and several(inner_optimizers(optimizer)):
+        yield "several distributed optimizers (allowed: one, and one of experts)"
     if len(chunks) > 1:
-        yield "several model chunks (a virtual pipeline; allowed: one)"
-    if distributed and (len(chunks) > 1 or several(inner_optimizers(optimizer))):
-        yield "the distributed optimizer of several model chunks, or several ones (allowed: one, and one of experts)"
+        yield from _of_several(chunks)
     yield from _of_layout()
     yield from of_calculator()
+
+
+def _of_several(chunks: Sequence[Any]) -> Iterator[str]:
+    """What has not been tried with virtual stages, or computes something else in silence."""
+    from megatron.core import parallel_state as state
+
+    if any(getattr(chunk.config, "num_moe_experts", None) for chunk in chunks):
+        yield "MoE layers in several model chunks (virtual pipelines; allowed: dense layers)"
+    if (context := state.get_context_parallel_world_size()) > 1:
+        yield f"context_parallel_size = {context} with several model chunks (virtual pipelines; allowed: 1)"
+    if state.get_pipeline_model_parallel_world_size() == 2 and getattr(chunks[0].config, "batch_p2p_comm", False):
+        # Both neighbours are one rank, and the schedule sends to both in one batch. Megatron-LM refuses it, too.
+        yield (
+            "batch_p2p_comm with two pipeline ranks and several model chunks (virtual pipelines), where activations "
+            "and gradients are taken for each other (allowed: overlap_p2p_comm)"
+        )
 
 
 def _of_chunk(chunk: Any) -> Iterator[str]:
@@ -104,24 +121,60 @@ def of_calculator() -> Iterator[str]:
         yield "decrease_batch_size_if_needed, with which the global batch follows the number of ranks"
 
 
-def batch_of() -> FrameworkBatch:
+class Forwards:
+    """Counts the forward passes of all chunks as they begin."""
+
+    def __init__(self, chunks: Sequence[Any]) -> None:
+        self._begun = 0
+        for chunk in chunks:
+            chunk.register_forward_pre_hook(self._begins)
+
+    def _begins(self, *_: Any) -> None:
+        self._begun += 1
+
+    def __call__(self) -> int:
+        return self._begun
+
+
+def batch_of(chunks: Sequence[Any], forwards: Callable[[], int] | None = None) -> FrameworkBatch:
     """The global batch and the micro-batch of the calculator, if the script has one. Schedules divide by the number of
     micro-batches on a replica, so all of them have as many."""
     calculator = _calculator()
     common: dict[str, Any] = {"counted": True, "seed": seed_tracked, "replicas": data_parallel_group}
-    common["computing"] = computing()
+    common |= {"computing": computing(), "chunks": len(chunks), "runs": schedule_of(chunks), "forwards": forwards}
     if calculator is None or list(of_calculator()):  # which is refused
         return FrameworkBatch(None, None, **common)
     return FrameworkBatch(calculator.current_global_batch_size, calculator.micro_batch_size, **common)
 
 
-def seed_tracked(seed: int) -> None:
+def schedule_of(chunks: Sequence[Any]) -> Callable[[int], bool] | None:
+    """Of a rank with these model chunks: says of a number of micro-batches whether its schedule can compute so many.
+    None: any."""
+    from megatron.core import parallel_state
+
+    if len(chunks) == 1:
+        return None
+    stages = parallel_state.get_pipeline_model_parallel_world_size()
+    return partial(interleaves, chunks[0].config.microbatch_group_size_per_vp_stage, stages)
+
+
+def interleaves(at_once: int, stages: int, micro_batches: int) -> bool:
+    """Whether the interleaved schedule can compute so many micro-batches on ``stages`` pipeline ranks. It takes turns
+    between the chunks after ``at_once`` of them; a last, smaller run has to keep all ranks busy
+    (``forward_backward_pipelining_with_interleaving`` in megatron-core 0.16)."""
+    last = micro_batches % at_once
+    return stages <= at_once <= micro_batches and (not last or last >= stages)
+
+
+def seed_tracked(seed: int, chunk: int = 0) -> None:
     """Seed the streams that Megatron tracks, each in its own way. As with Megatron's own seeds, pipeline stages draw
-    other numbers, and tensor-parallel ranks in those streams that are for that."""
+    other numbers, and tensor-parallel ranks in those streams that are for that. Each model chunk of a rank is a stage
+    of the whole model by itself, which are counted as Megatron lays them out."""
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel import random as module
 
-    if stage := parallel_state.get_pipeline_model_parallel_rank():
+    ranks = parallel_state.get_pipeline_model_parallel_world_size()
+    if stage := chunk * ranks + parallel_state.get_pipeline_model_parallel_rank():
         seed = _mixed(f"stage {stage}", seed)
         torch.manual_seed(seed)
     part = parallel_state.get_tensor_model_parallel_rank()
@@ -138,20 +191,19 @@ def _mixed(name: str, seed: int) -> int:
 
 
 def membership(chunks: Sequence[Any], optimizer: Any) -> dict[str, int]:
-    """Of all parameters that the distributed optimizers of one chunk train the numbers of their groups; a collective,
+    """Of all parameters that the distributed optimizers of the chunks train the numbers of their groups; a collective,
     because a rank knows only those of its own parts. Empty where nothing could be divided otherwise."""
     mine: list[str] = []
-    wrapped = len(chunks) == 1 and hasattr(chunks[0], "expert_parallel_buffers")
+    wrapped = all(hasattr(chunk, "expert_parallel_buffers") for chunk in chunks)
     peers = {expert: sharers(chunks[0], expert=expert) for expert in (False, True)} if wrapped else {}
     # Other slices, other stages and other experts have parameters of the same names.
     whose = {expert: f"{expert:d} {min(some)} " for expert, some in peers.items()}
     inner = inner_optimizers(optimizer)
     if wrapped and not several(inner) and all(hasattr(one, "model_param_group_index_map") for one in inner):
-        known = {id(p): (f"0.{name}", is_expert(p)) for name, p in chunks[0].named_parameters()}
+        known = names_of(chunks)
         for one in inner:
             for parameter, (group, _) in one.model_param_group_index_map.items():
-                name, expert = known[id(parameter)]
-                mine.append(f"{whose[expert]}{group} {name}")
+                mine.append(f"{whose[is_expert(parameter)]}{group} {known[id(parameter)]}")
     beginnings = tuple(whose.values())
     ours = (line for line in union(mine) if beginnings and line.startswith(beginnings))
     return {name: int(group) for _, _, group, name in (line.split(" ", 3) for line in ours)}
@@ -186,7 +238,7 @@ def resize(chunks: Sequence[Any], lists: Mapping[str, Sequence[int]]) -> None:
         size, each = chunk.dp_cp_group.size(), chunk.dp_cp_group.size() // chunk.expt_dp_group.size()
         for expert in (False, True):
             factor = scaling(chunk, size, each if expert else 1)
-            for buffer in buffers_of(chunk, expert=expert):
+            for buffer in buffers_of([chunk], expert=expert):
                 buffer.data_parallel_world_size = buffer.data_parallel_group.size()
                 for scaled in (buffer, *buffer.buckets):
                     scaled.gradient_scaling_factor = factor

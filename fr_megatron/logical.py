@@ -1,8 +1,9 @@
 """Megatron's state in words that hold for every layout: which boxes of which whole tensors each shard of a rank is.
 
 Megatron itself says where each of a rank's parameters lies in the whole model (``sharded_state_dict``): layers are
-counted through all stages, rows through all tensor ranks, and a gated MLP's weight is two pieces. What is stepped on
-lies where its parameter does, but that the distributed optimizer has a range of it, flattened (:mod:`.pieces`).
+counted through all stages (and virtual ones), rows through all tensor ranks, and a gated MLP's weight is two pieces.
+What is stepped on lies where its parameter does, but that the distributed optimizer has a range of it, flattened
+(:mod:`.pieces`).
 
 =====================  ===============================================================================================
 shard                  its logical tensors
@@ -135,8 +136,6 @@ class MegatronLogical(LogicalState):
         """Raises UnsupportedError: what cannot be laid out otherwise, by name."""
         if CHECKPOINTS.way is None:
             raise UnsupportedError(f"another layout with this Megatron, which lacks {'; '.join(CHECKPOINTS.missing())}")
-        if len(self._chunks) > 1:
-            raise UnsupportedError("another layout with virtual pipeline stages: one model chunk on a rank is allowed")
         for name in of_calculator():
             raise UnsupportedError(f"another layout with {name}")
         for chunk in self._chunks:

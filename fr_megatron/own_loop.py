@@ -7,6 +7,9 @@ forward pre-hooks        with ``overlap_param_gather``: taken away for an evalua
 losses for the log       what layers sum up until the script reports it (:mod:`fr_megatron.trackers`): a survivor goes
                          back, a replacement begins with none
 timers                   one that was running in an interrupted step would refuse to be started again
+reduction of gradients   the interleaved schedule puts aside who begins it (``grad_sync_func``) while it only goes
+                         forward, and leaves it so where an evaluation is cut short: survivors would reduce in
+                         another order than replacements
 =======================  ========================================================================================
 """
 
@@ -19,6 +22,9 @@ from flashrecovery.adapter import plain_fields
 from fr_megatron import trackers
 from fr_megatron.elastic import resize_calculator
 
+PUT_ASIDE = ("grad_sync_func", "param_sync_func")
+"""Of the model's configuration: what the interleaved schedule puts aside."""
+
 
 class OwnLoop:
     """What one script's own loop keeps in Megatron's objects. ``chunks``: its model chunks."""
@@ -27,12 +33,14 @@ class OwnLoop:
         self._chunks = chunks
         self._running: frozenset[str] = frozenset()
         self._sums: dict[str, trackers.Entry] = {}
+        self._functions: list[dict[str, Any]] = []
 
     def capture_common(self) -> dict[str, Any]:
-        """The state at a step boundary. Timers and losses for the log are only remembered here: they are this process's
-        own."""
+        """The state at a step boundary. Timers, functions and losses for the log are only remembered here: they are
+        this process's own."""
         self._sums = trackers.save()
         self._running = frozenset(name for name, timer in self._timers().items() if timer._started)
+        self._functions = [{name: getattr(config, name, None) for name in PUT_ASIDE} for config in self._configs()]
         return {
             # Not the rank, by which it chooses who logs: the only field that is each rank's own.
             "micro_batches": {k: v for k, v in plain_fields(_calculator()).items() if k != "rank"},
@@ -55,6 +63,13 @@ class OwnLoop:
         trackers.load(self._sums)
         for name, timer in self._timers().items():
             timer._started = name in self._running
+        for config, functions in zip(self._configs(), self._functions, strict=False):  # none in a replacement
+            for name, function in functions.items():
+                if function is not None and getattr(config, name) is None:
+                    setattr(config, name, function)
+
+    def _configs(self) -> list[Any]:
+        return [chunk.config for chunk in self._chunks if hasattr(chunk, "config")]
 
     def _timers(self) -> dict[str, Any]:
         """The timers of Megatron's own schedules and of the script, without stand-ins that measure nothing."""

@@ -16,30 +16,31 @@ import torch
 from flashrecovery.adapter import DivisionPlace, give_up_state, hand_over_state, settle_state
 from fr_megatron import elastic
 from fr_megatron.buckets import bucket_groups
-from fr_megatron.division import PARAM, WEIGHTS, FlatLayout, buffers_of
+from fr_megatron.division import PARAM, WEIGHTS, FlatLayout, buffers_of, names_of
 from fr_megatron.layout import is_expert
 from fr_megatron.optimizers import pairs
 
 
 def reform(
-    chunk: Any, inner: Any, membership: Mapping[str, int], place: DivisionPlace, *, expert: bool, each: int
+    chunks: Sequence[Any], inner: Any, membership: Mapping[str, int], place: DivisionPlace, *, expert: bool, each: int
 ) -> None:
-    """Build the buffers of ``chunk``, of its dense parameters or its experts, and their optimizer ``inner`` for this
-    ``place``. No communication. ``each``: so many data-parallel ranks have the experts together.
+    """Build the buffers of all ``chunks``, of their dense parameters or their experts, and their optimizer ``inner``
+    for this ``place``. No communication. ``each``: so many data-parallel ranks have the experts together.
 
     It need not be the one in the process groups: a replacement takes on the division that the others have before all of
     them go over to another one. So the place stands for the group while they are built."""
     basic = inner.optimizer
     for _, main in pairs(inner):
         give_up_state(basic, main)
-    buffers = buffers_of(chunk, expert=expert)
-    factor = elastic.scaling(chunk, place.size() * each, each if expert else 1)
-    for buffer in buffers:
-        _rebuild(chunk, buffer, place, factor)
-    _regroup(buffers, chunk.expert_parallel_bucket_groups if expert else chunk.bucket_groups)
-    trained = {
-        f"0.{name}": p for name, p in chunk.named_parameters() if f"0.{name}" in membership and is_expert(p) == expert
-    }
+    for chunk in chunks:
+        buffers = buffers_of([chunk], expert=expert)
+        factor = elastic.scaling(chunk, place.size() * each, each if expert else 1)
+        for buffer in buffers:
+            _rebuild(chunk, buffer, place, factor)
+        _regroup(buffers, chunk.expert_parallel_bucket_groups if expert else chunk.bucket_groups)
+    names = names_of(chunks)
+    parameters = {names[id(p)]: p for chunk in chunks for p in chunk.parameters()}
+    trained = {fqn: p for fqn, p in parameters.items() if fqn in membership and is_expert(p) == expert}
     for number, group in enumerate(basic.param_groups):
         group["params"] = [p for fqn, p in trained.items() if membership[fqn] == number]
     type(inner).__init__(
@@ -51,9 +52,9 @@ def reform(
         data_parallel_group_idx=inner.data_parallel_group_idx,
         distributed_optimizer_instance_id=inner.distributed_optimizer_instance_id,
     )
-    for buffer in buffers:
+    for buffer in buffers_of(chunks, expert=expert):
         buffer.data_parallel_group = inner.data_parallel_group
-    for group in bucket_groups([chunk], [inner]):
+    for group in bucket_groups(chunks, [inner]):
         if group.intra_distributed_optimizer_instance_group is place:
             group.intra_distributed_optimizer_instance_group = inner.data_parallel_group
 
@@ -93,7 +94,7 @@ def _regroup(buffers: Sequence[Any], bucket_groups: Sequence[Any]) -> None:
 
 
 def fill(
-    chunk: Any,
+    chunks: Sequence[Any],
     inner: Any,
     tensors: Mapping[str, torch.Tensor],
     description: Mapping[str, Any],
@@ -103,9 +104,9 @@ def fill(
 ) -> None:
     """Put what was prepared into an optimizer that has just been built in this size."""
     basic = inner.optimizer
-    names = {id(p): f"0.{name}" for name, p in chunk.named_parameters()}
+    names = names_of(chunks)
     with torch.no_grad():
-        for number, buffer in enumerate(buffers_of(chunk, expert=expert)):
+        for number, buffer in enumerate(buffers_of(chunks, expert=expert)):
             flat = next(tensors[one.fqn + WEIGHTS] for one in layout.stored if one.buffer == number)
             buffer.param_data.copy_(flat)
         of = {names[id(model)]: main for model, main in pairs(inner)}

@@ -127,8 +127,9 @@ def model_config(args: argparse.Namespace) -> TransformerConfig:
         persist_layer_norm=False,
         apply_rope_fusion=False,
         attention_softmax_in_fp32=True,
-        batch_p2p_comm=True,
-        overlap_p2p_comm=False,
+        # In one batch, two pipeline ranks with virtual stages would take each other's activations for gradients.
+        batch_p2p_comm=args.num_virtual_stages_per_pipeline_rank is None,
+        overlap_p2p_comm=args.num_virtual_stages_per_pipeline_rank is not None,
         **more,
     )
 

@@ -16,6 +16,7 @@ def install() -> None:
     _norm()
     _attention()
     _gradient_division()
+    _sends()
 
 
 def _random_streams() -> None:
@@ -111,6 +112,25 @@ def _gradient_division() -> None:
         return original(grad_data, scaling_factor, unfused)
 
     patched.gradient_reduce_preprocessing = divided_before
+
+
+def _sends() -> None:
+    """``schedules.py`` frees what a pipeline stage has computed as soon as it has begun to send it (virtual stages).
+    The allocator of a GPU leaves the memory alone until it is sent; gloo reads what has come into its place. So a copy
+    is sent, which the handle holds."""
+    from megatron.core.pipeline_parallel import p2p_communication as module
+
+    patched: Any = module
+    original = patched._p2p_ops
+
+    def of_copies(
+        *, tensor_send_prev: torch.Tensor | None, tensor_send_next: torch.Tensor | None, **others: Any
+    ) -> Any:
+        prev = None if tensor_send_prev is None else tensor_send_prev.detach().clone()
+        following = None if tensor_send_next is None else tensor_send_next.detach().clone()
+        return original(tensor_send_prev=prev, tensor_send_next=following, **others)
+
+    patched._p2p_ops = of_copies
 
 
 def _positions(rank: int, ranks: int, half: int) -> torch.Tensor:

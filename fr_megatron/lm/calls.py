@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from fr_megatron.lm.elastic_loop import ElasticLoop, check_flag
 from fr_megatron.lm.loading import as_at_the_launch
 from fr_megatron.lm.replan import LayoutLoop
 from fr_megatron.lm.state import NOTHING, LMLoop, LMLoopAdapter
+from fr_megatron.own_loop import PUT_ASIDE
 from fr_megatron.replicas import computing
 from fr_megatron.support import check_inside
 
@@ -74,13 +76,13 @@ class ProtectedLoop:
         chunks, optimizer, scheduler = made
         if optimizer is not None:
             elastic = self._recovery.elastic is not None
-            self._elastic = ElasticLoop(self._args, self._recovery, computing=computing()) if elastic else None
+            self._elastic = ElasticLoop(self._args, self._recovery, chunks, computing=computing()) if elastic else None
             groups = membership(chunks, optimizer) if elastic else None
             if self._recovery.replan is not None:
                 replan.check_model(chunks)
                 replan.check_late(self._args)
                 replan.begin(self._args)
-                self._elastic = ElasticLoop(self._args, self._recovery, besides=replan.started_with(self._args))
+                self._elastic = ElasticLoop(self._args, self._recovery, chunks, besides=replan.started_with(self._args))
                 self._layouts = LayoutLoop(self._args, self._elastic)
             adapter = adapter_for(chunks, optimizer, scheduler, membership=groups)
             self._objects = (chunks, optimizer, scheduler)
@@ -172,7 +174,8 @@ class ProtectedLoop:
         elastic, layouts = self._elastic, self._layouts
 
         def body() -> None:
-            self._original["evaluate_and_print_results"](*args, **kwargs)
+            with kept_functions(self._objects[0][0].config if self._objects else None):
+                self._original["evaluate_and_print_results"](*args, **kwargs)
             if elastic is not None:
                 elastic.evaluated()
             if layouts is not None:
@@ -281,6 +284,19 @@ class ProtectedLoop:
         if given(self._args, "digest") and self._objects is not None:
             print(f"digest rank={self._args.rank} {state_digest(*self._objects)}", flush=True)
         return returned
+
+
+@contextmanager
+def kept_functions(config: Any) -> Iterator[None]:
+    """The interleaved schedule puts aside how gradients are reduced and parameters gathered while it only goes forward,
+    and leaves it so where it is cut short: then survivors would train in another way than replacements."""
+    names = [name for name in PUT_ASIDE if hasattr(config, name)]
+    kept = {name: getattr(config, name) for name in names}
+    try:
+        yield
+    finally:
+        for name, function in kept.items():
+            setattr(config, name, function)
 
 
 def _reduces_losses(settings: Any) -> bool:

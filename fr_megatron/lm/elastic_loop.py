@@ -8,13 +8,14 @@ micro-batch calculator      micro-batches on a replica (:func:`fr_megatron.elast
 the loop's own variable     it takes another number of micro-batches for a ramp-up of the batch size, of which it would
                             write a checkpoint, and which may only go up: where it compares, it sees the launch's
 loaders                     Megatron's sequential sampler hands out one global order, which is followed in any size
-random streams              seeded for each micro-batch, from the iteration and the micro-batch's number
+random streams              seeded for each micro-batch, from the iteration and the micro-batch's number, and the model
+                            chunk's
 ==========================  =======================================================================================
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import wraps
 from typing import Any
 
@@ -23,7 +24,7 @@ import torch.distributed as dist
 from flashrecovery import Recovery
 from flashrecovery.adapter import CallBatches
 from flashrecovery.errors import ConfigError
-from fr_megatron.elastic import resize_calculator, seed_tracked
+from fr_megatron.elastic import resize_calculator, schedule_of, seed_tracked
 from fr_megatron.lm.arguments import given
 from fr_megatron.lm.elastic_data import FollowingLoader
 
@@ -83,6 +84,7 @@ class ElasticLoop:
 
     Args:
         args: Megatron's, as the loop uses them.
+        chunks: the model chunks of this rank (several with a virtual pipeline).
         place: gives this rank's number among those that take samples of their own, and how many there are.
         computing: how many ranks of a replica do.
         besides: what has to be the same on all ranks besides the batch.
@@ -92,6 +94,7 @@ class ElasticLoop:
         self,
         args: Any,
         recovery: Recovery,
+        chunks: Sequence[Any],
         place: Callable[[], tuple[int, int]] = data_parallel_place,
         computing: int = 1,
         besides: Mapping[str, Any] | None = None,
@@ -99,6 +102,7 @@ class ElasticLoop:
         self._place = place
         self._args = args
         self._recovery = recovery
+        self._chunks = {id(chunk): number for number, chunk in enumerate(chunks)}
         self._batches = CallBatches(
             global_batch=args.global_batch_size,
             micro_batch=args.micro_batch_size,
@@ -106,6 +110,8 @@ class ElasticLoop:
             place=place,
             seed_framework=seed_tracked,
             computing=computing,
+            chunks=len(chunks),
+            runs=schedule_of(chunks),
             besides=besides,
         )
         recovery.take_batches(self._batches)
@@ -186,9 +192,9 @@ class ElasticLoop:
         """Make one step with ``forward``, Megatron's forward_step_func, which computes one micro-batch."""
 
         @wraps(forward)
-        def seeded(*args: Any, **kwargs: Any) -> Any:
-            self._batches.micro_batch()
-            return forward(*args, **kwargs)
+        def seeded(data_iterator: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+            self._batches.micro_batch(self._chunks[id(model)])
+            return forward(data_iterator, model, *args, **kwargs)
 
         self.set_positions(self.positions())  # an attempt that was cut short has read on
         self._batches.begin(iteration)

@@ -207,8 +207,11 @@ def test_in_the_very_first_step(training: Training, victim: int, tmp_path: Path)
 REFUSED: dict[str, tuple[tuple[str, ...], str]] = {
     "tensor": (("--tensor-model-parallel-size", "2"), "elastic.max = 2 is allowed"),
     "virtual": (
-        ("--pipeline-model-parallel-size", "2", "--num-virtual-stages-per-pipeline-rank", "2", "--layers", "4"),
-        "several model chunks (a virtual pipeline; allowed: one)",
+        (
+            *("--pipeline-model-parallel-size", "2", "--num-virtual-stages-per-pipeline-rank", "2", "--layers", "4"),
+            *("--num-experts", "4"),
+        ),
+        "MoE layers in several model chunks (virtual pipelines; allowed: dense layers)",
     ),
     "context": (("--context-parallel-size", "2"), "elastic.max = 4: 2 is allowed here, the replicas of the launch"),
     "experts": (

@@ -72,16 +72,20 @@ def start_calculator(args: argparse.Namespace) -> None:
         )
 
 
-def train_step(args: argparse.Namespace, state: State, turns: Any) -> Tensor:
+def train_step(args: argparse.Namespace, state: State, batches: Any, step: Any) -> Tensor:
     """One optimizer step; returns the sum of the losses of this replica's micro-batches."""
-    (chunk,) = state.chunks
-    chunk.zero_grad_buffer()
+    chunks = state.chunks
+    for chunk in chunks:
+        chunk.zero_grad_buffer()
     state.optimizer.zero_grad()
-    number = num_microbatches_calculator.get_num_microbatches() if args.mode == "calculator" else len(turns)
+    numbers = [0] * len(chunks) if args.mode == "same-chunk" else range(len(chunks))
+    turns = [batches.of(step, number) for number in numbers]
+    data = [(batch.data for batch in of_chunk) for of_chunk in turns]
+    number = num_microbatches_calculator.get_num_microbatches() if args.mode == "calculator" else len(turns[0])
     results = get_forward_backward_func()(
         forward_step_func=partial(pretrain_gpt.forward_step, device=torch.device("cpu"), pause_s=0.0),
-        data_iterator=(batch.data for batch in turns),
-        model=chunk,
+        data_iterator=data if len(chunks) > 1 else data[0],
+        model=chunks if len(chunks) > 1 else chunks[0],
         num_microbatches=number - (args.mode == "left-over"),
         seq_length=args.context,
         micro_batch_size=args.batch_size,
@@ -152,7 +156,7 @@ def main() -> None:
     for step in recovery.steps(args.steps - first):
         number = first + step.index
         with step:
-            total = train_step(args, state, batches.of(step))
+            total = train_step(args, state, batches, step)
             time.sleep(args.step_time / 1e3)
             size = dist.get_world_size()
             print(f"step={number} rank={dist.get_rank()} size={size} loss_hex={total.item().hex()}", flush=True)

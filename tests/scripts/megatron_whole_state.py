@@ -38,9 +38,10 @@ class State:
         )
         self.prefix = f"stage {stage} slice {tensor} " if whole > 1 else ""
         experts = f"experts {parallel_state.get_expert_model_parallel_rank()} "
+        of_chunk = [f"chunk {number} " if len(chunks) > 1 else "" for number in range(len(chunks))]
         named = [
-            (self.prefix + (experts if is_expert(p) else "") + name, p)
-            for chunk in chunks
+            (self.prefix + at + (experts if is_expert(p) else "") + name, p)
+            for at, chunk in zip(of_chunk, chunks, strict=True)
             for name, p in chunk.named_parameters()
         ]
         self.replicas = {  # ranks that have the same
@@ -154,12 +155,13 @@ class State:
 
     def _check_groups(self, inner: Any) -> None:
         """Its two sets of groups of buckets are of its group."""
-        (chunk,) = self.chunks
+        chunk = self.chunks[0]
         expert = any(group["is_expert_parallel"] for group in inner.param_groups)
         whole = chunk.expt_dp_group if expert else chunk.dp_cp_group
         assert dist.get_process_group_ranks(inner.data_parallel_group) == dist.get_process_group_ranks(whole)
-        buckets = chunk.expert_parallel_bucket_groups if expert else chunk.bucket_groups
-        for group in (group for groups in (buckets, *inner.per_model_bucket_groups.values()) for group in groups):
+        of_chunks = [c.expert_parallel_bucket_groups if expert else c.bucket_groups for c in self.chunks]
+        assert len(inner.per_model_bucket_groups) == len(self.chunks)
+        for group in (group for groups in (*of_chunks, *inner.per_model_bucket_groups.values()) for group in groups):
             assert group.intra_distributed_optimizer_instance_rank == whole.rank()
             assert group.intra_distributed_optimizer_instance_size == whole.size()
             assert group.intra_distributed_optimizer_instance_group is inner.data_parallel_group

@@ -35,15 +35,24 @@ import pretrain_gpt
 import training
 
 
-def train_step(args: Any, chunks: list[Any], optimizer: Any, scheduler: Any, turns: Any) -> float:
+def virtual_stages(args: Any, sizes: flashrecovery.ParallelLayout) -> int | None:
+    """As many as the flags say, in layouts whose micro-batches the interleaved schedule can compute."""
+    micro_batches = args.global_batch // args.batch_size // sizes.dp
+    fits = sizes.pp > 1 and micro_batches % sizes.pp == 0
+    return args.num_virtual_stages_per_pipeline_rank if fits else None
+
+
+def train_step(args: Any, chunks: list[Any], optimizer: Any, scheduler: Any, batches: Any, step: Any) -> float:
+    turns = [batches.of(step, chunk) for chunk in range(len(chunks))]
+    data = [(batch.data for batch in of_chunk) for of_chunk in turns]
     for chunk in chunks:
         chunk.zero_grad_buffer()
     optimizer.zero_grad()
     results = get_forward_backward_func()(
         forward_step_func=partial(pretrain_gpt.forward_step, device=torch.device("cpu"), pause_s=0.0),
-        data_iterator=(batch.data for batch in turns),
-        model=chunks[0],
-        num_microbatches=len(turns),
+        data_iterator=data if len(chunks) > 1 else data[0],
+        model=chunks if len(chunks) > 1 else chunks[0],
+        num_microbatches=len(turns[0]),
         seq_length=args.context,
         micro_batch_size=args.batch_size,
         forward_only=False,
@@ -73,6 +82,7 @@ def main() -> None:
     training.start_process_group()
     sizes = flashrecovery.layout(tp=args.tensor_model_parallel_size, pp=args.pipeline_model_parallel_size)
     args.tensor_model_parallel_size, args.pipeline_model_parallel_size = sizes.tp, sizes.pp
+    args.num_virtual_stages_per_pipeline_rank = virtual_stages(args, sizes)
     megatron_model.start_groups(args)
     if args.mode == "needs-tp" and sizes.tp == 1:
         raise ValueError("sequence parallelism without tensor parallelism")
@@ -97,7 +107,7 @@ def main() -> None:
         with step:
             layout, rank = place(sizes)
             print(f"begin={number} layout={layout} {digest(chunks, optimizer, scheduler)}", flush=True)
-            loss = train_step(args, chunks, optimizer, scheduler, batches.of(step))
+            loss = train_step(args, chunks, optimizer, scheduler, batches, step)
             time.sleep(args.step_time / 1e3)
             print(f"step={number} rank={rank} layout={layout} loss_hex={loss.hex()}", flush=True)
             state = digest(chunks, optimizer, scheduler)  # in the block: it communicates

@@ -732,7 +732,7 @@ def test_random_streams_of_a_framework(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def seeds(replica: int, size: int) -> list[int]:
         seen: list[int] = []
-        batch = elastic.FrameworkBatch(12, 2, seed=seen.append)
+        batch = elastic.FrameworkBatch(12, 2, seed=lambda seed, chunk: seen.append(seed))
         found = batches(monkeypatch, replica, size, global_batch=None, micro_batch=None, framework=lambda: batch)
         found.begin(4)
         assert len(list(found.of(4))) == 6 // size

@@ -190,7 +190,13 @@ def test_no_random_number_is_drawn_by_a_loader_that_begins() -> None:
 
 def batches(place: tuple[int, int], seen: list[int] | None = None) -> CallBatches:
     seeds = [] if seen is None else seen
-    return CallBatches(global_batch=GLOBAL, micro_batch=MICRO, seed=7, place=lambda: place, seed_framework=seeds.append)
+    return CallBatches(
+        global_batch=GLOBAL,
+        micro_batch=MICRO,
+        seed=7,
+        place=lambda: place,
+        seed_framework=lambda seed, chunk: seeds.append(seed),
+    )
 
 
 def seeds_of(place: tuple[int, int], step: int) -> list[int]:
@@ -252,7 +258,7 @@ def test_a_step_that_is_given_up_is_not_missed_by_the_call_before_it() -> None:
 
 def test_going_back_gives_the_step_up() -> None:
     made = loop()
-    made._batches._seed_framework = lambda seed: None
+    made._batches._seed_framework = lambda seed, chunk: None
     made._batches.begin(1)
     made._batches.micro_batch()
     made.set_positions([])
@@ -281,7 +287,7 @@ def test_sizes() -> None:
 def loop(**flags: Any) -> ElasticLoop:
     pytest.importorskip("megatron.core")
     given = {"global_batch_size": GLOBAL, "micro_batch_size": MICRO, "seed": 1, "dataloader_type": "single", **flags}
-    return ElasticLoop(SimpleNamespace(**given), recovery(None), place=lambda: (0, 4))
+    return ElasticLoop(SimpleNamespace(**given), recovery(None), [None], place=lambda: (0, 4))
 
 
 def test_what_is_refused_of_the_flags() -> None:

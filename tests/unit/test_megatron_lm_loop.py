@@ -47,3 +47,27 @@ def test_a_replacement_ends_where_the_loop_has_decided_to() -> None:
     assert replacement.exits
     first.load(before)  # the call is made again
     assert not first.exits
+
+
+@pytest.mark.parametrize("cut", [False, True])
+def test_an_evaluation_that_is_cut_short_leaves_the_reduction_as_before(cut: bool) -> None:
+    """The interleaved schedule puts the functions aside while it only goes forward."""
+    from fr_megatron.lm.calls import kept_functions
+
+    config = SimpleNamespace(grad_sync_func=[print], param_sync_func=None)
+
+    def evaluate() -> None:
+        with kept_functions(config):
+            kept, config.grad_sync_func = config.grad_sync_func, None
+            if cut:
+                raise InterruptedError
+            config.grad_sync_func = kept
+
+    if cut:
+        with pytest.raises(InterruptedError):
+            evaluate()
+    else:
+        evaluate()
+    assert config.grad_sync_func == [print] and config.param_sync_func is None
+    with kept_functions(None):  # a loop without a model
+        pass

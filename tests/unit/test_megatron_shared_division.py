@@ -31,6 +31,7 @@ def of(kind: str, length: int, group: str, size: int) -> OptimizerDivision:
         "_group": group,
         "_expert": expert,
         "_buffers": buffers,
+        "_numbers": [(0, 0)],
     }
     vars(division).update(given, _install=lambda *_: None)
     return division

@@ -22,8 +22,8 @@ def rules(group: str) -> list[TensorRule]:
     """Of a parameter that is long enough for three ranks."""
     layout = FlatLayout((FlatBuffer((1024,), 128),), (Stored("0.w", 0, 0, 0, 1000, 0, False),))
     division = OptimizerDivision.__new__(OptimizerDivision)
-    chunk = SimpleNamespace(buffers=[SimpleNamespace(param_dtype=torch.bfloat16)])
-    vars(division).update(_chunk=chunk, _layout=layout, _group=group, _expert=False, _buffers=chunk.buffers)
+    given: dict[str, Any] = {"_buffers": [SimpleNamespace(param_dtype=torch.bfloat16)], "_numbers": [(0, 0)]}
+    vars(division).update(given, _layout=layout, _group=group, _expert=False)
     return list(division.rules({"state": STATE}))
 
 

@@ -33,7 +33,7 @@ def test_of_calls() -> None:
             micro_batch=1,
             seed=1,
             place=lambda: (0, ranks),
-            seed_framework=lambda seed: None,
+            seed_framework=lambda seed, chunk: None,
             computing=each,
         )
         assert made.accumulation == 12 // ranks

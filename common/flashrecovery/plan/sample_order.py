@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -165,11 +165,20 @@ class BatchDivision:
 
 
 def exact_sizes(
-    global_batch: int, micro_batch: int, most: int, *, least: int = 1, uneven: bool = True, each: int = 1
+    global_batch: int,
+    micro_batch: int,
+    most: int,
+    *,
+    least: int = 1,
+    uneven: bool = True,
+    each: int = 1,
+    runs: Callable[[int], bool] | None = None,
 ) -> list[int]:
     """The numbers of replicas, largest first, with which a step has exactly its samples and nobody is idle. ``uneven``:
     replicas may compute one micro-batch more than others. ``each``: so many ranks of a replica have micro-batches of
-    their own, and ``most`` and ``least`` are numbers of such ranks."""
+    their own, and ``most`` and ``least`` are numbers of such ranks. ``runs``: says of a number of micro-batches whether
+    such a rank can compute so many in a step; None: any."""
     micro_batches = BatchDivision(global_batch, micro_batch, 1).micro_batches
     sizes = range(min(most, micro_batches), least - 1, -1)
-    return [size // each for size in sizes if size % each == 0 and (uneven or micro_batches % size == 0)]
+    found = [size for size in sizes if size % each == 0 and (uneven or micro_batches % size == 0)]
+    return [size // each for size in found if runs is None or runs(micro_batches // size)]

@@ -25,11 +25,13 @@ class CallBatches:
         place: gives this rank's number among those that take samples of their own (mostly, of its replica), and how
             many there are now.
         seed_framework: seeds the streams that the framework tracks itself, and those in which ranks of one replica draw
-            other numbers.
+            other numbers, and model chunks, whose number it is given.
         computing: how many ranks of a replica take samples of their own.
+        chunks: model chunks on a rank, each of which computes all of its micro-batches (virtual pipelines).
+        runs: says of a number of micro-batches whether a schedule can compute so many on a rank; None: any.
         besides: what all ranks must have alike besides, and a job in every layout.
 
-    Raises ConfigError: the replicas that there are do not divide the batch.
+    Raises ConfigError: the replicas that there are do not divide the batch, or not so that a schedule can compute it.
     """
 
     of_calls: ClassVar[bool] = True
@@ -41,19 +43,21 @@ class CallBatches:
         micro_batch: int,
         seed: int,
         place: Callable[[], tuple[int, int]],
-        seed_framework: Callable[[int], None],
+        seed_framework: Callable[[int, int], None],
         computing: int = 1,
+        chunks: int = 1,
+        runs: Callable[[int], bool] | None = None,
         besides: Mapping[str, Any] | None = None,
     ) -> None:
         self._global_batch, self._micro_batch = global_batch, micro_batch
         self._seed = seed
-        self._place, self._computing = place, computing
+        self._place, self._computing, self._runs = place, computing, runs
         self._seed_framework = seed_framework
         self.most = 0
         self._besides = dict(besides or {})
         self.before_fetch: Callable[[], None] = lambda: None
         self._step = 0
-        self._computed = 0
+        self._computed = [0] * chunks
         self._open = False  # a step that computes has begun, and has not been committed
         replicas = place()[1]
         if global_batch % (micro_batch * replicas):
@@ -61,12 +65,18 @@ class CallBatches:
                 f"an elastic job with a global batch of {global_batch} in micro-batches of {micro_batch} on {replicas} "
                 "replicas: each of them needs as many"
             )
+        if runs is not None and not runs(self.accumulation):
+            raise ConfigError(
+                f"an elastic job with a global batch of {global_batch} in micro-batches of {micro_batch} on {replicas} "
+                f"replicas: the framework's schedule cannot compute {self.accumulation} micro-batches on a replica"
+            )
 
     @property
     def sizes(self) -> Sequence[int]:
         """The numbers of replicas, up to that of now or ``most``, that divide the batch."""
         most = max(self._place()[1], self.most)
-        return exact_sizes(self._global_batch, self._micro_batch, most, uneven=False, each=self._computing)
+        batch = (self._global_batch, self._micro_batch, most)
+        return exact_sizes(*batch, uneven=False, each=self._computing, runs=self._runs)
 
     @property
     def micro_batches(self) -> int:
@@ -96,20 +106,21 @@ class CallBatches:
 
     def begin(self, step: int) -> None:
         """The call of a step begins, once more perhaps; ``step`` is the framework's own number of it."""
-        self._step, self._computed, self._open = step, 0, True
+        self.give_up()
+        self._step, self._open = step, True
         self._seed_all(step, BETWEEN)
 
-    def micro_batch(self) -> None:
-        """This replica's next micro-batch is about to be computed. (After the last one a framework may compute all of
-        them again, to see whether they come out alike.)"""
+    def micro_batch(self, chunk: int = 0) -> None:
+        """This replica's next micro-batch is about to be computed by this model chunk. (After the last one a framework
+        may compute all of them again, to see whether they come out alike.)"""
         replica, replicas = self._place()
-        number = self._computed % self.accumulation * replicas + replica
-        self._computed += 1
-        self._seed_all(self._step, number)
+        number = self._computed[chunk] % self.accumulation * replicas + replica
+        self._computed[chunk] += 1
+        self._seed_all(self._step, number, chunk)
 
     def give_up(self) -> None:
         """The step that has begun is not committed: it is done again, or a call before it is."""
-        self._computed, self._open = 0, False
+        self._computed, self._open = [0] * len(self._computed), False
 
     def end(self) -> None:
         """All has been computed; what is drawn until the next step is the same on all replicas."""
@@ -118,15 +129,16 @@ class CallBatches:
     def refuse_unread(self, step: int) -> None:
         """Raises RegistrationError if the call that is about to be committed as ``step`` has left some of its
         micro-batches."""
-        computed, self._computed = self._computed, 0
-        was_open, self._open = self._open, False
-        if was_open and (not computed or computed % self.accumulation):
+        computed, was_open = self._computed, self._open
+        self.give_up()
+        if was_open and (not computed[0] or computed[0] % self.accumulation or len({*computed}) > 1):
+            shown = computed[0] if len(computed) == 1 else f"of each model chunk {computed}"
             raise RegistrationError(
-                f"call {step} has computed {computed} micro-batches, and {self.accumulation} are this replica's share "
+                f"call {step} has computed {shown} micro-batches, and {self.accumulation} are this replica's share "
                 "of the global batch; in an elastic job a step computes all of them"
             )
 
-    def _seed_all(self, step: int, number: int) -> None:
+    def _seed_all(self, step: int, number: int, chunk: int = 0) -> None:
         seed = stream_seed(self._seed, step, number)
         seed_streams(seed)
-        self._seed_framework(seed)
+        self._seed_framework(seed, chunk)

@@ -48,19 +48,26 @@ class FrameworkBatch:
         micro_batch: samples that are computed at once; None likewise.
         sizes: the numbers of replicas that its configuration allows besides; None: all.
         counted: its schedule takes as many micro-batches as it was told to, and does not ask whether there are more.
-        seed: seeds the random streams that the framework tracks by itself; None: there are none.
+        seed: seeds the random streams that the framework tracks by itself, for a model chunk by its number; None:
+            there are none.
         replicas: gives the group of ranks among which the micro-batches are divided, mostly that of
             :meth:`Adapter.replicas`; None: the models say what it is.
         computing: how many ranks of a replica have micro-batches of their own (expert parallelism).
+        chunks: model chunks on a rank, each of which goes through all of its micro-batches (virtual pipelines).
+        runs: says of a number of micro-batches whether a schedule can compute so many on a rank; None: any.
+        forwards: how many forward passes of the model (of any chunk) have begun so far; None: it is not counted.
     """
 
     global_batch: int | None
     micro_batch: int | None
     sizes: frozenset[int] | None = None
     counted: bool = False
-    seed: Callable[[int], None] | None = None
+    seed: Callable[[int, int], None] | None = None
     replicas: Callable[[], dist.ProcessGroup | None] | None = None
     computing: int = 1
+    chunks: int = 1
+    runs: Callable[[int], bool] | None = None
+    forwards: Callable[[], int] | None = None
 
 
 @dataclass(frozen=True)
@@ -164,13 +171,18 @@ class ElasticBatches:
         self._collate = collate
         self._models = models
         self._replicas = None if own is None else own.replicas
-        self._computing = 1 if own is None else own.computing
+        self._computing, self._chunks = (1, 1) if own is None else (own.computing, own.chunks)
+        self._runs = None if own is None else own.runs
+        self._forwards = None if own is None else own.forwards
+        self._began = 0  # forward passes when the step began
+        self._seen: dict[int, int] = {}  # ... and when each chunk got its last micro-batch
+        self._ahead = False  # a micro-batch has been handed out before the one before it was computed
         self._group: dist.ProcessGroup | None = None
         self._looked = False  # for that group, for the last time
         self._shape = {"global_batch": global_batch, "micro_batch": micro_batch, "seed": seed, "shuffle": shuffle}
         self.most = 0
         self.before_fetch: Callable[[], None] = lambda: None
-        self._through: int | None = None  # the step whose micro-batches have been handed out, all of them
+        self._through: set[tuple[int, int]] = set()  # (step, chunk) whose micro-batches have all been handed out
         try:
             self._order = SampleOrder(len(dataset), global_batch, seed if shuffle else None)
             micro_batches = BatchDivision(global_batch, micro_batch, 1).micro_batches
@@ -184,6 +196,11 @@ class ElasticBatches:
                 f"elastic_batches(): {micro_batches} micro-batches on {replicas} replicas: a framework that "
                 "accumulates itself needs as many on each of them"
             )
+        if self._runs is not None and not self._runs(micro_batches // replicas):
+            raise ConfigError(
+                f"elastic_batches(): {micro_batches} micro-batches on {replicas} replicas: the framework's schedule "
+                f"cannot compute {micro_batches // replicas} of them on a replica"
+            )
         if replicas > micro_batches:
             raise ConfigError(
                 f"elastic_batches(): global_batch = {global_batch}, micro_batch = {micro_batch}: a step has "
@@ -191,9 +208,18 @@ class ElasticBatches:
                 "(where a replica has several ranks, register the model first)"
             )
 
-    def of(self, step: int) -> MicroBatches:
-        """This replica's micro-batches of a step, which is a number or what ``recovery.steps()`` hands out."""
-        return MicroBatches(self, int(step.__index__()))
+    def of(self, step: int, chunk: int = 0) -> MicroBatches:
+        """This replica's micro-batches of a step, which is a number or what ``recovery.steps()`` hands out.
+
+        Args:
+            chunk: the model chunk that they are for, where a rank has several (Megatron's virtual pipelines): each
+                goes through all of the micro-batches, and draws random numbers of its own.
+
+        Raises RegistrationError: there is no such chunk.
+        """
+        if not 0 <= chunk < self._chunks:
+            raise RegistrationError(f"batches.of(step, chunk={chunk}): 0 to {self._chunks - 1} is allowed here")
+        return MicroBatches(self, int(step.__index__()), chunk)
 
     # -- for the iterator and the loop ------------------------------------------------------------
 
@@ -205,7 +231,7 @@ class ElasticBatches:
             return ()
         global_batch, micro_batch = self._shape["global_batch"], self._shape["micro_batch"]
         most = max(self._place()[1], self.most)
-        found = exact_sizes(global_batch, micro_batch, most, uneven=False, each=self._computing)
+        found = exact_sizes(global_batch, micro_batch, most, uneven=False, each=self._computing, runs=self._runs)
         return [size for size in found if self._sizes is None or size in self._sizes]
 
     @property
@@ -229,7 +255,9 @@ class ElasticBatches:
 
     def begin(self, step: int) -> None:
         """A step is handed out: what it draws outside of its micro-batches is the same on all replicas, too."""
-        self._through = None
+        self._through.clear()
+        self._seen.clear()
+        self._ahead, self._began = False, self._forwards() if self._forwards is not None else 0
         if not self._looked:  # all models are known now
             self._place()
             self._looked = True
@@ -238,10 +266,20 @@ class ElasticBatches:
     def refuse_unread(self, step: int) -> None:
         """Raises RegistrationError unless all micro-batches of ``step``, which is about to be committed, have been
         handed out here: the gradients would not be those of the global batch."""
-        if self._through != step:
+        left = [chunk for chunk in range(self._chunks) if (step, chunk) not in self._through]
+        if left:
+            of_chunks = f" for model chunks {left} (batches.of(step, chunk))" if self._chunks > 1 else ""
             raise RegistrationError(
-                f"step {step} has not gone through its micro-batches: in an elastic job each step takes its samples "
-                "from `for batch in batches.of(step):` inside of `with step:`, to the end, and from nowhere else"
+                f"step {step} has not gone through its micro-batches{of_chunks}: in an elastic job each step takes its "
+                "samples from `for batch in batches.of(step):` inside of `with step:`, to the end, and from nowhere "
+                "else"
+            )
+        # A model that is never seen to go forward (its class goes another way) says nothing.
+        if self._ahead and self._forwards is not None and self._forwards() > self._began:
+            raise RegistrationError(
+                f"step {step} has taken a micro-batch of a model chunk before it computed the one before (in a list, "
+                "or ahead of time): the random streams are seeded as each of them is handed out, so in an elastic job "
+                "each is computed before the next one is taken"
             )
 
     def division(self) -> BatchDivision:
@@ -271,7 +309,7 @@ class ElasticBatches:
             own = [again] * (division.accumulation - len(own)) + own
         return own
 
-    def batch(self, step: int, turn: Turn, *, last: bool) -> MicroBatch:
+    def batch(self, step: int, turn: Turn, *, last: bool, chunk: int = 0) -> MicroBatch:
         """Hand out one micro-batch."""
         self.before_fetch()
         for model in self._models():
@@ -279,43 +317,47 @@ class ElasticBatches:
                 model.require_backward_grad_sync = last
             elif communicates(model):
                 model.set_requires_gradient_sync(last)
+        if self._forwards is not None:
+            now = self._forwards()
+            self._ahead |= self._seen.get(chunk) == now
+            self._seen[chunk] = now
         number, positions = turn.number, turn.positions
-        self._seed_all(stream_seed(self._seed, self._first_step + step, number))
+        self._seed_all(stream_seed(self._seed, self._first_step + step, number), chunk)
         data = self._collate([self._dataset[self._order.sample(position)] for position in positions])
         weight = 0.0 if turn.repeated else self._weight()
         return MicroBatch(number, data, weight, last, turn.repeated)
 
-    def handed_out(self, step: int) -> None:
+    def handed_out(self, step: int, chunk: int = 0) -> None:
         """The last micro-batch of a step is with the script."""
         if self._counted:
-            self._through = step
+            self.went_through(step, chunk)
 
-    def went_through(self, step: int) -> None:
+    def went_through(self, step: int, chunk: int = 0) -> None:
         """The script has asked for one more than there are."""
-        self._through = step
+        self._through.add((step, chunk))
 
-    def _seed_all(self, seed: int) -> None:
+    def _seed_all(self, seed: int, chunk: int = 0) -> None:
         seed_streams(seed)
         if self._seed_framework is not None:
-            self._seed_framework(seed)
+            self._seed_framework(seed, chunk)
 
 
 class MicroBatches(Iterator[MicroBatch]):
-    """Goes through one step's micro-batches; ``len()`` says how many are left. It has nothing to tidy up, so one that a
-    stop has left in the middle disturbs nobody later."""
+    """Goes through one step's micro-batches, for one model chunk; ``len()`` says how many are left. It has nothing to
+    tidy up, so one that a stop has left in the middle disturbs nobody later."""
 
-    def __init__(self, batches: ElasticBatches, step: int) -> None:
-        self._batches, self._step = batches, step
+    def __init__(self, batches: ElasticBatches, step: int, chunk: int = 0) -> None:
+        self._batches, self._step, self._chunk = batches, step, chunk
         self._left = batches.schedule(step)
 
     def __next__(self) -> MicroBatch:
         if not self._left:
-            self._batches.went_through(self._step)
+            self._batches.went_through(self._step, self._chunk)
             raise StopIteration
         turn = self._left.pop(0)
-        batch = self._batches.batch(self._step, turn, last=not self._left)
+        batch = self._batches.batch(self._step, turn, last=not self._left, chunk=self._chunk)
         if not self._left:
-            self._batches.handed_out(self._step)
+            self._batches.handed_out(self._step, self._chunk)
         return batch
 
     def __len__(self) -> int:

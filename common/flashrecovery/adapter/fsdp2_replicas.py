@@ -32,10 +32,10 @@ class FSDP2Replicas:
 
     def resize(self) -> None:
         """The process groups have other members now."""
-        number = groups.numbers()
         me = torch.distributed.get_rank()
-        for mesh, launched in self._meshes:
-            meshes.renumber(mesh, meshes.with_members(launched, number), me)
+        for mesh, launched in self._meshes:  # of each place in a replica those who stand there
+            places = [groups.numbers_now(peers) for peers in launched.T.tolist()]
+            meshes.renumber(mesh, torch.tensor(places, dtype=launched.dtype).T.contiguous(), me)
         for info in self._infos:
             info.replicate_mesh_size = info.mesh.size(info.replicate_mesh_dim)
             info.replicate_mesh_rank = info.mesh.get_local_rank(info.replicate_mesh_dim)

@@ -200,7 +200,8 @@ class JobState:
     def keepers_of_copies(self, records: Sequence[RankRecord] = ()) -> dict[int, int]:
         """By rank, the one that holds its neighbour copies, if the job consists of these ``records`` (default: all). It
         may have left."""
-        ranks, shape = [record.rank for record in records or self.in_order], self.shape
+        shape = self.shape
+        ranks = shape.in_order(record.rank for record in records or self.in_order)
         if len(ranks) < 2:
             return {rank: rank for rank in ranks}
         if self.plan and self.config.elastic is None:  # nodes need not have equally many ranks there
@@ -294,8 +295,13 @@ class JobState:
 
     def settle_layout(self) -> None:
         """All ranks of the job have what they need of a state that is divided among them alone."""
-        self.layout = tuple(self.ranks)
+        self.layout = self.members
         self.departed = {}
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        """Its ranks, as they are counted in process groups of all of them."""
+        return tuple(self.shape.in_order(self.ranks))
 
     def divided_among(self, layout: tuple[int, ...]) -> None:
         """State is divided among these ranks, as those who have it have said to a controller that did not know."""

@@ -135,6 +135,12 @@ def newcomer(running: RunningJob, rank: int) -> int:
     raise AssertionError(f"no process for rank {rank}")
 
 
+@pytest.mark.parametrize("kind", params(list(KINDS)))
+def test_two_become_three(kind: Kind, resized: Resized) -> None:
+    """By command, and then as started in that size."""
+    resized(kind, [(AT, 3 * kind.each)])
+
+
 @pytest.mark.parametrize("victim", [0, 1, -1])
 @pytest.mark.parametrize("kind", params(list(KINDS)))
 def test_there_and_killed_and_back(kind: Kind, victim: int, tmp_path: Path, resized: Resized) -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 
 from flashrecovery.config import run_config
-from flashrecovery.plan.beyond import members_of, missing, stand_in
+from flashrecovery.groups.state import STATE
+from flashrecovery.groups.stores import _beyond
+from flashrecovery.plan.beyond import members_of, missing, stand_in, tells_apart
 from flashrecovery.plan.placement import ring_of, setup_log_keepers_among
 from flashrecovery.plan.replicas import ReplicaShape
 from flashrecovery.proto import flashrecovery_pb2 as pb
@@ -52,6 +54,49 @@ def test_a_group_within_a_replica_is_of_ones_own() -> None:
     several = ReplicaShape(2, 2)
     assert members_of((2, 3), (0, 1, 2, 3, 4, 5), 5, several) == (4, 5)
     assert members_of((1, 3), (0, 1, 2, 3, 4, 5), 5, several) == (1, 3, 5)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_everybody_is_counted_as_in_a_launch_of_as_many(shape: ReplicaShape) -> None:
+    """In the group of all, and in those over the replicas: so sums come out alike."""
+    replicas = shape.replicas + 2
+    larger = ReplicaShape(replicas, shape.inner, shape.outer)
+    everybody = [rank for replica in range(replicas) for rank in shape.ranks(replica)]
+    counted = shape.in_order(everybody)
+    assert [(shape.replica(rank), shape.stand(rank)) for rank in counted] == [
+        (larger.replica(rank), larger.stand(rank)) for rank in range(larger.world)
+    ]
+    assert shape.in_order(reversed(range(shape.world))) == list(range(shape.world))
+    for me in everybody:
+        mine = stand_in(me, shape)
+        assert members_of(range(shape.world), everybody, me, shape) == tuple(counted)
+        peers = [shape.rank(replica, shape.stand(mine)) for replica in range(shape.replicas)]
+        assert members_of(peers, everybody, me, shape) == tuple(r for r in counted if shape.stand(r) == shape.stand(me))
+        own = shape.ranks(shape.replica(mine))
+        assert members_of(own, everybody, me, shape) == tuple(shape.ranks(shape.replica(me)))
+
+
+def test_of_pipeline_stages_who_comes_stands_with_its_stage() -> None:
+    """Two replicas of two stages: ranks 0 and 1 have the first one. Ranks 4 and 5 come."""
+    shape = ReplicaShape(2, 1, 2)
+    assert shape.in_order(range(6)) == [0, 1, 4, 2, 3, 5]
+    assert members_of((0, 1, 2, 3), range(6), 4, shape) == (0, 1, 4, 2, 3, 5)
+    assert members_of((1, 3), range(6), 5, shape) == (4, 5) and members_of((0, 1), range(6), 4, shape) == (0, 1, 4)
+    assert members_of((0, 1, 2, 3), (1, 3, 4, 5), 1, shape) == (1, 4, 3, 5)
+
+
+def test_one_replica_of_several_ranks_does_not_tell() -> None:
+    """A group of all its ranks may be of the job, or of a replica."""
+    assert not tells_apart(ReplicaShape(1, 2)) and not tells_apart(ReplicaShape(1, 1, 2))
+    assert tells_apart(ReplicaShape(2, 2)) and tells_apart(ReplicaShape(2))
+
+
+def test_groups_of_one_name_in_several_replicas_do_not_meet(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 4 has run the script in the place of rank 2, and has a group of that one's name."""
+    assert _beyond((2, 3)) == "" and _beyond((4, 5)) == "", "a job that has not changed"
+    monkeypatch.setattr(STATE, "shape", ReplicaShape(2, 2))
+    assert _beyond((2, 3)) == "" and _beyond((0, 2, 4)) == ""
+    assert len({_beyond((2, 3)), _beyond((4, 5)), _beyond((6, 7))}) == 3
 
 
 def test_of_the_missing_the_launch_comes_first() -> None:

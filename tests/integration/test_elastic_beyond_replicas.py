@@ -141,7 +141,7 @@ def test_two_become_three(kind: Kind, resized: Resized) -> None:
     resized(kind, [(AT, 3 * kind.each)])
 
 
-@pytest.mark.parametrize("victim", [0, 1, -1])
+@pytest.mark.parametrize("victim", [0, 2, -2])
 @pytest.mark.parametrize("kind", params(list(KINDS)))
 def test_there_and_killed_and_back(kind: Kind, victim: int, tmp_path: Path, resized: Resized) -> None:
     """2 -> 3 -> 2 -> 3: replicas of the launch may leave as well as the other one."""

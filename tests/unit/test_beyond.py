@@ -10,6 +10,7 @@ from flashrecovery.groups.stores import _beyond
 from flashrecovery.plan.beyond import members_of, missing, stand_in, tells_apart
 from flashrecovery.plan.placement import ring_of, setup_log_keepers_among
 from flashrecovery.plan.replicas import ReplicaShape
+from flashrecovery.plan.resize import ReplicaRange, filling, leaving
 from flashrecovery.proto import flashrecovery_pb2 as pb
 from flashrecovery.runtime.environment import NEW_RANK_ENV, rank_env
 
@@ -74,6 +75,22 @@ def test_everybody_is_counted_as_in_a_launch_of_as_many(shape: ReplicaShape) -> 
         assert members_of(peers, everybody, me, shape) == tuple(r for r in counted if shape.stand(r) == shape.stand(me))
         own = shape.ranks(shape.replica(mine))
         assert members_of(own, everybody, me, shape) == tuple(shape.ranks(shape.replica(me)))
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_who_is_lost_takes_its_own_replica_with_it(shape: ReplicaShape) -> None:
+    """Whether the launch has had it, or another one in the same job."""
+    replicas = (0, shape.replicas, shape.replicas + 1)
+    members = sorted(rank for replica in replicas for rank in shape.ranks(replica))
+    for lost in members:
+        gone = sorted(shape.ranks(shape.replica(lost)))
+        assert list(leaving(members, [lost], ReplicaRange(1, 9), shape)) == gone
+        others = [rank for rank in gone if rank != lost]
+        if others:
+            assert filling(members, [lost, *others], 1, ReplicaRange(1, 9), shape) == []
+        of_two = [lost, shape.rank(next(r for r in replicas if r != shape.replica(lost)), 0)]
+        filled = filling(members, of_two, 1, ReplicaRange(1, 9), shape)
+        assert len(filled) == 1 and filled[0] in of_two
 
 
 def test_of_pipeline_stages_who_comes_stands_with_its_stage() -> None:

@@ -190,8 +190,8 @@ def filling(
 def _resolved(
     members: Collection[int], lost: Collection[int], room: int, sizes: ReplicaRange, shape: ReplicaShape
 ) -> tuple[list[int], Resolve]:
-    """The members whose replicas are whole, as they are counted without the others, and what is done about a loss; their
-    places are its ranks."""
+    """The members whose replicas are whole, as they are counted without the others, and what is done about a loss, in
+    which ranks are their places."""
     replicas = shape.whole(members)
     whole = shape.in_order(rank for rank in members if shape.replica(rank) in replicas)
     places = frozenset(place for place, rank in enumerate(whole) if rank in lost)

@@ -84,6 +84,8 @@ def test_beyond_the_launch_too(shape: ReplicaShape, divided: bool, monkeypatch: 
         job.settle_layout()
         members = job.members
         assert job.layout == members == tuple(shape.in_order(wanted)), "as process groups count them"
+        job.layout = tuple(sorted(members))  # of a controller that does not know yet what they make up
+        assert job.elastic_layout() == members
         ring = ring_among(members, shape if divided else None)
         keepers = {rank: members[place] for rank, place in zip(members, ring, strict=True)}
         assert job.keepers_of_copies() == keepers and all(rank != keeper for rank, keeper in keepers.items())

@@ -219,8 +219,9 @@ class JobState:
     def keepers_of_parts(self) -> dict[int, int]:
         """The rank that keeps the copies of each one's part of what is divided among the ranks of the layout; it may
         have left."""
-        ring = self.shape.ring(self.layout, *self._where_copies_go)
-        return {rank: self.layout[keeper] for rank, keeper in zip(self.layout, ring, strict=True)}
+        layout = self.shape.in_order(self.layout)
+        ring = self.shape.ring(layout, *self._where_copies_go)
+        return {rank: layout[keeper] for rank, keeper in zip(layout, ring, strict=True)}
 
     @property
     def _where_copies_go(self) -> tuple[int, int, Sequence[int]]:
@@ -285,8 +286,9 @@ class JobState:
         return record
 
     def elastic_layout(self) -> tuple[int, ...]:
-        """The layout of an elastic job; () of others, where nobody needs to know it."""
-        return () if self.config.elastic is None else self.layout
+        """The layout of an elastic job, as its ranks are counted; () of others, where nobody needs to know it. (A
+        controller that is started in the middle of a job knows its ranks before it knows what they make up.)"""
+        return () if self.config.elastic is None else tuple(self.shape.in_order(self.layout))
 
     def begins_as_divided(self, rank: int) -> bool:
         """Whether state is divided as a process of this rank divides it when it begins: as in the launch's size. Of one

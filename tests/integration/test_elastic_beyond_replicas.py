@@ -135,10 +135,43 @@ def newcomer(running: RunningJob, rank: int) -> int:
     raise AssertionError(f"no process for rank {rank}")
 
 
+@pytest.mark.parametrize("victim", [0, 2, -2])
 @pytest.mark.parametrize("kind", params(list(KINDS)))
-def test_two_become_three(kind: Kind, resized: Resized) -> None:
-    """By command, and then as started in that size."""
-    resized(kind, [(AT, 3 * kind.each)])
+def test_in_each_size_as_started_in_it(kind: Kind, victim: int, tmp_path: Path) -> None:
+    """2 -> 3 -> 2 replicas, whenever the third one is there: on each part of the way bit for bit a job that is started
+    with as many from that step's state."""
+    victim, end, grown = victim % (3 * kind.each), 28, 3 * kind.each
+    flags = (*slowly(kind), "--steps", str(end))
+    config = beyond(kind, replace="never")
+    running = kind.start(tmp_path / "run", *flags, "--save-to", str(tmp_path), config=config, nproc=2 * kind.each)
+    running.wait_for("job_started", 120)
+    assert command(running, 3, AT) == ""
+    first = running.wait_for("job_resized", 120)["step"]
+    running.wait_for("recovery_finished")
+    lost = running.newest_step() + 4
+    inject(running, rank=victim, at="backward", step=lost)
+    job = running.wait(300)
+    assert job.code == 0, job.explain()
+    check_fired(job)
+    check_clean(job)
+    larger, smaller = changes(job)
+    assert (larger.step, set(larger.ranks)) == (first, everybody(kind)), job.explain()
+    assert smaller.step in (lost - 1, lost, lost + 1), job.explain()
+    assert set(smaller.ranks) == everybody(kind) - replica_of(kind, victim), job.explain()
+    as_started(kind, job, larger.step, smaller.step, grown, tmp_path, end)
+    as_started(kind, job, smaller.step, end, 2 * kind.each, tmp_path, end)
+
+
+def as_started(kind: Kind, job: Job, step: int, until: int, ranks: int, folder: Path, end: int) -> None:
+    """From ``step`` until before ``until`` the job is as one that is started with so many ranks from its state."""
+    begin = ("--start-from", str(folder / f"{step}.pt"), "--steps", str(end))
+    config = {"elastic": {"min": 1, "max": ranks // kind.each}}
+    new = kind.start(folder / f"from-{step}", *begin, config=config, nproc=ranks).wait(240)
+    assert new.code == 0, new.explain()
+    kind.steps_alike(job, new, step, until, ranks)
+    if until == end:
+        kind.goes_on_alike(job, new, step, ranks, end)
+    check_clean(new)
 
 
 @pytest.mark.parametrize("victim", [0, 2, -2])

@@ -64,10 +64,36 @@ def replica_of(training: Training, rank: int) -> set[int]:
     return {rank % 2, rank % 2 + 2}
 
 
+@pytest.mark.parametrize("victim", [0, 2, -2])
 @pytest.mark.parametrize("training", TRAININGS, ids=str)
-def test_two_become_three(training: Training, tmp_path: Path) -> None:
-    """By command, and then as started in that size."""
-    way(training).commanded(tmp_path, [(AT, MOST)])
+def test_in_each_size_as_started_in_it(training: Training, victim: int, tmp_path: Path) -> None:
+    """2 -> 3 -> 2 replicas, whenever the third one is there: on each part of the way bit for bit a job that is started
+    with as many from that iteration's state."""
+    how, grown = way(training), MOST * training.each
+    victim %= grown
+    running = how.begin(tmp_path / "run", f"--save-to={tmp_path}", config=how.config(replace="never"))
+    running.wait_for("job_started", WAIT_S)
+    assert command(running, MOST, AT) == ""
+    first = running.wait_for("job_resized", WAIT_S)["step"]
+    running.wait_for("recovery_finished", WAIT_S)
+    lost = training.call("train", training.iteration(first) + 4)
+    inject(running, rank=victim, at="backward", step=lost)
+    job = running.wait(WAIT_S)
+    assert job.code == 0, job.explain()
+    check_fired(job)
+    check_clean(job)
+    larger, smaller = changes(job)
+    assert set(larger.ranks) == set(range(grown)), job.explain()
+    assert smaller.step in (lost - 1, lost, lost + 1), job.explain()
+    assert set(smaller.ranks) == set(range(grown)) - replica_of(training, victim), job.explain()
+    for change, until in ((larger, smaller.step), (smaller, -1)):
+        ranks = len(change.ranks)
+        state = f"--start-from={tmp_path}/{training.iteration(change.step)}.pt"
+        config = {"elastic": {"min": 1, "max": ranks // training.each}}
+        new = training.start(tmp_path / f"from-{change.step}", state, config=config, nproc=ranks).wait(WAIT_S)
+        assert new.code == 0, new.explain()
+        how.alike(job, new, change.step, until, ranks)
+        check_clean(new)
 
 
 @pytest.mark.parametrize("victim", [0, -1])

@@ -148,7 +148,7 @@ def test_in_each_size_as_started_in_it(kind: Kind, victim: int, tmp_path: Path) 
     assert command(running, 3, AT) == ""
     first = running.wait_for("job_resized", 120)["step"]
     running.wait_for("recovery_finished")
-    lost = running.newest_step() + 4
+    lost = max(first, running.newest_step()) + 4
     inject(running, rank=victim, at="backward", step=lost)
     job = running.wait(300)
     assert job.code == 0, job.explain()

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 
-from flashrecovery.config import run_config
+from flashrecovery.config import Settings, run_config
+from flashrecovery.errors import ConfigError, UnsupportedError
 from flashrecovery.groups.state import STATE
 from flashrecovery.groups.stores import _beyond
 from flashrecovery.plan.beyond import members_of, missing, stand_in, tells_apart
@@ -13,6 +17,7 @@ from flashrecovery.plan.replicas import ReplicaShape
 from flashrecovery.plan.resize import ReplicaRange, filling, leaving
 from flashrecovery.proto import flashrecovery_pb2 as pb
 from flashrecovery.runtime.environment import NEW_RANK_ENV, rank_env
+from flashrecovery.worker.elastic_rules import _check_beyond
 
 SHAPES = [ReplicaShape(2), ReplicaShape(3), ReplicaShape(2, 2), ReplicaShape(3, 2, 2), ReplicaShape(2, 1, 3)]
 
@@ -149,3 +154,37 @@ def test_its_environment_is_that_of_the_rank_in_whose_place_it_runs() -> None:
     }
     assert own[NEW_RANK_ENV] == "6"
     assert NEW_RANK_ENV not in rank_env(config, 2, 1, pb.Replace(local_rank=0, node_rank=1))
+
+
+def launched(shape: ReplicaShape, computing: int, refused: str = "") -> Any:
+    """A registry, with twelve micro-batches in a step, of which so many ranks of a replica compute some."""
+    batches = SimpleNamespace(ranks=shape.replicas * computing, micro_batches=12)
+    adapter = SimpleNamespace(only_as_launched=lambda most: refused)
+    return SimpleNamespace(shape=shape, adapters=[adapter], batches=batches)
+
+
+def test_what_may_grow_so_far() -> None:
+    settings = Settings.model_validate({"elastic": {"min": 1, "max": 12}})
+    _check_beyond(launched(ReplicaShape(2), 1), 12, settings)
+    _check_beyond(launched(ReplicaShape(2, 2), 1), 12, settings)  # tensor parallelism: a replica computes as one rank
+    _check_beyond(launched(ReplicaShape(2, 2), 2), 6, settings)  # HSDP: each of its ranks does
+
+
+@pytest.mark.parametrize(
+    ("registry", "most", "said"),
+    [
+        (launched(ReplicaShape(2), 1), 13, "at most 12 is allowed"),
+        (launched(ReplicaShape(2, 2), 2), 7, r"\(14 then\) is needed; at most 6 is allowed"),
+        (launched(ReplicaShape(1, 2), 1), 2, "one replica of 2 ranks at the launch"),
+        (launched(ReplicaShape(2), 1, "what cannot grow"), 3, "what cannot grow"),
+    ],
+)
+def test_what_may_not(registry: Any, most: int, said: str) -> None:
+    with pytest.raises((ConfigError, UnsupportedError), match=said):
+        _check_beyond(registry, most, Settings.model_validate({"elastic": {"min": 1, "max": most}}))
+
+
+def test_nor_where_the_layout_may_change() -> None:
+    settings = Settings.model_validate({"elastic": {"min": 1, "max": 3}, "replan": {"min": 2}})
+    with pytest.raises(UnsupportedError, match="a parallel layout that may change"):
+        _check_beyond(launched(ReplicaShape(2, 2), 1), 3, settings)

@@ -6,7 +6,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
+from flashrecovery.adapter.fsdp2_replicas import mesh_now
 from flashrecovery.config import Settings, run_config
 from flashrecovery.errors import ConfigError, UnsupportedError
 from flashrecovery.groups.state import STATE
@@ -119,6 +121,28 @@ def test_groups_of_one_name_in_several_replicas_do_not_meet(monkeypatch: pytest.
     monkeypatch.setattr(STATE, "shape", ReplicaShape(2, 2))
     assert _beyond((2, 3)) == "" and _beyond((0, 2, 4)) == ""
     assert len({_beyond((2, 3)), _beyond((4, 5)), _beyond((6, 7))}) == 3
+
+
+@pytest.mark.parametrize(
+    ("shape", "launched", "members", "mesh"),
+    [
+        (ReplicaShape(2, 2), [[0, 1], [2, 3]], (0, 1, 2, 3, 4, 5), [[0, 1], [2, 3], [4, 5]]),
+        (ReplicaShape(2, 2), [[0, 1], [2, 3]], (2, 3, 4, 5), [[0, 1], [2, 3]]),
+        (ReplicaShape(2, 1, 2), [[0, 2], [1, 3]], (0, 1, 4, 2, 3, 5), [[0, 3], [1, 4], [2, 5]]),
+        (ReplicaShape(2, 1, 2), [[0, 2], [1, 3]], (4, 5), [[0, 1]]),
+    ],
+)
+def test_hsdps_mesh_is_as_launched_with_as_many(
+    shape: ReplicaShape,
+    launched: list[list[int]],
+    members: tuple[int, ...],
+    mesh: list[list[int]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for me in members:
+        for name, value in (("members", members), ("shape", shape), ("me", me)):
+            monkeypatch.setattr(STATE, name, value)
+        assert mesh_now(torch.tensor(launched)).tolist() == mesh
 
 
 def test_of_the_missing_the_launch_comes_first() -> None:

@@ -51,7 +51,7 @@ from fr_megatron.optimizers import inner_optimizers, pairs, scalers, torch_optim
 from fr_megatron.own_loop import OwnLoop
 from fr_megatron.random import capture_tracker, restore_tracker
 from fr_megatron.reform import fill, reform
-from fr_megatron.replicas import SharedPlaces, replica_group
+from fr_megatron.replicas import SharedPlaces, experts_or_context, replica_group
 from fr_megatron.shared_division import SharedDivision
 from fr_megatron.support import check
 from fr_megatron.wrapper import Wrapper
@@ -151,12 +151,10 @@ class MegatronAdapter(TorchAdapter):
     # -- another number of replicas ---------------------------------------------------------------
 
     def only_as_launched(self, most: int) -> str:
+        if experts_or_context():
+            return f"{self.name} with expert or context parallelism"
         division = self.division()
-        if division is None:
-            return f"{self.name} without the distributed optimizer"
-        if not isinstance(division, OptimizerDivision):
-            return f"{self.name} with a distributed optimizer of experts, or of replicas of several ranks"
-        return division.too_small_for(most)
+        return division.too_small_for(most) if isinstance(division, OptimizerDivision) else ""
 
     def tied_to_size(self) -> Sequence[str]:
         found = tuple(elastic.tied_to_size(self._chunks, self._optimizer))

@@ -86,6 +86,15 @@ def computing() -> int:
     return int(data_parallel_group().size() // replica_group().size())
 
 
+def experts_or_context() -> bool:
+    """Whether there is expert or context parallelism."""
+    from megatron.core import parallel_state as state
+
+    experts: int = state.get_expert_model_parallel_world_size()
+    context: int = state.get_context_parallel_world_size()
+    return max(experts, context) > 1
+
+
 def unknown_replicas() -> Iterator[str]:
     """What replicas are made up of ranks that are not known to follow, by name; a rank alone sees all of it."""
     from megatron.core import parallel_state as state

@@ -386,8 +386,12 @@ class RunConfig(Settings):
 
     @property
     def most_ranks(self) -> int:
-        """That the job may ever have; ranks are numbered below."""
-        return self.world_size if self.elastic is None else max(self.world_size, self.elastic.max)
+        """That the job may ever have, whatever its replicas turn out to be; ranks are numbered below."""
+        if self.elastic is None:
+            return self.world_size
+        launches = range(self.elastic.min, self.elastic.max + 1)
+        each = max((self.world_size // n for n in launches if self.world_size % n == 0), default=1)
+        return max(self.world_size, self.elastic.max * each)
 
     @property
     def several_nodes(self) -> bool:

@@ -191,7 +191,7 @@ class LMLoopAdapter(LoopAdapter):
             self._state.adopt_common(state)
 
     def only_as_launched(self, most: int) -> str:
-        return "Megatron-LM's loop"
+        return "Megatron-LM's loop (not tried)"
 
     def tied_to_size(self) -> Sequence[str]:
         elastic = self._state.elastic

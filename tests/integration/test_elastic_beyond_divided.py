@@ -34,7 +34,6 @@ KINDS = [
     pytest.param(FSDP2, id="fsdp2"),
     *(pytest.param(kind, id=kind.name, marks=needing(kind)) for kind in (zero(1), zero(2), zero(3))),
 ]
-PLAIN = megatron("plain", "--bf16")
 SHARDS = megatron("shards", "--bf16", "--use-distributed-optimizer")
 MEGATRON = [pytest.param(SHARDS, id=SHARDS.name, marks=needing(SHARDS))]
 AT, LOST, BACK = 10, 16, 32
@@ -171,10 +170,3 @@ def test_they_go_back_to_a_checkpoint_of_more_ranks_than_the_launch_had(
     version = fell_back(job, 4, 2, END)
     FSDP2.goes_on_alike(job, resized(FSDP2, [(AT, 4), (version, 2)]), version, 2, END)
     check_clean(job)
-
-
-@pytest.mark.parametrize("kind", [pytest.param(PLAIN, id=PLAIN.name, marks=needing(PLAIN))])
-def test_refused_before_the_first_step(kind: Kind, tmp_path: Path) -> None:
-    job = kind.start(tmp_path / "run", config=beyond(), nproc=2).wait(240)
-    assert job.code != 0 and "without the distributed optimizer: how they go on" in job.explain(), job.explain()
-    assert not job.of("job_started"), job.explain()

@@ -11,7 +11,7 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,15 @@ AUTO = {"elastic": {"min": 1, "max": 4}}
 class WithController:
     """A job on this host, and its controller, which is a process of its own."""
 
-    def __init__(self, folder: Path, script: Path, config: dict[str, Any], *flags: str, nproc: int = 4) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        script: Path,
+        config: dict[str, Any],
+        *flags: str,
+        nproc: int = 4,
+        env: Mapping[str, str] | None = None,
+    ) -> None:
         with socket.create_server(("127.0.0.1", 0)) as free:
             self._address = f"127.0.0.1:{free.getsockname()[1]}"
         folder.mkdir(exist_ok=True)
@@ -45,7 +53,7 @@ class WithController:
             script=script,
             flags=["--steps", str(STEPS), "--step-time", "100", *flags],
             options=["--no-embed-controller", "--controller", self._address],
-            env=TOKEN,
+            env={**TOKEN, **(env or {})},
         )
         self.begin()
         # commands and faults go to the controller, whose run directory is its own

@@ -16,19 +16,23 @@ MORE_MOMENTS = (*MOMENTS, "hears pause", "hears leave", "job_resized", "newcomer
 """What a fault may follow here."""
 
 
-def draw_beyond(seed: int) -> History:
-    """The same job as :func:`draw_elastic`'s, which may become larger than it was launched, and has a node for that.
-    What strikes a rank there may strike one beyond the launch here, and a command may ask for as many."""
-    history, rng = draw_elastic(seed), random.Random(seed)
-    shape, more = history.shape, rng.choice((1, 2, 3))
+def draw_beyond(seed: int, *, several: bool = False) -> History:
+    """The same job as :func:`draw_elastic`'s, which may become larger than it was launched, and has nodes for that.
+    What strikes a rank there may strike one beyond the launch here, and a command may ask for as many. ``several``: the
+    replicas have two ranks each, at most two more come, and there are at least two at the launch."""
+    history, rng = draw_elastic(seed, several=several), random.Random(seed)
+    shape, more = history.shape, rng.choice((1, 2) if several else (1, 2, 3))
     spares = max(shape.spares, rng.choice((1, 1, 2))) if shape.nodes > 1 else 0
+    if several and spares:
+        spares = max(spares, shape.each // shape.nproc)  # a replica comes as a whole
     script = replace(history.script, micro_batches=history.script.micro_batches + more)
+    ranks, replicas = shape.world + more * shape.each, shape.replicas.replicas + more
 
     def other(fault: Fault) -> Fault:
         if fault.kind in ("kill", "mute"):
-            return replace(fault, what=(rng.randrange(shape.world + more),))
+            return replace(fault, what=(rng.randrange(ranks),))
         if fault.kind == "resize":
-            return replace(fault, what=(rng.randint(shape.elastic, shape.world + more), fault.what[1]))
+            return replace(fault, what=(rng.randint(shape.elastic, replicas), fault.what[1]))
         return fault
 
     faults = tuple(other(fault) if rng.random() < 0.6 else fault for fault in history.faults)

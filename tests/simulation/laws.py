@@ -518,7 +518,8 @@ class Laws:
         world, shape = self.world, self.world.shape.replicas
         living = {p.place for p in world.workers.values() if not p.process.dead and not p.agent.dead} & world.members
         there = shape.by_replica(living)
-        lacking = sorted(shape.each - len(there.get(replica, ())) for replica in range(shape.replicas))
+        replicas = {*range(shape.replicas), *shape.by_replica(world.members)}
+        lacking = sorted(shape.each - len(there.get(replica, ())) for replica in replicas)
         return sum(lacking[: world.shape.elastic]) > slots - len(living)
 
     def _struck(self, kind: str) -> int:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from tests.simulation import history as hist
-from tests.simulation.elastic import draw_elastic
+from tests.simulation.elastic import draw_beyond, draw_elastic
 from tests.simulation.patches import slow_disks
 from tests.simulation.removed import REMOVED
 
@@ -33,6 +33,7 @@ def main() -> int:
     )
     parser.add_argument("--elastic", action="store_true", help="histories of elastic jobs")
     parser.add_argument("--replicas", action="store_true", help="of elastic jobs whose replicas have several ranks")
+    parser.add_argument("--beyond", action="store_true", help="of such jobs that grow beyond their launch")
     parser.add_argument("--slow-disks", action="store_true", help="the number of a generation takes a while to write")
     args = parser.parse_args()
     if args.seed is not None:
@@ -102,7 +103,7 @@ def look(args: argparse.Namespace, seeds: range) -> Found:
     disks = slow_disks() if args.slow_disks else nullcontext()
     with hist.quiet(), hist.simulated(), rare_collections(), removed, disks:
         for seed in seeds:
-            history = draw_elastic(seed, several=args.replicas) if args.elastic or args.replicas else hist.draw(seed)
+            history = _drawn(args, seed)
             outcome = hist.run(history, tolerated=tolerated)
             found.handled += outcome.handled
             found.recoveries += outcome.recoveries
@@ -118,6 +119,12 @@ def look(args: argparse.Namespace, seeds: range) -> Found:
             if args.without:
                 break
     return found
+
+
+def _drawn(args: argparse.Namespace, seed: int) -> hist.History:
+    if args.beyond:
+        return draw_beyond(seed, several=args.replicas)
+    return draw_elastic(seed, several=args.replicas) if args.elastic or args.replicas else hist.draw(seed)
 
 
 def show(history: hist.History, outcome: hist.Outcome) -> Iterable[str]:

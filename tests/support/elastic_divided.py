@@ -29,6 +29,7 @@ class Kind:
     steps_alike: Callable[[Job, Job, int, int, int], None]
     goes_on_alike: Callable[[Job, Job, int, int, int], None]
     env: Mapping[str, str] | None = None
+    each: int = 1  # ranks of a replica
 
     def start(
         self,
@@ -47,7 +48,7 @@ class Kind:
 
 
 Resized = Callable[[Kind, Sequence[tuple[int, int]]], Job]
-"""Gives the job of a kind that is resized by command at these steps to these sizes."""
+"""Gives the job of a kind that is resized by command at these steps to these sizes, in ranks."""
 DDP = Kind("ddp", elastic.SCRIPT, (), elastic.check_steps_alike, elastic.check_goes_on_alike)
 """Whose state is not divided."""
 FSDP2 = Kind("fsdp2", elastic_fsdp2.SCRIPT, (), elastic_fsdp2.check_steps_alike, elastic_fsdp2.check_goes_on_alike)
@@ -64,10 +65,10 @@ def zero(stage: int, *flags: str) -> Kind:
     )
 
 
-def megatron(name: str, *flags: str) -> Kind:
+def megatron(name: str, *flags: str, each: int = 1) -> Kind:
     """megatron-core, with twelve micro-batches in a step."""
     script = ROOT / "tests" / "scripts" / "elastic_megatron.py"
-    return Kind(name, script, flags, elastic.check_steps_alike, elastic.check_goes_on_alike, ENVIRONMENT)
+    return Kind(name, script, flags, elastic.check_steps_alike, elastic.check_goes_on_alike, ENVIRONMENT, each)
 
 
 def needing(kind: Kind) -> list[pytest.MarkDecorator]:
@@ -110,23 +111,23 @@ def resized_by_command(
     launched: int = 4,
     config: Mapping[str, Any] | None = None,
 ) -> Job:
-    """A job of so many ranks that is resized by command at these steps to these sizes, undisturbed: (step, size), in
+    """A job of so many ranks that is resized by command at these steps to these sizes, undisturbed: (step, ranks), in
     order. After its last change it goes on as one that was *started* in that size from that step's state."""
     folder.mkdir(exist_ok=True)
     given = ["--step-time", "100", "--save-to", str(folder), *flags]
-    chosen = config or {"elastic": {"min": 1, "max": launched}}
+    chosen = config or {"elastic": {"min": 1, "max": launched // kind.each}}
     running = kind.start(folder / "run", *given, config=chosen, nproc=launched)
     running.wait_for("job_started", 120)
     for number, (step, size) in enumerate(sizes, 1):
-        assert command(running, size, step) == ""
+        assert command(running, size // kind.each, step) == ""
         event = running.wait_for("job_resized", 120, count=number)
-        assert (event["step"], event["replicas"]) == (step, size), running.wait(240).explain()
+        assert (event["step"], event["replicas"]) == (step, size // kind.each), running.wait(240).explain()
         running.wait_for("recovery_finished", count=number)
     job = running.wait(240)
     assert job.code == 0 and not job.of("failure_detected"), job.explain()
     check_clean(job)
     step, size = sizes[-1]
-    config = {"elastic": {"min": 1, "max": size}} if size > 1 else {}
+    config = {"elastic": {"min": 1, "max": size // kind.each}} if size > 1 else {}
     new = kind.start(folder / "new", "--start-from", str(folder / f"{step}.pt"), *flags, config=config, nproc=size)
     begun = new.wait(240)
     assert begun.code == 0, begun.explain()

@@ -9,6 +9,7 @@ import pytest
 
 from flashrecovery.config import RunConfig
 from flashrecovery.controller.job_state import JobState
+from flashrecovery.controller.records import RankRecord
 from flashrecovery.plan.placement import neighbour_stride, shared_domains
 from flashrecovery.plan.replicas import ReplicaShape
 from flashrecovery.proto import flashrecovery_pb2 as pb
@@ -62,6 +63,33 @@ def test_both_come_to_the_same_ring(
                 assert job.keepers_of_parts() == keepers
             elif len(members) == shape.world:  # as a process has it that has seen no change
                 assert keepers == {rank: neighbour_of(rank, shape.world) for rank in members}
+
+
+@pytest.mark.parametrize("divided", [False, True])
+@pytest.mark.parametrize("shape", [s for s in SHAPES if s.each > 1], ids=str)
+def test_beyond_the_launch_too(shape: ReplicaShape, divided: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And nobody keeps its own: with replicas that the launch did not have, whichever of it are left."""
+    for replicas in ((0, shape.replicas), (*range(shape.replicas), shape.replicas + 1), (shape.replicas, 0, 1)):
+        job = job_of(shape, 1, ("a",), monkeypatch)
+        for record in job.in_order:
+            record.shape = shape
+            record.divided = frozenset(["part"]) if divided else frozenset()
+        wanted = {rank for replica in replicas for rank in shape.ranks(replica)}
+        for rank in wanted.difference(job.ranks):
+            record = RankRecord(rank)
+            record.shape, record.divided = shape, frozenset(["part"]) if divided else frozenset()
+            job.enrol(record)
+        for rank in set(job.ranks).difference(wanted):
+            job.depart(rank)
+        job.settle_layout()
+        members = job.members
+        assert job.layout == members == tuple(shape.in_order(wanted)), "as process groups count them"
+        job.layout = tuple(sorted(members))  # of a controller that does not know yet what they make up
+        assert job.elastic_layout() == members
+        ring = ring_among(members, shape if divided else None)
+        keepers = {rank: members[place] for rank, place in zip(members, ring, strict=True)}
+        assert job.keepers_of_copies() == keepers and all(rank != keeper for rank, keeper in keepers.items())
+        assert not divided or all(shape.stand(rank) == shape.stand(keeper) for rank, keeper in keepers.items())
 
 
 def test_two_replicas_that_both_lack_a_rank() -> None:

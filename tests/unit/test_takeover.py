@@ -222,6 +222,31 @@ def test_where_all_processes_have_died_nothing_begins_from_zero(checkpoint: bool
         assert machine.job.state is State.FAILED and "nobody holds any state" in machine.job.failure_reason
 
 
+def all_dead_beyond_the_launch(world: int, most: int, ranks: int) -> Machine:
+    """Launched with so many ranks, grown to ``ranks``; there is a checkpoint, and no process is left."""
+    config = {"nproc_per_node": world, "controller": "h:1", "elastic": {"min": 1, "max": most}}
+    machine = Machine(RunConfig.model_validate(config))
+    register = remembering(found("a"), 6)
+    register.members.extend(range(ranks))
+    for rank in range(ranks):
+        with_page(register, rank)
+    machine.on_register(register, 0.0)
+    return machine
+
+
+def test_ranks_beyond_the_launch_do_not_begin_where_nobody_knows_their_replicas() -> None:
+    """Of a job launched with four, six may be three replicas of two ranks, whose last one stands where rank 3 does, or
+    six replicas, where it may stand anywhere."""
+    machine = all_dead_beyond_the_launch(4, 6, 6)
+    assert machine.job.state is State.FAILED
+    assert "ranks [4, 5], which the launch did not have" in machine.job.failure_reason
+
+
+@pytest.mark.parametrize(("world", "most", "ranks"), [(2, 4, 4), (4, 6, 5)])
+def test_of_replicas_that_can_only_have_one_rank_each_they_do(world: int, most: int, ranks: int) -> None:
+    assert all_dead_beyond_the_launch(world, most, ranks).job.state is State.REPLACING
+
+
 def test_a_done_of_a_rank_that_nobody_has_come_with_is_not_believed() -> None:
     machine = controller()
     machine.on_register(found("a", 0, 1), 0.0)

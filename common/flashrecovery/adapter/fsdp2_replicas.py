@@ -32,10 +32,9 @@ class FSDP2Replicas:
 
     def resize(self) -> None:
         """The process groups have other members now."""
-        number = groups.numbers()
         me = torch.distributed.get_rank()
         for mesh, launched in self._meshes:
-            meshes.renumber(mesh, meshes.with_members(launched, number), me)
+            meshes.renumber(mesh, mesh_now(launched), me)
         for info in self._infos:
             info.replicate_mesh_size = info.mesh.size(info.replicate_mesh_dim)
             info.replicate_mesh_rank = info.mesh.get_local_rank(info.replicate_mesh_dim)
@@ -48,3 +47,10 @@ class FSDP2Replicas:
             entry.sharded_param._spec = type(spec)(spec.mesh, spec.placements, tensor_meta=spec.tensor_meta)
             entry._sharding_spec = entry.sharded_param._spec
         forget_dispatch()
+
+
+def mesh_now(launched: torch.Tensor) -> torch.Tensor:
+    """Of a mesh of (replicate, shard), as it was launched: the numbers, shape (replicas, ranks of each), of the ranks
+    that there are now; a column for each place in a replica, of those who stand there."""
+    places = [groups.numbers_now(peers) for peers in launched.T.tolist()]
+    return torch.tensor(places, dtype=launched.dtype).T.contiguous()

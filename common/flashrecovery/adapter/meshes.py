@@ -6,8 +6,6 @@ gives other members. All that is private to torch about this stands in this file
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -32,10 +30,3 @@ def renumber_part(part: DeviceMesh, of: DeviceMesh) -> None:
     """The same for the last dimension of ``of``, which has been renumbered, in its other dimensions only."""
     part._rank_map, part._flatten_rank_map, part._rank = of._rank_map, of._flatten_rank_map, of._rank
     part._coordinate_on_dim, part._hash = tuple((part.mesh == part._rank).nonzero()[0].tolist()), None
-
-
-def with_members(launched: torch.Tensor, number: Mapping[int, int]) -> torch.Tensor:
-    """Of a mesh of the launch that replicates in its first dimension, the replicas whose ranks are still there, with
-    the numbers that these have now."""
-    rows = [row for row in launched.tolist() if all(rank in number for rank in row)]
-    return torch.tensor([[number[rank] for rank in row] for row in rows], dtype=launched.dtype)

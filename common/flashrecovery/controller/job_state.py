@@ -200,7 +200,8 @@ class JobState:
     def keepers_of_copies(self, records: Sequence[RankRecord] = ()) -> dict[int, int]:
         """By rank, the one that holds its neighbour copies, if the job consists of these ``records`` (default: all). It
         may have left."""
-        ranks, shape = [record.rank for record in records or self.in_order], self.shape
+        shape = self.shape
+        ranks = shape.in_order(record.rank for record in records or self.in_order)
         if len(ranks) < 2:
             return {rank: rank for rank in ranks}
         if self.plan and self.config.elastic is None:  # nodes need not have equally many ranks there
@@ -218,8 +219,9 @@ class JobState:
     def keepers_of_parts(self) -> dict[int, int]:
         """The rank that keeps the copies of each one's part of what is divided among the ranks of the layout; it may
         have left."""
-        ring = self.shape.ring(self.layout, *self._where_copies_go)
-        return {rank: self.layout[keeper] for rank, keeper in zip(self.layout, ring, strict=True)}
+        layout = self.shape.in_order(self.layout)
+        ring = self.shape.ring(layout, *self._where_copies_go)
+        return {rank: layout[keeper] for rank, keeper in zip(layout, ring, strict=True)}
 
     @property
     def _where_copies_go(self) -> tuple[int, int, Sequence[int]]:
@@ -284,8 +286,9 @@ class JobState:
         return record
 
     def elastic_layout(self) -> tuple[int, ...]:
-        """The layout of an elastic job; () of others, where nobody needs to know it."""
-        return () if self.config.elastic is None else self.layout
+        """The layout of an elastic job, as its ranks are counted; () of others, where nobody needs to know it. (A
+        controller that is started in the middle of a job knows its ranks before it knows what they make up.)"""
+        return () if self.config.elastic is None else tuple(self.shape.in_order(self.layout))
 
     def begins_as_divided(self, rank: int) -> bool:
         """Whether state is divided as a process of this rank divides it when it begins: as in the launch's size. Of one
@@ -294,8 +297,13 @@ class JobState:
 
     def settle_layout(self) -> None:
         """All ranks of the job have what they need of a state that is divided among them alone."""
-        self.layout = tuple(self.ranks)
+        self.layout = self.members
         self.departed = {}
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        """Its ranks, as they are counted in process groups of all of them."""
+        return tuple(self.shape.in_order(self.ranks))
 
     def divided_among(self, layout: tuple[int, ...]) -> None:
         """State is divided among these ranks, as those who have it have said to a controller that did not know."""

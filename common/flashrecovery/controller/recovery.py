@@ -372,7 +372,7 @@ class RecoverySteps:
         again what they need and hold: it is not as this controller has thought, or not yet the same on all."""
         self._job.unsure = False
         layout = division_of(self._job.in_order)
-        as_thought = layout == self._job.layout and all(r.layout in ((), layout) for r in self._job.in_order)
+        as_thought = layout == self._job.elastic_layout() and all(r.layout in ((), layout) for r in self._job.in_order)
         if not layout or (as_thought and not any(r.ready for r in self._job.in_order)):
             return False
         self._job.divided_among(layout)

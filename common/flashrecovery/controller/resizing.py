@@ -390,7 +390,7 @@ class Resizing:
                     step=version,
                     before=self._job.told_size // self._job.shape.each,
                     replicas=self._job.replicas,
-                    ranks=list(self._job.ranks),
+                    ranks=list(self._job.members),
                     left=left,
                     came=came,
                 )
@@ -445,7 +445,7 @@ class Resizing:
 
     def members(self) -> Sequence[int]:
         """The ranks of an elastic job, for those who form groups; of others nobody needs to know."""
-        return () if self._job.config.elastic is None else tuple(self._job.ranks)
+        return () if self._job.config.elastic is None else self._job.members
 
     def _depart(self, rank: int, *, grace_s: float | None) -> RankRecord:
         """``grace_s`` None: its process is not told to leave yet."""

@@ -162,7 +162,7 @@ def decide(
             raise JobFailedError(f"the job cannot be recovered: {reason}; and there is no checkpoint")
         return Decision.from_checkpoint(checkpoint, records, reason)
     decision = _from_memory(cut, records, parity, alike=alike)
-    if layout and tuple(layout) != tuple(records):
+    if layout and sorted(layout) != sorted(records):
         serving = custody(left, records.values(), cut.version)
         if serving is None:
             reason = (
@@ -172,8 +172,14 @@ def decide(
             if checkpoint is None:
                 raise JobFailedError(reason)
             return Decision.from_checkpoint(checkpoint, records, reason)
-        decision.round.reshape = pb.Reshape(before=layout, after=list(records), custody=serving)
+        decision.round.reshape = pb.Reshape(before=layout, after=_counted(records), custody=serving)
     return decision
+
+
+def _counted(records: Mapping[int, RankRecord]) -> list[int]:
+    """The ranks as they are counted in process groups of all of them."""
+    shape = next((record.shape for record in records.values() if record.shape is not None), None)
+    return sorted(records) if shape is None else shape.in_order(records)
 
 
 def _decodable(records: Mapping[int, RankRecord]) -> list[Decodable]:

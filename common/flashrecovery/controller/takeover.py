@@ -234,6 +234,13 @@ class TakeOver:
                 f"{said}, so nobody holds any state; start the job again, with --resume if it had checkpoints"
             )
             return
+        unknown = self._nobody_says_which_replica()
+        if unknown:
+            self._job.fail(
+                f"{said}, and nobody is left who says which ranks make up a replica, so nobody knows what ranks "
+                f"{unknown}, which the launch did not have, are to begin as; start the job again, with --resume"
+            )
+            return
         self._job.notice(NoticeKind.TAKEN_OVER, said)
         going = all(r.place in _GOING for r in records) and not behind
         if going:
@@ -271,6 +278,21 @@ class TakeOver:
             if record.place is Place.STARTING:
                 self._job.outbox.expect(record.rank, Ordered.REPLACE, limit)
         self._steps.enter("controller", now, missing)
+
+    def _nobody_says_which_replica(self) -> list[int]:
+        """Ranks beyond the launch that are to be filled and may be of replicas of several ranks, if no process is left
+        that has said so: begun at another place of its replica than its own, such a rank would train with other
+        values than it should."""
+        job, elastic = self._job, self._job.config.elastic
+        beyond = [record for record in job.in_order if record.rank >= job.world_size]
+        if elastic is None or any(record.shape is not None for record in job.in_order):
+            return []
+        launches = range(max(elastic.min, 2), elastic.max)  # of one replica of several ranks, none come
+        several = {job.world_size // n for n in launches if job.world_size % n == 0} - {1}
+        numbers = {record.rank for record in beyond}
+        if not any(numbers == {r // each * each + at for r in numbers for at in range(each)} for each in several):
+            return []  # replicas come as a whole
+        return [record.rank for record in beyond if record.place is Place.EMPTY]
 
     def _settle_found(self, now: float) -> None:
         """Give a node to the ranks with which no agent has come. A rank that has died meanwhile is filled where it

@@ -113,6 +113,12 @@ class Servers:
         _CLIENTS.keep(self.addresses)
 
 
+def _beyond(ranks: Sequence[int]) -> str:
+    """Tells a group within a replica that the launch did not have from the one within the launch's replica in whose
+    place its ranks have run the script: both have the same name (:mod:`flashrecovery.plan.beyond`)."""
+    return f"{min(ranks)}/" if STATE.shape is not None and min(ranks) >= STATE.shape.world else ""
+
+
 class StoresInUse:
     """What the groups of one generation, or of the start, use of ``source``, under ``prefix``. After :meth:`stop` every
     wait ends, also in a store that is being connected meanwhile."""
@@ -127,7 +133,7 @@ class StoresInUse:
     def of(self, request: GroupRequest, suffix: str = "") -> Store:
         """The store of this group. May block until its server takes the connection."""
         server = server_of(request.ranks, self._world, self._source.servers)
-        return PrefixStore(f"{self._prefix}{request.name}/{suffix}", self._on(server))
+        return PrefixStore(f"{self._prefix}{request.name}/{_beyond(request.ranks)}{suffix}", self._on(server))
 
     def _on(self, server: int) -> Store:
         with self._lock:

@@ -6,6 +6,10 @@ stands where it does in its replica: in the launch's world, under that one's num
 collectives had returned. It has its own number from when it comes in, as any rank has another one after a change.
 What a rank of the launch has made in its script, process groups and shards, says also what is this one's: what spans
 the replicas has it as a further member, and of what is within one replica it has its own replica's.
+
+In the process groups all ranks are counted as in a job that is launched with as many replicas
+(:meth:`.ReplicaShape.in_order`): where a replica's ranks do not follow on each other, as with pipeline stages, one
+beyond the launch stands among those of the launch that have its stage.
 """
 
 from __future__ import annotations
@@ -17,19 +21,26 @@ from flashrecovery.plan.replicas import ReplicaShape
 
 def members_of(launched: Sequence[int], members: Collection[int], me: int, shape: ReplicaShape) -> tuple[int, ...]:
     """The ranks of a job of these ``members`` that have what ``launched`` ones had, a process group or a shard, as seen
-    from rank ``me``: in their order, those beyond the launch at the end."""
+    from rank ``me``: :meth:`.ReplicaShape.in_order`. Where the launch has one replica of several ranks, it is not known
+    whether what they all have spans replicas (:func:`tells_apart`)."""
     there = {*members}
-    staying = tuple(rank for rank in launched if rank in there and rank < shape.world)
-    beyond = [rank for rank in sorted(there) if rank >= shape.world]
+    staying = [rank for rank in launched if rank in there and rank < shape.world]
+    beyond = [rank for rank in there if rank >= shape.world]
     if not beyond:
-        return staying
+        return tuple(staying)
     stands = {shape.stand(rank) for rank in launched}
     if len(shape.by_replica(launched)) > 1:
-        return staying + tuple(rank for rank in beyond if shape.stand(rank) in stands)
+        return tuple(shape.in_order([*staying, *(rank for rank in beyond if shape.stand(rank) in stands)]))
     if me < shape.world:
-        return staying
+        return tuple(staying)
     mine = shape.replica(me)
-    return tuple(rank for rank in beyond if shape.replica(rank) == mine and shape.stand(rank) in stands)
+    return tuple(shape.in_order(r for r in beyond if shape.replica(r) == mine and shape.stand(r) in stands))
+
+
+def tells_apart(shape: ReplicaShape) -> bool:
+    """Whether in a job that is launched so what spans the replicas (a process group, a shard) can be told from what is
+    within one: not if one replica is all that there is, and has several ranks."""
+    return shape.replicas > 1
 
 
 def stand_in(rank: int, shape: ReplicaShape) -> int:

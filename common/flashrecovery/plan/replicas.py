@@ -63,6 +63,17 @@ class ReplicaShape:
         """Of a replica, in order."""
         return [self.rank(replica, stand) for stand in range(self.each)]
 
+    def in_order(self, ranks: Iterable[int]) -> list[int]:
+        """The ranks as they are counted in a job that is launched with all of these replicas: those beyond the launch
+        among the others, run by run. Of the launch alone that is by number. So a process group has the same order,
+        and sums in it are the same bit for bit, whether a replica was there at the launch or has come later."""
+
+        def at(rank: int) -> tuple[int, int, int]:
+            run, place = divmod(self.stand(rank), self.inner)
+            return run, self.replica(rank), place
+
+        return sorted(ranks, key=at)
+
     def grid(self, replicas: int) -> RankGrid:
         """The job with so many of its replicas, counted anew: its data-parallel axis is ``dp``."""
         return RankGrid(tp=self.inner, dp=replicas, pp=self.outer)
@@ -105,9 +116,9 @@ class ReplicaShape:
         return [other for other in sorted(members) if self.stand(other) == stand]
 
     def ring(self, members: Sequence[int], stride: int, per_node: int, shared: Sequence[int] = ()) -> list[int]:
-        """By the place of each of the ``members`` (ranks of whole replicas, ascending), the place of the one that keeps
-        the copies of what it shares with nobody but those who stand where it does. It is one of these, chosen as
-        :func:`.ring_of` does. Where there is one replica, itself."""
+        """By the place of each of the ``members`` (ranks of whole replicas, :meth:`in_order`), the place of the one
+        that keeps the copies of what it shares with nobody but those who stand where it does. It is one of these,
+        chosen as :func:`.ring_of` does. Where there is one replica, itself."""
         place_of = {rank: place for place, rank in enumerate(members)}
         stands: dict[int, list[int]] = {}
         for rank in members:

@@ -190,9 +190,10 @@ def filling(
 def _resolved(
     members: Collection[int], lost: Collection[int], room: int, sizes: ReplicaRange, shape: ReplicaShape
 ) -> tuple[list[int], Resolve]:
-    """The members whose replicas are whole, in order, and what is done about a loss; their places are its ranks."""
+    """The members whose replicas are whole, as they are counted without the others, and what is done about a loss, in
+    which ranks are their places."""
     replicas = shape.whole(members)
-    whole = [rank for rank in sorted(members) if shape.replica(rank) in replicas]
+    whole = shape.in_order(rank for rank in members if shape.replica(rank) in replicas)
     places = frozenset(place for place, rank in enumerate(whole) if rank in lost)
     grid = shape.grid(len(replicas))
     return whole, resolve(Loss(grid, places, room, sizes, micro_batches=len(replicas)))

@@ -72,9 +72,14 @@ class CallBatches:
             )
 
     @property
+    def ranks(self) -> int:
+        """Among so many a step's micro-batches are divided now."""
+        return self._place()[1]
+
+    @property
     def sizes(self) -> Sequence[int]:
         """The numbers of replicas, up to that of now or ``most``, that divide the batch."""
-        most = max(self._place()[1], self.most)
+        most = max(self.ranks, self.most * self._computing)
         batch = (self._global_batch, self._micro_batch, most)
         return exact_sizes(*batch, uneven=False, each=self._computing, runs=self._runs)
 

@@ -118,6 +118,11 @@ class GlobalBatches(Protocol):
         """Of a step, on all replicas together."""
 
     @property
+    def ranks(self) -> int:
+        """Among so many a step's micro-batches are divided now: replicas, or, where several ranks of one compute
+        micro-batches of their own, these."""
+
+    @property
     def sizes(self) -> Sequence[int]:
         """The numbers of replicas, up to that of now or ``most``, with which the batch can be divided; none: all."""
 
@@ -224,13 +229,18 @@ class ElasticBatches:
     # -- for the iterator and the loop ------------------------------------------------------------
 
     @property
+    def ranks(self) -> int:
+        """Among so many a step's micro-batches are divided now."""
+        return self._place()[1]
+
+    @property
     def sizes(self) -> Sequence[int]:
         """The numbers of replicas, up to that of now or ``most``, with which a framework can divide the batch; none:
         all."""
         if self._framework is None:
             return ()
         global_batch, micro_batch = self._shape["global_batch"], self._shape["micro_batch"]
-        most = max(self._place()[1], self.most)
+        most = max(self.ranks, self.most * self._computing)
         found = exact_sizes(global_batch, micro_batch, most, uneven=False, each=self._computing, runs=self._runs)
         return [size for size in found if self._sizes is None or size in self._sizes]
 

@@ -14,6 +14,7 @@ import torch
 from flashrecovery import groups
 from flashrecovery.config import Settings
 from flashrecovery.errors import ConfigError, UnsupportedError
+from flashrecovery.plan.beyond import tells_apart
 from flashrecovery.runtime.environment import in_changed_layout
 from flashrecovery.worker import agreement
 from flashrecovery.worker.registry import Registry
@@ -95,7 +96,7 @@ def _check_replicas(registry: Registry, settings: Settings) -> None:
                 f"{shape.text}; a launch with MIN to MAX replicas is allowed"
             )
         if elastic.max > shape.replicas:
-            _check_beyond(registry, elastic.max)
+            _check_beyond(registry, elastic.max, settings)
     groups.refuse_partial(shape)
     stand = shape.stand(registry.rank)
     agreement.check_equal(
@@ -123,22 +124,30 @@ def _check_replicas(registry: Registry, settings: Settings) -> None:
     agreement.check_equal("how many models have state that is divided among the replicas", {"models": len(divisions)})
 
 
-def _check_beyond(registry: Registry, most: int) -> None:
+def _check_beyond(registry: Registry, most: int, settings: Settings) -> None:
     """Whether the job can have so many replicas, more than it is launched with."""
     shape, batches = registry.shape, registry.batches
     fixed = [reason for adapter in registry.adapters if (reason := adapter.only_as_launched(most))]
-    if shape.each > 1:
-        fixed.append(f"replicas of several ranks ({shape.text})")
+    if settings.replan is not None:
+        fixed.append("a parallel layout that may change (replan)")
+    if shape.each > 1 and not tells_apart(shape):
+        fixed.append(
+            f"one replica of {shape.each} ranks at the launch, where process groups of all ranks and those of a "
+            "replica are the same (a launch with two replicas is allowed)"
+        )
     if fixed:
         raise UnsupportedError(
-            f"an elastic job with elastic.max = {most} that is launched with {shape.replicas} replicas, and has "
-            f"{'; '.join(fixed)}: how they go on with more than the launch's is not known; elastic.max = "
-            f"{shape.replicas} is allowed, and more with replicas of one rank each in a loop over recovery.steps()"
+            f"an elastic job with elastic.max = {most} that is launched with {shape.text}, and has "
+            f"{'; '.join(fixed)}: how that goes on with more than the launch's is not known; elastic.max = "
+            f"{shape.replicas} is allowed"
         )
-    if batches is not None and batches.micro_batches < most:
+    assert batches is not None
+    needed = most * max(batches.ranks // shape.replicas, 1)
+    if batches.micro_batches < needed:
+        each = "replica" if needed == most else f"rank that computes micro-batches of its own ({needed} then)"
         raise ConfigError(
             f"elastic.max = {most}: a step has {batches.micro_batches} micro-batches, and at least one for each "
-            f"replica is needed; at most {batches.micro_batches} is allowed"
+            f"{each} is needed; at most {batches.micro_batches * most // needed} is allowed"
         )
 
 

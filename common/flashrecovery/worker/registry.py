@@ -200,7 +200,7 @@ class Registry:
         if said is None:
             return self.shape.peers(members, rank)
         stands = {self.shape.stand(sharer) for sharer in said}
-        return [member for member in sorted(members) if self.shape.stand(member) in stands]
+        return [member for member in self.shape.in_order(members) if self.shape.stand(member) in stands]
 
     def resize(self, members: Sequence[int], rank: int) -> None:
         """The job consists of these ranks now, as it was launched, of which this process is ``rank``: it has another

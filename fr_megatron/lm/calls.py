@@ -73,14 +73,16 @@ class ProtectedLoop:
             made = self._original["setup_model_and_optimizer"](*args, **kwargs)
         chunks, optimizer, scheduler = made
         if optimizer is not None:
-            elastic = self._recovery.elastic is not None
-            self._elastic = ElasticLoop(self._args, self._recovery, computing=computing()) if elastic else None
+            elastic, layouts = self._recovery.elastic is not None, self._recovery.replan is not None
             groups = membership(chunks, optimizer) if elastic else None
-            if self._recovery.replan is not None:
+            if layouts:
                 replan.check_model(chunks)
                 replan.check_late(self._args)
                 replan.begin(self._args)
-                self._elastic = ElasticLoop(self._args, self._recovery, besides=replan.started_with(self._args))
+            if elastic or layouts:
+                alike = replan.started_with(self._args) if layouts else {}
+                self._elastic = ElasticLoop(self._args, self._recovery, computing=computing(), besides=alike)
+            if layouts and self._elastic is not None:
                 self._layouts = LayoutLoop(self._args, self._elastic)
             adapter = adapter_for(chunks, optimizer, scheduler, membership=groups)
             self._objects = (chunks, optimizer, scheduler)

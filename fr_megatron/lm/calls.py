@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -75,14 +76,16 @@ class ProtectedLoop:
             made = self._original["setup_model_and_optimizer"](*args, **kwargs)
         chunks, optimizer, scheduler = made
         if optimizer is not None:
-            elastic = self._recovery.elastic is not None
-            self._elastic = ElasticLoop(self._args, self._recovery, chunks, computing=computing()) if elastic else None
+            elastic, layouts = self._recovery.elastic is not None, self._recovery.replan is not None
             groups = membership(chunks, optimizer) if elastic else None
-            if self._recovery.replan is not None:
+            if layouts:
                 replan.check_model(chunks)
                 replan.check_late(self._args)
                 replan.begin(self._args)
-                self._elastic = ElasticLoop(self._args, self._recovery, chunks, besides=replan.started_with(self._args))
+            if elastic or layouts:
+                alike = replan.started_with(self._args) if layouts else {}
+                self._elastic = ElasticLoop(self._args, self._recovery, chunks, computing=computing(), besides=alike)
+            if layouts and self._elastic is not None:
                 self._layouts = LayoutLoop(self._args, self._elastic)
             adapter = adapter_for(chunks, optimizer, scheduler, membership=groups)
             self._objects = (chunks, optimizer, scheduler)
@@ -132,12 +135,11 @@ class ProtectedLoop:
             )
             if self._layouts is not None:
                 returned = self._layouts.stepped(returned)
-            loop.finished(iteration, returned)
-            return returned
+            return loop.finished(iteration, returned)
 
         def skipped() -> Any:
             if loop.result is not NOTHING:
-                return loop.result.returned()
+                return loop.handed(iteration, loop.result.returned())
             empty, _, *rest = NOTHING.returned()
             return empty, int(iteration in loop.overflows), *rest
 
@@ -165,10 +167,18 @@ class ProtectedLoop:
 
         def made() -> Any:
             returned = body()
-            loop.changes += 1
+            loop.printed(iteration - 1)
             return returned
 
-        return self._call("log", made, lambda: report_memory) if communicates else body()
+        def add(totals: dict[str, Any]) -> Any:
+            with _own_learning_rate():
+                return self._original["training_log"](loss_dict, totals, *args, **kwargs)
+
+        if communicates:
+            return self._call("log", made, lambda: report_memory)
+        returned = add(total_loss_dict)
+        loop.summed(iteration - 1, add)
+        return returned
 
     def evaluate_and_print_results(self, *args: Any, **kwargs: Any) -> Any:
         elastic, layouts = self._elastic, self._layouts
@@ -297,6 +307,27 @@ def kept_functions(config: Any) -> Iterator[None]:
     finally:
         for name, function in kept.items():
             setattr(config, name, function)
+
+
+_REDUCED = "reduce_max_stat_across_model_parallel_group"
+"""Of megatron-core 0.16's loop: ``training_log`` reduces the learning rate with it, also where nothing is printed."""
+
+
+@contextmanager
+def _own_learning_rate() -> Iterator[None]:
+    """Within, ``training_log`` does not communicate: it takes this rank's learning rate, which is that of all ranks
+    that train anything. It is no protected call there: a rank that is replaced goes through it while others compute,
+    and the death of one would be an error in the others' loops."""
+    training: Any = importlib.import_module("megatron.training.training")
+    reduced = getattr(training, _REDUCED, None)
+    if reduced is None:
+        yield
+        return
+    setattr(training, _REDUCED, lambda stat: stat)
+    try:
+        yield
+    finally:
+        setattr(training, _REDUCED, reduced)
 
 
 def _reduces_losses(settings: Any) -> bool:

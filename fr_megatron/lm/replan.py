@@ -126,11 +126,6 @@ def check_flags(args: Any, recovery: Recovery) -> None:
         raise ConfigError(
             f"--flash-recovery-replan {said}, and the launcher says --replan {launched.min}: the same is allowed"
         )
-    if launched is not None and recovery.elastic is not None:
-        raise UnsupportedError(
-            "another parallel layout of an elastic job of Megatron-LM's loop: not tried together; one of "
-            "--replan and --elastic is allowed"
-        )
     if launched is not None and launched.min < 2 and given(args, "redundancy") == "neighbor":
         raise ConfigError(
             "--flash-recovery-redundancy neighbor with --replan 1: a world of one rank has nobody to hold a copy; 2 or "

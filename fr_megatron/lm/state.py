@@ -6,7 +6,7 @@ A replacement's loop begins at its first iteration and goes round without comput
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,6 +31,8 @@ _RERUN_LARGEST = ("large_value_counts", "max_values")
 is "unexpectedly large"."""
 
 
+_KEPT = 4
+"""Iterations of which it is known what the loop has got. A recovery in place goes back no further."""
 _COMMON = ("result", "overflows", "totals", "consumed_valid_samples", "rerun", "rerun_mode", "positions", "exits")
 """What :meth:`LMLoop.save` gives that is the same on all ranks where the layout may change."""
 
@@ -83,14 +85,53 @@ class LMLoop:
         """The loop has decided to end before its last iteration. A replacement's ends, too."""
         self.changes = 0
         self._given_totals: dict[str, Any] | None = None
+        self._logged: int | None = None  # the last iteration whose losses are in the totals
+        # Of the last iterations, by number: the losses that the loop has got, how they are added to totals where
+        # nothing is printed, and the totals after a log that was made again.
+        self._losses: dict[int, dict[str, torch.Tensor]] = {}
+        self._sums: dict[int, Callable[[dict[str, Any]], object]] = {}
+        self._totals_after: dict[int, dict[str, Any]] = {}
         self._common: dict[str, Any] = {}
         self._restored: dict[str, Any] | None = None
 
-    def finished(self, iteration: int, returned: tuple[Any, ...]) -> None:
-        """``train_step`` has returned."""
+    def finished(self, iteration: int, returned: tuple[Any, ...]) -> tuple[Any, ...]:
+        """``train_step`` has returned. Returns what the loop is to get, which may have it already: a step that is made
+        again in another size has a loss that differs in its last bits, and that one is logged, and summed up."""
         self.result = TrainResult.of(returned)
         if self.result.skipped:
             self.overflows.add(iteration)
+        returned = self.handed(iteration, returned)
+        if iteration in self._sums and self.totals is not None:
+            totals = _copied(self.totals)
+            self._sums[iteration](totals)
+            self._totals_after[iteration] = totals
+        self._forget(iteration - _KEPT)
+        self.changes += 1
+        return returned
+
+    def handed(self, iteration: int, returned: tuple[Any, ...]) -> tuple[Any, ...]:
+        """What ``train_step`` returns, with its losses in the dict that the loop has got, if it has."""
+        losses, found = self._losses.setdefault(iteration, {}), dict(returned[0])
+        losses.clear()
+        losses.update(found)
+        return losses, *returned[1:]
+
+    def _forget(self, last: int) -> None:
+        for known in (self._losses, self._sums, self._totals_after):
+            for old in [number for number in known if number <= last]:
+                del known[old]
+
+    def summed(self, iteration: int, again: Callable[[dict[str, Any]], object]) -> None:
+        """The losses of ``iteration`` have been added to the totals, outside of a call. ``again``: adds them to
+        others."""
+        self._logged, self._sums[iteration] = iteration, again
+        self._forget(iteration - _KEPT)
+
+    def printed(self, iteration: int) -> None:
+        """The log of ``iteration`` has been made, in a call."""
+        self._logged = iteration
+        if self.totals is not None:
+            self._totals_after[iteration] = _copied(self.totals)
         self.changes += 1
 
     def decided(self, exits: bool) -> None:
@@ -114,6 +155,7 @@ class LMLoop:
             "result": self.result.returned(),
             "overflows": sorted(self.overflows),
             "totals": _copied(self.totals or self._given_totals or {}),
+            "logged": self._logged,
             "consumed_valid_samples": self._args.consumed_valid_samples,
             "running": [name for name, timer in self._timers._timers.items() if getattr(timer, "_started", False)],
             "rerun": {name: getattr(self._rerun, name) for name in _RERUN},
@@ -129,10 +171,12 @@ class LMLoop:
 
         self.result = TrainResult.of(saved["result"])
         self.overflows = set(saved["overflows"])
+        self._logged = saved["logged"]
+        totals = self._totals_after.get(saved["logged"], saved["totals"])
         if self.totals is None:
-            self._given_totals = dict(saved["totals"])
+            self._given_totals = dict(totals)
         else:
-            _fill(self.totals, saved["totals"])
+            _fill(self.totals, totals)
         self._args.consumed_valid_samples = saved["consumed_valid_samples"]
         self.exits = saved["exits"]
         for name, timer in self._timers._timers.items():

@@ -12,16 +12,15 @@ import pytest
 from tests.support.elastic import changes, check_steps_alike, command
 from tests.support.elastic_megatron_lm import (
     DISTRIBUTED,
-    TIMEOUT_S,
     Resized,
     Training,
     check_ends_as_resized,
-    content,
     evaluations,
     resized_once,
 )
 from tests.support.jobs import Job, check_clean, check_fired
 from tests.support.megatron_lm import needs_checkout
+from tests.support.megatron_lm_loop import TIMEOUT_S, content
 
 pytest.importorskip("megatron.core")
 

@@ -11,7 +11,6 @@ import pytest
 
 from tests.support.elastic_megatron_lm import (
     DISTRIBUTED,
-    TIMEOUT_S,
     Resized,
     Training,
     check_ends_as_resized,
@@ -19,6 +18,7 @@ from tests.support.elastic_megatron_lm import (
 )
 from tests.support.jobs import check_fired
 from tests.support.megatron_lm import needs_checkout
+from tests.support.megatron_lm_loop import TIMEOUT_S
 
 pytest.importorskip("megatron.core")
 

@@ -19,11 +19,11 @@ import pytest
 from tests.integration.test_nodes_handoff import told_to_leave
 from tests.support import hosts
 from tests.support.elastic_megatron_lm import SCRIPT as ELASTIC
-from tests.support.elastic_megatron_lm import SMALL as SMALL_LM
 from tests.support.elastic_megatron_lm import Resized, Training, check_goes_on_alike, resized_once
 from tests.support.hosts import Host, Network
 from tests.support.jobs import ROOT, SMALL, Job, Layout, References, check_clean, check_fired, check_same
 from tests.support.megatron_lm import CHECKOUT, FLAGS, MODEL, environment
+from tests.support.megatron_lm_loop import SMALL as SMALL_LM
 from tests.support.nodes import NodesJob, hosts_of_a_test, network
 from tests.support.sameness import Printed
 

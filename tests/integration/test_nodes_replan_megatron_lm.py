@@ -13,10 +13,11 @@ import pytest
 from tests.support import hosts
 from tests.support.hosts import Network
 from tests.support.jobs import Layout
-from tests.support.megatron_lm import CHECKOUT, environment, needs_checkout
+from tests.support.megatron_lm import needs_checkout
+from tests.support.megatron_lm_loop import TIMEOUT_S, loop_environment
 from tests.support.nodes import NodesJob, hosts_of_a_test
-from tests.support.replan import Sizes, replanned
-from tests.support.replan_megatron_lm import SCRIPT, TIMEOUT_S, Saved, Training, check_goes_on
+from tests.support.replan import Saved, Sizes, replanned
+from tests.support.replan_megatron_lm import SCRIPT, Training, check_goes_on
 from tests.support.replan_nodes import command, lose, nodes_of
 
 pytest.importorskip("megatron.core")
@@ -50,7 +51,7 @@ def start(net: Network, folder: Path, training: Training, replan: Mapping[str, A
         options=["--standby", "0"],
         config=file,
         flags=training.arguments(training.sizes),
-        env={**environment(Path(CHECKOUT)), "PYTHONWARNINGS": "ignore"},
+        env=loop_environment(),
         small=(),
     )
 

@@ -8,7 +8,7 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +16,11 @@ import pytest
 
 from tests.integration.test_controller_away import TOKEN, controller
 from tests.support import elastic
+from tests.support import replan_megatron_lm as lm
 from tests.support.jobs import Layout, RunningJob, read_events
 from tests.support.megatron import ENVIRONMENT
+from tests.support.megatron_lm import needs_checkout
+from tests.support.megatron_lm_loop import loop_environment
 from tests.support.replan import SCRIPT, STEPS, TIMEOUT_S, Sizes, Training, command
 from tests.support.replan_elastic import History, Stage, both, check_history
 
@@ -25,6 +28,8 @@ pytest.importorskip("megatron.core")
 pytestmark = [pytest.mark.megatron, pytest.mark.grid, pytest.mark.timeout(4 * TIMEOUT_S)]
 
 PARTS = Training("tp2-dp2-distributed", Sizes(2, 1, 2), ("--use-distributed-optimizer", "--bf16"))
+FLAGS = ("--steps", str(STEPS), "--dropout", "0.1", *PARTS.sizes.flags, *PARTS.flags)
+LOOP = lm.Training("tp2-dp2-distributed-controller", PARTS.sizes, PARTS.flags, iterations=12)
 OTHER = Sizes(1, 2, 2)
 AT = 3
 
@@ -37,7 +42,15 @@ def history(tmp_path_factory: pytest.TempPathFactory) -> History:
 class Running:
     """A job on this host, and its controller, which is a process of its own."""
 
-    def __init__(self, folder: Path, config: dict[str, Any], *flags: str) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        config: dict[str, Any],
+        *flags: str,
+        script: Path = SCRIPT,
+        arguments: Sequence[str] = FLAGS,
+        env: Mapping[str, str] = ENVIRONMENT,
+    ) -> None:
         with socket.create_server(("127.0.0.1", 0)) as free:
             self._address = f"127.0.0.1:{free.getsockname()[1]}"
         self.known = folder / "controller"
@@ -46,10 +59,10 @@ class Running:
             Layout("replan", "", nproc=4),
             standby=0,
             config=config,
-            script=SCRIPT,
-            flags=["--steps", str(STEPS), "--dropout", "0.1", *PARTS.sizes.flags, *PARTS.flags, *flags],
+            script=script,
+            flags=[*arguments, *flags],
             options=["--no-embed-controller", "--controller", self._address],
-            env={**TOKEN, **ENVIRONMENT, "OMP_NUM_THREADS": "1"},
+            env={**TOKEN, **env, "OMP_NUM_THREADS": "1"},
         )
         self.begin()
         self.tools = RunningJob.__new__(RunningJob)  # commands go to the controller, whose run directory is its own
@@ -129,3 +142,30 @@ def test_as_they_are_let_into_their_loops(tmp_path: Path, history: History) -> N
     os.kill(found[0], signal.SIGCONT)
     running.begin()
     check_went_on(running, history)
+
+
+@needs_checkout
+def test_in_megatron_lms_loop_after_a_replica_has_left(tmp_path: Path, history: History) -> None:
+    """On their way to the first step, which takes some seconds there."""
+    arguments = [f"--steps={LOOP.iterations}", *LOOP.arguments(LOOP.sizes)]
+    running = Running(
+        *(tmp_path, both(LOOP), "--step-time=500"), script=lm.SCRIPT, arguments=arguments, env=loop_environment()
+    )
+    at = [LOOP.call("train", number) for number in (2, 5)]
+
+    def count(name: str) -> int:
+        return sum(event["event"] == name for event in read_events(running.known))
+
+    running.wait_until(lambda: count("job_started") > 0)
+    assert elastic.command(running.tools, 1, at[0]) == ""
+    running.wait_until(lambda: count("recovery_finished") > 0)
+    sizes = Sizes(1, 2, 1)
+    assert command(running.tools, sizes, at[1]) == ""
+    running.wait_until(lambda: count("job_replanned") > 0)
+    time.sleep(3.0)
+    running.kill()
+    running.begin()
+    job = running.end()
+    assert job.code == 0 and not job.of("fallback_started"), job.explain()
+    job.events = [e for e in job.events if e["event"] != "job_started" or e["step"] == 0]
+    lm.check_loop(job, LOOP, history, [Stage(at[0], Sizes(2, 1, 1)), Stage(at[1], sizes, anew=True)])

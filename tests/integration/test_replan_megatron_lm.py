@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 from tests.support import elastic
-from tests.support.elastic_megatron_lm import content
 from tests.support.jobs import Job, check_fired
 from tests.support.megatron_lm import needs_checkout
-from tests.support.replan import Course, Sizes, check_same_steps, command, replanned
-from tests.support.replan_megatron_lm import TIMEOUT_S, Saved, Training, check_goes_on, finished, named
+from tests.support.megatron_lm_loop import TIMEOUT_S, content, finished
+from tests.support.replan import Course, Saved, Sizes, check_same_steps, command, replanned
+from tests.support.replan_megatron_lm import Training, check_goes_on, named
 
 pytest.importorskip("megatron.core")
 pytestmark = [pytest.mark.megatron, pytest.mark.grid, pytest.mark.timeout(5 * TIMEOUT_S), needs_checkout]

@@ -107,7 +107,7 @@ class State:
     def sizes(self) -> list[Any]:
         """What has to be as in a job that was started in this size, of all ranks."""
         buffers = [b for chunk in self.chunks for b in (*chunk.buffers, *chunk.expert_parallel_buffers)]
-        self._check_place()
+        self.check_place()
         mine = [
             parallel_state.get_data_parallel_world_size(),
             [(name, value) for name in _LISTS if (value := getattr(parallel_state, name))],
@@ -116,7 +116,7 @@ class State:
         ]
         return _gathered(mine)
 
-    def _check_place(self) -> None:
+    def check_place(self) -> None:
         """What is noted of groups is as the groups themselves are, and these are as the numbers of ranks say."""
         state, rank = parallel_state, dist.get_rank()
         tensor, stages = state.get_tensor_model_parallel_world_size(), state.get_pipeline_model_parallel_world_size()

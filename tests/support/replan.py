@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from click.testing import CliRunner
 
@@ -51,9 +51,34 @@ class Sizes:
         return ["--tensor-model-parallel-size", str(self.tp), "--pipeline-model-parallel-size", str(self.pp)]
 
 
+class LaidOut(Protocol):
+    """What is trained how, and in which layout it is launched; one of a frozen dataclass."""
+
+    @property
+    def sizes(self) -> Sizes:
+        """Of the launch."""
+
+    @property
+    def iterations(self) -> int:
+        """Steps, or iterations of a loop of which a step is one call."""
+
+    def iteration(self, step: int) -> int:
+        """The first iteration that is computed when a job goes on with a step; ``iterations``: none."""
+
+    def start(
+        self,
+        folder: Path,
+        *flags: str,
+        sizes: Sizes | None = None,
+        config: Mapping[str, Any] | None = None,
+        inject: Sequence[str] = (),
+    ) -> RunningJob:
+        """Start one job, in the layout of the launch or another one."""
+
+
 @dataclass(frozen=True)
 class Training:
-    """A layout at the launch, and what is trained how."""
+    """A layout at the launch, and what is trained how, in a loop of the script's own."""
 
     name: str
     sizes: Sizes
@@ -61,6 +86,16 @@ class Training:
 
     def __str__(self) -> str:
         return self.name
+
+    @property
+    def iterations(self) -> int:
+        return STEPS
+
+    def iteration(self, step: int) -> int:
+        return step
+
+    def start(self, folder: Path, *flags: str, **options: Any) -> RunningJob:
+        return start(folder, self, *flags, **options)
 
 
 def never(least: int = 1, **timeouts: float) -> dict[str, Any]:
@@ -121,35 +156,43 @@ class Course:
 
 
 class Saved:
-    """Jobs that are made once: undisturbed ones that write each version down, and those that were started from it."""
+    """Jobs that are made once, which write each of their versions down with nothing of flash-recovery: undisturbed
+    ones, those that were started with one of their versions, those that were started with one of *these*, and so on."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._written: dict[Training, Job] = {}
-        self._started: dict[tuple[Training, Sizes, int], Job] = {}
+        self._known: dict[tuple[Any, ...], tuple[Path, Job]] = {}
 
-    def written(self, training: Training) -> tuple[Path, Job]:
-        """An undisturbed job in the layout of the launch, and where its versions are."""
-        place = self._folder / training.name
-        if training not in self._written:
+    def of(
+        self, training: LaidOut, begun: Sequence[tuple[int, Sizes]] = (), steps: int | None = None
+    ) -> tuple[Path, Job]:
+        """The job that has begun so: with the launch's sizes, or (the last of ``begun``) with sizes from the state of
+        an iteration of the one before. And where its versions are."""
+        steps = training.iterations if steps is None else steps
+        key = training, tuple(begun), steps
+        if key not in self._known:
+            place = self._folder / f"versions-{len(self._known)}"
             place.mkdir()
-            job = start(self._folder / f"{training.name}-run", training, "--save-to", str(place)).wait(TIMEOUT_S)
+            given: tuple[str, ...] = ("--save-to", str(place), "--steps", str(steps))
+            sizes = None
+            if begun:
+                iteration, sizes = begun[-1]
+                before, _ = self.of(training, begun[:-1], steps)
+                given = (*given, "--start-from", str(before / str(iteration)))
+            job = training.start(self._folder / f"run-{place.name}", *given, sizes=sizes).wait(TIMEOUT_S)
             assert job.code == 0, job.explain()
             check_clean(job)
-            self._written[training] = job
-        return place, self._written[training]
+            self._known[key] = place, job
+        return self._known[key]
 
-    def started(self, training: Training, sizes: Sizes, version: int) -> Job:
-        """A job that megatron-core has started in this layout from the state of that version."""
-        known = training, sizes, version
-        if known not in self._started:
-            place, _ = self.written(training)
-            name = self._folder / f"{training.name}-{str(sizes).replace(',', '-')}-{version}"
-            job = start(name, training, "--start-from", str(place / str(version)), sizes=sizes).wait(TIMEOUT_S)
-            assert job.code == 0, job.explain()
-            check_clean(job)
-            self._started[known] = job
-        return self._started[known]
+    def written(self, training: LaidOut) -> tuple[Path, Job]:
+        """An undisturbed job in the layout of the launch, and where its versions are."""
+        return self.of(training)
+
+    def started(self, training: LaidOut, sizes: Sizes, iteration: int) -> Job:
+        """A job that megatron-core has started in this layout from the state of that iteration of an undisturbed
+        one."""
+        return self.of(training, [(iteration, sizes)])[1]
 
 
 def replanned(job: Job) -> list[tuple[int, Sizes]]:

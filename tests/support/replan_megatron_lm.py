@@ -1,7 +1,6 @@
 """Jobs of the unmodified loop of a checkout of Megatron-LM (``tests/scripts/replan_megatron_lm.py``) that change their
-parallel layout, and what they are compared with.
-
-Versions count the loop's protected calls, as in :mod:`tests.support.elastic_megatron_lm`.
+parallel layout, and perhaps their number of replicas, and what they are compared with. What versions count is in
+:mod:`tests.support.megatron_lm_loop`.
 """
 
 from __future__ import annotations
@@ -9,70 +8,36 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from tests.support.elastic_megatron_lm import SMALL
-from tests.support.jobs import ROOT, Job, Layout, RunningJob, check_clean
-from tests.support.megatron_lm import CHECKOUT, MODEL, environment
-from tests.support.replan import Course, Sizes, check_same_steps, left_in_memory, replanned
+from tests.support.jobs import ROOT, Job, Layout, RunningJob
+from tests.support.megatron_lm_loop import LoopTraining, evaluated, finished, loop_environment
+from tests.support.replan import Course, Saved, Sizes, replanned
+from tests.support.replan_elastic import Compared, Stage, check_stages
 
 SCRIPT = ROOT / "tests" / "scripts" / "replan_megatron_lm.py"
-TIMEOUT_S = 240
-ITERATIONS = 8
 _LOGGED = re.compile(
     r" iteration +(\d+)/ +\d+ \| consumed samples: +(\d+) \|.*? learning rate: (\S+) .*?lm loss: (\S+)"
 )
-_EVALUATED = re.compile(r"evaluated=(\d+) rank=(\d+) layout=(\S+) (.*)")
 
 
 @dataclass(frozen=True)
-class Training:
+class Training(LoopTraining):
     """A layout at the launch, and what is trained how.
 
     Attributes:
-        evaluates, saves, logs: after so many iterations each time; 0: never.
         padding: the vocabulary (of 128) is padded to a multiple of so many rows for each tensor-parallel rank.
     """
 
-    name: str
     sizes: Sizes
     flags: tuple[str, ...] = ()
-    batch: int = 24
-    iterations: int = ITERATIONS
-    evaluates: int = 0
-    saves: int = 0
-    logs: int = 1
     padding: int = 64
-
-    def __str__(self) -> str:
-        return self.name
-
-    @property
-    def calls(self) -> list[tuple[str, int]]:
-        """What each call is, and of which iteration."""
-        found = []
-        for number in range(self.iterations):
-            found.append(("train", number))
-            if number == 0 or (number + 1) % self.logs == 0:
-                found.append(("log", number))
-            if self.evaluates and (number + 1) % self.evaluates == 0:
-                found += [("barrier", number), ("evaluate", number), ("barrier", number)]
-            if self.saves and (number + 1) % self.saves == 0:
-                found.append(("exit", number))
-        return found
-
-    def call(self, kind: str, number: int) -> int:
-        """The number of a call."""
-        return self.calls.index((kind, number))
-
-    def iteration(self, call: int) -> int:
-        """The first iteration that is computed when a job goes on with a call."""
-        return next((number for kind, number in self.calls[call:] if kind == "train"), self.iterations)
+    iterations: int = field(default=8, kw_only=True)
 
     def start(
         self,
@@ -91,106 +56,52 @@ class Training:
             config={"replan": {"min": 1, "replace": "never"}} if config is None else config,
             script=SCRIPT,
             flags=[f"--steps={self.iterations}", *self.arguments(sizes), *flags],
-            env={**environment(Path(CHECKOUT)), "PYTHONWARNINGS": "ignore"},
+            env=loop_environment(),
         )
 
     def arguments(self, sizes: Sizes) -> list[str]:
         """Megatron's."""
-        found = [*MODEL, *SMALL, "--flash-recovery", f"--global-batch-size={self.batch}", *sizes.flags]
-        found += [f"--log-interval={self.logs}", f"--make-vocab-size-divisible-by={self.padding}"]
-        found += [f"--eval-interval={self.evaluates}", "--eval-iters=2"] if self.evaluates else []
-        return [*found, *self.flags]
-
-
-class Saved:
-    """Jobs that are made once: undisturbed ones that write each iteration down, and those that were started from it."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._written: dict[Training, Job] = {}
-        self._started: dict[tuple[Training, Sizes, int], Job] = {}
-
-    def written(self, training: Training) -> tuple[Path, Job]:
-        """An undisturbed job in the layout of the launch, and where its states are."""
-        place = self._folder / training.name
-        if training not in self._written:
-            place.mkdir()
-            running = training.start(self._folder / f"{training.name}-run", f"--save-to={place}")
-            self._written[training] = finished(running.wait(TIMEOUT_S))
-        return place, self._written[training]
-
-    def started(self, training: Training, sizes: Sizes, iteration: int) -> Job:
-        """A job in this layout that has begun with what megatron-core itself reads of the state of that iteration."""
-        known = training, sizes, iteration
-        if known not in self._started:
-            place, _ = self.written(training)
-            name = self._folder / f"{training.name}-{str(sizes).replace(',', '-')}-{iteration}"
-            running = training.start(name, f"--start-from={place / str(iteration)}", sizes=sizes)
-            self._started[known] = finished(running.wait(TIMEOUT_S))
-        return self._started[known]
-
-
-def finished(job: Job) -> Job:
-    assert job.code == 0, job.explain()
-    check_clean(job)
-    return job
+        padding = f"--make-vocab-size-divisible-by={self.padding}"
+        return [*self.common_flags(), *sizes.flags, padding, *self.flags]
 
 
 def check_goes_on(job: Job, training: Training, saved: Saved, changes: Sequence[tuple[int, Sizes]]) -> None:
-    """The job has changed its layout so (from which calls on), and from its first change on it is, bit for bit, one
-    that was started in the new layout from that iteration's state, until the next change: losses of each rank and
-    iteration, the whole state, evaluations, and what Megatron logs. Before the change it is an undisturbed one."""
-    why = job.explain()
+    """The job has changed its layout so, from which calls on; see :func:`check_loop`."""
+    assert replanned(job) == list(changes), job.explain()
+    # Of several before one call only the last one has taken it.
+    check_loop(job, training, saved, [Stage(call, sizes, anew=True) for call, sizes in dict(changes).items()])
+
+
+def check_loop(job: Job, training: Training, saved: Saved, expected: Sequence[Stage]) -> None:
+    """The job has gone through these stages (from which calls on), and each of them is, bit for bit, a job that was
+    started so from that iteration's state: losses of each rank and iteration, the whole state, and evaluations. What
+    Megatron logs is that of an undisturbed job, but for the means of the losses that its iterations have had."""
     finished(job)
-    assert replanned(job) == list(changes), why
-    mine, first = Course.of(job), saved.written(training)[1]
-    before = Course.of(first)
-    changes = list(dict(changes).items())  # of several before one call only the last one has taken it
-    call, sizes = changes[0]
-    at, end = training.iteration(call), training.iteration(changes[1][0]) if changes[1:] else training.iterations
-    check_same_steps(mine, before, 0, at, training.sizes, why)
-    check_logged(job, first, training, [(0, training.sizes), *((training.iteration(c), s) for c, s in changes)], why)
-    check_evaluated(job, first, 0, _evaluated_before(training, call), training.sizes, why)
-    again = [number for kind, number in training.calls[call:] if kind == "evaluate" and number < at]
-    for number in again:  # the same samples in another layout: sums have another order
-        here, there = (
-            evaluated(one)[number, s.ranks - 1, str(s)] for one, s in ((job, sizes), (first, training.sizes))
-        )
-        ours, known = (float.fromhex(text.split("'")[3]) for (text,) in (here, there))
-        assert ours == pytest.approx(known, rel=1e-5), f"evaluation {number}: {ours}, and {known}\n{why}"
-    if at < training.iterations:
-        begun = mine.states["begin", at, str(sizes)]
-        known = before.states["state", at, str(training.sizes)]
-        same = begun == known or training.padding > 64  # the same but for the padding
-        assert len(begun) == 1 and same, f"iteration {at} begins as {begun}, and was {known}\n{why}"
-        new = saved.started(training, sizes, at)
-        why = f"{why}\n--- started so\n{new.explain()}"
-        assert begun == Course.of(new).states["begin", at, str(sizes)], why
-        check_same_steps(mine, Course.of(new), at, end, sizes, why)
-        if len(changes) == 1:
-            check_evaluated(job, new, at, training.iterations, sizes, why)
-    assert not left_in_memory(), why
+    compared = check_stages(job, training, saved, expected, alike=training.padding == 64)
+    why = job.explain()
+    layouts = [(0, training.sizes), *((training.iteration(stage.step), stage.sizes) for stage in expected)]
+    check_logged(job, compared[0].job, training, layouts, why)
+    calls = [0, *(stage.step for stage in expected), len(training.calls)]
+    sizes = [training.sizes, *(stage.sizes for stage in expected)]
+    for first, until, there in zip(calls, calls[1:], sizes, strict=False):
+        for number in {n for kind, n in training.calls[first:until] if kind == "evaluate"}:
+            _check_evaluated(job, number, there, compared, why)
 
 
-def _evaluated_before(training: Training, call: int) -> int:
-    return len([None for kind, _ in training.calls[:call] if kind == "evaluate"]) * training.evaluates
-
-
-def evaluated(job: Job) -> dict[tuple[int, int, str], list[str]]:
-    """What evaluations have found, by iteration, rank and layout, in order."""
-    found: dict[tuple[int, int, str], list[str]] = defaultdict(list)
-    for log in job.run_dir.rglob("rank*.log"):
-        for number, rank, layout, losses in _EVALUATED.findall(log.read_text()):
-            if losses not in found[int(number), int(rank), layout]:  # one that was made again
-                found[int(number), int(rank), layout].append(losses)
-    return found
-
-
-def check_evaluated(job: Job, other: Job, first: int, until: int, sizes: Sizes, why: str) -> None:
-    def of(one: Job) -> dict[tuple[int, int, str], list[str]]:
-        return {at: losses for at, losses in evaluated(one).items() if first <= at[0] < until and at[2] == str(sizes)}
-
-    assert of(job) == of(other), f"evaluations {of(job)}, and {of(other)}\n{why}"
+def _check_evaluated(job: Job, number: int, sizes: Sizes, compared: Sequence[Compared], why: str) -> None:
+    """What the evaluation after iteration ``number`` has found in these sizes."""
+    found = {at: losses for at, losses in evaluated(job).items() if at[0] == number and at[2] == str(sizes)}
+    part = next(part for part in compared if part.first <= number < part.until)
+    known = {at: losses for at, losses in evaluated(part.job).items() if at[0] == number}
+    if part.sizes == sizes:
+        assert found == known and len(found) == sizes.ranks, f"evaluation {number}: {found}, and {known}\n{why}"
+        return
+    # The same samples as in the layout in which the iteration was computed: sums have another order.
+    ours, theirs = (
+        [float.fromhex(text.split("'")[3]) for text in results[number, s.ranks - 1, str(s)]]
+        for results, s in ((found, sizes), (known, part.sizes))
+    )
+    assert ours == pytest.approx(theirs, rel=1e-5), f"evaluation {number}: {ours}, and {theirs}\n{why}"
 
 
 def logged(job: Job) -> dict[int, set[tuple[str, ...]]]:

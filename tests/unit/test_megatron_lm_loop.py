@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import sys
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 
 from flashrecovery.state import codec
+from fr_megatron.lm.calls import ProtectedLoop
 from fr_megatron.lm.state import LMLoop
 
 pytest.importorskip("megatron.core")
@@ -71,3 +75,67 @@ def test_an_evaluation_that_is_cut_short_leaves_the_reduction_as_before(cut: boo
     assert config.grad_sync_func == [print] and config.param_sync_func is None
     with kept_functions(None):  # a loop without a model
         pass
+
+
+@pytest.mark.parametrize(("iteration", "asked"), [(1, True), (2, False), (3, True), (4, False)])
+def test_a_log_that_is_not_due_does_not_communicate(
+    iteration: int, asked: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is no protected call: a rank that is replaced goes through it alone. megatron-core 0.16 reduces the learning
+    rate in all of them."""
+    reduced: list[float] = []
+    module = SimpleNamespace()
+
+    def reduce_max(rate: float) -> float:
+        reduced.append(rate)
+        return rate
+
+    def training_log(losses: Any, totals: Any, rate: float, number: int, *_: Any, **__: Any) -> float:
+        return module.reduce_max_stat_across_model_parallel_group(rate)
+
+    module.reduce_max_stat_across_model_parallel_group = reduce_max
+    monkeypatch.setitem(sys.modules, "megatron.training.training", module)
+    settings = SimpleNamespace(log_interval=3, num_experts=None)
+    monkeypatch.setattr(ProtectedLoop, "_args", settings)
+    loop = ProtectedLoop.__new__(ProtectedLoop)
+    loop._loop = SimpleNamespace(logging=lambda _: None, summed=lambda *_: None, printed=lambda _: None)  # type: ignore[assignment]
+    loop._original, loop._started = {"training_log": training_log}, False
+    rest = 1.0, True, 0, None, None, None, None
+    assert loop.training_log({}, {}, 0.25, iteration, *rest, is_first_iteration=iteration == 1) == 0.25
+    assert bool(reduced) is asked
+    assert module.reduce_max_stat_across_model_parallel_group is reduce_max
+
+
+@pytest.mark.parametrize("printed", [False, True], ids=["summed-up", "printed"])
+def test_a_step_that_is_made_again_in_another_size_is_logged_with_its_last_loss(printed: bool) -> None:
+    """The loop has got its first one, and has added it to what it prints some iterations later."""
+    from megatron.core.rerun_state_machine import RerunMode, RerunStateMachine
+
+    machine = RerunStateMachine(mode=RerunMode.DISABLED)
+    loop = LMLoop(SimpleNamespace(consumed_valid_samples=8), SimpleNamespace(_timers={}), machine)
+    totals: dict[str, Any] = {"lm loss": torch.tensor([1.0])}
+    loop.logging(totals)
+
+    def log() -> None:
+        add(totals)
+        loop.printed(4) if printed else loop.summed(4, add)
+
+    def add(into: dict[str, Any]) -> None:
+        into["lm loss"] = into["lm loss"] + losses["lm loss"]
+
+    def step(loss: float) -> Any:
+        return loop.finished(4, ({"lm loss": torch.tensor([loss])}, False, False, False, 0, None, None, 0))[0]
+
+    before_step = loop.save()
+    losses = step(2.0)
+    before_log = loop.save()
+    log()
+    before_next = loop.save()
+    loop.load(before_step)
+    step(3.0)
+    assert totals["lm loss"] == 1.0  # as it is kept for others
+    if printed:
+        loop.load(before_log)
+        log()
+    loop.load(before_next)
+    assert losses["lm loss"] == 3.0 and totals["lm loss"] == 4.0

@@ -99,9 +99,12 @@ def test_a_flag_that_says_something_else(said: int, least: int | None, words: st
 
 
 def test_with_replicas_that_leave() -> None:
-    with pytest.raises(UnsupportedError, match="one of --replan and --elastic is allowed"):
-        check_flags(flags(), launched(2, ElasticSettings(min=1, max=2)))
-    check_flags(flags(), launched(None, ElasticSettings(min=1, max=2)))
+    """Both flags together; what another layout refuses stays refused."""
+    elastic = ElasticSettings(min=1, max=2)
+    check_flags(flags(flash_recovery_replan=2), launched(2, elastic))
+    check_flags(flags(num_experts=2), launched(None, elastic))
+    with pytest.raises(UnsupportedError, match="--num-experts"):
+        check_flags(flags(num_experts=2), launched(2, elastic))
 
 
 def test_copies_that_a_single_rank_has_nobody_for() -> None:

@@ -190,11 +190,6 @@ def _check_calls(registry: Registry, settings: Settings) -> None:
             "another parallel layout of a job whose steps are a framework's own calls: megatron-core in a loop over "
             "recovery.steps() is allowed, and Megatron-LM's loop"
         )
-    if settings.elastic is not None:
-        raise UnsupportedError(
-            "another parallel layout of an elastic job whose steps are a framework's own calls: elastic or replan is "
-            "allowed there, and both in a loop over recovery.steps()"
-        )
     if settings.checkpoint.dir is not None:
         raise UnsupportedError(
             "another parallel layout of a job with fallback checkpoints (checkpoint.dir) whose steps are a framework's "

@@ -66,10 +66,10 @@ def _of_chunk(chunk: Any) -> Iterator[str]:
             yield "overlap_param_gather (allowed: without it)"
     if getattr(config, "num_distributed_optimizer_instances", 1) > 1:
         yield "num_distributed_optimizer_instances > 1"
-    yield from _of_experts(chunk.config)
+    yield from of_experts(chunk.config)
 
 
-def _of_experts(config: Any) -> Iterator[str]:
+def of_experts(config: Any) -> Iterator[str]:
     """What of MoE layers is not equal on all ranks, or not known to follow."""
     if not getattr(config, "num_moe_experts", None):
         return

@@ -42,9 +42,11 @@ from fr_megatron import stand_ins
 from fr_megatron.capabilities import CHECKPOINTS
 from fr_megatron.checkpoint import METADATA
 from fr_megatron.division import WEIGHTS
-from fr_megatron.elastic import of_calculator
+from fr_megatron.elastic import of_calculator, of_experts
+from fr_megatron.expert_groups import check_alike
 from fr_megatron.optimizers import Names, inner_optimizers, is_distributed, weights_name
 from fr_megatron.pieces import STATE, Stepped, cut, described, find_stepped
+from fr_megatron.replicas import other_slices
 
 _STATE = STATE + ".{}."
 
@@ -91,6 +93,7 @@ class MegatronLogical(LogicalState):
         from megatron.core import parallel_state as state
 
         config = self._chunks[0].config
+        dense = _dense_layers(config)
         return {
             "layout": {
                 "tp": state.get_tensor_model_parallel_world_size(),
@@ -103,12 +106,16 @@ class MegatronLogical(LogicalState):
             "hidden": config.hidden_size,
             "heads": config.num_attention_heads,
             "kv_heads": config.num_query_groups or config.num_attention_heads,
-            "inner": config.ffn_hidden_size,
+            "inner": config.ffn_hidden_size if dense else config.moe_ffn_hidden_size,
+            **(_experts(config, dense) if config.num_moe_experts else {}),
             "vocab": int(getattr(_inner(self._chunks[0]), "vocab_size", 1)),
             "sequence": int(getattr(_inner(self._chunks[0]), "max_sequence_length", 1)),
             "memory_bytes": _device_bytes(),
             "sharded": bool(self._chunks[0].ddp_config.use_distributed_optimizer),
         }
+
+    def check_common(self, common: Mapping[str, Any]) -> None:
+        check_alike(common["hyperparameters"], common["scalers"])
 
     def read(self, stash: Stash) -> int:
         self._check()
@@ -146,8 +153,9 @@ class MegatronLogical(LogicalState):
                 )
             if chunk.ddp_config.use_distributed_optimizer and chunk.ddp_config.overlap_param_gather:
                 raise UnsupportedError("another layout with overlap_param_gather: without it is allowed")
-            if getattr(chunk.config, "num_moe_experts", None):
-                raise UnsupportedError("another layout with MoE layers: dense layers are allowed")
+            experts = getattr(chunk.config, "num_moe_experts", None)
+            for name in (*of_experts(chunk.config), *(other_slices() if experts else ())):
+                raise UnsupportedError(f"another layout with {name}")
             if not hasattr(chunk.module, "sharded_state_dict"):
                 raise UnsupportedError(
                     f"another layout with the model {type(chunk.module).__name__}: one with Megatron's "
@@ -203,6 +211,26 @@ class MegatronLogical(LogicalState):
                         parts += _parts(leaf, parameter.detach().reshape(-1), 0, start)
                     name = weights_name(number, kind, index, buffer.data_parallel_world_size)
                     yield name, words.ShardParts("", _STATE, tuple(parts))
+
+
+def _dense_layers(config: Any) -> int:
+    """How many layers have no experts, as the configuration says it."""
+    if not config.num_moe_experts:
+        return int(config.num_layers)
+    frequency = config.moe_layer_freq
+    if isinstance(frequency, int):
+        return sum(number % frequency != 0 for number in range(config.num_layers))
+    return sum(not one for one in frequency)
+
+
+def _experts(config: Any, dense: int) -> dict[str, int]:
+    """The facts about the MoE layers."""
+    return {
+        "experts": config.num_moe_experts,
+        "chosen": config.moe_router_topk,
+        "expert_inner": config.moe_ffn_hidden_size,
+        "dense_layers": dense,
+    }
 
 
 def _inner(chunk: Any) -> Any:

@@ -94,11 +94,18 @@ class MegatronLogical(LogicalState):
 
         config = self._chunks[0].config
         dense = _dense_layers(config)
+        sequence = int(getattr(_inner(self._chunks[0]), "max_sequence_length", 1))
+        context = state.get_context_parallel_world_size()
+        if context > 1 and sequence % (2 * context):
+            raise UnsupportedError(
+                f"another layout with context_parallel_size = {context} and a model whose max_sequence_length is "
+                f"{sequence}: one that {2 * context} divides is allowed, and it has to be the samples' length"
+            )
         return {
             "layout": {
                 "tp": state.get_tensor_model_parallel_world_size(),
                 "pp": state.get_pipeline_model_parallel_world_size(),
-                "cp": state.get_context_parallel_world_size(),
+                "cp": context,
                 "ep": state.get_expert_model_parallel_world_size(),
                 "dp": state.get_data_parallel_world_size(),
             },
@@ -109,7 +116,7 @@ class MegatronLogical(LogicalState):
             "inner": config.ffn_hidden_size if dense else config.moe_ffn_hidden_size,
             **(_experts(config, dense) if config.num_moe_experts else {}),
             "vocab": int(getattr(_inner(self._chunks[0]), "vocab_size", 1)),
-            "sequence": int(getattr(_inner(self._chunks[0]), "max_sequence_length", 1)),
+            "sequence": sequence,
             "memory_bytes": _device_bytes(),
             "sharded": bool(self._chunks[0].ddp_config.use_distributed_optimizer),
         }

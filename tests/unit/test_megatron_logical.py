@@ -11,8 +11,9 @@ from flashrecovery.errors import UnsupportedError
 pytest.importorskip("megatron.core")
 
 from megatron.core import num_microbatches_calculator as calculators
+from megatron.core import parallel_state
 
-from fr_megatron.logical import MegatronLogical
+from fr_megatron.logical import MegatronLogical, _dense_layers
 
 
 class DistributedDataParallel:
@@ -24,10 +25,13 @@ class DistributedDataParallel:
         self.module = SimpleNamespace(sharded_state_dict=dict)
 
 
-def refused(chunks: int = 1) -> str:
+def refused(chunks: int = 1, experts: dict[str, object] | None = None) -> str:
     optimizer = SimpleNamespace(is_stub_optimizer=True)
+    made = [DistributedDataParallel() for _ in range(chunks)]
+    if experts is not None:
+        made[0].config = SimpleNamespace(num_moe_experts=4, **experts)
     with pytest.raises(UnsupportedError) as raised:
-        MegatronLogical([DistributedDataParallel() for _ in range(chunks)], optimizer, list)._check()
+        MegatronLogical(made, optimizer, list)._check()
     return str(raised.value)
 
 
@@ -46,6 +50,42 @@ def test_virtual_stages() -> None:
 def test_batches_of_several_sizes(calculator: object, reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(calculators, "_GLOBAL_NUM_MICROBATCHES_CALCULATOR", calculator)
     assert reason in refused()
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({"moe_router_enable_expert_bias": True}, "moe_router_enable_expert_bias"),
+        ({"moe_router_load_balancing_type": "global_aux_loss"}, "global_aux_loss"),
+        ({}, "expert_tensor_parallel_size = 1 (allowed: that of the rest, 2)"),
+    ],
+    ids=["bias", "global", "slices"],
+)
+def test_experts(settings: dict[str, object], reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parallel_state, "get_tensor_model_parallel_world_size", lambda: 2)
+    monkeypatch.setattr(parallel_state, "get_expert_tensor_parallel_world_size", lambda: 1)
+    assert reason in refused(experts=settings)
+
+
+@pytest.mark.parametrize(
+    ("experts", "frequency", "dense"),
+    [(None, 1, 6), (4, 1, 0), (4, 2, 3), (4, [0, 1, 1, 1, 1, 1], 1)],
+)
+def test_dense_layers(experts: int | None, frequency: object, dense: int) -> None:
+    config = SimpleNamespace(num_layers=6, num_moe_experts=experts, moe_layer_freq=frequency)
+    assert _dense_layers(config) == dense
+
+
+@pytest.mark.parametrize(("context", "length"), [(2, 1), (2, 6), (3, 8)])
+def test_lengths_that_context_parallelism_does_not_divide(
+    context: int, length: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(parallel_state, "get_context_parallel_world_size", lambda: context)
+    chunk = DistributedDataParallel()
+    chunk.config.num_layers = 1
+    chunk.module.max_sequence_length = length
+    with pytest.raises(UnsupportedError, match=f"max_sequence_length is {length}"):
+        MegatronLogical([chunk], SimpleNamespace(is_stub_optimizer=True), list).facts()
 
 
 def test_what_is_allowed(monkeypatch: pytest.MonkeyPatch) -> None:

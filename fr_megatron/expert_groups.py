@@ -19,7 +19,7 @@ from typing import Any
 
 from flashrecovery.errors import RestoreError
 
-Group = Mapping[str, Any]
+ParameterGroup = Mapping[str, Any]
 """A parameter group without its parameters."""
 
 _EXPERT = "is_expert_parallel"
@@ -27,7 +27,7 @@ _KIND = ("wd_mult", "lr_mult", "is_decoupled_lr", "default_config")
 """What tells groups apart that an optimizer has."""
 
 
-def check_alike(groups: Sequence[Sequence[Group]], scalers: Mapping[str, Any]) -> None:
+def check_alike(groups: Sequence[Sequence[ParameterGroup]], scalers: Mapping[str, Any]) -> None:
     """``groups``: by optimizer. ``scalers``: the state of the loss scalers, by the optimizers' numbers.
 
     Raises RestoreError if the experts' are not what the others' are: in a layout in which they have one optimizer there
@@ -50,7 +50,9 @@ def check_alike(groups: Sequence[Sequence[Group]], scalers: Mapping[str, Any]) -
             )
 
 
-def groups_for(mine: Sequence[Sequence[Group]], saved: Sequence[Sequence[Group]]) -> list[list[dict[str, Any]]]:
+def groups_for(
+    mine: Sequence[Sequence[ParameterGroup]], saved: Sequence[Sequence[ParameterGroup]]
+) -> list[list[dict[str, Any]]]:
     """The values of ``saved``, of another layout, for the groups ``mine``; both by optimizer. Where there are as many
     optimizers, they are those of the same numbers.
 
@@ -72,7 +74,7 @@ def scalers_for(mine: Mapping[str, Any], saved: Mapping[str, Any]) -> Mapping[st
     return dict.fromkeys(mine, next(iter(saved.values())))
 
 
-def _found(group: Group, everybody: Sequence[Group]) -> dict[str, Any]:
+def _found(group: ParameterGroup, everybody: Sequence[ParameterGroup]) -> dict[str, Any]:
     own = bool(group.get(_EXPERT))
     like = [other for other in everybody if _kind(other) == _kind(group)]
     found = [other for other in like if bool(other.get(_EXPERT)) == own] or like
@@ -82,16 +84,16 @@ def _found(group: Group, everybody: Sequence[Group]) -> dict[str, Any]:
     return {**found[0], _EXPERT: group[_EXPERT]} if _EXPERT in group else dict(found[0])
 
 
-def _of_kind(group: Group, groups: Sequence[Group]) -> Iterator[Group]:
+def _of_kind(group: ParameterGroup, groups: Sequence[ParameterGroup]) -> Iterator[ParameterGroup]:
     """Those of experts that are otherwise like ``group``, which is of none."""
     for other in groups:
         if not group.get(_EXPERT) and other.get(_EXPERT) and _kind(other) == _kind(group):
             yield other
 
 
-def _kind(group: Group) -> tuple[Any, ...]:
+def _kind(group: ParameterGroup) -> tuple[Any, ...]:
     return tuple(group.get(name) for name in _KIND)
 
 
-def _differ(one: Group, other: Group, name: str) -> bool:
+def _differ(one: ParameterGroup, other: ParameterGroup, name: str) -> bool:
     return name not in one or name not in other or bool(one[name] != other[name])

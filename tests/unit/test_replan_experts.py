@@ -120,6 +120,13 @@ def test_what_is_chosen_for_several_nodes_fits(rooms: list[int]) -> None:
         assert why_not(EXPERTS, s, sum(rooms)) == "" and s.ranks <= sum(room // s.tp for room in rooms) * s.tp
 
 
+def test_tensor_parallel_groups_within_nodes_leave_room_for_fewer_replicas() -> None:
+    """Four nodes of three ranks: one group of two on each, and a replica with context parallelism takes two of them."""
+    found = [estimate.strategy for estimate in best(EXPERTS, [3, 3, 3, 3], 1).ranked]
+    assert Strategy(tp=2, cp=2, dp=2, micro_batch=1) in found
+    assert Strategy(tp=2, cp=2, ep=4, dp=2, micro_batch=1) in found
+
+
 def test_what_the_script_does_not_take_is_kept() -> None:
     for facts in (replace(EXPERTS, takes=""), replace(DENSE, takes="")):
         for estimate in best(facts, 8, 1).ranked:

@@ -236,7 +236,7 @@ def test_what_the_script_has_not_asked_for_stays(tmp_path: Path) -> None:
             never(),
             "moe_router_enable_expert_bias",
         ),
-        (EP_ALONE, {**never(), "elastic": {"min": 1, "max": 1}}, "elastic job with ep = 2 and MoE layers (4 experts)"),
+        (EP, {**never(), "elastic": {"min": 1, "max": 2}}, "elastic job with ep = 2 and MoE layers (4 experts)"),
         (
             Training("cp", Sizes(dp=2, cp=2), CONTEXT),
             {**never(), "elastic": {"min": 1, "max": 2}},

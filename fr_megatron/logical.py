@@ -117,6 +117,7 @@ class MegatronLogical(LogicalState):
             **(_experts(config, dense) if config.num_moe_experts else {}),
             "vocab": int(getattr(_inner(self._chunks[0]), "vocab_size", 1)),
             "sequence": sequence,
+            "heads_over_cp": "a2a" in _context_ways(config),
             "memory_bytes": _device_bytes(),
             "sharded": bool(self._chunks[0].ddp_config.use_distributed_optimizer),
         }
@@ -162,6 +163,8 @@ class MegatronLogical(LogicalState):
                 raise UnsupportedError("another layout with overlap_param_gather: without it is allowed")
             experts = getattr(chunk.config, "num_moe_experts", None)
             for name in (*of_experts(chunk.config), *(other_slices() if experts else ())):
+                raise UnsupportedError(f"another layout with {name}")
+            for name in _of_sizes(chunk.config):
                 raise UnsupportedError(f"another layout with {name}")
             if not hasattr(chunk.module, "sharded_state_dict"):
                 raise UnsupportedError(
@@ -230,6 +233,23 @@ def _dense_layers(config: Any) -> int:
     return sum(not one for one in frequency)
 
 
+def _of_sizes(config: Any) -> Iterator[str]:
+    """What of the configuration is made of a size that another layout has otherwise, by name."""
+    if getattr(config, "moe_router_topk_limited_devices", None):
+        yield (
+            "moe_router_topk_limited_devices, with which tokens are routed to as many groups of experts as there are "
+            "expert-parallel ranks (allowed: moe_router_num_groups and moe_router_group_topk)"
+        )
+    if "a2a+p2p" in _context_ways(config):
+        yield "cp_comm_type = a2a+p2p, whose sizes belong to one context-parallel size (allowed: the other ones)"
+
+
+def _context_ways(config: Any) -> list[str]:
+    """How context-parallel ranks exchange what attention needs, in some layer."""
+    said = getattr(config, "cp_comm_type", None) or []
+    return [said] if isinstance(said, str) else list(said)
+
+
 def _experts(config: Any, dense: int) -> dict[str, int]:
     """The facts about the MoE layers."""
     return {
@@ -237,6 +257,7 @@ def _experts(config: Any, dense: int) -> dict[str, int]:
         "chosen": config.moe_router_topk,
         "expert_inner": config.moe_ffn_hidden_size,
         "dense_layers": dense,
+        "shared_inner": getattr(config, "moe_shared_expert_intermediate_size", None) or 0,
     }
 
 

@@ -57,13 +57,16 @@ def test_batches_of_several_sizes(calculator: object, reason: str, monkeypatch: 
     [
         ({"moe_router_enable_expert_bias": True}, "moe_router_enable_expert_bias"),
         ({"moe_router_load_balancing_type": "global_aux_loss"}, "global_aux_loss"),
+        ({"moe_router_topk_limited_devices": 2}, "moe_router_topk_limited_devices"),
+        ({"cp_comm_type": ["p2p", "a2a+p2p"]}, "cp_comm_type = a2a+p2p"),
         ({}, "expert_tensor_parallel_size = 1 (allowed: that of the rest, 2)"),
     ],
-    ids=["bias", "global", "slices"],
+    ids=["bias", "global", "devices", "ways", "slices"],
 )
 def test_experts(settings: dict[str, object], reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    of_experts = 1 if reason.startswith("expert_tensor") else 2
     monkeypatch.setattr(parallel_state, "get_tensor_model_parallel_world_size", lambda: 2)
-    monkeypatch.setattr(parallel_state, "get_expert_tensor_parallel_world_size", lambda: 1)
+    monkeypatch.setattr(parallel_state, "get_expert_tensor_parallel_world_size", lambda: of_experts)
     assert reason in refused(experts=settings)
 
 

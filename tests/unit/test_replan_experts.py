@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from dataclasses import replace
 
 import pytest
@@ -92,12 +93,14 @@ def test_sizes_are_read(facts: LayoutFacts, text: str, ranks: int, expected: Str
         (EXPERTS, "ep=4,cp=2,dp=1", "ep = 4 does not divide the 2 ranks"),
         (replace(EXPERTS, takes="cp"), "ep=1", "for ep, so it stays 2"),
         (replace(EXPERTS, expert_inner=129), "tp=2,dp=1", "does not divide 129 MLP rows of an expert"),
+        (replace(EXPERTS, shared_inner=129), "tp=2,dp=1", "does not divide 129 MLP rows of the shared experts"),
+        (replace(DENSE, heads_over_cp=True), "tp=2,cp=4,dp=1", "tp x cp = 8 does not divide 4 heads"),
         (EXPERTS, "cp=2,cp=2", "each once"),
     ],
 )
 def test_sizes_that_do_not_fit_are_refused(facts: LayoutFacts, text: str, reason: str) -> None:
     with pytest.raises(ConfigError, match=reason):
-        parse_layout(text, facts, 4)
+        parse_layout(text, facts, 8 if "tp x cp" in reason else 4)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 5, 7, 8, 16])
@@ -133,6 +136,32 @@ def test_what_the_script_does_not_take_is_kept() -> None:
             assert (estimate.strategy.cp, estimate.strategy.ep) == (facts.now.cp, facts.now.ep)
     with pytest.raises(NothingFitsError, match="for cp, so it stays 2"):
         best(replace(DENSE, takes=""), 1, 1)
+
+
+@pytest.mark.parametrize("takes", ["", "cp"])
+def test_sizes_that_are_no_powers_of_two_are_kept(takes: str) -> None:
+    """A context-parallel size of three, and micro-batches of six samples: after a loss there has to be a layout."""
+    now = {**DENSE.layout, "cp": 3}
+    facts = replace(DENSE, layout=now, sequence=48, global_batch=72, micro_batch=6, takes=takes)
+    ranked = [estimate.strategy for estimate in best(facts, 5, 1).ranked]
+    assert Strategy(cp=3, micro_batch=6) in ranked and {s.micro_batch for s in ranked} == {6}
+    assert ("cp" in takes) == any(s.cp == 2 for s in ranked)
+
+
+def test_a_layout_for_18000_ranks_is_chosen_at_once() -> None:
+    sizes = {"tp": 8, "pp": 16, "cp": 2, "ep": 8, "dp": 64}
+    facts = LayoutFacts(
+        *(sizes, 48, 8192, 64, 64, 32768, 128000, 8192, 16384, 1),
+        sharded=True,
+        memory_bytes=80 << 30,
+        experts=64,
+        chosen=8,
+        expert_inner=2048,
+        takes="cp,ep",
+    )
+    began = time.process_time()
+    choice = best(facts, [8] * 2250, 1, step_s=10.0)
+    assert time.process_time() - began < 2 and len(choice.ranked) > 500
 
 
 def test_who_has_the_whole_state() -> None:

@@ -47,6 +47,8 @@ class LayoutFacts:
         memory_bytes: of a device; 0: not known.
         experts, chosen, expert_inner: of a MoE layer: how many, those that a token goes to, rows of an expert's MLP.
         dense_layers: those of the layers that have no experts.
+        shared_inner: rows of the MLP of shared experts, which each token goes to; 0: there are none.
+        heads_over_cp: context-parallel ranks divide attention heads among them (``cp_comm_type="a2a"``).
         takes: which of ``cp`` and ``ep`` the script takes from what it is told; others stay what they are.
     """
 
@@ -66,6 +68,8 @@ class LayoutFacts:
     chosen: int = 0
     expert_inner: int = 0
     dense_layers: int = 0
+    shared_inner: int = 0
+    heads_over_cp: bool = False
     takes: str = ""
 
     @property
@@ -115,7 +119,16 @@ class LayoutFacts:
             self.chosen,
         )
         sharding = Sharding.OPTIMIZER if self.sharded else Sharding.REPLICATED
-        return Workload(model, self.sequence, self.global_batch, sharding, uneven=False, most_cp=self.most_cp)
+        return Workload(
+            model,
+            self.sequence,
+            self.global_batch,
+            sharding,
+            uneven=False,
+            most_cp=self.most_cp,
+            also_cp=self.now.cp,
+            micro_batch=self.micro_batch,
+        )
 
 
 @dataclass(frozen=True)
@@ -201,6 +214,7 @@ def why_not(facts: LayoutFacts, strategy: Strategy, ranks: int) -> str:
         return f"{s.ranks} ranks are needed, and there are {ranks}"
     rows = {"heads": facts.heads, "key and value heads": facts.kv_heads}
     rows |= {"MLP rows": facts.inner, "MLP rows of an expert": facts.expert_inner}
+    rows |= {"MLP rows of the shared experts": facts.shared_inner}
     for what, size in rows.items():
         if size % s.tp:
             return f"tp = {s.tp} does not divide {size} {what}"
@@ -208,6 +222,11 @@ def why_not(facts: LayoutFacts, strategy: Strategy, ranks: int) -> str:
         return f"pp = {s.pp} does not divide {facts.layers} layers"
     if s.cp > 1 and facts.sequence % (2 * s.cp):
         return f"2 x cp = {2 * s.cp} does not divide {facts.sequence} tokens"
+    if facts.heads_over_cp and (facts.heads % (s.tp * s.cp) or facts.kv_heads % (s.tp * s.cp)):
+        return (
+            f"tp x cp = {s.tp * s.cp} does not divide {facts.heads} heads and {facts.kv_heads} key and value heads, "
+            "over which cp_comm_type = a2a cuts"
+        )
     if why := _of_experts(facts, s):
         return why
     for name in ("cp", "ep"):
@@ -246,10 +265,11 @@ def best(facts: LayoutFacts, rooms: int | Sequence[int], least: int, step_s: flo
     machines = Machines(max(ranks, 1), per_node, facts.memory_bytes or _PLENTY)
     excluded = Excluded()
     found = []
+    groups: dict[int, int] = {}  # of tensor-parallel ranks that fit, by their number
     for one in candidates(work, ranks, machines.per_node, excluded) if ranks > 0 else ():
-        if one.micro_batch != facts.micro_batch:
-            continue  # no other layout: the same one with other micro-batches
-        fitting = _within_nodes(facts, one, rooms)
+        if one.tp not in groups:
+            groups[one.tp] = groups_that_fit(one.tp, rooms)
+        fitting = _within_nodes(facts, one, groups[one.tp])
         if fitting is not None and (why := why_not(facts, fitting, ranks)):
             excluded.add(why.partition(": ")[2] or why, str(fitting))
         elif fitting is None:
@@ -266,10 +286,9 @@ def best(facts: LayoutFacts, rooms: int | Sequence[int], least: int, step_s: flo
     return replace(choice, lines=tuple(_words(facts, choice, ranks, excluded)))
 
 
-def _within_nodes(facts: LayoutFacts, one: Strategy, rooms: Sequence[int]) -> Strategy | None:
+def _within_nodes(facts: LayoutFacts, one: Strategy, groups: int) -> Strategy | None:
     """The same, with as many replicas less as it takes to have each tensor-parallel group on one node; None: it cannot
-    be."""
-    groups = groups_that_fit(one.tp, rooms)
+    be. ``groups``: so many of these fit."""
     if one.ranks <= groups * one.tp:
         return one
     dp = _most_replicas(facts, one, groups // (one.pp * one.cp))

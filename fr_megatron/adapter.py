@@ -43,6 +43,7 @@ from fr_megatron import elastic
 from fr_megatron.buckets import Buckets, forget_answers
 from fr_megatron.checkpoint import MegatronCheckpoint
 from fr_megatron.division import FlatLayout, OptimizerDivision
+from fr_megatron.expert_groups import groups_for, scalers_for
 from fr_megatron.fsdp2 import TorchFSDP2
 from fr_megatron.layout import DividedParameters
 from fr_megatron.logical import MegatronLogical
@@ -243,10 +244,13 @@ class MegatronAdapter(TorchAdapter):
         }
 
     def restore_common(self, state: dict[str, Any]) -> None:
-        super().restore_common(state)
+        mine = [optimizer.param_groups for optimizer in self.optimizers]
+        super().restore_common({**state, "hyperparameters": groups_for(mine, state["hyperparameters"])})
         self._wrapper.set_flags(state["wrapper"])
-        for i, scaler in scalers(self._optimizer).items():
-            scaler.load_state_dict(state["scalers"][i])
+        found = scalers(self._optimizer)
+        of_scalers = scalers_for(found, state["scalers"])
+        for i, scaler in found.items():
+            scaler.load_state_dict(of_scalers[i])
         if self._scheduler is not None:
             vars(self._scheduler).update(state["scheduler"])
         if self._loop is not None:

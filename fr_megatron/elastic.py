@@ -52,16 +52,18 @@ def tied_to_size(chunks: Sequence[Any], optimizer: Any) -> Iterator[str]:
     distributed = any(chunk.ddp_config.use_distributed_optimizer for chunk in chunks)
     if distributed and several(inner_optimizers(optimizer)):
         yield "several distributed optimizers (allowed: one, and one of experts)"
-    if len(chunks) > 1:
-        yield from _of_several(chunks)
+    yield from of_several(chunks)
     yield from _of_layout()
     yield from of_calculator()
 
 
-def _of_several(chunks: Sequence[Any]) -> Iterator[str]:
-    """What has not been tried with virtual stages, or computes something else in silence."""
+def of_several(chunks: Sequence[Any]) -> Iterator[str]:
+    """What has not been tried with virtual stages, or computes something else in silence, by name; nothing of one
+    chunk."""
     from megatron.core import parallel_state as state
 
+    if len(chunks) == 1:
+        return
     if any(getattr(chunk.config, "num_moe_experts", None) for chunk in chunks):
         yield "MoE layers in several model chunks (virtual pipelines; allowed: dense layers)"
     if (context := state.get_context_parallel_world_size()) > 1:
@@ -83,10 +85,10 @@ def _of_chunk(chunk: Any) -> Iterator[str]:
             yield "overlap_param_gather (allowed: without it)"
     if getattr(config, "num_distributed_optimizer_instances", 1) > 1:
         yield "num_distributed_optimizer_instances > 1"
-    yield from _of_experts(chunk.config)
+    yield from of_experts(chunk.config)
 
 
-def _of_experts(config: Any) -> Iterator[str]:
+def of_experts(config: Any) -> Iterator[str]:
     """What of MoE layers is not equal on all ranks, or not known to follow."""
     if not getattr(config, "num_moe_experts", None):
         return

@@ -43,9 +43,11 @@ from fr_megatron import stand_ins
 from fr_megatron.capabilities import CHECKPOINTS
 from fr_megatron.checkpoint import METADATA
 from fr_megatron.division import WEIGHTS
-from fr_megatron.elastic import of_calculator
+from fr_megatron.elastic import of_calculator, of_experts, of_several
+from fr_megatron.expert_groups import check_alike
 from fr_megatron.optimizers import Names, inner_optimizers, is_distributed, weights_name
 from fr_megatron.pieces import STATE, Stepped, cut, described, find_stepped
+from fr_megatron.replicas import other_slices
 
 _STATE = STATE + ".{}."
 
@@ -92,11 +94,19 @@ class MegatronLogical(LogicalState):
         from megatron.core import parallel_state as state
 
         config = self._chunks[0].config
+        dense = _dense_layers(config)
+        sequence = int(getattr(_inner(self._chunks[0]), "max_sequence_length", 1))
+        context = state.get_context_parallel_world_size()
+        if context > 1 and sequence % (2 * context):
+            raise UnsupportedError(
+                f"another layout with context_parallel_size = {context} and a model whose max_sequence_length is "
+                f"{sequence}: one that {2 * context} divides is allowed, and it has to be the samples' length"
+            )
         return {
             "layout": {
                 "tp": state.get_tensor_model_parallel_world_size(),
                 "pp": state.get_pipeline_model_parallel_world_size(),
-                "cp": state.get_context_parallel_world_size(),
+                "cp": context,
                 "ep": state.get_expert_model_parallel_world_size(),
                 "dp": state.get_data_parallel_world_size(),
             },
@@ -104,12 +114,17 @@ class MegatronLogical(LogicalState):
             "hidden": config.hidden_size,
             "heads": config.num_attention_heads,
             "kv_heads": config.num_query_groups or config.num_attention_heads,
-            "inner": config.ffn_hidden_size,
+            "inner": config.ffn_hidden_size if dense else config.moe_ffn_hidden_size,
+            **(_experts(config, dense) if config.num_moe_experts else {}),
             "vocab": int(getattr(_inner(self._chunks[0]), "vocab_size", 1)),
-            "sequence": int(getattr(_inner(self._chunks[0]), "max_sequence_length", 1)),
+            "sequence": sequence,
+            "heads_over_cp": "a2a" in _context_ways(config),
             "memory_bytes": _device_bytes(),
             "sharded": bool(self._chunks[0].ddp_config.use_distributed_optimizer),
         }
+
+    def check_common(self, common: Mapping[str, Any]) -> None:
+        check_alike(common["hyperparameters"], common["scalers"])
 
     def read(self, stash: Stash) -> int:
         self._check()
@@ -136,7 +151,7 @@ class MegatronLogical(LogicalState):
         """Raises UnsupportedError: what cannot be laid out otherwise, by name."""
         if CHECKPOINTS.way is None:
             raise UnsupportedError(f"another layout with this Megatron, which lacks {'; '.join(CHECKPOINTS.missing())}")
-        for name in of_calculator():
+        for name in (*of_calculator(), *of_several(self._chunks)):
             raise UnsupportedError(f"another layout with {name}")
         for chunk in self._chunks:
             if type(chunk).__name__ != "DistributedDataParallel":
@@ -145,8 +160,11 @@ class MegatronLogical(LogicalState):
                 )
             if chunk.ddp_config.use_distributed_optimizer and chunk.ddp_config.overlap_param_gather:
                 raise UnsupportedError("another layout with overlap_param_gather: without it is allowed")
-            if getattr(chunk.config, "num_moe_experts", None):
-                raise UnsupportedError("another layout with MoE layers: dense layers are allowed")
+            experts = getattr(chunk.config, "num_moe_experts", None)
+            for name in (*of_experts(chunk.config), *(other_slices() if experts else ())):
+                raise UnsupportedError(f"another layout with {name}")
+            for name in _of_sizes(chunk.config):
+                raise UnsupportedError(f"another layout with {name}")
             if not hasattr(chunk.module, "sharded_state_dict"):
                 raise UnsupportedError(
                     f"another layout with the model {type(chunk.module).__name__}: one with Megatron's "
@@ -202,6 +220,44 @@ class MegatronLogical(LogicalState):
                         parts += _parts(leaf, parameter.detach().reshape(-1), 0, start)
                     name = weights_name(number, kind, index, buffer.data_parallel_world_size)
                     yield name, words.ShardParts("", _STATE, tuple(parts))
+
+
+def _dense_layers(config: Any) -> int:
+    """How many layers have no experts, as the configuration says it."""
+    if not config.num_moe_experts:
+        return int(config.num_layers)
+    frequency = config.moe_layer_freq
+    if isinstance(frequency, int):
+        return sum(number % frequency != 0 for number in range(config.num_layers))
+    return sum(not one for one in frequency)
+
+
+def _of_sizes(config: Any) -> Iterator[str]:
+    """What of the configuration is made of a size that another layout has otherwise, by name."""
+    if getattr(config, "moe_router_topk_limited_devices", None):
+        yield (
+            "moe_router_topk_limited_devices, with which tokens are routed to as many groups of experts as there are "
+            "expert-parallel ranks (allowed: moe_router_num_groups and moe_router_group_topk)"
+        )
+    if "a2a+p2p" in _context_ways(config):
+        yield "cp_comm_type = a2a+p2p, whose sizes belong to one context-parallel size (allowed: the other ones)"
+
+
+def _context_ways(config: Any) -> list[str]:
+    """How context-parallel ranks exchange what attention needs, in some layer."""
+    said = getattr(config, "cp_comm_type", None) or []
+    return [said] if isinstance(said, str) else list(said)
+
+
+def _experts(config: Any, dense: int) -> dict[str, int]:
+    """The facts about the MoE layers."""
+    return {
+        "experts": config.num_moe_experts,
+        "chosen": config.moe_router_topk,
+        "expert_inner": config.moe_ffn_hidden_size,
+        "dense_layers": dense,
+        "shared_inner": getattr(config, "moe_shared_expert_intermediate_size", None) or 0,
+    }
 
 
 def _inner(chunk: Any) -> Any:

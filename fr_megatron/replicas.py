@@ -95,14 +95,22 @@ def experts_or_context() -> bool:
     return max(experts, context) > 1
 
 
+def other_slices() -> Iterator[str]:
+    """Experts that are cut over other ranks than the rest, by name."""
+    from megatron.core import parallel_state as state
+
+    tensor, of_experts = state.get_tensor_model_parallel_world_size(), state.get_expert_tensor_parallel_world_size()
+    if of_experts != tensor:
+        yield f"expert_tensor_parallel_size = {of_experts} (allowed: that of the rest, {tensor})"
+
+
 def unknown_replicas() -> Iterator[str]:
     """What replicas are made up of ranks that are not known to follow, by name; a rank alone sees all of it."""
     from megatron.core import parallel_state as state
 
     experts = state.get_expert_model_parallel_world_size()
-    tensor, of_experts = state.get_tensor_model_parallel_world_size(), state.get_expert_tensor_parallel_world_size()
-    if of_experts != tensor:
-        yield f"expert_tensor_parallel_size = {of_experts} (allowed: that of the rest, {tensor})"
+    if other := list(other_slices()):
+        yield from other
     elif data_parallel_group().size() % replica_group().size():
         context = state.get_context_parallel_world_size()
         yield (

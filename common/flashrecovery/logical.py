@@ -38,6 +38,10 @@ class LogicalState(ABC):
         """The layout that this job has, and what the model allows: the fields of
         :class:`~flashrecovery.plan.replan.LayoutFacts`, but for the batch. The same on all ranks."""
 
+    def check_common(self, common: Mapping[str, Any]) -> None:  # noqa: B027 - optional
+        """``common``: what the adapter has captured that is the same on all ranks, about to be written for another
+        layout. Raises RestoreError if something of it could not be everybody's there."""
+
     @abstractmethod
     def read(self, stash: Stash) -> int:
         """Bring all shards of this rank to what another layout's ranks have written. Returns how many bytes were read.

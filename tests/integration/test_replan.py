@@ -231,9 +231,8 @@ def test_what_is_refused(tmp_path: Path, saved: Saved) -> None:
             ("--use-distributed-optimizer", "--overlap-param-gather", "--overlap-grad-reduce", "--bf16"),
             "overlap_param_gather",
         ),
-        (("--num-experts", "2"), "MoE"),
     ],
-    ids=["loader", "overlap", "experts"],
+    ids=["loader", "overlap"],
 )
 def test_jobs_that_are_refused(flags: tuple[str, ...], reason: str, tmp_path: Path) -> None:
     job = start(tmp_path / "run", Training("refused", Sizes(1, 1, 2), flags)).wait(TIMEOUT_S)

@@ -51,6 +51,7 @@ def load(chunks: list[Any], optimizer: Any, scheduler: Any, directory: Path) -> 
         inner.optimizer.zero_grad()
         if hasattr(inner, "_set_main_param_and_optimizer_states"):
             _with_step(inner)
+    directory = _of_as_many(directory, optimizer)
     loaded = dist_checkpointing.load(state(chunks, optimizer, scheduler, loading=True), str(directory))
     for i, chunk in enumerate(chunks):
         chunk.module.load_state_dict(loaded["model" if len(chunks) == 1 else f"model{i}"])
@@ -58,6 +59,40 @@ def load(chunks: list[Any], optimizer: Any, scheduler: Any, directory: Path) -> 
     scheduler.load_state_dict(loaded["opt_param_scheduler"])
     if dist.get_rank() == 0:
         print(f"loaded num_steps={scheduler.num_steps}", flush=True)
+
+
+def _of_as_many(directory: Path, optimizer: Any) -> Path:
+    """The same checkpoint with plain values of as many optimizers as there are here. With expert parallelism experts
+    have one of their own; megatron-core 0.16.1 finds their tensors in either case, but counts the optimizers."""
+    common = torch.load(directory / "common.pt", weights_only=False)
+    saved = common["optimizer"]
+    parts = [saved] if "optimizer" in saved else [saved[number] for number in sorted(saved)]
+    if len(parts) == len(optimizer.chained_optimizers):
+        return directory
+    dense, mine = parts[0], optimizer.chained_optimizers
+    if len(mine) == 1:
+        common["optimizer"] = dense
+    else:
+        common["optimizer"] = {number: _with_groups_of(inner, dense) for number, inner in enumerate(mine)}
+    other = directory.with_name(f"{directory.name}.{dist.get_world_size()}") / directory.name
+    if dist.get_rank() == 0 and not other.exists():
+        other.mkdir(parents=True)
+        for path in directory.iterdir():
+            if path.name != "common.pt":
+                (other / path.name).symlink_to(path)
+        torch.save(common, other / "common.pt")
+    dist.barrier()
+    return other
+
+
+def _with_groups_of(inner: Any, plain: dict[str, Any]) -> dict[str, Any]:
+    """One optimizer's plain values with those groups of them that ``inner`` has."""
+    kinds = {group["wd_mult"]: group for group in plain["optimizer"]["param_groups"]}
+    groups = [
+        {**kinds[group["wd_mult"]], "is_expert_parallel": group["is_expert_parallel"]}
+        for group in inner.optimizer.param_groups
+    ]
+    return {**plain, "optimizer": {**plain["optimizer"], "param_groups": groups}}
 
 
 def _with_step(inner: Any) -> None:

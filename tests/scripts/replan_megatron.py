@@ -66,13 +66,17 @@ def train_step(args: Any, chunks: list[Any], optimizer: Any, scheduler: Any, bat
 def place(sizes: flashrecovery.ParallelLayout) -> tuple[str, int]:
     """The layout as it is now, with the replicas that there are, and this process's rank."""
     dp = parallel_state.get_data_parallel_world_size()
-    return f"tp={sizes.tp},pp={sizes.pp},dp={dp}", dist.get_rank()
+    more = {"cp": parallel_state.get_context_parallel_world_size()}
+    more |= {"ep": parallel_state.get_expert_model_parallel_world_size()}
+    shown = "".join(f"{name}={size}," for name, size in more.items() if size > 1)
+    return f"tp={sizes.tp},pp={sizes.pp},{shown}dp={dp}", dist.get_rank()
 
 
 def main() -> None:
     parser = megatron_model.parser(__doc__)
     parser.add_argument("--global-batch", type=int, default=24)
     parser.add_argument("--mode", default="")
+    parser.add_argument("--takes", default="", help="context parallelism (cp), expert parallelism (ep), or cp,ep")
     parser.add_argument("--gated", action="store_true", help="a gated MLP, and grouped queries")
     parser.add_argument("--save-to", type=Path, help="a directory for the values of each version")
     parser.add_argument("--start-from", type=Path, help="such values; the name is the version")
@@ -80,9 +84,14 @@ def main() -> None:
     parser.set_defaults(**small)
     args = parser.parse_args()
     training.start_process_group()
-    sizes = flashrecovery.layout(tp=args.tensor_model_parallel_size, pp=args.pipeline_model_parallel_size)
+    more = {"cp": args.context_parallel_size} if "cp" in args.takes else {}
+    more |= {"ep": args.expert_model_parallel_size} if "ep" in args.takes else {}
+    sizes = flashrecovery.layout(tp=args.tensor_model_parallel_size, pp=args.pipeline_model_parallel_size, **more)
     args.tensor_model_parallel_size, args.pipeline_model_parallel_size = sizes.tp, sizes.pp
     args.num_virtual_stages_per_pipeline_rank = virtual_stages(args, sizes)
+    if more:
+        args.context_parallel_size, args.expert_model_parallel_size = sizes.cp, sizes.ep
+        args.sequence_parallel = args.num_experts is not None and sizes.tp > 1  # as Megatron demands of MoE layers
     megatron_model.start_groups(args)
     if args.mode == "needs-tp" and sizes.tp == 1:
         raise ValueError("sequence parallelism without tensor parallelism")

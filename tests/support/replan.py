@@ -16,6 +16,7 @@ from typing import Any, Protocol
 from click.testing import CliRunner
 
 from flashrecovery.cli.replan import replan
+from flashrecovery.parallel_layout import layout_sizes
 from tests.support.jobs import ROOT, Job, Layout, RunningJob, check_clean
 from tests.support.megatron import ENVIRONMENT
 
@@ -34,21 +35,30 @@ class Sizes:
     tp: int = 1
     pp: int = 1
     dp: int = 1
+    cp: int = 1
+    ep: int = 1
 
     @property
     def ranks(self) -> int:
-        return self.tp * self.pp * self.dp
+        return self.tp * self.pp * self.cp * self.dp
 
     def __str__(self) -> str:
-        return f"tp={self.tp},pp={self.pp},dp={self.dp}"
+        more = "".join(f"{name}={size}," for name, size in (("cp", self.cp), ("ep", self.ep)) if size > 1)
+        return f"tp={self.tp},pp={self.pp},{more}dp={self.dp}"
 
     @staticmethod
     def parse(text: str) -> Sizes:
-        return Sizes(*(int(part.partition("=")[2]) for part in text.split(",")))
+        return Sizes(**layout_sizes(text))
 
     @property
     def flags(self) -> list[str]:
-        return ["--tensor-model-parallel-size", str(self.tp), "--pipeline-model-parallel-size", str(self.pp)]
+        sizes = {
+            "--tensor-model-parallel-size": self.tp,
+            "--pipeline-model-parallel-size": self.pp,
+            "--context-parallel-size": self.cp,
+            "--expert-model-parallel-size": self.ep,
+        }
+        return [text for flag, size in sizes.items() if size > 1 for text in (flag, str(size))]
 
 
 class LaidOut(Protocol):

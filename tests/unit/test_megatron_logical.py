@@ -11,8 +11,9 @@ from flashrecovery.errors import UnsupportedError
 pytest.importorskip("megatron.core")
 
 from megatron.core import num_microbatches_calculator as calculators
+from megatron.core import parallel_state
 
-from fr_megatron.logical import MegatronLogical
+from fr_megatron.logical import MegatronLogical, _dense_layers
 
 
 class DistributedDataParallel:
@@ -24,10 +25,13 @@ class DistributedDataParallel:
         self.module = SimpleNamespace(sharded_state_dict=dict)
 
 
-def refused() -> str:
+def refused(experts: dict[str, object] | None = None, chunks: int = 1) -> str:
     optimizer = SimpleNamespace(is_stub_optimizer=True)
+    made = [DistributedDataParallel() for _ in range(chunks)]
+    for chunk in made if experts is not None else ():
+        chunk.config = SimpleNamespace(num_moe_experts=4, **experts)
     with pytest.raises(UnsupportedError) as raised:
-        MegatronLogical([DistributedDataParallel()], optimizer, list)._check()
+        MegatronLogical(made, optimizer, list)._check()
     return str(raised.value)
 
 
@@ -42,6 +46,49 @@ def refused() -> str:
 def test_batches_of_several_sizes(calculator: object, reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(calculators, "_GLOBAL_NUM_MICROBATCHES_CALCULATOR", calculator)
     assert reason in refused()
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({"moe_router_enable_expert_bias": True}, "moe_router_enable_expert_bias"),
+        ({"moe_router_load_balancing_type": "global_aux_loss"}, "global_aux_loss"),
+        ({"moe_router_topk_limited_devices": 2}, "moe_router_topk_limited_devices"),
+        ({"cp_comm_type": ["p2p", "a2a+p2p"]}, "cp_comm_type = a2a+p2p"),
+        ({}, "expert_tensor_parallel_size = 1 (allowed: that of the rest, 2)"),
+    ],
+    ids=["bias", "global", "devices", "ways", "slices"],
+)
+def test_experts(settings: dict[str, object], reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    of_experts = 1 if reason.startswith("expert_tensor") else 2
+    monkeypatch.setattr(parallel_state, "get_tensor_model_parallel_world_size", lambda: 2)
+    monkeypatch.setattr(parallel_state, "get_expert_tensor_parallel_world_size", lambda: of_experts)
+    assert reason in refused(experts=settings)
+
+
+def test_experts_in_several_model_chunks() -> None:
+    assert "MoE layers in several model chunks" in refused(experts={}, chunks=2)
+
+
+@pytest.mark.parametrize(
+    ("experts", "frequency", "dense"),
+    [(None, 1, 6), (4, 1, 0), (4, 2, 3), (4, [0, 1, 1, 1, 1, 1], 1)],
+)
+def test_dense_layers(experts: int | None, frequency: object, dense: int) -> None:
+    config = SimpleNamespace(num_layers=6, num_moe_experts=experts, moe_layer_freq=frequency)
+    assert _dense_layers(config) == dense
+
+
+@pytest.mark.parametrize(("context", "length"), [(2, 1), (2, 6), (3, 8)])
+def test_lengths_that_context_parallelism_does_not_divide(
+    context: int, length: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(parallel_state, "get_context_parallel_world_size", lambda: context)
+    chunk = DistributedDataParallel()
+    chunk.config.num_layers = 1
+    chunk.module.max_sequence_length = length
+    with pytest.raises(UnsupportedError, match=f"max_sequence_length is {length}"):
+        MegatronLogical([chunk], SimpleNamespace(is_stub_optimizer=True), list).facts()
 
 
 def test_what_is_allowed(monkeypatch: pytest.MonkeyPatch) -> None:

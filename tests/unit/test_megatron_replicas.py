@@ -124,7 +124,7 @@ def test_a_smaller_job_has_megatrons_groups_of_that_size(sizes: Sizes, chosen: A
     ],
 )
 def test_what_experts_cannot(config: dict[str, Any], refused: str) -> None:
-    found = list(elastic._of_experts(SimpleNamespace(**config)))
+    found = list(elastic.of_experts(SimpleNamespace(**config)))
     assert len(found) == bool(refused) and all(words.startswith(refused) for words in found)
 
 

@@ -15,7 +15,7 @@ from flashrecovery.controller.outbox import Emit, Send
 from flashrecovery.controller.records import RankRecord
 from flashrecovery.controller.writers import assigned
 from flashrecovery.errors import ConfigError, JobFailedError
-from flashrecovery.plan.replan import LayoutFacts, best, fixed, layout_text, parse_layout, why_not
+from flashrecovery.plan.replan import LayoutFacts, best, layout_text, parse_layout, why_not
 from flashrecovery.plan.strategy import NothingFitsError, Strategy
 from flashrecovery.plan.transitions import State
 from flashrecovery.proto import flashrecovery_pb2 as pb
@@ -53,7 +53,8 @@ def test_sizes_are_read(text: str, ranks: int, expected: tuple[int, int, int]) -
         ("pp=3", "pp = 3 does not divide 4 layers"),
         ("tp=2,pp=2,dp=2", "8 ranks are needed, and there are 4"),
         ("tp=1,dp=5", "5 ranks are needed"),
-        ("cp=2", "context and expert parallelism cannot be changed yet"),
+        ("cp=2", "has not asked flashrecovery.layout\\(\\) for cp, so it stays 1"),
+        ("ep=2", "the model has no experts"),
         ("tp=0", "sizes as"),
         ("tp=1,tp=2", "each once"),
         ("", "sizes as"),
@@ -85,10 +86,6 @@ def test_nothing_fits_and_says_why() -> None:
         best(FACTS, 0, 1)
     with pytest.raises(NothingFitsError, match="GiB"):
         best(replace(FACTS, memory_bytes=1 << 20), 4, 1)
-
-
-def test_context_and_experts_stay() -> None:
-    assert "cp = 2" in fixed(replace(FACTS, layout={**FACTS.layout, "cp": 2})) and fixed(FACTS) == ""
 
 
 def test_a_script_asks_for_its_layout(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,11 +6,9 @@ different things, one of which was cut off while it changed, the one with the ne
 
 from __future__ import annotations
 
-import math
-
 from flashrecovery.controller.job_state import JobState
 from flashrecovery.controller.records import BUILT_UP, RankRecord
-from flashrecovery.parallel_layout import layout_sizes
+from flashrecovery.parallel_layout import layout_ranks
 from flashrecovery.proto import flashrecovery_pb2 as pb
 
 
@@ -31,8 +29,7 @@ class FoundLayout:
             return False, older
         if another:
             older = sorted({record.home for record in job.in_order if record.home})
-            ranks = math.prod(layout_sizes(message.layout).values())
-            job.lay_out(message.layout, [RankRecord(rank) for rank in range(ranks)])
+            job.lay_out(message.layout, [RankRecord(rank) for rank in range(layout_ranks(message.layout))])
             job.stride, job.domains = 1, ()  # of the older one
         self._attempt = max(self._attempt, message.attempt)
         if job.plan:  # what ranks keep of their set-up is of this very attempt

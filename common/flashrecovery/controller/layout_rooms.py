@@ -15,7 +15,7 @@ from flashrecovery.controller.losses import never_replaced
 from flashrecovery.controller.nodes import NodeState
 from flashrecovery.errors import UnsupportedError
 from flashrecovery.plan.layout_places import NodeSlot, places
-from flashrecovery.plan.replan import LayoutFacts, best, fixed
+from flashrecovery.plan.replan import LayoutFacts, best
 from flashrecovery.plan.strategy import Strategy
 from flashrecovery.plan.transitions import State
 
@@ -81,8 +81,6 @@ def laid_out_without(job: JobState, lost: Collection[int]) -> bool:
     if settings is None or not job.facts or not lost or job.state is State.STARTING:
         return False
     facts = facts_now(job)
-    if fixed(facts):
-        return False
     rooms = [len(locals_) for locals_ in slots_without(job, lost).values()]
     try:
         best(facts, rooms, settings.min, job.step_s)

@@ -33,11 +33,11 @@ from flashrecovery.plan.replan import (
     LayoutFacts,
     StayingFacts,
     best,
-    fixed,
     layout_text,
     parse_layout,
     why_another_job,
     why_not,
+    with_most_replicas,
 )
 from flashrecovery.plan.strategy import Strategy, StrategyChoice
 from flashrecovery.plan.transitions import State
@@ -123,8 +123,7 @@ class Replanning:
             return "the job's layout is fixed: launch it with --replan MIN"
         if not self._job.facts:
             return "the job's workers have not come to their first step yet"
-        facts = facts_now(self._job)
-        return fixed(facts) or facts
+        return facts_now(self._job)
 
     def lose(self, lost: Collection[int]) -> bool:
         """These ranks have no process, and get none: choose a layout for those that are left. Returns whether there is
@@ -272,7 +271,7 @@ class Replanning:
         """Why it cannot be said that those who are left have the whole state, in words; "" if it can. A controller that
         was started again has not heard what the ranks needed that had died before."""
         facts = self._facts()
-        if isinstance(facts, str) or not (facts.sharded or facts.now.ranks > facts.now.dp):
+        if isinstance(facts, str) or facts.whole_everywhere:
             return ""  # every rank has all of it
         records = self._job.ranks.values()
         nobody = [rank for rank, needs in self._job.departed.items() if not needs and not kept_for(rank, records)]
@@ -290,7 +289,7 @@ class Replanning:
         facts = self._facts()
         assert not isinstance(facts, str)
         now = facts.now  # with the replicas that are left, which may be no number that is allowed
-        same = parse_layout(f"tp={now.tp},pp={now.pp}", facts, now.ranks)
+        same = with_most_replicas(facts, now, now.ranks)
         return NextLayout(same, ("the layout stays; not all of its ranks have had the state yet",))
 
     @property

@@ -8,6 +8,7 @@ The workers say what there is to divide (:class:`LayoutFacts`); candidates, thei
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 
@@ -27,7 +28,9 @@ from flashrecovery.plan.strategy import (
 )
 from flashrecovery.plan.words import shortened
 
-_NAMES = ("tp", "pp", "dp")
+_NAMES = ("tp", "pp", "cp", "ep", "dp")
+_ALWAYS = frozenset({"tp", "pp", "dp"})
+"""Sizes that are said also where they are 1."""
 _PLENTY = 2.0**60
 """Bytes of memory where nobody says how much there is: memory excludes nothing then."""
 
@@ -42,6 +45,11 @@ class LayoutFacts:
         sharded: the distributed optimizer.
         global_batch, micro_batch: samples of a step, and of a micro-batch.
         memory_bytes: of a device; 0: not known.
+        experts, chosen, expert_inner: of a MoE layer: how many, those that a token goes to, rows of an expert's MLP.
+        dense_layers: those of the layers that have no experts.
+        shared_inner: rows of the MLP of shared experts, which each token goes to; 0: there are none.
+        heads_over_cp: context-parallel ranks divide attention heads among them (``cp_comm_type="a2a"``).
+        takes: which of ``cp`` and ``ep`` the script takes from what it is told; others stay what they are.
     """
 
     layout: Mapping[str, int]
@@ -56,6 +64,13 @@ class LayoutFacts:
     micro_batch: int
     sharded: bool = False
     memory_bytes: int = 0
+    experts: int = 0
+    chosen: int = 0
+    expert_inner: int = 0
+    dense_layers: int = 0
+    shared_inner: int = 0
+    heads_over_cp: bool = False
+    takes: str = ""
 
     @property
     def now(self) -> Strategy:
@@ -67,6 +82,16 @@ class LayoutFacts:
         """Of a step, on all replicas together."""
         return self.global_batch // self.micro_batch
 
+    @property
+    def whole_everywhere(self) -> bool:
+        """Every rank has the whole state."""
+        return not self.sharded and self.now.tp == self.now.pp == self.now.ep == 1
+
+    @property
+    def most_cp(self) -> int:
+        """The largest context-parallel size that the script could be told."""
+        return max(1, self.sequence // 2) if "cp" in self.takes else self.now.cp
+
     def text(self) -> str:
         return json.dumps(asdict(self), sort_keys=True)
 
@@ -76,13 +101,34 @@ class LayoutFacts:
 
     def work(self) -> Workload:
         """Parameters are counted as a GPT's: they serve to compare layouts of one model."""
-        per_layer = 4 * self.hidden * self.hidden + 2 * self.hidden * self.inner
-        parameters = max(1, self.layers * per_layer + 2 * self.vocab * self.hidden)
+        dense = self.dense_layers if self.experts else self.layers
+        attention = 4 * self.layers * self.hidden * self.hidden
+        outside = attention + 2 * dense * self.hidden * self.inner + 2 * self.vocab * self.hidden
+        expert = 2 * (self.layers - dense) * self.hidden * self.expert_inner  # one of each layer
         model = ModelShape(
-            self.layers, self.hidden, self.heads, self.kv_heads, self.inner, self.vocab, parameters, parameters
+            self.layers,
+            self.hidden,
+            self.heads,
+            self.kv_heads,
+            self.expert_inner if self.experts else self.inner,
+            self.vocab,
+            max(1, outside + self.experts * expert),
+            max(1, outside + self.chosen * expert),
+            self.experts * expert,
+            self.experts,
+            self.chosen,
         )
         sharding = Sharding.OPTIMIZER if self.sharded else Sharding.REPLICATED
-        return Workload(model, self.sequence, self.global_batch, sharding, uneven=False)
+        return Workload(
+            model,
+            self.sequence,
+            self.global_batch,
+            sharding,
+            uneven=False,
+            most_cp=self.most_cp,
+            also_cp=self.now.cp,
+            micro_batch=self.micro_batch,
+        )
 
 
 @dataclass(frozen=True)
@@ -123,33 +169,42 @@ def why_another_job(before: StayingFacts, now: StayingFacts, plan: str) -> str:
 
 
 def layout_text(strategy: Strategy) -> str:
-    """``tp=2,pp=1,dp=2``."""
-    return ",".join(f"{name}={getattr(strategy, name)}" for name in _NAMES)
+    """``tp=2,pp=1,dp=2``; ``tp=1,pp=1,cp=2,ep=4,dp=2``."""
+    sizes = {name: getattr(strategy, name) for name in _NAMES}
+    return ",".join(f"{name}={size}" for name, size in sizes.items() if name in _ALWAYS or size > 1)
 
 
 def parse_layout(text: str, facts: LayoutFacts, ranks: int) -> Strategy:
-    """``tp=2,pp=1,dp=1``; what is left out is 1, and ``dp`` as many as there is room for and the batch allows.
-    ``ranks``: how many there are. Raises ConfigError, which says what is allowed."""
+    """``tp=2,pp=1,cp=2,ep=2,dp=1``; what is left out is 1, and ``dp`` as many as there is room for and the batch and
+    the experts allow. ``ranks``: how many there are. Raises ConfigError, which says what is allowed."""
     sizes: dict[str, int] = {}
     for part in text.split(","):
         name, equals, value = part.strip().partition("=")
         if name not in _NAMES or name in sizes or not equals or not value.isdecimal() or int(value) < 1:
             raise ConfigError(
-                f"--layout {text}: sizes as tp=2,pp=1,dp=2 are allowed, each once, of 1 or more; context and expert "
-                "parallelism cannot be changed yet"
+                f"--layout {text}: sizes as tp=2,pp=1,cp=1,ep=1,dp=2 are allowed, each once, of 1 or more"
             )
         sizes[name] = int(value)
-    tp, pp = sizes.get("tp", 1), sizes.get("pp", 1)
-    dp = sizes.get("dp", 0) or _most_replicas(facts, ranks // (tp * pp))
-    found = Strategy(tp=tp, pp=pp, dp=max(dp, 1), micro_batch=facts.micro_batch)
+    found = replace(Strategy(**sizes), micro_batch=facts.micro_batch)
+    if "dp" not in sizes:
+        found = with_most_replicas(facts, found, ranks)
     why = why_not(facts, found, ranks)
     if why:
         raise ConfigError(f"--layout {text}: {why}")
     return found
 
 
-def _most_replicas(facts: LayoutFacts, room: int) -> int:
-    return next((n for n in range(min(room, facts.micro_batches), 0, -1) if facts.micro_batches % n == 0), 0)
+def with_most_replicas(facts: LayoutFacts, strategy: Strategy, ranks: int) -> Strategy:
+    """The same with as many replicas as there is room for on so many ranks, and the batch and the experts allow."""
+    one = replace(strategy, dp=1)
+    return replace(one, dp=max(1, _most_replicas(facts, one, ranks // one.ranks)))
+
+
+def _most_replicas(facts: LayoutFacts, strategy: Strategy, room: int) -> int:
+    """How many, at most ``room``, are allowed beside what else ``strategy`` says; 0: none."""
+    unit = strategy.ep // math.gcd(strategy.ep, strategy.cp)
+    sizes = range(min(room, facts.micro_batches), 0, -1)
+    return next((n for n in sizes if facts.micro_batches % n == 0 and n % unit == 0), 0)
 
 
 def why_not(facts: LayoutFacts, strategy: Strategy, ranks: int) -> str:
@@ -157,11 +212,27 @@ def why_not(facts: LayoutFacts, strategy: Strategy, ranks: int) -> str:
     s = strategy
     if s.ranks > ranks:
         return f"{s.ranks} ranks are needed, and there are {ranks}"
-    for name, size in (("heads", facts.heads), ("key and value heads", facts.kv_heads), ("MLP rows", facts.inner)):
+    rows = {"heads": facts.heads, "key and value heads": facts.kv_heads}
+    rows |= {"MLP rows": facts.inner, "MLP rows of an expert": facts.expert_inner}
+    rows |= {"MLP rows of the shared experts": facts.shared_inner}
+    for what, size in rows.items():
         if size % s.tp:
-            return f"tp = {s.tp} does not divide {size} {name}"
+            return f"tp = {s.tp} does not divide {size} {what}"
     if facts.layers % s.pp:
         return f"pp = {s.pp} does not divide {facts.layers} layers"
+    if s.cp > 1 and facts.sequence % (2 * s.cp):
+        return f"2 x cp = {2 * s.cp} does not divide {facts.sequence} tokens"
+    if facts.heads_over_cp and (facts.heads % (s.tp * s.cp) or facts.kv_heads % (s.tp * s.cp)):
+        return (
+            f"tp x cp = {s.tp * s.cp} does not divide {facts.heads} heads and {facts.kv_heads} key and value heads, "
+            "over which cp_comm_type = a2a cuts"
+        )
+    if why := _of_experts(facts, s):
+        return why
+    for name in ("cp", "ep"):
+        size, now = getattr(s, name), getattr(facts.now, name)
+        if name not in facts.takes and size != now:
+            return f"{name} = {size}: the script has not asked flashrecovery.layout() for {name}, so it stays {now}"
     if facts.micro_batches % s.dp:
         fitting = [str(n) for n in range(1, facts.micro_batches + 1) if facts.micro_batches % n == 0]
         return (
@@ -171,10 +242,15 @@ def why_not(facts: LayoutFacts, strategy: Strategy, ranks: int) -> str:
     return ""
 
 
-def fixed(facts: LayoutFacts) -> str:
-    """What of a job's layout cannot be changed yet, in words; "" if nothing."""
-    odd = [f"{name} = {facts.layout[name]}" for name in ("cp", "ep") if facts.layout.get(name, 1) > 1]
-    return f"a job with {' and '.join(odd)}: only tensor, pipeline and data parallelism can be changed" if odd else ""
+def _of_experts(facts: LayoutFacts, s: Strategy) -> str:
+    """Why the experts cannot be so; "" if they can."""
+    if s.ep > 1 and not facts.experts:
+        return f"ep = {s.ep}: the model has no experts; 1 is allowed"
+    if facts.experts and facts.experts % s.ep:
+        return f"ep = {s.ep} does not divide {facts.experts} experts"
+    if (s.cp * s.dp) % s.ep:
+        return f"ep = {s.ep} does not divide the {s.cp * s.dp} ranks of cp x dp, over which experts lie"
+    return ""
 
 
 def best(facts: LayoutFacts, rooms: int | Sequence[int], least: int, step_s: float = 0.0) -> StrategyChoice:
@@ -189,11 +265,14 @@ def best(facts: LayoutFacts, rooms: int | Sequence[int], least: int, step_s: flo
     machines = Machines(max(ranks, 1), per_node, facts.memory_bytes or _PLENTY)
     excluded = Excluded()
     found = []
+    groups: dict[int, int] = {}  # of tensor-parallel ranks that fit, by their number
     for one in candidates(work, ranks, machines.per_node, excluded) if ranks > 0 else ():
-        if one.micro_batch != facts.micro_batch:
-            continue  # no other layout: the same one with other micro-batches
-        fitting = _within_nodes(facts, one, rooms)
-        if fitting is None:
+        if one.tp not in groups:
+            groups[one.tp] = groups_that_fit(one.tp, rooms)
+        fitting = _within_nodes(facts, one, groups[one.tp])
+        if fitting is not None and (why := why_not(facts, fitting, ranks)):
+            excluded.add(why.partition(": ")[2] or why, str(fitting))
+        elif fitting is None:
             excluded.add("its tensor-parallel ranks would not be on one node each", str(one))
         elif fitting.ranks < least:
             excluded.add(f"fewer than {least} ranks (replan.min)", str(fitting))
@@ -207,13 +286,12 @@ def best(facts: LayoutFacts, rooms: int | Sequence[int], least: int, step_s: flo
     return replace(choice, lines=tuple(_words(facts, choice, ranks, excluded)))
 
 
-def _within_nodes(facts: LayoutFacts, one: Strategy, rooms: Sequence[int]) -> Strategy | None:
+def _within_nodes(facts: LayoutFacts, one: Strategy, groups: int) -> Strategy | None:
     """The same, with as many replicas less as it takes to have each tensor-parallel group on one node; None: it cannot
-    be."""
-    groups = groups_that_fit(one.tp, rooms)
+    be. ``groups``: so many of these fit."""
     if one.ranks <= groups * one.tp:
         return one
-    dp = _most_replicas(facts, groups // one.pp)
+    dp = _most_replicas(facts, one, groups // (one.pp * one.cp))
     return replace(one, dp=dp) if dp else None
 
 

@@ -143,6 +143,8 @@ class Workload:
         uneven: replicas may compute one micro-batch more than others.
         tp_within_node: tensor parallelism over nodes is no candidate.
         most_cp: the largest context parallel size; 1 where the script's attention has none.
+        also_cp: a context parallel size that is a candidate beside the powers of two, as the one that the job has.
+        micro_batch: samples of a micro-batch, where these stay; 0: powers of two are candidates.
     """
 
     model: ModelShape
@@ -153,6 +155,8 @@ class Workload:
     uneven: bool = True
     tp_within_node: bool = True
     most_cp: int = 1
+    also_cp: int = 1
+    micro_batch: int = 0
 
     def division(self, strategy: Strategy) -> BatchDivision:
         return BatchDivision(self.global_batch, strategy.micro_batch, strategy.dp)
@@ -201,7 +205,7 @@ def candidates(work: Workload, ranks: int, per_node: int, excluded: Excluded) ->
             if model.layers % pp:
                 excluded.add(f"pp does not divide {model.layers} layers", f"pp {pp}")
                 continue
-            for cp in _powers(min(work.most_cp, ranks // (tp * pp))):
+            for cp in _context_sizes(work, ranks // (tp * pp)):
                 if cp > 1 and work.sequence % (2 * cp):
                     excluded.add(f"2 x cp does not divide {work.sequence} tokens", f"cp {cp}")
                     continue
@@ -210,7 +214,7 @@ def candidates(work: Workload, ranks: int, per_node: int, excluded: Excluded) ->
 
 def _with_replicas(work: Workload, tp: int, pp: int, cp: int, room: int, excluded: Excluded) -> Iterator[Strategy]:
     experts = work.model.experts
-    for micro_batch in _powers(work.global_batch):
+    for micro_batch in [work.micro_batch] if work.micro_batch else _powers(work.global_batch):
         if work.global_batch % micro_batch:
             excluded.add(f"the micro-batch does not divide the batch of {work.global_batch}", f"{micro_batch} samples")
             continue
@@ -224,6 +228,10 @@ def _with_replicas(work: Workload, tp: int, pp: int, cp: int, room: int, exclude
             if not (most if work.uneven else even):
                 text = f"tp {tp}, pp {pp}, cp {cp}, ep {ep}, with room for {room} replicas"
                 excluded.add("no number of replicas has each expert equally often and divides the batch", text)
+
+
+def _context_sizes(work: Workload, room: int) -> list[int]:
+    return sorted({*_powers(min(work.most_cp, room)), work.also_cp if work.also_cp <= room else 1})
 
 
 def _tp_problem(work: Workload, tp: int, per_node: int) -> str:

@@ -19,8 +19,9 @@ from flashrecovery import groups
 from flashrecovery.config import Settings
 from flashrecovery.errors import RestoreError, UnsupportedError
 from flashrecovery.logical import LogicalState
+from flashrecovery.parallel_layout import taken
 from flashrecovery.plan.logical import Description, DividedParts, ShardParts, divided_description
-from flashrecovery.plan.replan import LayoutFacts, fixed
+from flashrecovery.plan.replan import LayoutFacts
 from flashrecovery.plan.rules import from_plain, to_plain
 from flashrecovery.proto import flashrecovery_pb2 as pb
 from flashrecovery.redundancy.stash import Stash, write
@@ -49,7 +50,8 @@ class Stashing:
             raise UnsupportedError("another parallel layout without `flashrecovery run --replan`")
         if single_calls:
             _check_calls(registry, settings)
-        states = [adapter.logical() for adapter in registry.adapters if not adapter.in_any_layout()]
+        numbers = [number for number, adapter in enumerate(registry.adapters) if not adapter.in_any_layout()]
+        states = [registry.adapters[number].logical() for number in numbers]
         if len(states) != 1 or states[0] is None:
             names = ", ".join(adapter.name for adapter in registry.adapters)
             raise UnsupportedError(
@@ -66,21 +68,22 @@ class Stashing:
         refuse_unequal([*registry.habits.own, *own])
         self._registry = registry
         self._state: LogicalState = states[0]
-        self.facts = self._gather_facts()
+        (self._number,) = numbers  # of the adapter
+        self.facts = self._gather_facts(elastic=settings.elastic is not None)
         self._described = self._gather()
         self._divided = self._gather_divided()
         self._in_size: dict[int, Description] = {}
 
-    def _gather_facts(self) -> LayoutFacts:
+    def _gather_facts(self, *, elastic: bool) -> LayoutFacts:
         batches = self._registry.batches
         assert batches is not None
         agreement.check_equal("the arguments of elastic_batches()", batches.settings)
         sizes = {name: batches.settings[name] for name in ("global_batch", "micro_batch")}
-        facts = LayoutFacts(**self._state.facts(), **sizes)
+        takes = () if elastic else taken()
+        facts = LayoutFacts(**self._state.facts(), **sizes, takes=",".join(sorted(takes)))
         agreement.check_equal("layout and model, as Megatron says them,", {"facts": facts.text()})
-        why = fixed(facts)
-        if why:
-            raise UnsupportedError(f"another parallel layout of {why}")
+        if elastic:
+            _check_elastic(facts)
         return facts
 
     def _gather(self) -> Description:
@@ -136,6 +139,8 @@ class Stashing:
         """
         common = self._registry.common.at(stash.version) or b""
         sources = (source(item, stash.version) for item in stash.items)
+        if common:
+            self._state.check_common(codec.loads(codec.loads(common)["adapters"][self._number]))
         directory = self._directory(stash.directory)
         # The controller, and so whoever reads it, knows this rank by its number as the job was launched.
         rank = self._registry.members[self._registry.rank]
@@ -181,6 +186,18 @@ class Stashing:
 def _in_order(found: ShardParts | None) -> ShardParts | None:
     """The same, as it lies."""
     return None if found is None else replace(found, parts=tuple(sorted(found.parts, key=lambda part: part.begin)))
+
+
+def _check_elastic(facts: LayoutFacts) -> None:
+    """Raises UnsupportedError for what replicas may have that stay the same, and not yet in another layout."""
+    odd = [f"{name} = {facts.layout[name]}" for name in ("cp", "ep") if facts.layout.get(name, 1) > 1]
+    odd += [f"MoE layers ({facts.experts} experts)"] if facts.experts else []
+    if odd:
+        raise UnsupportedError(
+            f"another parallel layout of an elastic job with {' and '.join(odd)}: tensor, pipeline and data "
+            "parallelism, without experts, are allowed together with --elastic; context and expert parallelism and "
+            "MoE layers with --elastic alone, and with --replan alone"
+        )
 
 
 def _check_calls(registry: Registry, settings: Settings) -> None:

@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 
 from tests.support.elastic_megatron import AT, TIMEOUT_S, Resized, Training, check_back, check_left, resized_once
-from tests.support.jobs import check_clean
 
 pytest.importorskip("megatron.core")
 

@@ -9,26 +9,17 @@ The experts of all places are in the plan, and are laid out alike: so all who di
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 
-from flashrecovery.adapter import DividedTensor, Division, LocalBox, Prepared, ReadyTensors, layouts, rules
+from flashrecovery.adapter import Prepared, ReadyTensors, RuledDivision, patterns, rules
 from fr_megatron.division import OptimizerDivision
 
 
-@dataclass(frozen=True)
-class SharedTensor(DividedTensor):
-    """A tensor of experts: on every ``each``-th place, from the ``first`` one on, as its rule says."""
-
-    rule: rules.TensorRule
-    each: int
-    first: int
-
-
-class SharedDivision(Division):
+class SharedDivision(RuledDivision):
     """Of the dense parameters, and perhaps of the experts.
 
     Args:
@@ -49,7 +40,6 @@ class SharedDivision(Division):
         self._dense, self._experts = dense, experts
         self._sharers, self._groups = tuple(sharers), tuple(groups)
         self._each, self._first = len(groups), number % len(groups)
-        self._placements: dict[tuple[int, int], tuple[layouts.Placement, layouts.Placement]] = {}
 
     @property
     def size(self) -> int:
@@ -69,49 +59,17 @@ class SharedDivision(Division):
         experts = [] if self._experts is None else self._experts.outline(description["experts"])
         return [self._dense.outline(description["dense"]), experts]
 
-    def tensors(self, description: Mapping[str, Any], size: int) -> Sequence[DividedTensor]:
-        return [*self._dense.tensors(description["dense"], size), *self._of_experts(description, size)]
-
-    def _of_experts(self, description: Mapping[str, Any], size: int) -> Iterator[DividedTensor]:
-        if self._experts is None:
-            return
-        each = self._each
-        for first, group in enumerate(self._groups):
+    def ruled(self, description: Mapping[str, Any]) -> Sequence[tuple[rules.TensorRule, torch.dtype]]:
+        found = [*self._dense.ruled(description["dense"])]
+        if self._experts is not None:
             for rule, dtype in self._experts.ruled(description["experts"]):
-                mine = replace(rule, suffix=group)
-                yield SharedTensor(
-                    _name(first, rule.name),
-                    rule.shape,
-                    dtype,
-                    self._placed(rule, first, size),
-                    [mine.shard_at(at // each, size // each) if at % each == first else "" for at in range(size)],
-                    rule.key,
-                    mine,
-                    each,
-                    first,
-                )
+                found += [(self._of_place(rule, first), dtype) for first in range(self._each)]
+        return found
 
-    def _placed(self, rule: rules.TensorRule, first: int, size: int) -> layouts.Placement:
-        """Where its parts lie. Tensors that lie alike have one object."""
-        own = rule.placement(size // self._each)
-        key = (id(own), first)
-        if key not in self._placements:
-            placed = tuple(
-                layouts.Share(share.box, tuple(place * self._each + first for place in share.ranks)) for share in own
-            )
-            self._placements[key] = own, placed  # the first one stays, and so does its id
-        return self._placements[key][1]
-
-    def parts(self, tensor: DividedTensor, place: int, local: torch.Tensor) -> list[LocalBox]:
-        if not isinstance(tensor, SharedTensor):
-            return self._dense.parts(tensor, place, local)
-        if place % tensor.each != tensor.first:
-            return []
-        flat = local.view(-1)
-        return [
-            LocalBox(part.box, flat[part.at : part.at + part.box.size].view(part.box.shape))
-            for part in tensor.rule.parts(place // tensor.each, len(tensor.shards) // tensor.each)
-        ]
+    def _of_place(self, rule: rules.TensorRule, first: int) -> rules.TensorRule:
+        """Of this rank's experts, as one of those at another place in a replica."""
+        lies = rule.pattern if self._each == 1 else patterns.EveryNth(rule.pattern, self._each, first)
+        return replace(rule, name=_name(first, rule.name), pattern=lies, suffix=self._groups[first])
 
     def prepare(self, description: Mapping[str, Any], place: int, size: int) -> Prepared:
         dense = self._dense.prepare(description["dense"], place, size)

@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 
 from tests.support.elastic_megatron import AT, TIMEOUT_S, Resized, Training, check_back, check_left, resized_once
-from tests.support.jobs import check_clean
 
 pytest.importorskip("megatron.core")
 
@@ -76,10 +75,3 @@ def test_a_second_death_during_the_change(training: Training, state: str, tmp_pa
 @pytest.mark.parametrize("training", (EP, CP), ids=str)
 def test_killed_and_back(training: Training, replicas: int, victim: int, tmp_path: Path) -> None:
     check_back(replace(training, replicas=replicas), victim, tmp_path)
-
-
-def test_checkpoints_are_refused(tmp_path: Path) -> None:
-    config = {"elastic": {"min": 1, "max": 2}, "checkpoint": {"dir": str(tmp_path / "saved")}}
-    job = replace(EP, replicas=2).run(tmp_path / "run", config=config)
-    assert job.code != 0 and "without checkpoint.dir it is allowed" in job.of("job_failed")[0]["reason"], job.explain()
-    check_clean(job)

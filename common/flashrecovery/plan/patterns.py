@@ -12,6 +12,7 @@ of numbers and needs no framework, so it can be written into a checkpoint.
 :class:`BufferRange`   Megatron's distributed optimizer: what a place steps on of one parameter of a flat buffer
 :class:`WithRange`     a number that goes with such a range, where there is one
 :class:`InBuffer`      a parameter as a whole, in a flat buffer whose paddings depend on the size
+:class:`EveryNth`      one of these, on every n-th place alone: experts, each on some of the data-parallel ranks
 =====================  ===========================================================================================
 """
 
@@ -22,7 +23,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import ClassVar
 
 from flashrecovery.plan import layouts
 from flashrecovery.plan.boxes import Box
@@ -41,13 +41,17 @@ class StoredBox:
 
 
 class Pattern(ABC):
-    """One way. ``shape``: of the tensor without any division.
+    """One way. ``shape``: of the tensor without any division."""
 
-    Attributes:
-        divides: no two places have the same of it; False: who has it, has all of it.
-    """
+    @property
+    def divides(self) -> bool:
+        """No two places have the same of it; False: who has it, has all of it."""
+        return True
 
-    divides: ClassVar[bool] = True
+    def counted(self, place: int, size: int) -> tuple[int, int] | None:
+        """A place, and how many there are, as the names of shards count them; None: a place that has no part of it in
+        any size."""
+        return place, size
 
     @abstractmethod
     def parts(self, shape: Shape, place: int, size: int) -> Sequence[StoredBox]:
@@ -83,7 +87,9 @@ class Rows(Pattern):
 class Whole(Pattern):
     """Everything on every place."""
 
-    divides = False
+    @property
+    def divides(self) -> bool:
+        return False
 
     def parts(self, shape: Shape, place: int, size: int) -> Sequence[StoredBox]:
         box = Box.whole(shape)
@@ -198,7 +204,10 @@ class WithRange(Pattern):
 
     range: BufferRange
     length: int
-    divides = False
+
+    @property
+    def divides(self) -> bool:
+        return False
 
     def parts(self, shape: Shape, place: int, size: int) -> Sequence[StoredBox]:
         low, high = self.range.range_at(self.length, place, size)
@@ -220,7 +229,10 @@ class InBuffer(Pattern):
     buffer: FlatBuffer
     bucket: int
     start: int
-    divides = False
+
+    @property
+    def divides(self) -> bool:
+        return False
 
     def first(self, size: int) -> int:
         """The number of its first element in the buffer."""
@@ -236,6 +248,37 @@ class InBuffer(Pattern):
         return layouts.replicated(shape, range(size))
 
 
+@dataclass(frozen=True)
+class EveryNth(Pattern):
+    """As the pattern ``of`` says, among every ``each``-th place alone, from the ``first`` one on. The number of places
+    is a multiple of ``each``."""
+
+    of: Pattern
+    each: int
+    first: int
+
+    @property
+    def divides(self) -> bool:
+        return self.of.divides
+
+    def counted(self, place: int, size: int) -> tuple[int, int] | None:
+        return (place // self.each, size // self.each) if place % self.each == self.first else None
+
+    def parts(self, shape: Shape, place: int, size: int) -> Sequence[StoredBox]:
+        counted = self.counted(place, size)
+        return () if counted is None else self.of.parts(shape, *counted)
+
+    def stored(self, shape: Shape, place: int, size: int) -> Shape | None:
+        counted = self.counted(place, size)
+        return None if counted is None else self.of.stored(shape, *counted)
+
+    def placement(self, shape: Shape, size: int) -> Placement:
+        return tuple(
+            Share(share.box, tuple(place * self.each + self.first for place in share.ranks))
+            for share in self.of.placement(shape, size // self.each)
+        )
+
+
 KINDS: dict[str, type[Pattern]] = {
     "rows": Rows,
     "whole": Whole,
@@ -244,5 +287,6 @@ KINDS: dict[str, type[Pattern]] = {
     "buffer_range": BufferRange,
     "with_range": WithRange,
     "in_buffer": InBuffer,
+    "every_nth": EveryNth,
 }
 """By the names under which checkpoints have them."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from flashrecovery.plan.layouts import RankGrid
 from flashrecovery.plan.placement import ring_of
@@ -140,6 +141,38 @@ class ReplicaShape:
         """In words."""
         replicas = f"{self.replicas} replica{'' if self.replicas == 1 else 's'}"
         return f"{replicas} of one rank each" if self.each == 1 else f"{replicas} of {self.each} ranks each"
+
+
+@dataclass(frozen=True)
+class Sharing:
+    """The ranks of a job, counted without a gap, that divide state among themselves: all that stand at certain places
+    in their replicas. Their places in the division follow the order of their numbers.
+
+    Attributes:
+        shape: of the job.
+        stands: where they stand, in order; mostly it is one.
+    """
+
+    shape: ReplicaShape
+    stands: tuple[int, ...]
+
+    @cached_property
+    def ranks(self) -> tuple[int, ...]:
+        """By place."""
+        shape = self.shape
+        return tuple(sorted(shape.rank(r, stand) for r in range(shape.replicas) for stand in self.stands))
+
+    @cached_property
+    def _places(self) -> dict[int, int]:
+        return {rank: place for place, rank in enumerate(self.ranks)}
+
+    @property
+    def size(self) -> int:
+        return len(self.ranks)
+
+    def place(self, rank: int) -> int:
+        """Of a rank, which is one of them."""
+        return self._places[rank]
 
 
 def singles(ranks: Iterable[int]) -> ReplicaShape:

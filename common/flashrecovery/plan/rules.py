@@ -41,8 +41,8 @@ class TensorRule:
         shard: what the names of the shards begin with in which the places have their parts.
         key: of the part among the tensors of these shards. Several tensors of different rules may lie in one.
         naming: how the names of the shards go on.
-        turn: where the optimizer has state of this shard: it numbers those that a place has in the order of this
-            number. -1: their numbers are the same at all places.
+        turn: where an optimizer has state of this shard: it numbers those that a place has in the order of this
+            number. -1: their numbers are the same at all places. Each optimizer has numbers of its own.
         content: a digest of what lies in the tensor, one after another, where its name does not say it (several
             parameters, end to end). A tensor of another content is another tensor, however alike they lie.
         suffix: how the names of the shards end, where several groups of ranks divide tensors of one name among
@@ -70,20 +70,33 @@ class TensorRule:
         return self.naming is Naming.SIZE
 
     @property
+    def home(self) -> tuple[str, str]:
+        """What the names of its shards begin with, and end with: tensors that have it alike are in the same shards."""
+        return self.shard, self.suffix
+
+    def owners(self, size: int) -> list[int]:
+        """The places that have its shards."""
+        return [place for place in range(size) if self.shard_at(place, size)]
+
+    @property
     def of_optimizer(self) -> bool:
         """It is optimizer state, which is not there before the first step."""
         return self.key.startswith("state")
 
     def shard_at(self, place: int, size: int) -> str:
         """The name of the shard; "" if the place has none."""
+        counted = self.pattern.counted(place, size)
+        if counted is None:
+            return ""
+        number, among = counted
         end = f",{self.suffix}" if self.suffix else ""
         if self.naming is Naming.SIZE:
-            return f"{self.shard}{size}{end}"
+            return f"{self.shard}{among}{end}"
         if self.stored(place, size) is None:
             return ""
-        if self.naming is Naming.PLACE_UNLESS_ALONE and size == 1:
+        if self.naming is Naming.PLACE_UNLESS_ALONE and among == 1:
             return self.shard.rpartition("#")[0] + (f"#{self.suffix}" if self.suffix else "")
-        return f"{self.shard}{place}/{size}{end}"
+        return f"{self.shard}{number}/{among}{end}"
 
     def parts(self, place: int, size: int) -> Sequence[StoredBox]:
         """What a place has of it; it may be nothing."""
@@ -103,11 +116,11 @@ def _placement(shape: tuple[int, ...], pattern: Pattern, size: int) -> Placement
     return pattern.placement(shape, size)
 
 
-def by_shard(rules: Iterable[TensorRule]) -> Mapping[str, Sequence[TensorRule]]:
-    """The tensors of each shard, by what its names begin with, in their order."""
-    found: dict[str, list[TensorRule]] = defaultdict(list)
+def by_shard(rules: Iterable[TensorRule]) -> Mapping[tuple[str, str], Sequence[TensorRule]]:
+    """The tensors of each shard, by what its names begin and end with, in their order."""
+    found: dict[tuple[str, str], list[TensorRule]] = defaultdict(list)
     for rule in rules:
-        found[rule.shard].append(rule)
+        found[rule.home].append(rule)
     return found
 
 
@@ -129,7 +142,7 @@ def unlike(ours: Sequence[TensorRule], theirs: Sequence[TensorRule]) -> list[str
 
 _KINDS: Mapping[str, Any] = {**KINDS, "flat_buffer": FlatBuffer}
 _NAME_OF = {kind: name for name, kind in _KINDS.items()}
-_REFERENCES = ("buffer", "range")
+_REFERENCES = ("buffer", "range", "of")
 """Attributes of patterns that are patterns or buffers themselves."""
 
 

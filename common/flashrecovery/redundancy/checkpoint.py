@@ -30,7 +30,7 @@ from pathlib import Path
 import torch
 
 from flashrecovery.errors import ConfigError, FlashRecoveryError
-from flashrecovery.plan.replicas import ReplicaShape
+from flashrecovery.plan.replicas import ReplicaShape, Sharing
 from flashrecovery.plan.rules import TensorRule, shards_at
 from flashrecovery.redundancy import blocks
 from flashrecovery.redundancy.background import Background
@@ -77,6 +77,12 @@ class _Part:
     capsule: bytes | None
     common: bytes
     rules: tuple[TensorRule, ...] | None
+    stands: tuple[int, ...]
+
+    @property
+    def sharing(self) -> Sharing:
+        """Among whom its state is divided."""
+        return Sharing(self.shape, self.stands or (self.shape.stand(self.rank),))
 
     @property
     def world(self) -> int:
@@ -88,8 +94,9 @@ class CheckpointFallback:
     thread.
 
     Args: directory: where checkpoints go; made if it does not exist. rank, world: this rank and the world
-        size. shape: which ranks make up replicas; by default each is one. keep: published checkpoints to keep, >= 1.
-        form: the framework's own, None for the core's. on_published: called on the one rank that published.
+        size. shape: which ranks make up replicas; by default each is one. stands: at which places in these those
+        stand that this rank divides its state with; by default its own alone. keep: published checkpoints to keep,
+        >= 1. form: the framework's own, None for the core's. on_published: called on the one rank that published.
         on_error: called with what writing has raised (disk full, ...); training goes on, this checkpoint is lost.
 
     Raises ConfigError if the directory cannot be written.
@@ -106,10 +113,11 @@ class CheckpointFallback:
         on_published: Callable[[Published], None] | None = None,
         on_error: Callable[[BaseException], None] | None = None,
         shape: ReplicaShape | None = None,
+        stands: tuple[int, ...] = (),
     ) -> None:
         self.directory = Path(directory)
         self._rank, self._shape, self._keep = rank, shape or ReplicaShape(world), keep
-        self._form = form
+        self._form, self._stands = form, stands
         self._on_published = on_published
         self._on_error = on_error
         self._background = Background("flashrecovery-checkpoint")
@@ -177,7 +185,7 @@ class CheckpointFallback:
         k0_s = time.monotonic() - began
         owned = [(s.name, len(s.holders) > 1, specs[s.name]) for s in mine]
 
-        of = _Part(self._rank, self._shape, capsule, common, rules)
+        of = _Part(self._rank, self._shape, capsule, common, rules, self._stands)
 
         def job() -> None:
             self._write(version, generation, owned, tensors, write, of, began, k0_s)
@@ -223,7 +231,7 @@ class CheckpointFallback:
             later = LaterCopies(shards)
             write = self._form.capture(self.directory, step_name(version), later)
             k0_s = time.monotonic() - began
-        of = _Part(self._rank, self._shape, capsule, common, rules)
+        of = _Part(self._rank, self._shape, capsule, common, rules, self._stands)
 
         def job() -> None:
             try:
@@ -272,7 +280,7 @@ class CheckpointFallback:
         k0_s: float,
     ) -> None:
         rules = of.rules if write is None else None  # a framework's format is divided in its own way
-        divided = shards_at(rules or (), of.shape.replica(of.rank), of.shape.replicas)
+        divided = shards_at(rules or (), of.sharing.place(of.rank), of.sharing.size)
         entries = {}
         for name, shared, spec in owned:
             prefix = tensor_prefix(name, shared, of.rank)
@@ -283,7 +291,7 @@ class CheckpointFallback:
                 of_blocks[key] = blocks.digests(tensors[f"{prefix}{key}"])
             entries[name] = ShardEntry(shared, encode_spec(spec), digest, of_blocks)
         form = ("", "") if self._form is None else (self._form.name, self._form.layout())
-        manifest = Manifest(version, of.world, entries, of.capsule, of.common, *form, rules, of.shape)
+        manifest = Manifest(version, of.world, entries, of.capsule, of.common, *form, rules, of.shape, of.stands)
         pending = self.directory / f".pending-{version}.{generation}"
         part = pending / f"part-{of.rank}"
         try:

@@ -70,26 +70,24 @@ def contents(path: Path) -> Contents:
 
 def _divided(manifests: Mapping[int, Manifest]) -> Iterator[TensorFacts]:
     shape = manifests[0].shape
-    for stand in range(shape.each):
-        peers = [manifests[shape.rank(replica, stand)] for replica in range(shape.replicas)]
-        for rule in peers[0].rules or ():
+    for sharing in dict.fromkeys(manifests[rank].sharing(shape.stand(rank)) for rank in range(shape.world)):
+        for rule in manifests[sharing.ranks[0]].rules or ():
             boxes: dict[int, Sequence[Box]] = {}
             dtype = ""
-            for place, manifest in enumerate(peers):
-                entry = manifest.entries.get(rule.shard_at(place, shape.replicas))
+            for place, rank in enumerate(sharing.ranks):
+                entry = manifests[rank].entries.get(rule.shard_at(place, sharing.size))
                 if entry is not None:
                     dtype = str(decode_spec(entry.spec).tensors[rule.key].dtype)[6:]
-                    some = [part.box for part in rule.parts(place, shape.replicas)]
-                    boxes |= {shape.rank(place, stand): some} if some else {}
+                    some = [part.box for part in rule.parts(place, sharing.size)]
+                    boxes |= {rank: some} if some else {}
             yield TensorFacts(f"{rule.name}#{rule.suffix}" if rule.suffix else rule.name, rule.shape, dtype, boxes)
 
 
 def _others(manifests: Mapping[int, Manifest]) -> Iterator[TensorFacts]:
-    known = {
-        name
-        for rank, manifest in manifests.items()
-        for name in shards_at(manifest.rules or (), manifest.shape.replica(rank), manifest.shape.replicas)
-    }
+    known: set[str] = set()
+    for rank, manifest in manifests.items():
+        sharing = manifest.sharing(manifest.shape.stand(rank))
+        known.update(shards_at(manifest.rules or (), sharing.place(rank), sharing.size))
     for rank, manifest in manifests.items():
         for name, entry in manifest.entries.items():
             if name not in known:

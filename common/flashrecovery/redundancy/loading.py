@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from flashrecovery.errors import DamagedCheckpointError, RestoreError
-from flashrecovery.plan.replicas import ReplicaShape
+from flashrecovery.plan.replicas import ReplicaShape, Sharing
 from flashrecovery.plan.rules import TensorRule, shards_at, unlike
 from flashrecovery.redundancy.dcp import read_into, unreadable
 from flashrecovery.redundancy.keys import tensor_prefix, writer_of
@@ -43,11 +43,13 @@ def load(
     elastic: bool = False,
     rules: Sequence[TensorRule] | None = None,
     shape: ReplicaShape | None = None,
+    stands: tuple[int, ...] = (),
 ) -> PlainState:
     """Write a checkpoint into the live shards of this rank. Each rank reads for itself, without a collective unless
     ``form`` has some. ``elastic``: another number of ranks may have written it, if they were an elastic job, too.
     ``rules``: how this job's state is divided; None: that is not known. ``shape``: which ranks make up replicas; None:
-    each is one.
+    each is one. ``stands``: at which places in these those stand that this rank divides its state with; none: its own
+    alone.
 
     Raises DamagedCheckpointError if the checkpoint is not whole or does not have its digests, RestoreError if it was
     written by another world, by another model (the shards that differ are named) or in another format.
@@ -57,10 +59,11 @@ def load(
     path = Path(path)
     (first,) = manifests_of(path, [0]).values()
     _check_format(path, first, form)
-    here = shape or ReplicaShape(world)
+    of = shape or ReplicaShape(world)
+    here = Sharing(of, stands or (of.stand(rank),))
     if elastic and form is None:
-        _check_replicas(path, first, here)
-        first = _of_stand(path, first, here.stand(rank))
+        _check_replicas(path, first, of)
+        first = _of_first(path, first, here)
     _check_rules(path, rules, first.rules)
     if form is not None and _other_layout(first, form):
         form.load(path.parent, path.name)
@@ -97,24 +100,31 @@ def _check_replicas(path: Path, first: Manifest, here: ReplicaShape) -> None:
         )
 
 
-def _of_stand(path: Path, first: Manifest, stand: int) -> Manifest:
-    """The manifest of the first of those that stand there; ``first``: of rank 0."""
-    number = first.shape.rank(0, stand)
-    return first if number == 0 else manifests_of(path, [number])[number]
+def _of_first(path: Path, first: Manifest, here: Sharing) -> Manifest:
+    """The manifest of the first of those that stand where this rank does, or share the state with it; ``first``: of
+    rank 0."""
+    number = Sharing(first.shape, here.stands).ranks[0]
+    found = first if number == 0 else manifests_of(path, [number])[number]
+    there = found.sharing(here.stands[0])
+    if there.stands != here.stands and found.rules:
+        raise RestoreError(
+            f"checkpoint {path}: its state was divided among the places {list(there.stands)} of each replica together, "
+            f"and this job's is among {list(here.stands)}: the same kinds of parallelism within a replica can read it"
+        )
+    return found
 
 
-def _load_resized(path: Path, shards: Sequence[Shard], first: Manifest, rank: int, shape: ReplicaShape) -> PlainState:
+def _load_resized(path: Path, shards: Sequence[Shard], first: Manifest, rank: int, here: Sharing) -> PlainState:
     """The part of this rank of what another number of ranks has written: boxes of what was divided among them, and of
-    all else one of the copies. ``first``: the manifest of the first of those that stand where it does."""
-    rules = first.rules or ()
-    divided = {*shards_at(rules, shape.replica(rank), shape.replicas)}
+    all else one of the copies. ``first``: the manifest of the first of those that share its state with it."""
+    rules, there = first.rules or (), first.sharing(here.stands[0])
+    divided = {*shards_at(rules, here.place(rank), here.size)}
     _check_names(path, divided, {s.name: None for s in shards}, rank, "this job has no")
     parts = [s for s in shards if s.name in divided]
     others = [s for s in shards if s.name not in divided]
     if others:
         manifests = manifests_of(path, range(first.ranks))
-        replicas = first.shape.replicas
-        known = {name for place in range(replicas) for name in shards_at(rules, place, replicas)}
+        known = {name for place in range(there.size) for name in shards_at(rules, place, there.size)}
         entries = {
             name: Taken(writer, entry)
             for writer, manifest in manifests.items()
@@ -123,12 +133,12 @@ def _load_resized(path: Path, shards: Sequence[Shard], first: Manifest, rank: in
         }
         if first.rules is None and not {s.name for s in others} <= entries.keys():
             raise RestoreError(
-                f"checkpoint {path} was written by {first.ranks} ranks, and this job has {shape.world}: how its state "
-                "is divided in another size has not been written down with it; elastic jobs do that"
+                f"checkpoint {path} was written by {first.ranks} ranks, and this job has {here.shape.world}: how its "
+                "state is divided in another size has not been written down with it; elastic jobs do that"
             )
         _check_names(path, {s.name for s in others}, entries, rank)
         _check_digests(path, _read_tensors(path, others, entries), entries)
-    read_divided(path, parts, first, rank, shape.world, shape=shape)
+    read_divided(path, parts, first, rank, here.shape.world, sharing=here)
     return PlainState(None, first.common)
 
 

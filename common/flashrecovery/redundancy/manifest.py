@@ -13,7 +13,7 @@ import xxhash
 
 from flashrecovery.errors import DamagedCheckpointError, ProtocolError, RestoreError
 from flashrecovery.plan.patterns import Rows, Whole
-from flashrecovery.plan.replicas import ReplicaShape
+from flashrecovery.plan.replicas import ReplicaShape, Sharing
 from flashrecovery.plan.rules import TensorRule, from_plain, to_plain
 from flashrecovery.redundancy.dcp import read_whole, unreadable
 from flashrecovery.state import codec
@@ -21,6 +21,8 @@ from flashrecovery.state import codec
 FORMAT = 6
 _REPLICAS = 7
 """With the replicas, where these have several ranks."""
+_SHARED = 8
+"""And with which of their ranks divide their state together, where that is not each place by itself."""
 _ROWS = 5
 """With rules of rows alone."""
 _BEFORE = 4
@@ -62,6 +64,8 @@ class Manifest:
             same on all ranks; None: that is not known, and only as many ranks can read it. Where replicas have several
             ranks: how what this rank's stand has is divided among the replicas, and all else is the same in these.
         said: which ranks made up the replicas; None: each was one.
+        stands: the places in a replica at which this rank and those stand that it divides its state with; none: its own
+            alone.
     """
 
     version: int
@@ -73,6 +77,11 @@ class Manifest:
     layout: str = ""
     rules: tuple[TensorRule, ...] | None = None
     said: ReplicaShape | None = None
+    stands: tuple[int, ...] = ()
+
+    def sharing(self, stand: int) -> Sharing:
+        """Among whom the state is divided of the rank that has written this, which stands at this place."""
+        return Sharing(self.shape, self.stands or (stand,))
 
     @property
     def shape(self) -> ReplicaShape:
@@ -84,9 +93,12 @@ class Manifest:
         rules = None if self.rules is None else to_plain(self.rules)
         fields = (self.version, self.ranks, entries, self.capsule, self.common, self.form, self.layout, rules)
         shape = self.shape
-        several = shape.each > 1
-        content = codec.dumps((*fields, (shape.replicas, shape.inner, shape.outer)) if several else fields)
-        return codec.dumps((_REPLICAS if several else FORMAT, xxhash.xxh3_128_digest(content), content))
+        more: tuple[Any, ...] = ()
+        if shape.each > 1:
+            more = ((shape.replicas, shape.inner, shape.outer), *([self.stands] if self.stands else []))
+        number = (FORMAT, _REPLICAS, _SHARED)[len(more)]
+        content = codec.dumps((*fields, *more))
+        return codec.dumps((number, xxhash.xxh3_128_digest(content), content))
 
     @staticmethod
     def decode(data: bytes, path: Path) -> Manifest:
@@ -95,13 +107,13 @@ class Manifest:
         if not isinstance(read, tuple):
             raise ProtocolError("not a manifest")
         number, *fields = read
-        if number in (_REPLICAS, FORMAT, _ROWS):
+        if number in (_SHARED, _REPLICAS, FORMAT, _ROWS):
             digest, content = fields
             if xxhash.xxh3_128_digest(content) != digest:
                 raise ProtocolError("the manifest does not have the digest it was written with")
             fields = codec.loads(content)
         elif number != _BEFORE:
-            raise RestoreError(f"checkpoint {path} has format {number}, this version reads {_BEFORE} to {_REPLICAS}")
+            raise RestoreError(f"checkpoint {path} has format {number}, this version reads {_BEFORE} to {_SHARED}")
         version, ranks, entries, capsule, common, form, layout, *more = fields
         rules = more[0] if more else None
         return Manifest(
@@ -113,7 +125,8 @@ class Manifest:
             form,
             layout,
             None if rules is None else from_plain(*rules) if number >= FORMAT else _rows(rules),
-            ReplicaShape(*more[1]) if number == _REPLICAS else None,
+            ReplicaShape(*more[1]) if number in (_REPLICAS, _SHARED) else None,
+            tuple(more[2]) if number == _SHARED else (),
         )
 
 

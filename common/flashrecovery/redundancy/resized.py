@@ -19,7 +19,7 @@ from flashrecovery.errors import RestoreError
 from flashrecovery.plan.boxes import Box, chunks, part_with
 from flashrecovery.plan.layouts import Placement, Share
 from flashrecovery.plan.patterns import StoredBox
-from flashrecovery.plan.replicas import ReplicaShape
+from flashrecovery.plan.replicas import ReplicaShape, Sharing
 from flashrecovery.plan.reshard import Portion, plan_reshard
 from flashrecovery.plan.rules import TensorRule, by_shard
 from flashrecovery.plan.timetable import timetable
@@ -51,12 +51,11 @@ def read_divided(
     world: int,
     limit: int = LIMIT,
     *,
-    shape: ReplicaShape | None = None,
+    sharing: Sharing | None = None,
 ) -> int:
     """Fill ``shards``, all those that ``rank`` of ``world`` ranks has by the rules in ``first``, the manifest of the
-    first one of those that have stood where it stands in its replica. Returns how many bytes of tensors have been read.
-    ``shape``: which of the ranks make up replicas; None: each is one. From here on everybody is called by his place
-    among those of his stand.
+    first one of those that have shared this state. Returns how many bytes of tensors have been read. ``sharing``: the
+    ranks that share it here; None: all. From here on everybody is called by his place among those.
 
     Raises DamagedCheckpointError if something is missing or is not what was written, and RestoreError if the ranks that
     wrote it say different things of a shard.
@@ -64,18 +63,19 @@ def read_divided(
     rules = first.rules or ()
     if not rules:
         return 0
-    here, there = shape or ReplicaShape(world), first.shape
-    place, size, stand = here.replica(rank), here.replicas, here.stand(rank)
-    portions = _portions(rules, there.replicas, place, size, limit)
-    sources = {there.rank(source, stand): source for source in sorted({portion.source for portion in portions} - {0})}
+    here = sharing or Sharing(ReplicaShape(world), (0,))
+    there = first.sharing(here.stands[0])
+    place, size = here.place(rank), here.size
+    portions = _portions(rules, there.size, place, size, limit)
+    sources = {there.ranks[source]: source for source in sorted({portion.source for portion in portions} - {0})}
     found = manifests_of(path, [*sources])
     manifests = {0: first, **{source: found[number] for number, source in sources.items()}}
     for writer, manifest in manifests.items():
-        said = (manifest.version, manifest.ranks, manifest.shape, manifest.rules)
-        if said != (first.version, first.ranks, there, rules):
-            ranks = f"{there.rank(0, stand)} and {there.rank(writer, stand)}"
+        said = (manifest.version, manifest.ranks, manifest.shape, manifest.stands, manifest.rules)
+        if said != (first.version, first.ranks, first.shape, first.stands, rules):
+            ranks = f"{there.ranks[0]} and {there.ranks[writer]}"
             raise RestoreError(f"checkpoint {path}: ranks {ranks} say different things of how it is divided")
-    into = _allocated(path, shards, rules, manifests, place, size)
+    into = _allocated(path, shards, rules, manifests, there.size, place, size)
     by_name = {rule.name: rule for rule in rules}
     mine = {rule.name: rule.parts(place, size) for rule in rules}
     stored, filled = StoredTensors(path), dict.fromkeys(by_name, 0)
@@ -83,11 +83,10 @@ def read_divided(
     for portion in portions:
         rule = by_name[portion.tensor]
         part = _part_with(mine[rule.name], portion.box)
-        target = _view(into[rule.shard][rule.key], part)[portion.box.within(part.box)]
+        target = _view(into[rule.home][rule.key], part)[portion.box.within(part.box)]
         whose = rule.name, portion.source
         if whose not in written:
-            number = there.rank(portion.source, stand)
-            written[whose] = _Written.by(rule, portion.source, number, manifests[portion.source])
+            written[whose] = _Written.by(rule, portion.source, there, manifests[portion.source])
         with torch.no_grad():
             target.copy_(_read(stored, written[whose], portion).view(target.dtype).view(target.shape))
         filled[rule.name] += portion.box.size
@@ -102,27 +101,38 @@ def _allocated(
     shards: Sequence[Shard],
     rules: Sequence[TensorRule],
     manifests: Mapping[int, Manifest],
+    ranks: int,
     rank: int,
     world: int,
-) -> dict[str, Mapping[str, torch.Tensor]]:
-    """The live tensors of this rank, by what the names of their shards begin with and by key: what of them is padding,
-    is 0."""
+) -> dict[tuple[str, str], Mapping[str, torch.Tensor]]:
+    """The live tensors of this rank, by what the names of their shards begin and end with, and by key: what of them is
+    padding, is 0. ``ranks``: so many have written them."""
     of_name = {shard.name: shard for shard in shards}
-    turns = {rule.turn for rule in rules if rule.turn >= 0 and rule.shard_at(rank, world)}
-    place_of = {turn: place for place, turn in enumerate(sorted(turns))}
-    into: dict[str, Mapping[str, torch.Tensor]] = {}
-    for beginning, some in by_shard(rules).items():
+    shared_out = by_shard(rules)
+    turns: dict[str, set[int]] = {}
+    for some in shared_out.values():
+        if some[0].turn >= 0 and some[0].shard_at(rank, world):
+            turns.setdefault(_optimizer(some), set()).add(some[0].turn)
+    into: dict[tuple[str, str], Mapping[str, torch.Tensor]] = {}
+    for home, some in shared_out.items():
         name = some[0].shard_at(rank, world)
         if not name:
             continue
-        spec = _spec(path, some, manifests, rank, world, place_of.get(some[0].turn))
+        turn = some[0].turn
+        place = sorted(turns[_optimizer(some)]).index(turn) if turn >= 0 else None
+        spec = _spec(path, some, manifests, ranks, rank, world, place)
         live = {key: tensor.detach() for key, tensor in of_name[name].allocate(spec).items()}
         for key, tensor in live.items():
             had = sum(part.box.size for rule in some if rule.key == key for part in rule.parts(rank, world))
             if had < tensor.numel():
                 tensor.zero_()
-        into[beginning] = live
+        into[home] = live
     return into
+
+
+def _optimizer(rules: Sequence[TensorRule]) -> str:
+    """Of which optimizer the state in a shard is: with which the keys of that begin; "" if there is none."""
+    return next((rule.key.partition("/")[0] for rule in rules if rule.of_optimizer), "")
 
 
 def _portions(rules: Sequence[TensorRule], ranks: int, rank: int, world: int, limit: int) -> list[Portion]:
@@ -141,11 +151,11 @@ def _portions(rules: Sequence[TensorRule], ranks: int, rank: int, world: int, li
     found = [portion for _, portion in table.messages(dest=rank)]
     read_anyway = {portion.source: None for portion in found}
     by_name = {rule.name: rule for rule in rules}
-    of_shard = {by_name[portion.tensor].shard: portion.source for portion in found}
+    of_shard = {by_name[portion.tensor].home: portion.source for portion in found}
     for rule in rules:
         if rule.pattern.divides or not rule.parts(rank, world):
             continue
-        source = _whose(rule, ranks, [*([of_shard[rule.shard]] if rule.shard in of_shard else []), *read_anyway], rank)
+        source = _whose(rule, ranks, [*([of_shard[rule.home]] if rule.home in of_shard else []), *read_anyway], rank)
         pieces = chunks(Box.whole(rule.shape), max(limit // rule.itemsize, 1))
         found += [Portion(rule.name, box, source, rank, box.size * rule.itemsize) for box in pieces]
     return found
@@ -153,12 +163,12 @@ def _portions(rules: Sequence[TensorRule], ranks: int, rank: int, world: int, li
 
 def _whose(rule: TensorRule, ranks: int, preferred: Sequence[int], rank: int) -> int:
     """Of whom this rank reads what several have as a whole."""
+    owners = rule.owners(ranks)
     if rule.shared:
-        return writer_among(rule.shard_at(0, ranks), range(ranks))
+        return writer_among(rule.shard_at(owners[0], ranks), owners)
     for place in preferred:
         if rule.shard_at(place, ranks):
             return place
-    owners = [place for place in range(ranks) if rule.shard_at(place, ranks)]
     return owners[rank % len(owners)]
 
 
@@ -166,17 +176,18 @@ def _spec(
     path: Path,
     rules: Sequence[TensorRule],
     manifests: Mapping[int, Manifest],
+    ranks: int,
     rank: int,
     world: int,
     place: int | None,
 ) -> ShardSpec:
-    """What a shard consists of here, from what those who wrote its parts say of them. ``place``: the number of its
+    """What a shard consists of here, from what those of ``ranks`` say who wrote its parts. ``place``: the number of its
     optimizer state among those of this rank, where that is not the same on all ranks."""
     known: tuple[bytes, ShardSpec] | None = None
+    owners = rules[0].owners(ranks)
     for writer, manifest in manifests.items():
-        replicas = manifest.shape.replicas
-        name = rules[0].shard_at(writer, replicas)
-        if not name or (rules[0].shared and writer != writer_among(name, range(replicas))):
+        name = rules[0].shard_at(writer, ranks)
+        if not name or (rules[0].shared and writer != writer_among(name, owners)):
             continue
         entry = manifest.entries.get(name)
         if entry is None:
@@ -184,7 +195,7 @@ def _spec(
         spec = decode_spec(entry.spec)
         for rule in rules:
             tensor = spec.tensors.get(rule.key)
-            expected = rule.stored(writer, replicas)
+            expected = rule.stored(writer, ranks)
             if tensor is None or tensor.shape != expected or tensor.dtype.itemsize != rule.itemsize:
                 raise RestoreError(f"checkpoint {path}: {rule.key!r} of {name!r} is {tensor}, and not of {expected}")
         here = ShardSpec(
@@ -238,16 +249,15 @@ class _Written:
     known: bytes
 
     @staticmethod
-    def by(rule: TensorRule, writer: int, number: int, manifest: Manifest) -> _Written:
-        """``number``: of the rank at the place ``writer``."""
-        replicas = manifest.shape.replicas
-        name = rule.shard_at(writer, replicas)
+    def by(rule: TensorRule, writer: int, there: Sharing, manifest: Manifest) -> _Written:
+        """``writer``: the place of the rank of which the manifest is."""
+        name = rule.shard_at(writer, there.size)
         entry = manifest.entries[name]
         return _Written(
-            rule.parts(writer, replicas),
+            rule.parts(writer, there.size),
             rule.itemsize,
-            f"{tensor_prefix(name, entry.shared, number)}{rule.key}",
-            math.prod(rule.stored(writer, replicas) or ()) * rule.itemsize,
+            f"{tensor_prefix(name, entry.shared, there.ranks[writer])}{rule.key}",
+            math.prod(rule.stored(writer, there.size) or ()) * rule.itemsize,
             entry.blocks.get(rule.key, b""),
         )
 

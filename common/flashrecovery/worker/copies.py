@@ -138,6 +138,7 @@ class Copies:
                 on_published=on_published,
                 on_error=on_error,
                 shape=registry.shape if self._elastic else None,
+                stands=registry.stands() if self._elastic else (),
             )
 
     def _keep_for_neighbour(self, registry: Registry, shards: bool, on_kept: Callable[[int], None]) -> None:
@@ -503,6 +504,7 @@ class Copies:
             elastic=self._elastic,
             rules=registry.rules() if self._elastic else None,
             shape=registry.shape.now(registry.members) if self._elastic else None,
+            stands=registry.stands() if self._elastic else (),
         )
         capsule = registry.capture_capsule(registry.drawn()) if plain.capsule is None else plain.capsule
         registry.capsule.keep(version, capsule)

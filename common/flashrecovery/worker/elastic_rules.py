@@ -115,12 +115,6 @@ def _check_replicas(registry: Registry, settings: Settings) -> None:
                 "state that is divided among the replicas is allowed, each place in them its own (Megatron's "
                 "distributed optimizer), and FSDP2 and ZeRO where all models have replicas of one rank each"
             )
-        if shared is not None and settings.checkpoint.dir is not None:
-            raise UnsupportedError(
-                f"an elastic job with fallback checkpoints (checkpoint.dir) in which the state of {name} is divided "
-                "among several places of each replica (Megatron's distributed optimizer with expert or context "
-                "parallelism): how another size reads them is not known; without checkpoint.dir it is allowed"
-            )
     agreement.check_equal("how many models have state that is divided among the replicas", {"models": len(divisions)})
 
 

@@ -195,12 +195,15 @@ class Registry:
     def sharers(self, members: Sequence[int], rank: int) -> list[int]:
         """Those of ``members`` among whom the divided state of this process, which is ``rank`` as the job was launched,
         is divided, in the order of their places: of those at its place in every replica, or of several places."""
-        divisions = [division for adapter in self.adapters if (division := adapter.division()) is not None]
-        said = next((found for division in divisions if (found := division.sharers()) is not None), None)
-        if said is None:
-            return self.shape.peers(members, rank)
-        stands = {self.shape.stand(sharer) for sharer in said}
+        stands = self.stands() or (self.shape.stand(rank),)
         return [member for member in self.shape.in_order(members) if self.shape.stand(member) in stands]
+
+    def stands(self) -> tuple[int, ...]:
+        """The places in a replica at which those stand that this rank divides its state with; none: its own alone."""
+        divisions = [division for adapter in self.adapters if (division := adapter.division()) is not None]
+        said = next((found for division in divisions if (found := division.sharers()) is not None), ())
+        stands = tuple(sorted({self.shape.stand(sharer) for sharer in said}))
+        return stands if len(stands) > 1 else ()
 
     def resize(self, members: Sequence[int], rank: int) -> None:
         """The job consists of these ranks now, as it was launched, of which this process is ``rank``: it has another

@@ -1,0 +1,109 @@
+"""Fallback checkpoints of elastic megatron-core jobs with expert or context parallelism and the distributed optimizer,
+whose dense state several places of each replica divide together. Read by another number of replicas: bit for bit as a
+job that is started in that size from the state of an undisturbed one, or resized by command at that step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.elastic import check_steps_alike
+from tests.support.elastic_checkpoints import dead_job, fell_back, launched, saving, spoil
+from tests.support.elastic_checkpoints import started as began_otherwise
+from tests.support.elastic_megatron import TIMEOUT_S, Training
+from tests.support.jobs import RunningJob, check_clean
+
+pytest.importorskip("megatron.core")
+
+pytestmark = [pytest.mark.grid, pytest.mark.megatron, pytest.mark.timeout(4 * TIMEOUT_S)]
+LONG, EACH = 40, 2
+EXPERTS = ("--num-experts", "4", "--expert-model-parallel-size", "2", "--use-distributed-optimizer")
+CONTEXT = ("--context-parallel-size", "2", "--use-distributed-optimizer")
+EP, CP = Training("ep", (*EXPERTS, "--bf16"), 3), Training("cp", (*CONTEXT, "--bf16"), 3)
+OTHERS = (
+    Training("ep-fp32", EXPERTS, 3),
+    Training("ep-buckets", (*EXPERTS, "--bf16", "--overlap-grad-reduce", "--ddp-bucket-size", "700"), 3),
+    Training("ep-cp", (*EXPERTS, "--context-parallel-size", "2", "--bf16"), 3),
+    Training("ep-frozen", (*EXPERTS, "--bf16", "--mode", "frozen"), 3),
+    Training("experts-alone", ("--num-experts", "4", "--use-distributed-optimizer", "--bf16"), 3, each=1),
+)
+
+
+def begin(training: Training) -> Callable[..., RunningJob]:
+    """As :mod:`tests.support.elastic_checkpoints` starts jobs: by ranks."""
+
+    def started(folder: Path, *flags: str, config: Any, nproc: int, **options: Any) -> RunningJob:
+        of_replicas = config
+        if "elastic" in config:
+            of_replicas = {**config, "elastic": {**config["elastic"], "max": nproc // training.each}}
+        return training.start(folder, "--steps", str(LONG), *flags, config=of_replicas, nproc=nproc, **options)
+
+    return started
+
+
+def check_read(training: Training, before: int, after: int, folder: Path, checkpoints: int = 1) -> None:
+    way, each = begin(training), training.each
+    version, _ = dead_job(folder, nproc=before * each, begin=way, checkpoints=checkpoints)[-1]
+    job = launched(folder, "again", after * each, begin=way)
+    assert job.code == 0 and job.of("job_started")[0]["step"] == version > 0, job.explain()
+    other = began_otherwise(folder, before * each, version, after * each, begin=way)
+    check_steps_alike(job, other, version, LONG, after * each)
+    check_clean(job)
+
+
+@pytest.mark.parametrize(("before", "after"), [(3, 2), (2, 3), (2, 1), (1, 2)], ids=str)
+@pytest.mark.parametrize("training", (EP, CP), ids=str)
+def test_a_job_that_died_whole_goes_on_in_another_size(
+    training: Training, before: int, after: int, tmp_path: Path
+) -> None:
+    check_read(training, before, after, tmp_path)
+
+
+@pytest.mark.parametrize("training", OTHERS, ids=str)
+def test_other_trainings(training: Training, tmp_path: Path) -> None:
+    check_read(training, 3, 2, tmp_path)
+
+
+@pytest.mark.parametrize("training", (EP, CP), ids=str)
+def test_too_many_are_lost_at_once(training: Training, tmp_path: Path) -> None:
+    """Nobody has what two neighbouring replicas had: the other two go back to a checkpoint of four."""
+    four = replace(training, flags=(*training.flags, "--global-batch", "48"))
+    config = {"elastic": {"min": 1, "max": 4, "replace": "never"}, **saving(tmp_path / "checkpoints", 2)}
+    running = begin(four)(tmp_path / "run", "--step-time", "300", config=config, nproc=4 * EACH)
+    running.wait_for("checkpoint_saved", TIMEOUT_S)
+    running.kill(2, 5)
+    job = running.wait(TIMEOUT_S)
+    version = fell_back(job, 4 * EACH, 2, LONG)
+    other = began_otherwise(tmp_path, 4 * EACH, version, 2 * EACH, begin=begin(four))
+    check_steps_alike(job, other, version, LONG, 2 * EACH)
+    check_clean(job)
+
+
+@pytest.mark.parametrize("damage", ["missing", "bit", "short", "metadata"])
+@pytest.mark.parametrize("training", (EP, CP), ids=str)
+def test_a_damaged_file_is_named_and_the_checkpoint_before_it_is_taken(
+    training: Training, damage: str, tmp_path: Path
+) -> None:
+    way = begin(training)
+    *_, (older, _), (_, newest) = dead_job(tmp_path, nproc=3 * EACH, checkpoints=2, begin=way)
+    named = spoil(newest, damage)
+    job = launched(tmp_path, "again", 2 * EACH, begin=way)
+    assert any(named in notice["text"] for notice in job.notices("checkpoint_damaged")), job.explain()
+    assert job.code == 0, job.explain()
+    other = began_otherwise(tmp_path, 3 * EACH, older, 2 * EACH, begin=way)
+    check_steps_alike(job, other, older, LONG, 2 * EACH)
+    check_clean(job)
+
+
+@pytest.mark.parametrize("after", [2, 3])
+def test_a_checkpoint_of_other_places_is_refused(after: int, tmp_path: Path) -> None:
+    """Tensor parallelism has replicas of two ranks, too, of which each divides its own state."""
+    tensor = replace(CP, flags=("--tensor-model-parallel-size", "2", "--use-distributed-optimizer", "--bf16"))
+    dead_job(tmp_path, nproc=3 * EACH, begin=begin(tensor))
+    job = launched(tmp_path, "again", after * EACH, begin=begin(CP))
+    assert job.code != 0 and "divided among the places [0] of each replica" in job.explain(), job.explain()
+    check_clean(job)

@@ -1,0 +1,260 @@
+"""Checkpoints of state that several places of each replica divide together (Megatron's distributed optimizer with
+expert or context parallelism), read by another number of the same replicas. Who has which part is told here by hand."""
+
+from __future__ import annotations
+
+import random
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from flashrecovery.errors import DamagedCheckpointError, RestoreError
+from flashrecovery.plan.patterns import EveryNth
+from flashrecovery.plan.replicas import ReplicaShape, Sharing
+from flashrecovery.plan.rules import TensorRule, from_plain, to_plain
+from flashrecovery.redundancy.checkpoint import CheckpointFallback
+from flashrecovery.redundancy.contents import contents
+from flashrecovery.redundancy.convert import LooseShard
+from flashrecovery.redundancy.loading import load
+from flashrecovery.redundancy.manifest import manifests_of
+from flashrecovery.redundancy.published import newest
+from flashrecovery.state import codec
+from flashrecovery.state.spec import ShardSpec, TensorSpec
+from tests.unit.test_resized_layouts import Dirty, Held, megatron, megatron_rules
+
+
+@dataclass(frozen=True)
+class Kind:
+    """``inner``, ``outer``: of a replica. ``stands``: who divides the dense state, one group after another. ``each``:
+    of these so many have all experts together; 0: there are none."""
+
+    inner: int
+    outer: int
+    stands: tuple[tuple[int, ...], ...]
+    each: int
+
+    def shape(self, replicas: int) -> ReplicaShape:
+        return ReplicaShape(replicas, self.inner, self.outer)
+
+    def group(self, stand: int) -> int:
+        return next(number for number, group in enumerate(self.stands) if stand in group)
+
+
+KINDS = {
+    "experts": Kind(2, 1, ((0, 1),), 2),
+    "context": Kind(2, 1, ((0, 1),), 0),
+    "experts, tensor": Kind(4, 1, ((0, 2), (1, 3)), 2),
+    "experts, stages": Kind(2, 2, ((0, 1), (2, 3)), 2),
+    "experts of every other place": Kind(4, 1, ((0, 1, 2, 3),), 2),
+    "experts alone": Kind(1, 1, ((0,),), 1),
+}
+CHANGES = [
+    ("experts", 3, 2),
+    ("context", 1, 2),
+    ("experts, tensor", 1, 2),
+    ("experts alone", 2, 3),
+    ("experts of every other place", 1, 2),
+]
+"""Kind, and the numbers of replicas before and after."""
+
+
+def sharers(kind: Kind, replicas: int, stand: int) -> list[int]:
+    """The ranks that divide the dense state with those at this place."""
+    group = kind.stands[kind.group(stand)]
+    found = []
+    for rank in range(replicas * kind.inner * kind.outer):
+        run, within = divmod(rank, kind.inner * replicas)
+        if run * kind.inner + within % kind.inner in group:
+            found.append(rank)
+    return found
+
+
+def held(kind: Kind, rank: int, replicas: int) -> Held:
+    run, within = divmod(rank, kind.inner * replicas)
+    stand = run * kind.inner + within % kind.inner
+    group, ranks = kind.group(stand), sharers(kind, replicas, stand)
+    place = ranks.index(rank)
+    found = of(megatron(place, len(ranks)), f"stand={group}" if len(kind.stands) > 1 else "", "", group + 1)
+    if kind.each:
+        column = ranks[place % kind.each :: kind.each]
+        part = megatron(column.index(rank), len(column))
+        stand = kind.stands[group][place % kind.each]  # the first one of those who have these experts
+        found |= of(part, f"stand={stand}", "e.", 10 + stand)
+    return found
+
+
+def of(one: Held, suffix: str, beginning: str, factor: int) -> Held:
+    """The same of another model, of other ranks, and with another optimizer."""
+    number = "state1/" if beginning else "state/"
+    found: Held = {}
+    for name, (tensors, values) in one.items():
+        kind, _, rest = name.partition("/")
+        whole = f"{kind}/{beginning}{rest}"
+        named = whole + (f"{',' if '#' in whole else '#'}{suffix}" if suffix else "")
+        scaled = {key.replace("state/", number): tensor * factor for key, tensor in tensors.items()}
+        found[named] = scaled, {"places": {number: values["places"]["state/"]}} if values else {}
+    return found
+
+
+def rules_of(kind: Kind, stand: int) -> list[TensorRule]:
+    group = kind.group(stand)
+    suffix = f"stand={group}" if len(kind.stands) > 1 else ""
+    found = [replace(rule, suffix=suffix) for rule in megatron_rules()]
+    for first in range(kind.each):
+        for rule in megatron_rules():
+            begun, _, rest = rule.shard.partition("/")
+            found.append(
+                replace(
+                    rule,
+                    name=f"experts {first}/{rule.name}",
+                    shard=f"{begun}/e.{rest}",
+                    key=rule.key.replace("state/", "state1/"),
+                    pattern=EveryNth(rule.pattern, kind.each, first),
+                    suffix=f"stand={kind.stands[group][first]}",
+                )
+            )
+    return found
+
+
+def stands_of(kind: Kind, stand: int) -> tuple[int, ...]:
+    group = kind.stands[kind.group(stand)]
+    return group if len(group) > 1 else ()
+
+
+def shards_of(kind: Kind, rank: int, replicas: int) -> list[LooseShard]:
+    shape = kind.shape(replicas)
+    stand = shape.stand(rank)
+    sharing = Sharing(shape, stands_of(kind, stand) or (stand,))
+    assert list(sharing.ranks) == sharers(kind, replicas, stand)
+    found = {}
+    for rule in rules_of(kind, stand):
+        name = rule.shard_at(sharing.place(rank), sharing.size)
+        if name:
+            places = [place for place in range(sharing.size) if rule.shard_at(place, sharing.size) == name]
+            found[name] = LooseShard(name, tuple(sharing.ranks[place] for place in places))
+    return list(found.values())
+
+
+def save(folder: Path, kind: Kind, replicas: int) -> Path:
+    shape = kind.shape(replicas)
+    for rank in range(shape.world):
+        mine, has = shards_of(kind, rank, replicas), held(kind, rank, replicas)
+        assert {shard.name for shard in mine} == has.keys(), (rank, replicas)
+        for shard in mine:
+            tensors, plain = has[shard.name]
+            spec = ShardSpec({k: TensorSpec(tuple(t.shape), t.dtype) for k, t in tensors.items()}, plain)
+            for key, live in shard.allocate(spec).items():
+                live.copy_(tensors[key])
+        stand = shape.stand(rank)
+        writing = CheckpointFallback(
+            folder, rank=rank, world=shape.world, keep=100, shape=shape, stands=stands_of(kind, stand)
+        )
+        rules = tuple(rules_of(kind, stand))
+        writing.commit(7, mine, capsule=b"own", common=b"common", generation=0, rules=rules)
+        assert writing.wait(30) and writing.close(5)
+    last = newest(folder)
+    assert last is not None and last[0] == 7
+    return last[1]
+
+
+def check(path: Path, kind: Kind, replicas: int) -> None:
+    """Each rank has what it would have, bit for bit, padding and places included."""
+    shape = kind.shape(replicas)
+    for rank in range(shape.world):
+        stand = shape.stand(rank)
+        mine = [Dirty(shard.name, shard.holders) for shard in shards_of(kind, rank, replicas)]
+        options = {"rules": rules_of(kind, stand), "shape": shape, "stands": stands_of(kind, stand)}
+        assert load(path, mine, rank=rank, world=shape.world, elastic=True, **options).common == b"common"  # type: ignore[arg-type]
+        expected = held(kind, rank, replicas)
+        assert {shard.name for shard in mine} == expected.keys()
+        for shard in mine:
+            tensors, values = expected[shard.name]
+            found = shard.tensors()
+            assert found.keys() == tensors.keys() and shard.spec().values == values, (shard.name, rank, replicas)
+            for key, tensor in tensors.items():
+                assert found[key].dtype == tensor.dtype and torch.equal(found[key], tensor), (shard.name, key, rank)
+
+
+@pytest.mark.parametrize(("name", "before", "after"), CHANGES)
+def test_any_number_of_replicas_reads_it(name: str, before: int, after: int, tmp_path: Path) -> None:
+    check(save(tmp_path / "c", KINDS[name], before), KINDS[name], after)
+
+
+def test_as_many_replicas_read_it(tmp_path: Path) -> None:
+    check(save(tmp_path / "c", KINDS["experts"], 1), KINDS["experts"], 1)
+
+
+def test_boxes_that_are_shown_are_all_of_it(tmp_path: Path) -> None:
+    found = contents(save(tmp_path / "c", KINDS["experts, stages"], 1))
+    assert found.any_size and found.ranks == 4
+    boxes = {tensor.name: tensor.boxes for tensor in found.tensors}
+    assert len(boxes) == len(found.tensors) == 2 * 3 * len(megatron_rules())
+    assert sum(box.size for some in boxes["e/param#stand=1"].values() for box in some) == 640
+    assert {*boxes["experts 1/e/param#stand=3"]} == {3}
+
+
+def test_every_file_is_checked(tmp_path: Path) -> None:
+    """Each rank's part is cut short, missing, and has other bits: that is said, with its name."""
+    kind, replicas = KINDS["experts"], 2
+    path, dice = save(tmp_path / "c", kind, 1), random.Random(5)
+    for rank in range(2):
+        part = path / f"part-{rank}"
+        (file,) = part.glob("*.distcp")
+        content = file.read_bytes()
+        damaged = bytearray(content)
+        for at in range(0, len(damaged), 64):
+            damaged[at] ^= 1 << dice.randrange(8)
+        for bad in (bytes(damaged), content[: len(content) // 3]):
+            file.write_bytes(bad)
+            with pytest.raises(DamagedCheckpointError, match=rf"part-{rank}/"):
+                check(path, kind, replicas)
+        file.unlink()
+        with pytest.raises(DamagedCheckpointError, match=rf"part-{rank}/"):
+            check(path, kind, replicas)
+        file.write_bytes(content)
+    check(path, kind, replicas)
+    shutil.rmtree(path / "part-0")
+    with pytest.raises(DamagedCheckpointError):
+        check(path, kind, replicas)
+
+
+def loaded(path: Path, kind: Kind, replicas: int, *, of: Kind) -> None:
+    """As a job of ``kind`` that has the shards and rules of another one."""
+    shape = kind.shape(replicas)
+    shards: Sequence[LooseShard] = shards_of(of, 0, replicas)
+    rules, stands = rules_of(of, 0), stands_of(kind, 0)
+    load(path, shards, rank=0, world=shape.world, elastic=True, rules=rules, shape=shape, stands=stands)
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_other_places_that_divide_it_are_refused(replicas: int, tmp_path: Path) -> None:
+    """Tensor parallelism of two has replicas of two ranks, too; there each place divides its own."""
+    kind = KINDS["context"]
+    path = save(tmp_path / "c", kind, 1)
+    alone = replace(kind, stands=((0,), (1,)))
+    with pytest.raises(RestoreError, match=r"among the places \[0, 1\] of each replica together, and this job's"):
+        loaded(path, alone, replicas, of=kind)
+    with pytest.raises(RestoreError, match="another number of the same replicas"):
+        loaded(path, KINDS["experts, stages"], replicas, of=kind)
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_other_experts_are_refused(replicas: int, tmp_path: Path) -> None:
+    path = save(tmp_path / "c", KINDS["experts"], 1)
+    with pytest.raises(RestoreError, match="'experts 0/a/param'"):
+        loaded(path, KINDS["context"], replicas, of=KINDS["context"])
+    saved = save(tmp_path / "d", KINDS["context"], 1)
+    with pytest.raises(RestoreError, match="'experts 0/a/param'"):
+        loaded(saved, KINDS["experts"], replicas, of=KINDS["experts"])
+
+
+def test_what_is_written_comes_back(tmp_path: Path) -> None:
+    rules = tuple(rules_of(KINDS["experts"], 0))
+    assert from_plain(*codec.loads(codec.dumps(to_plain(rules)))) == rules
+    manifest = manifests_of(save(tmp_path / "c", KINDS["experts, tensor"], 1), [3])[3]
+    assert (manifest.stands, manifest.shape) == ((1, 3), ReplicaShape(1, 4))
+    assert manifest.sharing(3).ranks == (1, 3)

@@ -15,6 +15,8 @@ TORCH_VERSION := 2.13.0
 CUDA_TORCH_VERSION ?= 2.14.1
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --no-compile
+# On all cores, which pip does on one. What is for another Python version cannot be compiled, and need not be.
+COMPILE := $(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true
 DEMO_DIR ?= runs/demo
 BENCH_ARGS ?=
 MATRIX ?=
@@ -37,6 +39,7 @@ $(BIN)/.setup-done: pyproject.toml constraints.txt
 	@$(PIP) $(TORCH_INDEX) torch==$(TORCH_VERSION) -c constraints.txt
 	@echo "==> flashrecovery and its tests' requirements"
 	@$(PIP) -c constraints.txt --editable '.[test]'
+	@$(COMPILE)
 	@touch $@
 
 setup: $(BIN)/.setup-done  ## make the virtual environment and compile the process-group backend
@@ -63,6 +66,7 @@ format: $(BIN)/.setup-done  ## let ruff format the code
 $(BIN)/.frameworks-done: $(BIN)/.setup-done
 	@echo "==> deepspeed, megatron-core, transformers, accelerate"
 	@$(PIP) -c constraints.txt --editable '.[test,deepspeed,megatron,trainer]'
+	@$(COMPILE)
 	@touch $@
 
 test: setup $(BIN)/.frameworks-done lint  ## set up, check the code, run the tests (about half an hour)

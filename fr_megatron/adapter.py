@@ -154,6 +154,8 @@ class MegatronAdapter(TorchAdapter):
     def only_as_launched(self, most: int) -> str:
         if experts_or_context():
             return f"{self.name} with expert or context parallelism"
+        if len(self._chunks) > 1:
+            return f"{self.name} with several model chunks on a rank (virtual pipelines)"
         division = self.division()
         return division.too_small_for(most) if isinstance(division, OptimizerDivision) else ""
 

@@ -296,6 +296,14 @@ def test_what_has_not_been_tried_with_several(
     assert [text.partition(" (virtual")[0] for text in found] == refused
 
 
+def test_growth_beyond_the_launch_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    adapter = pytest.importorskip("fr_megatron.adapter")
+    monkeypatch.setattr(adapter, "experts_or_context", lambda: False)
+    of_two = adapter.MegatronAdapter.__new__(adapter.MegatronAdapter)
+    of_two._chunks = [object(), object()]
+    assert "several model chunks on a rank" in of_two.only_as_launched(3)
+
+
 def test_each_stage_of_the_whole_model_draws_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """A chunk of two ranks with two chunks each draws what its stage draws on four ranks."""
     state = pytest.importorskip("megatron.core.parallel_state")

@@ -152,8 +152,8 @@ class MegatronAdapter(TorchAdapter):
     # -- another number of replicas ---------------------------------------------------------------
 
     def only_as_launched(self, most: int) -> str:
-        if experts_or_context():
-            return f"{self.name} with expert or context parallelism"
+        if experts_or_context() or any(getattr(chunk.config, "num_moe_experts", None) for chunk in self._chunks):
+            return f"{self.name} with MoE layers or context parallelism"
         if len(self._chunks) > 1:
             return f"{self.name} with several model chunks on a rank (virtual pipelines)"
         division = self.division()

@@ -296,12 +296,20 @@ def test_what_has_not_been_tried_with_several(
     assert [text.partition(" (virtual")[0] for text in found] == refused
 
 
-def test_growth_beyond_the_launch_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("chunks", "experts", "refused"),
+    [(2, None, "several model chunks on a rank"), (1, 4, "with MoE layers or context parallelism"), (1, None, "")],
+)
+def test_growth_beyond_the_launch(
+    chunks: int, experts: int | None, refused: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     adapter = pytest.importorskip("fr_megatron.adapter")
     monkeypatch.setattr(adapter, "experts_or_context", lambda: False)
-    of_two = adapter.MegatronAdapter.__new__(adapter.MegatronAdapter)
-    of_two._chunks = [object(), object()]
-    assert "several model chunks on a rank" in of_two.only_as_launched(3)
+    monkeypatch.setattr(adapter.MegatronAdapter, "division", lambda _: None)
+    made = adapter.MegatronAdapter.__new__(adapter.MegatronAdapter)
+    made._chunks = [SimpleNamespace(config=SimpleNamespace(num_moe_experts=experts))] * chunks
+    found = made.only_as_launched(3)
+    assert refused in found and bool(found) is bool(refused)
 
 
 def test_each_stage_of_the_whole_model_draws_its_own(monkeypatch: pytest.MonkeyPatch) -> None:

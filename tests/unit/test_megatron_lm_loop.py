@@ -91,7 +91,8 @@ def test_a_log_that_is_not_due_does_not_communicate(
         return rate
 
     def training_log(losses: Any, totals: Any, rate: float, number: int, *_: Any, **__: Any) -> float:
-        return module.reduce_max_stat_across_model_parallel_group(rate)
+        found: float = module.reduce_max_stat_across_model_parallel_group(rate)
+        return found
 
     module.reduce_max_stat_across_model_parallel_group = reduce_max
     monkeypatch.setitem(sys.modules, "megatron.training.training", module)

@@ -66,7 +66,8 @@ def test_experts(settings: dict[str, object], reason: str, monkeypatch: pytest.M
     assert reason in refused(experts=settings)
 
 
-def test_experts_in_several_model_chunks() -> None:
+def test_experts_in_several_model_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parallel_state, "get_pipeline_model_parallel_world_size", lambda: 4)
     assert "MoE layers in several model chunks" in refused(experts={}, chunks=2)
 
 
@@ -94,6 +95,7 @@ def test_lengths_that_context_parallelism_does_not_divide(
 def test_what_is_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
     plain = calculators.ConstantNumMicroBatchesCalculator(24, 2, 2, False, 1)
     monkeypatch.setattr(calculators, "_GLOBAL_NUM_MICROBATCHES_CALCULATOR", plain)
+    monkeypatch.setattr(parallel_state, "get_pipeline_model_parallel_world_size", lambda: 4)
     optimizer = SimpleNamespace(is_stub_optimizer=True)
     for chunks in (1, 2):  # virtual stages
         MegatronLogical([DistributedDataParallel() for _ in range(chunks)], optimizer, list)._check()

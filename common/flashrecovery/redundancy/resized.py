@@ -113,13 +113,13 @@ def _allocated(
     for some in shared_out.values():
         if some[0].turn >= 0 and some[0].shard_at(rank, world):
             turns.setdefault(_optimizer(some), set()).add(some[0].turn)
+    place_of = {(which, turn): place for which, of in turns.items() for place, turn in enumerate(sorted(of))}
     into: dict[tuple[str, str], Mapping[str, torch.Tensor]] = {}
     for home, some in shared_out.items():
         name = some[0].shard_at(rank, world)
         if not name:
             continue
-        turn = some[0].turn
-        place = sorted(turns[_optimizer(some)]).index(turn) if turn >= 0 else None
+        place = place_of.get((_optimizer(some), some[0].turn))
         spec = _spec(path, some, manifests, ranks, rank, world, place)
         live = {key: tensor.detach() for key, tensor in of_name[name].allocate(spec).items()}
         for key, tensor in live.items():
@@ -163,12 +163,13 @@ def _portions(rules: Sequence[TensorRule], ranks: int, rank: int, world: int, li
 
 def _whose(rule: TensorRule, ranks: int, preferred: Sequence[int], rank: int) -> int:
     """Of whom this rank reads what several have as a whole."""
-    owners = rule.owners(ranks)
     if rule.shared:
+        owners = rule.owners(ranks)
         return writer_among(rule.shard_at(owners[0], ranks), owners)
     for place in preferred:
         if rule.shard_at(place, ranks):
             return place
+    owners = rule.owners(ranks)
     return owners[rank % len(owners)]
 
 
@@ -184,7 +185,7 @@ def _spec(
     """What a shard consists of here, from what those of ``ranks`` say who wrote its parts. ``place``: the number of its
     optimizer state among those of this rank, where that is not the same on all ranks."""
     known: tuple[bytes, ShardSpec] | None = None
-    owners = rules[0].owners(ranks)
+    owners = rules[0].owners(ranks) if rules[0].shared else ()
     for writer, manifest in manifests.items():
         name = rules[0].shard_at(writer, ranks)
         if not name or (rules[0].shared and writer != writer_among(name, owners)):

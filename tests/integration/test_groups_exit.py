@@ -25,6 +25,8 @@ ENDINGS = {
     "abandoned while blocked": """
         w = dist.irecv(torch.ones(1_000_000), 1 - rank)
         big = dist.isend(torch.ones(5_000_000), 1 - rank, tag=5)
+        store.set(f"blocked {rank}", "")
+        store.wait([f"blocked {1 - rank}"])  # one that had left already could not be sent to
         groups.abandon("end")
         """,
     "abandoned and drained": "dist.all_reduce(t, async_op=True); groups.abandon('end'); assert groups.drain(5).quiet",

@@ -53,7 +53,8 @@ def within(deadline_s: float) -> Iterator[None]:
     """Transfers that take longer are given up, with all communication of this process: a peer that stands still would
     be waited for as long as it does. It is found in the next generation, in which it does not answer.
 
-    Raises RestoreError after ``deadline_s`` seconds.
+    Raises RestoreError after ``deadline_s`` seconds. Nothing gives up any more once this has been left: what comes
+    next may already communicate in the groups of another generation.
     """
     late = threading.Event()
     said = f"the transfers of a restore took more than {deadline_s:g} s (timeouts.restore_s)"
@@ -73,6 +74,9 @@ def within(deadline_s: float) -> Iterator[None]:
         raise
     finally:
         timer.cancel()
+        timer.join()
+    if late.is_set():  # over at the same moment, and its groups are abandoned
+        raise RestoreError(said)
 
 
 @dataclass

@@ -26,6 +26,7 @@ BIG = 8_000_000
 def _start(rank: int, size: int, store: dist.Store) -> None:
     groups.install()
     dist.init_process_group("gloo", store=dist.PrefixStore("job", store), rank=rank, world_size=size)
+    _all_connected(store, 0, size)
 
 
 def _again(store: dist.Store, generation: int) -> None:
@@ -33,6 +34,14 @@ def _again(store: dist.Store, generation: int) -> None:
     assert report.quiet, report
     groups.detach_all()
     groups.attach(store, generation, 20.0)
+    _all_connected(store, generation, dist.get_world_size())
+
+
+def _all_connected(store: dist.Store, generation: int, size: int) -> None:
+    """Who abandons its groups closes connections that a peer may still be making: its groups would not be made."""
+    if store.add(f"connected {generation}", 1) == size:
+        store.set(f"all connected {generation}", "")
+    store.wait([f"all connected {generation}"])
 
 
 def _blocking(rank: int, size: int) -> dict[str, Callable[[], object]]:

@@ -37,7 +37,7 @@ class StoreServer:
         self.port: int = self._sock.getsockname()[1]
         self._popen = self._start()
 
-    def _start(self) -> subprocess.Popen[bytes]:
+    def _start(self, again: bool = False) -> subprocess.Popen[bytes]:
         fd = self._sock.fileno()
         return subprocess.Popen(
             [
@@ -47,6 +47,7 @@ class StoreServer:
                 str(fd),
                 str(self.port),
                 str(os.getpid()),
+                str(int(again)),
             ],
             pass_fds=(fd,),
             stdin=subprocess.DEVNULL,
@@ -62,7 +63,7 @@ class StoreServer:
         code = self._popen.poll()
         if code is None:
             return ""
-        self._popen = self._start()
+        self._popen = self._start(again=True)
         return str(Exit.from_returncode(code))
 
     def close(self) -> None:

@@ -12,7 +12,9 @@ import signal
 import sys
 from typing import Protocol
 
+from flashrecovery.agent.bare_torch import tcp_store
 from flashrecovery.runtime.process_control import die_with_parent
+from flashrecovery.runtime.resolver import without_names
 
 _PERIOD_S = 30.0
 _GENERATION = re.compile(r"fr/gen(\d+)/")
@@ -53,11 +55,9 @@ class Sweep:
 
 
 def main() -> None:
-    fd, port, parent = (int(a) for a in sys.argv[1:4])
+    fd, port, parent, again = (int(a) for a in sys.argv[1:5])
     die_with_parent(parent)
-    from flashrecovery.groups.peer_names import without_names
-    from flashrecovery.groups.torch_private import TCPStore
-
+    TCPStore = tcp_store(whole=bool(again))
     with without_names():  # it connects to itself first
         store = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, use_libuv=True, master_listen_fd=fd)
     sweep = Sweep(store)

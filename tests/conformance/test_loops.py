@@ -56,14 +56,14 @@ def _check(layout: Layout, kills: list[Kill], path: Path, reference: Reference) 
     ("loops", "framework", "moments"),
     [
         pytest.param(IN_BLOCK, "ddp", ("backward", "optimizer"), id="in the block"),
-        pytest.param(BELOW, "ddp", ("end", "below"), id="below it"),
+        pytest.param(BELOW, "ddp", ("end", "below"), id="below it", marks=pytest.mark.grid),
         pytest.param(
             "evaluation-below+scheduler-below+rank-bias", "fsdp2", ("optimizer",), id="fsdp2", marks=pytest.mark.grid
         ),
         pytest.param("silent-codebook", "ddp", ("backward", "optimizer"), id="silent buffer", marks=pytest.mark.grid),
         pytest.param("silent-codebook+silent-queue", "fsdp2", ("backward", "below"), id="silent buffers, fsdp2"),
         pytest.param("scaler+module-counter+spectral-norm", "ddp", ("backward", "below"), id="scaler"),
-        pytest.param("freezes-later+module-counter", "fsdp2", ("backward",), id="frozen"),
+        pytest.param("freezes-later+module-counter", "fsdp2", ("backward",), id="frozen", marks=pytest.mark.grid),
         pytest.param("two-optimizers", "ddp", ("optimizer", "backward"), id="two optimizers", marks=pytest.mark.grid),
     ],
 )

@@ -44,7 +44,9 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Layout], Jo
     return References(lambda: tmp_path_factory.mktemp("reference"), launch)
 
 
-@pytest.mark.parametrize("launcher", [False, True], ids=["ranks", "launcher"])
+@pytest.mark.parametrize(
+    "launcher", [pytest.param(False, id="ranks", marks=pytest.mark.grid), pytest.param(True, id="launcher")]
+)
 @pytest.mark.parametrize(("layout", "options"), _cases())
 def test_everybody_dies_at_once(
     layout: Layout, options: tuple[str, ...], launcher: bool, tmp_path: Path, reference: Callable[[Layout], Job]

@@ -151,6 +151,7 @@ def test_a_task_keeps_its_cpus_and_variables(reference: Job, tmp_path: Path) -> 
     check_same(done, reference)
 
 
+@pytest.mark.grid
 def test_where_the_agent_does_not_reach_the_task_starts_the_replacement(reference: Job, tmp_path: Path) -> None:
     """A task in a namespace of its own, as others may have devices of their own."""
     launcher = stand_in(2, "--before", "1=unshare --uts")
@@ -169,6 +170,7 @@ def test_where_the_agent_does_not_reach_the_task_starts_the_replacement(referenc
     check_recovered(done, {1})
 
 
+@pytest.mark.grid
 def test_two_jobs_at_once_on_a_node(reference: Job, tmp_path: Path) -> None:
     jobs = []
     for name, victim in (("one", 0), ("two", 1)):

@@ -5,12 +5,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from tests.support.jobs import DDP, ROOT, SMALL, check_recovered, check_same, run_job
 
 SCRIPT = ROOT / "tests" / "scripts" / "stuck_abort.py"
 CONFIG = {"timeouts": {"drain_s": 0.5}}
 
 
+@pytest.mark.grid
 def test_a_survivor_that_is_not_quiet_is_replaced(tmp_path: Path) -> None:
     def flags(stuck: int) -> list[str]:
         return [str(stuck), *SMALL, "--steps", "8"]

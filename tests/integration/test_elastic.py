@@ -43,7 +43,7 @@ def check_shrunk(job: Job, resized: Callable[[int, int], Job], left: list[int]) 
     check_clean(job)
 
 
-OFTEN = {("backward", 0), ("grad-sync", 1), ("commit", 3)}
+OFTEN = {("backward", 0), ("grad-sync", 1)}
 
 
 def kills() -> list[Any]:
@@ -69,6 +69,7 @@ def test_other_losses(fault: str, tmp_path: Path, resized: Callable[[int, int], 
     check_shrunk(job, resized, [2])
 
 
+@pytest.mark.grid
 def test_two_at_once(tmp_path: Path, resized: Callable[[int, int], Job]) -> None:
     faults = [f"rank={rank},fault=sigkill,at=backward,step={AT}" for rank in (0, 2)]
     job = start(tmp_path / "run", inject=faults).wait()
@@ -162,6 +163,7 @@ def test_below_the_least_it_waits_and_then_ends(tmp_path: Path) -> None:
     check_clean(job)
 
 
+@pytest.mark.grid
 def test_plain_modules(tmp_path: Path) -> None:
     """The script sums the gradients itself."""
     running = start(tmp_path / "commanded", None, "--step-time", "100", "--mode", "plain")

@@ -63,6 +63,7 @@ def test_another_layout_where_a_stage_is_lost(tmp_path: Path) -> None:
 
 @pytest.mark.deepspeed
 @pytest.mark.skipif(find_spec("deepspeed") is None, reason="deepspeed is not installed")
+@pytest.mark.grid
 def test_zero_2_read_in_another_size(tmp_path: Path) -> None:
     """All processes are killed, and three ranks go on from the checkpoint of four
     (test_elastic_checkpoints_frameworks.py)."""

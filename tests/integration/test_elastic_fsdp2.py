@@ -28,7 +28,7 @@ PHASES = (
     *("commit", "below"),
 )
 VICTIMS = (0, 1, 3)
-OFTEN = ("optimizer", "commit")
+OFTEN = ("optimizer",)
 """Phases that are in every run of the tests; the rest is in the grid."""
 
 
@@ -50,7 +50,7 @@ def check_ends_as_resized(job: Job, resized: Resized, left: Sequence[int], *flag
 
 
 def kills() -> list[Any]:
-    """Each victim in each phase; two phases are once in every run of the tests, the rest is in the grid."""
+    """Each victim in each phase; one phase is once in every run of the tests, the rest is in the grid."""
     return [
         pytest.param(
             phase,
@@ -92,7 +92,7 @@ def test_two_at_once(tmp_path: Path, resized: Resized) -> None:
 STATES = ("quiescing", "regrouping", "restoring", "reshaping", "verifying", "resuming")
 
 
-@pytest.mark.parametrize("state", often(STATES, ("reshaping", "resuming")))
+@pytest.mark.parametrize("state", often(STATES, ("reshaping",)))
 @pytest.mark.parametrize(("first", "second"), [(1, 3), pytest.param(0, 2, marks=pytest.mark.grid)])
 def test_a_second_death_during_the_change(
     first: int, second: int, state: str, tmp_path: Path, resized: Resized

@@ -185,7 +185,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Layout], 
 MODES = ("plain", "swallow", "reduce-after", "swallow-after", "poll-after", "future-after", "evaluate-after")
 MODES += ("random-after", "idle-steps", "calls")
 QUICK_CASES = {
-    *((mode, "optimizer") for mode in ("swallow", "swallow-after", "evaluate-after", "random-after", "idle-steps")),
+    *((mode, "optimizer") for mode in ("swallow-after", "random-after")),
     ("calls", "commit"),
 }
 

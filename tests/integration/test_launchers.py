@@ -69,6 +69,7 @@ def check_killed(folder: Path, command: Sequence[str], env: Mapping[str, str] | 
 
 
 @pytest.mark.timeout(400)
+@pytest.mark.grid
 def test_a_script_that_calls_torchrun(tmp_path: Path) -> None:
     """By the stand-in, with torchrun's variables."""
     env = {"NPROC": "1", "PET_MONITOR_INTERVAL": "1", "FLASHRECOVERY_RUN_NPROC_PER_NODE": "4"}

@@ -26,7 +26,7 @@ def port(path: Path, loop: str, steps: int, kills: list[Kill] | None = None, npr
     "loop",
     [
         "prefetcher-behind",
-        "persistent-workers",
+        pytest.param("persistent-workers", marks=pytest.mark.grid),
         pytest.param("compiled", marks=pytest.mark.slow),
         pytest.param("accelerate", marks=pytest.mark.accelerate),
         pytest.param("accelerate-seedable", marks=[pytest.mark.accelerate, pytest.mark.slow]),

@@ -21,7 +21,8 @@ from tests.support.jobs import DDP, FSDP, HSDP, Job, Layout, References, Running
 STEPS = 40
 ALWAYS = {"snapshots": {"keep": "always"}}
 KEPT = pytest.mark.parametrize(
-    ("layout", "config"), [pytest.param(FSDP, {}, id="fsdp"), pytest.param(DDP, ALWAYS, id="ddp")]
+    ("layout", "config"),
+    [pytest.param(FSDP, {}, id="fsdp"), pytest.param(DDP, ALWAYS, id="ddp", marks=pytest.mark.grid)],
 )
 
 
@@ -155,6 +156,7 @@ def test_a_job_that_is_told_to_end_loses_no_step(tmp_path: Path, reference: Call
     check_same(job, reference(FSDP), launches=2)
 
 
+@pytest.mark.grid
 def test_nobody_comes_back_in_time(tmp_path: Path, reference: Callable[[Layout], Job]) -> None:
     """Then the snapshot process writes what it has, and ends."""
     config = {"snapshots": {"linger_s": 0.3}}

@@ -143,7 +143,9 @@ def finish(job: RunningJob, folder: Path) -> Job:
 # -- like a fresh interpreter -------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("threads", [None, "2"], ids=["one thread", "two threads"])
+@pytest.mark.parametrize(
+    "threads", [pytest.param(None, id="one thread", marks=pytest.mark.grid), pytest.param("2", id="two threads")]
+)
 def test_a_forked_worker_finds_what_a_fresh_one_finds(threads: str | None, tmp_path: Path) -> None:
     """Also of the environment, which modules have changed that are imported before the script is."""
     (tmp_path / "script.py").write_text(FACTS)

@@ -27,6 +27,7 @@ PHASES = ("between", "forward", "backward", "grad-sync", "optimizer", "param-gat
 pytestmark = [pytest.mark.grid, pytest.mark.megatron, pytest.mark.timeout(4 * TIMEOUT_S)]
 EXPERTS = ("--num-experts", "4", "--expert-model-parallel-size", "2", "--use-distributed-optimizer")
 CONTEXT = ("--context-parallel-size", "2", "--use-distributed-optimizer")
+STAGES = ("--pipeline-model-parallel-size", "2", "--layers", "2")
 BUCKETS = ("--bf16", "--overlap-grad-reduce", "--ddp-bucket-size", "700")
 EP, CP = Training("ep", (*EXPERTS, "--bf16"), 3), Training("cp", (*CONTEXT, "--bf16"), 3)
 OTHERS = (
@@ -37,6 +38,7 @@ OTHERS = (
     Training("cp-buckets", (*CONTEXT, *BUCKETS), 3),
     Training("ep-cp", (*EXPERTS, "--context-parallel-size", "2", "--bf16"), 3),
     Training("ep-frozen", (*EXPERTS, "--bf16", "--mode", "frozen"), 3),
+    Training("ep-dense-stage", (*EXPERTS, *STAGES, "--bf16", "--mode", "dense-stage"), each=4, runs=2),
 )
 
 

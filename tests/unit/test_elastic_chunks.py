@@ -361,3 +361,4 @@ def test_a_stage_without_experts_divides_the_rest(dense: bool, experts: bool) ->
     made = adapter._divided(wrapper, places)
     names = {rule.name for rule in made.rules({"dense": {"state": []}, "experts": {"state": []}})}
     assert made.size == 2 and bool([name for name in names if name.startswith("experts")]) is experts
+    assert (made._experts is not None) is experts  # one of nothing has no size

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from flashrecovery.config import PHASES
+from tests.support.jobs import check_fired
 from tests.support.replan import TIMEOUT_S, Saved, Sizes, Training, command, never, start
 from tests.support.replan_scenarios import (
     check_back_to_a_checkpoint,
@@ -122,7 +123,18 @@ def test_experts_that_nobody_else_has(
 @pytest.mark.parametrize("state", ["quiescing", "stashing"])
 @pytest.mark.parametrize("training", [CP_PARTS, EP, EP_PARTS], ids=str)
 def test_a_second_death_before_the_change(training: Training, state: str, tmp_path: Path, saved: Saved) -> None:
-    check_second_death_before_the_change(training, state, tmp_path / "run", saved)
+    """With experts: of two that have others (without the distributed optimizer no copies are needed), or the same ones,
+    of which nobody is left then."""
+    if training is not EP_PARTS:
+        second = 1 if training is EP else 2
+        check_second_death_before_the_change(training, state, tmp_path / "run", saved, second)
+        return
+    faults = [killed(0, "backward"), killed(2, f"recovery:{state}", None)]
+    job = start(tmp_path / "run", training, inject=faults).wait(TIMEOUT_S)
+    check_fired(job, 2)
+    assert job.code != 0, job.explain()
+    (failed,) = job.of("job_failed")
+    assert "held by no living process" in failed["reason"] and "expert" in failed["reason"], job.explain()
 
 
 @pytest.mark.parametrize("state", ["restoring", "verifying", "resuming"])

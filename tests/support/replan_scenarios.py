@@ -66,9 +66,11 @@ def check_changed_around(job: Job, training: Training, saved: Saved, ranks: int)
     check_goes_on(job, training, saved, replanned(job))
 
 
-def check_second_death_before_the_change(training: Training, state: str, folder: Path, saved: Saved) -> None:
+def check_second_death_before_the_change(
+    training: Training, state: str, folder: Path, saved: Saved, second: int = 2
+) -> None:
     """Of two whose copies neither of them keeps."""
-    faults = [killed(0, "backward"), killed(2, f"recovery:{state}", None)]
+    faults = [killed(0, "backward"), killed(second, f"recovery:{state}", None)]
     check_losses(training, faults, 2, folder, saved)
 
 

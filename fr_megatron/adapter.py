@@ -39,10 +39,11 @@ from flashrecovery.adapter import (
     owners_of,
     plain_fields,
 )
+from flashrecovery.errors import UnsupportedError
 from fr_megatron import elastic
 from fr_megatron.buckets import Buckets, forget_answers
 from fr_megatron.checkpoint import MegatronCheckpoint
-from fr_megatron.division import FlatLayout, OptimizerDivision
+from fr_megatron.division import FlatLayout, OptimizerDivision, buffers_of
 from fr_megatron.expert_groups import groups_for, scalers_for
 from fr_megatron.fsdp2 import TorchFSDP2
 from fr_megatron.layout import DividedParameters
@@ -179,15 +180,24 @@ class MegatronAdapter(TorchAdapter):
         return self._division
 
     def _divided(self, wrapper: Buckets, places: SharedPlaces) -> Division:
-        """As the job was launched."""
+        """As the job was launched.
+
+        Raises UnsupportedError if this rank trains experts alone, which divide nothing with all data-parallel ranks."""
         found: dict[bool, OptimizerDivision] = {}
         for number, inner in enumerate(self._inner):
             expert = trains_experts(inner)
+            if not buffers_of(self._chunks, expert=expert):
+                continue  # another stage has such parameters: here there is an optimizer of none
             found[expert] = OptimizerDivision(
                 *(self._chunks, inner, self._membership, wrapper.group(expert=expert), self._parts),
                 partial(self._install, inner, expert, places),
                 expert=expert,
                 number=number,
+            )
+        if False not in found:
+            raise UnsupportedError(
+                "an elastic job with the distributed optimizer in which a rank trains nothing but experts: another "
+                "parameter of each stage that is trained is allowed"
             )
         if True not in found and places.one_each:
             return found[False]

@@ -6,18 +6,26 @@ command at the same step, bit for bit, and that one as one that was started in t
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from flashrecovery.redundancy.published import published
 from tests.support.elastic import check_steps_alike
-from tests.support.elastic_checkpoints import dead_job, die_whole, launched, saving
-from tests.support.elastic_checkpoints import started as began_otherwise
-from tests.support.elastic_megatron import AT, STEPS, TIMEOUT_S, Resized, Training, check_back, check_left, resized_once
-from tests.support.jobs import RunningJob, check_clean, check_fired
+from tests.support.elastic_checkpoints import die_whole, saving
+from tests.support.elastic_megatron import (
+    AT,
+    STEPS,
+    TIMEOUT_S,
+    Resized,
+    Training,
+    check_back,
+    check_killed,
+    check_read_by,
+    check_second_death,
+    resized_once,
+)
+from tests.support.jobs import check_clean, check_fired
 
 pytest.importorskip("megatron.core")
 
@@ -58,22 +66,19 @@ def resized(tmp_path_factory: pytest.TempPathFactory) -> Resized:
 def test_a_rank_takes_its_replica_with_it(
     training: Training, phase: str, victim: int, tmp_path: Path, resized: Resized
 ) -> None:
-    job = training.run(tmp_path / "run", inject=(f"rank={victim},fault=sigkill,at={phase},step={AT}",))
-    check_left(job, training, [victim], resized)
+    check_killed(training, [victim], phase, tmp_path / "run", resized)
 
 
 @pytest.mark.parametrize("training", (*OTHERS, *LARGE), ids=str)
 def test_other_trainings(training: Training, tmp_path: Path, resized: Resized) -> None:
-    job = training.run(tmp_path / "run", inject=(f"rank=1,fault=sigkill,at=optimizer,step={AT}",))
-    check_left(job, training, [1], resized)
+    check_killed(training, [1], "optimizer", tmp_path / "run", resized)
 
 
 @pytest.mark.parametrize("victim", (0, 3, 5))
 @pytest.mark.parametrize("phase", ("backward", "optimizer", "commit"))
 @pytest.mark.parametrize("training", THREE, ids=str)
 def test_one_of_three(training: Training, phase: str, victim: int, tmp_path: Path, resized: Resized) -> None:
-    job = training.run(tmp_path / "run", inject=(f"rank={victim},fault=sigkill,at={phase},step={AT}",))
-    check_left(job, training, [victim], resized)
+    check_killed(training, [victim], phase, tmp_path / "run", resized)
 
 
 def test_a_number_of_replicas_that_does_not_divide_is_none(tmp_path: Path, resized: Resized) -> None:
@@ -92,9 +97,7 @@ def test_a_number_of_replicas_that_does_not_divide_is_none(tmp_path: Path, resiz
 @pytest.mark.parametrize("training", THREE, ids=str)
 def test_two_at_once(training: Training, first: int, second: int, tmp_path: Path, resized: Resized) -> None:
     """Of one replica, or of two."""
-    faults = [f"rank={rank},fault=sigkill,at=backward,step={AT}" for rank in (first, second)]
-    job = training.run(tmp_path / "run", inject=tuple(faults))
-    check_left(job, training, (first, second), resized)
+    check_killed(training, (first, second), "backward", tmp_path / "run", resized)
 
 
 @pytest.mark.parametrize("state", ["quiescing", "regrouping", "restoring", "verifying"])
@@ -104,8 +107,7 @@ def test_a_second_death_during_the_change(
     training: Training, first: int, second: int, state: str, tmp_path: Path, resized: Resized
 ) -> None:
     """Of another replica, which leaves, too."""
-    faults = (f"rank={first},fault=sigkill,at=backward,step={AT}", f"rank={second},fault=sigkill,at=recovery:{state}")
-    check_left(training.run(tmp_path / "run", inject=faults), training, (first, second), resized)
+    check_second_death(training, first, second, state, tmp_path / "run", resized)
 
 
 @pytest.mark.parametrize("training", THREE, ids=str)
@@ -143,28 +145,9 @@ def test_a_replacement(training: Training, tmp_path: Path) -> None:
     check_clean(other)
 
 
-LONG = 40
-
-
-def begin(training: Training) -> Callable[..., RunningJob]:
-    """As :mod:`tests.support.elastic_checkpoints` starts jobs: by ranks."""
-
-    def started(folder: Path, *flags: str, config: Any, nproc: int, **options: Any) -> RunningJob:
-        of_replicas = {**config, "elastic": {**config["elastic"], "max": nproc // training.each}}
-        return training.start(folder, "--steps", str(LONG), *flags, config=of_replicas, nproc=nproc, **options)
-
-    return started
-
-
 @pytest.mark.parametrize(("before", "after"), [(3, 2), (2, 3)], ids=str)
 @pytest.mark.parametrize("training", (EP2, CP2), ids=str)
 def test_a_job_that_died_whole_goes_on_in_another_size(
     training: Training, before: int, after: int, tmp_path: Path
 ) -> None:
-    each, way = training.each, begin(training)
-    version, _ = dead_job(tmp_path, nproc=before * each, begin=way)[-1]
-    job = launched(tmp_path, "again", after * each, begin=way)
-    assert job.code == 0 and job.of("job_started")[0]["step"] == version, job.explain()
-    other = began_otherwise(tmp_path, before * each, version, after * each, begin=way)
-    check_steps_alike(job, other, version, LONG, after * each)
-    check_clean(job)
+    check_read_by(training, before, after, tmp_path)

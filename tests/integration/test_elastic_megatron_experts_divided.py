@@ -11,7 +11,15 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.elastic_megatron import AT, TIMEOUT_S, Resized, Training, check_back, check_left, resized_once
+from tests.support.elastic_megatron import (
+    TIMEOUT_S,
+    Resized,
+    Training,
+    check_back,
+    check_killed,
+    check_second_death,
+    resized_once,
+)
 
 pytest.importorskip("megatron.core")
 
@@ -19,6 +27,7 @@ PHASES = ("between", "forward", "backward", "grad-sync", "optimizer", "param-gat
 pytestmark = [pytest.mark.grid, pytest.mark.megatron, pytest.mark.timeout(4 * TIMEOUT_S)]
 EXPERTS = ("--num-experts", "4", "--expert-model-parallel-size", "2", "--use-distributed-optimizer")
 CONTEXT = ("--context-parallel-size", "2", "--use-distributed-optimizer")
+STAGES = ("--pipeline-model-parallel-size", "2", "--layers", "2")
 BUCKETS = ("--bf16", "--overlap-grad-reduce", "--ddp-bucket-size", "700")
 EP, CP = Training("ep", (*EXPERTS, "--bf16"), 3), Training("cp", (*CONTEXT, "--bf16"), 3)
 OTHERS = (
@@ -29,6 +38,7 @@ OTHERS = (
     Training("cp-buckets", (*CONTEXT, *BUCKETS), 3),
     Training("ep-cp", (*EXPERTS, "--context-parallel-size", "2", "--bf16"), 3),
     Training("ep-frozen", (*EXPERTS, "--bf16", "--mode", "frozen"), 3),
+    Training("ep-dense-stage", (*EXPERTS, *STAGES, "--bf16", "--mode", "dense-stage"), each=4, runs=2),
 )
 
 
@@ -41,9 +51,7 @@ def resized(tmp_path_factory: pytest.TempPathFactory) -> Resized:
 @pytest.mark.parametrize("phase", PHASES)
 @pytest.mark.parametrize("training", (EP, CP), ids=str)
 def test_one_of_two(training: Training, phase: str, victim: int, tmp_path: Path, resized: Resized) -> None:
-    two = replace(training, replicas=2)
-    job = two.run(tmp_path / "run", inject=(f"rank={victim},fault=sigkill,at={phase},step={AT}",))
-    check_left(job, two, [victim], resized)
+    check_killed(replace(training, replicas=2), [victim], phase, tmp_path / "run", resized)
 
 
 @pytest.mark.parametrize("victim", (0, 3, 5))
@@ -51,14 +59,12 @@ def test_one_of_two(training: Training, phase: str, victim: int, tmp_path: Path,
 @pytest.mark.parametrize("training", (EP, CP), ids=str)
 def test_one_of_three(training: Training, phase: str, victim: int, tmp_path: Path, resized: Resized) -> None:
     """Two are left, among whose ranks the state is divided anew."""
-    job = training.run(tmp_path / "run", inject=(f"rank={victim},fault=sigkill,at={phase},step={AT}",))
-    check_left(job, training, [victim], resized)
+    check_killed(training, [victim], phase, tmp_path / "run", resized)
 
 
 @pytest.mark.parametrize("training", OTHERS, ids=str)
 def test_other_trainings(training: Training, tmp_path: Path, resized: Resized) -> None:
-    job = training.run(tmp_path / "run", inject=(f"rank=1,fault=sigkill,at=optimizer,step={AT}",))
-    check_left(job, training, [1], resized)
+    check_killed(training, [1], "optimizer", tmp_path / "run", resized)
 
 
 @pytest.mark.parametrize("state", ["quiescing", "regrouping", "restoring", "verifying"])
@@ -66,8 +72,7 @@ def test_other_trainings(training: Training, tmp_path: Path, resized: Resized) -
 def test_a_second_death_during_the_change(training: Training, state: str, tmp_path: Path, resized: Resized) -> None:
     """Of a replica that is no neighbour of the first one's: four become two."""
     four = replace(training, name=f"{training}-48", flags=(*training.flags, "--global-batch", "48"), replicas=4)
-    faults = (f"rank=0,fault=sigkill,at=backward,step={AT}", f"rank=5,fault=sigkill,at=recovery:{state}")
-    check_left(four.run(tmp_path / "run", inject=faults), four, [0, 5], resized)
+    check_second_death(four, 0, 5, state, tmp_path / "run", resized)
 
 
 @pytest.mark.parametrize("victim", [0, 3])

@@ -8,7 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.elastic_megatron import AT, TIMEOUT_S, Resized, Training, check_back, check_left, resized_once
+from tests.support.elastic_megatron import (
+    TIMEOUT_S,
+    Resized,
+    Training,
+    check_back,
+    check_killed,
+    check_second_death,
+    resized_once,
+)
 
 pytest.importorskip("megatron.core")
 
@@ -37,30 +45,25 @@ def resized(tmp_path_factory: pytest.TempPathFactory) -> Resized:
 def test_a_rank_takes_its_replica_with_it(
     training: Training, phase: str, victim: int, tmp_path: Path, resized: Resized
 ) -> None:
-    job = training.run(tmp_path / "run", inject=(f"rank={victim},fault=sigkill,at={phase},step={AT}",))
-    check_left(job, training, [victim], resized)
+    check_killed(training, [victim], phase, tmp_path / "run", resized)
 
 
 @pytest.mark.parametrize("training", OTHERS, ids=str)
 def test_other_trainings(training: Training, tmp_path: Path, resized: Resized) -> None:
-    job = training.run(tmp_path / "run", inject=(f"rank=1,fault=sigkill,at=optimizer,step={AT}",))
-    check_left(job, training, [1], resized)
+    check_killed(training, [1], "optimizer", tmp_path / "run", resized)
 
 
 @pytest.mark.parametrize("victim", (0, 3, 5))
 @pytest.mark.parametrize("training", THREE, ids=str)
 def test_one_of_three(training: Training, victim: int, tmp_path: Path, resized: Resized) -> None:
-    job = training.run(tmp_path / "run", inject=(f"rank={victim},fault=sigkill,at=backward,step={AT}",))
-    check_left(job, training, [victim], resized)
+    check_killed(training, [victim], "backward", tmp_path / "run", resized)
 
 
 @pytest.mark.parametrize(("first", "second"), [(0, 1), (0, 3), (4, 2)])
 @pytest.mark.parametrize("training", THREE, ids=str)
 def test_two_at_once(training: Training, first: int, second: int, tmp_path: Path, resized: Resized) -> None:
     """Of one replica, or of two."""
-    faults = [f"rank={rank},fault=sigkill,at=backward,step={AT}" for rank in (first, second)]
-    job = training.run(tmp_path / "run", inject=tuple(faults))
-    check_left(job, training, (first, second), resized)
+    check_killed(training, (first, second), "backward", tmp_path / "run", resized)
 
 
 @pytest.mark.parametrize("state", ["quiescing", "regrouping", "restoring", "verifying"])
@@ -72,8 +75,7 @@ def test_a_second_death_during_the_change(
     """Of another replica, which leaves, too."""
     if second in training.ranks(first):
         second -= 1  # with stages
-    faults = (f"rank={first},fault=sigkill,at=backward,step={AT}", f"rank={second},fault=sigkill,at=recovery:{state}")
-    check_left(training.run(tmp_path / "run", inject=faults), training, (first, second), resized)
+    check_second_death(training, first, second, state, tmp_path / "run", resized)
 
 
 @pytest.mark.parametrize("victim", [0, 3])

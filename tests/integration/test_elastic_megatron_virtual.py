@@ -10,7 +10,16 @@ from pathlib import Path
 import pytest
 
 from tests.support.elastic import command
-from tests.support.elastic_megatron import AT, TIMEOUT_S, Resized, Training, check_back, check_left, resized_once
+from tests.support.elastic_megatron import (
+    AT,
+    TIMEOUT_S,
+    Resized,
+    Training,
+    check_back,
+    check_killed,
+    check_second_death,
+    resized_once,
+)
 from tests.support.jobs import check_clean
 from tests.support.megatron import VPP
 
@@ -45,38 +54,32 @@ def resized(tmp_path_factory: pytest.TempPathFactory) -> Resized:
 def test_a_rank_takes_its_replica_with_it(
     training: Training, phase: str, victim: int, tmp_path: Path, resized: Resized
 ) -> None:
-    job = training.run(tmp_path / "run", inject=(f"rank={victim},fault=sigkill,at={phase},step={AT}",))
-    check_left(job, training, [victim], resized)
+    check_killed(training, [victim], phase, tmp_path / "run", resized)
 
 
 @pytest.mark.parametrize("training", OTHERS, ids=str)
 def test_other_trainings(training: Training, tmp_path: Path, resized: Resized) -> None:
-    job = training.run(tmp_path / "run", inject=(f"rank=1,fault=sigkill,at=optimizer,step={AT}",))
-    check_left(job, training, [1], resized)
+    check_killed(training, [1], "optimizer", tmp_path / "run", resized)
 
 
 @pytest.mark.parametrize("victim", (0, 3, 5))
 @pytest.mark.parametrize("training", THREE, ids=str)
 def test_one_of_three(training: Training, victim: int, tmp_path: Path, resized: Resized) -> None:
     """Two are left, among whom the state is divided anew."""
-    job = training.run(tmp_path / "run", inject=(f"rank={victim},fault=sigkill,at=backward,step={AT}",))
-    check_left(job, training, [victim], resized)
+    check_killed(training, [victim], "backward", tmp_path / "run", resized)
 
 
 @pytest.mark.parametrize("state", ["quiescing", "regrouping", "restoring", "verifying"])
 def test_a_second_death_during_the_change(state: str, tmp_path: Path, resized: Resized) -> None:
     """Of another replica, which leaves, too."""
-    training = THREE[0]
-    faults = (f"rank=0,fault=sigkill,at=backward,step={AT}", f"rank=4,fault=sigkill,at=recovery:{state}")
-    check_left(training.run(tmp_path / "run", inject=faults), training, (0, 4), resized)
+    check_second_death(THREE[0], 0, 4, state, tmp_path / "run", resized)
 
 
 @pytest.mark.parametrize("state", ["quiescing", "regrouping", "restoring", "reshaping", "verifying", "resuming"])
 def test_a_second_death_where_state_is_divided(state: str, tmp_path: Path, resized: Resized) -> None:
     """Of four replicas two leave, neither of which keeps the other's copies."""
     training = Training("vpp2-divided-four", (*VPP, *DISTRIBUTED, "--global-batch", "48"), 4, runs=2)
-    faults = (f"rank=1,fault=sigkill,at=backward,step={AT}", f"rank=7,fault=sigkill,at=recovery:{state}")
-    check_left(training.run(tmp_path / "run", inject=faults), training, (1, 7), resized)
+    check_second_death(training, 1, 7, state, tmp_path / "run", resized)
 
 
 @pytest.mark.parametrize("victim", [0, 3])

@@ -3,26 +3,26 @@ step on it is, bit for bit, a job that megatron-core alone has started in that l
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from flashrecovery.config import PHASES
-from tests.support import elastic
-from tests.support.jobs import Job, RunningJob, check_fired
-from tests.support.replan import (
-    AT,
-    TIMEOUT_S,
-    Saved,
-    Sizes,
-    Training,
-    check_goes_on,
-    command,
-    never,
-    replanned,
-    start,
+from tests.support.jobs import check_fired
+from tests.support.replan import AT, TIMEOUT_S, Saved, Sizes, Training, check_goes_on, command, never, start
+from tests.support.replan_scenarios import (
+    SLOWLY,
+    check_back_to_a_checkpoint,
+    check_losses,
+    check_on_command,
+    check_replaced_in_the_new_layout,
+    check_second_death_before_the_change,
+    check_second_death_in_the_new_layout,
+    check_there_and_back,
+    killed,
+    started,
+    wait_for_version,
 )
 
 pytest.importorskip("megatron.core")
@@ -35,8 +35,6 @@ ROWS = Training("pp2-dp2-distributed-fp32", Sizes(1, 2, 2), ("--use-distributed-
 WIDE = Training("pp2-fp32", Sizes(1, 2, 2))
 TIED = Training("tp2-pp2-tied-distributed", Sizes(2, 2, 1), (*SHARDED, "--tie-head"))
 DEEP = Training("pp4-layers4", Sizes(1, 4, 1), ("--layers", "4", "--bf16"))
-SLOWLY = ("--step-time", "150")
-AUTO: dict[str, Any] = {"replan": {"min": 1}}
 VICTIMS = (0, 1, 3)
 
 
@@ -65,23 +63,12 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
     ],
 )
 def test_on_command(training: Training, sizes: Sizes, tmp_path: Path, saved: Saved) -> None:
-    running = start(tmp_path / "run", training, *SLOWLY, config=AUTO)
-    running.wait_for("job_started", TIMEOUT_S)
-    assert command(running, sizes, AT) == ""
-    job = running.wait(TIMEOUT_S)
-    check_goes_on(job, training, saved, [(AT, sizes)])
-    assert not job.of("failure_detected"), job.explain()
+    check_on_command(training, sizes, tmp_path / "run", saved)
 
 
 def test_there_and_back(tmp_path: Path, saved: Saved) -> None:
     """TP 2 -> 1 -> 2: the same state, and then the same losses as a job that has never changed."""
-    running = start(tmp_path / "run", PARTS, *SLOWLY, config=AUTO)
-    running.wait_for("job_started", TIMEOUT_S)
-    assert command(running, Sizes(1, 1, 4), 3) == ""
-    running.wait_for("recovery_finished", TIMEOUT_S)
-    assert command(running, PARTS.sizes, 6) == ""
-    job = running.wait(TIMEOUT_S)
-    check_goes_on(job, PARTS, saved, [(3, Sizes(1, 1, 4)), (6, PARTS.sizes)])
+    check_there_and_back(PARTS, Sizes(1, 1, 4), tmp_path / "run", saved)
 
 
 def kills() -> list[Any]:
@@ -96,61 +83,28 @@ def kills() -> list[Any]:
 
 @pytest.mark.parametrize(("training", "phase", "victim"), kills())
 def test_killed_and_not_replaced(training: Training, phase: str, victim: int, tmp_path: Path, saved: Saved) -> None:
-    faults = [f"rank={victim},fault=sigkill,at={phase},step={AT}"]
-    job = start(tmp_path / "run", training, inject=faults).wait(TIMEOUT_S)
-    check_fired(job)
-    check_changed_around(job, training, saved, 3)
+    check_losses(training, [killed(victim, phase)], 3, tmp_path / "run", saved)
 
 
 @pytest.mark.parametrize("training", [ROWS, WIDE, TIED, DEEP], ids=str)
 def test_other_trainings(training: Training, tmp_path: Path, saved: Saved) -> None:
-    faults = [f"rank=1,fault=sigkill,at=optimizer,step={AT}"]
-    job = start(tmp_path / "run", training, inject=faults).wait(TIMEOUT_S)
-    check_fired(job)
-    check_changed_around(job, training, saved, 3)
-
-
-def check_changed_around(job: Job, training: Training, saved: Saved, ranks: int) -> None:
-    """It has changed once, before or after the step of the fault, to a layout of so many ranks at most."""
-    assert job.code == 0, job.explain()
-    (event,) = job.of("job_replanned")
-    assert event["step"] in (AT - 1, AT, AT + 1) and 1 <= event["ranks"] <= ranks, job.explain()
-    assert event["bytes"] > 0, job.explain()
-    assert not job.of("fallback_started"), job.explain()
-    check_goes_on(job, training, saved, replanned(job))
+    check_losses(training, [killed(1, "optimizer")], 3, tmp_path / "run", saved)
 
 
 @pytest.mark.parametrize("state", ["quiescing", "stashing"])
 @pytest.mark.parametrize("training", [STAGES, TIED], ids=str)
 def test_a_second_death_before_the_change(training: Training, state: str, tmp_path: Path, saved: Saved) -> None:
-    """Of two whose copies neither of them keeps."""
-    faults = [f"rank=0,fault=sigkill,at=backward,step={AT}", f"rank=2,fault=sigkill,at=recovery:{state}"]
-    job = start(tmp_path / "run", training, inject=faults).wait(TIMEOUT_S)
-    check_fired(job, 2)
-    check_changed_around(job, training, saved, 2)
+    check_second_death_before_the_change(training, state, tmp_path / "run", saved)
 
 
 @pytest.mark.parametrize("state", ["restoring", "verifying", "resuming"])
 def test_a_second_death_in_the_new_layout(state: str, tmp_path: Path, saved: Saved) -> None:
-    """Who had not come so far as to have the state gets it from the memory once more, in a layout of fewer."""
-    faults = [f"rank=0,fault=sigkill,at=backward,step={AT}"]
-    running = start(tmp_path / "run", PARTS, inject=faults)
-    running.wait_for("job_replanned", TIMEOUT_S)
-    elastic.inject(running, rank=1, at=f"recovery:{state}")
-    job = running.wait(TIMEOUT_S)
-    check_fired(job, 2)
-    assert job.code == 0, job.explain()
-    changes = replanned(job)
-    assert len(changes) == 2 and changes[1][1].ranks <= 2, job.explain()
-    assert changes[0][0] == changes[1][0], job.explain()
-    check_goes_on(job, PARTS, saved, changes)
+    check_second_death_in_the_new_layout(PARTS, state, tmp_path / "run", saved)
 
 
 def test_a_rank_that_is_replaced_while_the_layout_changes(tmp_path: Path, saved: Saved) -> None:
     """By command, and one is killed as it is told to stop: the command is carried out all the same."""
-    faults = ["rank=1,fault=sigkill,at=recovery:quiescing"]
-    running = start(tmp_path / "run", STAGES, *SLOWLY, config=AUTO, inject=faults)
-    running.wait_for("job_started", TIMEOUT_S)
+    running = started(tmp_path / "run", STAGES, inject=[killed(1, "recovery:quiescing", None)])
     assert command(running, Sizes(1, 2, 1), AT) == ""
     job = running.wait(TIMEOUT_S)
     check_fired(job)
@@ -158,24 +112,7 @@ def test_a_rank_that_is_replaced_while_the_layout_changes(tmp_path: Path, saved:
 
 
 def test_a_rank_is_replaced_in_the_new_layout(tmp_path: Path, saved: Saved) -> None:
-    """As in any job: the others keep their processes, and the same bits follow."""
-    running = start(tmp_path / "run", PARTS, *SLOWLY, config=AUTO)
-    running.wait_for("job_started", TIMEOUT_S)
-    assert command(running, Sizes(1, 2, 1), 3) == ""
-    running.wait_for("recovery_finished", TIMEOUT_S)
-    elastic.inject(running, rank=1, at="backward", step=6)
-    job = running.wait(TIMEOUT_S)
-    check_fired(job)
-    assert [event["left"] for event in job.of("recovery_finished")] == [[], []], job.explain()
-    assert job.of("recovery_finished")[1]["victims"] == [1], job.explain()
-    check_goes_on(job, PARTS, saved, [(3, Sizes(1, 2, 1))])
-
-
-def wait_for_version(running: RunningJob, version: int) -> None:
-    deadline = time.monotonic() + TIMEOUT_S
-    while not any(f"state={version} " in log.read_text() for log in running.logs()):
-        assert time.monotonic() < deadline, running.wait(1).explain()
-        time.sleep(0.05)
+    check_replaced_in_the_new_layout(PARTS, Sizes(1, 2, 1), tmp_path / "run", saved)
 
 
 def test_two_at_once_with_each_others_copies_end_the_job(tmp_path: Path) -> None:
@@ -190,30 +127,18 @@ def test_two_at_once_with_each_others_copies_end_the_job(tmp_path: Path) -> None
 
 
 def test_two_at_once_go_back_to_a_checkpoint_in_another_layout(tmp_path: Path, saved: Saved) -> None:
-    """What nobody has is read from the fallback checkpoint, which Megatron's format lets any layout read."""
-    options = ["--checkpoint-dir", str(tmp_path / "checkpoints"), "--checkpoint-interval", "0.2"]
-    running = start(tmp_path / "run", STAGES, *SLOWLY, options=options)
-    running.wait_for("checkpoint_saved", TIMEOUT_S)
-    running.kill(1, 2)
-    job = running.wait(TIMEOUT_S)
-    assert job.code == 0, job.explain()
-    (fallback,) = job.of("fallback_started")
-    (change,) = replanned(job)
-    assert change[0] == fallback["version"] > 0 and change[1].ranks <= 2, job.explain()
-    check_goes_on(job, STAGES, saved, [change])
+    check_back_to_a_checkpoint(STAGES, tmp_path, saved)
 
 
 def test_no_layout_fits(tmp_path: Path) -> None:
-    faults = [f"rank=1,fault=sigkill,at=backward,step={AT}"]
-    job = start(tmp_path / "run", STAGES, inject=faults, config=never(4)).wait(TIMEOUT_S)
+    job = start(tmp_path / "run", STAGES, inject=[killed(1, "backward")], config=never(4)).wait(TIMEOUT_S)
     assert job.code != 0, job.explain()
     (failed,) = job.of("job_failed")
     assert "no parallel layout fits the 3 ranks" in failed["reason"] and "replan.min" in failed["reason"], job.explain()
 
 
 def test_what_is_refused(tmp_path: Path, saved: Saved) -> None:
-    running = start(tmp_path / "run", STAGES, *SLOWLY, config=AUTO)
-    running.wait_for("job_started", TIMEOUT_S)
+    running = started(tmp_path / "run", STAGES)
     assert "does not divide 2 heads" in command(running, Sizes(4, 1, 1))
     assert "8 ranks are needed" in command(running, Sizes(2, 2, 2))
     assert "has the layout" in command(running, STAGES.sizes)

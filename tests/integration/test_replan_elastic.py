@@ -24,7 +24,9 @@ TP_PARTS_32 = Training("tp2-dp2-distributed-fp32", Sizes(2, 1, 2), ("--use-distr
 PP = Training("pp2-dp2-fp32", Sizes(1, 2, 2))
 PP_PARTS = Training("pp2-dp2-distributed", Sizes(1, 2, 2), SHARDED)
 TIED = Training("pp2-dp2-tied-distributed", Sizes(1, 2, 2), (*SHARDED, "--tie-head"))
-TRAININGS = (TP, TP_PARTS, TP_PARTS_32, PP, PP_PARTS, TIED)
+STAGES = ("--layers", "4", "--num-virtual-stages-per-pipeline-rank", "2")
+VIRTUAL = Training("vpp2-dp2-distributed", Sizes(1, 2, 2), (*STAGES, *SHARDED))
+TRAININGS = (TP, TP_PARTS, TP_PARTS_32, PP, PP_PARTS, TIED, VIRTUAL)
 FIRST, SECOND = 3, 6
 ONE = Sizes(1, 1, 1)
 

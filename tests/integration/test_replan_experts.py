@@ -11,19 +11,18 @@ from pathlib import Path
 import pytest
 
 from flashrecovery.config import PHASES
-from tests.support import elastic
-from tests.support.jobs import Job, check_fired
-from tests.support.replan import (
-    AT,
-    TIMEOUT_S,
-    Saved,
-    Sizes,
-    Training,
-    check_goes_on,
-    command,
-    never,
-    replanned,
-    start,
+from tests.support.jobs import check_fired
+from tests.support.replan import TIMEOUT_S, Saved, Sizes, Training, command, never, start
+from tests.support.replan_scenarios import (
+    check_back_to_a_checkpoint,
+    check_losses,
+    check_on_command,
+    check_replaced_in_the_new_layout,
+    check_second_death_before_the_change,
+    check_second_death_in_the_new_layout,
+    check_there_and_back,
+    killed,
+    started,
 )
 
 pytest.importorskip("megatron.core")
@@ -44,8 +43,6 @@ EP_FP16 = Training("ep2-fp16-distributed", Sizes(dp=4, ep=2), (*EXPERTS, "--use-
 EP_TP = Training("ep2-tp2-distributed", Sizes(tp=2, dp=2, ep=2), (*EXPERTS, *SHARDED))
 EP_CP = Training("ep2-cp2-distributed", Sizes(dp=2, cp=2, ep=2), (*EXPERTS, *SHARDED))
 EP_PP = Training("ep2-pp2", Sizes(pp=2, dp=2, ep=2), (*EXPERTS, "--bf16"))
-SLOWLY = ("--step-time", "150")
-AUTO = {"replan": {"min": 1}}
 VICTIMS = (0, 1, 3)
 
 
@@ -91,23 +88,12 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
     ],
 )
 def test_on_command(training: Training, sizes: Sizes, tmp_path: Path, saved: Saved) -> None:
-    running = start(tmp_path / "run", training, *SLOWLY, config=AUTO)
-    running.wait_for("job_started", TIMEOUT_S)
-    assert command(running, sizes, AT) == ""
-    job = running.wait(TIMEOUT_S)
-    check_goes_on(job, training, saved, [(AT, sizes)])
-    assert not job.of("failure_detected"), job.explain()
+    check_on_command(training, sizes, tmp_path / "run", saved)
 
 
 def test_there_and_back(tmp_path: Path, saved: Saved) -> None:
     """EP 2 -> 1 -> 2: the experts' optimizer goes into that of all parameters, and comes out of it."""
-    running = start(tmp_path / "run", EP_PARTS, *SLOWLY, config=AUTO)
-    running.wait_for("job_started", TIMEOUT_S)
-    assert command(running, Sizes(dp=4), 3) == ""
-    running.wait_for("recovery_finished", TIMEOUT_S)
-    assert command(running, EP_PARTS.sizes, 6) == ""
-    job = running.wait(TIMEOUT_S)
-    check_goes_on(job, EP_PARTS, saved, [(3, Sizes(dp=4)), (6, EP_PARTS.sizes)])
+    check_there_and_back(EP_PARTS, Sizes(dp=4), tmp_path / "run", saved)
 
 
 @pytest.mark.parametrize("victim", VICTIMS)
@@ -116,18 +102,12 @@ def test_there_and_back(tmp_path: Path, saved: Saved) -> None:
 def test_killed_and_not_replaced(training: Training, phase: str, victim: int, tmp_path: Path, saved: Saved) -> None:
     if phase == "param-gather" and "--use-distributed-optimizer" not in training.flags:
         pytest.skip("parameters are not gathered")
-    faults = [f"rank={victim},fault=sigkill,at={phase},step={AT}"]
-    job = start(tmp_path / "run", training, inject=faults).wait(TIMEOUT_S)
-    check_fired(job)
-    check_changed_around(job, training, saved, 3)
+    check_losses(training, [killed(victim, phase)], 3, tmp_path / "run", saved)
 
 
 @pytest.mark.parametrize("training", [CP, EP_ONE, EP_FP16, EP_TP, EP_CP, EP_PP], ids=str)
 def test_other_trainings(training: Training, tmp_path: Path, saved: Saved) -> None:
-    faults = [f"rank=1,fault=sigkill,at=optimizer,step={AT}"]
-    job = start(tmp_path / "run", training, inject=faults).wait(TIMEOUT_S)
-    check_fired(job)
-    check_changed_around(job, training, saved, 3)
+    check_losses(training, [killed(1, "optimizer")], 3, tmp_path / "run", saved)
 
 
 @pytest.mark.parametrize("victim", [0, 1])
@@ -137,80 +117,44 @@ def test_experts_that_nobody_else_has(
     training: Training, phase: str, victim: int, tmp_path: Path, saved: Saved
 ) -> None:
     """Half of the experts was on the dead rank alone: they come from the copies that its neighbour keeps."""
-    faults = [f"rank={victim},fault=sigkill,at={phase},step={AT}"]
-    job = start(tmp_path / "run", training, inject=faults).wait(TIMEOUT_S)
-    check_fired(job)
-    check_changed_around(job, training, saved, 1)
-
-
-def check_changed_around(job: Job, training: Training, saved: Saved, ranks: int) -> None:
-    """It has changed once, before or after the step of the fault, to a layout of so many ranks at most."""
-    assert job.code == 0, job.explain()
-    (event,) = job.of("job_replanned")
-    assert event["step"] in (AT - 1, AT, AT + 1) and 1 <= event["ranks"] <= ranks, job.explain()
-    assert event["bytes"] > 0, job.explain()
-    assert not job.of("fallback_started"), job.explain()
-    check_goes_on(job, training, saved, replanned(job))
+    check_losses(training, [killed(victim, phase)], 1, tmp_path / "run", saved)
 
 
 @pytest.mark.parametrize("state", ["quiescing", "stashing"])
 @pytest.mark.parametrize("training", [CP_PARTS, EP, EP_PARTS], ids=str)
 def test_a_second_death_before_the_change(training: Training, state: str, tmp_path: Path, saved: Saved) -> None:
-    """Of two whose copies neither of them keeps."""
-    faults = [f"rank=0,fault=sigkill,at=backward,step={AT}", f"rank=2,fault=sigkill,at=recovery:{state}"]
+    """With experts: of two that have others (without the distributed optimizer no copies are needed), or the same ones,
+    of which nobody is left then."""
+    if training is not EP_PARTS:
+        second = 1 if training is EP else 2
+        check_second_death_before_the_change(training, state, tmp_path / "run", saved, second)
+        return
+    faults = [killed(0, "backward"), killed(2, f"recovery:{state}", None)]
     job = start(tmp_path / "run", training, inject=faults).wait(TIMEOUT_S)
     check_fired(job, 2)
-    check_changed_around(job, training, saved, 2)
+    assert job.code != 0, job.explain()
+    (failed,) = job.of("job_failed")
+    assert "held by no living process" in failed["reason"] and "expert" in failed["reason"], job.explain()
 
 
 @pytest.mark.parametrize("state", ["restoring", "verifying", "resuming"])
 def test_a_second_death_in_the_new_layout(state: str, tmp_path: Path, saved: Saved) -> None:
-    """Who had not come so far as to have the state gets it from the memory once more, in a layout of fewer."""
-    faults = [f"rank=0,fault=sigkill,at=backward,step={AT}"]
-    running = start(tmp_path / "run", EP_PARTS, inject=faults)
-    running.wait_for("job_replanned", TIMEOUT_S)
-    elastic.inject(running, rank=1, at=f"recovery:{state}")
-    job = running.wait(TIMEOUT_S)
-    check_fired(job, 2)
-    assert job.code == 0, job.explain()
-    changes = replanned(job)
-    assert len(changes) == 2 and changes[1][1].ranks <= 2, job.explain()
-    assert changes[0][0] == changes[1][0], job.explain()
-    check_goes_on(job, EP_PARTS, saved, changes)
+    check_second_death_in_the_new_layout(EP_PARTS, state, tmp_path / "run", saved)
 
 
 @pytest.mark.parametrize("training", [EP_PARTS, CP_PARTS], ids=str)
 def test_a_rank_is_replaced_in_the_new_layout(training: Training, tmp_path: Path, saved: Saved) -> None:
-    """As in any job: the others keep their processes, and the same bits follow."""
     sizes = Sizes(dp=4, ep=4) if training is EP_PARTS else Sizes(cp=2)
-    running = start(tmp_path / "run", training, *SLOWLY, config=AUTO)
-    running.wait_for("job_started", TIMEOUT_S)
-    assert command(running, sizes, 3) == ""
-    running.wait_for("recovery_finished", TIMEOUT_S)
-    elastic.inject(running, rank=1, at="backward", step=6)
-    job = running.wait(TIMEOUT_S)
-    check_fired(job)
-    assert job.of("recovery_finished")[1]["victims"] == [1], job.explain()
-    check_goes_on(job, training, saved, [(3, sizes)])
+    check_replaced_in_the_new_layout(training, sizes, tmp_path / "run", saved)
 
 
 def test_two_at_once_go_back_to_a_checkpoint_in_another_layout(tmp_path: Path, saved: Saved) -> None:
-    """What nobody has is read from the fallback checkpoint: experts, too, and their optimizer."""
-    options = ["--checkpoint-dir", str(tmp_path / "checkpoints"), "--checkpoint-interval", "0.2"]
-    running = start(tmp_path / "run", EP_PARTS, *SLOWLY, options=options)
-    running.wait_for("checkpoint_saved", TIMEOUT_S)
-    running.kill(1, 2)
-    job = running.wait(TIMEOUT_S)
-    assert job.code == 0, job.explain()
-    (fallback,) = job.of("fallback_started")
-    (change,) = replanned(job)
-    assert change[0] == fallback["version"] > 0 and change[1].ranks <= 2, job.explain()
-    check_goes_on(job, EP_PARTS, saved, [change])
+    """Experts, too, and their optimizer."""
+    check_back_to_a_checkpoint(EP_PARTS, tmp_path, saved)
 
 
 def test_what_is_refused(tmp_path: Path) -> None:
-    running = start(tmp_path / "run", EP, *SLOWLY, config=AUTO)
-    running.wait_for("job_started", TIMEOUT_S)
+    running = started(tmp_path / "run", EP)
     assert "ep = 3 does not divide 4 experts" in command(running, Sizes(dp=3, ep=3))
     assert "ep = 4 does not divide the 2 ranks" in command(running, Sizes(dp=2, ep=4))
     assert "2 x cp = 6 does not divide 8 tokens" in command(running, Sizes(cp=3))
@@ -220,8 +164,7 @@ def test_what_is_refused(tmp_path: Path) -> None:
 
 def test_what_the_script_has_not_asked_for_stays(tmp_path: Path) -> None:
     training = Training("ep1-stays", Sizes(dp=4), ("--num-experts", "4", "--bf16"))
-    running = start(tmp_path / "run", training, *SLOWLY, config=AUTO)
-    running.wait_for("job_started", TIMEOUT_S)
+    running = started(tmp_path / "run", training)
     assert "has not asked flashrecovery.layout() for ep, so it stays 1" in command(running, Sizes(dp=4, ep=2))
     assert "has not asked flashrecovery.layout() for cp, so it stays 1" in command(running, Sizes(dp=2, cp=2))
     job = running.wait(TIMEOUT_S)

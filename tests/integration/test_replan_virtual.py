@@ -5,12 +5,11 @@ in that layout from that step's state."""
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from tests.support.jobs import check_fired
-from tests.support.replan import AT, TIMEOUT_S, Saved, Sizes, Training, check_goes_on, command, replanned, start
+from tests.support.replan import TIMEOUT_S, Saved, Sizes, Training
+from tests.support.replan_scenarios import check_losses, check_on_command, killed
 
 pytest.importorskip("megatron.core")
 pytestmark = [pytest.mark.megatron, pytest.mark.grid, pytest.mark.timeout(4 * TIMEOUT_S)]
@@ -22,7 +21,6 @@ TWO = Training("vpp2-dp2-distributed", Sizes(1, 2, 2), (*STAGES, *SHARDED))
 PLAIN = Training("vpp2-dp2", Sizes(1, 2, 2), STAGES)
 TIED = Training("vpp2-dp2-tied", Sizes(1, 2, 2), (*STAGES, *SHARDED, "--tie-head"))
 NONE = Training("dp4-to-virtual", Sizes(1, 1, 4), (*STAGES, *SHARDED))
-AUTO: dict[str, Any] = {"replan": {"min": 1}}
 
 
 @pytest.fixture(scope="session")
@@ -46,21 +44,10 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
     ],
 )
 def test_on_command(training: Training, sizes: Sizes, tmp_path: Path, saved: Saved) -> None:
-    running = start(tmp_path / "run", training, "--step-time", "150", config=AUTO)
-    running.wait_for("job_started", TIMEOUT_S)
-    assert command(running, sizes, AT) == ""
-    job = running.wait(TIMEOUT_S)
-    check_goes_on(job, training, saved, [(AT, sizes)])
-    assert not job.of("failure_detected"), job.explain()
+    check_on_command(training, sizes, tmp_path / "run", saved)
 
 
 @pytest.mark.parametrize("victim", (0, 3))
 @pytest.mark.parametrize("training", (TWO, PLAIN), ids=str)
 def test_killed_and_not_replaced(training: Training, victim: int, tmp_path: Path, saved: Saved) -> None:
-    job = start(tmp_path / "run", training, inject=[f"rank={victim},fault=sigkill,at=backward,step={AT}"]).wait(
-        TIMEOUT_S
-    )
-    check_fired(job)
-    (event,) = job.of("job_replanned")
-    assert job.code == 0 and event["step"] in (AT - 1, AT, AT + 1) and event["ranks"] <= 3, job.explain()
-    check_goes_on(job, training, saved, replanned(job))
+    check_losses(training, [killed(victim, "backward")], 3, tmp_path / "run", saved)

@@ -112,6 +112,16 @@ def freeze_some() -> None:
     megatron_model._model = frozen
 
 
+def experts_in_the_first_stage() -> None:
+    """The layers of the other stages are dense."""
+    build = megatron_model.get_gpt_layer_local_spec
+
+    def of_stage(num_experts: int | None, **more: Any) -> Any:
+        return build(num_experts=num_experts if parallel_state.is_pipeline_first_stage() else None, **more)
+
+    megatron_model.get_gpt_layer_local_spec = of_stage
+
+
 def note_peers(chunk: Any) -> None:
     """As Transformer Engine's attention does with context parallelism, which is not there on a CPU."""
     for module in chunk.modules():
@@ -137,6 +147,8 @@ def main() -> None:
     megatron_model.start_groups(args)
     if args.mode == "frozen":
         freeze_some()
+    if args.mode == "dense-stage":
+        experts_in_the_first_stage()
     start_calculator(args)
     config = megatron_model.model_config(args)
     chunks = megatron_model.build_chunks(args, config)

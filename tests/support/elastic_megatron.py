@@ -13,6 +13,8 @@ import pytest
 
 from tests.support.elastic import check_steps_alike, command, start
 from tests.support.elastic_back import Way
+from tests.support.elastic_checkpoints import dead_job, launched
+from tests.support.elastic_checkpoints import started as began_otherwise
 from tests.support.jobs import ROOT, Job, RunningJob, check_clean, check_fired
 from tests.support.megatron import ENVIRONMENT
 
@@ -113,6 +115,19 @@ def check_left(job: Job, training: Training, victims: Sequence[int], resized: Re
     check_clean(job)
 
 
+def check_killed(training: Training, victims: Sequence[int], phase: str, folder: Path, resized: Resized) -> None:
+    """All of them in this phase of step AT."""
+    faults = tuple(f"rank={victim},fault=sigkill,at={phase},step={AT}" for victim in victims)
+    check_left(training.run(folder, inject=faults), training, victims, resized)
+
+
+def check_second_death(training: Training, first: int, second: int, state: str, folder: Path, resized: Resized) -> None:
+    """The first one is killed in step AT, and the second one, of another replica, in this state of the recovery: both
+    replicas leave."""
+    faults = (f"rank={first},fault=sigkill,at=backward,step={AT}", f"rank={second},fault=sigkill,at=recovery:{state}")
+    check_left(training.run(folder, inject=faults), training, (first, second), resized)
+
+
 def check_back(training: Training, victim: int, folder: Path) -> None:
     """The victim's replica leaves, and comes back."""
     end, back = 38, 32
@@ -125,3 +140,30 @@ def check_back(training: Training, victim: int, folder: Path) -> None:
 
     way = Way(begin, alike, lambda step: step, training.replicas, training.each)
     way.check_back(folder, [victim], training.ranks(victim), AT, back)
+
+
+LONG = 40
+"""Steps of jobs that write checkpoints."""
+
+
+def by_ranks(training: Training) -> Callable[..., RunningJob]:
+    """As :mod:`tests.support.elastic_checkpoints` starts jobs, which counts ranks."""
+
+    def begin(folder: Path, *flags: str, config: Any, nproc: int, **options: Any) -> RunningJob:
+        of_replicas = config
+        if "elastic" in config:
+            of_replicas = {**config, "elastic": {**config["elastic"], "max": nproc // training.each}}
+        return training.start(folder, "--steps", str(LONG), *flags, config=of_replicas, nproc=nproc, **options)
+
+    return begin
+
+
+def check_read_by(training: Training, before: int, after: int, folder: Path) -> None:
+    """A job of ``before`` replicas dies whole, and one of ``after`` goes on from its checkpoint."""
+    begin, each = by_ranks(training), training.each
+    version, _ = dead_job(folder, nproc=before * each, begin=begin)[-1]
+    job = launched(folder, "again", after * each, begin=begin)
+    assert job.code == 0 and job.of("job_started")[0]["step"] == version > 0, job.explain()
+    other = began_otherwise(folder, before * each, version, after * each, begin=begin)
+    check_steps_alike(job, other, version, LONG, after * each)
+    check_clean(job)

@@ -199,11 +199,6 @@ class Saved:
         """An undisturbed job in the layout of the launch, and where its versions are."""
         return self.of(training)
 
-    def started(self, training: LaidOut, sizes: Sizes, iteration: int) -> Job:
-        """A job that megatron-core has started in this layout from the state of that iteration of an undisturbed
-        one."""
-        return self.of(training, [(iteration, sizes)])[1]
-
 
 def replanned(job: Job) -> list[tuple[int, Sizes]]:
     """From which step on the job had which layouts, in order."""
@@ -211,8 +206,8 @@ def replanned(job: Job) -> list[tuple[int, Sizes]]:
 
 
 def check_goes_on(job: Job, training: Training, saved: Saved, changes: Sequence[tuple[int, Sizes]]) -> None:
-    """The job has changed its layout so, and from its first change on it is, bit for bit, a job that was started in the
-    new layout from that step's state: losses of every rank, and the whole state, until the next change. Before the
+    """The job has changed its layout so, and from each change on it is, bit for bit, a job that was started in the new
+    layout from that step's state: losses of every rank, and the whole state, until the next change. Before the first
     change it is one that was not disturbed."""
     assert job.code == 0, job.explain()
     mine = Course.of(job)
@@ -221,17 +216,17 @@ def check_goes_on(job: Job, training: Training, saved: Saved, changes: Sequence[
     why = job.explain()
     assert replanned(job) == list(changes), why
     changes = list(dict(changes).items())  # of several before one step only the last one has taken it
-    step, sizes = changes[0]
-    check_same_steps(mine, before, 0, step, training.sizes, why)
+    was = training.sizes
+    check_same_steps(mine, before, 0, changes[0][0], was, why)
     for number, (step, sizes) in enumerate(changes):
         until = changes[number + 1][0] if number + 1 < len(changes) else STEPS
         begun = mine.states["begin", step, str(sizes)]
         assert len(begun) == 1, f"version {step} is begun with as {begun}\n{why}"
-        if number == 0:
-            known = before.states["state", step, str(training.sizes)]
-            assert begun == known, f"version {step} is {begun} in {sizes}, and was {known}\n{why}"
-            new = saved.started(training, sizes, step)
-            check_same_steps(mine, Course.of(new), step, until, sizes, f"{why}\n--- started so\n{new.explain()}")
+        known = before.states["state", step, str(was)]
+        assert begun == known, f"version {step} is {begun} in {sizes}, and was {known} in {was}\n{why}"
+        _, new = saved.of(training, changes[: number + 1])
+        before, was = Course.of(new), sizes
+        check_same_steps(mine, before, step, until, sizes, f"{why}\n--- started so\n{new.explain()}")
     assert {rank for rank, layout in mine.ends if layout == str(changes[-1][1])} == set(range(sizes.ranks)), why
     check_clean(job)
     assert not left_in_memory(), why

@@ -14,7 +14,7 @@ import torch
 from torch.utils.data import TensorDataset
 
 from flashrecovery.adapter import CallBatches, FrameworkBatch
-from flashrecovery.errors import ConfigError, RegistrationError
+from flashrecovery.errors import ConfigError, RegistrationError, UnsupportedError
 from flashrecovery.plan.sample_order import exact_sizes
 from flashrecovery.worker import elastic as batches_of
 from fr_megatron import division, elastic
@@ -80,7 +80,7 @@ def test_one_chunk_twice_is_not_both(monkeypatch: pytest.MonkeyPatch) -> None:
         batches.refuse_unread(0)
 
 
-@pytest.mark.parametrize("taken", ["all", "one ahead", "one chunk", "each in its turn", "unseen"])
+@pytest.mark.parametrize("taken", ["all", "one ahead", "one chunk", "of the other chunk", "each in its turn", "unseen"])
 def test_micro_batches_that_are_taken_before_they_are_computed(taken: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The streams are seeded when a micro-batch is handed out; the last one's would be drawn from for all of them."""
     chunks = [torch.nn.Identity(), torch.nn.Identity()]
@@ -94,6 +94,8 @@ def test_micro_batches_that_are_taken_before_they_are_computed(taken: str, monke
             turns[1] = iter(list(turns[1]))
         elif taken == "one ahead":
             turns[0] = chain([next(turns[0]), next(turns[0])], turns[0])
+        elif taken == "of the other chunk":  # each chunk's first one
+            turns = [chain([next(turn)], turn) for turn in turns]
 
         def compute(_: int, chunk: int, turns: Any = turns) -> None:
             batch = next(turns[chunk])
@@ -328,3 +330,35 @@ def test_each_stage_of_the_whole_model_draws_its_own(monkeypatch: pytest.MonkeyP
         return found
 
     assert drawn(2) == drawn(4) and len({*drawn(2)}) == 4
+
+
+# -- stages of several kinds ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dense", [True, False])
+@pytest.mark.parametrize("experts", [True, False])
+def test_a_stage_without_experts_divides_the_rest(dense: bool, experts: bool) -> None:
+    """Megatron makes an optimizer of experts on all ranks if there are any, which is of none on such a stage."""
+    module = pytest.importorskip("fr_megatron.adapter")
+    some, more = chunk(300, frozen=not dense), chunk(500, frozen=not experts)
+    one = SimpleNamespace(
+        buffers=some.buffers,
+        expert_parallel_buffers=more.buffers,
+        ddp_config=some.ddp_config,
+        named_parameters=lambda: [("w", *some.named_parameters()[0][1:]), ("e", *more.named_parameters()[0][1:])],
+    )
+    adapter = module.MegatronAdapter.__new__(module.MegatronAdapter)
+    adapter._chunks, adapter._membership = [one], {"0.w": 0, "0.e": 0}
+    adapter._inner = [
+        SimpleNamespace(param_groups=[{"is_expert_parallel": of_experts}]) for of_experts in (False, True)
+    ]
+    wrapper = SimpleNamespace(group=lambda *, expert: "")
+    places = module.SharedPlaces((0, 1, 2, 3), 1, ("stand=0", "stand=1"), one_each=False)
+    if not dense:
+        with pytest.raises(UnsupportedError, match="trains nothing but experts"):
+            adapter._divided(wrapper, places)
+        return
+    made = adapter._divided(wrapper, places)
+    names = {rule.name for rule in made.rules({"dense": {"state": []}, "experts": {"state": []}})}
+    assert made.size == 2 and bool([name for name in names if name.startswith("experts")]) is experts
+    assert (made._experts is not None) is experts  # one of nothing has no size

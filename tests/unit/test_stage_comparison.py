@@ -14,7 +14,7 @@ import pytest
 from tests.support import replan, replan_elastic
 from tests.support.jobs import Job
 from tests.support.megatron_lm_loop import LoopTraining
-from tests.support.replan import LaidOut, Saved, Sizes
+from tests.support.replan import STEPS, LaidOut, Saved, Sizes, check_goes_on
 from tests.support.replan_elastic import Stage, check_stages
 
 ITERATIONS = 6
@@ -63,7 +63,7 @@ class Printed(LoopTraining):
     def start(self, folder: Path, *flags: str, sizes: Sizes | None = None, **_: Any) -> Any:
         given = dict(zip(flags[::2], flags[1::2], strict=True))
         first = int(Path(given.get("--start-from", "0")).name)
-        job = made(folder, lines(first, ITERATIONS, sizes or self.sizes))
+        job = made(folder, lines(first, self.iterations, sizes or self.sizes))
         return SimpleNamespace(wait=lambda _: job)
 
 
@@ -74,7 +74,7 @@ TRAINING: LaidOut = Printed("printed", iterations=ITERATIONS)
 def nothing_ran(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (replan, replan_elastic):
         monkeypatch.setattr(module, "check_clean", lambda job: None)
-    monkeypatch.setattr(replan_elastic, "left_in_memory", list)
+        monkeypatch.setattr(module, "left_in_memory", list)
 
 
 def compare(folder: Path, printed: Sequence[str], events: Sequence[Mapping[str, Any]] = EVENTS) -> Any:
@@ -124,3 +124,28 @@ def test_sizes_in_which_nothing_was_computed(tmp_path: Path) -> None:
     expected = [Stage(3, HALF), Stage(4, ONE, anew=True)]
     found = check_stages(made(tmp_path / "job", printed, events), TRAINING, Saved(tmp_path), expected)
     assert [(part.first, part.until, part.sizes) for part in found] == [(0, 2, WIDE), (2, ITERATIONS, ONE)]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda line: line,
+        lambda line: line.replace(digest(6), digest(99)) if line.startswith("begin=6") else line,
+        lambda line: line.replace(loss(7, WIDE), "0.1") if line.startswith("step=7 rank=2") else line,
+        lambda line: line.replace(digest(9), digest(99)) if line.startswith("state=9") else line,
+    ],
+    ids=["alike", "begin", "loss", "last-state"],
+)
+def test_a_job_that_changes_its_layout_twice(change: Callable[[str], str], tmp_path: Path) -> None:
+    parts = [(0, 3, WIDE), (3, 6, ONE), (6, STEPS, WIDE)]
+    printed = [line for part in parts for line in lines(*part)]
+    printed += [f"digest rank={rank} layout={WIDE} {digest(STEPS)}" for rank in range(WIDE.ranks)]
+    changed = [change(line) for line in printed]
+    events = [{"event": "job_replanned", "step": step, "layout": str(sizes)} for step, _, sizes in parts[1:]]
+    job, training = made(tmp_path / "job", changed, events), Printed("printed", iterations=STEPS)
+    changes = [(step, sizes) for step, _, sizes in parts[1:]]
+    if changed == printed:
+        check_goes_on(job, training, Saved(tmp_path), changes)
+        return
+    with pytest.raises(AssertionError):
+        check_goes_on(job, training, Saved(tmp_path), changes)

@@ -180,7 +180,7 @@ class ElasticBatches:
         self._runs = None if own is None else own.runs
         self._forwards = None if own is None else own.forwards
         self._began = 0  # forward passes when the step began
-        self._seen: dict[int, int] = {}  # ... and when each chunk got its last micro-batch
+        self._seen: int | None = None  # ... and when the last micro-batch was handed out, of whatever chunk
         self._ahead = False  # a micro-batch has been handed out before the one before it was computed
         self._group: dist.ProcessGroup | None = None
         self._looked = False  # for that group, for the last time
@@ -266,8 +266,8 @@ class ElasticBatches:
     def begin(self, step: int) -> None:
         """A step is handed out: what it draws outside of its micro-batches is the same on all replicas, too."""
         self._through.clear()
-        self._seen.clear()
-        self._ahead, self._began = False, self._forwards() if self._forwards is not None else 0
+        self._seen, self._ahead = None, False
+        self._began = self._forwards() if self._forwards is not None else 0
         if not self._looked:  # all models are known now
             self._place()
             self._looked = True
@@ -287,9 +287,9 @@ class ElasticBatches:
         # A model that is never seen to go forward (its class goes another way) says nothing.
         if self._ahead and self._forwards is not None and self._forwards() > self._began:
             raise RegistrationError(
-                f"step {step} has taken a micro-batch of a model chunk before it computed the one before (in a list, "
-                "or ahead of time): the random streams are seeded as each of them is handed out, so in an elastic job "
-                "each is computed before the next one is taken"
+                f"step {step} has taken a micro-batch before it computed the one before, of this model chunk or of "
+                "another (in a list, or ahead of time): the random streams are seeded as each of them is handed out, "
+                "so in an elastic job each is computed before the next one is taken"
             )
 
     def division(self) -> BatchDivision:
@@ -329,8 +329,8 @@ class ElasticBatches:
                 model.set_requires_gradient_sync(last)
         if self._forwards is not None:
             now = self._forwards()
-            self._ahead |= self._seen.get(chunk) == now
-            self._seen[chunk] = now
+            self._ahead |= self._seen == now
+            self._seen = now
         number, positions = turn.number, turn.positions
         self._seed_all(stream_seed(self._seed, self._first_step + step, number), chunk)
         data = self._collate([self._dataset[self._order.sample(position)] for position in positions])

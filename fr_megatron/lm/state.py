@@ -33,7 +33,17 @@ is "unexpectedly large"."""
 
 _KEPT = 4
 """Iterations of which it is known what the loop has got. A recovery in place goes back no further."""
-_COMMON = ("result", "overflows", "totals", "consumed_valid_samples", "rerun", "rerun_mode", "positions", "exits")
+_COMMON = (
+    "result",
+    "params_norm",
+    "overflows",
+    "totals",
+    "consumed_valid_samples",
+    "rerun",
+    "rerun_mode",
+    "positions",
+    "exits",
+)
 """What :meth:`LMLoop.save` gives that is the same on all ranks where the layout may change."""
 
 
@@ -45,11 +55,22 @@ class TrainResult:
     skipped: bool
     rest: tuple[Any, ...]
     """should_checkpoint, should_exit, exit_code, grad_norm, num_zeros_in_grad, and what later versions add."""
+    params_norm: float | None = None
+    """Of the parameters after the step, with ``--log-params-norm``."""
 
     @staticmethod
-    def of(returned: tuple[Any, ...]) -> TrainResult:
+    def of(returned: tuple[Any, ...], params_norm: float | None = None) -> TrainResult:
         losses, skipped, *rest = returned
-        return TrainResult(dict(losses), bool(skipped), tuple(_plain(value) for value in rest))
+        return TrainResult(dict(losses), bool(skipped), tuple(_plain(value) for value in rest), params_norm)
+
+    def logged(self, given: tuple[Any, ...]) -> tuple[Any, ...]:
+        """What ``training_log`` is ``given`` after the losses, with this step's norms: the loop may have got those of a
+        step that was made again since, in another size, with other last bits. ``given`` begins with learning rate,
+        iteration, loss scale, whether memory is reported, and whether the step was skipped."""
+        if self is NOTHING:
+            return given
+        *_, norm, zeros = self.rest[:5]
+        return *given[:4], int(self.skipped), norm, self.params_norm, zeros, *given[8:]
 
     def returned(self) -> tuple[Any, ...]:
         return dict(self.losses), int(self.skipped), *self.rest
@@ -94,10 +115,10 @@ class LMLoop:
         self._common: dict[str, Any] = {}
         self._restored: dict[str, Any] | None = None
 
-    def finished(self, iteration: int, returned: tuple[Any, ...]) -> tuple[Any, ...]:
+    def finished(self, iteration: int, returned: tuple[Any, ...], params_norm: float | None = None) -> tuple[Any, ...]:
         """``train_step`` has returned. Returns what the loop is to get, which may have it already: a step that is made
         again in another size has a loss that differs in its last bits, and that one is logged, and summed up."""
-        self.result = TrainResult.of(returned)
+        self.result = TrainResult.of(returned, params_norm)
         if self.result.skipped:
             self.overflows.add(iteration)
         returned = self.handed(iteration, returned)
@@ -153,6 +174,7 @@ class LMLoop:
     def save(self) -> dict[str, Any]:
         return {
             "result": self.result.returned(),
+            "params_norm": self.result.params_norm,
             "overflows": sorted(self.overflows),
             "totals": _copied(self.totals or self._given_totals or {}),
             "logged": self._logged,
@@ -169,7 +191,7 @@ class LMLoop:
     def load(self, saved: dict[str, Any]) -> None:
         from megatron.core.rerun_state_machine import RerunMode, RerunState
 
-        self.result = TrainResult.of(saved["result"])
+        self.result = TrainResult.of(saved["result"], saved["params_norm"])
         self.overflows = set(saved["overflows"])
         self._logged = saved["logged"]
         totals = self._totals_after.get(saved["logged"], saved["totals"])

@@ -16,7 +16,7 @@ from fr_megatron.adapter import adapter_for
 from fr_megatron.digest import state_digest
 from fr_megatron.elastic import membership
 from fr_megatron.lm import replan
-from fr_megatron.lm.arguments import common, given, settings
+from fr_megatron.lm.arguments import check_protected, common, given, settings
 from fr_megatron.lm.data import streamed
 from fr_megatron.lm.elastic_loop import ElasticLoop, check_flag
 from fr_megatron.lm.loading import as_at_the_launch
@@ -72,6 +72,7 @@ class ProtectedLoop:
         from megatron.core.rerun_state_machine import get_rerun_state_machine
         from megatron.training.global_vars import get_timers
 
+        check_protected(self._args)
         with as_at_the_launch(self._args):
             made = self._original["setup_model_and_optimizer"](*args, **kwargs)
         chunks, optimizer, scheduler = made

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import sys
 from types import SimpleNamespace
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from flashrecovery.errors import UnsupportedError
 from flashrecovery.state import codec
 from fr_megatron.lm.calls import ProtectedLoop
 from fr_megatron.lm.state import NOTHING, LMLoop
@@ -223,3 +225,12 @@ def test_the_norm_of_the_parameters_is_a_part_of_the_step(monkeypatch: pytest.Mo
     monkeypatch.setattr(ProtectedLoop, "_args", SimpleNamespace(log_params_norm=False, curr_iteration=1))
     protected.train_step(None, [])
     assert not asked and protected.calc_params_l2_norm("model") is None
+
+
+def test_checkpoints_that_are_written_beside_training_are_refused() -> None:
+    from fr_megatron.lm.arguments import check_protected
+
+    check_protected(argparse.Namespace(async_save=False))
+    check_protected(argparse.Namespace())
+    with pytest.raises(UnsupportedError, match="--async-save"):
+        check_protected(argparse.Namespace(async_save=True))

@@ -15,11 +15,14 @@ from tests.support import elastic
 from tests.support.jobs import Job, check_fired
 from tests.support.replan import (
     AT,
+    STEPS,
     TIMEOUT_S,
+    Course,
     Saved,
     Sizes,
     Training,
     check_goes_on,
+    check_same_steps,
     command,
     never,
     replanned,
@@ -206,6 +209,21 @@ def test_two_at_once_go_back_to_a_checkpoint_in_another_layout(tmp_path: Path, s
     (change,) = replanned(job)
     assert change[0] == fallback["version"] > 0 and change[1].ranks <= 2, job.explain()
     check_goes_on(job, EP_PARTS, saved, [change])
+
+
+def test_experts_with_tensor_parallelism_but_whole_sequences(tmp_path: Path, saved: Saved) -> None:
+    """By command: the script is told before its first step what it lacks, and the job goes on in the layout before. By
+    itself the planner does not choose that."""
+    running = start(tmp_path / "run", EP, *SLOWLY, "--mode", "whole-sequences", config=AUTO)
+    running.wait_for("job_started", TIMEOUT_S)
+    sizes = Sizes(tp=2, dp=2)
+    assert command(running, sizes, AT) == ""
+    job = running.wait(TIMEOUT_S)
+    assert job.code == 0, job.explain()
+    assert replanned(job) == [(AT, sizes), (AT, EP.sizes)], job.explain()
+    assert "without sequence_parallel, which megatron-core does not" in job.explain(), job.explain()
+    mine, theirs = Course.of(job), Course.of(saved.written(EP)[1])
+    check_same_steps(mine, theirs, 0, STEPS, EP.sizes, job.explain())
 
 
 def test_what_is_refused(tmp_path: Path) -> None:

@@ -86,7 +86,7 @@ def test_the_norm_of_the_parameters(flags: tuple[str, ...], tmp_path: Path) -> N
     """It is reduced in each iteration, and logged after three. Of iterations 0 to 5 the calls are 0 and 1, 2, 3 and 4,
     5, 6, 7 and 8."""
     layout = lm("norms", *TP, *flags, "--log-params-norm", "--log-interval", "3", nproc=4)
-    inject = faults((2, "commit", 3), (1, "backward", 5), (3, "commit", 6), (0, "between", 8))
+    inject = faults((2, "commit", 3), (3, "backward", 5), (1, "commit", 6), (0, "between", 8))
     jobs = [_run(tmp_path / name, layout, armed) for name, armed in (("reference", ()), ("run", inject))]
     check_same(jobs[1], jobs[0], printed=Printed.LAST_RANK)
     check_fired(jobs[1], len(inject))

@@ -12,10 +12,11 @@ from typing import Any
 
 import torch
 
-from flashrecovery.adapter import LoopAdapter
+from flashrecovery.adapter import LoopAdapter, plain_fields
 from fr_megatron import trackers
 from fr_megatron.lm.elastic_loop import ElasticLoop
 from fr_megatron.lm.replan import LayoutLoop
+from fr_megatron.own_loop import calculator
 
 _RERUN = (
     "current_iteration",
@@ -31,6 +32,9 @@ _RERUN_LARGEST = ("large_value_counts", "max_values")
 is "unexpectedly large"."""
 
 
+_OF_SCRIPT = ("curr_iteration", "consumed_train_samples", "skipped_train_samples")
+"""Arguments that the loop sets between its calls, and that a step may read. Where one is made again, the loop may have
+gone on from it already: to the next step, if there is no log in between."""
 _KEPT = 4
 """Iterations of which it is known what the loop has got. A recovery in place goes back no further."""
 _COMMON = (
@@ -186,6 +190,16 @@ class LMLoop:
             "trackers": trackers.save(),
             "positions": [] if self._positions is None else self._positions.positions(),
             "exits": self.exits,
+            **self._of_script(),
+        }
+
+    def _of_script(self) -> dict[str, Any]:
+        """What only the loop itself sets, between two calls. An elastic job's number of micro-batches is that of its
+        size."""
+        of_size = self.elastic is not None
+        return {
+            "arguments": {name: value for name in _OF_SCRIPT if (value := getattr(self._args, name, None)) is not None},
+            "micro_batches": {} if of_size else plain_fields(calculator()),
         }
 
     def load(self, saved: dict[str, Any]) -> None:
@@ -200,6 +214,8 @@ class LMLoop:
         else:
             _fill(self.totals, totals)
         self._args.consumed_valid_samples = saved["consumed_valid_samples"]
+        vars(self._args).update(saved["arguments"])
+        vars(calculator()).update(saved["micro_batches"])
         self.exits = saved["exits"]
         for name, timer in self._timers._timers.items():
             if hasattr(timer, "_started"):
@@ -221,7 +237,7 @@ class LMLoop:
     def resume(self) -> None:
         if self._restored is not None:
             running = {name for name, timer in self._timers._timers.items() if getattr(timer, "_started", False)}
-            self.load({**self._restored, "running": running})
+            self.load({**self._restored, "running": running, **self._of_script()})
 
     # -- what is the same on all ranks, in every layout -------------------------------------------
 

@@ -234,3 +234,39 @@ def test_checkpoints_that_are_written_beside_training_are_refused() -> None:
     check_protected(argparse.Namespace())
     with pytest.raises(UnsupportedError, match="--async-save"):
         check_protected(argparse.Namespace(async_save=True))
+
+
+@pytest.mark.parametrize("elastic", [False, True])
+def test_a_step_that_is_made_again_sees_the_loop_where_it_was(elastic: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where no log comes between two steps, a rank that was ahead makes one again when its loop has gone on to the
+    next: with another iteration, and, where the batch size ramps up, another number of micro-batches. A replacement's
+    loop is where it has come to itself."""
+    from megatron.core import num_microbatches_calculator as module
+    from megatron.core.rerun_state_machine import RerunMode, RerunStateMachine
+
+    calculator = module.ConstantNumMicroBatchesCalculator(24, 2, 2, False, 0)
+    monkeypatch.setattr(module, "_GLOBAL_NUM_MICROBATCHES_CALCULATOR", calculator)
+
+    def loop(iteration: int) -> LMLoop:
+        args = SimpleNamespace(
+            consumed_valid_samples=0, curr_iteration=iteration, consumed_train_samples=24 * iteration
+        )
+        of_size = SimpleNamespace(positions=list, set_positions=lambda _: None) if elastic else None
+        machine = RerunStateMachine(mode=RerunMode.DISABLED)
+        return LMLoop(args, SimpleNamespace(_timers={}), machine, of_size)  # type: ignore[arg-type]
+
+    def seen(of: LMLoop) -> tuple[int, int, int]:
+        return of._args.curr_iteration, of._args.consumed_train_samples, calculator.num_micro_batches
+
+    ahead = loop(4)
+    step = ahead.save()
+    ahead._args.curr_iteration, ahead._args.consumed_train_samples, calculator.num_micro_batches = 5, 120, 7
+    following = ahead.save()
+    ahead.load(step)
+    assert seen(ahead) == (4, 96, 7 if elastic else 6)
+    ahead.load(following)
+    assert seen(ahead) == (5, 120, 7)
+    replacement = loop(6)
+    replacement.restored(codec.loads(codec.dumps(step)))
+    replacement.resume()
+    assert seen(replacement) == (6, 144, 7)

@@ -120,6 +120,7 @@ class MegatronLogical(LogicalState):
             "sequence": sequence,
             "heads_over_cp": "a2a" in _context_ways(config),
             "memory_bytes": _device_bytes(),
+            "sequence_parallel": bool(config.sequence_parallel),
             "sharded": bool(self._chunks[0].ddp_config.use_distributed_optimizer),
         }
 
@@ -234,6 +235,14 @@ def _dense_layers(config: Any) -> int:
 
 def _of_sizes(config: Any) -> Iterator[str]:
     """What of the configuration is made of a size that another layout has otherwise, by name."""
+    from megatron.core import parallel_state as state
+
+    several = state.get_tensor_model_parallel_world_size() > 1
+    if several and getattr(config, "num_moe_experts", None) and not config.sequence_parallel:
+        yield (
+            "MoE layers and tensor_model_parallel_size above 1 without sequence_parallel, which megatron-core does not "
+            "train (allowed: sequence_parallel = tensor_model_parallel_size > 1)"
+        )
     if getattr(config, "moe_router_topk_limited_devices", None):
         yield (
             "moe_router_topk_limited_devices, with which tokens are routed to as many groups of experts as there are "

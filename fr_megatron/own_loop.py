@@ -43,13 +43,13 @@ class OwnLoop:
         self._functions = [{name: getattr(config, name, None) for name in PUT_ASIDE} for config in self._configs()]
         return {
             # Not the rank, by which it chooses who logs: the only field that is each rank's own.
-            "micro_batches": {k: v for k, v in plain_fields(_calculator()).items() if k != "rank"},
+            "micro_batches": {k: v for k, v in plain_fields(calculator()).items() if k != "rank"},
             "replicas": _replicas(),
             "hooked": [bool(_handles(chunk)) for chunk in self._chunks],
         }
 
     def restore_common(self, state: Mapping[str, Any]) -> None:
-        vars(_calculator()).update(state["micro_batches"])
+        vars(calculator()).update(state["micro_batches"])
         if state.get("replicas", _replicas()) != _replicas():
             resize_calculator()
         known = state["hooked"]
@@ -81,7 +81,8 @@ class _NoCalculator:
     """Stands where the script has none."""
 
 
-def _calculator() -> Any:
+def calculator() -> Any:
+    """That of ``get_num_microbatches()``; something without attributes where the script has none."""
     from megatron.core import num_microbatches_calculator as module
 
     return module._GLOBAL_NUM_MICROBATCHES_CALCULATOR or _NoCalculator()

@@ -4,7 +4,8 @@ The loop stays Megatron's: nothing is copied, functions that it calls by name ar
 it that communicates becomes one call of the core (:mod:`flashrecovery.worker.calls`):
 
 ==================  ===============================================================================================
-``train``           ``train_step``: forward, backward, optimizer, scheduler, and the reductions of what it returns
+``train``           ``train_step``: forward, backward, optimizer, scheduler, and the reductions of what it returns; and
+                    the norm of the parameters, for which the loop asks after it (``--log-params-norm``)
 ``log``             ``training_log``, in iterations in which it communicates
 ``evaluate``        ``evaluate_and_print_results``
 ``check``, ``exit``  ``post_training_step_callbacks``, ``checkpoint_and_decide_exit``, where they have something to do

@@ -6,6 +6,8 @@ import argparse
 from collections.abc import Callable
 from typing import Any
 
+from flashrecovery.errors import UnsupportedError
+
 Provider = Callable[[argparse.ArgumentParser], argparse.ArgumentParser]
 
 
@@ -88,6 +90,16 @@ def settings(args: argparse.Namespace) -> dict[str, Any]:
     if checkpoint := {name: value for name, value in checkpoint.items() if value is not None}:
         result["checkpoint"] = checkpoint
     return result
+
+
+def check_protected(args: argparse.Namespace) -> None:
+    """Raises UnsupportedError for a flag with which the loop communicates where no call can be. ``args``: as the loop
+    uses them."""
+    if getattr(args, "async_save", False):
+        raise UnsupportedError(
+            "flash-recovery does not support: --async-save (between its calls the loop asks on all ranks whether "
+            "writing is over, and a rank that is replaced writes nothing); allowed: without it"
+        )
 
 
 _OF_A_RANK = frozenset(("rank", "local_rank"))

@@ -16,7 +16,7 @@ from fr_megatron.adapter import adapter_for
 from fr_megatron.digest import state_digest
 from fr_megatron.elastic import membership
 from fr_megatron.lm import replan
-from fr_megatron.lm.arguments import common, given, settings
+from fr_megatron.lm.arguments import check_protected, common, given, settings
 from fr_megatron.lm.data import streamed
 from fr_megatron.lm.elastic_loop import ElasticLoop, check_flag
 from fr_megatron.lm.loading import as_at_the_launch
@@ -72,6 +72,7 @@ class ProtectedLoop:
         from megatron.core.rerun_state_machine import get_rerun_state_machine
         from megatron.training.global_vars import get_timers
 
+        check_protected(self._args)
         with as_at_the_launch(self._args):
             made = self._original["setup_model_and_optimizer"](*args, **kwargs)
         chunks, optimizer, scheduler = made
@@ -135,7 +136,7 @@ class ProtectedLoop:
             )
             if self._layouts is not None:
                 returned = self._layouts.stepped(returned)
-            return loop.finished(iteration, returned)
+            return loop.finished(iteration, returned, self._parameters_norm())
 
         def skipped() -> Any:
             if loop.result is not NOTHING:
@@ -144,6 +145,22 @@ class ProtectedLoop:
             return empty, int(iteration in loop.overflows), *rest
 
         return self._call("train", body, skipped)
+
+    def _parameters_norm(self) -> float | None:
+        """What the log is to say of the parameters. A collective, so it is a part of the step: the loop asks for it
+        outside of all calls."""
+        if not self._args.log_params_norm:
+            return None
+        assert self._objects is not None
+        found: float = self._original["calc_params_l2_norm"](self._objects[0])
+        return found
+
+    def calc_params_l2_norm(self, model: Any, *args: Any, **kwargs: Any) -> Any:
+        """After a step, what it has found; where it was skipped, None, which no log shows."""
+        if not self._started:
+            return self._original["calc_params_l2_norm"](model, *args, **kwargs)
+        assert self._loop is not None
+        return self._loop.result.params_norm
 
     def _report_tokens(self) -> None:
         """For what is shown of the job's speed; a ramp-up changes the batch size."""
@@ -162,17 +179,17 @@ class ProtectedLoop:
         settings = self._args
         communicates = first or iteration % settings.log_interval == 0 or _reduces_losses(settings)
 
-        def body() -> Any:
-            return self._original["training_log"](loss_dict, total_loss_dict, *args, **kwargs)
+        def log(totals: dict[str, Any]) -> Any:
+            return self._original["training_log"](loss_dict, totals, *loop.result.logged(args), **kwargs)
 
         def made() -> Any:
-            returned = body()
+            returned = log(total_loss_dict)
             loop.printed(iteration - 1)
             return returned
 
         def add(totals: dict[str, Any]) -> Any:
             with _own_learning_rate():
-                return self._original["training_log"](loss_dict, totals, *args, **kwargs)
+                return log(totals)
 
         if communicates:
             return self._call("log", made, lambda: report_memory)

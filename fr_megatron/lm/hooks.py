@@ -24,6 +24,7 @@ TIMERS = "megatron.core.timers"
 PARALLEL = "megatron.core.parallel_state"
 CALCULATOR = "megatron.core.num_microbatches_calculator"
 CHECKPOINTING = "megatron.training.checkpointing"
+UTILITIES = "megatron.training.utils"
 CORE_0_16, CORE_0_20 = RELEASES = "0.16", "0.20"
 """Loops that differ in what is replaced, by the release of megatron-core in which they were first seen. Which one it
 is, the functions themselves say, not the version."""
@@ -77,8 +78,12 @@ LOOP = (
     ReplacedFunction(
         TRAINING,
         "training_log",
-        ("loss_dict", "total_loss_dict", "learning_rate", "iteration", "loss_scale", "report_memory_flag"),
+        (
+            *("loss_dict", "total_loss_dict", "learning_rate", "iteration", "loss_scale", "report_memory_flag"),
+            *("skipped_iter", "grad_norm", "params_norm", "num_zeros_in_grad"),
+        ),
     ),
+    ReplacedFunction(TRAINING, "calc_params_l2_norm", ("model",), defined=UTILITIES),
     ReplacedFunction(TRAINING, "evaluate_and_print_results", ("prefix", "forward_step_func", "data_iterator", "model")),
     ReplacedFunction(TRAINING, "save_checkpoint_and_time", ("iteration", "model", "optimizer", "opt_param_scheduler")),
     ReplacedFunction(

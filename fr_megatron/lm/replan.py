@@ -49,7 +49,6 @@ _OWN: dict[str, str] = {
     "check_for_spiky_loss": "each rank remembers the largest loss that it has had itself",
     "check_for_large_grads": "each rank remembers the largest gradient that it has had itself",
     "log_max_attention_logit": "each rank has its own",
-    "log_params_norm": "not tried",
     "data_parallel_random_init": "not tried",
     "use_tp_pp_dp_mapping": "ranks are counted otherwise",
     "decrease_batch_size_if_needed": "the global batch follows the number of ranks",

@@ -12,10 +12,11 @@ from typing import Any
 
 import torch
 
-from flashrecovery.adapter import LoopAdapter
+from flashrecovery.adapter import LoopAdapter, plain_fields
 from fr_megatron import trackers
 from fr_megatron.lm.elastic_loop import ElasticLoop
 from fr_megatron.lm.replan import LayoutLoop
+from fr_megatron.own_loop import calculator
 
 _RERUN = (
     "current_iteration",
@@ -31,9 +32,22 @@ _RERUN_LARGEST = ("large_value_counts", "max_values")
 is "unexpectedly large"."""
 
 
+_OF_SCRIPT = ("curr_iteration", "consumed_train_samples", "skipped_train_samples")
+"""Arguments that the loop sets between its calls, and that a step may read. Where one is made again, the loop may have
+gone on from it already: to the next step, if there is no log in between."""
 _KEPT = 4
 """Iterations of which it is known what the loop has got. A recovery in place goes back no further."""
-_COMMON = ("result", "overflows", "totals", "consumed_valid_samples", "rerun", "rerun_mode", "positions", "exits")
+_COMMON = (
+    "result",
+    "params_norm",
+    "overflows",
+    "totals",
+    "consumed_valid_samples",
+    "rerun",
+    "rerun_mode",
+    "positions",
+    "exits",
+)
 """What :meth:`LMLoop.save` gives that is the same on all ranks where the layout may change."""
 
 
@@ -45,11 +59,22 @@ class TrainResult:
     skipped: bool
     rest: tuple[Any, ...]
     """should_checkpoint, should_exit, exit_code, grad_norm, num_zeros_in_grad, and what later versions add."""
+    params_norm: float | None = None
+    """Of the parameters after the step, with ``--log-params-norm``."""
 
     @staticmethod
-    def of(returned: tuple[Any, ...]) -> TrainResult:
+    def of(returned: tuple[Any, ...], params_norm: float | None = None) -> TrainResult:
         losses, skipped, *rest = returned
-        return TrainResult(dict(losses), bool(skipped), tuple(_plain(value) for value in rest))
+        return TrainResult(dict(losses), bool(skipped), tuple(_plain(value) for value in rest), params_norm)
+
+    def logged(self, given: tuple[Any, ...]) -> tuple[Any, ...]:
+        """What ``training_log`` is ``given`` after the losses, with this step's norms: the loop may have got those of a
+        step that was made again since, in another size, with other last bits. ``given`` begins with learning rate,
+        iteration, loss scale, whether memory is reported, and whether the step was skipped."""
+        if self is NOTHING:
+            return given
+        *_, norm, zeros = self.rest[:5]
+        return *given[:4], int(self.skipped), norm, self.params_norm, zeros, *given[8:]
 
     def returned(self) -> tuple[Any, ...]:
         return dict(self.losses), int(self.skipped), *self.rest
@@ -94,10 +119,10 @@ class LMLoop:
         self._common: dict[str, Any] = {}
         self._restored: dict[str, Any] | None = None
 
-    def finished(self, iteration: int, returned: tuple[Any, ...]) -> tuple[Any, ...]:
+    def finished(self, iteration: int, returned: tuple[Any, ...], params_norm: float | None = None) -> tuple[Any, ...]:
         """``train_step`` has returned. Returns what the loop is to get, which may have it already: a step that is made
         again in another size has a loss that differs in its last bits, and that one is logged, and summed up."""
-        self.result = TrainResult.of(returned)
+        self.result = TrainResult.of(returned, params_norm)
         if self.result.skipped:
             self.overflows.add(iteration)
         returned = self.handed(iteration, returned)
@@ -153,6 +178,7 @@ class LMLoop:
     def save(self) -> dict[str, Any]:
         return {
             "result": self.result.returned(),
+            "params_norm": self.result.params_norm,
             "overflows": sorted(self.overflows),
             "totals": _copied(self.totals or self._given_totals or {}),
             "logged": self._logged,
@@ -164,12 +190,22 @@ class LMLoop:
             "trackers": trackers.save(),
             "positions": [] if self._positions is None else self._positions.positions(),
             "exits": self.exits,
+            **self._of_script(),
+        }
+
+    def _of_script(self) -> dict[str, Any]:
+        """What only the loop itself sets, between two calls. An elastic job's number of micro-batches is that of its
+        size."""
+        of_size = self.elastic is not None
+        return {
+            "arguments": {name: value for name in _OF_SCRIPT if (value := getattr(self._args, name, None)) is not None},
+            "micro_batches": {} if of_size else plain_fields(calculator()),
         }
 
     def load(self, saved: dict[str, Any]) -> None:
         from megatron.core.rerun_state_machine import RerunMode, RerunState
 
-        self.result = TrainResult.of(saved["result"])
+        self.result = TrainResult.of(saved["result"], saved["params_norm"])
         self.overflows = set(saved["overflows"])
         self._logged = saved["logged"]
         totals = self._totals_after.get(saved["logged"], saved["totals"])
@@ -178,6 +214,8 @@ class LMLoop:
         else:
             _fill(self.totals, totals)
         self._args.consumed_valid_samples = saved["consumed_valid_samples"]
+        vars(self._args).update(saved["arguments"])
+        vars(calculator()).update(saved["micro_batches"])
         self.exits = saved["exits"]
         for name, timer in self._timers._timers.items():
             if hasattr(timer, "_started"):
@@ -199,7 +237,7 @@ class LMLoop:
     def resume(self) -> None:
         if self._restored is not None:
             running = {name for name, timer in self._timers._timers.items() if getattr(timer, "_started", False)}
-            self.load({**self._restored, "running": running})
+            self.load({**self._restored, "running": running, **self._of_script()})
 
     # -- what is the same on all ranks, in every layout -------------------------------------------
 

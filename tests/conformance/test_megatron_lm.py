@@ -81,6 +81,31 @@ def test_deaths_in_training(layout: Layout, tmp_path: Path, reference: Reference
     assert tokens_per_step(job) == 8 * 32, "the wrapper has reported them"
 
 
+@pytest.mark.parametrize("flags", [(), DISTRIBUTED], ids=["fp32", "distributed"])
+def test_the_norm_of_the_parameters(flags: tuple[str, ...], tmp_path: Path) -> None:
+    """It is reduced in each iteration, and logged after three. Of iterations 0 to 5 the calls are 0 and 1, 2, 3 and 4,
+    5, 6, 7 and 8."""
+    layout = lm("norms", *TP, *flags, "--log-params-norm", "--log-interval", "3", nproc=4)
+    inject = faults((2, "commit", 3), (3, "backward", 5), (1, "commit", 6), (0, "between", 8))
+    jobs = [_run(tmp_path / name, layout, armed) for name, armed in (("reference", ()), ("run", inject))]
+    check_same(jobs[1], jobs[0], printed=Printed.LAST_RANK)
+    check_fired(jobs[1], len(inject))
+    norms = [_norms(job) for job in jobs]
+    assert len(norms[0]) == 5 and norms[0] == norms[1], norms  # after the first iteration, and four times
+
+
+def _norms(job: Job) -> dict[str, set[str]]:
+    """What is logged of each iteration."""
+    found: dict[str, set[str]] = {}
+    for log in job.run_dir.rglob("rank*.log"):
+        for line in log.read_text().splitlines():
+            if "params norm:" in line:
+                number = line.partition(" iteration ")[2].partition("/")[0].strip()
+                kept = [part for part in line.split("|") if "norm" in part or "loss" in part]
+                found.setdefault(number, set()).add("|".join(kept))
+    return found
+
+
 def test_deaths_while_the_batch_size_ramps_up(tmp_path: Path) -> None:
     """It changes between calls 11 and 12, in the seventh iteration."""
     layout, inject = (

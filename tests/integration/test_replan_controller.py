@@ -149,7 +149,7 @@ def test_in_megatron_lms_loop_after_a_replica_has_left(tmp_path: Path, history: 
     """On their way to the first step, which takes some seconds there."""
     arguments = [f"--steps={LOOP.iterations}", *LOOP.arguments(LOOP.sizes)]
     running = Running(
-        *(tmp_path, both(LOOP), "--step-time=500"), script=lm.SCRIPT, arguments=arguments, env=loop_environment()
+        *(tmp_path, both(LOOP), "--step-time=1000"), script=lm.SCRIPT, arguments=arguments, env=loop_environment()
     )
     at = [LOOP.call("train", number) for number in (2, 5)]
 

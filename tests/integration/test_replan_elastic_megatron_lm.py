@@ -268,7 +268,7 @@ def test_checkpoints_of_megatrons(tmp_path: Path) -> None:
     shutil.rmtree(place / "iter_0000006")
     (place / "latest_checkpointed_iteration.txt").write_text("3")
     running = training.start(
-        *(tmp_path / "loaded", "--step-time=500", f"--load={place}", f"--save={place}", "--save-interval=1"),
+        *(tmp_path / "loaded", "--step-time=2000", f"--load={place}", f"--save={place}", "--save-interval=1"),
         config=both(training),
     )
     running.wait_for("job_started", TIMEOUT_S)

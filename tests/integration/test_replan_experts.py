@@ -12,7 +12,20 @@ import pytest
 
 from flashrecovery.config import PHASES
 from tests.support.jobs import check_fired
-from tests.support.replan import TIMEOUT_S, Saved, Sizes, Training, command, never, start
+from tests.support.replan import (
+    AT,
+    STEPS,
+    TIMEOUT_S,
+    Course,
+    Saved,
+    Sizes,
+    Training,
+    check_same_steps,
+    command,
+    never,
+    replanned,
+    start,
+)
 from tests.support.replan_scenarios import (
     check_back_to_a_checkpoint,
     check_losses,
@@ -151,6 +164,23 @@ def test_a_rank_is_replaced_in_the_new_layout(training: Training, tmp_path: Path
 def test_two_at_once_go_back_to_a_checkpoint_in_another_layout(tmp_path: Path, saved: Saved) -> None:
     """Experts, too, and their optimizer."""
     check_back_to_a_checkpoint(EP_PARTS, tmp_path, saved)
+
+
+def test_experts_with_tensor_parallelism_but_whole_sequences(tmp_path: Path, saved: Saved) -> None:
+    """By command: the script is told before its first step what it lacks, and the job goes on in the layout before. By
+    itself the planner does not choose that."""
+    running = start(
+        tmp_path / "run", EP, "--step-time", "150", "--mode", "whole-sequences", config={"replan": {"min": 1}}
+    )
+    running.wait_for("job_started", TIMEOUT_S)
+    sizes = Sizes(tp=2, dp=2)
+    assert command(running, sizes, AT) == ""
+    job = running.wait(TIMEOUT_S)
+    assert job.code == 0, job.explain()
+    assert replanned(job) == [(AT, sizes), (AT, EP.sizes)], job.explain()
+    assert "without sequence_parallel, which megatron-core does not" in job.explain(), job.explain()
+    mine, theirs = Course.of(job), Course.of(saved.written(EP)[1])
+    check_same_steps(mine, theirs, 0, STEPS, EP.sizes, job.explain())
 
 
 def test_what_is_refused(tmp_path: Path) -> None:

@@ -15,7 +15,8 @@ from tests.support.jobs import Job, check_fired
 from tests.support.megatron_lm import needs_checkout
 from tests.support.megatron_lm_loop import TIMEOUT_S, content, finished
 from tests.support.replan import Course, Saved, Sizes, check_same_steps, command, replanned
-from tests.support.replan_megatron_lm import Training, check_goes_on, named
+from tests.support.replan_elastic import both
+from tests.support.replan_megatron_lm import Training, check_goes_on, check_loop, named
 
 pytest.importorskip("megatron.core")
 pytestmark = [pytest.mark.megatron, pytest.mark.grid, pytest.mark.timeout(5 * TIMEOUT_S), needs_checkout]
@@ -100,7 +101,7 @@ def test_killed_in_the_log(victim: int, phase: str, tmp_path: Path, saved: Saved
 def test_losses_that_are_summed_up(victim: int, tmp_path: Path, saved: Saved) -> None:
     """The log is of three iterations, of which some were computed in the layout before: its mean loss is that of the
     losses that all of them have had."""
-    training = named(STAGES, "logs", logs=3)
+    training = named(STAGES, "logs", logs=3, flags=("--bf16", "--log-params-norm"))
     at = training.call("train", 4)
     job = training.start(tmp_path / "run", inject=[f"rank={victim},fault=sigkill,at=backward,step={at}"]).wait(
         TIMEOUT_S
@@ -162,6 +163,22 @@ def test_a_rank_is_replaced_in_the_new_layout(tmp_path: Path, saved: Saved) -> N
     check_goes_on(job, PARTS, saved, [(at, Sizes(1, 2, 2))])
 
 
+@pytest.mark.parametrize("phase", ["commit", "backward"])
+@pytest.mark.parametrize("elastic_too", [False, True], ids=["replan", "both"])
+def test_a_rank_is_replaced_while_losses_are_summed_up(
+    elastic_too: bool, phase: str, tmp_path: Path, saved: Saved
+) -> None:
+    """The log that comes later is of what all iterations have had, also where the last stage's rank is another one, or
+    has made its step a second time; with the norm of the parameters."""
+    training = named(PARTS, "sums", logs=3, flags=(*SHARDED, "--log-params-norm"))
+    config = both(training) if elastic_too else AUTO
+    faults = [f"rank=1,fault=sigkill,at={phase},step={training.call('train', 4)}"]
+    job = training.start(tmp_path / "run", config=config, inject=faults).wait(TIMEOUT_S)
+    check_fired(job)
+    assert [event["victims"] for event in job.of("recovery_finished")] == [[1]], job.explain()
+    check_loop(job, training, saved, [])
+
+
 def test_there_and_back(tmp_path: Path, saved: Saved) -> None:
     running = PARTS.start(tmp_path / "run", SLOWLY, config=AUTO)
     running.wait_for("job_started", TIMEOUT_S)
@@ -205,6 +222,30 @@ def test_a_checkpoint_of_megatrons(tmp_path: Path) -> None:
     check_same_steps(ours, theirs, 4, 7, training.sizes, loaded.explain())
     assert ours.states["begin", 7, "tp=1,pp=2,dp=1"] == theirs.states["state", 7, str(training.sizes)]
     assert ours.states["state", 8, "tp=1,pp=2,dp=1"], loaded.explain()
+
+
+@pytest.mark.parametrize("phase", ["between", "commit"])
+def test_killed_in_the_checkpoint_after_the_last_iteration(phase: str, tmp_path: Path) -> None:
+    """Nothing is left to be computed: in the other layout it is only written."""
+    training = named(STAGES, "last", saves=5)
+    places = [tmp_path / name for name in ("one", "other")]
+    at = len(training.calls) + 1  # after what says that training is done
+    faults = [f"rank=1,fault=sigkill,at={phase},step={at}"]
+    one, other = (
+        training.start(*(tmp_path / f"run-{place.name}", f"--save={place}", "--save-interval=5"), inject=armed).wait(
+            TIMEOUT_S
+        )
+        for place, armed in zip(places, (faults, []), strict=True)
+    )
+    check_fired(one)
+    ((call, _),) = replanned(one)
+    assert call in (at - 1, at, at + 1), one.explain()
+    finished(one), finished(other)
+    states = [Course.of(job).states["state", training.iterations, str(training.sizes)] for job in (one, other)]
+    assert states[0] == states[1] and len(states[0]) == 1, one.explain()
+    held = [content(place / f"iter_{training.iterations:07}", tmp_path / "all.pt") for place in places]
+    odd = [name for name in held[0].keys() | held[1].keys() if held[0].get(name) != held[1].get(name)]
+    assert not [name for name in odd if not name.startswith(("/rng_state", "/rerun_state_machine"))], odd
 
 
 REFUSED = [

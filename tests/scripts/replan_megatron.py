@@ -91,7 +91,8 @@ def main() -> None:
     args.num_virtual_stages_per_pipeline_rank = virtual_stages(args, sizes)
     if more:
         args.context_parallel_size, args.expert_model_parallel_size = sizes.cp, sizes.ep
-        args.sequence_parallel = args.num_experts is not None and sizes.tp > 1  # as Megatron demands of MoE layers
+        needed = args.num_experts is not None and sizes.tp > 1  # Megatron demands it of MoE layers
+        args.sequence_parallel = needed and args.mode != "whole-sequences"
     megatron_model.start_groups(args)
     if args.mode == "needs-tp" and sizes.tp == 1:
         raise ValueError("sequence parallelism without tensor parallelism")

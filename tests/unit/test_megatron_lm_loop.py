@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import sys
 from types import SimpleNamespace
 from typing import Any
@@ -9,9 +10,10 @@ from typing import Any
 import pytest
 import torch
 
+from flashrecovery.errors import UnsupportedError
 from flashrecovery.state import codec
 from fr_megatron.lm.calls import ProtectedLoop
-from fr_megatron.lm.state import LMLoop
+from fr_megatron.lm.state import NOTHING, LMLoop
 
 pytest.importorskip("megatron.core")
 pytestmark = pytest.mark.megatron
@@ -99,7 +101,9 @@ def test_a_log_that_is_not_due_does_not_communicate(
     settings = SimpleNamespace(log_interval=3, num_experts=None)
     monkeypatch.setattr(ProtectedLoop, "_args", settings)
     loop = ProtectedLoop.__new__(ProtectedLoop)
-    loop._loop = SimpleNamespace(logging=lambda _: None, summed=lambda *_: None, printed=lambda _: None)  # type: ignore[assignment]
+    loop._loop = SimpleNamespace(  # type: ignore[assignment]
+        logging=lambda _: None, summed=lambda *_: None, printed=lambda _: None, result=NOTHING
+    )
     loop._original, loop._started = {"training_log": training_log}, False
     rest = 1.0, True, 0, None, None, None, None
     assert loop.training_log({}, {}, 0.25, iteration, *rest, is_first_iteration=iteration == 1) == 0.25
@@ -140,3 +144,129 @@ def test_a_step_that_is_made_again_in_another_size_is_logged_with_its_last_loss(
         log()
     loop.load(before_next)
     assert losses["lm loss"] == 3.0 and totals["lm loss"] == 4.0
+
+
+@pytest.mark.parametrize("printed", [False, True], ids=["summed-up", "printed"])
+def test_a_step_that_is_made_again_is_logged_with_its_last_norms(
+    printed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of gradients and parameters. The loop has the first ones in variables of its own."""
+    from megatron.core.rerun_state_machine import RerunMode, RerunStateMachine
+
+    logged: list[tuple[Any, ...]] = []
+
+    def training_log(losses: Any, totals: Any, *given: Any, **_: Any) -> bool:
+        totals["lm loss"] = losses["lm loss"]
+        logged.append(given)
+        return True
+
+    def body(kind: str, function: Any, skipped: Any) -> Any:
+        assert kind == "log"
+        bodies.append(function)
+        return function()
+
+    bodies: list[Any] = []
+    monkeypatch.setitem(sys.modules, "megatron.training.training", SimpleNamespace())
+    monkeypatch.setattr(ProtectedLoop, "_args", SimpleNamespace(log_interval=1 if printed else 3, num_experts=None))
+    protected = ProtectedLoop.__new__(ProtectedLoop)
+    machine = RerunStateMachine(mode=RerunMode.DISABLED)
+    loop = LMLoop(SimpleNamespace(consumed_valid_samples=8), SimpleNamespace(_timers={}), machine)
+    protected._loop, protected._original, protected._started = loop, {"training_log": training_log}, True
+    monkeypatch.setattr(protected, "_call", body)
+
+    def step(norm: float, zeros: int, of_parameters: float) -> Any:
+        losses = {"lm loss": torch.tensor([norm])}
+        return loop.finished(4, (losses, False, False, False, 0, norm, zeros, 0), of_parameters)
+
+    before = loop.save()
+    losses, skipped, _, _, _, norm, zeros, rest = step(2.0, 3, 5.0)
+    seen = protected.calc_params_l2_norm([])
+    protected.training_log(losses, {}, 0.1, 5, 1.0, True, skipped, norm, seen, zeros, rest)
+    loop.load(before)
+    step(2.5, 4, 6.0)
+    if printed:
+        bodies[0]()
+    assert logged == [(0.1, 5, 1.0, True, 0, 2.0, 5.0, 3, 0), (0.1, 5, 1.0, True, 0, 2.5, 6.0, 4, 0)]
+    replacement = LMLoop(SimpleNamespace(consumed_valid_samples=8), SimpleNamespace(_timers={}), machine)
+    replacement.restored(codec.loads(codec.dumps(loop.save())))
+    replacement.resume()
+    assert replacement.result.params_norm == 6.0
+
+
+def test_the_norm_of_the_parameters_is_a_part_of_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The loop asks for it outside of all calls, where a rank that is replaced would reduce alone."""
+    asked: list[Any] = []
+
+    def norm(model: Any) -> float:
+        asked.append(model)
+        return 7.0
+
+    protected = ProtectedLoop.__new__(ProtectedLoop)
+    protected._original, protected._started, protected._objects = {"calc_params_l2_norm": norm}, False, ("model", 0, 0)
+    assert protected.calc_params_l2_norm("before training") == 7.0
+    protected._started = True
+    monkeypatch.setattr(ProtectedLoop, "_args", SimpleNamespace(log_params_norm=True, curr_iteration=0))
+    monkeypatch.setattr(ProtectedLoop, "_report_tokens", lambda _: None)
+    protected._elastic = protected._layouts = None
+    machine = SimpleNamespace(mode=None)
+    protected._loop = LMLoop(SimpleNamespace(), SimpleNamespace(_timers={}), machine)
+    inside: list[Any] = []
+
+    def call(kind: str, body: Any, skipped: Any) -> Any:
+        asked.clear()
+        found = body()
+        inside.extend(asked)
+        return found
+
+    monkeypatch.setattr(protected, "_call", call)
+    protected._original["train_step"] = lambda *_, **__: ({}, False, False, False, 0, 1.0, None, 0)
+    protected.train_step(None, [])
+    assert inside == ["model"] and protected.calc_params_l2_norm("model") == 7.0 and asked == ["model"]
+    monkeypatch.setattr(ProtectedLoop, "_args", SimpleNamespace(log_params_norm=False, curr_iteration=1))
+    protected.train_step(None, [])
+    assert not asked and protected.calc_params_l2_norm("model") is None
+
+
+def test_checkpoints_that_are_written_beside_training_are_refused() -> None:
+    from fr_megatron.lm.arguments import check_protected
+
+    check_protected(argparse.Namespace(async_save=False))
+    check_protected(argparse.Namespace())
+    with pytest.raises(UnsupportedError, match="--async-save"):
+        check_protected(argparse.Namespace(async_save=True))
+
+
+@pytest.mark.parametrize("elastic", [False, True])
+def test_a_step_that_is_made_again_sees_the_loop_where_it_was(elastic: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where no log comes between two steps, a rank that was ahead makes one again when its loop has gone on to the
+    next: with another iteration, and, where the batch size ramps up, another number of micro-batches. A replacement's
+    loop is where it has come to itself."""
+    from megatron.core import num_microbatches_calculator as module
+    from megatron.core.rerun_state_machine import RerunMode, RerunStateMachine
+
+    calculator = module.ConstantNumMicroBatchesCalculator(24, 2, 2, False, 0)
+    monkeypatch.setattr(module, "_GLOBAL_NUM_MICROBATCHES_CALCULATOR", calculator)
+
+    def loop(iteration: int) -> LMLoop:
+        args = SimpleNamespace(
+            consumed_valid_samples=0, curr_iteration=iteration, consumed_train_samples=24 * iteration
+        )
+        of_size = SimpleNamespace(positions=list, set_positions=lambda _: None) if elastic else None
+        machine = RerunStateMachine(mode=RerunMode.DISABLED)
+        return LMLoop(args, SimpleNamespace(_timers={}), machine, of_size)  # type: ignore[arg-type]
+
+    def seen(of: LMLoop) -> tuple[int, int, int]:
+        return of._args.curr_iteration, of._args.consumed_train_samples, calculator.num_micro_batches
+
+    ahead = loop(4)
+    step = ahead.save()
+    ahead._args.curr_iteration, ahead._args.consumed_train_samples, calculator.num_micro_batches = 5, 120, 7
+    following = ahead.save()
+    ahead.load(step)
+    assert seen(ahead) == (4, 96, 7 if elastic else 6)
+    ahead.load(following)
+    assert seen(ahead) == (5, 120, 7)
+    replacement = loop(6)
+    replacement.restored(codec.loads(codec.dumps(step)))
+    replacement.resume()
+    assert seen(replacement) == (6, 144, 7)

@@ -13,7 +13,7 @@ pytest.importorskip("megatron.core")
 from megatron.core import num_microbatches_calculator as calculators
 from megatron.core import parallel_state
 
-from fr_megatron.logical import MegatronLogical, _dense_layers
+from fr_megatron.logical import MegatronLogical, _dense_layers, _of_sizes
 
 
 class DistributedDataParallel:
@@ -29,7 +29,7 @@ def refused(experts: dict[str, object] | None = None, chunks: int = 1) -> str:
     optimizer = SimpleNamespace(is_stub_optimizer=True)
     made = [DistributedDataParallel() for _ in range(chunks)]
     for chunk in made if experts is not None else ():
-        chunk.config = SimpleNamespace(num_moe_experts=4, **experts)
+        chunk.config = SimpleNamespace(num_moe_experts=4, sequence_parallel=True, **experts)
     with pytest.raises(UnsupportedError) as raised:
         MegatronLogical(made, optimizer, list)._check()
     return str(raised.value)
@@ -96,6 +96,17 @@ def test_what_is_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
     plain = calculators.ConstantNumMicroBatchesCalculator(24, 2, 2, False, 1)
     monkeypatch.setattr(calculators, "_GLOBAL_NUM_MICROBATCHES_CALCULATOR", plain)
     monkeypatch.setattr(parallel_state, "get_pipeline_model_parallel_world_size", lambda: 4)
+    monkeypatch.setattr(parallel_state, "get_tensor_model_parallel_world_size", lambda: 2)
     optimizer = SimpleNamespace(is_stub_optimizer=True)
     for chunks in (1, 2):  # virtual stages
         MegatronLogical([DistributedDataParallel() for _ in range(chunks)], optimizer, list)._check()
+
+
+@pytest.mark.parametrize(("experts", "tp", "divided"), [(4, 2, False), (4, 2, True), (4, 1, False), (None, 2, False)])
+def test_experts_with_tensor_parallelism_need_divided_sequences(
+    experts: int | None, tp: int, divided: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """megatron-core says so in the first step only, when it is too late for another layout."""
+    monkeypatch.setattr(parallel_state, "get_tensor_model_parallel_world_size", lambda: tp)
+    found = list(_of_sizes(SimpleNamespace(num_moe_experts=experts, sequence_parallel=divided)))
+    assert bool(found) == bool(experts and tp > 1 and not divided)

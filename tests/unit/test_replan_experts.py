@@ -15,6 +15,7 @@ from flashrecovery.plan.replan import (
     LayoutFacts,
     StayingFacts,
     best,
+    facts_since,
     layout_text,
     parse_layout,
     why_another_job,
@@ -95,12 +96,14 @@ def test_sizes_are_read(facts: LayoutFacts, text: str, ranks: int, expected: Str
         (replace(EXPERTS, expert_inner=129), "tp=2,dp=1", "does not divide 129 MLP rows of an expert"),
         (replace(EXPERTS, shared_inner=129), "tp=2,dp=1", "does not divide 129 MLP rows of the shared experts"),
         (replace(DENSE, heads_over_cp=True), "tp=2,cp=4,dp=1", "tp x cp = 8 does not divide 4 heads"),
+        (replace(EXPERTS, sequence=18), "tp=4,dp=1", "tp x cp = 4 does not divide 18 tokens, which is needed for seq"),
+        (replace(DENSE, sequence=4, sequence_parallel=True), "tp=4,cp=2,dp=1", "tp x cp = 8 does not divide 4 tokens"),
         (EXPERTS, "cp=2,cp=2", "each once"),
     ],
 )
 def test_sizes_that_do_not_fit_are_refused(facts: LayoutFacts, text: str, reason: str) -> None:
     with pytest.raises(ConfigError, match=reason):
-        parse_layout(text, facts, 8 if "tp x cp" in reason else 4)
+        parse_layout(text, facts, 8 if "tp x cp = 8" in reason else 4)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 5, 7, 8, 16])
@@ -125,9 +128,37 @@ def test_what_is_chosen_for_several_nodes_fits(rooms: list[int]) -> None:
 
 def test_tensor_parallel_groups_within_nodes_leave_room_for_fewer_replicas() -> None:
     """Four nodes of three ranks: one group of two on each, and a replica with context parallelism takes two of them."""
-    found = [estimate.strategy for estimate in best(EXPERTS, [3, 3, 3, 3], 1).ranked]
+    facts = replace(EXPERTS, sequence_parallel=True)
+    found = [estimate.strategy for estimate in best(facts, [3, 3, 3, 3], 1).ranked]
     assert Strategy(tp=2, cp=2, dp=2, micro_batch=1) in found
     assert Strategy(tp=2, cp=2, ep=4, dp=2, micro_batch=1) in found
+
+
+@pytest.mark.parametrize("now", [1, 2])
+@pytest.mark.parametrize("ranks", [2, 3, 4, 8])
+def test_experts_get_tensor_parallelism_only_where_the_script_is_known_to_divide_sequences(
+    now: int, ranks: int
+) -> None:
+    """megatron-core trains MoE layers with it in no other way, and the script's first step there would be its last."""
+    facts = replace(EXPERTS, layout={**EXPERTS.layout, "tp": now}, sequence_parallel=now > 1)
+    sizes = {estimate.strategy.tp for estimate in best(facts, ranks, 1).ranked}
+    assert 1 in sizes and (max(sizes) > 1) == (now > 1)
+    assert parse_layout("tp=2,dp=1", facts, ranks).tp == 2  # on command, also where it has not been seen
+    assert max(estimate.strategy.tp for estimate in best(replace(DENSE, sequence_parallel=False), ranks, 1).ranked) > 1
+
+
+def test_where_nothing_else_is_left_the_reason_is_said() -> None:
+    with pytest.raises(NothingFitsError, match="need sequence_parallel, and it has not been seen"):
+        best(replace(EXPERTS, layers=1, memory_bytes=1), 2, 2)
+
+
+def test_what_was_seen_with_tensor_parallelism_stays_known_without() -> None:
+    divided, plain = replace(EXPERTS, sequence_parallel=True).text(), EXPERTS.text()
+    assert facts_since("", plain) == plain and facts_since(plain, "") == plain == facts_since(plain, plain)
+    assert facts_since(plain, divided) == divided and facts_since(divided, "") == divided
+    found = LayoutFacts.parse(facts_since(divided, plain))
+    assert found.sequence_parallel and replace(found, sequence_parallel=False) == EXPERTS
+    assert why_another_job(StayingFacts(found, "", 9), StayingFacts(EXPERTS, "", 9), "tp=1,pp=1,ep=2,dp=4") == ""
 
 
 def test_what_the_script_does_not_take_is_kept() -> None:

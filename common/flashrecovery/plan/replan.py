@@ -50,6 +50,8 @@ class LayoutFacts:
         shared_inner: rows of the MLP of shared experts, which each token goes to; 0: there are none.
         heads_over_cp: context-parallel ranks divide attention heads among them (``cp_comm_type="a2a"``).
         takes: which of ``cp`` and ``ep`` the script takes from what it is told; others stay what they are.
+        sequence_parallel: tensor-parallel ranks divide sequences between the layers, too. Without tensor parallelism
+            nobody does, whatever the script would do with it.
     """
 
     layout: Mapping[str, int]
@@ -71,6 +73,7 @@ class LayoutFacts:
     shared_inner: int = 0
     heads_over_cp: bool = False
     takes: str = ""
+    sequence_parallel: bool = False
 
     @property
     def now(self) -> Strategy:
@@ -141,7 +144,7 @@ class StayingFacts:
     steps: int | None
 
 
-_FREE = frozenset({"layout", "vocab", "memory_bytes"})
+_FREE = frozenset({"layout", "vocab", "memory_bytes", "sequence_parallel"})
 """Facts that may be others in another layout; a vocabulary may be padded otherwise."""
 
 
@@ -166,6 +169,14 @@ def why_another_job(before: StayingFacts, now: StayingFacts, plan: str) -> str:
         f"the script has made another job of it in the layout {plan}: {'; '.join(odd)}. All of that has to be the same "
         "in every layout"
     )
+
+
+def facts_since(before: str, now: str) -> str:
+    """What is known of a job of whose facts a worker now says ``now`` (as text; "": nothing): in a layout without
+    tensor parallelism nobody sees any more that the script has set ``sequence_parallel`` in the one ``before``."""
+    if not now or not before or before == now or not LayoutFacts.parse(before).sequence_parallel:
+        return now or before
+    return replace(LayoutFacts.parse(now), sequence_parallel=True).text()
 
 
 def layout_text(strategy: Strategy) -> str:
@@ -222,6 +233,8 @@ def why_not(facts: LayoutFacts, strategy: Strategy, ranks: int) -> str:
         return f"pp = {s.pp} does not divide {facts.layers} layers"
     if s.cp > 1 and facts.sequence % (2 * s.cp):
         return f"2 x cp = {2 * s.cp} does not divide {facts.sequence} tokens"
+    if s.tp > 1 and (facts.experts or facts.sequence_parallel) and facts.sequence % (s.tp * s.cp):
+        return f"tp x cp = {s.tp * s.cp} does not divide {facts.sequence} tokens, which is needed for sequence_parallel"
     if facts.heads_over_cp and (facts.heads % (s.tp * s.cp) or facts.kv_heads % (s.tp * s.cp)):
         return (
             f"tp x cp = {s.tp * s.cp} does not divide {facts.heads} heads and {facts.kv_heads} key and value heads, "
@@ -253,6 +266,12 @@ def _of_experts(facts: LayoutFacts, s: Strategy) -> str:
     return ""
 
 
+_UNSEEN = (
+    "MoE layers with tp above 1 need sequence_parallel, and it has not been seen that the script sets it there; on "
+    "command they are allowed"
+)
+
+
 def best(facts: LayoutFacts, rooms: int | Sequence[int], least: int, step_s: float = 0.0) -> StrategyChoice:
     """The layout to go on with. ``rooms``: for so many ranks there is room, on one node, or on each node; tensor
     parallelism stays within a node. ``least``: ranks. ``step_s``: what a step takes now.
@@ -270,7 +289,9 @@ def best(facts: LayoutFacts, rooms: int | Sequence[int], least: int, step_s: flo
         if one.tp not in groups:
             groups[one.tp] = groups_that_fit(one.tp, rooms)
         fitting = _within_nodes(facts, one, groups[one.tp])
-        if fitting is not None and (why := why_not(facts, fitting, ranks)):
+        if one.tp > 1 and facts.experts and not facts.sequence_parallel:
+            excluded.add(_UNSEEN, str(one))
+        elif fitting is not None and (why := why_not(facts, fitting, ranks)):
             excluded.add(why.partition(": ")[2] or why, str(fitting))
         elif fitting is None:
             excluded.add("its tensor-parallel ranks would not be on one node each", str(one))

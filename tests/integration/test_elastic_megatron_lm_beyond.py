@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.elastic import Change, changes, check_steps_alike, command, inject
+from tests.support.elastic import AHEAD, Change, changes, check_steps_alike, command, grow, inject
 from tests.support.elastic_back import WAIT_S, Way
 from tests.support.elastic_megatron_lm import DISTRIBUTED, Training
 from tests.support.jobs import Job, RunningJob, check_clean, check_fired
@@ -51,9 +51,17 @@ def way(training: Training) -> Beyond:
         check_steps_alike(job, other, training.iteration(call), end, ranks)
 
     def begin(folder: Path, *flags: str, **options: Any) -> RunningJob:
-        return training.start(folder, "--step-time=1500", *flags, **options)
+        return training.start(folder, "--step-time=200", *flags, **options)
 
     return Beyond(begin, alike, training.iteration, 2, training.each)
+
+
+def launch(training: Training, folder: Path, *flags: str, **options: Any) -> RunningJob:
+    """It is held before the call at which it is to grow."""
+    running = way(training).begin(folder, *flags, **options)
+    running.hold(training.iteration(AT - AHEAD))
+    running.wait_for("job_started", WAIT_S)
+    return running
 
 
 def replica_of(training: Training, rank: int) -> set[int]:
@@ -67,24 +75,21 @@ def replica_of(training: Training, rank: int) -> set[int]:
 @pytest.mark.parametrize("victim", [0, 2, -2])
 @pytest.mark.parametrize("training", TRAININGS, ids=str)
 def test_in_each_size_as_started_in_it(training: Training, victim: int, tmp_path: Path) -> None:
-    """2 -> 3 -> 2 replicas, whenever the third one is there: on each part of the way bit for bit a job that is started
-    with as many from that iteration's state."""
+    """2 -> 3 -> 2 replicas: on each part of the way bit for bit a job that is started with as many from that
+    iteration's state."""
     how, grown = way(training), MOST * training.each
     victim %= grown
-    running = how.begin(tmp_path / "run", f"--save-to={tmp_path}", config=how.config(replace="never"))
-    running.wait_for("job_started", WAIT_S)
-    assert command(running, MOST, AT) == ""
-    first = running.wait_for("job_resized", WAIT_S)["step"]
-    running.wait_for("recovery_finished", WAIT_S)
-    lost = training.call("train", training.iteration(first) + 4)
-    inject(running, rank=victim, at="backward", step=lost)
+    running = launch(training, tmp_path / "run", f"--save-to={tmp_path}", config=how.config(replace="never"))
+    grow(running, MOST, AT, training.iteration(LOST - 4), WAIT_S)
+    inject(running, rank=victim, at="backward", step=LOST)
+    running.hold(None)
     job = running.wait(WAIT_S)
     assert job.code == 0, job.explain()
     check_fired(job)
     check_clean(job)
     larger, smaller = changes(job)
-    assert set(larger.ranks) == set(range(grown)), job.explain()
-    assert smaller.step in (lost - 1, lost, lost + 1), job.explain()
+    assert (larger.step, set(larger.ranks)) == (AT, set(range(grown))), job.explain()
+    assert smaller.step in (LOST - 1, LOST, LOST + 1), job.explain()
     assert set(smaller.ranks) == set(range(grown)) - replica_of(training, victim), job.explain()
     for change, until in ((larger, smaller.step), (smaller, -1)):
         ranks = len(change.ranks)
@@ -102,13 +107,12 @@ def test_there_and_killed_and_back(training: Training, victim: int, tmp_path: Pa
     """2 -> 3 -> 2 -> 3 replicas."""
     how, ranks = way(training), set(range(MOST * training.each))
     victim %= len(ranks)
-    running = how.begin(tmp_path / "run", config=how.config(replace="never"))
-    running.wait_for("job_started", WAIT_S)
-    assert command(running, MOST, AT) == ""
-    running.wait_for("recovery_finished", WAIT_S)
+    running = launch(training, tmp_path / "run", config=how.config(replace="never"))
+    grow(running, MOST, AT, training.iteration(LOST - 4), WAIT_S)
     inject(running, rank=victim, at="backward", step=LOST)
+    running.hold(training.iteration(BACK - AHEAD))
     running.wait_for("recovery_finished", WAIT_S, count=2)
-    assert command(running, MOST, BACK) == ""
+    grow(running, MOST, BACK, wait_s=WAIT_S)
     job = running.wait(WAIT_S)
     assert job.code == 0, job.explain()
     check_fired(job)
@@ -127,9 +131,10 @@ def test_a_newcomer_dies_on_its_way_in(training: Training, state: str, tmp_path:
     """It leaves again, with its replica, and the others go on as if nobody had come."""
     how = way(training)
     faults = [f"rank={MOST * training.each - 1},fault=sigkill,at=recovery:{state}"]
-    running = how.begin(tmp_path / "run", config=how.config(replace="never"), inject=faults)
-    running.wait_for("job_started", WAIT_S)
+    running = launch(training, tmp_path / "run", config=how.config(replace="never"), inject=faults)
     assert command(running, MOST, AT) == ""
+    running.wait_for_newcomers(WAIT_S)
+    running.hold(None)
     job = running.wait(WAIT_S)
     assert job.code == 0, job.explain()
     check_fired(job)

@@ -15,12 +15,11 @@ from typing import Any
 import pytest
 
 from flashrecovery.plan.replicas import ReplicaShape
-from flashrecovery.runtime.environment import NEW_RANK_ENV
 from tests.integration.test_elastic_controller import WithController
 from tests.support import elastic_replicas
 from tests.support.elastic import AHEAD, changes, command, grow, inject, sizes_of
 from tests.support.elastic_divided import END, Kind, Resized, check_as_commanded, resized_once
-from tests.support.jobs import MARKER, Job, RunningJob, check_clean, check_fired
+from tests.support.jobs import Job, RunningJob, check_clean, check_fired, marked_processes
 
 LAUNCHED = 2
 """Replicas."""
@@ -228,14 +227,12 @@ def _as_started(kind: Kind, job: Job, step: int, until: int, ranks: int, folder:
 
 def _newcomer(running: RunningJob, rank: int) -> int:
     """The process that is being built up as this rank."""
-    wanted = f"{NEW_RANK_ENV}={rank}".encode()
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
-        for process in Path("/proc").iterdir():
+        for pid in marked_processes(running.marker):
             with suppress(OSError):  # it has ended meanwhile
-                variables = (process / "environ").read_bytes().split(b"\0") if process.name.isdigit() else []
-                if wanted in variables and f"{MARKER}={running.marker}".encode() in variables:
-                    return int(process.name)
+                if Path(f"/proc/{pid}/fd/1").readlink().match(f"{running.run_dir}/logs/rank{rank}.gen*.log"):
+                    return pid
         time.sleep(0.05)
     raise AssertionError(f"no process for rank {rank}")
 

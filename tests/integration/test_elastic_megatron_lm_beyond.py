@@ -125,6 +125,25 @@ def test_there_and_killed_and_back(training: Training, victim: int, tmp_path: Pa
         how.alike(job, other, one.step, until, len(one.ranks))
 
 
+@pytest.mark.parametrize("training", TRAININGS, ids=str)
+def test_there_and_replaced(training: Training, tmp_path: Path) -> None:
+    """One beyond the launch, and one of it, die in the larger size, and are filled again."""
+    how, victims = way(training), (2 * training.each, training.each)
+    running = launch(training, tmp_path / "run", config=how.config())
+    grow(running, MOST, AT, training.iteration(LOST - 4), WAIT_S)
+    for number, victim in enumerate(victims):
+        inject(running, rank=victim, at="backward", step=LOST + 10 * number)
+    running.hold(None)
+    job = running.wait(WAIT_S)
+    assert job.code == 0, job.explain()
+    check_fired(job, len(victims))
+    check_clean(job)
+    assert [e["victims"] for e in job.of("recovery_finished")] == [[], *([v] for v in victims)], job.explain()
+    (change,) = changes(job)
+    assert (change.step, len(change.ranks)) == (AT, MOST * training.each), job.explain()
+    how.alike(job, how.commanded(tmp_path, [(AT, MOST)]), AT, -1, len(change.ranks))
+
+
 @pytest.mark.parametrize("state", ["regrouping", "restoring", "verifying"])
 @pytest.mark.parametrize("training", TRAININGS[:3], ids=str)
 def test_a_newcomer_dies_on_its_way_in(training: Training, state: str, tmp_path: Path) -> None:

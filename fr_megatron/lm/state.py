@@ -234,6 +234,9 @@ class LMLoopAdapter(LoopAdapter):
         if self.in_any_layout():
             self._state.adopt_common(state)
 
+    def only_as_launched(self, most: int) -> str:
+        return "Megatron-LM's loop (not tried)"
+
     def tied_to_size(self) -> Sequence[str]:
         elastic = self._state.elastic
         return () if elastic is None else tuple(elastic.tied_to_size())

@@ -11,12 +11,13 @@ from typing import Any
 import pytest
 
 from tests.support.elastic import (
+    AHEAD,
     LONG,
     changes,
     check_batches,
     check_goes_on_alike,
     check_steps_alike,
-    command,
+    grow,
     inject,
     long_flags,
     often,
@@ -61,18 +62,17 @@ def check_as_commanded(job: Job, resized: Resized) -> None:
     check_clean(job)
 
 
-def grow(running: RunningJob, count: int, step: int, replicas: int = 4) -> None:
-    """Have it grown to so many replicas before this step, in its so manieth recovery."""
+def grown(folder: Path, *flags: str, then: int | None = None, **elastic: Any) -> RunningJob:
+    """Two ranks have become four; they are held at ``then``."""
+    running = start(folder, beyond(**elastic), *long_flags(), *flags, nproc=2)
+    running.hold(AT - AHEAD)
     running.wait_for("job_started")
-    assert command(running, replicas, step) == ""
-    running.wait_for("job_resized", count=count)
-    running.wait_for("recovery_finished", count=count)
+    grow(running, 4, AT, then)
+    return running
 
 
 def test_two_ranks_become_four(tmp_path: Path, resized: Resized) -> None:
-    running = start(tmp_path / "run", beyond(), *long_flags(), "--show-batches", nproc=2)
-    grow(running, 1, AT)
-    job = running.wait()
+    job = grown(tmp_path / "run", "--show-batches").wait()
     (change,) = changes(job)
     assert change.ranks == (0, 1, 2, 3) and job.of("job_resized")[0]["came"] == [2, 3], job.explain()
     check_batches(job, LONG)
@@ -82,12 +82,12 @@ def test_two_ranks_become_four(tmp_path: Path, resized: Resized) -> None:
 @pytest.mark.parametrize("victims", often([(0,), (1,), (2,), (3,), (0, 1), (2, 3), (1, 2)], ()))
 def test_there_and_killed_and_back(victims: tuple[int, ...], tmp_path: Path, resized: Resized) -> None:
     """2 -> 4 -> 3 or 2 -> 4: those of the launch may leave as well as the others."""
-    running = start(tmp_path / "run", beyond(replace="never"), *long_flags(200), "--show-batches", nproc=2)
-    grow(running, 1, AT)
+    running = grown(tmp_path / "run", "--show-batches", then=LOST - 2, replace="never")
     for rank in victims:
         inject(running, rank=rank, at="backward", step=LOST)
+    running.hold(BACK - AHEAD)
     running.wait_for("recovery_finished", count=2)
-    grow(running, 3, BACK)
+    grow(running, 4, BACK)
     job = running.wait()
     check_fired(job, len(victims))
     assert [c.ranks for c in changes(job)][-1] == (0, 1, 2, 3), job.explain()
@@ -99,10 +99,10 @@ def test_there_and_killed_and_back(victims: tuple[int, ...], tmp_path: Path, res
 
 def test_those_beyond_are_replaced(tmp_path: Path, resized: Resized) -> None:
     """Each rank dies once in the larger size, and is filled again."""
-    running = start(tmp_path / "run", beyond(), *long_flags(200), nproc=2)
-    grow(running, 1, AT)
+    running = grown(tmp_path / "run", then=LOST - 2)
     for number, rank in enumerate((3, 2, 0, 1)):
         inject(running, rank=rank, at="backward", step=LOST + 4 * number)
+    running.hold(None)
     job = running.wait()
     check_fired(job, 4)
     assert [e["victims"] for e in job.of("recovery_finished")] == [[], [3], [2], [0], [1]], job.explain()

@@ -71,8 +71,11 @@ class WithController:
     def end(self) -> None:
         self._running.__exit__(None, None, None)
 
-    def wait_for(self, event: str, count: int = 1) -> dict[str, Any]:
-        return self._tools.wait_for(event, 60, count)
+    def wait_for(self, event: str, count: int = 1, **having: Any) -> dict[str, Any]:
+        return self._tools.wait_for(event, 60, count, **having)
+
+    def events(self) -> list[dict[str, Any]]:
+        return self._tools.events()
 
     def wait_for_step(self, step: int) -> None:
         deadline = time.monotonic() + 60

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.elastic import changes, command
+from tests.support.elastic import AHEAD, changes, grow
 from tests.support.elastic_divided import (
     DDP,
     FSDP2,
@@ -22,7 +22,7 @@ from tests.support.jobs import check_fired
 
 pytestmark = [pytest.mark.timeout(900), pytest.mark.grid]
 AT, BACK = 8, 30
-FLAGS = ("--step-time", "500", "--global-batch", "48")  # 24 micro-batches, which both sizes divide
+FLAGS = ("--step-time", "100", "--global-batch", "48")  # 24 micro-batches, which both sizes divide
 DISTRIBUTED = megatron("megatron-distributed", "--bf16", "--use-distributed-optimizer")
 KINDS = [pytest.param(kind, id=kind.name, marks=needing(kind)) for kind in (DDP, FSDP2, zero(2), zero(3), DISTRIBUTED)]
 
@@ -40,8 +40,9 @@ def test_eight_six_eight(kind: Kind, victims: tuple[int, int], tmp_path: Path, r
     faults = [f"rank={rank},fault=sigkill,at=backward,step={AT}" for rank in struck]
     config = {"elastic": {"min": 2, "max": 8, "replace": "never"}}
     running = kind.start(tmp_path / "run", *FLAGS, config=config, inject=faults, nproc=8)
+    running.hold(BACK - AHEAD)
     running.wait_for("recovery_finished", 240)
-    assert command(running, 8, BACK) == ""
+    grow(running, 8, BACK, wait_s=240)
     job = running.wait(400)
     check_fired(job, len(struck))
     assert [len(change.ranks) for change in changes(job)][-1] == 8, job.explain()

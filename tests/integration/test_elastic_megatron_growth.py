@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.elastic import changes, command, inject, never
-from tests.support.elastic_divided import Kind, Resized, check_as_commanded, megatron, resized_once
+from tests.support.elastic_divided import Kind, Resized, check_as_commanded, killed_and_back, megatron, resized_once
 from tests.support.jobs import check_fired
 
 pytest.importorskip("megatron.core")
@@ -31,15 +31,7 @@ def resized(tmp_path_factory: pytest.TempPathFactory) -> Resized:
 @pytest.mark.parametrize("kind", KINDS)
 def test_killed_and_back(kind: Kind, victims: tuple[int, ...], tmp_path: Path, resized: Resized) -> None:
     """4 -> 3 -> 4, and 4 -> 2 -> 4."""
-    faults = [f"rank={rank},fault=sigkill,at=backward,step={AT}" for rank in victims]
-    running = kind.start(tmp_path / "run", *SLOWLY, inject=faults)
-    running.wait_for("recovery_finished", 120)
-    assert command(running, 4, BACK) == ""
-    job = running.wait(240)
-    assert (changes(job)[-1].step, changes(job)[-1].ranks) == (BACK, (0, 1, 2, 3)), job.explain()
-    assert job.of("job_resized")[-1]["came"] == list(victims), job.explain()
-    check_fired(job, len(victims))
-    check_as_commanded(kind, job, resized)
+    killed_and_back(kind, tmp_path / "run", victims, AT, BACK, resized, *SLOWLY)
 
 
 @pytest.mark.parametrize("kind", KINDS)

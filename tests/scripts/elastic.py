@@ -15,6 +15,7 @@ import time
 
 import torch
 import torch.distributed as dist
+from pacing import take_time
 from torch.nn.parallel import DistributedDataParallel
 
 import flashrecovery
@@ -166,7 +167,7 @@ def main() -> None:
                 total += loss.detach()
                 if args.mode == "broken-off" and number == 2:
                     break
-            time.sleep(args.step_time / 1e3)
+            take_time(args.step_time, number)
             if not ddp:
                 for parameter in model.parameters():
                     dist.all_reduce(parameter.grad)

@@ -15,7 +15,6 @@ import inspect
 import json
 import os
 import sys
-import time
 from collections import deque
 from collections.abc import Iterator
 from typing import Any
@@ -29,6 +28,7 @@ if not torch.cuda.is_available():
 import deepspeed
 from deepspeed.accelerator import get_accelerator
 from elastic import own_device
+from pacing import take_time
 
 import fr_deepspeed  # noqa: F401 - gives the engine its `recovery` under every launcher
 
@@ -378,7 +378,7 @@ def main() -> None:
                 engine.backward(loss)
                 engine.step()
                 total += loss.detach()
-            time.sleep(args.step_time / 1e3)
+            take_time(args.step_time, number)
             size = dist.get_world_size()
             print(f"step={number} rank={dist.get_rank()} size={size} loss_hex={total.item().hex()}", flush=True)
             digest = digest_of(engine)  # in the block: with ZeRO it communicates

@@ -10,12 +10,12 @@ import argparse
 import hashlib
 import os
 import sys
-import time
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from elastic import Masked, Numbers, come_badly, own_device
+from pacing import take_time
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
@@ -198,7 +198,7 @@ def main() -> None:
                 loss = torch.nn.functional.mse_loss(model(x), y) * batch.weight
                 loss.backward()
                 total += loss.detach()
-            time.sleep(args.step_time / 1e3)
+            take_time(args.step_time, number)
             if args.clip:
                 torch.nn.utils.clip_grad_norm_(parameters, 0.5)
             optimizer.step()

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-import time
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,6 +25,7 @@ import torch.distributed as dist
 from megatron.core import num_microbatches_calculator, parallel_state
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from megatron_whole_state import State
+from pacing import take_time
 from torch import Tensor
 
 import megatron_model
@@ -169,7 +169,7 @@ def main() -> None:
         number = first + step.index
         with step:
             total = train_step(args, state, batches, step)
-            time.sleep(args.step_time / 1e3)
+            take_time(args.step_time, number)
             size = dist.get_world_size()
             print(f"step={number} rank={dist.get_rank()} size={size} loss_hex={total.item().hex()}", flush=True)
             digest = state.digest()  # in the block: it communicates

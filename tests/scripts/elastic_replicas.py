@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import argparse
 import sys
-import time
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from elastic import Numbers, come_badly
 from elastic_fsdp2 import Net, digest_of, gathered, is_newcomer, tensors_of
+from pacing import take_time
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
@@ -173,7 +173,7 @@ def main() -> None:
                 loss = torch.nn.functional.mse_loss(model(x), y) * batch.weight
                 loss.backward()
                 total += loss.detach()
-            time.sleep(args.step_time / 1e3)
+            take_time(args.step_time, number)
             if args.clip:
                 torch.nn.utils.clip_grad_norm_(parameters, 0.5)
             optimizer.step()

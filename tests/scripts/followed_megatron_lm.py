@@ -11,7 +11,6 @@ import argparse
 import functools
 import runpy
 import sys
-import time
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
@@ -23,6 +22,7 @@ import fr_megatron  # first: it brings the stand-ins of FR_MEGATRON_CPU=1
 
 import torch.distributed as dist
 from megatron.training import get_args, training
+from pacing import take_time
 
 assert fr_megatron
 
@@ -76,7 +76,7 @@ def follow(watch: Callable[[Any, Any, Any], Watched], *, begins: bool = False) -
         if begins:
             print(f"begin={number} {place} {state.digest()}", flush=True)
         returned = train_step(*args, **kwargs)
-        time.sleep(own.step_time / 1e3)
+        take_time(own.step_time, number)
         loss = returned[0].get("lm loss")  # of the last stage
         shown = "none" if loss is None else float(loss).hex()
         print(f"step={number} rank={dist.get_rank()} {place} loss_hex={shown}", flush=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -57,6 +58,56 @@ def command(job: RunningJob, replicas: int, step: int | None = None) -> str:
     at = () if step is None else ("--at-step", str(step))
     done = CliRunner().invoke(resize, [str(job.run_dir), "--to", str(replicas), *at])
     return "" if done.exit_code == 0 else str(done.exception)
+
+
+AHEAD = 8
+"""So many steps before a growth the ranks are held until all are there that come: where state is divided, the ranks are
+told of it some steps before."""
+
+
+def grow(job: RunningJob, replicas: int, step: int, then: int | None = None, wait_s: float = 120) -> None:
+    """Have the job, which is held (:meth:`RunningJob.hold`) :data:`AHEAD` steps before ``step``, grown to so many
+    replicas before exactly that one. Afterwards it is held at ``then``."""
+    before = [event["event"] for event in job.events()]
+    assert command(job, replicas, step) == ""
+    job.wait_for_newcomers(wait_s)
+    job.hold(then)
+    _wait_until_resized(job, before, replicas, step, wait_s)
+
+
+def _wait_until_resized(job: RunningJob, before: Sequence[str], replicas: int, step: int, wait_s: float) -> None:
+    found = job.wait_for("job_resized", wait_s, count=before.count("job_resized") + 1)
+    assert (found["step"], found["replicas"]) == (step, replicas), job.wait(1).explain()
+    job.wait_for("recovery_finished", wait_s, count=before.count("recovery_finished") + 1)
+
+
+def resize_by_command(
+    job: RunningJob,
+    sizes: Sequence[tuple[int, int]],
+    launched: int,
+    wait_s: float = 120,
+    held: Callable[[int], int] = lambda step: step,
+) -> None:
+    """Have a job that has just been started with so many replicas resized: (step, replicas), in order, each before
+    exactly that step. ``held``: by which number the script knows a step."""
+    holds, before, least = [], launched, 0
+    for step, replicas in sizes:
+        holds.append(max(step - AHEAD if replicas > before else step - 3, least))
+        before, least = replicas, step
+    job.hold(held(holds[0]))
+    job.wait_for("job_started", wait_s)
+    before = launched
+    for number, (step, replicas) in enumerate(sizes, 1):
+        then = held(holds[number]) if number < len(holds) else None
+        if replicas > before:
+            grow(job, replicas, step, then, wait_s)
+        else:
+            seen = [event["event"] for event in job.events()]
+            assert command(job, replicas, step) == ""
+            time.sleep(0.5)  # the word to the ranks is on its way
+            job.hold(then)
+            _wait_until_resized(job, seen, replicas, step, wait_s)
+        before = replicas
 
 
 def inject(job: RunningJob, *, rank: int, at: str, step: int | None = None, fault: str = "sigkill") -> None:
@@ -206,14 +257,9 @@ def resized_by_command(
     last change it goes on as one that was *started* in that size from that step's state."""
     folder.mkdir(exist_ok=True)
     elastic = config or {"elastic": {"min": 1, "max": launched}}
-    flags = ["--steps", str(end), "--step-time", "200", "--save-to", str(folder)]  # who comes has to be there in time
+    flags = ["--steps", str(end), "--step-time", "100", "--save-to", str(folder)]
     running = start(folder / "run", elastic, *flags, nproc=launched)
-    running.wait_for("job_started")
-    for number, (step, size) in enumerate(sizes, 1):
-        assert command(running, size, step) == ""
-        event = running.wait_for("job_resized", count=number)
-        assert (event["step"], event["replicas"]) == (step, size), running.wait().explain()
-        running.wait_for("recovery_finished", count=number)
+    resize_by_command(running, sizes, launched)
     job = running.wait()
     assert job.code == 0 and not job.of("failure_detected"), job.explain()
     check_clean(job)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.support.elastic import Change, changes, command
+from tests.support.elastic import AHEAD, Change, changes, grow, resize_by_command
 from tests.support.jobs import Job, RunningJob, check_clean, check_fired
 
 WAIT_S = 300.0
@@ -43,8 +43,9 @@ class Way:
         """These ranks are killed in step ``at``, those leave, and all come back before step ``back``."""
         faults = [f"rank={rank},fault=sigkill,at=backward,step={at}" for rank in victims]
         running = self.begin(folder / "run", config=self.config(replace="never"), inject=faults)
+        running.hold(self.state(back - AHEAD))
         running.wait_for("recovery_finished", WAIT_S)
-        assert command(running, self.replicas, back) == ""
+        grow(running, self.replicas, back, wait_s=WAIT_S)
         job = running.wait(WAIT_S)
         assert job.code == 0, job.explain()
         check_fired(job, len(victims))
@@ -60,10 +61,7 @@ class Way:
     def commanded(self, folder: Path, sizes: Sequence[tuple[int, int]]) -> Job:
         """The job that is resized at these steps to so many replicas."""
         running = self.begin(folder / "other", f"--save-to={folder}", config=self.config())
-        running.wait_for("job_started", WAIT_S)
-        for number, (step, replicas) in enumerate(sizes, 1):
-            assert command(running, replicas, step) == ""
-            running.wait_for("recovery_finished", WAIT_S, count=number)
+        resize_by_command(running, sizes, self.replicas, WAIT_S, self.state)
         job = running.wait(WAIT_S)
         assert job.code == 0 and not job.of("failure_detected"), job.explain()
         assert [(c.step, len(c.ranks)) for c in changes(job)] == [(s, n * self.each) for s, n in sizes], job.explain()

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.support import elastic, elastic_fsdp2
-from tests.support.elastic import changes, command, never, sizes_of
+from tests.support.elastic import AHEAD, changes, grow, never, resize_by_command, sizes_of
 from tests.support.jobs import ROOT, Job, RunningJob, check_clean, check_fired
 from tests.support.megatron import ENVIRONMENT
 
@@ -92,8 +92,9 @@ def killed_and_back(
     before step ``back``: in all sizes as if both had been commanded."""
     faults = [f"rank={rank},fault=sigkill,at=backward,step={at}" for rank in victims]
     running = kind.start(folder, *flags, inject=faults)
+    running.hold(back - AHEAD)
     running.wait_for("recovery_finished", 120)
-    assert command(running, 4, back) == ""
+    grow(running, 4, back)
     job = running.wait()
     check_fired(job, len(victims))
     assert (changes(job)[-1].step, changes(job)[-1].ranks) == (back, (0, 1, 2, 3)), job.explain()
@@ -117,12 +118,7 @@ def resized_by_command(
     given = ["--step-time", "100", "--save-to", str(folder), *flags]
     chosen = config or {"elastic": {"min": 1, "max": launched // kind.each}}
     running = kind.start(folder / "run", *given, config=chosen, nproc=launched)
-    running.wait_for("job_started", 120)
-    for number, (step, size) in enumerate(sizes, 1):
-        assert command(running, size // kind.each, step) == ""
-        event = running.wait_for("job_resized", 120, count=number)
-        assert (event["step"], event["replicas"]) == (step, size // kind.each), running.wait(240).explain()
-        running.wait_for("recovery_finished", count=number)
+    resize_by_command(running, [(step, size // kind.each) for step, size in sizes], launched // kind.each)
     job = running.wait(240)
     assert job.code == 0 and not job.of("failure_detected"), job.explain()
     check_clean(job)

@@ -20,12 +20,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from flashrecovery.cli.status import look_at
+from flashrecovery.events import RunFiles
 from flashrecovery.observe.timeline import TimelineFile
 from tests.support.sameness import Printed, ProcessLog, Run, differences
 
 ROOT = Path(__file__).resolve().parents[2]
 GPT = ROOT / "examples" / "gpt"
 MARKER = "FLASHRECOVERY_TEST_JOB"
+PACE = "FLASHRECOVERY_TEST_PACE"
 ENVIRONMENT = {"PYTHONFAULTHANDLER": "1", "GLOO_SOCKET_IFNAME": "lo"}
 SMALL = ["--layers=2", "--heads=2", "--width=32", "--context=32", "--batch-size=2", "--log-all", "--digest"]
 
@@ -113,8 +116,33 @@ class RunningJob:
             stderr=subprocess.STDOUT,
             stdin=subprocess.DEVNULL,
             start_new_session=True,
-            env={**os.environ, **ENVIRONMENT, MARKER: self.marker, **env},
+            env={**os.environ, **ENVIRONMENT, MARKER: self.marker, PACE: str(self._pace), **env},
         )
+
+    @property
+    def _pace(self) -> Path:
+        return self.run_dir.parent / f"{self.run_dir.name}.pace"
+
+    def hold(self, step: int | None) -> None:
+        """Neither this step nor a later one ends (of scripts with ``tests/scripts/pacing.py``); None: all do. To be
+        called before the job comes to it."""
+        if step is None:
+            self._pace.unlink(missing_ok=True)
+        else:
+            new = self._pace.with_suffix(".new")
+            new.write_text(str(step))
+            new.replace(self._pace)
+
+    def wait_for_newcomers(self, timeout_s: float = 120) -> None:
+        """Until all that are to come in are there, which the ranks are told at once."""
+        deadline = time.monotonic() + timeout_s
+        while time.monotonic() < deadline and self.popen.poll() is None:
+            course = look_at(RunFiles(self.run_dir)).course
+            if course is not None and course.coming and all(one.here for one in course.coming):
+                time.sleep(0.5)  # a word to the ranks may be on its way
+                return
+            time.sleep(0.05)
+        raise AssertionError(f"nobody has come\n{self.wait(1).explain()}")
 
     def logs(self) -> list[Path]:
         """Those of all processes that have filled ranks."""
@@ -123,17 +151,17 @@ class RunningJob:
     def events(self) -> list[dict[str, Any]]:
         return read_events(self.run_dir)
 
-    def wait_for(self, event: str, timeout_s: float = 60, count: int = 1) -> dict[str, Any]:
-        """The ``count``-th event of this name, as soon as it is there."""
-        deadline = time.monotonic() + timeout_s
+    def wait_for(self, event: str, timeout_s: float = 60, count: int = 1, **having: Any) -> dict[str, Any]:
+        """The ``count``-th event of this name, and with these fields, as soon as it is there."""
+        wanted, deadline = {"event": event, **having}.items(), time.monotonic() + timeout_s
         while time.monotonic() < deadline:
-            found = [e for e in self.events() if e["event"] == event]
+            found = [e for e in self.events() if e.items() >= wanted]
             if len(found) >= count:
                 return found[count - 1]
             if self.popen.poll() is not None:
                 break
             time.sleep(0.02)
-        raise AssertionError(f"no event {event!r}\n{self.wait(1).explain()}")
+        raise AssertionError(f"no event {event!r} {having or ''}\n{self.wait(1).explain()}")
 
     def ranks(self) -> dict[int, int]:
         """Rank -> pid, from the rank table."""

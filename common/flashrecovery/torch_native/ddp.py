@@ -63,10 +63,6 @@ class DDPAdapter(TorchAdapter):
     def replicas(self) -> dist.ProcessGroup | None:
         return group_of(self.ddp)
 
-    def only_as_launched(self, most: int) -> str:
-        divided = "DistributedDataParallel over a group of the ranks, with layers that the script divides"
-        return "" if self.sync_spans_world() else f"{divided} (not tried)"
-
     def sync_spans_world(self) -> bool:
         return dist.get_world_size(self.ddp.process_group) == world_size()
 

@@ -51,9 +51,6 @@ class FSDP2Adapter(TorchAdapter):
         self._replicas: FSDP2Replicas | None = None
         super().__init__(model, optimizers)
 
-    def only_as_launched(self, most: int) -> str:
-        return "HSDP (not tried)" if replicates(self.fsdp) else ""
-
     def replicas(self) -> dist.ProcessGroup | None:
         """Those that have the same rows, in HSDP; asked of what FSDP2 keeps, as parameters may be put together now."""
         if not replicates(self.fsdp):

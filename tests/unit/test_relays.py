@@ -141,9 +141,10 @@ class Scene:
         return len(via) == len(self.nodes) and sum(bool(relay) for relay in via.values()) == count
 
     async def until(self, condition: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + 15
+        """Who could not move within a second, because all of this shares one busy process, is told again after 60 s."""
+        deadline = time.monotonic() + 100
         while not condition():
-            assert time.monotonic() < deadline, self.via()
+            assert time.monotonic() < deadline, (self.via(), self.kinds())
             await asyncio.sleep(0.02)
 
     def tell(self, node: str, word: str) -> None:
@@ -303,10 +304,10 @@ def test_an_agent_whose_relay_takes_it_for_gone_comes_straight_at_once(tmp_path:
         await scene.until(lambda: scene.carried(1))
         child, began = await lose_line(scene), time.monotonic()
         await scene.until(lambda: scene.via().get(child) == "")
-        assert time.monotonic() - began < 0.7
+        assert time.monotonic() - began < 15, "it has not waited for the silence"
         assert "node_lost" not in scene.kinds() and not scene.nodes[child].agent.halted
 
-    play(tmp_path, act)
+    play(tmp_path, act, timeouts={"node_silence_s": 30.0})
 
 
 def test_the_end_of_the_job_waits_for_who_is_just_connecting_anew(tmp_path: Path) -> None:

@@ -40,6 +40,12 @@ STORES = capability(
     "stores that survive their server, and one that wraps another",
     Live(_CPP, ("Store", "HashStore", "PrefixStore", "TCPStore", "get_debug_level", "DebugLevel.DETAIL")),
 )
+BARE_STORE = capability(
+    "a store alone",
+    "the process that hosts a store loads torch's C++ alone (flashrecovery/agent/bare_torch.py)",
+    Live("torch._C", ("_c10d_init",)),
+    otherwise="each node's store imports all of torch",
+)
 GLOO = capability(
     "gloo over other devices",
     "gloo's connections can be cut and made again",
@@ -243,7 +249,8 @@ TORCH = Framework(
     "torch",
     ("2.9.1", "2.10.0", "2.11.0", "2.12.1", "2.13.0", "2.14.1"),
     (
-        *(GROUP_CREATION, TORCHCOMMS, STORES, GLOO, COALESCING, SYMMETRIC_MEMORY, REDUCER, PYTHON_REDUCER, FSDP2),
+        *(GROUP_CREATION, TORCHCOMMS, STORES, BARE_STORE, GLOO, COALESCING, SYMMETRIC_MEMORY),
+        *(REDUCER, PYTHON_REDUCER, FSDP2),
         *(FSDP2_ITERATION, FSDP2_RESIZING, AUTOGRAD, TENSORS, SCALER, LOADERS, SCHEDULERS, CUDA),
     ),
 )

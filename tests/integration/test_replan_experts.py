@@ -169,10 +169,7 @@ def test_two_at_once_go_back_to_a_checkpoint_in_another_layout(tmp_path: Path, s
 def test_experts_with_tensor_parallelism_but_whole_sequences(tmp_path: Path, saved: Saved) -> None:
     """By command: the script is told before its first step what it lacks, and the job goes on in the layout before. By
     itself the planner does not choose that."""
-    running = start(
-        tmp_path / "run", EP, "--step-time", "150", "--mode", "whole-sequences", config={"replan": {"min": 1}}
-    )
-    running.wait_for("job_started", TIMEOUT_S)
+    running = started(tmp_path / "run", EP, "--mode", "whole-sequences")
     sizes = Sizes(tp=2, dp=2)
     assert command(running, sizes, AT) == ""
     job = running.wait(TIMEOUT_S)

@@ -1,5 +1,5 @@
 """How long a step of a test's script takes: so many milliseconds longer, and until the test lets it end
-(:mod:`tests.support.pacing`)."""
+(:meth:`tests.support.jobs.RunningJob.hold`)."""
 
 from __future__ import annotations
 

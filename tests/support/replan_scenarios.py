@@ -19,9 +19,9 @@ FIRST, THEN = 3, 6
 """Steps of what happens one after another."""
 
 
-def started(folder: Path, training: Training, **options: Any) -> RunningJob:
+def started(folder: Path, training: Training, *flags: str, **options: Any) -> RunningJob:
     """A slow job whose first step has begun."""
-    running = start(folder, training, *SLOWLY, config=AUTO, **options)
+    running = start(folder, training, *SLOWLY, *flags, config=AUTO, **options)
     running.wait_for("job_started", TIMEOUT_S)
     return running
 

@@ -9,11 +9,12 @@ is started in place of one that has died.
 from __future__ import annotations
 
 import importlib
-import importlib.metadata
 import importlib.util
 import sys
 import types
 from typing import Any
+
+from flashrecovery.versions import version_of
 
 SEEN = ("2.13",)
 """Releases of torch whose extension can be loaded alone."""
@@ -28,10 +29,7 @@ def tcp_store(whole: bool) -> Any:
 
 
 def _seen() -> bool:
-    try:
-        version = importlib.metadata.version("torch")
-    except importlib.metadata.PackageNotFoundError:
-        return False
+    version = version_of("torch") or ""
     return any(version.startswith(f"{release}.") for release in SEEN)
 
 
@@ -42,9 +40,8 @@ def _bare() -> Any:
     package = types.ModuleType("torch")
     package.__path__ = list(found.submodule_search_locations)
     sys.modules["torch"] = package
-    sys.modules["torch.distributed"] = types.ModuleType(
-        "torch.distributed"
-    )  # torch's C++ asks for it, and uses nothing
+    # torch's C++ asks for this one, and uses nothing of it.
+    sys.modules["torch.distributed"] = types.ModuleType("torch.distributed")
     extension = importlib.import_module("torch._C")
     extension._c10d_init()
     return importlib.import_module("torch._C._distributed_c10d").TCPStore

@@ -23,6 +23,7 @@ def attach(engine: Any) -> Recovery:
         RegistrationError: the engine has taken a step already, or has another attribute of this name.
     """
     from flashrecovery import Recovery, init
+    from flashrecovery.adapter import Forwards
     from fr_deepspeed.elastic import batch_of
 
     known = vars(engine).get("recovery")
@@ -32,7 +33,8 @@ def attach(engine: Any) -> Recovery:
         raise RegistrationError(f"this engine has an attribute 'recovery' of type {type(known).__name__} already")
     block = flash_config.parse(engine.config)
     recovery = init(**block.overrides()) if block.enabled else Recovery(None)
-    recovery.take_framework_batch(lambda: batch_of(engine))
+    forwards = Forwards([engine]) if recovery.elastic is not None else None
+    recovery.take_framework_batch(lambda: batch_of(engine, forwards))
     if recovery.enabled:
         _check_untouched(engine)
         from fr_deepspeed.adapter import adapter_for

@@ -7,7 +7,7 @@ batch are none of an engine's: DeepSpeed counts as many micro-batches on every r
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch.distributed as dist
@@ -82,9 +82,10 @@ def _zero12(engine: Any) -> Iterator[str]:
         yield f"the optimizer {type(zero.optimizer).__name__}, which DeepSpeed makes anew"
 
 
-def batch_of(engine: Any) -> FrameworkBatch:
+def batch_of(engine: Any, forwards: Callable[[], int] | None = None) -> FrameworkBatch:
     """The engine's global batch and micro-batch, and the sizes that its ``elasticity`` block allows."""
-    return FrameworkBatch(engine.train_batch_size(), engine.train_micro_batch_size_per_gpu(), _elasticity(engine))
+    batch, micro_batch = engine.train_batch_size(), engine.train_micro_batch_size_per_gpu()
+    return FrameworkBatch(batch, micro_batch, _elasticity(engine), forwards=forwards)
 
 
 def _elasticity(engine: Any) -> frozenset[int] | None:

@@ -9,8 +9,8 @@ from typing import Any
 import torch.distributed as dist
 
 from flashrecovery import Recovery, init
-from flashrecovery.adapter import check_equal
-from fr_megatron.elastic import Forwards, batch_of, membership
+from flashrecovery.adapter import Forwards, check_equal
+from fr_megatron.elastic import batch_of, membership
 from fr_megatron.support import check_inside
 
 

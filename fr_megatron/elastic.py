@@ -123,21 +123,6 @@ def of_calculator() -> Iterator[str]:
         yield "decrease_batch_size_if_needed, with which the global batch follows the number of ranks"
 
 
-class Forwards:
-    """Counts the forward passes of all chunks as they begin."""
-
-    def __init__(self, chunks: Sequence[Any]) -> None:
-        self._begun = 0
-        for chunk in chunks:
-            chunk.register_forward_pre_hook(self._begins)
-
-    def _begins(self, *_: Any) -> None:
-        self._begun += 1
-
-    def __call__(self) -> int:
-        return self._begun
-
-
 def batch_of(chunks: Sequence[Any], forwards: Callable[[], int] | None = None) -> FrameworkBatch:
     """The global batch and the micro-batch of the calculator, if the script has one. Schedules divide by the number of
     micro-batches on a replica, so all of them have as many."""

@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from collections.abc import Iterator
 from fractions import Fraction
-from itertools import combinations, permutations
+from itertools import chain, combinations, islice, permutations
 from types import SimpleNamespace
 from typing import Any
 
@@ -655,6 +656,66 @@ def test_where_each_micro_batch_communicates_all_compute_equally_many(
         samples.update(x for b in own for x in b.data[0].tolist())
     assert counts == {-(-6 // size)}
     assert samples == Counter(x for b in batches(monkeypatch, 0, 1).of(3) for x in b.data[0].tolist())
+
+
+class Chances(torch.nn.Module):
+    """Draws, as dropout does."""
+
+    def forward(self, batch: elastic.MicroBatch) -> tuple[int, float]:
+        return batch.number, torch.rand(1).item()
+
+
+@pytest.mark.parametrize(
+    ("taken", "late"),
+    [
+        ("in turn", False),
+        ("in turn, twice each", False),
+        ("in turn, the second one skipped", False),
+        ("unseen, in a list", False),
+        ("in a list", True),
+        ("one ahead", True),
+        ("two at once", True),
+    ],
+)
+def test_micro_batches_are_computed_before_the_next_one_is_taken(
+    taken: str, late: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The streams are seeded when a micro-batch is handed out, so what is drawn for it would follow the size."""
+    model, rest = Chances(), torch.nn.Identity()
+    found = batches(monkeypatch, 0, 2, models=lambda: [model, rest])
+    for step in (3, 4):
+        found.begin(step)
+        turns: Any = found.of(step)
+        if "list" in taken:
+            turns = list(turns)
+        elif taken == "one ahead":
+            turns = ahead(turns)
+        elif taken == "two at once":
+            turns = chain(list(islice(turns, 2)), turns)
+        drawn = {}
+        for at, batch in enumerate(turns):
+            if "skipped" in taken and at == 1:
+                continue
+            go = model.forward if "unseen" in taken else model
+            for _ in range(1 + ("twice" in taken)):
+                drawn.update([go(batch)])
+        if late:
+            with pytest.raises(RegistrationError, match="before it computed the one before"):
+                found.refuse_unread(step)
+        else:
+            found.refuse_unread(step)
+        expected = {b.number: torch.rand(1).item() for b in found.of(step)}
+        if taken == "in turn":
+            assert drawn == expected
+
+
+def ahead(turns: Iterator[elastic.MicroBatch]) -> Iterator[elastic.MicroBatch]:
+    """As a script that fetches the next one while it computes."""
+    held = next(turns)
+    for following in turns:
+        yield held
+        held = following
+    yield held
 
 
 # -- a framework that accumulates itself --------------------------------------------------------------

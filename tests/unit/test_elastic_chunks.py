@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch.utils.data import TensorDataset
 
-from flashrecovery.adapter import CallBatches, FrameworkBatch
+from flashrecovery.adapter import CallBatches, Forwards, FrameworkBatch
 from flashrecovery.errors import ConfigError, RegistrationError, UnsupportedError
 from flashrecovery.plan.sample_order import exact_sizes
 from flashrecovery.worker import elastic as batches_of
@@ -84,7 +84,7 @@ def test_one_chunk_twice_is_not_both(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_micro_batches_that_are_taken_before_they_are_computed(taken: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The streams are seeded when a micro-batch is handed out; the last one's would be drawn from for all of them."""
     chunks = [torch.nn.Identity(), torch.nn.Identity()]
-    batches = made(monkeypatch, (0, 2), forwards=elastic.Forwards(chunks))
+    batches = made(monkeypatch, (0, 2), forwards=Forwards(chunks))
     for step in (0, 1):
         batches.begin(step)
         turns: list[Any] = [batches.of(step, chunk) for chunk in (0, 1)]
@@ -112,7 +112,7 @@ def test_micro_batches_that_are_taken_before_they_are_computed(taken: str, monke
 
 def test_an_attempt_that_was_cut_short_says_nothing_of_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
     chunks = [torch.nn.Identity()]
-    batches = made(monkeypatch, (0, 2), forwards=elastic.Forwards(chunks), chunks=1)
+    batches = made(monkeypatch, (0, 2), forwards=Forwards(chunks), chunks=1)
     batches.begin(0)
     turns = batches.of(0)
     next(turns), next(turns)

@@ -66,6 +66,7 @@ from flashrecovery.worker.calls import LoopAdapter
 from flashrecovery.worker.data import DataStream
 from flashrecovery.worker.data_parallel import group_of
 from flashrecovery.worker.elastic import FrameworkBatch
+from flashrecovery.worker.forwards import Forwards
 from flashrecovery.worker.recovery import Recovery
 from flashrecovery.worker.rng import RngState, restore_rng
 
@@ -83,6 +84,7 @@ __all__ = [
     "FSDP2Division",
     "FSDP2Replicas",
     "FixedShard",
+    "Forwards",
     "FrameworkBatch",
     "GradientWatch",
     "LocalBox",

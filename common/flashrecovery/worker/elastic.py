@@ -25,6 +25,7 @@ from torch.utils.data import default_collate
 from flashrecovery.errors import ConfigError, RegistrationError
 from flashrecovery.plan.sample_order import BatchDivision, SampleOrder, exact_sizes, stream_seed
 from flashrecovery.worker.data_parallel import communicates, data_parallel_group
+from flashrecovery.worker.forwards import Forwards
 
 BETWEEN = -1
 """The number, as of a micro-batch, of the random stream of a step outside of its micro-batches."""
@@ -55,7 +56,8 @@ class FrameworkBatch:
         computing: how many ranks of a replica have micro-batches of their own (expert parallelism).
         chunks: model chunks on a rank, each of which goes through all of its micro-batches (virtual pipelines).
         runs: says of a number of micro-batches whether a schedule can compute so many on a rank; None: any.
-        forwards: how many forward passes of the model (of any chunk) have begun so far; None: it is not counted.
+        forwards: how many forward passes of the model (of any chunk) have begun so far, one a micro-batch; None: those
+            of the registered models are counted, of which a micro-batch may have several.
     """
 
     global_batch: int | None
@@ -179,9 +181,11 @@ class ElasticBatches:
         self._computing, self._chunks = (1, 1) if own is None else (own.computing, own.chunks)
         self._runs = None if own is None else own.runs
         self._forwards = None if own is None else own.forwards
+        self._one_each = self._forwards is not None
         self._began = 0  # forward passes when the step began
         self._seen: int | None = None  # ... and when the last micro-batch was handed out, of whatever chunk
         self._ahead = False  # a micro-batch has been handed out before the one before it was computed
+        self._late = False  # ... and computed afterwards
         self._group: dist.ProcessGroup | None = None
         self._looked = False  # for that group, for the last time
         self._shape = {"global_batch": global_batch, "micro_batch": micro_batch, "seed": seed, "shuffle": shuffle}
@@ -266,11 +270,12 @@ class ElasticBatches:
     def begin(self, step: int) -> None:
         """A step is handed out: what it draws outside of its micro-batches is the same on all replicas, too."""
         self._through.clear()
-        self._seen, self._ahead = None, False
-        self._began = self._forwards() if self._forwards is not None else 0
+        self._seen, self._ahead, self._late = None, False, False
         if not self._looked:  # all models are known now
             self._place()
             self._looked = True
+            self._forwards = self._forwards or Forwards(self._models())
+        self._began = self._forwards() if self._forwards is not None else 0
         self._seed_all(stream_seed(self._seed, self._first_step + step, BETWEEN))
 
     def refuse_unread(self, step: int) -> None:
@@ -284,13 +289,31 @@ class ElasticBatches:
                 "samples from `for batch in batches.of(step):` inside of `with step:`, to the end, and from nowhere "
                 "else"
             )
-        # A model that is never seen to go forward (its class goes another way) says nothing.
-        if self._ahead and self._forwards is not None and self._forwards() > self._began:
+        if self._computed_late():
             raise RegistrationError(
                 f"step {step} has taken a micro-batch before it computed the one before, of this model chunk or of "
                 "another (in a list, or ahead of time): the random streams are seeded as each of them is handed out, "
                 "so in an elastic job each is computed before the next one is taken"
             )
+
+    def _look(self) -> None:
+        """What has gone forward since the last micro-batch was handed out: nothing, so that it is computed late, if it
+        is at all; or more than that one, where some are owed."""
+        if self._forwards is None:
+            return
+        now = self._forwards()
+        if self._seen is not None:
+            self._ahead |= now == self._seen
+            self._late |= self._ahead and now > self._seen + 1
+        self._seen = now
+
+    def _computed_late(self) -> bool:
+        """Whether a micro-batch has been computed when a later one had been handed out. A model that is never seen to
+        go forward (its class goes another way) says nothing, and one that the script skips is not late."""
+        if self._one_each:
+            return self._ahead and self._forwards is not None and self._forwards() > self._began
+        self._look()
+        return self._late
 
     def division(self) -> BatchDivision:
         """Of a step, on the replicas that there are now."""
@@ -327,10 +350,7 @@ class ElasticBatches:
                 model.require_backward_grad_sync = last
             elif communicates(model):
                 model.set_requires_gradient_sync(last)
-        if self._forwards is not None:
-            now = self._forwards()
-            self._ahead |= self._seen == now
-            self._seen = now
+        self._look()
         number, positions = turn.number, turn.positions
         self._seed_all(stream_seed(self._seed, self._first_step + step, number), chunk)
         data = self._collate([self._dataset[self._order.sample(position)] for position in positions])

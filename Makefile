@@ -26,6 +26,9 @@ GPU_CHECK_ARGS ?=
 SEEDS ?= 2000
 SIMULATE_ARGS ?=
 
+# Where it is set, each of a job's processes would compile our modules anew.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: help setup demo test test-asan test-tsan test-cuda-build test-slurm matrix lint format grid grid-deepspeed grid-megatron soak soak-deepspeed soak-megatron chaos gpu-check bench bench-setup mutate mutate-session mutate-parity mutate-nccl simulate docs clean
 .DEFAULT_GOAL := help
 

@@ -72,7 +72,7 @@ $(BIN)/.frameworks-done: $(BIN)/.setup-done
 	@$(COMPILE)
 	@touch $@
 
-test: setup $(BIN)/.frameworks-done lint  ## set up, check the code, run the tests (about half an hour)
+test: setup $(BIN)/.frameworks-done lint  ## set up, check the code, run the tests (about 40 minutes)
 	$(BIN)/python -m pytest -n auto --maxprocesses=8 --durations=5 $(PYTEST_ARGS) tests/unit || test $$? -eq 5  # none chosen
 	$(BIN)/python -m pytest --ignore=tests/unit -n 2 --dist loadfile --durations=15 $(PYTEST_ARGS)
 

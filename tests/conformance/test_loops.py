@@ -55,14 +55,16 @@ def _check(layout: Layout, kills: list[Kill], path: Path, reference: Reference) 
 @pytest.mark.parametrize(
     ("loops", "framework", "moments"),
     [
-        pytest.param(IN_BLOCK, "ddp", ("backward", "optimizer"), id="in the block"),
+        pytest.param(IN_BLOCK, "ddp", ("backward", "optimizer"), id="in the block", marks=pytest.mark.grid),
         pytest.param(BELOW, "ddp", ("end", "below"), id="below it", marks=pytest.mark.grid),
         pytest.param(
             "evaluation-below+scheduler-below+rank-bias", "fsdp2", ("optimizer",), id="fsdp2", marks=pytest.mark.grid
         ),
         pytest.param("silent-codebook", "ddp", ("backward", "optimizer"), id="silent buffer", marks=pytest.mark.grid),
         pytest.param("silent-codebook+silent-queue", "fsdp2", ("backward", "below"), id="silent buffers, fsdp2"),
-        pytest.param("scaler+module-counter+spectral-norm", "ddp", ("backward", "below"), id="scaler"),
+        pytest.param(
+            "scaler+module-counter+spectral-norm", "ddp", ("backward", "below"), id="scaler", marks=pytest.mark.grid
+        ),
         pytest.param("freezes-later+module-counter", "fsdp2", ("backward",), id="frozen", marks=pytest.mark.grid),
         pytest.param("two-optimizers", "ddp", ("optimizer", "backward"), id="two optimizers", marks=pytest.mark.grid),
     ],
@@ -113,6 +115,7 @@ def test_a_rank_that_dies_in_the_step_in_which_all_begin_to_seal_again(tmp_path:
     check_loop(run_loop(tmp_path / "run", late, _steps(layout), kills), reference(layout), kills)
 
 
+@pytest.mark.grid
 def test_an_object_that_differs_from_the_start_is_each_ranks_own_in_the_first_step(
     tmp_path: Path, reference: Reference
 ) -> None:
@@ -158,6 +161,7 @@ def test_gradients_that_live_across_steps_are_refused(tmp_path: Path) -> None:
     assert "UnsupportedError: this step uses gradients of an earlier step" in job.output, job.explain()
 
 
+@pytest.mark.grid
 def test_parameter_groups_that_are_added_later_are_named(tmp_path: Path) -> None:
     job = run_loop(tmp_path / "run", _layout("group-later", "ddp"), 12, [Kill(1, 8, "backward", 0)])
     assert job.code not in (0, -1000), f"it went on without them\n{job.explain()}"
@@ -174,6 +178,7 @@ def test_a_plain_variable_that_decides_something_later(loop: str, tmp_path: Path
     assert "do not agree" in job.output and job.of("recovery_finished"), job.explain()
 
 
+@pytest.mark.grid
 def test_an_object_that_begins_to_differ_just_before_the_death_is_named(tmp_path: Path) -> None:
     """No comparison has found it yet. What the dead rank's was like is in the last bytes of its capsule."""
     layout = _layout("found-by-rank-zero", "ddp")
@@ -183,6 +188,7 @@ def test_an_object_that_begins_to_differ_just_before_the_death_is_named(tmp_path
     assert "['found']" in job.output and "at version 6" in job.output, job.explain()
 
 
+@pytest.mark.grid
 def test_an_object_that_begins_to_differ_is_each_ranks_own_in_the_step_in_which_that_is_found(tmp_path: Path) -> None:
     """The ranks compare in step 1, and seal once more."""
     layout = _layout("differs-later", "ddp")
@@ -257,6 +263,7 @@ def test_what_stand_ins_have_answered_below_the_block_is_nobodys_version(
     assert "all_reduce" in named["text"] and "loops.py:" in named["text"] and "move it into the block" in named["text"]
 
 
+@pytest.mark.grid
 def test_where_no_copy_is_kept_it_ends_the_job(tmp_path: Path) -> None:
     """Nobody has a mean of all losses, and no step can be done again."""
     layout = _layout("mean-below", "ddp")
@@ -276,6 +283,7 @@ def test_who_leaves_its_loop_in_a_void_attempt_is_replaced(tmp_path: Path) -> No
     assert not differences(job, undisturbed), job.explain()
 
 
+@pytest.mark.grid
 def test_the_first_late_step_of_a_job_is_not_taken_for_one_like_any_other(tmp_path: Path) -> None:
     """What the dead rank drew after its optimizer is nowhere, and its peers hold no copy to go back to. They say so.
     Only where one of them has heard in time that another one's step was late, it has a copy; all go back to it then."""
@@ -291,6 +299,7 @@ def test_the_first_late_step_of_a_job_is_not_taken_for_one_like_any_other(tmp_pa
     assert "do not agree" not in job.output, f"only the proof has found it\n{job.explain()}"
 
 
+@pytest.mark.grid
 def test_own_state_that_has_changed_after_the_forward_pass_is_sealed_again(
     tmp_path: Path, reference: Reference
 ) -> None:

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.timeout(TIMEOUT_S)
 
 
 def _cases() -> list[object]:
-    quick = {("fsdp", 2), ("dp4-distributed", 1)}
+    quick = {("fsdp", 2)}
     return [
         pytest.param(
             *(layout, losses),
@@ -104,9 +104,8 @@ def test_a_bit_that_flips_on_the_way_is_noticed_and_asked_for_again(
     check_same(job, reference(FSDP))
 
 
-@pytest.mark.parametrize(
-    "pair", [pytest.param((1, 3), id="replicas"), pytest.param((1, 2), id="others", marks=pytest.mark.grid)]
-)
+@pytest.mark.grid
+@pytest.mark.parametrize("pair", [pytest.param((1, 3), id="replicas"), pytest.param((1, 2), id="others")])
 def test_two_ranks_that_hold_a_shard_together(
     pair: tuple[int, int], tmp_path: Path, reference: Callable[[Layout], Job]
 ) -> None:

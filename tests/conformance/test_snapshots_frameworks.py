@@ -20,7 +20,7 @@ pytestmark = pytest.mark.timeout(TIMEOUT_S)
 
 
 def _cases() -> list[object]:
-    quick = ("zero2", "dp4-distributed")
+    quick = ("zero2",)
     return [
         pytest.param(
             layout,

@@ -98,6 +98,7 @@ def test_ranks_are_killed_and_the_launcher_does_not_notice(launcher, tmp_path: P
     assert first.digests == done.digests and len(first.digests) == 4
 
 
+@pytest.mark.grid
 def test_a_killed_rank_is_replaced_from_the_zygote(reference: Job, tmp_path: Path) -> None:
     """SIGKILL from outside, twice the same rank. The first process is the task's child, the others the agent's."""
     job = adopted(tmp_path, TWO, stand_in(2), steps=12, standby=0, flags=["--step-time", "200"])
@@ -133,6 +134,7 @@ def test_a_rank_outlives_its_task_and_its_first_process_does_not(reference: Job,
     check_recovered(done, {1})
 
 
+@pytest.mark.grid
 def test_a_task_keeps_its_cpus_and_variables(reference: Job, tmp_path: Path) -> None:
     """The replacement of a rank has those of the rank's task."""
     if len(os.sched_getaffinity(0)) < 2:

@@ -141,6 +141,7 @@ def test_what_is_waited_for_is_named_while_it_lasts(tmp_path: Path) -> None:
     assert "on a replacement's way" in text
 
 
+@pytest.mark.grid
 def test_a_launch_that_is_killed_and_one_that_goes_on_in_the_same_directory(tmp_path: Path) -> None:
     run, saved = tmp_path / "run", {"checkpoint": {"dir": str(tmp_path / "saved"), "interval_s": 2}}
     first = RunningJob(run, DDP, steps=100_000, standby=0, flags=["--step-time", "50"], config=saved)

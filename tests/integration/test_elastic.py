@@ -43,11 +43,11 @@ def check_shrunk(job: Job, resized: Callable[[int, int], Job], left: list[int]) 
     check_clean(job)
 
 
-OFTEN = {("backward", 0), ("grad-sync", 1)}
+OFTEN = {("backward", 0)}
 
 
 def kills() -> list[Any]:
-    """Each victim in each phase; a few of them in every run of the tests, the rest in the grid."""
+    """Each victim in each phase; one of them in every run of the tests, the rest in the grid."""
     return [
         pytest.param(phase, victim, id=f"{phase}-{victim}", marks=() if (phase, victim) in OFTEN else pytest.mark.grid)
         for phase in PHASES
@@ -62,7 +62,8 @@ def test_killed_and_not_replaced(phase: str, victim: int, tmp_path: Path, resize
     check_shrunk(job, resized, [victim])
 
 
-@pytest.mark.parametrize("fault", often(("raise", "exit", "sigstop"), ("raise",)))
+@pytest.mark.grid
+@pytest.mark.parametrize("fault", ["raise", "exit", "sigstop"])
 def test_other_losses(fault: str, tmp_path: Path, resized: Callable[[int, int], Job]) -> None:
     job = start(tmp_path / "run", inject=[f"rank=2,fault={fault},at=backward,step={AT}"]).wait()
     check_fired(job)
@@ -85,7 +86,7 @@ def test_a_second_death_during_the_change(state: str, tmp_path: Path, resized: C
     check_ends_as_resized(job, resized, [1, 3])
 
 
-@pytest.mark.parametrize("state", ["quiescing", "regrouping"])
+@pytest.mark.parametrize("state", often(("quiescing", "regrouping"), ("regrouping",)))
 def test_a_death_during_a_command(state: str, tmp_path: Path, resized: Callable[[int, int], Job]) -> None:
     faults = [f"rank=1,fault=sigkill,at=recovery:{state}"]
     running = start(tmp_path / "run", None, "--step-time", "100", inject=faults)
@@ -213,7 +214,7 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("mode", often(REFUSED, ("loader", "per-rank", "subgroup")))
+@pytest.mark.parametrize("mode", often(REFUSED, ("loader",)))
 def test_scripts_that_are_refused(mode: str, tmp_path: Path) -> None:
     job = start(tmp_path / "run", {"elastic": {"min": 2, "max": 4}}, "--mode", mode).wait()
     assert job.code != 0 and REFUSED[mode] in job.of("job_failed")[0]["reason"], job.explain()

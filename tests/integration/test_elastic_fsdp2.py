@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -28,8 +27,6 @@ PHASES = (
     *("commit", "below"),
 )
 VICTIMS = (0, 1, 3)
-OFTEN = ("optimizer",)
-"""Phases that are in every run of the tests; the rest is in the grid."""
 
 
 @pytest.fixture(scope="module")
@@ -49,21 +46,9 @@ def check_ends_as_resized(job: Job, resized: Resized, left: Sequence[int], *flag
     check_clean(job)
 
 
-def kills() -> list[Any]:
-    """Each victim in each phase; one phase is once in every run of the tests, the rest is in the grid."""
-    return [
-        pytest.param(
-            phase,
-            victim,
-            id=f"{phase}-{victim}",
-            marks=() if phase in OFTEN and number % 3 == turn % 3 else pytest.mark.grid,
-        )
-        for turn, phase in enumerate(PHASES)
-        for number, victim in enumerate(VICTIMS)
-    ]
-
-
-@pytest.mark.parametrize(("phase", "victim"), kills())
+@pytest.mark.grid
+@pytest.mark.parametrize("victim", VICTIMS)
+@pytest.mark.parametrize("phase", PHASES)
 def test_killed_and_not_replaced(phase: str, victim: int, tmp_path: Path, resized: Resized) -> None:
     job = start(tmp_path / "run", inject=[f"rank={victim},fault=sigkill,at={phase},step={AT}"]).wait()
     check_fired(job)
@@ -130,7 +115,8 @@ def test_again_and_again_down_to_one(tmp_path: Path) -> None:
     check_clean(job)
 
 
-@pytest.mark.parametrize("victim", often((0, 2), (0,)))
+@pytest.mark.grid
+@pytest.mark.parametrize("victim", [0, 2])
 def test_replaced_in_the_new_size(victim: int, tmp_path: Path, resized: Resized) -> None:
     """After a command has taken one away, a rank dies that has room: its replacement comes into the smaller job."""
     running = start(

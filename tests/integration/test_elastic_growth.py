@@ -214,8 +214,9 @@ def test_the_newcomer_dies_while_it_comes_in(state: str, tmp_path: Path, resized
     check_as_commanded(job, resized)
 
 
-@pytest.mark.parametrize("state", often(("quiescing", "regrouping", "restoring", "verifying"), ("restoring",)))
-@pytest.mark.parametrize("victim", often((0, 2), (2,)))
+@pytest.mark.grid
+@pytest.mark.parametrize("state", ["quiescing", "regrouping", "restoring", "verifying"])
+@pytest.mark.parametrize("victim", [0, 2])
 def test_a_member_dies_while_one_comes_in(victim: int, state: str, tmp_path: Path, resized: Resized) -> None:
     running = start(tmp_path / "run", None, *long_flags())
     running.wait_for_step(AT)
@@ -244,6 +245,7 @@ def test_a_member_dies_while_one_is_built_up(replace: str, tmp_path: Path, resiz
     check_as_commanded(job, resized)
 
 
+@pytest.mark.grid
 def test_the_job_ends_while_one_is_built_up(tmp_path: Path) -> None:
     running = start(tmp_path / "run", None, *long_flags(), "--newcomer", "hang")
     shrunk_by(running, 1)

@@ -187,6 +187,7 @@ def test_a_member_dies_while_one_is_built_up(replace: str, tmp_path: Path, resiz
     check_as_commanded(FSDP2, job, resized)
 
 
+@pytest.mark.grid
 def test_one_with_another_model_is_given_up(tmp_path: Path, resized: Resized) -> None:
     """As many numbers, in another shape."""
     running = FSDP2.start(tmp_path / "run", *SLOWLY, "--newcomer", "other-model")

@@ -80,6 +80,7 @@ def _launch_that_ends_after_two_checkpoints(tmp_path: Path) -> list[tuple[int, P
     return published(tmp_path / "ckpt")
 
 
+@pytest.mark.grid
 def test_a_damaged_checkpoint_is_left_out_for_the_one_before_it(tmp_path: Path, reference: References) -> None:
     *_, (version, older), (_, newer) = _launch_that_ends_after_two_checkpoints(tmp_path)
     _damage(newer)

@@ -130,7 +130,9 @@ sys.exit(1 if bad else 0)
 """
 
 
-@pytest.mark.parametrize("endings", [ENDINGS, LATE_THREADS], ids=["groups", "threads"])
+@pytest.mark.parametrize(
+    "endings", [pytest.param(ENDINGS, id="groups"), pytest.param(LATE_THREADS, id="threads", marks=pytest.mark.grid)]
+)
 def test_processes_end_in_an_orderly_way(endings: dict[str, str], tmp_path: Path) -> None:
     groups.build()
     script = tmp_path / "endings.py"
@@ -193,7 +195,9 @@ def test_a_peer_that_dies_while_connecting() -> None:
     run_ranks(2, _dead_peer_in_attach)
 
 
-@pytest.mark.parametrize("script", ["fork_while_burying.py", "fork_while_entering.py"])
+@pytest.mark.parametrize(
+    "script", ["fork_while_burying.py", pytest.param("fork_while_entering.py", marks=pytest.mark.grid)]
+)
 def test_a_child_that_is_forked_while_threads_are_busy(script: str) -> None:
     """As a data loader's worker is: it inherits no lock that a thread of its parent holds."""
     path = Path(__file__).resolve().parents[1] / "scripts" / script

@@ -134,14 +134,20 @@ def test_run_directory_of_a_live_job_is_refused(tmp_path: Path) -> None:
     ("mode", "expected"),
     [
         ("raise-before", "no such data set"),
-        ("unregistered", "no model is registered"),
-        ("twice", "registered already"),
-        ("not-iterable", "DataSourceError"),
+        pytest.param("unregistered", "no model is registered", marks=pytest.mark.grid),
+        pytest.param("twice", "registered already", marks=pytest.mark.grid),
+        pytest.param("not-iterable", "DataSourceError", marks=pytest.mark.grid),
         ("unequal", "not equal on all ranks"),
-        ("own-rate", "the hyper-parameters (learning rate, weight decay, ...) and other settings of model 0"),
+        pytest.param(
+            "own-rate",
+            "the hyper-parameters (learning rate, weight decay, ...) and other settings of model 0",
+            marks=pytest.mark.grid,
+        ),
         ("uneven-steps", "needs the same number on every rank, but there is steps(8) on rank 0; steps(9) on rank 1"),
-        ("no-world", "torch.distributed is not initialised"),
-        ("second-loop", "recovery.steps() can be run through only once in a process"),
+        pytest.param("no-world", "torch.distributed is not initialised", marks=pytest.mark.grid),
+        pytest.param(
+            "second-loop", "recovery.steps() can be run through only once in a process", marks=pytest.mark.grid
+        ),
         ("late-data", "recovery.data() after the first step"),
     ],
 )
@@ -185,7 +191,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Layout], 
 MODES = ("plain", "swallow", "reduce-after", "swallow-after", "poll-after", "future-after", "evaluate-after")
 MODES += ("random-after", "idle-steps", "calls")
 QUICK_CASES = {
-    *((mode, "optimizer") for mode in ("swallow-after", "random-after")),
+    ("random-after", "optimizer"),
     ("calls", "commit"),
 }
 
@@ -284,6 +290,7 @@ def test_the_store_dies_and_then_a_rank(tmp_path: Path) -> None:
     check_clean(job)
 
 
+@pytest.mark.grid
 def test_the_store_of_a_job_on_one_node_listens_there_only(tmp_path: Path) -> None:
     """Also where the controller is told to listen on an address that others reach; the store asks for no secret."""
     addresses = [a for of in psutil.net_if_addrs().values() for a in of if a.family == socket.AF_INET]
@@ -327,6 +334,7 @@ def test_a_deadlocked_rank_is_found_and_replaced(tmp_path: Path) -> None:
     check_clean(job)
 
 
+@pytest.mark.grid
 def test_ranks_that_wait_for_each_other_are_told_apart_from_ranks_that_loop(tmp_path: Path) -> None:
     reference = tiny(tmp_path / "reference")
     job = tiny(tmp_path / "run", "--mode", "crossed", options=["--hang-timeout", "1.5"])
@@ -338,6 +346,7 @@ def test_ranks_that_wait_for_each_other_are_told_apart_from_ranks_that_loop(tmp_
     check_clean(job)
 
 
+@pytest.mark.grid
 def test_a_slow_rank_is_reported_and_nothing_else_happens(tmp_path: Path) -> None:
     job = tiny(tmp_path / "run", "--mode", "slow", "--steps", "60", nproc=3)
     assert job.code == 0 and not job.of("recovery_started"), job.explain()
@@ -356,6 +365,7 @@ def test_an_exception_between_two_steps_is_a_failure_like_any_other(tmp_path: Pa
     check_clean(job)
 
 
+@pytest.mark.grid
 def test_exit_handlers_communicate(tmp_path: Path) -> None:
     """Also one that the script registers before it imports torch: ours comes last all the same."""
     script = tmp_path / "train.py"
@@ -386,7 +396,7 @@ def test_a_replacement_gets_the_set_up_values_of_its_predecessor(tmp_path: Path)
 # -- ends -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [pytest.param(signal.SIGINT, marks=pytest.mark.grid), signal.SIGTERM])
 def test_signals_end_everything_within_five_seconds(number: int, tmp_path: Path) -> None:
     job = RunningJob(tmp_path / "run", TWO, script=TINY, flags=["--steps", "5000"], standby=1)
     job.wait_for("standby_ready")

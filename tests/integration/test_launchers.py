@@ -87,6 +87,7 @@ def test_the_module_as_torchs(tmp_path: Path) -> None:
     assert "[rank3] " in job.output
 
 
+@pytest.mark.grid
 @pytest.mark.timeout(400)
 @pytest.mark.accelerate
 def test_accelerate_launch(tmp_path: Path) -> None:

@@ -59,6 +59,7 @@ def test_a_node_of_three_is_lost(net: Network, tmp_path: Path, reference: Refere
     check(job.wait(of=[first, second, spare]), reference, THREE, [lost])
 
 
+@pytest.mark.grid
 def test_any_two_nodes_of_four_are_lost_at_once(net: Network, tmp_path: Path, reference: References) -> None:
     first, second, third, fourth, *spares = net.hosts
     job = launch(net, tmp_path, FOUR, losses=2, spare=2)

@@ -25,7 +25,7 @@ def port(path: Path, loop: str, steps: int, kills: list[Kill] | None = None, npr
 @pytest.mark.parametrize(
     "loop",
     [
-        "prefetcher-behind",
+        pytest.param("prefetcher-behind", marks=pytest.mark.grid),
         pytest.param("persistent-workers", marks=pytest.mark.grid),
         pytest.param("compiled", marks=pytest.mark.slow),
         pytest.param("accelerate", marks=pytest.mark.accelerate),
@@ -59,7 +59,11 @@ def test_nanogpts_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ("prefetcher-around", "recovery.data(prefetch(loader))"),
         pytest.param("accelerate-dispatch", "dispatch_batches=False", marks=pytest.mark.accelerate),
-        pytest.param("accelerate-astray", "all micro-batches of one optimizer step", marks=pytest.mark.accelerate),
+        pytest.param(
+            "accelerate-astray",
+            "all micro-batches of one optimizer step",
+            marks=[pytest.mark.accelerate, pytest.mark.grid],
+        ),
         pytest.param("accelerate-alone", "accelerator=accelerator", marks=pytest.mark.accelerate),
     ],
 )

@@ -100,6 +100,7 @@ def test_a_rank_and_the_one_that_keeps_its_copies_die_at_once(
     check_same(running.wait(), reference(FSDP))
 
 
+@pytest.mark.grid
 def test_ranks_die_before_their_copies_are_whole_again(tmp_path: Path, reference: Callable[[Layout], Job]) -> None:
     """A rank dies at its first hand-out after a recovery, together with the one whose copies it kept."""
     inject = ["rank=2,fault=sigkill,at=forward,step=6", "rank=2,fault=sigkill,at=between,step=6"]
@@ -109,6 +110,7 @@ def test_ranks_die_before_their_copies_are_whole_again(tmp_path: Path, reference
     assert len(job.notices("fault_fired")) == 3, job.explain()
 
 
+@pytest.mark.grid
 def test_all_ranks_die_in_their_first_step(tmp_path: Path, reference: Callable[[Layout], Job]) -> None:
     """Nothing whole is held yet; only that step is lost."""
     running = start(tmp_path / "run", FSDP, {}, flags=["--step-time", "100"])
@@ -171,6 +173,7 @@ def test_nobody_comes_back_in_time(tmp_path: Path, reference: Callable[[Layout],
     check_same(job, reference(FSDP), launches=2)
 
 
+@pytest.mark.grid
 def test_what_is_damaged_on_disk_is_not_used(tmp_path: Path, reference: Callable[[Layout], Job]) -> None:
     """One bit of the newest version of one rank: the job goes on from the version before, if that is still whole, and
     otherwise says what is missing. It never begins anew by itself."""
@@ -191,6 +194,7 @@ def test_what_is_damaged_on_disk_is_not_used(tmp_path: Path, reference: Callable
         check_clean(job)
 
 
+@pytest.mark.grid
 def test_a_launch_with_another_number_of_ranks_does_not_take_them(tmp_path: Path) -> None:
     told_to_end(tmp_path)
     smaller = Layout("fsdp-2", FSDP.script, nproc=2)

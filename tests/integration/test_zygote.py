@@ -217,6 +217,7 @@ print("seen", asks_known.SEEN, asks_own.SEEN, later().SEEN, flush=True)
     assert "asks_own not imported ahead" in ahead and "asks_known not imported" not in ahead, ahead
 
 
+@pytest.mark.grid
 def test_variables_that_a_function_sets_are_there_when_the_optimizer_imports(tmp_path: Path) -> None:
     """torch imports its compiler in an optimizer's first step, and a zygote does so before the script runs."""
     imports = """
@@ -235,6 +236,7 @@ atexit.register(lambda: print("verbose", sys.modules["torch._dynamo.config"].ver
     assert re.findall(r"^verbose (.*)", logs(done), re.MULTILINE) == ["True", "True"], done.explain()
 
 
+@pytest.mark.grid
 def test_a_script_that_replaces_parts_of_a_library_or_brings_its_own_finds_them(tmp_path: Path) -> None:
     """As a fresh interpreter does, before and after a recovery: whoever imports ahead would have others."""
     env = installed(
@@ -278,11 +280,24 @@ print("seen", binds.add(), *later(), flush=True)
 @pytest.mark.parametrize(
     ("module", "said"),
     [
-        ("import threading, time\nthreading.Thread(target=time.sleep, args=(999,), daemon=True).start()\n", "a thread"),
-        ("import sys, types\nsys.modules['mpi4py'] = types.ModuleType('mpi4py')\n", "mpi4py: it initialises MPI"),
-        ("import os\nif '--zygote' in open('/proc/self/cmdline').read(): raise ValueError('half')\n", "in its middle"),
+        pytest.param(
+            "import threading, time\nthreading.Thread(target=time.sleep, args=(999,), daemon=True).start()\n",
+            "a thread",
+            id="thread",
+            marks=pytest.mark.grid,
+        ),
+        pytest.param(
+            "import sys, types\nsys.modules['mpi4py'] = types.ModuleType('mpi4py')\n",
+            "mpi4py: it initialises MPI",
+            id="known",
+            marks=pytest.mark.grid,
+        ),
+        pytest.param(
+            "import os\nif '--zygote' in open('/proc/self/cmdline').read(): raise ValueError('half')\n",
+            "in its middle",
+            id="raises",
+        ),
     ],
-    ids=["thread", "known", "raises"],
 )
 def test_an_unfit_module_is_named_and_left_to_each_rank(module: str, said: str, tmp_path: Path) -> None:
     env = installed(tmp_path, unfit=module, harmless="")
@@ -297,6 +312,7 @@ def test_an_unfit_module_is_named_and_left_to_each_rank(module: str, said: str, 
     assert notice.startswith("unfit is left to each process's own import") and said in notice, notice
 
 
+@pytest.mark.grid
 def test_packages_can_be_named_as_unfit(tmp_path: Path) -> None:
     env = installed(tmp_path, unfit="", harmless="import unfit\n")
     job = any_job(tmp_path / "job", "import harmless\n", env=env, config={"unforkable": ["unfit"]})
@@ -308,6 +324,7 @@ def test_packages_can_be_named_as_unfit(tmp_path: Path) -> None:
 # -- zygotes that die -------------------------------------------------------------------------------------
 
 
+@pytest.mark.grid
 def test_workers_outlive_every_zygote_and_ranks_are_still_replaced(tmp_path: Path) -> None:
     job = any_job(tmp_path / "job")
     job.wait_for_step(2)
@@ -323,6 +340,18 @@ def test_workers_outlive_every_zygote_and_ranks_are_still_replaced(tmp_path: Pat
     assert any("new interpreters" in notice["text"] for notice in done.notices("zygote")), done.explain()
 
 
+def wait_until_idle(process: psutil.Process) -> None:
+    """Until it has taken no processor time for a second. Raises AssertionError after two minutes."""
+    deadline = time.monotonic() + 120
+    used, since = -1.0, time.monotonic()
+    while time.monotonic() < since + 1:
+        assert time.monotonic() < deadline, f"{process} is busy still"
+        now = sum(process.cpu_times()[:2])
+        if now != used:
+            used, since = now, time.monotonic()
+        time.sleep(0.05)
+
+
 def test_another_zygote_is_grown_from_the_first_one(tmp_path: Path) -> None:
     job = any_job(tmp_path / "job")
     job.wait_for_step(2)
@@ -331,9 +360,9 @@ def test_another_zygote_is_grown_from_the_first_one(tmp_path: Path) -> None:
     for zygote in grown:
         zygote.kill()
     deadline = time.monotonic() + 30
-    while not [p for p in zygotes(job) if p.pid != first.pid and p not in grown] and time.monotonic() < deadline:
+    while not (others := [p for p in zygotes(job) if p != first and p not in grown]) and time.monotonic() < deadline:
         time.sleep(0.05)
-    time.sleep(3)
+    wait_until_idle(others[0])  # it has imported
     job.kill(1)
     job.wait_for("recovery_started")
     done = finish(job, tmp_path / "job")

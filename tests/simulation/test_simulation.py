@@ -24,7 +24,7 @@ from tests.simulation.network import Firewall, Weather
 from tests.simulation.removed import BREAKS, REMOVED, instead
 from tests.simulation.world import Shape
 
-SEEDS = int(os.environ.get("SIMULATION_SEEDS", "300"))
+SEEDS = int(os.environ.get("SIMULATION_SEEDS", "200"))
 PROCESSES = 2
 _PART = 50
 
@@ -56,7 +56,7 @@ def test_no_history_breaks_a_law() -> None:
 
 OPEN_ELASTIC: dict[int, str] = {}
 """As :data:`OPEN`."""
-ELASTIC_SEEDS = range(SEEDS // 8)
+ELASTIC_SEEDS = range(SEEDS // 6)
 
 
 def broken_elastic(first: int, count: int) -> tuple[int, list[str]]:

@@ -208,6 +208,7 @@ REFUSED = {
     "loader": "recovery.data() in an elastic job",
     "no-batches": "has not said where its batches come from",
     "broken-off": "has not gone through its micro-batches",
+    "in-a-list": "before it computed the one before",
     "batch-norm": "running statistics of BatchNorm",
     "per-rank": "differ between the ranks",
     "subgroup": "process group of 2 of its 4 ranks",

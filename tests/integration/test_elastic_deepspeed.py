@@ -249,6 +249,7 @@ REFUSED: dict[str, tuple[tuple[str, ...], str]] = {
     "loader": (("--mode", "loader"), "recovery.data() in an elastic job"),
     "training-data": (("--mode", "training-data"), "training_data of deepspeed.initialize()"),
     "boundary": (("--mode", "boundary"), "set_gradient_accumulation_boundary()"),
+    "in-a-list": (("--mode", "in-a-list"), "before it computed the one before"),
     "other-batch": (("--mode", "other-batch"), "global_batch = 24, and the framework's own is 48"),
     "other-sizes": (("--mode", "other-sizes"), "global_batch = 48, and the framework's own is 24"),
     "zero3-sub-groups": (

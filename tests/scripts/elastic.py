@@ -156,6 +156,7 @@ def main() -> None:
             total = torch.zeros((), device=device)
             shown, turns = [], batches.of(step)
             mine = len(turns)  # of those that are left
+            turns = list(turns) if args.mode == "in-a-list" else turns
             for batch in turns:
                 shown.append(f"{batch.number}:{'/'.join(first.hex() for first in batch.data[0][:, 0].tolist())}")
                 if args.show_batches and len(shown) == mine:  # before its gradients are reduced with the others'

@@ -372,7 +372,8 @@ def main() -> None:
         with step:
             total = torch.zeros((), device=device)
             misbehave(args.mode, engine, number)
-            for batch in batches.of(step):
+            turns = batches.of(step)
+            for batch in list(turns) if args.mode == "in-a-list" else turns:
                 x, y = (part.to(device) for part in batch.data)
                 loss = torch.nn.functional.mse_loss(engine(x.to(dtype)).float(), y) * batch.weight
                 engine.backward(loss)

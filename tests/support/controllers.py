@@ -79,7 +79,7 @@ class WithController:
         self._running.__exit__(None, None, None)
 
     def wait_for(self, event: str, count: int = 1, **having: Any) -> dict[str, Any]:
-        return self._tools.wait_for(event, 60, count, **having)
+        return self._tools.wait_for(event, 120, count, **having)
 
     def events(self) -> list[dict[str, Any]]:
         return self._tools.events()

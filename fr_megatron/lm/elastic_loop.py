@@ -136,6 +136,11 @@ class ElasticLoop:
                 f"--dataloader-type {args.dataloader_type} (its order depends on the number of ranks; allowed: single)"
             )
 
+    def only_as_launched(self) -> str:
+        """What of the loop has not been tried with more replicas than the launch's, by name."""
+        stages = self._args.pipeline_model_parallel_size
+        return f"Megatron-LM's loop with --pipeline-model-parallel-size {stages} (allowed: 1)" if stages > 1 else ""
+
     def resized(self) -> None:
         """The process groups have other members."""
         args = self._args

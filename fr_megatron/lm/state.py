@@ -273,7 +273,7 @@ class LMLoopAdapter(LoopAdapter):
             self._state.adopt_common(state)
 
     def only_as_launched(self, most: int) -> str:
-        return "Megatron-LM's loop (not tried)"
+        return "" if self._state.elastic is None else self._state.elastic.only_as_launched()
 
     def tied_to_size(self) -> Sequence[str]:
         elastic = self._state.elastic

@@ -6,35 +6,16 @@ import json
 import os
 import signal
 import socket
-import subprocess
-import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
-from tests.support.jobs import DDP, ENVIRONMENT, RunningJob, check_recovered, check_same, read_events, run_job
+from tests.support.controllers import TOKEN, controller
+from tests.support.jobs import DDP, RunningJob, check_recovered, check_same, read_events, run_job
 
 PEER_ERROR_WAIT_S = 1.5
 CONFIG = {"timeouts": {"peer_error_wait_s": PEER_ERROR_WAIT_S}}
 FLAGS = ["--step-time", "100"]
 STEPS = 40
-TOKEN = {"FLASHRECOVERY_TOKEN": "the-token-of-this-test-job"}
-
-
-@contextmanager
-def controller(run_dir: Path, address: str, nproc: int = DDP.nproc) -> Iterator[subprocess.Popen[bytes]]:
-    """A stand-alone one."""
-    command = [sys.executable, "-m", "flashrecovery.cli.main", "controller", "--nproc-per-node", str(nproc)]
-    command += ["--run-dir", str(run_dir), "--bind", address, "--config", str(run_dir.parent / "run.yaml")]
-    with open(run_dir.parent / "controller.out", "ab") as out:
-        env = {**os.environ, **ENVIRONMENT, **TOKEN}
-        popen = subprocess.Popen(command, stdout=out, stderr=out, stdin=subprocess.DEVNULL, env=env)
-    try:
-        yield popen
-    finally:
-        popen.kill()
-        popen.wait()
 
 
 def test_a_rank_dies_while_the_controller_is_away(tmp_path: Path) -> None:

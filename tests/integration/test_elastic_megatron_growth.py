@@ -8,15 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.elastic import changes, command, inject, never
+from tests.support.elastic import AHEAD, changes, command, grow, inject, never, shrink
 from tests.support.elastic_divided import Kind, Resized, check_as_commanded, killed_and_back, megatron, resized_once
-from tests.support.jobs import check_fired
+from tests.support.jobs import RunningJob, check_fired
 
 pytest.importorskip("megatron.core")
 
 pytestmark = [pytest.mark.grid, pytest.mark.megatron, pytest.mark.timeout(900)]
 AT, BACK = 8, 32
-SLOWLY = ("--step-time", "800")
+SLOWLY = ("--step-time", "100")
 PLAIN = megatron("plain", "--bf16")
 SHARDS = megatron("shards", "--bf16", "--use-distributed-optimizer")
 KINDS = [pytest.param(PLAIN, id="plain"), pytest.param(SHARDS, id="shards")]
@@ -39,11 +39,26 @@ def test_from_one_alone(kind: Kind, tmp_path: Path, resized: Resized) -> None:
     """4 -> 3 -> 2 -> 1 by kills, and back to 4: a group of all ranks is of one rank meanwhile, as others always are."""
     faults = [f"rank={rank},fault=sigkill,at=forward,step={AT + 6 * number}" for number, rank in enumerate((0, 2, 1))]
     running = kind.start(tmp_path / "run", *SLOWLY, config=never(1), inject=faults)
+    running.hold(BACK - AHEAD)
     running.wait_for("recovery_finished", 120, count=3)
-    assert command(running, 4, BACK) == ""
+    grow(running, 4, BACK)
     job = running.wait(240)
     assert [len(change.ranks) for change in changes(job)] == [3, 2, 1, 4], job.explain()
     check_as_commanded(kind, job, resized)
+
+
+def shrunk_by_command(running: RunningJob) -> None:
+    """Rank 3 has left; the others are held, so that it can come back before step :data:`BACK`."""
+    running.hold(AT - 3)
+    running.wait_for("job_started", 120)
+    shrink(running, 3, AT, BACK - AHEAD)
+
+
+def let_in(running: RunningJob) -> None:
+    """It comes back."""
+    assert command(running, 4, BACK) == ""
+    running.wait_for_newcomers()
+    running.hold(None)
 
 
 @pytest.mark.parametrize("state", ["regrouping", "restoring", "verifying"])
@@ -52,10 +67,8 @@ def test_a_newcomer_dies_on_its_way_in(kind: Kind, state: str, tmp_path: Path, r
     """It leaves again, and the others go on in the size that they had."""
     faults = [f"rank=3,fault=sigkill,at=recovery:{state}"]  # who leaves by command does not come to this state
     running = kind.start(tmp_path / "run", *SLOWLY, inject=faults)
-    running.wait_for("job_started", 120)
-    assert command(running, 3, AT) == ""
-    running.wait_for("recovery_finished", 120)
-    assert command(running, 4, BACK) == ""
+    shrunk_by_command(running)
+    let_in(running)
     job = running.wait(240)
     check_fired(job)
     assert changes(job)[-1].ranks == (0, 1, 2), job.explain()
@@ -67,11 +80,9 @@ def test_one_that_dies_on_the_way_in_is_replaced(state: str, tmp_path: Path, res
     """A member: its replacement takes on the old division among three, in groups of four, before all of them go over to
     the new one."""
     running = SHARDS.start(tmp_path / "run", *SLOWLY, config={"elastic": {"min": 2, "max": 4}})
-    running.wait_for("job_started", 120)
-    assert command(running, 3, AT) == ""
-    running.wait_for("recovery_finished", 120)
+    shrunk_by_command(running)
     inject(running, rank=1, at=f"recovery:{state}")
-    assert command(running, 4, BACK) == ""
+    let_in(running)
     job = running.wait(240)
     check_fired(job)
     assert changes(job)[-1].ranks == (0, 1, 2, 3), job.explain()

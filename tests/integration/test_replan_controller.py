@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
-from tests.integration.test_controller_away import TOKEN, controller
 from tests.support import elastic
 from tests.support import replan_megatron_lm as lm
+from tests.support.controllers import TOKEN, controller
 from tests.support.jobs import Layout, RunningJob, read_events
 from tests.support.megatron import ENVIRONMENT
 from tests.support.megatron_lm import needs_checkout

@@ -68,14 +68,23 @@ told of it some steps before."""
 def grow(job: RunningJob, replicas: int, step: int, then: int | None = None, wait_s: float = 120) -> None:
     """Have the job, which is held (:meth:`RunningJob.hold`) :data:`AHEAD` steps before ``step``, grown to so many
     replicas before exactly that one. Afterwards it is held at ``then``."""
+    _resize(job, replicas, step, then, wait_s, come=True)
+
+
+def shrink(job: RunningJob, replicas: int, step: int, then: int | None = None, wait_s: float = 120) -> None:
+    """Have the job, which is held some steps before ``step``, left with so many replicas before exactly that one.
+    Afterwards it is held at ``then``."""
+    _resize(job, replicas, step, then, wait_s, come=False)
+
+
+def _resize(job: RunningJob, replicas: int, step: int, then: int | None, wait_s: float, *, come: bool) -> None:
     before = [event["event"] for event in job.events()]
     assert command(job, replicas, step) == ""
-    job.wait_for_newcomers(wait_s)
+    if come:
+        job.wait_for_newcomers(wait_s)
+    else:
+        time.sleep(0.5)  # the word to the ranks is on its way
     job.hold(then)
-    _wait_until_resized(job, before, replicas, step, wait_s)
-
-
-def _wait_until_resized(job: RunningJob, before: Sequence[str], replicas: int, step: int, wait_s: float) -> None:
     found = job.wait_for("job_resized", wait_s, count=before.count("job_resized") + 1)
     assert (found["step"], found["replicas"]) == (step, replicas), job.wait(1).explain()
     job.wait_for("recovery_finished", wait_s, count=before.count("recovery_finished") + 1)
@@ -90,23 +99,16 @@ def resize_by_command(
 ) -> None:
     """Have a job that has just been started with so many replicas resized: (step, replicas), in order, each before
     exactly that step. ``held``: by which number the script knows a step."""
-    holds, before, least = [], launched, 0
+    holds, before, free = [], launched, 0
     for step, replicas in sizes:
-        holds.append(max(step - AHEAD if replicas > before else step - 3, least))
-        before, least = replicas, step
+        holds.append(max(step - AHEAD if replicas > before else step - 3, free))
+        before, free = replicas, step + 1  # a change is over when a step has been taken
     job.hold(held(holds[0]))
     job.wait_for("job_started", wait_s)
     before = launched
     for number, (step, replicas) in enumerate(sizes, 1):
         then = held(holds[number]) if number < len(holds) else None
-        if replicas > before:
-            grow(job, replicas, step, then, wait_s)
-        else:
-            seen = [event["event"] for event in job.events()]
-            assert command(job, replicas, step) == ""
-            time.sleep(0.5)  # the word to the ranks is on its way
-            job.hold(then)
-            _wait_until_resized(job, seen, replicas, step, wait_s)
+        (grow if replicas > before else shrink)(job, replicas, step, then, wait_s)
         before = replicas
 
 

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from flashrecovery.plan.replicas import ReplicaShape
-from tests.integration.test_elastic_controller import WithController
 from tests.support import elastic_replicas
+from tests.support.controllers import WithController
 from tests.support.elastic import AHEAD, changes, command, grow, inject, sizes_of
 from tests.support.elastic_divided import END, Kind, Resized, check_as_commanded, resized_once
 from tests.support.jobs import Job, RunningJob, check_clean, check_fired, marked_processes

@@ -4,6 +4,7 @@ versions count is in :mod:`tests.support.megatron_lm_loop`.
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -12,9 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.support import elastic
-from tests.support.elastic import check_steps_alike, command
+from tests.support.elastic import Change, Course, check_steps_alike, command
 from tests.support.jobs import ROOT, Job, RunningJob, check_clean
 from tests.support.megatron_lm_loop import TIMEOUT_S, LoopTraining, evaluated, loop_environment
 
@@ -67,6 +69,39 @@ def evaluations(job: Job) -> dict[tuple[int, int], set[str]]:
     for (number, _, size), losses in evaluated(job).items():
         found[number, int(size)].update(losses)
     return found
+
+
+_LOGGED = re.compile(r" iteration +(\d+)/ +\d+ \|(.*)")
+_TIMES = re.compile(r"elapsed time[^|]*\|")
+
+
+def logged(job: Job) -> dict[int, set[str]]:
+    """What Megatron has logged of each iteration, but for times."""
+    found: dict[int, set[str]] = defaultdict(set)
+    for log in job.run_dir.rglob("rank*.log"):
+        for number, line in _LOGGED.findall(log.read_text()):
+            found[int(number) - 1].add(_TIMES.sub("", line))
+    return found
+
+
+def check_logged(job: Job, training: Training, changes: Sequence[Change]) -> None:
+    """Each line of the log of an undisturbed job that has changed its size so has the global batch, and the mean of the
+    losses that the iterations since the log before have had, in whatever size."""
+    sizes = [(0, training.launched), *((training.iteration(c.step), len(c.ranks)) for c in changes)]
+    losses, lines = Course.of(job).losses, logged(job)
+    total, count = torch.zeros(1), 0
+    for number in range(training.iterations):
+        size = [size for first, size in sizes if first <= number][-1]
+        (loss,) = losses[number, size - 1, size]
+        total, count = total + float.fromhex(loss), count + 1
+        if number and (number + 1) % training.logs:
+            continue
+        (line,) = lines[number]
+        assert f"consumed samples: {(number + 1) * training.batch:12d} |" in line, line
+        assert f"global batch size: {training.batch:5d} |" in line, line
+        assert f"lm loss: {total.item() / count:.6E} |" in line, f"iteration {number}: {total.item() / count}\n{line}"
+        if number:  # what the first line says, is in the second one, too
+            total, count = torch.zeros(1), 0
 
 
 Resized = Callable[[Training, int, int], Job]

@@ -13,7 +13,7 @@ import torch
 from flashrecovery.errors import UnsupportedError
 from flashrecovery.state import codec
 from fr_megatron.lm.calls import ProtectedLoop
-from fr_megatron.lm.state import NOTHING, LMLoop
+from fr_megatron.lm.state import NOTHING, LMLoop, LMLoopAdapter
 
 pytest.importorskip("megatron.core")
 pytestmark = pytest.mark.megatron
@@ -270,3 +270,13 @@ def test_a_step_that_is_made_again_sees_the_loop_where_it_was(elastic: bool, mon
     replacement.restored(codec.loads(codec.dumps(step)))
     replacement.resume()
     assert seen(replacement) == (6, 144, 7)
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_beyond_the_launch_pipeline_stages_have_not_been_tried(stages: int) -> None:
+    from fr_megatron.lm.elastic_loop import ElasticLoop
+
+    elastic = object.__new__(ElasticLoop)
+    elastic._args = SimpleNamespace(pipeline_model_parallel_size=stages)
+    loop = LMLoop(SimpleNamespace(), SimpleNamespace(_timers={}), SimpleNamespace(), elastic)
+    assert ("--pipeline-model-parallel-size 2" in LMLoopAdapter(loop).only_as_launched(3)) == (stages == 2)

@@ -127,13 +127,17 @@ def _check_beyond(registry: Registry, most: int, settings: Settings) -> None:
     if shape.each > 1 and not tells_apart(shape):
         fixed.append(
             f"one replica of {shape.each} ranks at the launch, where process groups of all ranks and those of a "
-            "replica are the same (a launch with two replicas is allowed)"
+            "replica are the same"
         )
     if fixed:
+        allowed = (
+            f"elastic.max = {shape.replicas} is allowed"
+            if shape.replicas > 1
+            else "a launch with two replicas is allowed, and one that is not elastic"
+        )
         raise UnsupportedError(
             f"an elastic job with elastic.max = {most} that is launched with {shape.text}, and has "
-            f"{'; '.join(fixed)}: how that goes on with more than the launch's is not known; elastic.max = "
-            f"{shape.replicas} is allowed"
+            f"{'; '.join(fixed)}: how that goes on with more than the launch's is not known; {allowed}"
         )
     assert batches is not None
     needed = most * max(batches.ranks // shape.replicas, 1)

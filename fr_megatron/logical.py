@@ -63,6 +63,7 @@ class MegatronLogical(LogicalState):
         chunks: Sequence[Any],
         optimizer: Any,
         shards: Callable[[], Sequence[Shard]],
+        *,
         places: SharedPlaces | None = None,
     ) -> None:
         self._chunks, self._optimizer, self._shards = chunks, optimizer, shards

@@ -204,7 +204,7 @@ class MegatronAdapter(TorchAdapter):
         return SharedDivision(found[False], found.get(True), places.sharers, places.number, places.groups)
 
     def logical(self) -> LogicalState | None:
-        return MegatronLogical(self._chunks, self._optimizer, self.shards)
+        return MegatronLogical(self._chunks, self._optimizer, self.shards, places=self._places)
 
     def _parts(self) -> Mapping[str, ParamShard]:
         """What this rank steps on."""

@@ -42,23 +42,33 @@ from flashrecovery.errors import UnsupportedError
 from fr_megatron import stand_ins
 from fr_megatron.capabilities import CHECKPOINTS
 from fr_megatron.checkpoint import METADATA
-from fr_megatron.division import WEIGHTS
+from fr_megatron.division import WEIGHTS, buffers_of, names_of
 from fr_megatron.elastic import of_calculator, of_experts, of_several
 from fr_megatron.expert_groups import check_alike
 from fr_megatron.optimizers import Names, inner_optimizers, is_distributed, weights_name
 from fr_megatron.pieces import STATE, Stepped, cut, described, find_stepped
-from fr_megatron.replicas import other_slices
+from fr_megatron.replicas import SharedPlaces, other_slices
+from fr_megatron.shared_division import experts_tensor
 
 _STATE = STATE + ".{}."
 
 
 class MegatronLogical(LogicalState):
     """Of this rank's model chunks and optimizer. ``shards``: gives those of the adapter, what is stepped on first, in
-    the optimizers' order."""
+    the optimizers' order. ``places``: in an elastic job, of this rank among those who divide the distributed
+    optimizer's state."""
 
-    def __init__(self, chunks: Sequence[Any], optimizer: Any, shards: Callable[[], Sequence[Shard]]) -> None:
+    def __init__(
+        self,
+        chunks: Sequence[Any],
+        optimizer: Any,
+        shards: Callable[[], Sequence[Shard]],
+        *,
+        places: SharedPlaces | None = None,
+    ) -> None:
         self._chunks, self._optimizer, self._shards = chunks, optimizer, shards
         self._inner = inner_optimizers(optimizer)
+        self._place = 0 if places is None else places.first
 
     def describe(self) -> words.Description:
         self._check()
@@ -77,17 +87,17 @@ class MegatronLogical(LogicalState):
         return found
 
     def divided(self) -> Mapping[str, words.ShardParts]:
-        leaves = self._leaves()
+        leaves, names = self._leaves(), names_of(self._chunks)
         found: dict[str, words.ShardParts] = {}
-        for number, chunk in enumerate(self._chunks):
-            names = {id(p): f"{number}.{name}" for name, p in chunk.named_parameters()}
-            for buffer in chunk.buffers:
+        for expert in (False, True):
+            for buffer in buffers_of(self._chunks, expert=expert):
                 for parameter in buffer.param_index_map:
                     flat = parameter.detach().reshape(-1)
                     parts = tuple(_parts(self._leaf(parameter, leaves), flat, 0, 0))
                     fqn = names[id(parameter)]
-                    found[f"{fqn}/{words.PARAM}"] = words.ShardParts(f"{STATE}.param.", _STATE, parts)
-                    found[fqn + WEIGHTS] = words.ShardParts("", _STATE, parts)
+                    name = experts_tensor(self._place, fqn) if expert else fqn
+                    found[f"{name}/{words.PARAM}"] = words.ShardParts(f"{STATE}.param.", _STATE, parts)
+                    found[name + WEIGHTS] = words.ShardParts("", _STATE, parts)
         return found
 
     def facts(self) -> Mapping[str, Any]:

@@ -69,7 +69,7 @@ class SharedDivision(RuledDivision):
     def _of_place(self, rule: rules.TensorRule, first: int) -> rules.TensorRule:
         """Of this rank's experts, as one of those at another place in a replica."""
         lies = rule.pattern if self._each == 1 else patterns.EveryNth(rule.pattern, self._each, first)
-        return replace(rule, name=_name(first, rule.name), pattern=lies, suffix=self._groups[first])
+        return replace(rule, name=experts_tensor(first, rule.name), pattern=lies, suffix=self._groups[first])
 
     def prepare(self, description: Mapping[str, Any], place: int, size: int) -> Prepared:
         dense = self._dense.prepare(description["dense"], place, size)
@@ -81,9 +81,10 @@ class SharedDivision(RuledDivision):
             dense.install()
             experts.install()
 
-        of_experts = {_name(self._first, name): tensor for name, tensor in experts.tensors.items()}
+        of_experts = {experts_tensor(self._first, name): tensor for name, tensor in experts.tensors.items()}
         return ReadyTensors({**dense.tensors, **of_experts}, {**dense.values, **experts.values}, install)
 
 
-def _name(place: int, tensor: str) -> str:
+def experts_tensor(place: int, tensor: str) -> str:
+    """The name of a divided ``tensor`` of the experts at this place in a replica."""
     return f"experts {place}/{tensor}"

@@ -73,3 +73,11 @@ def layout_sizes(text: str) -> dict[str, int]:
 def layout_ranks(text: str) -> int:
     """How many ranks such a layout has. Experts lie on ranks that are there for the rest."""
     return math.prod(size for name, size in layout_sizes(text).items() if name != "ep")
+
+
+def layout_replicas(text: str) -> int:
+    """How many replicas an elastic job has in such a layout: of what has the whole model, all experts included, which
+    may be several data-parallel ranks."""
+    sizes = layout_sizes(text)
+    context = sizes.get("cp", 1)
+    return sizes["dp"] * context // max(context, sizes.get("ep", 1))

@@ -56,6 +56,7 @@ EP_FP16 = Training("ep2-fp16-distributed", Sizes(dp=4, ep=2), (*EXPERTS, "--use-
 EP_TP = Training("ep2-tp2-distributed", Sizes(tp=2, dp=2, ep=2), (*EXPERTS, *SHARDED))
 EP_CP = Training("ep2-cp2-distributed", Sizes(dp=2, cp=2, ep=2), (*EXPERTS, *SHARDED))
 EP_PP = Training("ep2-pp2", Sizes(pp=2, dp=2, ep=2), (*EXPERTS, "--bf16"))
+STAGES = ("--layers", "4", "--num-virtual-stages-per-pipeline-rank", "2")
 VICTIMS = (0, 1, 3)
 
 
@@ -206,14 +207,19 @@ def test_what_the_script_has_not_asked_for_stays(tmp_path: Path) -> None:
             never(),
             "moe_router_enable_expert_bias",
         ),
-        (EP, {**never(), "elastic": {"min": 1, "max": 2}}, "elastic job with ep = 2 and MoE layers (4 experts)"),
+        (EP, {**never(), "elastic": {"min": 1, "max": 4}}, "elastic.max = 2 is allowed"),
         (
-            Training("cp", Sizes(dp=2, cp=2), CONTEXT),
+            Training("virtual", Sizes(pp=2, dp=2, ep=2), (*EXPERTS, *STAGES)),
             {**never(), "elastic": {"min": 1, "max": 2}},
-            "elastic job with cp = 2",
+            "MoE layers in several model chunks",
+        ),
+        (
+            Training("virtual-cp", Sizes(pp=2, dp=2, cp=2), (*CONTEXT, *STAGES)),
+            {**never(), "elastic": {"min": 1, "max": 2}},
+            "context_parallel_size = 2 with several model chunks",
         ),
     ],
-    ids=["bias", "elastic-experts", "elastic-context"],
+    ids=["bias", "elastic-beyond", "elastic-virtual-experts", "elastic-virtual-context"],
 )
 def test_jobs_that_are_refused(training: Training, config: dict[str, object], reason: str, tmp_path: Path) -> None:
     job = start(tmp_path / "run", training, config=config).wait(TIMEOUT_S)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -41,6 +41,15 @@ class Sizes:
     @property
     def ranks(self) -> int:
         return self.tp * self.pp * self.cp * self.dp
+
+    @property
+    def replicas(self) -> int:
+        """Of an elastic job: what has the whole model, all experts included."""
+        return self.dp * self.cp // max(self.cp, self.ep)
+
+    def of(self, replicas: int) -> Sizes:
+        """The same with so many replicas."""
+        return replace(self, dp=self.dp * replicas // self.replicas)
 
     def __str__(self) -> str:
         more = "".join(f"{name}={size}," for name, size in (("cp", self.cp), ("ep", self.ep)) if size > 1)

@@ -9,7 +9,7 @@ in the job of the stage before.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from tests.support.jobs import Job, check_clean
@@ -38,7 +38,7 @@ class Compared:
 def both(training: LaidOut, *, least: int = 1, ranks: int = 1, **settings: str) -> dict[str, Any]:
     """``--elastic`` and ``--replan`` of a job of this training. ``settings``: of both (replace)."""
     return {
-        "elastic": {"min": least, "max": training.sizes.dp, **settings},
+        "elastic": {"min": least, "max": training.sizes.replicas, **settings},
         "replan": {"min": ranks, **settings},
     }
 
@@ -52,7 +52,7 @@ def stages(job: Job, training: LaidOut) -> list[Stage]:
     now, found = training.sizes, dict[int, Stage]()
     for event in job.events:
         if event["event"] == "job_resized":
-            now = replace(now, dp=event["replicas"])
+            now = now.of(event["replicas"])
             found[event["step"]] = Stage(event["step"], now, anew=found.get(event["step"], Stage(0, now)).anew)
         elif event["event"] == "job_replanned":
             now = Sizes.parse(event["layout"])

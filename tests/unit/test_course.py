@@ -245,6 +245,15 @@ def test_another_launch_in_the_directory_may_have_another_size() -> None:
     assert [size.replicas for size in course.sizes] == [4, 3] and "3 replicas at the launch" in pictures(course)
 
 
+def test_a_layout_with_experts_has_replicas_of_several_data_parallel_ranks() -> None:
+    record = Record()
+    record.take(at(0, ev.JobStarted(world_size=4, replicas=4)))
+    changed = ev.JobReplanned(step=5, before="tp=1,pp=1,dp=4", layout="tp=1,pp=1,ep=2,dp=4", ranks=4, bytes=1, why=[])
+    record.take(at(5, changed))
+    record.take(at(9, ev.JobResized(step=9, before=2, replicas=1, ranks=[0, 1], left=[2, 3])))
+    assert [size.replicas for size in record.course(10.0).sizes] == [4, 2, 1]
+
+
 def test_a_controller_that_takes_over_does_not_bring_back_who_has_left() -> None:
     record = elastic(60)
     record.take(at(61, ev.ControllerStarted(world_size=4)))

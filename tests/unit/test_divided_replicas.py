@@ -129,6 +129,10 @@ class DividedWorld(ReplicaWorld):
         peers, stand = self.shape.peers(layout, rank), self.shape.stand(rank)
         return [f"w#part={peers.index(rank)}/{len(peers)},stand={stand}", f"flat#{len(peers)},stand={stand}"]
 
+    def alone(self, rank: int, layout: tuple[int, ...]) -> list[str]:
+        """What of its part nobody else has."""
+        return self.part(rank, layout)[:1]
+
     def needs(self, rank: int, layout: tuple[int, ...]) -> list[pb.ShardNeed]:
         divided = self.part(rank, layout) if rank in layout else []
         alike = [f"param/w#{self.shape.stand(rank)}", "common", f"capsule@{rank}"]
@@ -205,8 +209,8 @@ class DividedWorld(ReplicaWorld):
             reply.needs.extend(self.needs(rank, self.layout[rank]))
             if rank in self.kept:
                 owner, version = self.kept[rank]
-                names = [self.part(owner, self.layout[rank])[0], f"capsule@{owner}"]
-                reply.held.add(kind="copy", version=version, shards=names, nbytes=[9, 9])
+                names = [*self.alone(owner, self.layout[rank]), f"capsule@{owner}"]
+                reply.held.add(kind="copy", version=version, shards=names, nbytes=[9] * len(names))
         elif command.HasField("restore") and command.generation == self.machine.job.generation:
             self._restored(rank, command.restore, reply)
 

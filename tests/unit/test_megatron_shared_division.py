@@ -4,15 +4,22 @@ number of replicas, and that all who share it plan the same."""
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from flashrecovery.errors import UnsupportedError
+from flashrecovery.plan.boxes import Box
+from flashrecovery.plan.logical import DividedParts, LogicalPart, ShardParts, divided_description
 from flashrecovery.plan.patterns import FlatBuffer
-from fr_megatron.division import DATA, FlatLayout, OptimizerDivision, Stored, state_of
-from fr_megatron.shared_division import SharedDivision
+from flashrecovery.plan.replicas import ReplicaShape
+from flashrecovery.worker import stashing
+from flashrecovery.worker.stashing import Stashing
+from fr_megatron.division import DATA, WEIGHTS, FlatLayout, OptimizerDivision, Stored, state_of
+from fr_megatron.shared_division import SharedDivision, experts_tensor
 
 DENSE, EXPERTS = ({"state": [[f"state{n}/exp_avg", "float32", False, False]], "layout": {}} for n in ("", 1))
 DESCRIPTION = {"dense": DENSE, "experts": EXPERTS}
@@ -101,3 +108,80 @@ def test_tensors_that_lie_alike_have_one_object() -> None:
     for tensor in division.tensors(DESCRIPTION, 4):
         placements.setdefault(f"{tensor.name.split('/')[0]} {tensor.key == DATA}", set()).add(id(tensor.placement))
     assert {len(ids) for ids in placements.values()} == {1}
+
+
+# -- in a job whose parallel layout may change, too ---------------------------------------------------
+
+
+def own_parts(number: int, each: int, *, experts: bool = True) -> dict[str, ShardParts]:
+    """What a rank says of what it divides: of the dense parameters, and of its own experts alone."""
+    found: dict[str, ShardParts] = {}
+    kinds = {"0.dense": ("dense", 1000)}
+    if experts:
+        kinds[experts_tensor(number % each, "0.expert")] = (f"experts of {number % each}", 700)
+    for name, (logical, length) in kinds.items():
+        part = LogicalPart(logical, (length,), Box((0,), (length,)), 0)
+        found[f"{name}/param"] = ShardParts("main.", "state.{}.", (part,))
+        found[name + WEIGHTS] = ShardParts("", "state.{}.", (part,))
+    return found
+
+
+NOTHING = {"dense": {"state": [], "layout": {}}, "experts": {"state": [], "layout": {}}}
+"""Before the first step."""
+
+
+def giving(thing: Any) -> Callable[[], Any]:
+    return lambda: thing
+
+
+def gather(each: int, ranks: int, said: dict[int, dict[str, ShardParts]], monkeypatch: pytest.MonkeyPatch) -> Stashing:
+    """Of rank 0, which is the last one that tells the others."""
+    told: set[str] = set()
+
+    def union(mine: list[str]) -> list[str]:
+        told.update(mine)
+        return sorted(told)
+
+    monkeypatch.setattr(stashing.agreement, "union", union)
+    divisions = [shared(number, each, ranks) for number in range(ranks)]
+    own = [(number, rule) for number, division in enumerate(divisions) for rule in division.rules(NOTHING)]
+    known = {(r.name, r.suffix): DividedParts(r, said[n][r.name], each) for n, r in own if r.name in said[n]}
+    made = Stashing.__new__(Stashing)
+    made._described, made._in_size = divided_description(known.values(), ranks // each), {}
+    for number, division in reversed([*enumerate(divisions)]):
+        monkeypatch.setattr(division, "describe", lambda: NOTHING)
+        names = {name for tensor in division.tensors(NOTHING, ranks) if (name := tensor.shards[number])}
+        adapter = SimpleNamespace(division=giving(division))
+        shape = ReplicaShape(ranks // each, each)
+        made._registry = SimpleNamespace(adapters=[adapter], shape=shape, divided=names.copy)  # type: ignore[assignment]
+        made._state = SimpleNamespace(divided=said[number].copy)  # type: ignore[assignment]
+        made._divided = made._gather_divided()
+    return made
+
+
+@pytest.mark.parametrize(("each", "ranks"), [(1, 3), (2, 4), (2, 6), (4, 8)])
+def test_all_shards_are_described_in_any_number_of_replicas(
+    each: int, ranks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of the experts of all places, also where fewer replicas are left: who keeps copies of what a rank had that
+    is lost, which has other experts, can write these."""
+    made = gather(each, ranks, {number: own_parts(number, each) for number in range(ranks)}, monkeypatch)
+    for replicas in range(1, ranks // each + 1):
+        size = replicas * each
+        tensors = shared(0, each, ranks).tensors(DESCRIPTION, size)
+        names = {name for tensor in tensors for name in tensor.shards if name}
+        described = made._in(replicas)
+        assert names <= described.keys()
+        elements: Counter[tuple[str, str]] = Counter()
+        for name in names:
+            for part in described[name].parts:
+                elements[name.partition("/")[0], part.name] += part.box.size
+        assert elements["param", "dense"] == 1000
+        assert [elements["param", f"experts of {place}"] for place in range(each)] == [700] * each
+
+
+def test_a_shard_that_nobody_describes_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    said = {number: own_parts(number, 2, experts=number != 0) for number in range(4)}
+    said[2] = own_parts(2, 2, experts=False)
+    with pytest.raises(UnsupportedError, match=r"shard '(param|weights)/.*expert"):
+        gather(2, 4, said, monkeypatch)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import itertools
 import random
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -145,6 +146,40 @@ def test_every_element_is_in_one_place_in_any_number_of_replicas(seed: int) -> N
                 parts = described[shard].parts
                 found += list(values_of(parts, source, sum(part.box.size for part in parts)))
             assert found == list(source)
+
+
+@pytest.mark.parametrize("replicas", [1, 2, 3])
+@pytest.mark.parametrize("each", [2, 4])
+def test_experts_are_in_one_place_in_any_number_of_replicas(each: int, replicas: int) -> None:
+    """Those of the n-th place in a replica lie on every ``each``-th of those who divide the dense parameters: all have
+    a shard of flat weights, and each part of what is stepped on is of these experts."""
+    length, bucket = 700, patterns.FlatBuffer((700,), 128)
+    tensors, sources = [], {}
+    for first in range(each):
+        name = f"experts{first}"
+        sources[name] = np.arange(length) + 1000.0 * (first + 1)
+        own = (LogicalPart(name, (length,), Box((0,), (length,)), 0),)
+        given: dict[str, Any] = {"shape": (length,), "itemsize": 4, "suffix": f"stand={first}"}
+        lies = [patterns.BufferRange(bucket, 0, 0), patterns.InBuffer(bucket, 0, 0)]
+        of_part, in_buffer = (patterns.EveryNth(pattern, each, first) for pattern in lies)
+        parted = Naming.PLACE_UNLESS_ALONE
+        part = TensorRule("e/param", pattern=of_part, shard="param/e#part=", key="param", naming=parted, **given)
+        flat = TensorRule("e/w", pattern=in_buffer, shard="weights#dp=", key="data", naming=Naming.SIZE, **given)
+        tensors.append(DividedParts(part, ShardParts("main.", "state.{}.", own), each))
+        tensors.append(DividedParts(flat, ShardParts("", "state.{}.", own), each))
+    described = divided_description(tensors, replicas)
+    for first in range(each):
+        name = f"experts{first}"
+        weights = described[f"weights#dp={replicas},stand={first}"]
+        assert [(part.name, part.begin, part.box.size) for part in weights.parts] == [(name, 0, length)]
+        found: list[float] = []
+        for place in range(replicas):
+            alone = f"param/e#stand={first}"
+            shard = alone if replicas == 1 else f"param/e#part={place}/{replicas},stand={first}"
+            parts = described[shard].parts
+            found += list(values_of(parts, sources[name], sum(part.box.size for part in parts)))
+        assert found == list(sources[name])
+    assert len(described) == each * (replicas + 1)
 
 
 # -- the machine ------------------------------------------------------------------------------------

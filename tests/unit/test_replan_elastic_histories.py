@@ -7,6 +7,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pytest
@@ -22,13 +23,17 @@ from tests.unit.test_replan import FACTS
 
 
 def shape_of_layout(layout: dict[str, int]) -> ReplicaShape:
-    """Megatron's order: tensor ranks, then replicas, then stages."""
-    return ReplicaShape(layout["dp"], layout["tp"], layout["pp"])
+    """Megatron's order: tensor ranks, context-parallel ones, data-parallel ones (of a replica several, with experts),
+    stages."""
+    cp, ep = layout.get("cp", 1), layout.get("ep", 1)
+    replicas = layout["dp"] * cp // max(cp, ep)
+    return ReplicaShape(replicas, layout["tp"] * cp * layout["dp"] // replicas, layout["pp"])
 
 
 class Histories(DividedWorld):
     def __init__(self, layout: dict[str, int], *, divided: bool, seed: int, single: bool, **config: Any) -> None:
-        self.facts = replace(FACTS, layout={"cp": 1, "ep": 1, **layout}, sharded=divided)
+        of = EXPERTS if "ep" in layout else replace(FACTS, takes="cp")
+        self.facts = replace(of, layout={"cp": 1, "ep": 1, **layout}, sharded=divided, elastic=True)
         self.divided = divided
         self.stashed: dict[str, set[str]] = {}
         self.whole: dict[str, set[str]] = {}
@@ -39,15 +44,40 @@ class Histories(DividedWorld):
     # -- what ranks have ----------------------------------------------------------------------------
 
     def part(self, rank: int, layout: tuple[int, ...]) -> list[str]:
-        return super().part(rank, layout) if self.divided else []
+        """Of the dense parameters, which all data-parallel and context-parallel ranks divide, several of each replica;
+        and of the experts, which those at the same place in every replica do (with context parallelism perhaps those
+        of several places)."""
+        if not self.divided:
+            return []
+        found = []
+        for kind, peers in self.sharing(rank, layout):
+            of = f"first={peers[0]}"
+            found += [f"{kind}#part={peers.index(rank)}/{len(peers)},{of}", f"{kind}-flat#{len(peers)},{of}"]
+        return found
+
+    def sharing(self, rank: int, layout: tuple[int, ...]) -> list[tuple[str, list[int]]]:
+        """Who divides what with this rank. The first of them tells them apart from others: it is at one place."""
+        tp, ep, shape = self.facts.layout["tp"], self.facts.layout["ep"], self.shape
+
+        def at(other: int) -> tuple[int, int]:
+            run, place = divmod(shape.stand(other), shape.inner)
+            return run, place % tp
+
+        dense = sorted(other for other in layout if at(other) == at(rank))
+        experts = dense[dense.index(rank) % ep :: ep]
+        return [("w", dense), *([("e", experts)] if ep > 1 else [])]
+
+    def alone(self, rank: int, layout: tuple[int, ...]) -> list[str]:
+        return [name for name in self.part(rank, layout) if "#part=" in name]
 
     def all_of(self, rank: int, layout: tuple[int, ...]) -> list[str]:
         return [*self.part(rank, layout), f"param/w#{self.shape.stand(rank)}"]
 
     def joined(self, rank: int, generation: int) -> pb.Joined:
         found = super().joined(rank, generation)
-        dp = self.facts.layout["dp"]
-        sizes = [size for size in range(1, dp + 1) if self.facts.micro_batches % size == 0]
+        dp, replicas = self.facts.layout["dp"], self.shape.replicas
+        each = dp // replicas
+        sizes = [size for size in range(1, replicas + 1) if self.facts.micro_batches % (size * each) == 0]
         found.facts = self.facts.text()
         found.sizes.extend(sizes)
         return found
@@ -137,16 +167,45 @@ LAYOUTS = [
     {"tp": 2, "pp": 1, "dp": 3},
     {"tp": 2, "pp": 2, "dp": 2},
 ]
+SHARED = [
+    {"tp": 1, "pp": 1, "cp": 2, "dp": 2},
+    {"tp": 1, "pp": 2, "cp": 2, "dp": 2},
+    {"tp": 1, "pp": 1, "ep": 2, "dp": 4},
+    {"tp": 1, "pp": 1, "ep": 2, "dp": 6},
+    {"tp": 1, "pp": 1, "cp": 2, "ep": 2, "dp": 2},
+    {"tp": 1, "pp": 1, "cp": 4, "ep": 2, "dp": 2},
+    {"tp": 1, "pp": 1, "cp": 2, "ep": 4, "dp": 4},
+    {"tp": 1, "pp": 2, "ep": 2, "dp": 4},
+    {"tp": 2, "pp": 1, "ep": 2, "dp": 4},
+]
+"""With context and expert parallelism: several places of a replica divide state together."""
 TEXTS = ["tp=2,pp=1,dp=2", "tp=1,pp=2,dp=2", "tp=1,pp=1,dp=4", "tp=4,pp=1,dp=1", "tp=2,pp=2,dp=1", "tp=1,pp=1,dp=2"]
+_MORE = ["cp=2,dp=2", "cp=2,dp=1", "cp=4,dp=1", "cp=2,pp=2,dp=1"]
+_EXPERTS = [
+    "ep=2,dp=2",
+    "ep=2,dp=4",
+    "ep=4,dp=4",
+    "cp=2,ep=2,dp=2",
+    "cp=2,ep=2,dp=1",
+    "pp=2,ep=2,dp=2",
+    "cp=2,ep=4,dp=2",
+]
+HISTORIES = [*product(LAYOUTS, range(6)), *product(SHARED, range(2))]
+EXPERTS = replace(FACTS, experts=4, chosen=2, expert_inner=256, sequence_parallel=True, takes="cp,ep")
+
+
+def texts_for(layout: dict[str, int]) -> list[str]:
+    """Layouts that are commanded."""
+    return TEXTS + (_MORE if {"cp", "ep"} & layout.keys() else []) + (_EXPERTS if "ep" in layout else [])
 
 
 def launched(layout: dict[str, int], seed: int, divided: bool) -> tuple[Histories, random.Random, bool]:
     """A job that trains, what its history is drawn from, and whether each rank has a node of its own."""
     rng = random.Random(seed)
     single = rng.random() < 0.5
-    never = rng.choice(("auto", "never"))
+    never, replicas = rng.choice(("auto", "never")), shape_of_layout(layout).replicas
     config = {
-        "elastic": {"min": rng.choice((1, 1, layout["dp"])), "max": layout["dp"], "replace": never},
+        "elastic": {"min": rng.choice((1, 1, replicas)), "max": replicas, "replace": never},
         "replan": {"min": 1, "replace": never},
     }
     world = Histories(layout, divided=divided, seed=seed, single=single, **config)
@@ -171,7 +230,7 @@ def run(layout: dict[str, int], seed: int, divided: bool) -> Histories:
             world.machine.resize(rng.randint(1, 4), -1, world.now)
             world.collect()
         elif what < 0.35:
-            world.machine.replan(rng.choice(TEXTS), -1)
+            world.machine.replan(rng.choice(texts_for(layout)), -1)
             world.collect()
         elif what < 0.45 and single:
             extra += 1
@@ -203,8 +262,7 @@ def run(layout: dict[str, int], seed: int, divided: bool) -> Histories:
 
 
 @pytest.mark.parametrize("divided", [False, True])
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize(("layout", "seed"), HISTORIES, ids=str)
 def test_all_of_the_state_is_there_in_every_layout(layout: dict[str, int], seed: int, divided: bool) -> None:
     run(layout, seed, divided)
 
@@ -232,7 +290,7 @@ def one_loss_after_the_other(layout: dict[str, int], seed: int, divided: bool) -
         if what < 0.2:
             world.machine.resize(rng.randint(1, 4), -1, world.now)
         elif what < 0.4:
-            world.machine.replan(rng.choice(TEXTS), -1)
+            world.machine.replan(rng.choice(texts_for(layout)), -1)
         elif what < 0.7 and single:
             world.lose_node_of(victim)
         else:
@@ -242,8 +300,7 @@ def one_loss_after_the_other(layout: dict[str, int], seed: int, divided: bool) -
 
 
 @pytest.mark.parametrize("divided", [False, True])
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize(("layout", "seed"), HISTORIES, ids=str)
 def test_one_loss_after_the_other_never_ends_a_job(layout: dict[str, int], seed: int, divided: bool) -> None:
     job = one_loss_after_the_other(layout, seed, divided).machine.job
     assert job.state is State.FINISHED or len(job.ranks) == 1, job.failure_reason

@@ -11,6 +11,7 @@ from flashrecovery.config import run_config
 from flashrecovery.controller.kept_text import KeptWords
 from flashrecovery.controller.machine import Machine
 from flashrecovery.errors import ConfigError
+from flashrecovery.parallel_layout import layout_sizes
 from flashrecovery.plan.replan import LayoutFacts, StayingFacts
 from flashrecovery.plan.transitions import State
 from flashrecovery.proto import flashrecovery_pb2 as pb
@@ -106,12 +107,32 @@ class Eight(Both):
         return found
 
 
-def test_a_layout_that_begins_once_more_has_a_number_of_replicas_that_is_allowed() -> None:
+class WithExperts(Both):
+    """In a layout with two expert-parallel ranks, two data-parallel ranks have all experts together."""
+
+    def joined(self, rank: int, command: pb.Command, steps: int, facts: LayoutFacts) -> pb.Joined:
+        experts = replace(facts, experts=4, chosen=2, expert_inner=256, takes="cp,ep", elastic=True)
+        found = super().joined(rank, command, steps, experts)
+        if (each := facts.layout["ep"]) > 1:
+            del found.sizes[:]
+            found.sizes.extend((1, 2))
+            found.replicas, found.each, found.inner = facts.layout["dp"] // each, each, each
+        return found
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "then"),
+    [(Eight, "tp=1,pp=1,dp=4", "tp=1,pp=1,dp=2"), (WithExperts, "tp=1,pp=1,ep=2,dp=4", "tp=1,pp=1,ep=2,dp=2")],
+    ids=["dense", "experts"],
+)
+def test_a_layout_that_begins_once_more_has_a_number_of_replicas_that_is_allowed(
+    kind: type[Both], text: str, then: str
+) -> None:
     """One of four is lost while they read the state, so that nobody has it."""
-    world = Eight()
-    world.command("tp=1,pp=1,dp=4")
+    world = kind()
+    world.command(text)
     world.reply("stash")
-    world.start(replace(FACTS, layout={"tp": 1, "pp": 1, "cp": 1, "ep": 1, "dp": 4}))
+    world.start(replace(FACTS, layout={"cp": 1, "ep": 1, **layout_sizes(text)}))
     assert world.job.state is State.RESTORING
     world.kill(3)
     world.reply("hold")
@@ -121,4 +142,4 @@ def test_a_layout_that_begins_once_more_has_a_number_of_replicas_that_is_allowed
         )
     world.collect()
     assert world.job.state is State.STARTING, world.job.failure_reason
-    assert [event.layout for event in world.replanned()] == ["tp=1,pp=1,dp=4", "tp=1,pp=1,dp=2"]
+    assert [event.layout for event in world.replanned()] == [text, then]

@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 import time
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from flashrecovery import layout, parallel_layout
+from flashrecovery.controller.layout_rooms import facts_now
 from flashrecovery.errors import ConfigError, UnsupportedError
-from flashrecovery.parallel_layout import layout_ranks, layout_sizes
+from flashrecovery.parallel_layout import layout_ranks, layout_replicas, layout_sizes
 from flashrecovery.plan.replan import (
     LayoutFacts,
     StayingFacts,
@@ -22,9 +25,10 @@ from flashrecovery.plan.replan import (
     why_not,
     with_most_replicas,
 )
+from flashrecovery.plan.replicas import ReplicaShape
 from flashrecovery.plan.strategy import NothingFitsError, Strategy
 from flashrecovery.runtime.environment import LAYOUT_ENV
-from flashrecovery.worker.stashing import _check_elastic
+from flashrecovery.worker.stashing import _check_elastic_calls
 
 DENSE = LayoutFacts({"tp": 1, "pp": 1, "cp": 2, "ep": 1, "dp": 2}, 4, 64, 4, 4, 256, 512, 32, 12, 1, takes="cp")
 EXPERTS = LayoutFacts(
@@ -49,15 +53,18 @@ def test_facts_travel_as_text(facts: LayoutFacts) -> None:
 
 
 @pytest.mark.parametrize(
-    ("strategy", "text", "ranks"),
+    ("strategy", "text", "ranks", "replicas"),
     [
-        (Strategy(2, 2, dp=1), "tp=2,pp=2,dp=1", 4),
-        (Strategy(cp=2, dp=3), "tp=1,pp=1,cp=2,dp=3", 6),
-        (Strategy(tp=2, cp=2, ep=4, dp=2), "tp=2,pp=1,cp=2,ep=4,dp=2", 8),
+        (Strategy(2, 2, dp=1), "tp=2,pp=2,dp=1", 4, 1),
+        (Strategy(cp=2, dp=3), "tp=1,pp=1,cp=2,dp=3", 6, 3),
+        (Strategy(tp=2, cp=2, ep=4, dp=2), "tp=2,pp=1,cp=2,ep=4,dp=2", 8, 1),
+        (Strategy(ep=2, dp=6), "tp=1,pp=1,ep=2,dp=6", 6, 3),
+        (Strategy(cp=4, ep=2, dp=3), "tp=1,pp=1,cp=4,ep=2,dp=3", 12, 3),
     ],
 )
-def test_layouts_as_text(strategy: Strategy, text: str, ranks: int) -> None:
+def test_layouts_as_text(strategy: Strategy, text: str, ranks: int, replicas: int) -> None:
     assert layout_text(strategy) == text and layout_ranks(text) == ranks == strategy.ranks
+    assert layout_replicas(text) == replicas
     assert Strategy(**layout_sizes(text)) == strategy
 
 
@@ -240,15 +247,50 @@ def test_a_script_that_does_not_ask(monkeypatch: pytest.MonkeyPatch) -> None:
     assert parallel_layout.taken() == {"cp"}
 
 
+@pytest.mark.parametrize("elastic", [False, True])
+def test_elastic_jobs_have_the_same_experts_at_the_same_places_of_all_replicas(elastic: bool) -> None:
+    """Three context-parallel ranks, and two places of experts: which of these a rank has would follow its replica."""
+    facts = replace(EXPERTS, sequence=48, elastic=elastic)
+    why = why_not(facts, Strategy(cp=3, ep=2, dp=2, micro_batch=1), 6)
+    assert ("neither of ep = 2 and cp = 3 divides the other" in why) is elastic
+    assert why_not(facts, Strategy(cp=2, ep=2, dp=2, micro_batch=1), 4) == ""
+    assert why_not(facts, Strategy(cp=4, ep=2, micro_batch=1), 4) == ""
+    assert why_not(facts, Strategy(cp=2, ep=4, dp=2, micro_batch=1), 4) == ""
+    found = best(replace(facts, experts=6, layout={**facts.layout, "cp": 3, "ep": 3, "dp": 2}), 6, 6)
+    odd = [e.strategy for e in found.ranked if e.strategy.cp % e.strategy.ep and e.strategy.ep % e.strategy.cp]
+    assert bool(odd) is not elastic
+
+
+@pytest.mark.parametrize(
+    ("layout", "replicas", "left", "dp"),
+    [
+        ({"cp": 2, "dp": 3}, 3, 2, 2),
+        ({"ep": 2, "dp": 6}, 3, 2, 4),  # two of them have all experts together
+        ({"ep": 2, "dp": 6}, 3, 1, 2),
+        ({"cp": 2, "ep": 4, "dp": 6}, 3, 2, 4),
+        ({"cp": 4, "ep": 2, "dp": 3}, 3, 1, 1),
+        ({"tp": 2, "pp": 2, "ep": 2, "dp": 4}, 2, 1, 2),
+    ],
+)
+def test_the_layout_of_fewer_replicas(layout: dict[str, int], replicas: int, left: int, dp: int) -> None:
+    whole = {"tp": 1, "pp": 1, "cp": 1, "ep": 1, **layout}
+    inner = whole["tp"] * whole["cp"] * whole["dp"] // replicas
+    shape = ReplicaShape(replicas, inner, whole["pp"])
+    record = SimpleNamespace(shape=shape)
+    facts = replace(EXPERTS, layout=whole)
+    config = SimpleNamespace(elastic=object())
+    job: Any = SimpleNamespace(config=config, facts=facts.text(), in_order=[record], replicas=left, shape=shape)
+    assert facts_now(job).layout == {**whole, "dp": dp}
+    job.config.elastic = None
+    assert facts_now(job) == facts
+
+
 @pytest.mark.parametrize(
     ("facts", "named"),
-    [(DENSE, "cp = 2:"), (EXPERTS, "ep = 2 and MoE layers (4 experts):")],
+    [(DENSE, "with cp = 2, whose"), (EXPERTS, "with ep = 2 and MoE layers (4 experts), whose")],
 )
-def test_elastic_jobs_are_refused(facts: LayoutFacts, named: str) -> None:
+def test_a_frameworks_own_loop_is_refused(facts: LayoutFacts, named: str) -> None:
     with pytest.raises(UnsupportedError) as raised:
-        _check_elastic(facts)
+        _check_elastic_calls(facts)
     assert named in str(raised.value)
-
-
-def test_other_elastic_jobs_are_not() -> None:
-    _check_elastic(replace(DENSE, layout={"tp": 2, "pp": 1, "cp": 1, "ep": 1, "dp": 2}))
+    _check_elastic_calls(replace(DENSE, layout={"tp": 2, "pp": 1, "cp": 1, "ep": 1, "dp": 2}))

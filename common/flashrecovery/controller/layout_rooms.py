@@ -72,7 +72,9 @@ def facts_now(job: JobState) -> LayoutFacts:
     facts = LayoutFacts.parse(job.facts)
     if job.config.elastic is None or all(record.shape is None for record in job.in_order):
         return facts
-    return replace(facts, layout={**facts.layout, "dp": job.replicas})
+    # With expert parallelism a replica has several data-parallel ranks, the same number in any size.
+    dp = facts.layout["dp"] * job.replicas // job.shape.replicas
+    return replace(facts, layout={**facts.layout, "dp": dp})
 
 
 def laid_out_without(job: JobState, lost: Collection[int]) -> bool:

@@ -14,7 +14,7 @@ from flashrecovery.errors import ConfigError
 from flashrecovery.observe.goodput import Goodput, LastSeen, Ledger
 from flashrecovery.observe.incident import Incident, Incidents
 from flashrecovery.observe.timeline import Columns, SeenBy, Series, Timeline, TimelineFile, short
-from flashrecovery.parallel_layout import layout_sizes
+from flashrecovery.parallel_layout import layout_replicas
 
 LATEST = 200
 """Recoveries that are drawn; all are counted."""
@@ -153,7 +153,7 @@ class Record:
         elif isinstance(event, ev.JobResized):
             self._resized(event, at)
         elif isinstance(event, ev.JobReplanned):
-            replicas = layout_sizes(event.layout)["dp"] if self._of_replicas else event.ranks
+            replicas = layout_replicas(event.layout) if self._of_replicas else event.ranks
             self._sizes.append(Size(at_s=at, replicas=replicas, step=event.step))
             self.world_size = event.ranks
         elif isinstance(event, (ev.JobFinished, ev.JobFailed)):

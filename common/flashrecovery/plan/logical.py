@@ -115,21 +115,24 @@ class DividedParts:
     Attributes:
         rule: how it is divided; it has one dimension.
         whole: what it is of without that division.
+        each: so many ranks of a replica divide it with those of the others (with context and expert parallelism it is
+            several).
     """
 
     rule: TensorRule
     whole: ShardParts
+    each: int = 1
 
 
-def divided_description(tensors: Iterable[DividedParts], size: int) -> Description:
-    """Of all shards of so many replicas, at all places; their parts in the order in which they lie there."""
+def divided_description(tensors: Iterable[DividedParts], replicas: int) -> Description:
+    """Of all shards of so many ``replicas``, at all places; their parts in the order in which they lie there."""
     found: dict[str, list[LogicalPart]] = {}
     of: dict[str, ShardParts] = {}
     for tensor in tensors:
-        for place in range(size):
+        size = replicas * tensor.each
+        owners = tensor.rule.owners(size)
+        for place in owners[:1] if tensor.rule.shared else owners:  # what is shared lies alike at all of them
             shard = tensor.rule.shard_at(place, size)
-            if not shard or (tensor.rule.shared and place):
-                continue
             of.setdefault(shard, tensor.whole)
             parts = found.setdefault(shard, [])
             for stored in tensor.rule.parts(place, size):

@@ -52,6 +52,7 @@ class LayoutFacts:
         takes: which of ``cp`` and ``ep`` the script takes from what it is told; others stay what they are.
         sequence_parallel: tensor-parallel ranks divide sequences between the layers, too. Without tensor parallelism
             nobody does, whatever the script would do with it.
+        elastic: the number of replicas may change, too.
     """
 
     layout: Mapping[str, int]
@@ -74,6 +75,7 @@ class LayoutFacts:
     heads_over_cp: bool = False
     takes: str = ""
     sequence_parallel: bool = False
+    elastic: bool = False
 
     @property
     def now(self) -> Strategy:
@@ -263,6 +265,11 @@ def _of_experts(facts: LayoutFacts, s: Strategy) -> str:
         return f"ep = {s.ep} does not divide {facts.experts} experts"
     if (s.cp * s.dp) % s.ep:
         return f"ep = {s.ep} does not divide the {s.cp * s.dp} ranks of cp x dp, over which experts lie"
+    if facts.elastic and s.cp % s.ep and s.ep % s.cp:
+        return (
+            f"neither of ep = {s.ep} and cp = {s.cp} divides the other, and in an elastic job the ranks at the same "
+            "place in every replica have the same experts"
+        )
     return ""
 
 

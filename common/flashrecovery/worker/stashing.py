@@ -70,6 +70,8 @@ class Stashing:
         self._state: LogicalState = states[0]
         (self._number,) = numbers  # of the adapter
         self.facts = self._gather_facts(elastic=settings.elastic is not None)
+        if settings.elastic is not None and single_calls:
+            _check_elastic_calls(self.facts)
         self._described = self._gather()
         self._divided = self._gather_divided()
         self._in_size: dict[int, Description] = {}
@@ -79,11 +81,8 @@ class Stashing:
         assert batches is not None
         agreement.check_equal("the arguments of elastic_batches()", batches.settings)
         sizes = {name: batches.settings[name] for name in ("global_batch", "micro_batch")}
-        takes = () if elastic else taken()
-        facts = LayoutFacts(**self._state.facts(), **sizes, takes=",".join(sorted(takes)))
+        facts = LayoutFacts(**self._state.facts(), **sizes, takes=",".join(sorted(taken())), elastic=elastic)
         agreement.check_equal("layout and model, as Megatron says them,", {"facts": facts.text()})
-        if elastic:
-            _check_elastic(facts)
         return facts
 
     def _gather(self) -> Description:
@@ -98,21 +97,24 @@ class Stashing:
     def _gather_divided(self) -> tuple[DividedParts, ...]:
         """Of all places in a replica, what is divided among the replicas, and how: in another number of them the shards
         have other names, and what copies are of that a rank keeps, nobody else may be there to tell."""
-        wholes = self._state.divided()
+        registry, wholes = self._registry, self._state.divided()
         mine: list[str] = []
-        for division in [d for a in self._registry.adapters if (d := a.division()) is not None]:
+        for division in [d for a in registry.adapters if (d := a.division()) is not None]:
             rules = division.rules(division.describe())
             if rules is None:
                 raise UnsupportedError("another parallel layout of an elastic job whose state is divided without rules")
-            for rule in [rule for rule in rules if not rule.of_optimizer]:
-                mine.append(codec.dumps((to_plain([rule]), wholes[rule.name].plain())).hex())
+            each = division.size // registry.shape.replicas
+            # Of what other ranks have that plan the same (other experts), these say of what it is.
+            for rule in [rule for rule in rules if not rule.of_optimizer and rule.name in wholes]:
+                mine.append(codec.dumps((to_plain([rule]), wholes[rule.name].plain(), each)).hex())
         found = []
         for text in agreement.union(mine):
-            (table, rows), whole = codec.loads(bytes.fromhex(text))
+            (table, rows), whole, each = codec.loads(bytes.fromhex(text))
             (rule,) = from_plain(table, rows)
-            found.append(DividedParts(rule, ShardParts.from_plain(whole)))
-        computed = divided_description(found, self._registry.shape.replicas) if found else {}
+            found.append(DividedParts(rule, ShardParts.from_plain(whole), each))
+        computed = divided_description(found, registry.shape.replicas) if found else {}
         odd = sorted(name for name, parts in computed.items() if _in_order(self._described.get(name)) != parts)
+        odd = odd or sorted(registry.divided().difference(computed))
         if odd:
             raise UnsupportedError(
                 f"another parallel layout of an elastic job in which shard {odd[0]!r} does not lie as it is computed "
@@ -188,15 +190,16 @@ def _in_order(found: ShardParts | None) -> ShardParts | None:
     return None if found is None else replace(found, parts=tuple(sorted(found.parts, key=lambda part: part.begin)))
 
 
-def _check_elastic(facts: LayoutFacts) -> None:
-    """Raises UnsupportedError for what replicas may have that stay the same, and not yet in another layout."""
+def _check_elastic_calls(facts: LayoutFacts) -> None:
+    """Raises UnsupportedError for what replicas may have in a loop of one's own, and has not been tried where
+    steps are a framework's own calls."""
     odd = [f"{name} = {facts.layout[name]}" for name in ("cp", "ep") if facts.layout.get(name, 1) > 1]
     odd += [f"MoE layers ({facts.experts} experts)"] if facts.experts else []
     if odd:
         raise UnsupportedError(
-            f"another parallel layout of an elastic job with {' and '.join(odd)}: tensor, pipeline and data "
-            "parallelism, without experts, are allowed together with --elastic; context and expert parallelism and "
-            "MoE layers with --elastic alone, and with --replan alone"
+            f"another parallel layout of an elastic job with {' and '.join(odd)}, whose steps are a framework's own "
+            "calls (Megatron-LM's loop): a loop over recovery.steps() is allowed, and so are tensor, pipeline and data "
+            "parallelism without experts, and --elastic alone"
         )
 
 

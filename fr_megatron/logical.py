@@ -54,10 +54,17 @@ _STATE = STATE + ".{}."
 
 class MegatronLogical(LogicalState):
     """Of this rank's model chunks and optimizer. ``shards``: gives those of the adapter, what is stepped on first, in
-    the optimizers' order."""
+    the optimizers' order. ``known``: facts that the loop knows better than the model does."""
 
-    def __init__(self, chunks: Sequence[Any], optimizer: Any, shards: Callable[[], Sequence[Shard]]) -> None:
+    def __init__(
+        self,
+        chunks: Sequence[Any],
+        optimizer: Any,
+        shards: Callable[[], Sequence[Shard]],
+        known: Mapping[str, Any] | None = None,
+    ) -> None:
         self._chunks, self._optimizer, self._shards = chunks, optimizer, shards
+        self._known = dict(known or {})
         self._inner = inner_optimizers(optimizer)
 
     def describe(self) -> words.Description:
@@ -95,7 +102,7 @@ class MegatronLogical(LogicalState):
 
         config = self._chunks[0].config
         dense = _dense_layers(config)
-        sequence = int(getattr(_inner(self._chunks[0]), "max_sequence_length", 1))
+        sequence = self._known.get("sequence") or int(getattr(_inner(self._chunks[0]), "max_sequence_length", 1))
         context = state.get_context_parallel_world_size()
         if context > 1 and sequence % (2 * context):
             raise UnsupportedError(
@@ -122,6 +129,7 @@ class MegatronLogical(LogicalState):
             "memory_bytes": _device_bytes(),
             "sequence_parallel": bool(config.sequence_parallel),
             "sharded": bool(self._chunks[0].ddp_config.use_distributed_optimizer),
+            **self._known,
         }
 
     def check_common(self, common: Mapping[str, Any]) -> None:

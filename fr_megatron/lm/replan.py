@@ -18,14 +18,14 @@ from __future__ import annotations
 import importlib
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
 from flashrecovery import Recovery, layout
-from flashrecovery.adapter import STASH_ENV, union
+from flashrecovery.adapter import STASH_ENV, take_sizes, union
 from flashrecovery.errors import ConfigError, JobFailedError, UnsupportedError
 from fr_megatron.lm.arguments import given
 from fr_megatron.lm.elastic_loop import REFUSED, ElasticLoop
@@ -58,6 +58,7 @@ _OWN: dict[str, str] = {
     "use_torch_fsdp2": "megatron-core's DistributedDataParallel is allowed",
     "use_checkpoint_args": "the checkpoint says the layout",
     "yaml_cfg": "not tried",
+    "hierarchical_context_parallel_sizes": "they are of one context-parallel size",
     "distribute_saved_activations": "needs tensor parallelism",
     "phase_transition_iterations": "not tried",
     "ckpt_convert_format": "not tried",
@@ -69,7 +70,6 @@ _OWN: dict[str, str] = {
 }
 """Flags that are refused where they say anything, and why."""
 _ONE: dict[str, str] = {
-    "context_parallel_size": "context parallelism",
     "expert_model_parallel_size": "expert parallelism",
     "num_distributed_optimizer_instances": "several optimizer instances",
 }
@@ -91,7 +91,11 @@ _BEGUN = ".megatron-lm-begun.json"
 
 
 def take_layout(args: Any) -> None:
-    """Have ``args``, parsed and not validated yet, say the layout that the job has changed to, if it has."""
+    """Have ``args``, parsed and not validated yet, say the layout that the job has changed to, if it has. Which sizes
+    may change, the launch's flags say, in every layout alike: context parallelism where there is some (it is other
+    arithmetic, and not every attention has it)."""
+    if _size(args, "context_parallel_size") > 1:
+        take_sizes("cp")
     sizes = layout()
     if not sizes.changed:
         return
@@ -99,6 +103,17 @@ def take_layout(args: Any) -> None:
         args.expert_tensor_parallel_size = sizes.tp
     args.tensor_model_parallel_size = sizes.tp
     args.pipeline_model_parallel_size = sizes.pp
+    args.context_parallel_size = sizes.cp
+
+
+def _size(args: Any, name: str) -> int:
+    return int(getattr(args, name, None) or 1)
+
+
+def known_facts(args: Any, *, sequence_parallel: bool) -> Mapping[str, Any]:
+    """What the flags say of the job better than its model does. ``args``: as the loop uses them.
+    ``sequence_parallel``: whether the flag is given, of which Megatron keeps nothing without tensor parallelism."""
+    return {"sequence": args.seq_length, "sequence_parallel": sequence_parallel}
 
 
 def leave_out_loading(args: Any) -> None:
@@ -132,6 +147,11 @@ def check_flags(args: Any, recovery: Recovery) -> None:
         )
     if launched is not None and (found := list(refused(args))):
         raise UnsupportedError(f"another parallel layout of Megatron-LM's loop with {'; '.join(found)}")
+    if launched is not None and recovery.elastic is not None and (found := list(_not_elastic(args))):
+        raise UnsupportedError(
+            f"another parallel layout of Megatron-LM's loop in an elastic job with {'; '.join(found)}: allowed with "
+            "--elastic alone, and with --replan alone"
+        )
 
 
 def check_late(args: Any) -> None:
@@ -148,13 +168,14 @@ def refused(args: Any) -> Iterator[str]:
     yield from _refused_always(args)
     if args.global_batch_size is None:
         yield "no --global-batch-size (it would follow the number of ranks)"
-    if getattr(args, "sequence_parallel", False):
-        tokens = args.seq_length or getattr(args, "encoder_seq_length", None) or 0
-        sizes = [tp for tp in range(1, int(os.environ.get("WORLD_SIZE", "1")) + 1) if not args.num_attention_heads % tp]
-        if odd := [tp for tp in sizes if tokens % tp]:
-            yield f"--sequence-parallel and --seq-length {tokens}, which {odd[0]} tensor-parallel ranks do not divide"
     if getattr(args, "padded_vocab_size", None) is not None:
         yield "--padded-vocab-size (allowed: without it; Megatron pads it for the tensor parallel size)"
+
+
+def _not_elastic(args: Any) -> Iterator[str]:
+    """What replicas that leave may have, and another layout, but not both together, by name."""
+    if (size := _size(args, "context_parallel_size")) > 1:
+        yield f"--context-parallel-size {size}"
 
 
 def _refused_always(args: Any) -> Iterator[str]:
@@ -162,7 +183,7 @@ def _refused_always(args: Any) -> Iterator[str]:
         if getattr(args, name, None):
             yield f"{_flag(name)} ({why})"
     for name, why in _ONE.items():
-        if (size := getattr(args, name, None) or 1) > 1:
+        if (size := _size(args, name)) > 1:
             yield f"{_flag(name)} {size} ({why}; allowed: 1)"
     if getattr(args, "gtp_weight_remat_size", 1) > 1:  # core 0.20
         yield f"--gtp-weight-remat-size {args.gtp_weight_remat_size} (a parallelism that has not been tried)"

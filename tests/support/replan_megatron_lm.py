@@ -72,6 +72,15 @@ def check_goes_on(job: Job, training: Training, saved: Saved, changes: Sequence[
     check_loop(job, training, saved, [Stage(call, sizes, anew=True) for call, sizes in dict(changes).items()])
 
 
+def check_changed_around(job: Job, training: Training, saved: Saved, at: int) -> None:
+    """It has changed once, before or after the call of the fault, to a layout of fewer ranks."""
+    assert job.code == 0, job.explain()
+    (event,) = job.of("job_replanned")
+    assert event["step"] in (at - 1, at, at + 1) and 1 <= event["ranks"] < training.sizes.ranks, job.explain()
+    assert event["bytes"] > 0 and not job.of("fallback_started"), job.explain()
+    check_goes_on(job, training, saved, replanned(job))
+
+
 def check_loop(job: Job, training: Training, saved: Saved, expected: Sequence[Stage]) -> None:
     """The job has gone through these stages (from which calls on), and each of them is, bit for bit, a job that was
     started so from that iteration's state: losses of each rank and iteration, the whole state, and evaluations. What

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from flashrecovery import parallel_layout
 from flashrecovery.config import ElasticSettings, ReplanSettings
 from flashrecovery.errors import ConfigError, JobFailedError, UnsupportedError
 from flashrecovery.runtime.environment import LAYOUT_ENV, STASH_ENV
@@ -20,6 +21,7 @@ from fr_megatron.lm.replan import (
     begin,
     check_flags,
     check_late,
+    known_facts,
     leave_out_loading,
     refused,
     take_layout,
@@ -33,6 +35,12 @@ FITTING = {
     "dataloader_type": None,
     "flash_recovery_replan": None,
 }
+
+
+@pytest.fixture(autouse=True)
+def nothing_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which sizes may change is a process's own."""
+    monkeypatch.setattr(parallel_layout, "_taken", set())
 
 
 def flags(**others: Any) -> Any:
@@ -52,6 +60,26 @@ def test_arguments_say_the_layout_that_the_job_has_changed_to(monkeypatch: pytes
     take_layout(args)
     assert (args.tensor_model_parallel_size, args.pipeline_model_parallel_size) == (1, 1)
     assert args.expert_tensor_parallel_size == 1
+
+
+def test_context_parallelism_changes_where_there_is_some_at_the_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also in a layout without: a later one may have it again."""
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    take_layout(flags(context_parallel_size=1))
+    assert parallel_layout.taken() == frozenset()
+    for changed in ("", "tp=1,pp=1,cp=4,dp=1", "tp=1,pp=1,dp=4"):
+        monkeypatch.setenv(LAYOUT_ENV, changed)
+        monkeypatch.setattr(parallel_layout, "_taken", set())
+        args = flags(context_parallel_size=2)
+        take_layout(args)
+        assert args.context_parallel_size == (parallel_layout.layout_sizes(changed).get("cp", 1) if changed else 2)
+        assert parallel_layout.taken() == {"cp"}
+
+
+def test_what_flags_say_better_than_the_model() -> None:
+    """Its positions may be more than the samples have; and without tensor parallelism nobody keeps the flag."""
+    args = flags(seq_length=16, max_position_embeddings=64, sequence_parallel=False)
+    assert known_facts(args, sequence_parallel=True) == {"sequence": 16, "sequence_parallel": True}
 
 
 def test_a_checkpoint_that_was_loaded_at_the_launch_is_not_loaded_again(
@@ -105,6 +133,9 @@ def test_with_replicas_that_leave() -> None:
     check_flags(flags(num_experts=2), launched(None, elastic))
     with pytest.raises(UnsupportedError, match="--num-experts"):
         check_flags(flags(num_experts=2), launched(2, elastic))
+    check_flags(flags(context_parallel_size=2), launched(None, elastic))
+    with pytest.raises(UnsupportedError, match="--context-parallel-size 2: allowed with --elastic alone"):
+        check_flags(flags(context_parallel_size=2), launched(2, elastic))
 
 
 def test_copies_that_a_single_rank_has_nobody_for() -> None:
@@ -115,7 +146,8 @@ def test_copies_that_a_single_rank_has_nobody_for() -> None:
 
 def test_flags_that_fit() -> None:
     check_flags(flags(flash_recovery_replan=2), launched(2))
-    check_flags(flags(load="there", dataloader_type="single", context_parallel_size=1), launched(1))
+    check_flags(flags(load="there", dataloader_type="single", context_parallel_size=2), launched(1))
+    check_flags(flags(sequence_parallel=True, num_attention_heads=6, seq_length=16), launched(1))  # the planner knows
     check_flags(flags(num_experts=2), launched(None))  # the layout does not change
 
 
@@ -124,7 +156,7 @@ def test_flags_that_fit() -> None:
     [
         ("pipeline_model_parallel_layout", "E|t", "--pipeline-model-parallel-layout"),
         ("num_layers_per_virtual_pipeline_stage", 1, "virtual stages"),
-        ("context_parallel_size", 2, "--context-parallel-size 2"),
+        ("hierarchical_context_parallel_sizes", [2, 2], "--hierarchical-context-parallel-sizes"),
         ("expert_model_parallel_size", 2, "expert parallelism"),
         ("expert_tensor_parallel_size", 4, "--expert-tensor-parallel-size"),
         ("global_batch_size", None, "no --global-batch-size"),
@@ -140,14 +172,6 @@ def test_flags_that_do_not(name: str, value: Any, words: str) -> None:
     assert words in text
     with pytest.raises(UnsupportedError, match="another parallel layout"):
         check_flags(flags(**{name: value}), launched(1))
-
-
-def test_sequences_that_some_layout_does_not_divide(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "4")
-    sequences = {"sequence_parallel": True, "num_attention_heads": 6}
-    assert not list(refused(flags(**sequences, seq_length=24)))
-    (text,) = refused(flags(**sequences, seq_length=16))
-    assert text == "--sequence-parallel and --seq-length 16, which 3 tensor-parallel ranks do not divide"
 
 
 def test_what_a_script_has_set_after_its_flags_were_parsed() -> None:

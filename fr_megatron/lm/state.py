@@ -47,6 +47,8 @@ _COMMON = (
     "rerun_mode",
     "positions",
     "exits",
+    "trackers",
+    "micro_batches_logged",
 )
 """What :meth:`LMLoop.save` gives that is the same on all ranks where the layout may change."""
 
@@ -190,6 +192,7 @@ class LMLoop:
             "trackers": trackers.save(),
             "positions": [] if self._positions is None else self._positions.positions(),
             "exits": self.exits,
+            "micro_batches_logged": 1 if self.layouts is None else self.layouts.micro_batches,
             **self._of_script(),
         }
 
@@ -228,6 +231,8 @@ class LMLoop:
         trackers.load(saved["trackers"])
         if self._positions is not None:
             self._positions.set_positions(saved["positions"])
+        if self.layouts is not None:
+            self.layouts.micro_batches = saved["micro_batches_logged"]
 
     def restored(self, saved: dict[str, Any]) -> None:
         saved = {**saved, **self._common}
@@ -243,7 +248,8 @@ class LMLoop:
 
     def common(self) -> dict[str, Any]:
         saved = self.save()
-        return {name: saved[name] for name in _COMMON} | {"totals": dict(sorted(saved["totals"].items()))}
+        in_order = {name: dict(sorted(saved[name].items())) for name in ("totals", "trackers")}
+        return {name: saved[name] for name in _COMMON} | in_order
 
     def adopt_common(self, common: Mapping[str, Any]) -> None:
         """What is :meth:`restored` next is of a process of another layout, or is older than this."""

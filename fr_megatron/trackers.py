@@ -58,10 +58,10 @@ def load(saved: Mapping[str, Mapping[str, Any]]) -> None:
                 entry[key] = value
 
 
-def settle(layers: int) -> None:
+def settle(layers: int) -> dict[str, Entry]:
     """What this rank's experts have summed up becomes what the log makes of it: on all ranks that of the last one,
     which logs. Then whoever has it can say it, in any layout, once (:func:`of_one_stage`). ``layers``: of the model.
-    A collective of all ranks.
+    A collective of all ranks. Returns all entries, as plain values.
 
     As ``track_moe_metrics`` of megatron-core 0.16: missing entries are made, sums reduced over stages, and then over
     the groups that an entry names."""
@@ -76,7 +76,7 @@ def settle(layers: int) -> None:
         dist.all_gather_object(names, list(entries), group=group)
     known = sorted({name for some in names for name in some})
     if not known:
-        return
+        return {}
     for name in known:
         if name not in entries:
             entries[name] = _of_no_group(_zeros(torch.zeros(layers)))
@@ -85,6 +85,7 @@ def settle(layers: int) -> None:
     dist.broadcast(values, dist.get_world_size() - 1)
     for name, settled in zip(known, values, strict=True):
         entries[name] = _of_no_group(settled.clone())
+    return {name: _of_no_group(settled.clone()) for name, settled in zip(known, values, strict=True)}
 
 
 def of_one_stage() -> None:

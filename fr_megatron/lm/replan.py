@@ -26,11 +26,12 @@ from typing import Any
 
 import torch.distributed as dist
 
-from flashrecovery import Recovery, layout
+from flashrecovery import ParallelLayout, Recovery, layout
 from flashrecovery.adapter import STASH_ENV, take_sizes, union
 from flashrecovery.errors import ConfigError, JobFailedError, UnsupportedError
 from fr_megatron import trackers
 from fr_megatron.capabilities import METRICS
+from fr_megatron.elastic import interleaves
 from fr_megatron.lm.arguments import given
 from fr_megatron.lm.elastic_loop import REFUSED, ElasticLoop
 from fr_megatron.own_loop import calculator
@@ -42,8 +43,6 @@ _OWN: dict[str, str] = {
     "decoder_last_pipeline_num_layers": _EVEN,
     "account_for_embedding_in_pipeline_split": _EVEN,
     "account_for_loss_in_pipeline_split": _EVEN,
-    "num_layers_per_virtual_pipeline_stage": "virtual stages",
-    "num_virtual_stages_per_pipeline_rank": "virtual stages",
     "heterogeneous_layers_config_path": "layers of several kinds",
     "heterogeneous_layers_config_encoded_json": "layers of several kinds",
     "hybrid_override_pattern": "layers of several kinds",
@@ -79,6 +78,9 @@ _ONE: dict[str, str] = {
 }
 """Sizes of which only 1 is allowed."""
 
+_VIRTUAL = ("num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank")
+"""Flags that say virtual stages: layers of each, or how many of them a rank has."""
+
 
 _LOADED = (
     "iteration",
@@ -112,8 +114,24 @@ def take_layout(args: Any) -> None:
     args.pipeline_model_parallel_size = sizes.pp
     args.context_parallel_size = sizes.cp
     args.expert_model_parallel_size = sizes.ep
+    _fit_virtual_stages(args, sizes)
     if sizes.tp > 1 and has_experts(args):
         args.sequence_parallel = True
+
+
+def _fit_virtual_stages(args: Any, sizes: ParallelLayout) -> None:
+    """Virtual stages stay as the launch's flags say them. A layout that cannot have them so (its layers, or the
+    micro-batches of a replica, are too few or not a multiple) has none."""
+    said = [getattr(args, name, None) for name in _VIRTUAL]
+    if not any(said):
+        return
+    least = 2 if args.overlap_p2p_comm else 3  # Megatron's rule
+    layers = args.num_layers // sizes.pp
+    micro_batches = args.global_batch_size // (args.micro_batch_size * sizes.dp)
+    at_once = getattr(args, "microbatch_group_size_per_vp_stage", None) or sizes.pp
+    fits = sizes.pp >= least and interleaves(at_once, sizes.pp, micro_batches)
+    if not fits or any(layers % number for number in said if number):
+        vars(args).update(dict.fromkeys(_VIRTUAL))
 
 
 def has_experts(args: Any) -> bool:
@@ -194,6 +212,9 @@ def _not_elastic(args: Any) -> Iterator[str]:
         yield f"--context-parallel-size {size}"
     if has_experts(args):
         yield f"--num-experts {args.num_experts}"
+    for name in _VIRTUAL:
+        if getattr(args, name, None):
+            yield f"{_flag(name)} {getattr(args, name)}"
 
 
 def _refused_always(args: Any) -> Iterator[str]:
@@ -285,6 +306,8 @@ class LayoutLoop:
         self._own = own
         self.micro_batches = 1
         """Of a replica, in the step in which layers have summed up their losses for the log."""
+        self.experts: dict[str, trackers.Entry] = {}
+        """These, since the last log. (What layers sum up in a step that is under way is each rank's own.)"""
         self._trained = 0
         self._evaluated: list[int] = []  # of the loaders after the first one; [] before any of them has been read
 
@@ -300,7 +323,7 @@ class LayoutLoop:
                 f"read {own[0]}"
             )
         if has_experts(self._args):
-            trackers.settle(self._args.num_layers)
+            self.experts = trackers.settle(self._args.num_layers)
             self.micro_batches = calculator().get()
         return self._losses(returned[0]), *returned[1:]
 
@@ -322,6 +345,7 @@ class LayoutLoop:
             yield
         finally:
             training.track_moe_metrics = track
+        self.experts = {}
 
     @staticmethod
     def _losses(own: Any) -> Any:

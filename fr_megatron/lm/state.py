@@ -189,7 +189,7 @@ class LMLoop:
             "rerun": {name: getattr(self._rerun, name) for name in _RERUN},
             "rerun_mode": self._rerun.mode.value,  # an evaluation switches it off, and may be cut short
             "largest": {name: dict(getattr(self._rerun, name)) for name in _RERUN_LARGEST},
-            "trackers": trackers.save(),
+            "trackers": trackers.save() if self.layouts is None else self.layouts.experts,
             "positions": [] if self._positions is None else self._positions.positions(),
             "exits": self.exits,
             "micro_batches_logged": 1 if self.layouts is None else self.layouts.micro_batches,
@@ -232,7 +232,7 @@ class LMLoop:
         if self._positions is not None:
             self._positions.set_positions(saved["positions"])
         if self.layouts is not None:
-            self.layouts.micro_batches = saved["micro_batches_logged"]
+            self.layouts.micro_batches, self.layouts.experts = saved["micro_batches_logged"], saved["trackers"]
 
     def restored(self, saved: dict[str, Any]) -> None:
         saved = {**saved, **self._common}
@@ -248,8 +248,7 @@ class LMLoop:
 
     def common(self) -> dict[str, Any]:
         saved = self.save()
-        in_order = {name: dict(sorted(saved[name].items())) for name in ("totals", "trackers")}
-        return {name: saved[name] for name in _COMMON} | in_order
+        return {name: saved[name] for name in _COMMON} | {"totals": dict(sorted(saved["totals"].items()))}
 
     def adopt_common(self, common: Mapping[str, Any]) -> None:
         """What is :meth:`restored` next is of a process of another layout, or is older than this."""

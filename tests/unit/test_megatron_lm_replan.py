@@ -93,6 +93,38 @@ def test_expert_parallelism_changes_where_there_are_experts(monkeypatch: pytest.
         assert not dense.sequence_parallel
 
 
+VIRTUAL = {"num_layers": 8, "micro_batch_size": 2, "overlap_p2p_comm": True, "microbatch_group_size_per_vp_stage": None}
+
+
+@pytest.mark.parametrize(
+    ("said", "changed", "stays"),
+    [
+        ({"num_layers_per_virtual_pipeline_stage": 2}, "tp=1,pp=2,dp=2", True),  # 12 micro-batches: 6 on a replica
+        ({"num_virtual_stages_per_pipeline_rank": 2}, "tp=1,pp=2,dp=2", True),
+        ({"num_virtual_stages_per_pipeline_rank": 2}, "tp=2,pp=2,dp=1", True),
+        ({"num_virtual_stages_per_pipeline_rank": 2}, "tp=1,pp=4,dp=1", True),
+        ({"num_layers_per_virtual_pipeline_stage": 2}, "tp=1,pp=1,dp=4", False),
+        ({"num_virtual_stages_per_pipeline_rank": 2}, "tp=1,pp=2,dp=4", False),  # 3 micro-batches on a replica
+        ({"num_virtual_stages_per_pipeline_rank": 4}, "tp=1,pp=4,dp=1", False),  # 2 layers on a rank
+        ({"num_layers_per_virtual_pipeline_stage": 4}, "tp=1,pp=4,dp=1", False),
+        ({"num_virtual_stages_per_pipeline_rank": 2, "overlap_p2p_comm": False}, "tp=1,pp=2,dp=2", False),
+        ({"num_virtual_stages_per_pipeline_rank": 2, "overlap_p2p_comm": False}, "tp=1,pp=4,dp=1", True),
+        ({"num_virtual_stages_per_pipeline_rank": 2, "microbatch_group_size_per_vp_stage": 3}, "pp=2,tp=1,dp=4", True),
+        ({"num_virtual_stages_per_pipeline_rank": 2, "microbatch_group_size_per_vp_stage": 5}, "pp=2,tp=1,dp=2", False),
+    ],
+)
+def test_virtual_stages_where_a_layout_can_have_them(
+    said: dict[str, Any], changed: str, stays: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else it has none: Megatron would refuse the flags, or the schedule the micro-batches."""
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setenv(LAYOUT_ENV, changed)
+    args = flags(**VIRTUAL | said)
+    take_layout(args)
+    names = ("num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank")
+    assert [getattr(args, name, None) for name in names] == [said.get(name) if stays else None for name in names]
+
+
 def test_what_flags_say_better_than_the_model() -> None:
     """Its positions may be more than the samples have; and without tensor parallelism nobody keeps the flag."""
     args = flags(seq_length=16, max_position_embeddings=64, sequence_parallel=False)
@@ -151,6 +183,9 @@ def test_with_replicas_that_leave() -> None:
     with pytest.raises(UnsupportedError, match="--num-experts 2: allowed with --elastic alone"):
         check_flags(flags(num_experts=2), launched(2, elastic))
     check_flags(flags(context_parallel_size=2), launched(None, elastic))
+    check_flags(flags(num_virtual_stages_per_pipeline_rank=2), launched(2))
+    with pytest.raises(UnsupportedError, match="--num-virtual-stages-per-pipeline-rank 2: allowed with --elastic"):
+        check_flags(flags(num_virtual_stages_per_pipeline_rank=2), launched(2, elastic))
     with pytest.raises(UnsupportedError, match="--context-parallel-size 2: allowed with --elastic alone"):
         check_flags(flags(context_parallel_size=2), launched(2, elastic))
 
@@ -173,7 +208,6 @@ def test_flags_that_fit() -> None:
     ("name", "value", "words"),
     [
         ("pipeline_model_parallel_layout", "E|t", "--pipeline-model-parallel-layout"),
-        ("num_layers_per_virtual_pipeline_stage", 1, "virtual stages"),
         ("hierarchical_context_parallel_sizes", [2, 2], "--hierarchical-context-parallel-sizes"),
         ("moe_use_upcycling", True, "--moe-use-upcycling"),
         ("num_distributed_optimizer_instances", 2, "several optimizer instances"),
@@ -255,12 +289,15 @@ def test_losses_of_experts_are_logged_as_in_their_step(monkeypatch: pytest.Monke
     monkeypatch.setitem(sys.modules, "megatron.training.training", module)
     monkeypatch.setattr(replan.trackers, "of_one_stage", lambda: said.append("one stage"))
     loop = LayoutLoop(flags(num_experts=4), Loaders(0))  # type: ignore[arg-type]
-    loop.micro_batches = 3
+    loop.micro_batches, loop.experts = 3, {"z_loss": {}}
     with loop.logging():
         module.track_moe_metrics(loss_scale=1 / 4, iteration=7)
     assert said == ["one stage", (1 / 3, {"iteration": 7})] and module.track_moe_metrics is track
+    assert not loop.experts
+    loop.experts = {"z_loss": {}}
     with pytest.raises(OSError), loop.logging():
         raise OSError
+    assert loop.experts  # the log is made once more
     assert module.track_moe_metrics is track
     with LayoutLoop(flags(), Loaders(0)).logging():  # type: ignore[arg-type] # without experts nothing is touched
         assert module.track_moe_metrics is track
@@ -302,24 +339,21 @@ def test_a_process_of_another_layout_gets_what_all_ranks_have_alike(monkeypatch:
     old.logging({"lm loss": torch.tensor(7.5), "advanced iterations": 3})
     old._args.consumed_valid_samples = 6
     values = torch.tensor([0.5, 1.5])
-    entries = {name: {"values": values, "reduce_group": None, "avg_group": None} for name in ("z_loss", "balance")}
-    monkeypatch.setattr(trackers, "save", lambda: entries)
+    entries = {"balance": {"values": values, "reduce_group": None, "avg_group": None}}
+    monkeypatch.setattr(trackers, "save", lambda: {"of a step": "under way"})
     given: list[Any] = []
     monkeypatch.setattr(trackers, "load", given.append)
     assert old.layouts is not None and new.layouts is not None
     old.layouts.set_positions([96, [6, 0]])
-    old.layouts.micro_batches = 3
-    common = before.capture_common()
-    assert list(common["trackers"]) == ["balance", "z_loss"]  # as on ranks that have made them in another order
-    monkeypatch.setattr(trackers, "save", dict)
+    old.layouts.micro_batches, old.layouts.experts = 3, dict(entries)
     start = after.capture_rank()
-    after.restore_common(common)
+    after.restore_common(before.capture_common())
     after.restore_rank(start)
     assert new.overflows == {3}
     new.resume()
     assert new.result == old.result and new._args.consumed_valid_samples == 6
     assert new.layouts.positions() == [96, [6, 0]] and new.layouts.micro_batches == 3
-    assert given[-1] == entries
+    assert given[-1] == new.layouts.experts == entries
     totals: dict[str, Any] = {}
     new.logging(totals)
     assert totals == {"lm loss": torch.tensor(7.5), "advanced iterations": 3}

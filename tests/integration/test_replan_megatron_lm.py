@@ -245,7 +245,7 @@ REFUSED = [
     ("--hierarchical-context-parallel-sizes=2", "--hierarchical-context-parallel-sizes"),
     ("--dataloader-type=cyclic", "--dataloader-type cyclic"),
     ("--finetune", "--finetune"),
-    ("--num-experts=2", "--num-experts"),
+    ("--moe-use-upcycling", "--moe-use-upcycling"),
     ("--flash-recovery-replan=3", "the launcher says --replan 1"),
     ("--flash-recovery-checkpoint-dir=/nowhere", "checkpoint.dir"),
 ]

@@ -121,9 +121,10 @@ def take_layout(args: Any) -> None:
 
 def _fit_virtual_stages(args: Any, sizes: ParallelLayout) -> None:
     """Virtual stages stay as the launch's flags say them. A layout that cannot have them so (its layers, or the
-    micro-batches of a replica, are too few or not a multiple) has none."""
+    micro-batches of a replica, are too few or not a multiple) has none. A script with a loop of its own, whose batch
+    the flags do not say, has to see to it itself."""
     said = [getattr(args, name, None) for name in _VIRTUAL]
-    if not any(said):
+    if not any(said) or not args.global_batch_size:
         return
     least = 2 if args.overlap_p2p_comm else 3  # Megatron's rule
     layers = args.num_layers // sizes.pp

@@ -111,6 +111,7 @@ VIRTUAL = {"num_layers": 8, "micro_batch_size": 2, "overlap_p2p_comm": True, "mi
         ({"num_virtual_stages_per_pipeline_rank": 2, "overlap_p2p_comm": False}, "tp=1,pp=4,dp=1", True),
         ({"num_virtual_stages_per_pipeline_rank": 2, "microbatch_group_size_per_vp_stage": 3}, "pp=2,tp=1,dp=4", True),
         ({"num_virtual_stages_per_pipeline_rank": 2, "microbatch_group_size_per_vp_stage": 5}, "pp=2,tp=1,dp=2", False),
+        ({"num_virtual_stages_per_pipeline_rank": 2, "global_batch_size": None}, "tp=1,pp=2,dp=2", True),  # own loop
     ],
 )
 def test_virtual_stages_where_a_layout_can_have_them(

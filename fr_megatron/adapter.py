@@ -65,6 +65,7 @@ def adapter_for(
     scheduler: Any = None,
     loop: OwnLoop | None = None,
     membership: Mapping[str, int] | None = None,
+    known: Mapping[str, Any] | None = None,
 ) -> MegatronAdapter:
     """The adapter for the arguments of :class:`MegatronAdapter`.
 
@@ -72,7 +73,7 @@ def adapter_for(
         UnsupportedError: a setting or wrapper that cannot be protected, by name.
     """
     check(chunks, optimizer)
-    return MegatronAdapter(chunks, optimizer, scheduler, loop, membership)
+    return MegatronAdapter(chunks, optimizer, scheduler, loop, membership, known)
 
 
 class MegatronAdapter(TorchAdapter):
@@ -85,6 +86,8 @@ class MegatronAdapter(TorchAdapter):
         loop: what a script with a loop of its own uses; None for Megatron-LM's.
         membership: with the distributed optimizer, of all parameters that it trains the numbers of their groups, by
             name, if they are known (a rank knows only those of its own parts).
+        known: facts about the layout (:class:`flashrecovery.plan.replan.LayoutFacts`) that the loop knows better than
+            the model does.
     """
 
     name = "megatron"
@@ -98,6 +101,7 @@ class MegatronAdapter(TorchAdapter):
         scheduler: Any = None,
         loop: OwnLoop | None = None,
         membership: Mapping[str, int] | None = None,
+        known: Mapping[str, Any] | None = None,
     ) -> None:
         self._chunks = list(chunks)
         self._optimizer = optimizer
@@ -109,6 +113,7 @@ class MegatronAdapter(TorchAdapter):
         self._reports_synchronising = False
         super().__init__(nn.ModuleList(chunks), torch_optimizers(optimizer))
         self._membership = membership or {}
+        self._known = dict(known or {})
         self._launched = elastic.lists_of_ranks()
         divisible = self._membership and isinstance(self._wrapper, Buckets)
         self._places = SharedPlaces.of(self._chunks[0]) if divisible else None
@@ -204,7 +209,7 @@ class MegatronAdapter(TorchAdapter):
         return SharedDivision(found[False], found.get(True), places.sharers, places.number, places.groups)
 
     def logical(self) -> LogicalState | None:
-        return MegatronLogical(self._chunks, self._optimizer, self.shards, places=self._places)
+        return MegatronLogical(self._chunks, self._optimizer, self.shards, places=self._places, known=self._known)
 
     def _parts(self) -> Mapping[str, ParamShard]:
         """What this rank steps on."""

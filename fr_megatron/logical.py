@@ -56,7 +56,7 @@ _STATE = STATE + ".{}."
 class MegatronLogical(LogicalState):
     """Of this rank's model chunks and optimizer. ``shards``: gives those of the adapter, what is stepped on first, in
     the optimizers' order. ``places``: in an elastic job, of this rank among those who divide the distributed
-    optimizer's state."""
+    optimizer's state. ``known``: facts that the loop knows better than the model does."""
 
     def __init__(
         self,
@@ -65,8 +65,10 @@ class MegatronLogical(LogicalState):
         shards: Callable[[], Sequence[Shard]],
         *,
         places: SharedPlaces | None = None,
+        known: Mapping[str, Any] | None = None,
     ) -> None:
         self._chunks, self._optimizer, self._shards = chunks, optimizer, shards
+        self._known = dict(known or {})
         self._inner = inner_optimizers(optimizer)
         self._place = 0 if places is None else places.first
 
@@ -105,7 +107,7 @@ class MegatronLogical(LogicalState):
 
         config = self._chunks[0].config
         dense = _dense_layers(config)
-        sequence = int(getattr(_inner(self._chunks[0]), "max_sequence_length", 1))
+        sequence = self._known.get("sequence") or int(getattr(_inner(self._chunks[0]), "max_sequence_length", 1))
         context = state.get_context_parallel_world_size()
         if context > 1 and sequence % (2 * context):
             raise UnsupportedError(
@@ -132,6 +134,7 @@ class MegatronLogical(LogicalState):
             "memory_bytes": _device_bytes(),
             "sequence_parallel": bool(config.sequence_parallel),
             "sharded": bool(self._chunks[0].ddp_config.use_distributed_optimizer),
+            **self._known,
         }
 
     def check_common(self, common: Mapping[str, Any]) -> None:

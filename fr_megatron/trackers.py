@@ -58,6 +58,49 @@ def load(saved: Mapping[str, Mapping[str, Any]]) -> None:
                 entry[key] = value
 
 
+def settle(layers: int) -> dict[str, Entry]:
+    """What this rank's experts have summed up becomes what the log makes of it: on all ranks that of the last one,
+    which logs. Then whoever has it can say it, in any layout, once (:func:`of_one_stage`). ``layers``: of the model.
+    A collective of all ranks. Returns all entries, as plain values.
+
+    As ``track_moe_metrics`` of megatron-core 0.16: missing entries are made, sums reduced over stages, and then over
+    the groups that an entry names."""
+    from megatron.core import parallel_state as state
+    from megatron.core.transformer.moe import moe_utils
+
+    entries = moe_utils.get_moe_layer_wise_logging_tracker()
+    names = [list(entries)]
+    if state.get_pipeline_model_parallel_world_size() > 1:  # a stage may have no experts; all others have what this has
+        group = state.get_pipeline_model_parallel_group()
+        names = [[] for _ in range(group.size())]
+        dist.all_gather_object(names, list(entries), group=group)
+    known = sorted({name for some in names for name in some})
+    if not known:
+        return {}
+    for name in known:
+        if name not in entries:
+            entries[name] = _of_no_group(_zeros(torch.zeros(layers)))
+    moe_utils.reduce_aux_losses_tracker_across_ranks(known)
+    values = torch.stack([entries[name]["values"] for name in known])
+    dist.broadcast(values, dist.get_world_size() - 1)
+    for name, settled in zip(known, values, strict=True):
+        entries[name] = _of_no_group(settled.clone())
+    return {name: _of_no_group(settled.clone()) for name, settled in zip(known, values, strict=True)}
+
+
+def of_one_stage() -> None:
+    """The log is about to sum up what all stages have: of what was settled, the first one keeps it."""
+    from megatron.core import parallel_state as state
+    from megatron.core.transformer.moe import moe_utils
+
+    if state.get_pipeline_model_parallel_rank():
+        moe_utils.clear_aux_losses_tracker()
+
+
+def _of_no_group(values: torch.Tensor) -> Entry:
+    return {"values": values, "reduce_group": None, "avg_group": None, "reduce_group_has_dp": False}
+
+
 def _entries() -> dict[str, Entry]:
     """Megatron's own entries that are not empty, to be changed in place."""
     from megatron.core.transformer.moe import moe_utils

@@ -55,8 +55,8 @@ def layout(*, tp: int = 1, pp: int = 1, cp: int | None = None, ep: int | None = 
     return ParallelLayout(tp, pp, dp, cp, ep)
 
 
-def take(*names: str) -> None:
-    """A framework's loop takes these sizes, ``cp`` or ``ep``, from :func:`layout` by itself."""
+def take_sizes(*names: str) -> None:
+    """A framework's loop takes these sizes, ``cp`` or ``ep``, from what :func:`layout` returns, for its script."""
     _taken.update(names)
 
 

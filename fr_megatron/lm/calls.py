@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -49,6 +49,7 @@ class ProtectedLoop:
         replan.check_flags(args, self._recovery)
         self._elastic: ElasticLoop | None = None
         self._layouts: LayoutLoop | None = None
+        self._sequence_parallel = bool(getattr(args, "sequence_parallel", False)) or replan.has_experts(args)
         self._loop: LMLoop | None = None
         self._started = False
         self._objects: tuple[Any, Any, Any] | None = None
@@ -88,7 +89,8 @@ class ProtectedLoop:
                 self._elastic = ElasticLoop(self._args, self._recovery, chunks, computing=computing(), besides=alike)
             if layouts and self._elastic is not None:
                 self._layouts = LayoutLoop(self._args, self._elastic)
-            adapter = adapter_for(chunks, optimizer, scheduler, membership=groups)
+            known = replan.known_facts(self._args, sequence_parallel=self._sequence_parallel) if layouts else {}
+            adapter = adapter_for(chunks, optimizer, scheduler, membership=groups, known=known)
             self._objects = (chunks, optimizer, scheduler)
             self._loop = LMLoop(self._args, get_timers(), get_rerun_state_machine(), self._elastic, self._layouts)
             self._recovery.register_adapter(adapter)
@@ -183,7 +185,8 @@ class ProtectedLoop:
             return self._original["training_log"](loss_dict, totals, *loop.result.logged(args), **kwargs)
 
         def made() -> Any:
-            returned = log(total_loss_dict)
+            with nullcontext() if self._layouts is None else self._layouts.logging():
+                returned = log(total_loss_dict)
             loop.printed(iteration - 1)
             return returned
 

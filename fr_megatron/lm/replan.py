@@ -9,6 +9,7 @@ kept; of a dead rank nobody has that. So all ranks keep the same, in words that 
 losses of a step       of the last stage, which hands them to the others; so all ranks sum up the same for the log
 where loaders stand    samples since the launch, of all replicas together; ranks that read nothing count along, and
                        learn after an evaluation what rank 0 has read
+losses of experts      for the log: as the last rank would log them, on all ranks
 the rest               is the same on all ranks: iterations that were skipped, the state of the rerun state machine
 =====================  ============================================================================================
 """
@@ -18,17 +19,22 @@ from __future__ import annotations
 import importlib
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
-from flashrecovery import Recovery, layout
-from flashrecovery.adapter import STASH_ENV, union
+from flashrecovery import ParallelLayout, Recovery, layout
+from flashrecovery.adapter import STASH_ENV, take_sizes, union
 from flashrecovery.errors import ConfigError, JobFailedError, UnsupportedError
+from fr_megatron import trackers
+from fr_megatron.capabilities import METRICS
+from fr_megatron.elastic import interleaves
 from fr_megatron.lm.arguments import given
 from fr_megatron.lm.elastic_loop import REFUSED, ElasticLoop
+from fr_megatron.own_loop import calculator
 
 _EVEN = "its stages have as many layers each in every layout"
 _OWN: dict[str, str] = {
@@ -37,9 +43,6 @@ _OWN: dict[str, str] = {
     "decoder_last_pipeline_num_layers": _EVEN,
     "account_for_embedding_in_pipeline_split": _EVEN,
     "account_for_loss_in_pipeline_split": _EVEN,
-    "num_layers_per_virtual_pipeline_stage": "virtual stages",
-    "num_virtual_stages_per_pipeline_rank": "virtual stages",
-    "num_experts": "MoE layers",
     "heterogeneous_layers_config_path": "layers of several kinds",
     "heterogeneous_layers_config_encoded_json": "layers of several kinds",
     "hybrid_override_pattern": "layers of several kinds",
@@ -58,6 +61,8 @@ _OWN: dict[str, str] = {
     "use_torch_fsdp2": "megatron-core's DistributedDataParallel is allowed",
     "use_checkpoint_args": "the checkpoint says the layout",
     "yaml_cfg": "not tried",
+    "moe_use_upcycling": "not tried",
+    "hierarchical_context_parallel_sizes": "they are of one context-parallel size",
     "distribute_saved_activations": "needs tensor parallelism",
     "phase_transition_iterations": "not tried",
     "ckpt_convert_format": "not tried",
@@ -69,11 +74,12 @@ _OWN: dict[str, str] = {
 }
 """Flags that are refused where they say anything, and why."""
 _ONE: dict[str, str] = {
-    "context_parallel_size": "context parallelism",
-    "expert_model_parallel_size": "expert parallelism",
     "num_distributed_optimizer_instances": "several optimizer instances",
 }
 """Sizes of which only 1 is allowed."""
+
+_VIRTUAL = ("num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank")
+"""Flags that say virtual stages: layers of each, or how many of them a rank has."""
 
 
 _LOADED = (
@@ -91,7 +97,14 @@ _BEGUN = ".megatron-lm-begun.json"
 
 
 def take_layout(args: Any) -> None:
-    """Have ``args``, parsed and not validated yet, say the layout that the job has changed to, if it has."""
+    """Have ``args``, parsed and not validated yet, say the layout that the job has changed to, if it has. Which sizes
+    may change, the launch's flags say, in every layout alike: context parallelism where there is some (it is other
+    arithmetic, and not every attention has it), and expert parallelism where there are experts. With these, tensor
+    parallelism needs sequence parallelism."""
+    if _size(args, "context_parallel_size") > 1:
+        take_sizes("cp")
+    if has_experts(args):
+        take_sizes("ep")
     sizes = layout()
     if not sizes.changed:
         return
@@ -99,6 +112,43 @@ def take_layout(args: Any) -> None:
         args.expert_tensor_parallel_size = sizes.tp
     args.tensor_model_parallel_size = sizes.tp
     args.pipeline_model_parallel_size = sizes.pp
+    args.context_parallel_size = sizes.cp
+    args.expert_model_parallel_size = sizes.ep
+    _fit_virtual_stages(args, sizes)
+    if sizes.tp > 1 and has_experts(args):
+        args.sequence_parallel = True
+
+
+def _fit_virtual_stages(args: Any, sizes: ParallelLayout) -> None:
+    """Virtual stages stay as the launch's flags say them. A layout that cannot have them so (its layers, or the
+    micro-batches of a replica, are too few or not a multiple) has none. A script with a loop of its own, whose batch
+    the flags do not say, has to see to it itself."""
+    said = [getattr(args, name, None) for name in _VIRTUAL]
+    if not any(said) or not args.global_batch_size:
+        return
+    least = 2 if args.overlap_p2p_comm else 3  # Megatron's rule
+    layers = args.num_layers // sizes.pp
+    micro_batches = args.global_batch_size // (args.micro_batch_size * sizes.dp)
+    at_once = getattr(args, "microbatch_group_size_per_vp_stage", None) or sizes.pp
+    fits = sizes.pp >= least and interleaves(at_once, sizes.pp, micro_batches)
+    if not fits or any(layers % number for number in said if number):
+        vars(args).update(dict.fromkeys(_VIRTUAL))
+
+
+def has_experts(args: Any) -> bool:
+    """Whether these flags are of a model with MoE layers."""
+    return bool(getattr(args, "num_experts", None))
+
+
+def _size(args: Any, name: str) -> int:
+    return int(getattr(args, name, None) or 1)
+
+
+def known_facts(args: Any, *, sequence_parallel: bool) -> Mapping[str, Any]:
+    """What the flags say of the job better than its model does. ``args``: as the loop uses them.
+    ``sequence_parallel``: whether tensor-parallel ranks divide sequences where there are any; Megatron keeps nothing of
+    that without tensor parallelism."""
+    return {"sequence": args.seq_length, "sequence_parallel": sequence_parallel}
 
 
 def leave_out_loading(args: Any) -> None:
@@ -132,6 +182,11 @@ def check_flags(args: Any, recovery: Recovery) -> None:
         )
     if launched is not None and (found := list(refused(args))):
         raise UnsupportedError(f"another parallel layout of Megatron-LM's loop with {'; '.join(found)}")
+    if launched is not None and recovery.elastic is not None and (found := list(_not_elastic(args))):
+        raise UnsupportedError(
+            f"another parallel layout of Megatron-LM's loop in an elastic job with {'; '.join(found)}: allowed with "
+            "--elastic alone, and with --replan alone"
+        )
 
 
 def check_late(args: Any) -> None:
@@ -148,13 +203,19 @@ def refused(args: Any) -> Iterator[str]:
     yield from _refused_always(args)
     if args.global_batch_size is None:
         yield "no --global-batch-size (it would follow the number of ranks)"
-    if getattr(args, "sequence_parallel", False):
-        tokens = args.seq_length or getattr(args, "encoder_seq_length", None) or 0
-        sizes = [tp for tp in range(1, int(os.environ.get("WORLD_SIZE", "1")) + 1) if not args.num_attention_heads % tp]
-        if odd := [tp for tp in sizes if tokens % tp]:
-            yield f"--sequence-parallel and --seq-length {tokens}, which {odd[0]} tensor-parallel ranks do not divide"
     if getattr(args, "padded_vocab_size", None) is not None:
         yield "--padded-vocab-size (allowed: without it; Megatron pads it for the tensor parallel size)"
+
+
+def _not_elastic(args: Any) -> Iterator[str]:
+    """What replicas that leave may have, and another layout, but not both together, by name."""
+    if (size := _size(args, "context_parallel_size")) > 1:
+        yield f"--context-parallel-size {size}"
+    if has_experts(args):
+        yield f"--num-experts {args.num_experts}"
+    for name in _VIRTUAL:
+        if getattr(args, name, None):
+            yield f"{_flag(name)} {getattr(args, name)}"
 
 
 def _refused_always(args: Any) -> Iterator[str]:
@@ -162,7 +223,7 @@ def _refused_always(args: Any) -> Iterator[str]:
         if getattr(args, name, None):
             yield f"{_flag(name)} ({why})"
     for name, why in _ONE.items():
-        if (size := getattr(args, name, None) or 1) > 1:
+        if (size := _size(args, name)) > 1:
             yield f"{_flag(name)} {size} ({why}; allowed: 1)"
     if getattr(args, "gtp_weight_remat_size", 1) > 1:  # core 0.20
         yield f"--gtp-weight-remat-size {args.gtp_weight_remat_size} (a parallelism that has not been tried)"
@@ -181,7 +242,8 @@ def _flag(name: str) -> str:
 
 
 def check_model(chunks: Any) -> None:
-    """Raises UnsupportedError for another model than GPT."""
+    """Raises UnsupportedError for another model than GPT, and for experts whose losses are kept for the log in another
+    way than is known."""
     from megatron.core.models.gpt import GPTModel
     from megatron.core.utils import unwrap_model
 
@@ -190,6 +252,11 @@ def check_model(chunks: Any) -> None:
             raise UnsupportedError(
                 f"another parallel layout of Megatron-LM's loop with the model {type(model).__name__}, which has not "
                 "been tried; GPTModel is allowed"
+            )
+        if getattr(model.config, "num_moe_experts", None) and not METRICS.takes("dictionary"):
+            raise UnsupportedError(
+                "another parallel layout of Megatron-LM's loop with --num-experts, with a megatron-core that keeps "
+                "losses of experts in another way for the log (not tried; 0.16's is allowed)"
             )
 
 
@@ -238,6 +305,10 @@ class LayoutLoop:
     def __init__(self, args: Any, own: ElasticLoop) -> None:
         self._args = args
         self._own = own
+        self.micro_batches = 1
+        """Of a replica, in the step in which layers have summed up their losses for the log."""
+        self.experts: dict[str, trackers.Entry] = {}
+        """These, since the last log. (What layers sum up in a step that is under way is each rank's own.)"""
         self._trained = 0
         self._evaluated: list[int] = []  # of the loaders after the first one; [] before any of them has been read
 
@@ -252,7 +323,30 @@ class LayoutLoop:
                 f"the steps of this job have had {self._trained} samples, and the loader of rank {self._args.rank} has "
                 f"read {own[0]}"
             )
+        if has_experts(self._args):
+            self.experts = trackers.settle(self._args.num_layers)
+            self.micro_batches = calculator().get()
         return self._losses(returned[0]), *returned[1:]
+
+    @contextmanager
+    def logging(self) -> Iterator[None]:
+        """Within, Megatron logs a step's losses of experts as it would have in the layout of that step."""
+        if not has_experts(self._args):
+            yield
+            return
+        training: Any = importlib.import_module("megatron.training.training")
+        track = training.track_moe_metrics
+
+        def as_in_the_step(loss_scale: float, *args: Any, **kwargs: Any) -> None:
+            track(1 / self.micro_batches, *args, **kwargs)
+
+        trackers.of_one_stage()
+        training.track_moe_metrics = as_in_the_step
+        try:
+            yield
+        finally:
+            training.track_moe_metrics = track
+        self.experts = {}
 
     @staticmethod
     def _losses(own: Any) -> Any:

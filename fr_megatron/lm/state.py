@@ -47,6 +47,8 @@ _COMMON = (
     "rerun_mode",
     "positions",
     "exits",
+    "trackers",
+    "micro_batches_logged",
 )
 """What :meth:`LMLoop.save` gives that is the same on all ranks where the layout may change."""
 
@@ -187,9 +189,10 @@ class LMLoop:
             "rerun": {name: getattr(self._rerun, name) for name in _RERUN},
             "rerun_mode": self._rerun.mode.value,  # an evaluation switches it off, and may be cut short
             "largest": {name: dict(getattr(self._rerun, name)) for name in _RERUN_LARGEST},
-            "trackers": trackers.save(),
+            "trackers": trackers.save() if self.layouts is None else self.layouts.experts,
             "positions": [] if self._positions is None else self._positions.positions(),
             "exits": self.exits,
+            "micro_batches_logged": 1 if self.layouts is None else self.layouts.micro_batches,
             **self._of_script(),
         }
 
@@ -228,6 +231,8 @@ class LMLoop:
         trackers.load(saved["trackers"])
         if self._positions is not None:
             self._positions.set_positions(saved["positions"])
+        if self.layouts is not None:
+            self.layouts.micro_batches, self.layouts.experts = saved["micro_batches_logged"], saved["trackers"]
 
     def restored(self, saved: dict[str, Any]) -> None:
         saved = {**saved, **self._common}

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 
 from tests.support import elastic
-from tests.support.jobs import Job, check_fired
+from tests.support.jobs import check_fired
 from tests.support.megatron_lm import needs_checkout
 from tests.support.megatron_lm_loop import TIMEOUT_S, content, finished
 from tests.support.replan import Course, Saved, Sizes, check_same_steps, command, replanned
 from tests.support.replan_elastic import both
-from tests.support.replan_megatron_lm import Training, check_goes_on, check_loop, named
+from tests.support.replan_megatron_lm import Training, check_changed_around, check_goes_on, check_loop, named
 
 pytest.importorskip("megatron.core")
 pytestmark = [pytest.mark.megatron, pytest.mark.grid, pytest.mark.timeout(5 * TIMEOUT_S), needs_checkout]
@@ -118,15 +118,6 @@ def test_killed_in_an_evaluation(training: Training, victim: int, tmp_path: Path
     job = training.start(tmp_path / "run", inject=[f"rank={victim},fault=sigkill,at=data,step={at}"]).wait(TIMEOUT_S)
     check_fired(job)
     check_changed_around(job, training, saved, at)
-
-
-def check_changed_around(job: Job, training: Training, saved: Saved, at: int) -> None:
-    """It has changed once, before or after the call of the fault, to a layout of fewer ranks."""
-    assert job.code == 0, job.explain()
-    (event,) = job.of("job_replanned")
-    assert event["step"] in (at - 1, at, at + 1) and 1 <= event["ranks"] < training.sizes.ranks, job.explain()
-    assert event["bytes"] > 0 and not job.of("fallback_started"), job.explain()
-    check_goes_on(job, training, saved, replanned(job))
 
 
 @pytest.mark.parametrize("state", ["quiescing", "stashing"])
@@ -251,10 +242,10 @@ def test_killed_in_the_checkpoint_after_the_last_iteration(phase: str, tmp_path:
 REFUSED = [
     ("--pipeline-model-parallel-layout=Et|tL", "--pipeline-model-parallel-layout"),
     ("--decoder-first-pipeline-num-layers=1", "--decoder-first-pipeline-num-layers"),
-    ("--context-parallel-size=2", "--context-parallel-size 2"),
+    ("--hierarchical-context-parallel-sizes=2", "--hierarchical-context-parallel-sizes"),
     ("--dataloader-type=cyclic", "--dataloader-type cyclic"),
     ("--finetune", "--finetune"),
-    ("--num-experts=2", "--num-experts"),
+    ("--moe-use-upcycling", "--moe-use-upcycling"),
     ("--flash-recovery-replan=3", "the launcher says --replan 1"),
     ("--flash-recovery-checkpoint-dir=/nowhere", "checkpoint.dir"),
 ]

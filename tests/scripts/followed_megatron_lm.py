@@ -21,10 +21,33 @@ import fr_megatron  # first: it brings the stand-ins of FR_MEGATRON_CPU=1
 # isort: split
 
 import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.num_microbatches_calculator import get_num_microbatches
+from megatron.core.transformer.moe import moe_utils
 from megatron.training import get_args, training
 from pacing import take_time
 
 assert fr_megatron
+
+
+def summed_up() -> dict[str, float]:
+    """What layers of experts have summed up in a step, as its log should say it: that of all ranks, where each has its
+    tokens' part (Megatron says over whom), else of the last one and its peers in other stages. A collective."""
+    mine = {
+        name: (entry["values"].tolist(), entry.get("reduce_group") is not None)
+        for name, entry in moe_utils.get_moe_layer_wise_logging_tracker().items()
+    }
+    everybody: list[dict[str, tuple[list[float], bool]]] = [{}] * dist.get_world_size()
+    dist.all_gather_object(everybody, mine)
+    stages, settings = parallel_state.get_pipeline_model_parallel_world_size(), get_args()
+    last = everybody[:: -(len(everybody) // stages)]
+    found: dict[str, float] = {}
+    for name in sorted({name for some in everybody for name in some}):
+        of_parts = any(some[name][1] for some in everybody if name in some)
+        among, replicas = (everybody, settings.data_parallel_size) if of_parts else (last, 1)
+        total = sum(sum(some[name][0]) for some in among if name in some)
+        found[name] = total / replicas / settings.num_layers / get_num_microbatches()
+    return found
 
 
 class Watched(Protocol):
@@ -81,6 +104,9 @@ def follow(watch: Callable[[Any, Any, Any], Watched], *, begins: bool = False) -
         shown = "none" if loss is None else float(loss).hex()
         print(f"step={number} rank={dist.get_rank()} {place} loss_hex={shown}", flush=True)
         print(f"state={number + 1} {place} {state.digest()}", flush=True)
+        if settings.num_experts:
+            for name, value in summed_up().items():
+                print(f"experts={number} {place} {name} {value.hex()}", flush=True)
         if own.save_to:
             state.save(number + 1, own.save_to)
         return returned

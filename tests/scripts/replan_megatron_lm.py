@@ -32,16 +32,19 @@ class InLayout:
 
     def place(self) -> str:
         """What Megatron's groups are; its arguments, and what it has noted of the groups, say the same."""
-        sizes = {
-            "tp": parallel_state.get_tensor_model_parallel_world_size(),
-            "pp": parallel_state.get_pipeline_model_parallel_world_size(),
-            "dp": parallel_state.get_data_parallel_world_size(),
-        }
         args = get_args()
-        said = args.tensor_model_parallel_size, args.pipeline_model_parallel_size, args.data_parallel_size
-        assert said == tuple(sizes.values())
+        sizes = {
+            "tp": (parallel_state.get_tensor_model_parallel_world_size(), args.tensor_model_parallel_size),
+            "pp": (parallel_state.get_pipeline_model_parallel_world_size(), args.pipeline_model_parallel_size),
+            "cp": (parallel_state.get_context_parallel_world_size(), args.context_parallel_size),
+            "ep": (parallel_state.get_expert_model_parallel_world_size(), args.expert_model_parallel_size),
+            "dp": (parallel_state.get_data_parallel_world_size(), args.data_parallel_size),
+        }
+        odd = {name: found for name, found in sizes.items() if found[0] != found[1]}
+        assert not odd, odd
         self._noted.check_place()
-        return "layout=" + ",".join(f"{name}={size}" for name, size in sizes.items())
+        shown = {name: size for name, (size, _) in sizes.items() if size > 1 or name not in ("cp", "ep")}
+        return "layout=" + ",".join(f"{name}={size}" for name, size in shown.items())
 
     def digest(self) -> str:
         return digest(*self._trained)

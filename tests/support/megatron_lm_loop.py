@@ -33,6 +33,7 @@ class LoopTraining:
     Attributes:
         batch: samples of an iteration.
         evaluates, saves, logs: after so many iterations each time; 0: never. The first one is logged, too.
+        experts: there are MoE layers, whose losses are reduced in each iteration's log, which is a call.
     """
 
     name: str
@@ -41,6 +42,7 @@ class LoopTraining:
     evaluates: int = field(default=0, kw_only=True)
     saves: int = field(default=0, kw_only=True)
     logs: int = field(default=1, kw_only=True)
+    experts: bool = field(default=False, kw_only=True)
 
     def __str__(self) -> str:
         return self.name
@@ -51,7 +53,7 @@ class LoopTraining:
         found = []
         for number in range(self.iterations):
             found.append(("train", number))
-            if number == 0 or (number + 1) % self.logs == 0:
+            if number == 0 or (number + 1) % self.logs == 0 or self.experts:
                 found.append(("log", number))
             if self.evaluates and (number + 1) % self.evaluates == 0:
                 found += [("barrier", number), ("evaluate", number), ("barrier", number)]

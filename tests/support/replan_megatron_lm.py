@@ -24,6 +24,8 @@ SCRIPT = ROOT / "tests" / "scripts" / "replan_megatron_lm.py"
 _LOGGED = re.compile(
     r" iteration +(\d+)/ +\d+ \| consumed samples: +(\d+) \|.*? learning rate: (\S+) .*?lm loss: (\S+)"
 )
+_LINE = re.compile(r" iteration +(\d+)/ +\d+ \| (.*)")
+_EXPERTS = re.compile(r"experts=(\d+) layout=(\S+) (\S+) (\S+)")
 
 
 @dataclass(frozen=True)
@@ -62,7 +64,8 @@ class Training(LoopTraining):
     def arguments(self, sizes: Sizes) -> list[str]:
         """Megatron's."""
         padding = f"--make-vocab-size-divisible-by={self.padding}"
-        return [*self.common_flags(), *sizes.flags, padding, *self.flags]
+        more = ["--sequence-parallel"] if self.experts and sizes.tp > 1 else []  # which Megatron needs
+        return [*self.common_flags(), *sizes.flags, padding, *self.flags, *more]
 
 
 def check_goes_on(job: Job, training: Training, saved: Saved, changes: Sequence[tuple[int, Sizes]]) -> None:
@@ -70,6 +73,15 @@ def check_goes_on(job: Job, training: Training, saved: Saved, changes: Sequence[
     assert replanned(job) == list(changes), job.explain()
     # Of several before one call only the last one has taken it.
     check_loop(job, training, saved, [Stage(call, sizes, anew=True) for call, sizes in dict(changes).items()])
+
+
+def check_changed_around(job: Job, training: Training, saved: Saved, at: int) -> None:
+    """It has changed once, before or after the call of the fault, to a layout of fewer ranks."""
+    assert job.code == 0, job.explain()
+    (event,) = job.of("job_replanned")
+    assert event["step"] in (at - 1, at, at + 1) and 1 <= event["ranks"] < training.sizes.ranks, job.explain()
+    assert event["bytes"] > 0 and not job.of("fallback_started"), job.explain()
+    check_goes_on(job, training, saved, replanned(job))
 
 
 def check_loop(job: Job, training: Training, saved: Saved, expected: Sequence[Stage]) -> None:
@@ -81,6 +93,7 @@ def check_loop(job: Job, training: Training, saved: Saved, expected: Sequence[St
     why = job.explain()
     layouts = [(0, training.sizes), *((training.iteration(stage.step), stage.sizes) for stage in expected)]
     check_logged(job, compared[0].job, training, layouts, why)
+    check_experts_logged(job, training, layouts, why)
     calls = [0, *(stage.step for stage in expected), len(training.calls)]
     sizes = [training.sizes, *(stage.sizes for stage in expected)]
     for first, until, there in zip(calls, calls[1:], sizes, strict=False):
@@ -130,6 +143,35 @@ def check_logged(job: Job, other: Job, training: Training, layouts: Sequence[tup
         assert line in mine[number], f"iteration {number}: {mine[number]}, and not {line}\n{why}"
         if number:  # what the first line says, is in the second one, too
             total, count = torch.zeros(1), 0
+
+
+def check_experts_logged(job: Job, training: Training, layouts: Sequence[tuple[int, Sizes]], why: str) -> None:
+    """What Megatron has logged of the losses of experts are the means of what the iterations since the log before have
+    had, in whatever layout."""
+    lines, summed = defaultdict[int, set[str]](set), defaultdict[tuple[int, str, str], set[float]](set)
+    for log in job.run_dir.rglob("rank*.log"):
+        text = log.read_text()
+        for number, line in _LINE.findall(text):
+            lines[int(number) - 1].add(line)
+        for number, layout, name, value in _EXPERTS.findall(text):
+            summed[int(number), layout, name].add(float.fromhex(value))
+    names = sorted({name for _, _, name in summed})
+    assert bool(names) == training.experts, why
+    for name in names:
+        values: list[float] = []
+        for number in range(training.iterations):
+            sizes = [sizes for first, sizes in layouts if first <= number][-1]
+            (value,) = summed[number, str(sizes), name]
+            values.append(value)
+            if number and (number + 1) % training.logs:
+                continue
+            found = [float(shown) for line in lines[number] for shown in re.findall(rf"\b{name}: (\S+)", line)]
+            mean = sum(values) / len(values)
+            assert mean > 0 and pytest.approx(mean, rel=2e-6) in found, (
+                f"iteration {number}: {name} {found}, and not {mean}\n{why}"
+            )
+            if number:
+                values = []
 
 
 def named(training: Training, name: str, **changes: Any) -> Training:

@@ -11,15 +11,19 @@ from typing import Any
 import pytest
 import torch
 
+from flashrecovery import parallel_layout
 from flashrecovery.config import ElasticSettings, ReplanSettings
 from flashrecovery.errors import ConfigError, JobFailedError, UnsupportedError
 from flashrecovery.runtime.environment import LAYOUT_ENV, STASH_ENV
+from fr_megatron import trackers
 from fr_megatron.lm import replan
 from fr_megatron.lm.replan import (
     LayoutLoop,
     begin,
     check_flags,
     check_late,
+    check_model,
+    known_facts,
     leave_out_loading,
     refused,
     take_layout,
@@ -33,6 +37,12 @@ FITTING = {
     "dataloader_type": None,
     "flash_recovery_replan": None,
 }
+
+
+@pytest.fixture(autouse=True)
+def nothing_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which sizes may change is a process's own."""
+    monkeypatch.setattr(parallel_layout, "_taken", set())
 
 
 def flags(**others: Any) -> Any:
@@ -52,6 +62,74 @@ def test_arguments_say_the_layout_that_the_job_has_changed_to(monkeypatch: pytes
     take_layout(args)
     assert (args.tensor_model_parallel_size, args.pipeline_model_parallel_size) == (1, 1)
     assert args.expert_tensor_parallel_size == 1
+
+
+def test_context_parallelism_changes_where_there_is_some_at_the_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also in a layout without: a later one may have it again."""
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    take_layout(flags(context_parallel_size=1))
+    assert parallel_layout.taken() == frozenset()
+    for changed in ("", "tp=1,pp=1,cp=4,dp=1", "tp=1,pp=1,dp=4"):
+        monkeypatch.setenv(LAYOUT_ENV, changed)
+        monkeypatch.setattr(parallel_layout, "_taken", set())
+        args = flags(context_parallel_size=2)
+        take_layout(args)
+        assert args.context_parallel_size == (parallel_layout.layout_sizes(changed).get("cp", 1) if changed else 2)
+        assert parallel_layout.taken() == {"cp"}
+
+
+def test_expert_parallelism_changes_where_there_are_experts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Megatron trains them with tensor parallelism only if that divides sequences, too."""
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    take_layout(flags(num_experts=4, expert_model_parallel_size=1))
+    assert parallel_layout.taken() == {"ep"}
+    for changed, ep, sequences in (("tp=2,pp=1,dp=2", 1, True), ("tp=1,pp=1,ep=4,dp=4", 4, False)):
+        monkeypatch.setenv(LAYOUT_ENV, changed)
+        args = flags(num_experts=4, expert_model_parallel_size=2, sequence_parallel=False)
+        take_layout(args)
+        assert (args.expert_model_parallel_size, args.sequence_parallel) == (ep, sequences)
+        dense = flags(num_experts=None, sequence_parallel=False)
+        take_layout(dense)
+        assert not dense.sequence_parallel
+
+
+VIRTUAL = {"num_layers": 8, "micro_batch_size": 2, "overlap_p2p_comm": True, "microbatch_group_size_per_vp_stage": None}
+
+
+@pytest.mark.parametrize(
+    ("said", "changed", "stays"),
+    [
+        ({"num_layers_per_virtual_pipeline_stage": 2}, "tp=1,pp=2,dp=2", True),  # 12 micro-batches: 6 on a replica
+        ({"num_virtual_stages_per_pipeline_rank": 2}, "tp=1,pp=2,dp=2", True),
+        ({"num_virtual_stages_per_pipeline_rank": 2}, "tp=2,pp=2,dp=1", True),
+        ({"num_virtual_stages_per_pipeline_rank": 2}, "tp=1,pp=4,dp=1", True),
+        ({"num_layers_per_virtual_pipeline_stage": 2}, "tp=1,pp=1,dp=4", False),
+        ({"num_virtual_stages_per_pipeline_rank": 2}, "tp=1,pp=2,dp=4", False),  # 3 micro-batches on a replica
+        ({"num_virtual_stages_per_pipeline_rank": 4}, "tp=1,pp=4,dp=1", False),  # 2 layers on a rank
+        ({"num_layers_per_virtual_pipeline_stage": 4}, "tp=1,pp=4,dp=1", False),
+        ({"num_virtual_stages_per_pipeline_rank": 2, "overlap_p2p_comm": False}, "tp=1,pp=2,dp=2", False),
+        ({"num_virtual_stages_per_pipeline_rank": 2, "overlap_p2p_comm": False}, "tp=1,pp=4,dp=1", True),
+        ({"num_virtual_stages_per_pipeline_rank": 2, "microbatch_group_size_per_vp_stage": 3}, "pp=2,tp=1,dp=4", True),
+        ({"num_virtual_stages_per_pipeline_rank": 2, "microbatch_group_size_per_vp_stage": 5}, "pp=2,tp=1,dp=2", False),
+        ({"num_virtual_stages_per_pipeline_rank": 2, "global_batch_size": None}, "tp=1,pp=2,dp=2", True),  # own loop
+    ],
+)
+def test_virtual_stages_where_a_layout_can_have_them(
+    said: dict[str, Any], changed: str, stays: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else it has none: Megatron would refuse the flags, or the schedule the micro-batches."""
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setenv(LAYOUT_ENV, changed)
+    args = flags(**VIRTUAL | said)
+    take_layout(args)
+    names = ("num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank")
+    assert [getattr(args, name, None) for name in names] == [said.get(name) if stays else None for name in names]
+
+
+def test_what_flags_say_better_than_the_model() -> None:
+    """Its positions may be more than the samples have; and without tensor parallelism nobody keeps the flag."""
+    args = flags(seq_length=16, max_position_embeddings=64, sequence_parallel=False)
+    assert known_facts(args, sequence_parallel=True) == {"sequence": 16, "sequence_parallel": True}
 
 
 def test_a_checkpoint_that_was_loaded_at_the_launch_is_not_loaded_again(
@@ -103,8 +181,14 @@ def test_with_replicas_that_leave() -> None:
     elastic = ElasticSettings(min=1, max=2)
     check_flags(flags(flash_recovery_replan=2), launched(2, elastic))
     check_flags(flags(num_experts=2), launched(None, elastic))
-    with pytest.raises(UnsupportedError, match="--num-experts"):
+    with pytest.raises(UnsupportedError, match="--num-experts 2: allowed with --elastic alone"):
         check_flags(flags(num_experts=2), launched(2, elastic))
+    check_flags(flags(context_parallel_size=2), launched(None, elastic))
+    check_flags(flags(num_virtual_stages_per_pipeline_rank=2), launched(2))
+    with pytest.raises(UnsupportedError, match="--num-virtual-stages-per-pipeline-rank 2: allowed with --elastic"):
+        check_flags(flags(num_virtual_stages_per_pipeline_rank=2), launched(2, elastic))
+    with pytest.raises(UnsupportedError, match="--context-parallel-size 2: allowed with --elastic alone"):
+        check_flags(flags(context_parallel_size=2), launched(2, elastic))
 
 
 def test_copies_that_a_single_rank_has_nobody_for() -> None:
@@ -115,17 +199,19 @@ def test_copies_that_a_single_rank_has_nobody_for() -> None:
 
 def test_flags_that_fit() -> None:
     check_flags(flags(flash_recovery_replan=2), launched(2))
-    check_flags(flags(load="there", dataloader_type="single", context_parallel_size=1), launched(1))
-    check_flags(flags(num_experts=2), launched(None))  # the layout does not change
+    check_flags(flags(load="there", dataloader_type="single", context_parallel_size=2), launched(1))
+    check_flags(flags(sequence_parallel=True, num_attention_heads=6, seq_length=16), launched(1))  # the planner knows
+    check_flags(flags(num_experts=2, expert_model_parallel_size=2), launched(1))
+    check_flags(flags(moe_use_upcycling=True), launched(None))  # the layout does not change
 
 
 @pytest.mark.parametrize(
     ("name", "value", "words"),
     [
         ("pipeline_model_parallel_layout", "E|t", "--pipeline-model-parallel-layout"),
-        ("num_layers_per_virtual_pipeline_stage", 1, "virtual stages"),
-        ("context_parallel_size", 2, "--context-parallel-size 2"),
-        ("expert_model_parallel_size", 2, "expert parallelism"),
+        ("hierarchical_context_parallel_sizes", [2, 2], "--hierarchical-context-parallel-sizes"),
+        ("moe_use_upcycling", True, "--moe-use-upcycling"),
+        ("num_distributed_optimizer_instances", 2, "several optimizer instances"),
         ("expert_tensor_parallel_size", 4, "--expert-tensor-parallel-size"),
         ("global_batch_size", None, "no --global-batch-size"),
         ("dataloader_type", "cyclic", "--dataloader-type cyclic"),
@@ -140,14 +226,6 @@ def test_flags_that_do_not(name: str, value: Any, words: str) -> None:
     assert words in text
     with pytest.raises(UnsupportedError, match="another parallel layout"):
         check_flags(flags(**{name: value}), launched(1))
-
-
-def test_sequences_that_some_layout_does_not_divide(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "4")
-    sequences = {"sequence_parallel": True, "num_attention_heads": 6}
-    assert not list(refused(flags(**sequences, seq_length=24)))
-    (text,) = refused(flags(**sequences, seq_length=16))
-    assert text == "--sequence-parallel and --seq-length 16, which 3 tensor-parallel ranks do not divide"
 
 
 def test_what_a_script_has_set_after_its_flags_were_parsed() -> None:
@@ -201,6 +279,48 @@ def test_a_loader_that_has_read_something_else() -> None:
         loop.stepped(({}, 0))
 
 
+def test_losses_of_experts_are_logged_as_in_their_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Megatron divides them by the number of micro-batches; that of another layout is another one."""
+    said: list[Any] = []
+
+    def track(loss_scale: float, **others: Any) -> None:
+        said.append((loss_scale, others))
+
+    module = SimpleNamespace(track_moe_metrics=track)
+    monkeypatch.setitem(sys.modules, "megatron.training.training", module)
+    monkeypatch.setattr(replan.trackers, "of_one_stage", lambda: said.append("one stage"))
+    loop = LayoutLoop(flags(num_experts=4), Loaders(0))  # type: ignore[arg-type]
+    loop.micro_batches, loop.experts = 3, {"z_loss": {}}
+    with loop.logging():
+        module.track_moe_metrics(loss_scale=1 / 4, iteration=7)
+    assert said == ["one stage", (1 / 3, {"iteration": 7})] and module.track_moe_metrics is track
+    assert not loop.experts
+    loop.experts = {"z_loss": {}}
+    with pytest.raises(OSError), loop.logging():
+        raise OSError
+    assert loop.experts  # the log is made once more
+    assert module.track_moe_metrics is track
+    with LayoutLoop(flags(), Loaders(0)).logging():  # type: ignore[arg-type] # without experts nothing is touched
+        assert module.track_moe_metrics is track
+
+
+def test_experts_whose_losses_are_kept_in_another_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("megatron.core")
+    from megatron.core.models.gpt import GPTModel
+
+    model: Any = object.__new__(GPTModel)
+    for experts in (None, 4):
+        model.__dict__["config"] = SimpleNamespace(num_moe_experts=experts)
+        check_model([model])
+    monkeypatch.setattr(replan, "METRICS", SimpleNamespace(takes=lambda way: way == "entries"))
+    with pytest.raises(UnsupportedError, match="--num-experts, with a megatron-core that keeps"):
+        check_model([model])
+    model.__dict__["config"] = SimpleNamespace(num_moe_experts=None)
+    check_model([model])
+    with pytest.raises(UnsupportedError, match="with the model object"):
+        check_model([object()])
+
+
 def loop() -> LMLoop:
     pytest.importorskip("megatron.core")
     from megatron.core.rerun_state_machine import RerunMode
@@ -212,22 +332,29 @@ def loop() -> LMLoop:
     return LMLoop(SimpleNamespace(consumed_valid_samples=0), SimpleNamespace(_timers={}), machine, None, layouts)
 
 
-def test_a_process_of_another_layout_gets_what_all_ranks_have_alike() -> None:
+def test_a_process_of_another_layout_gets_what_all_ranks_have_alike(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its own capsule is that of its script's start, and is restored last."""
     before, after = LMLoopAdapter(loop()), LMLoopAdapter(loop())
     old, new = before._state, after._state
     old.finished(3, ({"lm loss": torch.tensor(2.5)}, True, False, False, 0, 1.5, 0, 0))
     old.logging({"lm loss": torch.tensor(7.5), "advanced iterations": 3})
     old._args.consumed_valid_samples = 6
+    values = torch.tensor([0.5, 1.5])
+    entries = {"balance": {"values": values, "reduce_group": None, "avg_group": None}}
+    monkeypatch.setattr(trackers, "save", lambda: {"of a step": "under way"})
+    given: list[Any] = []
+    monkeypatch.setattr(trackers, "load", given.append)
     assert old.layouts is not None and new.layouts is not None
     old.layouts.set_positions([96, [6, 0]])
+    old.layouts.micro_batches, old.layouts.experts = 3, dict(entries)
     start = after.capture_rank()
     after.restore_common(before.capture_common())
     after.restore_rank(start)
     assert new.overflows == {3}
     new.resume()
     assert new.result == old.result and new._args.consumed_valid_samples == 6
-    assert new.layouts.positions() == [96, [6, 0]]
+    assert new.layouts.positions() == [96, [6, 0]] and new.layouts.micro_batches == 3
+    assert given[-1] == new.layouts.experts == entries
     totals: dict[str, Any] = {}
     new.logging(totals)
     assert totals == {"lm loss": torch.tensor(7.5), "advanced iterations": 3}

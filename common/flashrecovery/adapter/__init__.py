@@ -51,6 +51,7 @@ from flashrecovery.contract import (
     TensorSpec,
 )
 from flashrecovery.groups import named_group
+from flashrecovery.parallel_layout import take_sizes
 from flashrecovery.plan import boxes, layouts, logical, patterns, rules
 from flashrecovery.redundancy.dcp import read_into, write_part
 from flashrecovery.redundancy.keys import writer_of
@@ -137,6 +138,7 @@ __all__ = [
     "restore_rng",
     "rules",
     "settle_state",
+    "take_sizes",
     "union",
     "unsynchronised",
     "world_size",

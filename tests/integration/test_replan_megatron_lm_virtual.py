@@ -1,0 +1,86 @@
+"""Megatron-LM's unmodified loop with virtual pipeline stages that goes on in another parallel layout, with as many
+virtual stages or none: from its iteration on it is, bit for bit, a job that was started in that layout from that
+iteration's state, which megatron-core alone has written and read."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.jobs import check_fired
+from tests.support.megatron_lm import needs_checkout
+from tests.support.megatron_lm_loop import TIMEOUT_S
+from tests.support.replan import Saved, Sizes, command
+from tests.support.replan_megatron_lm import Training, check_changed_around, check_goes_on
+
+pytest.importorskip("megatron.core")
+pytestmark = [pytest.mark.megatron, pytest.mark.grid, pytest.mark.timeout(5 * TIMEOUT_S), needs_checkout]
+
+
+@dataclass(frozen=True)
+class Virtual(Training):
+    """With two virtual stages on a rank, in layouts of which it is known here that they can have them."""
+
+    def arguments(self, sizes: Sizes) -> list[str]:
+        fits = sizes.pp == 2 and self.batch // 2 // sizes.dp % sizes.pp == 0
+        virtual = ["--num-virtual-stages-per-pipeline-rank=2"] if fits else []
+        return [*super().arguments(sizes), "--num-layers=4", *virtual]
+
+
+SHARDED = ("--use-distributed-optimizer", "--bf16")
+TWO = Virtual("vpp2-dp2-distributed", Sizes(pp=2, dp=2), SHARDED)
+PLAIN = Virtual("vpp2-dp2", Sizes(pp=2, dp=2))
+ROWS = Virtual("vpp2-tp2-evaluated", Sizes(tp=2, pp=2), ("--bf16", "--log-params-norm"), evaluates=3)
+SLOWLY = "--step-time=300"
+AUTO: dict[str, Any] = {"replan": {"min": 1}}
+
+
+@pytest.fixture(scope="session")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
+    return Saved(tmp_path_factory.mktemp("replanned-lm-virtual"))
+
+
+@pytest.mark.parametrize("kind", ["train", "log"])
+@pytest.mark.parametrize(
+    ("training", "sizes"),
+    [
+        pytest.param(training, sizes, id=f"{training}-to-{str(sizes).replace(',', '-')}")
+        for training, sizes in (
+            (TWO, Sizes(tp=2, pp=2)),
+            (TWO, Sizes(dp=4)),
+            (TWO, Sizes(pp=4)),
+            (PLAIN, Sizes(dp=3)),
+            (PLAIN, Sizes(tp=2, pp=2)),
+            (ROWS, Sizes(pp=2, dp=2)),
+        )
+    ],
+)
+def test_on_command(training: Training, sizes: Sizes, kind: str, tmp_path: Path, saved: Saved) -> None:
+    running = training.start(tmp_path / "run", SLOWLY, config=AUTO)
+    running.wait_for("job_started", TIMEOUT_S)
+    at = training.call(kind, 3)
+    assert command(running, sizes, at) == ""
+    job = running.wait(TIMEOUT_S)
+    check_goes_on(job, training, saved, [(at, sizes)])
+    assert not job.of("failure_detected"), job.explain()
+
+
+@pytest.mark.parametrize("victim", [0, 1, 3])
+@pytest.mark.parametrize("phase", ["forward", "backward", "optimizer", "commit"])
+@pytest.mark.parametrize("training", [TWO, PLAIN], ids=str)
+def test_killed_and_not_replaced(training: Training, phase: str, victim: int, tmp_path: Path, saved: Saved) -> None:
+    at = training.call("train", 4)
+    job = training.start(tmp_path / "run", inject=[f"rank={victim},fault=sigkill,at={phase},step={at}"]).wait(TIMEOUT_S)
+    check_fired(job)
+    check_changed_around(job, training, saved, at)
+
+
+@pytest.mark.parametrize("victim", [0, 2])
+def test_killed_in_an_evaluation(victim: int, tmp_path: Path, saved: Saved) -> None:
+    at = ROWS.call("evaluate", 5)
+    job = ROWS.start(tmp_path / "run", inject=[f"rank={victim},fault=sigkill,at=data,step={at}"]).wait(TIMEOUT_S)
+    check_fired(job)
+    check_changed_around(job, ROWS, saved, at)

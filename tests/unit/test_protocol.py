@@ -38,7 +38,6 @@ READ_AS_A_WHOLE = {
 FOR_CALLERS = {
     "flashrecovery.groups.exchange": {"AttachReport"},  # docs/groups.md: a library of its own
     "flashrecovery.groups.registry": {"OpInfo.sequence"},
-    "flashrecovery.parallel_layout": {"ParallelLayout"},  # what scripts read
     "flashrecovery.plan.parity": {"Traffic.frames"},  # what tests hold a plan to
     "flashrecovery.plan.parity_decoding": {"DecodePlan", "DecodeTask"},  # the same
     "flashrecovery.plan.parity_groups": {"Grouping", "Uncovered"},  # the same

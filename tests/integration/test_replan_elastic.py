@@ -32,7 +32,6 @@ CP = Training("cp2-dp2", Sizes(cp=2, dp=2), (*CONTEXT, "--bf16"))
 CP_PARTS = Training("cp2-dp2-distributed", Sizes(cp=2, dp=2), (*CONTEXT, *SHARDED))
 EP = Training("ep2-dp4", Sizes(ep=2, dp=4), (*EXPERTS, "--bf16"))
 EP_PARTS = Training("ep2-dp4-distributed", Sizes(ep=2, dp=4), (*EXPERTS, *SHARDED))
-EP_PP = Training("ep2-pp2-dp2-distributed", Sizes(pp=2, ep=2, dp=2), (*EXPERTS, *SHARDED))
 DP_CONTEXT = Training("dp4-distributed", Sizes(dp=4), (*CONTEXT, *SHARDED))
 EP_ONE = Training("ep1-dp4-distributed", Sizes(dp=4), (*EXPERTS, *SHARDED))
 TRAININGS = (TP, TP_PARTS, TP_PARTS_32, PP, PP_PARTS, TIED, VIRTUAL, CP, CP_PARTS, EP, EP_PARTS)
@@ -120,7 +119,7 @@ def test_a_second_death_when_a_replica_has_just_left(training: Training, state: 
     assert "cannot be recovered" in failed["reason"] or "nobody" in failed["reason"], job.explain()
 
 
-@pytest.mark.parametrize("training", [TP_PARTS, PP, CP_PARTS, EP, EP_PARTS, EP_PP], ids=str)
+@pytest.mark.parametrize("training", [TP_PARTS, PP, CP_PARTS, EP, EP_PARTS], ids=str)
 def test_below_the_least_replicas(training: Training, tmp_path: Path, history: History) -> None:
     """With ``elastic.min`` 2 no replica leaves: the three ranks that are left get another layout at once."""
     faults = [f"rank=1,fault=sigkill,at=backward,step={FIRST}"]

@@ -214,7 +214,7 @@ def test_what_the_script_has_not_asked_for_stays(tmp_path: Path) -> None:
             "MoE layers in several model chunks",
         ),
         (
-            Training("virtual-cp", Sizes(pp=2, dp=2, cp=2), (*CONTEXT, *STAGES)),
+            Training("virtual-cp", Sizes(pp=2, cp=2), (*CONTEXT, *STAGES)),
             {**never(), "elastic": {"min": 1, "max": 2}},
             "context_parallel_size = 2 with several model chunks",
         ),

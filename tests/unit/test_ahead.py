@@ -137,9 +137,9 @@ print("torch._dynamo" in sys.modules, failed)
     ("text", "expected"),
     [
         ("", "True []"),
-        ("os.environ['TORCHDYNAMO_VERBOSE'] = '1'", "True []"),
-        ("def main(): os.environ['OF_MINE'] = '1'", "True []"),
-        ("def main(): os.environ['TORCHDYNAMO_VERBOSE'] = '1'", "False []"),
+        pytest.param("os.environ['TORCHDYNAMO_VERBOSE'] = '1'", "True []", marks=pytest.mark.slow),
+        pytest.param("def main(): os.environ['OF_MINE'] = '1'", "True []", marks=pytest.mark.slow),
+        pytest.param("def main(): os.environ['TORCHDYNAMO_VERBOSE'] = '1'", "False []", marks=pytest.mark.slow),
         ("def main(): os.environ.update(settings)", "False []"),
     ],
 )

@@ -16,7 +16,7 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow), 3])
 def test_a_division_need_not_be_that_of_the_groups(stage: int) -> None:
     script = ROOT / "tests" / "scripts" / "deepspeed_places.py"
     command = [sys.executable, str(script), str(stage)]

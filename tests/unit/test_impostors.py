@@ -560,7 +560,13 @@ LOST = {
 }
 
 
-@pytest.mark.parametrize("what", LOST.values(), ids=LOST)
+EVERY_RUN = ("changed", "another agent answers", "nobody answers")
+
+
+@pytest.mark.parametrize(
+    "what",
+    [pytest.param(what, id=name, marks=() if name in EVERY_RUN else pytest.mark.slow) for name, what in LOST.items()],
+)
 def test_a_set_up_log_that_cannot_be_fetched_is_missed_by_its_rank_only(
     what: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

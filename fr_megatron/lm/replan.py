@@ -121,16 +121,19 @@ def take_layout(args: Any) -> None:
 
 def _fit_virtual_stages(args: Any, sizes: ParallelLayout) -> None:
     """Virtual stages stay as the launch's flags say them. A layout that cannot have them so (its layers, or the
-    micro-batches of a replica, are too few or not a multiple) has none. A script with a loop of its own, whose batch
+    micro-batches of a replica, are too few or not a multiple) has none, and none has them with experts or context
+    parallelism: with ``--num-layers-per-virtual-pipeline-stage`` the launch may have had one on each rank, which is
+    none, and fewer pipeline ranks would have several, which are refused. A script with a loop of its own, whose batch
     the flags do not say, has to see to it itself."""
     said = [getattr(args, name, None) for name in _VIRTUAL]
     if not any(said) or not args.global_batch_size:
         return
     least = 2 if args.overlap_p2p_comm else 3  # Megatron's rule
-    layers = args.num_layers // sizes.pp
+    layers = (args.num_layers or args.encoder_num_layers) // sizes.pp  # of which one is said
     micro_batches = args.global_batch_size // (args.micro_batch_size * sizes.dp)
     at_once = getattr(args, "microbatch_group_size_per_vp_stage", None) or sizes.pp
     fits = sizes.pp >= least and interleaves(at_once, sizes.pp, micro_batches)
+    fits = fits and sizes.cp == 1 and not has_experts(args)
     if not fits or any(layers % number for number in said if number):
         vars(args).update(dict.fromkeys(_VIRTUAL))
 

@@ -112,6 +112,15 @@ VIRTUAL = {"num_layers": 8, "micro_batch_size": 2, "overlap_p2p_comm": True, "mi
         ({"num_virtual_stages_per_pipeline_rank": 2, "microbatch_group_size_per_vp_stage": 3}, "pp=2,tp=1,dp=4", True),
         ({"num_virtual_stages_per_pipeline_rank": 2, "microbatch_group_size_per_vp_stage": 5}, "pp=2,tp=1,dp=2", False),
         ({"num_virtual_stages_per_pipeline_rank": 2, "global_batch_size": None}, "tp=1,pp=2,dp=2", True),  # own loop
+        (
+            {"num_virtual_stages_per_pipeline_rank": 2, "num_layers": None, "encoder_num_layers": 8},
+            "tp=1,pp=2,dp=2",
+            True,
+        ),
+        # Of 8 layers on four pipeline ranks at the launch, these were no virtual stages; with them, these are refused.
+        ({"num_layers_per_virtual_pipeline_stage": 2, "num_experts": 4}, "tp=1,pp=2,dp=2", False),
+        ({"num_layers_per_virtual_pipeline_stage": 2, "context_parallel_size": 2}, "tp=1,pp=2,cp=2,dp=1", False),
+        ({"num_layers_per_virtual_pipeline_stage": 2, "context_parallel_size": 2}, "tp=1,pp=2,dp=2", True),
     ],
 )
 def test_virtual_stages_where_a_layout_can_have_them(

@@ -49,7 +49,6 @@ class ProtectedLoop:
         replan.check_flags(args, self._recovery)
         self._elastic: ElasticLoop | None = None
         self._layouts: LayoutLoop | None = None
-        self._sequence_parallel = bool(getattr(args, "sequence_parallel", False)) or replan.has_experts(args)
         self._loop: LMLoop | None = None
         self._started = False
         self._objects: tuple[Any, Any, Any] | None = None
@@ -89,7 +88,7 @@ class ProtectedLoop:
                 self._elastic = ElasticLoop(self._args, self._recovery, chunks, computing=computing(), besides=alike)
             if layouts and self._elastic is not None:
                 self._layouts = LayoutLoop(self._args, self._elastic)
-            known = replan.known_facts(self._args, sequence_parallel=self._sequence_parallel) if layouts else {}
+            known = replan.known_facts(self._args) if layouts else {}
             adapter = adapter_for(chunks, optimizer, scheduler, membership=groups, known=known)
             self._objects = (chunks, optimizer, scheduler)
             self._loop = LMLoop(self._args, get_timers(), get_rerun_state_machine(), self._elastic, self._layouts)

@@ -80,7 +80,9 @@ _ONE: dict[str, str] = {
 
 _VIRTUAL = ("num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank")
 """Flags that say virtual stages: layers of each, or how many of them a rank has."""
-
+_ON_COMMAND_LINE = ("num_experts", *_VIRTUAL)
+"""Flags by which other arguments are set to a layout before they are validated."""
+_PARSED = ("sequence_parallel", *_ON_COMMAND_LINE)
 
 _LOADED = (
     "iteration",
@@ -100,7 +102,13 @@ def take_layout(args: Any) -> None:
     """Have ``args``, parsed and not validated yet, say the layout that the job has changed to, if it has. Which sizes
     may change, the launch's flags say, in every layout alike: context parallelism where there is some (it is other
     arithmetic, and not every attention has it), and expert parallelism where there are experts. With these, tensor
-    parallelism needs sequence parallelism."""
+    parallelism needs sequence parallelism. What the flags say of that is noted: a script's defaults come later, and
+    Megatron, which validates all of it then, keeps nothing of sequence parallelism without tensor parallelism."""
+    _take_layout(args)
+    args.flash_recovery_parsed = {name: getattr(args, name, None) for name in _PARSED}
+
+
+def _take_layout(args: Any) -> None:
     if _size(args, "context_parallel_size") > 1:
         take_sizes("cp")
     if has_experts(args):
@@ -121,16 +129,19 @@ def take_layout(args: Any) -> None:
 
 def _fit_virtual_stages(args: Any, sizes: ParallelLayout) -> None:
     """Virtual stages stay as the launch's flags say them. A layout that cannot have them so (its layers, or the
-    micro-batches of a replica, are too few or not a multiple) has none. A script with a loop of its own, whose batch
+    micro-batches of a replica, are too few or not a multiple) has none, and none has them with experts or context
+    parallelism: with ``--num-layers-per-virtual-pipeline-stage`` the launch may have had one on each rank, which is
+    none, and fewer pipeline ranks would have several, which are refused. A script with a loop of its own, whose batch
     the flags do not say, has to see to it itself."""
     said = [getattr(args, name, None) for name in _VIRTUAL]
     if not any(said) or not args.global_batch_size:
         return
     least = 2 if args.overlap_p2p_comm else 3  # Megatron's rule
-    layers = args.num_layers // sizes.pp
+    layers = (args.num_layers or args.encoder_num_layers) // sizes.pp  # of which one is said
     micro_batches = args.global_batch_size // (args.micro_batch_size * sizes.dp)
     at_once = getattr(args, "microbatch_group_size_per_vp_stage", None) or sizes.pp
     fits = sizes.pp >= least and interleaves(at_once, sizes.pp, micro_batches)
+    fits = fits and sizes.cp == 1 and not has_experts(args)
     if not fits or any(layers % number for number in said if number):
         vars(args).update(dict.fromkeys(_VIRTUAL))
 
@@ -144,11 +155,17 @@ def _size(args: Any, name: str) -> int:
     return int(getattr(args, name, None) or 1)
 
 
-def known_facts(args: Any, *, sequence_parallel: bool) -> Mapping[str, Any]:
-    """What the flags say of the job better than its model does. ``args``: as the loop uses them.
-    ``sequence_parallel``: whether tensor-parallel ranks divide sequences where there are any; Megatron keeps nothing of
-    that without tensor parallelism."""
-    return {"sequence": args.seq_length, "sequence_parallel": sequence_parallel}
+def known_facts(args: Any) -> Mapping[str, Any]:
+    """What the flags say of the job better than its model does. ``args``: as the loop uses them. Whether
+    tensor-parallel ranks divide sequences where there are any, they have said when they were parsed."""
+    divides = bool(_parsed(args).get("sequence_parallel")) or has_experts(args)
+    return {"sequence": args.seq_length, "sequence_parallel": divides}
+
+
+def _parsed(args: Any) -> Mapping[str, Any]:
+    """What :func:`take_layout` has noted; all as it is now where the flags were parsed in another way."""
+    noted: Mapping[str, Any] = getattr(args, "flash_recovery_parsed", vars(args))
+    return noted
 
 
 def leave_out_loading(args: Any) -> None:
@@ -192,7 +209,9 @@ def check_flags(args: Any, recovery: Recovery) -> None:
 def check_late(args: Any) -> None:
     """Raises UnsupportedError for what cannot follow another layout, and has come into Megatron's arguments after the
     flags were parsed: a script's own defaults, say. ``args``: as the loop uses them."""
-    if found := list(_refused_always(args)):
+    late = [name for name in _ON_COMMAND_LINE if getattr(args, name, None) and not _parsed(args).get(name)]
+    found = [*_refused_always(args), *(f"{_flag(name)} (allowed: on the command line)" for name in late)]
+    if found:
         raise UnsupportedError(
             f"another parallel layout of Megatron-LM's loop, whose script has set {'; '.join(found)}"
         )

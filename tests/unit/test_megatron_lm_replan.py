@@ -112,6 +112,15 @@ VIRTUAL = {"num_layers": 8, "micro_batch_size": 2, "overlap_p2p_comm": True, "mi
         ({"num_virtual_stages_per_pipeline_rank": 2, "microbatch_group_size_per_vp_stage": 3}, "pp=2,tp=1,dp=4", True),
         ({"num_virtual_stages_per_pipeline_rank": 2, "microbatch_group_size_per_vp_stage": 5}, "pp=2,tp=1,dp=2", False),
         ({"num_virtual_stages_per_pipeline_rank": 2, "global_batch_size": None}, "tp=1,pp=2,dp=2", True),  # own loop
+        (
+            {"num_virtual_stages_per_pipeline_rank": 2, "num_layers": None, "encoder_num_layers": 8},
+            "tp=1,pp=2,dp=2",
+            True,
+        ),
+        # Of 8 layers on four pipeline ranks at the launch, these were no virtual stages; with them, these are refused.
+        ({"num_layers_per_virtual_pipeline_stage": 2, "num_experts": 4}, "tp=1,pp=2,dp=2", False),
+        ({"num_layers_per_virtual_pipeline_stage": 2, "context_parallel_size": 2}, "tp=1,pp=2,cp=2,dp=1", False),
+        ({"num_layers_per_virtual_pipeline_stage": 2, "context_parallel_size": 2}, "tp=1,pp=2,dp=2", True),
     ],
 )
 def test_virtual_stages_where_a_layout_can_have_them(
@@ -128,8 +137,16 @@ def test_virtual_stages_where_a_layout_can_have_them(
 
 def test_what_flags_say_better_than_the_model() -> None:
     """Its positions may be more than the samples have; and without tensor parallelism nobody keeps the flag."""
-    args = flags(seq_length=16, max_position_embeddings=64, sequence_parallel=False)
-    assert known_facts(args, sequence_parallel=True) == {"sequence": 16, "sequence_parallel": True}
+    for said, divides in (
+        ({}, False),
+        ({"sequence_parallel": False}, False),
+        ({"sequence_parallel": True}, True),
+        ({"num_experts": 4}, True),
+    ):
+        args = flags(seq_length=16, max_position_embeddings=64, **said)
+        take_layout(args)
+        args.sequence_parallel = False  # Megatron has validated it, without tensor parallelism
+        assert known_facts(args) == {"sequence": 16, "sequence_parallel": divides}
 
 
 def test_a_checkpoint_that_was_loaded_at_the_launch_is_not_loaded_again(
@@ -234,6 +251,20 @@ def test_what_a_script_has_set_after_its_flags_were_parsed() -> None:
     check_late(flags(tensor_model_parallel_size=2, **validated))
     with pytest.raises(UnsupportedError, match="whose script has set --rampup-batch-size"):
         check_late(flags(tensor_model_parallel_size=2, **validated, rampup_batch_size=[2, 2, 100]))
+
+
+@pytest.mark.parametrize(
+    "name", ["num_experts", "num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank"]
+)
+def test_experts_and_virtual_stages_are_said_on_the_command_line(name: str) -> None:
+    """A layout is set before Megatron takes a script's defaults, which would not follow it."""
+    said, later = (flags(dataloader_type="single", **others) for others in ({name: 2}, {}))
+    for args in (said, later):
+        take_layout(args)
+    check_late(said)
+    setattr(later, name, 2)
+    with pytest.raises(UnsupportedError, match=f"has set --{name.replace('_', '-')} .allowed: on the command line"):
+        check_late(later)
 
 
 class Loaders:

@@ -247,10 +247,9 @@ def why_not(facts: LayoutFacts, strategy: Strategy, ranks: int) -> str:
     for name in ("cp", "ep"):
         size, now = getattr(s, name), getattr(facts.now, name)
         if name not in facts.takes and size != now:
-            return (
-                f"{name} = {size}: the script has not asked flashrecovery.layout() for {name}, so it stays {now} "
-                "(Megatron-LM's loop takes it where it was launched with more than 1)"
-            )
+            why = f"the script has not asked flashrecovery.layout() for {name}, so it stays {now}"
+            loop = " (Megatron-LM's loop takes it where it was launched with more than 1)" if name == "cp" else ""
+            return f"{name} = {size}: {why}{loop}"
     if facts.micro_batches % s.dp:
         fitting = [str(n) for n in range(1, facts.micro_batches + 1) if facts.micro_batches % n == 0]
         return (

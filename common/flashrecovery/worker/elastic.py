@@ -146,6 +146,7 @@ class ElasticBatches:
         models: gives the models whose gradients are reduced in a step's last micro-batch.
         framework: gives the batch of the framework that divides and averages itself; None: there is none. Sizes that
             are None are taken from it.
+        watched: somebody asks whether micro-batches are computed in turn; otherwise forward passes are not counted.
 
     Raises ConfigError: a size is not possible, or some replicas would have nothing to do.
     """
@@ -165,6 +166,7 @@ class ElasticBatches:
         collate: Callable[[list[Any]], Any] = default_collate,
         models: Callable[[], Sequence[torch.nn.Module]] = tuple,
         framework: Callable[[], FrameworkBatch] | None = None,
+        watched: bool = True,
     ) -> None:
         own = None if framework is None else framework()
         self._framework, self._sizes = framework, None if own is None else own.sizes
@@ -181,7 +183,7 @@ class ElasticBatches:
         self._computing, self._chunks = (1, 1) if own is None else (own.computing, own.chunks)
         self._runs = None if own is None else own.runs
         self._forwards = None if own is None else own.forwards
-        self._one_each = self._forwards is not None
+        self._one_each, self._watched = self._forwards is not None, watched
         self._began = 0  # forward passes when the step began
         self._seen: int | None = None  # ... and when the last micro-batch was handed out, of whatever chunk
         self._ahead = False  # a micro-batch has been handed out before the one before it was computed
@@ -274,7 +276,8 @@ class ElasticBatches:
         if not self._looked:  # all models are known now
             self._place()
             self._looked = True
-            self._forwards = self._forwards or Forwards(self._models())
+            if self._forwards is None and self._watched:
+                self._forwards = Forwards(self._models())
         self._began = self._forwards() if self._forwards is not None else 0
         self._seed_all(stream_seed(self._seed, self._first_step + step, BETWEEN))
 

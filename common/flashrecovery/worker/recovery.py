@@ -224,6 +224,7 @@ class Recovery:
             collate=collate,
             models=lambda: [thing for thing in self._registered if isinstance(thing, torch.nn.Module)],
             framework=next(iter(self._framework_batches), None),
+            watched=self.elastic is not None or self.replan is not None,
         )
         if self._session is not None:
             self._session.take_batches(batches)

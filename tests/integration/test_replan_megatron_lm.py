@@ -16,7 +16,18 @@ from tests.support.megatron_lm import needs_checkout
 from tests.support.megatron_lm_loop import TIMEOUT_S, content, finished
 from tests.support.replan import Course, Saved, Sizes, check_same_steps, command, replanned
 from tests.support.replan_elastic import both
-from tests.support.replan_megatron_lm import Training, check_changed_around, check_goes_on, check_loop, named
+from tests.support.replan_megatron_lm import (
+    AUTO,
+    SLOWLY,
+    Training,
+    check_changed_around,
+    check_goes_on,
+    check_killed,
+    check_loop,
+    check_on_command,
+    named,
+    started,
+)
 
 pytest.importorskip("megatron.core")
 pytestmark = [pytest.mark.megatron, pytest.mark.grid, pytest.mark.timeout(5 * TIMEOUT_S), needs_checkout]
@@ -30,8 +41,6 @@ UNTIED = Training("tp2-pp2-untied-sp", Sizes(2, 2, 1), ("--untie-embeddings-and-
 CUT = Training("tp2-dp2-padded", Sizes(2, 1, 2), ("--bf16",), padding=128)
 EVEN = Training("tp2-pp2-evaluated", Sizes(2, 2, 1), evaluates=3)
 SPREAD = Training("tp2-dp2-distributed-evaluated", Sizes(2, 1, 2), ("--use-distributed-optimizer",), evaluates=3)
-SLOWLY = "--step-time=300"
-AUTO: dict[str, Any] = {"replan": {"min": 1}}
 VICTIMS = (0, 1, 3)
 READERS = (0, 2)  # the first ones of their tensor-parallel groups
 PHASES = ("data", "forward", "backward", "grad-sync", "optimizer-start", "optimizer", "param-gather", "commit")
@@ -61,13 +70,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
 )
 @pytest.mark.parametrize("kind", ["train", "log"])
 def test_on_command(training: Training, sizes: Sizes, kind: str, tmp_path: Path, saved: Saved) -> None:
-    running = training.start(tmp_path / "run", SLOWLY, config=AUTO)
-    running.wait_for("job_started", TIMEOUT_S)
-    at = training.call(kind, 3)
-    assert command(running, sizes, at) == ""
-    job = running.wait(TIMEOUT_S)
-    check_goes_on(job, training, saved, [(at, sizes)])
-    assert not job.of("failure_detected"), job.explain()
+    check_on_command(training, sizes, kind, tmp_path / "run", saved)
 
 
 def kills() -> list[Any]:
@@ -82,9 +85,7 @@ def kills() -> list[Any]:
 
 @pytest.mark.parametrize(("training", "phase", "victim"), kills())
 def test_killed_and_not_replaced(training: Training, phase: str, victim: int, tmp_path: Path, saved: Saved) -> None:
-    job = training.start(tmp_path / "run", inject=[f"rank={victim},fault=sigkill,at={phase},step={AT}"]).wait(TIMEOUT_S)
-    check_fired(job)
-    check_changed_around(job, training, saved, AT)
+    check_killed(training, victim, phase, AT, tmp_path / "run", saved)
 
 
 @pytest.mark.parametrize("phase", ["between", "commit"])
@@ -92,9 +93,7 @@ def test_killed_and_not_replaced(training: Training, phase: str, victim: int, tm
 def test_killed_in_the_log(victim: int, phase: str, tmp_path: Path, saved: Saved) -> None:
     """With a rank of the last stage the losses die that are to be logged; the others have them."""
     at = STAGES.call("log", 4)
-    job = STAGES.start(tmp_path / "run", inject=[f"rank={victim},fault=sigkill,at={phase},step={at}"]).wait(TIMEOUT_S)
-    check_fired(job)
-    check_changed_around(job, STAGES, saved, at)
+    check_killed(STAGES, victim, phase, at, tmp_path / "run", saved)
 
 
 @pytest.mark.parametrize("victim", VICTIMS)
@@ -103,11 +102,7 @@ def test_losses_that_are_summed_up(victim: int, tmp_path: Path, saved: Saved) ->
     losses that all of them have had."""
     training = named(STAGES, "logs", logs=3, flags=("--bf16", "--log-params-norm"))
     at = training.call("train", 4)
-    job = training.start(tmp_path / "run", inject=[f"rank={victim},fault=sigkill,at=backward,step={at}"]).wait(
-        TIMEOUT_S
-    )
-    check_fired(job)
-    check_changed_around(job, training, saved, at)
+    check_killed(training, victim, "backward", at, tmp_path / "run", saved)
 
 
 @pytest.mark.parametrize("victim", READERS)
@@ -115,9 +110,7 @@ def test_losses_that_are_summed_up(victim: int, tmp_path: Path, saved: Saved) ->
 def test_killed_in_an_evaluation(training: Training, victim: int, tmp_path: Path, saved: Saved) -> None:
     """It is done again, and the ones after it have the samples that they would have had."""
     at = training.call("evaluate", 5)
-    job = training.start(tmp_path / "run", inject=[f"rank={victim},fault=sigkill,at=data,step={at}"]).wait(TIMEOUT_S)
-    check_fired(job)
-    check_changed_around(job, training, saved, at)
+    check_killed(training, victim, "data", at, tmp_path / "run", saved)
 
 
 @pytest.mark.parametrize("state", ["quiescing", "stashing"])
@@ -142,8 +135,7 @@ def test_a_second_death_in_the_new_layout(state: str, tmp_path: Path, saved: Sav
 
 
 def test_a_rank_is_replaced_in_the_new_layout(tmp_path: Path, saved: Saved) -> None:
-    running = PARTS.start(tmp_path / "run", SLOWLY, config=AUTO)
-    running.wait_for("job_started", TIMEOUT_S)
+    running = started(PARTS, tmp_path / "run")
     at = PARTS.call("train", 2)
     assert command(running, Sizes(1, 2, 2), at) == ""
     running.wait_for("recovery_finished", TIMEOUT_S)
@@ -171,8 +163,7 @@ def test_a_rank_is_replaced_while_losses_are_summed_up(
 
 
 def test_there_and_back(tmp_path: Path, saved: Saved) -> None:
-    running = PARTS.start(tmp_path / "run", SLOWLY, config=AUTO)
-    running.wait_for("job_started", TIMEOUT_S)
+    running = started(PARTS, tmp_path / "run")
     changes = [(PARTS.call("train", 2), Sizes(1, 1, 4)), (PARTS.call("train", 5), PARTS.sizes)]
     assert command(running, changes[0][1], changes[0][0]) == ""
     running.wait_for("recovery_finished", TIMEOUT_S)

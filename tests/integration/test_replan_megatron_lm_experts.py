@@ -17,14 +17,20 @@ from tests.support.megatron_lm import needs_checkout
 from tests.support.megatron_lm_loop import TIMEOUT_S
 from tests.support.replan import Saved, Sizes, command, replanned
 from tests.support.replan_elastic import both
-from tests.support.replan_megatron_lm import Training, check_changed_around, check_goes_on, named
+from tests.support.replan_megatron_lm import (
+    AUTO,
+    Training,
+    check_goes_on,
+    check_killed,
+    check_on_command,
+    named,
+    started,
+)
 
 pytest.importorskip("megatron.core")
 pytestmark = [pytest.mark.megatron, pytest.mark.grid, pytest.mark.timeout(5 * TIMEOUT_S), needs_checkout]
 
 SHARDED = ("--use-distributed-optimizer", "--bf16")
-SLOWLY = "--step-time=300"
-AUTO: dict[str, Any] = {"replan": {"min": 1}}
 CP = Training("cp2-dp2-bf16", Sizes(cp=2, dp=2), ("--bf16",))
 CP_PARTS = Training("cp2-dp2-distributed", Sizes(cp=2, dp=2), SHARDED)
 CP_ROWS = Training("tp2-cp2-sp", Sizes(tp=2, cp=2), ("--sequence-parallel",))
@@ -96,13 +102,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
     ],
 )
 def test_on_command(training: Training, sizes: Sizes, kind: str, tmp_path: Path, saved: Saved) -> None:
-    running = training.start(tmp_path / "run", SLOWLY, config=AUTO)
-    running.wait_for("job_started", TIMEOUT_S)
-    at = training.call(kind, 3)
-    assert command(running, sizes, at) == ""
-    job = running.wait(TIMEOUT_S)
-    check_goes_on(job, training, saved, [(at, sizes)])
-    assert not job.of("failure_detected"), job.explain()
+    check_on_command(training, sizes, kind, tmp_path / "run", saved)
 
 
 @pytest.mark.parametrize("victim", VICTIMS)
@@ -111,18 +111,14 @@ def test_on_command(training: Training, sizes: Sizes, kind: str, tmp_path: Path,
 def test_killed_and_not_replaced(training: Training, phase: str, victim: int, tmp_path: Path, saved: Saved) -> None:
     if phase == "param-gather" and training is EP:
         pytest.skip("parameters are not gathered")
-    job = training.start(tmp_path / "run", inject=[f"rank={victim},fault=sigkill,at={phase},step={AT}"]).wait(TIMEOUT_S)
-    check_fired(job)
-    check_changed_around(job, training, saved, AT)
+    check_killed(training, victim, phase, AT, tmp_path / "run", saved)
 
 
 @pytest.mark.parametrize(
     "training", [CP, CP_ROWS, CP_STAGES, EP_ONE, EP_ALONE, EP_ROWS, EP_STAGES, EP_CP, EP_MIXED], ids=str
 )
 def test_other_trainings(training: Training, tmp_path: Path, saved: Saved) -> None:
-    job = training.start(tmp_path / "run", inject=[f"rank=1,fault=sigkill,at=optimizer,step={AT}"]).wait(TIMEOUT_S)
-    check_fired(job)
-    check_changed_around(job, training, saved, AT)
+    check_killed(training, 1, "optimizer", AT, tmp_path / "run", saved)
 
 
 @pytest.mark.parametrize("phase", ["between", "commit"])
@@ -131,9 +127,7 @@ def test_other_trainings(training: Training, tmp_path: Path, saved: Saved) -> No
 def test_killed_in_the_log(training: Training, victim: int, phase: str, tmp_path: Path, saved: Saved) -> None:
     """What is to be logged died with the rank; the others have it."""
     at = training.call("log", 4)
-    job = training.start(tmp_path / "run", inject=[f"rank={victim},fault=sigkill,at={phase},step={at}"]).wait(TIMEOUT_S)
-    check_fired(job)
-    check_changed_around(job, training, saved, at)
+    check_killed(training, victim, phase, at, tmp_path / "run", saved)
 
 
 @pytest.mark.parametrize("victim", VICTIMS)
@@ -143,10 +137,7 @@ def test_losses_that_are_summed_up(training: Training, victim: int, tmp_path: Pa
     if training is CP_PARTS:
         training = named(training, "logs", logs=3, flags=(*training.flags, "--log-params-norm"))
     at = training.call("train", 4)
-    faults = [f"rank={victim},fault=sigkill,at=backward,step={at}"]
-    job = training.start(tmp_path / "run", inject=faults).wait(TIMEOUT_S)
-    check_fired(job)
-    check_changed_around(job, training, saved, at)
+    check_killed(training, victim, "backward", at, tmp_path / "run", saved)
 
 
 @pytest.mark.parametrize("victim", [0, 1, 2])
@@ -154,9 +145,7 @@ def test_losses_that_are_summed_up(training: Training, victim: int, tmp_path: Pa
 def test_killed_in_an_evaluation(training: Training, victim: int, tmp_path: Path, saved: Saved) -> None:
     """It is done again, and the ones after it have the samples that they would have had."""
     at = training.call("evaluate", 5)
-    job = training.start(tmp_path / "run", inject=[f"rank={victim},fault=sigkill,at=data,step={at}"]).wait(TIMEOUT_S)
-    check_fired(job)
-    check_changed_around(job, training, saved, at)
+    check_killed(training, victim, "data", at, tmp_path / "run", saved)
 
 
 @pytest.mark.parametrize("state", ["restoring", "verifying", "resuming"])
@@ -174,8 +163,7 @@ def test_a_second_death_in_the_new_layout(training: Training, state: str, tmp_pa
 
 @pytest.mark.parametrize(("training", "there"), [(CP_PARTS, Sizes(dp=4)), (EP_PARTS, Sizes(tp=2, dp=2))], ids=str)
 def test_there_and_back(training: Training, there: Sizes, tmp_path: Path, saved: Saved) -> None:
-    running = training.start(tmp_path / "run", SLOWLY, config=AUTO)
-    running.wait_for("job_started", TIMEOUT_S)
+    running = started(training, tmp_path / "run")
     changes = [(training.call("train", 2), there), (training.call("train", 5), training.sizes)]
     assert command(running, changes[0][1], changes[0][0]) == ""
     running.wait_for("recovery_finished", TIMEOUT_S)
@@ -184,8 +172,7 @@ def test_there_and_back(training: Training, there: Sizes, tmp_path: Path, saved:
 
 
 def test_a_rank_is_replaced_in_the_new_layout(tmp_path: Path, saved: Saved) -> None:
-    running = CP_PARTS.start(tmp_path / "run", SLOWLY, config=AUTO)
-    running.wait_for("job_started", TIMEOUT_S)
+    running = started(CP_PARTS, tmp_path / "run")
     at = CP_PARTS.call("train", 2)
     assert command(running, Sizes(cp=4), at) == ""
     running.wait_for("recovery_finished", TIMEOUT_S)
@@ -199,8 +186,7 @@ def test_a_rank_is_replaced_in_the_new_layout(tmp_path: Path, saved: Saved) -> N
 def test_what_is_refused_on_command(tmp_path: Path) -> None:
     """A loop that was launched without context parallelism gets none."""
     training = Training("dp2", Sizes(dp=2))
-    running = training.start(tmp_path / "run", SLOWLY, config=AUTO)
-    running.wait_for("job_started", TIMEOUT_S)
+    running = started(training, tmp_path / "run")
     assert "where it was launched with more than 1" in command(running, Sizes(cp=2))
     job = running.wait(TIMEOUT_S)
     assert job.code == 0 and not job.of("job_replanned"), job.explain()

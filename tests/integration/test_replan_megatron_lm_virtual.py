@@ -6,15 +6,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from tests.support.jobs import check_fired
 from tests.support.megatron_lm import needs_checkout
 from tests.support.megatron_lm_loop import TIMEOUT_S
-from tests.support.replan import Saved, Sizes, command
-from tests.support.replan_megatron_lm import Training, check_changed_around, check_goes_on
+from tests.support.replan import Saved, Sizes
+from tests.support.replan_megatron_lm import Training, check_killed, check_on_command
 
 pytest.importorskip("megatron.core")
 pytestmark = [pytest.mark.megatron, pytest.mark.grid, pytest.mark.timeout(5 * TIMEOUT_S), needs_checkout]
@@ -34,8 +32,6 @@ SHARDED = ("--use-distributed-optimizer", "--bf16")
 TWO = Virtual("vpp2-dp2-distributed", Sizes(pp=2, dp=2), SHARDED)
 PLAIN = Virtual("vpp2-dp2", Sizes(pp=2, dp=2))
 ROWS = Virtual("vpp2-tp2-evaluated", Sizes(tp=2, pp=2), ("--bf16", "--log-params-norm"), evaluates=3)
-SLOWLY = "--step-time=300"
-AUTO: dict[str, Any] = {"replan": {"min": 1}}
 
 
 @pytest.fixture(scope="session")
@@ -59,13 +55,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
     ],
 )
 def test_on_command(training: Training, sizes: Sizes, kind: str, tmp_path: Path, saved: Saved) -> None:
-    running = training.start(tmp_path / "run", SLOWLY, config=AUTO)
-    running.wait_for("job_started", TIMEOUT_S)
-    at = training.call(kind, 3)
-    assert command(running, sizes, at) == ""
-    job = running.wait(TIMEOUT_S)
-    check_goes_on(job, training, saved, [(at, sizes)])
-    assert not job.of("failure_detected"), job.explain()
+    check_on_command(training, sizes, kind, tmp_path / "run", saved)
 
 
 @pytest.mark.parametrize("victim", [0, 1, 3])
@@ -73,14 +63,10 @@ def test_on_command(training: Training, sizes: Sizes, kind: str, tmp_path: Path,
 @pytest.mark.parametrize("training", [TWO, PLAIN], ids=str)
 def test_killed_and_not_replaced(training: Training, phase: str, victim: int, tmp_path: Path, saved: Saved) -> None:
     at = training.call("train", 4)
-    job = training.start(tmp_path / "run", inject=[f"rank={victim},fault=sigkill,at={phase},step={at}"]).wait(TIMEOUT_S)
-    check_fired(job)
-    check_changed_around(job, training, saved, at)
+    check_killed(training, victim, phase, at, tmp_path / "run", saved)
 
 
 @pytest.mark.parametrize("victim", [0, 2])
 def test_killed_in_an_evaluation(victim: int, tmp_path: Path, saved: Saved) -> None:
     at = ROWS.call("evaluate", 5)
-    job = ROWS.start(tmp_path / "run", inject=[f"rank={victim},fault=sigkill,at=data,step={at}"]).wait(TIMEOUT_S)
-    check_fired(job)
-    check_changed_around(job, ROWS, saved, at)
+    check_killed(ROWS, victim, "data", at, tmp_path / "run", saved)

@@ -15,12 +15,15 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.jobs import ROOT, Job, Layout, RunningJob
-from tests.support.megatron_lm_loop import LoopTraining, evaluated, finished, loop_environment
-from tests.support.replan import Course, Saved, Sizes, replanned
+from tests.support.jobs import ROOT, Job, Layout, RunningJob, check_fired
+from tests.support.megatron_lm_loop import TIMEOUT_S, LoopTraining, evaluated, finished, loop_environment
+from tests.support.replan import Course, Saved, Sizes, command, replanned
 from tests.support.replan_elastic import Compared, Stage, check_stages
 
 SCRIPT = ROOT / "tests" / "scripts" / "replan_megatron_lm.py"
+SLOWLY = "--step-time=300"
+AUTO: dict[str, Any] = {"replan": {"min": 1}}
+"""Lost ranks are replaced; the layout changes by command."""
 _LOGGED = re.compile(
     r" iteration +(\d+)/ +\d+ \| consumed samples: +(\d+) \|.*? learning rate: (\S+) .*?lm loss: (\S+)"
 )
@@ -73,6 +76,30 @@ def check_goes_on(job: Job, training: Training, saved: Saved, changes: Sequence[
     assert replanned(job) == list(changes), job.explain()
     # Of several before one call only the last one has taken it.
     check_loop(job, training, saved, [Stage(call, sizes, anew=True) for call, sizes in dict(changes).items()])
+
+
+def started(training: Training, folder: Path) -> RunningJob:
+    """A slow job whose first step has begun."""
+    running = training.start(folder, SLOWLY, config=AUTO)
+    running.wait_for("job_started", TIMEOUT_S)
+    return running
+
+
+def check_on_command(training: Training, sizes: Sizes, kind: str, folder: Path, saved: Saved) -> None:
+    """Before the call of this kind in iteration 3."""
+    running = started(training, folder)
+    at = training.call(kind, 3)
+    assert command(running, sizes, at) == ""
+    job = running.wait(TIMEOUT_S)
+    check_goes_on(job, training, saved, [(at, sizes)])
+    assert not job.of("failure_detected"), job.explain()
+
+
+def check_killed(training: Training, victim: int, phase: str, at: int, folder: Path, saved: Saved) -> None:
+    """This rank is killed in this phase of this call, and is not replaced."""
+    job = training.start(folder, inject=[f"rank={victim},fault=sigkill,at={phase},step={at}"]).wait(TIMEOUT_S)
+    check_fired(job)
+    check_changed_around(job, training, saved, at)
 
 
 def check_changed_around(job: Job, training: Training, saved: Saved, at: int) -> None:

@@ -11,6 +11,7 @@ import types
 from pathlib import Path
 
 import pytest
+import torch
 
 from flashrecovery.runtime.page import Page
 from flashrecovery.worker import start_profile
@@ -49,7 +50,7 @@ def test_the_scripts_lines_by_time(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert inner > 0.1, "the innermost line of the script's own counts"
 
 
-def test_an_instruction_of_no_line_counts_for_the_first_line_of_its_function(tmp_path: Path) -> None:
+def test_an_instruction_of_no_line_counts_for_the_line_that_called_its_function(tmp_path: Path) -> None:
     """What another thread does may be seen there."""
     script = tmp_path / "script.py"
     script.write_text("import time\n\ndef work():\n    time.sleep(0.2)\n")
@@ -59,8 +60,33 @@ def test_an_instruction_of_no_line_counts_for_the_first_line_of_its_function(tmp
     found["work"].__code__ = found["work"].__code__.replace(co_linetable=no_location)
     profile = StartProfile(Installed())
     profile.start()
-    found["work"]()
-    assert [(line.where, line.text) for line in profile.joined()] == [("script.py:3", "def work():")]
+    found["work"]()  # here
+    assert [line.text for line in profile.joined()] == ['found["work"]()  # here']
+
+
+def test_nothing_of_the_training_thread_is_destroyed_by_the_one_that_looks() -> None:
+    """A guard of torch sets the state of the thread that made it back, whichever thread destroys it."""
+    destroyed_by: set[int] = set()
+
+    class Guard:
+        def __del__(self) -> None:
+            destroyed_by.add(threading.get_ident())
+
+    def guarded(until: float) -> None:
+        guard = Guard()
+        parameter = torch.nn.Parameter(torch.ones(30, 30))
+        while time.monotonic() < until:
+            repr(parameter)  # ten thousand views, and guards
+        del parameter
+        return guard and None
+
+    profile = StartProfile(Installed(), period_s=0.001)
+    profile.start()
+    end = time.monotonic() + 2
+    while time.monotonic() < end:
+        guarded(time.monotonic() + 0.02)
+    profile.joined()
+    assert destroyed_by == {threading.get_ident()}
 
 
 def test_who_never_began_has_nothing_to_say() -> None:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 import traceback
 
 from flashrecovery import groups
 from flashrecovery.proto import flashrecovery_pb2 as pb
+from flashrecovery.runtime.thread_stack import thread_stack
 
 _FRAMES = 8
 """The innermost frames of the stack that are reported."""
@@ -44,5 +44,7 @@ def _operation(op: groups.OpInfo, members: int) -> pb.Operation:
 
 
 def _stack(thread: threading.Thread) -> str:
-    frame = sys._current_frames().get(thread.ident or 0)
-    return "".join(traceback.format_stack(frame)[-_FRAMES:]) if frame is not None else ""
+    """As :func:`traceback.format_stack` writes it."""
+    inner = thread_stack(thread.ident or 0)[:_FRAMES]
+    frames = [traceback.FrameSummary(place.file, place.line or 0, place.function) for place in reversed(inner)]
+    return "".join(traceback.StackSummary.from_list(frames).format())

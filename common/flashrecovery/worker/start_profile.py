@@ -9,20 +9,19 @@ for the line that called them. The first step is looked at, too: that is where m
 from __future__ import annotations
 
 import linecache
-import sys
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import FrameType
 
 from flashrecovery.proto import flashrecovery_pb2 as pb
 from flashrecovery.runtime.page import TAG_NONE, Page
+from flashrecovery.runtime.thread_stack import StackPlace, thread_stack
 from flashrecovery.worker.ahead import Installed
 
 PERIOD_S = 0.01
-"""Of a replacement, for which all others wait."""
+"""Of a replacement, for which all others wait; longer where a look takes more than a hundredth of it."""
 LAUNCH_PERIOD_S = 0.1
 FIRST_STEP_PERIOD_S = 0.25
 LEAST_S = 0.03
@@ -32,6 +31,8 @@ TELL_S = 10.0
 """A line that takes so long is told while it lasts, and again whenever it has taken :data:`_MORE` times as long."""
 _MORE = 6
 _SELDOM, _LONGEST_PERIOD_S = 1e-4, 1.0
+_AT_MOST = 0.01
+"""The part of its time for which a thread may be kept waiting by looks at it."""
 _TEXT = 80
 
 Tell = Callable[[str, float], None]
@@ -77,14 +78,17 @@ class StartProfile:
 
     def _run(self) -> None:
         before = began = time.monotonic()
+        period_s = self._period_s
         # a script that never comes to a protected step is looked at more and more seldom
-        while not self._over.wait(max(self._period_s, min((before - began) * _SELDOM, _LONGEST_PERIOD_S))):
-            frame = sys._current_frames().get(self._thread_id)
+        while not self._over.wait(max(period_s, min((before - began) * _SELDOM, _LONGEST_PERIOD_S))):
+            busy = time.thread_time()
+            stack = thread_stack(self._thread_id)
+            period_s = max(self._period_s, (time.thread_time() - busy) / _AT_MOST)
             now = time.monotonic()
-            place = self._own_line(frame)
-            if place is not None:
-                self._seconds[place] += now - before
-            self._look(place, frame, now)
+            line = self._own_line(stack)
+            if line is not None:
+                self._seconds[line] += now - before
+            self._look(line, stack, now)
             before = now
 
     def _first_step(self) -> None:
@@ -96,26 +100,23 @@ class StartProfile:
         self._there = (None, 0.0, 0.0)
         while self._page.committed == began_at:
             time.sleep(FIRST_STEP_PERIOD_S)
-            frame = sys._current_frames().get(self._thread_id)
-            self._look(self._own_line(frame), frame, time.monotonic())
+            stack = thread_stack(self._thread_id)
+            self._look(self._own_line(stack), stack, time.monotonic())
 
-    def _look(self, place: tuple[str, int] | None, frame: FrameType | None, now: float) -> None:
+    def _look(self, place: tuple[str, int] | None, stack: Sequence[StackPlace], now: float) -> None:
         """Tell of a line that takes long."""
         there, since, told_after = self._there
         if place != there:
             self._there = (place, now, TELL_S)
         elif place is not None and now - since >= told_after and self._tell is not None:
             self._there = (place, since, told_after * _MORE)
-            code = frame.f_code if frame is not None else None
-            inside = f", in {code.co_name} of {_short(code.co_filename)}" if code is not None else ""
+            inside = f", in {stack[0].function} of {_short(stack[0].file)}"
             self._tell(f"{_where(place)} {_line(place)}{inside}", now - since)
 
-    def _own_line(self, frame: FrameType | None) -> tuple[str, int] | None:
-        while frame is not None:
-            name = frame.f_code.co_filename
-            if not name.startswith("<") and not self._installed.has_file(name):
-                return name, frame.f_lineno or frame.f_code.co_firstlineno  # some instructions are of no line
-            frame = frame.f_back
+    def _own_line(self, stack: Sequence[StackPlace]) -> tuple[str, int] | None:
+        for place in stack:
+            if not place.file.startswith("<") and not self._installed.has_file(place.file) and place.line is not None:
+                return place.file, place.line
         return None
 
 

@@ -1,0 +1,55 @@
+"""Where another thread is: its files, lines and functions, as Python's own traceback has them."""
+
+from __future__ import annotations
+
+import threading
+import traceback
+from pathlib import Path
+
+from flashrecovery.runtime.thread_stack import thread_stack
+
+
+def test_files_lines_and_functions(tmp_path: Path) -> None:
+    script = tmp_path / 'größe "Δ" 𝛼, line 3 in x.py'
+    script.write_text("def tiefe_ö(seen, wait):\n    seen()\n    wait()\n")
+    found: dict[str, object] = {}
+    exec(compile(script.read_text(), str(script), "exec"), found)
+    there, on = threading.Event(), threading.Event()
+    own: list[traceback.StackSummary] = []
+
+    def run() -> None:
+        found["tiefe_ö"](lambda: own.append(traceback.extract_stack()), wait)  # type: ignore[operator]
+
+    def wait() -> None:
+        there.set()
+        on.wait()
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    assert there.wait(10) and thread.ident is not None
+    stack = thread_stack(thread.ident)
+    on.set()
+    thread.join()
+    seen = [(place.file, place.line, place.function) for place in stack]
+    by_itself = [(frame.filename, frame.lineno, frame.name) for frame in reversed(own[0])]
+    place = seen.index((str(script), 3, "tiefe_ö"))
+    assert seen[place + 1 :] == by_itself[by_itself.index((str(script), 2, "tiefe_ö")) + 1 :]
+    assert thread_stack(thread.ident) == []
+
+
+def test_the_innermost_hundred_of_a_deep_stack() -> None:
+    there, on = threading.Event(), threading.Event()
+
+    def deep(more: int) -> None:
+        if more:
+            deep(more - 1)
+        there.set()
+        on.wait()
+
+    thread = threading.Thread(target=deep, args=(300,))
+    thread.start()
+    assert there.wait(10) and thread.ident is not None
+    stack = thread_stack(thread.ident)
+    on.set()
+    thread.join()
+    assert len(stack) == 100 and stack[-1].function == "deep"

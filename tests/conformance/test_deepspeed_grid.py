@@ -17,6 +17,7 @@ import torch
 
 from flashrecovery.config import PHASES
 from tests.support.faults import faults, in_every_phase
+from tests.support.installed import skip_module_without
 from tests.support.jobs import (
     ROOT,
     SMALL,
@@ -31,7 +32,7 @@ from tests.support.jobs import (
     run_job,
 )
 
-pytest.importorskip("deepspeed")
+skip_module_without("deepspeed")
 
 STEPS = 22
 SCRIPT = "train_deepspeed.py"

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.faults import faults
+from tests.support.installed import skip_module_without
 from tests.support.jobs import (
     ROOT,
     SMALL,
@@ -26,7 +27,7 @@ from tests.support.jobs import (
 )
 from tests.support.sameness import Printed
 
-pytest.importorskip("deepspeed")
+skip_module_without("deepspeed")
 
 STEPS = 10
 TIMEOUT_S = 400

@@ -7,10 +7,11 @@ from pathlib import Path
 import pytest
 
 from flashrecovery.config import PHASES
+from tests.support.installed import skip_module_without
 from tests.support.jobs import Layout
 from tests.support.soak import kills, soak
 
-pytest.importorskip("deepspeed")
+skip_module_without("deepspeed")
 
 
 @pytest.mark.soak

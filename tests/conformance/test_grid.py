@@ -55,7 +55,6 @@ def _grid() -> list[object]:
     """Every phase and fault of every layout; the quick ones are unmarked."""
     quick = {
         (DDP, "backward", "sigkill"),
-        (DDP, "data", "sigstop"),
         (FSDP, "param-gather", "sigkill"),
     }
     cases = []

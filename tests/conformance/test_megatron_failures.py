@@ -12,9 +12,10 @@ import pytest
 
 from tests.support import megatron as mg
 from tests.support.faults import faults
+from tests.support.installed import skip_module_without
 from tests.support.jobs import ROOT, Job, Layout, check_clean, check_fired, check_recovered, check_same
 
-pytest.importorskip("megatron.core")
+skip_module_without("megatron.core")
 
 SCRIPTS = ROOT / "tests" / "scripts"
 SLOW = ("--step-time", "100")

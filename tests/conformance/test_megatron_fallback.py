@@ -19,6 +19,7 @@ import torch
 
 from flashrecovery.redundancy.dcp import read_whole
 from flashrecovery.redundancy.published import newest
+from tests.support.installed import skip_module_without
 from tests.support.jobs import ROOT, SMALL, Job, Layout, RunningJob, check_clean, check_same, run_job
 from tests.support.megatron import (
     DISTRIBUTED,
@@ -37,7 +38,7 @@ from tests.support.megatron import (
     gpt,
 )
 
-pytest.importorskip("megatron.core")
+skip_module_without("megatron.core")
 
 STEPS = 30
 SLOW = ["--step-time", "60"]

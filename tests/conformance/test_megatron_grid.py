@@ -13,9 +13,10 @@ import pytest
 
 from tests.support import megatron as mg
 from tests.support.faults import in_every_phase
+from tests.support.installed import skip_module_without
 from tests.support.jobs import Job, Layout, check_fired, check_recovered, check_same
 
-pytest.importorskip("megatron.core")
+skip_module_without("megatron.core")
 
 LAYOUTS = (
     mg.DP2,

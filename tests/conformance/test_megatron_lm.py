@@ -12,11 +12,12 @@ from pathlib import Path
 import pytest
 
 from tests.support.faults import faults
+from tests.support.installed import skip_module_without
 from tests.support.jobs import Job, Layout, References, check_fired, check_recovered, check_same, tokens_per_step
 from tests.support.megatron_lm import CHECKOUT, FLAGS, MODEL, TIMEOUT_S, needs_checkout, run_lm
 from tests.support.sameness import Printed
 
-pytest.importorskip("megatron.core")
+skip_module_without("megatron.core")
 
 ITERATIONS = ("--train-iters", "12")
 EVALUATED = ("--eval-iters", "2", "--eval-interval", "4")

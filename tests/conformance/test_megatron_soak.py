@@ -11,10 +11,11 @@ from pathlib import Path
 import pytest
 
 from tests.support import megatron as mg
+from tests.support.installed import skip_module_without
 from tests.support.jobs import Layout
 from tests.support.soak import kills, soak
 
-pytest.importorskip("megatron.core")
+skip_module_without("megatron.core")
 
 
 @pytest.mark.soak

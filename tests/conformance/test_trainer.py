@@ -14,12 +14,11 @@ from typing import Any
 import pytest
 
 from tests.support.faults import faults
+from tests.support.installed import skip_module_without
 from tests.support.jobs import ROOT, Job, Layout, References, check_fired, check_recovered, check_same, run_job
 from tests.support.sameness import Printed
 
-pytest.importorskip("deepspeed")
-pytest.importorskip("transformers")
-pytest.importorskip("accelerate")
+skip_module_without("deepspeed", "transformers", "accelerate")
 
 STEPS = 20
 TIMEOUT_S = 500

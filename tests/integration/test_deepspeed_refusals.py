@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.installed import skip_module_without
 from tests.support.jobs import ROOT, Layout, check_clean, check_fired, check_same, run_job
 
-pytest.importorskip("deepspeed")
+skip_module_without("deepspeed")
 
 UNUSED_SCRIPT = ROOT / "tests" / "scripts" / "deepspeed_unused.py"
 pytestmark = [pytest.mark.deepspeed, pytest.mark.grid, pytest.mark.timeout(400)]

@@ -12,10 +12,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.installed import skip_module_without
 from tests.support.jobs import ROOT, Layout, check_fired, check_recovered, check_same, run_job
 from tests.support.patched import apply_patch, run_script
 
-pytest.importorskip("deepspeed")
+skip_module_without("deepspeed")
 
 (PATCH,) = sorted((ROOT / "patches" / "deepspeed").glob("0001-*.patch"))
 SCRIPT = ROOT / "tests" / "scripts" / "deepspeed_attach.py"

@@ -78,7 +78,7 @@ def test_two_at_once(tmp_path: Path, resized: Callable[[int, int], Job]) -> None
     check_ends_as_resized(job, resized, [0, 2])
 
 
-@pytest.mark.parametrize("state", often(("quiescing", "regrouping", "verifying"), ("regrouping",)))
+@pytest.mark.parametrize("state", often(("quiescing", "regrouping", "verifying"), ()))
 def test_a_second_death_during_the_change(state: str, tmp_path: Path, resized: Callable[[int, int], Job]) -> None:
     faults = [f"rank=1,fault=sigkill,at=backward,step={AT}", f"rank=3,fault=sigkill,at=recovery:{state}"]
     job = start(tmp_path / "run", inject=faults).wait()

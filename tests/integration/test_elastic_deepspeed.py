@@ -15,9 +15,10 @@ import pytest
 
 from tests.support import elastic
 from tests.support.elastic import check_goes_on_alike, command, commanded, often, start
+from tests.support.installed import skip_module_without
 from tests.support.jobs import ROOT, Job, RunningJob, check_clean, check_fired
 
-pytest.importorskip("deepspeed")
+skip_module_without("deepspeed")
 
 SCRIPT = ROOT / "tests" / "scripts" / "elastic_deepspeed.py"
 TIMEOUT_S = 240

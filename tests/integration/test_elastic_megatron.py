@@ -14,10 +14,11 @@ import pytest
 
 from tests.support import elastic
 from tests.support.elastic import check_goes_on_alike, command, commanded, often, start
+from tests.support.installed import skip_module_without
 from tests.support.jobs import ROOT, Job, RunningJob, check_clean, check_fired
 from tests.support.megatron import ENVIRONMENT
 
-pytest.importorskip("megatron.core")
+skip_module_without("megatron.core")
 
 SCRIPT = ROOT / "tests" / "scripts" / "elastic_megatron.py"
 TIMEOUT_S = 240

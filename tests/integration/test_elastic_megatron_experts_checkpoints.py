@@ -13,9 +13,10 @@ from tests.support.elastic import check_steps_alike
 from tests.support.elastic_checkpoints import dead_job, fell_back, launched, saving, spoil
 from tests.support.elastic_checkpoints import started as began_otherwise
 from tests.support.elastic_megatron import LONG, TIMEOUT_S, Training, by_ranks, check_read_by
+from tests.support.installed import skip_module_without
 from tests.support.jobs import check_clean
 
-pytest.importorskip("megatron.core")
+skip_module_without("megatron.core")
 
 pytestmark = [pytest.mark.grid, pytest.mark.megatron, pytest.mark.timeout(4 * TIMEOUT_S)]
 EACH = 2

@@ -10,9 +10,10 @@ import pytest
 
 from tests.support.elastic import AHEAD, changes, command, grow, inject, never, shrink
 from tests.support.elastic_divided import Kind, Resized, check_as_commanded, killed_and_back, megatron, resized_once
+from tests.support.installed import skip_module_without
 from tests.support.jobs import RunningJob, check_fired
 
-pytest.importorskip("megatron.core")
+skip_module_without("megatron.core")
 
 pytestmark = [pytest.mark.grid, pytest.mark.megatron, pytest.mark.timeout(900)]
 AT, BACK = 8, 32

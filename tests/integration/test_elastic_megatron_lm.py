@@ -18,11 +18,12 @@ from tests.support.elastic_megatron_lm import (
     evaluations,
     resized_once,
 )
+from tests.support.installed import skip_module_without
 from tests.support.jobs import Job, check_clean, check_fired
 from tests.support.megatron_lm import needs_checkout
 from tests.support.megatron_lm_loop import TIMEOUT_S, content
 
-pytest.importorskip("megatron.core")
+skip_module_without("megatron.core")
 
 pytestmark = [pytest.mark.megatron, pytest.mark.grid, pytest.mark.timeout(5 * TIMEOUT_S), needs_checkout]
 PHASES = (

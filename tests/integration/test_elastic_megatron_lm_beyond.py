@@ -14,11 +14,12 @@ import pytest
 from tests.support.elastic import AHEAD, Change, Course, changes, check_steps_alike, command, grow, inject
 from tests.support.elastic_back import WAIT_S, Way
 from tests.support.elastic_megatron_lm import DISTRIBUTED, Training, check_logged, evaluations, logged
+from tests.support.installed import skip_module_without
 from tests.support.jobs import Job, RunningJob, check_clean, check_fired
 from tests.support.megatron_lm import needs_checkout
 from tests.support.megatron_lm_loop import finished
 
-pytest.importorskip("megatron.core")
+skip_module_without("megatron.core")
 
 pytestmark = [pytest.mark.megatron, pytest.mark.grid, pytest.mark.timeout(4 * WAIT_S), needs_checkout]
 TP2 = ("--tensor-model-parallel-size=2",)

@@ -11,10 +11,11 @@ import pytest
 from tests.support.elastic import changes, check_steps_alike, command
 from tests.support.elastic_back import WAIT_S, Way
 from tests.support.elastic_megatron_lm import DISTRIBUTED, Training
+from tests.support.installed import skip_module_without
 from tests.support.jobs import Job, RunningJob, check_clean, check_fired
 from tests.support.megatron_lm import needs_checkout
 
-pytest.importorskip("megatron.core")
+skip_module_without("megatron.core")
 
 pytestmark = [pytest.mark.megatron, pytest.mark.grid, pytest.mark.timeout(4 * WAIT_S), needs_checkout]
 ITERATIONS = 36

@@ -20,10 +20,11 @@ from tests.support.elastic_megatron_lm import (
     evaluations,
     resized_once,
 )
+from tests.support.installed import skip_module_without
 from tests.support.jobs import Job, RunningJob, check_fired
 from tests.support.megatron_lm import needs_checkout
 
-pytest.importorskip("megatron.core")
+skip_module_without("megatron.core")
 
 pytestmark = [pytest.mark.megatron, pytest.mark.grid, pytest.mark.timeout(5 * TIMEOUT_S), needs_checkout]
 

@@ -17,8 +17,9 @@ from tests.support.elastic_megatron import (
     check_second_death,
     resized_once,
 )
+from tests.support.installed import skip_module_without
 
-pytest.importorskip("megatron.core")
+skip_module_without("megatron.core")
 
 PHASES = ("between", "data", "forward", "backward", "grad-sync", "optimizer-start", "optimizer", "commit", "below")
 pytestmark = [pytest.mark.grid, pytest.mark.megatron, pytest.mark.timeout(4 * TIMEOUT_S)]

@@ -15,10 +15,11 @@ import pytest
 from tests.support.elastic import changes, check_steps_alike, command, inject, sizes_of, start
 from tests.support.elastic_checkpoints import dead_job, fell_back, launched, saving
 from tests.support.elastic_checkpoints import started as began_otherwise
+from tests.support.installed import skip_module_without
 from tests.support.jobs import ROOT, Job, RunningJob, check_clean, check_fired
 from tests.support.megatron import ENVIRONMENT
 
-pytest.importorskip("megatron.core")
+skip_module_without("megatron.core")
 
 SCRIPT = ROOT / "tests" / "scripts" / "elastic_megatron.py"
 TIMEOUT_S, AT, STEPS = 240, 6, 12

@@ -110,10 +110,11 @@ def test_where_all_checkpoints_are_damaged_the_job_says_so_and_does_not_begin_an
     ("layout", "config"),
     [
         pytest.param(FSDP, None, id="fsdp"),
-        pytest.param(DDP, {"snapshots": {"keep": "always"}}, id="ddp-snapshots", marks=pytest.mark.grid),
-        pytest.param(DDP, None, id="ddp", marks=pytest.mark.grid),
+        pytest.param(DDP, {"snapshots": {"keep": "always"}}, id="ddp-snapshots"),
+        pytest.param(DDP, None, id="ddp"),
     ],
 )
+@pytest.mark.grid  # in every run one of another size resumes (test_elastic.py)
 def test_a_fresh_launch_resumes_from_the_checkpoint(
     layout: Layout, config: dict[str, Any] | None, tmp_path: Path, reference: References
 ) -> None:

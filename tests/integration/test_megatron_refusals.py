@@ -10,11 +10,12 @@ from pathlib import Path
 import pytest
 
 from fr_megatron.lm.hooks import CORE_0_16, CORE_0_20
+from tests.support.installed import skip_module_without
 from tests.support.jobs import GPT, ROOT, SMALL, Job, Layout, check_clean, run_job
 from tests.support.megatron_lm import CHECKOUT, FLAGS, MODEL, copied, environment, needs_checkout, run_lm
 from tests.unit.test_megatron_doctor import tree
 
-pytest.importorskip("megatron.core")
+skip_module_without("megatron.core")
 
 FLAG = ROOT / "tests" / "scripts" / "megatron_flag.py"
 RANK_FLAGS = ROOT / "tests" / "scripts" / "rank_flags.py"

@@ -9,12 +9,13 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.installed import skip_module_without
 from tests.support.jobs import ROOT, check_fired, check_recovered, check_same
 from tests.support.megatron_lm import CHECKOUT, TIMEOUT_S, copied, environment, needs_checkout, run_lm
 from tests.support.patched import apply_patch, run_script
 from tests.support.sameness import Printed
 
-pytest.importorskip("megatron.core")
+skip_module_without("megatron.core")
 
 (PATCH,) = sorted((ROOT / "patches" / "megatron").glob("0001-*.patch"))
 SCRIPTS = ROOT / "tests" / "scripts"

@@ -12,11 +12,12 @@ import pytest
 
 from tests.support import hosts
 from tests.support.hosts import Network
+from tests.support.installed import skip_module_without
 from tests.support.nodes import hosts_of_a_test
 from tests.support.replan import AT, TIMEOUT_S, Saved, Sizes, Training, check_goes_on, never, replanned
 from tests.support.replan_nodes import command, inject, lose, nodes_of, start
 
-pytest.importorskip("megatron.core")
+skip_module_without("megatron.core")
 pytestmark = [
     pytest.mark.skipif(not hosts.available(), reason="network namespaces need CAP_NET_ADMIN"),
     pytest.mark.megatron,

@@ -12,6 +12,7 @@ import pytest
 
 from tests.support import hosts
 from tests.support.hosts import Network
+from tests.support.installed import skip_module_without
 from tests.support.jobs import Layout
 from tests.support.megatron_lm import needs_checkout
 from tests.support.megatron_lm_loop import TIMEOUT_S, loop_environment
@@ -20,7 +21,7 @@ from tests.support.replan import Saved, Sizes, replanned
 from tests.support.replan_megatron_lm import SCRIPT, Training, check_goes_on
 from tests.support.replan_nodes import command, lose, nodes_of
 
-pytest.importorskip("megatron.core")
+skip_module_without("megatron.core")
 pytestmark = [
     pytest.mark.skipif(not hosts.available(), reason="network namespaces need CAP_NET_ADMIN"),
     pytest.mark.megatron,

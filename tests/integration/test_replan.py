@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from flashrecovery.config import PHASES
+from tests.support.installed import skip_module_without
 from tests.support.jobs import check_fired
 from tests.support.replan import AT, TIMEOUT_S, Saved, Sizes, Training, check_goes_on, command, never, start
 from tests.support.replan_scenarios import (
@@ -25,7 +26,7 @@ from tests.support.replan_scenarios import (
     wait_for_version,
 )
 
-pytest.importorskip("megatron.core")
+skip_module_without("megatron.core")
 pytestmark = [pytest.mark.megatron, pytest.mark.grid, pytest.mark.timeout(4 * TIMEOUT_S)]
 
 SHARDED = ("--use-distributed-optimizer", "--bf16")

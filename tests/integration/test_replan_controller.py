@@ -17,6 +17,7 @@ import pytest
 from tests.support import elastic
 from tests.support import replan_megatron_lm as lm
 from tests.support.controllers import TOKEN, controller
+from tests.support.installed import skip_module_without
 from tests.support.jobs import Layout, RunningJob, read_events
 from tests.support.megatron import ENVIRONMENT
 from tests.support.megatron_lm import needs_checkout
@@ -24,7 +25,7 @@ from tests.support.megatron_lm_loop import loop_environment
 from tests.support.replan import SCRIPT, STEPS, TIMEOUT_S, Sizes, Training, command
 from tests.support.replan_elastic import History, Stage, both, check_history
 
-pytest.importorskip("megatron.core")
+skip_module_without("megatron.core")
 pytestmark = [pytest.mark.megatron, pytest.mark.grid, pytest.mark.timeout(4 * TIMEOUT_S)]
 
 PARTS = Training("tp2-dp2-distributed", Sizes(2, 1, 2), ("--use-distributed-optimizer", "--bf16"))

@@ -10,11 +10,12 @@ import pytest
 
 from flashrecovery.config import PHASES
 from tests.support import elastic
+from tests.support.installed import skip_module_without
 from tests.support.jobs import Job, check_fired
 from tests.support.replan import TIMEOUT_S, Sizes, Training, command, start
 from tests.support.replan_elastic import History, Stage, both, check_history, never, stages
 
-pytest.importorskip("megatron.core")
+skip_module_without("megatron.core")
 pytestmark = [pytest.mark.megatron, pytest.mark.grid, pytest.mark.timeout(4 * TIMEOUT_S)]
 
 SHARDED = ("--use-distributed-optimizer", "--bf16")

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from tests.support import elastic
+from tests.support.installed import skip_module_without
 from tests.support.jobs import Job, check_fired
 from tests.support.megatron_lm import needs_checkout
 from tests.support.megatron_lm_loop import TIMEOUT_S, content, finished
@@ -20,7 +21,7 @@ from tests.support.replan import Course, Saved, Sizes, check_same_steps, command
 from tests.support.replan_elastic import Stage, both, never, stages
 from tests.support.replan_megatron_lm import Training, check_loop, named
 
-pytest.importorskip("megatron.core")
+skip_module_without("megatron.core")
 pytestmark = [pytest.mark.megatron, pytest.mark.grid, pytest.mark.timeout(6 * TIMEOUT_S), needs_checkout]
 
 SHARDED = ("--use-distributed-optimizer", "--bf16")

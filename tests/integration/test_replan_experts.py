@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from flashrecovery.config import PHASES
+from tests.support.installed import skip_module_without
 from tests.support.jobs import check_fired
 from tests.support.replan import (
     AT,
@@ -38,7 +39,7 @@ from tests.support.replan_scenarios import (
     started,
 )
 
-pytest.importorskip("megatron.core")
+skip_module_without("megatron.core")
 pytestmark = [pytest.mark.megatron, pytest.mark.grid, pytest.mark.timeout(4 * TIMEOUT_S)]
 
 SHARDED = ("--use-distributed-optimizer", "--bf16")

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.installed import skip_module_without
 from tests.support.jobs import RunningJob, check_clean, check_fired
 from tests.support.replan import (
     AT,
@@ -25,7 +26,7 @@ from tests.support.replan import (
     start,
 )
 
-pytest.importorskip("megatron.core")
+skip_module_without("megatron.core")
 pytestmark = [pytest.mark.megatron, pytest.mark.grid, pytest.mark.timeout(4 * TIMEOUT_S)]
 
 PARTS = Training("tp2-dp2-distributed", Sizes(2, 1, 2), ("--use-distributed-optimizer", "--bf16"))

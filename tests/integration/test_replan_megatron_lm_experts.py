@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from tests.support import elastic
+from tests.support.installed import skip_module_without
 from tests.support.jobs import check_fired
 from tests.support.megatron_lm import needs_checkout
 from tests.support.megatron_lm_loop import TIMEOUT_S
@@ -27,7 +28,7 @@ from tests.support.replan_megatron_lm import (
     started,
 )
 
-pytest.importorskip("megatron.core")
+skip_module_without("megatron.core")
 pytestmark = [pytest.mark.megatron, pytest.mark.grid, pytest.mark.timeout(5 * TIMEOUT_S), needs_checkout]
 
 SHARDED = ("--use-distributed-optimizer", "--bf16")

@@ -9,12 +9,13 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.installed import skip_module_without
 from tests.support.megatron_lm import needs_checkout
 from tests.support.megatron_lm_loop import TIMEOUT_S
 from tests.support.replan import Saved, Sizes
 from tests.support.replan_megatron_lm import Training, check_killed, check_on_command
 
-pytest.importorskip("megatron.core")
+skip_module_without("megatron.core")
 pytestmark = [pytest.mark.megatron, pytest.mark.grid, pytest.mark.timeout(5 * TIMEOUT_S), needs_checkout]
 
 

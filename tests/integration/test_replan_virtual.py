@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.installed import skip_module_without
 from tests.support.replan import TIMEOUT_S, Saved, Sizes, Training
 from tests.support.replan_scenarios import check_losses, check_on_command, killed
 
-pytest.importorskip("megatron.core")
+skip_module_without("megatron.core")
 pytestmark = [pytest.mark.megatron, pytest.mark.grid, pytest.mark.timeout(4 * TIMEOUT_S)]
 
 STAGES = ("--layers", "4", "--num-virtual-stages-per-pipeline-rank", "2")

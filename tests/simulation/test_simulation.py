@@ -24,7 +24,7 @@ from tests.simulation.network import Firewall, Weather
 from tests.simulation.removed import BREAKS, REMOVED, instead
 from tests.simulation.world import Shape
 
-SEEDS = int(os.environ.get("SIMULATION_SEEDS", "200"))
+SEEDS = int(os.environ.get("SIMULATION_SEEDS", "150"))
 PROCESSES = 2
 _PART = 50
 

@@ -66,7 +66,8 @@ def _of_as_many(directory: Path, optimizer: Any) -> Path:
     have one of their own; megatron-core 0.16.1 finds their tensors in either case, but counts the optimizers."""
     common = torch.load(directory / "common.pt", weights_only=False)
     saved = common["optimizer"]
-    parts = [saved] if "optimizer" in saved else [saved[number] for number in sorted(saved)]
+    several = all(isinstance(key, int) for key in saved)  # by number; else the one optimizer's own words
+    parts = [saved[number] for number in sorted(saved)] if several else [saved]
     if len(parts) == len(optimizer.chained_optimizers):
         return directory
     dense, mine = parts[0], optimizer.chained_optimizers

@@ -267,6 +267,40 @@ def test_experts_and_virtual_stages_are_said_on_the_command_line(name: str) -> N
         check_late(later)
 
 
+@pytest.mark.parametrize(
+    ("name", "flag"),
+    [
+        ("num_layers", "--num-layers"),
+        ("micro_batch_size", "--micro-batch-size"),
+        ("microbatch_group_size_per_vp_stage", "--microbatch-group-size-per-virtual-pipeline-stage"),
+    ],
+)
+@pytest.mark.parametrize("virtual", [True, False])
+def test_what_virtual_stages_follow_from_is_said_on_the_command_line(name: str, flag: str, virtual: bool) -> None:
+    """Whether a layout can have them is decided when the flags are parsed. Without any, nothing is."""
+    rest = {"dataloader_type": "single", "num_layers": 8, "micro_batch_size": 2}
+    rest |= {"num_virtual_stages_per_pipeline_rank": 2} if virtual else {}
+    said, later = flags(**{**rest, name: 4}), flags(**{**rest, name: None})
+    for args in (said, later):
+        take_layout(args)
+    check_late(said)
+    setattr(later, name, 4)
+    if virtual:
+        with pytest.raises(UnsupportedError, match=f"has set {flag} .allowed: on the command line"):
+            check_late(later)
+    else:
+        check_late(later)
+
+
+def test_layers_are_said_by_either_of_two_flags() -> None:
+    """Megatron sets the other one to the same."""
+    args = flags(dataloader_type="single", encoder_num_layers=8, micro_batch_size=2, num_layers=None)
+    args.num_virtual_stages_per_pipeline_rank = 2
+    take_layout(args)
+    args.num_layers = 8
+    check_late(args)
+
+
 class Loaders:
     """Stands for the loop with this rank's loaders."""
 

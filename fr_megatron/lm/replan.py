@@ -21,9 +21,11 @@ import json
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from flashrecovery import ParallelLayout, Recovery, layout
@@ -87,6 +89,9 @@ _FITTED = ("num_layers", "micro_batch_size", "microbatch_group_size_per_vp_stage
 _PARSED = ("sequence_parallel", *_ON_COMMAND_LINE, *_FITTED)
 _NAMES = {"microbatch_group_size_per_vp_stage": "microbatch_group_size_per_virtual_pipeline_stage"}
 """Flags whose arguments have other names."""
+
+_CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
+_CONNECTED = ("tensor_model_parallel_size", "context_parallel_size")
 
 _LOADED = (
     "iteration",
@@ -226,6 +231,25 @@ def check_late(args: Any) -> None:
     if found:
         raise UnsupportedError(
             f"another parallel layout of Megatron-LM's loop, whose script has set {'; '.join(found)}"
+        )
+    check_connections(args)
+
+
+_BLACKWELL = 10
+
+
+def check_connections(args: Any) -> None:
+    """Raises UnsupportedError without ``CUDA_DEVICE_MAX_CONNECTIONS=1`` on a GPU before Blackwell. Megatron-LM
+    (``validate_args``) asks for that where there is tensor or context parallelism: a job that was launched without
+    either would find out in the layout that it has changed to."""
+    if os.environ.get(_CONNECTIONS) == "1" or max(map(partial(_size, args), _CONNECTED)) > 1:
+        return  # with either, Megatron-LM has said so itself
+    generation = torch.cuda.get_device_properties(torch.cuda.current_device()).major
+    if generation < _BLACKWELL:
+        raise UnsupportedError(
+            f"another parallel layout of Megatron-LM's loop without {_CONNECTIONS}=1 on a GPU of compute capability "
+            f"{generation}.x: Megatron-LM asks for it in layouts with tensor or context parallelism; set it at the "
+            "launch (the launcher hands the environment on)"
         )
 
 

@@ -42,6 +42,7 @@ FITTING = {
 @pytest.fixture(autouse=True)
 def nothing_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     """Which sizes may change is a process's own."""
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     monkeypatch.setattr(parallel_layout, "_taken", set())
 
 
@@ -299,6 +300,34 @@ def test_layers_are_said_by_either_of_two_flags() -> None:
     take_layout(args)
     args.num_layers = 8
     check_late(args)
+
+
+@pytest.mark.parametrize(
+    ("said", "generation", "sizes", "refused"),
+    [
+        (None, 8, {}, True),
+        ("8", 9, {}, True),
+        ("1", 8, {}, False),
+        (None, 10, {}, False),
+        (None, 9, {"tensor_model_parallel_size": 2}, False),  # Megatron-LM has asked for it
+        (None, 9, {"context_parallel_size": 2}, False),
+    ],
+)
+def test_connections_that_megatron_asks_for_in_another_layout(
+    said: str | None, generation: int, sizes: dict[str, int], refused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A job without tensor and context parallelism may come to have some."""
+    monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
+    if said is not None:
+        monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", said)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(major=generation))
+    args = flags(**{"dataloader_type": "single", "tensor_model_parallel_size": 1, "num_layers": 8, **sizes})
+    if refused:
+        with pytest.raises(UnsupportedError, match=r"without CUDA_DEVICE_MAX_CONNECTIONS=1 on a GPU of compute cap"):
+            check_late(args)
+    else:
+        check_late(args)
 
 
 class Loaders:

@@ -161,7 +161,8 @@ def why_another_job(before: StayingFacts, now: StayingFacts, plan: str) -> str:
     then, here = asdict(before.facts), asdict(now.facts)
     if before.batches:
         then, here = {**json.loads(before.batches), **then}, {**json.loads(now.batches or "{}"), **here}
-    then["steps"], here["steps"] = before.steps, now.steps
+    if before.steps is not None:
+        then["steps"], here["steps"] = before.steps, now.steps
     names = [name for name in {**then, **here} if name not in _FREE]
     odd = [
         f"{name} is {here.get(name)}, and was {then.get(name)}" for name in names if here.get(name) != then.get(name)

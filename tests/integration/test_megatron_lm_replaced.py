@@ -91,9 +91,10 @@ def test_the_job_has_saved_one_that_is_not_persistent(before: str, tmp_path: Pat
 )
 def test_what_no_replacement_could_follow_is_refused(said: str, flags: tuple[str, ...], tmp_path: Path) -> None:
     place = tmp_path / "checkpoints"
-    common = ("--train-iters=4", f"--save={place}", f"--load={place}", "--non-persistent-ckpt-type=global")
+    common = ("--train-iters=4", f"--save={place}", f"--load={place}", "--save-interval=4")
+    common += ("--non-persistent-ckpt-type=global",)
     if "--log-energy" not in flags:
-        saves = ("--exit-interval=2", "--non-persistent-save-interval=2", "--save-interval=4")
+        saves = ("--exit-interval=2", "--non-persistent-save-interval=2")
         ends = start(tmp_path / "before", *common, *saves).wait(TIMEOUT_S)
         assert ends.code == 0, ends.explain()
     job = start(tmp_path / "run", *common, *flags).wait(TIMEOUT_S)

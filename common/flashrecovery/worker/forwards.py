@@ -16,7 +16,8 @@ import torch
 class Forwards:
     """Counts the forward passes of all of these models as they begin: those within ``torch.compile`` as one, however
     many of them there have been between two calls of this object. Not seen are those of a function that was compiled,
-    and called, before this was made.
+    and called, before this was made. (Where a function is compiled with ``fullgraph=True`` that checkpoints the whole
+    model, by ``torch.utils.checkpoint``, Dynamo refuses what the hook writes.)
 
     Attributes:
         compiled: some have been within ``torch.compile``, so that the number is the least that there can have been.

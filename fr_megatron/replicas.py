@@ -108,10 +108,11 @@ def unknown_replicas() -> Iterator[str]:
     """What replicas are made up of ranks that are not known to follow, by name; a rank alone sees all of it."""
     from megatron.core import parallel_state as state
 
-    experts = state.get_expert_model_parallel_world_size()
+    from_experts, experts = state.get_expert_data_parallel_group().size(), state.get_expert_model_parallel_world_size()
+    few, many = sorted((data_parallel_group().size(), from_experts))
     if other := list(other_slices()):
         yield from other
-    elif data_parallel_group().size() % replica_group().size():
+    elif many % few:  # sizes of the groups are to each other as those of context and expert parallelism
         context = state.get_context_parallel_world_size()
         yield (
             f"expert_model_parallel_size = {experts} and context_parallel_size = {context} (allowed: one that divides "

@@ -259,8 +259,19 @@ either (an all-gather into views). Torch 2.11.0 has been run on a GPU, too: [gpu
 """
 
 
-def page(results: dict[str, Any]) -> str:
-    """docs/versions.md, from docs/versions.json."""
+def declared_now() -> list[str]:
+    """All capabilities, as ``flashrecovery doctor`` names them."""
+    from flashrecovery.capabilities.of_torch import TORCH
+    from flashrecovery.capabilities.of_trainer import ACCELERATE, TRANSFORMERS
+    from fr_deepspeed.capabilities import DEEPSPEED
+    from fr_megatron.capabilities import MEGATRON
+
+    frameworks = (TORCH, DEEPSPEED, MEGATRON, TRANSFORMERS, ACCELERATE)
+    return [f"{framework.name}: {one.name}" for framework in frameworks for one in framework.capabilities]
+
+
+def page(results: dict[str, Any], declared: Sequence[str]) -> str:
+    """docs/versions.md, from docs/versions.json. ``declared``: all capabilities that there are."""
     lines = [HEAD, "| version | when | run | result |", "|---|---|---|---|"]
     for entry in ENTRIES:
         found = results.get(entry.name)
@@ -276,6 +287,10 @@ def page(results: dict[str, Any]) -> str:
     lines += ["| capability | way | version |", "|---|---|---|"]
     for capability, way, names in _ways(results):
         lines.append(f"| {capability} | {_cell(way)} | {', '.join(names)} |")
+    unseen = _unseen(results, declared)
+    if unseen:
+        lines += ["", "Declared since, and not looked up there yet:", "", "| capability | version |", "|---|---|"]
+        lines += [f"| {capability} | {', '.join(names)} |" for capability, names in unseen.items()]
     return "\n".join(lines) + "\n"
 
 
@@ -290,11 +305,26 @@ def _ways(results: dict[str, Any]) -> list[tuple[str, str, list[str]]]:
     found: dict[str, dict[str, list[str]]] = {}
     for entry in ENTRIES:
         for check, way in results.get(entry.name, {}).get("inside", {}).items():
-            framework, colon, _ = check.partition(": ")
-            asked = entry.name.replace("-core", "").lower()
-            if colon and framework.replace("-core", "").lower() in asked:
+            if _is_of(check, entry):
                 found.setdefault(check, {}).setdefault(way, []).append(entry.name)
     return [(check, way, names) for check, ways in found.items() if len(ways) > 1 for way, names in ways.items()]
+
+
+def _unseen(results: dict[str, Any], declared: Sequence[str]) -> dict[str, list[str]]:
+    """The versions whose inside was looked at before these capabilities were declared."""
+    looked_at = [(entry, results[entry.name]["inside"]) for entry in ENTRIES if "inside" in results.get(entry.name, {})]
+    found = {
+        check: [entry.name for entry, inside in looked_at if _is_of(check, entry) and check not in inside]
+        for check in declared
+    }
+    return {check: names for check, names in found.items() if names}
+
+
+def _is_of(check: str, entry: Entry) -> bool:
+    """The capability is of the framework whose version the entry is about."""
+    framework, colon, _ = check.partition(": ")
+    asked = entry.name.replace("-core", "").lower()
+    return bool(colon) and framework.replace("-core", "").lower() in asked
 
 
 def _cell(text: str) -> str:
@@ -328,7 +358,7 @@ def main() -> None:
         results[entry.name] = result
         failed |= "error" in result or any(s["failed"] for s in result["selections"].values())
         RESULTS.write_text(json.dumps(results, indent=1, sort_keys=True) + "\n")
-        PAGE.write_text(page(results))
+        PAGE.write_text(page(json.loads(RESULTS.read_text()), declared_now()))
     sys.exit(failed)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from flashrecovery.errors import UnsupportedError
@@ -93,13 +94,34 @@ def settings(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def check_protected(args: argparse.Namespace) -> None:
-    """Raises UnsupportedError for a flag with which the loop communicates where no call can be. ``args``: as the loop
-    uses them."""
+    """Raises UnsupportedError for a flag with which the loop communicates where no call can be, or a replacement would
+    be another process than the one whose place it takes. ``args``: as the loop uses them."""
+    found = []
     if getattr(args, "async_save", False):
-        raise UnsupportedError(
-            "flash-recovery does not support: --async-save (between its calls the loop asks on all ranks whether "
-            "writing is over, and a rank that is replaced writes nothing); allowed: without it"
+        found.append(
+            "--async-save (between its calls the loop asks on all ranks whether writing is over, and a rank that is "
+            "replaced writes nothing); allowed: without it"
         )
+    if getattr(args, "log_energy", False):
+        found.append(
+            "--log-energy (after its last iteration the loop sums up over all ranks, between its calls, where no death "
+            "is survived); allowed: without it"
+        )
+    if getattr(args, "use_checkpoint_args", False) and _loads_what_it_saves(args):
+        found.append(
+            "--use-checkpoint-args with --load and --save of the same directory (a replacement would read the "
+            "arguments from the newest checkpoint there, which is not that of the launch); allowed: another --save, or "
+            "--ckpt-step"
+        )
+    if found:
+        raise UnsupportedError(f"flash-recovery does not support: {'; '.join(found)}")
+
+
+def _loads_what_it_saves(args: argparse.Namespace) -> bool:
+    load, save = getattr(args, "load", None), getattr(args, "save", None)
+    if not load or not save or getattr(args, "ckpt_step", None):
+        return False
+    return Path(load).resolve() == Path(save).resolve()
 
 
 _OF_A_RANK = frozenset(("rank", "local_rank"))

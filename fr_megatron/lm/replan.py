@@ -21,9 +21,11 @@ import json
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from flashrecovery import ParallelLayout, Recovery, layout
@@ -82,7 +84,14 @@ _VIRTUAL = ("num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pip
 """Flags that say virtual stages: layers of each, or how many of them a rank has."""
 _ON_COMMAND_LINE = ("num_experts", *_VIRTUAL)
 """Flags by which other arguments are set to a layout before they are validated."""
-_PARSED = ("sequence_parallel", *_ON_COMMAND_LINE)
+_FITTED = ("num_layers", "micro_batch_size", "microbatch_group_size_per_vp_stage")
+"""Flags by which it is seen whether a layout can have virtual stages."""
+_PARSED = ("sequence_parallel", *_ON_COMMAND_LINE, *_FITTED)
+_NAMES = {"microbatch_group_size_per_vp_stage": "microbatch_group_size_per_virtual_pipeline_stage"}
+"""Flags whose arguments have other names."""
+
+_CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
+_CONNECTED = ("tensor_model_parallel_size", "context_parallel_size")
 
 _LOADED = (
     "iteration",
@@ -106,6 +115,7 @@ def take_layout(args: Any) -> None:
     Megatron, which validates all of it then, keeps nothing of sequence parallelism without tensor parallelism."""
     _take_layout(args)
     args.flash_recovery_parsed = {name: getattr(args, name, None) for name in _PARSED}
+    args.flash_recovery_parsed["num_layers"] = _layers(args)
 
 
 def _take_layout(args: Any) -> None:
@@ -137,13 +147,18 @@ def _fit_virtual_stages(args: Any, sizes: ParallelLayout) -> None:
     if not any(said) or not args.global_batch_size:
         return
     least = 2 if args.overlap_p2p_comm else 3  # Megatron's rule
-    layers = (args.num_layers or args.encoder_num_layers) // sizes.pp  # of which one is said
+    layers = (_layers(args) or 0) // sizes.pp
     micro_batches = args.global_batch_size // (args.micro_batch_size * sizes.dp)
     at_once = getattr(args, "microbatch_group_size_per_vp_stage", None) or sizes.pp
     fits = sizes.pp >= least and interleaves(at_once, sizes.pp, micro_batches)
     fits = fits and sizes.cp == 1 and not has_experts(args)
     if not fits or any(layers % number for number in said if number):
         vars(args).update(dict.fromkeys(_VIRTUAL))
+
+
+def _layers(args: Any) -> int | None:
+    """One of two flags says them."""
+    return getattr(args, "num_layers", None) or getattr(args, "encoder_num_layers", None)
 
 
 def has_experts(args: Any) -> bool:
@@ -209,11 +224,32 @@ def check_flags(args: Any, recovery: Recovery) -> None:
 def check_late(args: Any) -> None:
     """Raises UnsupportedError for what cannot follow another layout, and has come into Megatron's arguments after the
     flags were parsed: a script's own defaults, say. ``args``: as the loop uses them."""
-    late = [name for name in _ON_COMMAND_LINE if getattr(args, name, None) and not _parsed(args).get(name)]
+    virtual = any(getattr(args, name, None) for name in _VIRTUAL)
+    names = (*_ON_COMMAND_LINE, *_FITTED) if virtual else _ON_COMMAND_LINE
+    late = [name for name in names if getattr(args, name, None) and not _parsed(args).get(name)]
     found = [*_refused_always(args), *(f"{_flag(name)} (allowed: on the command line)" for name in late)]
     if found:
         raise UnsupportedError(
             f"another parallel layout of Megatron-LM's loop, whose script has set {'; '.join(found)}"
+        )
+    check_connections(args)
+
+
+_BLACKWELL = 10
+
+
+def check_connections(args: Any) -> None:
+    """Raises UnsupportedError without ``CUDA_DEVICE_MAX_CONNECTIONS=1`` on a GPU before Blackwell. Megatron-LM
+    (``validate_args``) asks for that where there is tensor or context parallelism: a job that was launched without
+    either would find out in the layout that it has changed to."""
+    if os.environ.get(_CONNECTIONS) == "1" or max(map(partial(_size, args), _CONNECTED)) > 1:
+        return  # with either, Megatron-LM has said so itself
+    generation = torch.cuda.get_device_properties(torch.cuda.current_device()).major
+    if generation < _BLACKWELL:
+        raise UnsupportedError(
+            f"another parallel layout of Megatron-LM's loop without {_CONNECTIONS}=1 on a GPU of compute capability "
+            f"{generation}.x: Megatron-LM asks for it in layouts with tensor or context parallelism; set it at the "
+            "launch (the launcher hands the environment on)"
         )
 
 
@@ -257,7 +293,7 @@ def _refused_always(args: Any) -> Iterator[str]:
 
 
 def _flag(name: str) -> str:
-    return f"--{name.replace('_', '-')}"
+    return f"--{_NAMES.get(name, name).replace('_', '-')}"
 
 
 def check_model(chunks: Any) -> None:

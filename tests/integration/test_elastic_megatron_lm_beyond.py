@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import shutil
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -75,6 +76,22 @@ def launch(training: Training, folder: Path, *flags: str, at: int = AT, **option
     return running
 
 
+def ended(running: RunningJob, faults: int = 1) -> Job:
+    """Well, after so many faults, and nothing is left of it."""
+    job = finished(running.wait(WAIT_S))
+    check_fired(job, faults)
+    check_clean(job)
+    return job
+
+
+def check_as_commanded(job: Job, how: Beyond, found: Sequence[Change], folder: Path) -> Job:
+    """After each of these changes it is as a job that was resized by command at the same calls, which is returned."""
+    other = how.commanded(folder, [(c.step, len(c.ranks) // how.each) for c in found])
+    for one, until in zip(found, [*(c.step for c in found[1:]), -1], strict=True):
+        how.alike(job, other, one.step, until, len(one.ranks))
+    return other
+
+
 def replica_of(training: Training, rank: int) -> set[int]:
     """All ranks of the replica of this one."""
     first = rank // training.each * training.each
@@ -92,10 +109,7 @@ def test_in_each_size_as_started_in_it(training: Training, victim: int, tmp_path
     grow(running, MOST, AT, training.iteration(LOST - 4), WAIT_S)
     inject(running, rank=victim, at="backward", step=LOST)
     running.hold(None)
-    job = running.wait(WAIT_S)
-    assert job.code == 0, job.explain()
-    check_fired(job)
-    check_clean(job)
+    job = ended(running)
     larger, smaller = changes(job)
     assert (larger.step, set(larger.ranks)) == (AT, set(range(grown))), job.explain()
     assert smaller.step in (LOST - 1, LOST, LOST + 1), job.explain()
@@ -122,16 +136,11 @@ def test_there_and_killed_and_back(training: Training, victim: int, tmp_path: Pa
     running.hold(training.iteration(BACK - AHEAD))
     running.wait_for("recovery_finished", WAIT_S, count=2)
     grow(running, MOST, BACK, wait_s=WAIT_S)
-    job = running.wait(WAIT_S)
-    assert job.code == 0, job.explain()
-    check_fired(job)
-    check_clean(job)
-    first, middle, last = changes(job)
+    job = ended(running)
+    first, middle, last = found = changes(job)
     assert (set(first.ranks), set(last.ranks)) == (ranks, ranks), job.explain()
     assert set(middle.ranks) == ranks - replica_of(training, victim), job.explain()
-    other = how.commanded(tmp_path, [(c.step, len(c.ranks) // training.each) for c in (first, middle, last)])
-    for one, until in ((first, middle.step), (middle, last.step), (last, -1)):
-        how.alike(job, other, one.step, until, len(one.ranks))
+    check_as_commanded(job, how, found, tmp_path)
 
 
 @pytest.mark.parametrize("training", TRAININGS, ids=str)
@@ -143,10 +152,7 @@ def test_there_and_replaced(training: Training, tmp_path: Path) -> None:
     for number, victim in enumerate(victims):
         inject(running, rank=victim, at="backward", step=LOST + 10 * number)
     running.hold(None)
-    job = running.wait(WAIT_S)
-    assert job.code == 0, job.explain()
-    check_fired(job, len(victims))
-    check_clean(job)
+    job = ended(running, faults=len(victims))
     assert [e["victims"] for e in job.of("recovery_finished")] == [[], *([v] for v in victims)], job.explain()
     (change,) = changes(job)
     assert (change.step, len(change.ranks)) == (AT, MOST * training.each), job.explain()
@@ -169,16 +175,11 @@ def test_what_the_loop_sees_and_says(training: Training, replica: int, tmp_path:
     running.hold(training.iteration(back - AHEAD))
     running.wait_for("recovery_finished", WAIT_S, count=2)
     grow(running, MOST, back, wait_s=WAIT_S)
-    job = running.wait(WAIT_S)
-    assert job.code == 0, job.explain()
-    check_fired(job)
-    check_clean(job)
-    first, middle, last = found = changes(job)
+    job = ended(running)
+    _, middle, _ = found = changes(job)
     assert set(middle.ranks) == ranks - replica_of(training, victim), job.explain()
     assert middle.step in ((lost - 1, lost) if training.divided else (lost,)), job.explain()
-    other = how.commanded(tmp_path, [(c.step, len(c.ranks) // training.each) for c in found])
-    for one, until in ((first, middle.step), (middle, last.step), (last, -1)):
-        how.alike(job, other, one.step, until, len(one.ranks))
+    other = check_as_commanded(job, how, found, tmp_path)
     check_logged(other, training, found)
     assert logged(job) == logged(other), job.explain()
     assert evaluations(job) == evaluations(other), job.explain()
@@ -250,10 +251,7 @@ def test_a_newcomer_dies_on_its_way_in(training: Training, state: str, tmp_path:
     assert command(running, MOST, AT) == ""
     running.wait_for_newcomers(WAIT_S)
     running.hold(None)
-    job = running.wait(WAIT_S)
-    assert job.code == 0, job.explain()
-    check_fired(job)
-    check_clean(job)
+    job = ended(running)
     launched: Change = changes(job)[-1]
     assert launched.ranks == tuple(range(training.launched)), job.explain()
     undisturbed = how.begin(tmp_path / "other", config=how.config()).wait(WAIT_S)

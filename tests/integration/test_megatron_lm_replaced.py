@@ -3,6 +3,7 @@ launch: there are newer checkpoints to load, or the loop has decided to end."""
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,52 @@ def test_the_job_has_saved_since_its_launch(before: str, config: dict[str, Any],
     other = start(tmp_path / "other", *same, "--lr-decay-iters=6", "--train-iters=6", config=config).wait(TIMEOUT_S)
     assert other.code == 0 and other.digests == job.digests and len(job.digests) == 2, job.explain()
     check_clean(job)
+
+
+@pytest.mark.parametrize("before", ["nothing", "a checkpoint"])
+def test_the_job_has_saved_one_that_is_not_persistent(before: str, tmp_path: Path) -> None:
+    """It is newer than what the job was launched with, and what was launched is not there any more."""
+    place = tmp_path / "checkpoints"
+    flags = (f"--save={place}", f"--load={place}", "--lr-decay-iters=6")
+    beside = ("--non-persistent-ckpt-type=global", "--non-persistent-save-interval=2", "--save-interval=100")
+    if before != "nothing":
+        ended = start(tmp_path / "before", *flags, "--save-interval=2", "--train-iters=6", "--exit-interval=2")
+        ends = ended.wait(TIMEOUT_S)
+        assert ends.code == 0, ends.explain()
+    job = start(
+        *(tmp_path / "run", *flags, *beside, "--train-iters=6"),
+        inject=[f"rank=1,fault=sigkill,at=backward,step={10 if before == 'nothing' else 5}"],
+    ).wait(TIMEOUT_S)
+    assert job.code == 0, job.explain()
+    check_fired(job)
+    assert (place / "non_persistent" / "latest_checkpointed_iteration.txt").read_text() == "6"
+    (place / "latest_checkpointed_iteration.txt").write_text("2")
+    shutil.rmtree(place / "non_persistent")
+    same = flags[1:2] if before != "nothing" else ()
+    other = start(tmp_path / "other", *same, "--lr-decay-iters=6", "--train-iters=6").wait(TIMEOUT_S)
+    assert other.code == 0 and other.digests == job.digests and len(job.digests) == 2, job.explain()
+    check_clean(job)
+
+
+@pytest.mark.parametrize(
+    ("said", "flags"),
+    [
+        ("--log-energy (after", ("--log-energy",)),
+        ("non-persistent checkpoint of iteration 2", ("--non-persistent-save-interval=2",)),
+        ("--use-checkpoint-args with --load and --save", ("--use-checkpoint-args",)),
+    ],
+)
+def test_what_no_replacement_could_follow_is_refused(said: str, flags: tuple[str, ...], tmp_path: Path) -> None:
+    place = tmp_path / "checkpoints"
+    common = ("--train-iters=4", f"--save={place}", f"--load={place}", "--save-interval=4")
+    common += ("--non-persistent-ckpt-type=global",)
+    if "--log-energy" not in flags:
+        saves = ("--exit-interval=2", "--non-persistent-save-interval=2")
+        ends = start(tmp_path / "before", *common, *saves).wait(TIMEOUT_S)
+        assert ends.code == 0, ends.explain()
+    job = start(tmp_path / "run", *common, *flags).wait(TIMEOUT_S)
+    assert job.code != 0 and said in job.explain(), job.explain()
+    assert " iteration        3/" not in job.explain()
 
 
 @pytest.mark.parametrize("config", [{}, LAYOUTS], ids=["replaced", "another-layout"])

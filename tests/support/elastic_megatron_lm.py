@@ -13,12 +13,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from tests.support import elastic
 from tests.support.elastic import Change, Course, check_steps_alike, command
 from tests.support.jobs import ROOT, Job, RunningJob, check_clean
-from tests.support.megatron_lm_loop import TIMEOUT_S, LoopTraining, evaluated, loop_environment
+from tests.support.megatron_lm_loop import (
+    TIMEOUT_S,
+    LoopTraining,
+    evaluated,
+    in_force,
+    logs_of,
+    loop_environment,
+    mean_loss,
+)
 
 SCRIPT = ROOT / "tests" / "scripts" / "elastic_megatron_lm.py"
 DISTRIBUTED = ("--use-distributed-optimizer",)
@@ -89,19 +96,17 @@ def check_logged(job: Job, training: Training, changes: Sequence[Change]) -> Non
     losses that the iterations since the log before have had, in whatever size."""
     sizes = [(0, training.launched), *((training.iteration(c.step), len(c.ranks)) for c in changes)]
     losses, lines = Course.of(job).losses, logged(job)
-    total, count = torch.zeros(1), 0
-    for number in range(training.iterations):
-        size = [size for first, size in sizes if first <= number][-1]
-        (loss,) = losses[number, size - 1, size]
-        total, count = total + float.fromhex(loss), count + 1
-        if number and (number + 1) % training.logs:
-            continue
+
+    def loss(number: int) -> str:
+        size = in_force(sizes, number)
+        (found,) = losses[number, size - 1, size]
+        return found
+
+    for number, shown in logs_of(training, loss):
         (line,) = lines[number]
         assert f"consumed samples: {(number + 1) * training.batch:12d} |" in line, line
         assert f"global batch size: {training.batch:5d} |" in line, line
-        assert f"lm loss: {total.item() / count:.6E} |" in line, f"iteration {number}: {total.item() / count}\n{line}"
-        if number:  # what the first line says, is in the second one, too
-            total, count = torch.zeros(1), 0
+        assert f"lm loss: {mean_loss(shown)} |" in line, f"iteration {number}: {mean_loss(shown)}\n{line}"
 
 
 Resized = Callable[[Training, int, int], Job]

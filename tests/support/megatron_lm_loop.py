@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
@@ -84,6 +84,34 @@ def finished(job: Job) -> Job:
     assert job.code == 0, job.explain()
     check_clean(job)
     return job
+
+
+Value = TypeVar("Value")
+
+
+def in_force(since: Sequence[tuple[int, Value]], number: int) -> Value:
+    """What iteration ``number`` has had. ``since``: from which iterations on the job has had what."""
+    return [value for first, value in since if first <= number][-1]
+
+
+def logs_of(training: LoopTraining, value: Callable[[int], Value]) -> Iterator[tuple[int, Sequence[Value]]]:
+    """Each iteration after which Megatron logs, and the values of those of which it logs the mean: those since the log
+    before, but for the first one, which is in the second log, too."""
+    values: list[Value] = []
+    for number in range(training.iterations):
+        values.append(value(number))
+        if number == 0 or (number + 1) % training.logs == 0:
+            yield number, tuple(values)
+        if number and (number + 1) % training.logs == 0:
+            values.clear()
+
+
+def mean_loss(shown: Sequence[str]) -> str:
+    """Of losses as they are printed, as Megatron computes and logs it."""
+    total = torch.zeros(1)
+    for loss in shown:
+        total = total + float.fromhex(loss)
+    return f"{total.item() / len(shown):.6E}"
 
 
 def evaluated(job: Job) -> dict[tuple[int, int, str], list[str]]:

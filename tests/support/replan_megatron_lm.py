@@ -9,14 +9,23 @@ import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from tests.support.jobs import ROOT, Job, Layout, RunningJob, check_fired
-from tests.support.megatron_lm_loop import TIMEOUT_S, LoopTraining, evaluated, finished, loop_environment
+from tests.support.megatron_lm_loop import (
+    TIMEOUT_S,
+    LoopTraining,
+    evaluated,
+    finished,
+    in_force,
+    logs_of,
+    loop_environment,
+    mean_loss,
+)
 from tests.support.replan import Course, Saved, Sizes, command, replanned
 from tests.support.replan_elastic import Compared, Stage, check_stages
 
@@ -158,18 +167,16 @@ def check_logged(job: Job, other: Job, training: Training, layouts: Sequence[tup
     losses that the iterations since the log before have had, in whatever layout. ``layouts``: from which iteration on
     the job has had which."""
     mine, theirs, losses = logged(job), logged(other), Course.of(job).losses
-    total, count = torch.zeros(1), 0
-    for number in range(training.iterations):
-        sizes = [sizes for first, sizes in layouts if first <= number][-1]
-        (loss,) = losses[number, sizes.ranks - 1, str(sizes)]
-        total, count = total + float.fromhex(loss), count + 1
-        if number and (number + 1) % training.logs:
-            continue
+
+    def loss(number: int) -> str:
+        sizes = in_force(layouts, number)
+        (found,) = losses[number, sizes.ranks - 1, str(sizes)]
+        return found
+
+    for number, shown in logs_of(training, loss):
         ((samples, rate, _),) = theirs[number]
-        line = samples, rate, f"{total.item() / count:.6E}"
+        line = samples, rate, mean_loss(shown)
         assert line in mine[number], f"iteration {number}: {mine[number]}, and not {line}\n{why}"
-        if number:  # what the first line says, is in the second one, too
-            total, count = torch.zeros(1), 0
 
 
 def check_experts_logged(job: Job, training: Training, layouts: Sequence[tuple[int, Sizes]], why: str) -> None:
@@ -184,21 +191,18 @@ def check_experts_logged(job: Job, training: Training, layouts: Sequence[tuple[i
             summed[int(number), layout, name].add(float.fromhex(value))
     names = sorted({name for _, _, name in summed})
     assert bool(names) == training.experts, why
+
+    def value(number: int, name: str) -> float:
+        (found,) = summed[number, str(in_force(layouts, number)), name]
+        return found
+
     for name in names:
-        values: list[float] = []
-        for number in range(training.iterations):
-            sizes = [sizes for first, sizes in layouts if first <= number][-1]
-            (value,) = summed[number, str(sizes), name]
-            values.append(value)
-            if number and (number + 1) % training.logs:
-                continue
+        for number, values in logs_of(training, partial(value, name=name)):
             found = [float(shown) for line in lines[number] for shown in re.findall(rf"\b{name}: (\S+)", line)]
             mean = sum(values) / len(values)
             assert mean > 0 and pytest.approx(mean, rel=2e-6) in found, (
                 f"iteration {number}: {name} {found}, and not {mean}\n{why}"
             )
-            if number:
-                values = []
 
 
 def named(training: Training, name: str, **changes: Any) -> Training:

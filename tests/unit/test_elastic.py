@@ -709,6 +709,54 @@ def test_micro_batches_are_computed_before_the_next_one_is_taken(
             assert drawn == expected
 
 
+OF_COMPILED = [("in turn", False), ("in a list", True), ("the second one skipped", True), ("the last skipped", False)]
+LEFT_OUT = "that is left out, before another one is computed, counts"
+
+
+@pytest.mark.parametrize(("taken", "late"), OF_COMPILED)
+def test_what_goes_forward_within_a_graph_is_seen_but_not_counted(
+    taken: str, late: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = torch.nn.Identity()
+    found = batches(monkeypatch, 0, 2, models=lambda: [model])
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)  # a compiled hook writes what a traced one does
+    compute_and_look(found, taken, late, model)
+
+
+def compute_and_look(found: elastic.ElasticBatches, taken: str, late: bool, model: Any) -> None:
+    for step in range(3):
+        found.begin(step)
+        for at, batch in enumerate(list(found.of(step)) if "list" in taken else found.of(step)):
+            if not ("second" in taken and at == 1) and not ("last" in taken and batch.last):
+                model(torch.ones(4))
+        if late:
+            with pytest.raises(RegistrationError, match=LEFT_OUT):
+                found.refuse_unread(step)
+        else:
+            found.refuse_unread(step)
+
+
+@pytest.mark.grid  # the compiler is imported
+@pytest.mark.parametrize("way", ["in place", "wrapped", "called by a compiled function"])
+@pytest.mark.parametrize(("taken", "late"), OF_COMPILED)
+def test_a_compiled_model_is_seen_to_go_forward(
+    way: str, taken: str, late: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not how often: one that is left out, and then another one computed, is as one that is computed late."""
+    torch._dynamo.reset()
+    model, eager = torch.nn.Dropout(0.5), torch.nn.Identity()
+    go: Any = model
+    if way == "in place":
+        model.compile(backend="eager", fullgraph=True)
+    elif way == "wrapped":
+        go = torch.compile(model, backend="eager", fullgraph=True)
+    else:
+        go = torch.compile(lambda data: model(data) * 2, backend="eager", fullgraph=True)
+    found = batches(monkeypatch, 0, 2, models=lambda: [model, eager])
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        compute_and_look(found, taken, late, go)
+
+
 def ahead(turns: Iterator[elastic.MicroBatch]) -> Iterator[elastic.MicroBatch]:
     """As a script that fetches the next one while it computes."""
     held = next(turns)

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from flashrecovery.errors import UnsupportedError
 from fr_megatron.lm import loading
 from fr_megatron.lm.loading import as_at_the_launch
 
@@ -34,9 +36,9 @@ def saved(folder: Path, iteration: str) -> None:
     (folder / "latest_checkpointed_iteration.txt").write_text(iteration)
 
 
-def loads(folder: Path | None, step: int | None = None) -> tuple[str | None, int | None]:
+def loads(folder: Path | None, step: int | None = None, **more: Any) -> tuple[str | None, int | None]:
     """What Megatron is told to load."""
-    args = SimpleNamespace(load=None if folder is None else str(folder), ckpt_step=step)
+    args = SimpleNamespace(load=None if folder is None else str(folder), ckpt_step=step, **more)
     before = dict(vars(args))
     with as_at_the_launch(args):
         within = args.load, args.ckpt_step
@@ -63,3 +65,89 @@ def test_nothing_where_there_was_nothing(tmp_path: Path) -> None:
 def test_nobody_is_asked_where_it_is_said(launch: Launch, tmp_path: Path) -> None:
     assert loads(tmp_path, 4) == (str(tmp_path), 4) and loads(None) == (None, None)
     assert launch.answer is None
+
+
+# -- non-persistent checkpoints ------------------------------------------------------------------------
+
+
+def taken(folder: Path, step: int | None = None, **more: Any) -> str:
+    """What Megatron then loads, as its ``_load_base_checkpoint`` decides (core 0.16)."""
+    given = {"non_persistent_ckpt_type": "global", "non_persistent_global_ckpt_dir": None, **more}
+    args = SimpleNamespace(load=str(folder), ckpt_step=step, **given)
+    before = dict(vars(args))
+    with as_at_the_launch(args):
+        beside = Path(args.non_persistent_global_ckpt_dir or Path(args.load) / "non_persistent") / TRACKER
+        other = Path(args.load) / TRACKER
+        late = int(beside.read_text()) if args.non_persistent_ckpt_type and beside.exists() else -1
+        iteration = args.ckpt_step or (int(other.read_text()) if other.exists() else -1)
+        found = f"beside {late}" if late != -1 and late >= iteration else f"load {iteration}"
+    assert vars(args) == before
+    return found
+
+
+TRACKER = "latest_checkpointed_iteration.txt"
+SAVES = {"non_persistent_save_interval": 2}
+
+
+@pytest.fixture(params=["within", "elsewhere"])
+def beside(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    made = tmp_path / "non_persistent" if request.param == "within" else tmp_path / "fast"
+    made.mkdir()
+    return made
+
+
+def elsewhere(beside: Path) -> dict[str, Any]:
+    return {} if beside.name == "non_persistent" else {"non_persistent_global_ckpt_dir": str(beside)}
+
+
+@pytest.mark.usefixtures("launch")
+@pytest.mark.parametrize("step", [None, 4])
+@pytest.mark.parametrize(("before", "old"), [("", ""), ("4", ""), ("4", "2")])
+def test_one_that_the_job_has_saved_since_is_left_out(
+    before: str, old: str, step: int | None, beside: Path, tmp_path: Path
+) -> None:
+    more = {"save": str(tmp_path), **SAVES, **elsewhere(beside)}
+    if before:
+        saved(tmp_path, before)
+    if old:
+        saved(beside, old)
+    launched = taken(tmp_path, step, **more)
+    assert launched == f"load {step or before or -1}"
+    for persistent, late in (("", "6"), ("8", "6"), ("8", "10")):
+        if persistent:
+            saved(tmp_path, persistent)
+        saved(beside, late)
+        assert taken(tmp_path, step, **more) == launched
+
+
+@pytest.mark.usefixtures("launch")
+@pytest.mark.parametrize("persistent", ["", "4", "6"])
+def test_the_launchs_own_is_loaded_where_nobody_removes_it(persistent: str, beside: Path, tmp_path: Path) -> None:
+    """Megatron takes it where it is not older."""
+    saved(beside, "6")
+    if persistent:
+        saved(tmp_path, persistent)
+    more = {"save": str(tmp_path / "other"), **(SAVES if not elsewhere(beside) else {}), **elsewhere(beside)}
+    assert taken(tmp_path, **more) == "beside 6"
+    saved(tmp_path, "10")
+    assert taken(tmp_path, **more) == "beside 6"
+
+
+@pytest.mark.usefixtures("launch")
+def test_one_that_the_job_would_remove_is_refused(beside: Path, tmp_path: Path) -> None:
+    saved(beside, "6")
+    with pytest.raises(
+        UnsupportedError, match=r"non-persistent checkpoint of iteration 6 in .* by a job with --non-pe"
+    ):
+        taken(tmp_path, save=str(tmp_path), **SAVES, **elsewhere(beside))
+
+
+@pytest.mark.usefixtures("launch")
+def test_a_release_is_older_than_any(tmp_path: Path) -> None:
+    """It has no iteration."""
+    (tmp_path / "non_persistent").mkdir()
+    saved(tmp_path, "release")
+    args = {"non_persistent_ckpt_type": "global", "save": str(tmp_path), **SAVES}
+    assert loads(tmp_path, **args) == (str(tmp_path), None)
+    saved(tmp_path / "non_persistent", "2")
+    assert loads(tmp_path, **args) == (str(tmp_path), None)

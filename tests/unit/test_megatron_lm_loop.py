@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -236,6 +237,43 @@ def test_checkpoints_that_are_written_beside_training_are_refused() -> None:
     check_protected(argparse.Namespace())
     with pytest.raises(UnsupportedError, match="--async-save"):
         check_protected(argparse.Namespace(async_save=True))
+
+
+def test_what_communicates_after_the_last_iteration_is_refused() -> None:
+    from fr_megatron.lm.arguments import check_protected
+
+    with pytest.raises(UnsupportedError, match=r"--async-save .*; --log-energy"):
+        check_protected(argparse.Namespace(async_save=True, log_energy=True))
+
+
+@pytest.mark.parametrize(
+    ("load", "save", "step", "refused"),
+    [
+        ("here", "here", None, True),
+        ("here", "link/../here", None, True),
+        ("here", "link", None, True),
+        ("here", "here", 4, False),
+        ("here", "there", None, False),
+        ("here", None, None, False),
+        (None, "here", None, False),
+    ],
+)
+def test_arguments_from_a_checkpoint_that_is_not_the_launchs(
+    load: str | None, save: str | None, step: int | None, refused: bool, tmp_path: Path
+) -> None:
+    from fr_megatron.lm.arguments import check_protected
+
+    for name in ("here", "there"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "link").symlink_to("here")
+    places = {name: place and str(tmp_path / place) for name, place in (("load", load), ("save", save))}
+    check_protected(argparse.Namespace(**places, ckpt_step=step, use_checkpoint_args=False))
+    args = argparse.Namespace(**places, ckpt_step=step, use_checkpoint_args=True)
+    if refused:
+        with pytest.raises(UnsupportedError, match="--use-checkpoint-args with --load and --save of the same"):
+            check_protected(args)
+    else:
+        check_protected(args)
 
 
 @pytest.mark.parametrize("elastic", [False, True])

@@ -42,6 +42,7 @@ FITTING = {
 @pytest.fixture(autouse=True)
 def nothing_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     """Which sizes may change is a process's own."""
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     monkeypatch.setattr(parallel_layout, "_taken", set())
 
 
@@ -265,6 +266,68 @@ def test_experts_and_virtual_stages_are_said_on_the_command_line(name: str) -> N
     setattr(later, name, 2)
     with pytest.raises(UnsupportedError, match=f"has set --{name.replace('_', '-')} .allowed: on the command line"):
         check_late(later)
+
+
+@pytest.mark.parametrize(
+    ("name", "flag"),
+    [
+        ("num_layers", "--num-layers"),
+        ("micro_batch_size", "--micro-batch-size"),
+        ("microbatch_group_size_per_vp_stage", "--microbatch-group-size-per-virtual-pipeline-stage"),
+    ],
+)
+@pytest.mark.parametrize("virtual", [True, False])
+def test_what_virtual_stages_follow_from_is_said_on_the_command_line(name: str, flag: str, virtual: bool) -> None:
+    """Whether a layout can have them is decided when the flags are parsed. Without any, nothing is."""
+    rest = {"dataloader_type": "single", "num_layers": 8, "micro_batch_size": 2}
+    rest |= {"num_virtual_stages_per_pipeline_rank": 2} if virtual else {}
+    said, later = flags(**{**rest, name: 4}), flags(**{**rest, name: None})
+    for args in (said, later):
+        take_layout(args)
+    check_late(said)
+    setattr(later, name, 4)
+    if virtual:
+        with pytest.raises(UnsupportedError, match=f"has set {flag} .allowed: on the command line"):
+            check_late(later)
+    else:
+        check_late(later)
+
+
+def test_layers_are_said_by_either_of_two_flags() -> None:
+    """Megatron sets the other one to the same."""
+    args = flags(dataloader_type="single", encoder_num_layers=8, micro_batch_size=2, num_layers=None)
+    args.num_virtual_stages_per_pipeline_rank = 2
+    take_layout(args)
+    args.num_layers = 8
+    check_late(args)
+
+
+@pytest.mark.parametrize(
+    ("said", "generation", "sizes", "refused"),
+    [
+        (None, 8, {}, True),
+        ("8", 9, {}, True),
+        ("1", 8, {}, False),
+        (None, 10, {}, False),
+        (None, 9, {"tensor_model_parallel_size": 2}, False),  # Megatron-LM has asked for it
+        (None, 9, {"context_parallel_size": 2}, False),
+    ],
+)
+def test_connections_that_megatron_asks_for_in_another_layout(
+    said: str | None, generation: int, sizes: dict[str, int], refused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A job without tensor and context parallelism may come to have some."""
+    monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
+    if said is not None:
+        monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", said)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(major=generation))
+    args = flags(**{"dataloader_type": "single", "tensor_model_parallel_size": 1, "num_layers": 8, **sizes})
+    if refused:
+        with pytest.raises(UnsupportedError, match=r"without CUDA_DEVICE_MAX_CONNECTIONS=1 on a GPU of compute cap"):
+            check_late(args)
+    else:
+        check_late(args)
 
 
 class Loaders:

@@ -111,6 +111,27 @@ def test_a_smaller_job_has_megatrons_groups_of_that_size(sizes: Sizes, chosen: A
             assert sorted(filter(None, left)) == sorted(smaller[kind]), (kind, lost)
 
 
+SEVERAL = [(1, c, e, 1, c * dp) for c in range(1, 7) for e in range(1, 7) for dp in range(2, 7) if c * dp % e == 0]
+
+
+@pytest.mark.parametrize("sizes", [s for s in SEVERAL if s[1] % s[2] and s[2] % s[1]], ids=str)
+def test_replicas_whose_places_have_other_experts(sizes: Sizes, chosen: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither of the sizes divides the other: refused, also where there are more ranks that have the same experts than
+    data-parallel ones."""
+    monkeypatch.setattr(state, "get_context_parallel_world_size", lambda: sizes[1])
+    shape = shape_of(chosen(sizes, 0), sizes[-1])
+    found = groups(sizes)
+    assert shape is None or not all(shape.follows(ranks, range(sizes[-1])) for some in found.values() for ranks in some)
+    (words,) = replicas.unknown_replicas()
+    assert words.endswith(f"= {sizes[2]} and context_parallel_size = {sizes[1]} (allowed: one that divides the other)")
+
+
+@pytest.mark.parametrize("sizes", [s for s in SEVERAL if not s[1] % s[2] or not s[2] % s[1]], ids=str)
+def test_replicas_whose_places_have_the_same_experts(sizes: Sizes, chosen: Any) -> None:
+    chosen(sizes, 0)
+    assert not list(replicas.unknown_replicas())
+
+
 @pytest.mark.parametrize(
     ("config", "refused"),
     [

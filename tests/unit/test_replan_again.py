@@ -13,6 +13,7 @@ import pytest
 from flashrecovery.controller.generation_file import Numbers, write_numbers
 from flashrecovery.controller.kept_text import KeptWords
 from flashrecovery.controller.machine import Machine
+from flashrecovery.plan.replan import StayingFacts, why_another_job
 from flashrecovery.plan.transitions import State
 from flashrecovery.proto import flashrecovery_pb2 as pb
 from tests.unit.test_found_layout import came, found
@@ -72,6 +73,26 @@ def test_the_ranks_of_the_last_replica_keep_each_others_copies() -> None:
     job.depart(3)
     job.settle_layout()
     assert job.keepers_of_copies() == {0: 1, 1: 0}
+
+
+@pytest.mark.parametrize("silent", [{0}, {0, 1, 2}, {0, 1, 2, 3}])
+def test_what_a_rank_has_not_told_yet_is_not_what_the_job_was(silent: set[int]) -> None:
+    """A controller that is started again has the word of those that live. One of the others is on its way to its first
+    step when the layout changes: of it neither steps nor batches are known."""
+    world = World()
+    for record in world.job.in_order:
+        record.batches = "" if record.rank in silent else '{"global_batch": 12}'
+        record.steps = None if record.rank in silent else 100
+    world.command("tp=1,pp=1,dp=4")
+    world.reply("stash")
+    (told,) = {command.stash_kept.content for _, command in world.of("stash_kept")}
+    staying = KeptWords.parse(told).staying
+    assert (staying.batches, staying.steps) == (("", None) if len(silent) == 4 else ('{"global_batch": 12}', 100))
+    told_alike = replace(staying, batches="")
+    now = replace(FACTS, layout={"tp": 1, "pp": 1, "cp": 1, "ep": 1, "dp": 4})
+    assert why_another_job(told_alike, StayingFacts(now, "", 100), "tp=1,pp=1,dp=4") == ""
+    other = why_another_job(told_alike, StayingFacts(now, "", 90), "tp=1,pp=1,dp=4")
+    assert ("steps is 90, and was 100" in other) is (len(silent) < 4)
 
 
 def one_is_missing(*, sharded: bool) -> Machine:

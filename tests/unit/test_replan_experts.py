@@ -18,7 +18,6 @@ from flashrecovery.plan.replan import (
     LayoutFacts,
     StayingFacts,
     best,
-    facts_since,
     layout_text,
     parse_layout,
     why_another_job,
@@ -157,15 +156,6 @@ def test_experts_get_tensor_parallelism_only_where_the_script_is_known_to_divide
 def test_where_nothing_else_is_left_the_reason_is_said() -> None:
     with pytest.raises(NothingFitsError, match="need sequence_parallel, and it has not been seen"):
         best(replace(EXPERTS, layers=1, memory_bytes=1), 2, 2)
-
-
-def test_what_was_seen_with_tensor_parallelism_stays_known_without() -> None:
-    divided, plain = replace(EXPERTS, sequence_parallel=True).text(), EXPERTS.text()
-    assert facts_since("", plain) == plain and facts_since(plain, "") == plain == facts_since(plain, plain)
-    assert facts_since(plain, divided) == divided and facts_since(divided, "") == divided
-    found = LayoutFacts.parse(facts_since(divided, plain))
-    assert found.sequence_parallel and replace(found, sequence_parallel=False) == EXPERTS
-    assert why_another_job(StayingFacts(found, "", 9), StayingFacts(EXPERTS, "", 9), "tp=1,pp=1,ep=2,dp=4") == ""
 
 
 def test_what_the_script_does_not_take_is_kept() -> None:

@@ -53,7 +53,7 @@ from flashrecovery.controller.watching import HangWatch
 from flashrecovery.errors import DamagedCheckpointError
 from flashrecovery.kinds import FailureKind, NoticeKind, Ordered, failed
 from flashrecovery.plan.hang import VerdictKind, victims_of
-from flashrecovery.plan.replan import facts_since, layout_text
+from flashrecovery.plan.replan import layout_text
 from flashrecovery.plan.resize import why_too_few
 from flashrecovery.plan.transitions import RECOVERY_STATES, State
 from flashrecovery.plan.words import ranks_text
@@ -241,7 +241,7 @@ class Machine:
             if self.job.state is State.STARTING and not self._replanning.begin_otherwise(why, now):
                 self.job.fail(why)
             return
-        self.job.facts = facts_since(self.job.facts, message.facts)
+        self.job.facts = message.facts or self.job.facts
         self.job.outbox.forget(Ordered.REPLACE, record.rank)
         if known and sure and not self.job.begins_as_divided(record.rank):
             # it has divided its state as at the launch, and takes on the others' division, if it has a part of that

@@ -331,8 +331,9 @@ class Replanning:
         job = self._job
         facts = facts_now(job)
         before = facts.now
-        first = next(iter(job.in_order), RankRecord(0))  # all may be lost that were on their way
-        staying = StayingFacts(facts, first.batches, first.steps)
+        # All may be lost that were on their way; and who is filled again has told another controller nothing yet.
+        told = next((record for record in job.in_order if record.steps is not None), RankRecord(0))
+        staying = StayingFacts(facts, told.batches, told.steps)
         found = self._as_there_is_room(wanted, facts)
         if found is None:
             return

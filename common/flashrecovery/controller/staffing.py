@@ -14,6 +14,7 @@ from flashrecovery.controller.records import Newcomer, Place, RankRecord
 from flashrecovery.kinds import NoticeKind, Ordered
 from flashrecovery.plan.beyond import stand_in
 from flashrecovery.plan.placement import Room, apart, place, setup_log_keepers
+from flashrecovery.plan.replan import divides_sequences
 from flashrecovery.plan.stores import choose, store_count
 from flashrecovery.proto import flashrecovery_pb2 as pb
 
@@ -159,6 +160,7 @@ class Staffing:
             stride=self._job.stride,
             domains=self._job.domains,
             nodes=len(self._node_numbers()) if self._job.plan else 0,
+            sequence_parallel=bool(self._job.plan) and divides_sequences(self._job.facts),
             setup_from=self._keepers_of(record) if detached else (),
             stands_in=self._stands_in(record.rank),
             stores=() if detached else self._job.start_stores,

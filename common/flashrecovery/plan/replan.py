@@ -11,6 +11,7 @@ import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import lru_cache
 
 from flashrecovery.errors import ConfigError
 from flashrecovery.plan.footprint import Sharding
@@ -50,8 +51,8 @@ class LayoutFacts:
         shared_inner: rows of the MLP of shared experts, which each token goes to; 0: there are none.
         heads_over_cp: context-parallel ranks divide attention heads among them (``cp_comm_type="a2a"``).
         takes: which of ``cp`` and ``ep`` the script takes from what it is told; others stay what they are.
-        sequence_parallel: tensor-parallel ranks divide sequences between the layers, too. Without tensor parallelism
-            nobody does, whatever the script would do with it.
+        sequence_parallel: tensor-parallel ranks divide sequences between the layers, too, or have done so in a layout
+            before this one. Without tensor parallelism nobody does, whatever the script would do with it.
         elastic: the number of replicas may change, too.
     """
 
@@ -160,7 +161,8 @@ def why_another_job(before: StayingFacts, now: StayingFacts, plan: str) -> str:
     then, here = asdict(before.facts), asdict(now.facts)
     if before.batches:
         then, here = {**json.loads(before.batches), **then}, {**json.loads(now.batches or "{}"), **here}
-    then["steps"], here["steps"] = before.steps, now.steps
+    if before.steps is not None:
+        then["steps"], here["steps"] = before.steps, now.steps
     names = [name for name in {**then, **here} if name not in _FREE]
     odd = [
         f"{name} is {here.get(name)}, and was {then.get(name)}" for name in names if here.get(name) != then.get(name)
@@ -173,12 +175,10 @@ def why_another_job(before: StayingFacts, now: StayingFacts, plan: str) -> str:
     )
 
 
-def facts_since(before: str, now: str) -> str:
-    """What is known of a job of whose facts a worker now says ``now`` (as text; "": nothing): in a layout without
-    tensor parallelism nobody sees any more that the script has set ``sequence_parallel`` in the one ``before``."""
-    if not now or not before or before == now or not LayoutFacts.parse(before).sequence_parallel:
-        return now or before
-    return replace(LayoutFacts.parse(now), sequence_parallel=True).text()
+@lru_cache(maxsize=2)
+def divides_sequences(facts: str) -> bool:
+    """Whether these facts (as text; "": none) say so of tensor-parallel ranks."""
+    return facts != "" and LayoutFacts.parse(facts).sequence_parallel
 
 
 def layout_text(strategy: Strategy) -> str:

@@ -2087,6 +2087,7 @@ class Replace(_message.Message):
     WORLD_SIZE_FIELD_NUMBER: _builtins.int
     LAYOUT_FIELD_NUMBER: _builtins.int
     NODES_FIELD_NUMBER: _builtins.int
+    SEQUENCE_PARALLEL_FIELD_NUMBER: _builtins.int
     STANDS_IN_FIELD_NUMBER: _builtins.int
     BESIDE_FIELD_NUMBER: _builtins.int
     AHEAD_FIELD_NUMBER: _builtins.int
@@ -2105,6 +2106,8 @@ class Replace(_message.Message):
     """the layout itself, as tp=1,pp=2,dp=1"""
     nodes: _builtins.int
     """of such a job: how many nodes hold its ranks"""
+    sequence_parallel: _builtins.bool
+    """of such a job: it has been seen that its script sets that with tensor parallelism"""
     stands_in: _builtins.int
     """of a rank beyond the launch: one more than the rank in whose place it runs the script; 0: its own"""
     beside: _builtins.int
@@ -2139,13 +2142,14 @@ class Replace(_message.Message):
         world_size: _builtins.int = ...,
         layout: _builtins.str = ...,
         nodes: _builtins.int = ...,
+        sequence_parallel: _builtins.bool = ...,
         stands_in: _builtins.int = ...,
         beside: _builtins.int = ...,
         ahead: Global___Ahead | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["ahead", b"ahead"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ahead", b"ahead", "attempt", b"attempt", "beside", b"beside", "detached", b"detached", "domains", b"domains", "layout", b"layout", "local_rank", b"local_rank", "node_rank", b"node_rank", "nodes", b"nodes", "setup_from", b"setup_from", "stands_in", b"stands_in", "store_host", b"store_host", "store_port", b"store_port", "stores", b"stores", "stride", b"stride", "world_size", b"world_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ahead", b"ahead", "attempt", b"attempt", "beside", b"beside", "detached", b"detached", "domains", b"domains", "layout", b"layout", "local_rank", b"local_rank", "node_rank", b"node_rank", "nodes", b"nodes", "sequence_parallel", b"sequence_parallel", "setup_from", b"setup_from", "stands_in", b"stands_in", "store_host", b"store_host", "store_port", b"store_port", "stores", b"stores", "stride", b"stride", "world_size", b"world_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -36,6 +36,8 @@ DOMAINS_ENV = "FLASHRECOVERY_DOMAINS"
 the job has changed to: of the ranks' ones; unset on one node."""
 LAYOUT_ENV = "FLASHRECOVERY_LAYOUT"
 """The parallel layout that the job has changed to, as tp=1,pp=2,dp=1; unset: that of the launch."""
+SEQUENCE_PARALLEL_ENV = "FLASHRECOVERY_SEQUENCE_PARALLEL"
+"""Set in such a layout, if it has been seen that the script divides sequences where there is tensor parallelism."""
 STASH_ENV = "FLASHRECOVERY_STASH"
 """The directory in the node's memory for state that outlives its processes while the layout changes; unset: none."""
 STASH_ELSEWHERE = "elsewhere"
@@ -87,6 +89,7 @@ def rank_env(config: RunConfig, rank: int, generation: int, replace: pb.Replace)
         several |= {LAYOUT_ENV: replace.layout}
         several |= dict.fromkeys(("WORLD_SIZE", "ROLE_WORLD_SIZE"), str(replace.world_size))
         several["GROUP_WORLD_SIZE"] = str(max(replace.nodes, 1))
+        several |= {SEQUENCE_PARALLEL_ENV: "1"} if replace.sequence_parallel else {}
     node_rank = replace.node_rank
     if replace.stands_in:
         several[NEW_RANK_ENV] = str(rank)

@@ -182,7 +182,8 @@ class ElasticBatches:
         self._replicas = None if own is None else own.replicas
         self._computing, self._chunks = (1, 1) if own is None else (own.computing, own.chunks)
         self._runs = None if own is None else own.runs
-        self._forwards = None if own is None else own.forwards
+        self._forwards: Callable[[], int] | None = None if own is None else own.forwards
+        self._own_forwards: Forwards | None = None  # of the registered models
         self._one_each, self._watched = self._forwards is not None, watched
         self._began = 0  # forward passes when the step began
         self._seen: int | None = None  # ... and when the last micro-batch was handed out, of whatever chunk
@@ -277,7 +278,7 @@ class ElasticBatches:
             self._place()
             self._looked = True
             if self._forwards is None and self._watched:
-                self._forwards = Forwards(self._models())
+                self._forwards = self._own_forwards = Forwards(self._models())
         self._began = self._forwards() if self._forwards is not None else 0
         self._seed_all(stream_seed(self._seed, self._first_step + step, BETWEEN))
 
@@ -296,7 +297,7 @@ class ElasticBatches:
             raise RegistrationError(
                 f"step {step} has taken a micro-batch before it computed the one before, of this model chunk or of "
                 "another (in a list, or ahead of time): the random streams are seeded as each of them is handed out, "
-                "so in an elastic job each is computed before the next one is taken"
+                f"so in an elastic job each is computed before the next one is taken{self._how_seen}"
             )
 
     def _look(self) -> None:
@@ -307,12 +308,28 @@ class ElasticBatches:
         now = self._forwards()
         if self._seen is not None:
             self._ahead |= now == self._seen
-            self._late |= self._ahead and now > self._seen + 1
+            # Within torch.compile several are seen as one, which may be of a micro-batch that is owed.
+            self._late |= self._ahead and now > self._seen + (not self._uncounted)
         self._seen = now
+
+    @property
+    def _uncounted(self) -> bool:
+        """Some forward passes have been within torch.compile."""
+        return self._own_forwards is not None and self._own_forwards.compiled
+
+    @property
+    def _how_seen(self) -> str:
+        if not self._uncounted:
+            return ""
+        return (
+            ". (Of a model that is compiled by torch.compile it is not seen how often it goes forward: a micro-batch "
+            "that is left out, before another one is computed, counts as one that is computed late)"
+        )
 
     def _computed_late(self) -> bool:
         """Whether a micro-batch has been computed when a later one had been handed out. A model that is never seen to
-        go forward (its class goes another way) says nothing, and one that the script skips is not late."""
+        go forward (its class goes another way) says nothing, and one that the script skips is not late, unless the
+        model is compiled."""
         if self._one_each:
             return self._ahead and self._forwards is not None and self._forwards() > self._began
         self._look()

@@ -25,7 +25,7 @@ from flashrecovery.plan.replan import LayoutFacts
 from flashrecovery.plan.rules import from_plain, to_plain
 from flashrecovery.proto import flashrecovery_pb2 as pb
 from flashrecovery.redundancy.stash import Stash, write
-from flashrecovery.runtime.environment import STASH_ENV
+from flashrecovery.runtime.environment import SEQUENCE_PARALLEL_ENV, STASH_ENV
 from flashrecovery.state import codec
 from flashrecovery.state.shard import ShardSource
 from flashrecovery.worker import agreement
@@ -82,6 +82,8 @@ class Stashing:
         agreement.check_equal("the arguments of elastic_batches()", batches.settings)
         sizes = {name: batches.settings[name] for name in ("global_batch", "micro_batch")}
         facts = LayoutFacts(**self._state.facts(), **sizes, takes=",".join(sorted(taken())), elastic=elastic)
+        if SEQUENCE_PARALLEL_ENV in os.environ:  # nothing says so in a layout without tensor parallelism
+            facts = replace(facts, sequence_parallel=True)
         agreement.check_equal("layout and model, as Megatron says them,", {"facts": facts.text()})
         return facts
 

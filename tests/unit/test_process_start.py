@@ -44,14 +44,19 @@ def test_torch_is_not_imported_before_the_script_does_so(tmp_path: Path) -> None
 
 
 def test_of_ours_nothing_needs_torch_before_the_script(tmp_path: Path) -> None:
+    """And once the script has imported it, all is in place."""
     code = (
         "import sys\n"
-        "from flashrecovery.worker.hooks import install_adapter_hooks\n"
+        "from flashrecovery.worker.hooks import install_adapter_hooks, install_group_hook\n"
         "install_adapter_hooks()\n"
         "from flashrecovery.worker import ahead_of_script, bootstrap, connection, hooks, skipping, zygote\n"
-        "print('torch' in sys.modules)\n"
+        "install_group_hook(False, None)\n"
+        "print('torch' in sys.modules, 'flashrecovery.groups' in sys.modules)\n"
+        "import torch\n"
+        "print(torch.distributed.distributed_c10d._new_process_group_helper.__module__)\n"
+        "print('fr_deepspeed.hook' in sys.modules, 'fr_megatron.lm.hooks' in sys.modules)\n"
     )
-    assert run(code, tmp_path) == ["False"]
+    assert run(code, tmp_path) == ["False", "False", "flashrecovery.groups.torch_private", "True", "True"]
 
 
 @pytest.mark.parametrize("safe", [False, True])

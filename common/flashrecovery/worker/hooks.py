@@ -48,7 +48,8 @@ def install_group_hook(detached: bool, setup_log: bytes | None) -> None:
         elif not detached:
             groups.start_setup_log()
 
-    install({"torch.distributed.distributed_c10d": with_groups})
+    # torch imports its distributed package in the middle of its own import, where ours would not find what they need
+    install({"torch": lambda _: install({"torch.distributed": with_groups})})
 
 
 def install_spawn_hook() -> None:

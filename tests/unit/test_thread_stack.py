@@ -6,7 +6,7 @@ import threading
 import traceback
 from pathlib import Path
 
-from flashrecovery.runtime.thread_stack import thread_stack
+from flashrecovery.runtime.thread_stack import first_line, stack_text, thread_stack
 
 
 def test_files_lines_and_functions(tmp_path: Path) -> None:
@@ -27,9 +27,12 @@ def test_files_lines_and_functions(tmp_path: Path) -> None:
     thread = threading.Thread(target=run)
     thread.start()
     assert there.wait(10) and thread.ident is not None
-    stack = thread_stack(thread.ident)
+    stack, text = thread_stack(thread.ident), stack_text(thread.ident)
     on.set()
     thread.join()
+    assert first_line(text, lambda file: file != str(script)) == (str(script), 3)
+    assert first_line(text, lambda file: False) == (stack[0].file, stack[0].line)
+    assert first_line(text, lambda file: True) is None
     seen = [(place.file, place.line, place.function) for place in stack]
     by_itself = [(frame.filename, frame.lineno, frame.name) for frame in reversed(own[0])]
     place = seen.index((str(script), 3, "tiefe_ö"))

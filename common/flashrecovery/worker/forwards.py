@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from flashrecovery.worker.own_hook import OwnHook
+
 
 class Forwards:
     """Counts the forward passes of all of these models as they begin. Those within ``torch.compile`` are not seen."""
@@ -14,7 +16,7 @@ class Forwards:
     def __init__(self, models: Iterable[Any]) -> None:
         self._begun = 0
         for model in models:
-            model.register_forward_pre_hook(self._begins)
+            model.register_forward_pre_hook(OwnHook(self._begins))
 
     def _begins(self, *_: Any) -> None:
         if not torch.compiler.is_compiling():  # a graph would be guarded by the number

@@ -89,34 +89,6 @@ def test_nothing_of_the_training_thread_is_destroyed_by_the_one_that_looks() -> 
     assert destroyed_by == {threading.get_ident()}
 
 
-def test_no_garbage_of_the_training_thread_is_collected_by_the_one_that_looks() -> None:
-    """Whoever makes the object that is one too many collects: with a list of frames for each look it was always that
-    one, since the training thread mostly waits."""
-    destroyed_by: list[int] = []
-
-    class InCycle:
-        def __init__(self) -> None:
-            self.itself = self
-
-        def __del__(self) -> None:
-            destroyed_by.append(threading.get_ident())
-
-    def work(depth: int) -> None:
-        if depth:
-            return work(depth - 1)
-        end = time.monotonic() + 0.8
-        while time.monotonic() < end:
-            for _ in range(4):
-                InCycle()
-            time.sleep(0.002)
-
-    profile = StartProfile(Installed(), period_s=0.001)
-    profile.start()
-    work(60)
-    profile.joined()
-    assert len(destroyed_by) > 100 and {*destroyed_by} == {threading.get_ident()}
-
-
 def test_who_never_began_has_nothing_to_say() -> None:
     assert StartProfile(Installed()).joined() == []
 

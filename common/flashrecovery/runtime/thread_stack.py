@@ -50,7 +50,7 @@ def stack_text(thread_id: int) -> str:
         text = os.pread(fd, os.lseek(fd, 0, os.SEEK_CUR), 0).decode("ascii", "replace")
     finally:
         os.close(fd)
-    begin = text.find(f"hread 0x{thread_id:016x} ")  # "Thread" or "Current thread"
+    begin = text.find("hread 0x%016x " % thread_id)  # noqa: UP031 - "Thread" or "Current thread"; a format is an object
     if begin < 0:
         return ""
     end = text.find("\n\n", begin)

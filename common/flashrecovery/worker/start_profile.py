@@ -86,17 +86,20 @@ class StartProfile:
     def _run(self) -> None:
         before = began = time.monotonic()
         period_s, passed_by = self._period_s, self._passed_by
-        # a script that never comes to a protected step is looked at more and more seldom
-        while not self._wake.acquire(timeout=max(period_s, min((before - began) * _SELDOM, _LONGEST_PERIOD_S))):
+        wait_s = period_s
+        while not self._wake.acquire(timeout=wait_s):
             busy = time.thread_time()
             stack = stack_text(self._thread_id)
-            period_s = max(self._period_s, (time.thread_time() - busy) / _AT_MOST)
+            period_s = _larger(self._period_s, (time.thread_time() - busy) / _AT_MOST)
             now = time.monotonic()
             line = first_line(stack, passed_by)
             if line is not None:
                 self._seconds[line] += now - before
             self._look(line, stack, now)
             before = now
+            # a script that never comes to a protected step is looked at more and more seldom
+            seldom_s = (now - began) * _SELDOM
+            wait_s = _larger(period_s, seldom_s if seldom_s < _LONGEST_PERIOD_S else _LONGEST_PERIOD_S)
 
     def _first_step(self) -> None:
         """While it lasts; before it, this process waits for the others."""
@@ -123,6 +126,11 @@ class StartProfile:
 
     def _passed_by(self, file: str) -> bool:
         return file.startswith("<") or self._installed.has_file(file)
+
+
+def _larger(one: float, other: float) -> float:
+    """``max`` makes an object that counts."""
+    return one if one > other else other
 
 
 def _where(place: tuple[str, int]) -> str:

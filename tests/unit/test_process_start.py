@@ -22,7 +22,13 @@ def run(code: str, folder: Path, **env: str) -> list[str]:
 def test_torch_is_not_imported_before_the_script_does_so(tmp_path: Path) -> None:
     """It reads variables of the environment then, which the script may set before: how many threads there are, say."""
     (tmp_path / "torch.py").write_text("import os\nprint(os.environ['OMP_NUM_THREADS'])\n")
-    (tmp_path / "an_adapter.py").write_text("import torch\nprint('adapter')\ndef install(module): print('hooked')\n")
+    (tmp_path / "an_adapter.py").write_text(
+        "import importlib.machinery, sys, torch\n"
+        "print('adapter')\n"
+        "def install(module): print('hooked')\n"
+        "class Mine(importlib.machinery.PathFinder): pass\n"
+        "sys.meta_path.insert(0, Mine)  # which finds all by itself\n"
+    )
     (tmp_path / "a_framework.py").write_text("import torch\nprint('framework')\n")
     record = tmp_path / "an_adapter-1.dist-info"
     record.mkdir()
@@ -36,7 +42,7 @@ def test_torch_is_not_imported_before_the_script_does_so(tmp_path: Path) -> None
         "from flashrecovery.worker import ahead_of_script, bootstrap, connection, zygote\n"
         "install_adapter_hooks(); install_spawn_hook(); install_group_hook(False, None)\n"
         "os.environ['OMP_NUM_THREADS'] = '3'\n"
-        "import a_framework\n"
+        "import torch, a_framework\n"
     )
     path = f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"
     found = run(code, tmp_path, OMP_NUM_THREADS="1", PYTHONPATH=path)

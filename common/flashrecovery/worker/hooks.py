@@ -30,8 +30,10 @@ def install_adapter_hooks() -> None:
     def load(_: ModuleType) -> None:
         for entry in entries:
             entry.load()
+        if finder in sys.meta_path:
+            finder.come_first()  # adapters may have hooks of their own
 
-    install({entry.name: hook_of(entry) for entry in entries})
+    finder = install({entry.name: hook_of(entry) for entry in entries})
     install({"torch": load})
 
 

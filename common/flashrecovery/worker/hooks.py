@@ -50,8 +50,11 @@ def install_group_hook(detached: bool, setup_log: bytes | None) -> None:
         elif not detached:
             groups.start_setup_log()
 
+    def with_torch(_: ModuleType) -> None:
+        install({"torch.distributed": with_groups})
+
     # torch imports its distributed package in the middle of its own import, where ours would not find what they need
-    install({"torch": lambda _: install({"torch.distributed": with_groups})})
+    install({"torch": with_torch})
 
 
 def install_spawn_hook() -> None:

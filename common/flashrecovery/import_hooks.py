@@ -9,12 +9,14 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from types import ModuleType
+from typing import Any
 
 Hook = Callable[[ModuleType], None]
 
 
 class _Loader(importlib.abc.Loader):
-    """Runs the hook after the real loader."""
+    """Runs the hook after the real loader. The module has that one as its own: who asks it for a file of the package,
+    or for the source, gets it."""
 
     def __init__(self, inner: importlib.abc.Loader, take_hook: Callable[[], Hook | None]) -> None:
         self._inner = inner
@@ -23,7 +25,15 @@ class _Loader(importlib.abc.Loader):
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
         return self._inner.create_module(spec)
 
+    def __getattr__(self, name: str) -> Any:
+        if name == "_inner":  # of a copy that is being made
+            raise AttributeError(name)
+        return getattr(self._inner, name)  # for those who ask for the module's spec only, as runpy does
+
     def exec_module(self, module: ModuleType) -> None:
+        if module.__spec__ is not None:
+            module.__spec__.loader = self._inner
+        module.__loader__ = self._inner
         self._inner.exec_module(module)
         hook = self._take_hook()
         if hook is not None:
@@ -62,10 +72,17 @@ class ImportHooks(importlib.abc.MetaPathFinder):
                     return spec
         return None
 
+    def come_first(self) -> None:
+        """Before finders that have been put in front since: they may let nobody behind them find anything."""
+        sys.meta_path.remove(self)
+        sys.meta_path.insert(0, self)
 
-def install(hooks: dict[str, Hook]) -> None:
+
+def install(hooks: dict[str, Hook]) -> ImportHooks:
     """Hook modules that come later; call the hook at once for those that are there already."""
     for name in [n for n in hooks if n in sys.modules]:
         hooks.pop(name)(sys.modules[name])
+    finder = ImportHooks(hooks)
     if hooks:
-        sys.meta_path.insert(0, ImportHooks(hooks))
+        sys.meta_path.insert(0, finder)
+    return finder

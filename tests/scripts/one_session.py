@@ -34,11 +34,11 @@ from flashrecovery.runtime.channel import Channel
 from flashrecovery.runtime.page import Page
 from flashrecovery.torch_native import ModuleAdapter, adapter_for
 from flashrecovery.worker.ahead import Installed
+from flashrecovery.worker.connection import Connection
 from flashrecovery.worker.environment_watch import EnvironmentWatch
 from flashrecovery.worker.recovery import Recovery
 from flashrecovery.worker.session import Session
 from flashrecovery.worker.start_profile import StartProfile
-from flashrecovery.worker.worker import Connection
 
 STEPS, STOPPED = 9, 4
 MOMENTS = ("start", "forward", "backward", "optimizer", "below")

@@ -149,3 +149,25 @@ def test_what_an_optimizers_first_step_imports(text: str, expected: str, tmp_pat
     command = [sys.executable, "-c", LATER, str(tmp_path / "train.py")]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert expected in done.stdout
+
+
+def test_what_an_import_does_about_warnings_stays(folder: Path) -> None:
+    """It is done in the script, too: filters, and where warnings go. What is imported ahead itself warns of nothing."""
+    (folder / "about_warnings.py").write_text(
+        "import logging, warnings\n"
+        "warnings.filterwarnings('error', message='mine')\n"
+        "logging.captureWarnings(True)\n"
+        "warnings.warn('loud')\n"
+    )
+    code = (
+        "import logging, warnings\n"
+        "from flashrecovery.worker.ahead import Installed, import_ahead\n"
+        "before, shown = list(warnings.filters), warnings.showwarning\n"
+        "installed = Installed(); installed._known['about_warnings'] = True\n"
+        "assert import_ahead(['about_warnings'], installed) == 1\n"
+        "assert warnings.filters[1:] == before, warnings.filters\n"
+        "assert warnings.filters[0][0] == 'error' and warnings.showwarning is not shown\n"
+    )
+    env = {**os.environ, "PYTHONPATH": f"{folder}:{os.environ.get('PYTHONPATH', '')}"}
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0 and "loud" not in done.stderr, done.stderr

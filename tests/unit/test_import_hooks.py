@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.resources
 import importlib.util
+import pkgutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import ModuleType
 
@@ -44,6 +47,25 @@ def test_asking_whether_a_module_exists_does_not_spend_its_hook(calls: list[Modu
 def test_other_modules_are_left_alone(calls: list[ModuleType]) -> None:
     assert importlib.util.find_spec("no_such_module_at_all") is None
     assert not calls
+
+
+def test_the_module_has_its_own_loader(calls: list[ModuleType], tmp_path: Path) -> None:
+    """Who asks it for a file of the package gets it; so does who asks for the module's code before it is imported."""
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package" / "__init__.py").write_text("")
+    (tmp_path / "package" / "data.txt").write_text("text")
+    sys.meta_path.insert(0, ImportHooks({"package": calls.append}))
+    spec = importlib.util.find_spec(NAME)
+    assert spec is not None and spec.loader is not None
+    assert spec.loader.get_code(NAME) is not None  # type: ignore[attr-defined]
+    try:
+        for module in (importlib.import_module(NAME), importlib.import_module("package")):
+            assert module in calls and module.__spec__ is not None
+            assert isinstance(module.__loader__, SourceFileLoader) and module.__spec__.loader is module.__loader__
+        assert pkgutil.get_data("package", "data.txt") == b"text"
+        assert (importlib.resources.files("package") / "data.txt").is_file()
+    finally:
+        sys.modules.pop("package", None)
 
 
 @pytest.mark.parametrize("first", ["", "import torch.multiprocessing\n"])

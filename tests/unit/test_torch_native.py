@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import pickle
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -27,6 +29,7 @@ from flashrecovery.errors import RegistrationError, RestoreError, StepInterrupte
 from flashrecovery.state import codec
 from flashrecovery.state.spec import ShardSpec
 from flashrecovery.torch_native import DDPAdapter, FSDP2Adapter, PlainAdapter, adapter_for, ddp_reducer
+from flashrecovery.worker.forwards import Forwards
 
 
 class Net(nn.Module):
@@ -354,6 +357,25 @@ def test_the_mode_of_every_module_comes_back() -> None:
 
 
 # -- moments ----------------------------------------------------------------------------------------
+
+
+def test_a_watched_model_is_copied_and_saved_like_any_other() -> None:
+    """As by who keeps the best one so far. What comes of it is watched by nobody, and needs nothing of ours."""
+    model = nn.Sequential(nn.Linear(3, 3), nn.Dropout(0.5))
+    optimizer = SGD(model.parameters(), lr=0.1)
+    adapter, recorder = adapter_for(model, [optimizer]), Recorder()
+    recorder.lock = threading.Lock()  # type: ignore[attr-defined] - real ones have some
+    adapter.watch(recorder)
+    Forwards([model])
+    saved = pickle.dumps(model)
+    assert b"flashrecovery" not in saved
+    for other in (copy.deepcopy(model), pickle.loads(saved), copy.deepcopy(copy.deepcopy(model))):
+        other(torch.ones(1, 3)).sum().backward()
+        assert recorder.moments == [] and all(
+            torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True)
+        )
+    model(torch.ones(1, 3)).sum().backward()
+    assert recorder.moments == ["sealed", "synchronising", "sealed"]
 
 
 def test_moments_of_a_step() -> None:

@@ -35,6 +35,7 @@ from flashrecovery.adapter.state_order import StateOrder
 from flashrecovery.contract import Adapter, Shard, StepHooks
 from flashrecovery.errors import RegistrationError, RestoreError, UnsupportedError
 from flashrecovery.worker.glance import count_gradients, glance_at_tensors
+from flashrecovery.worker.own_hook import OwnHook
 
 _LOOKS = 128
 """So many looks at the shards' tensors, two in each step, before they are looked up again."""
@@ -145,7 +146,7 @@ class TorchAdapter(Adapter):
         self._hooks = hooks
         self._setters = Setters(self._setting())
         for module in self.entry_modules():
-            self._handles.append(module.register_forward_hook(self._after_forward))
+            self._handles.append(module.register_forward_hook(OwnHook(self._after_forward)))
         for optimizer in self.optimizers:
             self._handles.append(optimizer.register_step_pre_hook(self._before_optimizer))
             self._handles.append(optimizer.register_step_post_hook(self._after_optimizer))

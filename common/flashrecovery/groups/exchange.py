@@ -7,7 +7,6 @@ framework state can be reset), :func:`attach` (connected again, under a new gene
 
 from __future__ import annotations
 
-import atexit
 import datetime
 import time
 from dataclasses import dataclass
@@ -23,6 +22,7 @@ from flashrecovery.groups.registry import ManagedGroup, groups
 from flashrecovery.groups.state import STATE
 from flashrecovery.groups.stores import OneStore, Servers, StoresInUse, stop_all
 from flashrecovery.groups.torch_private import HashStore, Store
+from flashrecovery.runtime import process_end
 
 _POLL_S = 0.0005  # between looks at what is still draining
 _EXIT_S = 2.0  # at the end of the process, for closing connections in an orderly way
@@ -237,8 +237,7 @@ def _put_inside(module: Any, group: ManagedGroup, inners: Inners | None) -> None
 
 def _at_exit() -> None:
     """From here on no thread of the groups wants the interpreter: one that did while it is finalized would take the
-    process with it (native/ending.h). The script's own exit handlers are over: the bootstrap has imported this before
-    the script's first line."""
+    process with it (native/ending.h). The script's own exit handlers are over."""
     module = native_build.loaded()
     if module is None:
         return
@@ -247,4 +246,4 @@ def _at_exit() -> None:
     module.close_to_threads(datetime.timedelta(seconds=_EXIT_S))
 
 
-atexit.register(_at_exit)
+process_end.at_last(_at_exit)

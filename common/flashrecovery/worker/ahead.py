@@ -15,7 +15,7 @@ import sys
 import sysconfig
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,8 @@ from flashrecovery.runtime.environment import NEW_RANK_ENV, PER_TASK_ENV
 
 _RANK_KEYS = frozenset({"RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "MASTER_ADDR", "MASTER_PORT", NEW_RANK_ENV})
 """What the environment of a standby cannot contain yet."""
+_ALL_MODULES = "(?s:.*)"
+"""Of the one filter that nobody else has."""
 _OURS = frozenset({"flashrecovery", "fr_deepspeed", "fr_megatron"})
 
 
@@ -55,8 +57,7 @@ def import_ahead(
     # torch first, so that it can be kept from the GPU before anything that is built on it is imported.
     ordered = [*(name for name in ("torch",) if name in names), *names]
     per_task = os.environ.get(PER_TASK_ENV, "").split()
-    with warnings.catch_warnings(), _without({*_RANK_KEYS, *per_task, *uncertain}), _without_device() as keep_off:
-        warnings.simplefilter("ignore")
+    with _unwarned(), _without({*_RANK_KEYS, *per_task, *uncertain}), _without_device() as keep_off:
         for name in ordered:
             keep_off()
             if name in sys.modules or not installed.has(name) or not failed.isdisjoint(with_packages(name)):
@@ -160,6 +161,19 @@ def _recorded() -> set[Path]:
             }
             found |= {(Path(folder) / top).resolve() for top in tops if not top.startswith("..")}
     return found
+
+
+@contextmanager
+def _unwarned() -> Iterator[None]:
+    """Nothing that is imported warns. What it does to the filters, and to where warnings go, it does for the script,
+    too: :func:`warnings.catch_warnings` would take it back."""
+    warnings.filterwarnings("ignore", message="", module=_ALL_MODULES)
+    ours = warnings.filters[0]
+    try:
+        yield
+    finally:
+        with suppress(ValueError):  # a module has called warnings.resetwarnings()
+            warnings.filters.remove(ours)  # type: ignore[attr-defined]
 
 
 @contextmanager

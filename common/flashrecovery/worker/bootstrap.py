@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-import runpy
 import sys
 import threading
 import traceback
@@ -20,6 +19,7 @@ from typing import TYPE_CHECKING
 from flashrecovery.errors import DivergedError
 from flashrecovery.kinds import NoticeKind
 from flashrecovery.proto import flashrecovery_pb2 as pb
+from flashrecovery.runtime import process_end
 from flashrecovery.runtime.channel import PAGE_ENV, Channel
 from flashrecovery.runtime.environment import AGENT_PID_ENV, CPUS_ENV, OF_ZYGOTES, STANDBY_DEVICE_ENV, with_local_rank
 from flashrecovery.runtime.lifeline import Lifeline
@@ -30,10 +30,11 @@ from flashrecovery.worker.ahead_of_script import AheadOfScript
 from flashrecovery.worker.environment_watch import EnvironmentWatch
 from flashrecovery.worker.hooks import install_adapter_hooks, install_spawn_hook
 from flashrecovery.worker.import_environment import ImportEnvironment
+from flashrecovery.worker.main_module import run_file, run_module
 from flashrecovery.worker.start_profile import LAUNCH_PERIOD_S, PERIOD_S, StartProfile
 
 if TYPE_CHECKING:
-    from flashrecovery.worker.worker import Connection
+    from flashrecovery.worker.connection import Connection
 
 _connection: Connection | None = None
 
@@ -119,12 +120,14 @@ def _redirect_output(path: str) -> None:
 
 
 def _prepare(channel: Channel, page: Page, assign: pb.Assign, command: list[str]) -> None:
-    """Everything that must be in place before the script's first line."""
+    """Everything that must be in place before the script's first line. None of it imports torch: what the script sets
+    in the environment before it does so counts."""
     global _connection
+    from flashrecovery.worker.connection import Connection
     from flashrecovery.worker.hooks import install_group_hook
     from flashrecovery.worker.skipping import Ahead
-    from flashrecovery.worker.worker import Connection
 
+    process_end.reserve()
     detached, ahead = assign.detached, Ahead.of(assign.ahead)
     setup_log = page.read_setup_log() if detached else None
     install_group_hook(detached, setup_log)
@@ -150,8 +153,15 @@ def _start_profile(installed: Installed, channel: Channel, page: Page, assign: p
 
 
 def _set_module_path(command: list[str]) -> None:
-    """The script finds the modules beside it, as under ``python``."""
-    sys.path.insert(0, os.getcwd() if command[0] == "-m" else str(Path(command[0]).resolve().parent))
+    """The script finds the modules beside it, as under ``python``, and with ``-P`` it does not. The working directory,
+    which comes first because this is ``python -m``, is no place of the script's."""
+    if getattr(sys.flags, "safe_path", False):  # Python 3.11
+        return
+    first = os.getcwd() if command[0] == "-m" else str(Path(command[0]).resolve().parent)
+    if sys.path and sys.path[0] == os.getcwd():
+        sys.path[0] = first
+    else:
+        sys.path.insert(0, first)
 
 
 def _script_arguments(command: list[str]) -> list[str]:
@@ -165,13 +175,13 @@ def _run_script(command: list[str], channel: Channel) -> int:
     try:
         try:
             if command[0] == "-m":
-                runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+                run_module(sys.argv[0])
             else:
-                runpy.run_path(sys.argv[0], run_name="__main__")
+                run_file(sys.argv[0])
         except SystemExit as e:
             if e.code not in (None, 0):
                 raise
-        for callback in connection().at_script_end:
+        for callback in () if process_end.is_fork() else connection().at_script_end:
             callback()
     except SystemExit as e:
         if e.code is None or e.code == 0:
@@ -188,7 +198,9 @@ def _run_script(command: list[str], channel: Channel) -> int:
 
 
 def _last_words(channel: Channel, error: BaseException) -> None:
-    """Why this process ends, for the event and for whoever reads it."""
+    """Why this process ends, for the event and for whoever reads it. What the script has forked is no rank."""
+    if process_end.is_fork():
+        return
     text = "".join(traceback.format_exception(error))[-16_000:]
     name = f"{type(error).__module__}.{type(error).__qualname__}".removeprefix("builtins.")
     groups = sys.modules.get("flashrecovery.groups")

@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from flashrecovery.worker.own_hook import OwnHook
+
 
 class Forwards:
     """Counts the forward passes of all of these models as they begin: those within ``torch.compile`` as one, however
@@ -28,7 +30,7 @@ class Forwards:
         self._begun = 0
         self._compiled_since = False
         for model in models:
-            model.register_forward_pre_hook(self._begins)
+            model.register_forward_pre_hook(OwnHook(self._begins))
 
     def _begins(self, *_: Any) -> None:
         if torch.compiler.is_compiling():

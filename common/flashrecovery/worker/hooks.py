@@ -11,15 +11,30 @@ import importlib.metadata
 import sys
 from types import ModuleType
 
-from flashrecovery.import_hooks import install
+from flashrecovery.import_hooks import Hook, install
 
 ENTRY_POINTS = "flashrecovery.import_hooks"
 
 
 def install_adapter_hooks() -> None:
     """Install the framework adapters' import hooks. A standby does it before it imports anything: a module that has
-    taken a function by its name from a framework keeps the function that was there."""
-    install({entry.name: entry.load() for entry in importlib.metadata.entry_points(group=ENTRY_POINTS)})
+    taken a function by its name from a framework keeps the function that was there.
+
+    The adapters themselves are imported as soon as torch is, and not before: they import it, and the script may yet set
+    variables that torch reads then (``OMP_NUM_THREADS``)."""
+    entries = tuple(importlib.metadata.entry_points(group=ENTRY_POINTS))
+
+    def hook_of(entry: importlib.metadata.EntryPoint) -> Hook:
+        return lambda module: entry.load()(module)
+
+    def load(_: ModuleType) -> None:
+        for entry in entries:
+            entry.load()
+        if finder in sys.meta_path:
+            finder.come_first()  # adapters may have hooks of their own
+
+    finder = install({entry.name: hook_of(entry) for entry in entries})
+    install({"torch": load})
 
 
 def install_group_hook(detached: bool, setup_log: bytes | None) -> None:
@@ -35,7 +50,11 @@ def install_group_hook(detached: bool, setup_log: bytes | None) -> None:
         elif not detached:
             groups.start_setup_log()
 
-    install({"torch.distributed.distributed_c10d": with_groups})
+    def with_torch(_: ModuleType) -> None:
+        install({"torch.distributed": with_groups})
+
+    # torch imports its distributed package in the middle of its own import, where ours would not find what they need
+    install({"torch": with_torch})
 
 
 def install_spawn_hook() -> None:

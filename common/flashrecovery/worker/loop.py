@@ -21,6 +21,7 @@ from flashrecovery import groups
 from flashrecovery.errors import FlashRecoveryError, RestoreError, StepInterrupted
 from flashrecovery.kinds import NoticeKind
 from flashrecovery.proto import flashrecovery_pb2 as pb
+from flashrecovery.runtime import process_end
 from flashrecovery.worker import leftovers
 from flashrecovery.worker.ahead_of_script import imported_so_far
 from flashrecovery.worker.collectives import CollectiveWatch
@@ -298,6 +299,8 @@ class Loop:
         os._exit(1)
 
     def _close(self) -> None:
+        if process_end.is_fork():
+            return
         self._optimizers.stop()
         self.copies.close()
 

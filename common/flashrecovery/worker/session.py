@@ -14,6 +14,7 @@ from flashrecovery.redundancy import checkpoint
 from flashrecovery.runtime import naming
 from flashrecovery.runtime.environment import in_changed_layout
 from flashrecovery.worker import elastic_rules
+from flashrecovery.worker.connection import Connection
 from flashrecovery.worker.copies import Copies
 from flashrecovery.worker.data import DataStream
 from flashrecovery.worker.elastic import GlobalBatches
@@ -23,7 +24,7 @@ from flashrecovery.worker.registry import AdapterFactory, ModuleAdapterFactory, 
 from flashrecovery.worker.skipping import Ahead
 from flashrecovery.worker.start_checks import check_world, find_own_objects
 from flashrecovery.worker.stashing import Stashing
-from flashrecovery.worker.worker import Connection, Worker
+from flashrecovery.worker.worker import Worker
 
 
 class Session:

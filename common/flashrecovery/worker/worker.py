@@ -1,4 +1,4 @@
-"""The parts of a worker process that live from its start to its end: connection, registry, gate, faults."""
+"""The parts of a worker process that live from its start to its end: registry, gate, control, faults."""
 
 from __future__ import annotations
 
@@ -8,46 +8,13 @@ from collections.abc import Callable
 from flashrecovery.config import Settings
 from flashrecovery.kinds import NoticeKind
 from flashrecovery.proto import flashrecovery_pb2 as pb
-from flashrecovery.runtime.channel import Channel
-from flashrecovery.runtime.page import Page
+from flashrecovery.worker.connection import Connection
 from flashrecovery.worker.control import Control
 from flashrecovery.worker.device import DeviceClock
-from flashrecovery.worker.environment_watch import EnvironmentWatch
 from flashrecovery.worker.faults import Faults
 from flashrecovery.worker.gate import Gate
 from flashrecovery.worker.registry import AdapterFactory, ModuleAdapterFactory, Registry
-from flashrecovery.worker.skipping import Ahead
-from flashrecovery.worker.start_profile import StartProfile
 from flashrecovery.worker.stashing import Stashing
-
-
-class Connection:
-    """What the bootstrap has set up before the script runs. ``at_script_end``: functions that are called when the
-    script has ended well. ``place``: the rank as which the script runs to its first step; another one where no launch
-    has had this ``rank``."""
-
-    def __init__(
-        self,
-        channel: Channel,
-        page: Page,
-        rank: int,
-        generation: int,
-        detached: bool,
-        environment_watch: EnvironmentWatch,
-        start_profile: StartProfile,
-        place: int | None = None,
-        ahead: Ahead = Ahead(),  # noqa: B008 - frozen
-    ) -> None:
-        self.channel = channel
-        self.page = page
-        self.rank = rank
-        self.place = rank if place is None else place
-        self.generation = generation
-        self.detached = detached
-        self.environment_watch = environment_watch
-        self.start_profile = start_profile
-        self.ahead = ahead
-        self.at_script_end: list[Callable[[], None]] = []
 
 
 class Worker:

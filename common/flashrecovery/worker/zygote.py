@@ -5,8 +5,10 @@ that has done the same imports. A fork costs milliseconds, and its memory is sha
 word is Android's, which starts its programs in this way.
 
 A zygote never imports anything after its first fork: to know more it forks another zygote, which imports the rest
-(:class:`flashrecovery.agent.zygote.Zygotes` decides). If an import leaves a thread behind, opens a GPU, or is known not
-to survive a fork (:data:`NOT_FORKED`), that zygote says which module it was, and forks nothing.
+(:class:`flashrecovery.agent.zygote.Zygotes` decides). If an import leaves a thread behind, opens a GPU, keeps something
+that the forks would share where fresh interpreters have their own each (an open file's position, a connection, a lock
+between processes), or is known not to survive a fork (:data:`NOT_FORKED`), that zygote says which module it was, and
+forks nothing.
 
 The new process is forked twice: the one between ends at once, so that the kernel makes the agent its parent, which has
 called ``adopt_orphans``. So the death of a zygote harms no worker, and to the agent a worker is a child like any other.
@@ -20,6 +22,7 @@ import socket
 import struct
 import sys
 import time
+from collections.abc import Set
 from pathlib import Path
 
 from flashrecovery.errors import ProtocolError
@@ -38,6 +41,8 @@ NOT_FORKED = {
     "tensorflow": "its thread pools do not survive a fork",
 }
 """Packages that are left to each worker's own import, and why. The setting ``unforkable`` adds to them."""
+_SHARED_BY_ALL = frozenset({"/dev/null", "/dev/random", "/dev/urandom", "/dev/zero"})
+"""Devices without a position."""
 _ADOPTED_S = 10.0
 """Longest wait for the kernel to make the agent this process's parent; it takes microseconds."""
 _LENGTH = struct.Struct("<I")
@@ -81,8 +86,10 @@ def _grow(sock: socket.socket, grow: pb.Grow, command: list[str], imported: Impo
     not_forked = {**NOT_FORKED, **dict.fromkeys(os.environ.get(UNFORKABLE_ENV, "").split(), "the setting unforkable")}
     left_out = set(grow.leave_out) | not_forked.keys()
 
+    before = frozenset(_open_files())
+
     def tried(module: str, error: BaseException | None) -> None:
-        reason = why_unfit(not_forked)
+        reason = why_unfit(not_forked, before)
         if reason is None and error is not None and not _is_missing(error):
             module = not_imported(module)
             reason = f"its import ended in its middle: {type(error).__name__}: {error}"
@@ -105,14 +112,22 @@ def _is_missing(error: BaseException) -> bool:
     return isinstance(error, ModuleNotFoundError) and error.__cause__ is None and error.__context__ is None
 
 
-def why_unfit(not_forked: dict[str, str]) -> str | None:
-    """Why a fork of this process would not be like a fresh one; None if it would be."""
+def why_unfit(not_forked: dict[str, str], before: Set[int]) -> str | None:
+    """Why a fork of this process would not be like a fresh one; None if it would be. ``before``: the descriptors that
+    it had before it imported anything."""
     loaded = sorted(not_forked.keys() & sys.modules.keys())
     if loaded:
         return f"{loaded[0]}: {not_forked[loaded[0]]}"
-    devices = {target for target in _open_files() if target.startswith("/dev/nvidia")}
+    files = _open_files()
+    devices = {target for target in files.values() if target.startswith("/dev/nvidia")}
     if devices:
         return f"it has opened {min(devices)}"
+    kept = {target for descriptor, target in files.items() if descriptor not in before} - _SHARED_BY_ALL
+    if kept:
+        return f"it keeps {min(kept)} open, which all processes would share"
+    memory = _shared_memory()
+    if memory is not None:
+        return f"it has memory that all processes would share: {memory}"
     if len(_threads()) > 1:
         # Some libraries (OpenBLAS) end their threads before any fork, and start them again when they need them.
         child = os.fork()
@@ -129,14 +144,25 @@ def _threads() -> list[str]:
     return [(task / "comm").read_text().strip() for task in Path("/proc/self/task").iterdir()]
 
 
-def _open_files() -> list[str]:
-    found = []
+def _open_files() -> dict[int, str]:
+    """What the descriptors of this process stand for."""
+    found = {}
     for descriptor in Path("/proc/self/fd").iterdir():
         try:
-            found.append(os.readlink(descriptor))
+            found[int(descriptor.name)] = os.readlink(descriptor)
         except FileNotFoundError:
             continue  # that of this very listing
     return found
+
+
+def _shared_memory() -> str | None:
+    """Something that this process has mapped, and writes to together with its forks: a lock of :mod:`multiprocessing`,
+    say."""
+    for line in Path("/proc/self/maps").read_text("utf-8", "replace").splitlines():
+        _, mode, _, _, _, *name = line.split(maxsplit=5)
+        if mode.startswith("rw") and mode.endswith("s"):
+            return name[0] if name else "anonymous"
+    return None
 
 
 def _forked(sock: socket.socket) -> tuple[pb.Fork, list[int]]:

@@ -1,0 +1,41 @@
+"""What a training process has before its script runs. Without torch: the script may set variables of the environment
+that torch reads when it is imported."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from flashrecovery.runtime.channel import Channel
+from flashrecovery.runtime.page import Page
+from flashrecovery.worker.environment_watch import EnvironmentWatch
+from flashrecovery.worker.skipping import Ahead
+from flashrecovery.worker.start_profile import StartProfile
+
+
+class Connection:
+    """What the bootstrap has set up before the script runs. ``at_script_end``: functions that are called when the
+    script has ended well. ``place``: the rank as which the script runs to its first step; another one where no launch
+    has had this ``rank``."""
+
+    def __init__(
+        self,
+        channel: Channel,
+        page: Page,
+        rank: int,
+        generation: int,
+        detached: bool,
+        environment_watch: EnvironmentWatch,
+        start_profile: StartProfile,
+        place: int | None = None,
+        ahead: Ahead = Ahead(),  # noqa: B008 - frozen
+    ) -> None:
+        self.channel = channel
+        self.page = page
+        self.rank = rank
+        self.place = rank if place is None else place
+        self.generation = generation
+        self.detached = detached
+        self.environment_watch = environment_watch
+        self.start_profile = start_profile
+        self.ahead = ahead
+        self.at_script_end: list[Callable[[], None]] = []

@@ -1,0 +1,46 @@
+"""What an import must not leave in a process that is to be forked: forks would share it, and fresh processes have their
+own each."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+CODE = """
+import os, sys
+from flashrecovery.worker.zygote import _open_files, why_unfit
+before = frozenset(_open_files())
+assert why_unfit({{}}, before) is None
+{left}
+print(why_unfit({{}}, before))
+"""
+
+
+@pytest.mark.parametrize(
+    ("left", "said"),
+    [
+        ("kept = open(sys.argv[1])", "data.bin open, which all processes would share"),
+        ("import socket; kept = socket.socket()", "it keeps socket:["),
+        ("kept = os.pipe()", "it keeps pipe:["),
+        ("import multiprocessing; kept = multiprocessing.Lock()", "memory that all processes would share: /dev/shm/"),
+        ("import mmap; kept = mmap.mmap(-1, 4096)", "memory that all processes would share: /dev/zero"),
+        ("kept = open(os.devnull), os.open('/dev/urandom', os.O_RDONLY)", "None"),
+        (
+            "import mmap\nwith open(sys.argv[1], 'rb') as f: kept = mmap.mmap(f.fileno(), 0, prot=mmap.PROT_READ)",
+            "open",
+        ),
+        (
+            "import mmap\nwith open(sys.argv[1], 'rb') as f: kept = mmap.mmap(f.fileno(), 0, mmap.MAP_PRIVATE)\n"
+            "os.close(max(d for d in _open_files() if d not in before))",
+            "None",
+        ),
+    ],
+)
+def test_what_all_forks_would_share(left: str, said: str, tmp_path: Path) -> None:
+    (tmp_path / "data.bin").write_bytes(b"data")
+    command = [sys.executable, "-c", CODE.format(left=left), str(tmp_path / "data.bin")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    assert said in done.stdout, done.stdout

@@ -91,7 +91,10 @@ class ProtectedLoop:
             known = replan.known_facts(self._args) if layouts else {}
             adapter = adapter_for(chunks, optimizer, scheduler, membership=groups, known=known)
             self._objects = (chunks, optimizer, scheduler)
-            self._loop = LMLoop(self._args, get_timers(), get_rerun_state_machine(), self._elastic, self._layouts)
+            self._loop = LMLoop(
+                *(self._args, get_timers(), get_rerun_state_machine(), self._elastic, self._layouts),
+                far_back=self._recovery.has_checkpoints,
+            )
             self._recovery.register_adapter(adapter)
             self._recovery.register_adapter(LMLoopAdapter(self._loop))
         return made
@@ -108,6 +111,8 @@ class ProtectedLoop:
         """One call of the core; ``body`` alone before the first step (that is set-up)."""
         if not self._started:
             return body()
+        if self._loop is not None and not self._recovery.in_call:
+            self._loop.kind = kind
         return self._recovery.call(kind, body, skipped=skipped, loop=self._loop, ahead=self._skips_ahead)
 
     @property
@@ -143,7 +148,7 @@ class ProtectedLoop:
             if loop.result is not NOTHING:
                 return loop.handed(iteration, loop.result.returned())
             empty, _, *rest = NOTHING.returned()
-            return empty, int(iteration in loop.overflows), *rest
+            return loop.handed(iteration, (empty, int(iteration in loop.overflows), *rest))
 
         return self._call("train", body, skipped)
 
@@ -181,7 +186,8 @@ class ProtectedLoop:
         communicates = first or iteration % settings.log_interval == 0 or _reduces_losses(settings)
 
         def log(totals: dict[str, Any]) -> Any:
-            return self._original["training_log"](loss_dict, totals, *loop.result.logged(args), **kwargs)
+            given = loop.result.logged(self._as_it_is(args) if loop.made_again else args)
+            return self._original["training_log"](loss_dict, totals, *given, **kwargs)
 
         def made() -> Any:
             with nullcontext() if self._layouts is None else self._layouts.logging():
@@ -199,6 +205,19 @@ class ProtectedLoop:
         loop.summed(iteration - 1, add)
         return returned
 
+    def _as_it_is(self, given: tuple[Any, ...]) -> tuple[Any, ...]:
+        """What ``training_log`` is given after the losses, with the optimizer's learning rate and loss scale: the loop
+        may have read them in a process that skipped the step."""
+        training: Any = importlib.import_module("megatron.training.training")
+        assert self._objects is not None
+        _, optimizer, _ = self._objects
+        rate, iteration, scale, *rest = given
+        if not optimizer.is_stub_optimizer:
+            scale = optimizer.get_loss_scale().item()
+        if hasattr(training, "get_canonical_lr_for_logging"):
+            rate = training.get_canonical_lr_for_logging(optimizer.param_groups)
+        return rate, iteration, scale, *rest
+
     def evaluate_and_print_results(self, *args: Any, **kwargs: Any) -> Any:
         elastic, layouts = self._elastic, self._layouts
 
@@ -209,6 +228,8 @@ class ProtectedLoop:
                 elastic.evaluated()
             if layouts is not None:
                 layouts.evaluated()
+            if self._loop is not None:
+                self._loop.evaluated()
 
         return self._call("evaluate", body, lambda: None)
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from flashrecovery.errors import UnsupportedError
+from flashrecovery.errors import ConfigError, UnsupportedError
 from flashrecovery.state import codec
 from fr_megatron.lm.calls import ProtectedLoop
 from fr_megatron.lm.state import NOTHING, LMLoop, LMLoopAdapter
@@ -103,7 +103,7 @@ def test_a_log_that_is_not_due_does_not_communicate(
     loop = ProtectedLoop.__new__(ProtectedLoop)
     loop._layouts = None
     loop._loop = SimpleNamespace(  # type: ignore[assignment]
-        logging=lambda _: None, summed=lambda *_: None, printed=lambda _: None, result=NOTHING
+        logging=lambda _: None, summed=lambda *_: None, printed=lambda _: None, result=NOTHING, made_again=False
     )
     loop._original, loop._started = {"training_log": training_log}, False
     rest = 1.0, True, 0, None, None, None, None
@@ -268,10 +268,123 @@ def test_a_step_that_is_made_again_sees_the_loop_where_it_was(elastic: bool, mon
     assert seen(ahead) == (4, 96, 7 if elastic else 6)
     ahead.load(following)
     assert seen(ahead) == (5, 120, 7)
-    replacement = loop(6)
+    replacement = loop(4)
     replacement.restored(codec.loads(codec.dumps(step)))
     replacement.resume()
-    assert seen(replacement) == (6, 144, 7)
+    assert seen(replacement) == (4, 96, 7)
+
+
+@pytest.mark.parametrize("other", ["iteration", "samples", "kind"])
+def test_a_script_that_has_come_elsewhere_is_refused(other: str) -> None:
+    """It was begun with another checkpoint of Megatron's, or does something at other intervals: the calls that it
+    skips are not those that the state has behind it."""
+    first, launched = _loop(4, 96), _loop(*{"iteration": (5, 96), "samples": (4, 100)}.get(other, (4, 96)))
+    first.kind, launched.kind = "log", "train" if other == "kind" else "log"
+    launched.restored(codec.loads(codec.dumps(first.save())))
+    with pytest.raises(ConfigError, match="another place in Megatron-LM's loop"):
+        launched.resume()
+
+
+def _loop(iteration: int, samples: int) -> LMLoop:
+    from megatron.core.rerun_state_machine import RerunMode, RerunStateMachine
+
+    args = SimpleNamespace(consumed_valid_samples=0, curr_iteration=iteration, consumed_train_samples=samples)
+    machine = RerunStateMachine(mode=RerunMode.DISABLED)
+    return LMLoop(args, SimpleNamespace(_timers={}), machine, far_back=True)
+
+
+class Trained:
+    """The loop of a script that logs the mean of two iterations, summed up outside of calls in between, whose losses
+    are ``factor`` times the iteration's number, and what it does is made by calls that can be made again."""
+
+    def __init__(self) -> None:
+        self.loop = _loop(0, 0)
+        self.totals: dict[str, Any] = {}
+        self.factor = 1.0
+        self.places: list[tuple[Any, Any]] = []
+        self.ends: list[Any] = []
+        self.printed: list[tuple[int, float]] = []
+
+    def call(self, kind: str, body: Any) -> None:
+        self.loop.kind = kind
+        self.places.append((body, self.loop.place()))
+        body()
+        self.ends.append(codec.dumps(self.loop.save()))
+
+    def run(self, iterations: int) -> None:
+        for number in range(iterations):
+            self.loop._args.curr_iteration = number
+            losses: dict[str, Any] = {}
+
+            def step(number: int = number, losses: dict[str, Any] = losses) -> None:
+                found = {"lm loss": torch.tensor([self.factor * number])}
+                handed = self.loop.finished(number, (found, False, False, False, 0, None, None, 0))[0]
+                losses["of"] = handed
+
+            self.call("train", step)
+            self.loop._args.consumed_train_samples += 24
+
+            def add(totals: dict[str, Any], losses: dict[str, Any] = losses) -> None:
+                totals["lm loss"] = totals.get("lm loss", 0) + losses["of"]["lm loss"]
+
+            self.loop.logging(self.totals)
+            if number % 2 == 0:
+                add(self.totals)
+                self.loop.summed(number, add)
+                continue
+
+            def log(number: int = number, add: Any = add) -> None:
+                add(self.totals)
+                self.printed.append((number, float(self.totals["lm loss"])))
+                self.totals["lm loss"] = torch.zeros(1)
+                self.loop.printed(number)
+
+            self.call("log", log)
+
+    def again(self, first: int) -> None:
+        for number, (body, place) in enumerate(self.places[first:], first):
+            self.loop.go_back(place, restored=number == first)
+            body()
+
+
+TWICE = [(1, 2.0), (3, 10.0), (5, 18.0), (7, 26.0), (9, 34.0)]
+
+
+@pytest.mark.parametrize(
+    ("version", "printed"),
+    [
+        (1, [(1, 0.0 + 2.0), *TWICE[1:]]),  # behind a step whose loss was summed up outside of calls since
+        (2, [(1, 0.0 + 1.0), *TWICE[1:]]),  # before a log
+        (3, TWICE[1:]),
+        (4, [(3, 2.0 + 6.0), *TWICE[2:]]),
+        (14, [(9, 8.0 + 9.0)]),
+    ],
+)
+def test_calls_that_lie_far_back_are_made_again(version: int, printed: list[tuple[int, float]]) -> None:
+    """From the end of call ``version - 1``; with other losses, as in another size."""
+    trained = Trained()
+    trained.run(10)
+    assert trained.printed == [(1, 1.0), (3, 5.0), (5, 9.0), (7, 13.0), (9, 17.0)]
+    trained.printed.clear()
+    trained.factor = 2.0
+    trained.loop.restored(codec.loads(trained.ends[version - 1]))
+    trained.again(version)
+    assert trained.printed == printed
+    args = trained.loop._args
+    assert (args.curr_iteration, args.consumed_train_samples, trained.loop.kind) == (9, 240, "log")
+    assert trained.loop.made_again
+
+
+def test_losses_are_kept_as_far_as_they_may_be_logged_again() -> None:
+    trained = Trained()
+    trained.run(10)
+    assert sorted(trained.loop._losses) == list(range(10))
+    trained.loop.forget(trained.places[9][1])  # that of iteration 6
+    assert sorted(trained.loop._losses) == [5, 6, 7, 8, 9]
+    plain = LMLoop(trained.loop._args, SimpleNamespace(_timers={}), trained.loop._rerun)
+    for number in range(10):
+        plain.handed(number, ({}, 0))
+    assert sorted(plain._losses) == [6, 7, 8, 9]
 
 
 @pytest.mark.parametrize("stages", [1, 2])

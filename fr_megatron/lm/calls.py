@@ -8,6 +8,7 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from flashrecovery import Recovery, init
 from flashrecovery.adapter import check_equal
@@ -276,12 +277,19 @@ class ProtectedLoop:
             for interval in (settings.save_interval, settings.non_persistent_save_interval, settings.exit_interval)
         ) or bool(settings.exit_signal_handler or settings.exit_duration_in_mins)
 
+        said: list[bool] = []  # to the loop
+
         def body() -> Any:
-            exits = self._original["checkpoint_and_decide_exit"](model, optimizer, scheduler, iteration, *rest)
-            loop.decided(bool(exits))
+            exits = bool(self._original["checkpoint_and_decide_exit"](model, optimizer, scheduler, iteration, *rest))
+            if exits and self._recovery.has_checkpoints:
+                exits = not _on_any_rank(said == [False])
+            loop.decided(exits)
             return exits
 
-        return self._call("exit", body, lambda: loop.exits) if due else body()
+        if not due:
+            return body()
+        said.append(bool(self._call("exit", body, lambda: loop.exits)))
+        return said[0]
 
     def disable_forward_pre_hook(self, chunks: Any, optimizer: Any = None, param_sync: bool = True) -> Any:
         """As Megatron's own, which gathers the parameters first. ``optimizer``: of core 0.20, for fp8 parameters
@@ -334,6 +342,14 @@ class ProtectedLoop:
         if given(self._args, "digest") and self._objects is not None:
             print(f"digest rank={self._args.rank} {state_digest(*self._objects)}", flush=True)
         return returned
+
+
+def _on_any_rank(gone_on: bool) -> bool:
+    """Whether the loop of any rank has gone on after a call that is made again, since the job has fallen back to a
+    checkpoint: a time limit or a signal that has come meanwhile counts in a later call. A collective."""
+    found: list[bool] = [gone_on] * dist.get_world_size()
+    dist.all_gather_object(found, gone_on)
+    return any(found)
 
 
 @contextmanager

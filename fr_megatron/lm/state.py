@@ -269,7 +269,7 @@ class LMLoop:
             _fill(self.totals, totals)
         self._args.consumed_valid_samples = saved["consumed_valid_samples"]
         self._set_script(saved, saved["running"])
-        self.exits, self.kind = saved["exits"], saved["kind"]
+        self.exits, self.kind = saved["exits"], saved.get("kind", self.kind)  # none in checkpoints of before
         for name, value in saved["rerun"].items():
             setattr(self._rerun, name, value)
         for name, values in saved["largest"].items():
@@ -303,7 +303,7 @@ class LMLoop:
     def _check_script(self, restored: Mapping[str, Any]) -> None:
         there, here = restored["arguments"], self._of_script()["arguments"]
         odd = [name for name in _PLACED if name in there and there[name] != here.get(name)]
-        kind = restored["kind"]
+        kind = restored.get("kind", self.kind)
         if odd or kind != self.kind:
             said = ", ".join(f"{name} {there[name]} and not {here.get(name)}" for name in odd)
             raise ConfigError(
@@ -331,6 +331,8 @@ class LMLoop:
                 self.handed(iteration, self.result.returned())
         else:
             self._set_script(place.of_script, place.running)
+        if place.kind == "train":
+            trackers.load({})  # its log, or the loop after an evaluation, has cleared them
         self.kind = place.kind
         for iteration, again in place.summed:
             assert self.totals is not None

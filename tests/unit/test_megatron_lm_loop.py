@@ -395,3 +395,35 @@ def test_beyond_the_launch_pipeline_stages_have_not_been_tried(stages: int) -> N
     elastic._args = SimpleNamespace(pipeline_model_parallel_size=stages)
     loop = LMLoop(SimpleNamespace(), SimpleNamespace(_timers={}), SimpleNamespace(), elastic)
     assert ("--pipeline-model-parallel-size 2" in LMLoopAdapter(loop).only_as_launched(3)) == (stages == 2)
+
+
+@pytest.mark.parametrize("others", [False, True])
+def test_a_time_limit_that_comes_while_calls_are_made_again_counts_later(
+    others: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some ranks' loops have gone on after that call; those of replacements are in it."""
+    from fr_megatron.lm import calls
+
+    settings = SimpleNamespace(
+        save_interval=None, non_persistent_save_interval=None, exit_interval=None, exit_signal_handler=False
+    )
+    settings.exit_duration_in_mins = 1
+    monkeypatch.setattr(ProtectedLoop, "_args", settings)
+    asked: list[bool] = []
+    monkeypatch.setattr(calls, "_on_any_rank", lambda mine: asked.append(mine) or mine or others)
+    bodies: list[Any] = []
+    protected = ProtectedLoop.__new__(ProtectedLoop)
+    protected._loop, protected._recovery = _loop(4, 96), SimpleNamespace(has_checkpoints=True)  # type: ignore[assignment]
+    over: list[bool] = [False]
+    protected._original = {"checkpoint_and_decide_exit": lambda *_: over[0]}
+
+    def call(kind: str, body: Any, skipped: Any) -> Any:
+        bodies.append(body)
+        return body()
+
+    monkeypatch.setattr(protected, "_call", call)
+    assert protected.checkpoint_and_decide_exit(None, None, None, 5) is False and not asked
+    over[0] = True
+    assert bodies[0]() is False and asked == [True] and not protected._loop.exits  # made again
+    assert protected.checkpoint_and_decide_exit(None, None, None, 6) is not others and asked == [True, False]
+    assert bodies[1]() is not others and asked[2] == others

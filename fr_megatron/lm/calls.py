@@ -229,8 +229,6 @@ class ProtectedLoop:
                 elastic.evaluated()
             if layouts is not None:
                 layouts.evaluated()
-            if self._loop is not None:
-                self._loop.evaluated()
 
         return self._call("evaluate", body, lambda: None)
 

@@ -204,10 +204,6 @@ class LMLoop:
             self._totals_after[iteration] = _copied(self.totals)
         self.changes += 1
 
-    def evaluated(self) -> None:
-        """An evaluation has been computed."""
-        self.changes += 1
-
     def decided(self, exits: bool) -> None:
         """``checkpoint_and_decide_exit`` has returned."""
         if exits != self.exits:

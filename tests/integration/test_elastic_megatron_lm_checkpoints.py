@@ -53,9 +53,11 @@ def resized(tmp_path_factory: pytest.TempPathFactory) -> Resized:
 
 def begun(training: Training, folder: Path, *flags: str, **options: Any) -> RunningJob:
     """A job that is held in iteration :data:`FAR`, and has no other checkpoint than its first one. Nobody is replaced
-    unless ``elastic`` says otherwise."""
-    elastic = {"min": 1, "max": training.launched // training.each, "replace": "never"} | options.pop("elastic", {})
-    config = {"elastic": elastic, "timeouts": {"node_wait_s": 3}, **saving(folder / "checkpoints")}
+    unless ``elastic`` says otherwise; None: it is not elastic."""
+    given = options.pop("elastic", {})
+    elastic = {"min": 1, "max": training.launched // training.each, "replace": "never"}
+    config = {} if given is None else {"elastic": elastic | given, "timeouts": {"node_wait_s": 3}}
+    config |= saving(folder / "checkpoints")
     running = training.start(folder / "run", SLOWLY, *flags, config=config, **options)
     running.hold(FAR)
     deadline = time.monotonic() + TIMEOUT_S
@@ -119,6 +121,16 @@ def test_with_replacements(training: Training, tmp_path: Path) -> None:
     check_alike(job, other, call, 2, training)
 
 
+def test_in_a_job_of_fixed_size(tmp_path: Path) -> None:
+    """All that had something are replaced, and the other one makes calls again that lie far back."""
+    training = replace(LOOP, name="fixed", launched=3)
+    job = lost(begun(training, tmp_path, elastic=None, standby=2), *NEIGHBOURS)
+    call = job.of("fallback_started")[-1]["version"]
+    assert 0 < call < training.call("train", FAR) - 3, job.explain()
+    other = training.start(tmp_path / "other", config={}).wait(TIMEOUT_S)
+    check_alike(job, other, call, 3, training)
+
+
 @pytest.mark.parametrize("state", ["regrouping", "restoring", "verifying", "resuming"])
 def test_one_more_dies_while_they_go_back(state: str, tmp_path: Path) -> None:
     """Three of five are left, and then two, as if the job had been started so."""
@@ -149,4 +161,13 @@ def test_a_job_that_died_whole_goes_on_larger(training: Training, before: int, a
     assert job.code == 0 and job.of("job_started")[0]["step"] == version, job.explain()
     other = started(tmp_path, before, training.iteration(version), after, begin=training.start)
     check_goes_on_alike(job, other, version, after, training)
+    check_clean(job)
+
+
+def test_a_launch_that_has_come_elsewhere_ends(tmp_path: Path) -> None:
+    """With other intervals the calls that lie behind the state are others."""
+    version, _ = dead_job(tmp_path, checkpoints=3, begin=PLAIN.start)[-1]
+    job = launched(tmp_path, "other", 3, "--log-interval=5", begin=PLAIN.start)
+    assert job.code != 0 and version > 3, job.explain()
+    assert "another place in Megatron-LM's loop" in job.of("job_failed")[0]["reason"], job.explain()
     check_clean(job)

@@ -95,6 +95,7 @@ class ProtectedLoop:
             self._loop = LMLoop(
                 *(self._args, get_timers(), get_rerun_state_machine(), self._elastic, self._layouts),
                 far_back=self._recovery.has_checkpoints,
+                chunks=chunks,
             )
             self._recovery.register_adapter(adapter)
             self._recovery.register_adapter(LMLoopAdapter(self._loop))

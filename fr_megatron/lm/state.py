@@ -21,7 +21,7 @@ from flashrecovery.errors import ConfigError
 from fr_megatron import trackers
 from fr_megatron.lm.elastic_loop import ElasticLoop
 from fr_megatron.lm.replan import LayoutLoop
-from fr_megatron.own_loop import calculator
+from fr_megatron.own_loop import PUT_ASIDE, calculator, hooked, set_hooked
 
 _RERUN = (
     "current_iteration",
@@ -102,12 +102,16 @@ class CallPlace:
         running: timers.
         of_script: see :meth:`LMLoop._of_script`.
         summed: of the iterations whose losses were added to the totals since the call before, how that is done.
+        hooked, functions: with ``overlap_param_gather``, what the loop gives back after its first iteration, and after
+            each evaluation: hooks that gather parameters, by chunk, and functions of the configuration.
     """
 
     kind: str
     running: tuple[str, ...]
     of_script: Mapping[str, Any]
     summed: tuple[tuple[int, Callable[[dict[str, Any]], object]], ...]
+    hooked: tuple[bool, ...]
+    functions: Mapping[str, Any]
 
     @property
     def iteration(self) -> int:
@@ -117,7 +121,8 @@ class CallPlace:
 
 class LMLoop:
     """A :class:`flashrecovery.worker.calls.PlacedLoop`. ``elastic``: of a job that changes its number of replicas, or
-    its layout; ``layouts``: of one that changes its layout. ``far_back``: the job has fallback checkpoints."""
+    its layout; ``layouts``: of one that changes its layout. ``far_back``: the job has fallback checkpoints.
+    ``chunks``: of the model."""
 
     def __init__(
         self,
@@ -128,9 +133,10 @@ class LMLoop:
         layouts: LayoutLoop | None = None,
         *,
         far_back: bool = False,
+        chunks: Sequence[Any] = (),
     ) -> None:
         self.elastic, self.layouts = elastic, layouts
-        self._far_back = far_back
+        self._far_back, self._chunks = far_back, chunks
         self._positions: LayoutLoop | ElasticLoop | None = layouts or elastic
         self._args = args
         self._timers = timers
@@ -314,7 +320,10 @@ class LMLoop:
     def place(self) -> CallPlace:
         summed, self._since = tuple(self._since), []
         self.made_again = False
-        return CallPlace(self.kind, tuple(self._running()), self._of_script(), summed)
+        configs = [chunk.config for chunk in self._chunks[:1]]
+        functions = {name: getattr(config, name) for config in configs for name in PUT_ASIDE if hasattr(config, name)}
+        gathering = tuple(hooked(self._chunks)), functions
+        return CallPlace(self.kind, tuple(self._running()), self._of_script(), summed, *gathering)
 
     def go_back(self, place: CallPlace, *, restored: bool) -> None:
         self.made_again = True
@@ -327,6 +336,9 @@ class LMLoop:
                 self.handed(iteration, self.result.returned())
         else:
             self._set_script(place.of_script, place.running)
+        set_hooked(self._chunks, place.hooked)
+        for name, function in place.functions.items():
+            setattr(self._chunks[0].config, name, function)
         if place.kind == "train":
             trackers.load({})  # its log, or the loop after an evaluation, has cleared them
         self.kind = place.kind

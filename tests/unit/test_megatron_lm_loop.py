@@ -427,3 +427,34 @@ def test_a_time_limit_that_comes_while_calls_are_made_again_counts_later(
     assert bodies[0]() is False and asked == [True] and not protected._loop.exits  # made again
     assert protected.checkpoint_and_decide_exit(None, None, None, 6) is not others and asked == [True, False]
     assert bodies[1]() is not others and asked[2] == others
+
+
+def test_hooks_that_gather_are_as_they_were_before_a_call_that_lies_far_back() -> None:
+    """The loop takes them away for its first iteration, and for each evaluation, in a call, and gives them back outside
+    of calls."""
+
+    class Chunk:
+        def __init__(self) -> None:
+            self.remove_forward_pre_hook_handles: dict[str, int] = {}
+            self.config = SimpleNamespace(param_sync_func=None, grad_sync_func="reduce")
+
+        def enable_forward_pre_hook(self) -> None:
+            self.remove_forward_pre_hook_handles["hook"] = 1
+
+        def disable_forward_pre_hook(self, param_sync: bool) -> None:
+            assert not param_sync
+            self.remove_forward_pre_hook_handles.clear()
+
+    chunk, machine = Chunk(), _loop(0, 0)._rerun
+    args = SimpleNamespace(consumed_valid_samples=0, curr_iteration=0, consumed_train_samples=0)
+    loop = LMLoop(args, SimpleNamespace(_timers={}), machine, far_back=True, chunks=[chunk])
+    loop.restored(loop.save())
+    first = loop.place()
+    chunk.enable_forward_pre_hook()
+    chunk.config.param_sync_func = "gather"
+    second = loop.place()
+    for place, restored in ((first, True), (second, False), (first, False)):
+        loop.go_back(place, restored=restored)
+        assert bool(chunk.remove_forward_pre_hook_handles) is (place is second)
+        assert chunk.config.param_sync_func == ("gather" if place is second else None)
+        assert chunk.config.grad_sync_func == "reduce"

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from flashrecovery.redundancy.published import published
-from tests.support.elastic_checkpoints import dead_job, fell_back, launched, saving, started
+from tests.support.elastic_checkpoints import dead_job, launched, of_ranks, saving, started
 from tests.support.elastic_megatron_lm import (
     DISTRIBUTED,
     Resized,
@@ -79,12 +79,22 @@ def lost(running: RunningJob, *victims: int) -> Job:
     return running.wait(TIMEOUT_S)
 
 
-def check_goes_back(job: Job, training: Training, replicas: int, resized: Resized) -> None:
-    """To a checkpoint of all, and on in this size, as if that had been commanded."""
-    call = fell_back(job, training.launched, replicas, len(training.calls))
+def fell_far_back(job: Job, training: Training, replicas: int) -> int:
+    """To the first checkpoint, of which all were, and on in this size. Returns its version."""
+    assert job.code == 0, job.explain()
+    call = int(job.of("recovery_finished")[-1]["resume_step"])
+    assert call == job.of("fallback_started")[-1]["version"], job.explain()
     assert 0 < call < training.call("train", FAR) - 3, job.explain()
-    other = resized(training, call, replicas)
-    check_alike(job, other, call, replicas, training)
+    assert of_ranks(Path(job.of("fallback_started")[-1]["path"])) == training.launched, job.explain()
+    sizes = [event["replicas"] for event in job.of("job_resized")] or [training.launched // training.each]
+    assert sizes[-1] == replicas, job.explain()
+    return call
+
+
+def check_goes_back(job: Job, training: Training, replicas: int, resized: Resized) -> None:
+    """As if that had been commanded."""
+    call = fell_far_back(job, training, replicas)
+    check_alike(job, resized(training, call, replicas), call, replicas, training)
 
 
 def check_alike(job: Job, other: Job, call: int, replicas: int, training: Training) -> None:
@@ -115,8 +125,7 @@ def test_with_replacements(training: Training, tmp_path: Path) -> None:
     """All that stand at the same place in their replicas are lost, and replaced; the others go back with them."""
     victims = (1, 3) if TP[0] in training.flags else (2, 3)
     job = lost(begun(training, tmp_path, elastic={"replace": "auto", "min": 2}, standby=2), *victims)
-    call = job.of("fallback_started")[-1]["version"]
-    assert 0 < call < training.call("train", FAR) - 3 and not job.of("job_resized"), job.explain()
+    call = fell_far_back(job, training, 2)
     other = training.start(tmp_path / "other", config={"elastic": {"min": 1, "max": 2}}).wait(TIMEOUT_S)
     check_alike(job, other, call, 2, training)
 
@@ -125,8 +134,7 @@ def test_in_a_job_of_fixed_size(tmp_path: Path) -> None:
     """All that had something are replaced, and the other one makes calls again that lie far back."""
     training = replace(LOOP, name="fixed", launched=3)
     job = lost(begun(training, tmp_path, elastic=None, standby=2), *NEIGHBOURS)
-    call = job.of("fallback_started")[-1]["version"]
-    assert 0 < call < training.call("train", FAR) - 3, job.explain()
+    call = fell_far_back(job, training, 3)
     other = training.start(tmp_path / "other", config={}).wait(TIMEOUT_S)
     check_alike(job, other, call, 3, training)
 
@@ -138,7 +146,7 @@ def test_one_more_dies_while_they_go_back(state: str, tmp_path: Path) -> None:
     fault = f"rank=4,fault=sigkill,at=recovery:{state}"
     job = lost(begun(training, tmp_path, inject=[fault]), *NEIGHBOURS)
     check_fired(job)
-    call = fell_back(job, 5, 2, len(training.calls))
+    call = fell_far_back(job, training, 2)
     other = started(tmp_path, 5, training.iteration(call), 2, begin=training.start)
     check_goes_on_alike(job, other, call, 2, training)
     check_clean(job)

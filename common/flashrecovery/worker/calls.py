@@ -254,13 +254,14 @@ class Calls:
                 self._set_rng(call.rng)
                 if again and call.loop is not None:
                     call.loop.load(call.saved)
-            again, followed = True, number + 1
+            again, followed = True, -1
             with Step(number, loop):
                 self.running = True
                 try:
                     result = call.body()
                 finally:
                     self.running = False
+                followed = number + 1
         return result
 
     def _put_in_place(self, number: int, *, restored: bool) -> _Call:

@@ -375,6 +375,14 @@ def test_calls_that_lie_far_back_are_made_again(version: int, printed: list[tupl
     assert trained.loop.made_again
 
 
+def test_its_calls_can_be_made_again_from_any_version_on() -> None:
+    from flashrecovery.adapter import LoopAdapter
+
+    assert LMLoopAdapter(_loop(0, 0)).makes_any_call_again()
+    other = SimpleNamespace(save=None, load=None, restored=None, resume=None)
+    assert not LoopAdapter(other).makes_any_call_again()  # type: ignore[arg-type]
+
+
 def test_losses_are_kept_as_far_as_they_may_be_logged_again() -> None:
     trained = Trained()
     trained.run(10)

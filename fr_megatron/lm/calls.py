@@ -278,16 +278,16 @@ class ProtectedLoop:
 
         said: list[bool] = []  # to the loop
 
-        def body() -> Any:
+        def decide(*, due: bool) -> bool:
             exits = bool(self._original["checkpoint_and_decide_exit"](model, optimizer, scheduler, iteration, *rest))
-            if exits and self._recovery.has_checkpoints:
+            if exits and due and self._recovery.has_checkpoints:
                 exits = not _on_any_rank(said == [False])
             loop.decided(exits)
             return exits
 
         if not due:
-            return body()
-        said.append(bool(self._call("exit", body, lambda: loop.exits)))
+            return decide(due=False)  # in no call: nothing may communicate, as the others may be elsewhere
+        said.append(bool(self._call("exit", lambda: decide(due=True), lambda: loop.exits)))
         return said[0]
 
     def disable_forward_pre_hook(self, chunks: Any, optimizer: Any = None, param_sync: bool = True) -> Any:

@@ -131,11 +131,12 @@ class ElasticLoop:
             yield f"--gtp-weight-remat-size {args.gtp_weight_remat_size} (a parallelism that has not been tried)"
         if getattr(args, "non_persistent_ckpt_type", None) == "local":
             yield "--non-persistent-ckpt-type local (its files are of the launch's ranks; allowed: global)"
-        if self._recovery.has_checkpoints and getattr(args, "num_experts", None):
-            yield (
-                f"--num-experts {args.num_experts} and fallback checkpoints (losses of experts that are summed up for "
-                "the log are each rank's own; allowed without checkpoint.dir)"
-            )
+        for name in ("num_experts", "dsa_indexer_loss_coeff"):
+            if self._recovery.has_checkpoints and getattr(args, name, None):
+                yield (
+                    f"--{name.replace('_', '-')} {getattr(args, name)} and fallback checkpoints (losses that layers "
+                    "have summed up for the log are each rank's own; allowed without checkpoint.dir)"
+                )
         if args.dataloader_type != "single":
             yield (
                 f"--dataloader-type {args.dataloader_type} (its order depends on the number of ranks; allowed: single)"

@@ -378,3 +378,24 @@ def test_a_fallback_at_the_end() -> None:
     session.finished = finished  # type: ignore[attr-defined]
     script.calls._finish()
     assert script.loop.reported == REPORTED[:2] and script.made[-4:] == ["report1", "train2", "train3", "report3"]
+
+
+@pytest.mark.parametrize("rounds", [1, 4])
+def test_a_launch_whose_script_ends_before_the_state_has_trained_nothing(rounds: int) -> None:
+    """It was begun with a later checkpoint of the framework's own, so it makes fewer calls than the state has behind
+    it."""
+    script = Checkpointed(version=7)
+    script.session.finished = lambda total: script.session.gate.version >= total  # type: ignore[attr-defined]
+    script.run(rounds)
+    with pytest.raises(RegistrationError, match="and the state has 7 behind it"):
+        script.calls._finish()
+    assert not script.made
+
+
+def test_a_launch_whose_script_ends_just_there() -> None:
+    """The job before had come to its end."""
+    script = Checkpointed(version=6)
+    script.session.finished = lambda total: script.session.gate.version >= total  # type: ignore[attr-defined]
+    script.run(4)
+    script.calls._finish()
+    assert not script.made

@@ -304,13 +304,17 @@ def test_what_is_refused_of_the_flags() -> None:
     assert len(list(loop(log_straggler=True, iterations_to_skip=[3], sft=True).tied_to_size())) == 3
 
 
-def test_fallback_checkpoints_with_experts_are_refused() -> None:
-    made = loop(num_experts=4)
+@pytest.mark.parametrize("flag", [{"num_experts": 4}, {"dsa_indexer_loss_coeff": 0.5}])
+def test_fallback_checkpoints_with_losses_of_layers_are_refused(flag: dict[str, Any]) -> None:
+    made = loop(**flag)
     assert not list(made.tied_to_size())
     made._recovery = recovery(None, checkpoints=True)
     (text,) = made.tied_to_size()
-    assert text.startswith("--num-experts 4 and fallback checkpoints (losses of experts that are summed up for")
-    assert not list(loop(num_experts=None).tied_to_size())
+    ((name, value),) = flag.items()
+    assert text.startswith(f"--{name.replace('_', '-')} {value} and fallback checkpoints (losses that layers have")
+    made = loop(num_experts=None, dsa_indexer_loss_coeff=0.0)
+    made._recovery = recovery(None, checkpoints=True)
+    assert not list(made.tied_to_size())
 
 
 def test_the_loop_sees_no_ramp_up() -> None:

@@ -437,6 +437,22 @@ def test_a_time_limit_that_comes_while_calls_are_made_again_counts_later(
     assert bodies[1]() is not others and asked[2] == others
 
 
+def test_an_end_that_no_call_decides_asks_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At a transition of phases. The others may be elsewhere: one that is replaced goes by it alone."""
+    from fr_megatron.lm import calls
+
+    settings = SimpleNamespace(save_interval=None, non_persistent_save_interval=None, exit_interval=None)
+    settings.exit_signal_handler, settings.exit_duration_in_mins = False, None
+    monkeypatch.setattr(ProtectedLoop, "_args", settings)
+    asked: list[bool] = []
+    monkeypatch.setattr(calls, "_on_any_rank", lambda mine: asked.append(mine) or mine)
+    protected = ProtectedLoop.__new__(ProtectedLoop)
+    protected._loop, protected._recovery = _loop(4, 96), SimpleNamespace(has_checkpoints=True)  # type: ignore[assignment]
+    protected._original = {"checkpoint_and_decide_exit": lambda *_: True}
+    assert protected.checkpoint_and_decide_exit(None, None, None, 5) is True
+    assert not asked and protected._loop.exits
+
+
 def test_hooks_that_gather_are_as_they_were_before_a_call_that_lies_far_back() -> None:
     """The loop takes them away for its first iteration, and for each evaluation, in a call, and gives them back outside
     of calls."""

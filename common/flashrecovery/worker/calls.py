@@ -290,6 +290,11 @@ class Calls:
         if loop.left:
             return
         total = len(self._kinds)
+        if self._placed and total < self._skipped_to:
+            raise RegistrationError(
+                f"the script has come to its end after {total} calls, and the state has {self._skipped_to} behind it: it "
+                "was begun elsewhere, or makes fewer; it has trained nothing"
+            )
         while not self._finished:
             self._finished = loop.finished(total)
             if not self._finished:

@@ -236,6 +236,7 @@ class LMLoop:
             "consumed_valid_samples": self._args.consumed_valid_samples,
             "kind": self.kind,
             "running": self._running(),
+            "hooked": hooked(self._chunks),  # the loop gives them back between two calls
             "rerun": {name: getattr(self._rerun, name) for name in _RERUN},
             "rerun_mode": self._rerun.mode.value,  # an evaluation switches it off, and may be cut short
             "largest": {name: dict(getattr(self._rerun, name)) for name in _RERUN_LARGEST},
@@ -255,6 +256,10 @@ class LMLoop:
             "micro_batches": {} if of_size else plain_fields(calculator()),
         }
 
+    def _here(self) -> dict[str, Any]:
+        """Of :meth:`save` what is this script's place."""
+        return {"running": self._running(), "hooked": hooked(self._chunks), **self._of_script()}
+
     def _running(self) -> list[str]:
         return [name for name, timer in self._timers._timers.items() if getattr(timer, "_started", False)]
 
@@ -271,6 +276,7 @@ class LMLoop:
             _fill(self.totals, totals)
         self._args.consumed_valid_samples = saved["consumed_valid_samples"]
         self._set_script(saved, saved["running"])
+        set_hooked(self._chunks, saved.get("hooked", hooked(self._chunks)))
         self.exits, self.kind = saved["exits"], saved.get("kind", self.kind)  # none in checkpoints of before
         for name, value in saved["rerun"].items():
             setattr(self._rerun, name, value)
@@ -300,7 +306,7 @@ class LMLoop:
         if self._restored is not None:
             if self.layouts is None:  # of another layout the script's place is no part of the state
                 self._check_script(self._restored)
-            self.load({**self._restored, "running": self._running(), **self._of_script()})
+            self.load({**self._restored, **self._here()})
 
     def _check_script(self, restored: Mapping[str, Any]) -> None:
         there, here = restored["arguments"], self._of_script()["arguments"]
@@ -331,12 +337,12 @@ class LMLoop:
             assert self._restored is not None
             self._sums.clear()
             self._totals_after.clear()  # of what has been given up
-            self.load({**self._restored, "running": place.running, **place.of_script})
+            self.load({**self._restored, "running": place.running, "hooked": place.hooked, **place.of_script})
             for iteration in {place.iteration, *(iteration for iteration, _ in place.summed)}:
                 self.handed(iteration, self.result.returned())
         else:
             self._set_script(place.of_script, place.running)
-        set_hooked(self._chunks, place.hooked)
+            set_hooked(self._chunks, place.hooked)
         for name, function in place.functions.items():
             setattr(self._chunks[0].config, name, function)
         if place.kind == "train":

@@ -453,21 +453,46 @@ def test_an_end_that_no_call_decides_asks_nobody(monkeypatch: pytest.MonkeyPatch
     assert not asked and protected._loop.exits
 
 
+class Chunk:
+    """Of a model, with hooks that gather parameters."""
+
+    def __init__(self) -> None:
+        self.remove_forward_pre_hook_handles: dict[str, int] = {}
+        self.config = SimpleNamespace(param_sync_func=None, grad_sync_func="reduce")
+
+    def enable_forward_pre_hook(self) -> None:
+        assert not self.remove_forward_pre_hook_handles
+        self.remove_forward_pre_hook_handles["hook"] = 1
+
+    def disable_forward_pre_hook(self, param_sync: bool) -> None:
+        assert not param_sync
+        self.remove_forward_pre_hook_handles.clear()
+
+
+def test_a_call_that_is_made_again_has_hooks_that_gather_as_it_had() -> None:
+    """An evaluation has none, and the loop gives them back after it; a rank that has come that far goes back to it with
+    one that has not, and with a replacement, which has none."""
+    chunk, machine = Chunk(), _loop(0, 0)._rerun
+    args = SimpleNamespace(consumed_valid_samples=0, curr_iteration=0, consumed_train_samples=0)
+    loop = LMLoop(args, SimpleNamespace(_timers={}), machine, chunks=[chunk])
+    evaluation = loop.save()
+    chunk.enable_forward_pre_hook()
+    following = loop.save()
+    for saved in (evaluation, following, evaluation):
+        loop.load(saved)
+        assert bool(chunk.remove_forward_pre_hook_handles) is (saved is following)
+    loop.restored(codec.loads(codec.dumps(following)))
+    loop.resume()  # in a replacement: its script has come there itself
+    assert not chunk.remove_forward_pre_hook_handles
+    del evaluation["hooked"]  # of a version before this
+    chunk.enable_forward_pre_hook()
+    loop.load(evaluation)
+    assert chunk.remove_forward_pre_hook_handles
+
+
 def test_hooks_that_gather_are_as_they_were_before_a_call_that_lies_far_back() -> None:
     """The loop takes them away for its first iteration, and for each evaluation, in a call, and gives them back outside
     of calls."""
-
-    class Chunk:
-        def __init__(self) -> None:
-            self.remove_forward_pre_hook_handles: dict[str, int] = {}
-            self.config = SimpleNamespace(param_sync_func=None, grad_sync_func="reduce")
-
-        def enable_forward_pre_hook(self) -> None:
-            self.remove_forward_pre_hook_handles["hook"] = 1
-
-        def disable_forward_pre_hook(self, param_sync: bool) -> None:
-            assert not param_sync
-            self.remove_forward_pre_hook_handles.clear()
 
     chunk, machine = Chunk(), _loop(0, 0)._rerun
     args = SimpleNamespace(consumed_valid_samples=0, curr_iteration=0, consumed_train_samples=0)

@@ -290,7 +290,7 @@ class Calls:
         if loop.left:
             return
         total = len(self._kinds)
-        if self._placed and total < self._skipped_to:
+        if total < self._skipped_to and any(isinstance(call.loop, PlacedLoop) for call in self._newest.values()):
             raise RegistrationError(
                 f"the script has come to its end after {total} calls, and the state has {self._skipped_to} behind it: it "
                 "was begun elsewhere, or makes fewer; it has trained nothing"

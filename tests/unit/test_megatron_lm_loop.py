@@ -365,10 +365,11 @@ def test_calls_that_lie_far_back_are_made_again(version: int, printed: list[tupl
     trained = Trained()
     trained.run(10)
     assert trained.printed == [(1, 1.0), (3, 5.0), (5, 9.0), (7, 13.0), (9, 17.0)]
-    trained.printed.clear()
     trained.factor = 2.0
-    trained.loop.restored(codec.loads(trained.ends[version - 1]))
-    trained.again(version)
+    for back in (1, version):  # what the loop has got by the second time is not what the state has behind it
+        trained.printed.clear()
+        trained.loop.restored(codec.loads(trained.ends[back - 1]))
+        trained.again(back)
     assert trained.printed == printed
     args = trained.loop._args
     assert (args.curr_iteration, args.consumed_train_samples, trained.loop.kind) == (9, 240, "log")
@@ -507,3 +508,22 @@ def test_hooks_that_gather_are_as_they_were_before_a_call_that_lies_far_back() -
         assert bool(chunk.remove_forward_pre_hook_handles) is (place is second)
         assert chunk.config.param_sync_func == ("gather" if place is second else None)
         assert chunk.config.grad_sync_func == "reduce"
+
+
+def test_what_an_evaluation_has_summed_up_of_experts_is_not_logged_by_a_step_that_is_made_again() -> None:
+    """The loop clears it, outside of calls; a log is made of what its step has summed up."""
+    from megatron.core.transformer.moe import moe_utils
+
+    entries = moe_utils.get_moe_layer_wise_logging_tracker()
+    loop = _loop(3, 72)
+    places = {}
+    for loop.kind in ("train", "log"):
+        places[loop.kind] = loop.place()
+    try:
+        entries["load_balancing_loss"] = {"values": torch.ones(2), "reduce_group": None, "avg_group": None}
+        loop.go_back(places["log"], restored=False)
+        assert entries["load_balancing_loss"]["values"].tolist() == [1, 1]
+        loop.go_back(places["train"], restored=False)
+        assert entries["load_balancing_loss"]["values"].tolist() == [0, 0]
+    finally:
+        entries.clear()

@@ -287,7 +287,7 @@ class ProtectedLoop:
 
         if not due:
             return decide(due=False)  # in no call: nothing may communicate, as the others may be elsewhere
-        said.append(bool(self._call("exit", lambda: decide(due=True), lambda: loop.exits)))
+        said.append(bool(self._call("exit", lambda: decide(due=True), loop.has_ended)))
         return said[0]
 
     def disable_forward_pre_hook(self, chunks: Any, optimizer: Any = None, param_sync: bool = True) -> Any:

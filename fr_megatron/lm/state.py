@@ -216,6 +216,14 @@ class LMLoop:
             self.exits = exits
             self.changes += 1
 
+    def has_ended(self) -> bool:
+        """Of a skipped ``checkpoint_and_decide_exit``: what it returned in the dead process, in which calls may have
+        come after it (parameters are gathered at the end)."""
+        found = self._restored
+        if self.exits or found is None or not found["exits"]:
+            return self.exits
+        return bool(found["arguments"].get("curr_iteration") == getattr(self._args, "curr_iteration", None))
+
     def logging(self, totals: dict[str, Any]) -> None:
         """``training_log`` is about to be called with ``totals``."""
         if self.totals is None:

@@ -285,6 +285,24 @@ def test_a_script_that_has_come_elsewhere_is_refused(other: str) -> None:
         launched.resume()
 
 
+@pytest.mark.parametrize("exits", [True, False])
+def test_a_loop_that_has_ended_ends_in_a_replacement_also_if_calls_came_after_it(exits: bool) -> None:
+    """With ``--overlap-param-gather`` parameters are gathered at the end."""
+    dead = _loop(4, 96)
+    dead.decided(exits)
+    dead.kind = "gather"
+    state = codec.loads(codec.dumps(dead.save()))
+    replacement = _loop(3, 72)
+    assert not replacement.has_ended()  # nothing is known yet
+    replacement.restored(state)
+    assert not replacement.has_ended()  # an iteration before
+    vars(replacement._args).update(curr_iteration=4, consumed_train_samples=96)
+    assert replacement.has_ended() is exits
+    replacement.kind = "gather"
+    replacement.resume()
+    assert replacement.exits is exits
+
+
 def _loop(iteration: int, samples: int) -> LMLoop:
     from megatron.core.rerun_state_machine import RerunMode, RerunStateMachine
 

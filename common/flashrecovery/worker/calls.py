@@ -292,8 +292,8 @@ class Calls:
         total = len(self._kinds)
         if total < self._skipped_to and any(isinstance(call.loop, PlacedLoop) for call in self._newest.values()):
             raise RegistrationError(
-                f"the script has come to its end after {total} calls, and the state has {self._skipped_to} behind it: it "
-                "was begun elsewhere, or makes fewer; it has trained nothing"
+                f"the script has come to its end after {total} calls, and the state has {self._skipped_to} behind it: "
+                "it was begun elsewhere, or makes fewer; it has trained nothing"
             )
         while not self._finished:
             self._finished = loop.finished(total)

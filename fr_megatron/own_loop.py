@@ -45,7 +45,7 @@ class OwnLoop:
             # Not the rank, by which it chooses who logs: the only field that is each rank's own.
             "micro_batches": {k: v for k, v in plain_fields(calculator()).items() if k != "rank"},
             "replicas": _replicas(),
-            "hooked": [bool(_handles(chunk)) for chunk in self._chunks],
+            "hooked": hooked(self._chunks),
         }
 
     def restore_common(self, state: Mapping[str, Any]) -> None:
@@ -55,11 +55,7 @@ class OwnLoop:
         known = state["hooked"]
         if len(known) != len(self._chunks):  # a checkpoint of another layout; a script does the same with all chunks
             known = [any(known)] * len(self._chunks)
-        for chunk, hooked in zip(self._chunks, known, strict=True):
-            if hooked and not _handles(chunk):
-                chunk.enable_forward_pre_hook()
-            elif _handles(chunk) and not hooked:
-                chunk.disable_forward_pre_hook(param_sync=False)
+        set_hooked(self._chunks, known)
         trackers.load(self._sums)
         for name, timer in self._timers().items():
             timer._started = name in self._running
@@ -92,6 +88,20 @@ def _replicas() -> int:
     from megatron.core import parallel_state
 
     return int(parallel_state.get_data_parallel_world_size())
+
+
+def hooked(chunks: Sequence[Any]) -> list[bool]:
+    """Of each chunk, whether its hooks that gather parameters are there."""
+    return [bool(_handles(chunk)) for chunk in chunks]
+
+
+def set_hooked(chunks: Sequence[Any], wanted: Sequence[bool]) -> None:
+    """Have them there, or not."""
+    for chunk, there in zip(chunks, wanted, strict=True):
+        if there and not _handles(chunk):
+            chunk.enable_forward_pre_hook()
+        elif _handles(chunk) and not there:
+            chunk.disable_forward_pre_hook(param_sync=False)
 
 
 def _handles(chunk: Any) -> Mapping[Any, Any]:

@@ -148,6 +148,11 @@ class Adapter(ABC):
         grow so far, before the first step."""
         return ""
 
+    def makes_any_call_again(self) -> bool:
+        """Whether the framework's own calls can be made again as they were also where they lie far back, at a fallback
+        checkpoint. Asked where steps are such calls."""
+        return False
+
     def resized(self) -> None:  # noqa: B027 - optional
         """The process groups have other members now (some have left): bring everything that depends on their number, or
         on this rank's number in them, to what it would be in a job that was started so. Called after :meth:`reset`,

@@ -8,6 +8,7 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from flashrecovery import Recovery, init
 from flashrecovery.adapter import check_equal
@@ -91,7 +92,11 @@ class ProtectedLoop:
             known = replan.known_facts(self._args) if layouts else {}
             adapter = adapter_for(chunks, optimizer, scheduler, membership=groups, known=known)
             self._objects = (chunks, optimizer, scheduler)
-            self._loop = LMLoop(self._args, get_timers(), get_rerun_state_machine(), self._elastic, self._layouts)
+            self._loop = LMLoop(
+                *(self._args, get_timers(), get_rerun_state_machine(), self._elastic, self._layouts),
+                far_back=self._recovery.has_checkpoints,
+                chunks=chunks,
+            )
             self._recovery.register_adapter(adapter)
             self._recovery.register_adapter(LMLoopAdapter(self._loop))
         return made
@@ -108,6 +113,8 @@ class ProtectedLoop:
         """One call of the core; ``body`` alone before the first step (that is set-up)."""
         if not self._started:
             return body()
+        if self._loop is not None and not self._recovery.in_call:
+            self._loop.kind = kind
         return self._recovery.call(kind, body, skipped=skipped, loop=self._loop, ahead=self._skips_ahead)
 
     @property
@@ -143,7 +150,7 @@ class ProtectedLoop:
             if loop.result is not NOTHING:
                 return loop.handed(iteration, loop.result.returned())
             empty, _, *rest = NOTHING.returned()
-            return empty, int(iteration in loop.overflows), *rest
+            return loop.handed(iteration, (empty, int(iteration in loop.overflows), *rest))
 
         return self._call("train", body, skipped)
 
@@ -181,7 +188,8 @@ class ProtectedLoop:
         communicates = first or iteration % settings.log_interval == 0 or _reduces_losses(settings)
 
         def log(totals: dict[str, Any]) -> Any:
-            return self._original["training_log"](loss_dict, totals, *loop.result.logged(args), **kwargs)
+            given = loop.result.logged(self._as_it_is(args) if loop.made_again else args)
+            return self._original["training_log"](loss_dict, totals, *given, **kwargs)
 
         def made() -> Any:
             with nullcontext() if self._layouts is None else self._layouts.logging():
@@ -198,6 +206,19 @@ class ProtectedLoop:
         returned = add(total_loss_dict)
         loop.summed(iteration - 1, add)
         return returned
+
+    def _as_it_is(self, given: tuple[Any, ...]) -> tuple[Any, ...]:
+        """What ``training_log`` is given after the losses, with the optimizer's learning rate and loss scale: the loop
+        may have read them in a process that skipped the step."""
+        training: Any = importlib.import_module("megatron.training.training")
+        assert self._objects is not None
+        _, optimizer, _ = self._objects
+        rate, iteration, scale, *rest = given
+        if not optimizer.is_stub_optimizer:
+            scale = optimizer.get_loss_scale().item()
+        if hasattr(training, "get_canonical_lr_for_logging"):
+            rate = training.get_canonical_lr_for_logging(optimizer.param_groups)
+        return rate, iteration, scale, *rest
 
     def evaluate_and_print_results(self, *args: Any, **kwargs: Any) -> Any:
         elastic, layouts = self._elastic, self._layouts
@@ -255,12 +276,19 @@ class ProtectedLoop:
             for interval in (settings.save_interval, settings.non_persistent_save_interval, settings.exit_interval)
         ) or bool(settings.exit_signal_handler or settings.exit_duration_in_mins)
 
-        def body() -> Any:
-            exits = self._original["checkpoint_and_decide_exit"](model, optimizer, scheduler, iteration, *rest)
-            loop.decided(bool(exits))
+        said: list[bool] = []  # to the loop
+
+        def decide(*, due: bool) -> bool:
+            exits = bool(self._original["checkpoint_and_decide_exit"](model, optimizer, scheduler, iteration, *rest))
+            if exits and due and self._recovery.has_checkpoints:
+                exits = not _on_any_rank(said == [False])
+            loop.decided(exits)
             return exits
 
-        return self._call("exit", body, lambda: loop.exits) if due else body()
+        if not due:
+            return decide(due=False)  # in no call: nothing may communicate, as the others may be elsewhere
+        said.append(bool(self._call("exit", lambda: decide(due=True), loop.has_ended)))
+        return said[0]
 
     def disable_forward_pre_hook(self, chunks: Any, optimizer: Any = None, param_sync: bool = True) -> Any:
         """As Megatron's own, which gathers the parameters first. ``optimizer``: of core 0.20, for fp8 parameters
@@ -313,6 +341,14 @@ class ProtectedLoop:
         if given(self._args, "digest") and self._objects is not None:
             print(f"digest rank={self._args.rank} {state_digest(*self._objects)}", flush=True)
         return returned
+
+
+def _on_any_rank(gone_on: bool) -> bool:
+    """Whether the loop of any rank has gone on after a call that is made again, since the job has fallen back to a
+    checkpoint: a time limit or a signal that has come meanwhile counts in a later call. A collective."""
+    found: list[bool] = [gone_on] * dist.get_world_size()
+    dist.all_gather_object(found, gone_on)
+    return any(found)
 
 
 @contextmanager

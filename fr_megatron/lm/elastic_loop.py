@@ -41,7 +41,7 @@ REFUSED: dict[str, str] = {
     "run_workload_inspector_server": "it has noted the rank",
     "inprocess_restart": "it restarts ranks itself",
     "enable_ft_package": "it restarts ranks itself",
-    "async_save": "not tried",
+    "async_save": "between its iterations it asks on all ranks whether writing is over",
     "ckpt_assume_constant_structure": "it keeps who writes which part of a checkpoint as it was at the first one",
     "dataloader_save": "the loader's state is of one number of ranks",
     "mtp_num_layers": "its losses are reduced over groups that are noted",
@@ -131,6 +131,12 @@ class ElasticLoop:
             yield f"--gtp-weight-remat-size {args.gtp_weight_remat_size} (a parallelism that has not been tried)"
         if getattr(args, "non_persistent_ckpt_type", None) == "local":
             yield "--non-persistent-ckpt-type local (its files are of the launch's ranks; allowed: global)"
+        for name in ("num_experts", "dsa_indexer_loss_coeff"):
+            if self._recovery.has_checkpoints and getattr(args, name, None):
+                yield (
+                    f"--{name.replace('_', '-')} {getattr(args, name)} and fallback checkpoints (losses that layers "
+                    "have summed up for the log are each rank's own; allowed without checkpoint.dir)"
+                )
         if args.dataloader_type != "single":
             yield (
                 f"--dataloader-type {args.dataloader_type} (its order depends on the number of ranks; allowed: single)"

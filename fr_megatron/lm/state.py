@@ -2,21 +2,26 @@
 
 A replacement's loop begins at its first iteration and goes round without computing anything; when its last skipped
 ``train_step`` returns, it returns what the dead process had got, and the averages of the log are as they were there.
+
+After a fallback to a checkpoint the calls that came after it are made again, in the loop's frame as it is then
+(:class:`flashrecovery.worker.calls.PlacedLoop`): what the loop had set before each of them is set again, and losses
+that it had summed up outside of calls are summed up again, those of the steps that were made again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from flashrecovery.adapter import LoopAdapter, plain_fields
+from flashrecovery.errors import ConfigError
 from fr_megatron import trackers
 from fr_megatron.lm.elastic_loop import ElasticLoop
 from fr_megatron.lm.replan import LayoutLoop
-from fr_megatron.own_loop import calculator
+from fr_megatron.own_loop import PUT_ASIDE, calculator, hooked, set_hooked
 
 _RERUN = (
     "current_iteration",
@@ -35,6 +40,8 @@ is "unexpectedly large"."""
 _OF_SCRIPT = ("curr_iteration", "consumed_train_samples", "skipped_train_samples")
 """Arguments that the loop sets between its calls, and that a step may read. Where one is made again, the loop may have
 gone on from it already: to the next step, if there is no log in between."""
+_PLACED = ("curr_iteration", "consumed_train_samples")
+"""Those of them that say where the loop is."""
 _KEPT = 4
 """Iterations of which it is known what the loop has got. A recovery in place goes back no further."""
 _COMMON = (
@@ -86,9 +93,36 @@ NOTHING = TrainResult({}, False, (False, False, 0, None, None, 0))
 """The result of an iteration that the dead process had behind it; the loop does not use it."""
 
 
+@dataclass(frozen=True)
+class CallPlace:
+    """What the loop has before a call that is the script's, and not a result of calls.
+
+    Attributes:
+        kind: of the call.
+        running: timers.
+        of_script: see :meth:`LMLoop._of_script`.
+        summed: of the iterations whose losses were added to the totals since the call before, how that is done.
+        hooked, functions: with ``overlap_param_gather``, what the loop gives back after its first iteration, and after
+            each evaluation: hooks that gather parameters, by chunk, and functions of the configuration.
+    """
+
+    kind: str
+    running: tuple[str, ...]
+    of_script: Mapping[str, Any]
+    summed: tuple[tuple[int, Callable[[dict[str, Any]], object]], ...]
+    hooked: tuple[bool, ...]
+    functions: Mapping[str, Any]
+
+    @property
+    def iteration(self) -> int:
+        """The loop's, counted from 0."""
+        return int(self.of_script["arguments"].get("curr_iteration", 0))
+
+
 class LMLoop:
-    """A :class:`flashrecovery.worker.calls.LoopState`. ``elastic``: of a job that changes its number of replicas, or
-    its layout; ``layouts``: of one that changes its layout."""
+    """A :class:`flashrecovery.worker.calls.PlacedLoop`. ``elastic``: of a job that changes its number of replicas, or
+    its layout; ``layouts``: of one that changes its layout. ``far_back``: the job has fallback checkpoints.
+    ``chunks``: of the model."""
 
     def __init__(
         self,
@@ -97,8 +131,12 @@ class LMLoop:
         rerun: Any,
         elastic: ElasticLoop | None = None,
         layouts: LayoutLoop | None = None,
+        *,
+        far_back: bool = False,
+        chunks: Sequence[Any] = (),
     ) -> None:
         self.elastic, self.layouts = elastic, layouts
+        self._far_back, self._chunks = far_back, chunks
         self._positions: LayoutLoop | ElasticLoop | None = layouts or elastic
         self._args = args
         self._timers = timers
@@ -111,6 +149,10 @@ class LMLoop:
         self.exits = False
         """The loop has decided to end before its last iteration. A replacement's ends, too."""
         self.changes = 0
+        self.kind = ""
+        """Of the call that is made, or was made last."""
+        self.made_again = False
+        """The loop is far ahead of the call that is made, which is made again."""
         self._given_totals: dict[str, Any] | None = None
         self._logged: int | None = None  # the last iteration whose losses are in the totals
         # Of the last iterations, by number: the losses that the loop has got, how they are added to totals where
@@ -118,6 +160,7 @@ class LMLoop:
         self._losses: dict[int, dict[str, torch.Tensor]] = {}
         self._sums: dict[int, Callable[[dict[str, Any]], object]] = {}
         self._totals_after: dict[int, dict[str, Any]] = {}
+        self._since: list[tuple[int, Callable[[dict[str, Any]], object]]] = []  # summed up since the last call
         self._common: dict[str, Any] = {}
         self._restored: dict[str, Any] | None = None
 
@@ -141,16 +184,22 @@ class LMLoop:
         losses, found = self._losses.setdefault(iteration, {}), dict(returned[0])
         losses.clear()
         losses.update(found)
+        if not self._far_back:
+            _drop(self._losses, iteration - _KEPT)
         return losses, *returned[1:]
 
     def _forget(self, last: int) -> None:
-        for known in (self._losses, self._sums, self._totals_after):
-            for old in [number for number in known if number <= last]:
-                del known[old]
+        _drop(self._sums, last)
+        _drop(self._totals_after, last)
 
     def summed(self, iteration: int, again: Callable[[dict[str, Any]], object]) -> None:
         """The losses of ``iteration`` have been added to the totals, outside of a call. ``again``: adds them to
         others."""
+        self._sum_up(iteration, again)
+        if self._far_back:
+            self._since.append((iteration, again))
+
+    def _sum_up(self, iteration: int, again: Callable[[dict[str, Any]], object]) -> None:
         self._logged, self._sums[iteration] = iteration, again
         self._forget(iteration - _KEPT)
 
@@ -166,6 +215,14 @@ class LMLoop:
         if exits != self.exits:
             self.exits = exits
             self.changes += 1
+
+    def has_ended(self) -> bool:
+        """Of a skipped ``checkpoint_and_decide_exit``: what it returned in the dead process, in which calls may have
+        come after it (parameters are gathered at the end)."""
+        found = self._restored
+        if self.exits or found is None or not found["exits"]:
+            return self.exits
+        return bool(found["arguments"].get("curr_iteration") == getattr(self._args, "curr_iteration", None))
 
     def logging(self, totals: dict[str, Any]) -> None:
         """``training_log`` is about to be called with ``totals``."""
@@ -185,7 +242,9 @@ class LMLoop:
             "totals": _copied(self.totals or self._given_totals or {}),
             "logged": self._logged,
             "consumed_valid_samples": self._args.consumed_valid_samples,
-            "running": [name for name, timer in self._timers._timers.items() if getattr(timer, "_started", False)],
+            "kind": self.kind,
+            "running": self._running(),
+            "hooked": hooked(self._chunks),  # the loop gives them back between two calls
             "rerun": {name: getattr(self._rerun, name) for name in _RERUN},
             "rerun_mode": self._rerun.mode.value,  # an evaluation switches it off, and may be cut short
             "largest": {name: dict(getattr(self._rerun, name)) for name in _RERUN_LARGEST},
@@ -205,6 +264,13 @@ class LMLoop:
             "micro_batches": {} if of_size else plain_fields(calculator()),
         }
 
+    def _here(self) -> dict[str, Any]:
+        """Of :meth:`save` what is this script's place."""
+        return {"running": self._running(), "hooked": hooked(self._chunks), **self._of_script()}
+
+    def _running(self) -> list[str]:
+        return [name for name, timer in self._timers._timers.items() if getattr(timer, "_started", False)]
+
     def load(self, saved: dict[str, Any]) -> None:
         from megatron.core.rerun_state_machine import RerunMode, RerunState
 
@@ -217,12 +283,9 @@ class LMLoop:
         else:
             _fill(self.totals, totals)
         self._args.consumed_valid_samples = saved["consumed_valid_samples"]
-        vars(self._args).update(saved["arguments"])
-        vars(calculator()).update(saved["micro_batches"])
-        self.exits = saved["exits"]
-        for name, timer in self._timers._timers.items():
-            if hasattr(timer, "_started"):
-                timer._started = name in saved["running"]  # one that runs refuses to be started again
+        self._set_script(saved, saved["running"])
+        set_hooked(self._chunks, saved.get("hooked", hooked(self._chunks)))
+        self.exits, self.kind = saved["exits"], saved.get("kind", self.kind)  # none in checkpoints of before
         for name, value in saved["rerun"].items():
             setattr(self._rerun, name, value)
         for name, values in saved["largest"].items():
@@ -234,15 +297,72 @@ class LMLoop:
         if self.layouts is not None:
             self.layouts.micro_batches, self.layouts.experts = saved["micro_batches_logged"], saved["trackers"]
 
+    def _set_script(self, of_script: Mapping[str, Any], running: Collection[str]) -> None:
+        vars(self._args).update(of_script["arguments"])
+        vars(calculator()).update(of_script["micro_batches"])
+        for name, timer in self._timers._timers.items():
+            if hasattr(timer, "_started"):
+                timer._started = name in running  # one that runs refuses to be started again
+
     def restored(self, saved: dict[str, Any]) -> None:
         saved = {**saved, **self._common}
         self._restored, self._common = saved, {}
         self.overflows = set(saved["overflows"])
 
     def resume(self) -> None:
+        """Raises ConfigError if the script has not come to where the state is from."""
         if self._restored is not None:
-            running = {name for name, timer in self._timers._timers.items() if getattr(timer, "_started", False)}
-            self.load({**self._restored, "running": running, **self._of_script()})
+            if self.layouts is None:  # of another layout the script's place is no part of the state
+                self._check_script(self._restored)
+            self.load({**self._restored, **self._here()})
+
+    def _check_script(self, restored: Mapping[str, Any]) -> None:
+        there, here = restored["arguments"], self._of_script()["arguments"]
+        odd = [name for name in _PLACED if name in there and there[name] != here.get(name)]
+        kind = restored.get("kind", self.kind)
+        if odd or kind != self.kind:
+            said = ", ".join(f"{name} {there[name]} and not {here.get(name)}" for name in odd)
+            raise ConfigError(
+                f"the state is of another place in Megatron-LM's loop ({said or 'the same iteration'}; behind a call "
+                f"{kind!r} and not {self.kind!r}): its job was begun with another checkpoint of Megatron's (--load, "
+                "--ckpt-step), other batch sizes, or other intervals of logs, evaluations or checkpoints; the same are "
+                "allowed"
+            )
+
+    # -- PlacedLoop -------------------------------------------------------------------------------
+
+    def place(self) -> CallPlace:
+        summed, self._since = tuple(self._since), []
+        self.made_again = False
+        configs = [chunk.config for chunk in self._chunks[:1]]
+        functions = {name: getattr(config, name) for config in configs for name in PUT_ASIDE if hasattr(config, name)}
+        gathering = tuple(hooked(self._chunks)), functions
+        return CallPlace(self.kind, tuple(self._running()), self._of_script(), summed, *gathering)
+
+    def go_back(self, place: CallPlace, *, restored: bool) -> None:
+        self.made_again = True
+        if restored:
+            assert self._restored is not None
+            self._sums.clear()
+            self._totals_after.clear()  # of what has been given up
+            self.load({**self._restored, "running": place.running, "hooked": place.hooked, **place.of_script})
+            for iteration in {place.iteration, *(iteration for iteration, _ in place.summed)}:
+                self.handed(iteration, self.result.returned())
+        else:
+            self._set_script(place.of_script, place.running)
+            set_hooked(self._chunks, place.hooked)
+        for name, function in place.functions.items():
+            setattr(self._chunks[0].config, name, function)
+        if place.kind == "train":
+            trackers.load({})  # its log, or the loop after an evaluation, has cleared them
+        self.kind = place.kind
+        for iteration, again in place.summed:
+            assert self.totals is not None
+            again(self.totals)
+            self._sum_up(iteration, again)
+
+    def forget(self, place: CallPlace) -> None:
+        _drop(self._losses, place.iteration - 2)
 
     # -- what is the same on all ranks, in every layout -------------------------------------------
 
@@ -287,6 +407,11 @@ class LMLoopAdapter(LoopAdapter):
     def resized(self) -> None:
         if self._state.elastic is not None:
             self._state.elastic.resized()
+
+
+def _drop(known: dict[int, Any], last: int) -> None:
+    for old in [number for number in known if number <= last]:
+        del known[old]
 
 
 def _plain(value: Any) -> Any:

@@ -50,7 +50,13 @@ class Training(LoopTraining):
         return "--use-distributed-optimizer" in self.flags
 
     def start(
-        self, folder: Path, *flags: str, config: Any = None, inject: Sequence[str] = (), nproc: int = 0
+        self,
+        folder: Path,
+        *flags: str,
+        config: Any = None,
+        inject: Sequence[str] = (),
+        nproc: int = 0,
+        standby: int = 0,
     ) -> RunningJob:
         """Start one job, of as many ranks as it is launched with, or ``nproc``."""
         never = {"elastic": {"min": 1, "max": self.launched // self.each, "replace": "never"}}
@@ -60,6 +66,7 @@ class Training(LoopTraining):
             *(*self.common_flags(), *self.flags, f"--steps={self.iterations}", *flags),
             nproc=nproc or self.launched,
             inject=inject,
+            standby=standby,
             script=SCRIPT,
             env=loop_environment(),
         )

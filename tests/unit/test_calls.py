@@ -19,7 +19,8 @@ class FakeSession:
 
     def __init__(self, version: int = 0) -> None:
         self.gate = SimpleNamespace(version=version, stopped=False, paused=False)
-        self.left = False
+        self.left = self.from_checkpoint = False
+        self.has_checkpoints, self.oldest_checkpoint = False, 0
         self.pauses: list[int] = []
         self.overhead = Overhead()
         self.back_to: int | None = None
@@ -226,3 +227,175 @@ def test_a_process_at_the_launch_skips_nothing() -> None:
     script = BesideTraining(0)
     script.run(3)
     assert script.made == [0, 1, 2] and not script.skipped
+
+
+# -- back to a checkpoint ----------------------------------------------------------------------------------
+
+
+class Placed(Total):
+    """A :class:`flashrecovery.worker.calls.PlacedLoop`. ``kept``: at the end of each version. ``results``: of training,
+    by round."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.round = 0
+        self.kept: dict[int, Any] = {0: (0, [])}
+        self.results: dict[int, int] = {}
+        self.brought: Any = None
+        self.went: list[tuple[int, bool]] = []
+        self.forgotten: list[int] = []
+        self._since: list[int] = []
+
+    def restored(self, saved: Any) -> None:
+        self.brought = saved
+
+    def add(self) -> None:
+        """The script does, between two calls."""
+        self.value += self.results.get(self.round, 0)
+        self._since.append(self.round)
+
+    def place(self) -> Any:
+        since, self._since = self._since, []
+        return self.round, since
+
+    def go_back(self, place: Any, *, restored: bool) -> None:
+        self.went.append((place[0], restored))
+        if restored:
+            self.load(self.brought)
+        self.round = place[0]
+        self.value += sum(self.results[number] for number in place[1])
+
+    def forget(self, place: Any) -> None:
+        self.forgotten.append(place[0])
+
+
+class Checkpointed:
+    """A script of one training call in each round, which uses the round's number, and one report in every second
+    round. In call ``at`` the job goes back to version ``to``, from a checkpoint or in place; each once."""
+
+    def __init__(self, *back: tuple[int, int, bool], version: int = 0) -> None:
+        self.session = FakeSession(version)
+        self.session.has_checkpoints = True
+        self.calls, self.loop = Calls(self.session), Placed()  # type: ignore[arg-type]
+        self.back = list(back)
+        self.made: list[str] = []
+
+    def _call(self, kind: str, body: Callable[[], int]) -> int:
+        def made() -> int:
+            self.made.append(f"{kind}{self.loop.round}")
+            value = body()
+            version = self.session.gate.version
+            if self.back and self.back[0][0] == version:
+                _, to, from_checkpoint = self.back.pop(0)
+                self.session.back_to, self.session.from_checkpoint = to, from_checkpoint
+                if from_checkpoint or to < version:
+                    self.loop.restored(self.loop.kept[to])
+                raise RuntimeError("peers have died")
+            self.loop.kept[version + 1] = self.loop.save()
+            return value
+
+        return self.calls.run(kind, made, lambda: 0, self.loop)
+
+    def _train(self) -> int:
+        self.loop.results[self.loop.round] = 10 + self.loop.round
+        return 0
+
+    def _report(self) -> int:
+        self.loop.reported.append(self.loop.value)
+        self.loop.value = 0
+        return 0
+
+    def run(self, rounds: int) -> None:
+        for number in range(rounds):
+            self.loop.round = number
+            self._call("train", self._train)
+            self.loop.add()
+            if number % 2:
+                self._call("report", self._report)
+
+
+REPORTED = [21, 25, 29, 33]
+
+
+@pytest.mark.parametrize("at", [10, 11])
+@pytest.mark.parametrize("to", [0, 1, 2, 3, 8, 9, 10])
+def test_after_a_fallback_each_call_is_made_again_as_itself(at: int, to: int) -> None:
+    """Version 8 and those after it are those to which a recovery in place goes, too."""
+    script = Checkpointed((at, to, True))
+    script.run(8)
+    assert script.loop.reported == REPORTED and script.loop.value == 0
+    names = ["train0", "train1", "report1", "train2", "train3", "report3", "train4", "train5", "report5"]
+    names += ["train6", "train7", "report7"]
+    assert script.made == [*names[: at + 1], *names[to:]]
+    assert script.loop.went[0][1] and not any(restored for _, restored in script.loop.went[1:])
+
+
+@pytest.mark.parametrize("second", [(3, 3, False), (4, 3, False), (5, 1, True), (3, 2, True), (11, 10, False)])
+def test_a_second_death_on_the_way_forward(second: tuple[int, int, bool]) -> None:
+    script = Checkpointed((10, 2, True), second)
+    script.run(8)
+    assert script.loop.reported == REPORTED and script.loop.value == 0 and not script.back
+
+
+def test_what_was_skipped_is_made_again_as_itself() -> None:
+    """A replacement has skipped it, and survives the next ones."""
+    script = Checkpointed((10, 3, True), version=9)
+    script.loop.kept[3] = (0, [21])  # as a survivor has left it
+    script.run(8)
+    assert script.made[:4] == ["train6", "train7", "train2", "train3"]
+    assert script.loop.reported == REPORTED
+
+
+def test_calls_before_the_oldest_checkpoint_are_forgotten() -> None:
+    script = Checkpointed((10, 4, True))
+    run = script.calls.run
+
+    def running(*args: Any, **kwargs: Any) -> Any:
+        if len(script.calls._kinds) == 9:
+            script.session.oldest_checkpoint = 6
+        return run(*args, **kwargs)
+
+    script.calls.run = running  # type: ignore[method-assign]
+    with pytest.raises(RegistrationError, match="call 4 is to be repeated, and it came before the oldest checkpoint"):
+        script.run(8)
+    assert script.loop.forgotten == [4]
+
+
+def test_a_fallback_at_the_end() -> None:
+    """The script has come to its end, and waits for the others."""
+    script = Checkpointed()
+    script.run(4)
+    session = script.session
+    ended: list[bool] = []
+
+    def finished(total: int) -> bool:
+        if not ended:
+            ended.append(True)
+            session.gate.version, session.from_checkpoint = 2, True
+            script.loop.restored(script.loop.kept[2])
+        return bool(session.gate.version >= total)
+
+    session.finished = finished  # type: ignore[attr-defined]
+    script.calls._finish()
+    assert script.loop.reported == REPORTED[:2] and script.made[-4:] == ["report1", "train2", "train3", "report3"]
+
+
+@pytest.mark.parametrize("rounds", [1, 4])
+def test_a_launch_whose_script_ends_before_the_state_has_trained_nothing(rounds: int) -> None:
+    """It was begun with a later checkpoint of the framework's own, so it makes fewer calls than the state has behind
+    it."""
+    script = Checkpointed(version=7)
+    script.session.finished = lambda total: script.session.gate.version >= total  # type: ignore[attr-defined]
+    script.run(rounds)
+    with pytest.raises(RegistrationError, match="and the state has 7 behind it"):
+        script.calls._finish()
+    assert not script.made
+
+
+def test_a_launch_whose_script_ends_just_there() -> None:
+    """The job before had come to its end."""
+    script = Checkpointed(version=6)
+    script.session.finished = lambda total: script.session.gate.version >= total  # type: ignore[attr-defined]
+    script.run(4)
+    script.calls._finish()
+    assert not script.made

@@ -20,8 +20,8 @@ from fr_megatron.lm.elastic_loop import ElasticLoop, check_flag
 GLOBAL, MICRO, SAMPLES = 24, 2, 24 * 5
 
 
-def recovery(elastic: ElasticSettings | None) -> Any:
-    return SimpleNamespace(elastic=elastic, take_batches=lambda batches: None)
+def recovery(elastic: ElasticSettings | None, *, checkpoints: bool = False) -> Any:
+    return SimpleNamespace(elastic=elastic, take_batches=lambda batches: None, has_checkpoints=checkpoints)
 
 
 @pytest.mark.parametrize(
@@ -265,7 +265,7 @@ def test_going_back_gives_the_step_up() -> None:
     made._batches.refuse_unread(3)
 
 
-def test_fallback_checkpoints_are_refused() -> None:
+def test_fallback_checkpoints_of_other_loops_are_refused() -> None:
     """Calls that lie far back are made again by the newest call of their kind, which stands at its own samples."""
     registry: Any = SimpleNamespace(adapters=[], batches=batches((0, 4)))
     settings = Settings.model_validate({"elastic": {"min": 1, "max": 4}, "checkpoint": {"dir": "/somewhere"}})
@@ -302,6 +302,19 @@ def test_what_is_refused_of_the_flags() -> None:
     assert text.startswith("--non-persistent-ckpt-type local")
     assert not list(loop(non_persistent_ckpt_type="global").tied_to_size())
     assert len(list(loop(log_straggler=True, iterations_to_skip=[3], sft=True).tied_to_size())) == 3
+
+
+@pytest.mark.parametrize("flag", [{"num_experts": 4}, {"dsa_indexer_loss_coeff": 0.5}])
+def test_fallback_checkpoints_with_losses_of_layers_are_refused(flag: dict[str, Any]) -> None:
+    made = loop(**flag)
+    assert not list(made.tied_to_size())
+    made._recovery = recovery(None, checkpoints=True)
+    (text,) = made.tied_to_size()
+    ((name, value),) = flag.items()
+    assert text.startswith(f"--{name.replace('_', '-')} {value} and fallback checkpoints (losses that layers have")
+    made = loop(num_experts=None, dsa_indexer_loss_coeff=0.0)
+    made._recovery = recovery(None, checkpoints=True)
+    assert not list(made.tied_to_size())
 
 
 def test_the_loop_sees_no_ramp_up() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from flashrecovery.errors import UnsupportedError
+from flashrecovery.errors import ConfigError, UnsupportedError
 from flashrecovery.state import codec
 from fr_megatron.lm.calls import ProtectedLoop
 from fr_megatron.lm.state import NOTHING, LMLoop, LMLoopAdapter
@@ -104,7 +104,7 @@ def test_a_log_that_is_not_due_does_not_communicate(
     loop = ProtectedLoop.__new__(ProtectedLoop)
     loop._layouts = None
     loop._loop = SimpleNamespace(  # type: ignore[assignment]
-        logging=lambda _: None, summed=lambda *_: None, printed=lambda _: None, result=NOTHING
+        logging=lambda _: None, summed=lambda *_: None, printed=lambda _: None, result=NOTHING, made_again=False
     )
     loop._original, loop._started = {"training_log": training_log}, False
     rest = 1.0, True, 0, None, None, None, None
@@ -306,10 +306,150 @@ def test_a_step_that_is_made_again_sees_the_loop_where_it_was(elastic: bool, mon
     assert seen(ahead) == (4, 96, 7 if elastic else 6)
     ahead.load(following)
     assert seen(ahead) == (5, 120, 7)
-    replacement = loop(6)
+    replacement = loop(4)
     replacement.restored(codec.loads(codec.dumps(step)))
     replacement.resume()
-    assert seen(replacement) == (6, 144, 7)
+    assert seen(replacement) == (4, 96, 7)
+
+
+@pytest.mark.parametrize("other", ["iteration", "samples", "kind"])
+def test_a_script_that_has_come_elsewhere_is_refused(other: str) -> None:
+    """It was begun with another checkpoint of Megatron's, or does something at other intervals: the calls that it
+    skips are not those that the state has behind it."""
+    first, launched = _loop(4, 96), _loop(*{"iteration": (5, 96), "samples": (4, 100)}.get(other, (4, 96)))
+    first.kind, launched.kind = "log", "train" if other == "kind" else "log"
+    launched.restored(codec.loads(codec.dumps(first.save())))
+    with pytest.raises(ConfigError, match="another place in Megatron-LM's loop"):
+        launched.resume()
+
+
+@pytest.mark.parametrize("exits", [True, False])
+def test_a_loop_that_has_ended_ends_in_a_replacement_also_if_calls_came_after_it(exits: bool) -> None:
+    """With ``--overlap-param-gather`` parameters are gathered at the end."""
+    dead = _loop(4, 96)
+    dead.decided(exits)
+    dead.kind = "gather"
+    state = codec.loads(codec.dumps(dead.save()))
+    replacement = _loop(3, 72)
+    assert not replacement.has_ended()  # nothing is known yet
+    replacement.restored(state)
+    assert not replacement.has_ended()  # an iteration before
+    vars(replacement._args).update(curr_iteration=4, consumed_train_samples=96)
+    assert replacement.has_ended() is exits
+    replacement.kind = "gather"
+    replacement.resume()
+    assert replacement.exits is exits
+
+
+def _loop(iteration: int, samples: int) -> LMLoop:
+    from megatron.core.rerun_state_machine import RerunMode, RerunStateMachine
+
+    args = SimpleNamespace(consumed_valid_samples=0, curr_iteration=iteration, consumed_train_samples=samples)
+    machine = RerunStateMachine(mode=RerunMode.DISABLED)
+    return LMLoop(args, SimpleNamespace(_timers={}), machine, far_back=True)
+
+
+class Trained:
+    """The loop of a script that logs the mean of two iterations, summed up outside of calls in between, whose losses
+    are ``factor`` times the iteration's number, and what it does is made by calls that can be made again."""
+
+    def __init__(self) -> None:
+        self.loop = _loop(0, 0)
+        self.totals: dict[str, Any] = {}
+        self.factor = 1.0
+        self.places: list[tuple[Any, Any]] = []
+        self.ends: list[Any] = []
+        self.printed: list[tuple[int, float]] = []
+
+    def call(self, kind: str, body: Any) -> None:
+        self.loop.kind = kind
+        self.places.append((body, self.loop.place()))
+        body()
+        self.ends.append(codec.dumps(self.loop.save()))
+
+    def run(self, iterations: int) -> None:
+        for number in range(iterations):
+            self.loop._args.curr_iteration = number
+            losses: dict[str, Any] = {}
+
+            def step(number: int = number, losses: dict[str, Any] = losses) -> None:
+                found = {"lm loss": torch.tensor([self.factor * number])}
+                handed = self.loop.finished(number, (found, False, False, False, 0, None, None, 0))[0]
+                losses["of"] = handed
+
+            self.call("train", step)
+            self.loop._args.consumed_train_samples += 24
+
+            def add(totals: dict[str, Any], losses: dict[str, Any] = losses) -> None:
+                totals["lm loss"] = totals.get("lm loss", 0) + losses["of"]["lm loss"]
+
+            self.loop.logging(self.totals)
+            if number % 2 == 0:
+                add(self.totals)
+                self.loop.summed(number, add)
+                continue
+
+            def log(number: int = number, add: Any = add) -> None:
+                add(self.totals)
+                self.printed.append((number, float(self.totals["lm loss"])))
+                self.totals["lm loss"] = torch.zeros(1)
+                self.loop.printed(number)
+
+            self.call("log", log)
+
+    def again(self, first: int) -> None:
+        for number, (body, place) in enumerate(self.places[first:], first):
+            self.loop.go_back(place, restored=number == first)
+            body()
+
+
+TWICE = [(1, 2.0), (3, 10.0), (5, 18.0), (7, 26.0), (9, 34.0)]
+
+
+@pytest.mark.parametrize(
+    ("version", "printed"),
+    [
+        (1, [(1, 0.0 + 2.0), *TWICE[1:]]),  # behind a step whose loss was summed up outside of calls since
+        (2, [(1, 0.0 + 1.0), *TWICE[1:]]),  # before a log
+        (3, TWICE[1:]),
+        (4, [(3, 2.0 + 6.0), *TWICE[2:]]),
+        (14, [(9, 8.0 + 9.0)]),
+    ],
+)
+def test_calls_that_lie_far_back_are_made_again(version: int, printed: list[tuple[int, float]]) -> None:
+    """From the end of call ``version - 1``; with other losses, as in another size."""
+    trained = Trained()
+    trained.run(10)
+    assert trained.printed == [(1, 1.0), (3, 5.0), (5, 9.0), (7, 13.0), (9, 17.0)]
+    trained.factor = 2.0
+    for back in (1, version):  # what the loop has got by the second time is not what the state has behind it
+        trained.printed.clear()
+        trained.loop.restored(codec.loads(trained.ends[back - 1]))
+        trained.again(back)
+    assert trained.printed == printed
+    args = trained.loop._args
+    assert (args.curr_iteration, args.consumed_train_samples, trained.loop.kind) == (9, 240, "log")
+    assert trained.loop.made_again
+
+
+def test_its_calls_can_be_made_again_from_any_version_on() -> None:
+    from flashrecovery.adapter import LoopAdapter
+
+    assert LMLoopAdapter(_loop(0, 0)).makes_any_call_again()
+    other = SimpleNamespace(save=None, load=None, restored=None, resume=None)
+    assert not LoopAdapter(other).makes_any_call_again()  # type: ignore[arg-type]
+
+
+def test_losses_are_kept_as_far_as_they_may_be_logged_again() -> None:
+    trained = Trained()
+    trained.run(10)
+    assert sorted(trained.loop._losses) == list(range(10))
+    trained.loop.forget(trained.places[9][1])  # that of iteration 6
+    assert sorted(trained.loop._losses) == [5, 6, 7, 8, 9]
+    plain = LMLoop(trained.loop._args, SimpleNamespace(_timers={}), trained.loop._rerun)
+    for number in range(10):
+        plain.handed(number, ({}, 0))
+    assert sorted(plain._losses) == [6, 7, 8, 9]
 
 
 @pytest.mark.parametrize("stages", [1, 2])
@@ -320,3 +460,126 @@ def test_beyond_the_launch_pipeline_stages_have_not_been_tried(stages: int) -> N
     elastic._args = SimpleNamespace(pipeline_model_parallel_size=stages)
     loop = LMLoop(SimpleNamespace(), SimpleNamespace(_timers={}), SimpleNamespace(), elastic)
     assert ("--pipeline-model-parallel-size 2" in LMLoopAdapter(loop).only_as_launched(3)) == (stages == 2)
+
+
+@pytest.mark.parametrize("others", [False, True])
+def test_a_time_limit_that_comes_while_calls_are_made_again_counts_later(
+    others: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some ranks' loops have gone on after that call; those of replacements are in it."""
+    from fr_megatron.lm import calls
+
+    settings = SimpleNamespace(
+        save_interval=None, non_persistent_save_interval=None, exit_interval=None, exit_signal_handler=False
+    )
+    settings.exit_duration_in_mins = 1
+    monkeypatch.setattr(ProtectedLoop, "_args", settings)
+    asked: list[bool] = []
+    monkeypatch.setattr(calls, "_on_any_rank", lambda mine: asked.append(mine) or mine or others)
+    bodies: list[Any] = []
+    protected = ProtectedLoop.__new__(ProtectedLoop)
+    protected._loop, protected._recovery = _loop(4, 96), SimpleNamespace(has_checkpoints=True)  # type: ignore[assignment]
+    over: list[bool] = [False]
+    protected._original = {"checkpoint_and_decide_exit": lambda *_: over[0]}
+
+    def call(kind: str, body: Any, skipped: Any) -> Any:
+        bodies.append(body)
+        return body()
+
+    monkeypatch.setattr(protected, "_call", call)
+    assert protected.checkpoint_and_decide_exit(None, None, None, 5) is False and not asked
+    over[0] = True
+    assert bodies[0]() is False and asked == [True] and not protected._loop.exits  # made again
+    assert protected.checkpoint_and_decide_exit(None, None, None, 6) is not others and asked == [True, False]
+    assert bodies[1]() is not others and asked[2] == others
+
+
+def test_an_end_that_no_call_decides_asks_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At a transition of phases. The others may be elsewhere: one that is replaced goes by it alone."""
+    from fr_megatron.lm import calls
+
+    settings = SimpleNamespace(save_interval=None, non_persistent_save_interval=None, exit_interval=None)
+    settings.exit_signal_handler, settings.exit_duration_in_mins = False, None
+    monkeypatch.setattr(ProtectedLoop, "_args", settings)
+    asked: list[bool] = []
+    monkeypatch.setattr(calls, "_on_any_rank", lambda mine: asked.append(mine) or mine)
+    protected = ProtectedLoop.__new__(ProtectedLoop)
+    protected._loop, protected._recovery = _loop(4, 96), SimpleNamespace(has_checkpoints=True)  # type: ignore[assignment]
+    protected._original = {"checkpoint_and_decide_exit": lambda *_: True}
+    assert protected.checkpoint_and_decide_exit(None, None, None, 5) is True
+    assert not asked and protected._loop.exits
+
+
+class Chunk:
+    """Of a model, with hooks that gather parameters."""
+
+    def __init__(self) -> None:
+        self.remove_forward_pre_hook_handles: dict[str, int] = {}
+        self.config = SimpleNamespace(param_sync_func=None, grad_sync_func="reduce")
+
+    def enable_forward_pre_hook(self) -> None:
+        assert not self.remove_forward_pre_hook_handles
+        self.remove_forward_pre_hook_handles["hook"] = 1
+
+    def disable_forward_pre_hook(self, param_sync: bool) -> None:
+        assert not param_sync
+        self.remove_forward_pre_hook_handles.clear()
+
+
+def test_a_call_that_is_made_again_has_hooks_that_gather_as_it_had() -> None:
+    """An evaluation has none, and the loop gives them back after it; a rank that has come that far goes back to it with
+    one that has not, and with a replacement, which has none."""
+    chunk, machine = Chunk(), _loop(0, 0)._rerun
+    args = SimpleNamespace(consumed_valid_samples=0, curr_iteration=0, consumed_train_samples=0)
+    loop = LMLoop(args, SimpleNamespace(_timers={}), machine, chunks=[chunk])
+    evaluation = loop.save()
+    chunk.enable_forward_pre_hook()
+    following = loop.save()
+    for saved in (evaluation, following, evaluation):
+        loop.load(saved)
+        assert bool(chunk.remove_forward_pre_hook_handles) is (saved is following)
+    loop.restored(codec.loads(codec.dumps(following)))
+    loop.resume()  # in a replacement: its script has come there itself
+    assert not chunk.remove_forward_pre_hook_handles
+    del evaluation["hooked"]  # of a version before this
+    chunk.enable_forward_pre_hook()
+    loop.load(evaluation)
+    assert chunk.remove_forward_pre_hook_handles
+
+
+def test_hooks_that_gather_are_as_they_were_before_a_call_that_lies_far_back() -> None:
+    """The loop takes them away for its first iteration, and for each evaluation, in a call, and gives them back outside
+    of calls."""
+
+    chunk, machine = Chunk(), _loop(0, 0)._rerun
+    args = SimpleNamespace(consumed_valid_samples=0, curr_iteration=0, consumed_train_samples=0)
+    loop = LMLoop(args, SimpleNamespace(_timers={}), machine, far_back=True, chunks=[chunk])
+    loop.restored(loop.save())
+    first = loop.place()
+    chunk.enable_forward_pre_hook()
+    chunk.config.param_sync_func = "gather"
+    second = loop.place()
+    for place, restored in ((first, True), (second, False), (first, False)):
+        loop.go_back(place, restored=restored)
+        assert bool(chunk.remove_forward_pre_hook_handles) is (place is second)
+        assert chunk.config.param_sync_func == ("gather" if place is second else None)
+        assert chunk.config.grad_sync_func == "reduce"
+
+
+def test_what_an_evaluation_has_summed_up_of_experts_is_not_logged_by_a_step_that_is_made_again() -> None:
+    """The loop clears it, outside of calls; a log is made of what its step has summed up."""
+    from megatron.core.transformer.moe import moe_utils
+
+    entries = moe_utils.get_moe_layer_wise_logging_tracker()
+    loop = _loop(3, 72)
+    places = {}
+    for loop.kind in ("train", "log"):
+        places[loop.kind] = loop.place()
+    try:
+        entries["load_balancing_loss"] = {"values": torch.ones(2), "reduce_group": None, "avg_group": None}
+        loop.go_back(places["log"], restored=False)
+        assert entries["load_balancing_loss"]["values"].tolist() == [1, 1]
+        loop.go_back(places["train"], restored=False)
+        assert entries["load_balancing_loss"]["values"].tolist() == [0, 0]
+    finally:
+        entries.clear()

@@ -435,3 +435,42 @@ def test_the_command(tmp_path: Path) -> None:
     assert told.exit_code == 0 and '"ranks": 4' in told.output
     nothing = CliRunner().invoke(command, ["show", str(tmp_path)])
     assert isinstance(nothing.exception, ConfigError)
+
+
+@pytest.mark.parametrize("inner", [1, 2])
+@pytest.mark.parametrize(("before", "after"), [(3, 2), (2, 1), (1, 3)])
+def test_a_ranks_own_state_may_be_that_of_one_that_stood_where_it_does(
+    before: int, after: int, inner: int, tmp_path: Path
+) -> None:
+    """Of replicas of two ranks, which are counted in either order."""
+    there, here = (ReplicaShape(number, inner, 2 // inner) for number in (before, after))
+    for rank in range(there.world):
+        writing = CheckpointFallback(tmp_path, rank=rank, world=there.world, shape=there)
+        writing.commit(VERSION, [], capsule=f"stands at {there.stand(rank)}".encode(), common=COMMON, generation=0)
+        assert writing.wait(30) and writing.close(5)
+    found = newest(tmp_path)
+    assert found is not None
+    for rank in range(here.world):
+        more: dict[str, Any] = {"rank": rank, "world": here.world, "elastic": True, "shape": here, "rules": ()}
+        assert load(found[1], [], **more).lent is None
+        read = load(found[1], [], **more, lend=True)
+        assert (read.capsule, read.lent) == (None, f"stands at {here.stand(rank)}".encode())
+
+
+def test_the_oldest_version_that_a_job_may_go_back_to(tmp_path: Path) -> None:
+    """Not beyond what it has on disk, and not beyond what it has written of late: others may still be writing that."""
+    writing = CheckpointFallback(tmp_path, rank=0, world=1, keep=2)
+    assert writing.oldest == 0
+    (tmp_path / "step-0000009000").mkdir()  # another run's
+    seen = []
+    for version in (10, 20, 30, 40, 50, 60, 70):
+        writing.commit(version, [], capsule=b"", common=COMMON, generation=0)
+        assert writing.wait(30)
+        seen.append(writing.oldest)
+    assert seen == [10, 10, 10, 10, 20, 30, 40]
+    slow = CheckpointFallback(tmp_path, rank=0, world=2, keep=2)  # nobody publishes these
+    for version in (80, 90, 100, 110, 120, 130):
+        slow.commit(version, [], capsule=b"", common=COMMON, generation=0)
+        assert slow.wait(30)
+    assert slow.oldest == 60
+    assert writing.close(5) and slow.close(5)

@@ -63,7 +63,7 @@ from flashrecovery.runtime.naming import of_group
 from flashrecovery.state import codec
 from flashrecovery.worker.agreement import check_equal, union
 from flashrecovery.worker.call_batches import CallBatches
-from flashrecovery.worker.calls import LoopAdapter
+from flashrecovery.worker.calls import LoopAdapter, PlacedLoop
 from flashrecovery.worker.data import DataStream
 from flashrecovery.worker.data_parallel import group_of
 from flashrecovery.worker.elastic import FrameworkBatch
@@ -94,6 +94,7 @@ __all__ = [
     "Method",
     "ParamRecord",
     "ParamShard",
+    "PlacedLoop",
     "Prepared",
     "ReadyTensors",
     "Recovery",

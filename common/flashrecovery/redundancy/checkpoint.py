@@ -23,6 +23,7 @@ from __future__ import annotations
 import os
 import shutil
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -53,6 +54,8 @@ from flashrecovery.state.shard import Shard, ShardSource
 from flashrecovery.state.spec import ShardSpec, encode_spec
 
 _DONE = "done-{}"
+_MAY_BE_SLOW = 4
+"""Checkpoints that this rank has written last: one that others are still writing may be among them."""
 
 
 @dataclass(frozen=True)
@@ -122,6 +125,9 @@ class CheckpointFallback:
         self._on_error = on_error
         self._background = Background("flashrecovery-checkpoint")
         self._announced: tuple[int, int] | None = None
+        self._written: deque[int] = deque(maxlen=_MAY_BE_SLOW)
+        self.oldest = 0
+        """No version before this one is gone back to any more."""
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
             probe = self.directory / f".probe-{rank}"
@@ -309,6 +315,8 @@ class CheckpointFallback:
         if complete and self._publish(pending, version, of.world) and self._on_published is not None:
             path = self.directory / step_name(version)
             self._on_published(Published(version, path, time.monotonic() - began, k0_s))
+        self._written.append(version)
+        self.oldest = min(*versions_in(self.directory), *self._written, version)
 
     def _publish(self, pending: Path, version: int, world: int) -> bool:
         """True if this rank published; two may find all parts durable at once."""

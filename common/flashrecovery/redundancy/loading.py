@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -27,10 +27,12 @@ _MISSING = (OSError, KeyError, EOFError, pickle.UnpicklingError)
 @dataclass(frozen=True)
 class PlainState:
     """What a checkpoint has besides shards: this rank's capsule and the common state, as they were given. No capsule:
-    the ranks that wrote it had another layout."""
+    the ranks that wrote it had another layout, or were others; then ``lent`` is that of one which stood where this rank
+    does, if it was asked for and there is one."""
 
     capsule: bytes | None
     common: bytes
+    lent: bytes | None = None
 
 
 def load(
@@ -44,12 +46,13 @@ def load(
     rules: Sequence[TensorRule] | None = None,
     shape: ReplicaShape | None = None,
     stands: tuple[int, ...] = (),
+    lend: bool = False,
 ) -> PlainState:
     """Write a checkpoint into the live shards of this rank. Each rank reads for itself, without a collective unless
     ``form`` has some. ``elastic``: another number of ranks may have written it, if they were an elastic job, too.
     ``rules``: how this job's state is divided; None: that is not known. ``shape``: which ranks make up replicas; None:
     each is one. ``stands``: at which places in these those stand that this rank divides its state with; none: its own
-    alone.
+    alone. ``lend``: a rank's own state is that of any other one that stands where it does.
 
     Raises DamagedCheckpointError if the checkpoint is not whole or does not have its digests, RestoreError if it was
     written by another world, by another model (the shards that differ are named) or in another format.
@@ -71,7 +74,8 @@ def load(
     if first.ranks != world:
         if not elastic or form is not None:
             raise RestoreError(f"checkpoint {path} was written by {first.ranks} ranks, this job has {world}")
-        return _load_resized(path, shards, first, rank, here)
+        read = _load_resized(path, shards, first, rank, here)
+        return replace(read, lent=_capsule_at(path, first, of.stand(rank))) if lend else read
     manifests = manifests_of(path, sorted({rank, *map(writer_of, shards)}))
     mine = manifests[rank]
     if mine.capsule is None and not elastic:
@@ -112,6 +116,12 @@ def _of_first(path: Path, first: Manifest, here: Sharing) -> Manifest:
             f"and this job's is among {list(here.stands)}: the same kinds of parallelism within a replica can read it"
         )
     return found
+
+
+def _capsule_at(path: Path, first: Manifest, stand: int) -> bytes | None:
+    """That of the first rank of those that stood there. ``first``: any manifest."""
+    number = Sharing(first.shape, (stand,)).ranks[0]
+    return manifests_of(path, [number])[number].capsule
 
 
 def _load_resized(path: Path, shards: Sequence[Shard], first: Manifest, rank: int, here: Sharing) -> PlainState:

@@ -27,6 +27,11 @@ def newest(directory: Path) -> tuple[int, Path] | None:
     return None if version is None else (version, directory / step_name(version))
 
 
+def oldest(directory: Path | None) -> int:
+    """The version of the oldest published checkpoint; 0 if there is none."""
+    return min(versions_in(Path(directory)), default=0) if directory is not None else 0
+
+
 def step_name(version: int) -> str:
     """Of the directory of a version."""
     return f"step-{version:010d}"

@@ -12,13 +12,17 @@ Every such call is one version, also one that changes nothing (an evaluation, a 
 knows which calls the others have behind them. Random numbers that the script draws between two calls are drawn again
 by a replacement, and a survivor begins a repeated call in the random state in which it had begun it. What else the
 script's loop keeps and the calls read or change (averages, counters, a history) is a :class:`LoopState`.
+
+A fallback checkpoint lies far back, and what came after it is made again. With a :class:`PlacedLoop` each call is made
+again as itself: all are kept that came after the oldest checkpoint. With others only the newest one of each kind is
+known, which has no iteration, position or argument of an older one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from flashrecovery import groups
 from flashrecovery.contract import Adapter, StepHooks
@@ -50,6 +54,23 @@ class LoopState(Protocol):
 
     def resume(self) -> None:
         """Called in a replacement when the last skipped call returns: adopt what :meth:`restored` has brought."""
+
+
+@runtime_checkable
+class PlacedLoop(LoopState, Protocol):
+    """A :class:`LoopState` whose calls can be made again from any version on: :meth:`restored`, which is called in
+    survivors, too, has brought the end of the call before, and the rest is the script's own."""
+
+    def place(self) -> Any:
+        """What the script has set before the call that it is about to make, and done since the call before; it stays in
+        this process. Asked once for each call, also for those that are skipped, in their order."""
+
+    def go_back(self, place: Any, *, restored: bool) -> None:
+        """The call that had this place is made again. ``restored``: its state was restored; else it is what the call
+        before it, which was made again, too, has left."""
+
+    def forget(self, place: Any) -> None:
+        """No call before the one with this place is made again."""
 
 
 class LoopAdapter(Adapter):
@@ -84,6 +105,9 @@ class LoopAdapter(Adapter):
     def restore_rank(self, state: Any) -> None:
         self._loop.restored(state)
 
+    def makes_any_call_again(self) -> bool:
+        return isinstance(self._loop, PlacedLoop)
+
 
 @dataclass(frozen=True)
 class _Call:
@@ -92,6 +116,15 @@ class _Call:
     """The random state in which it begins; None for a call of this kind at another time."""
     loop: LoopState | None
     saved: Any
+
+
+@dataclass(frozen=True)
+class _Placed:
+    """A call that can be made again whenever it was."""
+
+    body: Callable[[], Any]
+    loop: PlacedLoop
+    place: Any
 
 
 class Calls:
@@ -103,6 +136,8 @@ class Calls:
         self._kinds: list[str] = []
         self._recent: dict[int, _Call] = {}
         self._newest: dict[str, _Call] = {}
+        self._placed: dict[int, _Placed] = {}  # with fallback checkpoints: all after the oldest one
+        self._oldest = 0
         self._skipped_to = 0
         self._restored: RngState | None = None
         self._finished = False
@@ -122,7 +157,7 @@ class Calls:
 
         Args:
             kind: what is called. After a fallback to a checkpoint, which goes back far, a step is repeated by the
-                newest call of its kind.
+                newest call of its kind, if ``loop`` is no :class:`PlacedLoop`.
             body: the call. May be made several times.
             skipped: what to return in a replacement for a call that the dead process had behind it. It must take from
                 the script's iterators what ``body`` would, unless they are ``recovery.data()`` streams.
@@ -139,6 +174,7 @@ class Calls:
         self._kinds.append(kind)
         saved = None if loop is None else loop.save()
         self._newest[kind] = _Call(body, None, loop, saved)
+        self._keep(number, body, loop)
         if is_ahead:
             return skipped()
         if number < self._skipped_to:
@@ -153,6 +189,18 @@ class Calls:
         self._recent.pop(number - _KEPT, None)
         made: T = self._until(number + 1)
         return made
+
+    def _keep(self, number: int, body: Callable[[], Any], loop: LoopState | None) -> None:
+        """So that the call can be made again after a fallback to a checkpoint."""
+        if not self._session.has_checkpoints or not isinstance(loop, PlacedLoop):
+            return
+        self._placed[number] = _Placed(body, loop, loop.place())
+        oldest = min(self._session.oldest_checkpoint, number)
+        if oldest > self._oldest:
+            for old in range(self._oldest, oldest):
+                self._placed.pop(old, None)
+            self._oldest = oldest
+            self._placed[oldest].loop.forget(self._placed[oldest].place)
 
     @staticmethod
     def _set_rng(state: RngState | None) -> None:
@@ -171,6 +219,7 @@ class Calls:
                 f"the job goes on from call {self._skipped_to}, and {number} were skipped while it trained on"
             )
         self._restored = RngState.now()
+        loop.from_checkpoint = False  # all before it is skipped
         return loop
 
     @property
@@ -178,10 +227,11 @@ class Calls:
         """The loop; if the script ends earlier than it did in the others, it begins now."""
         return self._open(len(self._kinds)) if self._loop is None else self._loop
 
-    def _until(self, version: int) -> Any:
-        """Make calls until ``version`` is committed; returns the result of the last one."""
-        loop, result, again = self._opened, None, False
-        gate = loop.gate
+    def _until(self, version: int, *, again: bool = False) -> Any:
+        """Make calls until ``version`` is committed; returns the result of the last one. ``again``: the first of them
+        has been made before."""
+        loop, result = self._opened, None
+        gate, followed = loop.gate, -1  # the call before this one has just been made again
         while gate.stopped or gate.version < version:
             loop.settle()
             if gate.stopped:
@@ -192,24 +242,46 @@ class Calls:
                 loop.pause()
                 again = True
                 continue
-            call = self._call(gate.version)
-            self._set_rng(call.rng)
-            if again and call.loop is not None:
-                call.loop.load(call.saved)
-            again = True
-            with Step(gate.version, loop):
+            if loop.from_checkpoint:
+                loop.from_checkpoint, followed = False, -1
+                if self._placed:
+                    self._recent.clear()  # these began with what has been given up
+            number = gate.version
+            if number in self._placed and number not in self._recent:
+                call = self._put_in_place(number, restored=number != followed)
+            else:
+                call = self._call(number)
+                self._set_rng(call.rng)
+                if again and call.loop is not None:
+                    call.loop.load(call.saved)
+            again, followed = True, -1
+            with Step(number, loop):
                 self.running = True
                 try:
                     result = call.body()
                 finally:
                     self.running = False
+                followed = number + 1
         return result
+
+    def _put_in_place(self, number: int, *, restored: bool) -> _Call:
+        """A call that lies far back is about to be made again."""
+        placed = self._placed[number]
+        placed.loop.go_back(placed.place, restored=restored)
+        call = self._recent[number] = _Call(placed.body, RngState.now(), placed.loop, placed.loop.save())
+        self._recent.pop(number - _KEPT, None)
+        return call
 
     def _call(self, version: int) -> _Call:
         if version in self._recent:
             return self._recent[version]
         if version >= len(self._kinds):
             raise RegistrationError(f"call {version} of {len(self._kinds)} is to be repeated")
+        if self._placed:
+            raise RegistrationError(
+                f"call {version} is to be repeated, and it came before the oldest checkpoint that there was "
+                f"({self._oldest})"
+            )
         return self._newest[self._kinds[version]]
 
     def _finish(self) -> None:
@@ -218,7 +290,12 @@ class Calls:
         if loop.left:
             return
         total = len(self._kinds)
+        if total < self._skipped_to and any(isinstance(call.loop, PlacedLoop) for call in self._newest.values()):
+            raise RegistrationError(
+                f"the script has come to its end after {total} calls, and the state has {self._skipped_to} behind it: "
+                "it was begun elsewhere, or makes fewer; it has trained nothing"
+            )
         while not self._finished:
             self._finished = loop.finished(total)
             if not self._finished:
-                self._until(total)
+                self._until(total, again=True)

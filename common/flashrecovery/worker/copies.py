@@ -492,6 +492,7 @@ class Copies:
         another one: then this rank's own state is that of the script's start. Raises RestoreError if it is damaged or
         of another job."""
         registry, form = self._registry, self._form
+        of_calls = self._elastic and registry.batches is not None and registry.batches.of_calls
         other = "" if form is None else loading.other_layout(Path(path), form)
         if other:
             registry.begin_anew()
@@ -505,9 +506,15 @@ class Copies:
             rules=registry.rules() if self._elastic else None,
             shape=registry.shape.now(registry.members) if self._elastic else None,
             stands=registry.stands() if self._elastic else (),
+            lend=of_calls,
         )
-        capsule = registry.capture_capsule(registry.drawn()) if plain.capsule is None else plain.capsule
-        registry.capsule.keep(version, capsule)
+        capsule = plain.lent if plain.capsule is None else plain.capsule
+        if capsule is None and of_calls:
+            raise RestoreError(
+                f"checkpoint {path} has been converted, and has nothing of the framework's own loop: where its samples "
+                "and its log stand; that which it was made of can be read by any number of ranks"
+            )
+        registry.capsule.keep(version, registry.capture_capsule(registry.drawn()) if capsule is None else capsule)
         registry.common.keep(version, plain.common)
         return other
 

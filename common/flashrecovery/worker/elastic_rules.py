@@ -51,11 +51,11 @@ def check_start(registry: Registry, settings: Settings, own: Sequence[str], *, s
     _refuse_tied(registry)
     if registry.batches is None:
         raise UnsupportedError(f"an elastic job whose script has not said where its batches come from: {_TAKE}")
-    if registry.batches.of_calls and settings.checkpoint.dir is not None:
+    if registry.batches.of_calls and settings.checkpoint.dir is not None and not _goes_far_back(registry):
         raise UnsupportedError(
             "an elastic job with fallback checkpoints (checkpoint.dir) whose steps are a framework's own calls: those "
             "that lie far back would be made again with other samples; without checkpoint.dir it is allowed, and the "
-            "script may save checkpoints itself"
+            "script may save checkpoints itself; Megatron-LM's loop is allowed"
         )
     _check_replicas(registry, settings)
     _refuse_collectives_of_micro_batches(registry)
@@ -78,6 +78,10 @@ def check_start(registry: Registry, settings: Settings, own: Sequence[str], *, s
                 "distributed optimizer are allowed"
             )
     agreement.check_equal("the arguments of elastic_batches()", registry.batches.settings)
+
+
+def _goes_far_back(registry: Registry) -> bool:
+    return any(adapter.makes_any_call_again() for adapter in registry.adapters)
 
 
 def _check_replicas(registry: Registry, settings: Settings) -> None:

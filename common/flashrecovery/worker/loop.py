@@ -93,6 +93,8 @@ class Loop:
         self._entered = False
         self.left = False
         """The rank has left the job."""
+        self.from_checkpoint = False
+        """The state has come from a fallback checkpoint. Whoever has taken note of it says False again."""
 
     @property
     def gate(self) -> Gate:

@@ -44,6 +44,7 @@ class Restorable(Protocol):
 
     copies: Copies
     sealing: Sealing[Drawn]
+    from_checkpoint: bool
 
     @property
     def touched(self) -> bool:
@@ -311,7 +312,7 @@ class Recoverer:
                     NoticeKind.OTHER_LAYOUT,
                     f"{restore.checkpoint} was written with {other}: random numbers and data begin as in a new job",
                 )
-            self._fresh = True  # the data stands somewhere else, too
+            self._fresh = self._loop.from_checkpoint = True  # the data stands somewhere else, too
         elif restore.HasField("stash"):
             worker.gate.torn()
             reply.bytes_received += self._stashing().read(

@@ -71,6 +71,11 @@ class Recovery:
         return self._session.settings.elastic if self._session is not None else None
 
     @property
+    def has_checkpoints(self) -> bool:
+        """Whether the job writes fallback checkpoints."""
+        return self._session is not None and self._session.has_checkpoints
+
+    @property
     def replan(self) -> ReplanSettings | None:
         """Whether the job's parallel layout may change; None: it does not."""
         return self._session.settings.replan if self._session is not None else None

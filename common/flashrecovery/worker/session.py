@@ -10,7 +10,7 @@ from flashrecovery.config import Settings
 from flashrecovery.errors import JobFailedError, RegistrationError
 from flashrecovery.kinds import NoticeKind
 from flashrecovery.proto import flashrecovery_pb2 as pb
-from flashrecovery.redundancy import checkpoint
+from flashrecovery.redundancy import checkpoint, published
 from flashrecovery.runtime import naming
 from flashrecovery.runtime.environment import in_changed_layout
 from flashrecovery.worker import elastic_rules
@@ -41,6 +41,8 @@ class Session:
         self._loop: Loop | None = None
         naming.by_stand(settings.elastic is not None)
         self._worker = Worker(connection, settings, adapter_for, module_adapter_for, self._announce_checkpoint)
+        goes_on = connection.detached or settings.resume
+        self._oldest_found = published.oldest(settings.checkpoint.dir) if goes_on and self.has_checkpoints else 0
 
     @property
     def gate(self) -> Gate:
@@ -68,6 +70,20 @@ class Session:
     @property
     def settings(self) -> Settings:
         return self._worker.settings
+
+    @property
+    def has_checkpoints(self) -> bool:
+        """Whether the job writes fallback checkpoints."""
+        return self.settings.checkpoint.dir is not None
+
+    @property
+    def oldest_checkpoint(self) -> int:
+        """The job does not go back further than to this version."""
+        if self._loop is None:
+            return self._oldest_found
+        found = self._oldest_found if self._oldest_found <= self.gate.version else 0  # of another run
+        fallback = self._loop.copies.checkpoint
+        return found if fallback is None else max(found, fallback.oldest)
 
     def add_stream(self, stream: DataStream) -> None:
         """Raises RegistrationError after the first step: a replacement could not find its place in it."""

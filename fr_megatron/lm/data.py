@@ -9,12 +9,13 @@ from flashrecovery import Recovery
 
 
 class PlacedLoader:
-    """A loader over Megatron's sequential sampler. Its state is the number of batches taken; set, it begins there."""
+    """A loader over Megatron's sequential sampler. Its state is the number of batches taken; set, it begins there the
+    next time, and otherwise at its beginning: a survivor that goes back far begins it anew."""
 
     def __init__(self, loader: Any) -> None:
         self._loader = loader
         self._first: int = loader.batch_sampler.consumed_samples
-        self._taken = 0
+        self._taken = self._begins_at = 0
 
     @staticmethod
     def fits(loader: Any) -> bool:
@@ -22,18 +23,21 @@ class PlacedLoader:
         return type(getattr(loader, "batch_sampler", None)).__name__ == "MegatronPretrainingSampler"
 
     def __iter__(self) -> Iterator[Any]:
+        self._taken, self._begins_at = self._begins_at, 0
+        return self._batches()
+
+    def _batches(self) -> Iterator[Any]:
         sampler = self._loader.batch_sampler
         sampler.consumed_samples = self._first + self._taken * sampler.micro_batch_times_data_parallel_size
         for batch in self._loader:
             self._taken += 1
             yield batch
-        self._taken = 0
 
     def state_dict(self) -> dict[str, int]:
         return {"taken": self._taken}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        self._taken = state["taken"]
+        self._begins_at = state["taken"]
 
 
 class Streamed:

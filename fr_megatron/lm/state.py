@@ -244,7 +244,8 @@ class LMLoop:
             "consumed_valid_samples": self._args.consumed_valid_samples,
             "kind": self.kind,
             "running": self._running(),
-            "hooked": hooked(self._chunks),  # the loop gives them back between two calls
+            "hooked": hooked(self._chunks),  # the loop gives them back between two calls, and functions, too
+            "functions": self._functions(),
             "rerun": {name: getattr(self._rerun, name) for name in _RERUN},
             "rerun_mode": self._rerun.mode.value,  # an evaluation switches it off, and may be cut short
             "largest": {name: dict(getattr(self._rerun, name)) for name in _RERUN_LARGEST},
@@ -268,6 +269,14 @@ class LMLoop:
         """Of :meth:`save` what is this script's place."""
         return {"running": self._running(), "hooked": hooked(self._chunks), **self._of_script()}
 
+    def _functions(self) -> dict[str, Any]:
+        configs = [chunk.config for chunk in self._chunks[:1]]
+        return {name: getattr(config, name) for config in configs for name in PUT_ASIDE if hasattr(config, name)}
+
+    def _set_functions(self, functions: Mapping[str, Any]) -> None:
+        for name, function in functions.items():
+            setattr(self._chunks[0].config, name, function)
+
     def _running(self) -> list[str]:
         return [name for name, timer in self._timers._timers.items() if getattr(timer, "_started", False)]
 
@@ -285,6 +294,7 @@ class LMLoop:
         self._args.consumed_valid_samples = saved["consumed_valid_samples"]
         self._set_script(saved, saved["running"])
         set_hooked(self._chunks, saved.get("hooked", hooked(self._chunks)))
+        self._set_functions(saved.get("functions", {}))  # none in another process
         self.exits, self.kind = saved["exits"], saved.get("kind", self.kind)  # none in checkpoints of before
         for name, value in saved["rerun"].items():
             setattr(self._rerun, name, value)
@@ -334,9 +344,7 @@ class LMLoop:
     def place(self) -> CallPlace:
         summed, self._since = tuple(self._since), []
         self.made_again = False
-        configs = [chunk.config for chunk in self._chunks[:1]]
-        functions = {name: getattr(config, name) for config in configs for name in PUT_ASIDE if hasattr(config, name)}
-        gathering = tuple(hooked(self._chunks)), functions
+        gathering = tuple(hooked(self._chunks)), self._functions()
         return CallPlace(self.kind, tuple(self._running()), self._of_script(), summed, *gathering)
 
     def go_back(self, place: CallPlace, *, restored: bool) -> None:
@@ -351,8 +359,7 @@ class LMLoop:
         else:
             self._set_script(place.of_script, place.running)
             set_hooked(self._chunks, place.hooked)
-        for name, function in place.functions.items():
-            setattr(self._chunks[0].config, name, function)
+        self._set_functions(place.functions)
         if place.kind == "train":
             trackers.load({})  # its log, or the loop after an evaluation, has cleared them
         self.kind = place.kind
@@ -383,6 +390,9 @@ class LMLoopAdapter(LoopAdapter):
     def __init__(self, loop: LMLoop) -> None:
         super().__init__(loop)
         self._state = loop
+
+    def capture_rank(self) -> dict[str, Any]:
+        return {name: value for name, value in self._state.save().items() if name != "functions"}
 
     def capsule_mark(self) -> int:
         return self._state.changes

@@ -56,7 +56,9 @@ def begun(training: Training, folder: Path, *flags: str, **options: Any) -> Runn
     unless ``elastic`` says otherwise; None: it is not elastic."""
     given = options.pop("elastic", {})
     elastic = {"min": 1, "max": training.launched // training.each, "replace": "never"}
-    config = {} if given is None else {"elastic": elastic | given, "timeouts": {"node_wait_s": 3}}
+    config: dict[str, Any] = {"elastic": elastic | (given or {}), "timeouts": {"node_wait_s": 3}}
+    if given is None:
+        config = {"snapshots": {"keep": "never"}}  # else what the dead had is on their node
     config |= saving(folder / "checkpoints")
     running = training.start(folder / "run", SLOWLY, *flags, config=config, **options)
     running.hold(FAR)

@@ -399,3 +399,12 @@ def test_a_launch_whose_script_ends_just_there() -> None:
     script.run(4)
     script.calls._finish()
     assert not script.made
+
+
+def test_what_follows_a_skipped_call_that_is_made_again_has_its_result() -> None:
+    """A replacement begins with call 7, and the others go back to 6 in place: what it had added of 6 is not what 6 has
+    now."""
+    script = Checkpointed((7, 6, False), version=7)
+    script.loop.kept[6] = (0, [21, 25])
+    script.run(8)
+    assert script.made[:4] == ["train5", "train4", "train5", "report5"] and script.loop.reported == REPORTED

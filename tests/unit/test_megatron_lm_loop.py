@@ -515,7 +515,7 @@ class Chunk:
 
     def __init__(self) -> None:
         self.remove_forward_pre_hook_handles: dict[str, int] = {}
-        self.config = SimpleNamespace(param_sync_func=None, grad_sync_func="reduce")
+        self.config: Any = SimpleNamespace(param_sync_func=None, grad_sync_func="reduce")
 
     def enable_forward_pre_hook(self) -> None:
         assert not self.remove_forward_pre_hook_handles
@@ -534,13 +534,18 @@ def test_a_call_that_is_made_again_has_hooks_that_gather_as_it_had() -> None:
     loop = LMLoop(args, SimpleNamespace(_timers={}), machine, chunks=[chunk])
     evaluation = loop.save()
     chunk.enable_forward_pre_hook()
+    chunk.config.param_sync_func = print  # after the first iteration; an interleaved schedule gathers with it
     following = loop.save()
     for saved in (evaluation, following, evaluation):
         loop.load(saved)
         assert bool(chunk.remove_forward_pre_hook_handles) is (saved is following)
-    loop.restored(codec.loads(codec.dumps(following)))
+        assert chunk.config.param_sync_func is (print if saved is following else None)
+    loop.load(following)
+    in_capsule = codec.loads(codec.dumps(LMLoopAdapter(loop).capture_rank()))
+    loop.load(evaluation)
+    loop.restored(in_capsule)
     loop.resume()  # in a replacement: its script has come there itself
-    assert not chunk.remove_forward_pre_hook_handles
+    assert not chunk.remove_forward_pre_hook_handles and chunk.config.param_sync_func is None
     del evaluation["hooked"]  # of a version before this
     chunk.enable_forward_pre_hook()
     loop.load(evaluation)

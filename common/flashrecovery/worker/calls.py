@@ -267,6 +267,8 @@ class Calls:
     def _put_in_place(self, number: int, *, restored: bool) -> _Call:
         """A call that lies far back is about to be made again."""
         placed = self._placed[number]
+        if restored:
+            self._recent.clear()  # later ones began with what this one had left before
         placed.loop.go_back(placed.place, restored=restored)
         call = self._recent[number] = _Call(placed.body, RngState.now(), placed.loop, placed.loop.save())
         self._recent.pop(number - _KEPT, None)

@@ -72,17 +72,10 @@ class ImportHooks(importlib.abc.MetaPathFinder):
                     return spec
         return None
 
-    def come_first(self) -> None:
-        """Before finders that have been put in front since: they may let nobody behind them find anything."""
-        sys.meta_path.remove(self)
-        sys.meta_path.insert(0, self)
 
-
-def install(hooks: dict[str, Hook]) -> ImportHooks:
+def install(hooks: dict[str, Hook]) -> None:
     """Hook modules that come later; call the hook at once for those that are there already."""
     for name in [n for n in hooks if n in sys.modules]:
         hooks.pop(name)(sys.modules[name])
-    finder = ImportHooks(hooks)
     if hooks:
-        sys.meta_path.insert(0, finder)
-    return finder
+        sys.meta_path.insert(0, ImportHooks(hooks))

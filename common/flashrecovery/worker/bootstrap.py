@@ -120,8 +120,7 @@ def _redirect_output(path: str) -> None:
 
 
 def _prepare(channel: Channel, page: Page, assign: pb.Assign, command: list[str]) -> None:
-    """Everything that must be in place before the script's first line. None of it imports torch: what the script sets
-    in the environment before it does so counts."""
+    """Everything that must be in place before the script's first line."""
     global _connection
     from flashrecovery.worker.connection import Connection
     from flashrecovery.worker.hooks import install_group_hook

@@ -1,5 +1,4 @@
-"""What a training process has before its script runs. Without torch: the script may set variables of the environment
-that torch reads when it is imported."""
+"""What a training process has before its script runs."""
 
 from __future__ import annotations
 

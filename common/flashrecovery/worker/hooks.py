@@ -11,7 +11,7 @@ import importlib.metadata
 import sys
 from types import ModuleType
 
-from flashrecovery.import_hooks import Hook, install
+from flashrecovery.import_hooks import install
 
 ENTRY_POINTS = "flashrecovery.import_hooks"
 
@@ -20,21 +20,9 @@ def install_adapter_hooks() -> None:
     """Install the framework adapters' import hooks. A standby does it before it imports anything: a module that has
     taken a function by its name from a framework keeps the function that was there.
 
-    The adapters themselves are imported as soon as torch is, and not before: they import it, and the script may yet set
-    variables that torch reads then (``OMP_NUM_THREADS``)."""
-    entries = tuple(importlib.metadata.entry_points(group=ENTRY_POINTS))
-
-    def hook_of(entry: importlib.metadata.EntryPoint) -> Hook:
-        return lambda module: entry.load()(module)
-
-    def load(_: ModuleType) -> None:
-        for entry in entries:
-            entry.load()
-        if finder in sys.meta_path:
-            finder.come_first()  # adapters may have hooks of their own
-
-    finder = install({entry.name: hook_of(entry) for entry in entries})
-    install({"torch": load})
+    The adapters are imported here, and torch with them. Later would be in the middle of the script's imports: of the
+    framework's own, or of ours."""
+    install({entry.name: entry.load() for entry in importlib.metadata.entry_points(group=ENTRY_POINTS)})
 
 
 def install_group_hook(detached: bool, setup_log: bytes | None) -> None:
@@ -50,11 +38,7 @@ def install_group_hook(detached: bool, setup_log: bytes | None) -> None:
         elif not detached:
             groups.start_setup_log()
 
-    def with_torch(_: ModuleType) -> None:
-        install({"torch.distributed": with_groups})
-
-    # torch imports its distributed package in the middle of its own import, where ours would not find what they need
-    install({"torch": with_torch})
+    install({"torch.distributed.distributed_c10d": with_groups})
 
 
 def install_spawn_hook() -> None:

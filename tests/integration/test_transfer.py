@@ -187,7 +187,14 @@ def _abandoned(rank: int, world: int, folder: Path) -> Any:
         except RuntimeError as e:
             return type(e).__name__
         return "none"
-    threading.Timer(0.5, lambda: groups.abandon("test")).start()
+
+    def abandon() -> None:
+        while "x" not in shard.content:  # made when the first message has come
+            time.sleep(0.01)
+        time.sleep(0.3)
+        groups.abandon("test")
+
+    threading.Thread(target=abandon, daemon=True).start()
     try:
         exchange(group, {}, {0: ["big"]}, {"big": shard})
     except RuntimeError as e:

@@ -92,6 +92,8 @@ _NAMES = {"microbatch_group_size_per_vp_stage": "microbatch_group_size_per_virtu
 
 _CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 _CONNECTED = ("tensor_model_parallel_size", "context_parallel_size")
+_BLACKWELL = 10
+"""Compute capability."""
 
 _LOADED = (
     "iteration",
@@ -233,9 +235,6 @@ def check_late(args: Any) -> None:
             f"another parallel layout of Megatron-LM's loop, whose script has set {'; '.join(found)}"
         )
     check_connections(args)
-
-
-_BLACKWELL = 10
 
 
 def check_connections(args: Any) -> None:

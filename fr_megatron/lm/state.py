@@ -243,9 +243,7 @@ class LMLoop:
             "logged": self._logged,
             "consumed_valid_samples": self._args.consumed_valid_samples,
             "kind": self.kind,
-            "running": self._running(),
-            "hooked": hooked(self._chunks),  # the loop gives them back between two calls, and functions, too
-            "functions": self._functions(),
+            "functions": self._functions(),  # the loop gives them back between two calls, and hooks, too
             "rerun": {name: getattr(self._rerun, name) for name in _RERUN},
             "rerun_mode": self._rerun.mode.value,  # an evaluation switches it off, and may be cut short
             "largest": {name: dict(getattr(self._rerun, name)) for name in _RERUN_LARGEST},
@@ -253,7 +251,7 @@ class LMLoop:
             "positions": [] if self._positions is None else self._positions.positions(),
             "exits": self.exits,
             "micro_batches_logged": 1 if self.layouts is None else self.layouts.micro_batches,
-            **self._of_script(),
+            **self._here(),
         }
 
     def _of_script(self) -> dict[str, Any]:

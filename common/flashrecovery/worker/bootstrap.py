@@ -14,7 +14,6 @@ import threading
 import traceback
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from flashrecovery.errors import DivergedError
 from flashrecovery.kinds import NoticeKind
@@ -27,14 +26,13 @@ from flashrecovery.runtime.page import Page
 from flashrecovery.runtime.process_control import die_with_parent, keep_to_cpus, redirect_output
 from flashrecovery.worker.ahead import Installed
 from flashrecovery.worker.ahead_of_script import AheadOfScript
+from flashrecovery.worker.connection import Connection
 from flashrecovery.worker.environment_watch import EnvironmentWatch
-from flashrecovery.worker.hooks import install_adapter_hooks, install_spawn_hook
+from flashrecovery.worker.hooks import install_adapter_hooks, install_group_hook, install_spawn_hook
 from flashrecovery.worker.import_environment import ImportEnvironment
 from flashrecovery.worker.main_module import run_file, run_module
+from flashrecovery.worker.skipping import Ahead
 from flashrecovery.worker.start_profile import LAUNCH_PERIOD_S, PERIOD_S, StartProfile
-
-if TYPE_CHECKING:
-    from flashrecovery.worker.connection import Connection
 
 _connection: Connection | None = None
 
@@ -122,10 +120,6 @@ def _redirect_output(path: str) -> None:
 def _prepare(channel: Channel, page: Page, assign: pb.Assign, command: list[str]) -> None:
     """Everything that must be in place before the script's first line."""
     global _connection
-    from flashrecovery.worker.connection import Connection
-    from flashrecovery.worker.hooks import install_group_hook
-    from flashrecovery.worker.skipping import Ahead
-
     process_end.reserve()
     detached, ahead = assign.detached, Ahead.of(assign.ahead)
     setup_log = page.read_setup_log() if detached else None

@@ -20,6 +20,8 @@ from typing import Any
 import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
 from tests.support import fake_nccl
 
 

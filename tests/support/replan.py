@@ -97,11 +97,16 @@ class LaidOut(Protocol):
 
 @dataclass(frozen=True)
 class Training:
-    """A layout at the launch, and what is trained how, in a loop of the script's own."""
+    """A layout at the launch, and what is trained how, in a loop of the script's own.
+
+    Attributes:
+        nccl: over the fake of NCCL (tests/support/fake_nccl).
+    """
 
     name: str
     sizes: Sizes
     flags: tuple[str, ...] = ()
+    nccl: bool = False
 
     def __str__(self) -> str:
         return self.name
@@ -131,6 +136,7 @@ def start(
     options: Sequence[str] = (),
 ) -> RunningJob:
     sizes = sizes or training.sizes
+    fake = {"FAKE_NCCL_SCRIPT": str(SCRIPT)} if training.nccl else {}
     return RunningJob(
         folder,
         Layout("replan", "", nproc=sizes.ranks),
@@ -138,9 +144,9 @@ def start(
         inject=inject,
         options=options,
         config=never() if config is None else config,
-        script=SCRIPT,
+        script=ROOT / "tests" / "scripts" / "fake_nccl.py" if training.nccl else SCRIPT,
         flags=["--steps", str(STEPS), "--dropout", "0.1", *sizes.flags, *training.flags, *flags],
-        env={**ENVIRONMENT, "OMP_NUM_THREADS": "1"},  # as ranks of a launch of several have; one alone would take more
+        env={**ENVIRONMENT, **fake, "OMP_NUM_THREADS": "1"},  # as ranks of a launch of several have; one alone would take more
     )
 
 

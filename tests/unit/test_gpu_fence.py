@@ -158,3 +158,70 @@ def test_a_rank_is_assigned_only_after_the_fence(tmp_path: Path, monkeypatch: py
 
     asyncio.run(body())
     assert order == ["looked", "looked", "assigned"]
+
+
+def test_a_rank_goes_to_a_gpu_only_after_the_other_rank_that_was_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In another layout, 1 and 2 of ranks 0 to 2 live: they become 0 and 1 where they are, so that rank 1 comes to
+    where rank 2 was, which leaves meanwhile, and rank 0 to where rank 1 was, whose own rank is filled after it."""
+    held = {"rank 0 before", "rank 1 before", "rank 2 before"}
+    done: list[str] = []
+    made = iter(["rank 0", "rank 1"])
+
+    def process(name: str, pid: int, local_rank: int = 0) -> Any:
+        one = MagicMock(pid=pid, dead=False, local_rank=local_rank)
+        one.configure_mock(name=name)
+        one.gone, one.end, one.connect, one.hear_out = (AsyncMock(return_value=v) for v in (True, 0, MagicMock(), None))
+        one.page.capsule_versions.return_value, one.page.early_capsules.return_value = [], []
+        one.send.side_effect = lambda message: done.append(one.name)
+        one.kill.side_effect = lambda: held.discard(one.name)
+        return one
+
+    class Fence(GpuFence):
+        async def released(self, process: WorkerProcess, timeout_s: float) -> bool:
+            await asyncio.sleep(0)
+            return process.name not in held  # type: ignore[attr-defined]
+
+    async def body() -> None:
+        config = RunConfig(nproc_per_node=3, standby=0, start_method="spawn")
+        tasks, fence = Tasks(lambda error: None), Fence(lambda: None)
+        foreman, logs, snapshots = MagicMock(), MagicMock(), MagicMock()
+        manager = ProcessManager(foreman, config, [], RunDir(tmp_path), dict, logs, tasks, fence, snapshots)
+        manager._watch = MagicMock()
+
+        async def fill(rank: int, local_rank: int) -> None:
+            order = pb.Command(rank=rank, generation=1, replace=pb.Replace(local_rank=local_rank))
+            await manager.fill(order, hear_out=False)
+
+        monkeypatch.setattr(Spawned, "start", lambda self, order: process(f"rank {order.local_rank} before", 10))
+        for rank in range(3):
+            await fill(rank, rank)
+        manager.ranks[0].kill()  # is lost
+        leaving = manager.ranks[2]
+        done.clear()
+        monkeypatch.setattr(Spawned, "start", lambda self, order: process(next(made), 20))
+        left = asyncio.Event()
+
+        async def end(grace_s: float) -> int:
+            await left.wait()
+            held.discard("rank 2 before")
+            return 0
+
+        leaving.end = end
+        leaves = asyncio.create_task(manager.let_go(2, 5.0))
+        first = asyncio.create_task(fill(0, 1))
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert not done, "rank 1's process is still there"
+        second = asyncio.create_task(fill(1, 2))
+        await first
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert done == ["rank 0"] and not second.done(), "rank 2's process is still there"
+        left.set()
+        await asyncio.gather(leaves, second)
+        assert done == ["rank 0", "rank 1"]
+        await manager.end(0.0)
+
+    asyncio.run(body())

@@ -95,6 +95,7 @@ class ProcessManager:
         self._gpu_fence = gpu_fence
         self._snapshots = snapshots
         self.ranks: dict[int, WorkerProcess] = {}
+        self._on_gpu: dict[int, list[WorkerProcess]] = {}  # of each local rank, until all that they had there is free
         self.pool = StandbyPool(config.standby, self._spawn_standby, run_dir.log_dir, for_each=config.standby_device)
         self._zygotes: Zygotes | None = None
         if config.start_method == "zygote":
@@ -154,6 +155,7 @@ class ProcessManager:
         process.store, process.attempt = (replace.store_host, replace.store_port), replace.attempt
         process.beside = replace.beside > 0
         self.ranks[rank] = process
+        others = self._enter_gpu(process)
         if self._config.log == "all" or (self._config.log == "0" and rank == 0):
             self._tail.follow(log, f"[rank{rank}]")
         if self._places is not None:
@@ -172,12 +174,13 @@ class ProcessManager:
             while not await old.gone(self._config.timeouts.fence_s):
                 waits = f"pid {old.pid} has not ended after SIGKILL; its rank is not filled before that"
                 self._foreman.notice(rank, NoticeKind.NOT_FENCED, waits)
-            while not await self._gpu_fence.released(old, self._config.timeouts.fence_s):
-                waits = f"pid {old.pid} still has memory on its GPU; its rank is not filled before it is free"
-                self._foreman.notice(rank, NoticeKind.NOT_FENCED, waits)
+            await self._free_gpu(rank, old)
             if hear_out:
                 await old.hear_out(LAST_WORDS_S)
             self._tasks.start(self._bury(old))
+        for other in others:
+            if other is not old:
+                await self._free_gpu(rank, other)
         if self._is_over(process):
             return None
         assign = pb.Assign(
@@ -199,6 +202,31 @@ class ProcessManager:
         )
         return process, started
 
+    def _enter_gpu(self, process: WorkerProcess) -> list[WorkerProcess]:
+        """The process will use the GPU of its local rank. Returns which others may still have memory there: in another
+        parallel layout a rank goes to a place where another rank was, whose process is about to end."""
+        others = [p for p in self._on_gpu.get(process.local_rank, ()) if p is not process]
+        self._on_gpu[process.local_rank] = [*others, process]
+        return others
+
+    async def _free_gpu(self, rank: int, gone: WorkerProcess) -> None:
+        """Wait, for as long as it takes, until a process has nothing left on its GPU that ``rank`` is to use."""
+        while not await self._gpu_fence.released(gone, self._config.timeouts.fence_s):
+            waits = f"pid {gone.pid} still has memory on its GPU; its rank is not filled before it is free"
+            self._foreman.notice(rank, NoticeKind.NOT_FENCED, waits)
+        self._leave_gpu(gone)
+
+    async def _look_at_gpu(self, process: WorkerProcess) -> None:
+        """It has ended. Where something is left on its GPU for long, whoever comes there next waits for that."""
+        if process in self._on_gpu.get(process.local_rank, ()):
+            if await self._gpu_fence.released(process, self._config.timeouts.fence_s):
+                self._leave_gpu(process)
+
+    def _leave_gpu(self, process: WorkerProcess) -> None:
+        there = self._on_gpu.get(process.local_rank, [])
+        if process in there:
+            there.remove(process)
+
     async def let_go(self, rank: int, grace_s: float) -> int | None:
         """The rank leaves the job: its process ends by itself within ``grace_s``, or is killed. Returns its exit code;
         None if there is none, or it was ended together with all others."""
@@ -215,6 +243,7 @@ class ProcessManager:
         code = await process.end(grace_s)
         process.kill()
         code = code if code is not None else await process.end(self._config.timeouts.fence_s)
+        await self._look_at_gpu(process)
         if process not in self._leaving:
             return None
         self._leaving.remove(process)
@@ -309,6 +338,7 @@ class ProcessManager:
     async def _bury(self, process: WorkerProcess) -> None:
         """Wait for the end of a dead process, however long the kernel takes, and give back what it had."""
         await process.end(self._config.timeouts.replacement_s)
+        await self._look_at_gpu(process)
         self._close(process)
 
     def _close(self, process: WorkerProcess) -> None:

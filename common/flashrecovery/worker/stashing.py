@@ -15,7 +15,6 @@ from pathlib import Path
 
 import xxhash
 
-from flashrecovery import groups
 from flashrecovery.config import Settings
 from flashrecovery.errors import RestoreError, UnsupportedError
 from flashrecovery.logical import LogicalState
@@ -60,11 +59,6 @@ class Stashing:
             )
         if registry.batches is None or registry.streams:
             raise UnsupportedError(f"another parallel layout of a job with batches of each rank's own: {_TAKE}")
-        if any(group.request.kind == "nccl" for group in groups.groups()):
-            raise UnsupportedError(
-                "another parallel layout of a job whose process groups use NCCL: that has not been tried yet; gloo is "
-                "allowed"
-            )
         refuse_unequal([*registry.habits.own, *own])
         self._registry = registry
         self._state: LogicalState = states[0]

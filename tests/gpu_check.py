@@ -2,7 +2,7 @@
 
 First what one GPU can show of recovery's parts (:mod:`tests.gpu_parts`). Then for each layout one undisturbed job and
 one with a SIGKILL in every phase of a step, with deterministic kernels; for two of them also all ranks at once, and the
-launcher with them. Then elastic jobs (:mod:`tests.gpu_elastic`). The report (``report.md``, ``report.json``) is
+launcher with them. Then jobs that change (:mod:`tests.gpu_elastic`). The report (``report.md``, ``report.json``) is
 meant to be attached to an issue. With fewer GPUs than ranks, all ranks share
 the first one; without any, ``--cpu`` runs the same over gloo, which tests this program and nothing of CUDA.
 """
@@ -140,14 +140,13 @@ def all_at_once(layout: Layout, directory: Path, reference: Job, gpus: int, job_
     return result
 
 
-def check_elastic(name: str, directory: Path, gpus: int, job_s: float) -> Result:
-    """A job that becomes smaller by a kill, and grows again."""
+def check_changed(name: str, directory: Path, gpus: int, job_s: float) -> Result:
+    """A job that becomes smaller by a kill, and grows again, or goes on in another layout."""
     began = time.monotonic()
     directory.mkdir(parents=True)
-    kind = gpu_elastic.on_gpus(gpu_elastic.KINDS[name], shared=0 < gpus < 4)
-    result = Result(name, 4, kills=1)
+    result = Result(name, gpu_elastic.RANKS, kills=1)
     try:
-        job, result.found = gpu_elastic.shrunk_and_grown(kind, directory, job_s)
+        job, result.found = gpu_elastic.changed(name, directory, gpus, job_s)
     except AssertionError as e:
         result.found.append(str(e).splitlines()[0])
     else:
@@ -222,9 +221,8 @@ def markdown(results: list[Result], where: dict[str, Any], parts: list[PartResul
 def main() -> int:
     flags = argparse.ArgumentParser(prog="python -m tests.gpu_check", description=__doc__.splitlines()[0])
     flags.add_argument("--layouts", nargs="*", choices=LAYOUTS, default=list(LAYOUTS), help="all by default")
-    flags.add_argument(
-        "--elastic", nargs="*", choices=gpu_elastic.KINDS, default=list(gpu_elastic.KINDS), help="all by default"
-    )
+    changing = [*gpu_elastic.KINDS, *gpu_elastic.REPLANNED]
+    flags.add_argument("--elastic", nargs="*", choices=changing, default=changing, help="all by default")
     flags.add_argument("--parts", nargs="*", choices=PARTS, default=list(PARTS), help="all by default; not with --cpu")
     flags.add_argument("--no-overhead", action="store_true", help="steps with and without recovery are not compared")
     flags.add_argument("--out", type=Path, default=Path("runs") / f"gpu-check-{time.strftime('%Y%m%d-%H%M%S')}")
@@ -275,12 +273,13 @@ def main() -> int:
             print(verdict(result), flush=True)
         write()
     for name in args.elastic:
-        if "zero" in name and not installed("deepspeed"):
-            print(f"{name}: left out, deepspeed is not installed", flush=True)
+        needed = gpu_elastic.NEEDS.get(name)
+        if needed is not None and not installed(needed):
+            print(f"{name}: left out, {needed} is not installed", flush=True)
         elif time.monotonic() > until:
             print(f"{name}: left out, the time is up", flush=True)
         else:
-            results.append(check_elastic(name, args.out / name, gpus, args.job_seconds))
+            results.append(check_changed(name, args.out / name, gpus, args.job_seconds))
             print(verdict(results[-1]), flush=True)
             write()
     print(f"{args.out}/report.md")

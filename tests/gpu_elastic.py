@@ -1,4 +1,5 @@
-"""Elastic jobs for the report of :mod:`tests.gpu_check`: killed, and grown again, as others were by command."""
+"""Jobs that change, for the report of :mod:`tests.gpu_check`: elastic ones, killed and grown again, as others were by
+command; and one that goes on in another parallel layout, as one that Megatron alone has started in it."""
 
 from __future__ import annotations
 
@@ -6,25 +7,47 @@ from dataclasses import replace
 from pathlib import Path
 
 from tests.support.elastic import changes, command, sizes_of
-from tests.support.elastic_divided import DDP, FSDP2, Kind, check_as_commanded, zero
-from tests.support.jobs import ROOT, Job
+from tests.support.elastic_divided import DDP, FSDP2, Kind, check_as_commanded, megatron, zero
+from tests.support.jobs import Job, check_fired
+from tests.support.replan import Saved, Sizes, Training
+from tests.support.replan_scenarios import check_changed_around, killed
+from tests.support.wrappers import on_gpus
 
-WRAPPER = ROOT / "tests" / "scripts" / "one_gpu.py"
 AT, BACK, VICTIM = 8, 32, 1
-KINDS = {f"elastic-{kind.name}": kind for kind in (DDP, FSDP2, zero(2), zero(3))}
+RANKS = 4
+SHARDED = ("--use-distributed-optimizer", "--bf16")
+KINDS = {f"elastic-{kind.name}": kind for kind in (DDP, FSDP2, zero(2), zero(3), megatron("megatron", *SHARDED))}
+REPLANNED = {"replan-megatron": Training("tp2-dp2-distributed", Sizes(2, 1, 2), SHARDED)}
+NEEDS = {
+    name: "deepspeed" if "zero" in name else "megatron.core"
+    for name in (*KINDS, *REPLANNED)
+    if "zero" in name or "megatron" in name
+}
+"""Packages, by the names of jobs."""
 
 
-def on_gpus(kind: Kind, *, shared: bool) -> Kind:
-    """``shared``: all ranks on one GPU."""
-    env = {**(kind.env or {}), "ONE_GPU_SCRIPT": str(kind.script), "PYTHONWARNINGS": "ignore"}
-    if shared:
-        env["FLASHRECOVERY_SHARED_GPU"] = "1"
-    return replace(kind, script=WRAPPER, env=env)
+def changed(name: str, directory: Path, gpus: int, job_s: float) -> tuple[Job, list[str]]:
+    """The job of this name, and what is not as it should be. Raises AssertionError if that
+    cannot be seen."""
+    if name in REPLANNED:
+        return _in_another_layout(REPLANNED[name], directory, gpus, job_s)
+    return _shrunk_and_grown(KINDS[name], directory, gpus, job_s)
 
 
-def shrunk_and_grown(kind: Kind, directory: Path, job_s: float) -> tuple[Job, list[str]]:
-    """4 -> 3 -> 4: one rank is killed and nobody replaces it, and comes back on command. The job, and what is not as
-    in one that was resized by command at the same steps."""
+def _in_another_layout(training: Training, directory: Path, gpus: int, job_s: float) -> tuple[Job, list[str]]:
+    """One rank is killed and nobody replaces it; the others go on in another layout."""
+    training = replace(training, wrapper=on_gpus(gpus, RANKS))
+    job = training.start(directory / "killed", inject=[killed(VICTIM, "backward")]).wait(job_s)
+    check_fired(job)
+    check_changed_around(job, training, Saved(directory), RANKS - 1)
+    return job, []
+
+
+def _shrunk_and_grown(kind: Kind, directory: Path, gpus: int, job_s: float) -> tuple[Job, list[str]]:
+    """4 -> 3 -> 4: one rank is killed and nobody replaces it, and comes back on command. What is not as in one that was
+    resized by command at the same steps."""
+    wrapper = on_gpus(gpus, RANKS)
+    kind = replace(kind, script=wrapper.script, env=wrapper.environment(kind.script, kind.env))
     fault = f"rank={VICTIM},fault=sigkill,at=backward,step={AT}"
     running = kind.start(directory / "killed", "--step-time", "200", inject=[fault])
     running.wait_for("recovery_finished", job_s)

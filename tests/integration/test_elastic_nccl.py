@@ -22,10 +22,10 @@ from tests.support.elastic_divided import (
     resized_once,
     zero,
 )
-from tests.support.jobs import ROOT, Job, check_fired
+from tests.support.jobs import Job, check_fired
+from tests.support.wrappers import FAKE_NCCL
 
 pytestmark = pytest.mark.timeout(400)
-WRAPPER = ROOT / "tests" / "scripts" / "fake_nccl.py"
 AT, BACK = 8, 32
 SLOWLY = ("--step-time", "100")
 DISTRIBUTED = megatron("megatron-distributed", "--bf16", "--use-distributed-optimizer")
@@ -33,8 +33,8 @@ DISTRIBUTED = megatron("megatron-distributed", "--bf16", "--use-distributed-opti
 
 def over_nccl(kind: Kind) -> Kind:
     """The same jobs over the fake."""
-    env = {**(kind.env or {}), "FAKE_NCCL_SCRIPT": str(kind.script)}
-    return replace(kind, name=f"{kind.name}-nccl", script=WRAPPER, env=env)
+    env = FAKE_NCCL.environment(kind.script, kind.env)
+    return replace(kind, name=f"{kind.name}-nccl", script=FAKE_NCCL.script, env=env)
 
 
 KINDS = [

@@ -1,5 +1,5 @@
-"""Jobs whose process groups behave as NCCL's do (tests/support/fake_nccl) go on in another parallel layout: as jobs over
-that fake that megatron-core alone has started in that layout from that step's state, bit for bit."""
+"""Jobs whose process groups behave as NCCL's do (tests/support/fake_nccl) go on in another parallel layout: bit for bit
+as jobs over that fake that megatron-core alone has started in that layout from that step's state."""
 
 from __future__ import annotations
 
@@ -20,12 +20,14 @@ from tests.support.replan_scenarios import (
     check_there_and_back,
     killed,
 )
+from tests.support.wrappers import FAKE_NCCL
 
 skip_module_without("megatron.core")
 pytestmark = [pytest.mark.megatron, pytest.mark.grid, pytest.mark.timeout(4 * TIMEOUT_S)]
 
-STAGES = Training("tp2-pp2", Sizes(2, 2, 1), ("--bf16",), nccl=True)
-PARTS = Training("tp2-dp2-distributed", Sizes(2, 1, 2), ("--use-distributed-optimizer", "--bf16"), nccl=True)
+SHARDED = ("--use-distributed-optimizer", "--bf16")
+STAGES = Training("tp2-pp2", Sizes(2, 2, 1), ("--bf16",), wrapper=FAKE_NCCL)
+PARTS = Training("tp2-dp2-distributed", Sizes(2, 1, 2), SHARDED, wrapper=FAKE_NCCL)
 
 
 @pytest.fixture(scope="session")

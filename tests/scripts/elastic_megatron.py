@@ -82,8 +82,9 @@ def train_step(args: argparse.Namespace, state: State, batches: Any, step: Any) 
     turns = [batches.of(step, number) for number in numbers]
     data = [(batch.data for batch in of_chunk) for of_chunk in turns]
     number = num_microbatches_calculator.get_num_microbatches() if args.mode == "calculator" else len(turns[0])
+    device = next(chunks[0].parameters()).device
     results = get_forward_backward_func()(
-        forward_step_func=partial(pretrain_gpt.forward_step, device=torch.device("cpu"), pause_s=0.0),
+        forward_step_func=partial(pretrain_gpt.forward_step, device=device, pause_s=0.0),
         data_iterator=data if len(chunks) > 1 else data[0],
         model=chunks if len(chunks) > 1 else chunks[0],
         num_microbatches=number - (args.mode == "left-over"),

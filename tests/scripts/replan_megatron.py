@@ -42,14 +42,13 @@ def virtual_stages(args: Any, sizes: flashrecovery.ParallelLayout) -> int | None
     return args.num_virtual_stages_per_pipeline_rank if fits else None
 
 
-def train_step(
-    args: Any, chunks: list[Any], optimizer: Any, scheduler: Any, batches: Any, step: Any, device: torch.device
-) -> float:
+def train_step(args: Any, chunks: list[Any], optimizer: Any, scheduler: Any, batches: Any, step: Any) -> float:
     turns = [batches.of(step, chunk) for chunk in range(len(chunks))]
     data = [(batch.data for batch in of_chunk) for of_chunk in turns]
     for chunk in chunks:
         chunk.zero_grad_buffer()
     optimizer.zero_grad()
+    device = next(chunks[0].parameters()).device
     results = get_forward_backward_func()(
         forward_step_func=partial(pretrain_gpt.forward_step, device=device, pause_s=0.0),
         data_iterator=data if len(chunks) > 1 else data[0],
@@ -85,7 +84,7 @@ def main() -> None:
     small = {"steps": 12, "layers": 2, "heads": 2, "width": 16, "context": 8, "batch_size": 2, "lr": 1e-2}
     parser.set_defaults(**small)
     args = parser.parse_args()
-    device = training.start_process_group()
+    training.start_process_group()
     more = {"cp": args.context_parallel_size} if "cp" in args.takes else {}
     more |= {"ep": args.expert_model_parallel_size} if "ep" in args.takes else {}
     sizes = flashrecovery.layout(tp=args.tensor_model_parallel_size, pp=args.pipeline_model_parallel_size, **more)
@@ -119,7 +118,7 @@ def main() -> None:
         with step:
             layout, rank = place(sizes)
             print(f"begin={number} layout={layout} {digest(chunks, optimizer, scheduler)}", flush=True)
-            loss = train_step(args, chunks, optimizer, scheduler, batches, step, device)
+            loss = train_step(args, chunks, optimizer, scheduler, batches, step)
             time.sleep(args.step_time / 1e3)
             print(f"step={number} rank={rank} layout={layout} loss_hex={loss.hex()}", flush=True)
             state = digest(chunks, optimizer, scheduler)  # in the block: it communicates

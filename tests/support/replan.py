@@ -19,6 +19,7 @@ from flashrecovery.cli.replan import replan
 from flashrecovery.parallel_layout import layout_sizes
 from tests.support.jobs import ROOT, Job, Layout, RunningJob, check_clean
 from tests.support.megatron import ENVIRONMENT
+from tests.support.wrappers import Wrapper
 
 SCRIPT = ROOT / "tests" / "scripts" / "replan_megatron.py"
 STEPS, AT = 9, 5
@@ -97,16 +98,12 @@ class LaidOut(Protocol):
 
 @dataclass(frozen=True)
 class Training:
-    """A layout at the launch, and what is trained how, in a loop of the script's own.
-
-    Attributes:
-        nccl: over the fake of NCCL (tests/support/fake_nccl).
-    """
+    """A layout at the launch, and what is trained how, in a loop of the script's own; ``wrapper`` runs that script."""
 
     name: str
     sizes: Sizes
     flags: tuple[str, ...] = ()
-    nccl: bool = False
+    wrapper: Wrapper | None = None
 
     def __str__(self) -> str:
         return self.name
@@ -136,7 +133,9 @@ def start(
     options: Sequence[str] = (),
 ) -> RunningJob:
     sizes = sizes or training.sizes
-    fake = {"FAKE_NCCL_SCRIPT": str(SCRIPT)} if training.nccl else {}
+    wrapper = training.wrapper
+    # as ranks of a launch of several have; one alone would take more
+    env = {**ENVIRONMENT, "OMP_NUM_THREADS": "1"}
     return RunningJob(
         folder,
         Layout("replan", "", nproc=sizes.ranks),
@@ -144,9 +143,9 @@ def start(
         inject=inject,
         options=options,
         config=never() if config is None else config,
-        script=ROOT / "tests" / "scripts" / "fake_nccl.py" if training.nccl else SCRIPT,
+        script=SCRIPT if wrapper is None else wrapper.script,
         flags=["--steps", str(STEPS), "--dropout", "0.1", *sizes.flags, *training.flags, *flags],
-        env={**ENVIRONMENT, **fake, "OMP_NUM_THREADS": "1"},  # as ranks of a launch of several have; one alone would take more
+        env=env if wrapper is None else wrapper.environment(SCRIPT, env),
     )
 
 

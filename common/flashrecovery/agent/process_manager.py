@@ -218,9 +218,9 @@ class ProcessManager:
 
     async def _look_at_gpu(self, process: WorkerProcess) -> None:
         """It has ended. Where something is left on its GPU for long, whoever comes there next waits for that."""
-        if process in self._on_gpu.get(process.local_rank, ()):
-            if await self._gpu_fence.released(process, self._config.timeouts.fence_s):
-                self._leave_gpu(process)
+        there = process in self._on_gpu.get(process.local_rank, ())
+        if there and await self._gpu_fence.released(process, self._config.timeouts.fence_s):
+            self._leave_gpu(process)
 
     def _leave_gpu(self, process: WorkerProcess) -> None:
         there = self._on_gpu.get(process.local_rank, [])

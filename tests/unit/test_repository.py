@@ -251,6 +251,18 @@ def test_links_between_documents_lead_somewhere() -> None:
     assert broken == []
 
 
+def test_the_tests_that_the_page_of_elastic_jobs_names_exist() -> None:
+    """Each in a file that its section names."""
+    files: dict[str, set[str]] = {}
+    for path in (ROOT / "tests").rglob("test_*.py"):
+        files.setdefault(path.name, set()).update(re.findall(r"^def (test_\w+)", path.read_text(), re.M))
+    sections = re.split(r"^## ", _text("docs/elastic_tests.md"), flags=re.M)
+    named = [(re.findall(r"\btest_\w+\.py", section), re.findall(r"::(test_\w+)", section)) for section in sections]
+    assert sum(len(tests) for _, tests in named) > 200
+    assert [file for there, _ in named for file in there if file not in files] == []
+    assert [test for there, tests in named for test in tests if not any(test in files[file] for file in there)] == []
+
+
 def test_the_fixed_bounds_in_the_documentation_are_those_in_the_code() -> None:
     rows = re.findall(r"^\| `([\w/]+\.py)` \| `(\w+_S)` \| `([\d.]+)` \|", _text("docs/configuration.md"), re.M)
     assert len(rows) > 15

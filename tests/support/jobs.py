@@ -87,8 +87,10 @@ class RunningJob:
         script: Path | None = None,
         env: Mapping[str, str] | None = None,
         launcher: Sequence[str] | None = None,
+        within: Sequence[str] = (),
     ) -> None:
-        """``launcher``: a command that starts one task for each rank; None: `flashrecovery run` does."""
+        """``launcher``: a command that starts one task for each rank; None: `flashrecovery run` does. ``within``: a
+        command that becomes the one behind it."""
         self.run_dir = run_dir
         self.marker = uuid.uuid4().hex
         program = [sys.executable, "-m", "flashrecovery.cli.main"]
@@ -105,7 +107,7 @@ class RunningJob:
         if script is None:
             command += [*SMALL, "--steps", str(steps), *layout.flags]
         command += flags
-        self._start(command, env or {})
+        self._start([*within, *command], env or {})
 
     def _start(self, command: Sequence[str], env: Mapping[str, str]) -> None:
         self._began = time.monotonic()

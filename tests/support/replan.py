@@ -131,6 +131,7 @@ def start(
     config: Mapping[str, Any] | None = None,
     inject: Sequence[str] = (),
     options: Sequence[str] = (),
+    within: Sequence[str] = (),
 ) -> RunningJob:
     sizes = sizes or training.sizes
     wrapper = training.wrapper
@@ -142,6 +143,7 @@ def start(
         standby=0,
         inject=inject,
         options=options,
+        within=within,
         config=never() if config is None else config,
         script=SCRIPT if wrapper is None else wrapper.script,
         flags=["--steps", str(STEPS), "--dropout", "0.1", *sizes.flags, *training.flags, *flags],

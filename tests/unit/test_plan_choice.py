@@ -54,6 +54,13 @@ def test_state_that_optimizers_have_not_made_yet_is_counted() -> None:
     assert state_to_come([adam]) == 0, "it is there"
 
 
+def test_state_of_a_frameworks_optimizer_is_counted_once() -> None:
+    """Megatron's steps on plain fp32 tensors that ask for no gradients; Accelerate's wraps another one."""
+    adam = torch.optim.AdamW([torch.zeros(100)])
+    wrapping = torch.optim.AdamW(adam.param_groups)
+    assert state_to_come([adam, wrapping]) == 2 * 400
+
+
 def test_what_cannot_be_kept_is_refused() -> None:
     assert own_memory(sizes(1)) == 2 * 2 * 5 * GB
     assert refusal(sizes(20), own_memory(sizes(20))) == ""

@@ -364,6 +364,41 @@ def test_memory_that_cannot_be_written_for_a_command() -> None:
     assert world.job.state is State.REGROUPING  # on in the old layout
 
 
+@pytest.mark.parametrize("checkpoint", [False, True])
+def test_there_is_no_room_and_the_layout_has_to_change(checkpoint: bool) -> None:
+    """A checkpoint that any layout reads is begun with, if there is one."""
+    world = World()
+    if checkpoint:
+        world.machine.on_checkpoint(5, "/checkpoints/5")
+    world.kill(1)
+    world.stop()
+    world.has_no_room()
+    assert bool(world.replanned()) is checkpoint
+    if not checkpoint:
+        assert world.job.state is State.FAILED and "No space left" in world.job.failure_reason
+        return
+    (fallback,) = [event for event in world.events if isinstance(event, ev.FallbackStarted)]
+    assert (fallback.version, fallback.path) == (5, "/checkpoints/5") and "No space left" in fallback.reason
+    assert world.of("drop_stash"), "what others have written is given back"
+    world.start(replace(FACTS, layout={"tp": 1, "pp": 1, "cp": 1, "ep": 1, "dp": 3}))
+    assert {(c.restore.version, c.restore.checkpoint) for _, c in world.of("restore")} == {(5, "/checkpoints/5")}
+
+
+def test_who_differs_has_no_checkpoint_to_go_back_to() -> None:
+    """Which of the two has the right state is not known, nor which of them was in the checkpoint."""
+    world = World()
+    world.machine.on_checkpoint(5, "/checkpoints/5")
+    world.kill(1)
+    world.stop()
+    for number, (rank, command) in enumerate(world.of("stash")):
+        reply = pb.Reply(serial=command.serial, generation=command.generation, rank=rank)
+        reply.sent_digests["the registered object 'x'"] = str(number)
+        world.machine.on_reply(reply, 3.0)
+    world.collect()
+    assert world.job.state is State.FAILED and not world.replanned()
+    assert "the registered object 'x' is not what it is on rank 0" in world.job.failure_reason
+
+
 def test_a_job_whose_retries_run_out_fails_once() -> None:
     world = World()
     world.kill(1)

@@ -354,7 +354,7 @@ class Machine:
             return
         odd = self._replanning.wrote(ranks[0], message) if what is Ordered.STASH else ""
         if odd:
-            self._command_failed(self.job.ranks[ranks[0]], what, odd, now)
+            self._could_not_write(self.job.ranks[ranks[0]], odd, now, differs=True)
             return
         self._carried_out([self.job.ranks[rank] for rank in ranks], what, message)
         self._steps.advance(now)
@@ -681,10 +681,14 @@ class Machine:
                 self.job.retry_at = now + _RETRY_AFTER_S
             return
         if what is Ordered.STASH:
-            if self._replanning.could_not(record.rank, error):
-                self._steps.enter("retry", now)
+            self._could_not_write(record, error, now, differs=False)
             return
         self.on_failure(self._found(record, FailureKind.COMMAND, f"{what}: {error}", now), now)
+
+    def _could_not_write(self, record: RankRecord, why: str, now: float, *, differs: bool) -> None:
+        """For another layout."""
+        if self._replanning.could_not(record.rank, why, now, differs=differs):
+            self._steps.enter("retry", now)
 
     def _found(
         self, record: RankRecord, kind: FailureKind, evidence: str, now: float, late_s: float = 0.0

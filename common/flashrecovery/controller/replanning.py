@@ -46,6 +46,7 @@ from flashrecovery.proto import flashrecovery_pb2 as pb
 
 _TRIES = 3
 """Layouts in which a script is started before it is given up, where it cannot begin in them."""
+_NOBODY_HAS_IT = "nobody has the state that ranks have needed which are lost"
 
 
 @dataclass(frozen=True)
@@ -301,16 +302,24 @@ class Replanning:
         """See :meth:`.layout_memory.LayoutMemory.wrote`."""
         return self._memory.wrote(rank, reply)
 
-    def could_not(self, rank: int, why: str) -> bool:
-        """A rank could not write. Returns whether the job can go on in its layout; a command is given up then."""
+    def could_not(self, rank: int, why: str, now: float, *, differs: bool) -> bool:
+        """A rank could not write. ``differs``: it has another state than others where one will be everybody's; who has
+        the right one is not known, nor whether a checkpoint has it. Returns whether the job can go on in its layout; a
+        command is given up then. Where the layout has to change, the job goes back to a checkpoint, if there is one
+        that any layout reads, or ends."""
         wanted = self._next
         self.interrupted()
         assert wanted is not None
-        if wanted.lost:
+        if not wanted.lost:
+            self._give_up(wanted, f"rank {rank}: {why}")
+            return True
+        if differs or self._checkpoint is None:
             self._job.fail(f"the layout does not change to {layout_text(wanted.strategy)}: rank {rank}: {why}")
             return False
-        self._give_up(wanted, f"rank {rank}: {why}")
-        return True
+        self._memory.drop()
+        version, path = self._checkpoint
+        self._start(wanted, Kept(version, pb.StashPlace(), path), now, because=f"rank {rank}: {why}")
+        return False
 
     def _give_up(self, wanted: NextLayout, why: str) -> None:
         """A command is not carried out."""
@@ -327,7 +336,8 @@ class Replanning:
 
     # -- the new layout ---------------------------------------------------------------------------
 
-    def _start(self, wanted: NextLayout, kept: Kept, now: float) -> None:
+    def _start(self, wanted: NextLayout, kept: Kept, now: float, because: str = _NOBODY_HAS_IT) -> None:
+        """``because``: why it begins with a checkpoint, if it does."""
         job = self._job
         facts = facts_now(job)
         before = facts.now
@@ -375,9 +385,10 @@ class Replanning:
         )
         self._memory.tell()
         if kept.checkpoint:
-            why = "nobody has the state that ranks have needed which are lost"
             job.emit(
-                ev.FallbackStarted(generation=job.generation, version=kept.version, path=kept.checkpoint, reason=why)
+                ev.FallbackStarted(
+                    generation=job.generation, version=kept.version, path=kept.checkpoint, reason=because
+                )
             )
         for record in job.in_order:
             self._staffing.fill(record, now, detached=False)

@@ -116,24 +116,30 @@ def sizes_everywhere(registry: Registry, parity: int) -> tuple[Sizes, Sizes]:
     collective, on all ranks before any of them keeps anything (a replacement gets the recorded answer)."""
     kinds = registry.tensor_shards(), copied_shards(registry, 1), copied_shards(registry, parity)
     now = [sum(s.spec().nbytes for s in shards) for shards in kinds]
-    to_come = state_to_come(registry.optimizers)
+    to_come = state_to_come(all_optimizers(registry))
     then = [nbytes + to_come * nbytes // max(now[0], 1) for nbytes in now]
     own, copied, in_parity, own_then, copied_then, in_parity_then, least = _most([*now, *then, -available_memory()])
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     return Sizes(own, copied, in_parity, -least, ranks), Sizes(own_then, copied_then, in_parity_then, -least, ranks)
 
 
+def all_optimizers(registry: Registry) -> list[torch.optim.Optimizer]:
+    """Those that the script has registered, and those of its frameworks."""
+    return [thing for thing in registry.known() if isinstance(thing, torch.optim.Optimizer)]
+
+
 def state_to_come(optimizers: Sequence[torch.optim.Optimizer]) -> int:
     """Bytes of state that these optimizers make in their first step, as far as their settings tell."""
-    found = 0
+    found: dict[torch.Tensor, int] = {}  # of each parameter; an optimizer may be wrapped by another one
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             moments = 2 if "betas" in group else int(bool(group.get("momentum")))
             for p in group["params"]:
-                if p.requires_grad and not optimizer.state.get(p):
+                steps = p.requires_grad or not isinstance(p, torch.nn.Parameter)  # a framework's copy in fp32
+                if steps and not optimizer.state.get(p):
                     local = p.to_local() if isinstance(p, DTensor) else p
-                    found += moments * local.nbytes
-    return found
+                    found[p] = moments * local.nbytes
+    return sum(found.values())
 
 
 def anywhere(flag: bool) -> bool:

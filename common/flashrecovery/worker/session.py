@@ -151,6 +151,8 @@ class Session:
         self._loop = Loop(worker, copies, own_calls=num_steps is None)
         if worker.rank == 0 and not worker.connection.detached:
             worker.notice(NoticeKind.REDUNDANCY, copies.describe())
+            if worker.stashing is not None and worker.stashing.warning:
+                worker.notice(NoticeKind.UNPROTECTED, worker.stashing.warning)
             for text in untested():
                 worker.notice(NoticeKind.UNTESTED, text)
         self._loop.join(num_steps)

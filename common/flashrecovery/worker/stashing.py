@@ -16,7 +16,7 @@ from pathlib import Path
 import xxhash
 
 from flashrecovery.config import Settings
-from flashrecovery.errors import RestoreError, UnsupportedError
+from flashrecovery.errors import ConfigError, RestoreError, UnsupportedError
 from flashrecovery.logical import LogicalState
 from flashrecovery.parallel_layout import taken
 from flashrecovery.plan.logical import Description, DividedParts, ShardParts, divided_description
@@ -24,12 +24,13 @@ from flashrecovery.plan.replan import LayoutFacts
 from flashrecovery.plan.rules import from_plain, to_plain
 from flashrecovery.proto import flashrecovery_pb2 as pb
 from flashrecovery.redundancy.stash import Stash, write
-from flashrecovery.runtime.environment import SEQUENCE_PARALLEL_ENV, STASH_ENV
+from flashrecovery.runtime.environment import SEQUENCE_PARALLEL_ENV, STASH_ENV, in_changed_layout
 from flashrecovery.state import codec
 from flashrecovery.state.shard import ShardSource
 from flashrecovery.worker import agreement
 from flashrecovery.worker.elastic_rules import refuse_tied_buffers, refuse_unequal
 from flashrecovery.worker.registry import Registry
+from flashrecovery.worker.stash_measuring import stash_room
 from flashrecovery.worker.stash_reading import Fetched
 
 _TAKE = "recovery.elastic_batches(dataset, global_batch=..., micro_batch=...) are allowed (docs/elastic.md)"
@@ -43,7 +44,8 @@ class Stashing:
 
         Raises:
             UnsupportedError: not, and why.
-            ConfigError: the ranks say different things of model, layout or batch.
+            ConfigError: the ranks say different things of model, layout or batch; or the state does not fit into the
+                nodes' memory while the layout changes.
         """
         if STASH_ENV not in os.environ:
             raise UnsupportedError("another parallel layout without `flashrecovery run --replan`")
@@ -69,6 +71,7 @@ class Stashing:
         self._described = self._gather()
         self._divided = self._gather_divided()
         self._in_size: dict[int, Description] = {}
+        self.warning = "" if in_changed_layout() else _check_room(registry)  # else what is read may still be there
 
     def _gather_facts(self, *, elastic: bool) -> LayoutFacts:
         batches = self._registry.batches
@@ -184,6 +187,15 @@ class Stashing:
 def _in_order(found: ShardParts | None) -> ShardParts | None:
     """The same, as it lies."""
     return None if found is None else replace(found, parts=tuple(sorted(found.parts, key=lambda part: part.begin)))
+
+
+def _check_room(registry: Registry) -> str:
+    """Returns in words what will not fit once optimizers have made their state. Raises ConfigError if what there is
+    does not."""
+    room = stash_room(registry)
+    if room.refusal:
+        raise ConfigError(room.refusal)
+    return room.warning
 
 
 def _check_elastic_calls(facts: LayoutFacts) -> None:

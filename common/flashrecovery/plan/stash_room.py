@@ -1,0 +1,47 @@
+"""Whether the state fits into the nodes' memory while the parallel layout changes. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+_ALLOWED = (
+    "allowed: a larger /dev/shm (docker run --shm-size, an emptyDir with medium: Memory in Kubernetes, mount -o "
+    "remount,size=), or no --replan"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class StashRoom:
+    """Bytes of a job's state, each shard once, which its nodes keep when the layout changes.
+
+    Attributes:
+        now: as it is before the first step.
+        expected: with what optimizers are about to make.
+        nodes: with ranks.
+        free: that the node with least has free in ``/dev/shm``.
+    """
+
+    now: int
+    expected: int
+    nodes: int
+    free: int
+
+    @property
+    def refusal(self) -> str:
+        """Why the layout can never change, in words: each node would have to keep more than the one with least has
+        free, even if all kept equally much. Empty if it can."""
+        return self._lacking(self.now)
+
+    @property
+    def warning(self) -> str:
+        """The same of what there will be after the first step."""
+        return self._lacking(self.expected)
+
+    def _lacking(self, nbytes: int) -> str:
+        each = -(-nbytes // max(self.nodes, 1))
+        if each <= self.free:
+            return ""
+        return (
+            f"replan: while the layout changes, the state is in the nodes' memory (/dev/shm): {each / 1e9:.3f} GB on a "
+            f"node, and {self.free / 1e9:.3f} GB are free on the node with least; {_ALLOWED}"
+        )

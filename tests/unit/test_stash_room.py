@@ -20,4 +20,4 @@ def test_what_each_node_has_to_keep(nodes: int, free: int, refused: bool, warned
 
 def test_the_numbers_are_told() -> None:
     why = StashRoom(now=10 * GB, expected=40 * GB, nodes=4, free=2 * GB).refusal
-    assert "2.500 GB on a node" in why and "2.000 GB are free on the node with least" in why and "--shm-size" in why
+    assert "2.50 GB on a node" in why and "2.00 GB are free on the node with least" in why and "--shm-size" in why

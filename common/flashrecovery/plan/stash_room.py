@@ -42,6 +42,10 @@ class StashRoom:
         if each <= self.free:
             return ""
         return (
-            f"replan: while the layout changes, the state is in the nodes' memory (/dev/shm): {each / 1e9:.3f} GB on a "
-            f"node, and {self.free / 1e9:.3f} GB are free on the node with least; {_ALLOWED}"
+            f"replan: while the layout changes, the state is in the nodes' memory (/dev/shm): {_size(each)} on a "
+            f"node, and {_size(self.free)} are free on the node with least; {_ALLOWED}"
         )
+
+
+def _size(nbytes: int) -> str:
+    return f"{nbytes / 1e9:.2f} GB" if nbytes >= 1e9 else f"{nbytes / 1e6:.2f} MB"

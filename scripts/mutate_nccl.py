@@ -274,8 +274,15 @@ ROWS = (
             _out(
                 "07-nobody-waits",
                 PROCESSES,
-                "            while not await self._gpu_fence.released(old, self._config.timeouts.fence_s):",
-                "            while False:",
+                "        while not await self._gpu_fence.released(gone, self._config.timeouts.fence_s):",
+                "        while False:",
+                *_unit("gpu_fence"),
+            ),
+            _out(
+                "07-of-its-own-rank-only",
+                PROCESSES,
+                "        for other in others:",
+                "        for other in []:",
                 *_unit("gpu_fence"),
             ),
         ),

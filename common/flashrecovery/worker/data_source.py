@@ -226,6 +226,21 @@ class Source:
         """``state_dict()`` of a stateful source, None for others. Only while it is being iterated."""
         return self.loader.state_dict() if self._stateful else None  # type: ignore[attr-defined]
 
+    def unread_state(self) -> dict[str, Any] | None:
+        """``state_dict()`` of a stateful source of which nothing has been read, with which it begins anew. None of one
+        that has none yet, and of a DataLoader, of which ``iter()`` begins anew (torchdata's would start its workers)."""
+        if not self._stateful or isinstance(self.loader, (DataLoader, PreparedLoader)):
+            return None
+        before = RngState.now()
+        try:
+            return copy.deepcopy(self.state())
+        except Exception as e:  # noqa: BLE001 - the source's own code runs here
+            log.debug("the %s has no state before it is read: %s", self.name, e)
+            return None
+        finally:
+            if RngState.now() != before:
+                restore_rng(before.plain())
+
     def load(self, state: dict[str, Any]) -> None:
         """Load what :meth:`state` gave. Raises DataSourceError if the source is not stateful here."""
         if not self._stateful:

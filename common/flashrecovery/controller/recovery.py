@@ -467,6 +467,7 @@ class RecoverySteps:
                 self._job.ranks[rank].take_needs(needs)
             self._job.settle_layout()
             self._resizing.all_have_what_they_need()
+            self._resizing.goes_on_at(self._job.round.version)
             self.send_resume(self._job.round.version, now)
             return
         for shard, source in wrong:

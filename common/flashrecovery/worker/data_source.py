@@ -228,7 +228,7 @@ class Source:
 
     def unread_state(self) -> dict[str, Any] | None:
         """``state_dict()`` of a stateful source of which nothing has been read, with which it begins anew. None of one
-        that has none yet, and of a DataLoader, of which ``iter()`` begins anew (torchdata's would start its workers)."""
+        that has none yet, and of a DataLoader: its ``iter()`` begins anew (and torchdata's would start its workers)."""
         if not self._stateful or isinstance(self.loader, (DataLoader, PreparedLoader)):
             return None
         before = RngState.now()

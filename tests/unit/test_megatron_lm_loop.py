@@ -14,7 +14,7 @@ import torch
 from flashrecovery.errors import ConfigError, UnsupportedError
 from flashrecovery.state import codec
 from fr_megatron.lm.calls import ProtectedLoop
-from fr_megatron.lm.state import NOTHING, LMLoop, LMLoopAdapter
+from fr_megatron.lm.state import NOTHING, LMLoop, LMLoopAdapter, TrainResult
 
 pytest.importorskip("megatron.core")
 pytestmark = pytest.mark.megatron
@@ -289,6 +289,20 @@ def test_arguments_from_a_checkpoint_that_is_not_the_launchs(
     else:
         assert checked(without_flag, checkpointing_context={}) is without_flag
     assert read == ["pretrained_checkpoint", *["load"] * (not refused)]
+
+
+def test_a_log_that_is_made_again_has_all_that_its_step_has_found() -> None:
+    """In a process that has skipped the step the loop has got nothing of it."""
+    found = TrainResult.of(({}, True, False, False, 0, 1.5, 7, torch.tensor(3.25)), 2.5)
+    rate, iteration, scale, memory = head = (0.1, 4, 8.0, False)
+    _, skipped, *_, norm, zeros, logit = NOTHING.returned()
+    given = *head, skipped, norm, None, zeros, logit
+    assert found.logged(given) == (rate, iteration, scale, memory, 1, 1.5, 2.5, 7, 3.25)
+    assert found.logged(given[:8]) == (*head, 1, 1.5, 2.5, 7)  # of a Megatron-LM that logs none
+    assert found.logged((*given, "groups")) == (*head, 1, 1.5, 2.5, 7, 3.25, "groups")
+    short = TrainResult.of(({}, False, False, False, 0, 1.5, 7))
+    assert short.logged(given) == (*head, 0, 1.5, None, 7, logit)
+    assert NOTHING.logged(given) == given
 
 
 @pytest.mark.parametrize("elastic", [False, True])

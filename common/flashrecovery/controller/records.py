@@ -392,6 +392,13 @@ def unequal_ends(records: Iterable[RankRecord]) -> str:
     )
 
 
+def who_has_left(records: Iterable[RankRecord], hung: RankRecord) -> str:
+    """Ranks whose scripts have left their loop where ``hung`` goes on and stands still, perhaps because of that, in
+    words; "" if there are none."""
+    left = [r.rank for r in records if r.place in THROUGH and r.steps != r.committed <= hung.committed]
+    return f"{ranks_text(left)} {'has' if len(left) == 1 else 'have'} left the loop by then" if left else ""
+
+
 def unequal_claims(records: Iterable[RankRecord]) -> list[str]:
     """Shards that several ranks claim to hold equally, but whose digests differ at the start.
 

@@ -382,8 +382,8 @@ STATEFUL = {
 }
 
 
-@pytest.mark.parametrize("came_at", [None, 0, 5, 8])
-@pytest.mark.parametrize("back", [0, 1, 2, 3])
+@pytest.mark.parametrize("came_at", [None, 0, 5, 7, 8])
+@pytest.mark.parametrize("back", [0, 1, 3, 7])
 @pytest.mark.parametrize("name", STATEFUL)
 def test_back_to_the_beginning(name: str, back: int, came_at: int | None) -> None:
     """After a fallback to a time before the first batch, or soon after it; in a survivor, and in one that was itself a

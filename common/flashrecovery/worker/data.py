@@ -197,6 +197,7 @@ class DataStream:
                     raise DataSourceError(f"the {self._source.name} gives no batches") from None
                 raise
             epoch, index = epoch + 1, 0
+            self._sample(DataPosition(epoch, 0, total), self._source.unread_state())
             before = RngState.now()
             self._iterator, begun = self._source.begin(epoch)
             try:
@@ -348,9 +349,11 @@ class DataStream:
         if self._iterator is None and not cursor.digest:
             return _Cursor(cursor.position, {"generators": self._source.generator_states()})
         if self._iterator is not None and not self._replay and (not self._sampled or self._sampled[0] != self.position):
-            state = self._source.state()
-            self._sampled = None if state is None else (self.position, state)
+            self._sample(self.position, self._source.state())
         return cursor
+
+    def _sample(self, position: DataPosition, state: dict[str, Any] | None) -> None:
+        self._sampled = None if state is None else (position, state)
 
     def _anchor(self, epoch: int) -> tuple[int, dict[str, Any]] | None:
         if self._sampled is None or self._sampled[0].epoch != epoch:
@@ -374,8 +377,13 @@ class DataStream:
             self._note_start()
             self._source.load(state)
             self._iterator, _ = self._source.begin(epoch, cursor.epoch_start)
-            if self._skip(done, cursor) == cursor.digest:
-                return
+            try:
+                if self._skip(done, cursor) == cursor.digest:
+                    return
+            except DataSourceError as e:
+                if done:
+                    raise
+                log.debug("%s", e)  # the state at the end of the epoch before is that of a source that is exhausted
             # For example: a loader's worker processes draw random numbers, which its state does not contain.
             log.warning("the state of the %s does not give the same samples; replaying the epoch", self._source.name)
         begun = self._source.begin(epoch, cursor.epoch_start) if epoch else self._begin_first(cursor.epoch_start)

@@ -227,8 +227,9 @@ class Source:
         return self.loader.state_dict() if self._stateful else None  # type: ignore[attr-defined]
 
     def unread_state(self) -> dict[str, Any] | None:
-        """``state_dict()`` of a stateful source of which nothing has been read, with which it begins anew. None of one
-        that has none yet, and of a DataLoader: its ``iter()`` begins anew (and torchdata's would start its workers)."""
+        """``state_dict()`` of a stateful source of which nothing has been read, or nothing of an epoch; with it, that
+        begins anew. None of one that has no state then, and of a DataLoader: its ``iter()`` begins anew (and
+        torchdata's would start its workers)."""
         if not self._stateful or isinstance(self.loader, (DataLoader, PreparedLoader)):
             return None
         before = RngState.now()

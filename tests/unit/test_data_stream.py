@@ -374,7 +374,26 @@ class CountsEpochs(StatefulGoesOn):
         self._loaded = self.epoch >= 0
 
 
+class KnowsNothingYet(StatefulGoesOn):
+    """Its ``iter()`` begins anew, and it has nothing to load before it was read."""
+
+    _next = 0
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        self.at, self._next = self._next, 0
+        for number in range(self.at, 40):
+            self.at = number + 1
+            yield torch.tensor([number])
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"at": self.at} if self.at else {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._next = state["at"]
+
+
 STATEFUL = {
+    "knows nothing yet": KnowsNothingYet,
     "goes on": StatefulGoesOn,
     "iterator": StatefulIterator,
     "counts epochs": CountsEpochs,

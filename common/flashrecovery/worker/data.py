@@ -231,7 +231,7 @@ class DataStream:
         """The source's first epoch begins, perhaps once more: ``iter()`` of a stateful source may go on where that
         stands."""
         if self._begun and self._start is not None:
-            self._source.load(self._start)
+            self._source.load_unread(self._start)
         self._note_start()
         return self._source.begin(0, start)
 

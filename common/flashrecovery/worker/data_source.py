@@ -248,6 +248,14 @@ class Source:
             raise DataSourceError(f"the data source was stateful, the {self.name} of this process is not")
         self.loader.load_state_dict(state)  # type: ignore[attr-defined]
 
+    def load_unread(self, state: dict[str, Any]) -> None:
+        """Load what :meth:`unread_state` gave. A source that cannot load that is left as it is: what it gives is
+        compared."""
+        try:
+            self.load(state)
+        except Exception as e:  # noqa: BLE001 - the source's own code runs here
+            log.warning("the %s cannot load the state that it had before it was read: %s", self.name, e)
+
     def mark(self) -> Any:
         """What the source says elsewhere of the batch that it has just given."""
         return accelerated.mark(self.loader.shard) if isinstance(self.loader, PreparedLoader) else None

@@ -147,7 +147,8 @@ class RecoveryFinished(Event):
 class JobResized(Event):
     """An elastic job goes on at ``step`` with another number of replicas than ``before``. ``ranks``: as the job was
     launched, in the order of their numbers in the process groups; ``left``: those that have left; ``came``: those that
-    have come in."""
+    have come in. Where nobody has and ``before`` is ``replicas``, the change before this one takes place at ``step``,
+    and not at the step that was said of it: the checkpoint for that was damaged, or another rank has died."""
 
     event: Literal["job_resized"] = "job_resized"
     step: int
@@ -156,6 +157,11 @@ class JobResized(Event):
     ranks: list[int] = Field(default_factory=list)
     left: list[int] = Field(default_factory=list)
     came: list[int] = Field(default_factory=list)
+
+    @property
+    def only_step(self) -> bool:
+        """It says at which other step the change before takes place."""
+        return self.before == self.replicas and not self.left and not self.came
 
 
 class JobReplanned(Event):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -108,13 +109,28 @@ def check_protected(args: argparse.Namespace) -> None:
             "is survived); allowed: without it"
         )
     if getattr(args, "use_checkpoint_args", False) and _loads_what_it_saves(args):
-        found.append(
-            "--use-checkpoint-args with --load and --save of the same directory (a replacement would read the "
-            "arguments from the newest checkpoint there, which is not that of the launch); allowed: another --save, or "
-            "--ckpt-step"
-        )
+        found.append(_ARGUMENTS_OF_A_CHECKPOINT)
     if found:
         raise UnsupportedError(f"flash-recovery does not support: {'; '.join(found)}")
+
+
+_ARGUMENTS_OF_A_CHECKPOINT = (
+    "--use-checkpoint-args with --load and --save of the same directory (a replacement would read the arguments from "
+    "the newest checkpoint there, which is not that of the launch); allowed: another --save, or --ckpt-step"
+)
+
+
+def checked_arguments(load_args_from_checkpoint: Callable[..., Any]) -> Callable[..., Any]:
+    """Megatron's function, which raises UnsupportedError where a replacement would read other arguments than the launch
+    has. A script may have it called without the flag (``args_defaults={"use_checkpoint_args": True}``)."""
+
+    @functools.wraps(load_args_from_checkpoint)
+    def checked(args: argparse.Namespace, load_arg: str = "load", *rest: Any, **kwargs: Any) -> Any:
+        if load_arg == "load" and _loads_what_it_saves(args):
+            raise UnsupportedError(f"flash-recovery does not support: {_ARGUMENTS_OF_A_CHECKPOINT}")
+        return load_args_from_checkpoint(args, load_arg, *rest, **kwargs)
+
+    return checked
 
 
 def _loads_what_it_saves(args: argparse.Namespace) -> bool:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -279,9 +280,10 @@ class ProtectedLoop:
         said: list[bool] = []  # to the loop
 
         def decide(*, due: bool) -> bool:
-            exits = bool(self._original["checkpoint_and_decide_exit"](model, optimizer, scheduler, iteration, *rest))
-            if exits and due and self._recovery.has_checkpoints:
-                exits = not _on_any_rank(said == [False])
+            before = _decided(said) if due and self._recovery.generation else None
+            with nullcontext() if before is None else _deciding(settings, exits=before):
+                exits = self._original["checkpoint_and_decide_exit"](model, optimizer, scheduler, iteration, *rest)
+            exits = bool(exits) if before is None else before
             loop.decided(exits)
             return exits
 
@@ -343,12 +345,29 @@ class ProtectedLoop:
         return returned
 
 
-def _on_any_rank(gone_on: bool) -> bool:
-    """Whether the loop of any rank has gone on after a call that is made again, since the job has fallen back to a
-    checkpoint: a time limit or a signal that has come meanwhile counts in a later call. A collective."""
-    found: list[bool] = [gone_on] * dist.get_world_size()
-    dist.all_gather_object(found, gone_on)
-    return any(found)
+def _decided(said: Sequence[bool]) -> bool | None:
+    """What a call that is made again has decided before, on whatever rank: a loop that has gone on after it, or has
+    ended, cannot take that back, and who is replaced has got no signal, and other time. None: nobody's loop has heard.
+    ``said``: to this rank's loop. A collective."""
+    found: list[bool | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, said[0] if said else None)
+    known = [one for one in found if one is not None]
+    return all(known) if known else None
+
+
+@contextmanager
+def _deciding(settings: Any, *, exits: bool) -> Iterator[None]:
+    """Within, Megatron ends the loop as it has done before, with a checkpoint, or does not, whatever signals and time
+    say now; intervals say the same as before. Checkpoints get ``settings`` as they are."""
+    training: Any = importlib.import_module("megatron.training.training")
+    get_args, seen = training.get_args, copy.copy(settings)
+    seen.exit_signal_handler = False
+    seen.exit_duration_in_mins = -1.0 if exits else None  # more has passed
+    training.get_args = lambda: seen
+    try:
+        yield
+    finally:
+        training.get_args = get_args
 
 
 @contextmanager

@@ -10,13 +10,15 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
 
 from flashrecovery.errors import UnsupportedError
-from fr_megatron.lm.arguments import with_flags
+from fr_megatron.lm.arguments import checked_arguments, with_flags
+from fr_megatron.lm.saving import keeping_the_whole_one
 
 ARGUMENTS = "megatron.training.arguments"
 TRAINING = "megatron.training.training"
@@ -165,7 +167,20 @@ def install_loop(args: Any) -> None:
     for hook in LOOP:
         setattr(importlib.import_module(hook.module), hook.name, getattr(loop, hook.name))
     timer.start = lambda self, barrier=False: loop.start_timer(self, barrier)
+    _replace_wherever(CHECKPOINTING, "cleanup_old_non_persistent_checkpoint", keeping_the_whole_one)
+    _replace_wherever(CHECKPOINTING, "load_args_from_checkpoint", checked_arguments)
     setattr(training, _INSTALLED, True)
+
+
+def _replace_wherever(module: str, name: str, by: Callable[[Any], Any]) -> None:
+    """Replace a function of Megatron's, where there is one, in all of its modules that have it."""
+    original = getattr(importlib.import_module(module), name, None)
+    if original is None:
+        return
+    replaced = by(original)
+    for key, known in list(sys.modules.items()):
+        if key.startswith("megatron.training") and vars(known).get(name) is original:
+            setattr(known, name, replaced)
 
 
 def check_hooks() -> None:

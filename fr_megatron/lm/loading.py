@@ -20,7 +20,7 @@ from typing import Any
 from flashrecovery.adapter import union
 from flashrecovery.errors import UnsupportedError
 
-_TRACKER = "latest_checkpointed_iteration.txt"
+TRACKER = "latest_checkpointed_iteration.txt"
 _NOTHING = ".nothing-at-the-launch"
 """A directory that is not there."""
 _BESIDE = "non_persistent"
@@ -90,7 +90,7 @@ def _newest(folder: Path) -> str:
     """The iteration of the newest checkpoint, filled up so that the largest text is the newest; "release" of one
     without, "" where there is none."""
     try:
-        said = (folder / _TRACKER).read_text().strip()
+        said = (folder / TRACKER).read_text().strip()
     except FileNotFoundError:
         return ""
     return said.zfill(20) if said.isdecimal() else said

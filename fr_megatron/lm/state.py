@@ -77,13 +77,16 @@ class TrainResult:
         return TrainResult(dict(losses), bool(skipped), tuple(_plain(value) for value in rest), params_norm)
 
     def logged(self, given: tuple[Any, ...]) -> tuple[Any, ...]:
-        """What ``training_log`` is ``given`` after the losses, with this step's norms: the loop may have got those of a
-        step that was made again since, in another size, with other last bits. ``given`` begins with learning rate,
-        iteration, loss scale, whether memory is reported, and whether the step was skipped."""
+        """What ``training_log`` is ``given`` after the losses, with what this step has found: the loop may have got
+        that of a step that was made again since, in another size, with other last bits, or, in a process that skipped
+        it, nothing. ``given``: learning rate, iteration, loss scale, whether memory is reported, whether the step was
+        skipped, the norms of gradients and parameters, the number of zeros, and, if there is one, the greatest
+        attention logit."""
         if self is NOTHING:
             return given
         *_, norm, zeros = self.rest[:5]
-        return *given[:4], int(self.skipped), norm, self.params_norm, zeros, *given[8:]
+        logit = self.rest[5:6] if len(given) > 8 else ()
+        return *given[:4], int(self.skipped), norm, self.params_norm, zeros, *logit, *given[8 + len(logit) :]
 
     def returned(self) -> tuple[Any, ...]:
         return dict(self.losses), int(self.skipped), *self.rest

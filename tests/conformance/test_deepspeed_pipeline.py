@@ -89,6 +89,29 @@ def check(job: Job, reference: Job, inject: Sequence[str], printed: Printed = Pr
 
 
 @pytest.mark.grid
+def test_what_has_ended_the_loops_is_not_known_to_a_replacement(tmp_path: Path) -> None:
+    """It would make another call, and wait in it for those whose scripts have come to their end."""
+    stops = tmp_path / "stops"
+    stops.touch()
+    layout = Layout("own-loop-stops", EXAMPLE, (*TIED, *RECOMPUTED, "--mode", "stops"), nproc=2)
+    flags = [*SMALL, "--steps", str(STEPS), *layout.flags]
+    job = run_job(
+        *(tmp_path / "run", layout),
+        steps=STEPS,
+        standby=1,
+        script=OWN_LOOP,
+        flags=flags,
+        env={"STOPS": str(stops)},
+        config=CONFIG,
+        timeout_s=TIMEOUT_S,
+    )
+    assert job.code == 1 and not stops.exists(), job.explain()
+    (failed,) = job.of("job_failed")
+    assert "come to their end after 5 calls, and this one makes another" in failed["reason"], job.explain()
+    assert {e["rank"] for e in job.of("failure_detected")} == {1}, job.explain()
+
+
+@pytest.mark.grid
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
 def test_tied_weights(layout: Layout, tmp_path: Path, reference: Reference) -> None:
     inject = faults((0, "backward", 2), (1, "grad-sync", 4))

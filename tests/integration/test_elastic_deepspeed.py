@@ -5,6 +5,7 @@ state: losses, and the whole fp32 weights and optimizer state, of every later st
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
@@ -148,6 +149,31 @@ def test_other_engines(engine: Engine, tmp_path: Path, resized: Resized) -> None
     job = launch(tmp_path / "run", engine, inject=faults).wait(TIMEOUT_S)
     check_fired(job)
     check_ends_as_resized(job, engine, resized, [0])
+
+
+OVERFLOWS_AT = 6
+"""With four ranks, from the state that there is then, and not with two: each divides its loss by twice as many
+micro-batches there."""
+_SKIPPED = re.compile(r"step=(\d+) rank=\d+ size=(\d+) \S+ skipped=(\d+)")
+
+
+@pytest.mark.grid
+@pytest.mark.parametrize("phase", ("backward", "commit", "below"))
+@pytest.mark.parametrize("zero", ("2", "3"))
+def test_a_step_that_overflows_in_the_old_size_alone(zero: str, phase: str, tmp_path: Path, resized: Resized) -> None:
+    """Its loss scale moves in almost each step. That the step was skipped by four ranks is of no meaning for two, which
+    make it again."""
+    scale = ("--precision", "fp16", "--set", "fp16.loss_scale_window=1")
+    engine = Engine(f"zero{zero}-scale", ("--zero", zero, *scale))
+    faults = [f"rank={rank},fault=sigkill,at={phase},step={OVERFLOWS_AT}" for rank in (0, 2)]
+    job = launch(tmp_path / "run", engine, inject=faults).wait(TIMEOUT_S)
+    check_fired(job, 2)
+    elastic.check_ends_as_resized(job, OVERFLOWS_AT, [0, 2], partial(resized, engine), divided=True)
+    lines = [line for log in job.run_dir.rglob("rank*.log") for line in _SKIPPED.findall(log.read_text())]
+    skipped = {(int(step), int(size)): int(count) for step, size, count in lines}
+    assert skipped[OVERFLOWS_AT - 1, 4] == skipped[OVERFLOWS_AT, 2] == 3, skipped
+    if phase != "backward":
+        assert skipped[OVERFLOWS_AT, 4] == 4, skipped
 
 
 @pytest.mark.parametrize("engine", often(MAIN, ()))

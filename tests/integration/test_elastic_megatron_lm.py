@@ -16,6 +16,7 @@ from tests.support.elastic_megatron_lm import (
     Training,
     check_ends_as_resized,
     evaluations,
+    logged,
     resized_once,
 )
 from tests.support.installed import skip_module_without
@@ -119,6 +120,35 @@ def test_other_trainings(training: Training, tmp_path: Path, resized: Resized) -
     job = training.start(tmp_path / "run", inject=[f"rank=0,fault=sigkill,at=optimizer,step={AT}"]).wait(TIMEOUT_S)
     check_fired(job)
     check_ends_as_resized(job, AT, [0], training, resized)
+
+
+SCALE = ("--fp16", "--initial-loss-scale=65536", "--loss-scale-window=1", "--hysteresis=1")
+OVERFLOWS = 5
+"""An iteration that overflows with four ranks, and not with two: each divides its loss by twice as many micro-batches
+there."""
+
+
+@pytest.mark.parametrize("phase", ["backward", "commit"])
+@pytest.mark.parametrize(
+    "training", [Training("distributed-scale", (*DISTRIBUTED, *SCALE)), Training("scale", SCALE)], ids=str
+)
+def test_an_iteration_that_overflows_in_the_old_size_alone(
+    training: Training, phase: str, tmp_path: Path, resized: Resized
+) -> None:
+    """The loss scale moves in each iteration. That one was skipped by four ranks is of no meaning for two, which make
+    it again; what is logged of it, and of those after it, is theirs."""
+    at = training.call("train", OVERFLOWS)
+    faults = [f"rank={rank},fault=sigkill,at={phase},step={at}" for rank in (0, 2)]
+    job = training.start(tmp_path / "run", inject=faults).wait(TIMEOUT_S)
+    check_fired(job, 2)
+    check_ends_as_resized(job, at, [0, 2], training, resized)
+    call = job.of("job_resized")[-1]["step"]
+    mine, theirs = logged(job), logged(resized(training, call, 2))
+    for number in range(training.iteration(call), training.iterations):
+        assert len(theirs[number]) == 1 and theirs[number] <= mine[number], (number, mine[number], theirs[number])
+    if call <= at:
+        (line,) = theirs[OVERFLOWS]
+        assert "loss scale: 1048576.0 |" in line and "number of skipped iterations:   0 |" in line, line
 
 
 def _others(victim: int, training: Training) -> list[int]:

@@ -113,3 +113,31 @@ def test_the_loop_has_decided_to_end(config: dict[str, Any], tmp_path: Path) -> 
     assert failed["rank"] == 1, job.explain()
     assert " iteration        4/" not in "".join(log.read_text() for log in job.run_dir.rglob("rank*.log"))
     check_clean(job)
+
+
+FAR_BACK = {"redundancy": "none", "snapshots": {"keep": "never"}, "timeouts": {"hang_floor_s": 20}}
+"""What a rank had alone is lost with it, so that all go back to a checkpoint."""
+
+
+@pytest.mark.parametrize("dies", ["in-the-call", "later", "far-back"])
+def test_a_signal_that_only_the_victim_has_got(dies: str, tmp_path: Path) -> None:
+    """It has told the others, and their loops have ended; the replacement gets none, and ends there, too. If it has
+    died in that call, and no loop has heard of it, the signal is lost with it."""
+    signalled, died = tmp_path / "signalled", tmp_path / "died"
+    flags = ("--train-iters=6", "--exit-signal-handler")
+    env, inject, config = {"SIGNALLED": str(signalled)}, [], {}
+    if dies == "in-the-call":
+        inject = ["rank=1,fault=sigkill,at=commit,step=8"]
+    else:
+        env["DIED"] = str(died)
+    if dies == "far-back":
+        flags += ("--use-distributed-optimizer", "--bf16")
+        config = {**FAR_BACK, "checkpoint": {"dir": str(tmp_path / "fallback"), "interval_s": 0.1, "keep": 100}}
+    running = start(tmp_path / "run", *flags, config=config, script=SCRIPT, env=env, inject=inject)
+    job = running.wait(TIMEOUT_S)
+    assert job.code == 0 and signalled.exists(), job.explain()
+    (failed,) = job.of("failure_detected")
+    assert failed["rank"] == 1 and len(job.of("fallback_started")) == (dies == "far-back"), job.explain()
+    logged = "".join(log.read_text() for log in job.run_dir.rglob("rank*.log"))
+    assert " iteration        4/" not in logged or dies == "in-the-call", job.explain()
+    check_clean(job)

@@ -1,14 +1,18 @@
 """The pipeline example with a loop of its own: ``train_batch``, an ``eval_batch`` now and then, no ``steps()``.
 
 ``--mode``: ``tracker`` adds noise from DeepSpeed's tracked random stream in every block; ``training-data`` gives the
-data to ``deepspeed.initialize()``; the others misbehave in one way, and have to be refused.
+data to ``deepspeed.initialize()``; ``stops`` ends the loop after four steps if the file that ``STOPS`` in the
+environment names is there as the process begins, and then rank 1 takes it away and dies; the others misbehave in one
+way, and have to be refused.
 """
 
 from __future__ import annotations
 
 import math
 import os
+import signal
 import sys
+import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -54,6 +58,8 @@ def main() -> None:
     flags.add_argument("--mode", default="plain")
     flags.add_argument("--save", type=Path, help="save a checkpoint of DeepSpeed's there after step 4")
     args = flags.parse_args()
+    stops = Path(os.environ["STOPS"]) if args.mode == "stops" else None
+    stopping = stops is not None and stops.exists()
     device = training.start_process_group()
     if args.mode == "tracker":
         gpt_pipeline.Layer = TrackedLayer  # type: ignore[misc]
@@ -84,8 +90,15 @@ def main() -> None:
             evaluated = engine.eval_batch(data if index % 2 and args.mode == "tracker" else other)
             if not math.isnan(float(evaluated)):
                 log.step(1000 + index, evaluated)
+        if stopping and index == 3:
+            break
         if args.save and index == 4:
             engine.save_checkpoint(args.save)
+    if stopping and dist.get_rank() == 1:
+        assert stops is not None
+        stops.unlink()
+        time.sleep(2)  # the others are at their end
+        os.kill(os.getpid(), signal.SIGKILL)
     training.emit(f"digest rank={dist.get_rank()} {training.digest(state(engine))}")
     dist.destroy_process_group()
 

@@ -381,7 +381,8 @@ def main() -> None:
                 total += loss.detach()
             take_time(args.step_time, number)
             size = dist.get_world_size()
-            print(f"step={number} rank={dist.get_rank()} size={size} loss_hex={total.item().hex()}", flush=True)
+            found = f"loss_hex={total.item().hex()} skipped={engine.skipped_steps}"
+            print(f"step={number} rank={dist.get_rank()} size={size} {found}", flush=True)
             digest = digest_of(engine)  # in the block: with ZeRO it communicates
             if args.save_to:
                 save(engine, number + 1, f"{args.save_to}/{number + 1}.pt")

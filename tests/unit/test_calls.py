@@ -20,6 +20,7 @@ class FakeSession:
     def __init__(self, version: int = 0) -> None:
         self.gate = SimpleNamespace(version=version, stopped=False, paused=False)
         self.left = self.from_checkpoint = False
+        self.ended_at = 0
         self.has_checkpoints, self.oldest_checkpoint = False, 0
         self.pauses: list[int] = []
         self.overhead = Overhead()
@@ -378,6 +379,20 @@ def test_a_fallback_at_the_end() -> None:
     session.finished = finished  # type: ignore[attr-defined]
     script.calls._finish()
     assert script.loop.reported == REPORTED[:2] and script.made[-4:] == ["report1", "train2", "train3", "report3"]
+
+
+def test_a_replacement_whose_loop_goes_on_where_the_others_have_ended() -> None:
+    """What has told them to (a signal, say) has died with the process before. Its next call would wait for ever."""
+    script = Checkpointed(version=4)
+    script.session.ended_at = 6
+    with pytest.raises(RegistrationError, match="come to their end after 6 calls, and this one makes another"):
+        script.run(8)
+    assert script.made == ["train3", "report3"]
+    again = Checkpointed((5, 2, True))  # those who have ended make theirs again
+    again.run(4)
+    again.session.ended_at = 6
+    again.session.finished = lambda total: again.session.gate.version >= total  # type: ignore[attr-defined]
+    again.calls._finish()
 
 
 @pytest.mark.parametrize("rounds", [1, 4])

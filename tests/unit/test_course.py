@@ -217,6 +217,15 @@ def test_a_job_that_changes_its_size_shows_it_over_time(tmp_path: Path) -> None:
     assert list(dict.fromkeys(cells)) == ["█", "▆", "▅"] and cells[-1] == "█"
 
 
+def test_a_change_that_takes_place_at_another_step_than_was_said() -> None:
+    """The checkpoint for it was damaged, and the one before it was read."""
+    record = elastic()
+    record.take(at(101, ev.JobResized(step=40, before=4, replicas=4, ranks=[0, 1, 2, 3])))
+    sizes = record.course(102.0).sizes
+    assert [(s.at_s, s.step, s.replicas) for s in sizes] == [(0, -1, 4), (20, 20, 3), (30, 30, 2), (70, 40, 4)]
+    assert sizes[-1].came == [1, 3]
+
+
 def test_the_last_hour_begins_with_the_size_that_the_job_had_then() -> None:
     record = Record()
     record.take(at(0, ev.JobStarted(world_size=4)))

@@ -313,6 +313,130 @@ def test_a_generator_whose_batch_was_written_into_is_refused() -> None:
         stream.rollback(0)
 
 
+# -- sources that go on where they stand --------------------------------------------------------------
+
+
+class GoesOn:
+    """``iter()`` goes on where it stands, as loaders of streams do: six batches of an epoch, in an order of its own."""
+
+    def __init__(self) -> None:
+        self.epoch, self.at = 0, 0
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        order = torch.randperm(6, generator=torch.Generator().manual_seed(self.epoch))
+        while self.at < 6:
+            self.at += 1
+            yield torch.tensor([self.epoch, int(order[self.at - 1])])
+        self.epoch, self.at = self.epoch + 1, 0
+
+
+class StatefulGoesOn(GoesOn):
+    def state_dict(self) -> dict[str, Any]:
+        return {"epoch": self.epoch, "at": self.at}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.epoch, self.at = state["epoch"], state["at"]
+
+
+class StatefulIterator(StatefulGoesOn):
+    """Its own iterator, of one epoch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._order = torch.randperm(40, generator=torch.Generator().manual_seed(1))
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return self
+
+    def __next__(self) -> torch.Tensor:
+        self.at += 1
+        return self._order[self.at - 1].clone()
+
+
+class CountsEpochs(StatefulGoesOn):
+    """Begins an epoch with each ``iter()``, or goes on with what was loaded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.epoch, self._loaded = -1, False
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        if not self._loaded:
+            self.epoch, self.at = self.epoch + 1, 0
+        self._loaded = False
+        order = torch.randperm(6, generator=torch.Generator().manual_seed(self.epoch))
+        for number in range(self.at, 6):
+            self.at = number + 1
+            yield torch.tensor([self.epoch, int(order[number])])
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        self._loaded = self.epoch >= 0
+
+
+class KnowsNothingYet(StatefulGoesOn):
+    """Its ``iter()`` begins anew, and it has nothing to load before it was read."""
+
+    _next = 0
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        self.at, self._next = self._next, 0
+        for number in range(self.at, 40):
+            self.at = number + 1
+            yield torch.tensor([number])
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"at": self.at} if self.at else {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._next = state["at"]
+
+
+STATEFUL = {
+    "knows nothing yet": KnowsNothingYet,
+    "goes on": StatefulGoesOn,
+    "iterator": StatefulIterator,
+    "counts epochs": CountsEpochs,
+    "torchdata": LOADERS["stateful"],
+}
+
+
+@pytest.mark.parametrize("came_at", [None, 0, 5, 7, 8])
+@pytest.mark.parametrize("back", [0, 1, 3, 7])
+@pytest.mark.parametrize("name", STATEFUL)
+def test_back_to_the_beginning(name: str, back: int, came_at: int | None) -> None:
+    """After a fallback to a time before the first batch, or soon after it; in a survivor, and in one that was itself a
+    replacement."""
+    expected = reference(STATEFUL[name], 9)
+    torch.manual_seed(3)
+    random.seed(3)
+    stream = DataStream(STATEFUL[name]())
+    for version in [*([] if came_at is None else [came_at]), back, 9, back]:
+        capsule = codec.loads(expected.capsules[version])
+        if version != 9:
+            stream.restore(capsule["data"])
+            restore_rng(capsule["rng"])
+        for i in range(stream.position.total, 9):
+            stream.commit(i)
+            batch, number = step(stream)
+            assert equal(batch, expected.batches[i]) and number == expected.after[i], i
+
+
+@pytest.mark.parametrize("back", [0, 1, 3])
+@pytest.mark.parametrize("came_at", [None, 5])
+def test_a_source_that_cannot_go_back_says_so(back: int, came_at: int | None) -> None:
+    """In place of going on with other samples."""
+    expected = reference(GoesOn, 9)
+    stream = DataStream(GoesOn())
+    if came_at is not None:
+        stream.restore(codec.loads(expected.capsules[came_at])["data"])
+    for _ in range(2):
+        next(stream)
+    with pytest.raises(DataSourceError, match=r"other samples than before: batch \d of epoch 0"):
+        stream.restore(codec.loads(expected.capsules[back])["data"])
+        next(stream)
+
+
 # -- orders -----------------------------------------------------------------------------------------
 
 

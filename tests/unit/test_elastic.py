@@ -111,6 +111,50 @@ def test_a_second_death_at_any_moment(seed: int) -> None:
     assert set(world.machine.job.ranks) == set(range(5)) - {first, second}
 
 
+class Torn(World):
+    """Nobody has a whole state when a rank dies, and the newest of three checkpoints are damaged, so many of them."""
+
+    damaged = 0
+    torn = False
+
+    def answer(self, rank: int, command: pb.Command) -> None:
+        path = command.restore.checkpoint
+        if self.torn and command.HasField("stop"):
+            self.version[rank] = -1
+        if path and int(path) > 30 - 10 * self.damaged:
+            fields = {"serial": command.serial, "generation": command.generation, "rank": rank}
+            self.machine.on_reply(pb.Reply(error_type="DamagedCheckpointError", error="cut short", **fields), self.now)
+        else:
+            super().answer(rank, command)
+
+
+@pytest.mark.parametrize("damaged", [0, 1, 2])
+def test_the_step_of_a_change_is_that_of_the_checkpoint_that_was_read(damaged: int) -> None:
+    """The first event is told before it is read; another one has the step that it is in the end."""
+    world = Torn(4, steps=60, elastic={"min": 2, "max": 4, "replace": "never"})
+    world.launch()
+    while world.version[0] < 32:
+        world.step()
+    for version in (10, 20, 30):
+        world.machine.on_checkpoint(version, str(version))
+    world.damaged, world.torn = damaged, True
+    world.kill(1)
+    while world.machine.job.recovery is not None and world.machine.job.state is not State.FAILED:
+        if not world.step():
+            world.now += 1.0
+            world.machine.on_tick(world.now)
+            world.collect()
+    world.torn = False
+    assert world.run() is State.FINISHED, world.machine.job.failure_reason
+    first, *rest = world.of(ev.JobResized)
+    assert isinstance(first, ev.JobResized) and (first.step, first.before, first.left) == (30, 4, [1])
+    told = [(e.step, e.before, e.replicas, e.left, e.ranks, e.only_step) for e in rest]  # type: ignore[attr-defined]
+    assert told == [(30 - 10 * damaged, 3, 3, [], [0, 2, 3], True)] * (damaged > 0)
+    assert not first.only_step
+    (finished,) = world.of(ev.RecoveryFinished)
+    assert finished.resume_step == 30 - 10 * damaged  # type: ignore[attr-defined]
+
+
 def test_below_the_least_it_waits_for_a_node_and_then_ends() -> None:
     world = elastic_world(3, least=3, timeouts={"node_wait_s": 5.0})
     world.kill(1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 
@@ -630,3 +631,65 @@ def test_each_recovery_may_ask_all_again_once() -> None:
         while world.machine.job.recovery is not None:
             assert world.step()
         assert world.machine.job.state is State.RUNNING
+
+
+class OfCalls(World):
+    """The script's end is the end of the steps, after ``ends`` of them by rank."""
+
+    def __init__(self, *ends: int, **config: Any) -> None:
+        super().__init__(len(ends), steps=-1, **config)
+        self.ends, self.told_end = tuple(ends), dict[int, int]()
+
+    def train(self) -> bool:
+        running = [r for r in self.machine.job.ranks.values() if r.place is Place.RUNNING]
+        if self.machine.job.state is not State.RUNNING or not running:
+            return False
+        for record in running:
+            rank, generation = record.rank, self.machine.job.generation
+            if self.version[rank] < self.ends[rank]:
+                self.version[rank] += 1
+                health = pb.RankHealth(rank=rank, pid=record.pid, committed=self.version[rank])
+                self.machine.on_heartbeat(pb.Heartbeat(generation=generation, ranks=[health]), self.now)
+            if self.version[rank] >= self.ends[rank]:
+                done = pb.Done(rank=rank, generation=generation, version=self.version[rank])
+                self.machine.on_done(done, self.now)
+        return True
+
+    def answer(self, rank: int, command: pb.Command) -> None:
+        if command.HasField("resume"):
+            self.told_end[rank] = command.resume.ended
+        super().answer(rank, command)
+
+
+def test_scripts_that_end_after_as_many_calls() -> None:
+    world = OfCalls(5, 5, 5)
+    world.launch()
+    assert world.run() is State.FINISHED and set(world.told_end.values()) == {0}
+
+
+@pytest.mark.parametrize("ends", [(5, 6, 5), (6, 5, 6), (4, 9, 9), (9, 9, 4)])
+def test_scripts_that_end_after_other_numbers_of_calls(ends: tuple[int, ...]) -> None:
+    """Who makes more waits for ever; that is said, and by whom."""
+    world = OfCalls(*ends)
+    world.launch()
+    assert world.run() is State.FAILED
+    assert "different numbers of calls: of rank" in world.machine.job.failure_reason
+    assert f"after {min(ends)}" in world.machine.job.failure_reason
+
+
+def test_who_is_replaced_is_told_where_the_others_have_ended() -> None:
+    """Its process knows nothing of what has ended their loops, and must not make another call."""
+    world = OfCalls(5, 7, 5)
+    world.launch()
+    while world.version[1] < 4:
+        world.step()
+    world.ends = (5, 6, 5)
+    while world.machine.job.ranks[0].place is not Place.DONE:
+        assert world.step()
+    world.kill(1)
+    while world.inbox:
+        world.step()
+    assert world.told_end == {0: 5, 1: 5, 2: 5}
+    world.ends = (5, 5, 5)
+    assert world.run() is State.FINISHED
+    assert [record.ended for record in world.machine.job.in_order] == [5, 5, 5]

@@ -236,6 +236,26 @@ def test_where_nobody_at_all_answers_everybody_is_asked_once_more() -> None:
     assert world.run() is State.FAILED and "no survivor" in world.machine.job.failure_reason
 
 
+@pytest.mark.parametrize("left", [True, False])
+def test_a_rank_that_waits_for_one_that_has_left_its_loop(left: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of its own accord, before the last step: by a signal, say, that it alone has got. That is said; at the end of the
+    steps there is nothing to say."""
+    world = running(3)
+    for rank in (0, 1):
+        world.version[rank] = 30 - left
+        generation = world.machine.job.generation
+        world.machine.on_done(pb.Done(rank=rank, generation=generation, version=30 - left), world.now)
+    world.machine.job.ranks[2].committed = 30 - left
+    verdict = Verdict(VerdictKind.CULPRITS, {2: "in no collective\n  File x"})
+    monkeypatch.setattr(type(world.machine.watch), "find_hung", lambda *_: verdict)
+    world.machine.on_tick(world.now)
+    world.collect()
+    (failed,) = world.of(ev.FailureDetected)
+    assert isinstance(failed, ev.FailureDetected)
+    said = "; ranks 0 and 1 have left the loop by then" if left else ""
+    assert failed.evidence == f"in no collective{said}\n  File x"
+
+
 # -- a redo that cannot be right --------------------------------------------------------------------
 
 

@@ -151,3 +151,47 @@ def test_a_release_is_older_than_any(tmp_path: Path) -> None:
     assert loads(tmp_path, **args) == (str(tmp_path), None)
     saved(tmp_path / "non_persistent", "2")
     assert loads(tmp_path, **args) == (str(tmp_path), None)
+
+
+def _cleanup(save_dir: str, leave_ckpt_num: int = 1, do_async: bool = False) -> None:
+    """As Megatron-LM core 0.16.1's."""
+    found = sorted(Path(save_dir).rglob("iter_*"), key=lambda path: int(path.name[len("iter_") :]))
+    for path in found[:-leave_ckpt_num]:
+        path.rmdir()
+
+
+@pytest.mark.parametrize(
+    ("there", "whole", "left"),
+    [
+        ((2, 4), "4", [4]),  # as Megatron does
+        ((4, 6), "4", [4, 6]),  # a rank has died while 6 was written, which is made again
+        ((2, 4, 6), "4", [4, 6]),
+        ((4, 6), "6", [6]),  # the job is back before 4, which is written again beside 6
+        ((4, 6, 8), "4", [4, 6, 8]),
+        ((4, 6), None, [6]),
+        ((2, 4), "release", [4]),
+        ((6,), "4", [6]),
+    ],
+)
+def test_the_non_persistent_checkpoint_that_is_whole_stays(
+    there: tuple[int, ...], whole: str | None, left: list[int], tmp_path: Path
+) -> None:
+    """Until another one is. If the job dies as a whole while one is written once more, it is what is left."""
+    from fr_megatron.lm.saving import keeping_the_whole_one
+
+    for number in there:
+        (tmp_path / f"iter_{number:07d}").mkdir()
+    if whole is not None:
+        (tmp_path / "latest_checkpointed_iteration.txt").write_text(whole)
+    keeping_the_whole_one(_cleanup)(str(tmp_path), leave_ckpt_num=1, do_async=False)
+    assert sorted(int(path.name[len("iter_") :]) for path in tmp_path.glob("iter_*")) == left
+
+
+def test_more_are_kept_if_megatron_says_so(tmp_path: Path) -> None:
+    from fr_megatron.lm.saving import keeping_the_whole_one
+
+    for number in (2, 4, 6):
+        (tmp_path / f"iter_{number:07d}").mkdir()
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("6")
+    keeping_the_whole_one(_cleanup)(tmp_path, 2)
+    assert len([*tmp_path.glob("iter_*")]) == 2

@@ -14,7 +14,7 @@ import torch
 from flashrecovery.errors import ConfigError, UnsupportedError
 from flashrecovery.state import codec
 from fr_megatron.lm.calls import ProtectedLoop
-from fr_megatron.lm.state import NOTHING, LMLoop, LMLoopAdapter
+from fr_megatron.lm.state import NOTHING, LMLoop, LMLoopAdapter, TrainResult
 
 pytest.importorskip("megatron.core")
 pytestmark = pytest.mark.megatron
@@ -261,7 +261,7 @@ def test_what_communicates_after_the_last_iteration_is_refused() -> None:
 def test_arguments_from_a_checkpoint_that_is_not_the_launchs(
     load: str | None, save: str | None, step: int | None, refused: bool, tmp_path: Path
 ) -> None:
-    from fr_megatron.lm.arguments import check_protected
+    from fr_megatron.lm.arguments import check_protected, checked_arguments
 
     for name in ("here", "there"):
         (tmp_path / name).mkdir()
@@ -274,6 +274,35 @@ def test_arguments_from_a_checkpoint_that_is_not_the_launchs(
             check_protected(args)
     else:
         check_protected(args)
+    read: list[str] = []  # without the flag, by args_defaults of the script
+
+    def load_args_from_checkpoint(args: Any, load_arg: str = "load", checkpointing_context: Any = None) -> Any:
+        read.append(load_arg)
+        return args
+
+    without_flag = argparse.Namespace(**places, ckpt_step=step, use_checkpoint_args=False)
+    checked = checked_arguments(load_args_from_checkpoint)
+    assert checked(without_flag, load_arg="pretrained_checkpoint") is without_flag
+    if refused:
+        with pytest.raises(UnsupportedError, match="--use-checkpoint-args with --load and --save of the same"):
+            checked(without_flag)
+    else:
+        assert checked(without_flag, checkpointing_context={}) is without_flag
+    assert read == ["pretrained_checkpoint", *["load"] * (not refused)]
+
+
+def test_a_log_that_is_made_again_has_all_that_its_step_has_found() -> None:
+    """In a process that has skipped the step the loop has got nothing of it."""
+    found = TrainResult.of(({}, True, False, False, 0, 1.5, 7, torch.tensor(3.25)), 2.5)
+    rate, iteration, scale, memory = head = (0.1, 4, 8.0, False)
+    _, skipped, *_, norm, zeros, logit = NOTHING.returned()
+    given = *head, skipped, norm, None, zeros, logit
+    assert found.logged(given) == (rate, iteration, scale, memory, 1, 1.5, 2.5, 7, 3.25)
+    assert found.logged(given[:8]) == (*head, 1, 1.5, 2.5, 7)  # of a Megatron-LM that logs none
+    assert found.logged((*given, "groups")) == (*head, 1, 1.5, 2.5, 7, 3.25, "groups")
+    short = TrainResult.of(({}, False, False, False, 0, 1.5, 7))
+    assert short.logged(given) == (*head, 0, 1.5, None, 7, logit)
+    assert NOTHING.logged(given) == given
 
 
 @pytest.mark.parametrize("elastic", [False, True])
@@ -462,52 +491,89 @@ def test_beyond_the_launch_pipeline_stages_have_not_been_tried(stages: int) -> N
     assert ("--pipeline-model-parallel-size 2" in LMLoopAdapter(loop).only_as_launched(3)) == (stages == 2)
 
 
-@pytest.mark.parametrize("others", [False, True])
-def test_a_time_limit_that_comes_while_calls_are_made_again_counts_later(
-    others: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Some ranks' loops have gone on after that call; those of replacements are in it."""
-    from fr_megatron.lm import calls
+class Exits:
+    """``checkpoint_and_decide_exit`` of a rank whose Megatron ends when ``over``, or when the time limit says so, and
+    then saves. ``others``: what the loops of other ranks have been told of each call."""
 
-    settings = SimpleNamespace(
-        save_interval=None, non_persistent_save_interval=None, exit_interval=None, exit_signal_handler=False
-    )
-    settings.exit_duration_in_mins = 1
-    monkeypatch.setattr(ProtectedLoop, "_args", settings)
-    asked: list[bool] = []
-    monkeypatch.setattr(calls, "_on_any_rank", lambda mine: asked.append(mine) or mine or others)
-    bodies: list[Any] = []
-    protected = ProtectedLoop.__new__(ProtectedLoop)
-    protected._loop, protected._recovery = _loop(4, 96), SimpleNamespace(has_checkpoints=True)  # type: ignore[assignment]
-    over: list[bool] = [False]
-    protected._original = {"checkpoint_and_decide_exit": lambda *_: over[0]}
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, due: bool = True, **settings: Any) -> None:
+        from fr_megatron.lm import calls
 
-    def call(kind: str, body: Any, skipped: Any) -> Any:
-        bodies.append(body)
+        self.over, self.others, self.asked, self.saved = False, [], 0, []  # type: ignore[var-annotated]
+        self.bodies: list[Any] = []
+        self.settings = SimpleNamespace(save_interval=None, non_persistent_save_interval=None, exit_interval=None)
+        self.settings.exit_signal_handler, self.settings.exit_duration_in_mins = False, 1 if due else None
+        self.training = SimpleNamespace(get_args=lambda: self.settings)
+        monkeypatch.setitem(sys.modules, "megatron.training.training", self.training)
+        monkeypatch.setattr(ProtectedLoop, "_args", self.settings)
+        monkeypatch.setattr(calls.dist, "get_world_size", lambda: 1 + len(self.others))
+        monkeypatch.setattr(calls.dist, "all_gather_object", self._gather)
+        self.of = ProtectedLoop.__new__(ProtectedLoop)
+        self.of._loop = _loop(4, 96)
+        self.of._recovery = SimpleNamespace(has_checkpoints=True, generation=0)  # type: ignore[assignment]
+        self.of._original = {"checkpoint_and_decide_exit": self._original}
+        monkeypatch.setattr(self.of, "_call", self._call)
+
+    def _gather(self, found: list[Any], mine: Any) -> None:
+        self.asked += 1
+        found[:] = [mine, *self.others]
+
+    def _original(self, _model: Any, _optimizer: Any, _scheduler: Any, iteration: int) -> bool:
+        args = self.training.get_args()
+        exits = bool(args.exit_signal_handler and self.over)
+        if not exits and args.exit_duration_in_mins:
+            exits = self.over or args.exit_duration_in_mins < 0
+        elif not exits and args.exit_duration_in_mins is None and not self.settings.exit_duration_in_mins:
+            exits = self.over
+        if exits:
+            self.saved.append(iteration)
+        return exits
+
+    def _call(self, kind: str, body: Any, skipped: Any) -> Any:
+        self.bodies.append(body)
         return body()
 
-    monkeypatch.setattr(protected, "_call", call)
-    assert protected.checkpoint_and_decide_exit(None, None, None, 5) is False and not asked
-    over[0] = True
-    assert bodies[0]() is False and asked == [True] and not protected._loop.exits  # made again
-    assert protected.checkpoint_and_decide_exit(None, None, None, 6) is not others and asked == [True, False]
-    assert bodies[1]() is not others and asked[2] == others
+    def __call__(self, iteration: int) -> bool:
+        return bool(self.of.checkpoint_and_decide_exit(None, None, None, iteration))
+
+
+def test_a_time_limit_that_comes_while_calls_are_made_again_counts_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some ranks' loops have gone on after that call; those of replacements are in it. And nothing is saved there,
+    which each of the calls would do until they have caught up."""
+    exits = Exits(monkeypatch)
+    exits.others = [None]
+    assert not exits(5) and not exits.asked
+    exits.of._recovery.generation, exits.over = 1, True  # type: ignore[misc]
+    assert not exits.bodies[0]() and not exits.of._loop.exits and exits.saved == []  # type: ignore[union-attr]
+    exits.others = [False]  # a replacement, which others have left behind
+    assert not exits(6) and exits.saved == []
+    exits.others = [None]
+    assert exits(7) and exits.saved == [7] and exits.of._loop.exits  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("mine", [True, False])
+@pytest.mark.parametrize("handler", [True, False])
+def test_a_loop_that_has_ended_ends_again(mine: bool, handler: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a signal that only the dead rank had got, or a time that is not over in another process."""
+    exits = Exits(monkeypatch)
+    exits.settings.exit_signal_handler, exits.others = handler, [None]
+    exits.over = mine
+    assert exits(5) is mine
+    exits.over, exits.of._recovery.generation = False, 1  # type: ignore[misc]
+    if mine:
+        assert exits.bodies[0]() and exits.of._loop.exits  # type: ignore[union-attr]
+    else:
+        exits.others = [True]  # this one is a replacement
+        assert exits(5) and exits.of._loop.exits  # type: ignore[union-attr]
+    assert exits.saved[-1] == 5, "the end is saved, as the calls before it have been again"
+    assert (exits.settings.exit_signal_handler, exits.settings.exit_duration_in_mins) == (handler, 1)
+    assert exits.training.get_args() is exits.settings
 
 
 def test_an_end_that_no_call_decides_asks_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     """At a transition of phases. The others may be elsewhere: one that is replaced goes by it alone."""
-    from fr_megatron.lm import calls
-
-    settings = SimpleNamespace(save_interval=None, non_persistent_save_interval=None, exit_interval=None)
-    settings.exit_signal_handler, settings.exit_duration_in_mins = False, None
-    monkeypatch.setattr(ProtectedLoop, "_args", settings)
-    asked: list[bool] = []
-    monkeypatch.setattr(calls, "_on_any_rank", lambda mine: asked.append(mine) or mine)
-    protected = ProtectedLoop.__new__(ProtectedLoop)
-    protected._loop, protected._recovery = _loop(4, 96), SimpleNamespace(has_checkpoints=True)  # type: ignore[assignment]
-    protected._original = {"checkpoint_and_decide_exit": lambda *_: True}
-    assert protected.checkpoint_and_decide_exit(None, None, None, 5) is True
-    assert not asked and protected._loop.exits
+    exits = Exits(monkeypatch, due=False)
+    exits.of._recovery.generation, exits.over = 1, True  # type: ignore[misc]
+    assert exits(5) and not exits.asked and exits.of._loop.exits  # type: ignore[union-attr]
 
 
 class Chunk:

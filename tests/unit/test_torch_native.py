@@ -396,6 +396,36 @@ def test_moments_of_a_step() -> None:
     assert recorder.moments == [*forward, "mutating", *forward, "mutating", "mutating", "mutated"]
 
 
+class ReturnsParameter(nn.Module):
+    """Its own parameter beside a new tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 4)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, nn.Parameter]:
+        return self.linear(x), self.linear.bias
+
+
+def test_a_parameter_that_is_returned_gets_one_hook() -> None:
+    """It outlives the step, unlike other outputs, and after a hundred steps it would have a hundred."""
+    model = ReturnsParameter()
+    optimizer = SGD(model.parameters(), lr=0.1)
+    adapter, recorder = adapter_for(model, [optimizer]), Recorder()
+    adapter.watch(recorder)
+    moments = []
+    for _ in range(100):
+        recorder.moments.clear()
+        output, bias = model(torch.ones(2, 3))
+        (output.sum() + bias.square().sum()).backward()
+        del output
+        optimizer.step()
+        moments.append(list(recorder.moments))
+    assert moments[0].count("sealed") == 3 and moments == [moments[0]] * 100
+    assert len(model.linear.bias._backward_hooks) == 1  # type: ignore[attr-defined]
+    assert len(adapter._hooked) == 1  # what was new is gone
+
+
 def test_of_several_micro_batches_only_the_last_one_synchronises(one_rank: None) -> None:
     """The copies of a version are waited for before that, and not after the first forward pass."""
     model = DistributedDataParallel(Net())

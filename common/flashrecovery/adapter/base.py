@@ -9,6 +9,7 @@ in the launch's size, are the same places in every replica, and its name does no
 
 from __future__ import annotations
 
+import weakref
 from abc import abstractmethod
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
@@ -69,6 +70,7 @@ class TorchAdapter(Adapter):
         self._shards: tuple[ParamShard, ...] | None = None
         self._hooks: StepHooks | None = None
         self._handles: list[RemovableHandle] = []
+        self._hooked: dict[int, weakref.ref[torch.Tensor]] = {}  # outputs that are there still, by id()
         self._stepped: set[int] = set()
         self._seen_tensors: list[torch.Tensor] = []
         self._seen_states: list[int] = []
@@ -161,7 +163,19 @@ class TorchAdapter(Adapter):
         # Once more when backward starts: the loss, or data fetched ahead, may have used random numbers or samples.
         for leaf in tree_leaves(output):
             if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
-                leaf.register_hook(self._backward_starts)
+                self._see_backward_start(leaf)
+
+    def _see_backward_start(self, output: torch.Tensor) -> None:
+        """Once for each: what the model returns may be a parameter, which outlives the step."""
+        key = id(output)
+        known = self._hooked.get(key)
+        if known is None or known() is not output:
+            output.register_hook(self._backward_starts)
+            self._hooked[key] = weakref.ref(output, lambda gone: self._forget_output(key, gone))
+
+    def _forget_output(self, key: int, gone: weakref.ref[torch.Tensor]) -> None:
+        if self._hooked.get(key) is gone:
+            del self._hooked[key]
 
     def _backward_starts(self, _grad: torch.Tensor) -> None:
         self._gradients.used()

@@ -51,6 +51,8 @@ def line_of(event: ev.Event) -> str | None:
             f"{done} in {event.total_s:.2f} s: {who}training goes on from step {event.resume_step} (generation "
             f"{event.generation})"
         )
+    if isinstance(event, ev.JobResized) and event.only_step:
+        return f"the change of size takes place at step {event.step}"
     if isinstance(event, ev.JobResized):
         sizes = f"{event.replicas} replica{'' if event.replicas == 1 else 's'} instead of {event.before}"
         changes = (("without", event.left), ("with", event.came))

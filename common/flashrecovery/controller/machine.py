@@ -42,7 +42,7 @@ from flashrecovery.controller.job_state import AGENT, JobState
 from flashrecovery.controller.layout_rooms import laid_out_without
 from flashrecovery.controller.losses import allowed_sizes, leaving_without, never_replaced
 from flashrecovery.controller.nodes import NodeRecord, NodeState
-from flashrecovery.controller.records import HeldAt, Place, RankRecord, unequal_steps
+from flashrecovery.controller.records import HeldAt, Place, RankRecord, unequal_ends, unequal_steps, who_has_left
 from flashrecovery.controller.recovery import RecoverySteps
 from flashrecovery.controller.replanning import Replanning
 from flashrecovery.controller.resizing import Resizing
@@ -412,7 +412,11 @@ class Machine:
         record = self.job.ranks.get(message.rank)
         if record is None or message.generation != self.job.generation or record.place is Place.EMPTY:
             return
-        record.place, record.committed = Place.DONE, message.version
+        record.done(message)
+        uneven = unequal_ends(self.job.ranks.values())
+        if uneven and self.job.state is not State.FAILED:
+            self.job.fail(uneven)
+            return
         self._steps.confirm(now)
 
     def on_paused(self, message: pb.Paused, now: float) -> None:
@@ -608,6 +612,10 @@ class Machine:
 
     def _hung(self, rank: int, evidence: str, now: float) -> pb.Failure:
         record = self.job.ranks[rank]
+        left = who_has_left(self.job.in_order, record)
+        if left:
+            first, end, stack = evidence.partition("\n")
+            evidence = f"{first}; {left}{end}{stack}"
         return self._found(
             record, FailureKind.HANG, evidence, now, late_s=record.progress_age_s + now - record.heard_at
         )

@@ -12,6 +12,7 @@ from flashrecovery.parity_messages import parity_held
 from flashrecovery.plan import Holding, Kind, Need
 from flashrecovery.plan.decoding import ParityHeld
 from flashrecovery.plan.replicas import ReplicaShape
+from flashrecovery.plan.words import ranks_text
 from flashrecovery.proto import flashrecovery_pb2 as pb
 
 
@@ -34,6 +35,10 @@ BUILT_UP = frozenset({Place.EMPTY, Place.STARTING, Place.JOINED})
 """Places of a rank whose process has not been in its loop, so that it has no state yet."""
 THROUGH = frozenset({Place.DONE, Place.RELEASED, Place.FINISHED})
 """Places of a process that has taken its last step."""
+
+
+ENDLESS = -1
+"""Steps of a rank for which the script's end is the end of the steps."""
 
 
 def capsule_name(rank: int) -> str:
@@ -74,7 +79,9 @@ class RankRecord:
         outline: of what is divided, the same in every process that runs the same script; "" if nothing is.
         capsules, early: versions of its capsule that its last process's page has, and those of them that are not final.
         late: versions whose capsule, on this rank, was not what it had been early.
-        steps: that it will take; -1 when the script's end is the end of its steps, None as long as it has not said so.
+        steps: that it will take; :data:`ENDLESS` when the script's end is the end of its steps, None as long as it has
+            not said so.
+        ended: the script of its process has come to its end after so many calls; 0: it has not, or it takes steps.
         in_snapshots: its copies outlive the processes of the job.
         shape: which ranks make up the replicas of an elastic job; None: it has not said.
         sizes: the numbers of replicas with which an elastic job can go on; empty: all.
@@ -103,6 +110,7 @@ class RankRecord:
     new: bool = False
     batches: str = ""
     steps: int | None = None
+    ended: int = 0
     in_snapshots: bool = False
     shape: ReplicaShape | None = None
     sizes: frozenset[int] = frozenset()
@@ -158,6 +166,7 @@ class RankRecord:
     def vacate(self) -> None:
         """The process is gone; what the rank needs stays known."""
         self.place = Place.EMPTY
+        self.ended = 0
         self.live = -1
         self._said = []
         self.parity = None
@@ -180,9 +189,15 @@ class RankRecord:
             )
         return self._entry
 
+    def done(self, message: pb.Done) -> None:
+        """It takes no more steps. Where the script's end is the end of them, there will be none in this process."""
+        self.place, self.committed = Place.DONE, message.version
+        if self.steps == ENDLESS:
+            self.ended = message.version
+
     def joined(self, message: pb.Joined) -> None:
         self.place = Place.JOINED
-        self.steps = message.steps
+        self.steps, self.ended = message.steps, 0
         self.hang_floor_s = message.hang_floor_s
         self.in_snapshots = message.in_snapshots
         self.sizes = frozenset(message.sizes)
@@ -356,6 +371,32 @@ def unequal_steps(records: Iterable[RankRecord]) -> str:
         for n, r in sorted(by_count.items())
     )
     return f"recovery.steps() needs the same number on every rank, but there is {said}"
+
+
+def unequal_ends(records: Iterable[RankRecord]) -> str:
+    """Scripts that have come to their end after other numbers of calls than others have made, in words; "" if there are
+    none. Who makes more waits for ever."""
+    ended: dict[int, list[int]] = {}
+    newest = 0
+    for record in records:
+        if record.ended:
+            ended.setdefault(record.ended, []).append(record.rank)
+        if record.steps == ENDLESS:
+            newest = max(newest, record.committed)
+    if not ended or (len(ended) == 1 and newest <= max(ended)):
+        return ""
+    said = "; ".join(f"of {ranks_text(ranks)} after {calls}" for calls, ranks in sorted(ended.items()))
+    return (
+        f"the scripts have come to their end after different numbers of calls: {said}; {newest} have been made. What "
+        "ends the script's loop must be the same on all ranks, and in a process that takes the place of a dead one"
+    )
+
+
+def who_has_left(records: Iterable[RankRecord], hung: RankRecord) -> str:
+    """Ranks whose scripts have left their loop where ``hung`` goes on and stands still, perhaps because of that, in
+    words; "" if there are none."""
+    left = [r.rank for r in records if r.place in THROUGH and r.steps != r.committed <= hung.committed]
+    return f"{ranks_text(left)} {'has' if len(left) == 1 else 'have'} left the loop by then" if left else ""
 
 
 def unequal_claims(records: Iterable[RankRecord]) -> list[str]:

@@ -467,6 +467,7 @@ class RecoverySteps:
                 self._job.ranks[rank].take_needs(needs)
             self._job.settle_layout()
             self._resizing.all_have_what_they_need()
+            self._resizing.goes_on_at(self._job.round.version)
             self.send_resume(self._job.round.version, now)
             return
         for shard, source in wrong:
@@ -492,7 +493,8 @@ class RecoverySteps:
             record.committed = version
             if self._job.state is State.RUNNING:
                 record.place = Place.RUNNING
-        resume = pb.Resume(version=version, pause=self._replanning.pause() or self._resizing.pause())
+        ended = max(record.ended for record in self._job.ranks.values())
+        resume = pb.Resume(version=version, pause=self._replanning.pause() or self._resizing.pause(), ended=ended)
         self._job.command_all(self._job.ranks.values(), pb.Command(resume=resume), now + limit, Ordered.RESUME)
 
     def confirm(self, now: float) -> None:

@@ -66,6 +66,7 @@ class Resizing:
         self._put_aside: Wish | None = None  # until no node is to leave any more
         self._gone: dict[int, RankRecord] = {}  # that have lost their processes and left, since then
         self._carried_out: Wish | None = None  # and those who leave because of it are still there
+        self._told_step: int | None = None  # at which the change of size was said to take place, until it does
         self.last_resort = LastResort(job)
         self._returned = 0  # times that some of these were taken back, in one recovery
         coming.otherwise = self._standing
@@ -395,12 +396,23 @@ class Resizing:
                     came=came,
                 )
             )
-            self._job.told_size = size
+            self._job.told_size, self._told_step = size, version
             self._left, self._came, self._other_processes = [], [], False
             self._say_what_is_on_one_node()
             return True
         others, self._other_processes = self._other_processes, False
         return others
+
+    def goes_on_at(self, version: int) -> None:
+        """The state of this version is everywhere. What was told of a change may have been another one: then a
+        checkpoint was damaged since, or somebody else has died."""
+        told, self._told_step = self._told_step, None
+        if told not in (None, version):
+            replicas, members = self._job.replicas, list(self._job.members)
+            event = ev.JobResized(
+                generation=self._job.generation, step=version, before=replicas, replicas=replicas, ranks=members
+            )
+            self._job.emit(event)
 
     @property
     def wanted(self) -> bool:
@@ -422,7 +434,7 @@ class Resizing:
     def laid_out(self) -> None:
         """The job consists of the ranks of another parallel layout: what is known of ranks is of the one before."""
         self.begins_anew()
-        self._tries = 0
+        self._tries, self._told_step = 0, None
         self._left, self._came, self._other_processes = [], [], False
 
     def _say_what_is_on_one_node(self) -> None:

@@ -183,7 +183,7 @@ class TakeOver:
         if worker.released:
             record.place = Place.FINISHED if worker.exited else Place.RELEASED
         elif worker.HasField("done"):
-            record.place, record.committed = Place.DONE, worker.done.version
+            record.done(worker.done)
         elif worker.stepping:
             record.place = Place.RUNNING
         elif worker.resumed:

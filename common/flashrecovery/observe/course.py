@@ -177,6 +177,9 @@ class Record:
         self.world_size, self._of_replicas = len(event.ranks), True
         if not self._sizes:
             self._sizes.append(Size(at_s=0.0, replicas=event.before))
+        if event.only_step and self._sizes[-1].replicas == event.replicas:
+            self._sizes[-1] = self._sizes[-1].model_copy(update={"step": event.step})
+            return
         self._sizes.append(Size(at_s=at, replicas=event.replicas, step=event.step, left=event.left, came=event.came))
 
     @property

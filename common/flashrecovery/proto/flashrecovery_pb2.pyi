@@ -2775,11 +2775,15 @@ Global___Custody: _TypeAlias = Custody  # noqa: Y015
 
 @_typing.final
 class Resume(_message.Message):
+    """ended: after so many calls the scripts of some ranks have come to their end; 0: of none, or the job counts steps."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     VERSION_FIELD_NUMBER: _builtins.int
     PAUSE_FIELD_NUMBER: _builtins.int
+    ENDED_FIELD_NUMBER: _builtins.int
     version: _builtins.int
+    ended: _builtins.int
     @_builtins.property
     def pause(self) -> Global___Pause: ...
     def __init__(
@@ -2787,10 +2791,11 @@ class Resume(_message.Message):
         *,
         version: _builtins.int = ...,
         pause: Global___Pause | None = ...,
+        ended: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["pause", b"pause"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["pause", b"pause", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ended", b"ended", "pause", b"pause", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

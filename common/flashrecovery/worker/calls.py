@@ -247,6 +247,13 @@ class Calls:
                 if self._placed:
                     self._recent.clear()  # these began with what has been given up
             number = gate.version
+            if 0 < loop.ended_at <= number:
+                raise RegistrationError(
+                    f"the scripts of other ranks have come to their end after {loop.ended_at} calls, and this one "
+                    "makes another: what has ended their loops (a signal, a time, a number that is read somewhere) is "
+                    "not known here, since this process has taken the place of a dead one; let it follow from what is "
+                    "registered, or from what calls return"
+                )
             if number in self._placed and number not in self._recent:
                 call = self._put_in_place(number, restored=number != followed)
             else:

@@ -14,14 +14,14 @@ import logging
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from flashrecovery.errors import DataSourceError
 from flashrecovery.worker.consumers import Consumers
 from flashrecovery.worker.content import Content, copy_of_structure
-from flashrecovery.worker.data_source import Source
+from flashrecovery.worker.data_source import EpochStart, Source
 from flashrecovery.worker.rng import RngState, restore_rng
 
 log = logging.getLogger("flashrecovery")
@@ -124,6 +124,10 @@ class DataStream:
         """State of a stateful source, and the position at which it was asked for it last."""
         self._expected: dict[int, str] = {}
         """Digests of batches that are read for a second time, by ``position.total``."""
+        self._first = ""
+        """The digest of the very first batch, in whatever process that was read first."""
+        self._begun = False
+        self._start: dict[str, Any] | None = None  # of a stateful source, before anything was read
         self._told_opaque = False
         self._consumers = Consumers()
 
@@ -184,7 +188,7 @@ class DataStream:
         epoch_start, begun = self._cursor.epoch_start, None
         before = RngState.now()
         if self._iterator is None:
-            self._iterator, begun = self._source.begin(epoch)
+            self._iterator, begun = self._begin_first()
         try:
             batch = next(self._iterator)
         except StopIteration:
@@ -193,6 +197,7 @@ class DataStream:
                     raise DataSourceError(f"the {self._source.name} gives no batches") from None
                 raise
             epoch, index = epoch + 1, 0
+            self._sample(DataPosition(epoch, 0, total), self._source.unread_state())
             before = RngState.now()
             self._iterator, begun = self._source.begin(epoch)
             try:
@@ -217,7 +222,22 @@ class DataStream:
             raise self._other_samples(cursor.position, cursor.digest)
         if content.opaque and not self._told_opaque:
             self._tell_opaque(content.opaque)
-        return _Kept(cursor, batch, content, after.plain() if drawn else None, self._source.mark(), self.void)
+        kept = _Kept(cursor, batch, content, after.plain() if drawn else None, self._source.mark(), self.void)
+        if not total and not kept.by_chance:
+            self._first = cursor.digest
+        return kept
+
+    def _begin_first(self, start: Mapping[str, Any] | None = None) -> tuple[Iterator[Any], EpochStart]:
+        """The source's first epoch begins, perhaps once more: ``iter()`` of a stateful source may go on where that
+        stands."""
+        if self._begun and self._start is not None:
+            self._source.load_unread(self._start)
+        self._note_start()
+        return self._source.begin(0, start)
+
+    def _note_start(self) -> None:
+        if not self._begun:
+            self._begun, self._start = True, self._source.unread_state()
 
     def _states_before(self, newest: dict[str, Any] | None, begun: bool) -> tuple[dict[str, Any] | None, ...]:
         """The first batch of an epoch is fetched in the state of the epoch's start."""
@@ -304,7 +324,7 @@ class DataStream:
 
     def capture(self) -> dict[str, Any]:
         """What a replacement needs to bring a fresh source to this position (plain values)."""
-        return self._cursor_now().plain()
+        return {**self._cursor_now().plain(), "first": self._first}
 
     def restore(self, state: dict[str, Any]) -> None:
         """Bring a source to a captured position. Leaves the random streams anywhere.
@@ -314,12 +334,14 @@ class DataStream:
                 and cannot be begun again.
         """
         cursor = _Cursor.of(state)
-        if self._source.one_shot and self.position.total and cursor.anchor is None:
+        from_start = cursor.position.epoch == 0 and self._start is not None
+        if self._source.one_shot and self.position.total and cursor.anchor is None and not from_start:
             raise DataSourceError(
                 f"the {self._source.name} is a one-shot iterator and {self.position.total} batches of it are taken, so "
                 f"it cannot be brought to batch {cursor.position.total}; pass a source that can be iterated again"
             )
         self._marks.clear()
+        self._first = state.get("first", "") or self._first  # none in checkpoints of before
         self._seek(cursor)
 
     def _cursor_now(self) -> _Cursor:
@@ -327,9 +349,11 @@ class DataStream:
         if self._iterator is None and not cursor.digest:
             return _Cursor(cursor.position, {"generators": self._source.generator_states()})
         if self._iterator is not None and not self._replay and (not self._sampled or self._sampled[0] != self.position):
-            state = self._source.state()
-            self._sampled = None if state is None else (self.position, state)
+            self._sample(self.position, self._source.state())
         return cursor
+
+    def _sample(self, position: DataPosition, state: dict[str, Any] | None) -> None:
+        self._sampled = None if state is None else (position, state)
 
     def _anchor(self, epoch: int) -> tuple[int, dict[str, Any]] | None:
         if self._sampled is None or self._sampled[0].epoch != epoch:
@@ -345,16 +369,25 @@ class DataStream:
         epoch, batch, _total = cursor.position
         if not batch:
             self._source.restore_generators(cursor.epoch_start)
+            if self._first:
+                self._expected[1] = self._first
             return
         if cursor.anchor is not None:
             done, state = cursor.anchor
+            self._note_start()
             self._source.load(state)
             self._iterator, _ = self._source.begin(epoch, cursor.epoch_start)
-            if self._skip(done, cursor) == cursor.digest:
-                return
+            try:
+                if self._skip(done, cursor) == cursor.digest:
+                    return
+            except DataSourceError as e:
+                if done:
+                    raise
+                log.debug("%s", e)  # the state at the end of the epoch before is that of a source that is exhausted
             # For example: a loader's worker processes draw random numbers, which its state does not contain.
             log.warning("the state of the %s does not give the same samples; replaying the epoch", self._source.name)
-        self._iterator, _ = self._source.begin(epoch, cursor.epoch_start)
+        begun = self._source.begin(epoch, cursor.epoch_start) if epoch else self._begin_first(cursor.epoch_start)
+        self._iterator, _ = begun
         found = self._skip(0, cursor)
         if found != cursor.digest:
             raise self._other_samples(cursor.position, found)

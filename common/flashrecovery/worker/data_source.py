@@ -226,11 +226,35 @@ class Source:
         """``state_dict()`` of a stateful source, None for others. Only while it is being iterated."""
         return self.loader.state_dict() if self._stateful else None  # type: ignore[attr-defined]
 
+    def unread_state(self) -> dict[str, Any] | None:
+        """``state_dict()`` of a stateful source of which nothing has been read, or nothing of an epoch; with it, that
+        begins anew. None of one that has no state then, and of a DataLoader: its ``iter()`` begins anew (and
+        torchdata's would start its workers)."""
+        if not self._stateful or isinstance(self.loader, (DataLoader, PreparedLoader)):
+            return None
+        before = RngState.now()
+        try:
+            return copy.deepcopy(self.state())
+        except Exception as e:  # noqa: BLE001 - the source's own code runs here
+            log.debug("the %s has no state before it is read: %s", self.name, e)
+            return None
+        finally:
+            if RngState.now() != before:
+                restore_rng(before.plain())
+
     def load(self, state: dict[str, Any]) -> None:
         """Load what :meth:`state` gave. Raises DataSourceError if the source is not stateful here."""
         if not self._stateful:
             raise DataSourceError(f"the data source was stateful, the {self.name} of this process is not")
         self.loader.load_state_dict(state)  # type: ignore[attr-defined]
+
+    def load_unread(self, state: dict[str, Any]) -> None:
+        """Load what :meth:`unread_state` gave. A source that cannot load that is left as it is: what it gives is
+        compared."""
+        try:
+            self.load(state)
+        except Exception as e:  # noqa: BLE001 - the source's own code runs here
+            log.warning("the %s cannot load the state that it had before it was read: %s", self.name, e)
 
     def mark(self) -> Any:
         """What the source says elsewhere of the batch that it has just given."""

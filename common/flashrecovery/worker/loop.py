@@ -95,6 +95,8 @@ class Loop:
         """The rank has left the job."""
         self.from_checkpoint = False
         """The state has come from a fallback checkpoint. Whoever has taken note of it says False again."""
+        self.ended_at = 0
+        """After so many calls the scripts of some ranks have come to their end; 0: of none, as far as is known."""
 
     @property
     def gate(self) -> Gate:

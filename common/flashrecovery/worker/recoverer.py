@@ -45,6 +45,7 @@ class Restorable(Protocol):
     copies: Copies
     sealing: Sealing[Drawn]
     from_checkpoint: bool
+    ended_at: int
 
     @property
     def touched(self) -> bool:
@@ -444,6 +445,7 @@ class Recoverer:
         if worker.connection.detached and worker.registry.world_size > 1:
             worker.connection.detached = False
         self._loop.copies.resumed(command.generation, version)
+        self._loop.ended_at = command.resume.ended
         self._loop.resumed()
         return True
 

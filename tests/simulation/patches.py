@@ -359,5 +359,5 @@ def simulated() -> Iterator[None]:
         yield
 
 
-def _spawn(_: providers.Spawned, order: providers.ProcessOrder) -> SimWorkerProcess:
+async def _spawn(_: providers.Spawned, order: providers.ProcessOrder) -> SimWorkerProcess:
     return SimWorkerProcess.make(world(), order.log, standby=order.standby)

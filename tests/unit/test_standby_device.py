@@ -58,14 +58,15 @@ class Pool:
         self.fill()
 
     def fill(self) -> None:
-        for _ in range(self.pool.missing()):
-            asyncio.run(self._add())
+        asyncio.run(self._add())
 
     async def _add(self) -> None:
-        await self.pool.start_one()
+        """As many as are missing, all at once."""
+        await asyncio.gather(*[self.pool.start_one() for _ in range(self.pool.missing())])
 
     async def _spawn(self, log: Path, device: int | None) -> Any:
         self.devices.append(device)
+        await asyncio.sleep(0)
         return Process(device)
 
 

@@ -225,6 +225,19 @@ def test_one_that_is_retired_gives_its_last_answers() -> None:
     on_a_loop(body)
 
 
+def test_nothing_is_left_of_requests_that_were_not_sent() -> None:
+    async def body() -> None:
+        async with scripted() as it:
+            before = len(os.listdir("/proc/self/fd"))
+            asked = [it.zygote.fork(pb.Fork(env={"LONG": "x" * 300_000}), [0, 1, 2]) for _ in range(3)]
+            assert len(os.listdir("/proc/self/fd")) > before
+            it.zygote.close("it is not needed any more")
+            assert len(os.listdir("/proc/self/fd")) < before
+            assert len(await asyncio.gather(*asked, return_exceptions=True)) == 3
+
+    on_a_loop(body)
+
+
 def test_requests_that_the_socket_does_not_take_are_sent_later() -> None:
     """That of a zygote that is stopped, say, when there is much in the environment."""
 
@@ -339,7 +352,7 @@ def test_the_end_while_it_is_asked(caplog: pytest.LogCaptureFixture) -> None:
             zygotes._growing = other.zygote
             zygotes._said(other.zygote, pb.FromZygote(grown=pb.Grown()))  # so that one of them is retired
             zygotes.close()
-            assert await asyncio.gather(*waiting) == [None, None]
+            assert await asyncio.wait_for(asyncio.gather(*waiting), 5.0) == [None, None]
             assert it.popen.wait() == other.popen.wait() == -signal.SIGKILL
 
     with caplog.at_level(logging.WARNING):
@@ -357,7 +370,8 @@ def test_a_zygote_that_is_grown_for_nobody_is_ended() -> None:
             (request,) = await it.asked(1)
             assert list(request.grow.learned.names) == ["json"]
             it.answer(1, child.pid)
-            it.sock.close()
+            it.zygote._read()
+            it.zygote._end("it is lost")  # before anybody has heard of the answer
             await until(lambda: zygotes.reap() or ended(child))
             assert not zygotes._grows
             child.wait()

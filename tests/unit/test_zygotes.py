@@ -6,6 +6,8 @@ import asyncio
 import os
 import signal
 import socket
+import subprocess
+import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -50,12 +52,12 @@ async def that_can_fork(tmp_path: Path) -> AsyncIterator[tuple[Zygotes, list[str
     await until(lambda: zygotes.reap() or not zygotes._closed)
 
 
-async def forked(zygotes: Zygotes) -> int | None:
+async def forked(zygotes: Zygotes, **env: str) -> int | None:
     """The pid of a process that waits for its rank for ever; None if no zygote has forked it."""
     ours, theirs = socket.socketpair()
     page = Page.create("test")
     with ours, theirs, open(os.devnull, "ab") as out:
-        pid = await zygotes.fork({**os.environ}, (theirs.fileno(), page.fd, out.fileno()), standby=False)
+        pid = await zygotes.fork({**os.environ, **env}, (theirs.fileno(), page.fd, out.fileno()), standby=False)
     page.close()
     if pid is not None:
         os.kill(pid, signal.SIGKILL)
@@ -180,3 +182,23 @@ def test_one_that_is_ready_stays_when_there_is_no_room_for_the_next(
         assert zygotes._grows
 
     assert one_that_is_ready(tmp_path, monkeypatch, happens) == []
+
+
+@pytest.mark.grid
+def test_all_are_forked_on_a_busy_host(tmp_path: Path) -> None:
+    """Many at once, and more than the zygote's socket takes. Nothing waits for them on the loop."""
+    busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(4 * (os.cpu_count() or 1))]
+
+    async def live() -> None:
+        async with that_can_fork(tmp_path) as (zygotes, told):
+            ready = zygotes._current
+            pids = await asyncio.gather(*[forked(zygotes, LONG="x" * 20_000) for _ in range(60)])
+            assert None not in pids and len({*pids}) == 60
+            assert zygotes._current is ready and told == []
+
+    try:
+        asyncio.run(live())
+    finally:
+        for process in busy:
+            process.kill()
+            process.wait()

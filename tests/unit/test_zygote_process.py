@@ -379,6 +379,20 @@ def test_a_zygote_that_is_grown_for_nobody_is_ended() -> None:
     on_a_loop(body)
 
 
+def test_one_that_is_lost_while_it_should_grow_another_is_replaced_from_the_first() -> None:
+    async def body() -> None:
+        it, first = Scripted(), Scripted()
+        async with node_of(it, first) as zygotes:
+            zygotes._first = first.zygote
+            zygotes.learn(pb.Modules(names=["json"]))
+            await it.asked(1)
+            it.sock.close()
+            (request,) = await first.asked(1)
+            assert list(request.grow.learned.names) == ["json"] and zygotes._grows
+
+    on_a_loop(body)
+
+
 def test_nothing_is_left_of_a_process_that_was_not_forked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither its channel nor its page, however it came about."""
     pages: list[Page] = []

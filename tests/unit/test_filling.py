@@ -200,6 +200,27 @@ def test_the_end_before_a_process_has_come(comes: bool, tmp_path: Path) -> None:
     on_a_node(tmp_path, body)
 
 
+def test_a_newcomer_that_has_not_come_is_told_of(tmp_path: Path) -> None:
+    """A controller that does not know what for has it leave."""
+
+    async def body(node: Node) -> None:
+        replace = pb.Replace(detached=True, beside=1)
+        command = pb.Command(rank=3, generation=1, replace=replace)
+        node.manager._setup_logs.own.return_value = b"set-up"  # type: ignore[attr-defined]
+        filling = asyncio.create_task(node.manager.fill(command, hear_out=False))
+        again = asyncio.create_task(node.manager.fill(command, hear_out=False))
+        await soon()
+        assert node.manager.beside() == [3]
+        node.slow.give(0, None)
+        assert await filling is None and node.manager.beside() == [3]
+        node.slow.give(1, process("new"))
+        assert await again is not None and node.manager.beside() == [0]  # the place of the stand-in
+        await node.manager.let_go(3, 0.0)
+        assert not node.manager.beside()
+
+    on_a_node(tmp_path, body)
+
+
 def test_nothing_waits_for_a_standby(tmp_path: Path) -> None:
     """Neither a heartbeat, with which it is started, nor a rank. It is not started twice, and not kept by a node that
     has been fenced."""

@@ -102,6 +102,7 @@ class ProcessManager:
         self._leaving: list[WorkerProcess] = []
         self._orders: dict[int, int] = {}  # how often each rank was to be filled
         self._before: dict[int, WorkerProcess] = {}  # killed; filled these ranks, which no other process fills yet
+        self._coming_in: list[int] = []  # ranks beside training whose processes are on their way
         self._dismissals = 0
         self.halted = False
         self.ending = False
@@ -115,6 +116,10 @@ class ProcessManager:
     def replaced(self) -> list[WorkerProcess]:
         """Dead ones whose ranks are being filled again, and which still have the only pages of these."""
         return list(self._before.values())
+
+    def beside(self) -> list[int]:
+        """Ranks of those that are built up beside training, also such whose process has not come yet."""
+        return sorted({*self._coming_in, *(p.place for p in self.ranks.values() if p.beside)})
 
     # -- filling ranks ----------------------------------------------------------------------------
 
@@ -149,7 +154,12 @@ class ProcessManager:
         log = self._run_dir.log_path(rank, command.generation + (replace.beside > 0))
         standby = self.pool.take(replace.local_rank) if replace.detached and own else None
         new = ProcessOrder(env, log, replace.local_rank, replace.detached)
-        process = standby or await self._start(new, lambda: self._orders[rank] == order)
+        self._coming_in += [rank] if replace.beside else []
+        try:
+            process = standby or await self._start(new, lambda: self._orders[rank] == order)
+        finally:
+            if replace.beside:
+                self._coming_in.remove(rank)
         if process is None:
             return None
         self._before.pop(rank, None)

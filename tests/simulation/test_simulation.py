@@ -302,7 +302,7 @@ def test_no_history_breaks_a_law_where_processes_come_late(elastic: bool) -> Non
         return process
 
     with quiet(), simulated(), patches.slow_starts(), patch.object(ProcessManager, "_start", counted):
-        found = [(seed, run(draw_elastic(seed) if elastic else draw(seed)).violation) for seed in range(60)]
+        found = [(seed, run(draw_elastic(seed) if elastic else draw(seed)).violation) for seed in range(120)]
     assert not [(seed, violation) for seed, violation in found if violation is not None]
     assert unwanted, "all have come in time"
 

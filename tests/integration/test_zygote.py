@@ -370,7 +370,9 @@ def test_another_zygote_is_grown_from_the_first_one(tmp_path: Path) -> None:
     assert "--zygote" in _command_of(done, 1), "forked again"
 
 
-def test_a_zygote_that_does_not_answer_is_not_waited_for(tmp_path: Path) -> None:
+@pytest.mark.grid
+def test_zygotes_that_do_not_answer_are_given_up(tmp_path: Path) -> None:
+    """All of them; of one, and of those that are only late: ``test_zygote_late.py``."""
     job = any_job(tmp_path / "job")
     job.wait_for_step(2)
     time.sleep(1)

@@ -6,6 +6,7 @@ relay, heartbeats or gate itself is.
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 import socket
 import time
@@ -38,6 +39,7 @@ from tests.simulation.world import World
 
 _world: World | None = None
 _slow_disks = False
+_slow_starts = False
 _EPOCH = 1_800_000_000.0
 
 
@@ -100,6 +102,17 @@ def slow_disks() -> Iterator[None]:
         yield
     finally:
         _slow_disks = False
+
+
+@contextmanager
+def slow_starts() -> Iterator[None]:
+    """In all histories that are run meanwhile: what starts a process takes its time, as a zygote on a busy host."""
+    global _slow_starts
+    _slow_starts = True
+    try:
+        yield
+    finally:
+        _slow_starts = False
 
 
 class _RunDir:
@@ -359,5 +372,7 @@ def simulated() -> Iterator[None]:
         yield
 
 
-def _spawn(_: providers.Spawned, order: providers.ProcessOrder) -> SimWorkerProcess:
+async def _spawn(_: providers.Spawned, order: providers.ProcessOrder) -> SimWorkerProcess:
+    if _slow_starts:
+        await asyncio.sleep(world().slow_start.choice((0.0, 0.05, 0.5, 3.0, 9.0)))
     return SimWorkerProcess.make(world(), order.log, standby=order.standby)

@@ -16,7 +16,7 @@ from functools import partial
 
 from tests.simulation import history as hist
 from tests.simulation.elastic import draw_beyond, draw_elastic
-from tests.simulation.patches import slow_disks
+from tests.simulation.patches import slow_disks, slow_starts
 from tests.simulation.removed import REMOVED
 
 
@@ -35,6 +35,7 @@ def main() -> int:
     parser.add_argument("--replicas", action="store_true", help="of elastic jobs whose replicas have several ranks")
     parser.add_argument("--beyond", action="store_true", help="of such jobs that grow beyond their launch")
     parser.add_argument("--slow-disks", action="store_true", help="the number of a generation takes a while to write")
+    parser.add_argument("--slow-starts", action="store_true", help="what starts a process takes a while")
     args = parser.parse_args()
     if args.seed is not None:
         args.first, args.seeds, args.jobs = args.seed, 1, 1
@@ -101,7 +102,8 @@ def look(args: argparse.Namespace, seeds: range) -> Found:
     tolerated, found = frozenset(args.tolerate), Found(seeds)
     removed = REMOVED[args.without]() if args.without else nullcontext()
     disks = slow_disks() if args.slow_disks else nullcontext()
-    with hist.quiet(), hist.simulated(), rare_collections(), removed, disks:
+    starts = slow_starts() if args.slow_starts else nullcontext()
+    with hist.quiet(), hist.simulated(), rare_collections(), removed, disks, starts:
         for seed in seeds:
             history = _drawn(args, seed)
             outcome = hist.run(history, tolerated=tolerated)

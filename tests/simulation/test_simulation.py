@@ -12,6 +12,9 @@ from unittest.mock import patch
 import pytest
 
 from flashrecovery.agent.hearing import Hearing
+from flashrecovery.agent.process import WorkerProcess
+from flashrecovery.agent.process_manager import ProcessManager
+from flashrecovery.agent.providers import ProcessOrder
 from flashrecovery.controller import custody
 from flashrecovery.controller.crashes import Crashes
 from flashrecovery.controller.machine import Machine
@@ -284,6 +287,24 @@ def test_no_history_breaks_a_law_where_disks_are_slow(elastic: bool) -> None:
     with quiet(), simulated(), patches.slow_disks():
         found = [(seed, run(draw_elastic(seed) if elastic else draw(seed)).violation) for seed in range(60)]
     assert not [(seed, violation) for seed, violation in found if violation is not None]
+
+
+@pytest.mark.grid
+@pytest.mark.parametrize("elastic", [False, True])
+def test_no_history_breaks_a_law_where_processes_come_late(elastic: bool) -> None:
+    """Their ranks are filled anew meanwhile, or leave, or their node is fenced."""
+    start, unwanted = ProcessManager._start, 0
+
+    async def counted(self: ProcessManager, order: ProcessOrder, wanted: Callable[[], bool]) -> WorkerProcess | None:
+        nonlocal unwanted
+        process = await start(self, order, wanted)
+        unwanted += process is None
+        return process
+
+    with quiet(), simulated(), patches.slow_starts(), patch.object(ProcessManager, "_start", counted):
+        found = [(seed, run(draw_elastic(seed) if elastic else draw(seed)).violation) for seed in range(120)]
+    assert not [(seed, violation) for seed, violation in found if violation is not None]
+    assert unwanted, "all have come in time"
 
 
 def test_nodes_that_are_all_started_anew_begin_another_job() -> None:

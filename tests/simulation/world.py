@@ -128,6 +128,7 @@ class World:
         self.config = self._config()
         self.fabric = Fabric(self.network, random.Random(self.seed + 2), self.shape.world)
         self.slow_disk = random.Random(self.seed + 3)
+        self.slow_start = random.Random(self.seed + 4)
         self.reference = Reference(self.script, self.shape.world)
         self.size = self.shape.world
         self.members = set(range(self.size))

@@ -136,7 +136,7 @@ def test_a_rank_is_assigned_only_after_the_fence(tmp_path: Path, monkeypatch: py
     new.connect, new.dead, new.pid = AsyncMock(), False, 7
     new.page.capsule_versions.return_value, new.page.early_capsules.return_value = [], []
     new.send.side_effect = lambda message: order.append("assigned")
-    monkeypatch.setattr(Spawned, "start", lambda self, order: new)
+    monkeypatch.setattr(Spawned, "start", AsyncMock(return_value=new))
 
     class Fence(GpuFence):
         async def released(self, process: WorkerProcess, timeout_s: float) -> bool:

@@ -58,11 +58,15 @@ class Pool:
         self.fill()
 
     def fill(self) -> None:
-        for _ in range(self.pool.missing()):
-            self.pool.start_one()
+        asyncio.run(self._add())
 
-    def _spawn(self, log: Path, device: int | None) -> Any:
+    async def _add(self) -> None:
+        """As many as are missing, all at once."""
+        await asyncio.gather(*[self.pool.start_one() for _ in range(self.pool.missing())])
+
+    async def _spawn(self, log: Path, device: int | None) -> Any:
         self.devices.append(device)
+        await asyncio.sleep(0)
         return Process(device)
 
 
@@ -130,7 +134,7 @@ def test_the_agent_tells_each_standby_which_gpu(
 ) -> None:
     given: list[str | None] = []
 
-    def spawn(_: Spawned, order: ProcessOrder) -> Any:
+    async def spawn(_: Spawned, order: ProcessOrder) -> Any:
         given.append(order.env.get(STANDBY_DEVICE_ENV))
         return Process(None)
 
@@ -142,7 +146,7 @@ def test_the_agent_tells_each_standby_which_gpu(
         )
         manager.pool.set_modules(pb.Modules())
         for _ in range(2):
-            manager.pool.start_one()
+            await manager.pool.start_one()
 
     monkeypatch.setattr(Spawned, "start", spawn)
     asyncio.run(body())

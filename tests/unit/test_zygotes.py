@@ -5,6 +5,9 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import socket
+import subprocess
+import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -13,9 +16,11 @@ import psutil
 import pytest
 
 from flashrecovery.agent import zygote as module
+from flashrecovery.agent import zygote_process
 from flashrecovery.agent.zygote import Zygotes
 from flashrecovery.proto import flashrecovery_pb2 as pb
 from flashrecovery.runtime.environment import AGENT_PID_ENV
+from flashrecovery.runtime.page import Page
 
 TOLD = "new interpreters are started instead of forked ones: its zygotes do not live; another one is started in "
 
@@ -47,6 +52,19 @@ async def that_can_fork(tmp_path: Path) -> AsyncIterator[tuple[Zygotes, list[str
     await until(lambda: zygotes.reap() or not zygotes._closed)
 
 
+async def forked(zygotes: Zygotes, **env: str) -> int | None:
+    """The pid of a process that waits for its rank for ever; None if no zygote has forked it."""
+    ours, theirs = socket.socketpair()
+    page = Page.create("test")
+    with ours, theirs, open(os.devnull, "ab") as out:
+        pid = await zygotes.fork({**os.environ, **env}, (theirs.fileno(), page.fd, out.fileno()), standby=False)
+    page.close()
+    if pid is not None:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+    return pid
+
+
 def strike(zygotes: Zygotes, number: signal.Signals) -> list[int]:
     """All that there are."""
     pids = [zygote.pid for zygote in (zygotes._first, zygotes._current, zygotes._growing) if zygote is not None]
@@ -61,16 +79,19 @@ def test_another_one_is_started_when_all_are_lost(
 ) -> None:
     """Killed, or without an answer: then the agent finds that when it asks."""
     monkeypatch.setattr(module, "_AGAIN_S", (0.3, 0.6))
+    if number == signal.SIGSTOP:
+        monkeypatch.setattr(zygote_process, "_ANSWER_S", 0.3)
 
     async def live() -> None:
         async with that_can_fork(tmp_path) as (zygotes, told):
             for pause in pauses:
                 lost = strike(zygotes, number)
                 while not told:
-                    zygotes.fork({}, [], standby=False)
+                    await forked(zygotes)
                     await asyncio.sleep(0.02)
                 assert told.pop() == TOLD + pause
-                assert zygotes.fork({}, [], standby=False) is None
+                assert await forked(zygotes) is None
+                zygote_process._ANSWER_S = 10.0
                 await until(lambda: can_fork(zygotes))
                 assert told.pop() == "processes are forked again" and told == []
                 assert not {*lost} & {*strike(zygotes, signal.SIGCONT)}, "others"
@@ -133,6 +154,7 @@ def test_one_that_is_ready_stays_when_the_next_does_not_live(tmp_path: Path, mon
     async def happens(zygotes: Zygotes) -> None:
         zygotes._failures = module._TRIES
         zygotes.learn(pb.Modules(names=["json", "colorsys"]))
+        await until(lambda: zygotes._growing is not None)
         growing = zygotes._growing
         assert growing is not None
         os.kill(growing.pid, signal.SIGKILL)
@@ -155,8 +177,28 @@ def test_one_that_is_ready_stays_when_there_is_no_room_for_the_next(
         with monkeypatch.context() as patched:
             patched.setattr(module.Zygote, "fork", no_room)
             zygotes.learn(pb.Modules(names=["json", "colorsys"]))
-        assert zygotes._growing is None
+        assert not zygotes._grows
         zygotes.learn(pb.Modules())
-        assert zygotes._growing is not None
+        assert zygotes._grows
 
     assert one_that_is_ready(tmp_path, monkeypatch, happens) == []
+
+
+@pytest.mark.grid
+def test_all_are_forked_on_a_busy_host(tmp_path: Path) -> None:
+    """Many at once, and more than the zygote's socket takes. Nothing waits for them on the loop."""
+    busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(4 * (os.cpu_count() or 1))]
+
+    async def live() -> None:
+        async with that_can_fork(tmp_path) as (zygotes, told):
+            ready = zygotes._current
+            pids = await asyncio.gather(*[forked(zygotes, LONG="x" * 20_000) for _ in range(60)])
+            assert None not in pids and len({*pids}) == 60
+            assert zygotes._current is ready and told == []
+
+    try:
+        asyncio.run(live())
+    finally:
+        for process in busy:
+            process.kill()
+            process.wait()

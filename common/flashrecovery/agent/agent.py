@@ -186,10 +186,11 @@ class Agent:
         message.members.extend(self._members)
         message.regrouped = self._regrouped
         message.settings.update(self._config.shared())
-        members = [p for p in self._ranks.values() if not (p.beside or self._is_of_another_layout(p))]
+        there = [*self._ranks.values(), *self._processes.replaced()]
+        members = [p for p in there if not (p.beside or self._is_of_another_layout(p))]
         known = [p for p in members if p.exited or not (p.dead or p.failed or p.returncode == 0)]
         message.workers.extend(self._state_of(p) for p in known)
-        message.beside.extend(p.place for p in self._ranks.values() if p.beside)
+        message.beside.extend(self._processes.beside())
         if not self._processes.ending:
             message.pages.extend(self._page_of(p) for p in members if p not in known)
         message.suspect = self.warning()

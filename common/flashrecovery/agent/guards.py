@@ -51,8 +51,8 @@ class GuardLostError(Exception):
 
 
 class Foster:
-    """A process whose parent is a guard (a :class:`~flashrecovery.agent.zygote.Child` all the same). ``reap``: nobody
-    needs its end any more."""
+    """A process whose parent is a guard (a :class:`~flashrecovery.agent.zygote_process.Child` all the same). ``reap``:
+    nobody needs its end any more."""
 
     def __init__(self, pid: int, reap: Callable[[int], None]) -> None:
         self.pid = pid

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from google.protobuf.message import DecodeError
 
 from flashrecovery.agent.procfs import Statm
-from flashrecovery.agent.zygote import Child
+from flashrecovery.agent.zygote_process import Child
 from flashrecovery.proto import flashrecovery_pb2 as pb
 from flashrecovery.runtime.page import Page
 
@@ -172,7 +172,7 @@ class WorkerProcess:
         try:
             os.killpg(self.pid, signal.SIGKILL)
         except ProcessLookupError:
-            pass
+            self.signal(signal.SIGKILL)  # it was forked a moment ago, and leads no session yet
 
     async def gone(self, timeout_s: float) -> bool:
         """True once no thread of the process runs any more (its memory may still be being freed)."""

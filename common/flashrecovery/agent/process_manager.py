@@ -51,12 +51,9 @@ class Foreman(Protocol):
         """Something to know."""
 
 
-class Places(Protocol):
+class Places(ProcessProvider, Protocol):
     """Whoever else than the agent has made room for the node's ranks, a place for each local rank: the tasks of a
-    cluster's launcher, say. It is asked for a rank's process before the providers are."""
-
-    async def start(self, order: ProcessOrder) -> WorkerProcess | None:
-        """As a provider does it, but it may take its time."""
+    cluster's launcher, say. It is asked for a rank's process before the other providers are."""
 
     def env(self, local_rank: int, rank: int) -> Mapping[str, str]:
         """What the environment of the place has, besides what the agent gives, for a process that fills this rank."""
@@ -105,6 +102,9 @@ class ProcessManager:
         self._orphans = Orphans()
         self._leaving: list[WorkerProcess] = []
         self._orders: dict[int, int] = {}  # how often each rank was to be filled
+        self._before: dict[int, WorkerProcess] = {}  # killed; filled these ranks, which no other process fills yet
+        self._coming_in: list[int] = []  # ranks beside training whose processes are on their way
+        self._dismissals = 0
         self.halted = False
         self.ending = False
         self._watch = DeathWatch(asyncio.get_running_loop())
@@ -113,6 +113,14 @@ class ProcessManager:
     def living(self) -> list[WorkerProcess]:
         """Those that fill ranks; none once the end has begun, for then their pages are given back."""
         return [] if self.ending else [p for p in self.ranks.values() if not p.dead]
+
+    def replaced(self) -> list[WorkerProcess]:
+        """Dead ones whose ranks are being filled again, and which still have the only pages of these."""
+        return list(self._before.values())
+
+    def beside(self) -> list[int]:
+        """Ranks of those that are built up beside training, also such whose process has not come yet."""
+        return sorted({*self._coming_in, *(p.place for p in self.ranks.values() if p.beside)})
 
     # -- filling ranks ----------------------------------------------------------------------------
 
@@ -140,17 +148,22 @@ class ProcessManager:
         if old is not None:
             old.dead = True
             old.kill()  # the fence: nothing of the old process runs on once the rank is filled again
+            self._before[rank] = old
+        old = self._before.get(rank)
         self._snapshots.filled(rank, detached=replace.detached, was_here=old is not None)
         # Who is built up beside training takes part in the next generation at the earliest.
         log = self._run_dir.log_path(rank, command.generation + (replace.beside > 0))
         standby = self.pool.take(replace.local_rank) if replace.detached and own else None
-        wanted = ProcessOrder(env, log, replace.local_rank, replace.detached)
-        process = standby or await self._in_its_place(wanted) or self._start(wanted)
-        if self.ending or self._orders[rank] != order:
-            for gone in (process, old):
-                if gone is not None:
-                    self._tasks.start(self._bury(gone))
+        new = ProcessOrder(env, log, replace.local_rank, replace.detached)
+        self._coming_in += [rank] if replace.beside else []
+        try:
+            process = standby or await self._start(new, lambda: self._orders[rank] == order)
+        finally:
+            if replace.beside:
+                self._coming_in.remove(rank)
+        if process is None:
             return None
+        self._before.pop(rank, None)
         process.rank, process.local_rank, process.generation = rank, replace.local_rank, command.generation
         process.store, process.attempt = (replace.store_host, replace.store_port), replace.attempt
         process.beside = replace.beside > 0
@@ -231,7 +244,7 @@ class ProcessManager:
         """The rank leaves the job: its process ends by itself within ``grace_s``, or is killed. Returns its exit code;
         None if there is none, or it was ended together with all others."""
         self._orders[rank] = self._orders.get(rank, 0) + 1  # what is being filled now is not wanted any more
-        process = self.ranks.pop(rank, None)
+        process = self.ranks.pop(rank, None) or self._before.pop(rank, None)
         if process is None:
             return None
         process.dead = True  # its end is no failure
@@ -294,20 +307,33 @@ class ProcessManager:
         if self._zygotes is not None:
             self._zygotes.reap()
         for _ in range(self.pool.missing()):
-            process = self.pool.start_one()
+            self._tasks.start(self._add_standby())
+
+    async def _add_standby(self) -> None:
+        process = await self.pool.start_one()
+        if process is not None:
             await self._take_on(process)
             self.pool.warm(process)
 
-    def _spawn_standby(self, log: Path, device: int | None) -> WorkerProcess:
+    async def _spawn_standby(self, log: Path, device: int | None) -> WorkerProcess | None:
         at_once = {} if device is None else {STANDBY_DEVICE_ENV: str(device)}
-        return self._start(ProcessOrder({**self._env(), **at_once}, log))
+        dismissals = self._dismissals
+        return await self._start(ProcessOrder({**self._env(), **at_once}, log), lambda: self._dismissals == dismissals)
 
-    async def _in_its_place(self, order: ProcessOrder) -> WorkerProcess | None:
-        return None if self._places is None else await self._places.start(order)
-
-    def _start(self, order: ProcessOrder) -> WorkerProcess:
-        started = (provider.start(order) for provider in self._providers)
-        return next(process for process in started if process is not None)  # the last one always gives one
+    async def _start(self, order: ProcessOrder, wanted: Callable[[], bool]) -> WorkerProcess | None:
+        """Of the first provider that has one; None once it is not ``wanted`` any more, or the node's part is over."""
+        places = [] if self._places is None or order.standby else [self._places]
+        for provider in (*places, *self._providers):
+            process = await provider.start(order)
+            if self.ending or not wanted():
+                if process is not None:
+                    process.dead = True
+                    process.kill()
+                    self._tasks.start(self._bury(process))
+                return None
+            if process is not None:
+                return process
+        raise AssertionError("the last one always gives one")
 
     def learn(self, modules: pb.Modules) -> None:
         """What standbys and zygotes of this node are to import."""
@@ -369,11 +395,13 @@ class ProcessManager:
         """The ranks of this node have been given away: end every process, standbys too."""
         for rank in self._orders:
             self._orders[rank] += 1
-        for process in [*self.ranks.values(), *self.pool.take_all()]:
+        self._dismissals += 1
+        for process in [*self.ranks.values(), *self._before.values(), *self.pool.take_all()]:
             process.dead = True
             process.kill()
             self._tasks.start(self._bury(process))
         self.ranks.clear()
+        self._before.clear()
         self._snapshots.forget(None)
         self.halted = False
 
@@ -382,7 +410,7 @@ class ProcessManager:
         self.ending = True
         if self._zygotes is not None:
             self._zygotes.close()
-        processes = [*self.ranks.values(), *self.pool.processes(), *self._leaving]
+        processes = [*self.ranks.values(), *self._before.values(), *self.pool.processes(), *self._leaving]
         self._leaving.clear()
         for process in processes:
             if not process.dead:

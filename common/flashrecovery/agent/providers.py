@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Protocol
 
 from flashrecovery.agent.process import WorkerProcess
-from flashrecovery.agent.zygote import Adopted, Zygotes
+from flashrecovery.agent.zygote import Zygotes
+from flashrecovery.agent.zygote_process import Adopted
 from flashrecovery.runtime.page import Page
 from flashrecovery.runtime.process_control import start_interpreter
 
@@ -47,9 +48,10 @@ class ProcessOrder:
 class ProcessProvider(Protocol):
     """One way to come by a process."""
 
-    def start(self, order: ProcessOrder) -> WorkerProcess | None:
+    async def start(self, order: ProcessOrder) -> WorkerProcess | None:
         """A new process that connects by the bootstrap (:mod:`flashrecovery.worker.bootstrap`), in a session of its
-        own. None if this provider has none for the order now: the next one is asked."""
+        own. None if this provider has none for the order now: the next one is asked. It may take its time; who asks
+        ends a process that is not wanted any more when it comes."""
 
 
 class Forked:
@@ -58,17 +60,19 @@ class Forked:
     def __init__(self, zygotes: Zygotes) -> None:
         self._zygotes = zygotes
 
-    def start(self, order: ProcessOrder) -> WorkerProcess | None:
+    async def start(self, order: ProcessOrder) -> WorkerProcess | None:
         ours, theirs = socket.socketpair()
         page = order.new_page()
-        with theirs, open(order.log, "ab") as out:
-            descriptors = (theirs.fileno(), page.fd, out.fileno())
-            pid = self._zygotes.fork({**os.environ, **order.env}, descriptors, standby=order.standby)
-        if pid is None:
-            ours.close()
-            page.close()
-            return None
-        return WorkerProcess(Adopted(pid), page, ours)
+        pid = None
+        try:
+            with theirs, open(order.log, "ab") as out:
+                descriptors = (theirs.fileno(), page.fd, out.fileno())
+                pid = await self._zygotes.fork({**os.environ, **order.env}, descriptors, standby=order.standby)
+        finally:
+            if pid is None:
+                ours.close()
+                page.close()
+        return None if pid is None else WorkerProcess(Adopted(pid), page, ours)
 
 
 class Spawned:
@@ -77,7 +81,7 @@ class Spawned:
     def __init__(self, command: list[str]) -> None:
         self._command = command
 
-    def start(self, order: ProcessOrder) -> WorkerProcess:
+    async def start(self, order: ProcessOrder) -> WorkerProcess:
         ours, theirs = socket.socketpair()
         page = order.new_page()
         role = "--standby" if order.standby else "--worker"

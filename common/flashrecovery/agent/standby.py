@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 from flashrecovery.agent.process import WorkerProcess
@@ -14,10 +14,15 @@ class StandbyPool:
     compete with the launch; a used or dead one is replenished in the background.
 
     ``spawn`` gets the log, and the local rank whose GPU the standby uses at once: None unless there is one ``for_each``
-    local rank."""
+    local rank. It gives None if the standby is not wanted any more when it is there."""
 
     def __init__(
-        self, size: int, spawn: Callable[[Path, int | None], WorkerProcess], log_dir: Path, *, for_each: bool = False
+        self,
+        size: int,
+        spawn: Callable[[Path, int | None], Awaitable[WorkerProcess | None]],
+        log_dir: Path,
+        *,
+        for_each: bool = False,
     ) -> None:
         self.size = size
         self._spawn = spawn
@@ -25,6 +30,7 @@ class StandbyPool:
         self._for_each = for_each
         self._places: dict[WorkerProcess, int | None] = {}
         self._processes: list[WorkerProcess] = []
+        self._coming: list[int | None] = []  # the places of those that are being started
         self._modules = pb.Modules()
         self._count = 0
         self.open = False
@@ -35,12 +41,19 @@ class StandbyPool:
         self.open = True
 
     def missing(self) -> int:
-        return self.size - len(self._processes) if self.open else 0
+        return self.size - len(self._processes) - len(self._coming) if self.open else 0
 
-    def start_one(self) -> WorkerProcess:
+    async def start_one(self) -> WorkerProcess | None:
+        """None if it is not wanted any more when it is there."""
         self._count += 1
         place = next((p for p in range(self.size) if p not in self._taken()), None) if self._for_each else None
-        process = self._spawn(self._log_dir / f"standby{self._count}.log", place)
+        self._coming.append(place)
+        try:
+            process = await self._spawn(self._log_dir / f"standby{self._count}.log", place)
+        finally:
+            self._coming.remove(place)
+        if process is None:
+            return None
         self._places[process] = place
         self._processes.append(process)
         return process
@@ -52,7 +65,7 @@ class StandbyPool:
 
     def _taken(self) -> set[int | None]:
         self._places = {p: place for p, place in self._places.items() if p in self._processes}
-        return set(self._places.values())
+        return {*self._places.values(), *self._coming}
 
     def take(self, local_rank: int) -> WorkerProcess | None:
         """A ready standby, or else one that is still importing (it is ahead of a cold one), or None. One that uses
@@ -78,7 +91,7 @@ class StandbyPool:
     def counts(self) -> tuple[int, int]:
         """(ready, starting)"""
         ready = sum(p.ready for p in self._processes)
-        return ready, len(self._processes) - ready
+        return ready, len(self._processes) - ready + len(self._coming)
 
     def processes(self) -> list[WorkerProcess]:
         return list(self._processes)

@@ -1,12 +1,12 @@
-"""The agent's side of the zygotes (:mod:`flashrecovery.worker.zygote`): which there are, and what they have imported.
+"""The node's zygotes (:mod:`flashrecovery.worker.zygote`): which there are, and what they have imported.
 
 The first one has imported nothing, and lives as long as the agent. From it one is forked that imports what the script
 will import (``script_reading``), and once workers have taken a step, from this one another that imports what they have.
 The newest that is ready forks workers and standbys; the one before is closed. A zygote that an import has made unfit to
 be forked names the module, and the next attempt leaves that out. If one dies, the next is grown from the first one.
 
-Where none is ready, or does not answer at once, a new interpreter is started, as with ``start_method: spawn``. If the
-first one is lost, too (a busy host may keep it from answering), another first one is started some time later.
+Where none is ready, or the one that was asked is lost, a new interpreter is started, as with ``start_method: spawn``.
+If the first one is lost, too, another first one is started some time later.
 """
 
 from __future__ import annotations
@@ -19,18 +19,14 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Protocol
 
-from google.protobuf.message import DecodeError
-
+from flashrecovery.agent.zygote_process import Adopted, Zygote, ZygoteLostError
 from flashrecovery.proto import flashrecovery_pb2 as pb
 from flashrecovery.runtime.environment import OF_ZYGOTES, UNFORKABLE_ENV, ZYGOTE_ENV
-from flashrecovery.runtime.framed import Framed
 from flashrecovery.runtime.process_control import adopt_orphans
 
-_ANSWER_S = 0.5
-"""A fork takes milliseconds; a zygote that does not answer in this time is stopped, or swapped out."""
 _READY_S = 120.0
 """The first workers wait so long for the imports that they would otherwise do themselves."""
 _TRIES = 8
@@ -41,116 +37,6 @@ _NOWHERE = "?"
 """The file of a module that is not the same one in all workers."""
 
 log = logging.getLogger("flashrecovery")
-
-
-class Child(Protocol):
-    """As much of ``subprocess.Popen`` as is needed of a child process."""
-
-    @property
-    def pid(self) -> int: ...
-
-    @property
-    def returncode(self) -> int | None: ...
-
-    def poll(self) -> int | None: ...
-
-
-class Adopted:
-    """A child of this process that another one has forked. It stays a zombie until :meth:`poll` has seen its end."""
-
-    def __init__(self, pid: int) -> None:
-        self.pid = pid
-        self.returncode: int | None = None
-
-    def poll(self) -> int | None:
-        if self.returncode is None:
-            pid, status = os.waitpid(self.pid, os.WNOHANG)
-            if pid:
-                self.returncode = os.waitstatus_to_exitcode(status)
-        return self.returncode
-
-
-class ZygoteLostError(Exception):
-    """A zygote has ended, or does not answer."""
-
-
-class Zygote:
-    """One process. ``said``: it has imported, or cannot be forked; ``lost``: it has ended."""
-
-    def __init__(
-        self,
-        child: Child,
-        sock: socket.socket,
-        said: Callable[[Zygote, pb.FromZygote], None],
-        lost: Callable[[Zygote], None],
-    ) -> None:
-        self._child = child
-        self._sock = sock
-        self._said = said
-        self._lost = lost
-        self._framed = Framed(sock)
-        self._number = 0
-        self._loop = asyncio.get_running_loop()
-        sock.setblocking(False)
-        self._loop.add_reader(sock, self._read)
-
-    @property
-    def pid(self) -> int:
-        return self._child.pid
-
-    def _read(self) -> None:
-        try:
-            for message in self._arrived():
-                self._said(self, message)
-        except ZygoteLostError:
-            self._lost(self)
-
-    def _arrived(self) -> list[pb.FromZygote]:
-        """What can be read without waiting. Raises ZygoteLostError at the end of the connection."""
-        try:
-            return [pb.FromZygote.FromString(data) for data in self._framed.arrived()]
-        except TimeoutError:
-            raise
-        except OSError as e:
-            raise ZygoteLostError(str(e)) from e
-        except DecodeError as e:
-            raise ZygoteLostError(f"it says something unknown: {e}") from e
-
-    def fork(self, request: pb.Fork, descriptors: Sequence[int]) -> int:
-        """The pid of a new child of this process. Waits for half a second at the most.
-
-        Raises:
-            ZygoteLostError: the zygote has ended, or does not answer.
-            OSError: the kernel has no room for another process.
-        """
-        self._number += 1
-        request.number = self._number
-        try:
-            self._sock.settimeout(_ANSWER_S)
-            self._framed.send(request.SerializeToString(), descriptors)
-            while True:
-                for message in self._arrived():
-                    if message.forked.number == self._number:
-                        if message.forked.error:
-                            raise OSError(message.forked.error)
-                        return message.forked.pid
-        except TimeoutError as e:
-            raise ZygoteLostError(f"it has not answered for {_ANSWER_S:g} s") from e
-        except (BrokenPipeError, ConnectionResetError) as e:
-            raise ZygoteLostError(str(e)) from e
-        finally:
-            self._sock.setblocking(False)
-
-    def close(self) -> None:
-        """It ends at once, and is reaped as soon as it has (:meth:`reaped`)."""
-        self._loop.remove_reader(self._sock)
-        self._sock.close()
-        if self._child.returncode is None:
-            os.kill(self._child.pid, signal.SIGKILL)  # not reaped yet, so the pid is its own
-
-    def reaped(self) -> bool:
-        """Whether nothing of it is left, once it has been closed."""
-        return self._child.poll() is not None
 
 
 class Zygotes:
@@ -164,7 +50,9 @@ class Zygotes:
         self._first: Zygote | None = None
         self._current: Zygote | None = None
         self._growing: Zygote | None = None
-        self._closed: list[Zygote] = []
+        self._asked: asyncio.Future[int] | None = None  # for the one that is to grow
+        self._closed: list[Zygote] = []  # or retired
+        self._unwanted: list[Adopted] = []
         self._leave_out: list[str] = []
         self._known = _Known()
         self._grown: pb.Modules | None = None  # what the growing one has been told
@@ -202,19 +90,33 @@ class Zygotes:
             self._tell(f"it has been importing for {_READY_S:g} s")
             self._decided.set()
 
-    def fork(self, env: Mapping[str, str], descriptors: Sequence[int], *, standby: bool) -> int | None:
-        """The pid of a new process that runs the script; None if there is no zygote to fork it."""
-        zygote = self._current
-        if zygote is None:
-            return None
-        try:
-            return zygote.fork(pb.Fork(env=env, standby=standby), descriptors)
-        except OSError as e:
-            self._tell(str(e))
-        except ZygoteLostError as e:
-            log.warning("zygote %d: %s", zygote.pid, e)
-            self._lost(zygote)
+    async def fork(self, env: Mapping[str, str], descriptors: Sequence[int], *, standby: bool) -> int | None:
+        """The pid of a new process that runs the script; None if there is no zygote to fork it. A child that comes
+        after this was cancelled is ended."""
+        while (zygote := self._current) is not None:
+            try:
+                asked = zygote.fork(pb.Fork(env=env, standby=standby), descriptors)
+                return await self._answer(asked)
+            except OSError as e:
+                self._tell(str(e))
+                return None
+            except ZygoteLostError as e:
+                self._warn(zygote, str(e))  # another one may have taken its place meanwhile
         return None
+
+    async def _answer(self, asked: asyncio.Future[int]) -> int:
+        try:
+            return await asyncio.shield(asked)
+        except asyncio.CancelledError:
+            asked.add_done_callback(self._end_unwanted)  # also if it has been answered by now
+            raise
+
+    def _end_unwanted(self, asked: asyncio.Future[int]) -> None:
+        """What nobody waits for any more has been answered."""
+        if asked.exception() is None:
+            child = Adopted(asked.result())
+            os.kill(child.pid, signal.SIGKILL)  # a child that nobody has reaped
+            self._unwanted.append(child)
 
     def learn(self, modules: pb.Modules) -> None:
         """What a worker has imported by the end of its first step."""
@@ -222,8 +124,9 @@ class Zygotes:
         self._grow_if_needed()
 
     def reap(self) -> None:
-        """Those that have been closed meanwhile."""
+        """Those that have been closed meanwhile, and children that nobody wanted."""
         self._closed = [z for z in self._closed if not z.reaped()]
+        self._unwanted = [child for child in self._unwanted if child.poll() is None]
 
     def close(self) -> None:
         """All end."""
@@ -231,12 +134,14 @@ class Zygotes:
         if self._again is not None:
             self._again.cancel()
         self._close_all()
+        for zygote in self._closed:
+            zygote.close("all are closed")
 
     def _close_all(self) -> None:
         self._decided.set()
         for zygote in (self._first, self._current, self._growing):
             self._close(zygote)
-        self._first = self._current = self._growing = None
+        self._first = self._current = self._growing = self._asked = None
 
     # -- what they say ----------------------------------------------------------------------------
 
@@ -248,7 +153,9 @@ class Zygotes:
             before, self._current, self._growing = self._current, zygote, None
             if before is None and self._ends:
                 self._tell("processes are forked again", lost=False)
-            self._close(before)
+            if before is not None:
+                before.retire()
+                self._closed.append(before)
             self._decided.set()
             self._grow_if_needed()
         elif zygote is self._growing and body == "unforkable":
@@ -271,9 +178,9 @@ class Zygotes:
 
     def _lost(self, zygote: Zygote) -> None:
         """It has ended, or does not answer."""
+        self._close(zygote)
         if zygote not in (self._first, self._current, self._growing):
             return
-        self._close(zygote)
         self._failures += 1
         was_first = zygote is self._first
         if was_first:
@@ -283,10 +190,10 @@ class Zygotes:
         if zygote is self._current:
             self._current = None
             self._close(self._growing)
-            self._growing = None
+            self._growing = self._asked = None
         if self._current is None and (self._first is None or self._failures > _TRIES):
             self._begin_anew("its zygotes do not live")
-        elif self._growing is None and self._failures <= _TRIES and not was_first:
+        elif not self._grows and self._failures <= _TRIES and not was_first:
             self._grow()
 
     def _begin_anew(self, reason: str) -> None:
@@ -309,10 +216,18 @@ class Zygotes:
     def _tell(self, reason: str, *, lost: bool = True) -> None:
         self._notice(f"new interpreters are started instead of forked ones: {reason}" if lost else reason)
 
+    def _warn(self, zygote: Zygote, reason: str) -> None:
+        if not self._over:
+            log.warning("zygote %d: %s", zygote.pid, reason)
+
     # -- growing ----------------------------------------------------------------------------------
 
+    @property
+    def _grows(self) -> bool:
+        return self._asked is not None or self._growing is not None
+
     def _grow_if_needed(self) -> None:
-        if self._growing is None and self._current is not None and not self._known.within(self._grown):
+        if not self._grows and self._current is not None and not self._known.within(self._grown):
             self._grow()
 
     def _grow(self) -> None:
@@ -325,24 +240,41 @@ class Zygotes:
         ours, theirs = socket.socketpair()
         try:
             with theirs, open(self._log, "ab") as out:
-                pid = parent.fork(pb.Fork(grow=grow), [theirs.fileno(), out.fileno()])
+                asked = parent.fork(pb.Fork(grow=grow), [theirs.fileno(), out.fileno()])
         except OSError as e:
             ours.close()
-            self._grown = None
-            if self._current is None:
-                self._begin_anew(str(e))
-            else:
-                log.warning("zygote %d: no other one has been grown from it: %s", parent.pid, e)
-        except ZygoteLostError as e:
-            ours.close()
-            log.warning("zygote %d: %s", parent.pid, e)
-            self._lost(parent)
+            self._not_grown(parent, e)
         else:
-            self._growing = Zygote(Adopted(pid), ours, self._said, self._lost)
+            self._asked = asked
+            asked.add_done_callback(partial(self._grown_from, parent, ours))
+
+    def _grown_from(self, parent: Zygote, ours: socket.socket, asked: asyncio.Future[int]) -> None:
+        """The parent has answered, or is lost."""
+        wanted, error = asked is self._asked, asked.exception()
+        if wanted:
+            self._asked = None
+        if wanted and error is None:
+            self._growing = Zygote(Adopted(asked.result()), ours, self._said, self._lost)
+            return
+        ours.close()
+        self._end_unwanted(asked)
+        if isinstance(error, ZygoteLostError):
+            self._warn(parent, str(error))
+        elif wanted and error is not None:
+            self._not_grown(parent, error)
+
+    def _not_grown(self, parent: Zygote, error: BaseException) -> None:
+        self._grown = None
+        if self._current is None:
+            self._begin_anew(str(error))
+        else:
+            self._warn(parent, f"no other one has been grown from it: {error}")
 
     def _close(self, zygote: Zygote | None) -> None:
-        if zygote is not None and zygote not in self._closed:
-            zygote.close()
+        if zygote is None:
+            return
+        zygote.close("it is not needed any more")
+        if zygote not in self._closed:
             self._closed.append(zygote)
 
 

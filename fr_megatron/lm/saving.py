@@ -12,6 +12,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
+
 from fr_megatron.lm.loading import TRACKER
 
 _PREFIX = "iter_"
@@ -22,6 +24,8 @@ def keeping_the_whole_one(cleanup: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(cleanup)
     def keeping(save_dir: str | Path, leave_ckpt_num: int = 1, *rest: Any, **kwargs: Any) -> Any:
+        if dist.is_initialized() and dist.get_rank() != 0:  # it removes none, and what the first one does is in flux
+            return cleanup(save_dir, leave_ckpt_num, *rest, **kwargs)
         return cleanup(save_dir, max(leave_ckpt_num, _from_the_whole_one(Path(save_dir))), *rest, **kwargs)
 
     return keeping

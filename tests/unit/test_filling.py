@@ -221,6 +221,52 @@ def test_a_newcomer_that_has_not_come_is_told_of(tmp_path: Path) -> None:
     on_a_node(tmp_path, body)
 
 
+def test_a_newcomer_is_told_of_while_nothing_can_be_forked_yet(tmp_path: Path) -> None:
+    async def body(node: Node) -> None:
+        imported = asyncio.Event()
+        node.manager._zygotes = MagicMock(ready=imported.wait)
+        order = pb.Command(rank=3, generation=1, replace=pb.Replace(detached=True, beside=1))
+        coming = asyncio.create_task(node.manager.fill(order, hear_out=False))
+        await soon()
+        assert node.manager.beside() == [3] and not node.slow.orders
+        left = asyncio.create_task(node.manager.let_go(3, 0.0))
+        imported.set()
+        assert await coming is None and await left is None and node.manager.beside() == []
+
+    on_a_node(tmp_path, body)
+
+
+def test_a_process_that_is_kept_on_a_gpu_is_not_waited_for_for_ever(tmp_path: Path) -> None:
+    """Another rank's, which has left the job, and stays until all have what it alone has: nobody has told it to end."""
+
+    async def body(node: Node) -> None:
+        kept = node.manager.ranks[3] = process("kept")
+        kept.place = 3
+        node.manager._on_gpu[0] = [kept]
+        released = AsyncMock(side_effect=lambda it, timeout_s: it is not kept)
+        node.manager._gpu_fence = MagicMock(released=released)
+        filling = node.fill(1)
+        await soon()
+        node.slow.give(0, process("new"))
+        filled = await filling
+        assert filled is not None and released.await_count >= 2
+        kept.kill.assert_not_called()
+
+    on_a_node(tmp_path, body)
+
+
+def test_a_rank_that_begins_anew_has_no_use_for_the_dead_ones_page(tmp_path: Path) -> None:
+    async def body(node: Node) -> None:
+        order = pb.Command(rank=0, generation=1, replace=pb.Replace(detached=False))
+        filling = asyncio.create_task(node.manager.fill(order, hear_out=False))
+        await soon()
+        assert not node.manager.replaced()
+        node.slow.give(0, process("new"))
+        assert await filling is not None
+
+    on_a_node(tmp_path, body)
+
+
 def test_nothing_waits_for_a_standby(tmp_path: Path) -> None:
     """Neither a heartbeat, with which it is started, nor a rank. It is not started twice, and not kept by a node that
     has been fenced."""

@@ -180,8 +180,9 @@ def test_a_rank_goes_to_a_gpu_only_after_the_other_rank_that_was_there(
 
     class Fence(GpuFence):
         async def released(self, process: WorkerProcess, timeout_s: float) -> bool:
-            await asyncio.sleep(0)
-            return process.name not in held  # type: ignore[attr-defined]
+            while process.name in held:  # type: ignore[attr-defined]
+                await asyncio.sleep(0)
+            return True
 
     async def body() -> None:
         config = RunConfig(nproc_per_node=3, standby=0, start_method="spawn")
@@ -194,13 +195,15 @@ def test_a_rank_goes_to_a_gpu_only_after_the_other_rank_that_was_there(
             order = pb.Command(rank=rank, generation=1, replace=pb.Replace(local_rank=local_rank))
             await manager.fill(order, hear_out=False)
 
-        monkeypatch.setattr(Spawned, "start", lambda self, order: process(f"rank {order.local_rank} before", 10))
+        monkeypatch.setattr(
+            Spawned, "start", AsyncMock(side_effect=lambda order: process(f"rank {order.local_rank} before", 10))
+        )
         for rank in range(3):
             await fill(rank, rank)
         manager.ranks[0].kill()  # is lost
         leaving = manager.ranks[2]
         done.clear()
-        monkeypatch.setattr(Spawned, "start", lambda self, order: process(next(made), 20))
+        monkeypatch.setattr(Spawned, "start", AsyncMock(side_effect=lambda order: process(next(made), 20)))
         left = asyncio.Event()
 
         async def end(grace_s: float) -> int:

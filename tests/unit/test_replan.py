@@ -384,6 +384,31 @@ def test_there_is_no_room_and_the_layout_has_to_change(checkpoint: bool) -> None
     assert {(c.restore.version, c.restore.checkpoint) for _, c in world.of("restore")} == {(5, "/checkpoints/5")}
 
 
+def test_there_is_no_room_before_all_have_taken_a_step_in_the_layout_before() -> None:
+    """What they had read is there still: nothing is lost."""
+    world = World()
+    world.machine.on_checkpoint(5, "/checkpoints/5")
+    world.kill(1)
+    world.stop()
+    world.reply("stash")
+    world.start(replace(FACTS, layout={"tp": 1, "pp": 1, "cp": 1, "ep": 1, "dp": 3}))
+    world.reply("restore")
+    world.reply("resume")
+    world.kill(2)
+    world.reply("hold")
+    for rank, command in world.of("stop"):
+        reply = pb.Reply(serial=command.serial, generation=command.generation, rank=rank, live_version=7)
+        reply.held.append(pb.Held(kind="copy", version=7, shards=["part2", "capsule@2"], nbytes=[8, 8]))
+        world.machine.on_reply(reply, 3.0)
+    world.collect()
+    world.has_no_room()
+    assert [(event.step, event.ranks) for event in world.replanned()] == [(7, 3), (7, 2)]
+    assert not [event for event in world.events if isinstance(event, ev.FallbackStarted)]
+    assert not world.of("drop_stash") and world.job.state is State.STARTING
+    world.start(replace(FACTS, layout={"tp": 1, "pp": 1, "cp": 1, "ep": 1, "dp": 2}))
+    assert {tuple(c.restore.stash.ranks) for _, c in world.of("restore")} == {(0, 2, 3)}
+
+
 def test_who_differs_has_no_checkpoint_to_go_back_to() -> None:
     """Which of the two has the right state is not known, nor which of them was in the checkpoint."""
     world = World()

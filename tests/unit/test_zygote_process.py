@@ -276,7 +276,16 @@ async def node_of(*ready: Scripted) -> AsyncIterator[Zygotes]:
 
 
 def fork(zygotes: Zygotes) -> asyncio.Task[int | None]:
-    return asyncio.create_task(zygotes.fork({}, [0, 1, 2], standby=False))
+    return asyncio.create_task(forked(zygotes))
+
+
+async def forked(zygotes: Zygotes) -> int | None:
+    """As a provider asks."""
+    while True:
+        try:
+            return await zygotes.fork({}, [0, 1, 2], standby=False)
+        except ZygoteLostError:
+            continue
 
 
 def ended(popen: subprocess.Popen[bytes]) -> bool:
@@ -419,7 +428,36 @@ def test_nothing_is_left_of_a_process_that_was_not_forked(tmp_path: Path, monkey
             it.zygote._end("it is lost")
             assert await asyncio.gather(*tasks[1:]) == [None, None] and tasks[0].cancelled()
             closed = {str(it.zygote._sock.fileno())}
-            assert set(os.listdir("/proc/self/fd")) | closed <= before | closed and len(pages) == 3
+            assert (
+                set(os.listdir("/proc/self/fd")) | closed <= before | closed and len(pages) == 3 + 1
+            )  # of the lost one's
+
+    on_a_loop(body)
+
+
+def test_another_zygote_is_asked_with_another_channel(tmp_path: Path) -> None:
+    """The one that is lost may have forked before: nobody has heard of that child, and it must end with its channel."""
+
+    async def body() -> None:
+        before, after = Scripted(), Scripted()
+        async with node_of(before, after) as zygotes:
+            waiting = asyncio.create_task(Forked(zygotes).start(ProcessOrder({}, tmp_path / "log")))
+            await before.asked(1)
+            channel, *_ = before._framed.descriptors
+            zygotes._growing = after.zygote
+            zygotes._said(after.zygote, pb.FromZygote(grown=pb.Grown()))
+            before.zygote._end("it does not answer")
+            await after.asked(2)  # the first is to grow another one
+            assert not set(map(os.fstat, before._framed.descriptors[:2])) & set(
+                map(os.fstat, after._framed.descriptors[2:4])
+            )
+            with socket.socket(fileno=os.dup(channel)) as unheard:
+                assert unheard.recv(1) == b"", "its channel is at its end"
+            after.answer(2, after.popen.pid)
+            process = await waiting
+            assert process is not None and process.pid == after.popen.pid
+            process.page.close()
+            process._sock.close()
 
     on_a_loop(body)
 

@@ -166,7 +166,11 @@ class TorchAdapter(Adapter):
                 self._see_backward_start(leaf)
 
     def _see_backward_start(self, output: torch.Tensor) -> None:
-        """Once for each: what the model returns may be a parameter, which outlives the step."""
+        """Once for each: what the model returns may be a parameter, which outlives the step. Other tensors have a graph
+        of their own in each step, also where the same object is changed in place."""
+        if not output.is_leaf:
+            output.register_hook(self._backward_starts)
+            return
         key = id(output)
         known = self._hooked.get(key)
         if known is None or known() is not output:

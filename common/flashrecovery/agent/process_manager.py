@@ -103,6 +103,7 @@ class ProcessManager:
         self._leaving: list[WorkerProcess] = []
         self._orders: dict[int, int] = {}  # how often each rank was to be filled
         self._before: dict[int, WorkerProcess] = {}  # killed; filled these ranks, which no other process fills yet
+        self._goes_on: set[int] = set()  # ranks whose next processes inherit the pages of the ones before
         self._coming_in: list[int] = []  # ranks beside training whose processes are on their way
         self._dismissals = 0
         self.halted = False
@@ -116,7 +117,7 @@ class ProcessManager:
 
     def replaced(self) -> list[WorkerProcess]:
         """Dead ones whose ranks are being filled again, and which still have the only pages of these."""
-        return list(self._before.values())
+        return [process for rank, process in self._before.items() if rank in self._goes_on]
 
     def beside(self) -> list[int]:
         """Ranks of those that are built up beside training, also such whose process has not come yet."""
@@ -135,6 +136,15 @@ class ProcessManager:
     async def fill(self, command: pb.Command, *, hear_out: bool) -> tuple[WorkerProcess, pb.WorkerStarted] | None:
         """Fence what fills the rank, then fill it anew. ``hear_out``: wait a moment for what the old process has
         said. None if meanwhile the rank is being filled anew again, or its node has been fenced."""
+        if not command.replace.beside:
+            return await self._fill(command, hear_out=hear_out)
+        self._coming_in.append(command.rank)
+        try:
+            return await self._fill(command, hear_out=hear_out)
+        finally:
+            self._coming_in.remove(command.rank)
+
+    async def _fill(self, command: pb.Command, *, hear_out: bool) -> tuple[WorkerProcess, pb.WorkerStarted] | None:
         rank, replace = command.rank, command.replace
         self._orders[rank] = order = self._orders.get(rank, 0) + 1
         own = self._places is None or (replace.detached and self._places.within_reach(replace.local_rank))
@@ -149,18 +159,14 @@ class ProcessManager:
             old.dead = True
             old.kill()  # the fence: nothing of the old process runs on once the rank is filled again
             self._before[rank] = old
+        (self._goes_on.add if replace.detached else self._goes_on.discard)(rank)
         old = self._before.get(rank)
         self._snapshots.filled(rank, detached=replace.detached, was_here=old is not None)
         # Who is built up beside training takes part in the next generation at the earliest.
         log = self._run_dir.log_path(rank, command.generation + (replace.beside > 0))
         standby = self.pool.take(replace.local_rank) if replace.detached and own else None
         new = ProcessOrder(env, log, replace.local_rank, replace.detached)
-        self._coming_in += [rank] if replace.beside else []
-        try:
-            process = standby or await self._start(new, lambda: self._orders[rank] == order)
-        finally:
-            if replace.beside:
-                self._coming_in.remove(rank)
+        process = standby or await self._start(new, lambda: self._orders[rank] == order)
         if process is None:
             return None
         self._before.pop(rank, None)
@@ -223,8 +229,11 @@ class ProcessManager:
         return others
 
     async def _free_gpu(self, rank: int, gone: WorkerProcess) -> None:
-        """Wait, for as long as it takes, until a process has nothing left on its GPU that ``rank`` is to use."""
+        """Wait, for as long as it takes, until a process has nothing left on its GPU that ``rank`` is to use. Not for
+        one that lives, and has not been told to end for long: what it has may still be needed."""
         while not await self._gpu_fence.released(gone, self._config.timeouts.fence_s):
+            if not gone.dead and self.ranks.get(gone.place) is gone:
+                return
             waits = f"pid {gone.pid} still has memory on its GPU; its rank is not filled before it is free"
             self._foreman.notice(rank, NoticeKind.NOT_FENCED, waits)
         self._leave_gpu(gone)

@@ -16,7 +16,7 @@ from typing import Protocol
 
 from flashrecovery.agent.process import WorkerProcess
 from flashrecovery.agent.zygote import Zygotes
-from flashrecovery.agent.zygote_process import Adopted
+from flashrecovery.agent.zygote_process import Adopted, ZygoteLostError
 from flashrecovery.runtime.page import Page
 from flashrecovery.runtime.process_control import start_interpreter
 
@@ -61,6 +61,14 @@ class Forked:
         self._zygotes = zygotes
 
     async def start(self, order: ProcessOrder) -> WorkerProcess | None:
+        while True:
+            try:
+                return await self._fork(order)
+            except ZygoteLostError:  # not asked again, so at last there is none
+                continue
+
+    async def _fork(self, order: ProcessOrder) -> WorkerProcess | None:
+        """Raises ZygoteLostError: a child that may be there all the same ends with its channel."""
         ours, theirs = socket.socketpair()
         page = order.new_page()
         pid = None

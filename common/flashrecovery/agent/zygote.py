@@ -92,17 +92,23 @@ class Zygotes:
 
     async def fork(self, env: Mapping[str, str], descriptors: Sequence[int], *, standby: bool) -> int | None:
         """The pid of a new process that runs the script; None if there is no zygote to fork it. A child that comes
-        after this was cancelled is ended."""
-        while (zygote := self._current) is not None:
-            try:
-                asked = zygote.fork(pb.Fork(env=env, standby=standby), descriptors)
-                return await self._answer(asked)
-            except OSError as e:
-                self._tell(str(e))
-                return None
-            except ZygoteLostError as e:
-                self._warn(zygote, str(e))  # another one may have taken its place meanwhile
-        return None
+        after this was cancelled is ended.
+
+        Raises ZygoteLostError: another one may have taken its place, and is to be asked with another channel and page:
+        there may be a child with these, of which nobody has heard.
+        """
+        zygote = self._current
+        if zygote is None:
+            return None
+        try:
+            asked = zygote.fork(pb.Fork(env=env, standby=standby), descriptors)
+            return await self._answer(asked)
+        except OSError as e:
+            self._tell(str(e))
+            return None
+        except ZygoteLostError as e:
+            self._warn(zygote, str(e))
+            raise
 
     async def _answer(self, asked: asyncio.Future[int]) -> int:
         try:

@@ -305,14 +305,18 @@ class Replanning:
     def could_not(self, rank: int, why: str, now: float, *, differs: bool) -> bool:
         """A rank could not write. ``differs``: it has another state than others where one will be everybody's; who has
         the right one is not known, nor whether a checkpoint has it. Returns whether the job can go on in its layout; a
-        command is given up then. Where the layout has to change, the job goes back to a checkpoint, if there is one
-        that any layout reads, or ends."""
+        command is given up then. Where the layout has to change, the job begins once more with what the memory has
+        of the change before, or goes back to a checkpoint that any layout reads, or ends."""
         wanted = self._next
         self.interrupted()
         assert wanted is not None
         if not wanted.lost:
             self._give_up(wanted, f"rank {rank}: {why}")
             return True
+        before = self._memory.now()
+        if before is not None and not differs:  # of the layout in which not all have taken a step yet
+            self._start(wanted, replace(before, written=0), now)
+            return False
         if differs or self._checkpoint is None:
             self._job.fail(f"the layout does not change to {layout_text(wanted.strategy)}: rank {rank}: {why}")
             return False

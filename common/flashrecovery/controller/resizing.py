@@ -341,6 +341,7 @@ class Resizing:
     def begins_anew(self) -> None:
         """All ranks are started again, perhaps in another parallel layout: who has left, or was taken back, before that
         is nobody's matter any more."""
+        self._told_step = None
         self.last_resort.let_go()
         self._gone.clear()
         self._job.awaited.clear()
@@ -434,7 +435,7 @@ class Resizing:
     def laid_out(self) -> None:
         """The job consists of the ranks of another parallel layout: what is known of ranks is of the one before."""
         self.begins_anew()
-        self._tries, self._told_step = 0, None
+        self._tries = 0
         self._left, self._came, self._other_processes = [], [], False
 
     def _say_what_is_on_one_node(self) -> None:

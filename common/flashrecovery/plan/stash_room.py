@@ -19,22 +19,25 @@ class StashRoom:
         expected: with what optimizers are about to make.
         nodes: with ranks.
         free: that the node with least has free in ``/dev/shm``.
+        free_in_all: that all nodes have free there.
     """
 
     now: int
     expected: int
     nodes: int
     free: int
+    free_in_all: int
 
     @property
     def refusal(self) -> str:
-        """Why the layout can never change, in words: each node would have to keep more than the one with least has
-        free, even if all kept equally much. Empty if it can."""
-        return self._lacking(self.now)
+        """Why the layout can never change, in words: there is more of it than all nodes have room for. Empty if it
+        can."""
+        return self._lacking(self.now) if self.now > self.free_in_all else ""
 
     @property
     def warning(self) -> str:
-        """The same of what there will be after the first step."""
+        """Why it cannot change once optimizers have made their state, if all nodes keep equally much of it. Where
+        shards are on several nodes, two write them, so that it may be up to twice as much. Empty if it can."""
         return self._lacking(self.expected)
 
     def _lacking(self, nbytes: int) -> str:

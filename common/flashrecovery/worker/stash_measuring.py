@@ -24,9 +24,10 @@ def stash_room(registry: Registry) -> StashRoom:
     now = sum(nbytes for nbytes, first in shards if first)
     expected = now + state_to_come(all_optimizers(registry)) * now // max(own, 1)
     free = min(shutil.disk_usage(Path(os.environ[STASH_ENV])).free, available_memory())
-    totals, lacking = torch.tensor([now, expected]), torch.tensor([-free])
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # which all count the same memory
+    totals, lacking = torch.tensor([now, expected, free // ranks]), torch.tensor([-free])
     group = groups.control_group()
     if group is not None:
         dist.all_reduce(totals, group=group)
         dist.all_reduce(lacking, op=dist.ReduceOp.MAX, group=group)
-    return StashRoom(int(totals[0]), int(totals[1]), placement()[1], -int(lacking[0]))
+    return StashRoom(int(totals[0]), int(totals[1]), placement()[1], -int(lacking[0]), int(totals[2]))

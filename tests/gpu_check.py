@@ -34,8 +34,8 @@ from tests.support import megatron as mg
 from tests.support.faults import in_every_phase
 from tests.support.jobs import DDP, FSDP, GPT, HSDP, ROOT, SMALL, Job, Layout, RunningJob, check_clean
 from tests.support.sameness import Printed, differences
+from tests.support.wrappers import on_gpus
 
-WRAPPER = ROOT / "tests" / "scripts" / "one_gpu.py"
 STEPS = 2 * len(PHASES) + 4
 JOB_S = 400.0
 ZERO2, ZERO3 = (Layout(f"zero{stage}", "train_deepspeed.py", ("--zero", str(stage))) for stage in (2, 3))
@@ -78,14 +78,12 @@ def phases_of(layout: Layout) -> list[str]:
 
 def start(directory: Path, layout: Layout, gpus: int, inject: Sequence[str] = (), *options: str) -> RunningJob:
     """With one warm standby if faults are injected."""
-    on_cpu = not gpus and layout.script == "pretrain_gpt.py"
-    env = dict(mg.ENVIRONMENT) if on_cpu else {"PYTHONWARNINGS": "ignore"}
-    if 0 < gpus < layout.nproc:
-        env["FLASHRECOVERY_SHARED_GPU"] = "1"
-    flags = [str(GPT / layout.script), *SMALL, "--steps", str(STEPS), *layout.flags]
+    wrapper = on_gpus(gpus, layout.nproc)
+    env = wrapper.environment(GPT / layout.script, mg.ENVIRONMENT if layout.script == "pretrain_gpt.py" else None)
+    flags = [*SMALL, "--steps", str(STEPS), *layout.flags]
     standby = 1 if inject else 0
     return RunningJob(
-        directory, layout, standby=standby, inject=inject, options=options, script=WRAPPER, flags=flags, env=env
+        directory, layout, standby=standby, inject=inject, options=options, script=wrapper.script, flags=flags, env=env
     )
 
 

@@ -27,8 +27,8 @@ NEEDS = {
 
 
 def changed(name: str, directory: Path, gpus: int, job_s: float) -> tuple[Job, list[str]]:
-    """The job of this name, and what is not as it should be. Raises AssertionError if that
-    cannot be seen."""
+    """The job of this name, and what is not as it should be. Raises AssertionError if that cannot be
+    seen."""
     if name in REPLANNED:
         return _in_another_layout(REPLANNED[name], directory, gpus, job_s)
     return _shrunk_and_grown(KINDS[name], directory, gpus, job_s)

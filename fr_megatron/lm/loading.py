@@ -20,7 +20,7 @@ from typing import Any
 from flashrecovery.adapter import union
 from flashrecovery.errors import UnsupportedError
 
-TRACKER = "latest_checkpointed_iteration.txt"
+_TRACKER = "latest_checkpointed_iteration.txt"
 _NOTHING = ".nothing-at-the-launch"
 """A directory that is not there."""
 _BESIDE = "non_persistent"
@@ -40,8 +40,8 @@ def as_at_the_launch(args: Any) -> Iterator[None]:
     if load is None or (step and not beside):
         yield
         return
-    now = "" if step else _newest(Path(load))
-    now_beside = _newest(_folder_beside(args, load)) if beside else ""
+    now = "" if step else newest(Path(load))
+    now_beside = newest(_folder_beside(args, load)) if beside else ""
     said = union([f"{_LOADED} {now}", f"{_LOADED_BESIDE} {now_beside}"])
     launched, launched_beside = _greatest(said, _LOADED), _greatest(said, _LOADED_BESIDE)
     if launched_beside and int(launched_beside) >= (step or _iteration(launched)):
@@ -86,11 +86,11 @@ def _check_stays(args: Any, iteration: int) -> None:
         )
 
 
-def _newest(folder: Path) -> str:
+def newest(folder: Path) -> str:
     """The iteration of the newest checkpoint, filled up so that the largest text is the newest; "release" of one
     without, "" where there is none."""
     try:
-        said = (folder / TRACKER).read_text().strip()
+        said = (folder / _TRACKER).read_text().strip()
     except FileNotFoundError:
         return ""
     return said.zfill(20) if said.isdecimal() else said

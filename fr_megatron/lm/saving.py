@@ -14,7 +14,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from fr_megatron.lm.loading import TRACKER
+from fr_megatron.lm.loading import newest
 
 _PREFIX = "iter_"
 
@@ -33,9 +33,8 @@ def keeping_the_whole_one(cleanup: Callable[..., Any]) -> Callable[..., Any]:
 
 def _from_the_whole_one(folder: Path) -> int:
     """How many there are from that on which the tracker names."""
-    try:
-        named = (folder / TRACKER).read_text().strip()
-    except FileNotFoundError:
+    named = newest(folder)
+    if not named.isdecimal():
         return 0
     there = [int(path.name.removeprefix(_PREFIX)) for path in folder.rglob(f"{_PREFIX}*")]
-    return sum(number >= int(named) for number in there) if named.isdecimal() else 0
+    return sum(number >= int(named) for number in there)

@@ -22,11 +22,11 @@ from tests import gpu_check
 from tests.support import fake_nccl
 from tests.support import megatron as mg
 from tests.support.faults import in_every_phase
-from tests.support.jobs import DDP, FSDP, GPT, ROOT, SMALL, Job, Layout, References, RunningJob, check_same, run_job
+from tests.support.jobs import DDP, FSDP, GPT, SMALL, Job, Layout, References, RunningJob, check_same, run_job
 from tests.support.soak import SEED
 from tests.support.soak import kills as scaled
+from tests.support.wrappers import FAKE_NCCL
 
-WRAPPER = ROOT / "tests" / "scripts" / "fake_nccl.py"
 UNHURRIED = replace(DDP, name="unhurried", flags=("--step-time=30",))
 NEEDS = {"train_deepspeed.py": pytest.mark.deepspeed, "pretrain_gpt.py": pytest.mark.megatron}
 
@@ -34,9 +34,10 @@ pytestmark = pytest.mark.timeout(500)  # some ten cold starts of a process on tw
 
 
 def _options(layout: Layout, steps: int, env: dict[str, str]) -> dict[str, Any]:
-    flags = [str(GPT / layout.script), *SMALL, "--steps", str(steps), *layout.flags]
+    flags = [*SMALL, "--steps", str(steps), *layout.flags]
     megatron = mg.ENVIRONMENT if layout.script == "pretrain_gpt.py" else {}  # the others need not have it
-    return {"script": WRAPPER, "flags": flags, "env": {**megatron, **env}}
+    env = FAKE_NCCL.environment(GPT / layout.script, {**megatron, **env})
+    return {"script": FAKE_NCCL.script, "flags": flags, "env": env}
 
 
 def _run(

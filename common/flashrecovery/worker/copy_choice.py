@@ -72,7 +72,7 @@ def ring_among(members: Sequence[int], shape: ReplicaShape | None = None) -> lis
     """By the place of each of these ranks of an elastic job, the place of the one that keeps its copies. ``shape``: of
     a job whose ranks divide state with those alone that stand at the same place in their replicas."""
     # In a layout that the job has changed to, nodes need not have equally many ranks, and domains are those of ranks.
-    ranks = 1 if in_changed_layout() else int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    ranks = 1 if in_changed_layout() else ranks_of_node()
     return (ring_of if shape is None else shape.ring)(members, placement()[0], ranks, _shared_domains())
 
 
@@ -118,9 +118,14 @@ def sizes_everywhere(registry: Registry, parity: int) -> tuple[Sizes, Sizes]:
     now = [sum(s.spec().nbytes for s in shards) for shards in kinds]
     to_come = state_to_come(all_optimizers(registry))
     then = [nbytes + to_come * nbytes // max(now[0], 1) for nbytes in now]
-    own, copied, in_parity, own_then, copied_then, in_parity_then, least = _most([*now, *then, -available_memory()])
-    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    own, copied, in_parity, own_then, copied_then, in_parity_then, least = most([*now, *then, -available_memory()])
+    ranks = ranks_of_node()
     return Sizes(own, copied, in_parity, -least, ranks), Sizes(own_then, copied_then, in_parity_then, -least, ranks)
+
+
+def ranks_of_node() -> int:
+    """At the launch."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
 def all_optimizers(registry: Registry) -> list[torch.optim.Optimizer]:
@@ -144,10 +149,10 @@ def state_to_come(optimizers: Sequence[torch.optim.Optimizer]) -> int:
 
 def anywhere(flag: bool) -> bool:
     """Whether ``flag`` is set on any rank; a collective (a replacement gets the recorded answer)."""
-    return bool(_most([int(flag)])[0])
+    return bool(most([int(flag)])[0])
 
 
-def _most(numbers: Sequence[int]) -> list[int]:
+def most(numbers: Sequence[int]) -> list[int]:
     """The greatest of all ranks, number by number; a collective."""
     found = torch.tensor(numbers, dtype=torch.int64)
     group = groups.control_group()

@@ -13,7 +13,7 @@ from flashrecovery import groups
 from flashrecovery.plan.stash_room import StashRoom
 from flashrecovery.runtime.environment import STASH_ENV
 from flashrecovery.runtime.host_memory import available_memory
-from flashrecovery.worker.copy_choice import all_optimizers, placement, state_to_come
+from flashrecovery.worker.copy_choice import all_optimizers, most, placement, ranks_of_node, state_to_come
 from flashrecovery.worker.registry import Registry
 
 
@@ -24,10 +24,9 @@ def stash_room(registry: Registry) -> StashRoom:
     now = sum(nbytes for nbytes, first in shards if first)
     expected = now + state_to_come(all_optimizers(registry)) * now // max(own, 1)
     free = min(shutil.disk_usage(Path(os.environ[STASH_ENV])).free, available_memory())
-    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # which all count the same memory
-    totals, lacking = torch.tensor([now, expected, free // ranks]), torch.tensor([-free])
+    totals = torch.tensor([now, expected, free // ranks_of_node()])  # all ranks of a node count the same memory
     group = groups.control_group()
     if group is not None:
         dist.all_reduce(totals, group=group)
-        dist.all_reduce(lacking, op=dist.ReduceOp.MAX, group=group)
-    return StashRoom(int(totals[0]), int(totals[1]), placement()[1], -int(lacking[0]), int(totals[2]))
+    (lacking,) = most([-free])
+    return StashRoom(int(totals[0]), int(totals[1]), placement()[1], -lacking, int(totals[2]))

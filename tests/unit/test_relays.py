@@ -4,6 +4,7 @@ loopback: every message arrives once, and the loss of a relay costs nobody anyth
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import closing
@@ -30,6 +31,8 @@ from flashrecovery.runtime.link import Link
 from tests.unit.test_session_heartbeats import ACCESS, NoWorkers, no_lead, no_leave
 
 DIRECT = 2
+PATIENT = {"node_silence_s": 4.0, "node_probe_s": 3.0, "lease_s": 1.8}
+"""One process is the controller and all agents here: a busy one answers late, and nobody is to be lost for that."""
 
 
 # -- who goes through whom ----------------------------------------------------------------------------
@@ -157,14 +160,17 @@ class Scene:
         lines = (e for e in self.run_dir.events_path.read_text().splitlines() if '"kind":"test"' in e)
         return [line.split('"text":"')[1].split('"')[0] for line in lines]
 
-    def kinds(self) -> list[str]:
-        return [line.split('"event":"')[1].split('"')[0] for line in self.run_dir.events_path.read_text().splitlines()]
+    def events(self) -> list[dict[str, object]]:
+        return [json.loads(line) for line in self.run_dir.events_path.read_text().splitlines()]
+
+    def kinds(self) -> list[object]:
+        return [event["event"] for event in self.events()]
 
 
 def play(tmp_path: Path, act: Callable[[Scene], Awaitable[None]], **config: object) -> None:
     async def main() -> None:
         with closing(RunDir(tmp_path / "run")) as run_dir, closing(EventLog(run_dir.events_path)) as log:
-            given = {"nnodes": 9, "controller": "127.0.0.1:1", "direct_agents": DIRECT, **config}
+            given = {"nnodes": 9, "controller": "127.0.0.1:1", "direct_agents": DIRECT, "timeouts": PATIENT, **config}
             service = ControllerService(RunConfig.model_validate(given), ACCESS, log, run_dir)
             port = await service.start("127.0.0.1", 0)
             scene = Scene(service, run_dir, f"127.0.0.1:{port}")
@@ -245,14 +251,22 @@ def test_a_relay_that_swallows_everything_is_left_when_it_is_lost(tmp_path: Path
         assert relay._stream is not None
         relay._stream._lines = {}  # what comes down concerns nobody, ...
         relay._stream.put = lambda frame: None  # type: ignore[method-assign]  # ... and nothing goes up
-        scene.nodes[dead].agent.beat = lambda message: None
-        scene.nodes[dead].session._heartbeats.forget()
-        scene.service._liveness.disconnected(dead)
-        scene.service._liveness.answered = lambda *a: None  # type: ignore[method-assign]  # and nobody reaches it
+        liveness = scene.service._liveness
+        heard, answered = liveness.heard, liveness.answered
+
+        def unheard(node: str, now: float) -> None:
+            if node != dead:
+                heard(node, now)
+
+        def unreached(observer: str, suspect: str, reachable: bool, evidence: str) -> None:
+            answered(observer, suspect, reachable and suspect != dead, evidence)
+
+        liveness.heard, liveness.answered = unheard, unreached  # type: ignore[method-assign]
         for name in children:
             scene.tell(name, "after")
         await scene.until(lambda: all(scene.nodes[n].got() == ["after"] for n in children))
-        assert scene.kinds().count("node_lost") == 1
+        await scene.until(lambda: "node_lost" in scene.kinds())
+        assert {e["node"] for e in scene.events() if e["event"] == "node_lost"} == {dead}
 
     play(tmp_path, act)
 
@@ -277,11 +291,10 @@ def test_an_agent_that_ends_by_way_of_a_relay_is_lost(tmp_path: Path) -> None:
         await scene.until(lambda: scene.carried(1))
         (child,) = [n for n, relay in scene.via().items() if relay]
         await scene.nodes.pop(child).stop()
-        began = time.monotonic()
         await scene.until(lambda: not scene.service.machine.job.nodes[child].alive)
         await scene.until(lambda: "node_lost" in scene.kinds())
         # not by its silence alone: the end of its line says it
-        assert time.monotonic() - began < 2 and "connection has broken" in scene.run_dir.events_path.read_text()
+        assert "connection has broken" in scene.run_dir.events_path.read_text()
 
     play(tmp_path, act)
 

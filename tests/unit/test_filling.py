@@ -150,7 +150,7 @@ def test_a_rank_leaves_before_its_process_has_come(tmp_path: Path) -> None:
     async def body(node: Node) -> None:
         filling = node.fill(1)
         await soon()
-        await node.manager.let_go(0, 0.0)
+        assert await node.manager.let_go(0, 0.0) is None, "the dead one has not left the job by itself"
         node.manager._setup_logs.keep.assert_called_once_with(0, b"set-up", 0)  # type: ignore[attr-defined]
         node.manager._snapshots.forget.assert_called_once_with([0])  # type: ignore[attr-defined]
         late = node.slow.give(0, process("late"))

@@ -8,7 +8,7 @@ from flashrecovery import events as ev
 from flashrecovery.config import RunConfig
 from flashrecovery.controller.machine import Machine
 from flashrecovery.controller.outbox import Emit, Send
-from flashrecovery.controller.records import Place
+from flashrecovery.controller.records import ENDLESS, Place
 from flashrecovery.plan.transitions import State
 from flashrecovery.proto import flashrecovery_pb2 as pb
 
@@ -307,6 +307,26 @@ def test_a_rank_that_has_ended_nobody_knows_how_ends_the_job(exited: bool) -> No
     machine.on_tick(11.0)
     assert machine.job.state is State.FAILED
     assert "taken their last step, but how ranks [2, 3] have ended" in machine.job.failure_reason
+
+
+@pytest.mark.parametrize("others", [STEP, STEP + 2])
+@pytest.mark.parametrize("through", [True, False])
+def test_scripts_that_have_ended_after_other_numbers_of_calls_fail_the_job(others: int, through: bool) -> None:
+    """The controller before this one has been lost before it could say so."""
+    machine = controller()
+    registers = [found("a", 0, 1), found("b", 2, 3)]
+    for worker in [worker for register in registers for worker in register.workers]:
+        worker.joined.steps = ENDLESS
+        version = others if worker.rank == 2 else STEP
+        worker.committed = version
+        if through or worker.rank == 0:
+            worker.done.CopyFrom(pb.Done(rank=worker.rank, generation=3, version=version))
+    for register in registers:
+        machine.on_register(register, 0.0)
+    if others == STEP:
+        assert machine.job.state is State.RUNNING and not machine.job.failure_reason
+    else:
+        assert machine.job.state is State.FAILED and "different numbers of calls" in machine.job.failure_reason
 
 
 def test_a_node_that_goes_after_its_ranks_have_ended_is_not_missed() -> None:

@@ -251,8 +251,9 @@ class ProcessManager:
 
     async def let_go(self, rank: int, grace_s: float) -> int | None:
         """The rank leaves the job: its process ends by itself within ``grace_s``, or is killed. Returns its exit code;
-        None if there is none, or it was ended together with all others."""
+        None if there is none, or the process was dead already, or it was ended together with all others."""
         self._orders[rank] = self._orders.get(rank, 0) + 1  # what is being filled now is not wanted any more
+        leaves = rank in self.ranks
         process = self.ranks.pop(rank, None) or self._before.pop(rank, None)
         if process is None:
             return None
@@ -270,7 +271,7 @@ class ProcessManager:
             return None
         self._leaving.remove(process)
         self._close(process)
-        return code
+        return code if leaves else None
 
     def _is_over(self, process: WorkerProcess) -> bool:
         """Whether it has been ended while somebody else was waited for; its page may have been given back."""

@@ -16,7 +16,7 @@ from flashrecovery.controller.generation_file import Numbers
 from flashrecovery.controller.history import HistoryEntry
 from flashrecovery.controller.job_state import AGENT, JobState
 from flashrecovery.controller.nodes import NodeRecord, NodeState
-from flashrecovery.controller.records import BUILT_UP, THROUGH, Place, RankRecord
+from flashrecovery.controller.records import BUILT_UP, THROUGH, Place, RankRecord, unequal_ends
 from flashrecovery.controller.recovery import RecoverySteps
 from flashrecovery.controller.replanning import Replanning
 from flashrecovery.controller.staffing import Staffing
@@ -240,6 +240,10 @@ class TakeOver:
                 f"{said}, and nobody is left who says which ranks make up a replica, so nobody knows what ranks "
                 f"{unknown}, which the launch did not have, are to begin as; start the job again, with --resume"
             )
+            return
+        uneven = unequal_ends(records)
+        if uneven:  # else all are let go, or who makes more calls waits for ever
+            self._job.fail(uneven)
             return
         self._job.notice(NoticeKind.TAKEN_OVER, said)
         going = all(r.place in _GOING for r in records) and not behind

@@ -199,7 +199,7 @@ def test_one_that_is_killed_as_soon_as_it_has_its_rank(tmp_path: Path, resized: 
 # -- on the way in ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("state", often(("regrouping", "restoring", "verifying"), ("restoring",)))
+@pytest.mark.parametrize("state", often(("regrouping", "restoring", "verifying"), ()))
 def test_the_newcomer_dies_while_it_comes_in(state: str, tmp_path: Path, resized: Resized) -> None:
     """It has left again before it has taken a step."""
     faults = [f"rank=3,fault=sigkill,at=recovery:{state}"]  # who leaves by command does not come to this state

@@ -124,6 +124,7 @@ def test_all_ranks_die_in_their_first_step(tmp_path: Path, reference: Callable[[
 # -- the launcher ------------------------------------------------------------------------------------
 
 
+@pytest.mark.grid
 @KEPT
 def test_everything_dies_and_the_next_launch_goes_on(
     layout: Layout, config: dict[str, Any], tmp_path: Path, reference: Callable[[Layout], Job]

@@ -143,9 +143,8 @@ def finish(job: RunningJob, folder: Path) -> Job:
 # -- like a fresh interpreter -------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "threads", [pytest.param(None, id="one thread", marks=pytest.mark.grid), pytest.param("2", id="two threads")]
-)
+@pytest.mark.grid
+@pytest.mark.parametrize("threads", [pytest.param(None, id="one thread"), pytest.param("2", id="two threads")])
 def test_a_forked_worker_finds_what_a_fresh_one_finds(threads: str | None, tmp_path: Path) -> None:
     """Also of the environment, which modules have changed that are imported before the script is."""
     (tmp_path / "script.py").write_text(FACTS)

@@ -16,6 +16,7 @@ from tests.scripts.one_session import LOOPS, MOMENTS, PLACES
 SCRIPT = Path(__file__).parents[1] / "scripts" / "one_session.py"
 ROOT = SCRIPT.parents[2]
 FURTHER_BACK = "tests.scripts.further_back"  # which imports its neighbours
+pytestmark = pytest.mark.xdist_group("versions")  # one run of the script for all of them
 Results = dict[tuple[str, str, str], dict[str, Any]]
 
 

@@ -15,9 +15,12 @@ GB = 10**9
         (1, 40, False, False),
         (1, 39, False, True),
         (1, 9, True, True),
-        (4, 10, False, False),
-        (4, 2, True, True),
+        (2, 40, False, False),
+        (2, 39, False, True),
+        (4, 20, False, False),
+        (4, 19, False, True),
         (4, 3, False, True),
+        (4, 2, True, True),
     ],
 )
 def test_what_each_node_has_to_keep(nodes: int, free: int, refused: bool, warned: bool) -> None:

@@ -12,12 +12,11 @@ from flashrecovery.controller.nodes import NodeRecord
 from flashrecovery.controller.records import RankRecord, capsule_name
 from flashrecovery.errors import JobFailedError
 from flashrecovery.plan import Kind
+from flashrecovery.plan.stash_room import COPIES
 from flashrecovery.proto import flashrecovery_pb2 as pb
 
 COMMON = "common"
 """The shard that every rank has, of state that is no tensor; each index has it besides."""
-_COPIES = 2
-"""So many nodes have each shard in their memory, if it is on so many: one of them may be lost."""
 _PREFERRED = (Kind.LIVE, Kind.UNDO, Kind.COPY)
 
 
@@ -51,7 +50,7 @@ def assigned(
         if not holders[name]:
             raise JobFailedError(f"nobody has shard {name!r} at version {version}")
         left, used = dict(holders[name]), set[str]()
-        for _ in range(_COPIES):
+        for _ in range(COPIES):
             if left:
                 near = {rank: domains.get(records[rank].home) in used for rank in left}
                 rank = min(left, key=lambda rank: (near[rank], left[rank] is Kind.COPY, load[rank], rank))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+COPIES = 2
+"""So many nodes have each shard in their memory, if it is on so many: one of them may be lost."""
 _ALLOWED = (
     "allowed: a larger /dev/shm (docker run --shm-size, an emptyDir with medium: Memory in Kubernetes, mount -o "
     "remount,size=), or no --replan"
@@ -36,9 +38,9 @@ class StashRoom:
 
     @property
     def warning(self) -> str:
-        """Why it cannot change once optimizers have made their state, if all nodes keep equally much of it. Where
-        shards are on several nodes, two write them, so that it may be up to twice as much. Empty if it can."""
-        return self._lacking(self.expected)
+        """Why it cannot change once optimizers have made their state, if all nodes keep equally much of it, and each
+        shard, or a copy of it, is on several nodes, where there are several. Empty if it can."""
+        return self._lacking(self.expected * min(COPIES, self.nodes))
 
     def _lacking(self, nbytes: int) -> str:
         each = -(-nbytes // max(self.nodes, 1))

@@ -128,6 +128,33 @@ class Torn(World):
             super().answer(rank, command)
 
 
+@pytest.mark.parametrize("victims", [(0,), (3,), (1, 2)])
+@pytest.mark.parametrize("taken", [0, 1, 2])
+def test_a_part_that_is_lost_in_the_first_step_begins_anew(taken: int, victims: tuple[int, ...]) -> None:
+    """A rank has died before anybody had copies of its part: no step that counts is lost, so all are started again,
+    and who has left is one of them. After that a step would be."""
+    world = Torn(4, steps=6, elastic={"min": 1, "max": 4, "replace": "never"})
+    world.launch()
+    while world.machine.job.state is not State.RUNNING or world.version[0] < taken:
+        world.step()
+    world.torn = True
+    for victim in victims:
+        world.kill(victim)
+    if taken == 2:
+        assert world.run() is State.FAILED and "no version" in world.machine.job.failure_reason
+        return
+    while world.machine.job.state is not State.STARTING:
+        assert world.step(), world.machine.job.failure_reason
+    world.torn = False
+    while world.version[0] < 3:
+        assert world.step()
+    assert sorted(world.machine.job.ranks) == [0, 1, 2, 3] and world.machine.job.restarts == 1
+    assert not world.of(ev.JobResized)
+    world.kill(2)
+    assert world.run() is State.FINISHED
+    assert (resized(world).before, resized(world).replicas, resized(world).left) == (4, 3, [2])
+
+
 @pytest.mark.parametrize("damaged", [0, 1, 2])
 def test_the_step_of_a_change_is_that_of_the_checkpoint_that_was_read(damaged: int) -> None:
     """The first event is told before it is read; another one has the step that it is in the end."""

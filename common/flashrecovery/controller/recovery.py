@@ -569,15 +569,24 @@ class RecoverySteps:
         elif self._job.start_version > 0 and not self._job.replans:
             self._job.fail(f"{why}; without --resume the job begins anew")
         elif self._only_first_step_is_lost:
+            self._resizing.take_back_all()
             self._starting.start_again(f"{why}; only the first step is lost", now)
+            self._await_homeless(now)
         else:
             self._job.fail(why)
+
+    def _await_homeless(self, now: float) -> None:
+        """All ranks start again. Some had left with their node, and get another one as soon as there is one."""
+        homeless = self._staffing.homeless()
+        if homeless and self._job.state is State.STARTING and self._staffing.settle(homeless, now):
+            for rank in homeless:
+                self._staffing.fill(self._job.ranks[rank], now, detached=False)
 
     @property
     def _only_first_step_is_lost(self) -> bool:
         """Whether the job can begin anew without anybody's missing what it had."""
-        newest = max(record.committed for record in self._job.ranks.values())
-        return self._job.whole and newest <= 1 and not self._job.recovered_before
+        newest = self._resizing.newest_of_all()
+        return newest is not None and newest <= 1 and not self._job.recovered_before
 
     def _raised_first(self) -> str:
         """The script's own exception, if this recovery has begun with one; else ""."""

@@ -66,6 +66,7 @@ class Resizing:
         self._put_aside: Wish | None = None  # until no node is to leave any more
         self._gone: dict[int, RankRecord] = {}  # that have lost their processes and left, since then
         self._carried_out: Wish | None = None  # and those who leave because of it are still there
+        self._since_start: dict[int, RankRecord] = {}  # that have left since all processes were started
         self._told_step: int | None = None  # at which the change of size was said to take place, until it does
         self.last_resort = LastResort(job)
         self._returned = 0  # times that some of these were taken back, in one recovery
@@ -114,6 +115,28 @@ class Resizing:
             self._left.remove(rank)
         job.awaited.update(lost)
         return lost
+
+    def newest_of_all(self) -> int | None:
+        """The newest version that a rank has committed, those included that have left since all were started. None if
+        the job cannot be as it was then: others have come, or who has left is not known here."""
+        job, left = self._job, [r for rank, r in self._since_start.items() if rank not in self._job.ranks]
+        everybody = [*job.in_order, *left]
+        if {record.rank for record in everybody} != set(range(job.world_size)):
+            return None
+        return max(record.committed for record in everybody)
+
+    def take_back_all(self) -> None:
+        """All processes are about to be started again, as those are that have left since they were started before."""
+        job = self._job
+        for rank, record in self._since_start.items():
+            if rank not in job.ranks:
+                job.enrol(record)
+                node = job.nodes.get(record.home)
+                if node is None or not node.alive:
+                    record.home = record.page_on = ""
+        job.settle_layout()
+        job.told_size = len(job.ranks)
+        self._left = []
 
     def _in_memory(self, records: Mapping[int, RankRecord], departed: Mapping[int, Mapping[str, int]]) -> bool:
         """Whether these ranks could go on from what they hold."""
@@ -344,6 +367,7 @@ class Resizing:
         self._told_step = None
         self.last_resort.let_go()
         self._gone.clear()
+        self._since_start.clear()
         self._job.awaited.clear()
         self._carried_out, self._returned = None, 0
 
@@ -464,6 +488,7 @@ class Resizing:
         """``grace_s`` None: its process is not told to leave yet."""
         record = self._job.depart(rank)
         self._left.append(rank)
+        self._since_start[rank] = record
         if grace_s is not None:
             self._job.tell_to_leave(rank, record.home, grace_s)
         if self._job.homeless_since is not None and all(r.home for r in self._job.in_order):

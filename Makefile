@@ -105,7 +105,7 @@ grid-megatron: setup $(BIN)/.frameworks-done  ## the whole conformance grid with
 	@if [ -n "$$MEGATRON_LM" ]; then $(PIP) -c constraints.txt --editable '.[test,megatron-lm]'; fi
 	$(BIN)/python -m pytest -m "megatron and not soak" --durations=15 $(PYTEST_ARGS)
 
-soak: setup  ## kills at random phases and ranks, 200 and twice 60, and 350 at random moments under the fake of NCCL: the same bits
+soak: setup  ## kills at random phases and ranks, 200 and twice 60, and 350 at random moments under the fake of NCCL; elastic jobs: the same bits
 	$(BIN)/python -m pytest -m "soak and not deepspeed and not megatron" -s $(PYTEST_ARGS)
 
 soak-deepspeed: setup $(BIN)/.frameworks-done  ## 60 kills of each ZeRO stage, 75 under the fake of NCCL

@@ -28,6 +28,8 @@ STEPS_AN_EVENT = 22
 SPARE_STEPS = 40
 LIMIT_S = 90.0
 RANKS = 4
+OVER = ("recovery_finished", "job_started")
+"""Of several tries of a change the last one is said to be finished; or all ranks have started again."""
 KINDS = [
     DDP,
     FSDP2,
@@ -61,8 +63,8 @@ def stretches(events: Sequence[Mapping[str, Any]], end: int) -> list[Stretch]:
 
 def whole(job: RunningJob) -> bool:
     """Whether nothing is under way: each rank has taken a step since the last change."""
-    names = [event["event"] for event in job.events()]
-    return names.count("recovery_started") == names.count("recovery_finished")
+    said = [event["event"] for event in job.events()]
+    return next(name for name in reversed(said) if name in ("recovery_started", *OVER)) in OVER
 
 
 def kill_some(job: RunningJob, chance: random.Random, most: int) -> int:

@@ -13,6 +13,7 @@ import torch
 
 from flashrecovery.errors import ConfigError, UnsupportedError
 from flashrecovery.state import codec
+from fr_megatron import trackers
 from fr_megatron.lm.calls import ProtectedLoop
 from fr_megatron.lm.layer_losses import LayerLosses
 from fr_megatron.lm.state import NOTHING, LMLoop, LMLoopAdapter, TrainResult
@@ -654,5 +655,40 @@ def test_what_an_evaluation_has_summed_up_of_experts_is_not_logged_by_a_step_tha
         assert entries["load_balancing_loss"]["values"].tolist() == [1, 1]
         loop.go_back(places["train"], restored=False)
         assert entries["load_balancing_loss"]["values"].tolist() == [0, 0]
+    finally:
+        entries.clear()
+
+
+def test_a_rank_of_another_size_logs_what_a_step_has_summed_up_of_experts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All ranks keep the same of it, so it does not matter whose they get, nor what their layers have summed up since:
+    they are in the middle of another step, or have computed nothing."""
+    from megatron.core.transformer.moe import moe_utils
+
+    from fr_megatron.lm import layer_losses
+
+    def elastic_loop() -> LMLoop:
+        loop = _loop(3, 72)
+        losses = LayerLosses(SimpleNamespace(num_experts=4, num_layers=2))
+        loop.elastic = loop._positions = SimpleNamespace(  # type: ignore[assignment]
+            positions=list, set_positions=lambda _: None, losses=losses
+        )
+        return loop
+
+    entries = moe_utils.get_moe_layer_wise_logging_tracker()
+    monkeypatch.setattr(layer_losses, "calculator", lambda: SimpleNamespace(get=lambda: 3))
+    settled = {"z_loss": {"values": torch.tensor([0.5, 2.0]), "reduce_group": None, "avg_group": None}}
+    monkeypatch.setattr(trackers, "settle", lambda layers: settled)
+    one, other = elastic_loop(), elastic_loop()
+    assert one.elastic is not None and other.elastic is not None
+    one.elastic.losses.stepped()
+    kept = codec.dumps(one.save())
+    try:
+        entries["z_loss"] = {"values": torch.full((2,), 7.0), "reduce_group": "other", "avg_group": None}
+        other.restored(codec.loads(kept))
+        other.resume()
+        assert entries["z_loss"]["values"].tolist() == [0.5, 2.0] and entries["z_loss"]["reduce_group"] is None
+        assert other.elastic.losses.micro_batches == 3 and codec.dumps(other.save()["trackers"]) == codec.dumps(settled)
+        other.load(elastic_loop().save())
+        assert entries["z_loss"]["values"].tolist() == [0, 0] and not other.elastic.losses.entries
     finally:
         entries.clear()

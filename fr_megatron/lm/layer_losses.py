@@ -47,7 +47,7 @@ class LayerLosses:
     def stepped(self) -> None:
         """``train_step`` has returned on this rank. A collective of all ranks, if there are experts."""
         if has_experts(self._args):
-            self.entries = trackers.settle(self._args.num_layers)
+            self.entries = trackers.settle()
             self.micro_batches = calculator().get()
 
     @contextmanager

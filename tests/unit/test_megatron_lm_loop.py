@@ -668,7 +668,7 @@ def test_a_rank_of_another_size_logs_what_a_step_has_summed_up_of_experts(monkey
 
     def elastic_loop() -> LMLoop:
         loop = _loop(3, 72)
-        losses = LayerLosses(SimpleNamespace(num_experts=4, num_layers=2))
+        losses = LayerLosses(SimpleNamespace(num_experts=4))
         loop.elastic = loop._positions = SimpleNamespace(  # type: ignore[assignment]
             positions=list, set_positions=lambda _: None, losses=losses
         )
@@ -677,7 +677,7 @@ def test_a_rank_of_another_size_logs_what_a_step_has_summed_up_of_experts(monkey
     entries = moe_utils.get_moe_layer_wise_logging_tracker()
     monkeypatch.setattr(layer_losses, "calculator", lambda: SimpleNamespace(get=lambda: 3))
     settled = {"z_loss": {"values": torch.tensor([0.5, 2.0]), "reduce_group": None, "avg_group": None}}
-    monkeypatch.setattr(trackers, "settle", lambda layers: settled)
+    monkeypatch.setattr(trackers, "settle", lambda: settled)
     one, other = elastic_loop(), elastic_loop()
     assert one.elastic is not None and other.elastic is not None
     one.elastic.losses.stepped()

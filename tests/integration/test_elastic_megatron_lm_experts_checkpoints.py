@@ -102,7 +102,7 @@ def test_with_replacements(training: Training, kind: str, tmp_path: Path) -> Non
 
 
 @before(
-    *((EP1, LOG), (EP1_PARTS, BOTH), (EP2, LOG), (EP2_PARTS, BOTH), (EP2_CP2, LOG)),
+    *((EP1, LOG), (EP1_PARTS, LOG), (EP1_LOOP, BOTH), (EP2, LOG), (EP2_PARTS, BOTH), (EP2_CP2, LOG)),
     *((CP2, TRAIN), (CP2_PARTS, TRAIN), (VPP2, TRAIN), (VPP2_PARTS, TRAIN)),
 )
 def test_a_job_that_died_whole_goes_on_smaller(training: Training, kind: str, tmp_path: Path, resized: Resized) -> None:

@@ -58,10 +58,10 @@ def load(saved: Mapping[str, Mapping[str, Any]]) -> None:
                 entry[key] = value
 
 
-def settle(layers: int) -> dict[str, Entry]:
+def settle() -> dict[str, Entry]:
     """What this rank's experts have summed up becomes what the log makes of it: on all ranks that of the last one,
-    which logs. Then whoever has it can say it, in any layout, once (:func:`of_one_stage`). ``layers``: of the model.
-    A collective of all ranks. Returns all entries, as plain values.
+    which logs. Then whoever has it can say it, in any size or layout, once (:func:`of_one_stage`). A collective of all
+    ranks. Returns all entries, as plain values.
 
     As ``track_moe_metrics`` of megatron-core 0.16: missing entries are made, sums reduced over stages, and then over
     the groups that an entry names."""
@@ -69,23 +69,23 @@ def settle(layers: int) -> dict[str, Entry]:
     from megatron.core.transformer.moe import moe_utils
 
     entries = moe_utils.get_moe_layer_wise_logging_tracker()
-    names = [list(entries)]
+    layers = [{name: len(entry["values"]) for name, entry in entries.items()}]
     if state.get_pipeline_model_parallel_world_size() > 1:  # a stage may have no experts; all others have what this has
         group = state.get_pipeline_model_parallel_group()
-        names = [[] for _ in range(group.size())]
-        dist.all_gather_object(names, list(entries), group=group)
-    known = sorted({name for some in names for name in some})
+        mine, layers = layers[0], [{} for _ in range(group.size())]
+        dist.all_gather_object(layers, mine, group=group)
+    known = {name: length for some in layers for name, length in some.items()}
     if not known:
         return {}
-    for name in known:
+    for name in sorted(known):
         if name not in entries:
-            entries[name] = _of_no_group(_zeros(torch.zeros(layers)))
-    moe_utils.reduce_aux_losses_tracker_across_ranks(known)
-    values = torch.stack([entries[name]["values"] for name in known])
+            entries[name] = _of_no_group(_zeros(torch.zeros(known[name])))
+    moe_utils.reduce_aux_losses_tracker_across_ranks(sorted(known))
+    values = torch.stack([entries[name]["values"] for name in sorted(known)])
     dist.broadcast(values, dist.get_world_size() - 1)
-    for name, settled in zip(known, values, strict=True):
+    for name, settled in zip(sorted(known), values, strict=True):
         entries[name] = _of_no_group(settled.clone())
-    return {name: _of_no_group(settled.clone()) for name, settled in zip(known, values, strict=True)}
+    return {name: _of_no_group(settled.clone()) for name, settled in zip(sorted(known), values, strict=True)}
 
 
 def of_one_stage() -> None:

@@ -16,6 +16,6 @@ it that communicates becomes one call of the core (:mod:`flashrecovery.worker.ca
 
 :mod:`.hooks` is the table of what is replaced, :mod:`.arguments` the flags, :mod:`.calls` the calls, :mod:`.state` what
 the loop itself keeps, :mod:`.data` the loaders, :mod:`.loading` and :mod:`.saving` what becomes of its own checkpoints.
-:mod:`.elastic_loop` and :mod:`.elastic_data` are for jobs that change their size or their layout, :mod:`.replan` for
-the latter.
+:mod:`.elastic_loop`, :mod:`.elastic_data` and :mod:`.layer_losses` are for jobs that change their size or their layout,
+:mod:`.replan` for the latter.
 """

@@ -145,6 +145,8 @@ class ProtectedLoop:
             )
             if self._layouts is not None:
                 returned = self._layouts.stepped(returned)
+            if elastic is not None:
+                elastic.losses.stepped()
             return loop.finished(iteration, returned, self._parameters_norm())
 
         def skipped() -> Any:
@@ -193,7 +195,7 @@ class ProtectedLoop:
             return self._original["training_log"](loss_dict, totals, *given, **kwargs)
 
         def made() -> Any:
-            with nullcontext() if self._layouts is None else self._layouts.logging():
+            with nullcontext() if self._elastic is None else self._elastic.losses.logging():
                 returned = log(total_loss_dict)
             loop.printed(iteration - 1)
             return returned

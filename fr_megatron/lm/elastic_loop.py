@@ -10,6 +10,7 @@ the loop's own variable     it takes another number of micro-batches for a ramp-
 loaders                     Megatron's sequential sampler hands out one global order, which is followed in any size
 random streams              seeded for each micro-batch, from the iteration and the micro-batch's number, and the model
                             chunk's
+losses of experts           for the log: those of the step, in the size of the step (:mod:`.layer_losses`)
 ==========================  =======================================================================================
 """
 
@@ -27,6 +28,7 @@ from flashrecovery.errors import ConfigError
 from fr_megatron.elastic import resize_calculator, schedule_of, seed_tracked
 from fr_megatron.lm.arguments import given
 from fr_megatron.lm.elastic_data import FollowingLoader
+from fr_megatron.lm.layer_losses import LayerLosses, kept_otherwise
 
 REFUSED: dict[str, str] = {
     "full_validation": "its number of iterations follows the loaders",
@@ -45,10 +47,13 @@ REFUSED: dict[str, str] = {
     "ckpt_assume_constant_structure": "it keeps who writes which part of a checkpoint as it was at the first one",
     "dataloader_save": "the loader's state is of one number of ranks",
     "mtp_num_layers": "its losses are reduced over groups that are noted",
+    "dsa_indexer_loss_coeff": "what layers have summed up of it for the log is each rank's own",
     "tensorboard_dir": "the last rank of the launch writes",
     "wandb_project": "the last rank of the launch writes",
 }
 """Flags that are refused where they say anything, and why."""
+_LARGEST = ("check_for_spiky_loss", "check_for_large_grads")
+"""Flags by which a step is called faulty for a value far above those before, as this rank has seen them."""
 
 
 def check_flag(args: Any, recovery: Recovery) -> None:
@@ -115,6 +120,7 @@ class ElasticLoop:
             besides=besides,
         )
         recovery.take_batches(self._batches)
+        self.losses = LayerLosses(args)
         self.streams: list[FollowingLoader] = []
         self._launched: int | None = None  # micro-batches, while the loop compares them with those of before
         self._comparing = True
@@ -131,11 +137,16 @@ class ElasticLoop:
             yield f"--gtp-weight-remat-size {args.gtp_weight_remat_size} (a parallelism that has not been tried)"
         if getattr(args, "non_persistent_ckpt_type", None) == "local":
             yield "--non-persistent-ckpt-type local (its files are of the launch's ranks; allowed: global)"
-        for name in ("num_experts", "dsa_indexer_loss_coeff"):
+        if kept_otherwise(args):
+            yield (
+                f"--num-experts {args.num_experts} with a megatron-core that keeps losses of experts in another way "
+                "for the log (not tried; 0.16's is allowed)"
+            )
+        for name in _LARGEST:
             if self._recovery.has_checkpoints and getattr(args, name, None):
                 yield (
-                    f"--{name.replace('_', '-')} {getattr(args, name)} and fallback checkpoints (losses that layers "
-                    "have summed up for the log are each rank's own; allowed without checkpoint.dir)"
+                    f"--{name.replace('_', '-')} and fallback checkpoints (each rank remembers the largest that it has "
+                    "had itself, and how many it has seen; allowed without checkpoint.dir)"
                 )
         if args.dataloader_type != "single":
             yield (

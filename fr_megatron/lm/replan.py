@@ -9,7 +9,7 @@ kept; of a dead rank nobody has that. So all ranks keep the same, in words that 
 losses of a step       of the last stage, which hands them to the others; so all ranks sum up the same for the log
 where loaders stand    samples since the launch, of all replicas together; ranks that read nothing count along, and
                        learn after an evaluation what rank 0 has read
-losses of experts      for the log: as the last rank would log them, on all ranks
+losses of experts      for the log: as the last rank would log them, on all ranks (:mod:`.layer_losses`)
 the rest               is the same on all ranks: iterations that were skipped, the state of the rerun state machine
 =====================  ============================================================================================
 """
@@ -20,7 +20,6 @@ import importlib
 import json
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,12 +30,11 @@ import torch.distributed as dist
 from flashrecovery import ParallelLayout, Recovery, layout
 from flashrecovery.adapter import STASH_ENV, take_sizes, union
 from flashrecovery.errors import ConfigError, JobFailedError, UnsupportedError
-from fr_megatron import trackers
 from fr_megatron.capabilities import METRICS
 from fr_megatron.elastic import interleaves
 from fr_megatron.lm.arguments import given
 from fr_megatron.lm.elastic_loop import REFUSED, ElasticLoop
-from fr_megatron.own_loop import calculator
+from fr_megatron.lm.layer_losses import has_experts
 
 _EVEN = "its stages have as many layers each in every layout"
 _OWN: dict[str, str] = {
@@ -161,11 +159,6 @@ def _fit_virtual_stages(args: Any, sizes: ParallelLayout) -> None:
 def _layers(args: Any) -> int | None:
     """One of two flags says them."""
     return getattr(args, "num_layers", None) or getattr(args, "encoder_num_layers", None)
-
-
-def has_experts(args: Any) -> bool:
-    """Whether these flags are of a model with MoE layers."""
-    return bool(getattr(args, "num_experts", None))
 
 
 def _size(args: Any, name: str) -> int:
@@ -359,10 +352,6 @@ class LayoutLoop:
     def __init__(self, args: Any, own: ElasticLoop) -> None:
         self._args = args
         self._own = own
-        self.micro_batches = 1
-        """Of a replica, in the step in which layers have summed up their losses for the log."""
-        self.experts: dict[str, trackers.Entry] = {}
-        """These, since the last log. (What layers sum up in a step that is under way is each rank's own.)"""
         self._trained = 0
         self._evaluated: list[int] = []  # of the loaders after the first one; [] before any of them has been read
 
@@ -377,30 +366,7 @@ class LayoutLoop:
                 f"the steps of this job have had {self._trained} samples, and the loader of rank {self._args.rank} has "
                 f"read {own[0]}"
             )
-        if has_experts(self._args):
-            self.experts = trackers.settle(self._args.num_layers)
-            self.micro_batches = calculator().get()
         return self._losses(returned[0]), *returned[1:]
-
-    @contextmanager
-    def logging(self) -> Iterator[None]:
-        """Within, Megatron logs a step's losses of experts as it would have in the layout of that step."""
-        if not has_experts(self._args):
-            yield
-            return
-        training: Any = importlib.import_module("megatron.training.training")
-        track = training.track_moe_metrics
-
-        def as_in_the_step(loss_scale: float, *args: Any, **kwargs: Any) -> None:
-            track(1 / self.micro_batches, *args, **kwargs)
-
-        trackers.of_one_stage()
-        training.track_moe_metrics = as_in_the_step
-        try:
-            yield
-        finally:
-            training.track_moe_metrics = track
-        self.experts = {}
 
     @staticmethod
     def _losses(own: Any) -> Any:

@@ -250,10 +250,10 @@ class LMLoop:
             "rerun": {name: getattr(self._rerun, name) for name in _RERUN},
             "rerun_mode": self._rerun.mode.value,  # an evaluation switches it off, and may be cut short
             "largest": {name: dict(getattr(self._rerun, name)) for name in _RERUN_LARGEST},
-            "trackers": trackers.save() if self.layouts is None else self.layouts.experts,
+            "trackers": trackers.save() if self.elastic is None else self.elastic.losses.entries,
             "positions": [] if self._positions is None else self._positions.positions(),
             "exits": self.exits,
-            "micro_batches_logged": 1 if self.layouts is None else self.layouts.micro_batches,
+            "micro_batches_logged": 1 if self.elastic is None else self.elastic.losses.micro_batches,
             **self._here(),
         }
 
@@ -305,8 +305,8 @@ class LMLoop:
         trackers.load(saved["trackers"])
         if self._positions is not None:
             self._positions.set_positions(saved["positions"])
-        if self.layouts is not None:
-            self.layouts.micro_batches, self.layouts.experts = saved["micro_batches_logged"], saved["trackers"]
+        if self.elastic is not None:
+            self.elastic.losses.adopt(saved["trackers"], saved["micro_batches_logged"])
 
     def _set_script(self, of_script: Mapping[str, Any], running: Collection[str]) -> None:
         vars(self._args).update(of_script["arguments"])

@@ -5,26 +5,27 @@ later iteration, what is logged of it, and evaluations."""
 
 from __future__ import annotations
 
-import shutil
-import time
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from flashrecovery.redundancy.published import published
-from tests.support.elastic_checkpoints import dead_job, launched, of_ranks, saving, started
+from tests.support.elastic_checkpoints import dead_job, launched, started
 from tests.support.elastic_megatron_lm import (
     DISTRIBUTED,
     Resized,
     Training,
     check_goes_on_alike,
-    evaluations,
-    logged,
     resized_once,
 )
-from tests.support.jobs import Job, RunningJob, check_clean, check_fired
+from tests.support.elastic_megatron_lm_checkpoints import (
+    check_alike,
+    check_goes_back,
+    fell_far_back,
+    held,
+    lost,
+)
+from tests.support.jobs import check_clean, check_fired
 from tests.support.megatron_lm import needs_checkout
 from tests.support.megatron_lm_loop import TIMEOUT_S
 
@@ -39,11 +40,8 @@ LOOP = Training("distributed-loop", SHARDS.flags, evaluates=4, logs=3)
 TP_PARTS = Training("tp-distributed", (*TP, *DISTRIBUTED, "--bf16"), each=2)
 PP_PARTS = Training("pp-distributed", (*PP, *DISTRIBUTED, "--bf16"), each=2, logs=3)
 TP_PLAIN = Training("tp", (*TP, "--bf16"), each=2)
-SLOWLY = "--step-time=300"
 NEIGHBOURS = (1, 2)
 """Rank 2 keeps the copies of rank 1."""
-FAR = 6
-"""The iteration in which ranks are lost, and from which a recovery in place does not go back to the second one."""
 
 
 @pytest.fixture(scope="session")
@@ -51,74 +49,11 @@ def resized(tmp_path_factory: pytest.TempPathFactory) -> Resized:
     return resized_once(tmp_path_factory)
 
 
-def begun(training: Training, folder: Path, *flags: str, **options: Any) -> RunningJob:
-    """A job that is held in iteration :data:`FAR`, and has no other checkpoint than its first one. Nobody is replaced
-    unless ``elastic`` says otherwise; None: it is not elastic."""
-    given = options.pop("elastic", {})
-    elastic = {"min": 1, "max": training.launched // training.each, "replace": "never"}
-    config: dict[str, Any] = {"elastic": elastic | (given or {}), "timeouts": {"node_wait_s": 3}}
-    if given is None:
-        config = {"snapshots": {"keep": "never"}}  # else what the dead had is on their node
-    config |= saving(folder / "checkpoints")
-    running = training.start(folder / "run", SLOWLY, *flags, config=config, **options)
-    running.hold(FAR)
-    deadline = time.monotonic() + TIMEOUT_S
-    while not all(f"state={FAR} " in log.read_text() for log in running.logs()) or not running.logs():
-        assert time.monotonic() < deadline and running.popen.poll() is None, running.wait(1).explain()
-        time.sleep(0.1)
-    time.sleep(3)  # until they are there, and what is being written has been
-    _, *newer = published(folder / "checkpoints")
-    assert newer
-    for _, path in newer:
-        shutil.rmtree(path)
-    return running
-
-
-def lost(running: RunningJob, *victims: int) -> Job:
-    """These at once. Returns the job at its end."""
-    running.kill(*victims)
-    running.hold(None)
-    return running.wait(TIMEOUT_S)
-
-
-def fell_far_back(job: Job, training: Training, replicas: int) -> int:
-    """To the first checkpoint, of which all were, and on in this size. Returns its version."""
-    assert job.code == 0, job.explain()
-    call = int(job.of("recovery_finished")[-1]["resume_step"])
-    assert call == job.of("fallback_started")[-1]["version"], job.explain()
-    assert 0 < call < training.call("train", FAR) - 3, job.explain()
-    assert of_ranks(Path(job.of("fallback_started")[-1]["path"])) == training.launched, job.explain()
-    sizes = [event["replicas"] for event in job.of("job_resized")] or [training.launched // training.each]
-    assert sizes[-1] == replicas, job.explain()
-    return call
-
-
-def check_goes_back(job: Job, training: Training, replicas: int, resized: Resized) -> None:
-    """As if that had been commanded."""
-    call = fell_far_back(job, training, replicas)
-    check_alike(job, resized(training, call, replicas), call, replicas, training)
-
-
-def check_alike(job: Job, other: Job, call: int, replicas: int, training: Training) -> None:
-    """From this call on: losses, the whole state, what is logged (also a job that has gone back has logged more before)
-    and evaluations."""
-    assert job.code == 0, job.explain()
-    check_goes_on_alike(job, other, call, replicas, training)
-    mine, theirs = logged(job), logged(other)
-    for number in [number for kind, number in training.calls[call:] if kind == "log"]:
-        assert len(theirs[number]) == 1 and theirs[number] <= mine[number], (number, mine[number], theirs[number])
-    found, expected = evaluations(job), evaluations(other)
-    for number in [number for kind, number in training.calls[call:] if kind == "evaluate"]:
-        size = replicas * training.each
-        assert found[number, size] == expected[number, size] != set(), (number, found, expected)
-    check_clean(job)
-
-
 @pytest.mark.parametrize("victims", [NEIGHBOURS, (0, 3), (0, 1)])
 @pytest.mark.parametrize("training", [LOOP, SHARDS], ids=str)
 def test_the_others_go_back(training: Training, victims: tuple[int, ...], tmp_path: Path, resized: Resized) -> None:
     """Nobody has what one of them had. The newer checkpoints are gone, so the first one is taken."""
-    job = lost(begun(training, tmp_path), *victims)
+    job = lost(held(training, tmp_path), *victims)
     check_goes_back(job, training, 2, resized)
 
 
@@ -126,7 +61,7 @@ def test_the_others_go_back(training: Training, victims: tuple[int, ...], tmp_pa
 def test_with_replacements(training: Training, tmp_path: Path) -> None:
     """All that stand at the same place in their replicas are lost, and replaced; the others go back with them."""
     victims = (1, 3) if TP[0] in training.flags else (2, 3)
-    job = lost(begun(training, tmp_path, elastic={"replace": "auto", "min": 2}, standby=2), *victims)
+    job = lost(held(training, tmp_path, elastic={"replace": "auto", "min": 2}, standby=2), *victims)
     call = fell_far_back(job, training, 2)
     other = training.start(tmp_path / "other", config={"elastic": {"min": 1, "max": 2}}).wait(TIMEOUT_S)
     check_alike(job, other, call, 2, training)
@@ -135,7 +70,7 @@ def test_with_replacements(training: Training, tmp_path: Path) -> None:
 def test_in_a_job_of_fixed_size(tmp_path: Path) -> None:
     """All that had something are replaced, and the other one makes calls again that lie far back."""
     training = replace(LOOP, name="fixed", launched=3)
-    job = lost(begun(training, tmp_path, elastic=None, standby=2), *NEIGHBOURS)
+    job = lost(held(training, tmp_path, elastic=None, standby=2), *NEIGHBOURS)
     call = fell_far_back(job, training, 3)
     other = training.start(tmp_path / "other", config={}).wait(TIMEOUT_S)
     check_alike(job, other, call, 3, training)
@@ -146,7 +81,7 @@ def test_one_more_dies_while_they_go_back(state: str, tmp_path: Path) -> None:
     """Three of five are left, and then two, as if the job had been started so."""
     training = replace(SHARDS, name="distributed-5", launched=5, batch=60)
     fault = f"rank=4,fault=sigkill,at=recovery:{state}"
-    job = lost(begun(training, tmp_path, inject=[fault]), *NEIGHBOURS)
+    job = lost(held(training, tmp_path, inject=[fault]), *NEIGHBOURS)
     check_fired(job)
     call = fell_far_back(job, training, 2)
     other = started(tmp_path, 5, training.iteration(call), 2, begin=training.start)

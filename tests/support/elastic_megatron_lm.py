@@ -20,6 +20,7 @@ from tests.support.jobs import ROOT, Job, RunningJob, check_clean
 from tests.support.megatron_lm_loop import (
     TIMEOUT_S,
     LoopTraining,
+    check_experts_logged,
     evaluated,
     in_force,
     logs_of,
@@ -48,6 +49,10 @@ class Training(LoopTraining):
     def divided(self) -> bool:
         """Whether ranks have what others do not."""
         return "--use-distributed-optimizer" in self.flags
+
+    def sizes(self, call: int, replicas: int) -> list[tuple[int, str]]:
+        """From which iteration on a job has which size, if it has this one from ``call`` on."""
+        return [(0, str(self.launched)), (self.iteration(call), str(replicas * self.each))]
 
     def start(
         self,
@@ -142,6 +147,7 @@ def _commanded(folder: Path, training: Training, call: int, replicas: int) -> Jo
     assert job.code == 0 and not job.of("failure_detected"), job.explain()
     (event,) = job.of("job_resized")
     assert (event["step"], event["replicas"]) == (call, replicas), job.explain()
+    check_experts_logged(job, training, training.sizes(call, replicas))
     check_clean(job)
     if replicas == 1:
         return job
@@ -164,4 +170,5 @@ def check_ends_as_resized(job: Job, at: int, left: Sequence[int], training: Trai
     assert events[-1]["replicas"] == replicas, job.explain()
     assert call in ((at - 1, at, at + 1) if training.divided else (at, at + 1)), job.explain()
     check_goes_on_alike(job, resized(training, call, replicas), call, replicas, training)
+    check_experts_logged(job, training, training.sizes(call, replicas))
     check_clean(job)

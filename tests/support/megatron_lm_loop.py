@@ -12,9 +12,11 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+import pytest
 import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
@@ -23,6 +25,8 @@ from tests.support.megatron_lm import CHECKOUT, MODEL, environment
 
 TIMEOUT_S = 240
 SMALL = ("--hidden-size=16", "--num-attention-heads=2", "--seq-length=16", "--max-position-embeddings=16")
+_LINE = re.compile(r" iteration +(\d+)/ +\d+ \| (.*)")
+_EXPERTS = re.compile(r"experts=(\d+) (?:size|layout)=(\S+) (\S+) (\S+)")
 _EVALUATED = re.compile(r"evaluated=(\d+) rank=(\d+) (?:size|layout)=(\S+) (.*)")
 
 
@@ -122,6 +126,38 @@ def evaluated(job: Job) -> dict[tuple[int, int, str], list[str]]:
             if losses not in found[int(number), int(rank), place]:  # one that was made again
                 found[int(number), int(rank), place].append(losses)
     return found
+
+
+def check_experts_logged(
+    job: Job, training: LoopTraining, places: Sequence[tuple[int, str]], *, begun: Sequence[Path] = (), first: int = 0
+) -> None:
+    """What Megatron has logged of the losses of experts are the means of what the iterations since the log before have
+    had, in whatever size or layout. ``places``: from which iteration on the job has had which. ``begun``: run
+    directories of the jobs that it goes on from, with the log of iteration ``first``."""
+    lines, summed = defaultdict[int, set[str]](set), defaultdict[tuple[int, str, str], set[float]](set)
+    for folder in (job.run_dir, *begun):
+        for log in folder.rglob("rank*.log"):
+            text = log.read_text()
+            for number, line in _LINE.findall(text) if folder == job.run_dir else ():
+                lines[int(number) - 1].add(line)
+            for number, place, name, value in _EXPERTS.findall(text):
+                summed[int(number), place, name].add(float.fromhex(value))
+    names = sorted({name for _, _, name in summed})
+    assert bool(names) == training.experts, job.explain()
+
+    def value(number: int, name: str) -> float:
+        (found,) = summed[number, in_force(places, number), name]
+        return found
+
+    for name in names:
+        for number, values in logs_of(training, partial(value, name=name)):
+            if number < first:
+                continue
+            found = [float(shown) for line in lines[number] for shown in re.findall(rf"\b{name}: (\S+)", line)]
+            mean = sum(values) / len(values)
+            assert mean > 0 and pytest.approx(mean, rel=2e-6) in found, (
+                f"iteration {number}: {name} {found}, and not {mean}\n{job.explain()}"
+            )
 
 
 def content(checkpoint: Path, into: Path) -> dict[str, Any]:

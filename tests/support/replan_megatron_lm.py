@@ -9,7 +9,6 @@ import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from tests.support.jobs import ROOT, Job, Layout, RunningJob, check_fired
 from tests.support.megatron_lm_loop import (
     TIMEOUT_S,
     LoopTraining,
+    check_experts_logged,
     evaluated,
     finished,
     in_force,
@@ -36,8 +36,6 @@ AUTO: dict[str, Any] = {"replan": {"min": 1}}
 _LOGGED = re.compile(
     r" iteration +(\d+)/ +\d+ \| consumed samples: +(\d+) \|.*? learning rate: (\S+) .*?lm loss: (\S+)"
 )
-_LINE = re.compile(r" iteration +(\d+)/ +\d+ \| (.*)")
-_EXPERTS = re.compile(r"experts=(\d+) layout=(\S+) (\S+) (\S+)")
 
 
 @dataclass(frozen=True)
@@ -129,7 +127,7 @@ def check_loop(job: Job, training: Training, saved: Saved, expected: Sequence[St
     why = job.explain()
     layouts = [(0, training.sizes), *((training.iteration(stage.step), stage.sizes) for stage in expected)]
     check_logged(job, compared[0].job, training, layouts, why)
-    check_experts_logged(job, training, layouts, why)
+    check_experts_logged(job, training, [(number, str(sizes)) for number, sizes in layouts])
     calls = [0, *(stage.step for stage in expected), len(training.calls)]
     sizes = [training.sizes, *(stage.sizes for stage in expected)]
     for first, until, there in zip(calls, calls[1:], sizes, strict=False):
@@ -177,32 +175,6 @@ def check_logged(job: Job, other: Job, training: Training, layouts: Sequence[tup
         ((samples, rate, _),) = theirs[number]
         line = samples, rate, mean_loss(shown)
         assert line in mine[number], f"iteration {number}: {mine[number]}, and not {line}\n{why}"
-
-
-def check_experts_logged(job: Job, training: Training, layouts: Sequence[tuple[int, Sizes]], why: str) -> None:
-    """What Megatron has logged of the losses of experts are the means of what the iterations since the log before have
-    had, in whatever layout."""
-    lines, summed = defaultdict[int, set[str]](set), defaultdict[tuple[int, str, str], set[float]](set)
-    for log in job.run_dir.rglob("rank*.log"):
-        text = log.read_text()
-        for number, line in _LINE.findall(text):
-            lines[int(number) - 1].add(line)
-        for number, layout, name, value in _EXPERTS.findall(text):
-            summed[int(number), layout, name].add(float.fromhex(value))
-    names = sorted({name for _, _, name in summed})
-    assert bool(names) == training.experts, why
-
-    def value(number: int, name: str) -> float:
-        (found,) = summed[number, str(in_force(layouts, number)), name]
-        return found
-
-    for name in names:
-        for number, values in logs_of(training, partial(value, name=name)):
-            found = [float(shown) for line in lines[number] for shown in re.findall(rf"\b{name}: (\S+)", line)]
-            mean = sum(values) / len(values)
-            assert mean > 0 and pytest.approx(mean, rel=2e-6) in found, (
-                f"iteration {number}: {name} {found}, and not {mean}\n{why}"
-            )
 
 
 def named(training: Training, name: str, **changes: Any) -> Training:

@@ -14,6 +14,7 @@ from flashrecovery.adapter import CallBatches
 from flashrecovery.config import ElasticSettings, Settings
 from flashrecovery.errors import ConfigError, RegistrationError, UnsupportedError
 from flashrecovery.worker import elastic_rules
+from fr_megatron.lm import layer_losses
 from fr_megatron.lm.elastic_data import FollowingLoader
 from fr_megatron.lm.elastic_loop import ElasticLoop, check_flag
 
@@ -304,17 +305,26 @@ def test_what_is_refused_of_the_flags() -> None:
     assert len(list(loop(log_straggler=True, iterations_to_skip=[3], sft=True).tied_to_size())) == 3
 
 
-@pytest.mark.parametrize("flag", [{"num_experts": 4}, {"dsa_indexer_loss_coeff": 0.5}])
-def test_fallback_checkpoints_with_losses_of_layers_are_refused(flag: dict[str, Any]) -> None:
-    made = loop(**flag)
+@pytest.mark.parametrize("flag", ["check_for_spiky_loss", "check_for_large_grads"])
+def test_fallback_checkpoints_with_what_ranks_remember_are_refused(flag: str) -> None:
+    made = loop(**{flag: True})
     assert not list(made.tied_to_size())
     made._recovery = recovery(None, checkpoints=True)
     (text,) = made.tied_to_size()
-    ((name, value),) = flag.items()
-    assert text.startswith(f"--{name.replace('_', '-')} {value} and fallback checkpoints (losses that layers have")
-    made = loop(num_experts=None, dsa_indexer_loss_coeff=0.0)
+    assert text.startswith(f"--{flag.replace('_', '-')} and fallback checkpoints (each rank remembers the largest")
+    made = loop(**{flag: False}, num_experts=4)
     made._recovery = recovery(None, checkpoints=True)
     assert not list(made.tied_to_size())
+
+
+def test_losses_of_layers_that_cannot_follow_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    (text,) = loop(dsa_indexer_loss_coeff=0.5).tied_to_size()
+    assert text.startswith("--dsa-indexer-loss-coeff (what layers have summed up")
+    assert not list(loop(dsa_indexer_loss_coeff=0.0, num_experts=4).tied_to_size())
+    monkeypatch.setattr(layer_losses, "METRICS", SimpleNamespace(takes=lambda way: way == "entries"))
+    (text,) = loop(num_experts=4).tied_to_size()
+    assert text.startswith("--num-experts 4 with a megatron-core that keeps losses of experts in another way")
+    assert not list(loop(num_experts=None).tied_to_size())
 
 
 def test_the_loop_sees_no_ramp_up() -> None:

@@ -13,7 +13,9 @@ import torch
 
 from flashrecovery.errors import ConfigError, UnsupportedError
 from flashrecovery.state import codec
+from fr_megatron import trackers
 from fr_megatron.lm.calls import ProtectedLoop
+from fr_megatron.lm.layer_losses import LayerLosses
 from fr_megatron.lm.state import NOTHING, LMLoop, LMLoopAdapter, TrainResult
 
 pytest.importorskip("megatron.core")
@@ -102,7 +104,7 @@ def test_a_log_that_is_not_due_does_not_communicate(
     settings = SimpleNamespace(log_interval=3, num_experts=None)
     monkeypatch.setattr(ProtectedLoop, "_args", settings)
     loop = ProtectedLoop.__new__(ProtectedLoop)
-    loop._layouts = None
+    loop._elastic = loop._layouts = None
     loop._loop = SimpleNamespace(  # type: ignore[assignment]
         logging=lambda _: None, summed=lambda *_: None, printed=lambda _: None, result=NOTHING, made_again=False
     )
@@ -171,7 +173,7 @@ def test_a_step_that_is_made_again_is_logged_with_its_last_norms(
     monkeypatch.setitem(sys.modules, "megatron.training.training", SimpleNamespace())
     monkeypatch.setattr(ProtectedLoop, "_args", SimpleNamespace(log_interval=1 if printed else 3, num_experts=None))
     protected = ProtectedLoop.__new__(ProtectedLoop)
-    protected._layouts = None
+    protected._elastic = protected._layouts = None
     machine = RerunStateMachine(mode=RerunMode.DISABLED)
     loop = LMLoop(SimpleNamespace(consumed_valid_samples=8), SimpleNamespace(_timers={}), machine)
     protected._loop, protected._original, protected._started = loop, {"training_log": training_log}, True
@@ -320,7 +322,8 @@ def test_a_step_that_is_made_again_sees_the_loop_where_it_was(elastic: bool, mon
         args = SimpleNamespace(
             consumed_valid_samples=0, curr_iteration=iteration, consumed_train_samples=24 * iteration
         )
-        of_size = SimpleNamespace(positions=list, set_positions=lambda _: None) if elastic else None
+        losses = LayerLosses(args)
+        of_size = SimpleNamespace(positions=list, set_positions=lambda _: None, losses=losses) if elastic else None
         machine = RerunStateMachine(mode=RerunMode.DISABLED)
         return LMLoop(args, SimpleNamespace(_timers={}), machine, of_size)  # type: ignore[arg-type]
 
@@ -652,5 +655,40 @@ def test_what_an_evaluation_has_summed_up_of_experts_is_not_logged_by_a_step_tha
         assert entries["load_balancing_loss"]["values"].tolist() == [1, 1]
         loop.go_back(places["train"], restored=False)
         assert entries["load_balancing_loss"]["values"].tolist() == [0, 0]
+    finally:
+        entries.clear()
+
+
+def test_a_rank_of_another_size_logs_what_a_step_has_summed_up_of_experts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All ranks keep the same of it, so it does not matter whose they get, nor what their layers have summed up since:
+    they are in the middle of another step, or have computed nothing."""
+    from megatron.core.transformer.moe import moe_utils
+
+    from fr_megatron.lm import layer_losses
+
+    def elastic_loop() -> LMLoop:
+        loop = _loop(3, 72)
+        losses = LayerLosses(SimpleNamespace(num_experts=4))
+        loop.elastic = loop._positions = SimpleNamespace(  # type: ignore[assignment]
+            positions=list, set_positions=lambda _: None, losses=losses
+        )
+        return loop
+
+    entries = moe_utils.get_moe_layer_wise_logging_tracker()
+    monkeypatch.setattr(layer_losses, "calculator", lambda: SimpleNamespace(get=lambda: 3))
+    settled = {"z_loss": {"values": torch.tensor([0.5, 2.0]), "reduce_group": None, "avg_group": None}}
+    monkeypatch.setattr(trackers, "settle", lambda: settled)
+    one, other = elastic_loop(), elastic_loop()
+    assert one.elastic is not None and other.elastic is not None
+    one.elastic.losses.stepped()
+    kept = codec.dumps(one.save())
+    try:
+        entries["z_loss"] = {"values": torch.full((2,), 7.0), "reduce_group": "other", "avg_group": None}
+        other.restored(codec.loads(kept))
+        other.resume()
+        assert entries["z_loss"]["values"].tolist() == [0.5, 2.0] and entries["z_loss"]["reduce_group"] is None
+        assert other.elastic.losses.micro_batches == 3 and codec.dumps(other.save()["trackers"]) == codec.dumps(settled)
+        other.load(elastic_loop().save())
+        assert entries["z_loss"]["values"].tolist() == [0, 0] and not other.elastic.losses.entries
     finally:
         entries.clear()

@@ -17,6 +17,7 @@ from flashrecovery.errors import ConfigError, JobFailedError, UnsupportedError
 from flashrecovery.runtime.environment import LAYOUT_ENV, STASH_ENV
 from fr_megatron import trackers
 from fr_megatron.lm import replan
+from fr_megatron.lm.layer_losses import LayerLosses
 from fr_megatron.lm.replan import (
     LayoutLoop,
     begin,
@@ -374,7 +375,7 @@ def test_a_loader_that_has_read_something_else() -> None:
 
 
 def test_losses_of_experts_are_logged_as_in_their_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Megatron divides them by the number of micro-batches; that of another layout is another one."""
+    """Megatron divides them by the number of micro-batches; that of another size or layout is another one."""
     said: list[Any] = []
 
     def track(loss_scale: float, **others: Any) -> None:
@@ -382,19 +383,19 @@ def test_losses_of_experts_are_logged_as_in_their_step(monkeypatch: pytest.Monke
 
     module = SimpleNamespace(track_moe_metrics=track)
     monkeypatch.setitem(sys.modules, "megatron.training.training", module)
-    monkeypatch.setattr(replan.trackers, "of_one_stage", lambda: said.append("one stage"))
-    loop = LayoutLoop(flags(num_experts=4), Loaders(0))  # type: ignore[arg-type]
-    loop.micro_batches, loop.experts = 3, {"z_loss": {}}
+    monkeypatch.setattr(trackers, "of_one_stage", lambda: said.append("one stage"))
+    loop = LayerLosses(flags(num_experts=4))
+    loop.adopt({"z_loss": {}}, 3)
     with loop.logging():
         module.track_moe_metrics(loss_scale=1 / 4, iteration=7)
     assert said == ["one stage", (1 / 3, {"iteration": 7})] and module.track_moe_metrics is track
-    assert not loop.experts
-    loop.experts = {"z_loss": {}}
+    assert not loop.entries
+    loop.adopt({"z_loss": {}}, 3)
     with pytest.raises(OSError), loop.logging():
         raise OSError
-    assert loop.experts  # the log is made once more
+    assert loop.entries  # the log is made once more
     assert module.track_moe_metrics is track
-    with LayoutLoop(flags(), Loaders(0)).logging():  # type: ignore[arg-type] # without experts nothing is touched
+    with LayerLosses(flags()).logging():  # without experts nothing is touched
         assert module.track_moe_metrics is track
 
 
@@ -423,7 +424,8 @@ def loop() -> LMLoop:
     names += ("restart_again_requested", "continue_requested")
     machine = SimpleNamespace(**dict.fromkeys(names, 0), mode=RerunMode.DISABLED, large_value_counts={}, max_values={})
     layouts = LayoutLoop(flags(), Loaders(0))  # type: ignore[arg-type]
-    return LMLoop(SimpleNamespace(consumed_valid_samples=0), SimpleNamespace(_timers={}), machine, None, layouts)
+    elastic: Any = SimpleNamespace(losses=LayerLosses(flags()))
+    return LMLoop(SimpleNamespace(consumed_valid_samples=0), SimpleNamespace(_timers={}), machine, elastic, layouts)
 
 
 def test_a_process_of_another_layout_gets_what_all_ranks_have_alike(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -438,17 +440,17 @@ def test_a_process_of_another_layout_gets_what_all_ranks_have_alike(monkeypatch:
     monkeypatch.setattr(trackers, "save", lambda: {"of a step": "under way"})
     given: list[Any] = []
     monkeypatch.setattr(trackers, "load", given.append)
-    assert old.layouts is not None and new.layouts is not None
+    assert old.layouts and old.elastic and new.layouts and new.elastic
     old.layouts.set_positions([96, [6, 0]])
-    old.layouts.micro_batches, old.layouts.experts = 3, dict(entries)
+    old.elastic.losses.adopt(entries, 3)
     start = after.capture_rank()
     after.restore_common(before.capture_common())
     after.restore_rank(start)
     assert new.overflows == {3}
     new.resume()
     assert new.result == old.result and new._args.consumed_valid_samples == 6
-    assert new.layouts.positions() == [96, [6, 0]] and new.layouts.micro_batches == 3
-    assert given[-1] == new.layouts.experts == entries
+    assert new.layouts.positions() == [96, [6, 0]] and new.elastic.losses.micro_batches == 3
+    assert given[-1] == new.elastic.losses.entries == entries
     totals: dict[str, Any] = {}
     new.logging(totals)
     assert totals == {"lm loss": torch.tensor(7.5), "advanced iterations": 3}

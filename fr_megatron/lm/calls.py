@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import importlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -193,7 +193,7 @@ class ProtectedLoop:
             return self._original["training_log"](loss_dict, totals, *given, **kwargs)
 
         def made() -> Any:
-            with nullcontext() if self._layouts is None else self._layouts.logging():
+            with self._logging():
                 returned = log(total_loss_dict)
             loop.printed(iteration - 1)
             return returned
@@ -207,6 +207,11 @@ class ProtectedLoop:
         returned = add(total_loss_dict)
         loop.summed(iteration - 1, add)
         return returned
+
+    def _logging(self) -> AbstractContextManager[None]:
+        """In which a step's log is made, perhaps in another size or layout."""
+        kept = self._layouts or self._elastic
+        return nullcontext() if kept is None else kept.logging()
 
     def _as_it_is(self, given: tuple[Any, ...]) -> tuple[Any, ...]:
         """What ``training_log`` is given after the losses, with the optimizer's learning rate and loss scale: the loop

@@ -15,7 +15,9 @@ random streams              seeded for each micro-batch, from the iteration and 
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import wraps
 from typing import Any
 
@@ -24,6 +26,7 @@ import torch.distributed as dist
 from flashrecovery import Recovery
 from flashrecovery.adapter import CallBatches
 from flashrecovery.errors import ConfigError
+from fr_megatron.capabilities import METRICS
 from fr_megatron.elastic import resize_calculator, schedule_of, seed_tracked
 from fr_megatron.lm.arguments import given
 from fr_megatron.lm.elastic_data import FollowingLoader
@@ -115,6 +118,8 @@ class ElasticLoop:
             besides=besides,
         )
         recovery.take_batches(self._batches)
+        self.micro_batches = self._batches.accumulation
+        """Of a replica, in the last step: layers have summed up so many losses for its log."""
         self.streams: list[FollowingLoader] = []
         self._launched: int | None = None  # micro-batches, while the loop compares them with those of before
         self._comparing = True
@@ -211,5 +216,25 @@ class ElasticLoop:
         self._batches.begin(iteration)
         returned = step(seeded)
         self._batches.end()
+        self.micro_batches = self._batches.accumulation
         self.evaluated()
         return returned
+
+    @contextmanager
+    def logging(self) -> Iterator[None]:
+        """Within, Megatron (core 0.16) logs what experts have summed up in a step as the mean of the micro-batches that
+        it has had: there may be another number of replicas since."""
+        if not getattr(self._args, "num_experts", None) or not METRICS.takes("dictionary"):
+            yield
+            return
+        training: Any = importlib.import_module("megatron.training.training")
+        track = training.track_moe_metrics
+
+        def as_in_the_step(loss_scale: float, *args: Any, **kwargs: Any) -> None:
+            track(1 / self.micro_batches, *args, **kwargs)
+
+        training.track_moe_metrics = as_in_the_step
+        try:
+            yield
+        finally:
+            training.track_moe_metrics = track

@@ -36,7 +36,6 @@ from fr_megatron.capabilities import METRICS
 from fr_megatron.elastic import interleaves
 from fr_megatron.lm.arguments import given
 from fr_megatron.lm.elastic_loop import REFUSED, ElasticLoop
-from fr_megatron.own_loop import calculator
 
 _EVEN = "its stages have as many layers each in every layout"
 _OWN: dict[str, str] = {
@@ -216,11 +215,6 @@ def check_flags(args: Any, recovery: Recovery) -> None:
         )
     if launched is not None and (found := list(refused(args))):
         raise UnsupportedError(f"another parallel layout of Megatron-LM's loop with {'; '.join(found)}")
-    if launched is not None and recovery.elastic is not None and (found := list(_not_elastic(args))):
-        raise UnsupportedError(
-            f"another parallel layout of Megatron-LM's loop in an elastic job with {'; '.join(found)}: allowed with "
-            "--elastic alone, and with --replan alone"
-        )
 
 
 def check_late(args: Any) -> None:
@@ -259,17 +253,6 @@ def refused(args: Any) -> Iterator[str]:
         yield "no --global-batch-size (it would follow the number of ranks)"
     if getattr(args, "padded_vocab_size", None) is not None:
         yield "--padded-vocab-size (allowed: without it; Megatron pads it for the tensor parallel size)"
-
-
-def _not_elastic(args: Any) -> Iterator[str]:
-    """What replicas that leave may have, and another layout, but not both together, by name."""
-    if (size := _size(args, "context_parallel_size")) > 1:
-        yield f"--context-parallel-size {size}"
-    if has_experts(args):
-        yield f"--num-experts {args.num_experts}"
-    for name in _VIRTUAL:
-        if getattr(args, name, None):
-            yield f"{_flag(name)} {getattr(args, name)}"
 
 
 def _refused_always(args: Any) -> Iterator[str]:
@@ -359,10 +342,9 @@ class LayoutLoop:
     def __init__(self, args: Any, own: ElasticLoop) -> None:
         self._args = args
         self._own = own
-        self.micro_batches = 1
-        """Of a replica, in the step in which layers have summed up their losses for the log."""
         self.experts: dict[str, trackers.Entry] = {}
-        """These, since the last log. (What layers sum up in a step that is under way is each rank's own.)"""
+        """What layers have summed up for the log, since the last one. (In a step that is under way it is each rank's
+        own.)"""
         self._trained = 0
         self._evaluated: list[int] = []  # of the loaders after the first one; [] before any of them has been read
 
@@ -379,27 +361,15 @@ class LayoutLoop:
             )
         if has_experts(self._args):
             self.experts = trackers.settle(self._args.num_layers)
-            self.micro_batches = calculator().get()
         return self._losses(returned[0]), *returned[1:]
 
     @contextmanager
     def logging(self) -> Iterator[None]:
         """Within, Megatron logs a step's losses of experts as it would have in the layout of that step."""
-        if not has_experts(self._args):
+        if has_experts(self._args):
+            trackers.of_one_stage()
+        with self._own.logging():
             yield
-            return
-        training: Any = importlib.import_module("megatron.training.training")
-        track = training.track_moe_metrics
-
-        def as_in_the_step(loss_scale: float, *args: Any, **kwargs: Any) -> None:
-            track(1 / self.micro_batches, *args, **kwargs)
-
-        trackers.of_one_stage()
-        training.track_moe_metrics = as_in_the_step
-        try:
-            yield
-        finally:
-            training.track_moe_metrics = track
         self.experts = {}
 
     @staticmethod

@@ -253,7 +253,7 @@ class LMLoop:
             "trackers": trackers.save() if self.layouts is None else self.layouts.experts,
             "positions": [] if self._positions is None else self._positions.positions(),
             "exits": self.exits,
-            "micro_batches_logged": 1 if self.layouts is None else self.layouts.micro_batches,
+            "micro_batches_logged": 1 if self.elastic is None else self.elastic.micro_batches,
             **self._here(),
         }
 
@@ -305,8 +305,10 @@ class LMLoop:
         trackers.load(saved["trackers"])
         if self._positions is not None:
             self._positions.set_positions(saved["positions"])
+        if self.elastic is not None:
+            self.elastic.micro_batches = saved["micro_batches_logged"]
         if self.layouts is not None:
-            self.layouts.micro_batches, self.layouts.experts = saved["micro_batches_logged"], saved["trackers"]
+            self.layouts.experts = saved["trackers"]
 
     def _set_script(self, of_script: Mapping[str, Any], running: Collection[str]) -> None:
         vars(self._args).update(of_script["arguments"])

@@ -37,6 +37,7 @@ _LOGGED = re.compile(
     r" iteration +(\d+)/ +\d+ \| consumed samples: +(\d+) \|.*? learning rate: (\S+) .*?lm loss: (\S+)"
 )
 _LINE = re.compile(r" iteration +(\d+)/ +\d+ \| (.*)")
+_NORM = re.compile(r"\b((?:grad|params) norm: \S+)")
 _EXPERTS = re.compile(r"experts=(\d+) layout=(\S+) (\S+) (\S+)")
 
 
@@ -78,6 +79,16 @@ class Training(LoopTraining):
         padding = f"--make-vocab-size-divisible-by={self.padding}"
         more = ["--sequence-parallel"] if self.experts and sizes.tp > 1 else []  # which Megatron needs
         return [*self.common_flags(), *sizes.flags, padding, *self.flags, *more]
+
+
+@dataclass(frozen=True)
+class Virtual(Training):
+    """With two virtual stages on a rank, in layouts of which it is known here that they can have them."""
+
+    def arguments(self, sizes: Sizes) -> list[str]:
+        fits = sizes.pp == 2 and self.batch // 2 // sizes.dp % sizes.pp == 0
+        virtual = ["--num-virtual-stages-per-pipeline-rank=2"] if fits else []
+        return [*super().arguments(sizes), "--num-layers=4", *virtual]
 
 
 def check_goes_on(job: Job, training: Training, saved: Saved, changes: Sequence[tuple[int, Sizes]]) -> None:
@@ -130,6 +141,7 @@ def check_loop(job: Job, training: Training, saved: Saved, expected: Sequence[St
     layouts = [(0, training.sizes), *((training.iteration(stage.step), stage.sizes) for stage in expected)]
     check_logged(job, compared[0].job, training, layouts, why)
     check_experts_logged(job, training, layouts, why)
+    check_norms_logged(job, training, compared, why)
     calls = [0, *(stage.step for stage in expected), len(training.calls)]
     sizes = [training.sizes, *(stage.sizes for stage in expected)]
     for first, until, there in zip(calls, calls[1:], sizes, strict=False):
@@ -203,6 +215,24 @@ def check_experts_logged(job: Job, training: Training, layouts: Sequence[tuple[i
             assert mean > 0 and pytest.approx(mean, rel=2e-6) in found, (
                 f"iteration {number}: {name} {found}, and not {mean}\n{why}"
             )
+
+
+def norms(job: Job) -> dict[int, set[tuple[str, ...]]]:
+    """What Megatron has logged of the norms of gradients and parameters in each iteration."""
+    found: dict[int, set[tuple[str, ...]]] = defaultdict(set)
+    for log in job.run_dir.rglob("rank*.log"):
+        for number, line in _LINE.findall(log.read_text()):
+            found[int(number) - 1].add(tuple(_NORM.findall(line)))
+    return found
+
+
+def check_norms_logged(job: Job, training: Training, compared: Sequence[Compared], why: str) -> None:
+    """Those of each iteration are of the sizes in which it was computed."""
+    mine, of_parts = norms(job), [(part.first, norms(part.job)) for part in compared]
+    for number, _ in logs_of(training, int):
+        known = in_force(of_parts, number)[number]
+        assert len(known) == 1 and all(known), f"iteration {number}: {known}\n{why}"
+        assert known <= mine[number], f"iteration {number}: {mine[number]}, and not {known}\n{why}"
 
 
 def named(training: Training, name: str, **changes: Any) -> Training:

@@ -3,7 +3,9 @@ a step, and the micro-batches that the loop compares."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -328,3 +330,27 @@ def test_the_loop_sees_no_ramp_up() -> None:
         assert made.seen(now) == 3
         made.updated(checks=True)
         assert made.seen(now) == now
+
+
+@pytest.mark.parametrize("raises", [False, True])
+def test_losses_of_experts_are_logged_as_in_their_step(raises: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Megatron divides them by the number of micro-batches, and replicas may have left since."""
+    said: list[Any] = []
+
+    def track(loss_scale: float, **others: Any) -> None:
+        said.append((loss_scale, others))
+        if raises:
+            raise OSError
+
+    module = SimpleNamespace(track_moe_metrics=track)
+    monkeypatch.setitem(sys.modules, "megatron.training.training", module)
+    place = (0, 4)
+    made = loop(num_experts=4)
+    made._batches._place, made._batches._seed_framework = lambda: place, lambda seed, chunk: None
+    assert made.train_step(0, lambda forward: "returned", lambda: None) == "returned"
+    place = (0, 2)
+    with pytest.raises(OSError) if raises else nullcontext(), made.logging():
+        module.track_moe_metrics(loss_scale=1 / 6, iteration=7)
+    assert said == [(1 / 3, {"iteration": 7})] and module.track_moe_metrics is track
+    with loop().logging():  # without experts nothing is touched
+        assert module.track_moe_metrics is track

@@ -102,7 +102,7 @@ def test_a_log_that_is_not_due_does_not_communicate(
     settings = SimpleNamespace(log_interval=3, num_experts=None)
     monkeypatch.setattr(ProtectedLoop, "_args", settings)
     loop = ProtectedLoop.__new__(ProtectedLoop)
-    loop._layouts = None
+    loop._elastic = loop._layouts = None
     loop._loop = SimpleNamespace(  # type: ignore[assignment]
         logging=lambda _: None, summed=lambda *_: None, printed=lambda _: None, result=NOTHING, made_again=False
     )
@@ -171,7 +171,7 @@ def test_a_step_that_is_made_again_is_logged_with_its_last_norms(
     monkeypatch.setitem(sys.modules, "megatron.training.training", SimpleNamespace())
     monkeypatch.setattr(ProtectedLoop, "_args", SimpleNamespace(log_interval=1 if printed else 3, num_experts=None))
     protected = ProtectedLoop.__new__(ProtectedLoop)
-    protected._layouts = None
+    protected._elastic = protected._layouts = None
     machine = RerunStateMachine(mode=RerunMode.DISABLED)
     loop = LMLoop(SimpleNamespace(consumed_valid_samples=8), SimpleNamespace(_timers={}), machine)
     protected._loop, protected._original, protected._started = loop, {"training_log": training_log}, True
@@ -320,7 +320,7 @@ def test_a_step_that_is_made_again_sees_the_loop_where_it_was(elastic: bool, mon
         args = SimpleNamespace(
             consumed_valid_samples=0, curr_iteration=iteration, consumed_train_samples=24 * iteration
         )
-        of_size = SimpleNamespace(positions=list, set_positions=lambda _: None) if elastic else None
+        of_size = SimpleNamespace(positions=list, micro_batches=1, set_positions=lambda _: None) if elastic else None
         machine = RerunStateMachine(mode=RerunMode.DISABLED)
         return LMLoop(args, SimpleNamespace(_timers={}), machine, of_size)  # type: ignore[arg-type]
 

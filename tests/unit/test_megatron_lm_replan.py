@@ -4,6 +4,8 @@ that its arguments say, and what a process of another layout is given."""
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -195,18 +197,15 @@ def test_a_flag_that_says_something_else(said: int, least: int | None, words: st
 
 
 def test_with_replicas_that_leave() -> None:
-    """Both flags together; what another layout refuses stays refused."""
+    """Both flags together, with all that each of them allows alone."""
     elastic = ElasticSettings(min=1, max=2)
-    check_flags(flags(flash_recovery_replan=2), launched(2, elastic))
-    check_flags(flags(num_experts=2), launched(None, elastic))
-    with pytest.raises(UnsupportedError, match="--num-experts 2: allowed with --elastic alone"):
-        check_flags(flags(num_experts=2), launched(2, elastic))
-    check_flags(flags(context_parallel_size=2), launched(None, elastic))
-    check_flags(flags(num_virtual_stages_per_pipeline_rank=2), launched(2))
-    with pytest.raises(UnsupportedError, match="--num-virtual-stages-per-pipeline-rank 2: allowed with --elastic"):
-        check_flags(flags(num_virtual_stages_per_pipeline_rank=2), launched(2, elastic))
-    with pytest.raises(UnsupportedError, match="--context-parallel-size 2: allowed with --elastic alone"):
-        check_flags(flags(context_parallel_size=2), launched(2, elastic))
+    for others in (
+        {"flash_recovery_replan": 2},
+        {"num_experts": 2, "expert_model_parallel_size": 2},
+        {"context_parallel_size": 2},
+        {"num_virtual_stages_per_pipeline_rank": 2},
+    ):
+        check_flags(flags(**others), launched(2, elastic))
 
 
 def test_copies_that_a_single_rank_has_nobody_for() -> None:
@@ -335,6 +334,7 @@ class Loaders:
 
     def __init__(self, count: int) -> None:
         self.streams, self.at = [None] * count, [0] * count
+        self.micro_batches, self.logs = 1, False
 
     def positions(self) -> list[int]:
         return list(self.at)
@@ -342,6 +342,14 @@ class Loaders:
     def set_positions(self, positions: list[int]) -> None:
         assert len(positions) == len(self.streams)
         self.at = list(positions)
+
+    @contextmanager
+    def logging(self) -> Iterator[None]:
+        self.logs = True
+        try:
+            yield
+        finally:
+            self.logs = False
 
 
 @pytest.fixture
@@ -373,29 +381,23 @@ def test_a_loader_that_has_read_something_else() -> None:
         loop.stepped(({}, 0))
 
 
-def test_losses_of_experts_are_logged_as_in_their_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Megatron divides them by the number of micro-batches; that of another layout is another one."""
-    said: list[Any] = []
-
-    def track(loss_scale: float, **others: Any) -> None:
-        said.append((loss_scale, others))
-
-    module = SimpleNamespace(track_moe_metrics=track)
-    monkeypatch.setitem(sys.modules, "megatron.training.training", module)
+def test_losses_of_experts_are_logged_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By one stage of those that all have them; and they are kept until the log is there."""
+    said: list[str] = []
     monkeypatch.setattr(replan.trackers, "of_one_stage", lambda: said.append("one stage"))
-    loop = LayoutLoop(flags(num_experts=4), Loaders(0))  # type: ignore[arg-type]
-    loop.micro_batches, loop.experts = 3, {"z_loss": {}}
-    with loop.logging():
-        module.track_moe_metrics(loss_scale=1 / 4, iteration=7)
-    assert said == ["one stage", (1 / 3, {"iteration": 7})] and module.track_moe_metrics is track
-    assert not loop.experts
+    loaders = Loaders(0)
+    loop = LayoutLoop(flags(num_experts=4), loaders)  # type: ignore[arg-type]
     loop.experts = {"z_loss": {}}
     with pytest.raises(OSError), loop.logging():
+        assert said == ["one stage"] and loaders.logs
         raise OSError
     assert loop.experts  # the log is made once more
-    assert module.track_moe_metrics is track
-    with LayoutLoop(flags(), Loaders(0)).logging():  # type: ignore[arg-type] # without experts nothing is touched
-        assert module.track_moe_metrics is track
+    with loop.logging():
+        pass
+    assert not loop.experts and not loaders.logs
+    del said[:]
+    with LayoutLoop(flags(), loaders).logging():  # type: ignore[arg-type]
+        assert not said
 
 
 def test_experts_whose_losses_are_kept_in_another_way(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -422,8 +424,9 @@ def loop() -> LMLoop:
     names = ("current_iteration", "first_iteration_complete", "rerun_requested", "checkpoint_requested")
     names += ("restart_again_requested", "continue_requested")
     machine = SimpleNamespace(**dict.fromkeys(names, 0), mode=RerunMode.DISABLED, large_value_counts={}, max_values={})
-    layouts = LayoutLoop(flags(), Loaders(0))  # type: ignore[arg-type]
-    return LMLoop(SimpleNamespace(consumed_valid_samples=0), SimpleNamespace(_timers={}), machine, None, layouts)
+    loaders: Any = Loaders(0)
+    args, timers = SimpleNamespace(consumed_valid_samples=0), SimpleNamespace(_timers={})
+    return LMLoop(args, timers, machine, loaders, LayoutLoop(flags(), loaders))
 
 
 def test_a_process_of_another_layout_gets_what_all_ranks_have_alike(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -439,15 +442,16 @@ def test_a_process_of_another_layout_gets_what_all_ranks_have_alike(monkeypatch:
     given: list[Any] = []
     monkeypatch.setattr(trackers, "load", given.append)
     assert old.layouts is not None and new.layouts is not None
+    assert old.elastic is not None and new.elastic is not None
     old.layouts.set_positions([96, [6, 0]])
-    old.layouts.micro_batches, old.layouts.experts = 3, dict(entries)
+    old.elastic.micro_batches, old.layouts.experts = 3, dict(entries)
     start = after.capture_rank()
     after.restore_common(before.capture_common())
     after.restore_rank(start)
     assert new.overflows == {3}
     new.resume()
     assert new.result == old.result and new._args.consumed_valid_samples == 6
-    assert new.layouts.positions() == [96, [6, 0]] and new.layouts.micro_batches == 3
+    assert new.layouts.positions() == [96, [6, 0]] and new.elastic.micro_batches == 3
     assert given[-1] == new.layouts.experts == entries
     totals: dict[str, Any] = {}
     new.logging(totals)

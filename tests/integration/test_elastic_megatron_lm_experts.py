@@ -5,6 +5,7 @@ bit for bit, which goes on as one that was started in the new size from that ite
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -14,12 +15,13 @@ from tests.support.elastic_megatron_lm import (
     Resized,
     Training,
     check_ends_as_resized,
+    logged,
     resized_once,
 )
 from tests.support.installed import skip_module_without
 from tests.support.jobs import check_fired
 from tests.support.megatron_lm import needs_checkout
-from tests.support.megatron_lm_loop import TIMEOUT_S
+from tests.support.megatron_lm_loop import TIMEOUT_S, finished
 
 skip_module_without("megatron.core")
 
@@ -82,3 +84,19 @@ def test_one_of_three_replicas(training: Training, victim: int, tmp_path: Path, 
 @pytest.mark.parametrize("training", OTHERS, ids=str)
 def test_other_trainings(training: Training, tmp_path: Path, resized: Resized) -> None:
     check(tmp_path / "run", training, "optimizer", 1, resized)
+
+
+def test_losses_of_experts_in_a_smaller_size(tmp_path: Path) -> None:
+    """A replica leaves between an iteration and its log, which says what each of the others had in it: the mean of its
+    micro-batches, as many as there were. (All replicas' are nearly the same, in all iterations.)"""
+    training = TWO[0]
+    at = training.call("log", 4)
+    job = finished(
+        training.start(tmp_path / "run", inject=[f"rank=3,fault=sigkill,at=between,step={at}"]).wait(TIMEOUT_S)
+    )
+    check_fired(job)
+    assert [(event["step"], event["replicas"]) for event in job.of("job_resized")] == [(at, 1)], job.explain()
+    shown = re.compile(r"load_balancing_loss: (\S+)")
+    found = {number: {*map(float, shown.findall(" ".join(lines)))} for number, lines in logged(job).items()}
+    assert found.keys() == {*range(training.iterations)} and all(map(len, found.values())), found
+    assert max(map(max, found.values())) < 1.3 * min(map(min, found.values())), found

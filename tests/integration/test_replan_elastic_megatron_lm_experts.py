@@ -43,7 +43,7 @@ EP_PARTS = experts("ep2-dp4-distributed", Sizes(dp=4, ep=2), *SHARDED)
 EP_CP = experts("cp2-ep2-dp2-distributed", Sizes(cp=2, dp=2, ep=2), *SHARDED)
 TRAININGS = (CP, CP_PARTS, EP, EP_PARTS)
 PHASES = ("data", "forward", "backward", "optimizer-start", "optimizer", "commit")
-LONG, LONGER = 14, 24
+LONG, LONGER = 14, 18
 
 
 @pytest.fixture(scope="session")
@@ -160,7 +160,7 @@ def test_elastic_again_in_the_new_layout(training: Training, other: Sizes, tmp_p
     """By command to another layout of two replicas; there one is killed, and its replica leaves, and comes back: its
     processes skip what the job has done in three sizes."""
     training = named(training, "long", iterations=LONGER, evaluates=5)
-    running = training.start(tmp_path / "run", "--step-time=1500", config=never(training))
+    running = training.start(tmp_path / "run", "--step-time=1000", config=never(training))
     running.wait_for("job_started", TIMEOUT_S)
     at = training.call("train", 1)
     assert command(running, other, at) == ""

@@ -24,7 +24,7 @@ pytestmark = [pytest.mark.megatron, pytest.mark.grid, pytest.mark.timeout(6 * TI
 SHARDED = ("--use-distributed-optimizer", "--bf16")
 TWO = Virtual("vpp2-dp2-distributed", Sizes(pp=2, dp=2), SHARDED)
 PLAIN = Virtual("vpp2-dp2", Sizes(pp=2, dp=2), ("--log-params-norm",))
-LONG, LONGER = 14, 24
+LONG, LONGER = 14, 18
 
 
 @pytest.fixture(scope="session")
@@ -86,7 +86,7 @@ def test_elastic_again_in_the_new_layout(through: list[Sizes], tmp_path: Path, s
     """By command to another layout, without virtual stages, and perhaps to one with them again; there one rank is
     killed, and its replica leaves, and comes back: its processes skip what the job has done in all sizes."""
     training = named(TWO, "long", iterations=LONGER, evaluates=5)
-    running = training.start(tmp_path / "run", "--step-time=1500", config=never(training))
+    running = training.start(tmp_path / "run", "--step-time=1000", config=never(training))
     running.wait_for("job_started", TIMEOUT_S)
     calls = [training.call("train", 1 + 2 * number) for number in range(len(through))]
     for number, (sizes, call) in enumerate(zip(through, calls, strict=True)):

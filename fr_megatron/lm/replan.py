@@ -209,11 +209,6 @@ def check_flags(args: Any, recovery: Recovery) -> None:
         )
     if launched is not None and (found := list(refused(args))):
         raise UnsupportedError(f"another parallel layout of Megatron-LM's loop with {'; '.join(found)}")
-    if launched is not None and recovery.elastic is not None and (found := list(_not_elastic(args))):
-        raise UnsupportedError(
-            f"another parallel layout of Megatron-LM's loop in an elastic job with {'; '.join(found)}: allowed with "
-            "--elastic alone, and with --replan alone"
-        )
 
 
 def check_late(args: Any) -> None:
@@ -252,17 +247,6 @@ def refused(args: Any) -> Iterator[str]:
         yield "no --global-batch-size (it would follow the number of ranks)"
     if getattr(args, "padded_vocab_size", None) is not None:
         yield "--padded-vocab-size (allowed: without it; Megatron pads it for the tensor parallel size)"
-
-
-def _not_elastic(args: Any) -> Iterator[str]:
-    """What replicas that leave may have, and another layout, but not both together, by name."""
-    if (size := _size(args, "context_parallel_size")) > 1:
-        yield f"--context-parallel-size {size}"
-    if has_experts(args):
-        yield f"--num-experts {args.num_experts}"
-    for name in _VIRTUAL:
-        if getattr(args, name, None):
-            yield f"{_flag(name)} {getattr(args, name)}"
 
 
 def _refused_always(args: Any) -> Iterator[str]:

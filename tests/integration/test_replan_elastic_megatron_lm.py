@@ -14,11 +14,12 @@ import pytest
 
 from tests.support import elastic
 from tests.support.installed import skip_module_without
-from tests.support.jobs import Job, check_fired
+from tests.support.jobs import check_fired
 from tests.support.megatron_lm import needs_checkout
 from tests.support.megatron_lm_loop import TIMEOUT_S, content, finished
 from tests.support.replan import Course, Saved, Sizes, check_same_steps, command
 from tests.support.replan_elastic import Stage, both, never, stages
+from tests.support.replan_elastic_megatron_lm import FIRST, ONE, SECOND, check_two_losses, kill
 from tests.support.replan_megatron_lm import Training, check_loop, named
 
 skip_module_without("megatron.core")
@@ -31,9 +32,6 @@ PP = Training("pp2-dp2-bf16", Sizes(1, 2, 2), ("--bf16",))
 PP_PARTS = Training("pp2-dp2-distributed", Sizes(1, 2, 2), SHARDED)
 TRAININGS = (TP, TP_PARTS, PP, PP_PARTS)
 PHASES = ("data", "forward", "backward", "optimizer-start", "optimizer", "commit")
-FIRST, SECOND = 2, 5
-ONE = Sizes(1, 1, 1)
-SLOWLY = "--step-time=300"
 
 
 @pytest.fixture(scope="session")
@@ -44,26 +42,6 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
 def mate(training: Training, rank: int) -> int:
     """The other rank of its replica."""
     return rank ^ 1 if training.sizes.tp > 1 else (rank + 2) % 4
-
-
-def smaller(training: Training) -> Sizes:
-    return replace(training.sizes, dp=1)
-
-
-def kill(training: Training, rank: int, phase: str, number: int, kind: str = "train") -> str:
-    """In a call of this iteration."""
-    return f"rank={rank},fault=sigkill,at={phase},step={training.call(kind, number)}"
-
-
-def check_two_losses(job: Job, training: Training, saved: Saved, first: int = FIRST, second: int = SECOND) -> None:
-    """First a replica has left, and then the layout has changed; each around its iteration."""
-    check_fired(job, 2)
-    found = stages(job, training)
-    assert [(stage.sizes, stage.anew) for stage in found] == [(smaller(training), False), (ONE, True)], job.explain()
-    assert training.iteration(found[0].step) in (first, first + 1), job.explain()
-    assert training.iteration(found[1].step) in (second, second + 1), job.explain()
-    assert not job.of("fallback_started"), job.explain()
-    check_loop(job, training, saved, found)
 
 
 @pytest.mark.parametrize("last", [0, 1], ids=["its-first", "its-last"])
@@ -210,7 +188,7 @@ def test_by_command_in_turns(tmp_path: Path, saved: Saved) -> None:
     calls = [training.call("train", number) for number in (2, 5, 8, 11)]
     assert elastic.command(running, 1, calls[0]) == ""
     running.wait_for("recovery_finished", TIMEOUT_S)
-    assert "has the layout" in command(running, smaller(training))
+    assert "has the layout" in command(running, training.sizes.of(1))
     assert command(running, Sizes(1, 1, 4), calls[1]) == ""
     assert "about to change its parallel layout" in elastic.command(running, 2)
     running.wait_for("recovery_finished", TIMEOUT_S, count=2)
@@ -219,7 +197,7 @@ def test_by_command_in_turns(tmp_path: Path, saved: Saved) -> None:
     running.wait_for("recovery_finished", TIMEOUT_S, count=3)
     assert command(running, training.sizes, calls[3]) == ""
     job = running.wait(TIMEOUT_S)
-    sizes = (smaller(training), Sizes(1, 1, 4), Sizes(1, 1, 2), training.sizes)
+    sizes = (training.sizes.of(1), Sizes(1, 1, 4), Sizes(1, 1, 2), training.sizes)
     expected = [Stage(call, s, anew=bool(n % 2)) for n, (call, s) in enumerate(zip(calls, sizes, strict=True))]
     check_loop(job, training, saved, expected)
     assert not job.of("failure_detected"), job.explain()
@@ -241,7 +219,7 @@ def test_a_replacement_between_the_two(tmp_path: Path, saved: Saved) -> None:
     elastic.inject(running, rank=1, at="optimizer", step=training.call("train", 15))
     job = running.wait(TIMEOUT_S)
     check_fired(job, 2)
-    expected = [Stage(calls[0], smaller(training)), Stage(calls[1], Sizes(2, 1, 1), anew=True)]
+    expected = [Stage(calls[0], training.sizes.of(1)), Stage(calls[1], Sizes(2, 1, 1), anew=True)]
     check_loop(job, training, saved, expected)
 
 
@@ -259,7 +237,7 @@ def test_checkpoints_of_megatrons(tmp_path: Path) -> None:
     ).wait(TIMEOUT_S)
     check_fired(job, 2)
     found = stages(job, training)
-    assert [(stage.sizes, stage.anew) for stage in found] == [(smaller(training), False), (ONE, True)], job.explain()
+    assert [(stage.sizes, stage.anew) for stage in found] == [(training.sizes.of(1), False), (ONE, True)], job.explain()
     assert [training.iteration(stage.step) for stage in found] == [3, 6], job.explain()
     finished(job)
     other = finished(
@@ -279,7 +257,7 @@ def test_checkpoints_of_megatrons(tmp_path: Path) -> None:
     loaded = finished(running.wait(TIMEOUT_S))
     ours, theirs = Course.of(loaded), Course.of(other)
     check_same_steps(ours, theirs, 3, 4, training.sizes, loaded.explain())
-    assert ours.states["begin", 6, "tp=1,pp=2,dp=1"] == ours.states["state", 6, str(smaller(training))]
+    assert ours.states["begin", 6, "tp=1,pp=2,dp=1"] == ours.states["state", 6, str(training.sizes.of(1))]
     assert len(ours.states["state", 8, "tp=1,pp=2,dp=1"]) == 1, loaded.explain()
 
 
@@ -296,7 +274,6 @@ REFUSED: list[tuple[tuple[str, ...], dict[str, Any], str]] = [
     (("--flash-recovery-elastic=2:2",), {}, "the launcher says --elastic 1:2"),
     (("--flash-recovery-replan=3",), {}, "the launcher says --replan 1"),
     (("--flash-recovery-checkpoint-dir=/nowhere",), {}, "checkpoint.dir"),
-    (("--num-experts=2",), {}, "--num-experts"),
     ((), {"elastic": {"min": 1, "max": 4}}, "elastic.max"),
 ]
 

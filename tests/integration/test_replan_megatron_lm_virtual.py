@@ -4,7 +4,6 @@ iteration's state, which megatron-core alone has written and read."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -13,21 +12,10 @@ from tests.support.installed import skip_module_without
 from tests.support.megatron_lm import needs_checkout
 from tests.support.megatron_lm_loop import TIMEOUT_S
 from tests.support.replan import Saved, Sizes
-from tests.support.replan_megatron_lm import Training, check_killed, check_on_command
+from tests.support.replan_megatron_lm import Virtual, check_killed, check_on_command
 
 skip_module_without("megatron.core")
 pytestmark = [pytest.mark.megatron, pytest.mark.grid, pytest.mark.timeout(5 * TIMEOUT_S), needs_checkout]
-
-
-@dataclass(frozen=True)
-class Virtual(Training):
-    """With two virtual stages on a rank, in layouts of which it is known here that they can have them."""
-
-    def arguments(self, sizes: Sizes) -> list[str]:
-        fits = sizes.pp == 2 and self.batch // 2 // sizes.dp % sizes.pp == 0
-        virtual = ["--num-virtual-stages-per-pipeline-rank=2"] if fits else []
-        return [*super().arguments(sizes), "--num-layers=4", *virtual]
-
 
 SHARDED = ("--use-distributed-optimizer", "--bf16")
 TWO = Virtual("vpp2-dp2-distributed", Sizes(pp=2, dp=2), SHARDED)
@@ -55,14 +43,14 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
         )
     ],
 )
-def test_on_command(training: Training, sizes: Sizes, kind: str, tmp_path: Path, saved: Saved) -> None:
+def test_on_command(training: Virtual, sizes: Sizes, kind: str, tmp_path: Path, saved: Saved) -> None:
     check_on_command(training, sizes, kind, tmp_path / "run", saved)
 
 
 @pytest.mark.parametrize("victim", [0, 1, 3])
 @pytest.mark.parametrize("phase", ["forward", "backward", "optimizer", "commit"])
 @pytest.mark.parametrize("training", [TWO, PLAIN], ids=str)
-def test_killed_and_not_replaced(training: Training, phase: str, victim: int, tmp_path: Path, saved: Saved) -> None:
+def test_killed_and_not_replaced(training: Virtual, phase: str, victim: int, tmp_path: Path, saved: Saved) -> None:
     at = training.call("train", 4)
     check_killed(training, victim, phase, at, tmp_path / "run", saved)
 

@@ -36,6 +36,8 @@ AUTO: dict[str, Any] = {"replan": {"min": 1}}
 _LOGGED = re.compile(
     r" iteration +(\d+)/ +\d+ \| consumed samples: +(\d+) \|.*? learning rate: (\S+) .*?lm loss: (\S+)"
 )
+_LINE = re.compile(r" iteration +(\d+)/ +\d+ \| (.*)")
+_NORM = re.compile(r"\b((?:grad|params) norm: \S+)")
 
 
 @dataclass(frozen=True)
@@ -76,6 +78,16 @@ class Training(LoopTraining):
         padding = f"--make-vocab-size-divisible-by={self.padding}"
         more = ["--sequence-parallel"] if self.experts and sizes.tp > 1 else []  # which Megatron needs
         return [*self.common_flags(), *sizes.flags, padding, *self.flags, *more]
+
+
+@dataclass(frozen=True)
+class Virtual(Training):
+    """With two virtual stages on a rank, in layouts of which it is known here that they can have them."""
+
+    def arguments(self, sizes: Sizes) -> list[str]:
+        fits = sizes.pp == 2 and self.batch // 2 // sizes.dp % sizes.pp == 0
+        virtual = ["--num-virtual-stages-per-pipeline-rank=2"] if fits else []
+        return [*super().arguments(sizes), "--num-layers=4", *virtual]
 
 
 def check_goes_on(job: Job, training: Training, saved: Saved, changes: Sequence[tuple[int, Sizes]]) -> None:
@@ -128,6 +140,7 @@ def check_loop(job: Job, training: Training, saved: Saved, expected: Sequence[St
     layouts = [(0, training.sizes), *((training.iteration(stage.step), stage.sizes) for stage in expected)]
     check_logged(job, compared[0].job, training, layouts, why)
     check_experts_logged(job, training, [(number, str(sizes)) for number, sizes in layouts])
+    check_norms_logged(job, training, compared, why)
     calls = [0, *(stage.step for stage in expected), len(training.calls)]
     sizes = [training.sizes, *(stage.sizes for stage in expected)]
     for first, until, there in zip(calls, calls[1:], sizes, strict=False):
@@ -175,6 +188,24 @@ def check_logged(job: Job, other: Job, training: Training, layouts: Sequence[tup
         ((samples, rate, _),) = theirs[number]
         line = samples, rate, mean_loss(shown)
         assert line in mine[number], f"iteration {number}: {mine[number]}, and not {line}\n{why}"
+
+
+def norms(job: Job) -> dict[int, set[tuple[str, ...]]]:
+    """What Megatron has logged of the norms of gradients and parameters in each iteration."""
+    found: dict[int, set[tuple[str, ...]]] = defaultdict(set)
+    for log in job.run_dir.rglob("rank*.log"):
+        for number, line in _LINE.findall(log.read_text()):
+            found[int(number) - 1].add(tuple(_NORM.findall(line)))
+    return found
+
+
+def check_norms_logged(job: Job, training: Training, compared: Sequence[Compared], why: str) -> None:
+    """Those of each iteration are of the sizes in which it was computed."""
+    mine, of_parts = norms(job), [(part.first, norms(part.job)) for part in compared]
+    for number, _ in logs_of(training, int):
+        known = in_force(of_parts, number)[number]
+        assert len(known) == 1 and all(known), f"iteration {number}: {known}\n{why}"
+        assert known <= mine[number], f"iteration {number}: {mine[number]}, and not {known}\n{why}"
 
 
 def named(training: Training, name: str, **changes: Any) -> Training:

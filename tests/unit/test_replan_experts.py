@@ -12,7 +12,7 @@ import pytest
 
 from flashrecovery import layout, parallel_layout
 from flashrecovery.controller.layout_rooms import facts_now
-from flashrecovery.errors import ConfigError, UnsupportedError
+from flashrecovery.errors import ConfigError
 from flashrecovery.parallel_layout import layout_ranks, layout_replicas, layout_sizes
 from flashrecovery.plan.replan import (
     LayoutFacts,
@@ -27,7 +27,6 @@ from flashrecovery.plan.replan import (
 from flashrecovery.plan.replicas import ReplicaShape
 from flashrecovery.plan.strategy import NothingFitsError, Strategy
 from flashrecovery.runtime.environment import LAYOUT_ENV
-from flashrecovery.worker.stashing import _check_elastic_calls
 
 DENSE = LayoutFacts({"tp": 1, "pp": 1, "cp": 2, "ep": 1, "dp": 2}, 4, 64, 4, 4, 256, 512, 32, 12, 1, takes="cp")
 EXPERTS = LayoutFacts(
@@ -273,14 +272,3 @@ def test_the_layout_of_fewer_replicas(layout: dict[str, int], replicas: int, lef
     assert facts_now(job).layout == {**whole, "dp": dp}
     job.config.elastic = None
     assert facts_now(job) == facts
-
-
-@pytest.mark.parametrize(
-    ("facts", "named"),
-    [(DENSE, "with cp = 2, whose"), (EXPERTS, "with ep = 2 and MoE layers (4 experts), whose")],
-)
-def test_a_frameworks_own_loop_is_refused(facts: LayoutFacts, named: str) -> None:
-    with pytest.raises(UnsupportedError) as raised:
-        _check_elastic_calls(facts)
-    assert named in str(raised.value)
-    _check_elastic_calls(replace(DENSE, layout={"tp": 2, "pp": 1, "cp": 1, "ep": 1, "dp": 2}))

@@ -66,8 +66,6 @@ class Stashing:
         self._state: LogicalState = states[0]
         (self._number,) = numbers  # of the adapter
         self.facts = self._gather_facts(elastic=settings.elastic is not None)
-        if settings.elastic is not None and single_calls:
-            _check_elastic_calls(self.facts)
         self._described = self._gather()
         self._divided = self._gather_divided()
         self._in_size: dict[int, Description] = {}
@@ -196,19 +194,6 @@ def _check_room(registry: Registry) -> str:
     if room.refusal:
         raise ConfigError(room.refusal)
     return room.warning
-
-
-def _check_elastic_calls(facts: LayoutFacts) -> None:
-    """Raises UnsupportedError for what replicas may have in a loop of one's own, and has not been tried where
-    steps are a framework's own calls."""
-    odd = [f"{name} = {facts.layout[name]}" for name in ("cp", "ep") if facts.layout.get(name, 1) > 1]
-    odd += [f"MoE layers ({facts.experts} experts)"] if facts.experts else []
-    if odd:
-        raise UnsupportedError(
-            f"another parallel layout of an elastic job with {' and '.join(odd)}, whose steps are a framework's own "
-            "calls (Megatron-LM's loop): a loop over recovery.steps() is allowed, and so are tensor, pipeline and data "
-            "parallelism without experts, and --elastic alone"
-        )
 
 
 def _check_calls(registry: Registry, settings: Settings) -> None:

@@ -163,6 +163,7 @@ class LMLoop:
         self._losses: dict[int, dict[str, torch.Tensor]] = {}
         self._sums: dict[int, Callable[[dict[str, Any]], object]] = {}
         self._totals_after: dict[int, dict[str, Any]] = {}
+        self._left: dict[int, dict[str, Any]] = {}  # what the step of an elastic job has left for its log, as in save()
         self._since: list[tuple[int, Callable[[dict[str, Any]], object]]] = []  # summed up since the last call
         self._common: dict[str, Any] = {}
         self._restored: dict[str, Any] | None = None
@@ -173,6 +174,8 @@ class LMLoop:
         self.result = TrainResult.of(returned, params_norm)
         if self.result.skipped:
             self.overflows.add(iteration)
+        if self.elastic is not None:
+            self._left[iteration] = self._for_log()
         returned = self.handed(iteration, returned)
         if iteration in self._sums and self.totals is not None:
             totals = _copied(self.totals)
@@ -194,6 +197,7 @@ class LMLoop:
     def _forget(self, last: int) -> None:
         _drop(self._sums, last)
         _drop(self._totals_after, last)
+        _drop(self._left, last)
 
     def summed(self, iteration: int, again: Callable[[dict[str, Any]], object]) -> None:
         """The losses of ``iteration`` have been added to the totals, outside of a call. ``again``: adds them to
@@ -239,8 +243,7 @@ class LMLoop:
 
     def save(self) -> dict[str, Any]:
         return {
-            "result": self.result.returned(),
-            "params_norm": self.result.params_norm,
+            **self._for_log(),
             "overflows": sorted(self.overflows),
             "totals": _copied(self.totals or self._given_totals or {}),
             "logged": self._logged,
@@ -250,11 +253,18 @@ class LMLoop:
             "rerun": {name: getattr(self._rerun, name) for name in _RERUN},
             "rerun_mode": self._rerun.mode.value,  # an evaluation switches it off, and may be cut short
             "largest": {name: dict(getattr(self._rerun, name)) for name in _RERUN_LARGEST},
-            "trackers": trackers.save() if self.elastic is None else self.elastic.losses.entries,
             "positions": [] if self._positions is None else self._positions.positions(),
             "exits": self.exits,
-            "micro_batches_logged": 1 if self.elastic is None else self.elastic.losses.micro_batches,
             **self._here(),
+        }
+
+    def _for_log(self) -> dict[str, Any]:
+        """What ``train_step`` leaves for the log of its step."""
+        return {
+            "result": self.result.returned(),
+            "params_norm": self.result.params_norm,
+            "trackers": trackers.save() if self.elastic is None else self.elastic.losses.entries,
+            "micro_batches_logged": 1 if self.elastic is None else self.elastic.losses.micro_batches,
         }
 
     def _of_script(self) -> dict[str, Any]:
@@ -284,6 +294,8 @@ class LMLoop:
     def load(self, saved: dict[str, Any]) -> None:
         from megatron.core.rerun_state_machine import RerunMode, RerunState
 
+        if saved.get("kind") == "log":  # its step may have been made again since, in another size
+            saved = {**saved, **self._left.get(saved["arguments"]["curr_iteration"], {})}
         self.result = TrainResult.of(saved["result"], saved["params_norm"])
         self.overflows = set(saved["overflows"])
         self._logged = saved["logged"]
@@ -352,8 +364,8 @@ class LMLoop:
         self.made_again = True
         if restored:
             assert self._restored is not None
-            self._sums.clear()
-            self._totals_after.clear()  # of what has been given up
+            for kept in (self._sums, self._totals_after, self._left):
+                kept.clear()  # of what has been given up
             self.load({**self._restored, "running": place.running, "hooked": place.hooked, **place.of_script})
             for iteration in {place.iteration, *(iteration for iteration, _ in place.summed)}:
                 self.handed(iteration, self.result.returned())

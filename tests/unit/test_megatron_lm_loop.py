@@ -344,6 +344,37 @@ def test_a_step_that_is_made_again_sees_the_loop_where_it_was(elastic: bool, mon
     assert seen(replacement) == (4, 96, 7)
 
 
+@pytest.mark.parametrize("back", ["to the step", "to the log"])
+def test_a_log_is_of_its_step_as_it_was_made_last(back: str) -> None:
+    """A job that goes back over both makes the step again, perhaps in another size."""
+
+    from megatron.core.rerun_state_machine import RerunMode, RerunStateMachine
+
+    args = SimpleNamespace(consumed_valid_samples=0, curr_iteration=4, consumed_train_samples=96)
+    losses = LayerLosses(args)
+    elastic: Any = SimpleNamespace(positions=list, set_positions=lambda _: None, losses=losses)
+    loop = LMLoop(args, SimpleNamespace(_timers={}), RerunStateMachine(mode=RerunMode.DISABLED), elastic)
+
+    def step(size: int) -> None:
+        losses.adopt({"z_loss": {"values": torch.tensor([float(size)])}}, size)
+        loop.finished(4, ({}, 0, False, False, 0, 1.0 / size, 0))
+
+    loop.kind = "train"
+    before = loop.save()
+    step(3)
+    loop.kind = "log"
+    log = loop.save()
+    losses.adopt({}, 3)  # it has been made
+    size = 6 if back == "to the step" else 3
+    if back == "to the step":
+        loop.load(before)
+        assert not losses.entries
+        step(size)
+    loop.load(log)
+    assert losses.micro_batches == size and losses.entries["z_loss"]["values"].tolist() == [size]
+    assert loop.result.rest[3] == 1.0 / size
+
+
 @pytest.mark.parametrize("other", ["iteration", "samples", "kind"])
 def test_a_script_that_has_come_elsewhere_is_refused(other: str) -> None:
     """It was begun with another checkpoint of Megatron's, or does something at other intervals: the calls that it

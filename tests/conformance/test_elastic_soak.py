@@ -42,7 +42,10 @@ class Stretch:
 def stretches(events: Sequence[Mapping[str, Any]], end: int) -> list[Stretch]:
     """Those of a job of so many steps. A later word of a size also corrects earlier ones of the same or later steps."""
     sizes = [(0, RANKS)]
-    for event in (event for event in events if event["event"] == "job_resized"):
+    for event in (event for event in events if event["event"] in ("job_resized", "job_started")):
+        if event["event"] == "job_started":  # perhaps once more, before a step counts
+            sizes = [(0, RANKS)]
+            continue
         while sizes and sizes[-1][0] >= event["step"]:
             sizes.pop()
         sizes.append((event["step"], len(event["ranks"])))

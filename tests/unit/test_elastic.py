@@ -21,6 +21,7 @@ from flashrecovery.config import RunConfig, Settings, run_config
 from flashrecovery.controller.coming_in import ComingIn
 from flashrecovery.controller.custody import division_of
 from flashrecovery.controller.job_state import JobState
+from flashrecovery.controller.nodes import NodeState
 from flashrecovery.controller.rank_table import Parts, RankTable, affected
 from flashrecovery.controller.records import Place, RankRecord
 from flashrecovery.errors import ConfigError, RegistrationError, UnsupportedError
@@ -153,6 +154,25 @@ def test_a_part_that_is_lost_in_the_first_step_begins_anew(taken: int, victims: 
     world.kill(2)
     assert world.run() is State.FINISHED
     assert (resized(world).before, resized(world).replicas, resized(world).left) == (4, 3, [2])
+
+
+@pytest.mark.parametrize("odd", ["taken", "lost", "drained", ""])
+def test_who_is_taken_back_for_another_start_has_a_place_of_its_own(odd: str) -> None:
+    """Meanwhile its place may have been given to another rank, its node be lost, or about to leave."""
+    world = elastic_world(least=1)
+    job, resizing = world.machine.job, world.machine._resizing
+    gone = resizing._depart(3, grace_s=0.0)
+    gone.irreplaceable = True
+    if odd == "taken":
+        job.ranks[1].local_rank = gone.local_rank
+    elif odd == "lost":
+        job.nodes[gone.home].state = NodeState.LOST
+    elif odd == "drained":
+        job.nodes[gone.home].leaving = True
+    home = "" if odd else gone.home
+    resizing.take_back_all()
+    assert job.ranks[3].home == home and not job.ranks[3].irreplaceable
+    assert job.members == job.layout == (0, 1, 2, 3) and not job.departed and job.told_size == 4
 
 
 @pytest.mark.parametrize("damaged", [0, 1, 2])

@@ -349,9 +349,10 @@ class Agent:
 
     async def _replace(self, command: pb.Command) -> None:
         """Fill a rank with a new process."""
-        if command.replace.attempt != self._attempt and self._stash_transfer is not None:
-            self._stash_transfer.forget()  # what has come damaged is not taken once more
+        if command.replace.attempt != self._attempt:
             self._members = ()  # of the ranks before
+            if self._stash_transfer is not None:
+                self._stash_transfer.forget()  # what has come damaged is not taken once more
         self._attempt, self._domains = command.replace.attempt, tuple(command.replace.domains)
         if command.replace.layout != self._layout and self._peers is not None:
             self._peers.forget_logs(but=self._attempt)  # of ranks of the layout before

@@ -569,7 +569,7 @@ class Machine:
     def _too_few(self) -> str:
         """Why an elastic job has waited, in words."""
         elastic = self.job.config.elastic
-        if elastic is None:
+        if elastic is None or self.job.state is State.STARTING:  # all are needed at the start
             return ""
         homeless = self._staffing.homeless()
         left = len(self.job.shape.whole(rank for rank in self.job.ranks if rank not in homeless))

@@ -128,15 +128,22 @@ class Resizing:
     def take_back_all(self) -> None:
         """All processes are about to be started again, as those are that have left since they were started before."""
         job = self._job
+        if self._carried_out is not None:
+            text = f"the job is not resized to {self._carried_out.replicas} replicas: all ranks are started again"
+            job.notice(NoticeKind.NOT_RESIZED, text)
+        taken = {(record.home, record.local_rank) for record in job.in_order}
         for rank, record in self._since_start.items():
-            if rank not in job.ranks:
-                job.enrol(record)
-                node = job.nodes.get(record.home)
-                if node is None or not node.alive:
-                    record.home = record.page_on = ""
+            if rank in job.ranks:
+                continue
+            job.enrol(record)
+            record.irreplaceable = False
+            node, place = job.nodes.get(record.home), (record.home, record.local_rank)
+            if node is None or not node.alive or node.leaving or place in taken:
+                record.home = record.page_on = ""
+            taken.add(place)
         job.settle_layout()
         job.told_size = len(job.ranks)
-        self._left = []
+        self._left, self._came, self._other_processes = [], [], False
 
     def _in_memory(self, records: Mapping[int, RankRecord], departed: Mapping[int, Mapping[str, int]]) -> bool:
         """Whether these ranks could go on from what they hold."""

@@ -23,9 +23,9 @@ from flashrecovery.proto import flashrecovery_pb2 as pb
 
 
 @asynccontextmanager
-async def agent_of(path: Path) -> AsyncIterator[tuple[Agent, PeerService]]:
-    """An agent with a controller that hears nothing; it starts no process."""
-    given = {"nproc_per_node": 1, "health": "none", "start_method": "spawn", "replan": {"min": 1}}
+async def agent_of(path: Path, **changes: object) -> AsyncIterator[tuple[Agent, PeerService]]:
+    """An agent with a controller that hears nothing; it starts no process. ``changes``: how the job may change."""
+    given = {"nproc_per_node": 1, "health": "none", "start_method": "spawn", **(changes or {"replan": {"min": 1}})}
     config, access = validate(RunConfig, given, "test"), Access("the-token-of-this-test-job")
     with closing(RunDir(path / "run")) as run_dir:
         peers = PeerService(access)
@@ -56,6 +56,22 @@ def test_a_node_that_gets_its_first_rank_of_a_layout_still_keeps_set_up_logs_of_
             return {rank: log.attempt for rank, log in peers.logs.items()}
 
     assert asyncio.run(kept()) == {0: 2, 1: 2}
+
+
+@pytest.mark.parametrize("changes", [{"replan": {"min": 1}}, {"nproc_per_node": 2, "elastic": {"min": 1, "max": 2}}])
+def test_where_all_start_again_nobody_has_left(changes: dict[str, object], tmp_path: Path) -> None:
+    """Else the next controller has those leave that had before, and are there again."""
+
+    async def known() -> list[list[int]]:
+        async with agent_of(tmp_path, **changes) as (agent, _):
+            found = []
+            for attempt in (0, 1):
+                agent._members = (1,)
+                await agent._replace(replace("", attempt))
+                found.append(list(agent.register().members))
+            return found
+
+    assert asyncio.run(known()) == [[1], []]
 
 
 def test_each_start_reads_anew_what_is_on_other_nodes(tmp_path: Path) -> None:

@@ -19,7 +19,16 @@ from tests.support.megatron_lm import needs_checkout
 from tests.support.megatron_lm_loop import TIMEOUT_S
 from tests.support.replan import Saved, Sizes, command
 from tests.support.replan_elastic import Stage, both, never, stages
-from tests.support.replan_elastic_megatron_lm import FIRST, SECOND, check_two_losses, kill
+from tests.support.replan_elastic_megatron_lm import (
+    FIRST,
+    SECOND,
+    below_the_least,
+    dies_as_a_replica_is_about_to_leave,
+    dies_before_the_smaller_job_goes_on,
+    dies_when_a_replica_has_just_left,
+    kill,
+    two_losses,
+)
 from tests.support.replan_megatron_lm import Training, check_loop, named
 
 skip_module_without("megatron.core")
@@ -60,17 +69,19 @@ def test_a_replica_and_then_a_part_of_the_last_one(
     """Nobody else has what the second one had, but for the copies that the last replica's ranks keep of each other:
     with expert parallelism half of the experts."""
     stay = (0, 1) if leaver > 1 else (2, 3)
-    faults = [kill(training, leaver, "backward", FIRST), kill(training, stay[last], "optimizer", SECOND)]
-    job = training.start(tmp_path / "run", config=never(training), inject=faults).wait(TIMEOUT_S)
-    check_two_losses(job, training, saved)
+    two_losses(
+        training,
+        tmp_path,
+        saved,
+        kill(training, leaver, "backward", FIRST),
+        kill(training, stay[last], "optimizer", SECOND),
+    )
 
 
 @pytest.mark.parametrize("phase", PHASES)
 @pytest.mark.parametrize("training", [CP_PARTS, EP_PARTS], ids=str)
 def test_the_second_loss_in_each_phase(training: Training, phase: str, tmp_path: Path, saved: Saved) -> None:
-    faults = [kill(training, 1, "forward", FIRST), kill(training, 2, phase, SECOND)]
-    job = training.start(tmp_path / "run", config=never(training), inject=faults).wait(TIMEOUT_S)
-    check_two_losses(job, training, saved)
+    two_losses(training, tmp_path, saved, kill(training, 1, "forward", FIRST), kill(training, 2, phase, SECOND))
 
 
 @pytest.mark.parametrize("phase", ["between", "commit"])
@@ -82,8 +93,7 @@ def test_losses_that_are_summed_up(training: Training, phase: str, tmp_path: Pat
     training = named(training, "logs", logs=3)
     first = kill(training, 0, phase, 4, "log" if training.experts else "train")
     faults = [first, kill(training, 3, phase, 5, "log")]
-    job = training.start(tmp_path / "run", config=never(training), inject=faults).wait(TIMEOUT_S)
-    check_two_losses(job, training, saved, 4, 5)
+    two_losses(training, tmp_path, saved, *faults, first=4, second=5)
 
 
 @pytest.mark.parametrize("training", [CP_PARTS, EP_PARTS], ids=str)
@@ -92,54 +102,29 @@ def test_killed_in_evaluations(training: Training, tmp_path: Path, saved: Saved)
     had."""
     training = named(training, "evaluated", evaluates=3)
     faults = [kill(training, rank, "data", number, "evaluate") for rank, number in ((1, 2), (2, 5))]
-    job = training.start(tmp_path / "run", config=never(training), inject=faults).wait(TIMEOUT_S)
-    check_two_losses(job, training, saved, 3, 6)
+    two_losses(training, tmp_path, saved, *faults, first=3, second=6)
 
 
 @pytest.mark.parametrize("training", [CP_PARTS, EP_PARTS, EP], ids=str)
 def test_the_second_loss_before_the_smaller_job_goes_on(training: Training, tmp_path: Path, saved: Saved) -> None:
-    """The copies of the last replica are there before it does."""
-    faults = [kill(training, 3, "backward", FIRST), "rank=0,fault=sigkill,at=recovery:resuming"]
-    job = training.start(tmp_path / "run", config=never(training), inject=faults).wait(TIMEOUT_S)
-    check_fired(job, 2)
-    found = stages(job, training)
-    assert found[-1].anew and found[-1].sizes.ranks == 1, job.explain()
-    check_loop(job, training, saved, found)
+    dies_before_the_smaller_job_goes_on(training, tmp_path, saved)
 
 
 @pytest.mark.parametrize("training", [CP_PARTS, EP_PARTS, EP], ids=str)
 def test_a_second_death_as_a_replica_is_about_to_leave(training: Training, tmp_path: Path, saved: Saved) -> None:
-    """Of the replica that was to stay: what is left of both lays the job out anew. (Ranks 3 and 0 have other experts,
-    and of the dead ones' ranges of the dense state each has copies.)"""
-    faults = [kill(training, 3, "backward", FIRST), "rank=0,fault=sigkill,at=recovery:quiescing"]
-    job = training.start(tmp_path / "run", config=never(training), inject=faults).wait(TIMEOUT_S)
-    check_fired(job, 2)
-    found = stages(job, training)
-    assert found and found[-1].anew and found[-1].sizes.ranks <= 2, job.explain()
-    check_loop(job, training, saved, found)
+    """Ranks 3 and 0 have other experts, and of the dead ones' ranges of the dense state each has copies."""
+    dies_as_a_replica_is_about_to_leave(training, tmp_path, saved)
 
 
 @pytest.mark.parametrize("state", ["regrouping", "restoring", "verifying"])
 @pytest.mark.parametrize("training", [CP_PARTS, EP_PARTS], ids=str)
 def test_a_second_death_when_a_replica_has_just_left(training: Training, state: str, tmp_path: Path) -> None:
-    """What it had is nowhere else: the job ends, and says so."""
-    faults = [kill(training, 3, "backward", FIRST), f"rank=0,fault=sigkill,at=recovery:{state}"]
-    job = training.start(tmp_path / "run", config=never(training), inject=faults).wait(TIMEOUT_S)
-    check_fired(job, 2)
-    assert job.code != 0, job.explain()
-    (failed,) = job.of("job_failed")
-    assert "cannot be recovered" in failed["reason"] or "nobody" in failed["reason"], job.explain()
+    dies_when_a_replica_has_just_left(training, tmp_path, state)
 
 
 @pytest.mark.parametrize("training", [CP_PARTS, EP_PARTS], ids=str)
 def test_below_the_least_replicas(training: Training, tmp_path: Path, saved: Saved) -> None:
-    """With ``elastic.min`` 2 no replica leaves: the three ranks that are left get another layout at once."""
-    faults = [kill(training, 1, "backward", FIRST)]
-    job = training.start(tmp_path / "run", config=never(training, least=2), inject=faults).wait(TIMEOUT_S)
-    check_fired(job)
-    (found,) = stages(job, training)
-    assert found.anew and found.sizes.ranks in (2, 3), job.explain()
-    check_loop(job, training, saved, [found])
+    below_the_least(training, tmp_path, saved)
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,14 @@ from tests.support.megatron_lm import needs_checkout
 from tests.support.megatron_lm_loop import TIMEOUT_S
 from tests.support.replan import Saved, Sizes, command
 from tests.support.replan_elastic import Stage, both, never, stages
-from tests.support.replan_elastic_megatron_lm import FIRST, SECOND, check_two_losses, kill
+from tests.support.replan_elastic_megatron_lm import (
+    FIRST,
+    SECOND,
+    below_the_least,
+    dies_as_a_replica_is_about_to_leave,
+    kill,
+    two_losses,
+)
 from tests.support.replan_megatron_lm import Virtual, check_loop, named
 
 skip_module_without("megatron.core")
@@ -41,9 +48,13 @@ def test_a_replica_and_then_a_part_of_the_last_one(
     """Nobody else has what the second one had, but for the copies that the last replica's ranks keep of each other. One
     rank has no virtual stages."""
     stay = (0, 2) if leaver == 3 else (1, 3)
-    faults = [kill(training, leaver, "backward", FIRST), kill(training, stay[last], "optimizer", SECOND)]
-    job = training.start(tmp_path / "run", config=never(training), inject=faults).wait(TIMEOUT_S)
-    check_two_losses(job, training, saved)
+    two_losses(
+        training,
+        tmp_path,
+        saved,
+        kill(training, leaver, "backward", FIRST),
+        kill(training, stay[last], "optimizer", SECOND),
+    )
 
 
 @pytest.mark.parametrize("training", [TWO, PLAIN], ids=str)
@@ -53,30 +64,17 @@ def test_killed_in_evaluations(training: Virtual, tmp_path: Path, saved: Saved) 
     sizes, is in it."""
     training = named(training, "evaluated", evaluates=3, logs=3)
     faults = [kill(training, 1, "data", 2, "evaluate"), kill(training, 2, "data", 5, "evaluate")]
-    job = training.start(tmp_path / "run", config=never(training), inject=faults).wait(TIMEOUT_S)
-    check_two_losses(job, training, saved, 3, 6)
+    two_losses(training, tmp_path, saved, *faults, first=3, second=6)
 
 
 @pytest.mark.parametrize("training", [TWO], ids=str)
 def test_a_second_death_as_a_replica_is_about_to_leave(training: Virtual, tmp_path: Path, saved: Saved) -> None:
-    """Of the replica that was to stay: what is left of both lays the job out anew."""
-    faults = [kill(training, 3, "backward", FIRST), "rank=0,fault=sigkill,at=recovery:quiescing"]
-    job = training.start(tmp_path / "run", config=never(training), inject=faults).wait(TIMEOUT_S)
-    check_fired(job, 2)
-    found = stages(job, training)
-    assert found and found[-1].anew and found[-1].sizes.ranks <= 2, job.explain()
-    check_loop(job, training, saved, found)
+    dies_as_a_replica_is_about_to_leave(training, tmp_path, saved)
 
 
 @pytest.mark.parametrize("training", [TWO], ids=str)
 def test_below_the_least_replicas(training: Virtual, tmp_path: Path, saved: Saved) -> None:
-    """With ``elastic.min`` 2 no replica leaves: the three ranks that are left get another layout at once."""
-    faults = [kill(training, 1, "backward", FIRST)]
-    job = training.start(tmp_path / "run", config=never(training, least=2), inject=faults).wait(TIMEOUT_S)
-    check_fired(job)
-    (found,) = stages(job, training)
-    assert found.anew and found.sizes.ranks in (2, 3), job.explain()
-    check_loop(job, training, saved, [found])
+    below_the_least(training, tmp_path, saved)
 
 
 @pytest.mark.parametrize(

@@ -74,18 +74,18 @@ def settle() -> dict[str, Entry]:
         group = state.get_pipeline_model_parallel_group()
         mine, layers = layers[0], [{} for _ in range(group.size())]
         dist.all_gather_object(layers, mine, group=group)
-    known = {name: length for some in layers for name, length in some.items()}
+    known = dict(sorted({name: length for some in layers for name, length in some.items()}.items()))
     if not known:
         return {}
-    for name in sorted(known):
+    for name, length in known.items():
         if name not in entries:
-            entries[name] = _of_no_group(_zeros(torch.zeros(known[name])))
-    moe_utils.reduce_aux_losses_tracker_across_ranks(sorted(known))
-    values = torch.stack([entries[name]["values"] for name in sorted(known)])
+            entries[name] = _of_no_group(_zeros(torch.zeros(length)))
+    moe_utils.reduce_aux_losses_tracker_across_ranks(list(known))
+    values = torch.stack([entries[name]["values"] for name in known])
     dist.broadcast(values, dist.get_world_size() - 1)
-    for name, settled in zip(sorted(known), values, strict=True):
+    for name, settled in zip(known, values, strict=True):
         entries[name] = _of_no_group(settled.clone())
-    return {name: _of_no_group(settled.clone()) for name, settled in zip(sorted(known), values, strict=True)}
+    return {name: _of_no_group(settled.clone()) for name, settled in zip(known, values, strict=True)}
 
 
 def of_one_stage() -> None:

@@ -187,13 +187,8 @@ class Machine:
 
     def _settle_homeless(self, now: float, *, excluded: bool = False) -> None:
         """A node has come; ranks that wait for one may get it. ``excluded``: any is better than none now."""
-        homeless = self._staffing.homeless()
-        over = self.job.state in (State.FAILED, State.FINISHED)
-        if over or not homeless or not self._staffing.settle(homeless, now, excluded=excluded):
+        if self.job.state in (State.FAILED, State.FINISHED) or not self._staffing.house(now, excluded=excluded):
             return
-        for rank in homeless:
-            if self.job.ranks[rank].home:
-                self._staffing.fill(self.job.ranks[rank], now, detached=self.job.state is not State.STARTING)
         rest = self._staffing.homeless()
         if rest:  # there is room for some
             self._steps.go_on_without(rest, now)

@@ -571,16 +571,10 @@ class RecoverySteps:
         elif self._only_first_step_is_lost:
             self._resizing.take_back_all()
             self._starting.start_again(f"{why}; only the first step is lost", now)
-            self._await_homeless(now)
+            if self._job.state is State.STARTING:  # some may have left with their node
+                self._staffing.house(now)
         else:
             self._job.fail(why)
-
-    def _await_homeless(self, now: float) -> None:
-        """All ranks start again. Some had left with their node, and get another one as soon as there is one."""
-        homeless = self._staffing.homeless()
-        if homeless and self._job.state is State.STARTING and self._staffing.settle(homeless, now):
-            for rank in homeless:
-                self._staffing.fill(self._job.ranks[rank], now, detached=False)
 
     @property
     def _only_first_step_is_lost(self) -> bool:

@@ -16,6 +16,7 @@ from flashrecovery.plan.beyond import stand_in
 from flashrecovery.plan.placement import Room, apart, place, setup_log_keepers
 from flashrecovery.plan.replan import divides_sequences
 from flashrecovery.plan.stores import choose, store_count
+from flashrecovery.plan.transitions import State
 from flashrecovery.proto import flashrecovery_pb2 as pb
 
 _SKIPS = 0.7
@@ -134,6 +135,16 @@ class Staffing:
     def homeless(self) -> list[int]:
         """Ranks whose node is lost and that have no other one yet."""
         return [r.rank for r in self._job.ranks.values() if not r.home]
+
+    def house(self, now: float, *, excluded: bool = False) -> bool:
+        """:meth:`settle` the ranks that have no node, and have their new ones start them. Whether there was room."""
+        homeless = self.homeless()
+        if not homeless or not self.settle(homeless, now, excluded=excluded):
+            return False
+        for rank in homeless:
+            if self._job.ranks[rank].home:
+                self.fill(self._job.ranks[rank], now, detached=self._job.state is not State.STARTING)
+        return True
 
     def fill(self, record: RankRecord, now: float, *, detached: bool) -> None:
         """Have the rank's node start a process for it."""

@@ -22,12 +22,15 @@ from tests.support.replan_elastic import Stage, both, never, stages
 from tests.support.replan_elastic_megatron_lm import (
     FIRST,
     ONE,
+    PHASES,
     SECOND,
+    SHARDED,
     below_the_least,
     dies_as_a_replica_is_about_to_leave,
     dies_before_the_smaller_job_goes_on,
     dies_when_a_replica_has_just_left,
     kill,
+    leaves_and_then_dies,
     two_losses,
 )
 from tests.support.replan_megatron_lm import Training, check_loop, named
@@ -35,13 +38,11 @@ from tests.support.replan_megatron_lm import Training, check_loop, named
 skip_module_without("megatron.core")
 pytestmark = [pytest.mark.megatron, pytest.mark.grid, pytest.mark.timeout(6 * TIMEOUT_S), needs_checkout]
 
-SHARDED = ("--use-distributed-optimizer", "--bf16")
 TP = Training("tp2-dp2-fp32", Sizes(2, 1, 2))
 TP_PARTS = Training("tp2-dp2-distributed", Sizes(2, 1, 2), SHARDED)
 PP = Training("pp2-dp2-bf16", Sizes(1, 2, 2), ("--bf16",))
 PP_PARTS = Training("pp2-dp2-distributed", Sizes(1, 2, 2), SHARDED)
 TRAININGS = (TP, TP_PARTS, PP, PP_PARTS)
-PHASES = ("data", "forward", "backward", "optimizer-start", "optimizer", "commit")
 
 
 @pytest.fixture(scope="session")
@@ -63,13 +64,7 @@ def test_a_replica_and_then_a_part_of_the_last_one(
     """The first or the last replica leaves. Nobody else has what the second one had, but for the copies that the last
     replica's ranks keep of each other."""
     stay = [rank for rank in range(4) if rank not in (leaver, mate(training, leaver))]
-    two_losses(
-        training,
-        tmp_path,
-        saved,
-        kill(training, leaver, "backward", FIRST),
-        kill(training, stay[last], "optimizer", SECOND),
-    )
+    leaves_and_then_dies(training, tmp_path, saved, leaver, stay[last])
 
 
 @pytest.mark.parametrize("phase", PHASES)

@@ -21,12 +21,15 @@ from tests.support.replan import Saved, Sizes, command
 from tests.support.replan_elastic import Stage, both, never, stages
 from tests.support.replan_elastic_megatron_lm import (
     FIRST,
+    PHASES,
     SECOND,
+    SHARDED,
     below_the_least,
     dies_as_a_replica_is_about_to_leave,
     dies_before_the_smaller_job_goes_on,
     dies_when_a_replica_has_just_left,
     kill,
+    leaves_and_then_dies,
     two_losses,
 )
 from tests.support.replan_megatron_lm import Training, check_loop, named
@@ -34,7 +37,6 @@ from tests.support.replan_megatron_lm import Training, check_loop, named
 skip_module_without("megatron.core")
 pytestmark = [pytest.mark.megatron, pytest.mark.grid, pytest.mark.timeout(6 * TIMEOUT_S), needs_checkout]
 
-SHARDED = ("--use-distributed-optimizer", "--bf16")
 EXPERTS = (
     *("--num-experts=4", "--moe-router-topk=2", "--moe-aux-loss-coeff=0.01", "--moe-z-loss-coeff=0.001"),
     *("--moe-router-load-balancing-type=aux_loss", "--moe-token-dispatcher-type=alltoall"),
@@ -51,7 +53,6 @@ EP = experts("ep2-dp4", Sizes(dp=4, ep=2), "--bf16", "--log-params-norm")
 EP_PARTS = experts("ep2-dp4-distributed", Sizes(dp=4, ep=2), *SHARDED)
 EP_CP = experts("cp2-ep2-dp2-distributed", Sizes(cp=2, dp=2, ep=2), *SHARDED)
 TRAININGS = (CP, CP_PARTS, EP, EP_PARTS)
-PHASES = ("data", "forward", "backward", "optimizer-start", "optimizer", "commit")
 LONG, LONGER = 14, 18
 
 
@@ -69,13 +70,7 @@ def test_a_replica_and_then_a_part_of_the_last_one(
     """Nobody else has what the second one had, but for the copies that the last replica's ranks keep of each other:
     with expert parallelism half of the experts."""
     stay = (0, 1) if leaver > 1 else (2, 3)
-    two_losses(
-        training,
-        tmp_path,
-        saved,
-        kill(training, leaver, "backward", FIRST),
-        kill(training, stay[last], "optimizer", SECOND),
-    )
+    leaves_and_then_dies(training, tmp_path, saved, leaver, stay[last])
 
 
 @pytest.mark.parametrize("phase", PHASES)

@@ -16,11 +16,11 @@ from tests.support.megatron_lm_loop import TIMEOUT_S
 from tests.support.replan import Saved, Sizes, command
 from tests.support.replan_elastic import Stage, both, never, stages
 from tests.support.replan_elastic_megatron_lm import (
-    FIRST,
-    SECOND,
+    SHARDED,
     below_the_least,
     dies_as_a_replica_is_about_to_leave,
     kill,
+    leaves_and_then_dies,
     two_losses,
 )
 from tests.support.replan_megatron_lm import Virtual, check_loop, named
@@ -28,7 +28,6 @@ from tests.support.replan_megatron_lm import Virtual, check_loop, named
 skip_module_without("megatron.core")
 pytestmark = [pytest.mark.megatron, pytest.mark.grid, pytest.mark.timeout(6 * TIMEOUT_S), needs_checkout]
 
-SHARDED = ("--use-distributed-optimizer", "--bf16")
 TWO = Virtual("vpp2-dp2-distributed", Sizes(pp=2, dp=2), SHARDED)
 PLAIN = Virtual("vpp2-dp2", Sizes(pp=2, dp=2), ("--log-params-norm",))
 LONG, LONGER = 14, 18
@@ -48,13 +47,7 @@ def test_a_replica_and_then_a_part_of_the_last_one(
     """Nobody else has what the second one had, but for the copies that the last replica's ranks keep of each other. One
     rank has no virtual stages."""
     stay = (0, 2) if leaver == 3 else (1, 3)
-    two_losses(
-        training,
-        tmp_path,
-        saved,
-        kill(training, leaver, "backward", FIRST),
-        kill(training, stay[last], "optimizer", SECOND),
-    )
+    leaves_and_then_dies(training, tmp_path, saved, leaver, stay[last])
 
 
 @pytest.mark.parametrize("training", [TWO, PLAIN], ids=str)

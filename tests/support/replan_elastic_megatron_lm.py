@@ -14,6 +14,8 @@ from tests.support.replan_megatron_lm import Training, check_loop
 FIRST, SECOND = 2, 5
 """Iterations of the two losses."""
 ONE = Sizes()
+SHARDED = ("--use-distributed-optimizer", "--bf16")
+PHASES = ("data", "forward", "backward", "optimizer-start", "optimizer", "commit")
 
 
 def kill(training: Training, rank: int, phase: str, number: int, kind: str = "train") -> str:
@@ -39,6 +41,12 @@ def two_losses(
     """A job that these faults strike, which nobody is replaced in."""
     job = training.start(folder / "run", config=never(training), inject=faults).wait(TIMEOUT_S)
     check_two_losses(job, training, saved, first, second)
+
+
+def leaves_and_then_dies(training: Training, folder: Path, saved: Saved, leaver: int, victim: int) -> None:
+    """The replica of the first of these ranks leaves, and then the other one dies."""
+    faults = [kill(training, leaver, "backward", FIRST), kill(training, victim, "optimizer", SECOND)]
+    two_losses(training, folder, saved, *faults)
 
 
 def _second_death(training: Training, folder: Path, state: str) -> tuple[Job, list[Stage]]:

@@ -29,7 +29,7 @@ SIMULATE_ARGS ?=
 # Where it is set, each of a job's processes would compile our modules anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup demo test test-asan test-tsan test-cuda-build test-slurm matrix lint format grid grid-deepspeed grid-megatron soak soak-deepspeed soak-megatron chaos gpu-check bench bench-setup mutate mutate-session mutate-parity mutate-nccl simulate docs clean
+.PHONY: help setup demo test test-asan test-tsan test-cuda-build test-slurm matrix lint format grid grid-deepspeed grid-megatron grid-libraries soak soak-deepspeed soak-megatron chaos gpu-check bench bench-setup mutate mutate-session mutate-parity mutate-nccl simulate docs clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -104,6 +104,14 @@ grid-deepspeed: setup $(BIN)/.frameworks-done  ## the whole conformance grid wit
 grid-megatron: setup $(BIN)/.frameworks-done  ## the whole conformance grid with megatron-core; MEGATRON_LM: a checkout
 	@if [ -n "$$MEGATRON_LM" ]; then $(PIP) -c constraints.txt --editable '.[test,megatron-lm]'; fi
 	$(BIN)/python -m pytest -m "megatron and not soak" --durations=15 $(PYTEST_ARGS)
+
+$(BIN)/.libraries-done: $(BIN)/.frameworks-done
+	@echo "==> trl, peft, lightning, torchao, bitsandbytes, schedulefree, prodigyopt"
+	@$(PIP) -c constraints.txt --editable '.[libraries]'
+	@touch $@
+
+grid-libraries: setup $(BIN)/.libraries-done  ## jobs with trainers and optimizers of other projects (TRL, peft, Lightning, torchao, ...)
+	$(BIN)/python -m pytest -m "libraries" --durations=15 $(PYTEST_ARGS)
 
 soak: setup  ## kills at random phases and ranks, 200 and twice 60, and 350 at random moments under the fake of NCCL; elastic jobs: the same bits
 	$(BIN)/python -m pytest -m "soak and not deepspeed and not megatron" -s $(PYTEST_ARGS)

@@ -282,8 +282,13 @@ COORDINATOR = capability(
     Defined(_OFFLOAD, ("FWD_MODULE_STACK",)),
     Attributes(_OFFLOAD, "ZeROOrderedDict", ("_in_forward",)),
     Assigned(
-        "deepspeed.runtime.zero.partition_parameters", ("ds_status", "ds_secondary_tensor", "ds_active_sub_modules")
+        "deepspeed.runtime.zero.partition_parameters",
+        (
+            *("ds_status", "ds_secondary_tensor", "ds_active_sub_modules"),
+            *("_external_params", "is_external_param"),
+        ),
     ),
+    Defined("deepspeed.runtime.zero.partition_parameters", ("register_external_parameter",)),
 )
 COORDINATOR_LEAVES = capability(
     "the coordinator's events of leaf modules (ZeRO-3)",

@@ -38,6 +38,7 @@ from fr_deepspeed.division import fill_partition
 from fr_deepspeed.elastic import resize_engine
 from fr_deepspeed.engine import EngineAdapter
 from fr_deepspeed.layout import partition_record
+from fr_deepspeed.learned3 import ExternalParameters
 from fr_deepspeed.reform3 import reform3
 from fr_deepspeed.slices import SliceDivision, frozen_name
 
@@ -57,6 +58,7 @@ class Stage3Adapter(EngineAdapter):
             self._see_reductions(engine.optimizer)
         super().__init__(engine, optimizer)
         self._weights = self._partitions
+        self._external = ExternalParameters(engine.module)
         self._division = SliceDivision(engine.optimizer, self._partition_shards, self._frozen, self._install)
 
     @property
@@ -238,7 +240,16 @@ class Stage3Adapter(EngineAdapter):
                 module.ds_recompute_parameters.clear()
         del parameter_offload.FWD_MODULE_STACK[1:]
 
-    # -- restore ----------------------------------------------------------------------------------
+    # -- capture, restore -------------------------------------------------------------------------
+
+    def capture_common(self) -> dict[str, Any]:
+        return {**super().capture_common(), "external": self._external.capture()}
+
+    def restore_common(self, state: dict[str, Any]) -> None:
+        # What this process has computed before its first step has made parameters whole, and a trace.
+        self._reset_optimizer()
+        self._external.restore(state["external"])
+        super().restore_common(state)
 
     def _derive_weights(self) -> None:
         for s in range(len(self._partitions)):

@@ -143,7 +143,7 @@ def test_what_changes_and_is_not_registered_is_named_and_again_after_a_recovery(
     assert job.code == 0 and job.of("recovery_finished"), job.explain()
     told = [notice["text"] for notice in job.notices("not_registered")]
     # The first ones may reach the controller when it has heard of the death already: its generation says nothing.
-    (after,) = (text for text in told if "What this recovery has made of them" in text)
+    (after,) = (text for text in told if "After this recovery they may not be" in text)
     before = " ".join(text for text in told if text != after)
     for named in ("averaged (AveragedModel)", "forgotten (Generator)", "loop.batches", "loop.hidden"):
         assert named in before and named in after, job.explain()

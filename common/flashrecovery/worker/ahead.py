@@ -110,6 +110,7 @@ class Installed:
         paths = sysconfig.get_paths()
         places = [paths[key] for key in ("stdlib", "platstdlib", "purelib", "platlib")]
         places += [*site.getsitepackages(), site.getusersitepackages()]
+        places += [p for p in sys.path if Path(p).name in ("site-packages", "dist-packages")]  # by a .pth file
         self._places = {Path(p).resolve() for p in places} | _recorded()
         self._own = own
         self._known: dict[str, bool] = {}

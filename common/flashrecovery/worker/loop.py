@@ -330,7 +330,7 @@ class Loop:
         def tell(text: str) -> None:
             self._worker.notice(NoticeKind.NOT_REGISTERED, text)
 
-        return Unregistered(self._registry.known(), frameworks, tell)
+        return Unregistered(self._registry.known(), frameworks, tell, calls=self._own_calls)
 
     # -- recovery ---------------------------------------------------------------------------------
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import inspect
 import os
 import sys
 import types
@@ -13,11 +14,16 @@ from typing import Any
 
 from flashrecovery.worker import loop_form
 from flashrecovery.worker.ahead import Installed
-from flashrecovery.worker.carried import AnyLoop, carried_by_class, carried_by_loop, changed_by_loop, loop_around
+from flashrecovery.worker.carried import Carried, CarriedByClass, carried_by_class, carried_by_loop, loop_around
+from flashrecovery.worker.carried_flow import AnyLoop
 from flashrecovery.worker.marks import PLAIN, attributes_of
 
 STATIC = (types.ModuleType, types.FunctionType, types.BuiltinFunctionType, types.MethodType, type)
 """What a script's variables hold besides its state."""
+FRAMEWORKS = frozenset(
+    ("accelerate", "deepspeed", "lightning", "lightning_fabric", "megatron", "pytorch_lightning", "torch")
+) | frozenset(("transformers", "trl", "flashrecovery", "fr_deepspeed", "fr_megatron"))
+"""Packages whose own loops are no script, wherever they lie: a checkout counts as installed, too."""
 _FRAMES = 8
 _HERE = os.path.dirname(__file__)
 
@@ -33,10 +39,11 @@ def check_loop(frame: types.FrameType) -> None:
 
 
 def frames(frame: types.FrameType | None) -> Iterator[types.FrameType]:
-    """The script's own, from ``frame`` outwards."""
+    """The script's own, from ``frame`` outwards; of a framework's code none."""
     count = 0
     while frame is not None and count < _FRAMES:
-        if is_own_file(frame.f_code.co_filename):
+        module = str(frame.f_globals.get("__name__", ""))
+        if is_own_file(frame.f_code.co_filename) and module.partition(".")[0] not in FRAMEWORKS:
             count += 1
             yield frame
         frame = frame.f_back
@@ -49,6 +56,14 @@ def loop_in(frame: types.FrameType) -> tuple[types.FrameType, ast.For] | None:
         if loop is not None:
             return (one, loop) if isinstance(loop, ast.For) else None
     return None
+
+
+def local_to_call(frame: types.FrameType) -> frozenset[str]:
+    """Of a function that is called in each step: variables that each call has anew."""
+    code = frame.f_code
+    count = code.co_argcount + code.co_kwonlyargcount
+    count += bool(code.co_flags & inspect.CO_VARARGS) + bool(code.co_flags & inspect.CO_VARKEYWORDS)
+    return frozenset(code.co_varnames[count:])
 
 
 def variables_of(frame: types.FrameType) -> dict[str, Any]:
@@ -64,8 +79,7 @@ def set_elsewhere(frame: types.FrameType) -> dict[str, Any]:
     if frame.f_locals is frame.f_globals:
         return {}
     own = {name: frame.f_locals[name] for name in frame.f_code.co_cellvars if name in frame.f_locals}
-    loop = loop_at(frame.f_code.co_filename, frame.f_lineno)
-    by_loop = frozenset() if loop is None else changed_by_loop(loop)
+    by_loop = carried_by_loop_at(frame.f_code.co_filename, frame.f_lineno).set_here
     found = {**{name: value for name, value in frame.f_globals.items() if not name.startswith("__")}, **own}
     return {name: v for name, v in found.items() if isinstance(v, PLAIN) and name not in by_loop}
 
@@ -99,15 +113,15 @@ def loop_at(file: str, line: int) -> AnyLoop | None:
 
 
 @functools.lru_cache(maxsize=64)
-def carried_by_loop_at(file: str, line: int) -> tuple[str, ...]:
-    loop = loop_at(file, line)
-    return () if loop is None else tuple(sorted(carried_by_loop(loop)))
+def carried_by_loop_at(file: str, line: int) -> Carried:
+    tree, loop = tree_of(file), loop_at(file, line)
+    return Carried() if tree is None or loop is None else carried_by_loop(tree, loop)
 
 
 @functools.lru_cache(maxsize=1024)
-def carried_by_class_in(file: str, name: str) -> frozenset[str]:
+def carried_by_class_in(file: str, name: str) -> CarriedByClass:
     tree = tree_of(file)
-    return frozenset() if tree is None else carried_by_class(tree, name)
+    return CarriedByClass() if tree is None else carried_by_class(tree, name)
 
 
 def place_of(frame: types.FrameType, line: int) -> str:
@@ -116,7 +130,7 @@ def place_of(frame: types.FrameType, line: int) -> str:
 
 def is_own(kind: type) -> bool:
     """Of a class: defined by the script, and by nothing that is installed."""
-    return is_own_file(file_of(kind))
+    return kind.__module__.partition(".")[0] not in FRAMEWORKS and is_own_file(file_of(kind))
 
 
 def is_own_file(file: str) -> bool:

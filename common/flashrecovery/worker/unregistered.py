@@ -10,8 +10,12 @@ it. Found are, from the variables of the function with the ``with step:`` and of
   attributes that a method carries from one call to the next, tensors that are written in place, numbers among global
   variables and among those that inner functions share.
 
-The looks are made before a few of the first steps, without running code of the script. That something is found does not
-say that it matters: a count of steps for a log file does not.
+What each round sets before it reads it is not carried, whatever it is. Where steps are calls (:mod:`.calls`) a
+replacement runs the script's loop from its beginning, so what follows from the number of the round comes back, and so
+does what a generator or an iterator gives: named are modules, tensors, and variables that depend on what calls return.
+
+The looks are made before a few steps, more and more seldom, and before the first one after a recovery, without running
+code of the script. That something is found does not say that it matters: a count of steps for a log file does not.
 """
 
 from __future__ import annotations
@@ -21,7 +25,8 @@ import collections
 import itertools
 import logging
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -30,8 +35,19 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
+from flashrecovery.worker.carried import Carried, CarriedByClass
 from flashrecovery.worker.generators import as_stateful
-from flashrecovery.worker.marks import CONTAINERS, ELEMENTS, PLAIN, InPlace, attributes_of, is_plain, mark, plain_mark
+from flashrecovery.worker.marks import (
+    CONTAINERS,
+    ELEMENTS,
+    PLAIN,
+    InPlace,
+    attributes_of,
+    identity,
+    is_plain,
+    mark,
+    plain_mark,
+)
 from flashrecovery.worker.script_frames import (
     STATIC,
     carried_by_class_in,
@@ -40,6 +56,7 @@ from flashrecovery.worker.script_frames import (
     frames,
     gives_steps,
     is_own,
+    local_to_call,
     loop_in,
     place_of,
     resolve,
@@ -49,11 +66,34 @@ from flashrecovery.worker.script_frames import (
 
 log = logging.getLogger("flashrecovery")
 
-LOOKS = frozenset({2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64})
-"""Before these of a process's steps is looked. Not before the first one, for which others wait after a recovery."""
 _DEPTH = 3
 _OBJECTS = 10_000
 _LEAVES = (*STATIC, *PLAIN)
+
+
+def is_looked_at(step: int) -> bool:
+    """Before which of a process's steps, counted from 1, is looked: 2, 3, 4, 6, 8, 12, 16, 24, and so on. Not before
+    the first one, for which others wait after a recovery."""
+    power = 1 << (step.bit_length() - 1)
+    return step > 1 and step in (power, power + power // 2)
+
+
+@dataclass
+class _Seen:
+    """At one look: path -> (kind, or empty for a plain value, mark).
+
+    ``roots``: of paths that lead through a variable that each round sets anew: the object that it was then.
+    """
+
+    marks: dict[str, tuple[str, Any]] = field(default_factory=dict)
+    roots: dict[str, object] = field(default_factory=dict)
+
+    def differs(self, path: str, newest: _Seen) -> bool:
+        """Whether what ``path`` leads to is still the same thing, and another one than it was."""
+        root = path.partition(".")[0].partition("[")[0]
+        if root in newest.roots and newest.roots[root] != self.roots.get(root):
+            return False
+        return path in self.marks and bool(self.marks[path][1] != newest.marks[path][1])
 
 
 class Unregistered:
@@ -63,15 +103,20 @@ class Unregistered:
         known: what is protected: models, optimizers, registered objects, data streams and their loaders.
         frameworks: a framework protects its own optimizers, schedulers and scalers, whichever they are.
         tell: gets a text that names what has been found for the first time.
+        calls: steps are calls.
     """
 
-    def __init__(self, known: Iterable[object], frameworks: bool, tell: Callable[[str], None]) -> None:
+    def __init__(
+        self, known: Iterable[object], frameworks: bool, tell: Callable[[str], None], *, calls: bool = False
+    ) -> None:
         self._known, self._parameters = _known(known)
         self._frameworks = frameworks
         self._tell = tell
+        self._calls = calls
         self._steps = 0
         self._generation = 0
-        self._seen: dict[str, Any] = {}
+        self._given_up = False
+        self._seen = _Seen()
         self._objects: dict[str, str] = {}
         self._iterators: dict[str, None] = {}
         self._variables: dict[str, None] = {}
@@ -79,20 +124,26 @@ class Unregistered:
     def before_step(self, frame: types.FrameType, generation: int) -> None:
         """``frame``: where the ``with step:`` is. To be called before each step of this process."""
         self._steps += 1
-        if self._steps in LOOKS:
-            told = self._count
-            place = place_of(frame, frame.f_lineno)
-            try:
-                self._look(frame)
-            except Exception:  # whatever a script's objects raise: that they cannot be looked at does not end its job
-                log.warning("%s: the variables of the script could not be looked at", place, exc_info=True)
-                self._steps = max(LOOKS)
-            if self._count > told:
-                self._tell(f"{place}: {self._text('')}")
-        if generation != self._generation:
-            self._generation = generation
-            if self._count:
-                self._tell(self._text(" What this recovery has made of them is not what they would have been."))
+        recovered = generation != self._generation
+        self._generation = generation
+        if is_looked_at(self._steps) or (recovered and self._steps > 1):
+            self._look_and_tell(frame)
+        if recovered and self._count:
+            self._tell(self._text(" After this recovery they may not be what they would have been."))
+
+    def _look_and_tell(self, frame: types.FrameType) -> None:
+        around = list(frames(frame))
+        if not around or self._given_up:
+            return
+        told = self._count
+        place = place_of(around[0], around[0].f_lineno)
+        try:
+            self._look(around)
+        except Exception:  # whatever a script's objects raise: that they cannot be looked at does not end its job
+            log.warning("%s: the variables of the script could not be looked at", place, exc_info=True)
+            self._given_up = True
+        if self._count > told:
+            self._tell(f"{place}: {self._text('')}")
 
     @property
     def _count(self) -> int:
@@ -116,28 +167,53 @@ class Unregistered:
             )
         return f"{'. '.join(parts)}. A recovery does not bring them back (docs/limits.md).{more}"
 
-    def _look(self, frame: types.FrameType) -> None:
-        seen: dict[str, Any] = {}
-        self._look_at_loop(frame)
+    def _look(self, around: Sequence[types.FrameType]) -> None:
+        """``around``: the script's functions that are running, inner ones first."""
+        seen = _Seen()
+        if not self._calls:
+            self._look_at_loop(around[0])
         everything: dict[str, Any] = {}
-        for one in frames(frame):
+        anew = set[str]()
+        reset: dict[int, object] = {}
+        in_loop = False
+        for one in around:
             variables = variables_of(one)
-            for path in carried_by_loop_at(one.f_code.co_filename, one.f_lineno):
-                value = resolve(variables, path)
-                if self._is_foreign_iterator(value):
-                    self._iterators.setdefault(path)
-                elif is_plain(value) and not self._holds_known(value):
-                    self._variables.setdefault(path)
-            everything = {**variables, **everything}
-            seen |= {name: ("", plain_mark(value)) for name, value in set_elsewhere(one).items()}
-        self._walk(everything, seen)
-        for path, (kind, newest) in seen.items():
-            if path in self._seen and self._seen[path][1] != newest and path not in self._variables:
+            carried = carried_by_loop_at(one.f_code.co_filename, one.f_lineno)
+            found_here = {name: v for name, v in variables.items() if name not in everything}
+            if carried != Carried():
+                in_loop = True
+                anew |= carried.remade & found_here.keys()
+            elif not in_loop:  # it is called in each step
+                anew |= local_to_call(one) & found_here.keys()
+            reachable = {**{name: v for name, v in one.f_globals.items() if name in carried.names}, **variables}
+            for path in sorted(carried.names - (carried.counted if self._calls else frozenset())):
+                self._look_at_carried(path, resolve(reachable, path), seen)
+            reset |= {id(value): value for value in (resolve(variables, path) for path in carried.reset)}
+            everything |= found_here
+            if not self._calls:
+                seen.marks |= {name: ("", plain_mark(value)) for name, value in set_elsewhere(one).items()}
+        seen.roots = {name: identity(everything[name]) for name in anew}
+        self._walk(everything, seen.marks, {*reset})
+        for path, (kind, _newest) in seen.marks.items():
+            if path not in self._variables and self._seen.differs(path, seen):
                 if kind:
                     self._objects.setdefault(path, kind)
                 else:
                     self._variables.setdefault(path.partition("[")[0])  # a list's elements are told together
         self._seen = seen
+
+    def _look_at_carried(self, path: str, value: object, seen: _Seen) -> None:
+        """The text says that the loop carries this variable."""
+        if self._is_foreign_iterator(value):
+            if not self._calls:
+                self._iterators.setdefault(path)
+        elif is_plain(value):
+            if not self._holds_known(value):
+                self._variables.setdefault(path)
+        elif is_own(type(value)) and id(value) not in self._known and not isinstance(value, torch.nn.Module):
+            for name, part in attributes_of(value).items():  # an object of plain values, made anew in each round
+                if is_plain(part) and not self._holds_known(part):
+                    seen.marks[f"{path}.{name}"] = "", plain_mark(part)
 
     def _look_at_loop(self, frame: types.FrameType) -> None:
         """A loop over something else than the steps goes on in a void attempt, and begins anew in a replacement."""
@@ -154,11 +230,11 @@ class Unregistered:
             elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("range", "count", "itertools.count"):
                 self._variables.setdefault(ast.unparse(loop.target))
 
-    def _walk(self, variables: Mapping[str, Any], seen: dict[str, Any]) -> None:
+    def _walk(self, variables: Mapping[str, Any], seen: dict[str, Any], reset: set[int]) -> None:
         """Put what the values of ``variables`` and their parts are like into ``seen``: path -> (kind, or empty for a
-        plain value, mark). Each object has the shortest of its paths."""
+        plain value, mark). Each object has the shortest of its paths. ``reset``: objects that are left out."""
         todo = collections.deque((name, value, _DEPTH) for name, value in variables.items())
-        visited: set[int] = set()
+        visited = reset
         while todo and len(visited) < _OBJECTS:
             path, thing, depth = todo.popleft()
             if isinstance(thing, _LEAVES) or id(thing) in visited:
@@ -184,11 +260,14 @@ class Unregistered:
         kind = "" if known else self._kind(thing)
         if kind:
             seen[path] = kind, mark(thing)
+        if self._calls:
+            return ()
         if isinstance(thing, torch.nn.Module):
             self._attributes(path, thing, seen, tensors_only=known or self._shares(thing))
         elif not known and not kind and is_own(type(thing)):
             self._attributes(path, thing, seen, tensors_only=False)
-            return [(f"{path}.{name}", part) for name, part in attributes_of(thing).items()]
+            remade = self._methods(type(thing)).remade
+            return [(f"{path}.{name}", part) for name, part in attributes_of(thing).items() if name not in remade]
         return ()
 
     def _attributes(self, path: str, thing: object, seen: dict[str, Any], tensors_only: bool) -> None:
@@ -198,7 +277,7 @@ class Unregistered:
         for name, one in modules:
             if not is_own(type(one)):
                 continue
-            carried = self._carried(type(one))
+            carried = self._methods(type(one)).names
             for attribute, value in list(attributes_of(one).items()) if carried else ():
                 where = ".".join(filter(None, (path, name, attribute)))
                 if attribute not in carried or (tensors_only and isinstance(value, PLAIN)):
@@ -208,12 +287,10 @@ class Unregistered:
                 elif is_plain(value) and not self._holds_known(value):
                     seen[where] = "", plain_mark(value)
 
-    def _carried(self, kind: type) -> frozenset[str]:
-        found: frozenset[str] = frozenset()
-        for one in kind.__mro__:
-            if is_own(one):
-                found |= carried_by_class_in(file_of(one), one.__name__)
-        return found
+    def _methods(self, kind: type) -> CarriedByClass:
+        found = [carried_by_class_in(file_of(one), one.__name__) for one in kind.__mro__ if is_own(one)]
+        names = frozenset[str]().union(*(one.names for one in found))
+        return CarriedByClass(names, frozenset[str]().union(*(one.remade for one in found)) - names)
 
     def _kind(self, thing: object) -> str:
         """What ``thing`` is called if it has state of its own, unknown to us; else empty."""
@@ -221,6 +298,8 @@ class Unregistered:
             return ""
         if isinstance(thing, torch.nn.Module):
             return "" if self._shares(thing) else type(thing).__name__
+        if self._calls:
+            return ""
         if as_stateful(thing) is not None or isinstance(thing, (LRScheduler, GradScaler)):
             return type(thing).__name__
         stateful = all(callable(getattr(type(thing), name, None)) for name in ("state_dict", "load_state_dict"))

@@ -27,6 +27,7 @@ from pathlib import Path
 
 from flashrecovery.errors import ProtocolError
 from flashrecovery.proto import flashrecovery_pb2 as pb
+from flashrecovery.runtime import process_end
 from flashrecovery.runtime.channel import CHANNEL_ENV, PAGE_ENV
 from flashrecovery.runtime.environment import AGENT_PID_ENV, UNFORKABLE_ENV, ZYGOTE_ENV
 from flashrecovery.runtime.process_control import die_with_parent, name_thread, redirect_output
@@ -221,6 +222,8 @@ def _wait_for_adoption() -> None:
 
 def _become_worker(request: pb.Fork, descriptors: list[int], imported: ImportEnvironment) -> None:
     """What a fresh interpreter would have of its own."""
+    # At its end it lets go of everything as any process does: libraries complain of what is left (nanobind).
+    process_end.at_last(gc.unfreeze)
     channel, page, log = descriptors
     os.setsid()
     name_thread(Path(sys.executable).name)

@@ -276,3 +276,19 @@ def test_who_is_on_the_way_is_named() -> None:
     for shown in (pictures(course), text_of(course)):
         assert "rank 1 on n2: it has 12.0 s to get to its first step" in shown
         assert "rank 3 on n1: it waits for the others" in shown
+
+
+@pytest.mark.parametrize(("state", "expected"), [("running", 7 * 20 / 25), ("finished", 7.0)])
+def test_a_rate_is_what_was_committed_by_the_time_that_passed(state: str, expected: float) -> None:
+    """Not one by the time of a step: here a step takes 21 ms, and 0.12 s lie between two. A launch of 40 s does not
+    count; a standstill does, unless the job has ended since."""
+    record = Record()
+    record.timeline.serve(0.0, 0.0)
+    record.timeline.went_to(0)
+    for second in range(65):
+        version = 7 * min(max(second - 39, 0), 20)
+        record.timeline.add(Sample(float(second), 1.0, version, 100, band_of({0: 0.021})))
+    course = record.course(65.0, state)
+    assert course.steps_per_s == pytest.approx(expected)
+    assert course.tokens_per_s == pytest.approx(100 * expected)
+    assert Course().steps_per_s == 0.0

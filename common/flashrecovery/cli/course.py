@@ -84,7 +84,7 @@ def _speed(course: Course) -> list[Text]:
     lines = [_line("step time", _spread(columns, columns.step_s, first, cells), seconds_text(course.step_s))]
     counts, unit = (columns.tokens, "tokens/s") if any(columns.tokens) else (columns.steps, "steps/s")
     rates = [n / s if s > 0 else None for n, s in zip(counts, columns.seconds, strict=True)]
-    now = course.tokens_per_s if unit == "tokens/s" else 1 / course.step_s if course.step_s > 0 else 0.0
+    now = course.tokens_per_s if unit == "tokens/s" else course.steps_per_s
     lines.append(_line(unit, _spread(columns, rates, first, cells), rate_text(now)))
     if len(course.sizes) > 1:
         begins = [(first + cell) * columns.width_s for cell in range(cells)]

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
@@ -19,6 +20,8 @@ from flashrecovery.parallel_layout import layout_replicas
 LATEST = 200
 """Recoveries that are drawn; all are counted."""
 SLOWEST = 8
+RATE_S = 30.0
+"""A rate is that of so many seconds."""
 _STEPS_A_COLUMN = 4.0
 HOUR_S = 3600.0
 
@@ -120,9 +123,29 @@ class Course(_Fact):
     waiting: list[Wait] = []
 
     @property
+    def steps_per_s(self) -> float:
+        """Steps that were committed in the last :data:`RATE_S` seconds that were looked at, by the seconds that passed:
+        with what lies between two steps, and with recoveries. 0: not known."""
+        return self._per_second("steps")
+
+    @property
     def tokens_per_s(self) -> float:
-        """While it trains; 0: not known."""
-        return self.tokens_per_step / self.step_s if self.step_s > 0 else 0.0
+        """As :attr:`steps_per_s`, in tokens of the whole job."""
+        return self._per_second("tokens")
+
+    def _per_second(self, what: Literal["steps", "tokens"]) -> float:
+        columns = self.whole if self.whole.width_s < self.recent.width_s else self.recent
+        trained = [i for i, steps in enumerate(columns.steps) if steps]
+        if not trained:
+            return 0.0
+        last = trained[-1] if self.state in ("finished", "failed", "lost") else len(columns.steps) - 1
+        count, seconds = 0, 0.0
+        for i in range(last, trained[0] - 1, -1):
+            count += getattr(columns, what)[i]
+            seconds += columns.seconds[i]
+            if seconds >= RATE_S:
+                break
+        return count / seconds if seconds > 0 else 0.0
 
 
 class Record:

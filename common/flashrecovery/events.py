@@ -54,10 +54,11 @@ class Event(BaseModel):
 
 class ControllerStarted(Event):
     """A controller begins to write: the first event of a launch, also of one that never comes to a step. A successor's,
-    too; that one says so by a notice."""
+    too; that one says so by a notice. ``checkpoint_dir``: where its fallback checkpoints go; "": it makes none."""
 
     event: Literal["controller_started"] = "controller_started"
     world_size: int = 0
+    checkpoint_dir: str = ""
 
 
 class StartLine(BaseModel):

@@ -161,7 +161,9 @@ async def controller(
         )
         async with observed(config, run_dir, agent, service, events) as url:
             try:
-                events.write(ControllerStarted(world_size=config.world_size))
+                directory = config.checkpoint.dir
+                kept_in = str(directory.resolve()) if directory is not None else ""
+                events.write(ControllerStarted(world_size=config.world_size, checkpoint_dir=kept_in))
                 port = await service.start(rendezvous.controller, rendezvous.port)
                 address = f"{rendezvous.controller}:{port}"
                 known = rendezvous.access

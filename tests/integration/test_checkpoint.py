@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +14,13 @@ import pytest
 import torch
 
 from flashrecovery.errors import ConfigError, RestoreError
+from flashrecovery.redundancy import verify
 from flashrecovery.redundancy.checkpoint import CheckpointFallback, Published
 from flashrecovery.redundancy.dcp import read_whole, write_part
 from flashrecovery.redundancy.keys import writer_of
 from flashrecovery.redundancy.loading import load, other_layout
-from flashrecovery.redundancy.published import newest
+from flashrecovery.redundancy.manifest import Manifest, manifests_of
+from flashrecovery.redundancy.published import newest, step_name
 from flashrecovery.state.checkpoint_format import CheckpointFormat
 from tests.integration.test_neighbour import Owned, capsule_of, shards_of
 from tests.support.ranks import die, results, run_ranks
@@ -80,6 +82,23 @@ def test_save_and_load_exactly_and_keep_two(tmp_path: Path) -> None:
     assert sorted(p.name for p in folder.iterdir()) == ["latest", "step-0000000007", "step-0000000009"]
     (folder / "latest").unlink()
     check(folder, 9)
+
+
+def test_what_a_job_sweeps_away_while_it_is_looked_at_is_not_called_damaged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "checkpoints"
+    save(tmp_path, folder, [4, 7])
+    swept = folder / step_name(4)
+
+    def manifests(path: Path, ranks: Sequence[int]) -> dict[int, Manifest]:
+        if path == swept and path.exists():
+            CheckpointFallback(folder, rank=0, world=WORLD, keep=1)._sweep(7)
+        return manifests_of(path, ranks)
+
+    monkeypatch.setattr(verify, "manifests_of", manifests)
+    assert [(saved.version, saved.wrong) for saved in verify.checkpoints_in(folder)] == [(7, ())]
+    assert not swept.exists() and not list(folder.glob(".pending*"))
 
 
 def test_it_is_an_ordinary_dcp_checkpoint(tmp_path: Path) -> None:

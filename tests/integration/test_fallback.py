@@ -48,6 +48,8 @@ def test_a_rank_and_its_neighbour_at_once_go_back_to_the_checkpoint(tmp_path: Pa
     assert {e["rank"] for e in job.of("failure_detected")} == set(NEIGHBOURS)
     (fallback,) = job.of("fallback_started")
     assert saved["version"] <= fallback["version"] < STEPS
+    looked = CliRunner().invoke(checkpoints, [str(job.run_dir), "--json"], catch_exceptions=False)
+    assert looked.exit_code == 0 and json.loads(looked.output)[-1]["path"].startswith(str(tmp_path / "ckpt"))
 
 
 def test_without_a_checkpoint_the_lost_shards_are_named(tmp_path: Path) -> None:

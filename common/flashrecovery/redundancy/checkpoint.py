@@ -25,6 +25,7 @@ import shutil
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -339,10 +340,11 @@ class CheckpointFallback:
 
     def _sweep(self, version: int) -> None:
         """Drop what is older than the newest ``keep``, and what was never completed. Later versions in the
-        directory are another run's, and none of our business."""
+        directory are another run's, and none of our business. Each goes as a whole: nobody finds half of it."""
         older = sorted(v for v in versions_in(self.directory) if v <= version)
         for old in older[: -self._keep]:
-            shutil.rmtree(self.directory / step_name(old), ignore_errors=True)
+            with suppress(FileNotFoundError):
+                os.rename(self.directory / step_name(old), self.directory / f".pending-{old}.swept")
         for pending in self.directory.glob(".pending-*"):
             number = pending.name.removeprefix(".pending-").split(".")[0]
             if number.isdigit() and int(number) <= version:

@@ -41,16 +41,28 @@ class SavedVersion:
 
 
 def checkpoints_in(directory: Path) -> Iterator[SavedVersion]:
-    """The complete checkpoints in ``directory``, the oldest first. Reads all of them."""
+    """The complete checkpoints in ``directory``, the oldest first. Reads all of them. One that a running job removes
+    meanwhile is left out."""
     for version, path in published(directory):
-        nbytes = sum(f.stat().st_size for f in path.rglob("*") if f.is_file())
         try:
-            first = manifests_of(path, [0])[0]
-            ranks, form = first.ranks, first.form
-            wrong = tuple(_wrong_shards(path, range(ranks), in_core_format=not form))
-        except RestoreError as e:
-            ranks, form, wrong = 0, "", (str(e),)
-        yield SavedVersion("checkpoint", version, path, ranks, form, nbytes, wrong)
+            found = _saved(version, path)
+        except FileNotFoundError:
+            if path.exists():
+                raise
+            continue
+        if not found.wrong or path.exists():
+            yield found
+
+
+def _saved(version: int, path: Path) -> SavedVersion:
+    nbytes = sum(f.stat().st_size for f in path.rglob("*") if f.is_file())
+    try:
+        first = manifests_of(path, [0])[0]
+        ranks, form = first.ranks, first.form
+        wrong = tuple(_wrong_shards(path, range(ranks), in_core_format=not form))
+    except RestoreError as e:
+        ranks, form, wrong = 0, "", (str(e),)
+    return SavedVersion("checkpoint", version, path, ranks, form, nbytes, wrong)
 
 
 def _wrong_shards(path: Path, ranks: Sequence[int], *, in_core_format: bool) -> Iterator[str]:

@@ -237,6 +237,17 @@ def test_a_lost_node_is_to_blame_once_and_a_process_its_node() -> None:
     assert [(b.node, b.kind) for b in world.blames] == [("b", "node_lost"), ("a", "device")]
 
 
+def test_a_drill_says_nothing_of_the_node() -> None:
+    world = training("a", "b", "c")
+    world.machine.job.drilled.add(0)
+    world.kill(0, "killed")
+    assert world.blames == [] and not world.machine.job.drilled
+    for _ in range(200):
+        world.step()
+    world.kill(0, "killed")  # nobody has asked for this one
+    assert [(b.node, b.kind) for b in world.blames] == [("a", "killed")]
+
+
 def test_a_slow_node_is_remembered() -> None:
     world = training("a", "b")
     for record in world.machine.job.ranks.values():

@@ -77,6 +77,7 @@ class JobState:
         attempts: the newest start has at least this number (restarts and replans), which is not used again.
         facts: what the job's workers say of what there is to lay out, as JSON; "": it cannot be laid out otherwise.
         tokens_per_step: that all ranks take in together, as the script has said; 0: it has not.
+        drilled: ranks for which a fault was asked that has not shown itself yet: it says nothing of their nodes.
     """
 
     config: RunConfig
@@ -131,6 +132,7 @@ class JobState:
     replans: int = 0
     attempts: int = 0
     facts: str = ""
+    drilled: set[int] = field(default_factory=set)
 
     in_order: list[RankRecord] = field(default_factory=list)
     crashes: Crashes = field(default_factory=Crashes)

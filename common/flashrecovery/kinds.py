@@ -70,6 +70,7 @@ class NoticeKind(_Word):
     DIGEST_MISMATCH = "digest_mismatch"
     FAULT_FIRED = "fault_fired"
     FAULT_IMPOSSIBLE = "fault_impossible"
+    FAULT_NOT_FIRED = "fault_not_fired"
     GENERATION_NOT_KEPT = "generation_not_kept"
     HEALTH_FATAL = "health_fatal"
     HEALTH_PLUGIN = "health_plugin"

@@ -426,3 +426,17 @@ def test_exceptions_that_follow_a_death_are_not_its_cause() -> None:
     raises(world, 2, "DistBackendError")
     assert world.machine.job.state is State.FAILED
     assert world.machine.job.failure_reason.startswith("no survivor holds any state")
+
+
+def test_a_drill_that_has_not_struck_is_named_at_the_end() -> None:
+    """One failure for each fault: the second one of rank 1 was to strike in a step that the job does not have."""
+    world = running(2)
+    drills = [pb.InjectRequest(rank=1, fault="sigkill", phase="backward", step=step) for step in (5, 500)]
+    world.machine.job.drills += drills
+    world.kill(1)
+    recovered(world)
+    assert world.machine.job.drills == drills[1:]
+    while world.machine.job.state is not State.FINISHED:
+        assert world.step()
+    told_at_end = [e for e in world.of(ev.Notice) if isinstance(e, ev.Notice) and e.kind == "fault_not_fired"]
+    assert [(e.rank, e.text.partition(":")[0]) for e in told_at_end] == [(1, "sigkill at backward, step 500")]

@@ -94,6 +94,8 @@ def line_of(event: ev.Event) -> str | None:
         NoticeKind.UNPROTECTED,
         NoticeKind.ALL_ASKED_AGAIN,
         NoticeKind.START_AGAIN,
+        NoticeKind.FAULT_IMPOSSIBLE,
+        NoticeKind.FAULT_NOT_FIRED,
     ):
         return f"{event.kind.replace('_', ' ')}: {event.text}"
     return None

@@ -77,7 +77,7 @@ class JobState:
         attempts: the newest start has at least this number (restarts and replans), which is not used again.
         facts: what the job's workers say of what there is to lay out, as JSON; "": it cannot be laid out otherwise.
         tokens_per_step: that all ranks take in together, as the script has said; 0: it has not.
-        drilled: ranks for which a fault was asked that has not shown itself yet: it says nothing of their nodes.
+        drills: faults that were asked for, and after which their ranks have not failed yet.
     """
 
     config: RunConfig
@@ -132,7 +132,7 @@ class JobState:
     replans: int = 0
     attempts: int = 0
     facts: str = ""
-    drilled: set[int] = field(default_factory=set)
+    drills: list[pb.InjectRequest] = field(default_factory=list)
 
     in_order: list[RankRecord] = field(default_factory=list)
     crashes: Crashes = field(default_factory=Crashes)
@@ -181,6 +181,13 @@ class JobState:
     def notice(self, kind: NoticeKind, text: str, *, rank: int = -1) -> None:
         """Something that an operator may want to know."""
         self.emit(ev.Notice(generation=self.generation, rank=rank, kind=kind, text=text))
+
+    def take_drill(self, rank: int) -> bool:
+        """Whether a failure of ``rank`` is what somebody has asked for; one failure for each fault."""
+        asked = next((drill for drill in self.drills if drill.rank == rank), None)
+        if asked is not None:
+            self.drills.remove(asked)
+        return asked is not None
 
     def blame(self, node: str, kind: str, detail: str) -> None:
         """Have it remembered that a node has failed, or is slow: once until the end of a recovery, or the next start,

@@ -658,9 +658,8 @@ class Machine:
         step: int = -1,
         words: pb.LastWords | None = None,
     ) -> None:
-        if record.rank in self.job.drilled:
-            self.job.drilled.discard(record.rank)  # a drill says nothing of the node
-        elif kind is not FailureKind.NODE_LOST:  # a lost node is to blame once, for all of its ranks
+        drill = self.job.take_drill(record.rank)  # which says nothing of the node
+        if not drill and kind is not FailureKind.NODE_LOST:  # a lost node is to blame once, for all of its ranks
             self.job.blame(record.home, kind, f"rank {record.rank}: {evidence}")
         words = words or pb.LastWords()
         self.job.emit(

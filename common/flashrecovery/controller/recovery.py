@@ -521,6 +521,10 @@ class RecoverySteps:
     def finish_if_all_have(self, now: float) -> None:
         """The job has ended well once every rank's process has."""
         if self._job.all_in(Place.FINISHED):
+            for drill in self._job.drills:
+                when = "" if drill.step < 0 else f", step {drill.step:,}"
+                text = f"{drill.fault} at {drill.phase or 'once'}{when}: the job has ended, and this fault has not struck"
+                self._job.notice(NoticeKind.FAULT_NOT_FIRED, text, rank=drill.rank)
             self._job.to(State.FINISHED)
             self._job.emit(
                 ev.JobFinished(

@@ -118,6 +118,27 @@ def test_port_in_use(tmp_path: Path) -> None:
     assert done.returncode == 2 and str(port) in done.stderr
 
 
+FORGOTTEN = """
+import torch, torch.distributed as dist
+dist.init_process_group("gloo")
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(8):
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+"""
+
+
+def test_a_script_that_takes_no_protected_step_is_told_in_its_first_steps(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(FORGOTTEN)
+    job = run_job(tmp_path / "run", Layout("forgotten", "", nproc=2), script=tmp_path / "script.py", standby=0)
+    assert job.code == 0, job.explain()
+    first, last = job.notices("unprotected")
+    assert f"{tmp_path / 'script.py'}:8, and none of them is protected" in first["text"], first
+    assert "has ended without a protected step" in last["text"]
+    check_clean(job)
+
+
 def test_run_directory_of_a_live_job_is_refused(tmp_path: Path) -> None:
     job = RunningJob(tmp_path / "run", TWO, script=TINY, flags=["--steps", "2000"], standby=0)
     job.wait_for("job_started")

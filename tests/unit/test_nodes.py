@@ -347,6 +347,21 @@ def test_nodes_that_never_come_are_not_waited_for_for_ever() -> None:
     )
 
 
+def test_who_has_come_is_said_while_others_are_waited_for() -> None:
+    """Not of nodes that come one right after another, and once for each that has come."""
+    world = World(2, nnodes=3, controller="h:1", timeouts={"rendezvous_s": 900.0})
+    for name, now in (("a", 0.0), ("b", 100.0)):
+        world.join(name)
+        for passed in (0.0, 2.9, 3.0, 4.0, 50.0):
+            world.machine.on_tick(now + passed)
+            world.collect()
+    texts = [e.text for e in world.of(ev.Notice) if isinstance(e, ev.Notice) and e.kind == "waiting_for_node"]
+    assert texts == [
+        "1 of 3 nodes have come (a); waiting for the others, for at most 897 s more (timeouts.rendezvous_s)",
+        "2 of 3 nodes have come (a and b); waiting for the others, for at most 797 s more (timeouts.rendezvous_s)",
+    ]
+
+
 def test_a_job_that_has_begun_or_runs_already_waits_as_ever() -> None:
     world = World(2, nnodes=2, controller="h:1", timeouts={"rendezvous_s": 30.0})
     world.join("a")

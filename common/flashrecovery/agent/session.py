@@ -43,6 +43,10 @@ _BUSY_S = 5.0
 _NAME_TAKEN_S = 3.0
 """An agent whose name is taken for so long is refused: the name belongs to another agent, and not to its own connection
 from before it was started again."""
+_AWAITED_S = 4.0
+"""A controller that has not taken this node in by then is said to be waited for, ..."""
+_AWAITED_AGAIN_S = 60.0
+"""... and again after so long."""
 _TELL_S = 0.1
 """Pace of telling the workers whether a controller is heard."""
 
@@ -146,7 +150,8 @@ class ControllerSession:
         """
         watch = asyncio.create_task(self._lookout.run()) if self._peers is not None else None
         telling = asyncio.create_task(self._tell_workers())
-        for task in (watch, telling):
+        awaiting = asyncio.create_task(self._tell_who_is_awaited())
+        for task in (watch, telling, awaiting):
             if task is not None:
                 task.add_done_callback(self._must_not_fail)
         try:
@@ -156,7 +161,7 @@ class ControllerSession:
                 await self._pause(next_attempt_s(self._hearing.silent_s, self._limits, answered=self._answered))
             return self._agent.finished.result()
         finally:
-            ending = {task for task in (watch, telling, self._move) if task is not None}
+            ending = {task for task in (watch, telling, awaiting, self._move) if task is not None}
             for task in ending:
                 task.cancel()
             await asyncio.wait(ending)
@@ -374,6 +379,19 @@ class ControllerSession:
             raise ProtocolError(
                 f"the controller at {self._address} has been gone for {missed_s:.0f} s (timeouts.controller_gone_s)"
             )
+
+    async def _tell_who_is_awaited(self) -> None:
+        """While no controller has taken this node in."""
+        await asyncio.sleep(_AWAITED_S)
+        while not self._joined:
+            left_s = self._limits.rendezvous_s - (time.monotonic() - self._hearing.missed_since)
+            log.warning(
+                "waiting for a controller at %s: none of this job has answered there yet; this node gives up in %.0f s "
+                "(timeouts.rendezvous_s)",
+                self._address,
+                max(left_s, 0.0),
+            )
+            await asyncio.sleep(_AWAITED_AGAIN_S)
 
     async def _tell_workers(self) -> None:
         """Whether there is a controller that could stop them."""

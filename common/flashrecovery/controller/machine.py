@@ -47,7 +47,7 @@ from flashrecovery.controller.recovery import RecoverySteps
 from flashrecovery.controller.replanning import Replanning
 from flashrecovery.controller.resizing import Resizing
 from flashrecovery.controller.staffing import Staffing
-from flashrecovery.controller.starting import HOW_TO_PROTECT, Starting
+from flashrecovery.controller.starting import Starting
 from flashrecovery.controller.takeover import TakeOver
 from flashrecovery.controller.watching import HangWatch
 from flashrecovery.errors import DamagedCheckpointError
@@ -56,7 +56,7 @@ from flashrecovery.plan.hang import VerdictKind, victims_of
 from flashrecovery.plan.replan import layout_text
 from flashrecovery.plan.resize import why_too_few
 from flashrecovery.plan.transitions import RECOVERY_STATES, State
-from flashrecovery.plan.words import ranks_text
+from flashrecovery.plan.words import HOW_TO_PROTECT, ranks_text
 from flashrecovery.proto import flashrecovery_pb2 as pb
 
 _RETRY_AFTER_S = 1.0

@@ -523,7 +523,9 @@ class RecoverySteps:
         if self._job.all_in(Place.FINISHED):
             for drill in self._job.drills:
                 when = "" if drill.step < 0 else f", step {drill.step:,}"
-                text = f"{drill.fault} at {drill.phase or 'once'}{when}: the job has ended, and this fault has not struck"
+                text = (
+                    f"{drill.fault} at {drill.phase or 'once'}{when}: the job has ended, and this fault has not struck"
+                )
                 self._job.notice(NoticeKind.FAULT_NOT_FIRED, text, rank=drill.rank)
             self._job.to(State.FINISHED)
             self._job.emit(

@@ -14,13 +14,11 @@ from flashrecovery.errors import ConfigError
 from flashrecovery.kinds import NoticeKind, Ordered
 from flashrecovery.plan.placement import neighbour_stride, shared_domains
 from flashrecovery.plan.transitions import State
+from flashrecovery.plan.words import HOW_TO_PROTECT, shortened
 from flashrecovery.proto import flashrecovery_pb2 as pb
 
-HOW_TO_PROTECT = (
-    "take its steps in recovery.steps() (plain PyTorch, DeepSpeed's three calls), set flash_recovery.enabled in the "
-    "configuration of DeepSpeed, or give Megatron-LM --flash-recovery; if its first step takes longer than that, set "
-    "timeouts.startup_s"
-)
+_AWAITED_S = 3.0
+"""For so long nodes may come one after another without a word."""
 _SAID = 3
 """The number of nodes that are named if they run something else; where there are more, most of them do."""
 
@@ -33,6 +31,9 @@ class Starting:
         self._staffing = staffing
         self._excluded_since: float | None = None
         self._first_since: float | None = None
+        self._here: list[str] = []
+        self._here_since = 0.0
+        self._told = False
         self.on_again: Callable[[], None] = lambda: None
         """All processes are about to be started again."""
 
@@ -106,6 +107,8 @@ class Starting:
         here = [node.name for node in alive if node.name not in spare]
         self._first_since = None if not alive else now if self._first_since is None else self._first_since
         limit = job.config.timeouts.rendezvous_s
+        if self._first_since is not None:
+            self._tell_who_is_awaited([node.name for node in alive], self._first_since + limit, now)
         if self._first_since is not None and now - self._first_since >= limit:
             others = f"; and spare ones: {', '.join(spare)}" if spare else ""
             job.fail(
@@ -114,6 +117,17 @@ class Starting:
                 "also those that have left the job before"
             )
 
+    def _tell_who_is_awaited(self, here: list[str], until: float, now: float) -> None:
+        """Once it is seen that nodes do not come at the same time, and whenever another one has come."""
+        if here != self._here:
+            self._here, self._here_since, self._told = here, now, False
+        if not self._told and now - self._here_since >= _AWAITED_S:
+            self._told = True
+            wanted = self._job.config.nnodes
+            text = f"{len(here)} of {wanted} nodes have come ({shortened(here, _SAID)}); waiting for the "
+            text += f"others, for at most {until - now:.0f} s more (timeouts.rendezvous_s)"
+            self._job.notice(NoticeKind.WAITING_FOR_NODE, text)
+
     def let_run_unprotected(self) -> None:
         """No rank has come to a protected step in all the time for it. It looks as if none ever will, and what runs
         may be hours of training."""
@@ -121,7 +135,8 @@ class Starting:
         self._job.notice(
             NoticeKind.UNPROTECTED,
             f"no rank has come to a protected step within {self._job.config.timeouts.startup_s:g} s "
-            f"(timeouts.startup_s), so the script runs on without recovery, as under torchrun: {HOW_TO_PROTECT}",
+            "(timeouts.startup_s), so the script runs on without recovery, as under torchrun: "
+            f"{HOW_TO_PROTECT}; if its first step takes longer than that, set timeouts.startup_s",
         )
 
     def await_the_others(self, now: float) -> None:

@@ -5,6 +5,11 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
+HOW_TO_PROTECT = (
+    "take its steps in recovery.steps() (plain PyTorch, DeepSpeed's three calls), set flash_recovery.enabled in the "
+    "configuration of DeepSpeed, or give Megatron-LM --flash-recovery"
+)
+"""What a script without a protected step lacks."""
 _SHOWN_RANKS = 4
 _SHOWN_SHARDS = 3
 

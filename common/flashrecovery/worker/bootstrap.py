@@ -17,6 +17,7 @@ from pathlib import Path
 
 from flashrecovery.errors import DivergedError
 from flashrecovery.kinds import NoticeKind
+from flashrecovery.plan.words import HOW_TO_PROTECT
 from flashrecovery.proto import flashrecovery_pb2 as pb
 from flashrecovery.runtime import process_end
 from flashrecovery.runtime.channel import PAGE_ENV, Channel
@@ -28,7 +29,7 @@ from flashrecovery.worker.ahead import Installed
 from flashrecovery.worker.ahead_of_script import AheadOfScript
 from flashrecovery.worker.connection import Connection
 from flashrecovery.worker.environment_watch import EnvironmentWatch
-from flashrecovery.worker.hooks import install_adapter_hooks, install_group_hook, install_spawn_hook
+from flashrecovery.worker.hooks import UnprotectedSteps, install_adapter_hooks, install_group_hook, install_spawn_hook
 from flashrecovery.worker.import_environment import ImportEnvironment
 from flashrecovery.worker.main_module import run_file, run_module
 from flashrecovery.worker.skipping import Ahead
@@ -128,7 +129,10 @@ def _prepare(channel: Channel, page: Page, assign: pb.Assign, command: list[str]
     watch = EnvironmentWatch(installed)
     profile = _start_profile(installed, channel, page, assign)
     place = int(assign.env.get("RANK", assign.rank))
-    _connection = Connection(channel, page, assign.rank, assign.generation, detached, watch, profile, place, ahead)
+    unprotected = _unprotected_steps(channel, assign)
+    _connection = Connection(
+        channel, page, assign.rank, assign.generation, detached, watch, profile, place, ahead, unprotected
+    )
     watch.start()
     profile.start()
 
@@ -143,6 +147,22 @@ def _start_profile(installed: Installed, channel: Channel, page: Page, assign: p
 
     told = tell if assign.detached or assign.rank == 0 else None
     return StartProfile(installed, page, told, PERIOD_S if assign.detached else LAUNCH_PERIOD_S)
+
+
+def _unprotected_steps(channel: Channel, assign: pb.Assign) -> UnprotectedSteps | None:
+    """Rank 0 tells of them, at a launch: a replacement has come to a protected step before."""
+    if assign.detached or assign.rank != 0:
+        return None
+
+    def tell(line: str) -> None:
+        text = f"optimizer steps are taken at {line}, and none of them is protected: {HOW_TO_PROTECT}"
+        notice = pb.Notice(rank=assign.rank, kind=NoticeKind.UNPROTECTED, text=text, step=-1)
+        with suppress(OSError):  # the agent is gone, which the control thread sees, too
+            channel.send(pb.FromWorker(notice=notice))
+
+    found = UnprotectedSteps(tell)
+    found.watch()
+    return found
 
 
 def _set_module_path(command: list[str]) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from flashrecovery.runtime.channel import Channel
 from flashrecovery.runtime.page import Page
 from flashrecovery.worker.environment_watch import EnvironmentWatch
+from flashrecovery.worker.hooks import UnprotectedSteps
 from flashrecovery.worker.skipping import Ahead
 from flashrecovery.worker.start_profile import StartProfile
 
@@ -27,6 +28,7 @@ class Connection:
         start_profile: StartProfile,
         place: int | None = None,
         ahead: Ahead = Ahead(),  # noqa: B008 - frozen
+        unprotected_steps: UnprotectedSteps | None = None,
     ) -> None:
         self.channel = channel
         self.page = page
@@ -37,4 +39,5 @@ class Connection:
         self.environment_watch = environment_watch
         self.start_profile = start_profile
         self.ahead = ahead
+        self.unprotected_steps = unprotected_steps
         self.at_script_end: list[Callable[[], None]] = []

@@ -106,6 +106,8 @@ class Recoverer:
             for version, path in published(worker.settings.checkpoint.dir):
                 saved = pb.CheckpointSaved(version=version, path=str(path), found=True)
                 worker.send(pb.FromWorker(checkpoint=saved))
+        if worker.connection.unprotected_steps is not None:
+            worker.connection.unprotected_steps.over()
         message = pb.Joined(
             rank=worker.rank,
             generation=worker.gate.generation,

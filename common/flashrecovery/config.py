@@ -131,6 +131,13 @@ class Timeouts(_Model):
         description="a node that is told to end (SIGTERM) stays at most so long, to hand its ranks over; schedulers "
         "kill after 30 s",
     )
+    last_save_s: float = Field(
+        15.0,
+        gt=0,
+        le=3600.0,
+        description="a job that ends before its last step stops its ranks and keeps what they hold, in at most this "
+        "time; then they end, and it is written to disk. Schedulers kill after 30 s",
+    )
     shutdown_grace_s: float = Field(3.0, gt=0, le=4.0, description="SIGTERM to SIGKILL at the end; all within 5 s")
 
 

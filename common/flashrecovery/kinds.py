@@ -54,6 +54,7 @@ class Ordered(_Word):
     RESTORE = "restore"
     STASH = "stash"
     RESUME = "resume"
+    KEEP_LAST = "keep_last"
 
 
 class NoticeKind(_Word):
@@ -75,6 +76,7 @@ class NoticeKind(_Word):
     HEALTH_FATAL = "health_fatal"
     HEALTH_PLUGIN = "health_plugin"
     HEALTH_WARNING = "health_warning"
+    LAST_SAVE = "last_save"
     LEFT = "left"
     HOLD_FAILED = "hold_failed"
     NEWCOMERS = "newcomers"
@@ -98,6 +100,7 @@ class NoticeKind(_Word):
     REDUNDANCY = "redundancy"
     REGROUP_FAILED = "regroup_failed"
     RESTORE_FAILED = "restore_failed"
+    RESUMED = "resumed"
     RESUME_FAILED = "resume_failed"
     SETUP_LOG_LOST = "setup_log_lost"
     SETUP_LOG_TOO_LARGE = "setup_log_too_large"

@@ -235,6 +235,9 @@ class _GenerationFile:
 
 
 class _Tail:
+    def __init__(self, *_: object) -> None:
+        pass
+
     def follow(self, *_: object) -> None:
         pass
 

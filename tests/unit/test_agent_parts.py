@@ -232,7 +232,7 @@ def test_workers_are_asked_where_they_stand_and_one_that_is_silent_is_not_waited
 
 def test_a_log_of_a_replaced_process_is_closed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     async def follow() -> list[int]:
-        tail = LogTail()
+        tail = LogTail(tmp_path)
         before, opened = len(os.listdir("/proc/self/fd")), []
         for generation in range(4):
             log = tmp_path / f"rank0.gen{generation}.log"
@@ -248,6 +248,23 @@ def test_a_log_of_a_replaced_process_is_closed(tmp_path: Path, capsys: pytest.Ca
     opened = asyncio.run(follow())
     assert opened[1:] == opened[:1] * 3
     assert capsys.readouterr().out.split("\n")[:4] == [f"[rank0] line {i}" for i in range(4)]
+
+
+def test_what_an_earlier_launch_has_printed_is_not_shown_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log = tmp_path / "rank0.gen0.log"
+    log.write_text("days ago\n")
+
+    async def follow() -> None:
+        tail = LogTail(tmp_path)
+        with open(log, "a") as now:
+            now.write("now\n")
+        tail.follow(log, "[rank0]")
+        tail.close()
+
+    asyncio.run(follow())
+    assert capsys.readouterr().out == "[rank0] now\n"
 
 
 @asynccontextmanager

@@ -72,6 +72,7 @@ class Agent:
         self._members: tuple[int, ...] = ()
         self._regrouped = 0  # the generation in which they have been named last
         self._ended_by: str | None = None
+        self._last_save = pb.Shutdown()
         self._hears = False
         self._departs_for = ""
         self._checkpoint: pb.CheckpointSaved | None = None
@@ -112,7 +113,8 @@ class Agent:
         self._carry_out: Mapping[str | None, Callable[[pb.Command], object]] = {
             "batch": self._on_batch,
             "replace": lambda command: self._tasks.start(self._replace(command)),
-            "shutdown": lambda command: self._tasks.start(self.shutdown(command.shutdown.reason or None)),
+            "shutdown": self._on_shutdown,
+            "keep_last": self._on_keep_last,
             "rank_table": self._adopt,
             "regroup": self._on_regroup,
             "leave": self._on_leave,
@@ -426,7 +428,28 @@ class Agent:
 
     async def end_snapshots(self) -> None:
         """After :meth:`shutdown`: give the snapshots back, written to disk first if the job has not come to its end."""
-        await self._snapshots.end(unfinished=not self.finished.done() or self._ended_by is not None)
+        unfinished = not self.finished.done() or self._ended_by is not None
+        last = self._last_save
+        await self._snapshots.end(unfinished=unfinished, version=last.version, whole=last.whole)
+
+    def _on_shutdown(self, command: pb.Command) -> None:
+        self._last_save = command.shutdown
+        self._tasks.start(self.shutdown(command.shutdown.reason or None))
+
+    def _on_keep_last(self, command: pb.Command) -> None:
+        """The job ends: a rank's part of its state is to outlive it, and the agent sees to that if the rank cannot."""
+        order = command.keep_last
+        if not order.gone:
+            self._relay(command)
+            return
+        page = self._processes.page_of(command.rank)
+        usable = page is not None and (order.early or order.version not in page.early_capsules())
+        capsule = page.read_capsule(order.version) if page is not None and usable else None
+        missing = self._snapshots.keep_for(command.rank, order.version, capsule, tensors=order.tensors)
+        reply = pb.Reply(serial=command.serial, generation=command.generation, rank=command.rank)
+        if missing:
+            reply.error_type, reply.error = "RestoreError", missing
+        self._send(pb.AgentMessage(reply=reply))
 
     # -- what the processes say and do ------------------------------------------------------------
 

@@ -28,14 +28,18 @@ class _Followed:
 
 
 class LogTail:
-    """Follows files that training processes write themselves (so nothing is lost when the agent dies)."""
+    """Follows files that training processes write themselves (so nothing is lost when the agent dies).
 
-    def __init__(self) -> None:
+    Made before any process is started: what is in ``folder`` by then is an earlier launch's, and not shown again.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._before = {path: path.stat().st_size for path in folder.glob("*.log")}
         self._files: dict[Path, _Followed] = {}
         self._task: asyncio.Task[None] | None = None
 
     def follow(self, path: Path, label: str) -> None:
-        """Print what is written to ``path`` from now on. A file that had the same label so far is not followed any
+        """Print what this launch writes to ``path``. A file that had the same label so far is not followed any
         more."""
         if path in self._files:
             return
@@ -66,6 +70,7 @@ class LogTail:
             if followed.file is None:
                 try:
                     followed.file = open(path, "rb")  # noqa: SIM115 - see close()
+                    followed.file.seek(self._before.get(path, 0))
                 except FileNotFoundError:
                     continue
             data = followed.file.read()

@@ -30,6 +30,7 @@ from flashrecovery.events import RunDir
 from flashrecovery.kinds import NoticeKind
 from flashrecovery.proto import flashrecovery_pb2 as pb
 from flashrecovery.runtime.environment import STANDBY_DEVICE_ENV, common_env, rank_env
+from flashrecovery.runtime.page import Page
 
 LAST_WORDS_S = 0.2
 """For what a dying process has still said to arrive."""
@@ -109,7 +110,7 @@ class ProcessManager:
         self.halted = False
         self.ending = False
         self._watch = DeathWatch(asyncio.get_running_loop())
-        self._tail = LogTail()
+        self._tail = LogTail(run_dir.log_dir)
 
     def living(self) -> list[WorkerProcess]:
         """Those that fill ranks; none once the end has begun, for then their pages are given back."""
@@ -118,6 +119,12 @@ class ProcessManager:
     def replaced(self) -> list[WorkerProcess]:
         """Dead ones whose ranks are being filled again, and which still have the only pages of these."""
         return [process for rank, process in self._before.items() if rank in self._goes_on]
+
+    def page_of(self, rank: int) -> Page | None:
+        """That of the process that fills the rank, or of the one before, if no other fills it yet; None once the end
+        has begun."""
+        process = None if self.ending else self.ranks.get(rank) or self._before.get(rank)
+        return None if process is None else process.page
 
     def beside(self) -> list[int]:
         """Ranks of those that are built up beside training, also such whose process has not come yet."""

@@ -15,11 +15,14 @@ from pathlib import Path
 from flashrecovery.config import RunConfig
 from flashrecovery.errors import ConfigError
 from flashrecovery.snapshot import address
-from flashrecovery.snapshot.client import SnapshotHost
-from flashrecovery.snapshot.files import FOLDER, listed
+from flashrecovery.snapshot.client import HeldMemory, SnapshotHost
+from flashrecovery.snapshot.files import FOLDER, OF_PAGE, PARTIAL, listed, memory_name
 from flashrecovery.snapshot.locking import has_swap, lock_limit
+from flashrecovery.snapshot.memory import HEADER, SharedMemory
 
 log = logging.getLogger("flashrecovery")
+_SAID_BEFORE = 1 << 30
+"""So many bytes take seconds to write, and whoever waits for the end is told."""
 _SHORT_LIFE_S = 2.0
 """A process that dies sooner will do so again."""
 
@@ -37,6 +40,8 @@ class NodeSnapshots:
         if the process cannot be started."""
         self._config = config.snapshots
         self._resumes = config.resume
+        self._world_size = config.world_size
+        self._several_nodes = config.several_nodes
         self._folder = path / FOLDER
         self._log = path / "logs" / "snapshots.log"
         self._notice = notice
@@ -147,32 +152,80 @@ class NodeSnapshots:
             "of all processes at once would go back to a checkpoint"
         )
 
-    async def end(self, *, unfinished: bool) -> None:
-        """All ranks' processes have ended. ``unfinished``: the job has not come to its last step."""
+    def keep_for(self, rank: int, version: int, capsule: bytes | None, *, tensors: bool) -> str:
+        """A rank is gone whose page had this ``capsule`` of ``version`` (None: it had none). ``tensors``: the rank had
+        more that nobody else has. Returns what is missing, in words; "": nothing."""
+        if self._host is None:
+            return "its node has no snapshot process"
+        try:
+            held = any(one.rank == rank and one.version == version for one in self._host.held())
+            if held:
+                return ""
+            if capsule is None:
+                return f"its own state (random numbers, data position) of step {version} is gone with its process"
+            if tensors:
+                return f"what it alone had of step {version} is gone with its process"
+            memory = SharedMemory.create(len(capsule))
+            memory.map[HEADER : HEADER + len(capsule)] = capsule
+            memory.version = version
+            self._host.keep(rank, memory_name(OF_PAGE, self._world_size), memory)
+        except OSError as e:
+            return f"the snapshot process of its node is gone: {e}"
+        return ""
+
+    async def end(self, *, unfinished: bool, version: int = 0, whole: bool = False) -> None:
+        """All ranks' processes have ended. ``unfinished``: the job has not come to its last step. ``version``: of which
+        everything is held, if ``whole``, or else a part; 0: nobody has looked."""
         host, self._host = self._host, None
         if host is None:
             return
         try:
             if unfinished and self._config.persist:
-                await asyncio.to_thread(self._persist, host)
+                await asyncio.to_thread(self._persist, host, version, whole)
         except OSError as e:
-            log.warning("the snapshots are lost, the process that held them is gone: %s", e)
+            log.warning("flashrecovery: the state that was held is lost, the process that held it is gone: %s", e)
         finally:
             await asyncio.to_thread(host.end)
 
-    def _persist(self, host: SnapshotHost) -> None:
+    def _persist(self, host: SnapshotHost, version: int, whole: bool) -> None:
         held = [one for one in host.held() if one.version > 0]
         if not held:
             return
-        nbytes = sum(one.nbytes for one in held)
-        log.warning("writing snapshots (%.1f MB) to %s", nbytes / 1e6, self._folder)
-        versions, wrong = host.save(self._folder)
-        if wrong:
-            log.warning(
-                "the snapshots could not be written, what this job had trained since its checkpoint is lost: %s", wrong
-            )
+        there = listed(self._folder)
+        if {(one.rank, one.name, one.version) for one in held} == {(one.rank, one.name, one.version) for one in there}:
+            log.warning("flashrecovery: %s is as it was: no step has been taken", self._folder)
             return
-        log.warning("snapshots of version %s are in %s; --resume goes on from there", versions[-1], self._folder)
+        newest = version if whole else newest_of_all(held, self._here)
+        folder = self._folder if newest or not there else self._folder.with_name(PARTIAL)
+        nbytes = sum(one.nbytes for one in held)
+        if nbytes > _SAID_BEFORE:
+            log.warning("flashrecovery: writing what is held of the state (%.1f GB) to %s", nbytes / 1e9, folder)
+        _, wrong = host.save(folder)
+        if wrong:
+            text = f"the state of step {newest or held[0].version} could not be written and is lost: {wrong}"
+        else:
+            text = saved_text(folder, newest, nbytes, several_nodes=self._several_nodes)
+        log.warning("flashrecovery: %s", text)
+
+
+def newest_of_all(held: Collection[HeldMemory], ranks: Collection[int]) -> int:
+    """The newest version of which each of these ranks has something: all that it has to add. 0: none."""
+    by_version: dict[int, set[int]] = {}
+    for one in held:
+        by_version.setdefault(one.version, set()).add(one.rank)
+    return max((v for v, some in by_version.items() if v > 0 and ranks and some >= set(ranks)), default=0)
+
+
+def saved_text(folder: Path, version: int, nbytes: int, *, several_nodes: bool) -> str:
+    """What was written, and how to go on. ``version``: that all ranks of the node have; 0: none."""
+    if version and several_nodes:
+        return (
+            f"this node's part of the state of step {version} ({nbytes / 1e6:.1f} MB) is in {folder}; --resume goes on "
+            "from the newest step that all nodes have"
+        )
+    if version:
+        return f"the state of step {version} ({nbytes / 1e6:.1f} MB) is in {folder}; --resume goes on from there"
+    return f"the state that was left is not whole; what there is of it is in {folder}, from which --resume cannot go on"
 
 
 def _undecided(what: str, otherwise: str) -> str:

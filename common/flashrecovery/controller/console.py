@@ -67,6 +67,8 @@ def line_of(event: ev.Event) -> str | None:
         return f"no consistent state in memory ({event.reason}); going back to checkpoint {event.path}"
     if isinstance(event, ev.Notice) and event.kind == NoticeKind.WAITING:
         return f"waiting for rank {event.rank}, for {event.seconds:.0f} s now: {event.text}"
+    if isinstance(event, ev.Notice) and event.kind == NoticeKind.RESUMED:
+        return event.text
     if isinstance(event, ev.Notice) and event.kind in (
         NoticeKind.REDUNDANCY,
         *_OF_THE_SCRIPT,

@@ -76,6 +76,9 @@ class JobState:
         replans: how often it has changed.
         attempts: the newest start has at least this number (restarts and replans), which is not used again.
         facts: what the job's workers say of what there is to lay out, as JSON; "": it cannot be laid out otherwise.
+        where: the run directory.
+        earlier_step: to which an earlier launch in it had come; 0: none.
+        saving: the job has failed, and what its ranks hold is being kept before they end (:mod:`.last_save`).
         tokens_per_step: that all ranks take in together, as the script has said; 0: it has not.
         drills: faults that were asked for, and after which their ranks have not failed yet.
     """
@@ -133,6 +136,9 @@ class JobState:
     attempts: int = 0
     facts: str = ""
     drills: list[pb.InjectRequest] = field(default_factory=list)
+    where: str = ""
+    earlier_step: int = 0
+    saving: bool = False
 
     in_order: list[RankRecord] = field(default_factory=list)
     crashes: Crashes = field(default_factory=Crashes)
@@ -198,13 +204,34 @@ class JobState:
             self.outbox.blame(Blame(node, str(kind), self.generation, detail))
 
     def fail(self, reason: str) -> None:
-        """Nothing is left to try: say why, stop everything, keep the evidence."""
+        """Nothing is left to try: say why, stop everything, keep the evidence, and what the ranks hold."""
         self.failure_reason = reason
         self.outbox.clear()
+        self.saving = self._has_something_to_save()
         self.to(State.FAILED)
         self.emit(ev.JobFailed(generation=self.generation, reason=reason, step=self.committed, step_s=self.step_s))
-        shutdown = pb.Shutdown(reason=reason)
-        self.command(AGENT, pb.Command(shutdown=shutdown))
+        if not self.saving:
+            self.shut_down()
+
+    def shut_down(self, version: int = 0, *, whole: bool = False) -> None:
+        """Have all agents end their processes. ``version``: of which everything is kept (``whole``), or a part; 0:
+        nobody knows."""
+        self.saving = False
+        self.command(AGENT, pb.Command(shutdown=pb.Shutdown(reason=self.failure_reason, version=version, whole=whole)))
+
+    def _has_something_to_save(self) -> bool:
+        """Whether ranks hold a state that a later launch could go on from. Not where layouts and sizes change: what is
+        kept on a node is of one."""
+        config = self.config
+        there = not (self.unprotected or self.plan) and self.launched and self.whole
+        if not there or config.snapshots.keep == "never" or not config.snapshots.persist or config.replan is not None:
+            return False
+        if self.places[Place.RELEASED] or self.places[Place.FINISHED]:
+            return False
+        in_loop = sum(
+            self.places[p] for p in (Place.RUNNING, Place.STOPPING, Place.STOPPED, Place.RECOVERING, Place.DONE)
+        )
+        return in_loop > 0 and any(record.committed > 0 for record in self.in_order)
 
     def keepers_of_copies(self, records: Sequence[RankRecord] = ()) -> dict[int, int]:
         """By rank, the one that holds its neighbour copies, if the job consists of these ``records`` (default: all). It

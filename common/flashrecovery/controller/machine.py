@@ -11,6 +11,7 @@ done with it is in objects that have nothing of their own but their way of doing
 :mod:`.takeover`    a controller that is started while its job runs
 :mod:`.evacuate`    warned nodes are replaced with the next failure
 :mod:`.watching`    hangs and slow ranks
+:mod:`.last_save`   what is kept when the job ends before its last step
 :mod:`.resizing`    of an elastic job, who leaves and when
 :mod:`.growing`     of an elastic job, who comes and when
 :mod:`.replanning`  in which other parallel layout the job goes on, and when
@@ -39,6 +40,7 @@ from flashrecovery.controller.growing import Growing
 from flashrecovery.controller.handoff import Handoff
 from flashrecovery.controller.history import HistoryEntry
 from flashrecovery.controller.job_state import AGENT, JobState
+from flashrecovery.controller.last_save import LastSave
 from flashrecovery.controller.layout_rooms import laid_out_without
 from flashrecovery.controller.losses import allowed_sizes, leaving_without, never_replaced
 from flashrecovery.controller.nodes import NodeRecord, NodeState
@@ -81,6 +83,7 @@ class Machine:
         self._steps = RecoverySteps(
             self.job, self._staffing, evacuation, self._starting, self._resizing, self._replanning
         )
+        self._last_save = LastSave(self.job, self._steps.stop_held)
         self.takeover = TakeOver(self.job, self._staffing, self._starting, self._steps, self._replanning)
         self.watch = HangWatch(self.job)
         self.conduct = Conduct(self.job)
@@ -137,6 +140,9 @@ class Machine:
     def on_node_lost(self, name: str, evidence: str, silent_s: float, now: float) -> None:
         """A node does not answer any more, and no other node reaches it: its ranks are given away as a whole."""
         node = self.job.nodes[name]
+        if self.job.saving and node.alive:
+            node.state = NodeState.LOST
+            self._last_save.lost([r.rank for r in self.job.ranks.values() if r.home == name])
         if self.job.state in (State.FAILED, State.FINISHED) or not node.alive:
             return
         node.state = NodeState.LOST
@@ -282,6 +288,8 @@ class Machine:
     def _is_lost(self, message: pb.Failure, now: float, node: str) -> bool:
         """Note a failure; returns whether the rank is to be filled again for that."""
         record = self.job.ranks.get(message.rank)
+        if record is not None and record.pid == message.pid and self.job.saving:
+            self._last_save.lost([record.rank])
         if (
             record is None
             or self.job.state in (State.FAILED, State.FINISHED)
@@ -343,6 +351,12 @@ class Machine:
             return
         what, ranks = self.job.outbox.acknowledge(message.serial, (message.rank, *message.also))
         if what is None or not ranks:
+            return
+        if what is Ordered.KEEP_LAST:
+            self._last_save.kept(ranks, message)
+            return
+        if self.job.saving and message.error_type:
+            self._last_save.lost(ranks)
             return
         if message.error_type:
             self._refused(self.job.ranks[ranks[0]], what, message, now)
@@ -458,6 +472,8 @@ class Machine:
         record = self.job.ranks.get(message.rank)
         if record is not None and node not in ("", record.home):
             return
+        if record is not None and record.pid == message.pid and self.job.saving:
+            self._last_save.lost([record.rank])
         if record is None or record.pid != message.pid or self.job.state in (State.FAILED, State.FINISHED):
             return
         finished = record.place in (Place.RELEASED, Place.DONE) or (
@@ -541,6 +557,9 @@ class Machine:
         if self._resizing.overdue(now):
             self._steps.recover([], FailureKind.RESIZE, self._resizing.paused_since(now), 0.0, now)
         late = {rank: what for what, rank in self.job.outbox.expired(now)}
+        if self.job.saving:
+            self._last_save.late(late)
+        self._last_save.tick(now)
         if late and self.job.state not in (State.FINISHED, State.FAILED):
             self._are_late(late, now)
         found = self.watch.find_hung(now)

@@ -121,11 +121,34 @@ class RecoverySteps:
             if checkpoint is not None:
                 text += f"; the newest checkpoint is of version {checkpoint[0]}"
             self._job.notice(NoticeKind.SNAPSHOTS, text)
+            self._tell_resumed(in_memory.round.version, f"the snapshots of {self._job.where}")
             return in_memory
         if checkpoint is None:
+            self._nothing_to_resume()
             return None
         version, path = checkpoint
+        self._tell_resumed(version, f"checkpoint {path}")
         return Decision(RestoreRound.from_checkpoint(version, self._job.ranks), path)
+
+    def _tell_resumed(self, version: int, found: str) -> None:
+        lost = self._job.earlier_step - version
+        again = f"; the launch before had come to step {self._job.earlier_step}" if lost > 1 else ""
+        self._job.notice(NoticeKind.RESUMED, f"resumed at step {version} from {found}{again}")
+
+    def _nothing_to_resume(self) -> None:
+        """The job begins at its first step, unless an earlier launch had come further: then that is lost, which is not
+        passed over."""
+        job = self._job
+        folder = job.config.checkpoint.dir
+        places = job.where if folder is None else f"{job.where}, {folder}"
+        if job.earlier_step == 0:
+            job.notice(NoticeKind.RESUMED, f"nothing to resume in {places}: starts at step 0")
+            return
+        hint = "" if folder is not None else " (with --checkpoint-dir or --snapshots always there would have been)"
+        job.fail(
+            f"--resume: an earlier launch in {job.where} had come to step {job.earlier_step}, and in {places} there is "
+            f"nothing to go on from{hint}; without --resume the job begins anew"
+        )
 
     def recover(self, victims: list[int], kind: FailureKind, failed_at: float, detect_s: float, now: float) -> None:
         """Ranks have lost their processes: replace these, and bring everybody back to one consistent version."""
@@ -269,7 +292,11 @@ class RecoverySteps:
             self.confirm(now)
 
     def _stop_survivors(self, now: float) -> None:
-        """Once every survivor is held: first those that may finish their step stop, then the others.
+        """See :meth:`stop_held`, in a recovery."""
+        self.stop_held(now, self._job.config.timeouts.mutation_grace_s)
+
+    def stop_held(self, now: float, grace_s: float) -> None:
+        """Once every survivor is held: first those that may finish their step stop, in ``grace_s``, then the others.
 
         A rank that has reached a version has synchronised its gradients with all others, so these can reach it, too
         (unless the dead rank still had to send them something; where that matters, a barrier comes before the
@@ -285,15 +312,15 @@ class RecoverySteps:
         chosen = behind or held
         for settled in (True, False):
             stop = pb.Stop(
-                reason=self._job.last_failure,
-                mutation_grace_s=limit.mutation_grace_s,
+                reason=self._job.failure_reason or self._job.last_failure,
+                mutation_grace_s=grace_s,
                 finish_to=newest if settled else -1,
                 needs_known=self._job.needs_known,
                 layout=self._job.elastic_layout(),
                 unsure=self._job.unsure,
             )
             told = [r for r in chosen if r.held_at.settled is settled]
-            deadline = now + limit.mutation_grace_s + limit.stop_ack_s
+            deadline = now + grace_s + limit.stop_ack_s
             self._job.command_all(told, pb.Command(stop=stop), deadline, Ordered.STOP)
 
     def _decide(self, now: float) -> None:

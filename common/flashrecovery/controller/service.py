@@ -26,6 +26,7 @@ from flashrecovery.controller.checkpoints import Checkpoints
 from flashrecovery.controller.connections import AgentConnection, Connections
 from flashrecovery.controller.console import Console
 from flashrecovery.controller.drills import Drills
+from flashrecovery.controller.earlier import earlier_step
 from flashrecovery.controller.elector_set import ElectorSet
 from flashrecovery.controller.generation_file import GenerationFile
 from flashrecovery.controller.heartbeats import ControllerHeartbeats
@@ -99,6 +100,7 @@ class ControllerService(rpc.ControllerServicer):  # type: ignore[misc]
             self._agents, self.machine.job, self._heartbeats.gets_through, config.timeouts.heartbeat_s, _TICK_S
         )
         self._incarnation = self.machine.job.launch = uuid.uuid4().hex
+        self.machine.job.where = str(run_dir.path)
         self._drills = Drills(config.most_ranks)
         self._board = StatusBoard(self.machine, self._liveness, str(run_dir.path))
         self._checkpoints = Checkpoints(config.checkpoint)
@@ -142,6 +144,8 @@ class ControllerService(rpc.ControllerServicer):  # type: ignore[misc]
         """Listen; returns the port. Raises ConfigError if it is in use."""
         await self._memory.begin()
         self.machine.takeover.written_down = self._numbers.read()
+        if self._config.resume:
+            self.machine.job.earlier_step = earlier_step(self.run_dir)
         self._server = self._access.server()
         rpc.add_ControllerServicer_to_server(self, self._server.grpc)
         try:
@@ -298,6 +302,8 @@ class ControllerService(rpc.ControllerServicer):  # type: ignore[misc]
             where = traceback.extract_tb(error.__traceback__)[-1]
             place = f"{Path(where.filename).name}:{where.lineno}"
             self.machine.job.fail(f"an error in the controller ({place}): {type(error).__name__}: {error}")
+        elif self.machine.job.saving:
+            self.machine.job.shut_down()
         try:
             self.act()
         except Exception as second:  # what is left to be done is done with the next tick
@@ -308,7 +314,7 @@ class ControllerService(rpc.ControllerServicer):  # type: ignore[misc]
     def greet(self, connection: AgentConnection) -> pb.Command:
         """The first word to an agent; what else it has to know follows."""
         node = connection.node
-        if self._actions.over_for_all and connection.link.sent == 0:
+        if self._actions.over_for_all and not self.machine.job.saving and connection.link.sent == 0:
             self._agents.post(node, self._actions.last_word())  # it has come after the job's end
         self._intake.tell_modules(node)
         if self._elector_set.named:

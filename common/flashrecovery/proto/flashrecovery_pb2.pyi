@@ -1741,6 +1741,7 @@ class Command(_message.Message):
     STASH_FIELD_NUMBER: _builtins.int
     DROP_STASH_FIELD_NUMBER: _builtins.int
     STASH_KEPT_FIELD_NUMBER: _builtins.int
+    KEEP_LAST_FIELD_NUMBER: _builtins.int
     REFUSED_FIELD_NUMBER: _builtins.int
     sequence: _builtins.int
     """see AgentMessage"""
@@ -1824,6 +1825,10 @@ class Command(_message.Message):
         """to an agent, for the next controller"""
 
     @_builtins.property
+    def keep_last(self) -> Global___KeepLast:
+        """to a stopped rank, or to the agent in the place of a rank that is gone"""
+
+    @_builtins.property
     def refused(self) -> Global___Refused:
         """instead of the first word: this agent cannot join, see controller/admission.py"""
 
@@ -1866,13 +1871,14 @@ class Command(_message.Message):
         stash: Global___Stash | None = ...,
         drop_stash: Global___DropStash | None = ...,
         stash_kept: Global___StashKept | None = ...,
+        keep_last: Global___KeepLast | None = ...,
         refused: Global___Refused | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["batch", b"batch", "body", b"body", "checkpoint", b"checkpoint", "drop_stash", b"drop_stash", "electors", b"electors", "fault", b"fault", "fence", b"fence", "go_through", b"go_through", "heartbeat", b"heartbeat", "hold", b"hold", "keep_undo", b"keep_undo", "leave", b"leave", "look", b"look", "modules", b"modules", "pause", b"pause", "ping", b"ping", "probe", b"probe", "rank_table", b"rank_table", "refused", b"refused", "regroup", b"regroup", "release", b"release", "replace", b"replace", "restore", b"restore", "resume", b"resume", "saved", b"saved", "shutdown", b"shutdown", "stash", b"stash", "stash_kept", b"stash_kept", "stop", b"stop", "vouched", b"vouched"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["batch", b"batch", "body", b"body", "checkpoint", b"checkpoint", "drop_stash", b"drop_stash", "electors", b"electors", "fault", b"fault", "fence", b"fence", "go_through", b"go_through", "heartbeat", b"heartbeat", "hold", b"hold", "keep_last", b"keep_last", "keep_undo", b"keep_undo", "leave", b"leave", "look", b"look", "modules", b"modules", "pause", b"pause", "ping", b"ping", "probe", b"probe", "rank_table", b"rank_table", "refused", b"refused", "regroup", b"regroup", "release", b"release", "replace", b"replace", "restore", b"restore", "resume", b"resume", "saved", b"saved", "shutdown", b"shutdown", "stash", b"stash", "stash_kept", b"stash_kept", "stop", b"stop", "vouched", b"vouched"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["acknowledged", b"acknowledged", "batch", b"batch", "body", b"body", "checkpoint", b"checkpoint", "drop_stash", b"drop_stash", "echo", b"echo", "electors", b"electors", "fault", b"fault", "fence", b"fence", "generation", b"generation", "go_through", b"go_through", "heartbeat", b"heartbeat", "hold", b"hold", "keep_undo", b"keep_undo", "leave", b"leave", "look", b"look", "modules", b"modules", "pause", b"pause", "ping", b"ping", "probe", b"probe", "rank", b"rank", "rank_table", b"rank_table", "ranks", b"ranks", "refused", b"refused", "regroup", b"regroup", "release", b"release", "replace", b"replace", "restore", b"restore", "resume", b"resume", "saved", b"saved", "sent_at", b"sent_at", "sequence", b"sequence", "serial", b"serial", "shutdown", b"shutdown", "stash", b"stash", "stash_kept", b"stash_kept", "stop", b"stop", "vouched", b"vouched"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["acknowledged", b"acknowledged", "batch", b"batch", "body", b"body", "checkpoint", b"checkpoint", "drop_stash", b"drop_stash", "echo", b"echo", "electors", b"electors", "fault", b"fault", "fence", b"fence", "generation", b"generation", "go_through", b"go_through", "heartbeat", b"heartbeat", "hold", b"hold", "keep_last", b"keep_last", "keep_undo", b"keep_undo", "leave", b"leave", "look", b"look", "modules", b"modules", "pause", b"pause", "ping", b"ping", "probe", b"probe", "rank", b"rank", "rank_table", b"rank_table", "ranks", b"ranks", "refused", b"refused", "regroup", b"regroup", "release", b"release", "replace", b"replace", "restore", b"restore", "resume", b"resume", "saved", b"saved", "sent_at", b"sent_at", "sequence", b"sequence", "serial", b"serial", "shutdown", b"shutdown", "stash", b"stash", "stash_kept", b"stash_kept", "stop", b"stop", "vouched", b"vouched"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["replace", "stop", "regroup", "restore", "resume", "release", "fault", "shutdown", "ping", "rank_table", "checkpoint", "keep_undo", "hold", "heartbeat", "probe", "fence", "modules", "electors", "batch", "look", "go_through", "vouched", "saved", "pause", "leave", "stash", "drop_stash", "stash_kept", "refused"]  # noqa: Y015
+    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["replace", "stop", "regroup", "restore", "resume", "release", "fault", "shutdown", "ping", "rank_table", "checkpoint", "keep_undo", "hold", "heartbeat", "probe", "fence", "modules", "electors", "batch", "look", "go_through", "vouched", "saved", "pause", "leave", "stash", "drop_stash", "stash_kept", "keep_last", "refused"]  # noqa: Y015
     _WhichOneofArgType_body: _TypeAlias = _typing.Literal["body", b"body"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_body) -> _WhichOneofReturnType_body | None: ...
 
@@ -2890,22 +2896,69 @@ Global___Fault: _TypeAlias = Fault  # noqa: Y015
 
 @_typing.final
 class Shutdown(_message.Message):
+    """version: of which everything is in the memories of the nodes' snapshot processes (whole), or what the living had of it;
+    0: nobody has looked.
+    """
+
     DESCRIPTOR: _descriptor.Descriptor
 
     REASON_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
+    WHOLE_FIELD_NUMBER: _builtins.int
     reason: _builtins.str
+    version: _builtins.int
+    whole: _builtins.bool
     def __init__(
         self,
         *,
         reason: _builtins.str = ...,
+        version: _builtins.int = ...,
+        whole: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["reason", b"reason"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["reason", b"reason", "version", b"version", "whole", b"whole"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Shutdown: _TypeAlias = Shutdown  # noqa: Y015
+
+@_typing.final
+class KeepLast(_message.Message):
+    """The job ends: have the node's snapshot process hold this rank's part of this version. holders: the ranks that have the
+    version. To an agent (gone): the process of the rank is no more, or does not answer, so keep what its page has (early: also
+    if it was sealed early); with tensors, what the rank itself had kept must be there, too.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    VERSION_FIELD_NUMBER: _builtins.int
+    HOLDERS_FIELD_NUMBER: _builtins.int
+    GONE_FIELD_NUMBER: _builtins.int
+    TENSORS_FIELD_NUMBER: _builtins.int
+    EARLY_FIELD_NUMBER: _builtins.int
+    version: _builtins.int
+    gone: _builtins.bool
+    tensors: _builtins.bool
+    early: _builtins.bool
+    @_builtins.property
+    def holders(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def __init__(
+        self,
+        *,
+        version: _builtins.int = ...,
+        holders: _abc.Iterable[_builtins.int] | None = ...,
+        gone: _builtins.bool = ...,
+        tensors: _builtins.bool = ...,
+        early: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["early", b"early", "gone", b"gone", "holders", b"holders", "tensors", b"tensors", "version", b"version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___KeepLast: _TypeAlias = KeepLast  # noqa: Y015
 
 @_typing.final
 class Ping(_message.Message):

@@ -189,10 +189,11 @@ class Slot:
         """
         self.version = -1
         fits = not self._adopted and self._pinned >= pin
-        if fits and self._is(layout):
+        outlives = self._outliving is not None
+        # Memory for no tensor at all is memory, too: what belongs to them lies in its notes.
+        if fits and self._is(layout) and (self.shared is not None or not outlives):
             return
         self.views = []
-        outlives = self._outliving is not None
         if fits and self.buffer.numel() == layout.nbytes and (self.shared is not None or not outlives):
             self.buffer.zero_()
         else:

@@ -110,10 +110,12 @@ def _ended(sock: socket.socket) -> bool:
 
 @dataclass(frozen=True)
 class HeldMemory:
-    """One memory that the process has. ``nbytes`` of content; ``version`` -1: not whole."""
+    """One memory that the process has, of a rank and under a name. ``nbytes`` of content; ``version`` -1: not whole."""
 
     version: int
     nbytes: int
+    rank: int
+    name: str
 
 
 class SnapshotHost:
@@ -172,6 +174,10 @@ class SnapshotHost:
         """Nothing of these ranks (None: of any) is needed here any more. Raises OSError if it is gone, or does not
         answer."""
         self._ask("forget", ranks=None if ranks is None else list(ranks))
+
+    def keep(self, rank: int, name: str, memory: SharedMemory) -> None:
+        """Hold ``memory`` for a rank. Raises OSError if it is gone."""
+        send(self._sock, {"do": "keep", "rank": rank, "name": name}, [memory.fd])
 
     def save(self, folder: Path) -> tuple[list[int], str]:
         """Write everything that is whole to ``folder``; nobody may write into it meanwhile. Returns the versions that

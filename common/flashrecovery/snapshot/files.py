@@ -19,8 +19,17 @@ from flashrecovery.runtime.durable import sync_folder, write_durably
 from flashrecovery.snapshot.memory import SharedMemory
 
 FOLDER = "snapshots"
+PARTIAL = "snapshots.partial"
+"""What is not known to be a whole version, where the folder of that name has something already. Nothing reads it."""
+LAST, OF_PAGE = "own-last", "own-page"
+"""Memories that are kept when a job ends: of a rank, and in the place of one that is gone, what its page had."""
 _LIST = "list.json"
 _PIECE = 16 << 20
+
+
+def memory_name(name: str, ranks: int) -> str:
+    """Of a memory of a job of so many ranks: another number divides its state otherwise."""
+    return f"{name}-of-{ranks}"
 
 
 @dataclass(frozen=True)

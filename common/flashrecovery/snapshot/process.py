@@ -188,7 +188,7 @@ class SnapshotProcess:
         return _Answer({"names": list(found)}, list(found.values()))
 
     def _list(self, _: socket.socket, __: Mapping[str, Any], ___: list[int]) -> _Answer:
-        held = [(memory.version, memory.nbytes) for memory in self._memories.values()]
+        held = [(memory.version, memory.nbytes, rank, name) for (rank, name), memory in self._memories.items()]
         return _Answer({"held": held}, [])
 
     def _save(self, _: socket.socket, message: Mapping[str, Any], __: list[int]) -> _Answer:

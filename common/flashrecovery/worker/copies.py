@@ -8,7 +8,7 @@ are *snapshots*: held by a process of the node, too, and so also there when all 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
 import torch
@@ -32,10 +32,12 @@ from flashrecovery.redundancy.parity_copies import ParityCopies
 from flashrecovery.redundancy.undo import ChangeCounter, UndoCopy, write_back
 from flashrecovery.runtime.environment import in_changed_layout
 from flashrecovery.snapshot.client import Keeper
+from flashrecovery.snapshot.files import LAST, OF_PAGE, memory_name
 from flashrecovery.snapshot.memory import SharedMemory, host_id
 from flashrecovery.state.shard import Shard, ShardSource
 from flashrecovery.worker.copy_choice import anywhere, choice, copied_shards, neighbour_of, placement, ring_among
 from flashrecovery.worker.glance import glance_at_tensors
+from flashrecovery.worker.last_copy import LastCopy
 from flashrecovery.worker.registry import Registry
 
 NEIGHBOUR_GROUP, PARITY_GROUP = "flashrecovery-neighbour", "flashrecovery-parity"
@@ -105,6 +107,7 @@ class Copies:
                 f"the snapshots that were found are of a job of {ranks} ranks, and this one has {registry.world_size}: "
                 f"launch it with {ranks}, or choose another --run-dir"
             )
+        self._last = None if self._keeper is None else LastCopy(self._outliving(LAST), self._outliving(OF_PAGE))
         self._snapshot: UndoCopy | None = None
         if registry.world_size > 1 and settings.redundancy != "none":
             losses = settings.parity if settings.redundancy == "parity" else 1
@@ -247,7 +250,7 @@ class Copies:
         """How the slot of this name is kept by the node's snapshot process."""
         keeper = self._keeper
         assert keeper is not None
-        name = f"{name}-of-{self._registry.world_size}"  # another number of ranks divides its state otherwise
+        name = memory_name(name, self._registry.world_size)
 
         def keep(memory: SharedMemory | None) -> None:
             keeper.keep(name, memory)
@@ -256,15 +259,38 @@ class Copies:
 
     def take_over(self) -> None:
         """Plain state that belongs to what the process before this one has left."""
-        kept = self._kept
-        if kept is None:
-            return
-        registry = self._registry
-        for version, _, beside in kept.held():
+        registry, kept = self._registry, self._kept
+        found = [] if kept is None else [(version, beside.plain) for version, _, beside in kept.held()]
+        if self._last is not None:
+            found += self._last.left(registry.capsule.name)
+        for version, plain in found:
             for shard in (registry.common, registry.capsule):
-                data = beside.plain.get(shard.name)
+                data = plain.get(shard.name)
                 if data is not None and shard.at(version) is None:
                     shard.keep(version, data)
+
+    def keep_last(self, version: int, holders: Collection[int], *, live: bool) -> None:
+        """The job ends: have the node's snapshot process hold this rank's part of ``version``, which ``holders`` have
+        whole. ``live``: the tensors of the shards are of that version. Raises RestoreError if this rank lacks it."""
+        registry, kept = self._registry, self._kept
+        if self._last is None:
+            raise RestoreError("this node has no snapshot process")
+        missing = [s.name for s in (registry.capsule, registry.common) if s.at(version) is None]
+        if registry.capsule.name in missing or (missing and registry.rank in holders):
+            raise RestoreError(f"rank {registry.rank} has no {missing[0]!r} of version {version}")
+        part = _part_among(registry, holders) if registry.rank in holders else []
+        slot = None if kept is None else kept.slot(version)
+        if kept is not None and slot is None:
+            part += [shard for shard in kept.shards if shard not in part]
+        elif slot is not None:
+            part = [shard for shard in part if shard.name not in slot.layout.shards]
+            if not part:
+                return
+        sources = [
+            ShardSource(s.name, s.spec(), list(s.tensors().values())) if live else self._own_source(s.name, version)
+            for s in part
+        ]
+        self._last.keep(version, sources, self._beside(version))
 
     def describe(self) -> str:
         """In words: what is protected by which copies, what that costs, and which losses it survives."""
@@ -418,6 +444,8 @@ class Copies:
 
     def resumed(self, generation: int, version: int) -> None:
         """All ranks are at ``version``: newer copies are void."""
+        if self._last is not None:
+            self._last.drop()
         if self._members is not None:
             self._become(self._members)
         if self.checkpoint is not None:
@@ -565,8 +593,11 @@ class Copies:
                 continue
             known = [s.name for s in undo.shards]
             for version, names, _ in undo.held():
-                if {*known} <= {*names}:
+                # Without a name, the controller would take it for everything.
+                if known and {*known} <= {*names}:
                     held.append(pb.Held(kind=Kind.UNDO, version=version, shards=known))
+        if self._last is not None:
+            held += self._last.inventory()
         if self._peers is not None:
             for holding in self._peers.holdings():
                 held.append(
@@ -587,7 +618,7 @@ class Copies:
         if decoded is not None:
             write_back(decoded, shard)
         else:
-            self._holder_of(shard.name, version).restore(version, shard)
+            write_back(self._own_source(shard.name, version), shard)
 
     def parity(self, live: int) -> ParityHeld | None:
         """What this rank has to say of parity; ``live``: the version of its tensors, -1: none."""
@@ -606,17 +637,20 @@ class Copies:
             raise RestoreError(f"rank {self._registry.rank} keeps no parity")
         return self._parity.decode(group, order, live, groups.abandon, corrupt=corrupt)
 
-    def _holder_of(self, shard: str, version: int) -> UndoCopy:
+    def _own_source(self, shard: str, version: int) -> ShardSource:
         """Raises RestoreError if this rank has no own copy of this shard."""
         for copies in (self._own_copy, self._snapshot):
             if copies is not None and any(shard in names for v, names, _ in copies.held() if v == version):
-                return copies
-        raise RestoreError(f"no own copy of {shard!r} at version {version}")
+                return copies.source(shard, version)
+        left = None if self._last is None else self._last.source(shard, version)
+        if left is None:
+            raise RestoreError(f"no own copy of {shard!r} at version {version}")
+        return left
 
     def source(self, kind: str, shard: str, version: int) -> ShardSource:
         """A copy in the form of a transfer's source. Raises RestoreError if it is not held."""
         if kind == Kind.UNDO:
-            return self._holder_of(shard, version).source(shard, version)
+            return self._own_source(shard, version)
         if kind in (Kind.COPY, Kind.PARITY) and self._peers is not None:
             return self._peers.source(shard, version)
         raise RestoreError(f"no {kind} of {shard!r} here")
@@ -653,5 +687,17 @@ def _part_of_snapshot(registry: Registry) -> list[Shard]:
         if nodes > 1:
             keepers.add(min(shard.holders, key=lambda rank: (rank - first - stride) % registry.world_size))
         if registry.rank in keepers:
+            part.append(shard)
+    return part
+
+
+def _part_among(registry: Registry, holders: Collection[int]) -> list[Shard]:
+    """The shards of which this rank keeps the last copy: each is kept by one of those ``holders`` that have it, and by
+    the one that keeps its snapshot, if that one is among them."""
+    part: list[Shard] = []
+    for shard in registry.tensor_shards():
+        first = writer_of(shard)
+        among = [rank for rank in shard.holders if rank in holders]
+        if registry.rank == min(among, key=lambda rank: (rank - first) % registry.world_size):
             part.append(shard)
     return part

@@ -193,6 +193,8 @@ class Recoverer:
                 self._stash(command.stash, reply)
             elif body == "resume":
                 resumed = self._resume(command)
+            elif body == "keep_last":
+                self._keep_last(command.keep_last)
             elif body == "leave":
                 self._loop.leave()
         except (RuntimeError, FlashRecoveryError) as e:
@@ -261,6 +263,11 @@ class Recoverer:
             self._reshaping.replicas,
         )
         reply.sent_digests.update(alike)
+
+    def _keep_last(self, order: pb.KeepLast) -> None:
+        """The job ends: this process's memory goes with it."""
+        live = self._worker.gate.live == order.version
+        self._loop.copies.keep_last(order.version, frozenset(order.holders), live=live)
 
     def _from_other_nodes(self, root: Path, place: pb.StashPlace, within_s: float) -> Fetched:
         worker, control = self._worker, self._worker.control

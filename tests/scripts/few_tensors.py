@@ -1,0 +1,65 @@
+"""DDP with fewer tensors than ranks: ``few_tensors.py STEPS MODEL [MILLISECONDS]``. Each rank prints a digest of its
+parameters, buffers, optimizer state and random numbers at the end."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import sys
+
+import torch
+import torch.distributed as dist
+from pacing import take_time
+from torch import nn
+
+import flashrecovery
+
+BUG = int(os.environ.get("FLASHRECOVERY_TEST_BUG", "-1"))
+"""In this step rank 1 raises, whenever it comes there."""
+
+
+def model_of(kind: str) -> nn.Module:
+    if kind == "one":
+        return nn.Linear(4, 4, bias=False)
+    if kind == "frozen":
+        frozen = nn.Linear(4, 8).requires_grad_(False)
+        return nn.Sequential(frozen, nn.Linear(8, 4))
+    if kind == "norm":
+        return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 4))
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4))
+
+
+def main() -> None:
+    steps, kind, milliseconds = int(sys.argv[1]), sys.argv[2], float(sys.argv[3]) if len(sys.argv) > 3 else 0.0
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    recovery = flashrecovery.init()
+    torch.manual_seed(0)
+    inner = model_of(kind)
+    model = nn.parallel.DistributedDataParallel(inner)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    recovery.register(model=model, optimizer=optimizer)
+    torch.manual_seed(100 + rank)
+    for step in recovery.steps(steps):
+        with step:
+            x = torch.randn(8, 4) + torch.rand(1)
+            loss = ((model(x) - x.sin()) ** 2).mean()
+            optimizer.zero_grad()
+            loss.backward()
+            if step.index == BUG and rank == 1:
+                raise ValueError("bad sample 4711")
+            optimizer.step()
+            take_time(milliseconds, step.index)
+        print(f"step={step.index} rank={rank} loss_hex={loss.item().hex()}", flush=True)
+    digest = hashlib.sha256()
+    for tensor in inner.state_dict().values():
+        digest.update(tensor.numpy().tobytes())
+    for state in optimizer.state_dict()["state"].values():
+        for value in state.values():
+            digest.update(value.numpy().tobytes())
+    digest.update(torch.get_rng_state().numpy().tobytes())
+    print(f"digest rank={rank} {digest.hexdigest()}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

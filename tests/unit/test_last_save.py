@@ -1,0 +1,177 @@
+"""A job that ends before its last step: which version is kept, who keeps it, and when nobody could."""
+
+from __future__ import annotations
+
+import pytest
+
+from flashrecovery.agent.snapshots import newest_of_all, saved_text
+from flashrecovery.controller.earlier import step_of
+from flashrecovery.controller.last_save import newest_whole
+from flashrecovery.controller.records import Place, RankRecord
+from flashrecovery.plan.transitions import State
+from flashrecovery.proto import flashrecovery_pb2 as pb
+from flashrecovery.snapshot.client import HeldMemory
+from tests.unit.test_machine import World
+
+
+def record(rank: int, live: int, *held: tuple[int, str]) -> RankRecord:
+    found = RankRecord(rank)
+    found.needs = {"param/w": 100, "common": 10, f"capsule@{rank}": 5}
+    found.take_inventory(live, [pb.Held(kind="undo", version=v, shards=[name], nbytes=[1]) for v, name in held])
+    return found
+
+
+def test_the_newest_version_of_which_everything_is_there() -> None:
+    assert newest_whole([record(0, 7), record(1, 7)]) == 7
+    assert newest_whole([record(0, 8), record(1, 7)]) == -1, "rank 1 has no own state of 8, and rank 0 none of 7"
+    assert newest_whole([record(0, 8), record(1, -1, (8, "capsule@1"))]) == 8, "its tensors are those of rank 0"
+    assert newest_whole([record(0, 8, (7, "capsule@0")), record(1, 7)]) == 7
+    assert newest_whole([record(0, -1)]) == -1
+
+
+class Ending(World):
+    """Its ranks have trained to version 2, and can keep what they hold."""
+
+    def __init__(self, size: int = 2, **config: object) -> None:
+        super().__init__(size, steps=9, **config)
+        self.kept: dict[int, pb.KeepLast] = {}
+        self.told: list[pb.Shutdown] = []
+        self.silent: set[int] = set()
+        self.error = ""
+        self.launch()
+        while self.version[0] < 2:
+            self.step()
+
+    def answer(self, rank: int, command: pb.Command) -> None:
+        body = command.WhichOneof("body")
+        if body == "shutdown":
+            self.told.append(command.shutdown)
+        elif body == "keep_last":
+            self.kept[rank] = command.keep_last
+            reply = pb.Reply(serial=command.serial, generation=command.generation, rank=rank)
+            if self.error and command.keep_last.gone:
+                reply.error_type, reply.error = "RestoreError", self.error
+            self.machine.on_reply(reply, self.now)
+        elif not (body in ("hold", "stop") and rank in self.silent):
+            super().answer(rank, command)
+
+    def end(self, seconds: float = 30.0) -> pb.Shutdown:
+        """To the last word."""
+        until = self.now + seconds
+        while not self.told and self.now < until:
+            self.step()
+            self.now += 0.05
+            self.machine.on_tick(self.now)
+            self.collect()
+        (last,) = self.told
+        assert self.machine.job.state is State.FAILED
+        return last
+
+
+def test_a_job_that_is_told_to_end_keeps_what_its_ranks_hold() -> None:
+    world = Ending()
+    world.machine.on_stop_request("stopped by SIGTERM")
+    world.collect()
+    assert not world.told, "not before it is kept"
+    last = world.end()
+    assert (last.version, last.whole) == (2, True)
+    assert {rank: list(order.holders) for rank, order in world.kept.items()} == {0: [0, 1], 1: [0, 1]}
+
+
+def test_what_a_dead_rank_had_is_taken_from_its_page() -> None:
+    world = Ending()
+    for _ in range(3):
+        world.kill(1, kind="exception")
+        while world.machine.job.state not in (State.RUNNING, State.FAILED):
+            world.step()
+    assert world.machine.job.state is State.FAILED
+    last = world.end()
+    assert (last.version, last.whole) == (2, True)
+    assert world.kept[1].gone and not world.kept[1].tensors and list(world.kept[0].holders) == [0]
+
+
+def test_what_is_lost_is_said() -> None:
+    world = Ending()
+    world.error = "its own state of step 2 is gone with its process"
+    world.machine.job.ranks[1].vacate()
+    world.machine.on_stop_request("stopped by SIGTERM")
+    last = world.end()
+    assert (last.version, last.whole) == (2, False)
+    (said,) = [e.text for e in world.events if getattr(e, "kind", "") == "last_save"]
+    assert "rank 1: its own state of step 2 is gone" in said
+
+
+def test_a_rank_that_does_not_answer_is_not_waited_for_longer_than_said() -> None:
+    world = Ending(timeouts={"last_save_s": 4.0})
+    world.silent = {1}
+    began = world.now
+    world.machine.on_stop_request("stopped by SIGTERM")
+    last = world.end()
+    assert last.whole and world.kept[1].gone, "its page has what it had for itself"
+    assert world.now - began < 4.0
+
+
+def test_a_rank_that_dies_meanwhile_is_not_waited_for() -> None:
+    world = Ending()
+    world.silent = {1}
+    world.machine.on_stop_request("stopped by SIGTERM")
+    world.machine.on_tick(world.now)
+    world.collect()
+    began = world.now
+    world.kill(1)
+    last = world.end()
+    assert last.version == 2 and world.kept[1].gone and world.now - began < 2.0
+
+
+@pytest.mark.parametrize("config", [{"snapshots": {"keep": "never"}}, {"snapshots": {"persist": False}}])
+def test_a_job_that_keeps_nothing_ends_at_once(config: dict[str, object]) -> None:
+    world = Ending(**config)
+    world.machine.on_stop_request("stopped by SIGTERM")
+    world.collect()
+    for rank, command in world.inbox:
+        world.answer(rank, command)
+    assert [(last.version, last.whole) for last in world.told] == [(0, False)]
+
+
+def test_nothing_is_kept_before_the_first_step_and_after_the_last_one() -> None:
+    world = Ending()
+    for record in world.machine.job.ranks.values():
+        record.committed = 0
+    world.machine.on_stop_request("stopped by SIGTERM")
+    assert not world.machine.job.saving
+    world = Ending()
+    world.machine.job.ranks[0].place = Place.RELEASED
+    world.machine.on_stop_request("stopped by SIGTERM")
+    assert not world.machine.job.saving
+
+
+def test_a_version_counts_if_every_rank_of_the_node_has_something_of_it() -> None:
+    held = [HeldMemory(15, 1, 0, "own-0-of-2"), HeldMemory(14, 1, 0, "own-1-of-2"), HeldMemory(14, 1, 1, "own-0-of-2")]
+    assert newest_of_all(held, {0, 1}) == 14
+    assert newest_of_all(held[:2], {0, 1}) == 0
+    assert newest_of_all([], set()) == 0
+
+
+def test_what_is_written_is_named_with_the_way_on() -> None:
+    from pathlib import Path
+
+    folder = Path("runs/a/snapshots")
+    assert saved_text(folder, 7, 12_300_000, several_nodes=False) == (
+        "the state of step 7 (12.3 MB) is in runs/a/snapshots; --resume goes on from there"
+    )
+    assert "all nodes" in saved_text(folder, 7, 0, several_nodes=True)
+    assert "cannot go on" in saved_text(folder, 0, 0, several_nodes=False)
+
+
+def test_how_far_an_earlier_launch_had_come() -> None:
+    started = {"event": "job_started", "step": 0}
+    assert step_of([]) == 0
+    assert step_of([{"event": "job_failed", "step": -1}]) == 0, "it had not begun"
+    assert step_of([started, {"event": "job_failed", "step": 44}]) == 44
+    assert step_of([started, {"event": "job_failed", "step": 0}]) == 0
+    assert step_of([started]) == 1, "killed; some step, as far as is known"
+    assert step_of([started, {"event": "recovery_finished", "resume_step": 9}]) == 9
+    begun_anew = [started, {"event": "job_failed", "step": 44}, started, {"event": "job_failed", "step": 3}]
+    assert step_of(begun_anew) == 3
+    refused = [started, {"event": "job_failed", "step": 44}, {"event": "job_failed", "step": -1}]
+    assert step_of(refused) == 44

@@ -450,7 +450,7 @@ def check_phase(phase: str | None) -> None:
     if phase is not None and phase not in PHASES + RECOVERY_PHASES:
         near = difflib.get_close_matches(phase, PHASES + RECOVERY_PHASES, 1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise ConfigError(f"phase {phase!r} is unknown{hint} Allowed: {', '.join(PHASES + RECOVERY_PHASES)}")
+        raise ConfigError(f"phase {phase!r} is unknown{hint}; allowed: {', '.join(PHASES + RECOVERY_PHASES)}")
 
 
 def check_fault(fault: str, phase: str | None) -> None:

@@ -94,13 +94,17 @@ def build_model(args: argparse.Namespace, device: torch.device) -> GPT:
     return GPT(model_config(args)).to(device)
 
 
+def build_dataset(args: argparse.Namespace) -> BlockDataset:
+    """All blocks, the same on every rank; makes the data set on first use."""
+    return BlockDataset(corpus.prepare(args.data, args.data_dir, int(args.corpus_mib * 2**20)), args.context)
+
+
 def build_loader(
     args: argparse.Namespace, rank: int | None = None, world: int | None = None
 ) -> DataLoader[tuple[Tensor, Tensor]]:
-    """This rank's batches, or those of part ``rank`` of ``world``; makes the data set on first use."""
-    prefix = corpus.prepare(args.data, args.data_dir, int(args.corpus_mib * 2**20))
+    """This rank's batches, or those of part ``rank`` of ``world``."""
     return make_loader(
-        BlockDataset(prefix, args.context),
+        build_dataset(args),
         rank=dist.get_rank() if rank is None else rank,
         world=dist.get_world_size() if world is None else world,
         batch_size=args.batch_size,

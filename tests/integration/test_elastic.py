@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.support.elastic import Course, check_goes_on_alike, command, commanded, never, often, start
-from tests.support.jobs import Job, check_clean, check_fired
+from tests.support.jobs import Job, Layout, check_clean, check_fired, run_job
 
 pytestmark = pytest.mark.timeout(240)
 AT = 9
@@ -40,6 +40,24 @@ def check_shrunk(job: Job, resized: Callable[[int, int], Job], left: list[int]) 
     assert event["step"] in (AT, AT + 1), job.explain()
     assert all(recovery["left"] == recovery["victims"] for recovery in job.of("recovery_finished"))
     check_goes_on_alike(job, resized(event["step"], size), event["step"], size)
+    check_clean(job)
+
+
+def test_the_example_goes_on_with_fewer_ranks(tmp_path: Path) -> None:
+    example = Path(__file__).parents[2] / "examples/gpt/train_elastic.py"
+    job = run_job(
+        tmp_path / "run",
+        Layout("example", "", nproc=3),
+        script=example,
+        flags=["--steps", "8", "--batch-size", "2", "--global-batch-size", "12"],
+        standby=0,
+        config={"elastic": {"min": 2, "max": 3, "replace": "never"}},
+        inject=["rank=2,fault=sigkill,at=backward,step=4"],
+    )
+    assert job.code == 0 and "step=7 loss=" in job.output, job.explain()
+    check_fired(job)
+    (event,) = job.of("job_resized")
+    assert event["left"] == [2] and event["replicas"] == 2
     check_clean(job)
 
 

@@ -13,7 +13,7 @@ from click.testing import CliRunner
 from flashrecovery.capabilities import Framework, capability
 from flashrecovery.capabilities.probes import Live
 from flashrecovery.cli import checks
-from flashrecovery.cli.doctor import doctor, examine
+from flashrecovery.cli.doctor import doctor, examine, summary
 from flashrecovery.finding import Finding, Level
 
 
@@ -158,3 +158,16 @@ def test_grpc_without_loopback_fails(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(grpc, "channel_ready_future", lambda channel: Never())
     assert levels(checks.grpc_loopback()) == [Level.FAIL]
+
+
+def test_the_summary_has_every_warning_and_one_line_for_what_is_well() -> None:
+    ok = [Finding(f"torch{name}", Level.OK, found, "what it means") for name, found in (("", "2.13"), (": a", "there"))]
+    warning = Finding("torch: b", Level.WARN, "missing", "it is refused", "take another version")
+    health = [Finding(f"health: {name}", Level.OK, "active", "watches") for name in ("host", "nvidia")]
+    found = list(summary([*ok, warning, *health]))
+    assert [(f.check, f.level, f.found) for f in found] == [
+        ("torch", Level.OK, "2.13, 1 check of its inside"),
+        ("torch: b", Level.WARN, "missing"),
+        ("health", Level.OK, "2 checks"),
+    ]
+    assert found[1] is warning

@@ -6,14 +6,14 @@ import dataclasses
 import json
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import click
 from rich.table import Table
 from rich.text import Text
 
 from flashrecovery.cli import adapter_checks, checks, health_checks
-from flashrecovery.cli.output import make_console
+from flashrecovery.cli.output import count_text, make_console
 from flashrecovery.finding import Finding, Level
 
 _STYLES = {Level.OK: "green", Level.WARN: "yellow", Level.FAIL: "bold red"}
@@ -23,13 +23,14 @@ _STYLES = {Level.OK: "green", Level.WARN: "yellow", Level.FAIL: "bold red"}
 @click.option("--build", is_flag=True, help="Compile the process-group backend now, if it is not compiled yet.")
 @click.option("--nccl", is_flag=True, help="Look at NCCL's environment also without an NVIDIA device.")
 @click.option("--json", "as_json", is_flag=True, help="Print the findings as JSON.")
-def doctor(build: bool, nccl: bool, as_json: bool) -> None:
+@click.option("-v", "--verbose", is_flag=True, help="A line for every check, and what each means.")
+def doctor(build: bool, nccl: bool, as_json: bool, verbose: bool) -> None:
     """Say what of the environment helps or hinders. Exit code 1 if something makes recovery impossible."""
     findings = list(examine(build, nccl))
     if as_json:
         click.echo(json.dumps([dataclasses.asdict(f) for f in findings], indent=2))
     else:
-        _show(findings)
+        _show(findings, verbose)
     if any(f.level is Level.FAIL for f in findings):
         sys.exit(1)
 
@@ -57,18 +58,46 @@ def examine(build: bool = False, nccl: bool = False) -> Iterator[Finding]:
     yield from checks.own_name(os.environ)
 
 
-def _show(findings: list[Finding]) -> None:
+def _show(findings: list[Finding], verbose: bool) -> None:
     console = make_console()
     table = Table(box=None, pad_edge=False, show_header=False)
     for _ in range(3):
         table.add_column(overflow="fold")
-    for f in findings:
+    for f in findings if verbose else list(summary(findings)):
         text = Text(f.found)
-        text.append(f"  {f.meaning}", style="dim")
+        if f.meaning:
+            text.append(f"  {f.meaning}", style="dim")
         if f.advice:
             text.append(f"\n-> {f.advice}", style=_STYLES[f.level])
         table.add_row(Text(f.level.value, style=_STYLES[f.level]), f.check, text)
     console.print(table)
     count = {level: sum(f.level is level for f in findings) for level in Level}
-    verdict = f"{count[Level.OK]} ok, {count[Level.WARN]} warnings, {count[Level.FAIL]} failures"
+    warnings, failures = (count_text(count[level], word, f"{word}s") for level, word in _COUNTED)
+    verdict = f"{count[Level.OK]} ok, {warnings}, {failures}" + ("" if verbose else "  (-v: every check)")
     console.print(Text(verdict, style="bold"))
+
+
+_COUNTED = ((Level.WARN, "warning"), (Level.FAIL, "failure"))
+
+
+def summary(findings: Sequence[Finding]) -> Iterator[Finding]:
+    """Warnings, failures and advice as they are; of what is well one line for each thing that was looked at
+    ("torch: stores" belongs to torch), without its meaning."""
+    of_thing: dict[str, list[Finding]] = {}
+    for f in findings:
+        if f.level is Level.OK and not f.advice:
+            of_thing.setdefault(f.check.partition(":")[0], []).append(f)
+    for f in findings:
+        if f.level is not Level.OK or f.advice:
+            yield f
+            continue
+        thing = f.check.partition(":")[0]
+        first, *others = of_thing.pop(thing, [None])
+        if first is not None:
+            own = first.found if first.check == thing else count_text(len(others) + 1, "check", "checks")
+            more = (
+                f", {count_text(len(others), 'check', 'checks')} of its inside"
+                if others and first.check == thing
+                else ""
+            )
+            yield Finding(thing, Level.OK, own + more, "")

@@ -65,8 +65,8 @@ def _file(path: Path) -> Path:
         if file.is_file():
             return file
     raise ConfigError(
-        f"{path}: neither a file, nor a directory with {FILE_NAME} in it or beside it. Nothing is remembered before "
-        f"there is one: node_marks in the configuration, or an empty {FILE_NAME} beside the run directories"
+        f"{path}: no {FILE_NAME} here or beside it, so no failures of nodes have been remembered. To switch it on for "
+        f"later jobs: touch {path.absolute().parent / FILE_NAME}, or set node_marks in the configuration"
     )
 
 

@@ -8,6 +8,7 @@ import json
 import math
 import time
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import click
@@ -34,8 +35,22 @@ PROCESS_FAILURES = 0.00021
 shares that FlashRecovery found (section IV-A): 59.6 % hardware, 40.4 % software."""
 
 
+class _Count(click.ParamType):  # type: ignore[type-arg]
+    """A number, also with k, m, b or t for thousands, millions, billions or trillions."""
+
+    name = "number"
+    _UNITS = MappingProxyType({"k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12})
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        text = str(value).strip().lower()
+        try:
+            return float(text[:-1]) * self._UNITS[text[-1]] if text[-1:] in self._UNITS else float(text)
+        except ValueError:
+            self.fail(f"{value!r} is no number; allowed are 70e9 and 70b, say (k, m, b, t)", param, ctx)
+
+
 @click.command()
-@click.option("--parameters", type=float, default=None, help="Of the model, for example 70e9.")
+@click.option("--parameters", type=_Count(), default=None, help="Of the model, for example 70e9 or 70b.")
 @click.option(
     "--hf-config",
     type=click.Path(path_type=Path),

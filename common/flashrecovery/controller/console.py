@@ -42,7 +42,8 @@ def line_of(event: ev.Event) -> str | None:
     """What to print for ``event``; None for the others."""
     if isinstance(event, ev.FailureDetected):
         first = event.evidence.splitlines()[0] if event.evidence else ""
-        return f"rank {event.rank} failed at step {event.step} ({event.kind}: {first})"
+        what = first if first.startswith(f"{event.kind} ") else f"{event.kind}: {first}"
+        return f"rank {event.rank} failed at step {event.step} ({what})"
     if isinstance(event, ev.RecoveryFinished):
         replaced = ", ".join(str(rank) for rank in event.victims if rank not in event.left)
         done = _DONE.get(event.cause, "recovered")

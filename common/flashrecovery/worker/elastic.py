@@ -15,7 +15,7 @@ import random
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, SupportsIndex
 
 import torch
 import torch.distributed as dist
@@ -220,7 +220,7 @@ class ElasticBatches:
                 "(where a replica has several ranks, register the model first)"
             )
 
-    def of(self, step: int, chunk: int = 0) -> MicroBatches:
+    def of(self, step: SupportsIndex, chunk: int = 0) -> MicroBatches:
         """This replica's micro-batches of a step, which is a number or what ``recovery.steps()`` hands out.
 
         Args:
@@ -231,7 +231,7 @@ class ElasticBatches:
         """
         if not 0 <= chunk < self._chunks:
             raise RegistrationError(f"batches.of(step, chunk={chunk}): 0 to {self._chunks - 1} is allowed here")
-        return MicroBatches(self, int(step.__index__()), chunk)
+        return MicroBatches(self, step.__index__(), chunk)
 
     # -- for the iterator and the loop ------------------------------------------------------------
 

@@ -92,6 +92,7 @@ class NoticeKind(_Word):
     NOT_REPLANNED = "not_replanned"
     NOT_RESIZED = "not_resized"
     NOT_REGISTERED = "not_registered"
+    NOT_SAVED = "not_saved"
     OTHER_COMMAND = "other_command"
     OTHER_LAYOUT = "other_layout"
     OWN_OBJECTS = "own_objects"

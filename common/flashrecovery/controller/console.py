@@ -9,6 +9,7 @@ from flashrecovery.plan.words import ranks_text
 _OF_THE_SCRIPT = (
     NoticeKind.COMMUNICATION_OUTSIDE,
     NoticeKind.NOT_REGISTERED,
+    NoticeKind.NOT_SAVED,
     NoticeKind.OWN_OBJECTS,
     NoticeKind.SILENT_BUFFERS,
     NoticeKind.UNDO_ENABLED,

@@ -29,7 +29,13 @@ from flashrecovery.worker.ahead import Installed
 from flashrecovery.worker.ahead_of_script import AheadOfScript
 from flashrecovery.worker.connection import Connection
 from flashrecovery.worker.environment_watch import EnvironmentWatch
-from flashrecovery.worker.hooks import UnprotectedSteps, install_adapter_hooks, install_group_hook, install_spawn_hook
+from flashrecovery.worker.hooks import (
+    UnprotectedSteps,
+    install_adapter_hooks,
+    install_group_hook,
+    install_save_hooks,
+    install_spawn_hook,
+)
 from flashrecovery.worker.import_environment import ImportEnvironment
 from flashrecovery.worker.main_module import run_file, run_module
 from flashrecovery.worker.skipping import Ahead
@@ -53,6 +59,7 @@ def main() -> None:
     imported = ImportEnvironment(OF_ZYGOTES if role == "--zygote" else ())
     with imported.noting():  # it imports the adapters, and what they import
         install_adapter_hooks()
+        install_save_hooks()
     install_spawn_hook()
     sys.argv = _script_arguments(command)
     if role == "--zygote":

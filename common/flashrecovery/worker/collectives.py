@@ -13,6 +13,7 @@ class CollectiveWatch:
     def __init__(self) -> None:
         self._failures = self._raised = self._operations = self._stand_ins = 0
         self._abandonments = self._abandonments_before = 0
+        self._answered = False
 
     def step_begins(self) -> None:
         self._failures = groups.failure_count()
@@ -25,6 +26,11 @@ class CollectiveWatch:
 
     def step_is_committed(self) -> None:
         self._stand_ins = groups.stand_in_count()
+        self._answered = False
+
+    def answered(self) -> None:
+        """The script has been given something in the place of what a collective would have given."""
+        self._answered = True
 
     @property
     def failed(self) -> bool:
@@ -54,4 +60,4 @@ class CollectiveWatch:
     @property
     def stood_in_for(self) -> bool:
         """A stand-in has answered a collective since the commit."""
-        return groups.stand_in_count() != self._stand_ins
+        return self._answered or groups.stand_in_count() != self._stand_ins

@@ -100,3 +100,10 @@ def install_spawn_hook() -> None:
                     setattr(owner, name, refused)
 
     install({"torch.multiprocessing.spawn": replace})
+
+
+def install_save_hooks() -> None:
+    """The script's saves and object collectives ask whether the attempt of the step counts (:mod:`.below`)."""
+    from flashrecovery.worker import below
+
+    below.install_hooks()

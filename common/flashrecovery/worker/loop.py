@@ -22,7 +22,7 @@ from flashrecovery.errors import FlashRecoveryError, RestoreError, StepInterrupt
 from flashrecovery.kinds import NoticeKind
 from flashrecovery.proto import flashrecovery_pb2 as pb
 from flashrecovery.runtime import process_end
-from flashrecovery.worker import leftovers
+from flashrecovery.worker import below, leftovers
 from flashrecovery.worker.ahead_of_script import imported_so_far
 from flashrecovery.worker.collectives import CollectiveWatch
 from flashrecovery.worker.copies import Copies
@@ -63,7 +63,9 @@ class Loop:
         self._gate = worker.gate
         self._registry = worker.registry
         self._own_calls = own_calls
-        self._outside = OutsideWatch(lambda text: worker.notice(NoticeKind.COMMUNICATION_OUTSIDE, text))
+        self._outside = OutsideWatch(
+            lambda text: worker.notice(NoticeKind.COMMUNICATION_OUTSIDE, text), below.handles_errors
+        )
         self._stops = Stops(worker.gate, worker.control, worker.settings.timeouts.peer_error_wait_s)
         frameworks = any(adapter.whole_framework for adapter in worker.registry.adapters)
         self._unregistered = None if worker.rank else self._first_to_look(frameworks)  # what they have is alike
@@ -110,6 +112,37 @@ class Loop:
         return self._void_run is not None or bool(stood_in)
 
     @property
+    def outside(self) -> bool:
+        """Whether the script is below the block of a step that has been committed here."""
+        return self._gate.outside
+
+    @property
+    def cut_off(self) -> bool:
+        """Whether nobody answers the script's collectives, or soon nobody will."""
+        return self.void or (self._gate.outside and self._gate.stopped)
+
+    @property
+    def can_go_back(self) -> bool:
+        """Whether this rank keeps the state before the step."""
+        return self.copies.keeps_undo
+
+    def explains(self, error: BaseException) -> bool:
+        """Whether ``error`` is the consequence of a stop. May wait for it."""
+        return self._stops.explain(error)
+
+    def stood_in(self) -> None:
+        """The script has been given what no peer has said."""
+        self._collectives.answered()
+
+    def exchanges(self) -> int:
+        """How often the communication of this process has been abandoned."""
+        return groups.abandonment_count()
+
+    def not_saved(self, text: str) -> None:
+        """Tell that something was not written."""
+        self._worker.notice(NoticeKind.NOT_SAVED, text, step=self._gate.version - (not self.void))
+
+    @property
     def overhead(self) -> Overhead:
         return self._gate.overhead
 
@@ -119,6 +152,7 @@ class Loop:
         for adapter in self._registry.adapters:
             adapter.watch(TimedHooks(self._step, self._gate.overhead))
         self._recoverer.join(num_steps)
+        below.watch(self)
         ErrorWatch(self._gate, self._worker.settings.timeouts.peer_error_wait_s).start()
 
     # -- a step -----------------------------------------------------------------------------------
@@ -221,6 +255,7 @@ class Loop:
         """
         if self._void_run is not None:
             self._take_back(self._void_run)
+        below.attempt_is_over()
         if not self._unsettled:
             return
         gate = self._gate

@@ -32,10 +32,12 @@ class OutsideWatch:
 
     Args:
         notify: gets the text.
+        handled: whether the operation is one that a rank's death does not end with an error in the script.
     """
 
-    def __init__(self, notify: Callable[[str], None]) -> None:
+    def __init__(self, notify: Callable[[str], None], handled: Callable[[], bool]) -> None:
         self._notify = notify
+        self._handled = handled
         self._told = False
         self._hooked = False
 
@@ -49,7 +51,7 @@ class OutsideWatch:
         groups.watch_outside(on)
 
     def _called(self, group: str, operation: str) -> None:
-        if self._told or threading.current_thread() is not threading.main_thread():
+        if self._told or self._handled() or threading.current_thread() is not threading.main_thread():
             return
         self._told = True
         groups.watch_outside(False)

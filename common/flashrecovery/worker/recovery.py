@@ -57,7 +57,7 @@ class Recovery:
     @property
     def void(self) -> bool:
         """Whether the script is below the block of an attempt that does not count: what it has there goes nowhere, and
-        the step is done again."""
+        the step is done again. For code that has no step at hand to ask (:attr:`.step.Step.committed`)."""
         return self._session is not None and self._session.void
 
     @property
@@ -290,6 +290,7 @@ class Recovery:
             step = Step(index, None)
             yield step
             _must_be_entered(step)
+            step.over()
 
     def _protected(self, session: Session, num_steps: int) -> Iterator[Step]:
         loop = session.open(num_steps)
@@ -299,6 +300,7 @@ class Recovery:
                 step = Step(loop.gate.version, loop)
                 yield step
                 _must_be_entered(step)
+                step.over()
         except GeneratorExit:
             loop.leave_early()
             raise

@@ -27,6 +27,10 @@ class Protected(Protocol):
     def end(self, error: BaseException | None) -> bool:
         """The body of a step is over. Returns True if ``error`` was only the consequence of a stop."""
 
+    @property
+    def void(self) -> bool:
+        """Whether what the script does now belongs to no version."""
+
 
 class Step:
     """One optimizer step, as a context. Its body may be handed out again after a failure."""
@@ -35,6 +39,8 @@ class Step:
         self.index = index
         self._loop = loop
         self._entered = False
+        self._left = False
+        self._counted: bool | None = None  # once the script has asked for its next step
 
     def __enter__(self) -> Step:
         if self._entered:
@@ -54,9 +60,12 @@ class Step:
         self, exc_type: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None
     ) -> bool:
         if self._loop is None:
+            self._left = exc_type is None
             return False
         with self._loop.overhead:
-            return self._loop.end(exc)
+            goes_on = self._loop.end(exc)
+        self._left = goes_on
+        return goes_on
 
     def __index__(self) -> int:
         return self.index
@@ -67,3 +76,20 @@ class Step:
     @property
     def entered(self) -> bool:
         return self._entered
+
+    @property
+    def committed(self) -> bool:
+        """Whether this attempt of the step counts, for what the script does below the block: logs, files, a registry.
+
+        False in the block and above it, and below the block of an attempt that was stopped: its values are half-made,
+        and the step is handed out again. Also from the first collective below the block on that no peer has answered.
+        True below any other block, and always there without recovery. (A step that counts here is still done again,
+        with the same bits, if another rank has died before it had completed the step.)
+        """
+        if self._counted is not None:
+            return self._counted
+        return self._left and (self._loop is None or not self._loop.void)
+
+    def over(self) -> None:
+        """The script has asked for its next step."""
+        self._counted = self.committed

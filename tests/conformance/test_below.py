@@ -1,0 +1,109 @@
+"""What a script does below its block, killed in the block and below it: files, logs and checkpoints are those of the
+run without a kill, survivors keep their processes, and :attr:`Step.committed` tells an attempt that counts."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch.distributed.checkpoint as dcp
+
+from tests.support.jobs import ROOT, Job, Layout, check_clean, check_same, run_job
+
+SCRIPT = ROOT / "tests" / "scripts" / "below.py"
+
+
+def run(path: Path, flags: Sequence[str] = (), inject: Sequence[str] = ()) -> Job:
+    files = path.parent / f"{path.name}.files"
+    files.mkdir()
+    layout = Layout("below", "", nproc=2)
+    return run_job(path, layout, script=SCRIPT, flags=(str(files), *flags), inject=inject)
+
+
+def files_of(job: Job) -> Path:
+    return job.run_dir.parent / f"{job.run_dir.name}.files"
+
+
+def content(job: Job) -> dict[str, str]:
+    """Digests of what was written; not of what has a random number in it (a checkpoint's metadata)."""
+    root = files_of(job)
+    skipped = (".metadata", "killed")
+    files = [p for p in root.rglob("*") if p.is_file() and p.name not in skipped and not p.name.startswith("seen")]
+    return {str(p.relative_to(root)): hashlib.sha256(p.read_bytes()).hexdigest() for p in files}
+
+
+def seen(job: Job, rank: int) -> list[tuple[int, bool]]:
+    """What ``step.committed`` was below each block."""
+    lines = (files_of(job) / f"seen.rank{rank}").read_text().split("\n")[:-1]
+    return [(int(index), said == "True") for index, said in (line.split() for line in lines)]
+
+
+def check_whole(job: Job, name: str) -> None:
+    dcp.FileSystemReader(files_of(job) / name).read_metadata()
+
+
+def test_files_and_objects_below_the_block_of_a_void_attempt(tmp_path: Path) -> None:
+    reference = run(tmp_path / "reference")
+    job = run(tmp_path / "run", inject=["rank=1,fault=sigkill,at=backward,step=5"])
+    check_same(job, reference)
+    (finished,) = job.of("recovery_finished")
+    assert finished["victims"] == [1] and finished["resume_step"] == 5, job.explain()
+    assert content(job) == content(reference), f"{content(job)}\n{content(reference)}\n{job.explain()}"
+    assert "best.tmp" not in content(job) and content(job)["best.pt"]
+    assert seen(reference, 0) == [(step, True) for step in range(8)]
+    assert seen(job, 0) == [*((step, True) for step in range(5)), (5, False), (5, True), (6, True), (7, True)]
+    told = {notice["text"] for notice in job.notices("not_saved")}
+    assert any("torch.distributed.checkpoint.save to " in text and "below.py:" in text for text in told), told
+    check_whole(job, "latest")
+
+
+@pytest.mark.grid
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("at", ["forward", "backward", "grad-sync", "optimizer", "commit", "below"])
+@pytest.mark.parametrize("flags", [("--framework", "fsdp2"), ("--framework", "fsdp2", "--save", "async"), ()], ids=str)
+def test_each_phase(flags: tuple[str, ...], at: str, rank: int, tmp_path: Path) -> None:
+    reference = run(tmp_path / "reference", flags)
+    job = run(tmp_path / "run", flags, inject=[f"rank={rank},fault=sigkill,at={at},step=5"])
+    check_same(job, reference)
+    assert [e["victims"] for e in job.of("recovery_finished")] == [[rank]], job.explain()
+    if "async" in flags:
+        check_whole(job, "3")  # that of step 5 may have been under way
+        check_whole(job, "7")
+    else:
+        assert content(job) == content(reference), job.explain()
+        check_whole(job, "latest")
+
+
+@pytest.mark.grid
+@pytest.mark.deepspeed
+@pytest.mark.parametrize(("at", "rank"), [("backward", 0), ("backward", 1), ("commit", 1)])
+def test_deepspeeds_own_checkpoint(at: str, rank: int, tmp_path: Path) -> None:
+    pytest.importorskip("deepspeed")
+    flags = ("--framework", "deepspeed", "--save", "library")
+    reference = run(tmp_path / "reference", flags)
+    job = run(tmp_path / "run", flags, inject=[f"rank={rank},fault=sigkill,at={at},step=5"])
+    check_same(job, reference)
+    assert [e["victims"] for e in job.of("recovery_finished")] == [[rank]], job.explain()
+    assert {*content(job)} == {*content(reference)}, job.explain()
+    assert (files_of(job) / "latest" / "latest").read_text() == "global_step8"
+
+
+@pytest.mark.grid
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize(
+    "flags", [("--save", "barrier"), ("--save", "dcp"), ("--framework", "fsdp2"), ("--save", "async")], ids=str
+)
+def test_a_rank_that_dies_in_the_save(flags: tuple[str, ...], rank: int, tmp_path: Path) -> None:
+    """Its peers wait for it outside of any block, and keep their processes."""
+    if flags == ("--save", "barrier") and rank:
+        pytest.skip("rank 1 saves nothing")
+    reference = run(tmp_path / "reference", flags)
+    job = run(tmp_path / "run", (*flags, "--kill-in-save", f"5:{rank}"))
+    assert (files_of(job) / "killed").exists(), "a fault that did not fire proves nothing"
+    assert job.code == 0 and job.digests == reference.digests, job.explain()
+    assert [e["victims"] for e in job.of("recovery_finished")] == [[rank]], job.explain()
+    check_clean(job)
+    if flags != ("--save", "barrier"):
+        check_whole(job, "7" if "async" in flags else "latest")

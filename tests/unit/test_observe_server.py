@@ -150,6 +150,19 @@ def test_who_asks_at_the_same_time_gets_the_same_answer() -> None:
     with_server(use, controller=count)
 
 
+def test_what_is_no_http_is_answered_and_logs_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    async def go() -> bytes:
+        server = await serve("127.0.0.1", 0, agent=node)
+        reader, writer = await asyncio.open_connection("127.0.0.1", int(server.url.rsplit(":", 1)[1].strip("/")))
+        writer.write(b"GET / HTTP/1.1\r\nX:\x00\r\n\r\n")
+        answer = await reader.read(64)
+        writer.close()
+        await server.close()
+        return answer
+
+    assert asyncio.run(go()).startswith(b"HTTP/1.") and not caplog.records
+
+
 def test_a_port_in_use_is_named() -> None:
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))

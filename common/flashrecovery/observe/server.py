@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 import json
+import logging
 import secrets
 import socket
 import time
@@ -19,6 +20,7 @@ from importlib import resources
 from typing import Any, Generic, TypeVar
 
 from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
 
 from flashrecovery.errors import ConfigError
 from flashrecovery.observe import metrics, views
@@ -34,6 +36,16 @@ _CLOSE_S = 0.5
 """An answer that is on its way at the end may be finished for so long."""
 
 T = TypeVar("T")
+log = logging.getLogger("flashrecovery.observe")
+
+
+def _is_of_the_server(record: logging.LogRecord) -> bool:
+    """Whoever sends something else than HTTP (a port scan) is answered, and is nothing that an operator must know."""
+    error = record.exc_info[1] if record.exc_info else None
+    return not isinstance(error, HttpProcessingError)
+
+
+log.addFilter(_is_of_the_server)
 
 
 class ObserveServer:
@@ -71,7 +83,7 @@ async def serve(
     app.router.add_get("/api/course", routes.course)
     app.router.add_get("/api/picture", routes.picture)
     app.on_response_prepare.append(_add_headers)
-    runner = web.AppRunner(app, access_log=None, handle_signals=False, shutdown_timeout=_CLOSE_S)
+    runner = web.AppRunner(app, access_log=None, logger=log, handle_signals=False, shutdown_timeout=_CLOSE_S)
     await runner.setup()
     try:
         await web.TCPSite(runner, host, port).start()

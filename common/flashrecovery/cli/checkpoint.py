@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -10,7 +11,7 @@ import click
 from rich.markup import escape
 from rich.table import Table
 
-from flashrecovery.cli.output import make_console
+from flashrecovery.cli.output import bytes_text, count_text, make_console
 from flashrecovery.plan.words import shortened
 
 if TYPE_CHECKING:
@@ -31,6 +32,8 @@ def show(path: Path, as_json: bool) -> None:
     """Show what a checkpoint holds: its version, how many ranks have written it, the tensors, and which boxes of them
     are in which rank's files. PATH is a checkpoint, or a directory of which the newest one is shown. No tensor is
     read."""
+    import torch
+
     from flashrecovery.redundancy.contents import contents
     from flashrecovery.redundancy.convert import found_in
 
@@ -43,6 +46,8 @@ def show(path: Path, as_json: bool) -> None:
     own = "" if found.own_state else ", without each rank's own random numbers and data position"
     form = f", in the format {found.form!r}" if found.form else ""
     console.print(f"{found.path}: version {found.version:,}, of {found.ranks} ranks{form}{own}; {sizes}", markup=False)
+    nbytes = sum(math.prod(t.shape) * getattr(torch, t.dtype).itemsize for t in found.tensors)
+    console.print(f"{count_text(len(found.tensors), 'tensor', 'tensors')}, {bytes_text(nbytes)}", markup=False)
     table = Table("tensor", "shape", "type", "in the files of", box=None)
     for tensor in found.tensors:
         table.add_row(escape(tensor.name), str(list(tensor.shape)), tensor.dtype, escape(_where(tensor, found.ranks)))

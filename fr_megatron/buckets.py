@@ -84,24 +84,29 @@ def call_before_reduction(chunks: Sequence[Any], callback: Callable[[], None]) -
 
 def reset_buckets(chunks: Sequence[Any], inner_optimizers: Sequence[Any]) -> None:
     """Drop gradients and handles. The first batch comes again for every bucket on all ranks: what it learns (how often
-    a gradient gets ready) a replacement does not know."""
+    a gradient gets ready) a replacement does not know. The rest of what a group and a buffer note in a step is dropped
+    by their own ``reset()``: from core 0.18 on that a reduction has ended, with which the step that is done again would
+    leave it out."""
+    counting = BUCKETS.takes("counting")
     for group in bucket_groups(chunks, inner_optimizers):
         group.grad_reduce_handle = None
         group.param_gather_handle = None
         group.param_gather_dispatched = False
-        group.is_last_microbatch = True
-        if BUCKETS.takes("counting"):
-            group.per_param_grad_ready_counts = {}
+        if counting:
+            group.per_param_grad_ready_counts = {}  # of a part of the parameters, reset() would refuse it
+        group.reset()
+        if counting:
             group.golden_per_param_grad_ready_counts = {}
             group.is_first_batch = True
-        else:
-            group.params_with_grad = set()
+        for bucket in group.buckets:
+            if hasattr(bucket, "layerwise_gather_list"):  # core 0.17: where whole parameters are gathered to
+                bucket.layerwise_gather_list = None
     for chunk in chunks:
         for parameter in chunk.params_with_grad:
             parameter.grad = None
             parameter.grad_added_to_main_grad = False
         for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
-            buffer.grad_data.zero_()
+            buffer.reset()
 
 
 def forget_answers(optimizer: Any) -> None:

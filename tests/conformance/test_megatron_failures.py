@@ -58,6 +58,20 @@ def test_a_whole_data_parallel_group_at_once_is_lost(tmp_path: Path) -> None:
     check_clean(job)
 
 
+def test_gradients_that_are_set_to_zero_last(tmp_path: Path) -> None:
+    """Not at a step's beginning, where whatever is left of a reduction would be forgotten in any case: from core 0.18
+    on a group of buckets notes that it has been reduced, and does it no second time. The survivor waits in the
+    all-gather after the optimizer."""
+    layout = mg.gpt("dp2-overlap-grad", *mg.DISTRIBUTED, "--overlap-grad-reduce", "--ddp-bucket-size", "5000", nproc=2)
+    script = SCRIPTS / "megatron_zero_last.py"
+    undisturbed = mg.run(tmp_path / "reference", layout, standby=0, script=script)
+    inject = faults((1, "optimizer", 3), (0, "optimizer", 6))
+    job = mg.run(tmp_path / "run", layout, standby=1, inject=inject, script=script, options=["--hang-timeout", "30"])
+    check_same(job, undisturbed)
+    check_fired(job, len(inject))
+    check_recovered(job, [0, 1])
+
+
 def _killed_at_once(run_dir: Path, layout: Layout, victims: tuple[int, ...]) -> Job:
     """From outside: of injected faults one may come after the other."""
     running = mg.start(run_dir, layout, standby=2, flags=SLOW)

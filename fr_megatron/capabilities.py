@@ -33,7 +33,10 @@ _GROUP = "_ParamAndGradBucketGroup"
 _HANDLES = Attributes(
     _BUFFER,
     _GROUP,
-    ("grad_reduce_handle", "param_gather_handle", "param_gather_dispatched", "is_last_microbatch", "start_grad_sync"),
+    (
+        *("grad_reduce_handle", "param_gather_handle", "param_gather_dispatched", "is_last_microbatch"),
+        *("start_grad_sync", "reset"),
+    ),
 )
 BUCKETS = Capability(
     "groups of buckets",
@@ -114,17 +117,22 @@ FOLLOWED = capability(
     Attributes(_RANDOM, "CudaRNGStatesTracker", ("reset", "add", "get_states")),
     otherwise="an elastic job is refused",
 )
-REFORM = capability(
-    "the making of buffers and distributed optimizer",
-    "they are made anew for another number of ranks, by their own __init__",
-    Parameters(
+
+
+def _made(*parameters: str) -> Parameters:
+    """The buffer's ``__init__`` with these in the place of the parameters of the model."""
+    return Parameters(
         _BUFFER,
         "_ParamAndGradBuffer.__init__",
         (
-            *("ddp_config", "param_dtype", "grad_dtype", "params", "data_parallel_group", "bucket_size"),
+            *("ddp_config", "param_dtype", "grad_dtype", parameters[0], "data_parallel_group", "bucket_size"),
             *("param_to_name", "gradient_scaling_factor", "param_indices", "nccl_ub", "pg_collection"),
+            *parameters[1:],
         ),
-    ),
+    )
+
+
+_REFORMED = (
     Attributes(
         _BUFFER,
         "_ParamAndGradBuffer",
@@ -148,6 +156,28 @@ REFORM = capability(
             *("model_param_gbuf_map", "per_model_buffers", "data_parallel_group", "data_parallel_group_gloo"),
             *("data_parallel_group_idx", "distributed_optimizer_instance_id", "model_chunks"),
         ),
+    ),
+)
+REFORM = Capability(
+    "the making of buffers and distributed optimizer",
+    "they are made anew for another number of ranks, by their own __init__",
+    (
+        # From 0.18 on the optimizer says where parameters lie, before there are buffers.
+        Way(
+            "laid out",
+            (
+                _made("params_with_names", "param_layout"),
+                Parameters(
+                    _OPTIMIZER + "distrib_optimizer",
+                    "DistributedOptimizer._compute_per_buffer_param_layout",
+                    ("params", "bucket_size", "data_parallel_world_size", "ddp_config", "param_indices"),
+                ),
+                Attributes(_DDP, "DistributedDataParallel", ("full_param_layout",)),
+                *_REFORMED,
+            ),
+        ),
+        Way("named", (_made("params_with_names"), *_REFORMED)),  # 0.17
+        Way("there", (_made("params"), *_REFORMED)),  # to 0.16
     ),
     otherwise="an elastic job with the distributed optimizer is refused",
 )
@@ -205,11 +235,17 @@ ARGUMENTS = capability(
     Defined("megatron.training.global_vars", ("_GLOBAL_ARGS",)),
     otherwise="no Megatron-LM is there, only megatron-core",
 )
+PACKED = capability(
+    "Megatron-LM's counts of packed samples",
+    "they begin anew with a step that is made again",
+    Defined("megatron.training.training", ("_seqlen_stats_in_iteration", "_seqlen_stats_active")),
+    otherwise="this Megatron-LM, if there is one, counts none",
+)
 EVERY_MODEL = (WRAPPER, BUCKETS, OPTIMIZERS, STREAMS, CALCULATOR, TIMERS, METRICS, CHECKPOINTS)
 MEGATRON = Framework(
     "megatron-core",
     "megatron-core",
     "megatron.core",
     ("0.13.1", "0.14.0", "0.15.3", "0.16.1", "0.20.0"),
-    (*EVERY_MODEL, FOLLOWED, REFORM, MEGATRON_FSDP, ARGUMENTS),
+    (*EVERY_MODEL, FOLLOWED, REFORM, MEGATRON_FSDP, ARGUMENTS, PACKED),
 )

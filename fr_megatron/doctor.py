@@ -69,38 +69,79 @@ def _loop(core: Path | None, training: Path | None, places: list[Path]) -> list[
     checkout = training.parents[2]
     if core is None:
         return [Finding(name, Level.WARN, f"{checkout} without megatron.core", "the loop needs it", "put it beside")]
-    wrong = differences(places)
+    sources = _Sources(places)
+    wrong = hooks.differences(sources.parameters)
     if wrong:
         meaning, advice = "--flash-recovery is refused: a function of the loop is not the known one", "use a known one"
         found = Finding(name, Level.WARN, f"{checkout}: {'; '.join(wrong)}", meaning, advice)
     else:
-        names = ", ".join(hook.name for hook in hooks.ALL)
-        found = Finding(name, Level.OK, f"{checkout}: {len(hooks.ALL)} functions as known", f"with the flag: {names}")
+        names = [hook.name for hook in hooks.ALL if sources.parameters(hook) is not None]
+        text = f"{checkout}: {len(names)} functions as known"
+        found = Finding(name, Level.OK, text, f"with the flag: {', '.join(names)}")
     native = "_add_flash_recovery_args" in (checkout / "megatron/training/arguments.py").read_text()
     text = "patches/megatron/0001 is applied" if native else "unmodified"
     meaning = "Megatron-LM reads --flash-recovery itself" if native else "flashrecovery run adds --flash-recovery"
     return [found, Finding("megatron flag", Level.OK, text, meaning)]
 
 
-def differences(places: list[Path]) -> list[str]:
-    """Where the hooked functions' sources are not as in a known release, in words."""
-    trees: dict[str, ast.Module] = {}
+class _Sources:
+    """The sources of modules. ``places``: where Python looks for them."""
 
-    def parameters(hook: ReplacedFunction) -> tuple[str, ...] | None:
-        if hook.source not in trees:
-            source = _first(places, hook.source.replace(".", "/") + ".py")
-            trees[hook.source] = ast.parse("" if source is None else source.read_text())
-        return _parameters(hook, trees[hook.source])
+    def __init__(self, places: list[Path]) -> None:
+        self._places = places
+        self._trees: dict[str, tuple[list[ast.stmt], bool]] = {}
 
-    return hooks.differences(parameters)
+    def parameters(self, hook: ReplacedFunction) -> tuple[str, ...] | None:
+        """Of a function; None if there is none. A module may have it from another one: a package from its own
+        modules."""
+        first, *rest = hook.name.split(".")
+        found = self._definition(hook.module, first, ())
+        for name in rest:
+            body = found.body if isinstance(found, ast.ClassDef) else []
+            found = next((n for n in body if isinstance(n, (ast.ClassDef, ast.FunctionDef)) and n.name == name), None)
+        if not isinstance(found, ast.FunctionDef):
+            return None
+        return tuple(a.arg for a in (*found.args.posonlyargs, *found.args.args, *found.args.kwonlyargs))
+
+    def _definition(self, module: str, name: str, seen: tuple[str, ...]) -> ast.stmt | None:
+        """The class or function that ``name`` is in ``module``."""
+        if module in seen:
+            return None
+        body, is_package = self._module(module)
+        imported: list[tuple[str, str]] = []
+        for node in _at_top(body):
+            if isinstance(node, (ast.ClassDef, ast.FunctionDef)) and node.name == name:
+                return node
+            if isinstance(node, ast.ImportFrom):
+                names = [alias.name for alias in node.names if name == (alias.asname or alias.name)]
+                names += [name for alias in node.names if alias.name == "*"]
+                imported += [(_absolute(node, module, is_package), original) for original in names]
+        found = (self._definition(*one, (*seen, module)) for one in reversed(imported))
+        return next((one for one in found if one is not None), None)
+
+    def _module(self, name: str) -> tuple[list[ast.stmt], bool]:
+        """What stands in it, and whether it is a package; nothing of one that is not there."""
+        if name not in self._trees:
+            path = name.replace(".", "/")
+            package = _first(self._places, f"{path}/__init__.py")
+            source = package or _first(self._places, f"{path}.py")
+            self._trees[name] = (ast.parse("" if source is None else source.read_text()).body, package is not None)
+        return self._trees[name]
 
 
-def _parameters(hook: ReplacedFunction, module: ast.Module) -> tuple[str, ...] | None:
-    body: list[ast.stmt] = module.body
-    *classes, function = hook.name.split(".")
-    for name in classes:
-        body = next((node.body for node in body if isinstance(node, ast.ClassDef) and node.name == name), [])
+def _at_top(body: Iterable[ast.stmt]) -> Iterable[ast.stmt]:
+    """All statements that run when a module is imported, and are none of others."""
     for node in body:
-        if isinstance(node, ast.FunctionDef) and node.name == function:
-            return tuple(a.arg for a in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs))
-    return None
+        yield node
+        if isinstance(node, (ast.If, ast.Try)):
+            handlers = [statement for handler in getattr(node, "handlers", ()) for statement in handler.body]
+            yield from _at_top([*node.body, *handlers, *node.orelse])
+
+
+def _absolute(node: ast.ImportFrom, module: str, is_package: bool) -> str:
+    """The module from which something is imported in ``module``."""
+    if not node.level:
+        return node.module or ""
+    parts = module.split(".")
+    above = parts[: len(parts) - node.level + is_package]
+    return ".".join([*above, *([node.module] if node.module else [])])

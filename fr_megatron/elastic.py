@@ -95,7 +95,10 @@ def of_experts(config: Any) -> Iterator[str]:
     if getattr(config, "moe_router_enable_expert_bias", False):
         yield "moe_router_enable_expert_bias (biases follow counts of tokens that are each rank's own)"
     kinds = getattr(config, "moe_router_load_balancing_type", "none")
-    if "global_aux_loss" in ([kinds] if isinstance(kinds, str) else kinds):
+    kinds = [kinds] if isinstance(kinds, str) else kinds
+    if "quantile_balancing" in kinds:
+        yield "quantile_balancing (biases follow a mean over the micro-batches of each rank)"
+    if "global_aux_loss" in kinds:
         yield "global_aux_loss (it sums up tokens of all ranks; allowed: the other kinds of load balancing)"
     if getattr(config, "moe_enable_routing_replay", False):
         yield "moe_enable_routing_replay"

@@ -16,6 +16,7 @@ import torch
 from flashrecovery.adapter import DivisionPlace, give_up_state, hand_over_state, settle_state
 from fr_megatron import elastic
 from fr_megatron.buckets import bucket_groups
+from fr_megatron.capabilities import REFORM
 from fr_megatron.division import PARAM, WEIGHTS, FlatLayout, buffers_of, names_of
 from fr_megatron.layout import is_expert
 from fr_megatron.optimizers import pairs
@@ -66,31 +67,54 @@ def _rebuild(chunk: Any, buffer: Any, place: DivisionPlace, factor: float) -> No
         parameter.data = parameter.data.clone()  # of its own, as before the first time
     groups = ProcessGroupCollection()
     groups.tp, groups.dp_cp = buffer.tp_group, buffer.dp_cp_group
+    names = {p: name for name, p in chunk.module.named_parameters()}
     type(buffer).__init__(
         buffer,
         ddp_config=buffer.ddp_config,
         param_dtype=buffer.param_dtype,
         grad_dtype=buffer.grad_dtype,
-        params=buffer.params,
         data_parallel_group=place,
         bucket_size=chunk.bucket_size,
-        param_to_name={p: name for name, p in chunk.module.named_parameters()},
+        param_to_name=names,
         gradient_scaling_factor=factor,
         param_indices=buffer.param_indices,
         nccl_ub=buffer.nccl_ub,
         pg_collection=groups,
+        **_of_version(chunk, buffer, names, place.size()),
     )
 
 
+def _of_version(chunk: Any, buffer: Any, names: Mapping[Any, str], size: int) -> dict[str, Any]:
+    """What a buffer is made with, where versions differ: its parameters, and where they lie among ``size`` ranks, which
+    the chunk keeps, too."""
+    if REFORM.takes("there"):
+        return {"params": buffer.params}
+    named = [(parameter, names[parameter]) for parameter in buffer.params]
+    if REFORM.takes("named"):
+        return {"params_with_names": named}
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+    layout = DistributedOptimizer._compute_per_buffer_param_layout(
+        buffer.params, chunk.bucket_size, size, buffer.ddp_config, buffer.param_indices
+    )
+    layouts = getattr(chunk.full_param_layout, "layouts", {})
+    for key, known in layouts.items():
+        if known.param_index_map.keys() == layout.param_index_map.keys():
+            layouts[key] = layout
+    return {"params_with_names": named, "param_layout": layout}
+
+
 def _regroup(buffers: Sequence[Any], bucket_groups: Sequence[Any]) -> None:
-    """The groups of buckets keep their places: who waits for one in a backward pass has it."""
+    """The groups of buckets keep their places: who waits for one in a backward pass has it. So do the links between
+    them."""
     from megatron.core.distributed.param_and_grad_buffer import partition_buckets
 
     buckets = sum(len(buffer.buckets) for buffer in buffers)
     single = len(bucket_groups) == 1 and buckets > 1
     made = partition_buckets(buffers, force_single_bucket_group=single)
     for old, new in zip(bucket_groups, made, strict=True):
-        vars(old).update(vars(new))
+        links = {name: value for name, value in vars(old).items() if isinstance(value, type(old))}
+        vars(old).update({**vars(new), **links})
 
 
 def fill(

@@ -43,7 +43,7 @@ def _unsupported(chunks: Sequence[Any], optimizer: Any) -> Iterator[str]:
             yield from _unsupported_sharding(kind.__name__)
         if kind.__name__ == "FullyShardedDataParallel":
             yield from _unsupported_megatron_fsdp(chunk.ddp_config)
-        for name in ("reuse_grad_buf_for_mxfp8_param_ag", "fp8_param_gather", "nccl_ub"):
+        for name in ("reuse_grad_buf_for_mxfp8_param_ag", "fp8_param_gather", "fp4_param_gather", "nccl_ub"):
             if getattr(chunk.ddp_config, name, False):
                 yield f"{name}"
         if getattr(chunk, "overlap_param_gather_with_optimizer_step", False):
@@ -52,6 +52,8 @@ def _unsupported(chunks: Sequence[Any], optimizer: Any) -> Iterator[str]:
     if not isinstance(optimizer, MegatronOptimizer):
         yield f"the optimizer {type(optimizer).__name__}; make it with megatron.core.optimizer.get_megatron_optimizer"
         return
+    if type(optimizer.step).__name__ == "OptimizerCudaGraphWrapper":
+        yield f"an optimizer whose step is an OptimizerCudaGraphWrapper ({_GRAPHS})"
     for inner in members(optimizer):
         yield from _unsupported_optimizer(inner)
 
@@ -63,12 +65,23 @@ def _unsupported_model(config: Any) -> Iterator[str]:
         yield f"fp8_recipe={recipe!r} (Transformer Engine keeps a history of largest values)"
     if getattr(config, "qk_clip", False):
         yield "qk_clip (it clips 16-bit weights and their fp32 copies each for itself)"
-    for name in ("delay_wgrad_compute", "defer_embedding_wgrad_compute"):
+    for name in (
+        *("delay_wgrad_compute", "defer_embedding_wgrad_compute"),
+        "overlap_dispatch_backward_with_experts_wgrad",
+    ):
         if getattr(config, name, False):
             yield f"{name} (gradients that an interrupted step has put off would be added to the next)"
     for name in ("cpu_offloading", "fine_grained_activation_offloading"):
         if getattr(config, name, False):
             yield f"{name} (activations that an interrupted step has moved away)"
+    for name in ("moe_paged_stash", "moe_expert_rank_capacity_factor"):
+        if getattr(config, name, None):
+            yield f"{name} (tokens of an interrupted step stay in its pages)"
+    for name in ("gtp_weight_remat_size", "expert_gtp_weight_remat_size"):
+        if (getattr(config, name, None) or 1) > 1:
+            yield f"{name} > 1 (weights in shares that backward passes gather: not tried)"
+    if getattr(config, "enable_mhc_connections", False):
+        yield "enable_mhc_connections (hyper-connections: not tried)"
     yield from _unsupported_communication(config)
 
 
@@ -122,6 +135,9 @@ def _unsupported_optimizer(inner: Any) -> Iterator[str]:
     if type(inner) not in (FP32Optimizer, Float16OptimizerWithFloat16Params, DistributedOptimizer):
         yield f"the optimizer {type(inner).__name__}"
         return
-    for name in ("use_precision_aware_optimizer", "optimizer_cpu_offload", "overlap_param_gather_with_optimizer_step"):
+    for name in (
+        *("use_precision_aware_optimizer", "optimizer_cpu_offload", "overlap_param_gather_with_optimizer_step"),
+        "optimizer_cuda_graph",
+    ):
         if getattr(inner.config, name, False):
             yield name

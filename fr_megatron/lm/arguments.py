@@ -108,12 +108,28 @@ def check_protected(args: argparse.Namespace) -> None:
             "--log-energy (after its last iteration the loop sums up over all ranks, between its calls, where no death "
             "is survived); allowed: without it"
         )
+    found += [f"{flag} ({why}); allowed: without it" for name, flag, why in _OUTSIDE if getattr(args, name, None)]
     if getattr(args, "use_checkpoint_args", False) and _loads_what_it_saves(args):
         found.append(_ARGUMENTS_OF_A_CHECKPOINT)
     if found:
         raise UnsupportedError(f"flash-recovery does not support: {'; '.join(found)}")
 
 
+_OUTSIDE = (
+    ("hybrid_context_parallel", "--hybrid-context-parallel", "its iterator communicates where the loop reads data"),
+    (
+        "optimizer_cuda_graph",
+        "--optimizer-cuda-graph",
+        "a captured graph holds the communicators that a recovery frees",
+    ),
+    (
+        *("moe_expert_rank_capacity_factor", "--moe-expert-rank-capacity-factor"),
+        "it reads samples ahead, and does a step again by itself",
+    ),
+    ("moe_routing_trace_path", "--moe-routing-trace-path", "it counts the steps that it sees, and writes each"),
+    ("perform_rl_step", "--perform-rl-step", "rollouts communicate between the loop's calls"),
+)
+"""What of the loop communicates or counts where no call is: argument, flag and why. From core 0.16 on, some later."""
 _ARGUMENTS_OF_A_CHECKPOINT = (
     "--use-checkpoint-args with --load and --save of the same directory (a replacement would read the arguments from "
     "the newest checkpoint there, which is not that of the launch); allowed: another --save, or --ckpt-step"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import importlib
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -13,11 +14,11 @@ import torch.distributed as dist
 
 from flashrecovery import Recovery, init
 from flashrecovery.adapter import check_equal
-from flashrecovery.errors import ConfigError
+from flashrecovery.errors import ConfigError, UnsupportedError
 from fr_megatron.adapter import adapter_for
 from fr_megatron.digest import state_digest
 from fr_megatron.elastic import membership
-from fr_megatron.lm import replan
+from fr_megatron.lm import packed, replan
 from fr_megatron.lm.arguments import check_protected, common, given, settings
 from fr_megatron.lm.data import streamed
 from fr_megatron.lm.elastic_loop import ElasticLoop, check_flag
@@ -71,10 +72,17 @@ class ProtectedLoop:
 
     def setup_model_and_optimizer(self, *args: Any, **kwargs: Any) -> Any:
         """As Megatron's own; what it returns is protected from then on."""
+        from megatron.core import parallel_state
         from megatron.core.rerun_state_machine import get_rerun_state_machine
         from megatron.training.global_vars import get_timers
 
         check_protected(self._args)
+        if not parallel_state.model_parallel_is_initialized():
+            raise UnsupportedError(
+                "flash-recovery does not support: a script that makes its process groups itself "
+                "(pretrain(skip_model_parallel_init=True), MIMO models on a grid of their own); allowed: the groups of "
+                "megatron.core.parallel_state"
+            )
         with as_at_the_launch(self._args):
             made = self._original["setup_model_and_optimizer"](*args, **kwargs)
         chunks, optimizer, scheduler = made
@@ -132,6 +140,7 @@ class ProtectedLoop:
         self._report_tokens()
 
         def body() -> Any:
+            packed.forget()
             for iterator in data_iterator if isinstance(data_iterator, list) else [data_iterator]:
                 if hasattr(iterator, "advance"):
                     iterator.advance()  # what an interrupted step has put aside for a rerun
@@ -147,7 +156,7 @@ class ProtectedLoop:
                 returned = self._layouts.stepped(returned)
             if elastic is not None:
                 elastic.losses.stepped()
-            return loop.finished(iteration, returned, self._parameters_norm())
+            return loop.finished(iteration, returned, self._parameters_norm(), self._packed())
 
         def skipped() -> Any:
             if loop.result is not NOTHING:
@@ -172,6 +181,27 @@ class ProtectedLoop:
             return self._original["calc_params_l2_norm"](model, *args, **kwargs)
         assert self._loop is not None
         return self._loop.result.params_norm
+
+    def _packed(self) -> tuple[float | None, float | None]:
+        """What the log is to say of packed samples. The loop asks for it outside of all calls, too."""
+        consume = self._original.get("consume_seqlen_stats_in_iteration")
+        found: tuple[float | None, float | None] = packed.NONE if consume is None else consume()
+        return found
+
+    def consume_seqlen_stats_in_iteration(self) -> tuple[float | None, float | None]:
+        """After a step, what it has found."""
+        assert self._loop is not None
+        return self._loop.result.packed
+
+    def update_pg_timeout(self, *args: Any, **kwargs: Any) -> None:
+        """As Megatron's own, which begins with a barrier. A process that skips the call sets its own groups alone."""
+        update = self._original["update_pg_timeout"]
+
+        def without_barrier() -> None:
+            with _no_barrier():
+                update(*args, **kwargs)
+
+        self._call("timeout", lambda: update(*args, **kwargs), without_barrier)
 
     def _report_tokens(self) -> None:
         """For what is shown of the job's speed; a ramp-up changes the batch size."""
@@ -294,10 +324,12 @@ class ProtectedLoop:
         said.append(bool(self._call("exit", lambda: decide(due=True), loop.has_ended)))
         return said[0]
 
-    def disable_forward_pre_hook(self, chunks: Any, optimizer: Any = None, param_sync: bool = True) -> Any:
-        """As Megatron's own, which gathers the parameters first. ``optimizer``: of core 0.20, for fp8 parameters
-        only."""
+    def disable_forward_pre_hook(self, *args: Any, **kwargs: Any) -> Any:
+        """As Megatron's own, which gathers the parameters first. (From core 0.19 on it is given the optimizer, too, for
+        fp8 parameters only.)"""
         disable = self._original["disable_forward_pre_hook"]
+        given = inspect.signature(disable).bind(*args, **kwargs).arguments
+        chunks, param_sync = given["model_chunks"], given.get("param_sync", True)
 
         def body() -> None:
             hooked = [chunk for chunk in chunks if chunk.remove_forward_pre_hook_handles]
@@ -383,6 +415,17 @@ def kept_functions(config: Any) -> Iterator[None]:
     finally:
         for name, function in kept.items():
             setattr(config, name, function)
+
+
+@contextmanager
+def _no_barrier() -> Iterator[None]:
+    """Within, torch's barrier does nothing."""
+    barrier = dist.barrier
+    dist.barrier = lambda *args, **kwargs: None
+    try:
+        yield
+    finally:
+        dist.barrier = barrier
 
 
 _REDUCED = "reduce_max_stat_across_model_parallel_group"

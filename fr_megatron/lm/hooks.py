@@ -11,8 +11,8 @@ import functools
 import importlib
 import inspect
 import sys
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
@@ -24,12 +24,7 @@ ARGUMENTS = "megatron.training.arguments"
 TRAINING = "megatron.training.training"
 TIMERS = "megatron.core.timers"
 PARALLEL = "megatron.core.parallel_state"
-CALCULATOR = "megatron.core.num_microbatches_calculator"
 CHECKPOINTING = "megatron.training.checkpointing"
-UTILITIES = "megatron.training.utils"
-CORE_0_16, CORE_0_20 = RELEASES = "0.16", "0.20"
-"""Loops that differ in what is replaced, by the release of megatron-core in which they were first seen. Which one it
-is, the functions themselves say, not the version."""
 _MARK = "__flashrecovery_wrapped__"
 _INSTALLED = "__flashrecovery_installed__"
 _REQUIRED = "__flashrecovery_required__"
@@ -42,24 +37,21 @@ class ReplacedFunction:
     Attributes:
         module, name: where the loop finds it.
         parameters: its first parameters, by which a changed one is recognised.
-        other: the same for the releases in which they are others.
-        defined: the module from which that one imports it; "": it is its own.
+        other: the same as other releases have it. Each function may be that of another release: 0.18 has some of 0.16,
+            and some of 0.19.
+        optional: not every release has it.
     """
 
     module: str
     name: str
     parameters: tuple[str, ...]
-    other: Mapping[str, tuple[str, ...]] = field(default_factory=dict, hash=False)
-    defined: str = ""
+    other: tuple[str, ...] | None = None
+    optional: bool = False
 
     @property
-    def source(self) -> str:
-        """The module in whose source it stands."""
-        return self.defined or self.module
-
-    def known(self, release: str) -> tuple[str, ...]:
-        """The first parameters in ``release``."""
-        return self.other.get(release, self.parameters)
+    def known(self) -> tuple[tuple[str, ...], ...]:
+        """The first parameters that it may have."""
+        return (self.parameters,) if self.other is None else (self.parameters, self.other)
 
 
 PARSE_ARGS = ReplacedFunction(ARGUMENTS, "parse_args", ("extra_args_provider", "ignore_unknown_args"))
@@ -72,7 +64,7 @@ LOOP = (
         TRAINING,
         "setup_model_and_optimizer",
         ("model_provider_func", "model_type"),
-        {CORE_0_20: ("model_type", "model_provider_func")},
+        ("model_type", "model_provider_func"),
     ),
     ReplacedFunction(TRAINING, "build_train_valid_test_data_loaders", ("build_train_valid_test_datasets_provider",)),
     ReplacedFunction(TRAINING, "train", ("forward_step_func", "model", "optimizer", "opt_param_scheduler")),
@@ -85,12 +77,10 @@ LOOP = (
             *("skipped_iter", "grad_norm", "params_norm", "num_zeros_in_grad"),
         ),
     ),
-    ReplacedFunction(TRAINING, "calc_params_l2_norm", ("model",), defined=UTILITIES),
+    ReplacedFunction(TRAINING, "calc_params_l2_norm", ("model",)),
     ReplacedFunction(TRAINING, "evaluate_and_print_results", ("prefix", "forward_step_func", "data_iterator", "model")),
     ReplacedFunction(TRAINING, "save_checkpoint_and_time", ("iteration", "model", "optimizer", "opt_param_scheduler")),
-    ReplacedFunction(
-        TRAINING, "save_checkpoint", ("iteration", "model", "optimizer", "opt_param_scheduler"), defined=CHECKPOINTING
-    ),
+    ReplacedFunction(TRAINING, "save_checkpoint", ("iteration", "model", "optimizer", "opt_param_scheduler")),
     ReplacedFunction(
         TRAINING,
         "post_training_step_callbacks",
@@ -103,13 +93,13 @@ LOOP = (
         TRAINING,
         "disable_forward_pre_hook",
         ("model_chunks", "param_sync"),
-        {CORE_0_20: ("model_chunks", "optimizer", "param_sync")},
+        ("model_chunks", "optimizer", "param_sync"),
     ),
     ReplacedFunction(TRAINING, "print_datetime", ("string",)),
-    ReplacedFunction(
-        TRAINING, "update_num_microbatches", ("consumed_samples", "consistency_check"), defined=CALCULATOR
-    ),
-    ReplacedFunction(TRAINING, "get_num_microbatches", (), defined=CALCULATOR),
+    ReplacedFunction(TRAINING, "update_num_microbatches", ("consumed_samples", "consistency_check")),
+    ReplacedFunction(TRAINING, "get_num_microbatches", ()),
+    ReplacedFunction(TRAINING, "update_pg_timeout", ("timeout",), optional=True),
+    ReplacedFunction(TRAINING, "consume_seqlen_stats_in_iteration", (), optional=True),  # from 0.18 on
 )
 ALL = (PARSE_ARGS, TIMER_START, *LOOP)
 
@@ -161,10 +151,11 @@ def install_loop(args: Any) -> None:
         return
     check_hooks()
     timer: Any = importlib.import_module(TIMERS).Timer
-    original = {hook.name: getattr(importlib.import_module(hook.module), hook.name) for hook in LOOP}
+    there = [hook for hook in LOOP if _parameters(hook) is not None]
+    original = {hook.name: getattr(importlib.import_module(hook.module), hook.name) for hook in there}
     original[TIMER_START.name] = timer.start
     loop = ProtectedLoop(args, original)
-    for hook in LOOP:
+    for hook in there:
         setattr(importlib.import_module(hook.module), hook.name, getattr(loop, hook.name))
     timer.start = lambda self, barrier=False: loop.start_timer(self, barrier)
     _replace_wherever(CHECKPOINTING, "cleanup_old_non_persistent_checkpoint", keeping_the_whole_one)
@@ -195,23 +186,21 @@ def check_hooks() -> None:
 
 
 def differences(parameters: Callable[[ReplacedFunction], tuple[str, ...] | None]) -> list[str]:
-    """In words, how the functions differ from those of the release that they are nearest to; [] if they do not.
-    ``parameters``: of a function that is there, None of one that is not."""
-    found = {hook: parameters(hook) for hook in ALL}
-    by_release = [[text for hook in ALL if (text := difference(hook, release, found[hook]))] for release in RELEASES]
-    return min(by_release, key=len)
+    """In words, how the functions differ from those that are known; [] if they do not. ``parameters``: of a function
+    that is there, None of one that is not."""
+    return [text for hook in ALL if (text := difference(hook, parameters(hook)))]
 
 
-def difference(hook: ReplacedFunction, release: str, found: tuple[str, ...] | None) -> str:
-    """In words, how a function differs from that in ``release``; "" if it does not. ``found``: its parameters, None if
+def difference(hook: ReplacedFunction, found: tuple[str, ...] | None) -> str:
+    """In words, how a function differs from what is known of it; "" if it does not. ``found``: its parameters, None if
     there is no such function."""
     if found is None:
-        return f"{hook.module}.{hook.name} is missing"
-    known = hook.known(release)
-    here = found[: len(known)]
-    if here != known:
-        return f"{hook.module}.{hook.name} begins with ({', '.join(here)}), not with ({', '.join(known)})"
-    return ""
+        return "" if hook.optional else f"{hook.module}.{hook.name} is missing"
+    if any(found[: len(known)] == known for known in hook.known):
+        return ""
+    here = ", ".join(found[: max(map(len, hook.known))])
+    known = " or ".join(f"({', '.join(known)})" for known in hook.known)
+    return f"{hook.module}.{hook.name} begins with ({here}), not with {known}"
 
 
 def _parameters(hook: ReplacedFunction) -> tuple[str, ...] | None:

@@ -20,6 +20,7 @@ from flashrecovery.adapter import LoopAdapter, plain_fields
 from flashrecovery.errors import ConfigError
 from fr_megatron import trackers
 from fr_megatron.lm.elastic_loop import ElasticLoop
+from fr_megatron.lm.packed import NONE
 from fr_megatron.lm.replan import LayoutLoop
 from fr_megatron.own_loop import PUT_ASIDE, calculator, hooked, set_hooked
 
@@ -47,6 +48,7 @@ _KEPT = 4
 _COMMON = (
     "result",
     "params_norm",
+    "packed",
     "overflows",
     "totals",
     "consumed_valid_samples",
@@ -70,11 +72,17 @@ class TrainResult:
     """should_checkpoint, should_exit, exit_code, grad_norm, num_zeros_in_grad, and what later versions add."""
     params_norm: float | None = None
     """Of the parameters after the step, with ``--log-params-norm``."""
+    packed: tuple[float | None, float | None] = NONE
+    """Of packed samples, see :mod:`.packed`."""
 
     @staticmethod
-    def of(returned: tuple[Any, ...], params_norm: float | None = None) -> TrainResult:
+    def of(
+        returned: tuple[Any, ...],
+        params_norm: float | None = None,
+        packed: tuple[float | None, float | None] = NONE,
+    ) -> TrainResult:
         losses, skipped, *rest = returned
-        return TrainResult(dict(losses), bool(skipped), tuple(_plain(value) for value in rest), params_norm)
+        return TrainResult(dict(losses), bool(skipped), tuple(_plain(value) for value in rest), params_norm, packed)
 
     def logged(self, given: tuple[Any, ...]) -> tuple[Any, ...]:
         """What ``training_log`` is ``given`` after the losses, with what this step has found: the loop may have got
@@ -168,10 +176,16 @@ class LMLoop:
         self._common: dict[str, Any] = {}
         self._restored: dict[str, Any] | None = None
 
-    def finished(self, iteration: int, returned: tuple[Any, ...], params_norm: float | None = None) -> tuple[Any, ...]:
+    def finished(
+        self,
+        iteration: int,
+        returned: tuple[Any, ...],
+        params_norm: float | None = None,
+        packed: tuple[float | None, float | None] = NONE,
+    ) -> tuple[Any, ...]:
         """``train_step`` has returned. Returns what the loop is to get, which may have it already: a step that is made
         again in another size has a loss that differs in its last bits, and that one is logged, and summed up."""
-        self.result = TrainResult.of(returned, params_norm)
+        self.result = TrainResult.of(returned, params_norm, packed)
         if self.result.skipped:
             self.overflows.add(iteration)
         if self.elastic is not None:
@@ -263,6 +277,7 @@ class LMLoop:
         return {
             "result": self.result.returned(),
             "params_norm": self.result.params_norm,
+            "packed": self.result.packed,
             "trackers": trackers.save() if self.elastic is None else self.elastic.losses.entries,
             "micro_batches_logged": 1 if self.elastic is None else self.elastic.losses.micro_batches,
         }
@@ -296,7 +311,7 @@ class LMLoop:
 
         if saved.get("kind") == "log":  # its step may have been made again since, in another size
             saved = {**saved, **self._left.get(saved["arguments"]["curr_iteration"], {})}
-        self.result = TrainResult.of(saved["result"], saved["params_norm"])
+        self.result = TrainResult.of(saved["result"], saved["params_norm"], tuple(saved.get("packed", NONE)))
         self.overflows = set(saved["overflows"])
         self._logged = saved["logged"]
         totals = self._totals_after.get(saved["logged"], saved["totals"])

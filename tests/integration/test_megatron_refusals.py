@@ -9,11 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from fr_megatron.lm.hooks import CORE_0_16, CORE_0_20
 from tests.support.installed import skip_module_without
 from tests.support.jobs import GPT, ROOT, SMALL, Job, Layout, check_clean, run_job
 from tests.support.megatron_lm import CHECKOUT, FLAGS, MODEL, copied, environment, needs_checkout, run_lm
-from tests.unit.test_megatron_doctor import tree
+from tests.unit.test_megatron_doctor import CORE_0_16, CORE_0_20, tree
 
 skip_module_without("megatron.core")
 

@@ -306,7 +306,8 @@ def test_what_is_refused_of_the_flags() -> None:
 
 
 @pytest.mark.parametrize("flag", ["check_for_spiky_loss", "check_for_large_grads"])
-def test_fallback_checkpoints_with_what_ranks_remember_are_refused(flag: str) -> None:
+def test_fallback_checkpoints_with_what_ranks_remember_are_refused(flag: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layer_losses, "METRICS", SimpleNamespace(takes=lambda way: way == "dictionary"))
     made = loop(**{flag: True})
     assert not list(made.tied_to_size())
     made._recovery = recovery(None, checkpoints=True)
@@ -318,6 +319,7 @@ def test_fallback_checkpoints_with_what_ranks_remember_are_refused(flag: str) ->
 
 
 def test_losses_of_layers_that_cannot_follow_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layer_losses, "METRICS", SimpleNamespace(takes=lambda way: way == "dictionary"))
     (text,) = loop(dsa_indexer_loss_coeff=0.5).tied_to_size()
     assert text.startswith("--dsa-indexer-loss-coeff (what layers have summed up")
     assert not list(loop(dsa_indexer_loss_coeff=0.0, num_experts=4).tied_to_size())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,12 +14,17 @@ import torch
 from flashrecovery.errors import ConfigError, UnsupportedError
 from flashrecovery.state import codec
 from fr_megatron import trackers
+from fr_megatron.capabilities import METRICS
+from fr_megatron.lm import packed
 from fr_megatron.lm.calls import ProtectedLoop
 from fr_megatron.lm.layer_losses import LayerLosses
 from fr_megatron.lm.state import NOTHING, LMLoop, LMLoopAdapter, TrainResult
 
 pytest.importorskip("megatron.core")
 pytestmark = pytest.mark.megatron
+of_a_dictionary = pytest.mark.skipif(
+    not METRICS.takes("dictionary"), reason="losses of experts are no dictionary (from megatron-core 0.18 on)"
+)
 
 
 @pytest.mark.parametrize("name", ["DISABLED", "VALIDATE_RESULTS", "REPORT_DETERMINISM_STATS"])
@@ -230,6 +235,104 @@ def test_the_norm_of_the_parameters_is_a_part_of_the_step(monkeypatch: pytest.Mo
     monkeypatch.setattr(ProtectedLoop, "_args", SimpleNamespace(log_params_norm=False, curr_iteration=1))
     protected.train_step(None, [])
     assert not asked and protected.calc_params_l2_norm("model") is None
+
+
+def _protected(monkeypatch: pytest.MonkeyPatch, **original: Any) -> ProtectedLoop:
+    """One that is in its loop, without elastic jobs."""
+    protected = ProtectedLoop.__new__(ProtectedLoop)
+    protected._original, protected._started, protected._objects = original, True, ("model", 0, 0)
+    protected._elastic = protected._layouts = None
+    protected._loop = LMLoop(SimpleNamespace(), SimpleNamespace(_timers={}), SimpleNamespace(mode=None))
+    monkeypatch.setattr(ProtectedLoop, "_args", SimpleNamespace(log_params_norm=False, curr_iteration=0))
+    monkeypatch.setattr(ProtectedLoop, "_report_tokens", lambda _: None)
+    return protected
+
+
+def test_counts_of_packed_samples_are_a_part_of_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From 0.18 on the loop reduces them between the step and its log, where no call is; a step that is made again
+    would count twice."""
+    training: Any = ModuleType("megatron.training.training")
+    training._seqlen_stats_in_iteration, training._seqlen_stats_active = None, False
+    for name, module in (("megatron.training", ModuleType("megatron.training")), (training.__name__, training)):
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setattr(packed, "PACKED", SimpleNamespace(way="there"))
+    attempts: list[str] = []
+
+    def train_step(*_: Any, **__: Any) -> Any:
+        attempts.append("attempt")
+        if training._seqlen_stats_in_iteration is None:
+            training._seqlen_stats_in_iteration = torch.zeros(2)
+        training._seqlen_stats_in_iteration += torch.tensor([5.0, 25.0])
+        training._seqlen_stats_active = True
+        if len(attempts) == 1:
+            raise InterruptedError
+        return {}, False, False, False, 0, 1.0, None, 0
+
+    def consume() -> tuple[float | None, float | None]:
+        if not training._seqlen_stats_active:
+            return None, None
+        tokens, squares = training._seqlen_stats_in_iteration.tolist()
+        training._seqlen_stats_in_iteration.zero_()
+        training._seqlen_stats_active = False
+        return tokens, squares
+
+    protected = _protected(monkeypatch, train_step=train_step, consume_seqlen_stats_in_iteration=consume)
+    monkeypatch.setattr(protected, "_call", lambda kind, body, skipped: body())
+    with pytest.raises(InterruptedError):
+        protected.train_step(None, [])
+    protected.train_step(None, [])
+    assert consume() == (None, None), "it was reduced within the step"
+    assert protected.consume_seqlen_stats_in_iteration() == (5.0, 25.0)
+    saved = codec.loads(codec.dumps(TrainResult.of(({}, 0), None, (5.0, 25.0)).packed))
+    assert tuple(saved) == (5.0, 25.0)
+
+
+def test_new_timeouts_of_the_groups_are_set_by_one_call_of_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It begins with a barrier, which a replacement that comes by alone leaves out."""
+    said: list[str] = []
+    monkeypatch.setattr(torch.distributed, "barrier", lambda *_: said.append("barrier"))
+
+    def update(timeout: int, pg: Any = None) -> None:
+        torch.distributed.barrier(pg)
+        said.append(f"set {timeout}")
+
+    protected = _protected(monkeypatch, update_pg_timeout=update)
+    monkeypatch.setattr(protected, "_call", lambda kind, body, skipped: (said.append(kind), body(), skipped()))
+    protected.update_pg_timeout(7)
+    assert said == ["timeout", "barrier", "set 7", "set 7"]
+
+
+@pytest.mark.parametrize(
+    ("name", "flag"),
+    [
+        ("hybrid_context_parallel", "--hybrid-context-parallel"),
+        ("optimizer_cuda_graph", "--optimizer-cuda-graph"),
+        ("moe_expert_rank_capacity_factor", "--moe-expert-rank-capacity-factor"),
+        ("moe_routing_trace_path", "--moe-routing-trace-path"),
+        ("perform_rl_step", "--perform-rl-step"),
+    ],
+)
+def test_what_of_later_loops_is_outside_of_calls_is_refused(name: str, flag: str) -> None:
+    from fr_megatron.lm.arguments import check_protected
+
+    check_protected(argparse.Namespace(**{name: None}))
+    with pytest.raises(UnsupportedError, match=flag):
+        check_protected(argparse.Namespace(**{name: 1}))
+
+
+def test_hooks_that_gather_are_taken_away_as_this_release_is_asked_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By position, too: 0.19 has the optimizer in second place."""
+    taken: list[Any] = []
+
+    def before(model_chunks: Any, param_sync: bool = True) -> None:
+        taken.append((model_chunks, param_sync))
+
+    def now(model_chunks: Any, optimizer: Any = None, param_sync: bool = True) -> None:
+        taken.append((model_chunks, param_sync))
+
+    for disable, given in ((before, ([], False)), (now, ([], "optimizer", False))):
+        _protected(monkeypatch, disable_forward_pre_hook=disable).disable_forward_pre_hook(*given)
+    assert taken == [([], False)] * 2
 
 
 def test_checkpoints_that_are_written_beside_training_are_refused() -> None:
@@ -671,6 +774,7 @@ def test_hooks_that_gather_are_as_they_were_before_a_call_that_lies_far_back() -
         assert chunk.config.grad_sync_func == "reduce"
 
 
+@of_a_dictionary
 def test_what_an_evaluation_has_summed_up_of_experts_is_not_logged_by_a_step_that_is_made_again() -> None:
     """The loop clears it, outside of calls; a log is made of what its step has summed up."""
     from megatron.core.transformer.moe import moe_utils
@@ -690,6 +794,7 @@ def test_what_an_evaluation_has_summed_up_of_experts_is_not_logged_by_a_step_tha
         entries.clear()
 
 
+@of_a_dictionary
 def test_a_rank_of_another_size_logs_what_a_step_has_summed_up_of_experts(monkeypatch: pytest.MonkeyPatch) -> None:
     """All ranks keep the same of it, so it does not matter whose they get, nor what their layers have summed up since:
     they are in the middle of another step, or have computed nothing."""

@@ -11,7 +11,7 @@ pytest.importorskip("megatron.core")
 
 from megatron.core.transformer import TransformerConfig
 
-from fr_megatron.support import _unsupported_model
+from fr_megatron.support import _unsupported, _unsupported_model
 
 
 def config(**values: Any) -> TransformerConfig:
@@ -47,6 +47,43 @@ def test_a_plain_model_is_protected() -> None:
 def test_what_cannot_be_brought_back_is_named(name: str, value: Any) -> None:
     (found,) = _unsupported_model(config(**{name: value}))
     assert name.removeprefix("moe_enable_").removeprefix("moe_").split("_type")[0].lower() in found.lower(), found
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("moe_paged_stash", True),
+        ("moe_expert_rank_capacity_factor", 1.5),
+        ("gtp_weight_remat_size", 2),
+        ("expert_gtp_weight_remat_size", 2),
+        ("enable_mhc_connections", True),
+        ("overlap_dispatch_backward_with_experts_wgrad", True),
+    ],
+)
+def test_what_only_later_versions_have_is_named(name: str, value: Any) -> None:
+    made = config()
+    setattr(made, name, value)
+    (found,) = _unsupported_model(made)
+    assert name in found
+
+
+def test_what_later_versions_have_is_looked_for_under_its_name() -> None:
+    """A version that has the feature has the field: else it would be used without a word."""
+    names = {f.name for f in fields(TransformerConfig)}
+    if "moe_router_quantile_balancing_ema" in names:  # from 0.19 on
+        assert {"moe_paged_stash", "gtp_weight_remat_size", "overlap_dispatch_backward_with_experts_wgrad"} <= names
+
+
+def test_an_optimizer_step_that_is_captured_is_refused() -> None:
+    from megatron.core.optimizer import ChainedOptimizer
+
+    class OptimizerCudaGraphWrapper:
+        def __call__(self) -> None: ...
+
+    optimizer = ChainedOptimizer([])
+    optimizer.step = OptimizerCudaGraphWrapper()
+    (found,) = _unsupported([], optimizer)
+    assert "OptimizerCudaGraphWrapper" in found
 
 
 def test_an_fp8_recipe_with_a_history_is_refused_and_others_are_not() -> None:

@@ -9,11 +9,14 @@
 VENV ?= .venv
 BENCH_VENV ?= /tmp/bench-venv
 CUDA_VENV ?= /tmp/cuda-venv
+NEW_VENV ?= /tmp/new-venv
+NEW_PYTHON := 3.12
 PYTHON ?= python3
 TORCH_INDEX ?=
 TORCH_VERSION := 2.13.0
 CUDA_TORCH_VERSION ?= 2.14.1
 BIN := $(VENV)/bin
+NEW_PIP = $(NEW_VENV)/bin/python -m pip --disable-pip-version-check install --quiet -c constraints-new.txt
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --no-compile
 # On all cores, which pip does on one. What is for another Python version cannot be compiled, and need not be.
 COMPILE := $(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true
@@ -29,7 +32,7 @@ SIMULATE_ARGS ?=
 # Where it is set, each of a job's processes would compile our modules anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup demo test test-asan test-tsan test-cuda-build test-slurm matrix lint format grid grid-deepspeed grid-megatron grid-libraries soak soak-deepspeed soak-megatron chaos gpu-check bench bench-setup mutate mutate-session mutate-parity mutate-nccl simulate docs clean
+.PHONY: help setup demo test test-asan test-tsan test-cuda-build test-new test-slurm matrix lint format grid grid-deepspeed grid-megatron grid-libraries soak soak-deepspeed soak-megatron chaos gpu-check bench bench-setup mutate mutate-session mutate-parity mutate-nccl simulate docs clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -88,6 +91,18 @@ test-cuda-build:  ## an environment with a CUDA build of torch (5.5 GB; needs no
 	$(CUDA_VENV)/bin/python -m pytest --durations=10 $(PYTEST_ARGS) tests/unit/test_groups_build.py tests/unit/test_torch_native.py \
 	    tests/integration/test_nccl_build.py tests/integration/test_nccl.py tests/integration/test_groups_*.py \
 	    tests/conformance/test_nccl.py tests/conformance/test_grid.py
+
+# Not `make setup`: an environment of its own, of which every version stands in constraints-new.txt.
+$(NEW_VENV)/.done: pyproject.toml constraints-new.txt
+	@test -x $(NEW_VENV)/bin/python || "$$($(PYTHON) scripts/matrix.py --find-python $(NEW_PYTHON))" -m venv $(NEW_VENV)
+	@echo "==> $(NEW_VENV): the newest torch, deepspeed, megatron-core, transformers, accelerate"
+	@$(NEW_PIP) $(TORCH_INDEX) torch
+	@$(NEW_PIP) --editable '.[test,deepspeed,megatron,trainer]' emerging-optimizers
+	@touch $@
+
+test-new: $(NEW_VENV)/.done  ## a part of the tests on Python 3.12 with the newest releases (5.5 GB; about 12 minutes on two cores)
+	$(NEW_VENV)/bin/python -m flashrecovery.cli.main doctor --build
+	$(NEW_VENV)/bin/python -m pytest -m "" -p no:cacheprovider -n 2 --dist load --durations=10 $(PYTEST_ARGS) $$($(NEW_VENV)/bin/python scripts/matrix.py --tests-new)
 
 matrix: setup $(BIN)/.frameworks-done  ## chosen tests with each supported version, and docs/versions.md (MATRIX="torch==2.14.1": one)
 	$(BIN)/python scripts/matrix.py $(MATRIX_ARGS) $(if $(MATRIX),"$(MATRIX)")

@@ -4,6 +4,7 @@ and Python, and docs/versions.md, which says what was run, when, and what came o
     python scripts/matrix.py                      # all entries, one after another
     python scripts/matrix.py "torch==2.14.1"      # one; the others' results stay as they are
     python scripts/matrix.py --list
+    python scripts/matrix.py --find-python 3.12   # an interpreter that runs, not a shim that does not
 
 An entry's environment lies in ``--dir`` and is removed when its tests have ended. With the Python that runs this, it is
 a thin one above that Python's packages, and contains only what the entry asks for (another torch: 3 to 7 GB); with
@@ -75,6 +76,32 @@ MEGATRON_CORE = (
     Selection("TP2 x DP2, a rank killed in each phase", (f"{MEGATRON}[tp2-dp2-sigkill-0]",)),
     Selection("distributed optimizer, DP4, a rank killed in each phase", (f"{MEGATRON}[dp4-distributed-sigkill-0]",)),
 )
+FAILURES = "tests/conformance/test_megatron_failures.py::"
+ELASTIC = "tests/integration/test_elastic_megatron.py::test_killed_and_not_replaced"
+NEW_CORE = (  # 0.18 and 0.19 ask for Python 3.12
+    units("megatron_flags", "megatron_pieces", "megatron_buckets", "megatron_support", "megatron_doctor"),
+    *MEGATRON_CORE[2:],
+    Selection("gradients set to zero last", (f"{FAILURES}test_gradients_that_are_set_to_zero_last",)),
+    Selection("elastic, the distributed optimizer", (f"{ELASTIC}[distributed-bf16-optimizer-1]",)),
+)
+NEWEST_CORE = (
+    *NEW_CORE,
+    Selection("both overlaps, DP2, a rank killed in each phase", (f"{MEGATRON}[dp2-overlaps-sigkill-0]",)),
+    Selection("PP2 x DP2, a rank killed in each phase", (f"{MEGATRON}[pp2-dp2-sigkill-0]",)),
+    Selection("EP2 x DP2, a rank killed in each phase", (f"{MEGATRON}[ep2-dp2-alltoall-sigkill-0]",)),
+    Selection("Megatron-FSDP, a rank killed in each phase", (f"{MEGATRON}[megatron-fsdp-sigkill-0]",)),
+)
+NEWEST = (
+    units("groups_build", "torch_native", "refusals", "scaler", "leftovers", "data_stream", "versions"),
+    units("deepspeed_calls", "deepspeed_config", "deepspeed_hook", "trainer"),
+    units("megatron_flags", "megatron_pieces", "megatron_buckets", "megatron_support", "megatron_doctor"),
+    Selection("groups", (f"{GROUPS}battery.py",)),
+    Selection("two ranks, one killed", tuple(f"{SMALL}[{name}]" for name in ("ddp", "fsdp2", "zero2", "zero3"))),
+    Selection("the Trainer with DDP, ranks killed", (f"{TRAINER}[hf-ddp]",)),
+    Selection("Megatron", (f"{MEGATRON}[tp2-dp2-sigkill-0]", f"{MEGATRON}[dp2-overlaps-sigkill-0]")),
+    *(one for one in NEW_CORE if one.name in ("gradients set to zero last", "elastic, the distributed optimizer")),
+)
+"""Of ``make test-new``: with the newest of everything at once."""
 HUGGING_FACE = (
     units("trainer"),
     Selection("the Trainer with DDP, ranks killed", (f"{TRAINER}[hf-ddp]",)),
@@ -107,6 +134,8 @@ ENTRIES = (
     Entry("transformers==5.23.0 accelerate==1.15.0", HUGGING_FACE),
     Entry("transformers==4.57.6 accelerate==1.12.0", HUGGING_FACE),
     *(Entry(f"python=={python} torch==2.14.1", PLAIN) for python in ("3.10", "3.12", "3.13")),
+    Entry("python==3.12 torch==2.14.1 megatron-core==0.19.2", NEWEST_CORE),
+    *(Entry(f"python==3.12 torch==2.14.1 megatron-core=={version}", NEW_CORE) for version in ("0.18.2", "0.17.1")),
 )
 
 
@@ -123,10 +152,7 @@ def make_environment(entry: Entry, folder: Path) -> Path:
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--python", str(python), "install", "--quiet"]
     pip += ["--no-cache-dir"]
     if entry.python:
-        interpreter = shutil.which(f"python{entry.python}")
-        if interpreter is None:
-            raise RuntimeError(f"no python{entry.python} here")
-        _run([interpreter, "-m", "venv", "--without-pip", str(folder)])
+        _run([find_python(entry.python), "-m", "venv", "--without-pip", str(folder)])
         constraints = folder / "constraints.txt"
         lines = (ROOT / "constraints.txt").read_text().splitlines()
         left = [line for line in lines if line.partition("==")[0] not in NOT_FOR_ANOTHER_TORCH]
@@ -140,6 +166,35 @@ def make_environment(entry: Entry, folder: Path) -> Path:
     # A source distribution looks for the torch that it is installed beside, and compiles nothing ahead of its use.
     _run([*pip, "--no-build-isolation", *entry.requirements], DS_BUILD_OPS="0")
     return python
+
+
+MANAGED = ("~/.pyenv/versions/*/bin", "~/.local/share/uv/python/*/bin", "~/*conda*/envs/*/bin", "/opt/python/*/bin")
+"""Where version managers keep interpreters: their shims on PATH may be there, and run none."""
+
+
+def find_python(version: str) -> str:
+    """An interpreter of this version ("3.12") that runs.
+
+    Raises:
+        RuntimeError: there is none, on PATH or where version managers keep theirs.
+    """
+    name = f"python{version}"
+    managed = [str(path) for place in MANAGED for path in sorted(Path("/").glob(str(Path(place).expanduser())[1:]))]
+    for folder in (*os.environ.get("PATH", "").split(os.pathsep), *managed):
+        found = shutil.which(name, path=folder or os.curdir)
+        if found is not None and _says(found) == version:
+            return found
+    raise RuntimeError(f"no {name} that runs here, on PATH or in {', '.join(MANAGED)}")
+
+
+def _says(interpreter: str) -> str:
+    """The version that an interpreter says it is; "" if it does not run."""
+    code = "import sys, venv; print('%d.%d' % sys.version_info[:2])"
+    try:
+        done = subprocess.run([interpreter, "-c", code], capture_output=True, text=True, check=False, timeout=60)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout.strip() if done.returncode == 0 else ""
 
 
 def _run(command: Sequence[str], **environment: str) -> None:
@@ -335,12 +390,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("entries", nargs="*", metavar="ENTRY", help="as --list shows them; all if none is given")
     parser.add_argument("--list", action="store_true", help="print the entries and their selections")
+    parser.add_argument("--tests-new", action="store_true", help="print the tests of `make test-new`")
+    parser.add_argument("--find-python", metavar="VERSION", help="print where an interpreter of it is that runs")
     parser.add_argument("--dir", type=Path, default=Path("/tmp/flashrecovery-matrix"), help="of the environments")
     parser.add_argument("--keep", action="store_true", help="do not remove an environment; it is used again")
     parser.add_argument("--only", default="", metavar="WORDS", help="selections whose name contains this")
     parser.add_argument("--wrap", default="", metavar="COMMAND", help="by which each pytest is run, say 'nice -n 10'")
     arguments = parser.parse_args()
     known = {entry.name: entry for entry in ENTRIES}
+    if arguments.find_python:
+        print(find_python(arguments.find_python))
+        return
+    if arguments.tests_new:
+        print(*dict.fromkeys(test for selection in NEWEST for test in selection.arguments))
+        return
     if arguments.list:
         for entry in ENTRIES:
             print(f"{entry.name}: {', '.join(s.name for s in entry.selections)}")

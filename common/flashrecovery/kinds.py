@@ -108,6 +108,7 @@ class NoticeKind(_Word):
     SILENT_BUFFERS = "silent_buffers"
     SNAPSHOTS = "snapshots"
     STANDSTILL = "standstill"
+    STEPS_ARE_CALLS = "steps_are_calls"
     START_AGAIN = "start_again"
     STASH_FAILED = "stash_failed"
     STOP_FAILED = "stop_failed"

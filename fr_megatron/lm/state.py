@@ -135,6 +135,11 @@ class LMLoop:
     its layout; ``layouts``: of one that changes its layout. ``far_back``: the job has fallback checkpoints.
     ``chunks``: of the model."""
 
+    counted = (
+        "calls of Megatron-LM's loop: in each iteration the training step is one, and the log, evaluation, check or "
+        "checkpoint that is due"
+    )
+
     def __init__(
         self,
         args: Any,

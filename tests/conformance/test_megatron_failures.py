@@ -72,6 +72,22 @@ def test_gradients_that_are_set_to_zero_last(tmp_path: Path) -> None:
     check_recovered(job, [0, 1])
 
 
+def test_a_router_that_balances_by_quantiles(tmp_path: Path) -> None:
+    """Its buffers change at two places of a step, and are all of the state that no loss trains."""
+    from megatron.core.transformer import TransformerConfig
+
+    if not hasattr(TransformerConfig, "moe_router_quantile_balancing_ema"):
+        pytest.skip("this megatron-core has none (from 0.19 on)")
+    script, layout = SCRIPTS / "megatron_quantile.py", mg.gpt("dp2-quantile", "--num-experts", "4", nproc=2)
+    undisturbed = mg.run(tmp_path / "reference", layout, standby=0, script=script)
+    places = ("forward", "backward", "grad-sync", "optimizer", "commit")
+    inject = faults(*((at % 2, phase, 2 + 3 * at) for at, phase in enumerate(places)))
+    job = mg.run(tmp_path / "run", layout, standby=1, inject=inject, script=script)
+    check_same(job, undisturbed)
+    check_fired(job, len(inject))
+    check_recovered(job, [0, 1])
+
+
 def _killed_at_once(run_dir: Path, layout: Layout, victims: tuple[int, ...]) -> Job:
     """From outside: of injected faults one may come after the other."""
     running = mg.start(run_dir, layout, standby=2, flags=SLOW)

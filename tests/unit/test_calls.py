@@ -27,6 +27,10 @@ class FakeSession:
         self.back_to: int | None = None
         self.ahead = Ahead()
         self.opened = 0
+        self.counted: list[str] = []
+
+    def count_calls(self, what: str) -> None:
+        self.counted.append(what)
 
     def at_script_end(self, callback: Callable[[], None]) -> None: ...
 
@@ -104,6 +108,17 @@ class Script:
             self.total.value += result
             if i % 2:
                 self.calls.run("report", self._body(f"report{i}", self._report), lambda: 0, self.total)
+
+
+def test_what_a_step_is_where_it_is_a_call_is_said_once() -> None:
+    """Of a loop that makes others than a framework's steps: "step 6" is no iteration there."""
+    script = Script(FakeSession(), {"report1": None})
+    script.run(4)
+    assert script.session.counted == []
+    script = Script(FakeSession(), {"report1": None})
+    script.total.counted = "calls of this loop"  # type: ignore[attr-defined]
+    script.run(4)
+    assert script.session.counted == ["calls of this loop"]
 
 
 def test_a_call_that_fails_begins_again_with_the_loop_as_it_was() -> None:

@@ -12,6 +12,7 @@ _OF_THE_SCRIPT = (
     NoticeKind.NOT_SAVED,
     NoticeKind.OWN_OBJECTS,
     NoticeKind.SILENT_BUFFERS,
+    NoticeKind.STEPS_ARE_CALLS,
     NoticeKind.UNDO_ENABLED,
 )
 """What every rank of a script finds out for itself, in the same words."""

@@ -78,6 +78,8 @@ class TrainerLoop:
 
     # -- LoopState --------------------------------------------------------------------------------
 
+    counted = "calls of the Trainer: each optimizer step is one, and each log, evaluation or checkpoint that is due"
+
     def save(self) -> dict[str, Any]:
         trainer, state = self._trainer, self._trainer.state
         names = [f.name for f in dataclasses.fields(state) if f.name != "log_history"]

@@ -40,7 +40,8 @@ _KEPT = 3
 
 
 class LoopState(Protocol):
-    """State of the script's own loop that calls read and change."""
+    """State of the script's own loop that calls read and change. With an attribute ``counted``, users are told at the
+    start what one call is: there are others than a framework's steps."""
 
     def save(self) -> Any:
         """A copy of the state as a call begins. It stays in this process."""
@@ -171,6 +172,8 @@ class Calls:
         is_ahead = self._loop is None and ahead and self._session.ahead.skips(number)
         if self._loop is None and not is_ahead:
             self._open(number)
+            if what := getattr(loop, "counted", ""):
+                self._session.count_calls(what)
         self._kinds.append(kind)
         saved = None if loop is None else loop.save()
         self._newest[kind] = _Call(body, None, loop, saved)

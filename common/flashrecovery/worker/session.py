@@ -110,6 +110,12 @@ class Session:
         """Call ``function`` when the script has come to its end, but not when it fails."""
         self._worker.connection.at_script_end.append(callback)
 
+    def count_calls(self, what: str) -> None:
+        """Steps are numbered by calls of the script. ``what``: what one is, in words."""
+        worker = self._worker
+        if worker.rank == 0 and not worker.connection.detached:
+            worker.notice(NoticeKind.STEPS_ARE_CALLS, f"steps are numbered here, and by --inject, by {what}")
+
     def open(self, num_steps: int | None) -> Loop:
         """Called when the script asks for its first step: tell the controller what there is, and wait until the loop
         may begin.

@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 import flashrecovery
 
@@ -125,7 +126,11 @@ def sha(value: object) -> str:
 
 def _add(result: hashlib._Hash, value: object) -> None:
     if isinstance(value, DTensor):
-        value = value.to_local()
+        value = value._local_tensor
+    if isinstance(value, Tensor) and is_traceable_wrapper_subclass(value):
+        names, about = value.__tensor_flatten__()
+        result.update(f"{type(value).__qualname__}{value.dtype}{about}".encode())
+        value = {name: getattr(value, name) for name in names}
     if isinstance(value, torch.Generator):
         value = value.get_state()
     if isinstance(value, Tensor):

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
@@ -28,8 +29,11 @@ from flashrecovery.adapter.optimizer_state import (
     capture_hyperparameters,
     check_optimizers,
     check_state,
+    is_made_by_step,
     restore_hyperparameters,
 )
+from flashrecovery.adapter.parts import is_composite, refuse_odd
+from flashrecovery.adapter.placement import like_placed, local_tensor
 from flashrecovery.adapter.setters import Method, Setters
 from flashrecovery.adapter.shards import ParamRecord, ParamShard, owners_of
 from flashrecovery.adapter.state_order import StateOrder
@@ -63,6 +67,8 @@ class TorchAdapter(Adapter):
         self.optimizers = tuple(optimizers)
         self._records = self._find_parameters()
         self._parameters_checked = False
+        for record in self._records:
+            refuse_odd(record.get(), f"parameter {record.fqn!r}")
         check_optimizers(self.optimizers, [r.get() for r in self._records])
         self._buffers = BufferTracker(self.inner)
         self._modes = ModeTracker(self.root, self._trainable())
@@ -187,6 +193,8 @@ class TorchAdapter(Adapter):
             self._hooks.sealed(recheck=True)
 
     def _before_optimizer(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if is_made_by_step():
+            return  # what it changes is seen by touch_mark
         if any(callable(a) for a in args) or callable(kwargs.get("closure")):
             raise UnsupportedError(
                 f"{type(optimizer).__name__}.step(closure) is not supported: "
@@ -201,6 +209,8 @@ class TorchAdapter(Adapter):
             self._hooks.mutating()
 
     def _after_optimizer(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+        if is_made_by_step():
+            return
         self._stepped.add(id(optimizer))
         self._gradients.stepped()
         if not self._parameters_checked:
@@ -251,7 +261,7 @@ class TorchAdapter(Adapter):
             if index not in wanted:
                 parameter.grad = None
             elif parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter, requires_grad=False)
+                parameter.grad = _no_gradient(parameter)
             else:
                 with torch.no_grad():
                     parameter.grad.zero_()
@@ -335,3 +345,12 @@ class TorchAdapter(Adapter):
         trained = [p for p in owned if p.requires_grad] or owned  # fp32 copies of 16-bit parameters need no gradient
         result: torch.nn.Parameter = trained[len(trained) // 2]
         return result
+
+
+def _no_gradient(parameter: torch.nn.Parameter) -> torch.Tensor:
+    """A gradient of zeros: an ordinary tensor also where the parameter is none."""
+    if not is_composite(parameter):
+        return torch.zeros_like(parameter, requires_grad=False)
+    shape = local_tensor(parameter).shape
+    zeros = torch.zeros(shape, dtype=parameter.dtype, device=parameter.device)
+    return like_placed(zeros, parameter) if isinstance(parameter, DTensor) else zeros

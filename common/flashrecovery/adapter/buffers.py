@@ -23,6 +23,7 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from flashrecovery.errors import DivergedError, RestoreError
 from flashrecovery.state.digest import byte_view
+from flashrecovery.state.exact import exact, exact_clone, exact_contiguous, exact_copy
 from flashrecovery.worker.glance import glance_at_tensors
 
 COMPARED_BYTES = 64 << 10
@@ -87,7 +88,7 @@ class _Tracked:
     def note(self, live: torch.Tensor | None, versions: tuple[int, int]) -> None:
         """The buffer has changed; ``live`` is its content."""
         self.changed = True
-        self.copy = None if live is None else live.detach().clone()
+        self.copy = None if live is None else exact_clone(live)
         self.looked_at(live, versions)
 
     def looked_at(self, live: torch.Tensor | None, versions: tuple[int, int]) -> None:
@@ -106,7 +107,7 @@ class BufferTracker:
                     continue
                 if buffer is not None:
                     seen.add(id(buffer))
-                base = None if buffer is None else buffer.detach().clone()
+                base = None if buffer is None else exact_clone(buffer)
                 fqn = f"{prefix}.{name}" if prefix else name
                 self._tracked[fqn] = item = _Tracked(
                     fqn, module, name, base, digest(base), isinstance(module, _NormBase)
@@ -290,10 +291,10 @@ def _integers(tensor: torch.Tensor) -> torch.Tensor:
     one, so those of a large tensor are as wide as possible. Of a contiguous tensor they are a view."""
     if not _is_large(tensor):
         if not (tensor.is_floating_point() or tensor.is_complex()):
-            return tensor
-        if tensor.is_floating_point():
+            return exact(tensor)
+        if tensor.is_floating_point() and not tensor.is_neg():
             return tensor.view(_INTEGERS[tensor.itemsize])
-    flat = byte_view(tensor.contiguous())
+    flat = byte_view(exact_contiguous(tensor))
     wide = flat.numel() % 8 == 0 and flat.storage_offset() % 8 == 0
     return flat.view(torch.int64) if wide else flat
 
@@ -316,18 +317,17 @@ def _write(item: _Tracked, value: torch.Tensor | None) -> None:
     if value is None:
         item.module._buffers[item.name] = None
     elif live is not None and live.shape == value.shape and live.dtype == value.dtype:
-        with torch.no_grad():
-            live.copy_(value)
+        exact_copy(live, value)
     else:
         device = value.device if item.base is None else item.base.device
-        item.module._buffers[item.name] = value.detach().clone().to(device)
+        item.module._buffers[item.name] = exact_clone(value).to(device)
 
 
 def digest(tensor: torch.Tensor | None) -> str:
     """xxh3 of shape, dtype and content; "" for None."""
     if tensor is None:
         return ""
-    host = tensor.detach().cpu().contiguous()
+    host = exact_contiguous(tensor).cpu()
     header = f"{tuple(host.shape)}{host.dtype}".encode()
     raw = host.reshape(-1).view(torch.uint8).numpy() if host.numel() else b""
     return xxhash.xxh3_64_hexdigest(header + bytes(raw))

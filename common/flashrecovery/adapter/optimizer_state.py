@@ -7,6 +7,7 @@ shard as a plain value, so that the receiver can make room for it without having
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,8 +15,10 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from flashrecovery.adapter.parts import TensorParts, is_composite, is_plainly_placed, refuse_odd
 from flashrecovery.adapter.placement import like_placed, local_tensor
 from flashrecovery.errors import RegistrationError, RestoreError, UnsupportedError
+from flashrecovery.state.exact import exact_clone, exact_copy
 
 HOST, DEVICE, PLACED = "host", "device", "placed"
 _SCALARS = (bool, int, float, complex, str, type(None))
@@ -57,9 +60,23 @@ def check_state(optimizers: Sequence[Optimizer], parameters: Sequence[torch.Tens
                 raise UnsupportedError(f"{kind} keeps state that belongs to no parameter of the model")
             for key, value in state.items():
                 if isinstance(value, torch.Tensor):
-                    layout_of(parameter, value, f"{kind} state {key!r}")
+                    refuse_odd(value, f"{kind} state {key!r}")
+                    if not is_plainly_placed(value, parameter):
+                        TensorParts.of(value, f"{kind} state {key!r}", parameter)
                 else:
                     plain(value, f"{kind} state {key!r}")
+
+
+def is_made_by_step() -> bool:
+    """Whether the step that an optimizer is taking only makes its state: torch's ``get_state_dict()`` and
+    ``set_state_dict()`` take one, with gradients of 0 and a learning rate of 0, where there is none."""
+    module = sys.modules.get("torch.distributed.checkpoint.state_dict")
+    making = getattr(module, "_init_optim_state", None)
+    code = getattr(making, "__code__", None)
+    frame = sys._getframe(1) if code is not None else None
+    while frame is not None and frame.f_code is not code:
+        frame = frame.f_back
+    return frame is not None
 
 
 def layout_of(parameter: torch.Tensor, state: torch.Tensor, what: str) -> str:
@@ -72,6 +89,13 @@ def layout_of(parameter: torch.Tensor, state: torch.Tensor, what: str) -> str:
         ):
             raise UnsupportedError(f"{what} is a DTensor that is not placed like its parameter")
         return PLACED
+    return DEVICE if state.device == parameter.device else HOST
+
+
+def state_layout_of(parameter: torch.Tensor, state: torch.Tensor) -> str:
+    """The same of a state tensor that may also consist of parts, or be placed in another way: HOST or DEVICE then."""
+    if is_plainly_placed(state, parameter):
+        return layout_of(parameter, state, "")
     return DEVICE if state.device == parameter.device else HOST
 
 
@@ -98,9 +122,9 @@ def plain(value: Any, what: str) -> Any:
         UnsupportedError: naming ``what``, for anything else.
     """
     if isinstance(value, torch.Tensor):
-        if isinstance(value, DTensor):
-            raise UnsupportedError(f"{what} is a DTensor; only plain tensors are kept there")
-        return value.detach().clone()
+        if isinstance(value, DTensor) or is_composite(value):
+            raise UnsupportedError(f"{what} is a {type(value).__name__}; only plain tensors are kept there")
+        return exact_clone(value)
     if isinstance(value, _SCALARS):
         return value
     if isinstance(value, (tuple, list)):
@@ -159,7 +183,6 @@ def _assign(group: dict[str, Any], key: str, value: Any) -> None:
         and live.shape == value.shape
         and live.dtype == value.dtype
     ):
-        with torch.no_grad():
-            live.copy_(value)  # schedulers and captured graphs hold this very tensor
+        exact_copy(live, value)  # schedulers and captured graphs hold this very tensor
         return
     group[key] = plain(value, key)

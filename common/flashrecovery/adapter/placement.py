@@ -99,11 +99,21 @@ def addresses(tensors: Sequence[torch.Tensor]) -> list[int]:
 
 def like_placed(local: torch.Tensor, template: DTensor) -> DTensor:
     """Wrap ``local`` as a DTensor with the mesh, placements and global shape of ``template``."""
-    return DTensor.from_local(
-        local,
-        template.device_mesh,
-        template.placements,
-        run_check=False,
-        shape=template.shape,
-        stride=template.stride(),
-    )
+    return wrapped(local, template, template.placements, template.shape, template.stride())
+
+
+def wrapped(
+    local: torch.Tensor,
+    template: DTensor,
+    placements: Sequence[Placement],
+    shape: Sequence[int],
+    stride: Sequence[int],
+) -> DTensor:
+    """``local`` itself as a DTensor of this global shape, on the mesh of ``template``.
+
+    DTensor.from_local() would make a view of it, which not every class of tensors can, and which may be of another
+    dtype then."""
+    spec = template._spec
+    assert spec.tensor_meta is not None
+    meta = type(spec.tensor_meta)(torch.Size(shape), tuple(stride), local.dtype)
+    return DTensor(local, type(spec)(spec.mesh, tuple(placements), tensor_meta=meta), requires_grad=False)

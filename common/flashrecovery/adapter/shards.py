@@ -12,7 +12,8 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from flashrecovery.adapter.optimizer_state import layout_of, new_state_tensor, plain
+from flashrecovery.adapter.optimizer_state import HOST, layout_of, new_state_tensor, plain, state_layout_of
+from flashrecovery.adapter.parts import SEPARATOR, Form, TensorParts, is_plainly_placed, part_key, put_together
 from flashrecovery.adapter.placement import addresses, local_tensor
 from flashrecovery.adapter.state_order import StateOrder
 from flashrecovery.contract import Shard, ShardSpec, TensorSpec
@@ -52,15 +53,17 @@ class _Seen:
     made_of: list[Any]
     addresses: list[int]
     sources: dict[str, torch.Tensor]
+    composites: dict[str, TensorParts]
     tensors: dict[str, torch.Tensor]
     values: dict[str, Any]
 
     def holds(self, objects: list[Any]) -> bool:
         """Whether the same tensors, with the same memory, are all there is. Plain values may change unseen."""
         return (
-            len(self.tensors) == len(objects) == len(self.made_of)
+            len(self.sources) + len(self.composites) == len(objects) == len(self.made_of)
             and all(map(operator.is_, objects, self.made_of))
-            and addresses(objects) == self.addresses
+            and addresses([*self.sources.values()] if self.composites else objects) == self.addresses
+            and all(parts.unchanged() for parts in self.composites.values())
         )
 
     def locals_of(self, sources: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -150,26 +153,49 @@ class ParamShard(Shard):
     def _find(
         self, parameter: torch.nn.Parameter, states: Sequence[tuple[str, Mapping[str, Any]]], made_of: list[Any]
     ) -> _Seen:
-        sources: dict[str, torch.Tensor] = {PARAM: parameter}
+        sources: dict[str, torch.Tensor] = {}
+        composites: dict[str, TensorParts] = {}
         layout: dict[str, str] = {}
         others: dict[str, Any] = {}
         places: dict[str, int] = {}
+        self._put(PARAM, parameter, f"parameter {self._record.fqn!r}", parameter, sources, composites)
         for (prefix, state), (_, optimizer) in zip(states, self._optimizers, strict=True):
             if state:
                 places[prefix] = StateOrder.of(optimizer).place(parameter)
             for key, value in state.items():
                 what = f"optimizer state {key!r} of {self._record.fqn!r}"
                 if isinstance(value, torch.Tensor):
-                    sources[prefix + key] = value
-                    layout[prefix + key] = layout_of(parameter, value, what)
+                    self._put(prefix + key, value, what, parameter, sources, composites)
+                    layout[prefix + key] = state_layout_of(parameter, value)
                 else:
                     others[prefix + key] = plain(value, what)
-        order = [prefix + key for prefix, state in states for key in state] if others else []
-        parts: dict[str, Any] = {"layout": layout, "plain": others, "order": order, "places": places}
+        order = [prefix + key for prefix, state in states for key in state] if others or composites else []
+        forms = {key: found.form for key, found in composites.items()}
+        parts: dict[str, Any] = {"layout": layout, "plain": others, "order": order, "places": places, "forms": forms}
         known = self._seen.locals_of(sources) if self._seen is not None else {}
         tensors = {key: known[key] if key in known else local_tensor(value) for key, value in sources.items()}
         found = [t.data_ptr() for t in tensors.values()]
-        return _Seen(made_of, found, sources, tensors, {name: part for name, part in parts.items() if part})
+        for key, whole in composites.items():
+            tensors |= {part_key(key, path): part for path, part in whole.tensors.items()}
+        values = {name: part for name, part in parts.items() if part}
+        return _Seen(made_of, found, sources, composites, tensors, values)
+
+    def _put(
+        self,
+        key: str,
+        tensor: torch.Tensor,
+        what: str,
+        parameter: torch.Tensor,
+        sources: dict[str, torch.Tensor],
+        composites: dict[str, TensorParts],
+    ) -> None:
+        """Into ``composites``, if it has to be taken apart."""
+        if is_plainly_placed(tensor, parameter):
+            sources[key] = tensor
+            return
+        known = self._seen.composites.get(key) if self._seen is not None else None
+        same = known is not None and known.whole is tensor and known.unchanged()
+        composites[key] = known if known is not None and same else TensorParts.of(tensor, what, parameter)
 
     def allocate(self, spec: ShardSpec) -> dict[str, torch.Tensor]:
         """See :meth:`Shard.allocate`.
@@ -178,26 +204,28 @@ class ParamShard(Shard):
             RestoreError: the parameter itself has another shape or dtype, or state belongs to no optimizer here.
         """
         parameter = self._record.get()
-        live = local_tensor(parameter)
-        wanted = spec.tensors.get(PARAM)
-        if wanted is None or wanted.shape != tuple(live.shape) or wanted.dtype != live.dtype:
-            raise RestoreError(
-                f"{self.name}: this rank has {tuple(live.shape)} {live.dtype}, the source has "
-                + ("no parameter" if wanted is None else f"{wanted.shape} {wanted.dtype}")
-            )
-        layouts: dict[str, str] = spec.values.get("layout", {})
-        others: dict[str, Any] = spec.values.get("plain", {})
+        self._check_parameter(spec)
         ordered: list[str] = spec.values.get("order", []) or [k for k in spec.tensors if k != PARAM]
         left = set(ordered)
         for prefix, optimizer in self._optimizers:
             keys = [k for k in ordered if k.startswith(prefix)]
             left.difference_update(keys)
-            self._shape_state(optimizer, parameter, prefix, keys, spec.tensors, layouts, others)
+            self._shape_state(optimizer, parameter, prefix, keys, spec)
             if keys:
                 StateOrder.of(optimizer).put(parameter, spec.values["places"][prefix])
         if left:
             raise RestoreError(f"{self.name}: no registered optimizer of this rank keeps {sorted(left)}")
         return self.tensors()
+
+    def _check_parameter(self, spec: ShardSpec) -> None:
+        """What the script has built here is what the source has: class, shapes and dtypes."""
+        mine = self.spec()
+        ours, theirs = ({k: t for k, t in s.tensors.items() if _is_of(PARAM, k)} for s in (mine, spec))
+        forms = [s.values.get("forms", {}).get(PARAM) for s in (mine, spec)]
+        if ours == theirs and forms[0] == forms[1]:
+            return
+        shown = [_told(t, form) or "no parameter" for t, form in zip((ours, theirs), forms, strict=True)]
+        raise RestoreError(f"{self.name}: this rank has {shown[0]}, the source has {shown[1]}")
 
     def _shape_state(
         self,
@@ -205,10 +233,11 @@ class ParamShard(Shard):
         parameter: torch.nn.Parameter,
         prefix: str,
         keys: Sequence[str],
-        tensors: Any,
-        layouts: dict[str, str],
-        others: dict[str, Any],
+        spec: ShardSpec,
     ) -> None:
+        layouts: dict[str, str] = spec.values.get("layout", {})
+        others: dict[str, Any] = spec.values.get("plain", {})
+        forms: dict[str, Form] = spec.values.get("forms", {})
         if not keys:
             optimizer.state.pop(parameter, None)
             StateOrder.of(optimizer).forget(parameter)
@@ -219,11 +248,24 @@ class ParamShard(Shard):
             key = full[len(prefix) :]
             if full in others:
                 new[key] = others[full]
+            elif full in forms:
+                known = self._look().composites.get(full)
+                new[key] = _keep_or_put_together(known, parameter, forms[full], spec, layouts.get(full, "device"), full)
             else:
-                new[key] = _keep_or_make(old.get(key), parameter, tensors[full], layouts.get(full, "device"), full)
+                layout = layouts.get(full, "device")
+                new[key] = _keep_or_make(old.get(key), parameter, spec.tensors[full], layout, full)
         state = optimizer.state[parameter]
         state.clear()
         state.update(new)
+
+
+def _is_of(key: str, full: str) -> bool:
+    return full == key or full.startswith(key + SEPARATOR)
+
+
+def _told(tensors: Mapping[str, TensorSpec], form: Form | None) -> str:
+    kind = "" if form is None else f"{form.get('class', 'DTensor')} of "
+    return kind + ", ".join(f"{t.shape} {t.dtype}" for t in tensors.values()) + (f" {form}" if form else "")
 
 
 def _prefix(index: int) -> str:
@@ -233,9 +275,23 @@ def _prefix(index: int) -> str:
 def _keep_or_make(old: Any, parameter: torch.nn.Parameter, spec: TensorSpec, layout: str, what: str) -> torch.Tensor:
     if (
         isinstance(old, torch.Tensor)
+        and is_plainly_placed(old, parameter)
         and layout_of(parameter, old, what) == layout
         and tuple(local_tensor(old).shape) == spec.shape
         and old.dtype == spec.dtype
     ):
         return old
     return new_state_tensor(parameter, spec.shape, spec.dtype, layout)
+
+
+def _keep_or_put_together(
+    known: TensorParts | None, parameter: torch.nn.Parameter, form: Form, spec: ShardSpec, layout: str, full: str
+) -> torch.Tensor:
+    wanted = {k.removeprefix(full + SEPARATOR): t for k, t in spec.tensors.items() if k.startswith(full + SEPARATOR)}
+    if known is not None and known.form == form:
+        found = {path: TensorSpec(tuple(t.shape), t.dtype) for path, t in known.tensors.items()}
+        if found == wanted:
+            return known.whole
+    device = torch.device("cpu") if layout == HOST else local_tensor(parameter).device
+    parts = {path: torch.zeros(t.shape, dtype=t.dtype, device=device) for path, t in wanted.items()}
+    return put_together(form, parts, parameter)

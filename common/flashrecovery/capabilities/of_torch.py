@@ -220,6 +220,12 @@ TENSORS = capability(
     Attributes("torch.nn.modules.module", "Module", ("_buffers", "_parameters")),
     Defined("torch.nn.modules.batchnorm", ("_NormBase",)),
 )
+STATE_BY_STEP = capability(
+    "optimizer state by a step",
+    "the step by which get_state_dict() makes an optimizer's state is told from one of training",
+    Parameters("torch.distributed.checkpoint.state_dict", "_init_optim_state", ("optim",)),
+    otherwise="get_state_dict(model, optimizer) outside of a step is refused as optimizer.step() is",
+)
 SCALER = capability(
     "GradScaler's stages",
     "an interrupted step's stage is forgotten",
@@ -251,7 +257,7 @@ TORCH = Framework(
     (
         *(GROUP_CREATION, TORCHCOMMS, STORES, BARE_STORE, GLOO, COALESCING, SYMMETRIC_MEMORY),
         *(REDUCER, PYTHON_REDUCER, FSDP2),
-        *(FSDP2_ITERATION, FSDP2_RESIZING, AUTOGRAD, TENSORS, SCALER, LOADERS, SCHEDULERS, CUDA),
+        *(FSDP2_ITERATION, FSDP2_RESIZING, AUTOGRAD, TENSORS, STATE_BY_STEP, SCALER, LOADERS, SCHEDULERS, CUDA),
     ),
 )
 GROUPS = (GROUP_CREATION, TORCHCOMMS, STORES, GLOO, COALESCING, SYMMETRIC_MEMORY)

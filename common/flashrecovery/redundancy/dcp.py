@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+from flashrecovery.state.exact import copied_as_bytes, exact
+
 
 def write_part(tensors: Mapping[str, Any], directory: Path, planner: Any = None) -> None:
     """One rank's tensors as a DCP checkpoint in ``directory``, durable when this returns. ``planner``: DCP's, for
@@ -23,7 +25,7 @@ def write_part(tensors: Mapping[str, Any], directory: Path, planner: Any = None)
 
     writer = FileSystemWriter(directory, single_file_per_rank=True, sync_files=True, thread_count=1)
     with _own_errors():
-        save(dict(tensors), storage_writer=writer, planner=planner, no_dist=True)
+        save(_exact(tensors), storage_writer=writer, planner=planner, no_dist=True)
 
 
 def join_parts(directory: Path, parts: Sequence[str]) -> None:
@@ -58,7 +60,7 @@ def read_into(tensors: Mapping[str, Any], directory: Path, planner: Any = None) 
 
     if tensors:
         with _own_errors():
-            load(dict(tensors), storage_reader=FileSystemReader(directory), planner=planner, no_dist=True)
+            load(_exact(tensors), storage_reader=FileSystemReader(directory), planner=planner, no_dist=True)
 
 
 def read_whole(keys: Sequence[str], directory: Path) -> dict[str, torch.Tensor]:
@@ -94,6 +96,11 @@ def unreadable(keys: Sequence[str], directory: Path, errors: tuple[type[Exceptio
             except errors:
                 return f"{key!r} in {files[key]}: "
     return ""
+
+
+def _exact(tensors: Mapping[str, Any]) -> dict[str, Any]:
+    """DCP copies what it writes and reads."""
+    return {key: exact(t) if type(t) is torch.Tensor and copied_as_bytes(t.dtype) else t for key, t in tensors.items()}
 
 
 @contextmanager

@@ -13,6 +13,7 @@ import xxhash
 from flashrecovery.redundancy import pinned
 from flashrecovery.snapshot.memory import HEADER, SharedMemory
 from flashrecovery.state import codec
+from flashrecovery.state.exact import copied_as_bytes, exact
 from flashrecovery.state.spec import ShardSpec, TensorSpec
 
 ALIGN = 64
@@ -63,6 +64,11 @@ class Layout:
         for name, _, spec, _ in self.entries:
             sizes[name] += spec.nbytes
         return sizes
+
+    @cached_property
+    def as_bytes(self) -> bool:
+        """Whether there are tensors that have to be copied as bytes."""
+        return any(copied_as_bytes(spec.dtype) for _, _, spec, _ in self.entries)
 
     def matches(self, shards: Mapping[str, Mapping[str, torch.Tensor]]) -> bool:
         """True if ``shards`` have exactly this structure."""
@@ -249,6 +255,11 @@ class Slot:
     def nbytes(self) -> int:
         """Host memory that this slot takes itself, bytes."""
         return 0 if self._adopted else self.buffer.numel()
+
+    @property
+    def exact(self) -> list[torch.Tensor]:
+        """The views, as they are copied into."""
+        return [exact(view) for view in self.views] if self.layout.as_bytes else self.views
 
     def _is(self, layout: Layout) -> bool:
         return layout is self.layout or (layout.ident == self.layout.ident and layout.entries == self.layout.entries)

@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from flashrecovery.state.digest import byte_view
+from flashrecovery.state.exact import exact, exact_contiguous
 from flashrecovery.state.shard import Shard, ShardSource
 
 
@@ -27,7 +29,8 @@ class HostCopies:
 
     def _make(self, tensor: torch.Tensor) -> torch.Tensor:
         on_host = tensor.device.type == "cpu"
-        return tensor.clone(memory_format=torch.contiguous_format) if on_host else tensor.cpu()
+        made = exact(tensor).clone(memory_format=torch.contiguous_format) if on_host else exact(tensor).cpu()
+        return made.view(tensor.dtype)
 
 
 @dataclass(frozen=True)
@@ -80,7 +83,7 @@ class LaterCopies(HostCopies):
         """``content``: the copy of a shard, by name, with the tensors in their order. Any thread."""
         sources = {name: content(name) for name in {live.shard for _, live, _ in self._to_fill}}
         for room, live, offset in self._to_fill:
-            copy = sources[live.shard].tensors[live.number].detach().contiguous().view(-1).view(torch.uint8)
+            copy = byte_view(exact_contiguous(sources[live.shard].tensors[live.number]))
             room.view(-1).view(torch.uint8).copy_(copy[offset : offset + room.nbytes])
         self._to_fill.clear()
 

@@ -26,6 +26,7 @@ from flashrecovery.plan.timetable import timetable
 from flashrecovery.redundancy.blocks import StoredTensors, runs
 from flashrecovery.redundancy.keys import tensor_prefix, writer_among
 from flashrecovery.redundancy.manifest import Manifest, ShardEntry, manifests_of
+from flashrecovery.state.exact import exact_copy
 from flashrecovery.state.shard import Shard
 from flashrecovery.state.spec import ShardSpec, TensorSpec, decode_spec, encode_spec
 
@@ -87,8 +88,7 @@ def read_divided(
         whose = rule.name, portion.source
         if whose not in written:
             written[whose] = _Written.by(rule, portion.source, there, manifests[portion.source])
-        with torch.no_grad():
-            target.copy_(_read(stored, written[whose], portion).view(target.dtype).view(target.shape))
+        exact_copy(target, _read(stored, written[whose], portion).view(target.dtype).view(target.shape))
         filled[rule.name] += portion.box.size
     wrong = [name for name, parts in mine.items() if filled[name] != sum(part.box.size for part in parts)]
     if wrong:

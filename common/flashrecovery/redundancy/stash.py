@@ -29,6 +29,8 @@ from flashrecovery.plan.logical import DATA, PARAM, Description, LogicalPart, fi
 from flashrecovery.plan.reshard import plan_reshard
 from flashrecovery.plan.timetable import timetable
 from flashrecovery.state import codec
+from flashrecovery.state.digest import byte_view
+from flashrecovery.state.exact import exact_contiguous, exact_copy
 from flashrecovery.state.shard import ShardSource
 from flashrecovery.state.spec import decode_spec, encode_spec
 
@@ -167,7 +169,7 @@ def write(
 
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:
-    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+    return byte_view(exact_contiguous(tensor).cpu()).numpy().data
 
 
 @dataclass(frozen=True)
@@ -311,8 +313,7 @@ class Stash:
         for piece in pieces:
             flat = self._tensor(piece.rank, piece.stored)[piece.held.begin : piece.held.begin + piece.held.box.size]
             source = flat.view(piece.held.box.shape)[piece.box.within(piece.held.box)]
-            with torch.no_grad():
-                piece.target[piece.box.within(piece.part.box)].copy_(source)
+            exact_copy(piece.target[piece.box.within(piece.part.box)], source)
         return sum(piece.nbytes for piece in pieces)
 
     def _bring(self, pieces: Sequence[_Piece]) -> None:

@@ -22,6 +22,7 @@ from flashrecovery.errors import RestoreError
 from flashrecovery.redundancy.background import Background
 from flashrecovery.redundancy.between import Between
 from flashrecovery.redundancy.flat import NOTHING, Beside, Keep, Layout, Slot, slot_for_next
+from flashrecovery.state.exact import exact, exact_copy
 from flashrecovery.state.shard import Shard, ShardSource
 
 _KEPT = 2
@@ -181,7 +182,7 @@ class UndoCopy:
             self._last = live
             pin = capture.ready is not None and not self.brief
             slot.shape(self._layout, pin=pin, share=self._share)
-            event = self._copy_tensors(slot.views, live, capture.ready)
+            event = self._copy_tensors(slot.exact, self._exact_of(live), capture.ready)
             slot.values = {name: dict(v) for name, v in capture.values.items()}
             if self._look is None:
                 self._copied.set()  # the device's stream waits for the rest; the host need not
@@ -204,6 +205,10 @@ class UndoCopy:
         written_by_host = self._layout.nbytes if capture.ready is None else 0
         bound_s = _LONGEST_S + written_by_host / _SLOWEST
         return self.between.ask(lambda: look(capture.watched), bound_s) == capture.seen
+
+    def _exact_of(self, live: list[torch.Tensor]) -> list[torch.Tensor]:
+        """What is copied of the live tensors, of the same layout: mostly they themselves."""
+        return [exact(t) for t in live] if self._layout.as_bytes else live
 
     def _copy_tensors(
         self, views: list[torch.Tensor], live: list[torch.Tensor], ready: torch.cuda.Event | None
@@ -314,9 +319,8 @@ class UndoCopy:
 def write_back(source: ShardSource, shard: Shard) -> None:
     """Write what was kept of a shard into its live tensors."""
     live = shard.allocate(source.spec)
-    with torch.no_grad():
-        for key, tensor in zip(source.spec.tensors, source.tensors, strict=True):
-            live[key].detach().copy_(tensor)
+    for key, tensor in zip(source.spec.tensors, source.tensors, strict=True):
+        exact_copy(live[key], tensor)
 
 
 def _same_objects(some: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> bool:

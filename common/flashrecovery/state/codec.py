@@ -25,6 +25,7 @@ import numpy as np
 import torch
 
 from flashrecovery.errors import ProtocolError, UnsupportedError
+from flashrecovery.state.exact import exact_contiguous
 
 
 def dumps(obj: Any) -> bytes:
@@ -118,7 +119,7 @@ def _reduce_tensor(t: torch.Tensor) -> tuple[Callable[..., Any], tuple[Any, ...]
             t,
             f"a tensor of layout {t.layout} on {t.device} cannot be encoded; only strided tensors with data",
         )
-    host = t.detach().cpu().contiguous()
+    host = exact_contiguous(t).cpu()
     data = host.reshape(-1).view(torch.uint8).numpy().tobytes() if host.numel() else b""
     device = None if t.device.type == "cpu" else str(t.device)
     return _tensor, (str(t.dtype)[6:], tuple(t.shape), data, device, t.requires_grad)

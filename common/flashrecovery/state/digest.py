@@ -17,6 +17,7 @@ import numpy as np
 import torch
 import xxhash
 
+from flashrecovery.state.exact import exact_contiguous
 from flashrecovery.state.fingerprint import Fingerprints
 from flashrecovery.state.spec import ShardSpec, encode_spec
 
@@ -97,7 +98,7 @@ def _host_bytes(tensor: torch.Tensor) -> Iterator[np.ndarray[Any, Any]]:
     if tensor.numel() == 0:
         return
     # A non-contiguous tensor costs one contiguous copy on its own device.
-    flat = byte_view(tensor.detach().contiguous())
+    flat = byte_view(exact_contiguous(tensor))
     if flat.device.type == "cpu":
         yield flat.numpy()
     else:

@@ -25,6 +25,8 @@ from collections.abc import Callable, Iterator
 
 import torch
 
+from flashrecovery.state.exact import exact_contiguous
+
 PAGE_WORDS = 1 << 21
 """Words with keys of their own; the next page has the same ones, and another factor."""
 SMALL_BYTES = 4096
@@ -59,7 +61,7 @@ class Fingerprints:
             return number
         device = tensor.device
         # A non-contiguous tensor costs one contiguous copy on its own device.
-        flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+        flat = exact_contiguous(tensor).reshape(-1).view(torch.uint8)
         if nbytes < SMALL_BYTES:
             self._small.setdefault(device, []).append((number, flat))
             return number

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import torch
 
 from flashrecovery.groups.native_build import loaded
+from flashrecovery.state.exact import exact_contiguous
 
 
 def glance_at_random(python_address: int, numpy_address: int) -> tuple[bytes, bytes, bytes] | None:
@@ -49,7 +50,7 @@ def glance_at_tensors(tensors: Sequence[torch.Tensor | None], compared: int) -> 
         (
             id(t),
             0 if t.is_inference() else t._version,
-            t.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+            exact_contiguous(t).view(-1).view(torch.uint8).numpy().tobytes()
             if t.device.type == "cpu" and t.nbytes <= compared and t.numel()
             else b"",
         )

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from flashrecovery.state.digest import byte_view
+from flashrecovery.state.exact import exact_contiguous, exact_copy
 from flashrecovery.state.spec import TensorSpec
 
 PACK_BYTES = 32 << 20
@@ -71,7 +72,7 @@ def direct(message: Message, tensors: Sequence[torch.Tensor]) -> torch.Tensor | 
 def pack(message: Message, tensors: Sequence[torch.Tensor], buffer: torch.Tensor) -> None:
     offset = 0
     for piece in message.pieces:
-        source = byte_view(tensors[piece.index].contiguous())[piece.start : piece.start + piece.nbytes]
+        source = byte_view(exact_contiguous(tensors[piece.index]))[piece.start : piece.start + piece.nbytes]
         buffer[offset : offset + piece.nbytes].copy_(source)
         offset += piece.nbytes
 
@@ -90,13 +91,13 @@ def unpack(message: Message, tensors: Sequence[torch.Tensor], buffer: torch.Tens
 
 def _write_strided(target: torch.Tensor, start: int, content: torch.Tensor) -> None:
     """Bytes into a strided tensor: through a contiguous copy of it."""
-    whole = target.contiguous()
+    whole = exact_contiguous(target)
     byte_view(whole)[start : start + content.numel()].copy_(content)
-    target.copy_(whole)
+    exact_copy(target, whole)
 
 
 def flip_a_bit(tensor: torch.Tensor) -> None:
-    damaged = tensor.contiguous()
+    damaged = exact_contiguous(tensor)
     byte_view(damaged)[:1].bitwise_xor_(1)
-    if damaged is not tensor:
-        tensor.copy_(damaged)
+    if not tensor.is_contiguous():
+        exact_copy(tensor, damaged)

@@ -26,6 +26,8 @@ from flashrecovery.plan.boxes import Box, Space, part_with
 from flashrecovery.plan.layouts import RankLayout
 from flashrecovery.plan.reshard import Portion, plan_reshard
 from flashrecovery.plan.timetable import timetable
+from flashrecovery.state.digest import byte_view
+from flashrecovery.state.exact import exact_contiguous, exact_copy
 from flashrecovery.worker.messages import flip_a_bit
 
 LIMIT = 64 << 20
@@ -117,7 +119,7 @@ class _Talk:
         arriving: list[tuple[Portion, torch.Tensor]] = []
         for portion in portions:
             if portion.source == self._me:
-                message = _bytes(_view(self._held, portion.tensor, portion.box).cpu())
+                message = byte_view(exact_contiguous(_view(self._held, portion.tensor, portion.box)).cpu())
                 self._hashes[True, portion.dest].update(message.numpy().data)
                 keep.append(message)
                 works.append(self._group.send([message], portion.dest, _TAG))
@@ -138,7 +140,7 @@ class _Talk:
             self._fill(portion.tensor, portion.box, message.view(target.dtype).view(target.shape))
 
     def _fill(self, name: str, box: Box, data: torch.Tensor) -> None:
-        _view(self._into, name, box).copy_(data)
+        exact_copy(_view(self._into, name, box), data)
         self._filled[name] += box.size
 
     def _compare(self) -> None:
@@ -179,8 +181,3 @@ def _view(parts: LocalBoxes, name: str, box: Box) -> torch.Tensor:
     if part is None:
         raise RestoreError(f"{name!r}: box {box} is not here")
     return part.data[box.within(part.box)]
-
-
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The bytes of a host tensor, row by row; a copy unless it is contiguous."""
-    return tensor.contiguous().view(-1).view(torch.uint8)

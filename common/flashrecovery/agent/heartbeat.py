@@ -87,6 +87,7 @@ class HeartbeatLoop:
                     overhead_s=health.overhead_s,
                     kept=health.kept + 1,
                     kept_age_s=now - health.kept_at if health.kept >= 0 else 0.0,
+                    entered=health.entered + 1 if health.generation == self._watched.generation else 0,
                 )
             )
         beat = pb.Heartbeat(generation=self._watched.generation, ranks=ranks, tokens_per_step=tokens)

@@ -44,7 +44,15 @@ from flashrecovery.controller.last_save import LastSave
 from flashrecovery.controller.layout_rooms import laid_out_without
 from flashrecovery.controller.losses import allowed_sizes, leaving_without, never_replaced
 from flashrecovery.controller.nodes import NodeRecord, NodeState
-from flashrecovery.controller.records import HeldAt, Place, RankRecord, unequal_ends, unequal_steps, who_has_left
+from flashrecovery.controller.records import (
+    HeldAt,
+    Place,
+    RankRecord,
+    left_behind,
+    unequal_ends,
+    unequal_steps,
+    who_has_left,
+)
 from flashrecovery.controller.recovery import RecoverySteps
 from flashrecovery.controller.replanning import Replanning
 from flashrecovery.controller.resizing import Resizing
@@ -495,7 +503,9 @@ class Machine:
     def wants_every_heartbeat(self) -> bool:
         """Whether something waits for the next committed step; else the ranks' health is for those who look."""
         first_steps = self.job.in_order[0].committed <= self.job.start_version + 1
-        return self.job.state is State.RUNNING and (self.job.recovery is not None or first_steps)
+        return self.job.state is State.RUNNING and (
+            self.job.recovery is not None or first_steps or self._some_have_left
+        )
 
     def on_heartbeat(self, message: pb.Heartbeat, now: float, node: str = "") -> None:
         """What the ranks of one node are doing. A datagram may be older than what has come on the stream meanwhile, or
@@ -509,7 +519,20 @@ class Machine:
             record.heard(health, now)
             if record.place in counts:
                 record.committed = max(record.committed, health.committed)
+                record.entered = health.entered - 1
+        self._replace_left_behind(now)
         self._steps.confirm(now)
+
+    @property
+    def _some_have_left(self) -> bool:
+        return bool(self.job.places[Place.DONE] or self.job.places[Place.FINISHED])
+
+    def _replace_left_behind(self, now: float) -> None:
+        """Replace ranks whose scripts have ended early, before the others wait for them until it looks like a hang."""
+        if self.job.state is State.RUNNING and self._some_have_left:
+            found = left_behind(self.job.in_order)
+            failures = [self._found(self.job.ranks[r], FailureKind.EXIT, why, now) for r, why in found.items()]
+            self._on_failures(failures, now)
 
     def on_checkpoint(self, version: int, path: str) -> None:
         """A complete checkpoint exists. Every agent keeps that in mind for the controller that may come after this

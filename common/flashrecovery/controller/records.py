@@ -136,6 +136,7 @@ class RankRecord:
     own_least_s: float = 0.0
     overhead_s: float = 0.0
     parity: ParityHeld | None = None
+    entered: int = -1
     kept: int = -1
     kept_age_s: float = 0.0
     held_at: HeldAt = field(default_factory=HeldAt)
@@ -239,6 +240,7 @@ class RankRecord:
         self.progress_age_s, self.heard_at = health.progress_age_s, now
         self.own_s, self.own_least_s = health.own_s, health.own_least_s
         self.overhead_s, self.kept, self.kept_age_s = health.overhead_s, health.kept - 1, health.kept_age_s
+        self.entered = -1
 
     def take_inventory(self, live: int, held: Iterable[pb.Held], parity: pb.Parity | None = None) -> None:
         """Replace what is known of this rank's versions by its own word. It is read only as far as somebody asks."""
@@ -390,6 +392,27 @@ def unequal_ends(records: Iterable[RankRecord]) -> str:
         f"the scripts have come to their end after different numbers of calls: {said}; {newest} have been made. What "
         "ends the script's loop must be the same on all ranks, and in a process that takes the place of a dead one"
     )
+
+
+def left_behind(records: Iterable[RankRecord]) -> dict[int, str]:
+    """Ranks whose scripts have left their loop before its last step where others have begun the step after, each with
+    what it has done, in words. If all leave it together, none of them begins another."""
+    known = list(records)
+    goes_on = [r for r in known if r.place is Place.RUNNING]
+    found = {}
+    for record in known:
+        if record.place not in THROUGH or record.steps is None or not 0 <= record.committed < record.steps:
+            continue
+        others = [r.rank for r in goes_on if r.entered >= record.committed]
+        if others:
+            what = "ended (exit code 0)" if record.place is Place.FINISHED else "left its loop"
+            when = f"after step {record.committed - 1}" if record.committed else "before step 0"
+            found[record.rank] = (
+                f"its script has {what} {when} of {record.steps}, and {ranks_text(others)} "
+                f"{'goes' if len(others) == 1 else 'go'} on with the next one: what ends the loop (break, return, "
+                "sys.exit) must be the same on all ranks"
+            )
+    return found
 
 
 def who_has_left(records: Iterable[RankRecord], hung: RankRecord) -> str:

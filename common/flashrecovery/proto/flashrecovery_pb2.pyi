@@ -563,6 +563,7 @@ class RankHealth(_message.Message):
     OVERHEAD_S_FIELD_NUMBER: _builtins.int
     KEPT_FIELD_NUMBER: _builtins.int
     KEPT_AGE_S_FIELD_NUMBER: _builtins.int
+    ENTERED_FIELD_NUMBER: _builtins.int
     rank: _builtins.int
     tag: _builtins.int
     """i | -1 | i+1, see "step tag"; -2: not in a step yet"""
@@ -583,6 +584,8 @@ class RankHealth(_message.Message):
     """1 + newest version of which it keeps a whole copy for the rank before it (stride); 0: none"""
     kept_age_s: _builtins.float
     """since that copy was complete"""
+    entered: _builtins.int
+    """1 + newest step whose block it has entered in this generation; 0: none, or a datagram"""
     def __init__(
         self,
         *,
@@ -598,10 +601,11 @@ class RankHealth(_message.Message):
         overhead_s: _builtins.float = ...,
         kept: _builtins.int = ...,
         kept_age_s: _builtins.float = ...,
+        entered: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["committed", b"committed", "kept", b"kept", "kept_age_s", b"kept_age_s", "overhead_s", b"overhead_s", "own_least_s", b"own_least_s", "own_s", b"own_s", "pid", b"pid", "progress", b"progress", "progress_age_s", b"progress_age_s", "rank", b"rank", "step_s", b"step_s", "tag", b"tag"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["committed", b"committed", "entered", b"entered", "kept", b"kept", "kept_age_s", b"kept_age_s", "overhead_s", b"overhead_s", "own_least_s", b"own_least_s", "own_s", b"own_s", "pid", b"pid", "progress", b"progress", "progress_age_s", b"progress_age_s", "rank", b"rank", "step_s", b"step_s", "tag", b"tag"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

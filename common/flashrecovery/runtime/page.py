@@ -45,7 +45,7 @@ PAGE_BYTES = _SETUP + SETUP_LIMIT
 
 # Indices of the header's 8-byte words; the lifeline lies behind them.
 _MAGIC, _TAG, _PROGRESS, _TIME_NS, _COMMITTED, _STEP_NS, _GENERATION, _OWN_NS, _OWN_LEAST_NS = range(9)
-_OVERHEAD_NS, _KEPT, _KEPT_NS, _LEASE_NS, _TOKENS = range(9, 14)
+_OVERHEAD_NS, _KEPT, _KEPT_NS, _LEASE_NS, _TOKENS, _ENTERED = range(9, 15)
 _SLOT_WORDS = tuple(16 + 8 * i for i in range(VERSIONS_KEPT))
 """Each: version + 1 (0: empty), length, digest, final, two for the witness, whether there is one."""
 _END = struct.Struct("<qq")
@@ -57,7 +57,8 @@ class Health:
     """One look at a worker's page. ``committed`` is -1 before the first commit of the process, and belongs to
     ``generation``; times in seconds. ``own_s``: the rank's own work in a step, and the least of its last steps (0: not
     known yet). ``overhead_s``: what recovery takes of a step (0: not known yet). ``kept``: the newest version of which
-    this rank keeps a whole copy for another one (-1: none), since ``kept_at``."""
+    this rank keeps a whole copy for another one (-1: none), since ``kept_at``. ``entered``: the newest step whose block
+    it has entered in this generation (-1: none)."""
 
     tag: int
     progress: int
@@ -70,6 +71,7 @@ class Health:
     overhead_s: float = 0.0
     kept: int = -1
     kept_at: float = 0.0
+    entered: int = -1
 
 
 class Page:
@@ -108,6 +110,11 @@ class Page:
         words[_PROGRESS] += 1
         words[_TIME_NS] = time.monotonic_ns()
 
+    def set_entered(self, version: int) -> None:
+        """Publish that the block of this step has been entered, and its tag."""
+        self._words[_ENTERED] = version + 1
+        self.set_tag(version)
+
     def set_committed(
         self, version: int, step_ns: int, own_ns: int = 0, own_least_ns: int = 0, overhead_ns: int = 0
     ) -> None:
@@ -122,6 +129,7 @@ class Page:
 
     def resume(self, version: int, generation: int, step_ns: int) -> None:
         """Training goes on from ``version`` in ``generation``."""
+        self._words[_ENTERED] = 0
         self._words[_COMMITTED] = -1  # so that no reader takes an old generation's version for the new one's
         self._words[_GENERATION] = generation
         self.set_committed(version, step_ns)
@@ -188,6 +196,7 @@ class Page:
             w[_OVERHEAD_NS] / 1e9,
             w[_KEPT] - 1,
             w[_KEPT_NS] / 1e9,
+            w[_ENTERED] - 1,
         )
 
     def _committed_in(self) -> tuple[int, int]:

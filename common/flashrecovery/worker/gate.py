@@ -70,7 +70,7 @@ class Gate:
             if self._stopped:
                 return
             self._step_began = time.monotonic_ns()
-            self.page.set_tag(self.version)
+            self.page.set_entered(self.version)
 
     def mutate(self) -> None:
         """Tag -1: the state changes from here on. Waits while held, and while this node may have been declared dead.

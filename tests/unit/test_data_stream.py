@@ -500,7 +500,42 @@ LOADERS["own noise"] = lambda: DataLoader(NoisyRandom(), 2, shuffle=True)
 LOADERS["persistent workers"] = lambda: DataLoader(
     Items(noise=True), 3, shuffle=True, num_workers=2, persistent_workers=True
 )
-MORE = [*(f"own {name}" for name in OWN), "own noise", "persistent workers", "looks ahead", "looks far ahead"]
+LOADERS["stateful drawing workers"] = lambda: StatefulDataLoader(Items(noise=True), 2, shuffle=True, num_workers=2)
+LOADERS["stateful persistent workers"] = lambda: StatefulDataLoader(
+    Items(noise=True), 3, shuffle=True, num_workers=2, persistent_workers=True
+)
+MORE = [*(f"own {name}" for name in OWN), "own noise", "looks ahead", "looks far ahead"]
+MORE += ["persistent workers", "stateful persistent workers"]
+
+
+@pytest.mark.parametrize("version", [1, 2, 4])
+@pytest.mark.parametrize("name", ["stateful persistent workers", "stateful drawing workers"])
+def test_workers_that_draw_are_not_trusted_after_one_equal_batch(name: str, version: int) -> None:
+    """The first batch of each worker of an epoch is the same in one that begins anew there; the second is not."""
+    steps = 7
+    expected = reference(LOADERS[name], steps)
+    torch.manual_seed(1000)
+    stream = DataStream(LOADERS[name]())
+    capsule = codec.loads(expected.capsules[version])
+    stream.restore(capsule["data"])
+    restore_rng(capsule["rng"])
+    for i in range(version, steps):
+        assert equal(step(stream)[0], expected.batches[i]), i
+
+
+def test_workers_that_draw_nothing_go_on_from_the_loaders_state(caplog: pytest.LogCaptureFixture) -> None:
+    stream = DataStream(StatefulDataLoader(Items(), 2, num_workers=2))
+    for version in range(4):
+        stream.commit(version)
+        next(stream)
+    stream.commit(4)
+    assert stream.capture()["anchor"] is not None
+    drawing = DataStream(LOADERS["stateful drawing workers"]())
+    for version in range(4):
+        drawing.commit(version)
+        next(drawing)
+    drawing.commit(4)
+    assert drawing.capture()["anchor"] is None
 
 
 @pytest.mark.parametrize("name", MORE)

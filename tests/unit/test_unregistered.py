@@ -385,3 +385,18 @@ def test_the_loop_of_a_framework_is_no_script(tmp_path: Path) -> None:
         exec(compile(text, str(file), "exec"), module)
         module["train"](it.step, STEPS)
         assert bool(it.told) == told, it.told
+
+
+def test_a_checkpoint_of_what_is_registered_is_not_named() -> None:
+    it = Registered()
+    it.optimizer = torch.optim.Adam(it.model.parameters())
+    it.unregistered = Unregistered([it.model, it.optimizer], False, it.told.append)
+    it.model(torch.ones(1, 2)).sum().backward()
+    it.optimizer.step()
+    checkpoint = {"model": it.model.state_dict(), "optimizer": it.optimizer.state_dict()}
+    for _step in itertools.repeat(0, STEPS):
+        it.step()
+        it.optimizer.step()
+        if it.unregistered is None:
+            print(checkpoint)
+    assert not it.told, it.told

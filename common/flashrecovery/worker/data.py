@@ -395,8 +395,7 @@ class DataStream:
     def _other_samples(self, position: DataPosition, found: str) -> DataSourceError:
         return DataSourceError(
             f"the {self._source.name} gives other samples than before: batch {position.batch - 1} of epoch "
-            f"{position.epoch} now has digest {found}; make its order depend only on seeds and set_epoch(), or use a "
-            "stateful loader (torchdata's StatefulDataLoader), and do not modify batches in place"
+            f"{position.epoch} now has digest {found}; {self._source.how_to_repeat}, and do not modify batches in place"
         )
 
     def _skip(self, done: int, cursor: _Cursor) -> str:

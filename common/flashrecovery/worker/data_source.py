@@ -26,6 +26,7 @@ from flashrecovery.worker import accelerated
 from flashrecovery.worker.accelerated import PreparedLoader, ShardIterator
 from flashrecovery.worker.generators import Stateful, as_stateful, generators_of
 from flashrecovery.worker.rng import RngState, restore_rng
+from flashrecovery.worker.worker_draws import WorkerDraws
 
 log = logging.getLogger("flashrecovery")
 
@@ -60,9 +61,7 @@ class Source:
             raise DataSourceError(f"recovery.data() needs something iterable, not a {type(loader).__name__}")
         self.loader = loader
         self.one_shot = isinstance(loader, Iterator) and not _begins_anew(loader)
-        self._stateful = callable(getattr(loader, "state_dict", None)) and callable(
-            getattr(loader, "load_state_dict", None)
-        )
+        self._stateful = is_stateful(loader)
         self._told_persistent = False
         self._unset = [
             (thing, name)
@@ -72,6 +71,7 @@ class Source:
         ]
         self._refuse_unordered()
         self._check_order()
+        self._draws = self._watch_workers()
 
     @property
     def may_look_ahead(self) -> bool:
@@ -81,6 +81,16 @@ class Source:
     @property
     def name(self) -> str:
         return type(self.loader).__name__
+
+    @property
+    def how_to_repeat(self) -> str:
+        """What to do if it does not give the same samples again."""
+        order = "make its order depend only on seeds and set_epoch()"
+        if not self._stateful:
+            return f"{order}, or use a stateful loader (torchdata's StatefulDataLoader)"
+        if getattr(self.loader, "persistent_workers", False):
+            return f"{order}; if its workers draw random numbers, set persistent_workers=False"
+        return f"{order}, and on what its state_dict() has"
 
     # -- epochs -------------------------------------------------------------------------------------
 
@@ -103,9 +113,12 @@ class Source:
 
     def _renew_workers(self) -> None:
         """Persistent workers go on with their random numbers where the last epoch has left them, and nobody can bring
-        a new worker there: each epoch gets new ones."""
+        a new worker there: each epoch gets new ones. Not where they hold a data set with a state of its own, which the
+        state of torchdata's loader has."""
         loader = self.loader
-        if not isinstance(loader, DataLoader) or not loader.persistent_workers or self._stateful:
+        if not isinstance(loader, DataLoader) or not loader.persistent_workers:
+            return
+        if self._stateful and (is_stateful(loader.dataset) or getattr(loader, "_initial_iter_for_state_dict", False)):
             return
         if loader._iterator is not None:
             loader._iterator = None
@@ -222,9 +235,17 @@ class Source:
 
     # -- state --------------------------------------------------------------------------------------
 
+    def _watch_workers(self) -> WorkerDraws | None:
+        loader = self.loader
+        watched = self._stateful and isinstance(loader, DataLoader) and loader.num_workers > 0
+        return WorkerDraws(loader) if watched else None  # type: ignore[arg-type]
+
     def state(self) -> dict[str, Any] | None:
-        """``state_dict()`` of a stateful source, None for others. Only while it is being iterated."""
-        return self.loader.state_dict() if self._stateful else None  # type: ignore[attr-defined]
+        """``state_dict()`` of a stateful source, None for others, and for one whose workers have drawn random numbers:
+        that state does not lead to the same samples. Only while it is being iterated."""
+        if not self._stateful or (self._draws is not None and self._draws.any):
+            return None
+        return self.loader.state_dict()  # type: ignore[attr-defined, no-any-return]
 
     def unread_state(self) -> dict[str, Any] | None:
         """``state_dict()`` of a stateful source of which nothing has been read, or nothing of an epoch; with it, that
@@ -291,6 +312,11 @@ class Source:
 
 
 _END = object()
+
+
+def is_stateful(thing: object) -> bool:
+    """Whether it has ``state_dict()`` and ``load_state_dict()``."""
+    return all(callable(getattr(thing, name, None)) for name in ("state_dict", "load_state_dict"))
 
 
 @dataclasses.dataclass

@@ -109,7 +109,10 @@ class Unregistered:
     def __init__(
         self, known: Iterable[object], frameworks: bool, tell: Callable[[str], None], *, calls: bool = False
     ) -> None:
-        self._known, self._parameters = _known(known)
+        things = list(known)
+        self._known, self._parameters = _known(things)
+        self._things = [thing for thing in things if isinstance(thing, (torch.nn.Module, Optimizer))]
+        self._storages: frozenset[int] = frozenset()
         self._frameworks = frameworks
         self._tell = tell
         self._calls = calls
@@ -126,24 +129,26 @@ class Unregistered:
         self._steps += 1
         recovered = generation != self._generation
         self._generation = generation
-        if is_looked_at(self._steps) or (recovered and self._steps > 1):
-            self._look_and_tell(frame)
+        told, place = self._count, ""
+        if self._steps > 1 and (recovered or is_looked_at(self._steps)) and not self._given_up:
+            place = self._look_from(frame)
         if recovered and self._count:
             self._tell(self._text(" After this recovery they may not be what they would have been."))
+        elif self._count > told:
+            self._tell(f"{place}: {self._text('')}")
 
-    def _look_and_tell(self, frame: types.FrameType) -> None:
+    def _look_from(self, frame: types.FrameType) -> str:
+        """Returns where the script is."""
         around = list(frames(frame))
-        if not around or self._given_up:
-            return
-        told = self._count
+        if not around:
+            return ""
         place = place_of(around[0], around[0].f_lineno)
         try:
             self._look(around)
         except Exception:  # whatever a script's objects raise: that they cannot be looked at does not end its job
             log.warning("%s: the variables of the script could not be looked at", place, exc_info=True)
             self._given_up = True
-        if self._count > told:
-            self._tell(f"{place}: {self._text('')}")
+        return place
 
     @property
     def _count(self) -> int:
@@ -170,6 +175,7 @@ class Unregistered:
     def _look(self, around: Sequence[types.FrameType]) -> None:
         """``around``: the script's functions that are running, inner ones first."""
         seen = _Seen()
+        self._storages = _storages(self._things)
         if not self._calls:
             self._look_at_loop(around[0])
         everything: dict[str, Any] = {}
@@ -241,7 +247,7 @@ class Unregistered:
                 continue
             visited.add(id(thing))
             if isinstance(thing, torch.Tensor):
-                if id(thing) not in self._parameters:
+                if id(thing) not in self._parameters and _storage_of(thing) not in self._storages:
                     seen.setdefault(path, ("", InPlace(thing)))
                 continue
             if isinstance(thing, CONTAINERS):
@@ -334,6 +340,30 @@ def _known(things: Iterable[object]) -> tuple[frozenset[int], frozenset[int]]:
         elif not isinstance(thing, Optimizer):
             ids |= {id(part) for part in _parts(thing, _DEPTH)}
     return frozenset(ids), frozenset(tensors)
+
+
+def _storages(things: Iterable[object]) -> frozenset[int]:
+    """Where the tensors of models and optimizers lie: a ``state_dict()`` has others of the same memory."""
+    tensors = list[object]()
+    for thing in things:
+        if isinstance(thing, torch.nn.Module):
+            tensors += (*thing.parameters(), *thing.buffers())
+        elif isinstance(thing, Optimizer):
+            tensors += (part for state in list(thing.state.values()) for part in _values(state))
+    return frozenset(_storage_of(t) for t in tensors if isinstance(t, torch.Tensor))
+
+
+def _values(state: object) -> Iterable[object]:
+    return list(state.values()) if isinstance(state, dict) else ()
+
+
+def _storage_of(tensor: torch.Tensor) -> int:
+    """Of a DTensor, that of its part."""
+    local = getattr(tensor, "_local_tensor", tensor)
+    try:
+        return int(local.untyped_storage()._cdata)
+    except (NotImplementedError, RuntimeError):  # one without a storage of its own
+        return id(tensor)
 
 
 def _parts(thing: object, depth: int) -> Iterator[object]:

@@ -131,6 +131,12 @@ class Timeouts(_Model):
         description="a node that is told to end (SIGTERM) stays at most so long, to hand its ranks over; schedulers "
         "kill after 30 s",
     )
+    signal_grace_s: float = Field(
+        8.0,
+        ge=0,
+        le=3600.0,
+        description="a script with a handler of its own for the signal that ends the job has so long to end by itself",
+    )
     last_save_s: float = Field(
         15.0,
         gt=0,

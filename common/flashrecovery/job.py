@@ -9,6 +9,7 @@ import signal
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager, closing
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from flashrecovery import tls
@@ -30,6 +31,7 @@ from flashrecovery.kinds import NoticeKind
 from flashrecovery.observe import Observer
 from flashrecovery.plan.quorum import Quorum
 from flashrecovery.plan.transitions import State
+from flashrecovery.plan.words import ranks_text
 from flashrecovery.runtime.addresses import address_towards, is_free, is_here, resolve, split_address
 from flashrecovery.security import job_token, new_token
 
@@ -138,7 +140,7 @@ async def run_controller(config: RunConfig, path: Path) -> tuple[int, str]:
     rendezvous = with_tls(rendezvous_of(config), config, path)
     with closing(RunDir(path)) as run_dir:
         async with controller(config, rendezvous, run_dir, None, Quorum(""), path) as (service, _):
-            _on_signals(service.request_stop)
+            _on_signals(partial(_end_job, service, None), lambda number: log.warning("%s is ignored", number.name))
             await service.over.wait()
             await service.dismissed(_DISMISS_S)
             return _outcome(service, None)
@@ -192,7 +194,7 @@ class Leadership:
         assert self.service is not None
         for spec in self._config.inject:
             self.service.arm(spec)
-        _on_signals(self.service.request_stop)
+        _on_signals(partial(_end_job, self.service, self._agent), partial(_pass_on, self.service, self._agent))
         return address
 
     async def only_follow(self) -> None:
@@ -292,17 +294,18 @@ class Leadership:
         await self.end()
 
     def _leave_on_signals(self) -> None:
-        """SIGINT: at once. SIGTERM: once its ranks have been handed over, unless this node leads."""
+        """SIGINT: at once. Others: once its ranks have been handed over, unless this node leads."""
         limit_s = self._config.timeouts.handoff_s
 
-        def terminated(reason: str) -> None:
-            if self.service is not None or not self._agent.depart(reason):
+        def told(number: signal.Signals, again: bool) -> None:
+            reason = f"stopped by {number.name}"
+            if number is signal.SIGINT or self.service is not None or not self._agent.depart(reason):
                 _leave(self._agent, reason)
                 return
             late = f"{reason}; its ranks have not been handed over within {limit_s:g} s (timeouts.handoff_s)"
             asyncio.get_running_loop().call_later(limit_s, _leave, self._agent, late)
 
-        _on_signals(lambda reason: _leave(self._agent, reason), terminated)
+        _on_signals(told, lambda number: _said(self._agent.pass_on(number), number))
 
     async def end(self) -> None:
         """Close everything. Idempotent."""
@@ -357,13 +360,53 @@ async def observed(
         await observer.stop()
 
 
+def _end_job(service: ControllerService, agent: Agent | None, number: signal.Signals, again: bool) -> None:
+    """The job is to end. Scripts that handle the signal get it first, and the time to end by themselves. Ctrl-C comes
+    from somebody who waits: the second one waits for nothing."""
+    handled = number is not signal.SIGINT and not again and agent is not None and agent.pass_on(number)
+    service.request_stop(
+        f"stopped by {number.name}", by_itself=bool(handled), at_once=again and number is signal.SIGINT
+    )
+
+
+def _pass_on(service: ControllerService, agent: Agent, number: signal.Signals) -> None:
+    """A notice is the script's business. Without a handler it is what it would be without this launcher: the end."""
+    ranks = agent.pass_on(number)
+    if ranks:
+        _said(ranks, number)
+    else:
+        service.request_stop(f"stopped by {number.name}, for which the script has no handler")
+
+
+def _said(ranks: list[int], number: signal.Signals) -> None:
+    whom = f"passed on to {ranks_text(ranks)}" if ranks else "ignored: no rank here has a handler for it"
+    log.warning("flashrecovery: %s %s", number.name, whom)
+
+
 def _leave(agent: Agent, reason: str) -> None:
     """End this node's agent; to the controller, the node is lost."""
     task = asyncio.ensure_future(agent.shutdown(reason))
     task.add_done_callback(lambda t: t.exception())
 
 
-def _on_signals(interrupted: Callable[[str], None], terminated: Callable[[str], None] | None = None) -> None:
-    """What SIGINT and SIGTERM do; ``terminated`` None: the same."""
-    for number, handler in ((signal.SIGINT, interrupted), (signal.SIGTERM, terminated or interrupted)):
-        asyncio.get_running_loop().add_signal_handler(number, handler, f"stopped by {signal.Signals(number).name}")
+_ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+"""What ends a job, in order. They would end this process at once, and all ranks with it."""
+_NOTICES = (signal.SIGUSR1, signal.SIGUSR2)
+"""What schedulers send some time before that (`sbatch --signal=USR1@120`)."""
+
+
+def _on_signals(told: Callable[[signal.Signals, bool], None], noticed: Callable[[signal.Signals], None]) -> None:
+    """``told``: called with what is to end the job, and whether somebody has said so before. ``noticed``: with the
+    others. What is ignored (``nohup``) stays so, but not Ctrl-C, which shells ignore for what is in the background."""
+    loop = asyncio.get_running_loop()
+    seen: set[signal.Signals] = set()
+
+    def end(number: signal.Signals) -> None:
+        again = number in seen
+        seen.add(number)
+        told(number, again)
+
+    for number in (*_ENDING, *_NOTICES):
+        if signal.getsignal(number) is signal.SIG_IGN and number is not signal.SIGINT:
+            continue
+        loop.add_signal_handler(number, end if number in _ENDING else noticed, number)

@@ -107,3 +107,35 @@ def test_what_is_asked_for_is_not_quietly_begun_anew(tmp_path: Path) -> None:
     assert first.code == 0 and "run: starts at step 0" in first.output, first.explain()
     again = start(tmp_path / "run", "mlp", 2, "--resume").wait()
     assert again.code == 1 and f"had come to step {STEPS}, and in" in again.output, again.explain()
+
+
+@pytest.mark.grid
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGQUIT])
+def test_other_signals_end_a_job_in_order(number: signal.Signals, tmp_path: Path) -> None:
+    running = start(tmp_path / "run", "mlp", 2, pace=100.0)
+    running.wait_for_step(5)
+    running.popen.send_signal(number)
+    ended = running.wait()
+    assert f"stopped by {number.name}" in ended.output and "--resume goes on" in ended.output, ended.explain()
+    check_clean(ended)
+
+
+@pytest.mark.grid
+def test_a_script_that_handles_the_signal_ends_by_itself(tmp_path: Path) -> None:
+    running = start(tmp_path / "run", "mlp", 2, pace=100.0, env={"FLASHRECOVERY_TEST_HANDLES": "leave"})
+    running.wait_for_step(5)
+    running.popen.terminate()
+    ended = running.wait()
+    assert ended.code == 1 and ended.output.count("saved by the script") == 2, ended.explain()
+    assert "all ranks have ended by themselves" in ended.output
+    check_clean(ended)
+
+
+@pytest.mark.grid
+def test_a_notice_is_passed_on_and_the_job_goes_on(tmp_path: Path) -> None:
+    running = start(tmp_path / "run", "mlp", 2, pace=100.0, env={"FLASHRECOVERY_TEST_HANDLES": "say"})
+    running.wait_for_step(5)
+    running.popen.send_signal(signal.SIGUSR1)
+    job = running.wait()
+    assert job.code == 0 and job.output.count(f"handler {int(signal.SIGUSR1)}") == 2, job.explain()
+    assert job.digests == whole(tmp_path, "mlp", 2).digests

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import signal
 import sys
 
 import torch
@@ -16,6 +17,16 @@ import flashrecovery
 
 BUG = int(os.environ.get("FLASHRECOVERY_TEST_BUG", "-1"))
 """In this step rank 1 raises, whenever it comes there."""
+
+
+HANDLES = os.environ.get("FLASHRECOVERY_TEST_HANDLES", "")
+"""``say``: signals are printed; ``leave``: and all ranks leave their loops after one."""
+_told: list[int] = []
+
+
+def _handle(number: int, _: object) -> None:
+    _told.append(number)
+    print(f"handler {number}", flush=True)
 
 
 def model_of(kind: str) -> nn.Module:
@@ -39,6 +50,8 @@ def main() -> None:
     model = nn.parallel.DistributedDataParallel(inner)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     recovery.register(model=model, optimizer=optimizer)
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1) if HANDLES else ():
+        signal.signal(number, _handle)
     torch.manual_seed(100 + rank)
     for step in recovery.steps(steps):
         with step:
@@ -51,6 +64,12 @@ def main() -> None:
             optimizer.step()
             take_time(milliseconds, step.index)
         print(f"step={step.index} rank={rank} loss_hex={loss.item().hex()}", flush=True)
+        if HANDLES == "leave":
+            anybody = torch.tensor(len(_told))
+            dist.all_reduce(anybody)
+            if anybody.item():
+                print("saved by the script", flush=True)
+                break
     digest = hashlib.sha256()
     for tensor in inner.state_dict().values():
         digest.update(tensor.numpy().tobytes())

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
+from flashrecovery import events as ev
 from flashrecovery.agent.snapshots import newest_of_all, saved_text
+from flashrecovery.cli.closing import closing_line
+from flashrecovery.controller.console import Console
 from flashrecovery.controller.earlier import step_of
 from flashrecovery.controller.last_save import newest_whole
 from flashrecovery.controller.records import Place, RankRecord
 from flashrecovery.plan.transitions import State
 from flashrecovery.proto import flashrecovery_pb2 as pb
 from flashrecovery.snapshot.client import HeldMemory
+from flashrecovery.worker.session import failed_text
 from tests.unit.test_machine import World
 
 
@@ -70,7 +76,7 @@ class Ending(World):
 
 def test_a_job_that_is_told_to_end_keeps_what_its_ranks_hold() -> None:
     world = Ending()
-    world.machine.on_stop_request("stopped by SIGTERM")
+    world.machine.on_stop_request("stopped by SIGTERM", world.now)
     world.collect()
     assert not world.told, "not before it is kept"
     last = world.end()
@@ -94,7 +100,7 @@ def test_what_is_lost_is_said() -> None:
     world = Ending()
     world.error = "its own state of step 2 is gone with its process"
     world.machine.job.ranks[1].vacate()
-    world.machine.on_stop_request("stopped by SIGTERM")
+    world.machine.on_stop_request("stopped by SIGTERM", world.now)
     last = world.end()
     assert (last.version, last.whole) == (2, False)
     (said,) = [e.text for e in world.events if getattr(e, "kind", "") == "last_save"]
@@ -105,7 +111,7 @@ def test_a_rank_that_does_not_answer_is_not_waited_for_longer_than_said() -> Non
     world = Ending(timeouts={"last_save_s": 4.0})
     world.silent = {1}
     began = world.now
-    world.machine.on_stop_request("stopped by SIGTERM")
+    world.machine.on_stop_request("stopped by SIGTERM", world.now)
     last = world.end()
     assert last.whole and world.kept[1].gone, "its page has what it had for itself"
     assert world.now - began < 4.0
@@ -114,7 +120,7 @@ def test_a_rank_that_does_not_answer_is_not_waited_for_longer_than_said() -> Non
 def test_a_rank_that_dies_meanwhile_is_not_waited_for() -> None:
     world = Ending()
     world.silent = {1}
-    world.machine.on_stop_request("stopped by SIGTERM")
+    world.machine.on_stop_request("stopped by SIGTERM", world.now)
     world.machine.on_tick(world.now)
     world.collect()
     began = world.now
@@ -123,10 +129,66 @@ def test_a_rank_that_dies_meanwhile_is_not_waited_for() -> None:
     assert last.version == 2 and world.kept[1].gone and world.now - began < 2.0
 
 
+def test_a_script_that_handles_the_signal_has_the_time_to_end_by_itself() -> None:
+    world = Ending(timeouts={"signal_grace_s": 5.0})
+    world.machine.on_stop_request("stopped by SIGTERM", world.now, by_itself=True)
+    assert world.machine.job.state is State.RUNNING
+    began = world.now
+    world.steps = 10**6
+    while world.machine.job.state is State.RUNNING:
+        world.step()
+    assert 5.0 <= world.now - began < 5.1
+    assert world.end().whole
+
+
+def test_a_script_that_ends_by_itself_when_told_has_not_finished() -> None:
+    world = Ending(timeouts={"signal_grace_s": 500.0})
+    world.machine.on_stop_request("stopped by SIGTERM", world.now, by_itself=True)
+    world.run()
+    assert world.machine.job.state is State.FAILED
+    assert world.machine.job.failure_reason == "stopped by SIGTERM; all ranks have ended by themselves"
+
+
+def test_a_rank_that_ends_in_its_handler_is_not_replaced() -> None:
+    world = Ending()
+    world.machine.on_stop_request("stopped by SIGTERM", world.now, by_itself=True)
+    world.kill(1, kind="exit")
+    assert world.machine.job.state is State.FAILED
+    last = world.end()
+    assert last.version == 2 and world.kept[1].gone
+
+
+def test_whoever_presses_ctrl_c_twice_waits_for_nothing() -> None:
+    world = Ending()
+    world.silent = {0, 1}
+    world.machine.on_stop_request("stopped by SIGINT", world.now)
+    assert world.machine.job.saving
+    world.machine.on_stop_request("stopped by SIGINT", world.now, at_once=True)
+    assert not world.machine.job.saving
+    assert world.end().version == 0
+
+
+def test_ranks_that_have_come_apart_leave_nothing_to_go_on_from() -> None:
+    world = Ending()
+    world.machine.on_checkpoint(1, "ck/step-1")
+    world.machine.job.not_registered = "train.py:7: count"
+    record = world.machine.job.ranks[1]
+    words = pb.LastWords(exception="flashrecovery.errors.DivergedError", message="the ranks do not agree", fatal=True)
+    failure = pb.Failure(rank=1, pid=record.pid, kind="exception", evidence="x", last_words=words, step=2)
+    world.machine.on_failure(failure, world.now)
+    world.collect()
+    assert not world.machine.job.saving
+    assert world.end().void
+    assert world.machine.job.failure_reason == (
+        "rank 1: DivergedError: the ranks do not agree. Said before: train.py:7: count. Mend it; --resume goes on from "
+        "the newest checkpoint, of step 1 (ck/step-1)"
+    )
+
+
 @pytest.mark.parametrize("config", [{"snapshots": {"keep": "never"}}, {"snapshots": {"persist": False}}])
 def test_a_job_that_keeps_nothing_ends_at_once(config: dict[str, object]) -> None:
     world = Ending(**config)
-    world.machine.on_stop_request("stopped by SIGTERM")
+    world.machine.on_stop_request("stopped by SIGTERM", world.now)
     world.collect()
     for rank, command in world.inbox:
         world.answer(rank, command)
@@ -137,11 +199,11 @@ def test_nothing_is_kept_before_the_first_step_and_after_the_last_one() -> None:
     world = Ending()
     for record in world.machine.job.ranks.values():
         record.committed = 0
-    world.machine.on_stop_request("stopped by SIGTERM")
+    world.machine.on_stop_request("stopped by SIGTERM", world.now)
     assert not world.machine.job.saving
     world = Ending()
     world.machine.job.ranks[0].place = Place.RELEASED
-    world.machine.on_stop_request("stopped by SIGTERM")
+    world.machine.on_stop_request("stopped by SIGTERM", world.now)
     assert not world.machine.job.saving
 
 
@@ -153,8 +215,6 @@ def test_a_version_counts_if_every_rank_of_the_node_has_something_of_it() -> Non
 
 
 def test_what_is_written_is_named_with_the_way_on() -> None:
-    from pathlib import Path
-
     folder = Path("runs/a/snapshots")
     assert saved_text(folder, 7, 12_300_000, several_nodes=False) == (
         "the state of step 7 (12.3 MB) is in runs/a/snapshots; --resume goes on from there"
@@ -175,3 +235,30 @@ def test_how_far_an_earlier_launch_had_come() -> None:
     assert step_of(begun_anew) == 3
     refused = [started, {"event": "job_failed", "step": 44}, {"event": "job_failed", "step": -1}]
     assert step_of(refused) == 44
+
+
+def test_a_run_ends_with_one_line() -> None:
+    started, path = ev.JobStarted(monotonic=10.0, step=4), Path("runs/a")
+    assert closing_line([], path) == closing_line([ev.JobFailed(reason="x")], path) == ""
+    finished = ev.JobFinished(monotonic=33.1, step=18)
+    assert closing_line([started, finished], path) == (
+        "finished at step 18: 14 steps in 23.1 s, no recovery; flashrecovery report runs/a says more"
+    )
+    recovered = ev.RecoveryFinished(resume_step=6, total_s=0.42)
+    failed = ev.JobFailed(monotonic=12.0, step=5, reason="x")
+    assert closing_line([started, recovered, recovered, failed], path) == (
+        "ended at step 6: 2 steps in 2.0 s, 2 recoveries (0.8 s lost); flashrecovery report runs/a says more"
+    )
+
+
+def test_a_checkpoint_that_fails_again_and_again_is_not_said_each_time(tmp_path: Path) -> None:
+    text = failed_text(tmp_path, OSError(28, "No space left on device"))
+    assert text == (
+        f"nothing was written to {tmp_path} (No space left on device); there is no whole one; the job trains on"
+    )
+    (tmp_path / "step-0000000003").mkdir()
+    assert "the newest whole one is of step 3" in failed_text(tmp_path, OSError(28, "No space left on device"))
+    console = Console()
+    said = [console.line_of(ev.Notice(kind="checkpoint_failed", rank=n % 4, text=text)) for n in range(8)]
+    assert [line is not None for line in said] == [True, True, False, True, False, False, False, True]
+    assert said[7] is not None and said[7].endswith("(8 times now)")

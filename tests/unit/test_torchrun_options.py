@@ -117,7 +117,7 @@ def test_what_has_another_meaning_is_said(options: dict[str, Any], values: dict[
         ({"rdzv_conf": "join_timeout"}, "'join_timeout' is not KEY=VALUE"),
         ({"rdzv_conf": "timeout=soon"}, "'timeout=soon': a number of seconds"),
         ({"shutdown_timeout": "-1"}, "'-1': a number of seconds > 0"),
-        ({"signals_to_handle": "SIGTERM,SIGUSR1"}, "SIGUSR1 is not passed on"),
+        ({"signals_to_handle": "SIGTERM,SIGUSR1"}, "SIGUSR1 does not end a job"),
         ({"tee": "4"}, "--tee '4': allowed"),
         ({"local_ranks_filter": "a"}, "--local-ranks-filter 'a'"),
         ({"logs_specs": "mine"}, "--logs-specs: .*--log"),

@@ -27,7 +27,7 @@ from flashrecovery.agent.peer_service import PeerService
 from flashrecovery.agent.peers import neighbours, probe
 from flashrecovery.agent.process import WorkerProcess
 from flashrecovery.agent.process_manager import LAST_WORDS_S, Places, ProcessManager
-from flashrecovery.agent.procfs import Exit, exit_of
+from flashrecovery.agent.procfs import Exit, exit_of, handles
 from flashrecovery.agent.setup_logs import SetupLogs
 from flashrecovery.agent.snapshots import NodeSnapshots
 from flashrecovery.agent.stash_memory import StashMemory
@@ -399,6 +399,13 @@ class Agent:
         self._send(pb.AgentMessage(departing=pb.Departing(within_s=self._config.timeouts.handoff_s, reason=reason)))
         return True
 
+    def pass_on(self, number: int) -> list[int]:
+        """Give this node's ranks a signal, those that have a handler for it. Returns which; the others would end."""
+        having = [process for process in self.workers() if handles(process.pid, number)]
+        for process in having:
+            process.signal(number)
+        return sorted(process.place for process in having)
+
     def warning(self) -> str:
         """What a device plugin has warned of last; "" if of nothing."""
         return "" if self._health.suspect is None else str(self._health.suspect)
@@ -430,7 +437,7 @@ class Agent:
         """After :meth:`shutdown`: give the snapshots back, written to disk first if the job has not come to its end."""
         unfinished = not self.finished.done() or self._ended_by is not None
         last = self._last_save
-        await self._snapshots.end(unfinished=unfinished, version=last.version, whole=last.whole)
+        await self._snapshots.end(unfinished=unfinished, version=last.version, whole=last.whole, void=last.void)
 
     def _on_shutdown(self, command: pb.Command) -> None:
         self._last_save = command.shutdown

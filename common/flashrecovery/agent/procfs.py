@@ -14,6 +14,17 @@ _STATE, _SESSION, _FLAGS, _STARTED, _EXIT_CODE = 0, 3, 6, 19, 49  # fields after
 _PF_EXITING = 0x4
 
 
+def handles(pid: int, number: int) -> bool:
+    """Whether the process has a handler of its own for this signal, so that it does not end at once. False if it is
+    gone."""
+    try:
+        with open(f"/proc/{pid}/status") as f:
+            caught = next((line.split()[1] for line in f if line.startswith("SigCgt:")), "0")
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return bool(int(caught, 16) >> (number - 1) & 1)
+
+
 class Statm:
     """The open /proc/<pid>/statm of one process: one pread tells whether it still has memory."""
 

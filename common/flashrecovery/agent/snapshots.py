@@ -173,21 +173,22 @@ class NodeSnapshots:
             return f"the snapshot process of its node is gone: {e}"
         return ""
 
-    async def end(self, *, unfinished: bool, version: int = 0, whole: bool = False) -> None:
+    async def end(self, *, unfinished: bool, version: int = 0, whole: bool = False, void: bool = False) -> None:
         """All ranks' processes have ended. ``unfinished``: the job has not come to its last step. ``version``: of which
-        everything is held, if ``whole``, or else a part; 0: nobody has looked."""
+        everything is held, if ``whole``, or else a part; 0: nobody has looked. ``void``: nothing may go on from what is
+        held."""
         host, self._host = self._host, None
         if host is None:
             return
         try:
             if unfinished and self._config.persist:
-                await asyncio.to_thread(self._persist, host, version, whole)
+                await asyncio.to_thread(self._persist, host, version, whole, void)
         except OSError as e:
             log.warning("flashrecovery: the state that was held is lost, the process that held it is gone: %s", e)
         finally:
             await asyncio.to_thread(host.end)
 
-    def _persist(self, host: SnapshotHost, version: int, whole: bool) -> None:
+    def _persist(self, host: SnapshotHost, version: int, whole: bool, void: bool) -> None:
         held = [one for one in host.held() if one.version > 0]
         if not held:
             return
@@ -195,8 +196,8 @@ class NodeSnapshots:
         if {(one.rank, one.name, one.version) for one in held} == {(one.rank, one.name, one.version) for one in there}:
             log.warning("flashrecovery: %s is as it was: no step has been taken", self._folder)
             return
-        newest = version if whole else newest_of_all(held, self._here)
-        folder = self._folder if newest or not there else self._folder.with_name(PARTIAL)
+        newest = 0 if void else version if whole else newest_of_all(held, self._here)
+        folder = self._folder if newest or not (there or void) else self._folder.with_name(PARTIAL)
         nbytes = sum(one.nbytes for one in held)
         if nbytes > _SAID_BEFORE:
             log.warning("flashrecovery: writing what is held of the state (%.1f GB) to %s", nbytes / 1e9, folder)

@@ -20,9 +20,11 @@ from typing import Any
 
 import click
 
+from flashrecovery.cli.closing import closing_line
 from flashrecovery.cli.run_options import ENVIRONMENT, OF_OTHER_LAUNCHERS, OWN, PLACES, SCRIPT, settings
 from flashrecovery.config import RunConfig, overlaid, read_config, run_config
 from flashrecovery.errors import ConfigError
+from flashrecovery.events import EventLogError, RunFiles
 from flashrecovery.grpc_quiet import import_grpc
 from flashrecovery.launchers import accelerate, commands, hosts, remote, torchrun
 from flashrecovery.launchers.hosts import Hosts
@@ -51,6 +53,7 @@ def _run(**given: Any) -> None:
         f"flashrecovery: {config.world_size} ranks, {config.standby} standby, run directory {path}",
         file=sys.stderr,
     )
+    began = time.time()
     if launch.hosts is None:
         from flashrecovery.job import run_job
 
@@ -61,7 +64,19 @@ def _run(**given: Any) -> None:
     if code != 0:
         what = "the job failed: " if launch.hosts is None else ""
         print(f"flashrecovery: {what}{reason}\nEvidence is kept in {path}", file=sys.stderr)
+    line = _closing(path, began)
+    if line:
+        print(f"flashrecovery: {line}", file=sys.stderr)
     sys.exit(code)
+
+
+def _closing(path: Path, began: float) -> str:
+    """The last line, if the job's log is here."""
+    try:
+        events = RunFiles(path).events()
+    except (ConfigError, EventLogError):
+        return ""
+    return closing_line([event for event in events if event.time >= began], path)
 
 
 run = click.Command(

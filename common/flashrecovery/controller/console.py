@@ -30,6 +30,7 @@ class Console:
 
     def __init__(self) -> None:
         self._told: set[tuple[str, str]] = set()
+        self._failed = ("", 0)  # what has become of the last checkpoints, and how often in a row
 
     def line_of(self, event: ev.Event) -> str | None:
         """What to print for ``event``; None for the others, and for what another rank has said already."""
@@ -37,6 +38,12 @@ class Console:
             if (event.kind, event.text) in self._told:
                 return None
             self._told.add((event.kind, event.text))
+        if isinstance(event, ev.Notice) and event.kind == NoticeKind.CHECKPOINT_FAILED:
+            count = self._failed[1] + 1 if event.text == self._failed[0] else 1
+            self._failed = (event.text, count)
+            if count & (count - 1):
+                return None  # it is said at 1, 2, 4, 8, ... times
+            return line_of(event) if count == 1 else f"{line_of(event)} ({count} times now)"
         return line_of(event)
 
 

@@ -18,6 +18,9 @@ from flashrecovery.kinds import NoticeKind
 from flashrecovery.plan.liveness import Liveness
 from flashrecovery.proto import flashrecovery_pb2 as pb
 
+_SHORT = 240
+"""Characters of a notice that are repeated in another one."""
+
 
 class Intake:
     """The intake of one controller. ``record`` writes an event down."""
@@ -171,6 +174,8 @@ class Intake:
     def _on_notice(self, message: pb.AgentMessage, node: str, _: float) -> None:
         n, job = message.notice, self._machine.job
         self._record(ev.Notice(generation=job.generation, rank=n.rank, kind=n.kind, text=n.text, seconds=n.seconds))
+        if n.kind == NoticeKind.NOT_REGISTERED and not job.not_registered:
+            job.not_registered = shortened(n.text)
         if n.kind == NoticeKind.HEALTH_WARNING:
             job.nodes[node].suspect = n.text  # the last to get ranks of a lost node
         elif n.kind == NoticeKind.UNDO_ENABLED and self._undo_told != (job.generation, n.step):
@@ -189,3 +194,8 @@ class Intake:
             self._liveness.vouches(observer, vouch.node, now)
         answer = pb.Vouched(number=vouch.number, heard=heard)
         self._agents.links[observer].send_now_or_never(pb.Command(rank=AGENT, vouched=answer))
+
+
+def shortened(text: str) -> str:
+    """The beginning of what takes many lines."""
+    return text if len(text) <= _SHORT else f"{text[:_SHORT].rpartition(' ')[0]} ..."

@@ -78,7 +78,10 @@ class JobState:
         facts: what the job's workers say of what there is to lay out, as JSON; "": it cannot be laid out otherwise.
         where: the run directory.
         earlier_step: to which an earlier launch in it had come; 0: none.
+        told_to_end: by what, while the script has the time to end by itself, until ``ends_at``; "": it is not to.
         saving: the job has failed, and what its ranks hold is being kept before they end (:mod:`.last_save`).
+        void: it has failed because its ranks do not agree.
+        not_registered: what has been said to change from step to step without being registered; "": nothing.
         tokens_per_step: that all ranks take in together, as the script has said; 0: it has not.
         drills: faults that were asked for, and after which their ranks have not failed yet.
     """
@@ -138,7 +141,11 @@ class JobState:
     drills: list[pb.InjectRequest] = field(default_factory=list)
     where: str = ""
     earlier_step: int = 0
+    told_to_end: str = ""
+    ends_at: float = 0.0
     saving: bool = False
+    void: bool = False
+    not_registered: str = ""
 
     in_order: list[RankRecord] = field(default_factory=list)
     crashes: Crashes = field(default_factory=Crashes)
@@ -203,11 +210,12 @@ class JobState:
             self._blamed.add(key)
             self.outbox.blame(Blame(node, str(kind), self.generation, detail))
 
-    def fail(self, reason: str) -> None:
-        """Nothing is left to try: say why, stop everything, keep the evidence, and what the ranks hold."""
-        self.failure_reason = reason
+    def fail(self, reason: str, *, void: bool = False) -> None:
+        """Nothing is left to try: say why, stop everything, keep the evidence, and what the ranks hold. ``void``: they
+        do not agree, so that nothing may go on from what they hold."""
+        self.failure_reason, self.void = reason, void
         self.outbox.clear()
-        self.saving = self._has_something_to_save()
+        self.saving = not void and self._has_something_to_save()
         self.to(State.FAILED)
         self.emit(ev.JobFailed(generation=self.generation, reason=reason, step=self.committed, step_s=self.step_s))
         if not self.saving:
@@ -217,7 +225,8 @@ class JobState:
         """Have all agents end their processes. ``version``: of which everything is kept (``whole``), or a part; 0:
         nobody knows."""
         self.saving = False
-        self.command(AGENT, pb.Command(shutdown=pb.Shutdown(reason=self.failure_reason, version=version, whole=whole)))
+        shutdown = pb.Shutdown(reason=self.failure_reason, version=version, whole=whole, void=self.void)
+        self.command(AGENT, pb.Command(shutdown=shutdown))
 
     def _has_something_to_save(self) -> bool:
         """Whether ranks hold a state that a later launch could go on from. Not where layouts and sizes change: what is

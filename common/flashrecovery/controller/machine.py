@@ -315,8 +315,11 @@ class Machine:
             self.job.nodes[record.home].suspect = message.evidence
         was = record.place
         record.vacate()
-        if message.last_words.fatal:
-            self.job.fail(f"rank {record.rank}: {message.last_words.exception}: {message.last_words.message}")
+        if self.job.told_to_end:
+            self.job.fail(self.job.told_to_end)  # it is not replaced for the few seconds that are left
+        elif message.last_words.fatal:
+            name = message.last_words.exception.rpartition(".")[2]
+            self.job.fail(f"rank {record.rank}: {name}: {message.last_words.message}{self._way_on()}", void=True)
         elif was is Place.RELEASED:
             self.job.fail(f"{self.job.last_failure}, after its last step: its end state is lost")
         elif not self.job.launched:
@@ -327,6 +330,15 @@ class Machine:
             self.job.failures.append(message)
             return not self._is_crash_loop(record, message, step)
         return False
+
+    def _way_on(self) -> str:
+        """After the ranks have come apart: what is suspected, and what is left to go on from, in words."""
+        job = self.job
+        suspects = f". Said before: {job.not_registered}" if job.not_registered else ""
+        if job.checkpoint is None:
+            return f"{suspects}. No checkpoint is left: mend it, and begin anew without --resume"
+        version, path = job.checkpoint
+        return f"{suspects}. Mend it; --resume goes on from the newest checkpoint, of step {version} ({path})"
 
     def _is_crash_loop(self, record: RankRecord, message: pb.Failure, step: int) -> bool:
         """Whether the rank has failed so often that the job ends for it."""
@@ -580,6 +592,8 @@ class Machine:
         if self._resizing.overdue(now):
             self._steps.recover([], FailureKind.RESIZE, self._resizing.paused_since(now), 0.0, now)
         late = {rank: what for what, rank in self.job.outbox.expired(now)}
+        if self.job.told_to_end and now >= self.job.ends_at and self.job.state not in (State.FINISHED, State.FAILED):
+            self.job.fail(self.job.told_to_end)
         if self.job.saving:
             self._last_save.late(late)
         self._last_save.tick(now)
@@ -676,10 +690,17 @@ class Machine:
         else:
             self._steps.recover([], FailureKind.STANDSTILL, now, 0.0, now)
 
-    def on_stop_request(self, reason: str) -> None:
-        """The user or the scheduler wants the job to end."""
-        if self.job.state not in (State.FINISHED, State.FAILED):
-            self.job.fail(reason)
+    def on_stop_request(self, reason: str, now: float, *, by_itself: bool = False, at_once: bool = False) -> None:
+        """The user or the scheduler wants the job to end. ``by_itself``: the script has been told, too, and may end by
+        itself within ``timeouts.signal_grace_s``; ``at_once``: nothing that takes time is done any more."""
+        job = self.job
+        if job.state in (State.FINISHED, State.FAILED):
+            if at_once and job.saving:
+                job.shut_down()
+        elif by_itself and not job.told_to_end and job.state is State.RUNNING:
+            job.told_to_end, job.ends_at = reason, now + job.config.timeouts.signal_grace_s
+        elif not by_itself or not job.told_to_end:
+            job.fail(reason)
 
     def _restart(self, failed: RankRecord, message: pb.Failure, now: float) -> None:
         """A failure before the first step: nothing is lost yet, so everything starts again, unless it is the script."""

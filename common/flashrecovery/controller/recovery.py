@@ -547,7 +547,9 @@ class RecoverySteps:
 
     def finish_if_all_have(self, now: float) -> None:
         """The job has ended well once every rank's process has."""
-        if self._job.all_in(Place.FINISHED):
+        if self._job.all_in(Place.FINISHED) and self._job.told_to_end:
+            self._job.fail(f"{self._job.told_to_end}; all ranks have ended by themselves")
+        elif self._job.all_in(Place.FINISHED):
             for drill in self._job.drills:
                 when = "" if drill.step < 0 else f", step {drill.step:,}"
                 text = (

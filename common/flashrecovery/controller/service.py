@@ -170,9 +170,10 @@ class ControllerService(rpc.ControllerServicer):  # type: ignore[misc]
         self._numbers.close()
         await self._memory.end(_GRACE_S)
 
-    def request_stop(self, reason: str) -> None:
+    def request_stop(self, reason: str, *, by_itself: bool = False, at_once: bool = False) -> None:
+        """See :meth:`.machine.Machine.on_stop_request`."""
         self._memory.told_to_end()
-        self.machine.on_stop_request(reason)
+        self.machine.on_stop_request(reason, time.monotonic(), by_itself=by_itself, at_once=at_once)
         self._actions.carry_out()
 
     # -- rpc --------------------------------------------------------------------------------------

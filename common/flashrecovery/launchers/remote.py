@@ -148,7 +148,9 @@ async def run_on(orders: Sequence[HostOrder], shell: Sequence[str]) -> tuple[int
     hosts = [_Host(order, command_for(shell, order.name, order.environment["PYTHONPATH"])) for order in orders]
     told = asyncio.Event()
     loop = asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
+        if signal.getsignal(number) is signal.SIG_IGN and number is not signal.SIGINT:
+            continue  # nohup
         loop.add_signal_handler(number, told.set)
     reason = ""
     waiting: set[asyncio.Task[Any]] = {asyncio.create_task(host.run(), name=host.order.name) for host in hosts}

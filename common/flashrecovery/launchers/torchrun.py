@@ -205,8 +205,8 @@ def _waiting(given: Options, values: dict[str, Any], notices: list[str]) -> None
     others = {name.strip() for name in signals.split(",") if name.strip()} - _ENDING_SIGNALS
     if others:
         raise ConfigError(
-            f"--signals-to-handle {signals}: {', '.join(sorted(others))} is not passed on to the ranks; allowed: "
-            f"{', '.join(sorted(_ENDING_SIGNALS))}. Send it to the processes of ranktable.json in the run directory"
+            f"--signals-to-handle {signals}: {', '.join(sorted(others))} does not end a job here; allowed: "
+            f"{', '.join(sorted(_ENDING_SIGNALS))}. SIGUSR1 and SIGUSR2 are passed on to ranks that have a handler"
         )
 
 

@@ -2901,7 +2901,7 @@ Global___Fault: _TypeAlias = Fault  # noqa: Y015
 @_typing.final
 class Shutdown(_message.Message):
     """version: of which everything is in the memories of the nodes' snapshot processes (whole), or what the living had of it;
-    0: nobody has looked.
+    0: nobody has looked. void: the ranks do not agree, so that nothing may go on from what they hold.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -2909,19 +2909,22 @@ class Shutdown(_message.Message):
     REASON_FIELD_NUMBER: _builtins.int
     VERSION_FIELD_NUMBER: _builtins.int
     WHOLE_FIELD_NUMBER: _builtins.int
+    VOID_FIELD_NUMBER: _builtins.int
     reason: _builtins.str
     version: _builtins.int
     whole: _builtins.bool
+    void: _builtins.bool
     def __init__(
         self,
         *,
         reason: _builtins.str = ...,
         version: _builtins.int = ...,
         whole: _builtins.bool = ...,
+        void: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["reason", b"reason", "version", b"version", "whole", b"whole"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["reason", b"reason", "version", b"version", "void", b"void", "whole", b"whole"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -10,6 +10,7 @@ none comes, it writes what it has to disk, and ends.
 from __future__ import annotations
 
 import selectors
+import signal
 import socket
 import sys
 import time
@@ -232,6 +233,8 @@ _FIRST_CALL_S = 10.0
 
 def main() -> None:
     """Arguments: file descriptor of the listening socket, seconds to linger, folder ("" for none)."""
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)  # schedulers signal all processes; this one is ended by its agent
     listener = socket.socket(fileno=int(sys.argv[1]))
     name_thread("fr-snapshots")
     SnapshotProcess(listener, Path(sys.argv[3]) if sys.argv[3] else None, float(sys.argv[2]), lock=has_swap()).run()

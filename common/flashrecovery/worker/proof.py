@@ -32,9 +32,8 @@ _LOOKED_AT_BYTES = 1 << 20
 """Bytes of a rank's replicated tensors that are looked at, where a part is enough; about 0.2 ms of a core."""
 _SETTINGS = "hyper-parameters and other settings of model"
 _ADVICE = (
-    "Something that is not registered decides what a step does: a plain variable of the script (a counter, a best "
-    "result, a learning rate) is at its start in a replacement. Register it (docs/limits.md). A registered object in "
-    'which the ranks are meant to differ has to be declared: register(..., per_rank=["NAME"])'
+    "Something that is not registered decides what a step does: register it (docs/limits.md). What is meant to differ "
+    'between ranks is declared: register(..., per_rank=["NAME"])'
 )
 
 

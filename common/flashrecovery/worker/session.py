@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 from flashrecovery.capabilities import untested
 from flashrecovery.capabilities.of_torch import STEPS, TORCH
@@ -184,4 +185,12 @@ class Session:
         self._worker.send(pb.FromWorker(checkpoint=message))
 
     def _checkpoint_failed(self, error: BaseException) -> None:
-        self._worker.notice(NoticeKind.CHECKPOINT_FAILED, f"{type(error).__name__}: {error}")
+        self._worker.notice(NoticeKind.CHECKPOINT_FAILED, failed_text(self.settings.checkpoint.dir, error))
+
+
+def failed_text(folder: Path | None, error: BaseException) -> str:
+    """What has become of a checkpoint, and what is left."""
+    newest = None if folder is None else published.newest(folder)
+    left = "there is no whole one" if newest is None else f"the newest whole one is of step {newest[0]}"
+    why = error.strerror if isinstance(error, OSError) and error.strerror else f"{type(error).__name__}: {error}"
+    return f"nothing was written to {folder} ({why}); {left}; the job trains on"

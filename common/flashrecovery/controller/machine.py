@@ -442,6 +442,7 @@ class Machine:
         if record is None or message.generation != self.job.generation or record.place is Place.EMPTY:
             return
         record.done(message)
+        record.left_at = now
         uneven = unequal_ends(self.job.ranks.values())
         if uneven and self.job.state is not State.FAILED:
             self.job.fail(uneven)
@@ -542,7 +543,7 @@ class Machine:
     def _replace_left_behind(self, now: float) -> None:
         """Replace ranks whose scripts have ended early, before the others wait for them until it looks like a hang."""
         if self.job.state is State.RUNNING and self._some_have_left:
-            found = left_behind(self.job.in_order)
+            found = left_behind(self.job.in_order, now)
             failures = [self._found(self.job.ranks[r], FailureKind.EXIT, why, now) for r, why in found.items()]
             self._on_failures(failures, now)
 

@@ -35,6 +35,8 @@ BUILT_UP = frozenset({Place.EMPTY, Place.STARTING, Place.JOINED})
 """Places of a rank whose process has not been in its loop, so that it has no state yet."""
 THROUGH = frozenset({Place.DONE, Place.RELEASED, Place.FINISHED})
 """Places of a process that has taken its last step."""
+_LAST_WORDS_S = 2.0
+"""A script that has left its loop by an exception has said so by then."""
 
 
 ENDLESS = -1
@@ -137,6 +139,7 @@ class RankRecord:
     overhead_s: float = 0.0
     parity: ParityHeld | None = None
     entered: int = -1
+    left_at: float = 0.0
     kept: int = -1
     kept_age_s: float = 0.0
     held_at: HeldAt = field(default_factory=HeldAt)
@@ -394,14 +397,17 @@ def unequal_ends(records: Iterable[RankRecord]) -> str:
     )
 
 
-def left_behind(records: Iterable[RankRecord]) -> dict[int, str]:
+def left_behind(records: Iterable[RankRecord], now: float) -> dict[int, str]:
     """Ranks whose scripts have left their loop before its last step where others have begun the step after, each with
-    what it has done, in words. If all leave it together, none of them begins another."""
+    what it has done, in words. If all leave it together, none of them begins another. A script that raises leaves its
+    loop, too: what it raises is heard soon after."""
     known = list(records)
     goes_on = [r for r in known if r.place is Place.RUNNING]
     found = {}
     for record in known:
         if record.place not in THROUGH or record.steps is None or not 0 <= record.committed < record.steps:
+            continue
+        if record.place is Place.DONE and now < record.left_at + _LAST_WORDS_S:
             continue
         others = [r.rank for r in goes_on if r.entered >= record.committed]
         if others:

@@ -248,6 +248,18 @@ CUDA = capability(
     "imports ahead of the script take no GPU",
     Defined("torch.cuda", ("_lazy_init",)),
 )
+COMPILED = capability(
+    "compiled modules",
+    "the module inside of one may be registered",
+    Attributes("torch._dynamo.eval_frame", "OptimizedModule", ("_orig_mod",)),
+    otherwise="the wrapper around a compiled module has to be registered",
+)
+STAGING = capability(
+    "DCP's stager",
+    "an asynchronous save below a void attempt answers as the real one would",
+    Attributes("torch.distributed.checkpoint.staging", "DefaultStager", ("_config",)),
+    otherwise="it answers with a future alone",
+)
 
 TORCH = Framework(
     "torch",
@@ -258,6 +270,7 @@ TORCH = Framework(
         *(GROUP_CREATION, TORCHCOMMS, STORES, BARE_STORE, GLOO, COALESCING, SYMMETRIC_MEMORY),
         *(REDUCER, PYTHON_REDUCER, FSDP2),
         *(FSDP2_ITERATION, FSDP2_RESIZING, AUTOGRAD, TENSORS, STATE_BY_STEP, SCALER, LOADERS, SCHEDULERS, CUDA),
+        *(COMPILED, STAGING),
     ),
 )
 GROUPS = (GROUP_CREATION, TORCHCOMMS, STORES, GLOO, COALESCING, SYMMETRIC_MEMORY)

@@ -8,7 +8,8 @@ stands.
 Allowed: None, bool, int, float, complex, str, bytes, bytearray, list, tuple, dict, set, frozenset, range,
 OrderedDict, Counter, deque, torch.Tensor (plain, strided), torch.dtype, torch.device, torch.Size, numpy
 arrays and scalars of plain dtypes. Only values count: equal states give equal bytes (dicts and sets in equal
-order), so encoded states can be compared by digest; an object that appears twice comes back as two.
+order), so encoded states can be compared by digest; an object that appears twice comes back as two. For what is not on
+the list a caller may give a :class:`StandIn`, which comes back as such.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import io
 import pickle
 import pickletools
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -28,13 +30,22 @@ from flashrecovery.errors import ProtocolError, UnsupportedError
 from flashrecovery.state.exact import exact_contiguous
 
 
-def dumps(obj: Any) -> bytes:
-    """``obj`` as bytes. Raises UnsupportedError naming the type (and where it stands) that is not plain
-    state.
+@dataclass(frozen=True)
+class StandIn:
+    """What is written in the place of an object that is not plain. ``value`` may hold such objects, too."""
+
+    kind: str
+    value: Any
+
+
+def dumps(obj: Any, stand_in: Callable[[Any], StandIn | None] | None = None) -> bytes:
+    """``obj`` as bytes. ``stand_in`` is asked for everything but the built-in types; None: as without it.
+
+    Raises UnsupportedError naming the type (and where it stands) that is not plain state.
     """
     out = io.BytesIO()
     try:
-        _Pickler(out).dump(obj)
+        _Pickler(out, stand_in).dump(obj)
     except _Refused as refused:
         where = "".join(_path_to(obj, refused.culprit))
         raise UnsupportedError(f"{refused.reason}{f' (at [...]{where})' if where else ''}") from None
@@ -79,13 +90,18 @@ class _Refused(Exception):
 
 
 class _Pickler(pickle.Pickler):
-    def __init__(self, out: io.BytesIO) -> None:
+    def __init__(self, out: io.BytesIO, stand_in: Callable[[Any], StandIn | None] | None = None) -> None:
         super().__init__(out, protocol=5)
+        self._stand_in = stand_in
         # No memo: it would make the bytes depend on which equal values happen to be one object.
         self.fast = True
 
     def reducer_override(self, obj: Any) -> Any:
         # The C pickler asks only for what is not one of its own exact built-in types.
+        if self._stand_in is not None and type(obj) is not StandIn and id(obj) not in _CONSTRUCTOR_IDS:
+            found = self._stand_in(obj)
+            if found is not None:
+                return StandIn, (found.kind, found.value)
         reduce = _REDUCERS.get(type(obj))
         if reduce is not None:
             return reduce(obj)
@@ -178,6 +194,7 @@ def _reduce_dtype(dtype: torch.dtype) -> tuple[Callable[..., Any], tuple[Any, ..
 
 
 _REDUCERS: dict[type, Callable[[Any], Any]] = {
+    StandIn: lambda s: (StandIn, (s.kind, s.value)),
     torch.Tensor: _reduce_tensor,
     torch.dtype: _reduce_dtype,
     torch.device: lambda d: (torch.device, (str(d),)),
@@ -194,11 +211,12 @@ _REDUCERS: dict[type, Callable[[Any], Any]] = {
 _CONSTRUCTORS: frozenset[Any] = frozenset(
     {
         *(_tensor, _dtype, _array, _scalar, torch.device, torch.Size),
-        *(range, complex, bytearray, set, frozenset),
+        *(range, complex, bytearray, set, frozenset, StandIn),
         *(collections.OrderedDict, collections.Counter, collections.deque),
     }
 )
 
+_CONSTRUCTOR_IDS = frozenset({id(c) for c in _CONSTRUCTORS} | {id(f) for f in (_dtype, _array, _scalar)})
 _ALLOWED: dict[tuple[str, str], Any] = {(c.__module__, c.__qualname__): c for c in _CONSTRUCTORS}
 # Checkpoints that were written before the codec came into this folder.
 _ALLOWED |= {("flashrecovery.worker.codec", c.__qualname__): c for c in _CONSTRUCTORS if c.__module__ == __name__}

@@ -11,6 +11,7 @@ The Trainer keeps its own loop, so every part of it that communicates becomes on
 =====================  ================================================================================
 ``train:<n>``          fetching ``n`` micro-batches, counting their items, all ``n`` training steps, and what ends them
 ``log:<flags>``        logging, evaluation and saving after a step or an epoch
+``on_<event>``         callbacks that change what is protected (:mod:`.events`)
 ``flops``, ``save``,   counting operations at the end; ``evaluate()`` and ``save_model()`` of the script
 ``evaluate``
 =====================  ================================================================================
@@ -23,6 +24,7 @@ in :mod:`.state`; how a step ends, in :mod:`.plain` and :mod:`.with_deepspeed`.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -30,6 +32,8 @@ from flashrecovery import Recovery
 from flashrecovery.capabilities.of_trainer import ACCELERATE, LOADERS, STATE, TRANSFORMERS
 from flashrecovery.errors import RegistrationError, UnsupportedError
 from flashrecovery.trainer.data import Epochs, WatchedLoader
+from flashrecovery.trainer.events import BETWEEN, may_change_state
+from flashrecovery.trainer.held_modules import HeldModules
 from flashrecovery.trainer.plain import PlainTraining
 from flashrecovery.trainer.running_loss import running_loss
 from flashrecovery.trainer.state import TrainerLoop, refused
@@ -111,6 +115,10 @@ class _Protected:
         self._backward: Callable[..., Any] = trainer.accelerator.backward
         self._report: Callable[..., Any] = trainer.log
         self._final_loss: float | None = None
+        self._held = HeldModules(self._loop.own)
+        self._events: dict[str, Callable[..., Any]] = {e: getattr(trainer.callback_handler, e) for e in BETWEEN}
+        for event in BETWEEN:
+            setattr(trainer.callback_handler, event, functools.partial(self.between, event))
         trainer.train = self.train
         trainer.get_train_dataloader = self.get_train_dataloader
         trainer.get_batch_samples = self.get_batch_samples
@@ -139,8 +147,18 @@ class _Protected:
                 loaders.dataloader_references = list(active)  # an interrupted evaluation has left its own there
             return body()
 
-        ahead = self._training.skips_ahead and kind.startswith(("train:", "log:"))
-        return self._recovery.call(kind, made, skipped=skipped, loop=self._loop, ahead=ahead)
+        def passed() -> Any:
+            if self._loop.is_restored:
+                self._held.keep()
+            result = skipped()
+            if self._loop.resumed:
+                self._held.put_back()
+            return result
+
+        ahead = self._training.skips_ahead and kind.startswith(("train:", "log:", "on_"))
+        result = self._recovery.call(kind, made, skipped=passed, loop=self._loop, ahead=ahead)
+        self._held.check()
+        return result
 
     @property
     def _in_call(self) -> bool:
@@ -148,7 +166,14 @@ class _Protected:
 
     def _open(self) -> Recovery:
         """The loop is about to begin."""
+        trainer = self._trainer
         recovery, self._loop.adapter = self._training.open()
+        self._loop.own.passes_over(
+            *(trainer, trainer.accelerator, trainer.args, trainer.state, trainer.control, trainer.callback_handler),
+            *(trainer.optimizer, getattr(trainer.optimizer, "optimizer", None), trainer.lr_scheduler),
+            *(trainer.train_dataset, trainer.eval_dataset, trainer.data_collator, trainer.processing_class),
+        )
+        self._held.register(recovery, self._training.model)
         assert self._source is not None
         self._source.stream = recovery.data(Epochs(self._source.loader))
         return recovery
@@ -222,6 +247,44 @@ class _Protected:
                 trainer._globalstep_last_logged = state.global_step
 
         return self._call(f"log:{flags}", lambda: self._log(tr_loss, *args, **kwargs), skipped)
+
+    def between(self, event: str, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
+        """An event of the callbacks that comes between two calls: those that may change what is protected are called
+        in a call of their own, between the others, in their order."""
+        handler, all_ = self._trainer.callback_handler, self._trainer.callback_handler.callbacks
+        first = last = len(all_)
+        if self._recovery is not None:
+            changing = [
+                n for n, c in enumerate(all_) if may_change_state(c, event, holds_module=self._held.belongs_to(c))
+            ]
+            first, last = (changing[0], changing[-1] + 1) if changing else (first, last)
+
+        def call(some: list[Any], through: Callable[..., Any]) -> Any:
+            handler.callbacks = some
+            try:
+                self._trainer.control = through(args, state, self._trainer.control, **kwargs)
+            finally:
+                handler.callbacks = all_
+            return self._trainer.control
+
+        each = functools.partial(handler.call_event, event)
+        if first == len(all_):
+            return self._events[event](args, state, control, **kwargs)
+        self._trainer.control = control
+        call(all_[:first], self._events[event])
+
+        def body() -> None:
+            assert self._loop.adapter is not None
+            self._loop.adapter.mutating()
+            call(all_[first:last], each)
+
+        def skipped() -> None:
+            """They may decide what the loop does next; the dead process's last decisions have come with its state."""
+            if not self._loop.resumed:
+                call(all_[first:last], each)
+
+        self._call(event, body, skipped)
+        return call(all_[last:], each)
 
     def store_flos(self) -> None:
         """What ends the training."""

@@ -7,12 +7,14 @@ replacement whose loop has only skipped: when its last skipped call returns, all
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
 from flashrecovery.adapter import LoopAdapter, codec
 from flashrecovery.errors import UnsupportedError
+from flashrecovery.trainer.own_state import OwnState
 from flashrecovery.trainer.running_loss import RunningLoss, running_loss
 
 _COUNTERS = ("_total_loss_scalar", "_globalstep_last_logged", "current_flos")
@@ -65,14 +67,17 @@ class StepResults:
 
 class TrainerLoop:
     """A :class:`flashrecovery.worker.calls.LoopState`. ``metrics``: of the newest ``evaluate()`` of the script.
-    ``running``: the sum of losses since the last log."""
+    ``running``: the sum of losses since the last log. ``own``: what subclass, callbacks and functions keep."""
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
         self.step = StepResults()
         self.running: RunningLoss = running_loss(trainer)
+        self.own = OwnState(trainer)
         self.metrics: dict[str, Any] = {}
         self.adapter: TrainerLoopAdapter | None = None
+        self.resumed = False
+        """In a replacement: the loop has the state of the dead process, at the end of the call that is skipped last."""
         self._restored: dict[str, Any] | None = None
         self._history: tuple[int, int, bytes] | None = None
 
@@ -93,9 +98,13 @@ class TrainerLoop:
             "losses": [loss.cpu() for loss in self.step.losses],
             "operations": list(self.step.operations),
             "metrics": dict(self.metrics),
+            "own": self.own.capture(),
         }
 
     def load(self, saved: dict[str, Any]) -> None:
+        self._load(saved, same_process=True)
+
+    def _load(self, saved: dict[str, Any], *, same_process: bool) -> None:
         trainer, state = self._trainer, self._trainer.state
         for name, value in codec.loads(saved["state"]).items():
             setattr(state, name, value)
@@ -109,22 +118,33 @@ class TrainerLoop:
         self.step.losses = list(saved["losses"])
         self.step.operations = list(saved["operations"])
         self.metrics = dict(saved["metrics"])
+        self.own.restore(saved["own"], same_process=same_process)
 
     def restored(self, saved: dict[str, Any]) -> None:
         self._restored = saved
 
+    @property
+    def is_restored(self) -> bool:
+        """Whether this process has got the state of the one that it replaces."""
+        return self._restored is not None
+
     def resume(self) -> None:
         if self._restored is not None:
-            self.load(self._restored)
+            self._load(self._restored, same_process=False)
+            self.resumed = True
 
     def final_loss(self) -> float | None:
         """In a replacement that skips the end of the training: the mean loss of all of it. The Trainer has formed its
         own from what it has skipped. The loop is as it was then."""
         if self._restored is None:
             return None
-        self.load(self._restored)
+        self._load(self._restored, same_process=False)
         mean: float = self._trainer._total_loss_scalar / max(self._trainer.state.global_step, 0.001)
         return mean
+
+    def flags(self) -> tuple[Any, ...]:
+        """What the callbacks have decided."""
+        return tuple(vars(self._trainer.control).values())
 
     # -- parts ------------------------------------------------------------------------------------
 
@@ -151,3 +171,22 @@ class TrainerLoopAdapter(LoopAdapter):
     """Carries the loop's state."""
 
     name = "trainer-loop"
+
+    def __init__(self, loop: TrainerLoop) -> None:
+        super().__init__(loop)
+        self._trainer_loop = loop
+        self._own = loop.own
+
+    def capsule_mark(self) -> Any:
+        return self._own.mark(), self._trainer_loop.flags()
+
+    def known(self) -> Sequence[object]:
+        return self._own.holders()
+
+    def rank_bytes(self) -> Mapping[str, int]:
+        return {path: len(data) for path, data in self._own.newest.items() if isinstance(data, bytes)}
+
+    def mutating(self) -> None:
+        """What follows in this call may change parameters."""
+        assert self._hooks is not None
+        self._hooks.mutating()

@@ -33,6 +33,7 @@ from flashrecovery.worker.hooks import (
     UnprotectedSteps,
     install_adapter_hooks,
     install_group_hook,
+    install_lightning_hook,
     install_save_hooks,
     install_spawn_hook,
 )
@@ -61,6 +62,7 @@ def main() -> None:
         install_adapter_hooks()
         install_save_hooks()
     install_spawn_hook()
+    install_lightning_hook()
     sys.argv = _script_arguments(command)
     if role == "--zygote":
         from flashrecovery.worker.zygote import serve  # not in sys.modules of a fresh interpreter without need

@@ -107,3 +107,20 @@ def install_save_hooks() -> None:
     from flashrecovery.worker import below
 
     below.install_hooks()
+
+
+def install_lightning_hook() -> None:
+    """Lightning's own Trainer has a loop that nobody hands steps to: it would train without any protection."""
+
+    def refused(*_arguments: object, **_more: object) -> None:
+        from flashrecovery.errors import UnsupportedError
+
+        raise UnsupportedError(
+            "Lightning's Trainer under `flashrecovery run`: its loop is not protected, and a rank that dies would take "
+            "the job with it. Write the loop with Lightning Fabric (docs/recipes.md), or start the script with torchrun"
+        )
+
+    def replace(module: ModuleType) -> None:
+        module.Trainer.fit = refused
+
+    install(dict.fromkeys(("lightning.pytorch.trainer.trainer", "pytorch_lightning.trainer.trainer"), replace))

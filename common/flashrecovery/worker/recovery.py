@@ -14,10 +14,12 @@ from torch.optim import Optimizer
 from torch.utils.data import default_collate
 
 from flashrecovery.errors import ConfigError, RegistrationError, UnsupportedError
+from flashrecovery.worker import fabric
 from flashrecovery.worker.accelerated import readable, unwrapped
 from flashrecovery.worker.data import DataStream
 from flashrecovery.worker.elastic import Dataset, ElasticBatches, FrameworkBatch, GlobalBatches
 from flashrecovery.worker.step import Step
+from flashrecovery.worker.wrapping import wrapper_of
 
 if TYPE_CHECKING:
     from flashrecovery.config import ElasticSettings, ReplanSettings
@@ -117,9 +119,22 @@ class Recovery:
         Raises:
             RegistrationError: registered twice, or an object without a state.
             UnsupportedError: a wrapper or option that cannot be protected.
+
+        What accelerate or Lightning Fabric has wrapped is taken as it is; for the module inside of a
+        DistributedDataParallel the wrapper is.
         """
         optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
-        optimizers, objects = unwrapped(optimizers, {name: o for name, o in objects.items() if o is not None})
+        optimizers, objects = unwrapped(
+            [fabric.optimizer_inside(o) for o in optimizers],
+            {name: fabric.trained_module(o) for name, o in objects.items() if o is not None},
+        )
+        if model is not None:
+            scaler = fabric.scaler_of(model)
+            if scaler is not None and not any(o is scaler for o in objects.values()):
+                objects["fabric_scaler"] = scaler
+            model = fabric.trained_module(model)
+            if self._session is not None and isinstance(model, torch.nn.Module):
+                model = wrapper_of(model)
         if model is None and (optimizers or not objects):
             raise RegistrationError("register() needs the model of these optimizers, or named objects")
         for thing in (*([] if model is None else [model]), *optimizers, *objects.values()):
@@ -148,6 +163,11 @@ class Recovery:
         if self._session is not None:
             self._session.registry.register_adapter(adapter, objects)
 
+    def tell_not_registered(self, text: str) -> None:
+        """For frameworks: say what of theirs is not brought back."""
+        if self._session is not None:
+            self._session.tell_not_registered(text)
+
     def report(self, *, tokens_per_step: int) -> None:
         """Say how many tokens a step takes in, of all ranks together, for what is shown of the job's speed. May be
         called at any time, and again when it changes; costs nothing.
@@ -172,6 +192,7 @@ class Recovery:
         """
         if self._session is not None:
             self._session.refuse_streams()
+        loader = fabric.loader_inside(loader)
         stream = DataStream(loader if self._session is None else readable(loader))
         if self._session is not None:
             self._session.add_stream(stream)

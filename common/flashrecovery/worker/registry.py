@@ -261,6 +261,11 @@ class Registry:
         self.resize(self.members, self.members[self.rank])
 
     @property
+    def models(self) -> Sequence[torch.nn.Module]:
+        """Those that the script has registered itself."""
+        return self._models
+
+    @property
     def optimizers(self) -> Sequence[Optimizer]:
         """Those that the script has registered itself."""
         return self._optimizers

@@ -23,7 +23,7 @@ from flashrecovery.worker.gate import Gate
 from flashrecovery.worker.loop import Loop
 from flashrecovery.worker.registry import AdapterFactory, ModuleAdapterFactory, Registry
 from flashrecovery.worker.skipping import Ahead
-from flashrecovery.worker.start_checks import check_world, find_own_objects
+from flashrecovery.worker.start_checks import check_world, check_wrappers, find_own_objects
 from flashrecovery.worker.stashing import Stashing
 from flashrecovery.worker.worker import Worker
 
@@ -117,6 +117,11 @@ class Session:
         if worker.rank == 0 and not worker.connection.detached:
             worker.notice(NoticeKind.STEPS_ARE_CALLS, f"steps are numbered here, and by --inject, by {what}")
 
+    def tell_not_registered(self, text: str) -> None:
+        """Name what changes and is not brought back. One rank says it: what the ranks have is alike."""
+        if self._worker.rank == 0:
+            self._worker.notice(NoticeKind.NOT_REGISTERED, text)
+
     def open(self, num_steps: int | None) -> Loop:
         """Called when the script asks for its first step: tell the controller what there is, and wait until the loop
         may begin.
@@ -138,6 +143,7 @@ class Session:
         TORCH.require(STEPS)
         worker, registry = self._worker, self.registry
         registry.close()
+        check_wrappers(registry.models)
         check_world(registry.rank, registry.world_size)
         own = find_own_objects(registry)
         if self.settings.elastic is not None:

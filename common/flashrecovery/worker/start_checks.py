@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import torch
 import torch.distributed as dist
 import xxhash
 
@@ -9,6 +12,7 @@ from flashrecovery.errors import JobFailedError, RegistrationError
 from flashrecovery.runtime.page import CAPSULE_LIMIT
 from flashrecovery.worker import agreement
 from flashrecovery.worker.registry import Registry
+from flashrecovery.worker.wrapping import wrapper_of
 
 
 def check_world(rank: int, world_size: int) -> None:
@@ -25,6 +29,17 @@ def check_world(rank: int, world_size: int) -> None:
             f"the process group says rank {dist.get_rank()} of {dist.get_world_size()}, the launcher rank "
             f"{rank} of {world_size}; use init_process_group() with the launcher's environment"
         )
+
+
+def check_wrappers(models: Sequence[torch.nn.Module]) -> None:
+    """Raises RegistrationError if one of ``models`` has been wrapped since it was registered."""
+    for model in models:
+        wrapper = wrapper_of(model)
+        if wrapper is not model:
+            raise RegistrationError(
+                f"the registered {type(model).__name__} has been wrapped in a {type(wrapper).__name__} afterwards: "
+                "register it after that, recovery.register(model=<the wrapper>, optimizer=optimizer)"
+            )
 
 
 def find_own_objects(registry: Registry) -> list[str]:

@@ -1,0 +1,67 @@
+"""Callbacks between two calls that change what is protected: an average of the weights, a reference model that follows,
+a learning rate.
+
+The Trainer calls them when a step is over. What a call leaves is a version, so such a change is made in a call of its
+own. Callbacks that only look at the arguments, the state and what they keep themselves need none: a replacement's are
+called as the dead process's were.
+"""
+
+from __future__ import annotations
+
+import dis
+import functools
+import types
+from collections.abc import Iterator
+from typing import Any
+
+from flashrecovery.trainer.own_values import of_transformers
+
+BETWEEN = (
+    "on_epoch_begin",
+    "on_step_begin",
+    "on_substep_end",
+    "on_pre_optimizer_step",
+    "on_optimizer_step",
+    "on_step_end",
+    "on_epoch_end",
+)
+"""Events that come between two calls."""
+_PROTECTED = frozenset({"model", "optimizer", "lr_scheduler", "kwargs", "param_groups", "parameters"})
+"""Names by which a callback gets at what is protected."""
+
+
+def may_change_state(callback: Any, event: str, *, holds_module: bool) -> bool:
+    """Whether ``callback`` does something at ``event`` that may change registered state: it has a module, or its class
+    mentions what is trained."""
+    kind: Any = type(callback)
+    if of_transformers(kind) or not _overrides(kind, event):
+        return False
+    return holds_module or _mentions(kind)
+
+
+def _overrides(kind: type, event: str) -> bool:
+    owner = next((cls for cls in kind.__mro__ if event in vars(cls)), object)
+    return owner is not object and not of_transformers(owner)
+
+
+@functools.cache
+def _mentions(kind: Any) -> bool:
+    functions = [
+        function
+        for cls in kind.__mro__
+        if cls is not object and not of_transformers(cls)
+        for value in vars(cls).values()
+        if isinstance(function := getattr(value, "__func__", value), types.FunctionType)
+    ]
+    return any(not _PROTECTED.isdisjoint(_read(function.__code__)) for function in functions)
+
+
+def _read(code: types.CodeType) -> Iterator[str]:
+    """Names that are read, and strings."""
+    for instruction in dis.get_instructions(code):
+        if instruction.opname.startswith("LOAD"):
+            values = instruction.argval if isinstance(instruction.argval, tuple) else (instruction.argval,)
+            yield from (value for value in values if isinstance(value, str))
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _read(constant)

@@ -1,0 +1,363 @@
+"""Trainers of the Hugging Face kind with state of their own, each in the way of ``--kind``::
+
+    flashrecovery run --nproc-per-node 2 --standby 1 tests/scripts/trainers.py --kind teacher --output /tmp/out
+
+``--switched-off``: without ``protect``. Every rank prints its losses, and a digest of all there is at the end.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import copy
+import hashlib
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.data import Dataset, Sampler
+from transformers import Trainer, TrainerCallback, TrainingArguments
+
+from flashrecovery.trainer import protect
+
+FEATURES, CLASSES, SAMPLES = 8, 4, 61
+_OF_THE_CLOCK = ("runtime", "per_second")
+
+
+class Samples(Dataset[dict[str, torch.Tensor]]):
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        generator = torch.Generator().manual_seed(index)
+        return {"x": torch.randn(FEATURES, generator=generator), "labels": torch.tensor(index % CLASSES)}
+
+
+class Model(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.Sequential(
+            torch.nn.Linear(FEATURES, 16), torch.nn.Dropout(0.1), torch.nn.Tanh(), torch.nn.Linear(16, CLASSES)
+        )
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
+        logits = self.layers(x)
+        loss = torch.nn.functional.cross_entropy(logits, labels) if labels is not None else logits.sum()
+        return {"loss": loss, "logits": logits}
+
+
+class Losses(TrainerCallback):  # type: ignore[misc]
+    """Prints each logged loss with all its bits."""
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **rest: Any) -> None:
+        if logs and "loss" in logs:
+            print(
+                f"rank={args.process_index} step={state.global_step} loss_hex={float(logs['loss']).hex()}", flush=True
+            )
+
+
+class Baseline(Trainer):  # type: ignore[misc]
+    """A moving average of the loss, a queue of what was seen, counts in nested containers, a generator of its own."""
+
+    baseline = 0.0
+    seen: dict[str, int] = {}  # noqa: RUF012 - the class's, as it happens
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.generator = torch.Generator().manual_seed(self.args.process_index)
+        self.queue: collections.deque[torch.Tensor] = collections.deque(maxlen=3)
+        self.negatives = torch.zeros(8, FEATURES)
+        self.view = self.negatives  # the same under another name
+        self.averages: dict[str, Any] = {"train": collections.defaultdict(list)}
+
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
+        outputs = model(**inputs)
+        noise = torch.randn(FEATURES, generator=self.generator)
+        near = torch.stack([*self.queue, *self.view, noise]).matmul(inputs["x"].T).mean()
+        loss = outputs["loss"] * (1 + 0.1 * torch.tanh(near)) + (outputs["loss"] - self.baseline) ** 2
+        if model.training:
+            self.baseline = 0.9 * self.baseline + 0.1 * float(loss.detach())
+            self.queue.append(inputs["x"].mean(0))
+            self.negatives[len(self.averages["train"]["loss"]) % 8] = inputs["x"][0]
+            self.averages["train"]["loss"].append(float(loss.detach()))
+            self.seen["samples"] = self.seen.get("samples", 0) + len(inputs["x"])
+        return (loss, outputs) if return_outputs else loss
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        losses = self.averages["train"].pop("loss", [])
+        logs["mean"] = sum(losses) / max(len(losses), 1)
+        logs["samples"] = self.seen.get("samples", 0)
+        super().log(logs, *args, **kwargs)
+
+
+class Follow(TrainerCallback):  # type: ignore[misc]
+    """The teacher is an average of the weights, written as most do it."""
+
+    def __init__(self, teacher: torch.nn.Module, every: int = 1) -> None:
+        self.teacher, self.every = teacher, every
+
+    def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        if state.global_step % self.every == 0:
+            for mine, its in zip(self.teacher.parameters(), model.parameters(), strict=True):
+                mine.data.mul_(0.9).add_(its.data, alpha=0.1)
+
+
+class MeanTeacher(Trainer):  # type: ignore[misc]
+    def __init__(self, *args: Any, every: int = 1, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.teacher = copy.deepcopy(self.model).requires_grad_(False).eval()
+        self.add_callback(Follow(self.teacher, every))
+
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
+        outputs = model(**inputs)
+        with torch.no_grad():
+            wanted = self.teacher(**inputs)["logits"]
+        loss = outputs["loss"] + (outputs["logits"] - wanted).pow(2).mean()
+        return (loss, outputs) if return_outputs else loss
+
+
+class TeacherInside(MeanTeacher):
+    """The average is formed within the step, from the fourth step on."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, every=1 << 30, **kwargs)
+
+    def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        if self.state.global_step >= 3:
+            for mine, its in zip(self.teacher.parameters(), self.model.parameters(), strict=True):
+                mine.data.mul_(0.9).add_(its.data, alpha=0.1)
+        return super().training_step(model, inputs, *args, **kwargs)
+
+
+class LazyTeacher(MeanTeacher):
+    """Makes its teacher in the first step."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        Trainer.__init__(self, *args, **kwargs)
+        self.teacher = None
+
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
+        if self.teacher is None:
+            self.teacher = copy.deepcopy(self.model).requires_grad_(False).eval()
+        return super().compute_loss(model, inputs, return_outputs, **kwargs)
+
+
+class SlowDown(TrainerCallback):  # type: ignore[misc]
+    """The learning rate follows from the norms that the trainer has seen."""
+
+    def __init__(self, trainer: NormHistory) -> None:
+        self.trainer, self.changes = trainer, 0
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        norms = self.trainer.norms[-3:]
+        if len(norms) == 3 and norms[-1] > min(norms):
+            self.changes += 1
+            for group in kwargs["optimizer"].param_groups:
+                group["lr"] *= 0.7
+
+
+class NormHistory(Trainer):  # type: ignore[misc]
+    """Looks at the gradients when the backward pass is over, which is late in a step."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.norms: list[float] = []
+        self.add_callback(SlowDown(self))
+
+    def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        loss = super().training_step(model, inputs, *args, **kwargs)
+        self.norms.append(float(sum(p.grad.pow(2).sum() for p in model.parameters() if p.grad is not None)))
+        return loss
+
+
+class Best(TrainerCallback):  # type: ignore[misc]
+    """Keeps the best evaluation, and stops when it has not become better for a while."""
+
+    def __init__(self) -> None:
+        self.best, self.waited, self.of_steps = float("inf"), 0, [0.0]
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
+        self.of_steps.append(self.of_steps[-1] * 0.5 + state.global_step)
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any = None, **rest: Any) -> None:
+        better = metrics["eval_loss"] < self.best - 1e-3
+        self.best, self.waited = (metrics["eval_loss"], 0) if better else (self.best, self.waited + 1)
+        if self.waited >= 2 and state.global_step >= 9:
+            control.should_training_stop = True
+
+
+def metrics_with_memory() -> Any:
+    """A function with variables of its own."""
+    calls, sums = 0, []
+
+    def compute(predicted: Any) -> dict[str, float]:
+        nonlocal calls
+        calls += 1
+        sums.append(float(predicted.predictions.sum()))
+        return {"calls": calls, "sum": sum(sums)}
+
+    return compute
+
+
+class ByDifficulty(Sampler[int]):
+    def __init__(self) -> None:
+        self.difficulty = 1
+
+    def __iter__(self) -> Any:
+        order = torch.randperm(SAMPLES, generator=torch.Generator().manual_seed(self.difficulty)).tolist()
+        return iter(order)
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+
+class Harder(TrainerCallback):  # type: ignore[misc]
+    def __init__(self, sampler: ByDifficulty) -> None:
+        self.sampler = sampler
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
+        self.sampler.difficulty += 1
+
+
+class Curriculum(Trainer):  # type: ignore[misc]
+    """Another order of the samples in each epoch, by what a callback has set."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.sampler = ByDifficulty()
+        self.add_callback(Harder(self.sampler))
+
+    def _get_train_sampler(self, *_: Any) -> Any:
+        return self.sampler
+
+
+class TwoForwards(Trainer):  # type: ignore[misc]
+    """A training step of its own: two forward passes, one of them with noise, and one backward pass."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.scale = torch.ones(())
+
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
+        model.train()
+        inputs = self._prepare_inputs(inputs)
+        clean = model(**inputs)
+        noisy = model(inputs["x"] + 0.1 * torch.randn_like(inputs["x"]), inputs["labels"])
+        apart = (clean["logits"] - noisy["logits"]).pow(2).mean()
+        loss = (clean["loss"] + self.scale * apart) / self.args.gradient_accumulation_steps
+        self.accelerator.backward(loss)
+        self.scale = self.scale * (1 + 0.01 * torch.tanh(apart.detach()))
+        result: torch.Tensor = loss.detach()
+        return result
+
+
+class Iterating(Trainer):  # type: ignore[misc]
+    """Takes from an iterator, and has a file open: neither can be brought back."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.unlabelled = itertools.cycle(range(5))
+        self.notes = open(Path(self.args.output_dir) / f"notes{self.args.process_index}", "a")  # noqa: SIM115
+
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        self.notes.write(f"{next(self.unlabelled)}\n")
+        return super().compute_loss(model, inputs, *args, **kwargs)
+
+
+class TwoOptimizers(Trainer):  # type: ignore[misc]
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.critic = torch.nn.Linear(CLASSES, 1)
+        self.critic_optimizer = torch.optim.SGD(self.critic.parameters(), lr=0.1)
+
+
+KINDS: dict[str, type] = {
+    "baseline": Baseline,
+    "teacher": MeanTeacher,
+    "inside": TeacherInside,
+    "lazy": LazyTeacher,
+    "norms": NormHistory,
+    "best": Trainer,
+    "curriculum": Curriculum,
+    "two-forwards": TwoForwards,
+    "iterating": Iterating,
+    "two-optimizers": TwoOptimizers,
+}
+
+
+def plain(value: Any) -> Any:
+    """What the digest is made of."""
+    if isinstance(value, torch.Tensor):
+        return value.tolist()
+    if isinstance(value, torch.Generator):
+        return value.get_state().tolist()
+    if isinstance(value, torch.nn.Module):
+        return {name: tensor.tolist() for name, tensor in value.state_dict().items()}
+    if isinstance(value, dict):
+        return {str(key): plain(part) for key, part in value.items() if not any(w in str(key) for w in _OF_THE_CLOCK)}
+    if isinstance(value, (list, tuple, collections.deque)):
+        return [plain(part) for part in value]
+    return value if isinstance(value, (int, float, str, type(None))) else type(value).__name__
+
+
+def main() -> None:
+    flags = argparse.ArgumentParser(description=__doc__)
+    flags.add_argument("--kind", choices=KINDS, default="baseline")
+    flags.add_argument("--steps", type=int, default=12)
+    flags.add_argument("--output", type=Path, required=True)
+    flags.add_argument("--switched-off", action="store_true")
+    args = flags.parse_args()
+    args.output.mkdir(parents=True, exist_ok=True)
+    torch.manual_seed(0)
+    arguments = TrainingArguments(
+        output_dir=str(args.output),
+        max_steps=args.steps,
+        per_device_train_batch_size=4,
+        gradient_accumulation_steps=2,
+        learning_rate=1e-2,
+        logging_steps=2,
+        eval_strategy="steps" if args.kind == "best" else "no",
+        eval_steps=3,
+        save_strategy="no",
+        use_cpu=True,
+        report_to="none",
+        disable_tqdm=True,
+        seed=1,
+    )
+    trainer = KINDS[args.kind](
+        model=Model(),
+        args=arguments,
+        train_dataset=Samples(),
+        eval_dataset=Samples(),
+        compute_metrics=metrics_with_memory(),
+        callbacks=[Losses()],
+    )
+    best = Best()
+    if args.kind == "best":
+        trainer.add_callback(best)
+    if not args.switched_off:
+        protect(trainer)
+    trainer.train()
+    own = {name: value for name, value in vars(trainer).items() if name in _OWN}
+    said = {
+        "model": trainer.model,
+        "optimizer": trainer.optimizer.optimizer.state_dict(),
+        "history": trainer.state.log_history,
+        "own": own,
+        "seen": Baseline.seen,
+        "best": vars(best),
+        "next": torch.rand(4),
+    }
+    text = json.dumps(plain(said), sort_keys=True)
+    (args.output / f"state{arguments.process_index}.json").write_text(text)
+    print(f"digest rank={arguments.process_index} {hashlib.sha256(text.encode()).hexdigest()}", flush=True)
+
+
+_OWN = frozenset(
+    {"baseline", "generator", "queue", "negatives", "view", "averages", "teacher", "norms", "scale", "difficulty"}
+)
+
+if __name__ == "__main__":
+    main()

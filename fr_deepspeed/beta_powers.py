@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+from fr_deepspeed.muon import is_muon
+
 Betas = tuple[float, float]
 
 _INSIGNIFICANT = 2.0**-30
@@ -114,7 +116,8 @@ def beta_powers(optimizer: Any) -> BetaPowers | None:
     from deepspeed.ops.adam import FusedAdam
 
     on_cpu = get_accelerator().device_name() == "cpu"
-    return BetaPowers(optimizer) if isinstance(optimizer, FusedAdam) and on_cpu else None
+    adam = optimizer.aux_optimizer if is_muon(optimizer) else optimizer
+    return BetaPowers(adam) if isinstance(adam, FusedAdam) and on_cpu else None
 
 
 def _float(value: float) -> float:

@@ -148,6 +148,21 @@ GRADIENT_HOOKS = Capability(
         Way("called", (Parameters(_ZERO3, "DeepSpeedZeroOptimizer_Stage3.backward", ("loss", "retain_graph")),)),
     ),
 )
+MUON = capability(
+    "Muon's momentum (ZeRO-1 to 3)",
+    "it is written at one moment of a step, whose attempts may be given up before",
+    Attributes(
+        _ZERO12,
+        "DeepSpeedZeroOptimizer",
+        ("_commit_muon_momentum", "_muon_pending_momentum", "_clear_muon_allgather_buffers"),
+    ),
+    Attributes(
+        _ZERO3,
+        "DeepSpeedZeroOptimizer_Stage3",
+        ("_apply_muon_to_accumulated_grads", "_clear_muon_allgather_buffers"),
+    ),
+    otherwise="the optimizer Muon is refused",
+)
 COALESCED = capability(
     "coalesced reduction",
     "it is switched off after an interrupted step",
@@ -331,9 +346,9 @@ REFORM3 = capability(
 )
 
 ALL_STAGES = (ENGINE, BACKWARD, UNMANAGED, ENGINE_STEP, CHECKPOINTS, SHARED_MEMORY, RESIZE)
-STAGE12 = (GRADIENT_HOOKS, COALESCED, BUCKETS, BUCKET_EVENTS, FLAT_GRADIENTS, OFFLOADED, OFFLOAD_EVENTS, REFORM)
+STAGE12 = (GRADIENT_HOOKS, COALESCED, MUON, BUCKETS, BUCKET_EVENTS, FLAT_GRADIENTS, OFFLOADED, OFFLOAD_EVENTS, REFORM)
 STAGE3 = (
-    *(GRADIENT_HOOKS, COALESCED, BUCKETS3, REDUCED3, PARTITION_RANK, COORDINATOR, COORDINATOR_LEAVES),
+    *(GRADIENT_HOOKS, COALESCED, MUON, BUCKETS3, REDUCED3, PARTITION_RANK, COORDINATOR, COORDINATOR_LEAVES),
     *(COORDINATOR_BACKWARD, REFORM3),
 )
 DEEPSPEED = Framework(

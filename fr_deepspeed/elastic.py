@@ -16,6 +16,7 @@ from flashrecovery.adapter import FrameworkBatch
 from flashrecovery.errors import ConfigError
 from fr_deepspeed import offload, slices
 from fr_deepspeed.capabilities import REFORM, REFORM3, RESIZE
+from fr_deepspeed.muon import is_muon
 
 
 def tied_to_size(engine: Any) -> Iterator[str]:
@@ -34,6 +35,8 @@ def tied_to_size(engine: Any) -> Iterator[str]:
         yield from slices.tied_to_size(engine)
     elif stage > 0:
         yield from _zero12(engine)
+        if is_muon(engine.basic_optimizer):
+            yield "the optimizer Muon, whose momentum is of the matrices that this size's partitions touch"
     if engine.has_moe_layers:
         yield "MoE layers, whose experts are on some of the ranks"
     if offload.offloads(engine):

@@ -50,6 +50,7 @@ from fr_deepspeed.checkpoint import EngineCheckpoint
 from fr_deepspeed.elastic import in_this_size, resize_engine, tied_to_size
 from fr_deepspeed.experts import reset_experts
 from fr_deepspeed.layout import ranks_of
+from fr_deepspeed.muon import before_momentum, is_muon, reset_muon
 from fr_deepspeed.offload import offloads
 from fr_deepspeed.pipeline import capture_pipeline, reset_schedule, restore_pipeline
 from fr_deepspeed.random import capture_tracker, restore_tracker
@@ -86,6 +87,7 @@ class EngineAdapter(TorchAdapter):
         self._all_shards: list[Shard] | None = None
         self._place: DivisionPlace | None = None  # None: that in the groups of the launch
         self._powers = beta_powers(engine.basic_optimizer)
+        self._muon = is_muon(engine.basic_optimizer) and engine.zero_optimization_stage() > 0
         self._counted = (engine.micro_steps, engine.global_steps)
         self._ranks = dist.get_process_group_ranks(engine.data_parallel_group)
         # PipelineEngine calls its module, and is itself never called.
@@ -142,6 +144,13 @@ class EngineAdapter(TorchAdapter):
     def watch(self, hooks: StepHooks) -> None:
         self._param_groups = list(self.basic.param_groups)
         super().watch(hooks)
+        if self._muon:
+            before_momentum(self.engine.optimizer, self._before_momentum)
+
+    def _before_momentum(self) -> None:
+        self._gradients_ready()
+        if self._hooks is not None:
+            self._hooks.mutating()
 
     def _find_what_loading_makes(self) -> None:
         """Look up parameter groups and setters, which loading a checkpoint makes new."""
@@ -198,6 +207,8 @@ class EngineAdapter(TorchAdapter):
             reset_schedule(engine)
         reset_experts(engine)
         reset_checkpointing()
+        if self._muon:
+            reset_muon(engine.optimizer)
         self._reset_optimizer()
 
     def _drop_gradients(self) -> None:

@@ -29,6 +29,7 @@ from fr_deepspeed.division import PartitionDivision, fill, length_of, weights_na
 from fr_deepspeed.elastic import resize_engine
 from fr_deepspeed.engine import EngineAdapter
 from fr_deepspeed.layout import partition_record
+from fr_deepspeed.muon import make_momentum
 from fr_deepspeed.offload import check_gradients, reset_accumulation
 from fr_deepspeed.reform import reform
 
@@ -43,6 +44,8 @@ class Stage12Adapter(EngineAdapter):
 
     def __init__(self, engine: Any, optimizer: Optimizer) -> None:
         super().__init__(engine, optimizer)
+        if self._muon:
+            make_momentum(engine.optimizer)
         self._division = PartitionDivision(engine.optimizer, self._partitions, self._install)
 
     @property

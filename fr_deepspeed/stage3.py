@@ -82,6 +82,9 @@ class Stage3Adapter(EngineAdapter):
         trained = {id(p) for p in self._optimized}
         return {fqn: p for fqn, p in self.inner.named_parameters() if id(p) not in trained}
 
+    def sync_spans_world(self) -> bool:
+        return not self._muon and super().sync_spans_world()  # its momentum is written before the norm is reduced
+
     def _setting(self) -> Iterable[Method]:
         zero = self.engine.optimizer
         return [*super()._setting(), (zero, "set_full_hp_param"), (zero, "set_local_hp_param")]

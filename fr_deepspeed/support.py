@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from typing import Any
 
 from flashrecovery.errors import UnsupportedError
-from fr_deepspeed import experts, offload
+from fr_deepspeed import experts, muon, offload
 from fr_deepspeed.capabilities import ALL_STAGES, DEEPSPEED, PIPELINE, STAGE3, STAGE12, is_managed
 
-_UNIQUE_TO_RANK = ("OnebitAdam", "OnebitLamb", "ZeroOneAdam", "MuonWithAuxAdam", "DummyOptim")
-"""Optimizers that keep error feedback of their own, or fold gradients into momentum before the step."""
+_UNIQUE_TO_RANK = ("OnebitAdam", "OnebitLamb", "ZeroOneAdam", "DummyOptim")
+"""Optimizers that keep error feedback of their own."""
 
 
 _POWERS_IN_CPP = ("DeepSpeedCPUAdam", "ZenFlowCPUAdam")
@@ -65,6 +65,7 @@ def _unsupported(engine: Any) -> Iterator[str]:
         yield f"the optimizer {name}"
     if name in _POWERS_IN_CPP and not offload.offloads(engine):
         yield f'the optimizer {name}; use {{"type": "Adam"}}, or one of torch'
+    yield from muon.unsupported(engine)
     yield from experts.unsupported(engine)
     if _model_parallel(engine) or engine.autotp_size() > 1:
         yield "tensor parallelism (mpu, tensor_parallel)"

@@ -6,6 +6,7 @@ whom, and gathers otherwise from then on.
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import sys
@@ -25,6 +26,10 @@ import fr_deepspeed  # noqa: F401 - engine.recovery
 from tests.scripts import proof
 
 WIDTH, WORDS, BATCH = 32, 32, 4
+OPTIMIZERS: dict[str, dict[str, Any]] = {
+    "AdamW": {"lr": 0.01, "torch_adam": True},
+    "Muon": {"lr": 0.01, "torch_adam": True},
+}
 EVALUATIONS = ("", "above", "inside", "below", "before")
 
 
@@ -136,6 +141,9 @@ def main() -> None:
     parser.add_argument("--model", choices=MODELS, default="adapted")
     parser.add_argument("--evaluate", choices=EVALUATIONS, default="")
     parser.add_argument("--stage", type=int, default=3)
+    parser.add_argument("--optimizer", choices=OPTIMIZERS, default="AdamW")
+    parser.add_argument("--accumulation", type=int, default=1)
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=JSON", help="of zero_optimization")
     parser.add_argument("--fp32", action="store_true")
     parser.add_argument("--persistent", type=int, default=0, help="parameters up to so many elements stay whole")
     args = parser.parse_args()
@@ -145,8 +153,13 @@ def main() -> None:
     config = {
         "train_micro_batch_size_per_gpu": BATCH,
         "steps_per_print": 10**6,
-        "optimizer": {"type": "AdamW", "params": {"lr": 0.01, "torch_adam": True}},
-        "zero_optimization": {"stage": args.stage, "stage3_param_persistence_threshold": args.persistent},
+        "gradient_accumulation_steps": args.accumulation,
+        "optimizer": {"type": args.optimizer, "params": OPTIMIZERS[args.optimizer]},
+        "zero_optimization": {
+            "stage": args.stage,
+            "stage3_param_persistence_threshold": args.persistent,
+            **{key: json.loads(value) for key, _, value in (text.partition("=") for text in args.set)},
+        },
         "flash_recovery": {"enabled": True},
     }
     if not args.fp32:
@@ -175,10 +188,11 @@ def main() -> None:
         evaluate("above", step.index)
         with step:
             kills.at("data")
-            x = torch.randint(0, WORDS, (BATCH,))
-            loss = nn.functional.cross_entropy(engine(x, step.index).float(), (x * 7 + 3) % WORDS)
-            engine.backward(loss)
-            engine.step()
+            for _ in range(args.accumulation):
+                x = torch.randint(0, WORDS, (BATCH,))
+                loss = nn.functional.cross_entropy(engine(x, step.index).float(), (x * 7 + 3) % WORDS)
+                engine.backward(loss)
+                engine.step()
             kills.at("optimizer")
             proof.say_step(step.index, x, loss, engine.basic_optimizer.param_groups[0]["lr"])
             evaluate("inside", step.index)

@@ -92,6 +92,7 @@ class EngineAdapter(TorchAdapter):
         self._ranks = dist.get_process_group_ranks(engine.data_parallel_group)
         # PipelineEngine calls its module, and is itself never called.
         super().__init__(engine.module if engine.pipeline_parallelism else engine, [optimizer])
+        self._drop_empty_entries()
 
     # -- what the stages say ----------------------------------------------------------------------
 
@@ -113,6 +114,14 @@ class EngineAdapter(TorchAdapter):
 
     def _derive_weights(self) -> None:
         """Compute from the restored shards what the module computes with. No communication."""
+
+    def _drop_empty_entries(self) -> None:
+        """A schedule-free optimizer that was set to train before ``deepspeed.initialize`` has looked into its state for
+        each parameter, and so made entries of nothing. DeepSpeed has put other tensors in the parameters' place."""
+        stepped = {id(record.get()) for record in self._records}
+        state = self.basic.state
+        for parameter in [p for p, entry in state.items() if not entry and id(p) not in stepped]:
+            del state[parameter]
 
     # -- shards -----------------------------------------------------------------------------------
 

@@ -3,7 +3,7 @@
 What ``optimizer.step()`` gets as a gradient is an update already: ZeRO orthogonalises whole matrices before that, and
 writes the momentum into the optimizer's state: before the first parameter changes, the step has begun to change state.
 With ZeRO-1 and 2 this rank's momentum is of whole matrices, also of one that the next rank has a part of, and made in
-the first backward pass, in the dtype of gradients. With ZeRO-3 it is cut like the parameters, and gathered for an update.
+the first backward pass, in the dtype of gradients. With ZeRO-3 it is cut like the parameters, and gathered.
 """
 
 from __future__ import annotations

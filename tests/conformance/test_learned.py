@@ -12,7 +12,7 @@ from tests.support.jobs import ROOT, Job, Layout, check_same
 from tests.support.loops import check_loop, differences, run_loop
 
 BORROWED = ROOT / "tests" / "scripts" / "borrowed_parameters.py"
-ENVIRONMENT = {"PYTHONWARNINGS": "ignore", "OMP_NUM_THREADS": "1"}
+ENVIRONMENT = {"PYTHONWARNINGS": "ignore", "OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"}
 STEPS = 8
 TIMEOUT_S = 300  # processes that import a framework on a busy machine
 WHOLE = ("--persistent", "100000")
@@ -31,8 +31,9 @@ def _check(path: Path, flags: tuple[str, ...], kills: tuple[Kill, ...]) -> None:
 
 
 def test_what_modules_read_of_others(tmp_path: Path) -> None:
-    """The first kill is in the second step: the survivor has learned, its replacement has not."""
-    _check(tmp_path, ("--model", "adapted"), (Kill(1, 1, "backward", 0), Kill(0, 4, "optimizer", 1)))
+    """The first kill is in the second step: the survivor has learned, its replacement has not. The optimizer has been
+    set to train before ``deepspeed.initialize``, like a schedule-free one."""
+    _check(tmp_path, ("--model", "adapted", "--client"), (Kill(1, 1, "backward", 0), Kill(0, 4, "optimizer", 1)))
 
 
 @pytest.mark.grid
@@ -55,6 +56,28 @@ def test_what_modules_read_of_others(tmp_path: Path) -> None:
 )
 def test_every_way_to_read(flags: tuple[str, ...], kills: tuple[Kill, ...], tmp_path: Path) -> None:
     _check(tmp_path, flags, kills)
+
+
+MUON = ("--model", "adapted-unequal", "--optimizer", "Muon")
+
+
+@pytest.mark.grid
+@pytest.mark.parametrize(
+    ("flags", "kills"),
+    [
+        (("--stage", "1", "--accumulation", "2"), (Kill(1, 0, "backward", 0), Kill(0, 3, "optimizer", 1))),
+        (("--stage", "2", "--accumulation", "2"), (Kill(1, 0, "backward", 0), Kill(0, 3, "optimizer", 1))),
+        (("--stage", "3"), (Kill(1, 0, "backward", 0), Kill(0, 3, "optimizer", 1))),
+        (("--stage", "3", "--within-update"), (Kill(1, 1, "backward", 0), Kill(0, 3, "backward", 1))),
+        (("--stage", "2", "--within-update"), (Kill(1, 1, "backward", 0), Kill(0, 3, "backward", 1))),
+    ],
+    ids=lambda value: "".join(value).replace("--", "-") if isinstance(value[0], str) else "",
+)
+def test_muon(flags: tuple[str, ...], kills: tuple[Kill, ...], tmp_path: Path) -> None:
+    """DeepSpeed's. Its kernels are not compiled here, which takes a minute a process. With ZeRO-3 a kill within the
+    update comes after the first write into the momentum."""
+    pytest.importorskip("deepspeed.runtime.zero.muon")
+    _check(tmp_path, (*MUON, *flags, "--set", "reduce_scatter=false"), kills)
 
 
 @pytest.mark.grid

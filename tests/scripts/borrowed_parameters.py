@@ -142,6 +142,8 @@ def main() -> None:
     parser.add_argument("--evaluate", choices=EVALUATIONS, default="")
     parser.add_argument("--stage", type=int, default=3)
     parser.add_argument("--optimizer", choices=OPTIMIZERS, default="AdamW")
+    parser.add_argument("--client", action="store_true", help="an optimizer of the script's, set to train before")
+    parser.add_argument("--within-update", action="store_true", help="kills in backward: in Muon's second update")
     parser.add_argument("--accumulation", type=int, default=1)
     parser.add_argument("--set", action="append", default=[], metavar="KEY=JSON", help="of zero_optimization")
     parser.add_argument("--fp32", action="store_true")
@@ -165,12 +167,20 @@ def main() -> None:
     if not args.fp32:
         config["bf16"] = {"enabled": True}
     trained = [p for p in net.parameters() if p.requires_grad]
-    engine, *_ = deepspeed.initialize(model=net, model_parameters=trained, config=config)
+    client = _ScheduleFree(trained, lr=0.01) if args.client else None
+    if client is not None:
+        config["zero_allow_untested_optimizer"] = True
+        del config["optimizer"]
+        client.train()
+    engine, *_ = deepspeed.initialize(model=net, model_parameters=trained, optimizer=client, config=config)
     torch.manual_seed(100 + dist.get_rank())
     random.seed(0)
     np.random.seed(0)
     kills = proof.Kills(args.kill, engine.recovery)
-    kills.in_backward_of(net.layers[1])
+    if args.within_update:
+        _in_update(kills)
+    else:
+        kills.in_backward_of(net.layers[1])
     seen = torch.zeros(1)
     engine.recovery.register(seen=_Kept(seen), per_rank=["seen"])
 
@@ -204,6 +214,29 @@ def main() -> None:
         weights = {name: parameter.detach().clone() for name, parameter in net.named_parameters()}
     proof.say_end(net, engine.basic_optimizer, {"whole": weights, "seen": seen})
     dist.destroy_process_group()
+
+
+class _ScheduleFree(torch.optim.AdamW):
+    """Looks into its state for each parameter, as schedule-free optimizers do."""
+
+    def train(self) -> None:
+        for group in self.param_groups:
+            group["train_mode"] = True
+            for parameter in group["params"]:
+                assert not self.state[parameter]
+
+
+def _in_update(kills: proof.Kills) -> None:
+    from deepspeed.runtime.zero.muon import original_muon
+
+    update: Any = original_muon.muon_update
+
+    def muon_update(*arguments: Any, **options: Any) -> Any:
+        found = update(*arguments, **options)
+        kills.at("backward")
+        return found
+
+    original_muon.muon_update = muon_update
 
 
 class _Kept:

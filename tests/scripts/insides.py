@@ -1,5 +1,5 @@
-"""``insides.py FOLDER STEPS SCRIPT FLAGS...``: run a script, and at the beginning of each of these steps (``1,5``) write
-down in ``FOLDER`` what the framework's objects are like inside (:mod:`tests.support.insides`)."""
+"""``insides.py FOLDER STEPS SCRIPT FLAGS...``: run a script, and at the beginning of each of these steps (``1,5``)
+write down in ``FOLDER`` what the framework's objects are like inside (:mod:`tests.support.insides`)."""
 
 from __future__ import annotations
 

@@ -96,7 +96,7 @@ class _Walk:
         """A key: plain, or what is known by its id() at the end."""
         if isinstance(thing, int) and not isinstance(thing, bool) and thing > 1 << 32:
             return f"\0{thing}\0"
-        if isinstance(thing, _PLAIN) or isinstance(thing, float):
+        if isinstance(thing, (float, *_PLAIN)):
             return repr(thing)
         if isinstance(thing, tuple):
             return "(" + ", ".join(map(self._word, thing)) + ")"

@@ -198,6 +198,10 @@ class Adapter(ABC):
         """The script's objects that this adapter protects: modules, optimizers, schedulers."""
         return ()
 
+    def stepped_by_others(self) -> Sequence[object]:
+        """Optimizers that a registered one steps by itself, with whose state theirs is kept."""
+        return ()
+
     def checkpoint_format(self) -> CheckpointFormat | None:
         """The framework's own format; None: the core's. Only asked where this is the job's only adapter."""
         return None

@@ -3,6 +3,7 @@
 * a buffer of bools whose bytes are not only 0 and 1 (gloo adds bools up as bytes)
 * optimizer state in subclasses of Tensor that implement no operation at all: one within another, around a DTensor and
   within one, with an enumeration, a dataclass and a dtype among what they say of themselves
+* optimizers that keep something in their attributes: weights in fp32, an optimizer within, an object, a table by id()
 * torch's ``get_state_dict()`` above the block, which makes the optimizer's state by a step of its own, and
   ``set_state_dict()``
 
@@ -15,6 +16,7 @@ import dataclasses
 import enum
 import random
 import sys
+from collections import deque
 from pathlib import Path
 from typing import Any
 
@@ -138,6 +140,71 @@ class PackedSGD(torch.optim.Optimizer):
                 weight.sub_(value + exact, alpha=group["lr"])
 
 
+class Masters(torch.optim.Optimizer):
+    """Keeps fp32 copies of the weights in an attribute, in the layout of apex's FusedAdam with ``master_weights``: a
+    group that counts its steps, and a buffer for the overflow."""
+
+    def __init__(self, parameters: Any, lr: float = 0.01) -> None:
+        super().__init__(parameters, {"lr": lr, "betas": (0.9, 0.99)})
+        self.master_weights = True
+        self.param_groups_master = [
+            {"params": [p.detach().clone().float() for p in group["params"]]} for group in self.param_groups
+        ]
+        self._dummy_overflow_buf = torch.zeros(1, dtype=torch.int)
+        self._step_supports_amp_scaling = True
+        self.multi_tensor_adam = torch._foreach_mul_
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        for group, masters in zip(self.param_groups, self.param_groups_master, strict=True):
+            group["step"] = group.get("step", 0) + 1
+            for parameter, master in zip(group["params"], masters["params"], strict=True):
+                state = self.state[parameter]
+                if not state:
+                    state["exp_avg"] = torch.zeros_like(parameter)
+                state["exp_avg"].mul_(group["betas"][0]).add_(parameter.grad)
+                master.sub_(state["exp_avg"] * (1 + 1 / group["step"]), alpha=group["lr"])
+                parameter.copy_(master.bfloat16())
+
+
+class Norms:
+    """An object of an optimizer."""
+
+    def __init__(self) -> None:
+        self.largest = 0.0
+        self.of: dict[Tensor, float] = {}
+        self.recent: deque[float] = deque(maxlen=3)
+
+
+class Lookahead(torch.optim.Optimizer):
+    """Wraps another optimizer, which it steps; keeps slow weights by parameter in an attribute from its first step on,
+    counts, draws from a generator of its own, and has an object and a table by id()."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        super().__init__([p for group in inner.param_groups for p in group["params"]], {})
+        self.inner = inner
+        self.calls = 0
+        self.slow: dict[Tensor, Tensor] = {}
+        self.norms = Norms()
+        self.generator = torch.Generator()
+        self.factors = {id(p): 1 + number / 10 for number, p in enumerate(self.param_groups[0]["params"])}
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        self.inner.step()
+        self.calls += 1
+        if self.calls % 2 or torch.rand((), generator=self.generator) > 0.9:
+            return
+        for parameter in self.param_groups[0]["params"]:
+            slow = self.slow.setdefault(parameter, parameter.detach().clone())
+            norm = float(_local(parameter).norm())
+            self.norms.of[parameter] = norm
+            self.norms.largest = max(self.norms.largest, norm)
+            self.norms.recent.append(norm)
+            slow.lerp_(parameter, 0.5 * self.factors[id(parameter)])
+            parameter.copy_(slow)
+
+
 class Refused(PackedSGD):
     """Keeps state that nobody can copy."""
 
@@ -171,10 +238,11 @@ class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, 4)
+        self.middle = nn.Linear(2 * WIDTH, 2 * WIDTH)
         self.register_buffer("seen", torch.zeros(8, dtype=torch.bool))
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down(torch.tanh(self.up(x)))
+        return self.down(torch.tanh(self.middle(torch.tanh(self.up(x)))))
 
 
 def main() -> None:
@@ -191,6 +259,7 @@ def main() -> None:
     # torch can make a state dict of ordinary state only
     kinds = [Refused if args.refused else PackedSGD, torch.optim.AdamW]
     optimizers = [kind(m.parameters(), lr=0.01) for kind, m in zip(kinds, (net.up, net.down), strict=True)]
+    optimizers.append(Lookahead(Masters(net.middle.parameters())))
     recovery.register(model=model, optimizer=optimizers)
     kills = proof.Kills(args.kill, recovery, args.pause)
     kills.in_backward_of(net.up)
@@ -216,7 +285,16 @@ def main() -> None:
             kills.at("optimizer")
         kills.at("below")
         kills.at("end")
-    proof.say_end(net, optimizers[0], {"second": dict(enumerate(optimizers[1].state.values()))})
+    ahead = optimizers[2]
+    masters = ahead.inner
+    more = {
+        "second": dict(enumerate(optimizers[1].state.values())),
+        "slow": [[*ahead.slow.values()], ahead.calls, ahead.generator, vars(ahead.norms)["recent"]],
+        "norms": [ahead.norms.largest, [*ahead.norms.of.values()], [*ahead.factors.values()]],
+        "masters": [[group["params"] for group in masters.param_groups_master], [*masters.state.values()]],
+        "counted": [group["step"] for group in masters.param_groups],
+    }
+    proof.say_end(net, optimizers[0], more)
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from flashrecovery.adapter import faults
+from flashrecovery.adapter.beside import AttributesShard, OptimizerAttributes, keeps_beside
 from flashrecovery.adapter.buffers import BufferTracker
 from flashrecovery.adapter.gradients import GradientWatch
 from flashrecovery.adapter.modes import AttributeTracker, ModeTracker
@@ -73,7 +74,9 @@ class TorchAdapter(Adapter):
         self._buffers = BufferTracker(self.inner)
         self._modes = ModeTracker(self.root, self._trainable())
         self._attributes = AttributeTracker(self.inner, self.framework_packages, self.framework_attributes)
-        self._shards: tuple[ParamShard, ...] | None = None
+        self._besides = [OptimizerAttributes(o, self.optimizers) for o in self.optimizers if self._is_foreign(o)]
+        self._beside_shards: dict[int, AttributesShard] = {}
+        self._shards: tuple[Shard, ...] | None = None
         self._hooks: StepHooks | None = None
         self._handles: list[RemovableHandle] = []
         self._hooked: dict[int, weakref.ref[torch.Tensor]] = {}  # outputs that are there still, by id()
@@ -143,8 +146,33 @@ class TorchAdapter(Adapter):
 
     def shards(self) -> Sequence[Shard]:
         if self._shards is None:
-            self._shards = tuple(ParamShard(r, owners_of(r.get(), self.optimizers)) for r in self._records)
+            self._beside_shards = self._find_beside()
+            of_parameters = [ParamShard(r, owners_of(r.get(), self.optimizers)) for r in self._records]
+            self._shards = (*of_parameters, *self._beside_shards.values())
         return self._shards
+
+    def _is_foreign(self, optimizer: Optimizer) -> bool:
+        """Whether it may keep state in attributes, and no framework looks after it."""
+        package = type(optimizer).__module__.partition(".")[0]
+        return keeps_beside(optimizer) and package not in self.framework_packages and not self.whole_framework
+
+    def _find_beside(self) -> dict[int, AttributesShard]:
+        """By the number of the optimizer. Those have it that have its least spread parameter."""
+        found = {}
+        for number, beside in enumerate(self._besides):
+            ids = {id(p) for group in beside.optimizer.param_groups for p in group["params"]}
+            records = [r for r in self._records if id(r.get()) in ids]
+            if records and beside.needs_a_shard():
+                least = min(records, key=lambda r: len(r.holders))
+                suffix = "".join(least.name.partition("#")[1:])
+                found[number] = AttributesShard(f"optimizer/{number}{suffix}", least.holders, beside)
+        return found
+
+    def stepped_by_others(self) -> Sequence[Optimizer]:
+        """Optimizers that a registered one steps by itself."""
+        for beside in self._besides:
+            beside.read()
+        return [nested for beside in self._besides for nested in beside.nested]
 
     # -- moments of a step ----------------------------------------------------------------------
 
@@ -236,6 +264,9 @@ class TorchAdapter(Adapter):
         return {
             "hyperparameters": capture_hyperparameters(self.optimizers),
             "gradients": self._gradient_presence(),
+            "beside": [
+                beside.capture() for number, beside in enumerate(self._besides) if number not in self._beside_shards
+            ],
         }
 
     def restore_common(self, state: dict[str, Any]) -> None:
@@ -243,6 +274,9 @@ class TorchAdapter(Adapter):
         for optimizer in self.optimizers:
             StateOrder.of(optimizer).settle()
         restore_hyperparameters(self.optimizers, state["hyperparameters"])
+        small = [beside for number, beside in enumerate(self._besides) if number not in self._beside_shards]
+        for beside, captured in zip(small, state.get("beside", []), strict=True):
+            beside.restore(captured)
         self._restore_gradient_presence(state["gradients"])
 
     def _gradient_presence(self) -> str | list[int]:

@@ -23,7 +23,7 @@ class OptimizerWatch:
     """Looks at every step of an optimizer of torch in this process.
 
     Args:
-        known: the registered ones.
+        known: the registered ones, and those that these step.
         version: of the step that is being taken.
     """
 

@@ -270,6 +270,11 @@ class Registry:
         """Those that the script has registered itself."""
         return self._optimizers
 
+    def stepping(self) -> list[Optimizer]:
+        """Those, and optimizers that they step by themselves."""
+        nested = [one for adapter in self.adapters for one in adapter.stepped_by_others()]
+        return [*self._optimizers, *(one for one in nested if isinstance(one, Optimizer))]
+
     def known(self) -> list[object]:
         """Everything that is protected: models, optimizers, objects, data streams."""
         objects = [thing for _name, thing in self._known]

@@ -1,0 +1,326 @@
+"""What an optimizer keeps beside ``optimizer.state`` and its groups: in attributes of its own.
+
+fp32 copies of the weights (apex's FusedAdam), counters, norms of the step before, slow weights, an optimizer within the
+optimizer. No optimizer says so; its attributes are read, through lists, dicts and objects, and written back as they
+were. Little of it travels with the hyper-parameters. Where there are tensors when the optimizer is registered, or an
+optimizer of its own within, it is a shard.
+"""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from flashrecovery.adapter.parts import TensorParts, is_composite, part_key, put_together
+from flashrecovery.contract import Shard, ShardSpec
+from flashrecovery.errors import RestoreError, UnsupportedError
+from flashrecovery.state.exact import exact_clone, exact_copy
+from flashrecovery.worker.generators import as_stateful
+
+SMALL_BYTES = 64 << 10
+"""Up to so much travels with the hyper-parameters, which are written down in every step."""
+
+_SCALARS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
+_LISTS: dict[type, Callable[..., Any]] = {list: list, tuple: tuple, collections.deque: collections.deque}
+_KEYS = ("value", "parameter", "id")
+_DEEPEST = 8
+_LEFT = ["left"]
+"""What is not read (functions, modules, groups) stays as it is."""
+
+Node = list[Any]
+"""A kind and what belongs to it, in plain values; tensors by key."""
+
+
+def keeps_beside(optimizer: Optimizer) -> bool:
+    """Whether ``optimizer`` may keep something in its attributes: torch's own do not."""
+    return not type(optimizer).__module__.startswith("torch.optim")
+
+
+class OptimizerAttributes:
+    """The attributes of one optimizer.
+
+    ``own``: the registered optimizers, which are protected themselves.
+    """
+
+    def __init__(self, optimizer: Optimizer, own: Sequence[Optimizer]) -> None:
+        self.optimizer = optimizer
+        self.nested: list[Optimizer] = []
+        """Optimizers found within it."""
+        self._kind = type(optimizer).__name__
+        self._own = {id(o) for o in own}
+        self._base = frozenset(vars(Optimizer([nn.Parameter(torch.empty(0))], {})))
+
+    # -- reading ----------------------------------------------------------------------------------
+
+    def read(self) -> tuple[Node, dict[str, torch.Tensor]]:
+        """The attributes as plain values, and the live tensors among them by key, without those of the model and of
+        ``optimizer.state``. Raises UnsupportedError for tensors that cannot be kept."""
+        reader = _Reader(self._kind, self._known(), self._parameters(), self._base)
+        attributes = {k: v for k, v in vars(self.optimizer).items() if k not in self._base}
+        node = reader.attributes(attributes, "", 0)
+        self.nested = [o for o in reader.optimizers if id(o) not in self._own]
+        return node, reader.tensors
+
+    def _known(self) -> dict[int, Node]:
+        """What stands for objects that are kept elsewhere."""
+        known: dict[int, Node] = dict.fromkeys(self._own, _LEFT)
+        for place, parameter in enumerate(self._parameters()):
+            known[id(parameter)] = ["parameter", place]
+            for key, value in self.optimizer.state.get(parameter, {}).items():
+                if isinstance(value, torch.Tensor):
+                    known[id(value)] = ["state", place, key]
+            if parameter.grad is not None:
+                known[id(parameter.grad)] = _LEFT
+        known[id(self.optimizer.state)] = known[id(self.optimizer.param_groups)] = _LEFT
+        for group in self.optimizer.param_groups:
+            known[id(group)] = _LEFT
+        return known
+
+    def _parameters(self) -> list[torch.Tensor]:
+        return [p for group in self.optimizer.param_groups for p in group["params"]]
+
+    def needs_a_shard(self) -> bool:
+        """Whether there is too much to be written down in every step, or will be."""
+        node, tensors = self.read()
+        return bool(self.nested) or sum(t.nbytes for t in tensors.values()) > SMALL_BYTES or _holds_composite(node)
+
+    # -- writing ----------------------------------------------------------------------------------
+
+    def shape(self, node: Node) -> dict[str, torch.Tensor]:
+        """Give the attributes this structure and these plain values; returns the live tensors, whose content the
+        caller overwrites. Raises RestoreError if an object is not there whose attributes are to be set."""
+        writer = _Writer(self._kind, self._parameters(), self.optimizer)
+        mine, _ = self.read()
+        for name in mine[1].keys() - node[1].keys():
+            if mine[1][name] != _LEFT:
+                delattr(self.optimizer, name)
+        writer.attributes(node, vars(self.optimizer), "")
+        return self.read()[1]
+
+    def capture(self) -> list[Any]:
+        """As plain values with copies of the tensors, for what is little."""
+        node, tensors = self.read()
+        nbytes = sum(t.nbytes for t in tensors.values())
+        if nbytes > SMALL_BYTES:
+            raise UnsupportedError(
+                f"{self._kind} keeps {nbytes:,} bytes of tensors in its attributes ({', '.join([*tensors][:3])}), more "
+                f"than the {SMALL_BYTES:,} that can be kept if they were not there when it was registered: make them "
+                "with the optimizer, or keep them in optimizer.state"
+            )
+        return [node, {key: exact_clone(tensor) for key, tensor in tensors.items()}]
+
+    def restore(self, captured: Sequence[Any]) -> None:
+        """See :meth:`shape`."""
+        node, content = captured
+        for key, tensor in self.shape(node).items():
+            exact_copy(tensor, content[key].to(tensor.device))
+
+
+class AttributesShard(Shard):
+    """Attributes of an optimizer with tensors among them. ``holders``: global ranks that have the same."""
+
+    def __init__(self, name: str, holders: tuple[int, ...], beside: OptimizerAttributes) -> None:
+        self.name, self.holders = name, holders
+        self._beside = beside
+        self._seen: dict[str, torch.Tensor] = {}
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        return self.tensors_and_values()[0]
+
+    def values(self) -> dict[str, Any]:
+        return self.tensors_and_values()[1]
+
+    def tensors_and_values(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+        node, tensors = self._beside.read()
+        # the same objects as long as they are: whoever copies them looks only then
+        same = tensors.keys() == self._seen.keys() and all(
+            tensors[key].data_ptr() == seen.data_ptr()
+            and tensors[key].shape == seen.shape
+            and tensors[key].dtype == seen.dtype
+            and tensors[key].stride() == seen.stride()
+            for key, seen in self._seen.items()
+        )
+        if not same:
+            self._seen = tensors
+        return self._seen, {"attributes": node}
+
+    def allocate(self, spec: ShardSpec) -> dict[str, torch.Tensor]:
+        """Raises RestoreError."""
+        live = self._beside.shape(spec.values["attributes"])
+        if live.keys() != spec.tensors.keys():
+            raise RestoreError(f"{self.name}: this rank has {sorted(live)}, the source has {sorted(spec.tensors)}")
+        return live
+
+
+class _Reader:
+    def __init__(
+        self, kind: str, known: Mapping[int, Node], parameters: Sequence[torch.Tensor], base: frozenset[str]
+    ) -> None:
+        self._kind, self._known, self._base = kind, known, base
+        self._template = _template(parameters)
+        self._places = {id(parameter): place for place, parameter in enumerate(parameters)}
+        self._above: set[int] = set()
+        self.tensors: dict[str, torch.Tensor] = {}
+        self.optimizers: list[Optimizer] = []
+
+    def attributes(self, found: Mapping[str, Any], path: str, depth: int) -> Node:
+        return ["object", {name: self.node(value, f"{path}{name}", depth + 1) for name, value in found.items()}]
+
+    def node(self, value: Any, path: str, depth: int) -> Node:
+        if type(value) in _SCALARS:
+            # some name parameters by id(), which is another one in another process
+            by_id = type(value) is int and value in self._places
+            return ["id", self._places[value]] if by_id else ["value", value]
+        if id(value) in self._known:
+            return self._known[id(value)]
+        if isinstance(value, torch.Tensor):
+            return self._tensor(value, path)
+        if depth > _DEEPEST or id(value) in self._above:
+            return _LEFT
+        self._above.add(id(value))
+        try:
+            return self._container(value, path, depth)
+        finally:
+            self._above.discard(id(value))
+
+    def _container(self, value: Any, path: str, depth: int) -> Node:
+        if type(value) in _LISTS:
+            more = [value.maxlen] if isinstance(value, collections.deque) else []
+            items = [self.node(item, f"{path}/{number}", depth + 1) for number, item in enumerate(value)]
+            return [type(value).__name__, items, *more]
+        if isinstance(value, dict):
+            entries = [
+                [self.node(key, f"{path}/key{number}", depth + 1), self.node(one, f"{path}/{number}", depth + 1)]
+                for number, (key, one) in enumerate(value.items())
+            ]
+            return _LEFT if any(key[0] not in _KEYS for key, _ in entries) else ["dict", entries]
+        stateful = as_stateful(value)
+        if stateful is not None:
+            return ["stateful", stateful.state_dict()]
+        found = vars(value) if hasattr(value, "__dict__") else {}
+        if isinstance(value, Optimizer):
+            self.optimizers.append(value)
+            found = {k: v for k, v in found.items() if k in ("state", "param_groups") or k not in self._base}
+        elif not _is_read(value):
+            return _LEFT
+        return self.attributes(found, f"{path}.", depth)
+
+    def _tensor(self, tensor: torch.Tensor, path: str) -> Node:
+        where = tensor.device.type
+        if isinstance(tensor, DTensor) or is_composite(tensor):
+            parts = TensorParts.of(tensor, f"{self._kind}.{path}", self._template)
+            self.tensors |= {part_key(path, at): part for at, part in parts.tensors.items()}
+            kinds = {at: [tuple(t.shape), t.dtype] for at, t in parts.tensors.items()}
+            return ["composite", path, parts.form, kinds, where]
+        self.tensors[path] = tensor.detach()
+        return ["tensor", path, tuple(tensor.shape), tensor.dtype, where]
+
+
+def _holds_composite(node: Any) -> bool:
+    if isinstance(node, dict):
+        return any(map(_holds_composite, node.values()))
+    return isinstance(node, list) and (node[:1] == ["composite"] or any(map(_holds_composite, node)))
+
+
+def _template(parameters: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The one on whose mesh DTensors are taken to lie."""
+    return next((p for p in parameters if isinstance(p, DTensor)), parameters[0])
+
+
+def _is_read(value: object) -> bool:
+    """An object of somebody's own class, without C++ behind it."""
+    kind = type(value)
+    plain = hasattr(value, "__dict__") and all(not one.__module__.startswith("torch") for one in kind.__mro__)
+    return plain and not isinstance(value, (nn.Module, type)) and not callable(value)
+
+
+class _Writer:
+    def __init__(self, kind: str, parameters: Sequence[torch.Tensor], optimizer: Optimizer) -> None:
+        self._kind, self._parameters, self._optimizer = kind, parameters, optimizer
+        self._template = _template(parameters)
+
+    def attributes(self, node: Node, live: dict[str, Any], path: str) -> None:
+        for name, part in node[1].items():
+            if part != _LEFT:
+                live[name] = self._made(part, live.get(name), f"{path}{name}")
+
+    def _made(self, node: Node, live: Any, path: str) -> Any:
+        kind, *rest = node
+        if kind == "value":
+            return rest[0]
+        if kind in ("parameter", "id"):
+            parameter = self._parameters[rest[0]]
+            return parameter if kind == "parameter" else id(parameter)
+        if kind == "state":
+            return self._optimizer.state[self._parameters[rest[0]]].get(rest[1], live)
+        if kind == "left":
+            return live
+        if kind in ("tensor", "composite"):
+            return self._tensor(kind, rest, live)
+        if kind == "dict":
+            return self._dict(rest[0], live, path)
+        if kind in ("list", "tuple", "deque"):
+            return self._list(kind, rest, live, path)
+        if live is None:
+            raise RestoreError(
+                f"{self._kind}.{path} is not there before the first step, in a process that has taken none"
+            )
+        if kind == "stateful":
+            stateful = as_stateful(live)
+            if stateful is None:
+                raise RestoreError(f"{self._kind}.{path} is a {type(live).__name__}, and was a random generator")
+            stateful.load_state_dict(rest[0])
+        else:
+            self.attributes(node, vars(live), f"{path}.")
+        return live
+
+    def _list(self, kind: str, rest: Sequence[Any], live: Any, path: str) -> Any:
+        old = list(live) if isinstance(live, (list, tuple, collections.deque)) else []
+        items = [
+            self._made(item, old[number] if number < len(old) else None, f"{path}/{number}")
+            for number, item in enumerate(rest[0])
+        ]
+        if kind == "list" and type(live) is list:
+            live[:] = items
+            return live
+        return collections.deque(items, rest[1]) if kind == "deque" else {"list": list, "tuple": tuple}[kind](items)
+
+    def _dict(self, entries: Sequence[Sequence[Node]], live: Any, path: str) -> Any:
+        old = live if isinstance(live, dict) else {}
+        new = {}
+        for number, (key, value) in enumerate(entries):
+            found = self._made(key, None, path)
+            if value == _LEFT and found not in old:
+                continue
+            new[found] = self._made(value, old.get(found), f"{path}/{number}")
+        if not isinstance(live, dict):
+            return new
+        live.clear()
+        live.update(new)
+        return live
+
+    def _tensor(self, kind: str, rest: Sequence[Any], live: Any) -> torch.Tensor:
+        if kind == "tensor":
+            _, shape, dtype, where = rest
+            plain = isinstance(live, torch.Tensor) and not isinstance(live, DTensor) and not is_composite(live)
+            if plain and (tuple(live.shape), live.dtype) == (tuple(shape), dtype):
+                found: torch.Tensor = live
+                return found
+            return torch.zeros(shape, dtype=dtype, device=self._device(where))
+        _, form, kinds, where = rest
+        if isinstance(live, torch.Tensor) and (isinstance(live, DTensor) or is_composite(live)):
+            parts = TensorParts.of(live, self._kind, self._template)
+            if parts.form == form and {at: [tuple(t.shape), t.dtype] for at, t in parts.tensors.items()} == kinds:
+                return live
+        made = {at: torch.zeros(shape, dtype=dtype, device=self._device(where)) for at, (shape, dtype) in kinds.items()}
+        return put_together(form, made, self._template)
+
+    def _device(self, where: str) -> torch.device:
+        mine = self._template.device
+        return mine if where == mine.type else torch.device("cpu")

@@ -122,6 +122,19 @@ def test_an_object_that_differs_from_the_start_is_each_ranks_own_in_the_first_st
     _check(_layout("differs-from-the-start", "ddp"), [Kill(1, 0, "backward", 0)], tmp_path, reference)
 
 
+def test_state_that_is_said_to_be_replicated_and_is_not(tmp_path: Path, reference: Reference) -> None:
+    """An optimizer whose ranks own whole parameters (and others later), weights that are averaged now and then, and
+    counters of groups that are empty on some ranks: each rank has its own. A death in the first step, before anybody
+    knows, in the next one, and in the middle of the owners' broadcasts."""
+    layout = _layout("owned-parameters+local-weights+counts-in-groups", "ddp")
+    kills = [Kill(1, 0, "optimizer", 0), Kill(2, 1, "backward", 1), Kill(0, 5, "broadcast", 2)]
+    check_loop(run_loop(tmp_path / "run", layout, _steps(layout), kills), reference(layout), kills)
+    said = [notice["text"] for notice in reference(layout).notices("redundancy")]
+    assert "'param/0.bias'" in said[-1] and "survives the loss of any one rank" in said[-1], said
+    (own,) = reference(layout).notices("own_objects")
+    assert "hyperparameters of model 3" in own["text"], own
+
+
 def test_an_object_that_begins_to_differ_in_a_redone_step_is_named(tmp_path: Path) -> None:
     """It may just as well be the trace of a variable that nobody has registered."""
     job = run_loop(tmp_path / "run", _layout("differs-later", "ddp"), 9, [Kill(1, 0, "backward", 0)])

@@ -159,11 +159,6 @@ def test_run_directory_of_a_live_job_is_refused(tmp_path: Path) -> None:
         pytest.param("twice", "registered already", marks=pytest.mark.grid),
         pytest.param("not-iterable", "DataSourceError", marks=pytest.mark.grid),
         ("unequal", "not equal on all ranks"),
-        pytest.param(
-            "own-rate",
-            "the hyper-parameters (learning rate, weight decay, ...) and other settings of model 0",
-            marks=pytest.mark.grid,
-        ),
         ("uneven-steps", "needs the same number on every rank, but there is steps(8) on rank 0; steps(9) on rank 1"),
         pytest.param("no-world", "torch.distributed is not initialised", marks=pytest.mark.grid),
         pytest.param(

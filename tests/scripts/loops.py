@@ -12,7 +12,7 @@ import itertools
 import random
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from inspect import signature
 from pathlib import Path
 from typing import Any
@@ -138,6 +138,7 @@ class Loop:
     every = 3
     sample = WIDTH  # numbers of a sample
     slow: str | None = None  # see ReduceBelow
+    kills: proof.Kills
     only = tuple(FRAMEWORKS)  # frameworks in which the loop can be written
     touches_now_and_then = False  # it changes tensors above its block in the steps of its unusual thing
 
@@ -972,6 +973,136 @@ class SeveralOptimizers(Loop):
         return {**super().end(), "second": self.second.state_dict()}
 
 
+class OwnerMomentum(torch.optim.Optimizer):
+    """Each rank owns whole parameters: it alone has their momentum, steps on them and sends them to the others, as in
+    a layer-wise Muon. After ``moves`` steps others own them."""
+
+    moves = 4
+
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        super().__init__(parameters, {"lr": 0.02, "momentum": 0.9})
+        self.sending: Callable[[], None] = lambda: None
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        rank, world = dist.get_rank(), dist.get_world_size()
+        for group in self.param_groups:
+            group["taken"] = group.get("taken", 0) + 1
+            first = int(group["taken"] > self.moves)
+            for number, parameter in enumerate(group["params"]):
+                if (number + first) % world == rank:
+                    momentum = self.state[parameter].setdefault("momentum", torch.zeros_like(parameter))
+                    momentum.mul_(group["momentum"]).add_(parameter.grad)
+                    parameter.sub_(momentum, alpha=group["lr"])
+            for number, parameter in enumerate(group["params"]):
+                if number == 1:
+                    self.sending()
+                dist.broadcast(parameter, (number + first) % world)
+
+
+class CountingMomentum(torch.optim.Optimizer):
+    """Counts its steps in each group that has parameters, as FusedAdam of apex and Transformer Engine does."""
+
+    def __init__(self, groups: list[dict[str, Any]]) -> None:
+        super().__init__(groups, {"lr": 0.02})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            if not group["params"]:
+                continue
+            group["step"] = group.get("step", 0) + 1
+            for parameter in group["params"]:
+                momentum = self.state[parameter].setdefault("momentum", torch.zeros_like(parameter))
+                momentum.lerp_(parameter.grad, 0.1)
+                parameter.sub_(momentum / (1 - 0.9 ** group["step"]), alpha=group["lr"])
+
+
+class Another(Loop):
+    """``others``: further models, each with an optimizer of its own."""
+
+    only = ("ddp",)
+
+    def __init__(self, framework: str) -> None:
+        self.others: dict[str, tuple[nn.Module, torch.optim.Optimizer]] = {}
+        super().__init__(framework)
+
+    def register(self) -> None:
+        super().register()
+        for model, optimizer in self.others.values():
+            self.recovery.register(model=model, optimizer=optimizer)
+
+    def before(self, step: int, loss: Tensor) -> None:
+        super().before(step, loss)
+        for model, optimizer in self.others.values():
+            optimizer.zero_grad()
+            model(self.seen).square().mean().backward()
+
+    def loss(self, batch: Tensor, step: int) -> Tensor:
+        self.seen = batch
+        return super().loss(batch, step)
+
+    def optimize(self) -> None:
+        super().optimize()
+        for _, optimizer in self.others.values():
+            optimizer.step()
+
+    def end(self) -> dict[str, object]:
+        found = {}
+        for name, (model, optimizer) in self.others.items():
+            groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+            states = [dict(optimizer.state.get(parameter, {})) for parameter in model.parameters()]
+            found[name] = ([*model.parameters()], states, groups)
+        return {**super().end(), **found}
+
+
+class OwnedParameters(Another):
+    """Which rank has the momentum of a parameter is only known when it is there."""
+
+    def prepare(self) -> None:
+        super().prepare()
+        torch.manual_seed(5)
+        model = DistributedDataParallel(nn.Sequential(nn.Linear(WIDTH, 8), nn.Tanh(), nn.Linear(8, 4)))
+        optimizer = OwnerMomentum(model.parameters())
+        optimizer.sending = lambda: self.kills.at(proof.BROADCAST)
+        self.others["owned"] = model, optimizer
+
+
+class LocalWeights(Another):
+    """Local SGD: a model that no wrapper keeps equal, averaged every few steps."""
+
+    def prepare(self) -> None:
+        super().prepare()
+        torch.manual_seed(6)
+        self.local = nn.Linear(WIDTH, 4)
+        self.others["local"] = self.local, torch.optim.AdamW(self.local.parameters(), lr=0.01)
+
+    def after(self, step: int) -> None:
+        super().after(step)
+        if self.due(step):
+            with torch.no_grad():
+                for parameter in self.local.parameters():
+                    dist.all_reduce(parameter)
+                    parameter /= self.world
+
+
+class CountsInGroups(Another):
+    """Replicas whose parameters are in other groups on each rank: one of these is empty on all but rank 0."""
+
+    def prepare(self) -> None:
+        super().prepare()
+        torch.manual_seed(7)
+        model = nn.Linear(WIDTH, 4)
+        decayed, others = ([model.weight], [model.bias]) if self.rank == 0 else ([model.weight, model.bias], [])
+        self.counted = model
+        self.others["counted"] = model, CountingMomentum([{"params": decayed}, {"params": others}])
+
+    def before(self, step: int, loss: Tensor) -> None:
+        super().before(step, loss)
+        for parameter in self.counted.parameters():
+            dist.all_reduce(parameter.grad)
+
+
 LOOPS: dict[str, type[Loop]] = {
     "plain": Loop,
     "expert-bias": ExpertBias,
@@ -1013,6 +1144,9 @@ LOOPS: dict[str, type[Loop]] = {
     "module-counter": ModuleCounter,
     "tensor-rate": TensorRate,
     "several-optimizers": SeveralOptimizers,
+    "owned-parameters": OwnedParameters,
+    "local-weights": LocalWeights,
+    "counts-in-groups": CountsInGroups,
 }
 UNPROTECTED: dict[str, type[Loop]] = {
     "plain-variable": PlainVariable,
@@ -1050,7 +1184,7 @@ def main() -> None:
     dist.init_process_group("gloo")
     loop = args.loop(args.framework)
     loop.slow = args.slow
-    kills = proof.Kills(args.kill, loop.recovery, args.pause)
+    loop.kills = kills = proof.Kills(args.kill, loop.recovery, args.pause)
     kills.in_backward_of(loop.net.norm)
 
     for step in loop.recovery.steps(args.steps):

@@ -20,7 +20,8 @@ import pretrain_gpt
 
 
 class FusedAdam(torch.optim.Optimizer):
-    """Decoupled weight decay, in plain torch, with the state of apex's and Transformer Engine's FusedAdam."""
+    """Decoupled weight decay, in plain torch, with the state of FusedAdam of apex and Transformer Engine. A group that
+    is empty on this rank is skipped, so that its counter does not exist."""
 
     def __init__(
         self,
@@ -37,6 +38,8 @@ class FusedAdam(torch.optim.Optimizer):
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         assert closure is None
         for group in self.param_groups:
+            if not group["params"]:
+                continue
             group["step"] = group.get("step", 0) + 1
             for parameter in group["params"]:
                 if parameter.grad is not None:

@@ -29,6 +29,9 @@ MOMENTS = ("data", "backward", "optimizer", "below", "end")
 """``data``: before the step's first batch. ``backward``: in the middle of it. ``optimizer``: right after its step,
 before what the block has below that. ``below``: between the block and the code below it. ``end``: after that code,
 before the next step is handed out."""
+BROADCAST = "broadcast"
+"""In an optimizer that communicates, of the loops that have one: it has changed a part of the state, and sent some of
+that."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +46,7 @@ class Kill:
     @staticmethod
     def parse(text: str) -> Kill:
         rank, step, moment, generation = text.split(":")
-        if moment not in MOMENTS:
+        if moment not in (*MOMENTS, BROADCAST):
             raise argparse.ArgumentTypeError(f"moment {moment!r}: one of {', '.join(MOMENTS)} is needed")
         return Kill(int(rank), int(step), moment, int(generation))
 

@@ -103,7 +103,7 @@ def main() -> None:
     torch.manual_seed(rank if mode == "unequal" else 0)
     inner = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.Dropout(0.1), torch.nn.Linear(32, 8))
     model = inner if mode == "unequal" else DistributedDataParallel(inner)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3 if mode == "own-rate" and rank == 1 else 1e-3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     if mode != "unregistered":
         recovery.register(model=model, optimizer=optimizer)
     if mode == "slow-to-begin":

@@ -17,7 +17,14 @@ from tests.support.jobs import ROOT, Job, Layout, check_same, run_job
 LOOPS = ROOT / "tests" / "scripts" / "loops.py"
 TIMEOUT_S = 150
 ROTATIONS = len(MOMENTS)
-RESUMES = {"data": (-1, 0), "backward": (-1, 0), "optimizer": (0, 1), "below": (0, 1), "end": (0, 1)}
+RESUMES = {
+    "data": (-1, 0),
+    "backward": (-1, 0),
+    "optimizer": (0, 1),
+    "below": (0, 1),
+    "end": (0, 1),
+    "broadcast": (0, 0),
+}
 """At which steps, counted from the killed one, the job may go on. A rank needs nobody up to its first collective of a
 step, so until then a slow peer may still be in the step before; from the optimizer on its peers may have completed the
 step. With ``--pause`` the peers have come as far as they can, and what is allowed is exact."""

@@ -16,7 +16,7 @@ def step(told: Told, *, barrier: bool = False, in_every_step: bool = True) -> Tr
     """A step whose collaborators write down what matters here."""
 
     class Step(Transaction):
-        def _needs_barrier(self) -> bool:
+        def _needs_barrier(self, *, apart: bool) -> bool:
             return barrier
 
         def _barrier(self) -> None:

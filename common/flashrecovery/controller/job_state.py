@@ -17,6 +17,7 @@ from flashrecovery.controller.records import Newcomer, Place, RankRecord
 from flashrecovery.controller.restore import RestoreRound
 from flashrecovery.kinds import NoticeKind, Ordered
 from flashrecovery.plan.node_marks import SLOW, WEIGHTS
+from flashrecovery.plan.ownership import renamed, turned_out_own
 from flashrecovery.plan.placement import ring_of
 from flashrecovery.plan.replicas import ReplicaShape
 from flashrecovery.plan.transitions import State, check_transition
@@ -349,6 +350,15 @@ class JobState:
     def members(self) -> tuple[int, ...]:
         """Its ranks, as they are counted in process groups of all of them."""
         return tuple(self.shape.in_order(self.ranks))
+
+    def name_own(self) -> list[str]:
+        """Shards that have turned out to be each rank's own, as ranks have said, are so for all of them: also for one
+        that has not come to hear of it, and for one that has just been filled again. Returns the names that they
+        had."""
+        own = turned_out_own(name for record in self.ranks.values() for name in record.needs)
+        for record in self.ranks.values() if own else ():
+            record.needs = renamed(record.needs, record.rank, own)
+        return sorted(own)
 
     def divided_among(self, layout: tuple[int, ...]) -> None:
         """State is divided among these ranks, as those who have it have said to a controller that did not know."""

@@ -63,6 +63,7 @@ from flashrecovery.controller.watching import HangWatch
 from flashrecovery.errors import DamagedCheckpointError
 from flashrecovery.kinds import FailureKind, NoticeKind, Ordered, failed
 from flashrecovery.plan.hang import VerdictKind, victims_of
+from flashrecovery.plan.ownership import renamed, turned_out_own
 from flashrecovery.plan.replan import layout_text
 from flashrecovery.plan.resize import why_too_few
 from flashrecovery.plan.transitions import RECOVERY_STATES, State
@@ -243,6 +244,7 @@ class Machine:
         sure, common = not record.as_launched, record.common_needs().keys()
         divided, outline = record.divided, record.outline
         record.joined(message)
+        record.needs = renamed(record.needs, record.rank, turned_out_own(known))
         record.as_launched = not known or not sure
         another = self._replanning.another_job(message)
         if another:
@@ -261,10 +263,9 @@ class Machine:
                 f"rank {record.rank}: the replacement registered a model with other parameters, shapes or types than "
                 "the process it replaces"
             )
-        elif known and (set(known) != set(record.needs) if sure else common != record.common_needs().keys()):
-            odd = sorted(set(known) ^ set(record.needs) if sure else common ^ record.common_needs().keys())[:3]
+        elif known and (odd := sorted(set(known) ^ set(record.needs) if sure else common ^ {*record.common_needs()})):
             self.job.fail(
-                f"rank {record.rank}: the replacement registered other state than the process it replaces: {odd}"
+                f"rank {record.rank}: the replacement registered other state than the process it replaces: {odd[:3]}"
             )
         elif known and shape != record.shape:
             self.job.fail(f"rank {record.rank}: the replacement is in other replicas than the process it replaces")

@@ -11,6 +11,7 @@ from __future__ import annotations
 from flashrecovery.controller.job_state import JobState
 from flashrecovery.controller.records import Newcomer, Place, RankRecord, capsule_name
 from flashrecovery.kinds import NoticeKind
+from flashrecovery.plan.ownership import base_name
 from flashrecovery.proto import flashrecovery_pb2 as pb
 
 
@@ -81,8 +82,8 @@ class Newcomers:
         """How it differs from the ranks that there are, in words; "" if it does not."""
         alike = (r for r in self._job.in_order if r.stand == record.stand)  # a replica's ranks differ from each other
         other = self._job.ranks.get(record.rank) or next(alike, self._job.in_order[0])
-        here = set(record.common_needs()) - {capsule_name(record.rank)}
-        there = set(other.common_needs()) - {capsule_name(other.rank)}
+        here = {*map(base_name, record.common_needs())} - {capsule_name(record.rank)}
+        there = {*map(base_name, other.common_needs())} - {capsule_name(other.rank)}
         if here != there:
             return f"it has registered other state than rank {other.rank}: {sorted(here ^ there)[:3]}"
         if record.outline != other.outline:  # the shards themselves are of the launch's size here, and not there

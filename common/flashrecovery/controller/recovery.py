@@ -329,6 +329,7 @@ class RecoverySteps:
             self.enter(FailureKind.CONTROLLER, now)
             return
         self._job.needs_known = self._job.generation
+        own = self._job.name_own()
         if not self._as_launched:
             take_on_parts(self._job.in_order, self._job.layout)
         if self._replanning.under_way and self._lay_out(now):
@@ -363,7 +364,7 @@ class RecoverySteps:
             record.place = Place.RECOVERING
         parity = [pb.ParityRanks(ranks=ranks) for ranks in self._other_parity_groups()]
         members = self._resizing.members()
-        regroup = pb.Regroup(stores=stores, deadline_s=limit, parity=parity, members=members)
+        regroup = pb.Regroup(stores=stores, deadline_s=limit, parity=parity, members=members, own=own)
         regroup.layout.extend(self._job.elastic_layout())
         command = pb.Command(regroup=regroup)
         self._job.command_all(self._job.ranks.values(), command, now + 2 * limit, Ordered.REGROUP)

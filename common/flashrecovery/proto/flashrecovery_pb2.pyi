@@ -2440,6 +2440,7 @@ class Regroup(_message.Message):
     PARITY_FIELD_NUMBER: _builtins.int
     MEMBERS_FIELD_NUMBER: _builtins.int
     LAYOUT_FIELD_NUMBER: _builtins.int
+    OWN_FIELD_NUMBER: _builtins.int
     deadline_s: _builtins.float
     @_builtins.property
     def stores(self) -> _containers.RepeatedCompositeFieldContainer[Global___StoreServer]: ...
@@ -2451,6 +2452,10 @@ class Regroup(_message.Message):
     def layout(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """of an elastic job: the ranks among which state is divided that the others have"""
 
+    @_builtins.property
+    def own(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """shards that were said to be equal on several ranks, and are each rank's own"""
+
     def __init__(
         self,
         *,
@@ -2459,10 +2464,11 @@ class Regroup(_message.Message):
         parity: _abc.Iterable[Global___ParityRanks] | None = ...,
         members: _abc.Iterable[_builtins.int] | None = ...,
         layout: _abc.Iterable[_builtins.int] | None = ...,
+        own: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["deadline_s", b"deadline_s", "layout", b"layout", "members", b"members", "parity", b"parity", "stores", b"stores"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["deadline_s", b"deadline_s", "layout", b"layout", "members", b"members", "own", b"own", "parity", b"parity", "stores", b"stores"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

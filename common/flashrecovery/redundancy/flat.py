@@ -237,6 +237,12 @@ class Slot:
             self.shared.write_notes(codec.dumps(notes))  # without, it is not what another process can use
         self.version = version
 
+    def stop_outliving(self) -> None:
+        """The content stays, and is not kept for another process any more."""
+        if self._outliving is not None:
+            self._outliving.keep(None)
+            self._outliving = None
+
     def _take_over(self, memory: SharedMemory) -> None:
         """Go on with the memory of a dead process, if it was whole."""
         version, notes = memory.version, memory.read_notes()

@@ -16,6 +16,7 @@ from flashrecovery.redundancy.dcp import read_into, unreadable
 from flashrecovery.redundancy.keys import tensor_prefix, writer_of
 from flashrecovery.redundancy.manifest import UNREADABLE, Manifest, manifests_of
 from flashrecovery.redundancy.resized import Taken, read_divided
+from flashrecovery.state import codec
 from flashrecovery.state.checkpoint_format import CheckpointFormat
 from flashrecovery.state.digest import shard_digest
 from flashrecovery.state.shard import Shard
@@ -93,6 +94,16 @@ def load(
     live = _read_tensors(path, shards, entries) if form is None else _load_as(form, path, shards)
     _check_digests(path, live, entries)
     return PlainState(mine.capsule, mine.common)
+
+
+def own_shards(path: Path) -> list[str]:
+    """Which shards had turned out to be each rank's own, by the names that they had had before.
+
+    Raises DamagedCheckpointError if the checkpoint is not whole.
+    """
+    (first,) = manifests_of(path, [0]).values()
+    found: list[str] = codec.loads(first.common)["habits"].get("own_shards", [])
+    return found
 
 
 def _check_replicas(path: Path, first: Manifest, here: ReplicaShape) -> None:

@@ -134,6 +134,18 @@ class NeighbourCopies:
         by_name = {shard.name: shard for shard in shards}
         self.undo.shards = [by_name[shard.name] for shard in self.undo.shards]
 
+    def copy_others(self, shards: Sequence[Shard], copied: Collection[str]) -> None:
+        """From the next :meth:`commit` on: all shards of this rank, and the names of those that go to the neighbour.
+        What is held stays. No exchange may be under way."""
+        self._sent = FirstShards(copied)
+        self.undo.shards = sorted(shards, key=lambda s: s.name not in copied)
+
+    def stop_outliving(self) -> None:
+        """What is held stays, and is this process's alone from now on."""
+        self.undo.stop_outliving()
+        for slot in self._slots:
+            slot.stop_outliving()
+
     # -- each step --------------------------------------------------------------------------------
 
     def commit(self, version: int, capsule: bytes | None, *, early: bool = False, beside: Beside = NOTHING) -> None:

@@ -93,6 +93,12 @@ class UndoCopy:
     def _new_slot(self, number: int) -> Slot:
         return Slot() if self._keep is None else Slot(self._keep(f"own-{number}"))
 
+    def stop_outliving(self) -> None:
+        """The copies stay, and are this process's alone from now on."""
+        self._keep = None
+        for slot in self._slots.values():
+            slot.stop_outliving()
+
     def _drop_to(self, count: int) -> None:
         """Give up the oldest copies beyond so many."""
         while len(self._slots) > count:

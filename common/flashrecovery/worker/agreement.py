@@ -7,7 +7,7 @@ import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -16,6 +16,7 @@ from flashrecovery import groups
 from flashrecovery.errors import ConfigError
 from flashrecovery.plan.words import ranks_text
 
+_T = TypeVar("_T")
 _SHOWN = 5
 """Differences that are named; others often follow from these."""
 
@@ -110,14 +111,19 @@ def gather(row: bytes) -> list[bytes]:
     return [other.numpy().tobytes() for other in rows]
 
 
-def union(names: Sequence[str]) -> list[str]:
-    """Every name of any rank; a collective of the recovery's own group."""
+def gather_objects(mine: _T) -> list[_T]:
+    """Every rank's ``mine``, pickled on the way; a collective of the recovery's own group."""
     group = groups.control_group()
     if group is None:
-        return sorted(names)
+        return [mine]
     everybody: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everybody, list(names), group=group)
-    return sorted({name for others in everybody for name in others})
+    dist.all_gather_object(everybody, mine, group=group)
+    return everybody
+
+
+def union(names: Sequence[str]) -> list[str]:
+    """Every name of any rank; a collective of the recovery's own group."""
+    return sorted({name for others in gather_objects(list(names)) for name in others})
 
 
 def disagreement(mine: Mapping[str, str], details: Callable[[], Mapping[str, str]]) -> str:

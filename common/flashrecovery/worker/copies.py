@@ -8,7 +8,8 @@ are *snapshots*: held by a process of the node, too, and so also there when all 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -21,6 +22,7 @@ from flashrecovery.groups.pace import PacedNetwork
 from flashrecovery.plan import Kind
 from flashrecovery.plan.choice import CopyChoice
 from flashrecovery.plan.decoding import DecodeOrder, ParityHeld
+from flashrecovery.plan.ownership import base_name, own_name, owner_of, turned_out_own
 from flashrecovery.plan.parity_groups import Groups, launch_domains
 from flashrecovery.proto import flashrecovery_pb2 as pb
 from flashrecovery.redundancy import checkpoint, loading
@@ -38,9 +40,11 @@ from flashrecovery.state.shard import Shard, ShardSource
 from flashrecovery.worker.copy_choice import anywhere, choice, copied_shards, neighbour_of, placement, ring_among
 from flashrecovery.worker.glance import glance_at_tensors
 from flashrecovery.worker.last_copy import LastCopy
+from flashrecovery.worker.proof import is_due
 from flashrecovery.worker.registry import Registry
 
 NEIGHBOUR_GROUP, PARITY_GROUP = "flashrecovery-neighbour", "flashrecovery-parity"
+_COMPARED = "as their wrappers say; compared when the first step ends"
 _CLOSE_S = 60.0
 """Seconds that the job's end waits for the checkpoint part that is being written."""
 
@@ -84,6 +88,10 @@ class Copies:
         self._parity: ParityCopies | None = None
         self._capsules_only = False
         self._ring: NeighbourCopies | None = None
+        self._before: UndoCopy | None = None  # what was kept before shards turned out to be each rank's own, for a step
+        self._left_snapshots = False  # nothing of this rank outlives its processes any more
+        self._until = 0  # the version from which on that is no longer needed
+        self._as_before: dict[str, tuple[int, ...]] = {}  # who held these shards then, all alike
         self._members: tuple[int, ...] | None = None  # of a job that has just changed its size
         # In an elastic job whose state is divided the neighbour's ring is made anew in each size.
         self._divided = settings.elastic is not None and any(a.division() is not None for a in registry.adapters)
@@ -98,6 +106,7 @@ class Copies:
         self._form = None if self._elastic else registry.checkpoint_format()
         self._chosen = ""
         self._undo: UndoCopy | None = None
+        self._redundancy = settings.redundancy
         self._undo_allowed = settings.undo != "never"
         self._undo_always = settings.undo == "always"
         self._keeper = Keeper.from_env(registry.rank)
@@ -126,6 +135,10 @@ class Copies:
                 self._keep_parity(registry, settings, parity_groups, on_kept, on_risk)
             else:
                 self._keep_for_neighbour(registry, copied_somewhere, on_kept)
+        fixed = not self._elastic and settings.replan is None and registry.world_size > 1
+        if self._peers is None and fixed and settings.redundancy in ("auto", "neighbor"):
+            # Ranks connect in it when they first need to: for what turns out to be each rank's own.
+            self._ring_group = groups.create_control_group(NEIGHBOUR_GROUP)
         if settings.snapshots.keep == "always" and self._keeper is not None and not self._own_copies:
             self._snapshot = UndoCopy(_part_of_snapshot(registry), share=True, look=self._look, keep=self._outliving)
         if self._undo_always:
@@ -309,8 +322,9 @@ class Copies:
     def _describe_copies(self) -> str:
         if self._capsules_only:
             return (
-                "replicas: every shard lives on several ranks; each rank's own state (random numbers, data position) "
-                "is kept by a rank of another node; survives all but one of a replica set, and the loss of any one node"
+                f"replicas: every shard lives on several ranks ({_COMPARED}); each rank's own state (random numbers, "
+                "data position) is kept by a rank of another node; survives all but one of a replica set, and the loss "
+                "of any one node"
             )
         if self._peers is not None:
             return self._peers.describe()
@@ -318,12 +332,18 @@ class Copies:
             return "no copies: a world of one rank has nobody to hold them"
         if self._registry.unique_shards():
             return "no copies of what no other rank holds: only a checkpoint helps"
-        return "replicas: every shard lives on several ranks; no memory cost; survives all but one of a replica set"
+        return (
+            f"replicas: every shard lives on several ranks ({_COMPARED}); no memory cost; survives all but one of a "
+            "replica set"
+        )
 
     # -- each step --------------------------------------------------------------------------------
 
     def start(self, version: int) -> None:
         """The live state is ``version``: copy it, and send what only this rank has, beside the next step."""
+        if self._before is not None and version > self._until:  # what has replaced it was whole before that mutation
+            self._before.close()
+            self._before = None
         if self._undo is not None:
             self._undo.start(version)
         if self._snapshot is not None:
@@ -429,6 +449,90 @@ class Copies:
         if self._undo is not None and not self._undo_always:
             self._undo.close()
             self._undo = None
+
+    # -- shards that are not what other ranks have under their name -----------------------------------
+
+    def adopt_own(self, held: Mapping[str, tuple[int, ...]], version: int) -> None:
+        """Some shards are each rank's own, and not what other ranks have under their name: from ``version`` on, which
+        is handed out next (-1: they have been for some time). ``held``: those of this rank, by the names that they had,
+        and who was said to hold them. They are copied as others that no other rank holds; on every rank at the same
+        place.
+
+        Raises UnsupportedError if that cannot be: replicas are asked for, or checkpoints are in the framework's format.
+        """
+        registry = self._registry
+        names = ", ".join(map(repr, held)) or "shards of other ranks"
+        if self._redundancy == "replica":
+            raise UnsupportedError(
+                f"redundancy 'replica': {names} are not equal on the ranks that were said to hold the same; allowed "
+                "here: auto, neighbor, parity, none"
+            )
+        if self.checkpoint is not None and self._form is not None:
+            raise UnsupportedError(
+                f"{names} are not equal on the ranks that were said to hold the same, and fallback checkpoints "
+                f"(checkpoint.dir) in the format of {self._form.name} have one of them only; without checkpoint.dir "
+                "the job can go on"
+            )
+        self._leave_snapshots()
+        if self._ring_group is None or self._anew:
+            return
+        before = self._own_copy
+        shards, copied = registry.tensor_shards(), [s.name for s in copied_shards(registry, 1)]
+        if self._ring is not None:
+            self._ring.copy_others(shards, copied)
+            self._peers, self._capsules_only = self._ring, False
+        else:
+            world = registry.world_size
+            self._peers = self._ring = NeighbourCopies(
+                self._ring_group,
+                registry.rank,
+                world,
+                shards,
+                copied=copied,
+                destination=lambda rank: neighbour_of(rank, world),
+                on_kept=self._on_kept,
+                network=PacedNetwork(),
+                look=self._look,
+            )
+        if before is not self._own_copy:
+            self._before, self._undo = before, None
+        self._until = version
+        # Shown to be equal by then.
+        self._as_before = dict(held) if version > 0 and (version == 1 or is_due(version - 1)) else {}
+
+    def describe_own(self) -> str:
+        """In words, what becomes of shards that have turned out to be each rank's own."""
+        if self._own_copies and self._ring is self._peers:
+            return self.describe()
+        return "no copies of them: only a checkpoint helps"
+
+    def left_own(self) -> list[str]:
+        """Which shards had turned out to be each rank's own in the launch before, of which the last version is left here,
+        by the names that they had had before."""
+        return [] if self._last is None else sorted(turned_out_own(self._last.shards))
+
+    def _leave_snapshots(self) -> None:
+        """Another launch would not find them under the names that it knows."""
+        self._left_snapshots = True
+        if self._ring is not None:
+            self._ring.stop_outliving()
+        if self._snapshot is not None:
+            self._snapshot.close()
+            self._snapshot = None
+
+    def own_in(self, path: str) -> Sequence[str]:
+        """Which shards had turned out to be each rank's own when this checkpoint was written, by the names that they
+        had had before. Raises DamagedCheckpointError if it is not whole."""
+        return loading.own_shards(Path(path))
+
+    def _as_kept(self, names: Collection[str], shard: str, version: int) -> str | None:
+        """Under which of ``names``, of an own copy of ``version``, this rank has the shard; None: under none."""
+        if shard in names:
+            return shard
+        base = base_name(shard)
+        mine = owner_of(shard) == self._registry.rank
+        known = mine or (version == self._until - 1 and self._registry.rank in self._as_before.get(base, ()))
+        return base if known and base in names else None
 
     # -- recovery ---------------------------------------------------------------------------------
 
@@ -573,12 +677,13 @@ class Copies:
     @property
     def _kept(self) -> UndoCopy | None:
         """Makes the copy that the node's snapshot process holds, too."""
-        return self._every_step if self._keeper is not None and not self._anew else None
+        outlives = self._keeper is not None and not self._anew and not self._left_snapshots
+        return self._every_step if outlives else None
 
     @property
     def _alone(self) -> list[UndoCopy]:
         """The own copies that are not part of the neighbour's."""
-        return [copies for copies in (self._undo, self._snapshot) if copies is not None]
+        return [copies for copies in (self._undo, self._snapshot, self._before) if copies is not None]
 
     @property
     def keeps_undo(self) -> bool:
@@ -588,14 +693,14 @@ class Copies:
     def inventory(self) -> list[pb.Held]:
         """What this rank holds whole."""
         held = []
-        for undo in (self._own_copy, self._snapshot):
+        for undo in (self._own_copy, self._snapshot, self._before):
             if undo is None:
                 continue
             known = [s.name for s in undo.shards]
             for version, names, _ in undo.held():
                 # Without a name, the controller would take it for everything.
-                if known and {*known} <= {*names}:
-                    held.append(pb.Held(kind=Kind.UNDO, version=version, shards=known))
+                if known and all(self._as_kept(names, name, version) for name in known):
+                    held.append(pb.Held(kind=Kind.UNDO, version=version, shards=[*known, *self._of_others(version)]))
         if self._last is not None:
             held += self._last.inventory()
         if self._peers is not None:
@@ -610,6 +715,13 @@ class Copies:
                     )
                 )
         return held
+
+    def _of_others(self, version: int) -> list[str]:
+        """What this rank has of others' own shards, which were still equal at ``version``."""
+        if version != self._until - 1:
+            return []
+        rank = self._registry.rank
+        return [own_name(name, other) for name, ranks in self._as_before.items() for other in ranks if other != rank]
 
     def restore_own(self, shard: Shard, version: int) -> None:
         """Put what this rank has of ``version`` besides its live state back: decoded, or its own copy. Raises
@@ -639,9 +751,11 @@ class Copies:
 
     def _own_source(self, shard: str, version: int) -> ShardSource:
         """Raises RestoreError if this rank has no own copy of this shard."""
-        for copies in (self._own_copy, self._snapshot):
-            if copies is not None and any(shard in names for v, names, _ in copies.held() if v == version):
-                return copies.source(shard, version)
+        for copies in (self._own_copy, self._snapshot, self._before):
+            for kept, names, _ in () if copies is None else copies.held():
+                name = self._as_kept(names, shard, version) if kept == version else None
+                if copies is not None and name is not None:
+                    return replace(copies.source(name, version), name=shard)
         left = None if self._last is None else self._last.source(shard, version)
         if left is None:
             raise RestoreError(f"no own copy of {shard!r} at version {version}")

@@ -29,6 +29,8 @@ class Habits:
             out.
         late: a step was late after its mutation.
         own: registered objects that are not equal on all ranks.
+        own_settings: the same of settings of a model (hyper-parameters, ...), as :meth:`.Registry.settings` names them.
+        own_shards: shards that were said to be equal on several ranks and are not, by the names that they had.
         silent: rank-only state that changes in a way that is not seen without a close look, by name.
     """
 
@@ -39,6 +41,8 @@ class Habits:
     touched: bool = False
     late: bool = False
     own: list[str] = field(default_factory=list)
+    own_settings: list[str] = field(default_factory=list)
+    own_shards: list[str] = field(default_factory=list)
     silent: list[str] = field(default_factory=list)
 
     @property
@@ -100,4 +104,6 @@ class Habits:
         self.reseal = version.reseal
         self.late |= version.late
         self.own = list(version.own)
+        self.own_settings = list(version.own_settings)
+        self.own_shards = sorted({*self.own_shards, *version.own_shards})
         self.silent = sorted({*self.silent, *version.silent})

@@ -35,6 +35,11 @@ class LastCopy:
             found.append((page.version, {capsule: bytes(page.map[HEADER : HEADER + page.nbytes])}))
         return found
 
+    @property
+    def shards(self) -> tuple[str, ...]:
+        """Of which an earlier launch has left a copy."""
+        return self._slot.layout.shards if self._slot.version >= 0 else ()
+
     def inventory(self) -> list[pb.Held]:
         """The shards of tensors of which an earlier launch has left a copy."""
         shards = self._slot.layout.shards

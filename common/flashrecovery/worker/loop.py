@@ -14,6 +14,7 @@ import atexit
 import logging
 import os
 import sys
+from collections.abc import Collection
 from types import FrameType
 from typing import NoReturn
 
@@ -72,7 +73,12 @@ class Loop:
         self._optimizers = OptimizerWatch(worker.registry.stepping(), lambda: worker.gate.version)
         if not frameworks:
             self._optimizers.start()
-        self._proving = Proving(worker.registry, self._stops, tensors=worker.settings.verify)
+        self._proving = Proving(
+            worker.registry,
+            self._stops,
+            tensors=worker.settings.verify,
+            replacement=worker.connection.detached,
+        )
         self._collectives = CollectiveWatch()
         self._touches = Touches(worker.registry)
         self._step = Transaction(
@@ -368,6 +374,10 @@ class Loop:
         return Unregistered(self._registry.known(), frameworks, tell, calls=self._own_calls)
 
     # -- recovery ---------------------------------------------------------------------------------
+
+    def adopt_own(self, names: Collection[str]) -> bool:
+        """These shards have turned out to be each rank's own, as all ranks are told. Returns whether it is new."""
+        return self._step.adopt_own(names)
 
     def recover(self) -> None:
         """Carry out the controller's commands, outside a step, until the next resume."""

@@ -1,5 +1,8 @@
-"""Ranks show each other that they agree: from time to time, what they have learned and their registered objects; after
-a recovery, once the step has been redone, everything that they hold in common.
+"""Ranks show each other that they agree: from time to time, what they have learned and their registered objects, what
+is said to be replicated and the settings of their models; after a recovery, once the step has been redone, everything
+that they hold in common.
+
+What is said to be equal and is not, in a job without a fault, is each rank's own from then on (:class:`Unequal`).
 
 A replacement runs the script from its first line, so whatever the script keeps in plain variables is what it was at the
 start. If such a variable decides anything (a learning rate, whether there is an evaluation in this step), the
@@ -12,7 +15,9 @@ step: a part of each tensor then, since another learning rate changes all of it.
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 
 import torch
 import xxhash
@@ -20,17 +25,20 @@ import xxhash
 from flashrecovery import groups
 from flashrecovery.errors import DivergedError
 from flashrecovery.groups.accelerator import on_device
+from flashrecovery.plan.ownership import drifted
+from flashrecovery.plan.words import ranks_text
 from flashrecovery.state.digest import shard_digests
 from flashrecovery.state.shard import Shard
-from flashrecovery.worker.agreement import disagreement, gather, union
-from flashrecovery.worker.registry import Registry
+from flashrecovery.worker.agreement import disagreement, gather, gather_objects, split, union
+from flashrecovery.worker.registry import Registry, in_words
 
 _AT_LEAST_EVERY = 64
 _HEAD = struct.Struct("<????16s")
 _DIGEST = 16
 _LOOKED_AT_BYTES = 1 << 20
 """Bytes of a rank's replicated tensors that are looked at, where a part is enough; about 0.2 ms of a core."""
-_SETTINGS = "hyper-parameters and other settings of model"
+_SHOWN = 5
+_SETTING = "setting "
 _ADVICE = (
     "Something that is not registered decides what a step does: register it (docs/limits.md). What is meant to differ "
     'between ranks is declared: register(..., per_rank=["NAME"])'
@@ -58,12 +66,9 @@ def compare_habits(registry: Registry) -> tuple[list[str], bool]:
         and whether any rank has learned of a silent change that it had not known. Both are the same on all ranks, also
         where a replacement has just learned what the others know.
 
-    Raises:
-        DivergedError: on all ranks, if hyper-parameters or other settings of a model differ.
     """
     habits = registry.habits
-    settings = {f"{_SETTINGS} {number}": state for number, state in enumerate(registry.adapter_states())}
-    compared = dict(sorted(registry.shared_states().items())) | settings
+    compared = dict(sorted(registry.shared_states().items()))
     silent = xxhash.xxh3_128_digest("\n".join(registry.silent()).encode())
     news = not {*registry.silent()} <= {*habits.silent}
     row = _HEAD.pack(habits.undo, habits.changed, habits.late, news, silent) + b"".join(
@@ -75,8 +80,6 @@ def compare_habits(registry: Registry) -> tuple[list[str], bool]:
         for i, name in enumerate(compared)
         if len({r[_HEAD.size + i * _DIGEST : _HEAD.size + (i + 1) * _DIGEST] for r in rows}) > 1
     ]
-    if unlike := [name for name in differing if name in settings]:
-        raise DivergedError(f"the ranks do not agree: {', '.join(unlike)} (counted by register()) differ. {_ADVICE}")
     heads = [_HEAD.unpack_from(r) for r in rows]
     # What the control thread may have been told since the row was written is not forgotten.
     habits.undo |= any(head[0] for head in heads)
@@ -87,6 +90,54 @@ def compare_habits(registry: Registry) -> tuple[list[str], bool]:
     different = len({head[4] for head in heads}) > 1
     registry.adopt_silent(union(registry.silent()) if different else registry.silent())
     return differing, different or any(head[3] for head in heads)
+
+
+@dataclass(frozen=True)
+class Unequal:
+    """What was taken to be equal on several ranks and is not, the same on all ranks: names of shards, and of settings
+    (:meth:`.Registry.settings`)."""
+
+    shards: tuple[str, ...] = ()
+    settings: tuple[str, ...] = ()
+
+    def __bool__(self) -> bool:
+        return bool(self.shards or self.settings)
+
+
+def compare_replicas(registry: Registry, version: int, *, replacement: bool) -> Unequal:
+    """Compare what is said to be equal on several ranks: shards, their structure included, and the settings of models;
+    a collective of the recovery's own group. All of each tensor is looked at at first, then a part, another one each
+    time.
+
+    Args:
+        replacement: this process fills the place of one that has died.
+
+    Raises:
+        DivergedError: on all ranks, if replacements alone differ from the others.
+    """
+    number = 0 if version < _AT_LEAST_EVERY else version // _AT_LEAST_EVERY
+    found = _whole if number == 0 else partial(_part, turn=number)
+
+    def digests() -> dict[str, str]:
+        shared = found([s for s in registry.tensor_shards() if len(s.holders) > 1])
+        return shared | {_SETTING + n: xxhash.xxh3_128_hexdigest(d) for n, d in registry.settings().items()}
+
+    mine = digests()
+    holders = {shard.name: shard.holders for shard in registry.tensor_shards()}
+    everybody = gather_objects((replacement, _together(mine, holders)))
+    if not split([summary for _, summary in everybody]):
+        return Unequal()
+    closer = split(gather_objects(mine))
+    # Version 1 is made of the script's start, where a replacement is like all others.
+    replaced = {rank for rank, (fresh, _) in enumerate(everybody) if fresh and version > 1}
+    if odd := [name for name, camps in closer.items() if not drifted(camps, replaced)]:
+        texts = [in_words(n.removeprefix(_SETTING)) if n.startswith(_SETTING) else repr(n) for n in odd[:_SHOWN]]
+        who = ranks_text(sorted(replaced))
+        raise DivergedError(
+            f"the ranks do not agree at version {version}: {', '.join(texts)}, of {who} alone. {_ADVICE}"
+        )
+    settings = tuple(name.removeprefix(_SETTING) for name in closer if name.startswith(_SETTING))
+    return Unequal(tuple(name for name in closer if not name.startswith(_SETTING)), settings)
 
 
 def show_equal(registry: Registry, version: int, *, tensors: bool = True, since: int | None = None) -> None:
@@ -117,32 +168,40 @@ def _whole(shards: Sequence[Shard]) -> dict[str, str]:
     return shard_digests({s.name: (list(s.tensors().values()), s.spec()) for s in shards}, on_device)
 
 
-def _part(shards: Sequence[Shard]) -> dict[str, str]:
-    """A digest of the first elements of each tensor."""
+def _part(shards: Sequence[Shard], turn: int = 0) -> dict[str, str]:
+    """A digest of the first elements of each tensor; with ``turn``, of others in each one."""
     tensors = {shard.name: list(shard.tensors().values()) for shard in shards}
     each = _LOOKED_AT_BYTES // max(sum(map(len, tensors.values())), 1)
-    return shard_digests({name: ([_beginning(t, each) for t in ts], None) for name, ts in tensors.items()}, on_device)
+    parts = {name: ([_elements(t, each, turn) for t in ts], None) for name, ts in tensors.items()}
+    return shard_digests(parts, on_device)
 
 
-def _beginning(tensor: torch.Tensor, nbytes: int) -> torch.Tensor:
+def _elements(tensor: torch.Tensor, nbytes: int, turn: int) -> torch.Tensor:
+    """So many bytes of a tensor, the ``turn``-th ones."""
     count = max(nbytes // tensor.element_size(), 1)
-    return tensor.detach().reshape(-1)[:count]
+    start = turn % max(-(-tensor.numel() // count), 1) * count
+    return tensor.detach().reshape(-1)[start : start + count]
 
 
 def _details(registry: Registry, tensors: bool, digest: _Digest) -> dict[str, str]:
     found = digest([s for s in registry.tensor_shards() if tensors and len(s.holders) > 1])
     for name, state in registry.shared_states().items():
         found[f"registered object {name}"] = xxhash.xxh3_128_hexdigest(state)
-    for number, state in enumerate(registry.adapter_states()):
-        found[f"{_SETTINGS} {number}"] = xxhash.xxh3_128_hexdigest(state)
+    for name, state in registry.settings().items():
+        found[in_words(name)] = xxhash.xxh3_128_hexdigest(state)
     return found | _collectives()
 
 
 def _summary(registry: Registry, tensors: bool, digest: _Digest) -> dict[str, str]:
     """One digest for all pieces that the same ranks hold."""
-    together: dict[str, xxhash.xxh3_128] = {}
     holders = {shard.name: shard.holders for shard in registry.tensor_shards()}
-    for name, value in sorted(_details(registry, tensors, digest).items()):
+    return _together(_details(registry, tensors, digest), holders)
+
+
+def _together(digests: Mapping[str, str], holders: Mapping[str, tuple[int, ...]]) -> dict[str, str]:
+    """One of all digests of what the same ranks hold."""
+    together: dict[str, xxhash.xxh3_128] = {}
+    for name, value in sorted(digests.items()):
         key = name if name.startswith("number of") else f"held by {holders.get(name, 'all')}"
         together.setdefault(key, xxhash.xxh3_128()).update(f"{name}={value};".encode())
     return {key: hasher.hexdigest() for key, hasher in together.items()}

@@ -12,12 +12,14 @@ class Proving:
 
     Args:
         tensors: whether tensors are compared, too (``verify``).
+        replacement: this process fills the place of one that has died.
     """
 
-    def __init__(self, registry: Registry, stops: Stops, *, tensors: bool) -> None:
+    def __init__(self, registry: Registry, stops: Stops, *, tensors: bool, replacement: bool) -> None:
         self._registry = registry
         self._stops = stops
         self._tensors = tensors
+        self._replacement = replacement
         self._since = -1  # the version at which the job went on the last time; -1: there was no recovery
         self.due = False
         """The next step is the first one after a recovery."""
@@ -28,12 +30,32 @@ class Proving:
         self.due = generation > 0
         self._since = version if self.due else -1
 
-    def before_commit(self, version: int) -> None:
-        """``version`` is about to be committed. Raises DivergedError."""
+    def before_commit(self, version: int) -> proof.Unequal | None:
+        """``version`` is about to be committed. Returns what is said to be equal and is not; None if another rank has
+        died before that was known. Raises DivergedError.
+
+        In the step after a recovery a replacement has what another rank has, so all must have the same; but at version
+        1 all have made the script's first step.
+        """
+        after = not self.due and self._since >= 0 and proof.goes_on(version, self._since)
+        unequal: proof.Unequal | None = proof.Unequal()
+        if version == 1 or after or (not self.due and proof.is_due(version)):
+            unequal = self._compare_replicas(version)
+        if unequal is None or unequal:
+            return unequal
         if self.due:
             self._show_equal(version)
-        elif self._since >= 0 and proof.goes_on(version, self._since):
+        elif after:
             self._show_equal(version, self._since)
+        return unequal
+
+    def _compare_replicas(self, version: int) -> proof.Unequal | None:
+        try:
+            return proof.compare_replicas(self._registry, version, replacement=self._replacement)
+        except RuntimeError as e:
+            if not self._stops.explain(e):
+                raise
+            return None
 
     def committed(self) -> None:
         self.due = False

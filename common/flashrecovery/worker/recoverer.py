@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Literal, NoReturn, Protocol
 
@@ -54,6 +54,9 @@ class Restorable(Protocol):
     @property
     def can_go_back_anywhere(self) -> bool:
         """Whether also to a version at which this process has never been."""
+
+    def adopt_own(self, names: Collection[str]) -> bool:
+        """These shards are each rank's own. Returns whether that is new."""
 
     def let_go(self) -> None:
         """Free what a step that was cut short has left in memory."""
@@ -287,6 +290,8 @@ class Recoverer:
             self._loop.copies.regroup([group.ranks for group in message.parity])
         if message.members:
             self._resize(tuple(message.members))
+        if message.own:
+            self._loop.adopt_own(message.own)
         if worker.connection.detached and message.layout:
             self._reshaping.begin(tuple(message.layout))
         addresses = tuple((server.host, server.port) for server in message.stores)
@@ -313,9 +318,11 @@ class Recoverer:
         if restore.checkpoint:
             worker.gate.torn()
             otherwise = self._reshaping.begin(worker.members)  # what there is of another division is given up
+            own = self._loop.adopt_own(self._loop.copies.own_in(restore.checkpoint))
             other = self._loop.copies.load_checkpoint(restore.checkpoint, version)
             if otherwise:
                 self._loop.replaced()
+            if otherwise or own:
                 reply.next_needs.extend(self._needs(digests=False))
             if other and worker.rank == 0:
                 worker.notice(

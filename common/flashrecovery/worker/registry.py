@@ -8,8 +8,9 @@ this rank's were like: a replacement notices if its predecessor's had been other
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, replace
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from torch.optim import Optimizer
 from flashrecovery.contract import Adapter
 from flashrecovery.errors import DivergedError, RegistrationError, UnsupportedError
 from flashrecovery.plan.beyond import members_of
+from flashrecovery.plan.ownership import own_name
 from flashrecovery.plan.replicas import ReplicaShape, shape_of
 from flashrecovery.plan.rules import TensorRule
 from flashrecovery.runtime.page import CAPSULE_LIMIT
@@ -37,9 +39,9 @@ from flashrecovery.worker.scaler import settled
 AdapterFactory = Callable[[torch.nn.Module, Sequence[Optimizer]], Adapter]
 ModuleAdapterFactory = Callable[[torch.nn.Module], Adapter]
 
-Drawn = tuple[RngState, list[DataPosition], list[Any], dict[str, bytes]]
-"""What a step may have moved on this rank: the random number streams, the data streams, the adapters' marks, and this
-rank's own objects."""
+Drawn = tuple[RngState, list[DataPosition], list[Any], dict[str, bytes], dict[str, bytes]]
+"""What a step may have moved on this rank: the random number streams, the data streams, the adapters' marks, this
+rank's own objects, and its own settings of the models."""
 
 _DIGESTS_KEPT = 3
 _SHOWN = 5
@@ -302,6 +304,7 @@ class Registry:
             [s.position for s in self.streams],
             [a.capsule_mark() for a in self.adapters],
             {name: codec.dumps(self.objects[name].state_dict()) for name in self.habits.own},
+            self._own_settings(),
         )
 
     def look_closely(self, closely: bool) -> None:
@@ -327,9 +330,38 @@ class Registry:
         own = self.habits.own
         return {name: codec.dumps(thing.state_dict()) for name, thing in self.objects.items() if name not in own}
 
-    def adapter_states(self) -> list[bytes]:
-        """What the adapters say is equal on all ranks, encoded."""
-        return [codec.dumps(a.capture_common()) for a in self.adapters]
+    def settings(self) -> dict[str, bytes]:
+        """What the adapters say is equal on all ranks, and has not turned out otherwise, encoded: hyper-parameters and
+        other settings, by ``<number of the adapter>/<which>``."""
+        own = self.habits.own_settings
+        everything = (
+            (f"{n}/{key}", value) for n, a in enumerate(self.adapters) for key, value in a.capture_common().items()
+        )
+        return {name: codec.dumps(value) for name, value in everything if name not in own}
+
+    def _own_settings(self) -> dict[str, bytes]:
+        """This rank's own ones."""
+        own = self.habits.own_settings
+        if not own:
+            return {}
+        states = {number: self.adapters[number].capture_common() for number in {int(n.partition("/")[0]) for n in own}}
+        parts = ((name, *name.split("/", 1)) for name in own)
+        return {
+            name: codec.dumps(states[int(number)][key]) for name, number, key in parts if key in states[int(number)]
+        }
+
+    def adopt_own(self, names: Collection[str]) -> dict[str, tuple[int, ...]]:
+        """Those shards of this rank that have these names are its own from now on, and are called so. Returns, by the
+        names that they had, which ranks were said to hold them."""
+        found: dict[str, tuple[int, ...]] = {}
+        for name in [n for n, shard in self.shards.items() if n in names and len(shard.holders) > 1]:
+            shard = self.shards[name]
+            found[name], shard.holders = shard.holders, (self.rank,)
+            shard.name = own_name(name, self._number)
+            self._launched[shard.name] = self._launched.pop(name)
+        self.shards = {shard.name: shard for shard in self.shards.values()}
+        self.habits.own_shards = sorted({*self.habits.own_shards, *names})
+        return found
 
     def capture_common(self, version: int) -> bytes:
         """State of ``version`` that is equal on every rank: schedulers, scaler, extra objects, hyper-parameters."""
@@ -341,15 +373,17 @@ class Registry:
                 "objects": states,
                 "digests": self._digests[version],
                 "before": self._digests.get(version - 1, {}),
-                "adapters": self.adapter_states(),
+                "adapters": [codec.dumps(a.capture_common()) for a in self.adapters],
                 "habits": asdict(self.habits),
             }
         )
 
-    def restore_common(self, data: bytes) -> None:
+    def restore_common(self, data: bytes, own: Mapping[str, bytes] = MappingProxyType({})) -> None:
+        """``own``: this rank's own settings, which take the place of another rank's."""
         state = codec.loads(data)
-        for adapter, part in zip(self.adapters, state["adapters"], strict=True):
-            adapter.restore_common(codec.loads(part))
+        for number, (adapter, part) in enumerate(zip(self.adapters, state["adapters"], strict=True)):
+            mine = {n.partition("/")[2]: codec.loads(d) for n, d in own.items() if n.partition("/")[0] == str(number)}
+            adapter.restore_common(codec.loads(part) | mine)
         self.habits.restore(Habits(**state["habits"]))
         self.adopt_silent(())
         for name, encoded in state["objects"].items():
@@ -365,16 +399,18 @@ class Registry:
                 "data": [s.capture() for s in self.streams],
                 "adapters": [a.capture_rank() for a in self.adapters],
                 "objects": drawn[3],
+                "settings": drawn[4],
                 "shared": (newest, self._digests.get(newest, {})),
             }
         )
         data += witness.UNKNOWN
         if len(data) > CAPSULE_LIMIT:
-            raise UnsupportedError(self._too_large(len(data), drawn[3]))
+            raise UnsupportedError(self._too_large(len(data), drawn[3], drawn[4]))
         return data
 
-    def _too_large(self, size: int, objects: dict[str, bytes]) -> str:
+    def _too_large(self, size: int, objects: dict[str, bytes], settings: dict[str, bytes]) -> str:
         parts = {f"registered object {name!r}": len(state) for name, state in objects.items()}
+        parts |= {in_words(name): len(state) for name, state in settings.items()}
         for adapter in self.adapters:
             parts |= adapter.rank_bytes()
         largest = sorted(parts.items(), key=lambda part: -part[1])[:_SHOWN]
@@ -423,9 +459,10 @@ class Registry:
         Raises:
             DivergedError: an object that was taken to be equal on all ranks was not.
         """
-        self._compare(codec.loads(common), codec.loads(capsule), witness.found(capsule), version)
+        mine = codec.loads(capsule)
+        self._compare(codec.loads(common), mine, witness.found(capsule), version)
         self._digests = {v: digests for v, digests in self._digests.items() if v <= version}
-        self.restore_common(common)
+        self.restore_common(common, mine.get("settings", {}))
         self.restore_capsule(capsule, version, fresh=fresh)
 
     def _compare(self, common: dict[str, Any], capsule: dict[str, Any], seen: bytes, version: int) -> None:
@@ -442,6 +479,12 @@ class Registry:
                 "had another state than those of its peers, and nobody else holds it. Register those that are meant to "
                 f"differ with per_rank={odd}; then each rank's own state is kept"
             )
+
+
+def in_words(setting: str) -> str:
+    """A name of :meth:`Registry.settings`, for a message."""
+    number, _, key = setting.partition("/")
+    return f"{key} of model {number}"
 
 
 def _digest(data: bytes) -> str:

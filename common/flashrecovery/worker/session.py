@@ -14,16 +14,16 @@ from flashrecovery.proto import flashrecovery_pb2 as pb
 from flashrecovery.redundancy import checkpoint, published
 from flashrecovery.runtime import naming
 from flashrecovery.runtime.environment import in_changed_layout
-from flashrecovery.worker import elastic_rules
+from flashrecovery.worker import agreement, elastic_rules
 from flashrecovery.worker.connection import Connection
 from flashrecovery.worker.copies import Copies
 from flashrecovery.worker.data import DataStream
 from flashrecovery.worker.elastic import GlobalBatches
 from flashrecovery.worker.gate import Gate
 from flashrecovery.worker.loop import Loop
-from flashrecovery.worker.registry import AdapterFactory, ModuleAdapterFactory, Registry
+from flashrecovery.worker.registry import AdapterFactory, ModuleAdapterFactory, Registry, in_words
 from flashrecovery.worker.skipping import Ahead
-from flashrecovery.worker.start_checks import check_world, check_wrappers, find_own_objects
+from flashrecovery.worker.start_checks import check_world, check_wrappers, find_own
 from flashrecovery.worker.stashing import Stashing
 from flashrecovery.worker.worker import Worker
 
@@ -145,12 +145,14 @@ class Session:
         registry.close()
         check_wrappers(registry.models)
         check_world(registry.rank, registry.world_size)
-        own = find_own_objects(registry)
+        objects, settings = find_own(registry)
+        own = [*objects, *map(in_words, settings)]
         if self.settings.elastic is not None:
             elastic_rules.check_start(registry, self.settings, own, single_calls=num_steps is None)
         if self.settings.replan is not None:  # after check_start(), which finds the replicas
             worker.stashing = Stashing(registry, self.settings, own, single_calls=num_steps is None)
-        registry.habits.own = sorted({*registry.habits.own, *own})
+        registry.habits.own = sorted({*registry.habits.own, *objects})
+        registry.habits.own_settings = settings
         worker.tell_own(own)
         on_kept = worker.connection.page.set_kept
         copies = Copies(
@@ -162,6 +164,7 @@ class Session:
             lambda text: worker.notice(NoticeKind.REDUNDANCY, text),
         )
         self._loop = Loop(worker, copies, own_calls=num_steps is None)
+        self._loop.adopt_own(agreement.union(copies.left_own()))
         if worker.rank == 0 and not worker.connection.detached:
             worker.notice(NoticeKind.REDUNDANCY, copies.describe())
             if worker.stashing is not None and worker.stashing.warning:

@@ -14,6 +14,8 @@ from flashrecovery.worker import agreement
 from flashrecovery.worker.registry import Registry
 from flashrecovery.worker.wrapping import wrapper_of
 
+_SETTING = "setting of model "
+
 
 def check_world(rank: int, world_size: int) -> None:
     """The process group must be the world that the launcher started. Raises JobFailedError."""
@@ -42,23 +44,17 @@ def check_wrappers(models: Sequence[torch.nn.Module]) -> None:
             )
 
 
-def find_own_objects(registry: Registry) -> list[str]:
-    """The registered objects that differ between the ranks from the start; a collective.
+def find_own(registry: Registry) -> tuple[list[str], list[str]]:
+    """The registered objects and the settings (:meth:`.Registry.settings`) that differ between the ranks from the
+    start; a collective.
 
     Raises:
-        RegistrationError: they are too large to be each rank's own; or the ranks' optimizers are set differently, and a
-            replacement would be given another rank's settings.
+        RegistrationError: they are too large to be each rank's own.
     """
-    states = registry.shared_states()
-    settings = {f"model {number}": state for number, state in enumerate(registry.adapter_states())}
-    everything = [*states.items(), *settings.items()]
-    differing = agreement.unequal({name: xxhash.xxh3_128_hexdigest(state) for name, state in everything})
-    if unlike := [name for name in differing if name in settings]:
-        raise RegistrationError(
-            f"the hyper-parameters (learning rate, weight decay, ...) and other settings of {', '.join(unlike)} "
-            "(counted by register()) are not equal on all ranks, and a replacement is given another rank's. Make "
-            "them equal: the same parameter groups with the same settings everywhere"
-        )
+    states, settings = registry.shared_states(), registry.settings()
+    everything = [*((n, s) for n, s in states.items()), *((f"{_SETTING}{n}", s) for n, s in settings.items())]
+    found = agreement.unequal({name: xxhash.xxh3_128_hexdigest(state) for name, state in everything})
+    differing = [name for name in found if not name.startswith(_SETTING)]
     size = sum(len(states[name]) for name in differing)
     if size > CAPSULE_LIMIT // 2:
         raise RegistrationError(
@@ -66,4 +62,4 @@ def find_own_objects(registry: Registry) -> list[str]:
             f"{CAPSULE_LIMIT // 2:,} bytes of a rank's own can be kept. Make them equal, or keep large parts out "
             "of their state_dict()"
         )
-    return differing
+    return differing, [name.removeprefix(_SETTING) for name in found if name.startswith(_SETTING)]

@@ -7,23 +7,29 @@ training thread.
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import torch.distributed as dist
 
 from flashrecovery import groups
 from flashrecovery.contract import StepHooks
 from flashrecovery.errors import JobFailedError, StepInterrupted, UnsupportedError
 from flashrecovery.kinds import NoticeKind
+from flashrecovery.plan.words import shortened
 from flashrecovery.worker import proof
 from flashrecovery.worker.collectives import CollectiveWatch
 from flashrecovery.worker.copies import Copies
 from flashrecovery.worker.copy_choice import anywhere
+from flashrecovery.worker.elastic_rules import refuse_unequal
 from flashrecovery.worker.habits import TOUCHED
 from flashrecovery.worker.proving import Proving
-from flashrecovery.worker.registry import Drawn
+from flashrecovery.worker.registry import Drawn, in_words
 from flashrecovery.worker.sealing import Sealing
 from flashrecovery.worker.stops import Stops
 from flashrecovery.worker.touches import Touches
 from flashrecovery.worker.worker import Worker
+
+_SHOWN = 3
 
 
 class Transaction(StepHooks):
@@ -55,7 +61,8 @@ class Transaction(StepHooks):
         self._proving = proving
         self._stops = stops
         self._hook_fired = self._copied = False
-        self._explicit_barrier = self._needs_barrier()
+        everywhere = all(len(s.holders) == self._registry.world_size for s in self._registry.tensor_shards())
+        self._explicit_barrier = self._needs_barrier(apart=anywhere(not everywhere))
 
     def begin(self) -> None:
         """Tag i. A stop that comes just before is noticed in the body, at the latest at its commit."""
@@ -170,19 +177,18 @@ class Transaction(StepHooks):
         else:
             self._barrier()
 
-    def _needs_barrier(self) -> bool:
-        """Whether the gradient synchronisation is not enough before the first mutation. A collective.
+    def _needs_barrier(self, *, apart: bool) -> bool:
+        """Whether the gradient synchronisation is not enough before the first mutation. ``apart``: there is a rank that
+        does not have all shards.
 
         Who leaves it knows that all ranks have sealed, not that all can leave it: what the dead rank still had to send
         to one of them is lost. That rank then stays a version behind, which is harmless only if whoever is ahead has
         all of its shards, or can go back.
         """
         registry, copies = self._registry, self._copies
-        everywhere = all(len(s.holders) == registry.world_size for s in registry.tensor_shards())
-        apart = anywhere(not everywhere) and not copies.keeps_undo
         # Who passes it knows that every rank's capsule has arrived.
-        apart = apart or copies.capsules_only
-        return registry.world_size > 1 and (apart or not all(a.sync_spans_world() for a in registry.adapters))
+        behind = (apart and not copies.keeps_undo) or copies.capsules_only
+        return registry.world_size > 1 and (behind or not all(a.sync_spans_world() for a in registry.adapters))
 
     def _barrier(self) -> None:
         """A barrier of all ranks. If a peer dies in it and another rank has passed it, this one may pass it, too.
@@ -219,13 +225,50 @@ class Transaction(StepHooks):
             self._copies.wait()
             self._before_mutation(version, seen_forward=False)
             self.quiet = True
-        self._proving.before_commit(version + 1)
+        self._prove(version + 1)
         with gate.lock:
             go_on = gate.commit(outside=outside)
             self._collectives.step_is_committed()
             if not go_on:
                 groups.stand_in(outside)
         self._proving.committed()
+
+    def _prove(self, version: int) -> None:
+        """Before ``version`` is committed: what is said to be replicated is, or is each rank's own from it on."""
+        unequal = self._proving.before_commit(version)
+        if unequal is None:
+            if version == 1 and self._copies.keeps_undo:
+                # Nobody knows yet whose state it is: the first step is done again from what was equal everywhere.
+                self._gate.torn()
+                raise StepInterrupted
+            return
+        if not unequal:
+            return
+        settings = self._worker.settings
+        named = [in_words(name) for name in unequal.settings]
+        if settings.elastic is not None or settings.replan is not None:
+            refuse_unequal([*unequal.shards, *named])
+        self._habits.own_settings = sorted({*self._habits.own_settings, *unequal.settings})
+        self._worker.tell_own(named)
+        if not unequal.shards:
+            return
+        self.adopt_own(unequal.shards, version)
+        if self._worker.rank == 0:
+            text = f"{shortened([*map(repr, unequal.shards)], _SHOWN)} at version {version}"
+            self._worker.notice(
+                NoticeKind.REDUNDANCY,
+                f"not equal on the ranks that were said to hold the same: {text}; each rank's own is protected from "
+                f"now on: {self._copies.describe_own()}",
+            )
+
+    def adopt_own(self, names: Collection[str], version: int = -1) -> bool:
+        """These shards are each rank's own from ``version`` on, which is about to be committed; -1: they have been for
+        some time. Does the same on all ranks, also on those that hold none of them. Returns whether it is new."""
+        if {*names} <= {*self._habits.own_shards}:
+            return False
+        self._copies.adopt_own(self._registry.adopt_own(names), version)
+        self._explicit_barrier = self._needs_barrier(apart=True)
+        return True
 
     def _refuse_torn(self) -> None:
         """A collective has failed while the state was changing, and the step's body has not heard of it: it has

@@ -70,7 +70,7 @@ class Worker:
         self.send(pb.FromWorker(notice=pb.Notice(rank=self.rank, kind=kind, text=text, fault=fault, step=step)))
 
     def tell_own(self, names: list[str]) -> None:
-        """Tell that registered objects have turned out to be each rank's own."""
+        """Tell that registered objects or settings have turned out to be each rank's own."""
         if names and self.rank == 0:
             self.notice(
                 NoticeKind.OWN_OBJECTS, f"{names} are not equal on all ranks; each rank's own is protected from now on"

@@ -49,7 +49,7 @@ from fr_megatron.fsdp2 import TorchFSDP2
 from fr_megatron.layout import DividedParameters
 from fr_megatron.logical import MegatronLogical
 from fr_megatron.megatron_fsdp import MegatronFSDP
-from fr_megatron.optimizers import inner_optimizers, pairs, scalers, torch_optimizers, trains_experts
+from fr_megatron.optimizers import dealt, inner_optimizers, pairs, scalers, torch_optimizers, trains_experts
 from fr_megatron.own_loop import OwnLoop
 from fr_megatron.random import capture_tracker, restore_tracker
 from fr_megatron.reform import fill, reform
@@ -108,7 +108,7 @@ class MegatronAdapter(TorchAdapter):
         self._scheduler = scheduler
         self._loop = loop
         self._inner = inner_optimizers(optimizer)
-        self._wrapper = _wrapper_of(self._chunks)
+        self._wrapper = _wrapper_of(self._chunks, optimizer)
         self._all_shards: list[Shard] | None = None
         self._reports_synchronising = False
         super().__init__(nn.ModuleList(chunks), torch_optimizers(optimizer))
@@ -284,7 +284,7 @@ class MegatronAdapter(TorchAdapter):
         restore_tracker(states)
 
     def checkpoint_format(self) -> CheckpointFormat | None:
-        if not MegatronCheckpoint.fits(self._chunks):
+        if not MegatronCheckpoint.fits(self._chunks) or dealt(self._optimizer):
             return None
         return MegatronCheckpoint(self._chunks, self._optimizer, self._scheduler)
 
@@ -298,7 +298,8 @@ class MegatronAdapter(TorchAdapter):
         return points
 
 
-def _wrapper_of(chunks: Sequence[Any]) -> Wrapper:
+def _wrapper_of(chunks: Sequence[Any], optimizer: Any) -> Wrapper:
     """The wrapper of chunks that :func:`fr_megatron.support.check` allows."""
     kinds = {"TorchFullyShardedDataParallel": TorchFSDP2, "FullyShardedDataParallel": MegatronFSDP}
-    return kinds.get(type(chunks[0]).__name__, Buckets)(chunks)
+    kind = kinds.get(type(chunks[0]).__name__)
+    return Buckets(chunks, optimizer) if kind is None else kind(chunks)

@@ -9,18 +9,30 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from flashrecovery.adapter import ParamRecord, Shard, faults
+from flashrecovery.adapter import ParamRecord, ParamShard, Shard, faults, global_rank
 from fr_megatron.capabilities import BUCKETS
 from fr_megatron.layout import DividedParameters, holders
-from fr_megatron.optimizers import Names, SteppedPair, group_text, is_distributed, members, of_all, record, weights
+from fr_megatron.optimizers import (
+    Names,
+    SteppedPair,
+    dealt,
+    group_text,
+    is_distributed,
+    members,
+    of_all,
+    owned,
+    record,
+    weights,
+)
 from fr_megatron.wrapper import FaultPoint, Wrapper
 
 
 class Buckets(Wrapper):
     """``DistributedDataParallel``, with and without the distributed optimizer."""
 
-    def __init__(self, chunks: Sequence[Any]) -> None:
+    def __init__(self, chunks: Sequence[Any], optimizer: Any = None) -> None:
         super().__init__(chunks)
+        self._dealt = {id(parameter): parameter for parameter in dealt(optimizer)}
         self._names = Names(chunks)
         self._divided: dict[bool, DividedParameters] = {}  # by whether it is of the experts
         self._groups = {expert: group_text(holders(chunks[0], expert=expert)) for expert in (False, True)}
@@ -30,7 +42,7 @@ class Buckets(Wrapper):
         self._names = Names(self.chunks, self._divided)
 
     def stepped(self, pair: SteppedPair) -> ParamRecord:
-        return record(pair, self._names)
+        return owned(pair, self._names, global_rank()) if id(pair[0]) in self._dealt else record(pair, self._names)
 
     def kept(self, parameter: nn.Parameter) -> ParamRecord:
         return of_all(parameter, parameter, self._names)
@@ -40,7 +52,9 @@ class Buckets(Wrapper):
         return self._groups[expert]
 
     def weights(self) -> Iterator[Shard]:
-        return weights(self.chunks, self._divided)
+        yield from weights(self.chunks, self._divided)
+        for parameter in self._dealt.values():
+            yield ParamShard(self.kept(parameter), {})
 
     def before_reduction(self, callback: Callable[[], None]) -> bool:
         return call_before_reduction(self.chunks, callback)
@@ -49,7 +63,7 @@ class Buckets(Wrapper):
         reset_buckets(self.chunks, inner)
 
     def gathering(self, inner: Sequence[Any], optimizer: Optimizer) -> FaultPoint | None:
-        if not any(is_distributed(each) for each in inner):
+        if not self._dealt and not any(is_distributed(each) for each in inner):
             return None
         return lambda callback: faults.before_gather_operation(optimizer, callback)
 

@@ -30,7 +30,7 @@ from flashrecovery.adapter import FrameworkBatch, union
 from fr_megatron.capabilities import FOLLOWED, REFORM
 from fr_megatron.division import buffers_of, names_of
 from fr_megatron.layout import is_expert
-from fr_megatron.optimizers import inner_optimizers, trains_experts
+from fr_megatron.optimizers import dealt, inner_optimizers, trains_experts
 from fr_megatron.replicas import computing, data_parallel_group, sharers, unknown_replicas
 
 _LISTS = "_RANKS"
@@ -49,6 +49,8 @@ def tied_to_size(chunks: Sequence[Any], optimizer: Any) -> Iterator[str]:
             yield f"{type(chunk).__name__} (allowed: megatron-core's DistributedDataParallel)"
             return
     yield from dict.fromkeys(name for chunk in chunks for name in _of_chunk(chunk))
+    if dealt(optimizer):
+        yield f"{type(optimizer).__name__}, whose parameters are dealt out (allowed: the distributed optimizer)"
     distributed = any(chunk.ddp_config.use_distributed_optimizer for chunk in chunks)
     if distributed and several(inner_optimizers(optimizer)):
         yield "several distributed optimizers (allowed: one, and one of experts)"

@@ -45,7 +45,7 @@ from fr_megatron.checkpoint import METADATA
 from fr_megatron.division import WEIGHTS, buffers_of, names_of
 from fr_megatron.elastic import of_calculator, of_experts, of_several
 from fr_megatron.expert_groups import check_alike
-from fr_megatron.optimizers import Names, inner_optimizers, is_distributed, weights_name
+from fr_megatron.optimizers import Names, dealt, inner_optimizers, is_distributed, weights_name
 from fr_megatron.pieces import STATE, Stepped, cut, described, find_stepped
 from fr_megatron.replicas import SharedPlaces, other_slices
 from fr_megatron.shared_division import experts_tensor
@@ -165,6 +165,9 @@ class MegatronLogical(LogicalState):
         """Raises UnsupportedError: what cannot be laid out otherwise, by name."""
         if CHECKPOINTS.way is None:
             raise UnsupportedError(f"another layout with this Megatron, which lacks {'; '.join(CHECKPOINTS.missing())}")
+        if dealt(self._optimizer):
+            kind = type(self._optimizer).__name__
+            raise UnsupportedError(f"another layout with {kind}: the distributed optimizer is allowed")
         for name in (*of_calculator(), *of_several(self._chunks)):
             raise UnsupportedError(f"another layout with {name}")
         for chunk in self._chunks:

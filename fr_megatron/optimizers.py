@@ -6,6 +6,9 @@
 ``DistributedOptimizer``                   this rank's part of an fp32 copy; of an fp32 parameter, of itself
 the same, around Megatron-FSDP             the parameter itself, which is this rank's part
 =========================================  ===============================================================
+
+``LayerWiseDistributedOptimizer`` is a chain of the first two, in which each data-parallel rank has whole parameters of
+its own (:func:`dealt`), and sends them to the others at the end of its step.
 """
 
 from __future__ import annotations
@@ -80,6 +83,21 @@ class Names:
 
     def __getitem__(self, parameter: torch.Tensor) -> tuple[str, Holders]:
         return self._known[id(parameter)]
+
+
+def dealt(optimizer: Any) -> list[torch.nn.Parameter]:
+    """The parameters that are dealt out to the data-parallel ranks, whole: one of these alone has their optimizer state
+    (and their fp32 copy), and all have them once the step is over. Equal order on all of those ranks."""
+    lists = (getattr(optimizer, name, None) or () for name in ("dp_cp_params_list", "expt_dp_params_list"))
+    return [parameter for of_ranks in lists for parameters in of_ranks for parameter in parameters]
+
+
+def owned(pair: SteppedPair, names: Names, rank: int) -> ParamRecord:
+    """What this rank alone steps on, of a parameter that is :func:`dealt`: ``param/<name>#owner=1``."""
+    model, main = pair
+    whole = of_all(model, main, names)
+    name = f"{whole.name}{',' if '#' in whole.name else '#'}owner={rank}"
+    return ParamRecord(whole.fqn, name, (rank,), constant(main))
 
 
 def record(pair: SteppedPair, names: Names) -> ParamRecord:

@@ -9,7 +9,7 @@ from typing import Any
 from flashrecovery.errors import UnsupportedError
 from fr_megatron.capabilities import EVERY_MODEL, MEGATRON, MEGATRON_FSDP
 from fr_megatron.megatron_fsdp import STRATEGIES
-from fr_megatron.optimizers import members
+from fr_megatron.optimizers import dealt, members
 
 WRAPPERS = ("DistributedDataParallel", "FullyShardedDataParallel", "TorchFullyShardedDataParallel")
 """Of ``megatron.core.distributed``. FullyShardedDataParallel: from 0.14 on; in 0.20 it is a function, and what it makes
@@ -54,6 +54,8 @@ def _unsupported(chunks: Sequence[Any], optimizer: Any) -> Iterator[str]:
         return
     if type(optimizer.step).__name__ == "OptimizerCudaGraphWrapper":
         yield f"an optimizer whose step is an OptimizerCudaGraphWrapper ({_GRAPHS})"
+    if dealt(optimizer) and any(chunk.ddp_config.overlap_param_gather for chunk in chunks):
+        yield f"{type(optimizer).__name__} with overlap_param_gather (parameters that are gathered in the next step)"
     for inner in members(optimizer):
         yield from _unsupported_optimizer(inner)
 

@@ -128,6 +128,32 @@ def test_an_optimizer_that_counts_its_steps_in_the_group(layout: Layout, tmp_pat
     check_fired(job, len(inject))
 
 
+LAYER_WISE = mg.gpt("layer-wise", "--bf16", nproc=2)
+LAYER_WISE_TP2 = mg.gpt("layer-wise-tp2", *mg.TP)
+
+
+@pytest.mark.parametrize("layout", [LAYER_WISE, LAYER_WISE_TP2], ids=lambda layout: layout.name)
+def test_an_optimizer_whose_ranks_own_whole_parameters(layout: Layout, tmp_path: Path) -> None:
+    """LayerWiseDistributedOptimizer: what a rank alone has is known before the first step. It sends its parameters in
+    the optimizer's step."""
+    script = SCRIPTS / "megatron_layer_wise.py"
+    undisturbed = mg.run(tmp_path / "reference", layout, standby=0, script=script)
+    inject = faults((1, "backward", 0), (0, "param-gather", 3), (1, "optimizer", 6), (0, "commit", 9))
+    job = mg.run(tmp_path / "run", layout, standby=1, inject=inject, script=script)
+    check_same(job, undisturbed)
+    check_fired(job, len(inject))
+    (said,) = [notice["text"] for notice in undisturbed.notices("redundancy")]
+    assert said.startswith("neighbour copies"), said
+
+
+@pytest.mark.parametrize("elastic", [("--elastic", "1:2"), ("--elastic", "2:2", "--replan")], ids=["elastic", "replan"])
+def test_such_an_optimizer_in_a_job_of_another_size_is_refused(elastic: tuple[str, ...], tmp_path: Path) -> None:
+    script = SCRIPTS / "megatron_layer_wise.py"
+    job = mg.run(tmp_path / "run", LAYER_WISE, standby=0, script=script, options=elastic)
+    assert job.code == 1 and "LayerWiseDistributedOptimizer" in job.output, job.explain()
+    check_clean(job)
+
+
 def test_without_the_reset_it_fails(tmp_path: Path, reference: Reference) -> None:
     layout = mg.DP2_OVERLAPS  # its buckets are under way in backward; without overlaps nothing is left half-finished
     job = mg.run(

@@ -507,8 +507,8 @@ class Copies:
         return "no copies of them: only a checkpoint helps"
 
     def left_own(self) -> list[str]:
-        """Which shards had turned out to be each rank's own in the launch before, whose last version is left here, by the
-        names that they had had before."""
+        """Which shards had turned out to be each rank's own in the launch before, whose last version is left here, by
+        the names that they had had before."""
         return [] if self._last is None else sorted(turned_out_own(self._last.shards))
 
     def _leave_snapshots(self) -> None:

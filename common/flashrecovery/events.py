@@ -263,13 +263,14 @@ class NodeLost(Event):
 
 class Notice(Event):
     """Something that an operator may want to know, and that changes nothing. ``seconds``: of ``waiting``, for how long
-    it has lasted."""
+    it has lasted; ``step``: of ``last_save``, of which step the state is."""
 
     event: Literal["notice"] = "notice"
     rank: int = -1
     kind: str = ""
     text: str = ""
     seconds: float = 0.0
+    step: int = -1
 
 
 AnyEvent = Annotated[

@@ -57,7 +57,7 @@ def test_a_ddp_job_that_is_told_to_end_loses_no_step(
     running.wait_for_step(5)
     running.popen.send_signal(number)
     ended = running.wait()
-    assert ended.code == 1 and "run/snapshots; --resume goes on from there" in ended.output, ended.explain()
+    assert ended.code == 1 and "run/snapshots; --run-dir" in ended.output, ended.explain()
     check_clean(ended)
     job = gone_on(tmp_path, kind, ranks)
     assert job.gone_on_from_snapshots()[0] >= 6
@@ -122,7 +122,9 @@ def test_other_signals_end_a_job_in_order(number: signal.Signals, tmp_path: Path
 
 @pytest.mark.grid
 def test_a_script_that_handles_the_signal_ends_by_itself(tmp_path: Path) -> None:
-    running = start(tmp_path / "run", "mlp", 2, pace=100.0, env={"FLASHRECOVERY_TEST_HANDLES": "leave"})
+    config = {"timeouts": {"signal_grace_s": 60.0}}
+    handles = {"FLASHRECOVERY_TEST_HANDLES": "leave"}
+    running = start(tmp_path / "run", "mlp", 2, pace=100.0, config=config, env=handles)
     running.wait_for_step(5)
     running.popen.terminate()
     ended = running.wait()

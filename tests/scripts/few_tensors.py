@@ -55,12 +55,12 @@ def main() -> None:
     torch.manual_seed(100 + rank)
     for step in recovery.steps(steps):
         with step:
+            if step.index == BUG and rank == 1:
+                raise ValueError("bad sample 4711")
             x = torch.randn(8, 4) + torch.rand(1)
             loss = ((model(x) - x.sin()) ** 2).mean()
             optimizer.zero_grad()
             loss.backward()
-            if step.index == BUG and rank == 1:
-                raise ValueError("bad sample 4711")
             optimizer.step()
             take_time(milliseconds, step.index)
         print(f"step={step.index} rank={rank} loss_hex={loss.item().hex()}", flush=True)

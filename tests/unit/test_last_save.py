@@ -217,7 +217,7 @@ def test_a_version_counts_if_every_rank_of_the_node_has_something_of_it() -> Non
 def test_what_is_written_is_named_with_the_way_on() -> None:
     folder = Path("runs/a/snapshots")
     assert saved_text(folder, 7, 12_300_000, several_nodes=False) == (
-        "the state of step 7 (12.3 MB) is in runs/a/snapshots; --resume goes on from there"
+        "the state of step 7 (12.3 MB) is in runs/a/snapshots; --run-dir runs/a --resume goes on from there"
     )
     assert "all nodes" in saved_text(folder, 7, 0, several_nodes=True)
     assert "cannot go on" in saved_text(folder, 0, 0, several_nodes=False)
@@ -245,7 +245,8 @@ def test_a_run_ends_with_one_line() -> None:
         "finished at step 18: 14 steps in 23.1 s, no recovery; flashrecovery report runs/a says more"
     )
     recovered = ev.RecoveryFinished(resume_step=6, total_s=0.42)
-    failed = ev.JobFailed(monotonic=12.0, step=5, reason="x")
+    failed, saved = ev.JobFailed(monotonic=12.0, step=5, reason="x"), ev.Notice(kind="last_save", step=7)
+    assert closing_line([started, failed, saved], path).startswith("ended at step 7: 3 steps"), "heartbeats come late"
     assert closing_line([started, recovered, recovered, failed], path) == (
         "ended at step 6: 2 steps in 2.0 s, 2 recoveries (0.8 s lost); flashrecovery report runs/a says more"
     )

@@ -225,7 +225,8 @@ def saved_text(folder: Path, version: int, nbytes: int, *, several_nodes: bool) 
             "from the newest step that all nodes have"
         )
     if version:
-        return f"the state of step {version} ({nbytes / 1e6:.1f} MB) is in {folder}; --resume goes on from there"
+        where = f"the state of step {version} ({nbytes / 1e6:.1f} MB) is in {folder}"
+        return f"{where}; --run-dir {folder.parent} --resume goes on from there"
     return f"the state that was left is not whole; what there is of it is in {folder}, from which --resume cannot go on"
 
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from flashrecovery import events as ev
+from flashrecovery.kinds import NoticeKind
 
 
 def closing_line(events: Sequence[ev.Event], path: Path) -> str:
@@ -16,7 +17,8 @@ def closing_line(events: Sequence[ev.Event], path: Path) -> str:
         return ""
     end = ends[-1]
     recoveries = [event for event in events if isinstance(event, ev.RecoveryFinished)]
-    step = max([end.step, started.step, *(event.resume_step for event in recoveries)])
+    saved = [event.step for event in events if isinstance(event, ev.Notice) and event.kind == NoticeKind.LAST_SAVE]
+    step = max([end.step, started.step, *saved, *(event.resume_step for event in recoveries)])
     steps = step - started.step
     lost_s = sum(event.total_s for event in recoveries)
     how = "finished" if isinstance(end, ev.JobFinished) else "ended"

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 
+from flashrecovery import events as ev
 from flashrecovery.controller.job_state import JobState
 from flashrecovery.controller.records import BUILT_UP, Place, RankRecord, capsule_name
 from flashrecovery.kinds import NoticeKind, Ordered
@@ -137,5 +138,6 @@ class LastSave:
             text = f"the state of step {version} is not kept whole: {why}"
         else:
             text = f"the state of step {version} is kept whole"
-        self._job.notice(NoticeKind.LAST_SAVE, text)
+        generation = self._job.generation
+        self._job.emit(ev.Notice(generation=generation, kind=NoticeKind.LAST_SAVE, text=text, step=version))
         self._job.shut_down(version, whole=not missing)

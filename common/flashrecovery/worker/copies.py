@@ -332,10 +332,11 @@ class Copies:
             return "no copies: a world of one rank has nobody to hold them"
         if self._registry.unique_shards():
             return "no copies of what no other rank holds: only a checkpoint helps"
-        return (
-            f"replicas: every shard lives on several ranks ({_COMPARED}); no memory cost; survives all but one of a "
-            "replica set"
+        text = (
+            f"replicas: every shard lives on several ranks ({_COMPARED}); no memory cost; survives the loss of all but one "
+            "of these"
         )
+        return text if self.in_snapshots else f"{text}; not of all ranks at once (--snapshots always, or a checkpoint)"
 
     # -- each step --------------------------------------------------------------------------------
 

@@ -333,8 +333,8 @@ class Copies:
         if self._registry.unique_shards():
             return "no copies of what no other rank holds: only a checkpoint helps"
         text = (
-            f"replicas: every shard lives on several ranks ({_COMPARED}); no memory cost; survives the loss of all but one "
-            "of these"
+            f"replicas: every shard lives on several ranks ({_COMPARED}); no memory cost; survives the loss of all but "
+            "one of these"
         )
         return text if self.in_snapshots else f"{text}; not of all ranks at once (--snapshots always, or a checkpoint)"
 

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import os
 import signal
+import tempfile
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager, closing
 from dataclasses import dataclass, replace
@@ -96,6 +97,18 @@ async def _moved_to(path: Path, rendezvous: Rendezvous) -> Rendezvous | None:
     return None
 
 
+def check_directory(path: Path | None) -> None:
+    """Where fallback checkpoints go. Raises ConfigError if nothing can be written there."""
+    if path is None:
+        return
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path):
+            pass
+    except OSError as e:
+        raise ConfigError(f"checkpoint.dir = {str(path)!r} cannot be written: {e.strerror}") from e
+
+
 async def run_job(config: RunConfig, command: list[str], path: Path, places: Places | None = None) -> tuple[int, str]:
     """Run this node's part of the job to its end. Returns the exit code and, if it is not 0, the reason. ``places``:
     who has made room for this node's ranks, if it is not the agent.
@@ -108,6 +121,7 @@ async def run_job(config: RunConfig, command: list[str], path: Path, places: Pla
             library is missing.
     """
     preemption.check(config.notice)
+    check_directory(config.checkpoint.dir)
     rendezvous = with_tls(rendezvous_of(config), config, path)
     if config.several_nodes and (moved := await _moved_to(path, rendezvous)) is not None:
         rendezvous = moved

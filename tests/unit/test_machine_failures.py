@@ -393,7 +393,7 @@ def test_a_script_that_ends_without_a_protected_step_is_told() -> None:
 
 def raises(world: World, rank: int, exception: str, step: int = 2) -> None:
     record = world.machine.job.ranks[rank]
-    words = pb.LastWords(exception=exception, message="the loader has no more", traceback="File 'train.py', line 7")
+    words = pb.LastWords(exception=exception, message="the loader has no more", place="train.py:7")
     failure = pb.Failure(rank=rank, pid=record.pid, kind="exception", evidence=exception, last_words=words, step=step)
     mute(world, rank) if record.place is not Place.EMPTY else None
     world.machine.on_failure(failure, world.now)

@@ -23,7 +23,7 @@ def optimizer() -> torch.optim.Optimizer:
 def known() -> Iterator[torch.optim.Optimizer]:
     VERSION[0] = 0
     mine = optimizer()
-    watch = OptimizerWatch([mine], lambda: VERSION[0])
+    watch = OptimizerWatch([mine], [], lambda: VERSION[0])
     watch.start()
     yield mine
     watch.stop()
@@ -62,9 +62,21 @@ def test_one_that_shares_the_state_of_a_registered_one_is_its_wrapper(known: tor
 
 
 def test_nothing_is_looked_at_afterwards() -> None:
-    watch = OptimizerWatch([], lambda: VERSION[0])
+    watch = OptimizerWatch([], [], lambda: VERSION[0])
     watch.start()
     watch.stop()
     stranger = optimizer()
     for VERSION[0] in range(3):
         stranger.step()
+
+
+def test_where_none_is_registered_the_first_step_on_the_model_is_refused() -> None:
+    model = torch.nn.Linear(2, 1)
+    watch = OptimizerWatch([], [model], lambda: 0)
+    watch.start()
+    try:
+        optimizer().step()  # on something else
+        with pytest.raises(UnsupportedError, match=r"register\(model=model, optimizer=optimizer\)"):
+            torch.optim.SGD(model.parameters()).step()
+    finally:
+        watch.stop()

@@ -541,7 +541,7 @@ class Agent:
         if process.dead:
             return  # its rank is being filled again, and its page has been given back
         if process.last_words is not None:
-            kind, evidence = FailureKind.EXCEPTION, f"{process.last_words.exception}: {process.last_words.message}"
+            kind, evidence = FailureKind.EXCEPTION, _raised(process.last_words, process.log)
         else:
             kind = FailureKind.KILLED if found.signal is not None else FailureKind.EXIT
             evidence = str(found)
@@ -610,3 +610,10 @@ def _both(one: Callable[[], Mapping[str, str]], other: Callable[[], Mapping[str,
 
 def _unsent(message: pb.AgentMessage) -> None:
     raise ProtocolError("the agent has no connection yet")
+
+
+def _raised(words: pb.LastWords, log: str) -> str:
+    """What a process has raised; in the first line also where, and where all of it stands."""
+    first, end, rest = f"{words.exception}: {words.message}".partition("\n")
+    where = ", ".join(text for text in (words.place and f"at {words.place}", log and f"log: {log}") if text)
+    return f"{first} ({where}){end}{rest}" if where else f"{first}{end}{rest}"

@@ -60,6 +60,7 @@ class WorkerProcess:
         self.joined: pb.Joined | None = None  # as it is now
         self._next_needs: Sequence[pb.ShardNeed] = ()  # once it goes on, if nothing happens before
         self.done: pb.Done | None = None
+        self.log = ""  # where it prints to
         self.released = False  # has been let out of its loop
         self._sock = sock
         self._writer: asyncio.StreamWriter | None = None

@@ -179,7 +179,7 @@ class ProcessManager:
         self._before.pop(rank, None)
         process.rank, process.local_rank, process.generation = rank, replace.local_rank, command.generation
         process.store, process.attempt = (replace.store_host, replace.store_port), replace.attempt
-        process.beside = replace.beside > 0
+        process.beside, process.log = replace.beside > 0, str(log)
         self.ranks[rank] = process
         others = self._enter_gpu(process)
         if self._config.log == "all" or (self._config.log == "0" and rank == 0):

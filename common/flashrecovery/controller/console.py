@@ -30,6 +30,7 @@ class Console:
 
     def __init__(self) -> None:
         self._told: set[tuple[str, str]] = set()
+        self._raised: dict[tuple[str, str, int], int] = {}
         self._failed = ("", 0)  # what has become of the last checkpoints, and how often in a row
 
     def line_of(self, event: ev.Event) -> str | None:
@@ -44,6 +45,10 @@ class Console:
             if count & (count - 1):
                 return None  # it is said at 1, 2, 4, 8, ... times
             return line_of(event) if count == 1 else f"{line_of(event)} ({count} times now)"
+        if isinstance(event, ev.FailureDetected) and event.exception:
+            first = self._raised.setdefault((event.exception, event.message, event.step), event.rank)
+            if first != event.rank:
+                return f"rank {event.rank} failed at step {event.step} ({event.kind}: as on rank {first})"
         return line_of(event)
 
 

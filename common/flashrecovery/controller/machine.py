@@ -49,6 +49,7 @@ from flashrecovery.controller.records import (
     Place,
     RankRecord,
     left_behind,
+    told_of,
     unequal_ends,
     unequal_steps,
     who_has_left,
@@ -710,7 +711,7 @@ class Machine:
             words = message.last_words
             why = f"rank {failed.rank} raised {words.exception} before its first step: {words.message}"
             if not self._replanning.begin_otherwise(why, now):
-                self.job.fail(f"{why}\n{words.traceback}")
+                self.job.fail(f"{why}{told_of(words, self.job.config, [failed.rank])}")
         else:
             self._starting.start_again(f"{self.job.last_failure}, before the first step", now)
 

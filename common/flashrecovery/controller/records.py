@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, S
 from dataclasses import dataclass, field
 from enum import Enum
 
+from flashrecovery.config import RunConfig
 from flashrecovery.controller.crashes import Crashes
 from flashrecovery.parity_messages import parity_held
 from flashrecovery.plan import Holding, Kind, Need
@@ -395,6 +396,14 @@ def unequal_ends(records: Iterable[RankRecord]) -> str:
         f"the scripts have come to their end after different numbers of calls: {said}; {newest} have been made. What "
         "ends the script's loop must be the same on all ranks, and in a process that takes the place of a dead one"
     )
+
+
+def told_of(words: pb.LastWords, config: RunConfig, ranks: Collection[int]) -> str:
+    """What is to be said of what a script has raised on ``ranks`` besides its message: where, and the traceback if none
+    of their outputs is shown live, where it stands already."""
+    place = f" (at {words.place})" if words.place else ""
+    shown = config.log == "all" or (config.log == "0" and 0 in ranks)
+    return place if shown else f"{place}\n{words.traceback}".rstrip()
 
 
 def left_behind(records: Iterable[RankRecord], now: float) -> dict[int, str]:

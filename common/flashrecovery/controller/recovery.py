@@ -20,6 +20,7 @@ from flashrecovery.controller.records import (
     Place,
     RankRecord,
     slowest_start,
+    told_of,
     unequal_claims,
     unequal_steps,
 )
@@ -598,11 +599,12 @@ class RecoverySteps:
     def _nothing_to_go_on_from(self, why: str, now: float) -> None:
         """No state is left in memory, and there is no checkpoint."""
         raised = self._raised_first()
+        if raised and len({f.rank for f in self._job.failures if f.last_words.exception}) == len(self._job.ranks):
+            self._job.fail(raised)  # a script that does so on all ranks will do so again
+            return
         if raised:
             why = f"{raised}\n{why}"
-        if raised and len({f.rank for f in self._job.failures if f.last_words.exception}) == len(self._job.ranks):
-            self._job.fail(why)  # a script that does so on all ranks will do so again
-        elif self._job.start_version > 0 and not self._job.replans:
+        if self._job.start_version > 0 and not self._job.replans:
             self._job.fail(f"{why}; without --resume the job begins anew")
         elif self._only_first_step_is_lost:
             self._resizing.take_back_all()
@@ -627,4 +629,4 @@ class RecoverySteps:
         first = self._job.failures[0].last_words
         alike = sorted({f.rank for f in self._job.failures if f.last_words.exception == first.exception})
         said = f"the script raised {first.exception} on {ranks_text(alike)}, at step {self._job.failures[0].step}"
-        return f"{said}: {first.message}\n{first.traceback}".rstrip()
+        return f"{said}: {first.message}{told_of(first, self._job.config, alike)}"

@@ -865,12 +865,15 @@ class LastWords(_message.Message):
     TRACEBACK_FIELD_NUMBER: _builtins.int
     COMMUNICATION_FIELD_NUMBER: _builtins.int
     FATAL_FIELD_NUMBER: _builtins.int
+    PLACE_FIELD_NUMBER: _builtins.int
     exception: _builtins.str
     message: _builtins.str
     traceback: _builtins.str
     communication: _builtins.bool
     fatal: _builtins.bool
     """replacing the process cannot help: the job ends"""
+    place: _builtins.str
+    """file and line of the script"""
     def __init__(
         self,
         *,
@@ -879,10 +882,11 @@ class LastWords(_message.Message):
         traceback: _builtins.str = ...,
         communication: _builtins.bool = ...,
         fatal: _builtins.bool = ...,
+        place: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["communication", b"communication", "exception", b"exception", "fatal", b"fatal", "message", b"message", "traceback", b"traceback"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["communication", b"communication", "exception", b"exception", "fatal", b"fatal", "message", b"message", "place", b"place", "traceback", b"traceback"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

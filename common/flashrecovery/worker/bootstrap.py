@@ -11,7 +11,6 @@ import json
 import os
 import sys
 import threading
-import traceback
 from contextlib import suppress
 from pathlib import Path
 
@@ -25,6 +24,7 @@ from flashrecovery.runtime.environment import AGENT_PID_ENV, CPUS_ENV, OF_ZYGOTE
 from flashrecovery.runtime.lifeline import Lifeline
 from flashrecovery.runtime.page import Page
 from flashrecovery.runtime.process_control import die_with_parent, keep_to_cpus, redirect_output
+from flashrecovery.worker import script_error
 from flashrecovery.worker.ahead import Installed
 from flashrecovery.worker.ahead_of_script import AheadOfScript
 from flashrecovery.worker.connection import Connection
@@ -213,7 +213,7 @@ def _run_script(command: list[str], channel: Channel) -> int:
         _last_words(channel, e)
         return e.code if isinstance(e.code, int) else 1
     except BaseException as e:  # noqa: BLE001 - reported to the agent, then the process ends
-        traceback.print_exc()
+        print(script_error.text_of(e), end="", file=sys.stderr)
         _last_words(channel, e)
         return 1
     return 0
@@ -223,13 +223,15 @@ def _last_words(channel: Channel, error: BaseException) -> None:
     """Why this process ends, for the event and for whoever reads it. What the script has forked is no rank."""
     if process_end.is_fork():
         return
-    text = "".join(traceback.format_exception(error))[-16_000:]
+    text, place = script_error.text_of(error)[-16_000:], script_error.place_of(error)
     name = f"{type(error).__module__}.{type(error).__qualname__}".removeprefix("builtins.")
     groups = sys.modules.get("flashrecovery.groups")
     follows = groups is not None and groups.is_communication_error(error)
     fatal = isinstance(error, DivergedError)
     message = str(error)[:4000]
-    words = pb.LastWords(exception=name, message=message, traceback=text, communication=follows, fatal=fatal)
+    words = pb.LastWords(
+        exception=name, message=message, traceback=text, communication=follows, fatal=fatal, place=place
+    )
     try:
         channel.send(pb.FromWorker(last_words=words))
     except OSError:

@@ -70,7 +70,9 @@ class Loop:
         self._stops = Stops(worker.gate, worker.control, worker.settings.timeouts.peer_error_wait_s)
         frameworks = any(adapter.whole_framework for adapter in worker.registry.adapters)
         self._unregistered = None if worker.rank else self._first_to_look(frameworks)  # what they have is alike
-        self._optimizers = OptimizerWatch(worker.registry.stepping(), lambda: worker.gate.version)
+        self._optimizers = OptimizerWatch(
+            worker.registry.stepping(), worker.registry.models, lambda: worker.gate.version
+        )
         if not frameworks:
             self._optimizers.start()
         self._proving = Proving(

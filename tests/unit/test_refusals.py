@@ -9,6 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from flashrecovery.errors import UnsupportedError
+from flashrecovery.groups import torch_private
+
 SETUP = """
 import torch
 import torch.distributed as dist
@@ -115,3 +118,32 @@ def test_a_graph_with_collectives_in_it_is_refused(tmp_path: Path) -> None:
     body = "graph.capture_begin()\ndist.all_reduce(torch.ones(1))\ndist.barrier()\ngraph.capture_end()\n"
     said = run(tmp_path, GRAPHS + body)
     assert "flashrecovery.errors.UnsupportedError: a CUDA graph with 2 collectives in it" in said, said
+
+
+# -- backends -------------------------------------------------------------------------------------
+
+
+def test_the_backend_that_recovery_uses_may_be_asked_for_by_its_newer_name() -> None:
+    """From torch 2.14 on "nccl" may be another one."""
+    torch_private.refuse_unsupported({"cpu": "gloo", "cuda": torch_private.LEGACY})
+
+
+@pytest.mark.parametrize("kind", ["nccl2", "nccl-lazy", "mpi"])
+def test_backends_that_cannot_be_recovered_are_named(kind: str) -> None:
+    with pytest.raises(UnsupportedError, match=f"process-group backend {kind} cannot be recovered"):
+        torch_private.refuse_unsupported({"cuda": kind})
+
+
+def test_nccl2_by_the_environment_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another backend than the one that was asked for would be made without a word."""
+    monkeypatch.setattr(torch_private.c10d, "ProcessGroupNCCL2", object, raising=False)
+    for value in ("0", "1"):
+        monkeypatch.setenv("TORCH_DIST_USE_NCCL2", value)
+        torch_private.refuse_unsupported({"cpu": "gloo", "cuda": torch_private.LEGACY})
+    with pytest.raises(UnsupportedError, match="TORCH_DIST_USE_NCCL2=1 asks for ProcessGroupNCCL2"):
+        torch_private.refuse_unsupported({"cuda": "nccl"})
+    monkeypatch.setenv("TORCH_DIST_USE_NCCL2", "0")
+    torch_private.refuse_unsupported({"cuda": "nccl"})
+    monkeypatch.setenv("TORCH_DIST_USE_NCCL2", "1")
+    monkeypatch.delattr(torch_private.c10d, "ProcessGroupNCCL2")
+    torch_private.refuse_unsupported({"cuda": "nccl"})  # a torch that has only one

@@ -21,7 +21,7 @@ from __future__ import annotations
 import datetime
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial, wraps
 from typing import Any, cast
@@ -42,6 +42,9 @@ PLUGIN = "flashrecovery"
 _SPARSE_TAG = "flashrecovery-sparse:"
 DEFAULT_TIMEOUT = datetime.timedelta(minutes=30)
 MANAGED_KINDS = frozenset({"gloo", "nccl"})
+LEGACY = "nccl-legacy"
+"""What torch from 2.14 on calls the backend that recovery uses for NCCL; "nccl" may be ``ProcessGroupNCCL2`` there."""
+_NCCL2_ENV = "TORCH_DIST_USE_NCCL2"
 _LAZY_ENV = "TORCH_GLOO_LAZY_INIT"
 _TRUE = frozenset({"1", "y", "yes", "t", "true"})  # as torch reads it
 
@@ -118,7 +121,8 @@ def wrap_group_creation(create: Creator, created: Created, wrap_store: Callable[
                 "tuple[Any, Any]",
                 original(group_size, group_rank, global_ranks_in_group, backend, store, *rest, **newer),
             )
-        _refuse_unsupported(kinds)
+        refuse_unsupported(kinds)
+        kinds = {device: "nccl" if kind == LEGACY else kind for device, kind in kinds.items()}
         _refuse_newer(newer)
         is_default = len(global_ranks_in_group) == 0
         request = GroupRequest(
@@ -152,11 +156,17 @@ def wrap_group_creation(create: Creator, created: Created, wrap_store: Callable[
     _wrap_destruction()
 
 
-def _refuse_unsupported(kinds: dict[str, str]) -> None:
-    unmanaged = sorted(set(kinds.values()) - MANAGED_KINDS)
+def refuse_unsupported(kinds: Mapping[str, str]) -> None:
+    """Raises UnsupportedError, by name, for a backend that is asked for, by device type or in the environment, and
+    cannot be recovered."""
+    unmanaged = sorted(set(kinds.values()) - MANAGED_KINDS - {LEGACY})
     if unmanaged:
         raise UnsupportedError(
             f"process-group backend {', '.join(unmanaged)} cannot be recovered; use gloo, nccl or cpu:gloo,cuda:nccl"
+        )
+    if "nccl" in kinds.values() and os.environ.get(_NCCL2_ENV) == "1" and hasattr(c10d, "ProcessGroupNCCL2"):
+        raise UnsupportedError(
+            f"{_NCCL2_ENV}=1 asks for ProcessGroupNCCL2, which cannot be recovered; unset it, or set it to 0"
         )
     if get_debug_level() == DebugLevel.DETAIL:
         raise UnsupportedError(

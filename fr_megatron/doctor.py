@@ -35,7 +35,7 @@ def _version(package_info: Path) -> str | None:
     numbers = [re.search(rf"^{name} = (\d+)", text, re.MULTILINE) for name in _VERSION]
     if None in numbers:
         return None
-    before = re.search(r"^PRE_RELEASE = '(\w*)'", text, re.MULTILINE)
+    before = re.search(r"""^PRE_RELEASE = ['"](\w*)['"]""", text, re.MULTILINE)
     return ".".join(found[1] for found in numbers if found) + (before[1] if before else "")
 
 

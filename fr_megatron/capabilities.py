@@ -246,6 +246,6 @@ MEGATRON = Framework(
     "megatron-core",
     "megatron-core",
     "megatron.core",
-    ("0.13.1", "0.14.0", "0.15.3", "0.16.1", "0.20.0"),
+    ("0.13.1", "0.14.0", "0.15.3", "0.16.1", "0.19.2", "0.20.0"),
     (*EVERY_MODEL, FOLLOWED, REFORM, MEGATRON_FSDP, ARGUMENTS, PACKED),
 )

@@ -10,7 +10,7 @@ import pytest
 
 from tests.support import hosts
 from tests.support.hosts import Host, Network
-from tests.support.jobs import FSDP, References, check_same
+from tests.support.jobs import DDP, FSDP, References, check_same
 from tests.support.nodes import NodesJob, hosts_of_a_test, references_of_a_module
 
 pytestmark = [
@@ -71,3 +71,19 @@ def test_all_launchers_and_ranks_die_at_once(net: Network, tmp_path: Path, refer
     (version,) = ended.gone_on_from_snapshots()
     assert version >= KILL_AFTER
     check_same(ended, reference(FSDP), launches=2)
+
+
+def test_a_job_without_snapshots_is_told_to_end(net: Network, tmp_path: Path, reference: References) -> None:
+    """DDP: every shard has replicas, and nothing is kept while it trains. Each node writes its own part at the end."""
+    job = NodesJob(net, tmp_path / "run", DDP, steps=STEPS, options=["--resume"])
+    job.wait_for_step(KILL_AFTER)
+    job.signal_agent(net.hosts[0], signal.SIGTERM)
+    for popen in job.popens.values():
+        popen.wait(60)
+    assert job.output().count("this node's part of the state of step") == 2, job.output()
+    for host in net.hosts:
+        job.start_again(host)
+    ended = job.wait(of=[*net.hosts])
+    (version,) = ended.gone_on_from_snapshots()
+    assert version >= KILL_AFTER
+    check_same(ended, reference(DDP), launches=2)

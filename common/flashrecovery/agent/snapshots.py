@@ -191,6 +191,8 @@ class NodeSnapshots:
     def _persist(self, host: SnapshotHost, version: int, whole: bool, void: bool) -> None:
         held = [one for one in host.held() if one.version > 0]
         if not held:
+            if version:
+                log.warning("flashrecovery: the state of step %d is lost: nothing of it is held here", version)
             return
         there = listed(self._folder)
         if {(one.rank, one.name, one.version) for one in held} == {(one.rank, one.name, one.version) for one in there}:

@@ -233,8 +233,10 @@ class JobState:
         """Whether ranks hold a state that a later launch could go on from. Not where layouts and sizes change: what is
         kept on a node is of one."""
         config = self.config
-        there = not (self.unprotected or self.plan) and self.launched and self.whole
-        if not there or config.snapshots.keep == "never" or not config.snapshots.persist or config.replan is not None:
+        changes = config.elastic is not None or config.replan is not None
+        if changes or self.unprotected or not self.launched:
+            return False
+        if config.snapshots.keep == "never" or not config.snapshots.persist:
             return False
         if self.places[Place.RELEASED] or self.places[Place.FINISHED]:
             return False

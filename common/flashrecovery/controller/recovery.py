@@ -225,7 +225,10 @@ class RecoverySteps:
         if nothing and self._with_those_who_left(now):
             return
         if nothing and self._replanning.restored_from() is None:
-            why = f"no survivor holds any state and there is no checkpoint; the last failure: {self._job.last_failure}"
+            why = (
+                "no survivor holds any state and there is no checkpoint (what would survive that: --snapshots always, "
+                f"--checkpoint-dir); the last failure: {self._job.last_failure}"
+            )
             self._nothing_to_go_on_from(why, now)
         else:
             self.advance(now)

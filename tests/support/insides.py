@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import enum
 import functools
+import re
 import sys
 import types
 from collections import deque
@@ -35,11 +36,41 @@ def inside(roots: Mapping[str, object]) -> dict[str, str]:
     return _Walk(roots).found
 
 
+def odd(
+    victim: tuple[Mapping[str, str], Mapping[str, str]], survivor: tuple[Mapping[str, str], Mapping[str, str]]
+) -> dict[str, str]:
+    """What a recovery has not made alike: kind of path -> example.
+
+    Each of the two has what a rank was like at the beginning of a step before a recovery and, when the step was done
+    again, after it. What both ranks have lost was reset on all; what only one has lost, its peers still have.
+    """
+    lost, reset = _changed(*victim), _changed(*survivor)
+    both = {p for p in lost & reset if victim[0].get(p) == survivor[0].get(p)}
+    found = (lost ^ reset) | {p for p in both if victim[1].get(p) != survivor[1].get(p)}
+    return {
+        kind_of(path): f"{path}: {victim[0].get(path)} -> {victim[1].get(path)} in the replacement, "
+        f"{survivor[0].get(path)} -> {survivor[1].get(path)} in a survivor"
+        for path in sorted(found)
+    }
+
+
+def _changed(before: Mapping[str, str], after: Mapping[str, str]) -> set[str]:
+    return {path for path in before.keys() | after.keys() if before.get(path) != after.get(path)}
+
+
+def kind_of(path: str) -> str:
+    """A path without numbers, and without names of modules."""
+    path = re.sub(r"\[#?\d+\]", "[*]", path)
+    path = re.sub(r"_modules\[[^]]*\](\._modules\[[^]]*\])*", "_modules[*]", path)
+    return re.sub(r"__composable_api_state_key_[0-9a-f-]*", "__state", path)
+
+
 class _Walk:
     def __init__(self, roots: Mapping[str, object]) -> None:
         self.found: dict[str, str] = {}
         self._names: dict[int, str] = {}  # id() -> first path, of what has been looked into
         self._kept: list[object] = []  # so that no id() comes twice
+        self._sets: dict[str, list[str]] = {}
         todo: deque[tuple[str, object, int]] = deque((name, root, 0) for name, root in roots.items())
         todo.extend((f"module {path}", value, 0) for path, value in _of_modules())
         while todo:  # the shortest path to something is its name
@@ -47,6 +78,8 @@ class _Walk:
             if depth < _DEPTH:
                 todo.extend((*child, depth + 1) for child in self._look(path, thing))
         self.found = {path: self._settled(text) for path, text in self.found.items()}
+        for path, words in self._sets.items():
+            self.found[path] += ", ".join(sorted(map(self._settled, words)))
 
     def _look(self, path: str, thing: object) -> Iterator[tuple[str, object]]:
         if isinstance(thing, float):
@@ -69,7 +102,8 @@ class _Walk:
             self.found[path] += f" of {len(thing)}"
             yield from ((f"{path}[{i}]", item) for i, item in enumerate(list(thing)))
         elif isinstance(thing, Set):
-            self.found[path] += f" of {len(thing)}: " + ", ".join(sorted(self._word(item) for item in thing))
+            self.found[path] += f" of {len(thing)}: "
+            self._sets[path] = [self._word(item) for item in thing]
         elif isinstance(thing, (types.FunctionType, types.MethodType, functools.partial, type)):
             self.found[path] += f" {getattr(thing, '__qualname__', '')}"
         if _is_looked_into(thing):
@@ -88,7 +122,9 @@ class _Walk:
 
     def _mapping(self, path: str, mapping: Mapping[Any, Any]) -> Iterator[tuple[str, object]]:
         items = list(mapping.items())
-        self.found[path] += f" of {len(items)}: " + ", ".join(self._word(key) for key, _ in items)
+        self.found[path] += f" of {len(items)}"
+        if "_hooks" not in path.rpartition(".")[2]:  # whose keys are numbers that torch counts up in a process
+            self.found[path] += ": " + ", ".join(self._word(key) for key, _ in items)
         for number, (key, value) in enumerate(items):
             yield (f"{path}[{key!r}]" if isinstance(key, str) else f"{path}[#{number}]"), value
 
@@ -144,14 +180,14 @@ def _of_modules() -> Iterator[tuple[str, object]]:
 
 
 def _state(path: str, value: object) -> Iterator[tuple[str, object]]:
-    info = getattr(inspect_unwrap(value), "cache_info", None)
+    info = getattr(_unwrapped(value), "cache_info", None)
     if callable(info):
         yield f"{path}.cached", info().currsize
     elif isinstance(value, (float, *_PLAIN, Mapping, list, tuple, deque, Set)) or _is_looked_into(value):
         yield path, value
 
 
-def inspect_unwrap(value: object) -> object:
+def _unwrapped(value: object) -> object:
     """The innermost function of decorators that say what they wrap, or one with a cache on the way."""
     for _ in range(10):
         if hasattr(value, "cache_info") or not hasattr(value, "__wrapped__"):

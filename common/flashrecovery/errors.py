@@ -28,6 +28,10 @@ class DataSourceError(FlashRecoveryError):
     """A data source cannot be replayed: it ended early or gave other samples than before the failure."""
 
 
+class DataEndedError(DataSourceError):
+    """The data of one rank has ended in the middle of the training, and nothing of the script expects that."""
+
+
 class UnsupportedError(FlashRecoveryError):
     """A layout, option or version that recovery cannot protect; refused at start, by name."""
 

@@ -67,6 +67,7 @@ class NoticeKind(_Word):
     COMMUNICATION_OUTSIDE = "communication_outside"
     WAITING = "waiting"
     CONTROLLER_ELECTED = "controller_elected"
+    DATA_ENDED = "data_ended"
     DEADLOCK = "deadlock"
     DIGEST_MISMATCH = "digest_mismatch"
     FAULT_FIRED = "fault_fired"

@@ -247,6 +247,27 @@ def test_only_what_two_looks_say_alike_counts() -> None:
         assert (verdicts[1] is not None and list(verdicts[1].accused) == [1]) is certain
 
 
+def test_a_deadlock_is_told_early_where_the_data_of_a_rank_has_ended() -> None:
+    """And nothing else is: a rank that computes for long is nobody's fault."""
+    for deadlock in (True, False):
+        lookout, ranks = HangDetector(LIMITS), records(3.1, 3.1)
+        assert not lookout.due(ranks, -1.0)
+        lookout.ended[1] = "the data of rank 1 has ended in step 4"
+        verdict = None
+        for now in (0.0, 0.3, 0.9):
+            assert lookout.due(ranks, now)
+            number = lookout.begin(["n"], now)
+            first, second = answer(0, 4, waits=True), answer(1, 3, waits=False)
+            second.groups.add(group="own", size=2, collectives=2)
+            first.groups.add(group="own", size=2, collectives=1)
+            first.age_s = second.age_s = 3.1 + now
+            if deadlock:
+                second.operations.add(group="own", op="barrier", peer=-1, number=1, certain=True)
+            lookout.answered("n", pb.HangReports(look=number, ranks=[first, second]))
+            verdict = verdict or lookout.verdict(ranks, now + 0.02)
+        assert (verdict is not None and verdict.kind is VerdictKind.DEADLOCK) is deadlock, verdict
+
+
 def test_a_node_that_does_not_answer_is_not_waited_for_and_its_ranks_are_not_accused() -> None:
     lookout, ranks = HangDetector(LIMITS), records(6.0, 6.0)
     ranks[1].home = "other"

@@ -8,7 +8,7 @@ repeats, with the same ranks accused and no progress of theirs in between, has c
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from flashrecovery.config import Timeouts
 from flashrecovery.controller.records import Place, RankRecord
@@ -19,6 +19,9 @@ _PACE_S = 0.25
 """Between two looks at the ranks' ages, and from the first look of the agents to the second."""
 _ON_THE_WAY_S = 0.5
 """An agent's answer may take this long besides the time that it has for asking."""
+_ENDED_S = 3.0
+"""So long nothing has moved when a deadlock is looked for after the data of a rank has ended. Ranks that wait for each
+other do so for ever; this only leaves time for what is under way."""
 _LONGEST_PAUSE_S = 30.0
 """The longest pause, in seconds, between two looks at a standstill for which no rank can be accused; pauses grow up to
 this."""
@@ -46,6 +49,8 @@ class HangDetector:
         self._pause_s = _PACE_S
         self._last: _Key | None = None
         self._told = ""
+        self.ended: dict[int, str] = {}
+        """Ranks whose data has ended, in words: a deadlock is looked for early."""
 
     @property
     def answer_s(self) -> float:
@@ -59,6 +64,8 @@ class HangDetector:
         self._next_at = now + _PACE_S
         if any(self._suspected(r, now) for r in ranks):
             return True
+        if self.ended:
+            return any(r.place is Place.RUNNING and r.progress_age_s + now - r.heard_at >= _ENDED_S for r in ranks)
         self.forget()
         return False
 
@@ -89,7 +96,12 @@ class HangDetector:
             self._stand(running[a.rank], a) for a in look.answers if a.rank in running and running[a.rank].pid == a.pid
         ]
         done = len(ranks) - len(running)
-        found = judge(stands, absent=len(running) - len(stands), done=done)
+        absent = len(running) - len(stands)
+        found = judge(stands, absent=absent, done=done)
+        if not any(self._suspected(r, now) for r in ranks):  # only a deadlock, which has no end, is told this early
+            stands = [replace(s, limit_s=min(s.limit_s, _ENDED_S)) for s in stands]
+            soon = judge(stands, absent=absent, done=done)
+            found = soon if soon.kind is VerdictKind.DEADLOCK else Verdict(VerdictKind.LATER)
         progress = {s.rank: s.progress for s in stands}
         key = (found.kind, frozenset((r, progress[r]) for r in found.accused))
         repeated, self._last = key == self._last, key

@@ -178,6 +178,8 @@ class Intake:
             job.not_registered = shortened(n.text)
         if n.kind == NoticeKind.HEALTH_WARNING:
             job.nodes[node].suspect = n.text  # the last to get ranks of a lost node
+        elif n.kind == NoticeKind.DATA_ENDED:
+            self._machine.watch.data_ended(n.rank, n.text)
         elif n.kind == NoticeKind.UNDO_ENABLED and self._undo_told != (job.generation, n.step):
             self._undo_told = (job.generation, n.step)  # once, however many ranks find it out
             # a rank whose steps need it cannot be brought back unless the others can go back, too

@@ -603,6 +603,9 @@ class Machine:
         if late and self.job.state not in (State.FINISHED, State.FAILED):
             self._are_late(late, now)
         found = self.watch.find_hung(now)
+        if found is not None and (why := self.watch.end_of_data(found)):
+            self.job.fail(why)
+            return
         if found is not None:
             self._on_failures([self._hung(rank, evidence, now) for rank, evidence in victims_of(found)], now)
             if found.kind is VerdictKind.UNLIKE and self.job.recovery is not None:

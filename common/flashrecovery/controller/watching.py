@@ -25,11 +25,26 @@ class HangWatch:
         """An agent says where its workers stand."""
         self._lookout.answered(node, message)
 
+    def data_ended(self, rank: int, text: str) -> None:
+        """The data of ``rank`` has ended in its step, in which it has not trained: the others may wait for it."""
+        self._lookout.ended[rank] = text
+
+    def end_of_data(self, found: Verdict) -> str:
+        """Why the job cannot go on, if ``found`` follows from the end of a rank's data; else ""."""
+        if found.kind is not VerdictKind.DEADLOCK or not self._lookout.ended:
+            return ""
+        return (
+            f"{'; '.join(text for _, text in sorted(self._lookout.ended.items()))}, where the others go on with theirs "
+            f"({found.text}): give recovery.data() a loader, which begins its next epoch by itself, or have all ranks "
+            "agree on the end (all_reduce a flag in the block) and leave the loop in the same step"
+        )
+
     def find_hung(self, now: float) -> Verdict | None:
         """The verdict on ranks that hang, None if there is none now. Asks the agents for reports if ranks stand
         still."""
         if self._job.state is not State.RUNNING:
             self._lookout.forget()
+            self._lookout.ended.clear()
             return None
         ranks = self._job.ranks.values()
         if self._lookout.due(ranks, now):

@@ -14,7 +14,7 @@ import threading
 from contextlib import suppress
 from pathlib import Path
 
-from flashrecovery.errors import DivergedError
+from flashrecovery.errors import DataEndedError, DivergedError
 from flashrecovery.kinds import NoticeKind
 from flashrecovery.plan.words import HOW_TO_PROTECT
 from flashrecovery.proto import flashrecovery_pb2 as pb
@@ -227,7 +227,7 @@ def _last_words(channel: Channel, error: BaseException) -> None:
     name = f"{type(error).__module__}.{type(error).__qualname__}".removeprefix("builtins.")
     groups = sys.modules.get("flashrecovery.groups")
     follows = groups is not None and groups.is_communication_error(error)
-    fatal = isinstance(error, DivergedError)
+    fatal = isinstance(error, (DivergedError, DataEndedError))
     message = str(error)[:4000]
     words = pb.LastWords(
         exception=name, message=message, traceback=text, communication=follows, fatal=fatal, place=place

@@ -130,6 +130,8 @@ class DataStream:
         self._start: dict[str, Any] | None = None  # of a stateful source, before anything was read
         self._told_opaque = False
         self._consumers = Consumers()
+        self.ended = False
+        """The script has been told that there is no more."""
 
     @property
     def position(self) -> DataPosition:
@@ -195,6 +197,7 @@ class DataStream:
             if self._source.one_shot or index == 0:
                 if index == 0 and not self._source.one_shot:
                     raise DataSourceError(f"the {self._source.name} gives no batches") from None
+                self.ended = True
                 raise
             epoch, index = epoch + 1, 0
             self._sample(DataPosition(epoch, 0, total), self._source.unread_state())

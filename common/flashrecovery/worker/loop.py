@@ -19,11 +19,11 @@ from types import FrameType
 from typing import NoReturn
 
 from flashrecovery import groups
-from flashrecovery.errors import FlashRecoveryError, RestoreError, StepInterrupted
+from flashrecovery.errors import DataEndedError, FlashRecoveryError, RestoreError, StepInterrupted
 from flashrecovery.kinds import NoticeKind
 from flashrecovery.proto import flashrecovery_pb2 as pb
 from flashrecovery.runtime import process_end
-from flashrecovery.worker import below, leftovers
+from flashrecovery.worker import below, join_watch, leftovers
 from flashrecovery.worker.ahead_of_script import imported_so_far
 from flashrecovery.worker.collectives import CollectiveWatch
 from flashrecovery.worker.copies import Copies
@@ -171,6 +171,7 @@ class Loop:
         if not self._entered and self._gate.generation == 0:  # a replacement's predecessor has been asked
             check_loop(frame)
         self._entered = True
+        join_watch.check(self._registry.joinables)
         if self._unregistered is not None:
             self._unregistered.before_step(frame, self._gate.generation)
 
@@ -191,6 +192,7 @@ class Loop:
     def _end(self, error: BaseException | None) -> bool:
         if error is None:
             try:
+                self._tell_if_data_ended()
                 self._commit()
                 if self._own_calls:
                     self.settle()
@@ -206,6 +208,7 @@ class Loop:
                 raise
         elif not self._stops.explain(error):
             self._failing = True
+            self._refuse_end_of_data(error)
             return False
         self._failing = True
         self._cut_short_by = error
@@ -215,6 +218,24 @@ class Loop:
         if not self._own_calls:
             self._void_run = VoidRun(self._registry.tensor_shards(), self._registry.streams, self._gate.version)
         return True
+
+    def _tell_if_data_ended(self) -> None:
+        """The body has taken no optimizer step, and its data has ended: the others may be waiting for this rank in
+        theirs, for ever."""
+        if not self._gate.mutating and any(stream.ended for stream in self._registry.streams):
+            step = self._gate.version
+            text = f"the data of rank {self._worker.rank} has ended in step {step}"
+            self._worker.notice(NoticeKind.DATA_ENDED, text, step=step)
+
+    def _refuse_end_of_data(self, error: BaseException) -> None:
+        """Raises DataEndedError if ``error`` is that a stream has ended."""
+        ended = any(stream.ended for stream in self._registry.streams)
+        if ended and (isinstance(error, StopIteration) or isinstance(error.__cause__, StopIteration)):
+            raise DataEndedError(
+                f"recovery.data() of rank {self._worker.rank} has ended in step {self._gate.version}, and the script "
+                "asks it for more: give it a loader, which begins its next epoch by itself, or have all ranks agree "
+                "on the end (all_reduce a flag in the block) and leave the loop in the same step"
+            ) from error
 
     def _commit(self) -> None:
         """Commit the step. What belongs to the new version may still change until it is handed out; see

@@ -8,7 +8,7 @@ this rank's were like: a replacement notices if its predecessor's had been other
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from types import MappingProxyType
 from typing import Any
@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import xxhash
 from torch import distributed as dist
+from torch.distributed.algorithms.join import Joinable
 from torch.optim import Optimizer
 
 from flashrecovery.contract import Adapter
@@ -276,6 +277,11 @@ class Registry:
         """Those, and optimizers that they step by themselves."""
         nested = [one for adapter in self.adapters for one in adapter.stepped_by_others()]
         return [*self._optimizers, *(one for one in nested if isinstance(one, Optimizer))]
+
+    @property
+    def joinables(self) -> Iterator[Joinable]:
+        """Models and optimizers that can be in a ``join()`` context."""
+        return (thing for thing in (*self._models, *self._optimizers) if isinstance(thing, Joinable))
 
     def known(self) -> list[object]:
         """Everything that is protected: models, optimizers, objects, data streams."""

@@ -168,6 +168,11 @@ class TorchAdapter(Adapter):
                 found[number] = AttributesShard(f"optimizer/{number}{suffix}", least.holders, beside)
         return found
 
+    def kept_beside(self) -> list[str]:
+        """The classes of optimizers that keep tensors in their attributes, or another optimizer, as a shard."""
+        self.shards()
+        return [type(self._besides[number].optimizer).__name__ for number in self._beside_shards]
+
     def stepped_by_others(self) -> Sequence[Optimizer]:
         """Optimizers that a registered one steps by itself."""
         for beside in self._besides:

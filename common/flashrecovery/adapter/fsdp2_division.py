@@ -131,6 +131,12 @@ class FSDP2Division(RuledDivision):
         for fqn, one in self._divided.items():
             tensors, values = one.shard.tensors_and_values()
             where = values.get("layout", {})
+            for key, form in values.get("forms", {}).items():
+                raise UnsupportedError(
+                    f"an elastic job with FSDP2 and {key!r} of {fqn!r}, a {form.get('class', 'DTensor')}: it is not "
+                    "known how what it consists of is divided in another size; numbers and ordinary tensors that are "
+                    "sharded like their parameter are allowed"
+                )
             lines = []
             for key, tensor in tensors.items():
                 placed = key == PARAM or where[key] == PLACED

@@ -18,6 +18,7 @@ from pathlib import Path
 
 from flashrecovery.capabilities import ENTRY_POINTS as CAPABILITIES
 from flashrecovery.capabilities import Framework
+from flashrecovery.capabilities.of_apex import APEX
 from flashrecovery.capabilities.of_torch import TORCH
 from flashrecovery.errors import FlashRecoveryError
 from flashrecovery.finding import Finding, Level
@@ -57,6 +58,10 @@ def frameworks() -> list[Finding]:
             findings += capabilities(framework, needed=False)
         else:
             findings.append(Finding(framework.name, Level.OK, "not installed", "optional"))
+    if APEX.is_there:
+        lines = capabilities(APEX, needed=False)
+        # another project's version says nothing
+        findings += lines[-1:] if APEX.capabilities[0].missing() else lines
     return findings
 
 

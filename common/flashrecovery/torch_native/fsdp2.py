@@ -73,6 +73,11 @@ class FSDP2Adapter(TorchAdapter):
             self._division = FSDP2Division(self.fsdp, self.optimizers, divided, self._look_again)
         return self._division
 
+    def tied_to_size(self) -> Sequence[str]:
+        """What an optimizer keeps in its attributes is a rank's own part of it, in a shape that nobody knows."""
+        beside = () if replicates(self.fsdp) else self.kept_beside()
+        return [*super().tied_to_size(), *(f"FSDP2 and what {kind} keeps in its attributes" for kind in beside)]
+
     def resized(self) -> None:
         if self._replicas is not None:
             self._replicas.resize()

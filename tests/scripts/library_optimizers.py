@@ -1,0 +1,90 @@
+"""A small model, trained by an optimizer of another project (``--optimizer``), with DDP or FSDP2."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import flashrecovery
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from tests.scripts import proof
+
+WIDTH = 64
+
+
+def _of(module: str, name: str, **options: Any) -> Callable[[list[nn.Parameter]], list[torch.optim.Optimizer]]:
+    return lambda parameters: [getattr(import_module(module), name)(parameters, **options)]
+
+
+def _muon(parameters: list[nn.Parameter]) -> list[torch.optim.Optimizer]:
+    matrices, rest = ([p for p in parameters if (p.ndim == 2) is wanted] for wanted in (True, False))
+    return [torch.optim.Muon(matrices, lr=1e-2), torch.optim.AdamW(rest, lr=1e-2)]
+
+
+OPTIMIZERS = {
+    "torchao-8bit": _of("torchao.optim", "AdamW8bit", lr=1e-2),
+    "torchao-4bit": _of("torchao.optim", "AdamW4bit", lr=1e-2),
+    "torchao-fp8": _of("torchao.optim", "AdamWFp8", lr=1e-2),
+    "bitsandbytes-8bit": _of("bitsandbytes.optim", "AdamW8bit", lr=1e-2),
+    "bitsandbytes-lion": _of("bitsandbytes.optim", "Lion8bit", lr=1e-3),
+    "prodigy": _of("prodigyopt", "Prodigy"),
+    "schedule-free": _of("schedulefree", "AdamWScheduleFree", lr=1e-2),
+    "transformers-adafactor": _of("transformers.optimization", "Adafactor", lr=None, warmup_init=True),
+    "muon": _muon,
+}
+
+
+def main() -> None:
+    parser = proof.flags(__doc__)
+    parser.add_argument("--framework", choices=("ddp", "fsdp2"), default="ddp")
+    parser.add_argument("--optimizer", choices=OPTIMIZERS, required=True)
+    args = parser.parse_args()
+    dist.init_process_group("gloo")
+    recovery = flashrecovery.init()
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.Tanh(), nn.Linear(2 * WIDTH, WIDTH), nn.LayerNorm(WIDTH))
+    for unit in (net[0], net[2]) if args.framework == "fsdp2" else ():
+        fully_shard(unit)
+    model: nn.Module = fully_shard(net) if args.framework == "fsdp2" else DistributedDataParallel(net)
+    optimizers = OPTIMIZERS[args.optimizer](list(model.parameters()))
+    recovery.register(model=model, optimizer=optimizers)
+    kills = proof.Kills(args.kill, recovery, args.pause)
+    kills.in_backward_of(net[0])
+    for seed in (torch.manual_seed, random.seed, np.random.seed):
+        seed(100 + dist.get_rank())
+    for step in recovery.steps(args.steps):
+        kills.step = step.index
+        with step:
+            kills.at("data")
+            for optimizer in optimizers:
+                getattr(optimizer, "train", int)()
+            batch = torch.randn(4, WIDTH)
+            loss = model(batch).sub(0.3).square().mean()
+            proof.say_step(step.index, batch, loss, 0)
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+            loss.backward()
+            for optimizer in optimizers:
+                optimizer.step()
+            kills.at("optimizer")
+        kills.at("below")
+        kills.at("end")
+    more = {f"optimizer {n}": [[*o.state.values()], o.param_groups] for n, o in enumerate(optimizers)}
+    proof.say_end(net, optimizers[0], more)
+
+
+if __name__ == "__main__":
+    main()

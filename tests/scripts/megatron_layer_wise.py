@@ -1,7 +1,8 @@
 """The megatron-core example with LayerWiseDistributedOptimizer: each data-parallel rank owns whole parameters.
 
 Around Adam, of FusedAdam's kind, so that it needs no package besides megatron-core. ``--muon``: around Muon and Adam,
-as Megatron makes it with ``optimizer="dist_muon"`` (emerging-optimizers).
+as Megatron makes it with ``optimizer="dist_muon"`` (emerging-optimizers). ``--elastic-loop``: in a loop whose other
+sizes are known.
 """
 
 from __future__ import annotations
@@ -43,4 +44,11 @@ if __name__ == "__main__":
     else:
         megatron.core.optimizer.Adam = FusedAdam
         megatron_model.get_megatron_optimizer = layer_wise
-    pretrain_gpt.main()
+    if "--elastic-loop" in sys.argv:
+        sys.argv.remove("--elastic-loop")
+        sys.path.insert(0, str(Path(__file__).resolve().parent))
+        import elastic_megatron
+
+        elastic_megatron.main()
+    else:
+        pretrain_gpt.main()

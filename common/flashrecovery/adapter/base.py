@@ -371,8 +371,8 @@ class TorchAdapter(Adapter):
 
     def fault_points(self) -> Mapping[str, Callable[[Callable[[], None]], None]]:
         points: dict[str, Callable[[Callable[[], None]], None]] = {
-            "forward": lambda callback: faults.in_forward(self.inner, callback),
-            "backward": lambda callback: faults.in_backward(self.inner, callback),
+            "forward": lambda callback: faults.in_forward(self.inner, callback, self.root),
+            "backward": lambda callback: faults.in_backward(self.inner, callback, self.root),
         }
         if self.optimizers:
             points["optimizer"] = lambda callback: self._fault_in_optimizer.arm(callback, self._middle_parameter())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -18,13 +18,28 @@ from flashrecovery import groups
 Callback = Callable[[], None]
 
 
-def middle_module(root: nn.Module) -> nn.Module:
-    """A leaf module with trainable parameters about half-way through ``root``."""
-    candidates = [m for m in root.modules() if any(p.requires_grad for p in m.parameters(recurse=False))]
-    return candidates[len(candidates) // 2] if candidates else root
+def middle_module(root: nn.Module, outer: nn.Module | None = None) -> nn.Module:
+    """A leaf module with trainable parameters about half-way through ``root``, whose hooks are called although they
+    come late: torch.compile does not look for those within what it has compiled. ``outer`` (around ``root``) if there
+    is none."""
+    called = list(_called(root))
+    candidates = [m for m in called if any(p.requires_grad for p in m.parameters(recurse=False))]
+    if candidates:
+        return candidates[len(candidates) // 2]
+    return root if called or outer is None else outer
 
 
-def in_forward(root: nn.Module, callback: Callback) -> None:
+def _called(root: nn.Module) -> Iterator[nn.Module]:
+    """Modules that are not a part of a compiled one."""
+    if getattr(root, "_compiled_call_impl", None) is not None:
+        return
+    yield root
+    if not hasattr(root, "_orig_mod"):  # of torch.compile(module)
+        for child in root.children():
+            yield from _called(child)
+
+
+def in_forward(root: nn.Module, callback: Callback, outer: nn.Module | None = None) -> None:
     """Call ``callback`` once, when the middle module's forward begins."""
     handles: list[RemovableHandle] = []
 
@@ -32,7 +47,7 @@ def in_forward(root: nn.Module, callback: Callback) -> None:
         _remove(handles)
         callback()
 
-    handles.append(middle_module(root).register_forward_pre_hook(strike))
+    handles.append(middle_module(root, outer).register_forward_pre_hook(strike))
 
 
 def before_gather(module: nn.Module, callback: Callback) -> None:
@@ -61,7 +76,7 @@ def before_gather_operation(optimizer: Optimizer, callback: Callback) -> None:
     handle = optimizer.register_step_post_hook(stepped)
 
 
-def in_backward(root: nn.Module, callback: Callback) -> None:
+def in_backward(root: nn.Module, callback: Callback, outer: nn.Module | None = None) -> None:
     """Call ``callback`` once, when backward reaches the output of the middle module.
 
     A tensor hook, not a parameter hook: FSDP2's unsharded parameters do not exist before the first forward.
@@ -79,7 +94,7 @@ def in_backward(root: nn.Module, callback: Callback) -> None:
                 handles.append(leaf.register_hook(strike))
                 return
 
-    handles.append(middle_module(root).register_forward_hook(watch_output))
+    handles.append(middle_module(root, outer).register_forward_hook(watch_output))
 
 
 class OptimizerFault:

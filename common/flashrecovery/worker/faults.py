@@ -30,6 +30,7 @@ class Faults:
 
     def __init__(self, notify: Callable[[NoticeKind, str, pb.Fault], None]) -> None:
         self._armed: list[pb.Fault] = []
+        self._waiting: list[tuple[pb.Fault, int]] = []  # handed to an adapter, in this step
         self._lock = threading.Lock()
         self._notify = notify
 
@@ -59,12 +60,17 @@ class Faults:
 
     def begin_step(self, step: int, adapters: Sequence[Adapter]) -> None:
         """Hand the faults of this step to the adapter, if only the framework can find their phase."""
+        for late, since in [waiting for waiting in self._waiting if waiting[1] < step]:
+            text = f"phase {late.phase!r} has not been seen in step {since}: a compiled model calls no late hooks"
+            self._notify(NoticeKind.FAULT_IMPOSSIBLE, text, late)
+            self._waiting.remove((late, since))
         if not self._armed:
             return
         for adapter in adapters:
             for phase, arm in adapter.fault_points().items():
                 fault = self.take(phase, step)
                 if fault is not None:
+                    self._waiting.append((fault, step))
                     arm(lambda fault=fault: self.fire(fault))  # type: ignore[misc]
         fault = self.take("grad-sync", step)
         if fault is not None:
@@ -93,6 +99,7 @@ class Faults:
         groups.set_operation_hook(at_operation)
 
     def fire(self, fault: pb.Fault) -> None:
+        self._waiting = [waiting for waiting in self._waiting if waiting[0] is not fault]
         self._notify(NoticeKind.FAULT_FIRED, f"{fault.fault} at {fault.phase}, step {fault.step}", fault)
         if fault.fault == "sigkill":
             os.kill(os.getpid(), signal.SIGKILL)

@@ -1,0 +1,78 @@
+"""A drill strikes in a model that torch compiles, or says that it has not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from flashrecovery.adapter.faults import in_backward, in_forward, middle_module
+from flashrecovery.kinds import NoticeKind
+from flashrecovery.proto import flashrecovery_pb2 as pb
+from flashrecovery.worker.faults import Faults
+
+
+class Around(nn.Module):
+    """In the place of DistributedDataParallel."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.module = inner
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.module(x)
+        return result
+
+
+def network() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Sequential(nn.Linear(2, 2), nn.ReLU()), nn.Linear(2, 2))
+
+
+def test_of_a_compiled_model_what_is_around_it_is_taken() -> None:
+    plain = network()
+    assert middle_module(plain) is plain[2][0]  # type: ignore[index]
+    parts = network()
+    parts[2].compile(backend="eager")
+    assert middle_module(parts) in (parts[0], parts[3])
+    whole = network()
+    around = Around(whole)
+    whole.compile(backend="eager")
+    assert middle_module(whole, around) is around
+    made: Any = torch.compile(network(), backend="eager")
+    assert middle_module(made) is made
+
+
+@pytest.mark.parametrize("arm", [in_forward, in_backward])
+def test_it_strikes_in_a_model_that_was_compiled_in_place(arm: Callable[..., None]) -> None:
+    inner = network()
+    around = Around(inner)
+    inner.compile(backend="eager")
+    around(torch.ones(1, 2)).sum().backward()  # compiled now
+    struck: list[int] = []
+    arm(inner, lambda: struck.append(1), around)
+    for _ in range(2):
+        around(torch.ones(1, 2)).sum().backward()
+    assert struck == [1]
+
+
+class Deaf:
+    """An adapter whose model never comes to the place."""
+
+    def fault_points(self) -> dict[str, Callable[[Callable[[], None]], None]]:
+        return {"forward": lambda callback: None}
+
+
+def test_one_that_has_not_struck_in_its_step_says_so() -> None:
+    told: list[tuple[NoticeKind, str]] = []
+    faults = Faults(lambda kind, text, fault: told.append((kind, text)))
+    faults.arm(pb.Fault(phase="forward", step=2, fault="raise"))
+    for step in (1, 2, 2):  # redone after a recovery
+        faults.begin_step(step, [Deaf()])  # type: ignore[list-item]
+    assert not told
+    faults.begin_step(3, [Deaf()])  # type: ignore[list-item]
+    faults.begin_step(4, [Deaf()])  # type: ignore[list-item]
+    ((kind, text),) = told
+    assert kind is NoticeKind.FAULT_IMPOSSIBLE and "'forward' has not been seen in step 2" in text

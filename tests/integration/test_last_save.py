@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 
+from flashrecovery.snapshot.files import FOLDER
 from tests.support.jobs import ROOT, Job, Layout, RunningJob, check_clean
 
+pytestmark = pytest.mark.timeout(400)
 SCRIPT = ROOT / "tests" / "scripts" / "few_tensors.py"
 STEPS = 16
 ALWAYS = {"snapshots": {"keep": "always"}}
@@ -38,6 +40,7 @@ def gone_on(path: Path, kind: str, ranks: int, **kwargs: Any) -> Job:
     assert job.code == 0 and job.digests == whole(path, kind, ranks).digests, job.explain()
     assert f"step={version - 1} " not in job.output, "what an earlier launch has printed is not shown again"
     check_clean(job)
+    assert not (path / "run" / FOLDER).exists(), "the job has come to its end"
     return job
 
 

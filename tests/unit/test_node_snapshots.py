@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import time
@@ -17,6 +18,7 @@ from flashrecovery.errors import ConfigError
 from flashrecovery.snapshot import client
 from flashrecovery.snapshot.address import SNAPSHOT_ENV, name_for
 from flashrecovery.snapshot.client import Keeper, SnapshotHost
+from flashrecovery.snapshot.files import FOLDER
 from flashrecovery.snapshot.memory import SharedMemory
 
 
@@ -158,3 +160,16 @@ def wait_for_death(node: NodeSnapshots, said: list[str], count: int) -> None:
         assert time.monotonic() < deadline
         node.revive()
         time.sleep(0.01)
+
+
+@pytest.mark.parametrize("unfinished", [False, True])
+def test_what_a_job_has_gone_on_from_goes_when_it_comes_to_its_end(
+    unfinished: bool, tmp_path: Path, ended: Callable[[Path], None]
+) -> None:
+    ended(tmp_path)
+    host = left_by_an_earlier_launch(tmp_path)
+    assert host.save(tmp_path / FOLDER) == ([7], "")
+    host.end()
+    found = NodeSnapshots(config(resume=True), tmp_path, print)
+    asyncio.run(found.end(unfinished=unfinished))
+    assert (tmp_path / FOLDER).exists() is unfinished

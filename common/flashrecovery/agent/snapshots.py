@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import shutil
 import time
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
@@ -181,6 +182,8 @@ class NodeSnapshots:
         if host is None:
             return
         try:
+            if not unfinished and self._resumes:
+                shutil.rmtree(self._folder, ignore_errors=True)  # from which this job has gone on, to its end
             if unfinished and self._config.persist:
                 await asyncio.to_thread(self._persist, host, version, whole, void)
         except OSError as e:

@@ -1,0 +1,32 @@
+"""peft's LoRA, whose layers read their adapters' weights: of a job that is killed while ZeRO-3 learns that, and later,
+every step and the end are those of the same launch without a kill, bit for bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.scripts.proof import Kill
+from tests.support.jobs import ROOT, Job, Layout
+from tests.support.loops import check_loop, run_loop
+
+SCRIPT = ROOT / "tests" / "scripts" / "lora.py"
+ENVIRONMENT = {"PYTHONWARNINGS": "ignore", "OMP_NUM_THREADS": "1"}
+STEPS = 8
+TIMEOUT_S = 400  # peft imports much, in each process
+
+pytestmark = [pytest.mark.libraries, pytest.mark.timeout(3 * TIMEOUT_S)]
+
+
+def _run(path: Path, framework: str, kills: tuple[Kill, ...] = ()) -> Job:
+    layout = Layout(framework, "", ("--framework", framework), nproc=2)
+    return run_loop(path, layout, STEPS, kills, script=SCRIPT, env=ENVIRONMENT, timeout_s=TIMEOUT_S)
+
+
+@pytest.mark.parametrize("framework", ["zero3"])
+def test_two_adapters(framework: str, tmp_path: Path) -> None:
+    pytest.importorskip("peft")
+    pytest.importorskip("deepspeed")
+    kills = (Kill(1, 1, "backward", 0), Kill(0, 4, "optimizer", 1))
+    check_loop(_run(tmp_path / "run", framework, kills), _run(tmp_path / "reference", framework), kills)

@@ -131,6 +131,7 @@ ENTRIES = (
     *(Entry(f"torch=={version}", PLAIN) for version in TORCHES),
     *(Entry(f"deepspeed=={version}", DEEPSPEED) for version in ("0.19.8", "0.19.0", "0.18.9", "0.17.6", "0.16.9")),
     *(Entry(f"megatron-core=={version}", MEGATRON_CORE) for version in ("0.16.1", "0.15.3", "0.14.0", "0.13.1")),
+    Entry("transformers==5.24.0 accelerate==1.15.0", HUGGING_FACE),
     Entry("transformers==5.23.0 accelerate==1.15.0", HUGGING_FACE),
     Entry("transformers==4.57.6 accelerate==1.12.0", HUGGING_FACE),
     *(Entry(f"python=={python} torch==2.14.1", PLAIN) for python in ("3.10", "3.12", "3.13")),

@@ -65,3 +65,25 @@ def test_own_state_comes_back(
     replaced = {rank for e in job.of("recovery_finished") for rank in e["victims"]}
     assert replaced == {rank for rank, _, _ in kills}, job.explain()
     assert not job.notices("not_registered"), job.explain()
+
+
+@pytest.mark.grid
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        ("lazy", "the module trainer.teacher (Model), which has come about while the Trainer was training"),
+        ("two-optimizers", "trainer.critic_optimizer, the optimizer SGD"),
+    ],
+)
+def test_what_cannot_be_brought_back_is_refused_by_name(kind: str, said: str, tmp_path: Path) -> None:
+    job = _run(tmp_path / "run", _kind(kind), standby=0)
+    assert job.code != 0 and said in job.output, job.explain()
+    assert not job.digests
+
+
+@pytest.mark.grid
+def test_iterators_and_files_are_named(tmp_path: Path) -> None:
+    job = _run(tmp_path / "run", _kind("iterating"), standby=0)
+    assert job.code == 0, job.explain()
+    (notice,) = job.notices("not_registered")
+    assert "trainer.unlabelled (cycle), trainer.notes (TextIOWrapper)" in notice["text"], notice

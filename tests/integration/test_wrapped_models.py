@@ -9,6 +9,7 @@ import pytest
 from tests.support.faults import faults
 from tests.support.jobs import ROOT, Job, Layout, RunningJob, check_fired, check_recovered, check_same
 
+pytestmark = [pytest.mark.timeout(600)]
 SCRIPT = ROOT / "tests" / "scripts" / "wrapped.py"
 LIGHTNING_TRAINER = """
 import flashrecovery, lightning, torch

@@ -168,7 +168,9 @@ class NormHistory(Trainer):  # type: ignore[misc]
 
     def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         loss = super().training_step(model, inputs, *args, **kwargs)
-        self.norms.append(float(sum(p.grad.pow(2).sum() for p in model.parameters() if p.grad is not None)))
+        if self.accelerator.sync_gradients:  # else they are each rank's own
+            grads = [p.grad for p in model.parameters() if p.grad is not None]
+            self.norms.append(float(sum(grad.pow(2).sum() for grad in grads)))
         return loss
 
 

@@ -40,6 +40,7 @@ ELSEWHERE: dict[str, frozenset[str]] = {
         {"_exit", "_getframe", "_current_frames", "_inst", "_make", "_fields", "_option_string_actions"}
     ),
     "numpy": frozenset({"_rand", "_bit_generator"}),
+    "torchdata": frozenset({"_initial_iter_for_state_dict"}),
     "glibc": frozenset({"__res_state", "__res_init"}),
     "grpc": frozenset({"grpc._cython", "grpc._cython.cygrpc"}),
     "ours": frozenset({"flashrecovery._version", "flashrecovery._version.__version__", "_flashrecovery_operations"}),

@@ -50,7 +50,9 @@ STEP_END = Capability(
         ),
     ),
 )
-TRANSFORMERS = Framework("transformers", "transformers", "transformers", ("5.23.0", "4.57.6"), (LOOP, STEP_END))
+TRANSFORMERS = Framework(
+    "transformers", "transformers", "transformers", ("5.24.0", "5.23.0", "4.57.6"), (LOOP, STEP_END)
+)
 
 STATE = capability(
     "accelerate's state",

@@ -154,7 +154,7 @@ MUON = capability(
     Attributes(
         _ZERO12,
         "DeepSpeedZeroOptimizer",
-        ("_commit_muon_momentum", "_muon_pending_momentum", "_clear_muon_allgather_buffers"),
+        (*("_commit_muon_momentum", "_muon_pending_momentum", "_clear_muon_allgather_buffers", "_is_muon_group"),),
     ),
     Attributes(
         _ZERO3,

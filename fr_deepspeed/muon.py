@@ -12,8 +12,6 @@ from collections.abc import Callable, Iterator
 from functools import wraps
 from typing import Any
 
-import torch
-
 from fr_deepspeed.capabilities import MUON
 
 
@@ -39,6 +37,8 @@ def unsupported(engine: Any) -> Iterator[str]:
 def make_momentum(zero: Any) -> None:
     """Make the momentum of ZeRO-1 and 2 now, as DeepSpeed does in the first backward pass: that would be a change of
     state before the optimizer."""
+    import torch
+
     dtype = zero.gradient_accumulation_dtype if zero.use_grad_accum_attribute else zero.dtype
     basic = zero.optimizer
     for group, parameters in zip(basic.param_groups, zero.params_in_partition, strict=True):

@@ -13,7 +13,7 @@ import sys
 
 from mutants import Mutant, Trial, arguments, chosen, run
 
-SESSION, LOOP, STEP, SEALING, HABITS, TOUCHES, PROVING, COLLECTIVES, STOPS, START, RECOVER, VOID, SCALER, OPTIMIZERS = (
+SESSION, LOOP, STEP, SEALING, HABITS, TOUCHES, PROVING, COLLECTIVES, STOPS, PROOF, RECOVER, VOID, SCALER, OPTIMIZERS = (
     f"common/flashrecovery/worker/{name}.py"
     for name in (
         "session",
@@ -25,7 +25,7 @@ SESSION, LOOP, STEP, SEALING, HABITS, TOUCHES, PROVING, COLLECTIVES, STOPS, STAR
         "proving",
         "collectives",
         "stops",
-        "start_checks",
+        "proof",
         "recoverer",
         "void_run",
         "scaler",
@@ -69,7 +69,7 @@ MUTANTS = (
     Mutant("stays-frozen", MODES, "            if parameter.requires_grad != wanted:", "            if False:"),
     Mutant("freezing-unseen", MODES, "if now != then]", "if False]"),
     Mutant("attributes-stay", MODES, "state.get(place, then)", "attributes.get(key)"),
-    Mutant("strangers-step", OPTIMIZERS, "!= version:", "!= version and False:"),
+    Mutant("strangers-step", OPTIMIZERS, "!= version or", "!= version and False or"),
     Mutant(
         "gradients-may-stay", GRADIENTS, "                raise UnsupportedError(ACROSS_STEPS)", "                pass"
     ),
@@ -206,12 +206,10 @@ MUTANTS = (
     Mutant("undo-never-learnt", HABITS, "if not quiet and not self.undo:", "if False:"),
     Mutant("changed-never-learnt", HABITS, "if changed and not self.reseal and not self.changed:", "if False:"),
     # -- the start -----------------------------------------------------------------------------------------
-    Mutant("own-objects-are-common", SESSION, "registry.habits.own = sorted({*registry.habits.own, *own})", "pass"),
+    Mutant("own-objects-are-common", SESSION, "registry.habits.own = sorted({*registry.habits.own, *objects})", "pass"),
+    Mutant("own-settings-are-common", SESSION, "registry.habits.own_settings = settings", "pass"),
     Mutant(
-        "settings-may-differ",
-        START,
-        "if unlike := [name for name in differing if name in settings]:",
-        "if unlike := []:",
+        "replicas-not-compared", PROOF, "    if not split([summary for _, summary in everybody]):", "    if everybody:"
     ),
     Mutant("start-not-sealed", RECOVER, "            self._loop.seal_start()\n", ""),
     Mutant("world-not-checked", SESSION, "        check_world(registry.rank, registry.world_size)\n", ""),

@@ -226,6 +226,12 @@ STATE_BY_STEP = capability(
     Parameters("torch.distributed.checkpoint.state_dict", "_init_optim_state", ("optim",)),
     otherwise="get_state_dict(model, optimizer) outside of a step is refused as optimizer.step() is",
 )
+JOIN = capability(
+    "join contexts",
+    "a model in a join() context is refused before the first step",
+    Attributes("torch.distributed.algorithms.join", "Joinable", ("_join_config",)),
+    otherwise="a join() context is not seen",
+)
 SCALER = capability(
     "GradScaler's stages",
     "an interrupted step's stage is forgotten",
@@ -269,7 +275,7 @@ TORCH = Framework(
     (
         *(GROUP_CREATION, TORCHCOMMS, STORES, BARE_STORE, GLOO, COALESCING, SYMMETRIC_MEMORY),
         *(REDUCER, PYTHON_REDUCER, FSDP2),
-        *(FSDP2_ITERATION, FSDP2_RESIZING, AUTOGRAD, TENSORS, STATE_BY_STEP, SCALER, LOADERS, SCHEDULERS, CUDA),
+        *(FSDP2_ITERATION, FSDP2_RESIZING, AUTOGRAD, TENSORS, STATE_BY_STEP, JOIN, SCALER, LOADERS, SCHEDULERS, CUDA),
         *(COMPILED, STAGING),
     ),
 )

@@ -45,8 +45,10 @@ class _Count(click.ParamType):  # type: ignore[type-arg]
         text = str(value).strip().lower()
         try:
             return float(text[:-1]) * self._UNITS[text[-1]] if text[-1:] in self._UNITS else float(text)
-        except ValueError:
-            self.fail(f"{value!r} is no number; allowed are 70e9 and 70b, say (k, m, b, t)", param, ctx)
+        except ValueError as e:
+            raise click.BadParameter(
+                f"{value!r} is no number; allowed are 70e9 and 70b, say (k, m, b, t)", ctx, param
+            ) from e
 
 
 @click.command()

@@ -10,12 +10,13 @@ from collections.abc import Iterable
 
 from torch.distributed.algorithms.join import Joinable
 
+from flashrecovery.capabilities.of_torch import JOIN
 from flashrecovery.errors import UnsupportedError
 
 
 def check(things: Iterable[Joinable]) -> None:
     """Raises UnsupportedError if a context of ``Join`` has one of ``things``."""
-    for thing in things:
+    for thing in things if JOIN.way is not None else ():
         if thing._join_config.enable:
             raise UnsupportedError(
                 f"{type(thing).__name__} is in a join() context (torch.distributed.algorithms.Join): a rank whose data "

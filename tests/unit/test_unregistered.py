@@ -130,6 +130,28 @@ def test_what_is_registered_is_not_named() -> None:
     assert not it.told
 
 
+def test_attributes_of_what_is_registered_are_not_named() -> None:
+    best, other, memory = Counter(), Counter(), Memory()
+    loader: DataLoader[Any] = DataLoader(torch.rand(64, 2))  # type: ignore[arg-type]
+    loader.difficulty = 0  # type: ignore[attr-defined]
+    it = Registered(best, memory, DataStream(loader))
+    for number in itertools.count():
+        it.step()
+        if number > best.count:
+            best.count = number
+        if number > other.count:
+            other.count = number
+        if memory.calls < number:
+            memory.calls = number
+        if loader.difficulty < number:  # type: ignore[attr-defined]
+            loader.difficulty = number  # type: ignore[attr-defined]
+        if number == STEPS:
+            break
+    text = it.told[-1]
+    assert "other.count" in text and "loader.difficulty" in text, text
+    assert "best.count" not in text and "memory.calls" not in text, text
+
+
 def test_a_framework_has_its_own_schedulers() -> None:
     it = Registered(frameworks=True)
     schedule = torch.optim.lr_scheduler.StepLR(it.optimizer, 2)

@@ -36,6 +36,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 from flashrecovery.worker.carried import Carried, CarriedByClass
+from flashrecovery.worker.data import DataStream
 from flashrecovery.worker.generators import as_stateful
 from flashrecovery.worker.marks import (
     CONTAINERS,
@@ -111,6 +112,7 @@ class Unregistered:
     ) -> None:
         things = list(known)
         self._known, self._parameters = _known(things)
+        self._objects_known, _ = _known(thing for thing in things if not isinstance(thing, DataStream))
         self._things = [thing for thing in things if isinstance(thing, (torch.nn.Module, Optimizer))]
         self._storages: frozenset[int] = frozenset()
         self._frameworks = frameworks
@@ -193,7 +195,8 @@ class Unregistered:
                 anew |= local_to_call(one) & found_here.keys()
             reachable = {**{name: v for name, v in one.f_globals.items() if name in carried.names}, **variables}
             for path in sorted(carried.names - (carried.counted if self._calls else frozenset())):
-                self._look_at_carried(path, resolve(reachable, path), seen)
+                if not self._is_of_registered(reachable, path):
+                    self._look_at_carried(path, resolve(reachable, path), seen)
             reset |= {id(value): value for value in (resolve(variables, path) for path in carried.reset)}
             everything |= found_here
             if not self._calls:
@@ -220,6 +223,17 @@ class Unregistered:
             for name, part in attributes_of(value).items():  # an object of plain values, made anew in each round
                 if is_plain(part) and not self._holds_known(part):
                     seen.marks[f"{path}.{name}"] = "", plain_mark(part)
+
+    def _is_of_registered(self, variables: Mapping[str, Any], path: str) -> bool:
+        """Whether ``path`` is an attribute of what is registered, and so brought back with it."""
+        owner_path, dot, attribute = path.rpartition(".")
+        if not dot:
+            return False
+        owner = resolve(variables, owner_path)
+        if isinstance(owner, torch.nn.Module):
+            numbers = isinstance(resolve(variables, path), PLAIN) and not attribute.startswith("_")
+            return numbers and id(owner) in self._known
+        return id(owner) in self._objects_known or self._is_of_registered(variables, owner_path)
 
     def _look_at_loop(self, frame: types.FrameType) -> None:
         """A loop over something else than the steps goes on in a void attempt, and begins anew in a replacement."""

@@ -12,7 +12,7 @@ from torch import nn
 from flashrecovery.adapter.faults import in_backward, in_forward, middle_module
 from flashrecovery.kinds import NoticeKind
 from flashrecovery.proto import flashrecovery_pb2 as pb
-from flashrecovery.worker.faults import Faults
+from flashrecovery.worker.faults import Faults, InjectedFault
 
 
 class Around(nn.Module):
@@ -76,3 +76,27 @@ def test_one_that_has_not_struck_in_its_step_says_so() -> None:
     faults.begin_step(4, [Deaf()])  # type: ignore[list-item]
     ((kind, text),) = told
     assert kind is NoticeKind.FAULT_IMPOSSIBLE and "'forward' has not been seen in step 2" in text
+
+
+class Later:
+    """An adapter whose model comes to the place only when the test calls it."""
+
+    def __init__(self) -> None:
+        self.strike: Callable[[], None] = lambda: None
+
+    def fault_points(self) -> dict[str, Callable[[Callable[[], None]], None]]:
+        return {"forward": lambda callback: setattr(self, "strike", callback)}
+
+
+def test_one_that_strikes_in_a_later_step_names_that_step_and_no_cause_that_is_not_known() -> None:
+    """As where steps are calls of a Trainer, and one is a log."""
+    told: list[tuple[NoticeKind, str]] = []
+    faults, adapter = Faults(lambda kind, text, fault: told.append((kind, text))), Later()
+    faults.arm(pb.Fault(phase="forward", step=3, fault="raise"))
+    for step in (3, 4):
+        faults.begin_step(step, [adapter])  # type: ignore[list-item]
+    with pytest.raises(InjectedFault):
+        adapter.strike()
+    (missed, why), (fired, where) = told
+    assert missed is NoticeKind.FAULT_IMPOSSIBLE and "not been seen in step 3, which was a call without it" in why
+    assert fired is NoticeKind.FAULT_FIRED and where == "raise at forward, step 4"

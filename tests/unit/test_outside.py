@@ -14,16 +14,19 @@ SCRIPT = """
 import sys
 import torch
 import torchlike
+import typing_extensions
 from flashrecovery.worker import outside
 def collective():
     return outside.script_line(sys._getframe(1))
 print(torch.compiler.disable(collective)())
 print(torchlike.call(torch.compiler.disable(collective)))
+print(typing_extensions.deprecated("", category=None)(torch.compiler.disable(collective))())
 """
 
 
 def test_the_innermost_line_that_is_not_torchs_also_where_torch_is_reached_by_a_link(tmp_path: Path) -> None:
-    """A library whose name begins like torch's is no part of torch."""
+    """A library whose name begins like torch's is no part of torch. A decorator of
+    the standard kind is no place of a call."""
     links, script = tmp_path / "links", tmp_path / "script.py"
     links.mkdir()
     (links / "torch").symlink_to(Path(torch.__file__).parent)
@@ -37,4 +40,5 @@ def test_the_innermost_line_that_is_not_torchs_also_where_torch_is_reached_by_a_
         timeout=100,
         check=False,
     )
-    assert found.stdout.split() == [f"{script}:8", f"{links / 'torchlike.py'}:2"], found.stderr[-3000:]
+    lines = [f"{script}:9", f"{links / 'torchlike.py'}:2", f"{script}:11"]
+    assert found.stdout.split() == lines, found.stderr[-3000:]

@@ -31,6 +31,8 @@ class Faults:
     def __init__(self, notify: Callable[[NoticeKind, str, pb.Fault], None]) -> None:
         self._armed: list[pb.Fault] = []
         self._waiting: list[tuple[pb.Fault, int]] = []  # handed to an adapter, in this step
+        self._missed: list[pb.Fault] = []  # handed to an adapter in an earlier step
+        self._step = ANY_STEP
         self._lock = threading.Lock()
         self._notify = notify
 
@@ -60,10 +62,15 @@ class Faults:
 
     def begin_step(self, step: int, adapters: Sequence[Adapter]) -> None:
         """Hand the faults of this step to the adapter, if only the framework can find their phase."""
+        self._step = step
         for late, since in [waiting for waiting in self._waiting if waiting[1] < step]:
-            text = f"phase {late.phase!r} has not been seen in step {since}: a compiled model calls no late hooks"
+            text = (
+                f"phase {late.phase!r} has not been seen in step {since}, which was a call without it (a log, an "
+                "evaluation, a checkpoint), or the model is compiled; the fault strikes where that phase is next seen"
+            )
             self._notify(NoticeKind.FAULT_IMPOSSIBLE, text, late)
             self._waiting.remove((late, since))
+            self._missed.append(late)
         if not self._armed:
             return
         for adapter in adapters:
@@ -99,8 +106,9 @@ class Faults:
         groups.set_operation_hook(at_operation)
 
     def fire(self, fault: pb.Fault) -> None:
+        step = self._step if any(missed is fault for missed in self._missed) else fault.step
         self._waiting = [waiting for waiting in self._waiting if waiting[0] is not fault]
-        self._notify(NoticeKind.FAULT_FIRED, f"{fault.fault} at {fault.phase}, step {fault.step}", fault)
+        self._notify(NoticeKind.FAULT_FIRED, f"{fault.fault} at {fault.phase}, step {step}", fault)
         if fault.fault == "sigkill":
             os.kill(os.getpid(), signal.SIGKILL)
         elif fault.fault == "sigstop":

@@ -25,6 +25,8 @@ def _folder(file: str | Path) -> tuple[str, ...]:
 
 
 _LIBRARIES = _folder(torch.__file__) + _folder(Path(__file__).parent)
+_DECORATORS = frozenset(("typing_extensions", "functools", "contextlib"))
+"""Modules whose functions are around others: no place of a call's own."""
 
 
 class OutsideWatch:
@@ -62,7 +64,8 @@ def script_line(frame: FrameType | None) -> str:
     """File and line of the innermost frame that is neither torch's nor ours."""
     while frame is not None:
         name = frame.f_code.co_filename
-        if not name.startswith(_LIBRARIES) and not name.startswith("<"):
+        around = frame.f_globals.get("__name__") in _DECORATORS
+        if not around and not name.startswith(_LIBRARIES) and not name.startswith("<"):
             return f"{name}:{frame.f_lineno}"
         frame = frame.f_back
     return "an unknown place"

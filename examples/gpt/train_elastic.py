@@ -49,10 +49,11 @@ def main() -> None:
                 (loss * batch.weight).backward()
                 total += loss.detach() * batch.weight
             time.sleep(args.step_time / 1e3)
-            log.step(step.index, total)
             optimizer.step()
             optimizer.zero_grad()
             scheduler.step()
+        if step.committed:  # not of an attempt that is done again
+            log.step(step.index, total)
 
     if args.digest:
         training.print_digest(model, optimizer)

@@ -317,11 +317,16 @@ def _outside(rank: int, world: int, store: dist.Store) -> None:
     groups.install()
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
     told: list[str] = []
-    watch = OutsideWatch(told.append)
+    handled = [False]
+    watch = OutsideWatch(told.append, lambda: handled[0])
     dist.all_reduce(torch.ones(1))
     watch.watch(True)
     dist.barrier(group=groups.control_group())
     assert told == [], "the recovery's own"
+    handled[0] = True
+    dist.all_reduce(torch.ones(1))
+    assert told == [], "one in which a death does no harm"
+    handled[0] = False
     dist.all_reduce(torch.ones(1))
     dist.all_reduce(torch.ones(1))
     assert len(told) == 1 and "test_groups_detached.py:" in told[0] and told[0].startswith("all_reduce at "), told

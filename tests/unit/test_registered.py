@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from flashrecovery.errors import DivergedError, RegistrationError
+from flashrecovery.errors import DivergedError, RegistrationError, UnsupportedError
 from flashrecovery.state import witness
 from flashrecovery.torch_native import ModuleAdapter, adapter_for
 from flashrecovery.worker.registry import Registry
@@ -35,6 +35,19 @@ def registry(rank: int = 0, per_rank: tuple[str, ...] = (), **objects: Any) -> R
 
 def capsule(made: Registry) -> bytes:
     return made.capture_capsule(made.drawn())
+
+
+@pytest.mark.parametrize("per_rank", [(), ("average",)])
+def test_a_state_that_is_not_plain_is_refused_by_the_objects_name(per_rank: tuple[str, ...]) -> None:
+    made = registry(0, per_rank, average=Kept([object()]))
+    with pytest.raises(UnsupportedError, match=r"registered object 'average'.*object.*to_local"):
+        made.shared_states(), made.drawn()
+
+
+def test_a_list_of_models_is_refused_with_the_line_to_write() -> None:
+    made = Registry(0, 2, adapter_for, ModuleAdapter)
+    with pytest.raises(RegistrationError, match=r"is a list.*each model has a register\(model="):
+        made.register([nn.Linear(2, 2)], [], {}, ())  # type: ignore[arg-type]
 
 
 def test_a_replacement_gets_its_peers_object() -> None:

@@ -396,6 +396,23 @@ def test_moments_of_a_step() -> None:
     assert recorder.moments == [*forward, "mutating", *forward, "mutating", "mutating", "mutated"]
 
 
+@pytest.mark.parametrize("hooks", [{}, None])
+def test_a_wrapper_of_an_optimizer_that_is_made_without_its_base(hooks: dict[int, Any] | None) -> None:
+    """As Lookahead of other projects: it has plain dictionaries of hooks, or none."""
+
+    class Wrapper(torch.optim.Optimizer):
+        def __init__(self, inner: torch.optim.Optimizer) -> None:
+            self.inner, self.param_groups, self.defaults, self.state = inner, inner.param_groups, {}, {}  # type: ignore[assignment]
+            if hooks is not None:
+                self._optimizer_step_pre_hooks, self._optimizer_step_post_hooks = dict(hooks), dict(hooks)  # type: ignore[assignment]
+
+    model = Net()
+    wrapper = Wrapper(SGD(model.parameters(), lr=0.1))
+    adapter, recorder = adapter_for(model, [wrapper]), Recorder()
+    adapter.watch(recorder)
+    assert list(adapter.stepped_by_others()) == [wrapper.inner]
+
+
 class ReturnsParameter(nn.Module):
     """Its own parameter beside a new tensor."""
 

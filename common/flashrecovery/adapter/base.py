@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import weakref
 from abc import abstractmethod
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -189,6 +190,7 @@ class TorchAdapter(Adapter):
         for module in self.entry_modules():
             self._handles.append(module.register_forward_hook(OwnHook(self._after_forward)))
         for optimizer in self.optimizers:
+            _make_hookable(optimizer)
             self._handles.append(optimizer.register_step_pre_hook(self._before_optimizer))
             self._handles.append(optimizer.register_step_post_hook(self._after_optimizer))
 
@@ -393,3 +395,12 @@ def _no_gradient(parameter: torch.nn.Parameter) -> torch.Tensor:
     shape = local_tensor(parameter).shape
     zeros = torch.zeros(shape, dtype=parameter.dtype, device=parameter.device)
     return like_placed(zeros, parameter) if isinstance(parameter, DTensor) else zeros
+
+
+def _make_hookable(optimizer: Optimizer) -> None:
+    """Wrappers of optimizers that do without ``Optimizer.__init__`` have no hooks, or plain dictionaries of them, which
+    ``register_step_pre_hook`` cannot use."""
+    for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
+        hooks = vars(optimizer).get(name)
+        if not isinstance(hooks, OrderedDict):
+            setattr(optimizer, name, OrderedDict(hooks or {}))

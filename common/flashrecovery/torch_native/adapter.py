@@ -26,7 +26,11 @@ def adapter_for(model: nn.Module, optimizers: Sequence[Optimizer]) -> TorchAdapt
             just below DistributedDataParallel; named in the message.
     """
     if not isinstance(model, nn.Module):
-        raise RegistrationError(f"model is a {type(model).__name__}, not a torch.nn.Module")
+        several = "; each model has a register(model=..., optimizer=...) of its own"
+        raise RegistrationError(
+            f"model is a {type(model).__name__}, not a torch.nn.Module"
+            f"{several if isinstance(model, (list, tuple, dict)) else ''}"
+        )
     check(model)
     if isinstance(model, DistributedDataParallel):
         return DDPAdapter(model, optimizers)

@@ -309,7 +309,7 @@ class Registry:
             RngState.now(),
             [s.position for s in self.streams],
             [a.capsule_mark() for a in self.adapters],
-            {name: codec.dumps(self.objects[name].state_dict()) for name in self.habits.own},
+            {name: _state_of(name, self.objects[name]) for name in self.habits.own},
             self._own_settings(),
         )
 
@@ -334,7 +334,7 @@ class Registry:
     def shared_states(self) -> dict[str, bytes]:
         """The state of every registered object that is taken to be equal on all ranks, encoded."""
         own = self.habits.own
-        return {name: codec.dumps(thing.state_dict()) for name, thing in self.objects.items() if name not in own}
+        return {name: _state_of(name, thing) for name, thing in self.objects.items() if name not in own}
 
     def settings(self) -> dict[str, bytes]:
         """What the adapters say is equal on all ranks, and has not turned out otherwise, encoded: hyper-parameters and
@@ -485,6 +485,16 @@ class Registry:
                 "had another state than those of its peers, and nobody else holds it. Register those that are meant to "
                 f"differ with per_rank={odd}; then each rank's own state is kept"
             )
+
+
+def _state_of(name: str, thing: Stateful) -> bytes:
+    try:
+        return codec.dumps(thing.state_dict())
+    except UnsupportedError as e:
+        raise UnsupportedError(
+            f"registered object {name!r}: {e}; its state_dict() may hold numbers, texts, tensors, numpy arrays and "
+            "containers of these (of a DTensor: its to_local())"
+        ) from None
 
 
 def in_words(setting: str) -> str:

@@ -422,3 +422,18 @@ def test_a_checkpoint_of_what_is_registered_is_not_named() -> None:
         if it.unregistered is None:
             print(checkpoint)
     assert not it.told, it.told
+
+
+def test_parameter_groups_in_which_deepspeed_has_put_its_own_parameters_are_not_named() -> None:
+    it = Registered()
+    groups = [{"params": list(it.model.parameters())}]
+    it.optimizer = torch.optim.SGD(groups, lr=0.1)
+    flat = torch.cat([p.detach().flatten() for p in it.model.parameters()]).requires_grad_()
+    groups[0]["params"] = [flat]
+    assert it.optimizer.param_groups[0]["params"][0] is flat
+    it.unregistered = Unregistered([it.model, it.optimizer], False, it.told.append)
+    for _step in itertools.repeat(0, STEPS):
+        it.step()
+        with torch.no_grad():
+            flat.mul_(0.9)
+    assert not it.told, (it.told, groups)

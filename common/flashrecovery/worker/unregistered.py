@@ -357,13 +357,15 @@ def _known(things: Iterable[object]) -> tuple[frozenset[int], frozenset[int]]:
 
 
 def _storages(things: Iterable[object]) -> frozenset[int]:
-    """Where the tensors of models and optimizers lie: a ``state_dict()`` has others of the same memory."""
+    """Where the tensors of models and optimizers lie: a ``state_dict()`` has others of the same memory, and the
+    parameter groups that a script has made hold what DeepSpeed has put in place of its parameters."""
     tensors = list[object]()
     for thing in things:
         if isinstance(thing, torch.nn.Module):
             tensors += (*thing.parameters(), *thing.buffers())
         elif isinstance(thing, Optimizer):
             tensors += (part for state in list(thing.state.values()) for part in _values(state))
+            tensors += (parameter for group in thing.param_groups for parameter in group["params"])
     return frozenset(_storage_of(t) for t in tensors if isinstance(t, torch.Tensor))
 
 

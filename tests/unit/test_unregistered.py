@@ -437,3 +437,16 @@ def test_parameter_groups_in_which_deepspeed_has_put_its_own_parameters_are_not_
         with torch.no_grad():
             flat.mul_(0.9)
     assert not it.told, (it.told, groups)
+
+
+def test_numbers_that_a_script_keeps_on_the_wrapper_of_its_model_are_named() -> None:
+    """Those on the model itself come back, those on a wrapper or on DeepSpeed's engine do not."""
+    around = nn.parallel.DataParallel(nn.Sequential(Memory()))  # torch's own, as an engine is DeepSpeed's
+    inside = around.module
+    around.average = inside.average = inside[0].calls = 1.0
+    it = Registered(around)
+    for step in itertools.repeat(0.5, STEPS):
+        it.step()
+        around.average = 0.9 * around.average + step
+        inside.average = 0.9 * inside.average + step
+    assert "around.average" in it.told[-1] and "inside.average" not in it.told[-1], it.told

@@ -232,7 +232,7 @@ class Unregistered:
         owner = resolve(variables, owner_path)
         if isinstance(owner, torch.nn.Module):
             numbers = isinstance(resolve(variables, path), PLAIN) and not attribute.startswith("_")
-            return numbers and id(owner) in self._known
+            return numbers and id(owner) in self._known and _keeps_numbers(type(owner))
         return id(owner) in self._objects_known or self._is_of_registered(variables, owner_path)
 
     def _look_at_loop(self, frame: types.FrameType) -> None:
@@ -340,6 +340,12 @@ class Unregistered:
         if isinstance(value, (list, tuple, collections.deque)):
             return any(self._holds_known(part) for part in list(value)[:ELEMENTS])
         return id(value) in self._known or id(value) in self._parameters
+
+
+def _keeps_numbers(kind: type) -> bool:
+    """Whether numbers among the attributes of such a registered module come back: not those of a wrapper or an engine
+    around the model."""
+    return kind.__module__.startswith("torch.nn.modules") or any(is_own(one) for one in kind.__mro__)
 
 
 def _known(things: Iterable[object]) -> tuple[frozenset[int], frozenset[int]]:

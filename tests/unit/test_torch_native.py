@@ -600,6 +600,25 @@ def test_a_reducer_is_renewed_without_a_second_set_of_gradients(one_rank: None, 
     assert ddp_reducer.read_layout(model) == layout
 
 
+@pytest.mark.parametrize("frozen", [["0.weight"], ["0.weight", "0.bias", "1.weight", "1.bias"]])
+def test_a_reducer_is_renewed_while_the_script_has_parameters_frozen(one_rank: None, frozen: list[str]) -> None:
+    """As in the generator's step of a GAN. One that DDP has not known as trainable stays outside."""
+    net = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 3).requires_grad_(False))
+    model = DistributedDataParallel(net)
+    for _ in range(2):
+        model(torch.randn(2, 3)).sum().backward()
+    layout = ddp_reducer.read_layout(model)
+    for name, parameter in net.named_parameters():
+        parameter.requires_grad_(name not in frozen)
+    before = {name: p.requires_grad for name, p in net.named_parameters()}
+    for target in (layout, None, layout):
+        ddp_reducer.renew(model, target)
+        assert {name: p.requires_grad for name, p in net.named_parameters()} == before
+    assert ddp_reducer.read_layout(model) == layout
+    net.requires_grad_(True)
+    model(torch.randn(2, 3)).sum().backward()
+
+
 def print_addresses_of_a_renewal() -> None:
     """Of this process: before, and while the new reducer is made; and how large the gradients are. Bytes."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

@@ -12,6 +12,7 @@ All that is private to torch about DDP stands in this file.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -66,17 +67,37 @@ def _builtin_hook_name(ddp: DistributedDataParallel) -> str:
 
 
 def reducer_parameters(ddp: DistributedDataParallel) -> list[torch.nn.Parameter]:
-    """The parameters that DDP reduces, by index."""
+    """The parameters that DDP reduces, by index; within :func:`_requiring_gradients_as_reduced`."""
     parameters, _sparse = ddp._build_params_for_reducer()
     return list(parameters)
 
 
+@contextlib.contextmanager
+def _requiring_gradients_as_reduced(ddp: DistributedDataParallel) -> Iterator[None]:
+    """Exactly those parameters that the Reducer reduces require gradients meanwhile, as when DDP was made. A script may
+    have changed that since: a GAN switches its discriminator off for the generator's step."""
+    reduced = {id(p) for bucket in _buckets(ddp) for p in bucket.parameters()}
+    before = {p: p.requires_grad for p in ddp.module.parameters()}
+    changed = [p for p, requires in before.items() if requires != (id(p) in reduced)]
+    for parameter in changed:
+        parameter.requires_grad_(id(parameter) in reduced)
+    try:
+        yield
+    finally:
+        for parameter in changed:
+            parameter.requires_grad_(before[parameter])
+
+
 def read_layout(ddp: DistributedDataParallel) -> BucketLayout:
     """The current bucket layout. Looks at every parameter: do not call it every step."""
-    index = {id(p): i for i, p in enumerate(reducer_parameters(ddp))}
+    with _requiring_gradients_as_reduced(ddp):
+        index = {id(p): i for i, p in enumerate(reducer_parameters(ddp))}
+    return tuple(tuple(index[id(p)] for p in bucket.parameters()) for bucket in _buckets(ddp))
+
+
+def _buckets(ddp: DistributedDataParallel) -> list[Any]:
     with _ZerosWithoutMemory():  # type: ignore[no-untyped-call]  # as large as all gradients, otherwise
-        buckets = ddp.reducer._get_zeros_like_grad_buckets()
-    return tuple(tuple(index[id(p)] for p in bucket.parameters()) for bucket in buckets)
+        return list(ddp.reducer._get_zeros_like_grad_buckets())
 
 
 class _ZerosWithoutMemory(TorchDispatchMode):
@@ -98,6 +119,11 @@ def renew(ddp: DistributedDataParallel, layout: BucketLayout | None, *, gradient
     Raises:
         RestoreError: the layout cannot be reached here (another model, another torch).
     """
+    with _requiring_gradients_as_reduced(ddp):
+        _renew(ddp, layout, gradients)
+
+
+def _renew(ddp: DistributedDataParallel, layout: BucketLayout | None, gradients: bool) -> None:
     hooks, ddp._comm_hooks = list(ddp._comm_hooks), []
     if layout is not None or (gradients and ddp.find_unused_parameters):
         _drop_gradients(reducer_parameters(ddp))  # they may be views of the old buckets, which would stay with them

@@ -440,3 +440,14 @@ def test_a_drill_that_has_not_struck_is_named_at_the_end() -> None:
         assert world.step()
     told_at_end = [e for e in world.of(ev.Notice) if isinstance(e, ev.Notice) and e.kind == "fault_not_fired"]
     assert [(e.rank, e.text.partition(":")[0]) for e in told_at_end] == [(1, "sigkill at backward, step 500")]
+
+
+def test_a_node_that_comes_to_a_job_that_has_failed_is_told_so_and_starts_nothing() -> None:
+    """Ctrl-C in the first moments: the job has ended before its node has come."""
+    world = World(2)
+    world.machine.job.fail("stopped by SIGINT")
+    world.collect()
+    world.inbox.clear()
+    world.join("a")
+    told_there = [command.WhichOneof("body") for _, command in world.inbox]
+    assert told_there == ["shutdown"] and world.machine.job.state is State.FAILED

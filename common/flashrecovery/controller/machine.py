@@ -114,6 +114,10 @@ class Machine:
                 generation=self.job.generation, node=node.name, host=node.host, domain=node.domain, slots=node.slots
             )
         )
+        if self.job.state is State.FAILED and not self.job.saving:  # the others have been told before it came
+            over = pb.Shutdown(reason=self.job.failure_reason)
+            self.job.outbox.send(node.name, pb.Command(generation=self.job.generation, rank=AGENT, shutdown=over))
+            return
         self.conduct.judge(node)
         for rank in message.beside:  # for the controller before this one, who knew what for
             self.job.tell_to_leave(rank, node.name)

@@ -9,7 +9,7 @@ optimizer of its own within, it is a shard.
 from __future__ import annotations
 
 import collections
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -27,7 +27,7 @@ SMALL_BYTES = 64 << 10
 """Up to so much travels with the hyper-parameters, which are written down in every step."""
 
 _SCALARS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
-_LISTS: dict[type, Callable[..., Any]] = {list: list, tuple: tuple, collections.deque: collections.deque}
+_LISTS = (list, tuple, collections.deque)
 _KEYS = ("value", "parameter", "id")
 _DEEPEST = 8
 _LEFT = ["left"]
@@ -289,7 +289,7 @@ class _Writer:
         if kind == "list" and type(live) is list:
             live[:] = items
             return live
-        return collections.deque(items, rest[1]) if kind == "deque" else {"list": list, "tuple": tuple}[kind](items)
+        return collections.deque(items, rest[1]) if kind == "deque" else tuple(items) if kind == "tuple" else items
 
     def _dict(self, entries: Sequence[Sequence[Node]], live: Any, path: str) -> Any:
         old = live if isinstance(live, dict) else {}

@@ -150,9 +150,7 @@ def _start_profile(installed: Installed, channel: Channel, page: Page, assign: p
     """At a launch all ranks wait for much the same, so one of them tells what; a replacement tells for itself."""
 
     def tell(line: str, seconds: float) -> None:
-        notice = pb.Notice(rank=assign.rank, kind=NoticeKind.WAITING, text=line, step=-1, seconds=seconds)
-        with suppress(OSError):  # the agent is gone, which the control thread sees, too
-            channel.send(pb.FromWorker(notice=notice))
+        _notify(channel, pb.Notice(rank=assign.rank, kind=NoticeKind.WAITING, text=line, step=-1, seconds=seconds))
 
     told = tell if assign.detached or assign.rank == 0 else None
     return StartProfile(installed, page, told, PERIOD_S if assign.detached else LAUNCH_PERIOD_S)
@@ -165,13 +163,16 @@ def _unprotected_steps(channel: Channel, assign: pb.Assign) -> UnprotectedSteps 
 
     def tell(line: str) -> None:
         text = f"optimizer steps are taken at {line}, and none of them is protected: {HOW_TO_PROTECT}"
-        notice = pb.Notice(rank=assign.rank, kind=NoticeKind.UNPROTECTED, text=text, step=-1)
-        with suppress(OSError):  # the agent is gone, which the control thread sees, too
-            channel.send(pb.FromWorker(notice=notice))
+        _notify(channel, pb.Notice(rank=assign.rank, kind=NoticeKind.UNPROTECTED, text=text, step=-1))
 
     found = UnprotectedSteps(tell)
     found.watch()
     return found
+
+
+def _notify(channel: Channel, notice: pb.Notice) -> None:
+    with suppress(OSError):  # the agent is gone, which the control thread sees, too
+        channel.send(pb.FromWorker(notice=notice))
 
 
 def _set_module_path(command: list[str]) -> None:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from typing import Any
 
 from flashrecovery.config import CONFIG_ENV, Settings, overlaid, validate
 from flashrecovery.runtime.channel import CHANNEL_ENV
+from flashrecovery.terminal import say
 from flashrecovery.worker.recovery import Recovery
 
 _instance: Recovery | None = None
@@ -35,7 +35,7 @@ def init(**overrides: Any) -> Recovery:
             settings = validate(Settings, values, "settings")
             session = Session(connection(), settings, adapter_for, ModuleAdapter)
         elif os.environ.get("RANK", "0") == "0":
-            print("flashrecovery: recovery is off (not started by `flashrecovery run`)", file=sys.stderr)
+            say("recovery is off (not started by `flashrecovery run`)")
         _instance = Recovery(session)
     else:
         _instance.check_settings(overrides)

@@ -16,6 +16,7 @@ from typing import Any
 import psutil
 import pytest
 
+from flashrecovery.terminal import unwrapped
 from tests.support.jobs import Job, Layout, References, RunningJob, check_clean, check_fired, check_recovered, run_job
 
 TINY = Path(__file__).parent.parent / "scripts" / "tiny.py"
@@ -50,7 +51,7 @@ def ends(job: Job) -> dict[int, tuple[str, str]]:
 
 
 def run_cli(*args: str, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
+    done = subprocess.run(
         [sys.executable, "-m", "flashrecovery.cli.main", *args],
         capture_output=True,
         text=True,
@@ -58,6 +59,8 @@ def run_cli(*args: str, env: dict[str, str] | None = None) -> subprocess.Complet
         check=False,
         env={**os.environ, **(env or {})},
     )
+    done.stderr = unwrapped(done.stderr)
+    return done
 
 
 # -- bad input: refused before any process starts ---------------------------------------------------

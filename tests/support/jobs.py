@@ -23,6 +23,7 @@ from typing import Any
 from flashrecovery.cli.status import look_at
 from flashrecovery.events import RunFiles
 from flashrecovery.observe.timeline import TimelineFile
+from flashrecovery.terminal import unwrapped
 from tests.support.sameness import Printed, ProcessLog, Run, differences
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -56,7 +57,7 @@ LAYOUTS = (DDP, FSDP, HSDP)
 
 @dataclass(kw_only=True)
 class Job(Run):
-    """How a job ended."""
+    """How a job ended. ``output``: with each text in one line, however long (:mod:`flashrecovery.terminal`)."""
 
     output: str
     run_dir: Path
@@ -209,7 +210,7 @@ class RunningJob:
         self._out.seek(0)
         job = Job(
             code=code,
-            output=self._out.read(),
+            output=unwrapped(self._out.read()),
             run_dir=self.run_dir,
             seconds=time.monotonic() - self._began,
             marker=self.marker,

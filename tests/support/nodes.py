@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from flashrecovery.terminal import unwrapped
 from tests.support.hosts import Host, Network, network
 from tests.support.jobs import GPT, MARKER, SMALL, Job, Layout, References, marked_processes, read_digests, read_events
 
@@ -150,7 +151,7 @@ class NodesJob:
         return "\n".join(f"--- {p.name}\n{p.read_text()[-3000:]}" for p in sorted(self._outputs.iterdir()))
 
     def output_of(self, host: Host) -> str:
-        return (self._outputs / host.name).read_text()
+        return unwrapped((self._outputs / host.name).read_text())
 
     def agent_ports(self, host: Host) -> list[int]:
         """TCP ports on which controller and agent listen there, but for the TCPStore (see docs/security.md)."""

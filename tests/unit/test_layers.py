@@ -18,7 +18,7 @@ LAYERS: tuple[frozenset[str], ...] = tuple(
     frozenset(layer.split())
     for layer in (
         "_version errors finding import_hooks kinds versions clock complaints replace_file grpc_private grpc_quiet "
-        "proto",
+        "proto terminal",
         "capabilities plan handshake security state",
         "config patches events parity_messages division",
         "sealed tls heartbeat health",

@@ -12,7 +12,6 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -27,6 +26,7 @@ from flashrecovery.runtime.framed import Framed
 from flashrecovery.runtime.process_control import adopt_orphans, die_with_parent, name_thread, start_interpreter
 from flashrecovery.runtime.surroundings import Surroundings
 from flashrecovery.runtime.task import Task
+from flashrecovery.terminal import say
 
 _LOOK_S = 0.05
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
@@ -79,9 +79,9 @@ class _Guard:
         self._copier.close()
         sock.close()
         if code == _REFUSED:
-            print(f"flashrecovery: error: {reason}", file=sys.stderr)
+            say(f"error: {reason}")
         elif code and self._task.local_rank == 0:
-            print(f"flashrecovery: the job failed: {reason}\nEvidence is kept in {self._launch.path}", file=sys.stderr)
+            say(f"the job failed: {reason}\nEvidence is kept in {self._launch.path}")
         if self._agent is not None:
             await self._agent_leaves()
         return code

@@ -16,6 +16,7 @@ from flashrecovery.cli.run_options import ENVIRONMENT, OWN, SCRIPT, settings
 from flashrecovery.config import load_run_config
 from flashrecovery.errors import ConfigError
 from flashrecovery.runtime.task import task_of
+from flashrecovery.terminal import say
 
 
 def _adopt(
@@ -42,7 +43,7 @@ def _adopt(
     launch = TaskLaunch(task, config, command, path.absolute())
     if task.rank == 0:
         ranks = f"{config.world_size} ranks, started by {task.launcher}"
-        print(f"flashrecovery: {ranks}, {config.standby} standby, run directory {path}", file=sys.stderr)
+        say(f"{ranks}, {config.standby} standby, run directory {path}")
     sys.exit(stand(task, launch))
 
 

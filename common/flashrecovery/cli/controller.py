@@ -12,6 +12,7 @@ import click
 from flashrecovery.config import load_run_config
 from flashrecovery.errors import ConfigError
 from flashrecovery.grpc_quiet import import_grpc
+from flashrecovery.terminal import say
 
 
 @click.command()
@@ -34,8 +35,8 @@ def controller(config_file: Path | None, **options: object) -> None:
     if not is_here(resolve(host, "--bind")):
         raise ConfigError(f"--bind {config.controller}: {host} is no address of this host")
     path = config.run_dir or Path("runs") / f"{time.strftime('%Y%m%d-%H%M%S')}-controller"
-    print(f"flashrecovery: controller at {config.controller}, run directory {path}", file=sys.stderr)
+    say(f"controller at {config.controller}, run directory {path}")
     code, reason = asyncio.run(run_controller(config, path))
     if code != 0:
-        print(f"flashrecovery: the job failed: {reason}\nEvidence is kept in {path}", file=sys.stderr)
+        say(f"the job failed: {reason}\nEvidence is kept in {path}")
     sys.exit(code)

@@ -15,6 +15,7 @@ from rich.text import Text
 from flashrecovery.cli import adapter_checks, checks, health_checks
 from flashrecovery.cli.output import count_text, make_console
 from flashrecovery.finding import Finding, Level
+from flashrecovery.terminal import say
 
 _STYLES = {Level.OK: "green", Level.WARN: "yellow", Level.FAIL: "bold red"}
 
@@ -44,7 +45,7 @@ def examine(build: bool = False, nccl: bool = False) -> Iterator[Finding]:
     yield from checks.patches()
     yield from adapter_checks.adapters()
     if all(f.level is not Level.FAIL for f in torch):  # else the group code cannot even be imported
-        backend = checks.backend(build, lambda line: click.echo(f"flashrecovery: {line}", err=True))
+        backend = checks.backend(build, say)
         yield from backend
         yield from checks.compiler(built=all(f.level is Level.OK for f in backend))
         yield from checks.nccl(os.environ, nccl)

@@ -9,6 +9,7 @@ import click
 
 from flashrecovery import __version__
 from flashrecovery.errors import FlashRecoveryError
+from flashrecovery.terminal import say, show_warnings
 
 _COMMANDS = {
     "demo": "Train a small GPT here, kill a rank, and end with the same bits.",
@@ -58,10 +59,11 @@ def cli() -> None:
 
 def main() -> None:
     """Entry point: errors made by the user are one clear message, not a traceback."""
+    show_warnings()
     try:
         cli()
     except FlashRecoveryError as e:
-        print(f"flashrecovery: error: {e}", file=sys.stderr)
+        say(f"error: {e}")
         sys.exit(2)
 
 

@@ -30,6 +30,7 @@ from flashrecovery.launchers import accelerate, commands, hosts, remote, torchru
 from flashrecovery.launchers.hosts import Hosts
 from flashrecovery.launchers.launch import Options, Understood
 from flashrecovery.security import TOKEN_ENV, new_token
+from flashrecovery.terminal import say
 
 _PATHS = ("hostfile", "run_dir", "token_file", "checkpoint_dir")
 
@@ -44,15 +45,12 @@ def _run(**given: Any) -> None:
     """
     launch = launch_of(given)
     for notice in launch.notices:
-        print(f"flashrecovery: {notice}", file=sys.stderr)
+        say(notice)
     os.environ.update(launch.environment)
     config = launch.config
     import_grpc()
     path = config.run_dir or launch.runs / f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
-    print(
-        f"flashrecovery: {config.world_size} ranks, {config.standby} standby, run directory {path}",
-        file=sys.stderr,
-    )
+    say(f"{config.world_size} ranks, {config.standby} standby, run directory {path}")
     began = time.time()
     if launch.hosts is None:
         from flashrecovery.job import run_job
@@ -63,10 +61,10 @@ def _run(**given: Any) -> None:
         code, reason = asyncio.run(remote.run_on(orders, launch.shell))
     if code != 0:
         what = "the job failed: " if launch.hosts is None else ""
-        print(f"flashrecovery: {what}{reason}\nEvidence is kept in {path}", file=sys.stderr)
+        say(f"{what}{reason}\nEvidence is kept in {path}")
     line = _closing(path, began)
     if line:
-        print(f"flashrecovery: {line}", file=sys.stderr)
+        say(line)
     sys.exit(code)
 
 

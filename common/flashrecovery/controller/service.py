@@ -5,12 +5,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import sys
 import time
 import traceback
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
-from contextlib import aclosing, contextmanager, suppress
+from contextlib import aclosing, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -48,6 +47,7 @@ from flashrecovery.plan.quorum import Quorum
 from flashrecovery.plan.transitions import RECOVERY_STATES, State
 from flashrecovery.proto import flashrecovery_pb2 as pb
 from flashrecovery.proto import flashrecovery_pb2_grpc as rpc
+from flashrecovery.terminal import say
 
 if TYPE_CHECKING:
     Context = grpc.aio.ServicerContext[Any, Any]
@@ -340,8 +340,7 @@ class ControllerService(rpc.ControllerServicer):  # type: ignore[misc]
         self._log.write(event)
         line = self._console.line_of(event)
         if line is not None:
-            with suppress(OSError):  # whoever read that has gone
-                print(f"flashrecovery: {line}", file=sys.stderr, flush=True)
+            say(line)
 
     def _rated(self, ratings: Mapping[str, Rating]) -> None:
         """What is thought of the nodes has changed."""

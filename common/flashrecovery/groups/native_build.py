@@ -27,6 +27,7 @@ from typing import Any
 import torch
 
 from flashrecovery.errors import BuildError
+from flashrecovery.terminal import say
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,7 @@ def build(progress: Callable[[str], None] | None = None, extension: Extension = 
         target.parent.mkdir(parents=True, exist_ok=True)
         with _file_lock(target.parent / f"{target.name}.lock"):
             if not target.exists():
-                _compile(extension, target, progress or _to_stderr)
+                _compile(extension, target, progress or say)
     except OSError as error:
         raise BuildError(f"cannot write the build cache {target.parent}: {error}; set FLASHRECOVERY_CACHE") from error
     return target
@@ -182,7 +183,3 @@ def _load(path: Path, name: str) -> ModuleType:
     except ImportError as error:
         raise BuildError(f"cannot load {path}: {error}; delete it to have it compiled again") from error
     return module
-
-
-def _to_stderr(line: str) -> None:
-    print(f"flashrecovery: {line}", file=sys.stderr, flush=True)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import sys
 from typing import TYPE_CHECKING
 
 from flashrecovery.config import ObserveSettings
+from flashrecovery.terminal import say
 
 if TYPE_CHECKING:
     from flashrecovery.agent.agent import Agent
@@ -84,9 +84,9 @@ class Observer:
             agent=None if self._agent is None else agent_facts(self._agent, self._node_rank),
             course=None if self._recorder is None else self._recorder.course,
         )
-        _say(f"page at {self._server.url} and metrics at {self._server.url}metrics")
+        say(f"page at {self._server.url} and metrics at {self._server.url}metrics")
         if not is_loopback(host):
-            _say(f"warning: observe.host {host}: everyone who reaches this port can read what the job does, no token")
+            say(f"warning: observe.host {host}: everyone who reaches this port can read what the job does, no token")
         return self._server.url
 
     async def stop(self) -> None:
@@ -99,8 +99,4 @@ class Observer:
         if self._tracer is not None:
             tracer, self._tracer = self._tracer, None
             if not await asyncio.to_thread(tracer.close):
-                _say(f"warning: observe.otlp_endpoint {self._settings.otlp_endpoint}: the last spans were not sent")
-
-
-def _say(text: str) -> None:
-    print(f"flashrecovery: {text}", file=sys.stderr, flush=True)
+                say(f"warning: observe.otlp_endpoint {self._settings.otlp_endpoint}: the last spans were not sent")

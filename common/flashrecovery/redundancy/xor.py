@@ -17,7 +17,6 @@ import os
 import platform
 import shutil
 import subprocess
-import sys
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -27,6 +26,7 @@ from types import TracebackType
 from typing import Any, Protocol
 
 from flashrecovery.errors import BuildError
+from flashrecovery.terminal import say
 
 ROW = 64
 """Bytes; the unit by which the second parity shifts its columns."""
@@ -214,7 +214,7 @@ def xor(notice: Callable[[str], None] | None = None) -> Xor:
             try:
                 _chosen = NativeXor(ctypes.CDLL(str(build())))
             except (BuildError, OSError) as error:
-                (notice or _to_stderr)(f"parity is computed by numpy, which is slower: {error}")
+                (notice or say)(f"parity is computed by numpy, which is slower: {error}")
                 _chosen = NumpyXor()
         return _chosen
 
@@ -281,7 +281,3 @@ def _rows(nbytes: int, distance: int) -> int:
     if nbytes % ROW or distance < 1:
         raise ValueError(f"{nbytes} bytes, distance {distance}: whole rows of {ROW} bytes and at least 1 are allowed")
     return nbytes // ROW
-
-
-def _to_stderr(line: str) -> None:
-    print(f"flashrecovery: {line}", file=sys.stderr, flush=True)

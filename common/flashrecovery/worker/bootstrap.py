@@ -24,6 +24,7 @@ from flashrecovery.runtime.environment import AGENT_PID_ENV, CPUS_ENV, OF_ZYGOTE
 from flashrecovery.runtime.lifeline import Lifeline
 from flashrecovery.runtime.page import Page
 from flashrecovery.runtime.process_control import die_with_parent, keep_to_cpus, redirect_output
+from flashrecovery.terminal import say, wrapped
 from flashrecovery.worker import script_error
 from flashrecovery.worker.ahead import Installed
 from flashrecovery.worker.ahead_of_script import AheadOfScript
@@ -214,7 +215,7 @@ def _run_script(command: list[str], channel: Channel) -> int:
         _last_words(channel, e)
         return e.code if isinstance(e.code, int) else 1
     except BaseException as e:  # noqa: BLE001 - reported to the agent, then the process ends
-        print(script_error.text_of(e), end="", file=sys.stderr)
+        print(wrapped(script_error.text_of(e)), end="", file=sys.stderr)
         _last_words(channel, e)
         return 1
     return 0
@@ -236,7 +237,7 @@ def _last_words(channel: Channel, error: BaseException) -> None:
     try:
         channel.send(pb.FromWorker(last_words=words))
     except OSError:
-        print("flashrecovery: the agent is gone", file=sys.stderr)
+        say("the agent is gone")
 
 
 def _leave(code: int) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import os
 import queue
-import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -21,6 +20,7 @@ from flashrecovery import groups
 from flashrecovery.config import Timeouts
 from flashrecovery.proto import flashrecovery_pb2 as pb
 from flashrecovery.runtime.channel import Channel
+from flashrecovery.terminal import say
 from flashrecovery.worker.device import DeviceClock
 from flashrecovery.worker.gate import Gate
 from flashrecovery.worker.hang_report import hang_report
@@ -72,7 +72,7 @@ class Control:
             message = self._channel.receive()
             if message is None:
                 # The agent is gone, and with it whoever could tell us what the others do.
-                print("flashrecovery: the agent is gone; this process ends", file=sys.stderr, flush=True)
+                say("the agent is gone; this process ends")
                 os._exit(1)
             if message.HasField("controller"):
                 self.controller_heard = message.controller.heard

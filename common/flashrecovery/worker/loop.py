@@ -23,6 +23,7 @@ from flashrecovery.errors import DataEndedError, FlashRecoveryError, RestoreErro
 from flashrecovery.kinds import NoticeKind
 from flashrecovery.proto import flashrecovery_pb2 as pb
 from flashrecovery.runtime import process_end
+from flashrecovery.terminal import say
 from flashrecovery.worker import below, join_watch, leftovers
 from flashrecovery.worker.ahead_of_script import imported_so_far
 from flashrecovery.worker.collectives import CollectiveWatch
@@ -361,7 +362,7 @@ class Loop:
         """Whatever has led the script to leave in a void attempt does not count: its peers do the step again, and so
         will a replacement of this rank."""
         text = "the script left its loop below the block of a step that is done again; the process is replaced"
-        print(f"flashrecovery: {text}", file=sys.stderr, flush=True)
+        say(text)
         words = pb.LastWords(exception="flashrecovery.errors.StepInterrupted", message=text)
         self._worker.send(pb.FromWorker(last_words=words))
         os._exit(1)
@@ -379,7 +380,7 @@ class Loop:
         """
         self.left = self._failing = True  # nobody waits for this rank's last step
         self._close()
-        print("flashrecovery: this rank leaves the job, which goes on with fewer", file=sys.stderr, flush=True)
+        say("this rank leaves the job, which goes on with fewer")
         sys.exit(0)
 
     def _tell_modules(self) -> None:

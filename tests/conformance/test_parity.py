@@ -44,16 +44,29 @@ def run(run_dir: Path, layout: Layout, *options: str, inject: list[str] | None =
     )
 
 
+def kill_together(run_dir: Path, layout: Layout, *options: str, ranks: tuple[int, int]) -> Job:
+    """Kill both ranks at once amid the training. Of two injected faults the second may strike when the first is
+    recovered."""
+    job = RunningJob(run_dir, layout, steps=STEPS, standby=1, options=options, flags=["--step-time", "100"])
+    job.wait_for_step(6)
+    pids = job.ranks()
+    for rank in ranks:
+        os.kill(pids[rank], signal.SIGKILL)
+    return job.wait()
+
+
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Layout], Job]:
     return References(lambda: tmp_path_factory.mktemp("reference"), run)
 
 
 def check(job: Job, expected: Job, losses: int, failures: int) -> None:
-    """Each time at least what ``losses`` ranks hold alone came out of parity."""
+    """What the victims held alone came out of parity each time. Of several faults of a step a later one may strike
+    after the recovery of an earlier one."""
     check_fired(job, failures * losses)
     finished = job.of("recovery_finished")
-    assert len(finished) == failures and all(e["decoded_bytes"] > 0 for e in finished), job.explain()
+    assert sum(len(e["victims"]) for e in finished) == failures * losses, job.explain()
+    assert len(finished) >= failures and all(e["decoded_bytes"] > 0 for e in finished), job.explain()
     assert not job.of("fallback_started")
     check_same(job, expected)
 
@@ -111,12 +124,7 @@ def test_two_ranks_that_hold_a_shard_together(
 ) -> None:
     """Of a shard with two replicas there is parity, too, if two ranks may be lost; one rank decodes it for both."""
     options = ("--redundancy", "parity", "--parity", "2", "--snapshots", "never")
-    job = RunningJob(tmp_path / "run", HSDP, steps=STEPS, standby=1, options=options, flags=["--step-time", "100"])
-    job.wait_for_step(6)
-    pids = job.ranks()
-    for rank in pair:  # not by injected faults: the second rank would be stopped before it comes to its own
-        os.kill(pids[rank], signal.SIGKILL)
-    ended = job.wait()
+    ended = kill_together(tmp_path / "run", HSDP, *options, ranks=pair)
     (recovery,) = ended.of("recovery_finished")
     assert sorted(recovery["victims"]) == sorted(pair)
     assert (recovery["decoded_bytes"] > 0) is (pair == (1, 3)), recovery
@@ -135,8 +143,7 @@ def test_where_every_shard_has_a_replica_there_is_nothing_to_do(
 
 
 def test_more_than_parity_covers_ends_the_job_and_says_what_is_lost(tmp_path: Path) -> None:
-    inject = [f"rank={rank},fault=sigkill,at=backward,step=6" for rank in (1, 2)]
-    job = run(tmp_path / "run", FSDP, "--redundancy", "parity", "--snapshots", "never", inject=inject)
+    job = kill_together(tmp_path / "run", FSDP, "--redundancy", "parity", "--snapshots", "never", ranks=(1, 2))
     assert job.code != 0
     (reason,) = (e["reason"] for e in job.of("job_failed"))
     assert "no version exists for every shard" in reason, job.explain()

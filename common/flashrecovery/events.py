@@ -84,7 +84,9 @@ class JobStarted(Event):
 
 
 class FailureDetected(Event):
-    """A rank has failed. ``detect_s``: from the failure, as well as its time is known, to its detection."""
+    """A rank has failed. ``detect_s``: from the failure, as well as its time is known, to its detection. ``iteration``,
+    here and below: that of the step, as a framework numbers it in its log, where steps are calls of its loop; -1: not
+    known, or steps are steps."""
 
     event: Literal["failure_detected"] = "failure_detected"
     rank: int
@@ -92,6 +94,7 @@ class FailureDetected(Event):
     evidence: str = ""
     detect_s: float = 0.0
     step: int = 0
+    iteration: int = -1
     exception: str = ""
     message: str = ""
     traceback: str = ""
@@ -129,6 +132,7 @@ class RecoveryFinished(Event):
 
     event: Literal["recovery_finished"] = "recovery_finished"
     resume_step: int
+    iteration: int = -1
     victims: list[int] = Field(default_factory=list)
     sources: dict[str, int] = Field(default_factory=dict)
     survivors_given: list[int] = Field(default_factory=list)
@@ -153,6 +157,7 @@ class JobResized(Event):
 
     event: Literal["job_resized"] = "job_resized"
     step: int
+    iteration: int = -1
     before: int
     replicas: int
     ranks: list[int] = Field(default_factory=list)
@@ -172,6 +177,7 @@ class JobReplanned(Event):
 
     event: Literal["job_replanned"] = "job_replanned"
     step: int
+    iteration: int = -1
     before: str
     layout: str
     ranks: int
@@ -219,6 +225,7 @@ class JobFinished(Event):
     exit_code: int = 0
     seconds: float = 0.0
     step: int = -1
+    iteration: int = -1
     step_s: float = 0.0
 
 
@@ -228,6 +235,7 @@ class JobFailed(Event):
     event: Literal["job_failed"] = "job_failed"
     reason: str
     step: int = -1
+    iteration: int = -1
     step_s: float = 0.0
 
 

@@ -13,7 +13,7 @@ WIDTH = 140
 INDENT = " " * 6
 """What the further lines of a text begin with."""
 PREFIX = "flashrecovery: "
-_CLAUSE = re.compile(r"[.;:)] ")
+_CLAUSE = re.compile(r"[.;] ")
 
 
 def say(text: str) -> None:

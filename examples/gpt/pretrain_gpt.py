@@ -97,7 +97,9 @@ def main() -> None:
     for step in recovery.steps(args.steps):
         with step:
             batches = [next(data) for _ in range(args.micro_batches)]
-            log.step(step.index, train_step(args, chunks, optimizer, scheduler, batches, device))
+            loss = train_step(args, chunks, optimizer, scheduler, batches, device)
+        if step.committed:  # not of an attempt that is done again
+            log.step(step.index, loss)
 
     if args.digest:
         training.emit(

@@ -54,6 +54,7 @@ def main() -> None:
                     scheduler.step()
                     optimizer.zero_grad()
             time.sleep(args.step_time / 1e3)
+        if step.committed:  # not of an attempt that is done again
             log.step(step.index, loss)
 
     if args.digest:

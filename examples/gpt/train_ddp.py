@@ -43,6 +43,7 @@ def main() -> None:
             loss.backward()
             optimizer.step()
             scheduler.step()
+        if step.committed:  # not of an attempt that is done again
             log.step(step.index, loss)
 
     if args.digest:

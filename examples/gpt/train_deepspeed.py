@@ -158,7 +158,9 @@ def main() -> None:
     log = training.StepLog(args)
     for step in recovery.steps(args.steps):
         with step:
-            log.step(step.index, train_batch(engine, data, device, args.step_time / 1e3))
+            loss = train_batch(engine, data, device, args.step_time / 1e3)
+        if step.committed:  # not of an attempt that is done again
+            log.step(step.index, loss)
 
     if args.digest:
         training.emit(f"digest rank={dist.get_rank()} {training.digest(state(engine))}")

@@ -46,6 +46,7 @@ def train_loop_per_worker(config: dict[str, Any]) -> None:
             loss.backward()
             optimizer.step()
             scheduler.step()
+        if step.committed:  # not of an attempt that is done again
             log.step(step.index, loss)
         if (step.index + 1) % config["report_every"] == 0:
             with TemporaryDirectory() as folder:

@@ -260,6 +260,10 @@ class LMLoop:
 
     # -- LoopState --------------------------------------------------------------------------------
 
+    def iteration_of(self, kind: str) -> int:
+        """As Megatron's log numbers it, from 1; all calls of an iteration have this number."""
+        return int(getattr(self._args, "curr_iteration", getattr(self._args, "iteration", 0))) + 1
+
     def save(self) -> dict[str, Any]:
         return {
             **self._for_log(),

@@ -63,6 +63,9 @@ def test_deaths_in_steps(layout: Layout, tmp_path: Path, reference: Reference) -
     check_same(job, reference(layout), printed=Printed.LOGS)
     check_fired(job, 4)
     check_recovered(job, [0, 1, 2, 3])
+    for failed in job.of("failure_detected"):  # a log comes with every second iteration
+        assert abs(failed["iteration"] - (1 + 2 * failed["step"] / 3)) < 3, failed
+        assert f"failed at iteration {failed['iteration']} (call {failed['step']})" in job.output, job.explain()
 
 
 @pytest.mark.grid

@@ -1087,7 +1087,8 @@ class LocalWeights(Another):
 
 
 class CountsInGroups(Another):
-    """Replicas whose parameters are in other groups on each rank: one of these is empty on all but rank 0."""
+    """Replicas whose parameters are in other groups on each rank: one of these is empty on all but rank 0. A setting of
+    the groups differs from the start."""
 
     def prepare(self) -> None:
         super().prepare()
@@ -1095,7 +1096,8 @@ class CountsInGroups(Another):
         model = nn.Linear(WIDTH, 4)
         decayed, others = ([model.weight], [model.bias]) if self.rank == 0 else ([model.weight, model.bias], [])
         self.counted = model
-        self.others["counted"] = model, CountingMomentum([{"params": decayed}, {"params": others}])
+        groups = [{"params": decayed, "of": self.rank}, {"params": others, "of": self.rank}]
+        self.others["counted"] = model, CountingMomentum(groups)
 
     def before(self, step: int, loss: Tensor) -> None:
         super().before(step, loss)

@@ -7,11 +7,13 @@ import os
 import subprocess
 import sys
 import sysconfig
+import types
 from pathlib import Path
 
 import pytest
 
 from flashrecovery.worker.ahead import Installed, import_ahead, not_imported
+from flashrecovery.worker.ahead_of_script import imported_so_far
 
 
 @pytest.fixture
@@ -171,3 +173,12 @@ def test_what_an_import_does_about_warnings_stays(folder: Path) -> None:
     env = {**os.environ, "PYTHONPATH": f"{folder}:{os.environ.get('PYTHONPATH', '')}"}
     done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0 and "loud" not in done.stderr, done.stderr
+
+
+def test_modules_that_were_made_are_not_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As torch.compile's, which nobody can import."""
+    made = "torch._inductor.runtime.compile_tasks.cabc"
+    monkeypatch.setitem(sys.modules, made, types.ModuleType(made))
+    monkeypatch.setitem(sys.modules, made.rpartition(".")[0], types.ModuleType(made.rpartition(".")[0]))
+    told = {*imported_so_far({}).names}
+    assert made not in told and {"os.path", "importlib.machinery", "pytest"} <= told

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from flashrecovery import events as ev
 from flashrecovery.controller.console import Console
+from flashrecovery.controller.counting import Counting
+from flashrecovery.proto import flashrecovery_pb2 as pb
 
 
 def notice(rank: int, kind: str, text: str) -> ev.Notice:
@@ -25,3 +27,24 @@ def test_what_happens_again_is_said_again() -> None:
 
 def test_what_only_a_tool_wants_is_not_said() -> None:
     assert Console().line_of(notice(0, "fault_fired", "x")) is None
+
+
+def test_where_steps_are_calls_the_frameworks_own_number_is_named() -> None:
+    counting = Counting()
+    failed = ev.FailureDetected(rank=1, kind="killed", evidence="killed by SIGKILL", step=61)
+    assert counting.told(failed) is failed and Console().line_of(failed) == (
+        "rank 1 failed at step 61 (killed by SIGKILL)"
+    )
+    counting.hear([pb.Counted(step=60, iteration=31), pb.Counted(step=61, iteration=31)])
+    told = counting.told(failed)
+    assert Console().line_of(told) == "rank 1 failed at iteration 31 (call 61) (killed by SIGKILL)"
+    finished = counting.told(ev.RecoveryFinished(resume_step=62, victims=[1], total_s=0.5))
+    assert "goes on from iteration 31 (call 62)" in (Console().line_of(finished) or ""), (
+        "it is not begun: the one before"
+    )
+    assert counting.text(900) == "step 900" and counting.told(notice(0, "x", "y")) == notice(0, "x", "y")
+    for step in range(1000):
+        counting.hear([pb.Counted(step=step, iteration=step // 2)])
+    assert counting.text(999) == "iteration 499 (call 999)" and counting.text(5) == "step 5", (
+        "of the newest it is known"
+    )

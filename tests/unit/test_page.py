@@ -119,3 +119,11 @@ def test_a_committed_version_says_which_generation_it_belongs_to(page: Page) -> 
     assert (page.health().committed, page.health().generation) == (5, 0)
     page.resume(4, 1, 1_000)
     assert (page.health().committed, page.health().generation, page.tag) == (4, 1, 4)
+
+
+def test_iterations_of_the_newest_steps(page: Page) -> None:
+    assert page.iterations() == {} and page.step_text(3) == "step 3"
+    for step in range(9):
+        page.set_iteration(step, 100 + step // 2)
+    assert page.iterations() == {5: 102, 6: 103, 7: 103, 8: 104}
+    assert page.step_text(7) == "iteration 103 (call 7)" and page.step_text(2) == "step 2"

@@ -144,3 +144,15 @@ def _bucket():  # type: ignore[no-untyped-def]
     timeline = Timeline()
     timeline.add(sample(0.0, 1))
     return timeline.whole.buckets[0]
+
+
+def test_where_steps_are_calls_iterations_are_counted() -> None:
+    """Two calls each: a step and its log. One of a sample is not known, and a recovery goes back to the step."""
+    timeline = Timeline()
+    timeline.went_to(0)
+    for at, version, iteration in ((1.0, 1, 1), (2.0, 5, 3), (3.0, -1, -1), (4.0, 21, 11)):
+        timeline.add(Sample(at=at, passed=1.0, version=version, tokens=10, iteration=iteration))
+    timeline.went_to(20, 11)
+    timeline.add(Sample(at=5.0, passed=1.0, version=23, tokens=10, iteration=12))
+    columns = timeline.whole.columns()
+    assert sum(columns.steps) == 11 and sum(columns.tokens) == 110, columns

@@ -29,6 +29,17 @@ print(why_unfit({{}}, before))
         ("import mmap; kept = mmap.mmap(-1, 4096)", "memory that all processes would share: /dev/zero"),
         ("kept = open(os.devnull), os.open('/dev/urandom', os.O_RDONLY)", "None"),
         (
+            "import threading, time\nfrom flashrecovery.runtime.process_control import name_thread\n"
+            "name_thread('fr-zygote')\nthreading.Thread(target=time.sleep, args=(60,), daemon=True).start()",
+            "it has started a thread: one without a name\n",
+        ),
+        (
+            "import threading, time\nfrom flashrecovery.runtime.process_control import name_thread\n"
+            "def work(): name_thread('watchdog'); ready.set(); time.sleep(60)\n"
+            "ready = threading.Event(); threading.Thread(target=work, daemon=True).start(); ready.wait()",
+            "it has started a thread: watchdog\n",
+        ),
+        (
             "import mmap\nwith open(sys.argv[1], 'rb') as f: kept = mmap.mmap(f.fileno(), 0, prot=mmap.PROT_READ)",
             "open",
         ),

@@ -20,7 +20,7 @@ from flashrecovery.agent.faults import NodeFaults
 from flashrecovery.agent.gather import Gather, singly
 from flashrecovery.agent.gpu_fence import GpuFence
 from flashrecovery.agent.hang import Looks, StopMonitor
-from flashrecovery.agent.heartbeat import HeartbeatLoop
+from flashrecovery.agent.heartbeat import HeartbeatLoop, counted_pairs
 from flashrecovery.agent.identity import Identity
 from flashrecovery.agent.node_health import NodeHealth
 from flashrecovery.agent.peer_service import PeerService
@@ -562,6 +562,7 @@ class Agent:
             last_words=process.last_words,
             signal=signal_number,
             step=max(process.page.committed, 0),
+            counted=counted_pairs(process.page.iterations()),
         )
         self._send(pb.AgentMessage(failure=message))
 

@@ -16,6 +16,11 @@ _CONFIRM_POLL_S = 0.002
 """Pace of the look at the pages while the first new step after a recovery is awaited."""
 
 
+def counted_pairs(iterations: Mapping[int, int]) -> list[pb.Counted]:
+    """What :meth:`.Page.iterations` gives, as it is told to the controller."""
+    return [pb.Counted(step=step, iteration=iteration) for step, iteration in iterations.items()]
+
+
 class Watched(Protocol):
     """What the loop looks at: the agent."""
 
@@ -69,10 +74,11 @@ class HeartbeatLoop:
                 await asyncio.wait_for(self._wake.wait(), pace_s)
 
     def _beat(self, alive: list[WorkerProcess], now: float) -> None:
-        ranks, tokens = [], 0
+        ranks, tokens, counted = [], 0, dict[int, int]()
         for process in alive:
             health = process.page.health()
             tokens = max(tokens, process.page.tokens_per_step)
+            counted |= process.page.iterations()
             ranks.append(
                 pb.RankHealth(
                     rank=process.place,
@@ -90,7 +96,8 @@ class HeartbeatLoop:
                     entered=health.entered + 1 if health.generation == self._watched.generation else 0,
                 )
             )
-        beat = pb.Heartbeat(generation=self._watched.generation, ranks=ranks, tokens_per_step=tokens)
+        pairs = counted_pairs(counted)
+        beat = pb.Heartbeat(generation=self._watched.generation, ranks=ranks, tokens_per_step=tokens, counted=pairs)
         self._send(pb.AgentMessage(heartbeat=beat))
 
     def _committed(self, health: Health) -> int:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from flashrecovery import events as ev
 from flashrecovery.kinds import NoticeKind
+from flashrecovery.plan.words import step_text
 
 
 def closing_line(events: Sequence[ev.Event], path: Path) -> str:
@@ -22,7 +23,9 @@ def closing_line(events: Sequence[ev.Event], path: Path) -> str:
     steps = step - started.step
     lost_s = sum(event.total_s for event in recoveries)
     how = "finished" if isinstance(end, ev.JobFinished) else "ended"
-    what = f"{steps:,} step{'' if steps == 1 else 's'} in {end.monotonic - started.monotonic:.1f} s"
+    unit = "step" if end.iteration < 0 else "call"
+    what = f"{steps:,} {unit}{'' if steps == 1 else 's'} in {end.monotonic - started.monotonic:.1f} s"
     count = len(recoveries)
     lost = f"{count or 'no'} recover{'ies' if count > 1 else 'y'}" + (f" ({lost_s:.1f} s lost)" if count else "")
-    return f"{how} at step {step:,}: {what}, {lost}; flashrecovery report {path} says more"
+    where = step_text(step, end.iteration if step == end.step else -1)
+    return f"{how} at {where}: {what}, {lost}; flashrecovery report {path} says more"

@@ -81,8 +81,10 @@ def _speed(course: Course) -> list[Text]:
         return []
     first = round(columns.at_s[0] / columns.width_s)
     cells = round(columns.at_s[-1] / columns.width_s) - first + 1
-    lines = [_line("step time", _spread(columns, columns.step_s, first, cells), seconds_text(course.step_s))]
-    counts, unit = (columns.tokens, "tokens/s") if any(columns.tokens) else (columns.steps, "steps/s")
+    lines = [
+        _line(f"{course.step_word} time", _spread(columns, columns.step_s, first, cells), seconds_text(course.step_s))
+    ]
+    counts, unit = (columns.tokens, "tokens/s") if any(columns.tokens) else (columns.steps, f"{course.unit}s/s")
     rates = [n / s if s > 0 else None for n, s in zip(counts, columns.seconds, strict=True)]
     now = course.tokens_per_s if unit == "tokens/s" else course.steps_per_s
     lines.append(_line(unit, _spread(columns, rates, first, cells), rate_text(now)))

@@ -39,6 +39,7 @@ class FailureRecord:
     detect_s: float
     step: int
     at_s: float
+    iteration: int = -1
 
 
 @dataclass(frozen=True)
@@ -64,6 +65,7 @@ class RecoveryRecord:
     at_s: float
     finished: bool
     start: tuple[tuple[str, str, float], ...] = ()
+    iteration: int = -1
 
     @property
     def largest(self) -> str:
@@ -154,7 +156,7 @@ def _after(known: JobHistory, event: ev.Event) -> JobHistory:
 
 def _failure(event: ev.FailureDetected, first: float) -> FailureRecord:
     at_s = event.time - first - event.detect_s
-    return FailureRecord(event.rank, event.kind, event.evidence, event.detect_s, event.step, at_s)
+    return FailureRecord(event.rank, event.kind, event.evidence, event.detect_s, event.step, at_s, event.iteration)
 
 
 def _recovery(incident: Incident, first: float) -> RecoveryRecord:
@@ -179,6 +181,7 @@ def _recovery(incident: Incident, first: float) -> RecoveryRecord:
         at_s=at_s,
         finished=end is not None,
         start=tuple((line.where, line.text, line.seconds) for line in end.start) if end is not None else (),
+        iteration=end.iteration if end is not None else -1,
     )
 
 

@@ -26,6 +26,7 @@ from flashrecovery.events import RunFiles
 from flashrecovery.observe.course import Course, course_of, record_of
 from flashrecovery.observe.goodput import Goodput
 from flashrecovery.observe.picture import pictures, style
+from flashrecovery.plan.words import step_text
 
 # Eight hues that stay apart for colour-blind readers (Okabe and Ito), by phase; rich and HTML use the same.
 COLOURS: dict[str, str] = dict(
@@ -141,7 +142,8 @@ def _table(recoveries: Sequence[RecoveryRecord]) -> Table:
         table.add_column(phase, justify="right", style=COLOURS[phase], no_wrap=True)
     table.add_column("total", justify="right", style="bold", no_wrap=True)
     for number, r in enumerate(recoveries, 1):
-        resumed = str(r.resume_step) + (" (ckpt)" if r.fallback else "") if r.finished else "unfinished"
+        number_of = str(r.resume_step) if r.iteration < 0 else f"it. {r.iteration}"
+        resumed = number_of + (" (ckpt)" if r.fallback else "") if r.finished else "unfinished"
         table.add_row(
             str(number),
             str(r.generation),
@@ -210,7 +212,7 @@ def render_html(history: JobHistory, course: Course, title: str) -> str:
 
     template = resources.files("flashrecovery.cli").joinpath("templates/report.html").read_text()
     environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
-    environment.filters.update(seconds=seconds_text, bytes=bytes_text)
+    environment.filters.update(seconds=seconds_text, bytes=bytes_text, step=step_text)
     finished = [r for r in history.recoveries if r.finished and r.phases]
     name, share = largest_phase(finished) if finished else ("", 0.0)
     return environment.from_string(template).render(

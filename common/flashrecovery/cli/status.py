@@ -28,6 +28,7 @@ from flashrecovery.cli.output import count_text, make_console, seconds_text
 from flashrecovery.errors import ConfigError, StrangerError
 from flashrecovery.events import ControllerInfo, RunFiles
 from flashrecovery.observe.course import Course, coarser, course_of
+from flashrecovery.plan.words import step_text
 from flashrecovery.proto import flashrecovery_pb2 as pb
 from flashrecovery.proto import flashrecovery_pb2_grpc as rpc
 from flashrecovery.security import TOKEN_ENV
@@ -68,6 +69,7 @@ class RecoveryView:
     kind: str
     resume_step: int
     total_s: float
+    iteration: int = -1
 
 
 @dataclass(frozen=True)
@@ -200,7 +202,7 @@ def ask(address: str, access: Access) -> JobView | None:
                 pid=r.pid,
                 node=r.node,
                 state=r.state,
-                tag=tag_text(r.tag),
+                tag=tag_text(r.tag, r.iteration - 1),
                 progress_age_s=r.progress_age_s,
                 generation=r.generation,
                 committed=r.committed if r.committed >= 0 else None,
@@ -213,7 +215,8 @@ def ask(address: str, access: Access) -> JobView | None:
         standby_ready=found.standby_ready,
         standby_starting=found.standby_starting,
         recoveries=tuple(
-            RecoveryView(r.generation, tuple(r.victims), r.kind, r.resume_step, r.total_s) for r in found.recoveries
+            RecoveryView(r.generation, tuple(r.victims), r.kind, r.resume_step, r.total_s, r.iteration - 1)
+            for r in found.recoveries
         ),
         last_failure=found.last_failure,
         reason=found.failure_reason,
@@ -262,7 +265,7 @@ def from_files(files: RunFiles) -> JobView:
         standby_ready=history.standby_ready if live else 0,
         standby_starting=history.standby_starting if live else 0,
         recoveries=tuple(
-            RecoveryView(r.generation, r.victims, r.cause, r.resume_step, r.total_s)
+            RecoveryView(r.generation, r.victims, r.cause, r.resume_step, r.total_s, r.iteration)
             for r in history.recoveries
             if r.finished
         ),
@@ -281,10 +284,10 @@ def as_dict(view: JobView) -> dict[str, Any]:
     return plain
 
 
-def tag_text(tag: int) -> str:
-    """The step tag in words."""
+def tag_text(tag: int, iteration: int = -1) -> str:
+    """The step tag in words. ``iteration``: see :func:`.step_text`."""
     if tag >= 0:
-        return f"step {tag}"
+        return step_text(tag, iteration)
     return "updating" if tag == -1 else "set-up"
 
 
@@ -317,7 +320,7 @@ def render(view: JobView) -> Group:
         victims = "rank " + ", ".join(str(v) for v in last.victims) + " " if last.victims else ""
         parts.append(
             Text(
-                f"Last recovery: {victims}({last.kind}), resumed at step {last.resume_step}, "
+                f"Last recovery: {victims}({last.kind}), resumed at {step_text(last.resume_step, last.iteration)}, "
                 f"{seconds_text(last.total_s)} in all"
             )
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from flashrecovery import events as ev
 from flashrecovery.kinds import FailureKind, NoticeKind
-from flashrecovery.plan.words import ranks_text
+from flashrecovery.plan.words import ranks_text, step_text
 
 _OF_THE_SCRIPT = (
     NoticeKind.COMMUNICATION_OUTSIDE,
@@ -48,7 +48,8 @@ class Console:
         if isinstance(event, ev.FailureDetected) and event.exception:
             first = self._raised.setdefault((event.exception, event.message, event.step), event.rank)
             if first != event.rank:
-                return f"rank {event.rank} failed at step {event.step} ({event.kind}: as on rank {first})"
+                where = step_text(event.step, event.iteration)
+                return f"rank {event.rank} failed at {where} ({event.kind}: as on rank {first})"
         return line_of(event)
 
 
@@ -57,25 +58,24 @@ def line_of(event: ev.Event) -> str | None:
     if isinstance(event, ev.FailureDetected):
         first = event.evidence.splitlines()[0] if event.evidence else ""
         what = first if first.startswith(f"{event.kind} ") else f"{event.kind}: {first}"
-        return f"rank {event.rank} failed at step {event.step} ({what})"
+        return f"rank {event.rank} failed at {step_text(event.step, event.iteration)} ({what})"
     if isinstance(event, ev.RecoveryFinished):
         replaced = ", ".join(str(rank) for rank in event.victims if rank not in event.left)
         done = _DONE.get(event.cause, "recovered")
         who = f"rank {replaced} replaced, " if replaced else ""
-        return (
-            f"{done} in {event.total_s:.2f} s: {who}training goes on from step {event.resume_step} (generation "
-            f"{event.generation})"
-        )
+        where = step_text(event.resume_step, event.iteration)
+        return f"{done} in {event.total_s:.2f} s: {who}training goes on from {where} (generation {event.generation})"
     if isinstance(event, ev.JobResized) and event.only_step:
-        return f"the change of size takes place at step {event.step}"
+        return f"the change of size takes place at {step_text(event.step, event.iteration)}"
     if isinstance(event, ev.JobResized):
         sizes = f"{event.replicas} replica{'' if event.replicas == 1 else 's'} instead of {event.before}"
         changes = (("without", event.left), ("with", event.came))
         how = " and ".join(f"{word} {ranks_text(ranks)}" for word, ranks in changes if ranks)
-        return f"{sizes}, from step {event.step} on" + (f", {how}" if how else "")
+        return f"{sizes}, from {step_text(event.step, event.iteration)} on" + (f", {how}" if how else "")
     if isinstance(event, ev.JobReplanned):
         size = f"{event.ranks} rank{'' if event.ranks == 1 else 's'}"
-        return f"{event.layout} instead of {event.before}, on {size}, from step {event.step} on"
+        where = step_text(event.step, event.iteration)
+        return f"{event.layout} instead of {event.before}, on {size}, from {where} on"
     if isinstance(event, ev.NodeLost):
         return f"node {event.node} is lost ({event.evidence})"
     if isinstance(event, ev.FallbackStarted):

@@ -39,6 +39,7 @@ class HistoryEntry:
     victims: list[int] = field(default_factory=list)
     cause: str = ""
     resume_step: int = -1
+    iteration: int = -1
     reason: str = ""
     phases: dict[str, float] = field(default_factory=dict)
     sources: dict[str, int] = field(default_factory=dict)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from flashrecovery import events as ev
 from flashrecovery.config import RunConfig
+from flashrecovery.controller.counting import Counting
 from flashrecovery.controller.crashes import Crashes
 from flashrecovery.controller.custody import divided
 from flashrecovery.controller.history import HistoryEntry
@@ -83,6 +84,7 @@ class JobState:
         saving: the job has failed, and what its ranks hold is being kept before they end (:mod:`.last_save`).
         void: it has failed because its ranks do not agree.
         not_registered: what has been said to change from step to step without being registered; "": nothing.
+        counting: where steps are a framework's calls, to which iterations they belong.
         tokens_per_step: that all ranks take in together, as the script has said; 0: it has not.
         drills: faults that were asked for, and after which their ranks have not failed yet.
     """
@@ -129,6 +131,7 @@ class JobState:
     confirmed: int = 0
     stuck_at: dict[int, int] = field(default_factory=dict)
     tokens_per_step: int = 0
+    counting: Counting = field(default_factory=Counting)
     layout: tuple[int, ...] = ()
     unsure: bool = False
     departed: dict[int, dict[str, int]] = field(default_factory=dict)

@@ -313,6 +313,7 @@ class Machine:
         ):
             return False
         step = max(message.step, record.committed, 0)
+        self.job.counting.hear(message.counted)
         record.committed = max(record.committed, message.step)
         self.job.last_failure = f"rank {record.rank}: {message.kind}: {message.evidence}"
         kind = FailureKind(message.kind)
@@ -344,7 +345,8 @@ class Machine:
         if job.checkpoint is None:
             return f"{suspects}. No checkpoint is left: mend it, and begin anew without --resume"
         version, path = job.checkpoint
-        return f"{suspects}. Mend it; --resume goes on from the newest checkpoint, of step {version} ({path})"
+        where = job.counting.text(version)
+        return f"{suspects}. Mend it; --resume goes on from the newest checkpoint, of {where} ({path})"
 
     def _is_crash_loop(self, record: RankRecord, message: pb.Failure, step: int) -> bool:
         """Whether the rank has failed so often that the job ends for it."""
@@ -353,7 +355,7 @@ class Machine:
         count = crashes.count(cause, None if record.on_its_way else step)
         if count < limit_of(cause, self.job.config):
             return False
-        who, where = f"rank {record.rank}", f"at step {step}"
+        who, where = f"rank {record.rank}", f"at {self.job.counting.text(step)}"
         if record.on_its_way and (
             leaving_without(self.job, [record.rank]) or laid_out_without(self.job, [record.rank])
         ):
@@ -530,6 +532,7 @@ class Machine:
         """What the ranks of one node are doing. A datagram may be older than what has come on the stream meanwhile, or
         newer: what a rank has committed counts if it is of this generation."""
         self.job.tokens_per_step = message.tokens_per_step or self.job.tokens_per_step
+        self.job.counting.hear(message.counted)
         counts = (Place.RUNNING, Place.RECOVERING) if message.generation == self.job.generation else ()
         for health in message.ranks:
             record = self.job.ranks.get(health.rank)
@@ -686,9 +689,9 @@ class Machine:
         was not brought to the others, so no further attempt would be right, even one that went through."""
         who = f" of {ranks_text(recovery.victims)}" if recovery.victims else ""
         self.job.fail(
-            f"the recovery{who} is void, at step {recovery.resume_step}: {text}. The script, or a framework, decides "
-            "on its collectives by state that is not registered, so the ranks have come apart. Register it, or start "
-            "the job again from its last checkpoint; docs/limits.md says what is brought back"
+            f"the recovery{who} is void, at {self.job.counting.text(recovery.resume_step)}: {text}. The script, or a "
+            "framework, decides on its collectives by state that is not registered, so the ranks have come apart. "
+            "Register it, or start the job again from its last checkpoint; docs/limits.md says what is brought back"
         )
 
     def _all_again(self, why: str, now: float) -> None:
@@ -696,7 +699,8 @@ class Machine:
         self.job.last_failure, step = why, max(r.committed for r in self.job.ranks.values())
         self.job.stuck_at = {step: self.job.stuck_at.get(step, 0) + 1}
         if self.job.stuck_at[step] >= self.job.config.max_failures_per_step:
-            self.job.fail(f"{why}; so it was {self.job.stuck_at[step]} times at step {step} (max_failures_per_step)")
+            where = self.job.counting.text(step)
+            self.job.fail(f"{why}; so it was {self.job.stuck_at[step]} times at {where} (max_failures_per_step)")
         else:
             self._steps.recover([], FailureKind.STANDSTILL, now, 0.0, now)
 

@@ -536,6 +536,7 @@ class RecoverySteps:
         recovery = self._job.recovery
         if recovery is not None and self._all_have_gone_on(recovery.resume_step):
             recovery.finish(now)
+            recovery.iteration = self._job.counting.iteration(recovery.resume_step)
             self._resizing.all_have_gone_on()
             anew = self._replanning.restored_from() is not None
             self._recovered()
@@ -631,5 +632,6 @@ class RecoverySteps:
             return ""
         first = self._job.failures[0].last_words
         alike = sorted({f.rank for f in self._job.failures if f.last_words.exception == first.exception})
-        said = f"the script raised {first.exception} on {ranks_text(alike)}, at step {self._job.failures[0].step}"
+        where = self._job.counting.text(self._job.failures[0].step)
+        said = f"the script raised {first.exception} on {ranks_text(alike)}, at {where}"
         return f"{said}: {first.message}{told_of(first, self._job.config, alike)}"

@@ -337,6 +337,7 @@ class ControllerService(rpc.ControllerServicer):  # type: ignore[misc]
 
     def _record(self, event: ev.Event) -> None:
         """Into the log, and on the terminal if it is of interest there."""
+        event = self.machine.job.counting.told(event)
         self._log.write(event)
         line = self._console.line_of(event)
         if line is not None:

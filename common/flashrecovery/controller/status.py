@@ -58,6 +58,7 @@ def job_status(
                 resume_step=x.resume_step,
                 total_s=x.total_s,
                 kind=x.cause,
+                iteration=x.iteration + 1,
             )
             for x in job.history
         ],
@@ -79,6 +80,7 @@ def _rank(machine: Machine, r: RankRecord, keeper: RankRecord | None, now: float
         own_s=r.own_s,
         straggler=r.rank in machine.watch.stragglers.slow,
         overhead_s=r.overhead_s,
+        iteration=machine.job.counting.iteration(max(r.tag, r.committed)) + 1,
     )
     if keeper is not None and keeper.kept >= 0:
         found.copied, found.copied_by = keeper.kept + 1, keeper.rank

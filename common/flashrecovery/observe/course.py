@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from flashrecovery import events as ev
 from flashrecovery.errors import ConfigError
+from flashrecovery.kinds import NoticeKind
 from flashrecovery.observe.goodput import Goodput, LastSeen, Ledger
 from flashrecovery.observe.incident import Incident, Incidents
 from flashrecovery.observe.timeline import Columns, SeenBy, Series, Timeline, TimelineFile, short
@@ -39,6 +40,7 @@ class RecoveryMark(_Fact):
     victims: list[int]
     cause: str
     resume_step: int = -1
+    iteration: int = -1
     failed: bool = False
 
 
@@ -95,6 +97,7 @@ class Course(_Fact):
     Attributes:
         started: Unix seconds of the launch; ``seconds``: since then, by the job's clock.
         state: as the controller says; of an ended job finished, failed, or lost (without a word).
+        calls: its steps are calls of a framework's loop. What is counted are its iterations then, but for ``version``.
         goodput: see :meth:`.Goodput.as_dict`.
         recoveries: the newest :data:`LATEST` of ``recovered``, oldest first.
         step_s: of a step now, or when it was seen last; tokens_per_step: of the whole job. 0: not known.
@@ -109,6 +112,7 @@ class Course(_Fact):
     state: str = ""
     world_size: int = 0
     version: int = -1
+    calls: bool = False
     goodput: dict[str, float | int | None] = {}
     recovered: int = 0
     recoveries: list[RecoveryMark] = []
@@ -121,6 +125,16 @@ class Course(_Fact):
     coming: list[Coming] = []
     slowest: list[Slow] = []
     waiting: list[Wait] = []
+
+    @property
+    def step_word(self) -> str:
+        """What a version is one more of."""
+        return "call" if self.calls else "step"
+
+    @property
+    def unit(self) -> str:
+        """What is counted by the time."""
+        return "iteration" if self.calls else "step"
 
     @property
     def steps_per_s(self) -> float:
@@ -162,6 +176,7 @@ class Record:
         self._recoveries: deque[RecoveryMark] = deque(maxlen=LATEST)
         self._recovered = 0
         self._sizes: deque[Size] = deque(maxlen=LATEST)
+        self._calls = False
 
     def take(self, event: ev.Event) -> None:
         """One event."""
@@ -173,6 +188,8 @@ class Record:
         if isinstance(event, ev.JobStarted):
             self.state = "running"
             self._began(event, at)
+        elif isinstance(event, ev.Notice) and event.kind == NoticeKind.STEPS_ARE_CALLS:
+            self._calls = True
         elif isinstance(event, ev.JobResized):
             self._resized(event, at)
         elif isinstance(event, ev.JobReplanned):
@@ -226,6 +243,7 @@ class Record:
             state=state or self.state,
             world_size=self.world_size,
             version=versions[-1] if versions else -1,
+            calls=self._calls,
             goodput=goodput.as_dict(),
             recovered=self._recovered,
             recoveries=marks,
@@ -308,5 +326,6 @@ def _mark(incident: Incident, at: float, began: float | None = None) -> Recovery
         victims=list(incident.victims)[:LATEST],
         cause=incident.cause,
         resume_step=incident.resume_step if end is not None else -1,
+        iteration=end.iteration if end is not None else -1,
         failed=isinstance(incident.end, ev.JobFailed),
     )

@@ -50,6 +50,7 @@ class FailureFacts:
     kind: str
     evidence: str
     step: int
+    iteration: int = -1
 
 
 @dataclass(frozen=True)
@@ -79,6 +80,7 @@ class PastRecovery:
     fallback: bool
     failures: tuple[FailureFacts, ...]
     start: tuple[StartFacts, ...] = ()
+    iteration: int = -1
 
 
 @dataclass(frozen=True)

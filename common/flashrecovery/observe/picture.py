@@ -15,7 +15,7 @@ from flashrecovery.observe.course import HOUR_S, Coming, Course, RecoveryMark, S
 from flashrecovery.observe.goodput import PARTS
 from flashrecovery.observe.quantities import count_text, rate_text, seconds_text
 from flashrecovery.observe.timeline import Columns
-from flashrecovery.plan.words import ranks_text
+from flashrecovery.plan.words import ranks_text, step_text
 
 WIDTH, LEFT, RIGHT = 1000.0, 74.0, 14.0
 _TOP, _PANEL, _GAP, _STRIP = 20.0, 92.0, 26.0, 14.0
@@ -124,7 +124,7 @@ def mark_text(mark: RecoveryMark) -> str:
     """``at 12.0 s: rank 1 (killed), 0.42 s, resumed at step 30``."""
     shown = ", ".join(map(str, mark.victims[:4])) + (f" and {len(mark.victims) - 4} more" if mark.victims[4:] else "")
     ranks = f"rank {shown} ({mark.cause})" if mark.victims else mark.cause
-    end = f"resumed at step {mark.resume_step}" if mark.resume_step >= 0 else "not over"
+    end = f"resumed at {step_text(mark.resume_step, mark.iteration)}" if mark.resume_step >= 0 else "not over"
     end = "the job failed" if mark.failed else end
     return f"at {seconds_text(mark.at_s)}: {ranks}, {seconds_text(mark.total_s)}, {end}"
 
@@ -195,7 +195,7 @@ def speed_text(course: Course) -> str:
     if course.step_s <= 0:
         return ""
     tokens = f", {rate_text(course.tokens_per_s)} tokens/s" if course.tokens_per_step else ""
-    return f"{seconds_text(course.step_s)} a step{tokens}"
+    return f"{seconds_text(course.step_s)} a {course.step_word}{tokens}"
 
 
 _SIZES = {"width": WIDTH, "left": LEFT, "right": WIDTH - RIGHT, "strip": _STRIP}
@@ -243,10 +243,14 @@ def _diagrams(columns: Columns, course: Course) -> list[_Diagram]:
     found: list[_Diagram] = []
     if any(columns.step_s):
         band = [line(columns.step_low_s), line(columns.step_high_s), line(columns.step_s)]
-        found.append(_Diagram("step time (10 to 90 % of the ranks, and half)", ("band", "line"), band, seconds_text))
+        found.append(
+            _Diagram(
+                f"{course.step_word} time (10 to 90 % of the ranks, and half)", ("band", "line"), band, seconds_text
+            )
+        )
     rates = coarser(columns, _COLUMNS, course.step_s)
     counts = rates.tokens if any(rates.tokens) else rates.steps
-    what = "tokens a second" if any(rates.tokens) else "steps a second"
+    what = "tokens a second" if any(rates.tokens) else f"{course.unit}s a second"
     if any(counts):
         speeds = [n / s if s > 0 else None for n, s in zip(counts, rates.seconds, strict=True)]
         at = [a + rates.width_s / 2 for a in rates.at_s]
@@ -389,10 +393,10 @@ def _in_words(course: Course, marks: Sequence[RecoveryMark]) -> str:
     """What somebody who does not see the picture is told."""
     parts = [f"{course.state or 'A job'} after {seconds_text(course.seconds)}"]
     if course.version >= 0:
-        parts.append(f"{course.version:,} steps committed")
+        parts.append(f"{course.version:,} {course.step_word}s committed")
     steps = [s for s in course.whole.step_s if s]
     if steps:
-        parts.append(f"median step time {seconds_text(statistics.median(steps))}")
+        parts.append(f"median {course.step_word} time {seconds_text(statistics.median(steps))}")
     if course.tokens_per_step:
         parts.append(f"{rate_text(course.tokens_per_s)} tokens a second")
     parts.append(count_text(len(marks), "recovery", "recoveries"))
@@ -412,5 +416,5 @@ def _environment() -> Any:
     from jinja2 import Environment, FunctionLoader
 
     environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True, loader=FunctionLoader(_text))
-    environment.filters.update(seconds=seconds_text, part=lambda part: PART_TEXT[part])
+    environment.filters.update(seconds=seconds_text, step=step_text, part=lambda part: PART_TEXT[part])
     return environment

@@ -101,7 +101,7 @@ class Recorder:
         elif isinstance(event, ev.RecoveryStarted):
             self._begin(event)
         elif isinstance(event, ev.RecoveryFinished):
-            record.timeline.went_to(event.resume_step)
+            record.timeline.went_to(event.resume_step, event.iteration)
             self._begin(event)
         elif isinstance(event, ev.Notice) and event.kind == NoticeKind.WAITING:
             self._said[event.rank] = SaidLine(event.text, event.seconds, event.monotonic)
@@ -120,11 +120,14 @@ class Recorder:
         launched = max(job.config.world_size, job.in_order[-1].rank + 1)
         passed = 0.0 if self._looked_at is None else now - self._looked_at
         self._looked_at = now
+        version = job.committed if trains else -1
+        iteration = job.counting.iteration(version)
         record.timeline.add(
             Sample(
                 at=record.ledger.clock.at(now),
                 passed=passed,
-                version=job.committed if trains else -1,
+                version=-1 if job.counting.used and iteration < 0 else version,
+                iteration=iteration,
                 tokens=job.tokens_per_step,
                 step=band_of({r.rank: r.step_s for r in job.ranks.values()}) if trains else None,
                 own=band_of(own) if trains else None,

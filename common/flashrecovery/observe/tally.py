@@ -101,7 +101,10 @@ class Tally:
                 total_s=incident.total_s,
                 reason=incident.end.reason if incident.end is not None else "",
                 fallback=incident.fallback is not None,
-                failures=tuple(FailureFacts(f.rank, f.kind, f.evidence, f.step) for f in incident.failures),
+                failures=tuple(
+                    FailureFacts(f.rank, f.kind, f.evidence, f.step, f.iteration) for f in incident.failures
+                ),
                 start=tuple(StartFacts(s.where, s.text, s.seconds) for s in end.start) if end is not None else (),
+                iteration=end.iteration if end is not None else -1,
             )
         )

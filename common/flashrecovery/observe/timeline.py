@@ -69,9 +69,10 @@ def band_of(seconds: Mapping[int, float]) -> Band | None:
 @dataclass(frozen=True, slots=True)
 class Sample:
     """One look. ``at``: seconds of the job's clock; ``passed``: since the look before, 0: there was none; ``version``:
-    newest that every rank has committed, -1: not known; ``tokens``: of a step of the whole job, 0: not known; ``step``
-    and ``own``: of a step, and of its part that is the rank's own work; ``ranks``: the latter of each rank, where there
-    are few; 0: it is not in the job now."""
+    newest that every rank has committed, -1: not known; ``iteration``: that of this version where steps are calls of a
+    framework's loop, else -1; ``tokens``: of a step of the whole job, or of an iteration, 0: not known; ``step`` and
+    ``own``: of a step, and of its part that is the rank's own work; ``ranks``: the latter of each rank, where there are
+    few; 0: it is not in the job now."""
 
     at: float
     passed: float = 0.0
@@ -80,6 +81,7 @@ class Sample:
     step: Band | None = None
     own: Band | None = None
     ranks: tuple[float, ...] = ()
+    iteration: int = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -267,22 +269,20 @@ class Timeline:
         self.recent = Series(RECENT_S, RECENT_LIMIT, slides=True)
         self.controllers: list[SeenBy] = []
         self._version: int | None = None
+        self._iteration: int | None = None
 
     def serve(self, controller: float, at: float) -> None:
         """Another controller looks from now on. ``controller``: see :class:`SeenBy`."""
         self.controllers = [*self.controllers[1 - _LAUNCHES :], SeenBy(controller=controller, at_s=at)]
 
-    def went_to(self, version: int) -> None:
-        """Training goes on from this version."""
+    def went_to(self, version: int, iteration: int = -1) -> None:
+        """Training goes on from this version, which is of this iteration, if it is of one."""
         self._version = version
+        self._iteration = iteration if iteration >= 0 else None
 
     def add(self, sample: Sample) -> None:
         """Take in one look; in the order of their times."""
-        steps = 0
-        if sample.version >= 0:
-            if self._version is not None:
-                steps = max(sample.version - self._version, 0)
-            self._version = sample.version
+        steps = self._steps(sample)
         found = Bucket(
             sample.passed,
             steps,
@@ -300,6 +300,16 @@ class Timeline:
             seen.at_s = sample.at
             seen.version = sample.version if sample.version >= 0 else seen.version
             seen.step_s = sample.step.middle if sample.step is not None else seen.step_s
+
+    def _steps(self, sample: Sample) -> int:
+        """How many have been committed since the sample before: iterations where there are some."""
+        if sample.version < 0:
+            return 0
+        version, self._version = self._version, sample.version
+        if sample.iteration < 0:
+            return 0 if version is None else max(sample.version - version, 0)
+        iteration, self._iteration = self._iteration, sample.iteration
+        return 0 if iteration is None else max(sample.iteration - iteration, 0)
 
     def file(self) -> TimelineFile:
         """To be written down."""

@@ -46,7 +46,7 @@ def waits(job: JobState, told: Mapping[int, SaidLine], began: float, now: float)
         slow = _in_a_long_step(job.ranks.values(), job.start_version, now)
         if slow is not None:
             record, seconds, first = slow
-            what = f"step {record.tag}" + (", the first one (models are compiled in it)" if first else "")
+            what = job.counting.text(record.tag) + (", the first one (models are compiled in it)" if first else "")
             where = told.get(record.rank) or (told.get(0) if first else None)
             found.append(Wait(what=what, seconds=seconds, rank=record.rank, where=where.text if where else ""))
     return [wait for wait in found if wait.seconds >= SHOWN_S]
@@ -55,7 +55,7 @@ def waits(job: JobState, told: Mapping[int, SaidLine], began: float, now: float)
 def _loading(job: JobState) -> str:
     where = f" from {job.restore_from}" if job.restore_from else ""
     version = job.start_version if job.recovery is None else job.recovery.resume_step
-    return f"the state of step {version}{where}" if version >= 0 else f"a checkpoint{where}"
+    return f"the state of {job.counting.text(version)}{where}" if version >= 0 else f"a checkpoint{where}"
 
 
 def _of(what: str, missing: list[int], told: Mapping[int, SaidLine], since: float, now: float, world_size: int) -> Wait:

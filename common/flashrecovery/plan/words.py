@@ -14,6 +14,12 @@ _SHOWN_RANKS = 4
 _SHOWN_SHARDS = 3
 
 
+def step_text(step: int, iteration: int = -1) -> str:
+    """``step 30``; where steps are a framework's calls, ``iteration 15 (call 30)``. ``iteration``: as that framework
+    numbers it in its log; -1: it is not known, or steps are steps."""
+    return f"step {step:,}" if iteration < 0 else f"iteration {iteration:,} (call {step:,})"
+
+
 def join(parts: Sequence[str]) -> str:
     """``a``, ``a and b``, ``a, b and c``."""
     return parts[0] if len(parts) == 1 else ", ".join(parts[:-1]) + " and " + parts[-1]

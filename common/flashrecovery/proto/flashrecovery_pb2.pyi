@@ -786,28 +786,56 @@ class PairProgress(_message.Message):
 Global___PairProgress: _TypeAlias = PairProgress  # noqa: Y015
 
 @_typing.final
+class Counted(_message.Message):
+    """Where steps are calls of a framework's loop: to which of its iterations one belongs, as it numbers them in its log."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STEP_FIELD_NUMBER: _builtins.int
+    ITERATION_FIELD_NUMBER: _builtins.int
+    step: _builtins.int
+    iteration: _builtins.int
+    def __init__(
+        self,
+        *,
+        step: _builtins.int = ...,
+        iteration: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["iteration", b"iteration", "step", b"step"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Counted: _TypeAlias = Counted  # noqa: Y015
+
+@_typing.final
 class Heartbeat(_message.Message):
-    """tokens_per_step: of the whole job, as this node's ranks say; 0: they do not."""
+    """tokens_per_step: of the whole job, as this node's ranks say; 0: they do not. counted: the newest steps."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     GENERATION_FIELD_NUMBER: _builtins.int
     RANKS_FIELD_NUMBER: _builtins.int
     TOKENS_PER_STEP_FIELD_NUMBER: _builtins.int
+    COUNTED_FIELD_NUMBER: _builtins.int
     generation: _builtins.int
     tokens_per_step: _builtins.int
     @_builtins.property
     def ranks(self) -> _containers.RepeatedCompositeFieldContainer[Global___RankHealth]: ...
+    @_builtins.property
+    def counted(self) -> _containers.RepeatedCompositeFieldContainer[Global___Counted]: ...
     def __init__(
         self,
         *,
         generation: _builtins.int = ...,
         ranks: _abc.Iterable[Global___RankHealth] | None = ...,
         tokens_per_step: _builtins.int = ...,
+        counted: _abc.Iterable[Global___Counted] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["generation", b"generation", "ranks", b"ranks", "tokens_per_step", b"tokens_per_step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["counted", b"counted", "generation", b"generation", "ranks", b"ranks", "tokens_per_step", b"tokens_per_step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -904,6 +932,7 @@ class Failure(_message.Message):
     FAILED_AT_FIELD_NUMBER: _builtins.int
     LAST_WORDS_FIELD_NUMBER: _builtins.int
     STEP_FIELD_NUMBER: _builtins.int
+    COUNTED_FIELD_NUMBER: _builtins.int
     SIGNAL_FIELD_NUMBER: _builtins.int
     rank: _builtins.int
     pid: _builtins.int
@@ -919,6 +948,8 @@ class Failure(_message.Message):
     """that has ended the process, 0: none"""
     @_builtins.property
     def last_words(self) -> Global___LastWords: ...
+    @_builtins.property
+    def counted(self) -> _containers.RepeatedCompositeFieldContainer[Global___Counted]: ...
     def __init__(
         self,
         *,
@@ -930,11 +961,12 @@ class Failure(_message.Message):
         failed_at: _builtins.float = ...,
         last_words: Global___LastWords | None = ...,
         step: _builtins.int = ...,
+        counted: _abc.Iterable[Global___Counted] | None = ...,
         signal: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["last_words", b"last_words"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["detect_s", b"detect_s", "evidence", b"evidence", "failed_at", b"failed_at", "kind", b"kind", "last_words", b"last_words", "pid", b"pid", "rank", b"rank", "signal", b"signal", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["counted", b"counted", "detect_s", b"detect_s", "evidence", b"evidence", "failed_at", b"failed_at", "kind", b"kind", "last_words", b"last_words", "pid", b"pid", "rank", b"rank", "signal", b"signal", "step", b"step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -4300,6 +4332,7 @@ class RankStatus(_message.Message):
     COPIED_FIELD_NUMBER: _builtins.int
     COPIED_BY_FIELD_NUMBER: _builtins.int
     COPY_AGE_S_FIELD_NUMBER: _builtins.int
+    ITERATION_FIELD_NUMBER: _builtins.int
     rank: _builtins.int
     pid: _builtins.int
     node: _builtins.str
@@ -4316,6 +4349,8 @@ class RankStatus(_message.Message):
     """Of the newest whole copy of this rank's state that another rank keeps: 1 + its version (0: none), who, since when."""
     copied_by: _builtins.int
     copy_age_s: _builtins.float
+    iteration: _builtins.int
+    """1 + that of the tag (see Counted); 0: not known, or steps are steps"""
     def __init__(
         self,
         *,
@@ -4334,10 +4369,11 @@ class RankStatus(_message.Message):
         copied: _builtins.int = ...,
         copied_by: _builtins.int = ...,
         copy_age_s: _builtins.float = ...,
+        iteration: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["committed", b"committed", "copied", b"copied", "copied_by", b"copied_by", "copy_age_s", b"copy_age_s", "generation", b"generation", "node", b"node", "overhead_s", b"overhead_s", "own_s", b"own_s", "pid", b"pid", "progress_age_s", b"progress_age_s", "rank", b"rank", "state", b"state", "step_s", b"step_s", "straggler", b"straggler", "tag", b"tag"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["committed", b"committed", "copied", b"copied", "copied_by", b"copied_by", "copy_age_s", b"copy_age_s", "generation", b"generation", "iteration", b"iteration", "node", b"node", "overhead_s", b"overhead_s", "own_s", b"own_s", "pid", b"pid", "progress_age_s", b"progress_age_s", "rank", b"rank", "state", b"state", "step_s", b"step_s", "straggler", b"straggler", "tag", b"tag"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -4345,6 +4381,8 @@ Global___RankStatus: _TypeAlias = RankStatus  # noqa: Y015
 
 @_typing.final
 class RecoverySummary(_message.Message):
+    """iteration: 1 + that of resume_step (see Counted); 0: not known, or steps are steps."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     GENERATION_FIELD_NUMBER: _builtins.int
@@ -4352,10 +4390,12 @@ class RecoverySummary(_message.Message):
     RESUME_STEP_FIELD_NUMBER: _builtins.int
     TOTAL_S_FIELD_NUMBER: _builtins.int
     KIND_FIELD_NUMBER: _builtins.int
+    ITERATION_FIELD_NUMBER: _builtins.int
     generation: _builtins.int
     resume_step: _builtins.int
     total_s: _builtins.float
     kind: _builtins.str
+    iteration: _builtins.int
     @_builtins.property
     def victims(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     def __init__(
@@ -4366,10 +4406,11 @@ class RecoverySummary(_message.Message):
         resume_step: _builtins.int = ...,
         total_s: _builtins.float = ...,
         kind: _builtins.str = ...,
+        iteration: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["generation", b"generation", "kind", b"kind", "resume_step", b"resume_step", "total_s", b"total_s", "victims", b"victims"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["generation", b"generation", "iteration", b"iteration", "kind", b"kind", "resume_step", b"resume_step", "total_s", b"total_s", "victims", b"victims"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

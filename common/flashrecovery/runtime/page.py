@@ -26,6 +26,7 @@ from dataclasses import dataclass
 import xxhash
 
 from flashrecovery.clock import lease_clock_ns
+from flashrecovery.plan.words import step_text
 from flashrecovery.runtime.lifeline import Lifeline
 from flashrecovery.state import witness
 from flashrecovery.state.version import VERSIONS_KEPT
@@ -49,6 +50,8 @@ _OVERHEAD_NS, _KEPT, _KEPT_NS, _LEASE_NS, _TOKENS, _ENTERED = range(9, 15)
 _SLOT_WORDS = tuple(16 + 8 * i for i in range(VERSIONS_KEPT))
 """Each: version + 1 (0: empty), length, digest, final, two for the witness, whether there is one."""
 _END = struct.Struct("<qq")
+_COUNTED = 4
+_COUNTED_WORDS = 64  # pairs: 1 + a step, and 1 + the iteration that it belongs to
 _SETUP_WORDS = 16 + 8 * VERSIONS_KEPT  # length + 1 (0: none), digest
 
 
@@ -144,6 +147,22 @@ class Page:
         if self._words[_KEPT] != version + 1:
             self._words[_KEPT_NS] = time.monotonic_ns()
             self._words[_KEPT] = version + 1
+
+    def set_iteration(self, step: int, iteration: int) -> None:
+        """Publish as what a framework counts this step, which is a call of its loop."""
+        word = _COUNTED_WORDS + 2 * (step % _COUNTED)
+        self._words[word], self._words[word + 1] = 0, iteration + 1
+        self._words[word] = step + 1
+
+    def iterations(self) -> dict[int, int]:
+        """The newest steps of which :meth:`set_iteration` has told."""
+        pairs = range(_COUNTED_WORDS, _COUNTED_WORDS + 2 * _COUNTED, 2)
+        found = {self._words[word] - 1: self._words[word + 1] - 1 for word in pairs}
+        return {step: found[step] for step in sorted(found) if step >= 0}
+
+    def step_text(self, step: int) -> str:
+        """The step in words."""
+        return step_text(step, self.iterations().get(step, -1))
 
     def set_tokens_per_step(self, tokens: int) -> None:
         """Publish how many tokens a step of the whole job takes in."""

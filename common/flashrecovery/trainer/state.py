@@ -85,6 +85,10 @@ class TrainerLoop:
 
     counted = "calls of the Trainer: each optimizer step is one, and each log, evaluation or checkpoint that is due"
 
+    def iteration_of(self, kind: str) -> int:
+        """As ``state.global_step`` has it when the step is made, and its log."""
+        return int(self._trainer.state.global_step) + kind.startswith("train:")
+
     def save(self) -> dict[str, Any]:
         trainer, state = self._trainer, self._trainer.state
         names = [f.name for f in dataclasses.fields(state) if f.name != "log_history"]

@@ -160,9 +160,17 @@ class AheadOfScript:
 
 
 def imported_so_far(setting: Mapping[str, str | None]) -> pb.Modules:
-    """What this process has imported, and from where. ``setting``: what its script has done to the environment."""
-    modules = {n: m for n, m in list(sys.modules.items()) if m is not None and not n.startswith("__")}
+    """What this process has imported, and from where. ``setting``: what its script has done to the environment.
+    Modules that were made and put there (torch.compile's) are none: nobody could import them."""
+    found = {n: m for n, m in list(sys.modules.items()) if m is not None and not n.startswith("__")}
+    modules = {name: module for name, module in found.items() if not _was_made(name, module, found)}
     specs = {n: getattr(m, "__spec__", None) for n, m in modules.items() if "." not in n}
     origins = {n: getattr(spec, "origin", None) or "" for n, spec in specs.items()}
     env = {name: value for name, value in setting.items() if value is not None}
     return pb.Modules(names=list(modules), origins=origins, env=env, unset=setting.keys() - env.keys())
+
+
+def _was_made(name: str, module: object, beside: Mapping[str, object]) -> bool:
+    package = name.rpartition(".")[0]
+    inside = not package or hasattr(beside.get(package), "__path__")
+    return getattr(module, "__spec__", None) is None and not inside

@@ -41,7 +41,8 @@ _KEPT = 3
 
 class LoopState(Protocol):
     """State of the script's own loop that calls read and change. With an attribute ``counted``, users are told at the
-    start what one call is: there are others than a framework's steps."""
+    start what one call is: there are others than a framework's steps. A method ``iteration_of(kind)`` gives the number
+    under which the framework logs the iteration of the call of this kind that is about to be made."""
 
     def save(self) -> Any:
         """A copy of the state as a call begins. It stays in this process."""
@@ -265,6 +266,9 @@ class Calls:
                 if again and call.loop is not None:
                     call.loop.load(call.saved)
             again, followed = True, -1
+            iteration: Callable[[str], int] | None = getattr(call.loop, "iteration_of", None)
+            if iteration is not None:
+                gate.page.set_iteration(number, iteration(self._kinds[number]))
             with Step(number, loop):
                 self.running = True
                 try:

@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from flashrecovery import groups
 from flashrecovery.contract import Adapter
 from flashrecovery.kinds import NoticeKind
+from flashrecovery.plan.words import step_text
 from flashrecovery.proto import flashrecovery_pb2 as pb
 
 ANY_STEP = -1
@@ -26,15 +27,18 @@ class InjectedFault(RuntimeError):
 
 
 class Faults:
-    """The armed faults of this worker. ``notify`` tells the agent that one fires."""
+    """The armed faults of this worker. ``notify`` tells the agent that one fires; ``in_words`` names a step."""
 
-    def __init__(self, notify: Callable[[NoticeKind, str, pb.Fault], None]) -> None:
+    def __init__(
+        self, notify: Callable[[NoticeKind, str, pb.Fault], None], in_words: Callable[[int], str] = step_text
+    ) -> None:
         self._armed: list[pb.Fault] = []
         self._waiting: list[tuple[pb.Fault, int]] = []  # handed to an adapter, in this step
         self._missed: list[pb.Fault] = []  # handed to an adapter in an earlier step
         self._step = ANY_STEP
         self._lock = threading.Lock()
         self._notify = notify
+        self._in_words = in_words
 
     def arm(self, fault: pb.Fault) -> None:
         """Arm ``fault``; called by the control thread."""
@@ -65,8 +69,9 @@ class Faults:
         self._step = step
         for late, since in [waiting for waiting in self._waiting if waiting[1] < step]:
             text = (
-                f"phase {late.phase!r} has not been seen in step {since}, which was a call without it (a log, an "
-                "evaluation, a checkpoint), or the model is compiled; the fault strikes where that phase is next seen"
+                f"phase {late.phase!r} has not been seen in {self._in_words(since)}, which was a call without it (a "
+                "log, an evaluation, a checkpoint), or the model is compiled; the fault strikes where that phase is "
+                "next seen"
             )
             self._notify(NoticeKind.FAULT_IMPOSSIBLE, text, late)
             self._waiting.remove((late, since))
@@ -108,7 +113,7 @@ class Faults:
     def fire(self, fault: pb.Fault) -> None:
         step = self._step if any(missed is fault for missed in self._missed) else fault.step
         self._waiting = [waiting for waiting in self._waiting if waiting[0] is not fault]
-        self._notify(NoticeKind.FAULT_FIRED, f"{fault.fault} at {fault.phase}, step {step}", fault)
+        self._notify(NoticeKind.FAULT_FIRED, f"{fault.fault} at {fault.phase}, {self._in_words(step)}", fault)
         if fault.fault == "sigkill":
             os.kill(os.getpid(), signal.SIGKILL)
         elif fault.fault == "sigstop":

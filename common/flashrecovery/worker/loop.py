@@ -225,7 +225,7 @@ class Loop:
         theirs, for ever."""
         if not self._gate.mutating and any(stream.ended for stream in self._registry.streams):
             step = self._gate.version
-            text = f"the data of rank {self._worker.rank} has ended in step {step}"
+            text = f"the data of rank {self._worker.rank} has ended in {self._gate.page.step_text(step)}"
             self._worker.notice(NoticeKind.DATA_ENDED, text, step=step)
 
     def _refuse_end_of_data(self, error: BaseException) -> None:
@@ -314,12 +314,13 @@ class Loop:
 
     def _learn(self, step: int, *, late: bool, changed: bool) -> None:
         for reason in self._registry.habits.learn(step, quiet=self._step.quiet, late=late, changed=changed):
+            where = self._gate.page.step_text(step)
             if reason == IN_ALL_STEPS:
                 why = "the step communicates after its mutation has begun"
             elif reason == UNTIL_RESEALED:
-                why = f"in step {step} this rank's own state has changed after the forward pass"
+                why = f"in {where} this rank's own state has changed after the forward pass"
             else:
-                why = f"step {step} draws random numbers or data, or changes other state of its own rank, late"
+                why = f"{where} draws random numbers or data, or changes other state of its own rank, late"
             self._step.tell_undo(why, reason)
 
     def _hand_out(self, version: int) -> None:

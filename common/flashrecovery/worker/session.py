@@ -115,7 +115,8 @@ class Session:
         """Steps are numbered by calls of the script. ``what``: what one is, in words."""
         worker = self._worker
         if worker.rank == 0 and not worker.connection.detached:
-            worker.notice(NoticeKind.STEPS_ARE_CALLS, f"steps are numbered here, and by --inject, by {what}")
+            text = f"events, --inject and the tools count {what}; messages name the iteration of its own log, too"
+            worker.notice(NoticeKind.STEPS_ARE_CALLS, text)
 
     def tell_not_registered(self, text: str) -> None:
         """Name what changes and is not brought back. One rank says it: what the ranks have is alike."""

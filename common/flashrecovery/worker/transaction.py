@@ -129,7 +129,8 @@ class Transaction(StepHooks):
         touched = self._touches.seen()
         if touched and not habits.touched:
             habits.touched = True
-            self.tell_undo(f"step {version} changes registered tensors before its mutation", TOUCHED)
+            where = self._gate.page.step_text(version)
+            self.tell_undo(f"{where} changes registered tensors before its mutation", TOUCHED)
         sealed = self._sealing.mutation_begins(version + 1)
         if copies.capsules_only:
             # What is sealed goes to another node, before anybody can need it.
@@ -293,7 +294,7 @@ class Transaction(StepHooks):
         """The error for a void step of which no stop has come, and whose body has raised none."""
         if self._collectives.given_up:  # by this process itself; on a device nobody else is told
             return dist.DistBackendError(groups.last_abandonment())
-        return JobFailedError(f"a collective failed in step {self._gate.version} {how}")
+        return JobFailedError(f"a collective failed in {self._gate.page.step_text(self._gate.version)} {how}")
 
     def tell_undo(self, why: str, reason: int) -> None:
         """Tell that own pre-step copies are kept from now on. ``reason``: what peers hear (:meth:`.Habits.hear`)."""

@@ -48,7 +48,7 @@ class Worker:
         self.members = tuple(range(world_size))
         self.stashing: Stashing | None = None
         self.registry = Registry(connection.place, world_size, adapter_for, module_adapter_for, self.rank)
-        self.faults = Faults(self.notice)
+        self.faults = Faults(self.notice, connection.page.step_text)
         self.device = DeviceClock()
         self.control = Control(
             connection.channel,

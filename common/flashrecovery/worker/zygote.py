@@ -49,6 +49,8 @@ _ADOPTED_S = 10.0
 _LENGTH = struct.Struct("<I")
 _PID = struct.Struct("<i")
 _DESCRIPTORS = 3
+_NAME = "fr-zygote"
+"""What the kernel calls this process's threads."""
 
 
 class UnfitError(Exception):
@@ -68,7 +70,7 @@ def serve(command: list[str], imported: ImportEnvironment) -> bool:
     """
     sock = socket.socket(fileno=int(os.environ.pop(ZYGOTE_ENV)))
     sock.set_inheritable(False)
-    name_thread("fr-zygote")
+    name_thread(_NAME)
     _send(sock, pb.FromZygote(grown=pb.Grown()))
     while True:
         request, descriptors = _forked(sock)
@@ -129,20 +131,24 @@ def why_unfit(not_forked: dict[str, str], before: Set[int]) -> str | None:
     memory = _shared_memory()
     if memory is not None:
         return f"it has memory that all processes would share: {memory}"
-    if len(_threads()) > 1:
+    if _threads():
         # Some libraries (OpenBLAS) end their threads before any fork, and start them again when they need them.
         child = os.fork()
         if child == 0:
             os._exit(0)
         os.waitpid(child, 0)
-        if len(_threads()) > 1:
-            return "it has started a thread: " + ", ".join(sorted(set(_threads())))
+        threads = _threads()
+        if threads:
+            return "it has started a thread: " + ", ".join(sorted(threads))
     return None
 
 
-def _threads() -> list[str]:
-    """Names of this process's threads."""
-    return [(task / "comm").read_text().strip() for task in Path("/proc/self/task").iterdir()]
+def _threads() -> set[str]:
+    """Names of this process's threads but the main one. Who has not been given a name has the process's own."""
+    own = str(os.getpid())
+    tasks = [task for task in Path("/proc/self/task").iterdir() if task.name != own]
+    names = {(task / "comm").read_text().strip() for task in tasks}
+    return {name if name != _NAME else "one without a name" for name in names}
 
 
 def _open_files() -> dict[int, str]:

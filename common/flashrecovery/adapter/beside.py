@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import collections
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -30,6 +31,8 @@ _SCALARS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torc
 _LISTS = (list, tuple, collections.deque)
 _KEYS = ("value", "parameter", "id")
 _DEEPEST = 8
+_LEAST_ID = 1 << 16
+"""An ``id()`` is an address; below this one there is nothing."""
 _LEFT = ["left"]
 """What is not read (functions, modules, groups) stays as it is."""
 
@@ -61,26 +64,11 @@ class OptimizerAttributes:
     def read(self) -> tuple[Node, dict[str, torch.Tensor]]:
         """The attributes as plain values, and the live tensors among them by key, without those of the model and of
         ``optimizer.state``. Raises UnsupportedError for tensors that cannot be kept."""
-        reader = _Reader(self._kind, self._known(), self._parameters(), self._base)
+        reader = _Reader(self._kind, _Elsewhere(self.optimizer, self._own), self._base)
         attributes = {k: v for k, v in vars(self.optimizer).items() if k not in self._base}
         node = reader.attributes(attributes, "", 0)
         self.nested = [o for o in reader.optimizers if id(o) not in self._own]
         return node, reader.tensors
-
-    def _known(self) -> dict[int, Node]:
-        """What stands for objects that are kept elsewhere."""
-        known: dict[int, Node] = dict.fromkeys(self._own, _LEFT)
-        for place, parameter in enumerate(self._parameters()):
-            known[id(parameter)] = ["parameter", place]
-            for key, value in self.optimizer.state.get(parameter, {}).items():
-                if isinstance(value, torch.Tensor):
-                    known[id(value)] = ["state", place, key]
-            if parameter.grad is not None:
-                known[id(parameter.grad)] = _LEFT
-        known[id(self.optimizer.state)] = known[id(self.optimizer.param_groups)] = _LEFT
-        for group in self.optimizer.param_groups:
-            known[id(group)] = _LEFT
-        return known
 
     def _parameters(self) -> list[torch.Tensor]:
         return [p for group in self.optimizer.param_groups for p in group["params"]]
@@ -158,13 +146,56 @@ class AttributesShard(Shard):
         return live
 
 
+class _Elsewhere:
+    """What is kept elsewhere: parameters, their gradients, what is in ``optimizer.state``, and the optimizers ``own``.
+    It is asked in every step, so that of thousands of parameters only what is needed is looked at."""
+
+    def __init__(self, optimizer: Optimizer, own: set[int]) -> None:
+        self._optimizer = optimizer
+        groups = optimizer.param_groups
+        self._left = {*own, id(optimizer.state), id(groups), *map(id, groups)}
+
+    def node(self, value: object) -> Node | None:
+        """What stands for ``value``; None: it is kept nowhere else."""
+        if id(value) in self._left:
+            return _LEFT
+        if not isinstance(value, torch.Tensor):
+            return None
+        place = self.places.get(id(value))
+        if place is not None:
+            return ["parameter", place]
+        return self._of_state(value) if id(value) in self._states else _LEFT if id(value) in self._grads else None
+
+    @cached_property
+    def parameters(self) -> list[torch.Tensor]:
+        return [p for group in self._optimizer.param_groups for p in group["params"]]
+
+    @cached_property
+    def places(self) -> dict[int, int]:
+        """Of the parameters, by ``id()``."""
+        return {id(parameter): place for place, parameter in enumerate(self.parameters)}
+
+    @cached_property
+    def _states(self) -> set[int]:
+        return {
+            id(value) for state in self._optimizer.state.values() if isinstance(state, dict) for value in state.values()
+        }
+
+    @cached_property
+    def _grads(self) -> set[int]:
+        return {id(parameter.grad) for parameter in self.parameters} - {id(None)}
+
+    def _of_state(self, tensor: torch.Tensor) -> Node | None:
+        for place, parameter in enumerate(self.parameters):
+            for key, value in self._optimizer.state.get(parameter, {}).items():
+                if value is tensor:
+                    return ["state", place, key]
+        return None
+
+
 class _Reader:
-    def __init__(
-        self, kind: str, known: Mapping[int, Node], parameters: Sequence[torch.Tensor], base: frozenset[str]
-    ) -> None:
-        self._kind, self._known, self._base = kind, known, base
-        self._template = _template(parameters)
-        self._places = {id(parameter): place for place, parameter in enumerate(parameters)}
+    def __init__(self, kind: str, elsewhere: _Elsewhere, base: frozenset[str]) -> None:
+        self._kind, self._elsewhere, self._base = kind, elsewhere, base
         self._above: set[int] = set()
         self.tensors: dict[str, torch.Tensor] = {}
         self.optimizers: list[Optimizer] = []
@@ -175,10 +206,11 @@ class _Reader:
     def node(self, value: Any, path: str, depth: int) -> Node:
         if type(value) in _SCALARS:
             # some name parameters by id(), which is another one in another process
-            by_id = type(value) is int and value in self._places
-            return ["id", self._places[value]] if by_id else ["value", value]
-        if id(value) in self._known:
-            return self._known[id(value)]
+            by_id = type(value) is int and value > _LEAST_ID and value in self._elsewhere.places
+            return ["id", self._elsewhere.places[value]] if by_id else ["value", value]
+        known = self._elsewhere.node(value)
+        if known is not None:
+            return known
         if isinstance(value, torch.Tensor):
             return self._tensor(value, path)
         if depth > _DEEPEST or id(value) in self._above:
@@ -214,7 +246,7 @@ class _Reader:
     def _tensor(self, tensor: torch.Tensor, path: str) -> Node:
         where = tensor.device.type
         if isinstance(tensor, DTensor) or is_composite(tensor):
-            parts = TensorParts.of(tensor, f"{self._kind}.{path}", self._template)
+            parts = TensorParts.of(tensor, f"{self._kind}.{path}", _template(self._elsewhere.parameters))
             self.tensors |= {part_key(path, at): part for at, part in parts.tensors.items()}
             kinds = {at: [tuple(t.shape), t.dtype] for at, t in parts.tensors.items()}
             return ["composite", path, parts.form, kinds, where]

@@ -58,6 +58,7 @@ class Handler(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         text = self.format(record)
+        text = text if text.startswith(PREFIX) else f"{PREFIX}{text}"
         with suppress(OSError):
             print(wrapped(text), file=sys.stderr, flush=True)
 

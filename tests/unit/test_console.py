@@ -48,3 +48,12 @@ def test_where_steps_are_calls_the_frameworks_own_number_is_named() -> None:
     assert counting.text(999) == "iteration 499 (call 999)" and counting.text(5) == "step 5", (
         "of the newest it is known"
     )
+
+
+def test_a_long_exception_is_said_in_brief_as_it_is_raised() -> None:
+    where = "(at train.py:7, log: runs/a/logs/rank0.gen0.log)"
+    short = ev.FailureDetected(rank=0, kind="exception", exception="KeyError", evidence=f"KeyError: 'b' {where}")
+    assert Console().line_of(short) == f"rank 0 failed at step 0 (exception: KeyError: 'b' {where})"
+    long = short.model_copy(update={"evidence": f"ValueError: {'words ' * 100}{where}", "message": "words"})
+    said = Console().line_of(long) or ""
+    assert said.endswith(f"words ... {where})") and len(said) < 300, said

@@ -38,6 +38,7 @@ from flashrecovery.config import RunConfig
 from flashrecovery.errors import ConfigError, ProtocolError
 from flashrecovery.events import RunDir
 from flashrecovery.kinds import FailureKind, NoticeKind
+from flashrecovery.plan.words import raised_text
 from flashrecovery.proto import flashrecovery_pb2 as pb
 
 log = logging.getLogger("flashrecovery")
@@ -615,6 +616,6 @@ def _unsent(message: pb.AgentMessage) -> None:
 
 def _raised(words: pb.LastWords, log: str) -> str:
     """What a process has raised; in the first line also where, and where all of it stands."""
-    first, end, rest = f"{words.exception}: {words.message}".partition("\n")
+    first, end, rest = raised_text(words.exception, words.message).partition("\n")
     where = ", ".join(text for text in (words.place and f"at {words.place}", log and f"log: {log}") if text)
     return f"{first} ({where}){end}{rest}" if where else f"{first}{end}{rest}"

@@ -18,6 +18,8 @@ _OF_THE_SCRIPT = (
 """What every rank of a script finds out for itself, in the same words."""
 
 
+_BRIEF = 160
+"""Characters of an exception's type and message that are said as it is raised."""
 _DONE = {
     str(FailureKind.RESIZE): "resized",
     str(FailureKind.REPLAN): "laid out anew",
@@ -53,10 +55,20 @@ class Console:
         return line_of(event)
 
 
+def _brief(raised: str) -> str:
+    """What a script has raised: its log has all of it, and so has the line in which the job ends for it."""
+    text, at, where = raised.rpartition(" (at ")
+    if len(text) <= _BRIEF:
+        return raised
+    return f"{text[:_BRIEF].rpartition(' ')[0]} ...{at}{where}"
+
+
 def line_of(event: ev.Event) -> str | None:
     """What to print for ``event``; None for the others."""
     if isinstance(event, ev.FailureDetected):
         first = event.evidence.splitlines()[0] if event.evidence else ""
+        if event.exception:
+            first = _brief(first)
         what = first if first.startswith(f"{event.kind} ") else f"{event.kind}: {first}"
         return f"rank {event.rank} failed at {step_text(event.step, event.iteration)} ({what})"
     if isinstance(event, ev.RecoveryFinished):

@@ -68,7 +68,7 @@ from flashrecovery.plan.ownership import renamed, turned_out_own
 from flashrecovery.plan.replan import layout_text
 from flashrecovery.plan.resize import why_too_few
 from flashrecovery.plan.transitions import RECOVERY_STATES, State
-from flashrecovery.plan.words import HOW_TO_PROTECT, ranks_text
+from flashrecovery.plan.words import HOW_TO_PROTECT, raised_text, ranks_text
 from flashrecovery.proto import flashrecovery_pb2 as pb
 
 _RETRY_AFTER_S = 1.0
@@ -720,7 +720,7 @@ class Machine:
         """A failure before the first step: nothing is lost yet, so everything starts again, unless it is the script."""
         if message.kind == FailureKind.EXCEPTION:
             words = message.last_words
-            why = f"rank {failed.rank} raised {words.exception} before its first step: {words.message}"
+            why = raised_text(f"rank {failed.rank} raised {words.exception} before its first step", words.message)
             if not self._replanning.begin_otherwise(why, now):
                 self.job.fail(f"{why}{told_of(words, self.job.config, [failed.rank])}")
         else:

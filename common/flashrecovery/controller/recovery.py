@@ -34,7 +34,7 @@ from flashrecovery.kinds import FailureKind, NoticeKind, Ordered
 from flashrecovery.plan import NoCut, NoSourceError
 from flashrecovery.plan.parity_groups import Groups, groups_of_all, launch_domains
 from flashrecovery.plan.transitions import State
-from flashrecovery.plan.words import ranks_text
+from flashrecovery.plan.words import raised_text, ranks_text
 from flashrecovery.proto import flashrecovery_pb2 as pb
 
 _MAX_RETRIES = 3
@@ -634,4 +634,4 @@ class RecoverySteps:
         alike = sorted({f.rank for f in self._job.failures if f.last_words.exception == first.exception})
         where = self._job.counting.text(self._job.failures[0].step)
         said = f"the script raised {first.exception} on {ranks_text(alike)}, at {where}"
-        return f"{said}: {first.message}{told_of(first, self._job.config, alike)}"
+        return f"{raised_text(said, first.message)}{told_of(first, self._job.config, alike)}"

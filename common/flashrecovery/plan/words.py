@@ -20,6 +20,11 @@ def step_text(step: int, iteration: int = -1) -> str:
     return f"step {step:,}" if iteration < 0 else f"iteration {iteration:,} (call {step:,})"
 
 
+def raised_text(what: str, message: str) -> str:
+    """``ValueError: bad sample``; some exceptions have no message."""
+    return f"{what}: {message}" if message else what
+
+
 def join(parts: Sequence[str]) -> str:
     """``a``, ``a and b``, ``a, b and c``."""
     return parts[0] if len(parts) == 1 else ", ".join(parts[:-1]) + " and " + parts[-1]

@@ -11,7 +11,7 @@ from flashrecovery.controller.records import RankRecord
 from flashrecovery.plan.beyond import missing
 from flashrecovery.plan.layouts import RankGrid
 from flashrecovery.plan.replicas import ReplicaShape, shape_of, singles
-from flashrecovery.plan.resize import ReplicaRange, filling, leaving, position
+from flashrecovery.plan.resize import ReplicaRange, filling, leaving
 
 SIZES = ReplicaRange(1, 8)
 
@@ -19,11 +19,11 @@ SIZES = ReplicaRange(1, 8)
 @pytest.mark.parametrize(("tp", "dp", "pp"), list(itertools.product((1, 2, 3), (1, 2, 4), (1, 2))))
 def test_it_counts_as_the_grid_does(tp: int, dp: int, pp: int) -> None:
     shape, grid = ReplicaShape(dp, tp, pp), RankGrid(tp=tp, dp=dp, pp=pp)
-    assert (shape.world, shape.each, shape.grid(dp)) == (grid.size, tp * pp, grid)
-    for rank in range(grid.size):
-        at = position(grid, rank)
-        assert shape.replica(rank) == at.dp and shape.stand(rank) == at.pp * tp + at.tp
-        assert shape.rank(at.dp, shape.stand(rank)) == rank
+    assert (shape.world, shape.each) == (grid.size, tp * pp)
+    for stage, replica, at in itertools.product(range(pp), range(dp), range(tp)):
+        rank = grid.rank(tp=at, dp=replica, pp=stage)
+        assert shape.replica(rank) == replica and shape.stand(rank) == stage * tp + at
+        assert shape.rank(replica, shape.stand(rank)) == rank
     for replica in range(dp):
         assert shape.ranks(replica) == grid.replica(replica)
     for stand in range(shape.each):

@@ -1,4 +1,4 @@
-"""Which replicas leave, which ranks are filled, who gets which number, and when replicas come."""
+"""Which replicas leave, which ranks are filled, and how many replicas can come."""
 
 from __future__ import annotations
 
@@ -7,129 +7,61 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flashrecovery.errors import ConfigError
-from flashrecovery.plan.layouts import RankGrid
-from flashrecovery.plan.resize import (
-    Loss,
-    Remedy,
-    ReplicaRange,
-    groups,
-    growth,
-    position,
-    renumbered,
-    resolve,
-    why_too_few,
-)
+from flashrecovery.plan.replicas import ReplicaShape
+from flashrecovery.plan.resize import ReplicaRange, coming, filling, leaving, why_too_few
 
-GRID = RankGrid(tp=2, dp=4, pp=2)  # replica r: ranks 2r, 2r + 1, 2r + 8, 2r + 9
+SHAPE = ReplicaShape(4, 2, 2)  # replica r: ranks 2r, 2r + 1, 2r + 8, 2r + 9
+ALL = range(SHAPE.world)
 ANY = ReplicaRange(1, 8)
-GRIDS = st.builds(RankGrid, tp=st.integers(1, 3), cp=st.integers(1, 2), dp=st.integers(1, 5), pp=st.integers(1, 3))
+SHAPES = st.builds(ReplicaShape, st.integers(1, 5), inner=st.integers(1, 3), outer=st.integers(1, 3))
 
 
-def lost(*ranks: int, **what: object) -> Loss:
-    return Loss(GRID, frozenset(ranks), **{"sizes": ANY, "micro_batches": 64, **what})  # type: ignore[arg-type]
+def replicas_of(ranks: object) -> set[int]:
+    return {SHAPE.replica(rank) for rank in ranks}  # type: ignore[attr-defined]
 
 
 def test_a_lost_replica_leaves_as_a_whole() -> None:
-    found = resolve(lost(3))
-    assert (found.remedy, found.leaving, found.filled) == (Remedy.SHRINK, (1,), ()) and found.grid.dp == 3
-    assert found.reason == "there is no node for rank 3: 1 of 4 replicas leave, 3 go on"
-    assert resolve(lost(0, 9, 2, 8)).leaving == (0, 1)
-
-
-def test_room_is_used_first_and_the_wait_if_it_is_short() -> None:
-    assert resolve(lost(3, 4, room=2)).remedy is Remedy.FILL
-    assert resolve(lost(room=0)).remedy is Remedy.FILL
-    assert resolve(lost(3, expected_s=20, patience_s=30)).remedy is Remedy.WAIT
-    assert resolve(lost(3, expected_s=40, patience_s=30)).remedy is Remedy.SHRINK
+    assert leaving(ALL, {3}, ANY, SHAPE) == (2, 3, 10, 11)
+    assert replicas_of(leaving(ALL, {0, 9, 2, 8}, ANY, SHAPE)) == {0, 1}
 
 
 def test_what_lacks_least_is_filled() -> None:
     """Replica 0 has lost two ranks, replica 2 one; there is room for one."""
-    found = resolve(lost(0, 1, 4, room=1))
-    assert (found.filled, found.leaving) == ((4,), (0,))
+    assert filling(ALL, {0, 1, 4}, 1, ANY, SHAPE) == [4]
 
 
 def test_a_number_that_is_not_allowed() -> None:
     only = ReplicaRange(1, 8, frozenset({4, 2}))
-    found = resolve(lost(3, sizes=only))
-    assert found.leaving == (1, 3) and found.grid.dp == 2 and "no allowed number" in found.reason
-    assert resolve(lost(3, uneven=False)).grid.dp == 2, "3 does not divide 64 micro-batches"
-    filled = resolve(lost(0, 2, 3, room=1, sizes=only))
-    assert filled.leaving == (0, 1) and filled.filled == (), "a whole replica stays rather than one to be filled"
-    none = lost(3, sizes=ReplicaRange(4, 8))
-    assert resolve(none).remedy is Remedy.GIVE_UP and "MIN 4" in resolve(none).reason
-    assert resolve(lost(3, sizes=ReplicaRange(4, 8), can_replan=True)).remedy is Remedy.REPLAN
-    assert resolve(lost(3, sizes=None)).remedy is Remedy.GIVE_UP
+    assert replicas_of(leaving(ALL, {3}, only, SHAPE)) == {1, 3}
+    assert filling(ALL, {0, 2, 3}, 1, only, SHAPE) == [], "a whole replica stays rather than one to be filled"
+    assert leaving(ALL, {3}, ReplicaRange(4, 8), SHAPE) == ()
 
 
 @settings(deadline=None)
-@given(GRIDS, st.data())
-def test_the_resolve_is_possible(grid: RankGrid, data: st.DataObject) -> None:
-    ranks = data.draw(st.frozensets(st.integers(0, grid.size - 1)))
+@given(SHAPES, st.data())
+def test_what_goes_on_is_possible(shape: ReplicaShape, data: st.DataObject) -> None:
+    members = range(shape.world)
+    lost = data.draw(st.frozensets(st.integers(0, shape.world - 1), min_size=1))
     least = data.draw(st.integers(1, 5))
-    sizes = ReplicaRange(
-        least, data.draw(st.integers(least, 6)), data.draw(st.none() | st.frozensets(st.integers(1, 6)))
-    )
-    loss = Loss(
-        grid, ranks, data.draw(st.integers(0, 6)), sizes, data.draw(st.integers(1, 12)), data.draw(st.booleans())
-    )
-    found = resolve(loss)
-    gone = {rank for dp in found.leaving for rank in grid.replica(dp)}
-    assert set(found.filled) <= ranks and len(found.filled) <= loss.room
-    if found.remedy in (Remedy.FILL, Remedy.SHRINK):
-        assert ranks <= gone | set(found.filled), "every lost rank is filled or has left"
-        assert found.grid.dp == grid.dp - len(found.leaving)
-    if found.remedy is Remedy.SHRINK:
-        assert not gone & set(found.filled)
-        assert found.grid.dp in range(sizes.least, sizes.most + 1) and found.grid.dp <= loss.micro_batches
-        assert sizes.allowed is None or found.grid.dp in sizes.allowed
-        assert loss.uneven or loss.micro_batches % found.grid.dp == 0
-
-
-@settings(deadline=None)
-@given(GRIDS, st.data())
-def test_numbers_are_dense_and_in_order(grid: RankGrid, data: st.DataObject) -> None:
-    leaving = data.draw(st.frozensets(st.integers(0, grid.dp - 1), max_size=grid.dp - 1))
-    becomes = renumbered(grid, leaving)
-    after = RankGrid(grid.tp, grid.cp, grid.dp - len(leaving), grid.pp)
-    assert sorted(becomes.values()) == list(range(after.size))
-    assert list(becomes.values()) == [becomes[r] for r in becomes] and not {
-        position(grid, r).dp for r in becomes
-    } & set(leaving)
-    ordered = sorted(becomes)
-    assert [becomes[r] for r in ordered] == sorted(becomes.values()), "the order stays"
-    for old, new in becomes.items():
-        a, b = position(grid, old), position(after, new)
-        assert (a.tp, a.cp, a.pp) == (b.tp, b.cp, b.pp)
-    again = renumbered(after, (), grid.dp)
-    assert len(set(again.values())) == after.size and max(again.values(), default=0) < grid.size
-    assert all(position(grid, new).dp == position(after, old).dp for old, new in again.items())
-
-
-@settings(deadline=None)
-@given(GRIDS)
-def test_positions_and_ranks(grid: RankGrid) -> None:
-    for rank in range(grid.size):
-        at = position(grid, rank)
-        assert grid.rank(tp=at.tp, cp=at.cp, dp=at.dp, pp=at.pp) == rank and rank in grid.replica(at.dp)
-    with pytest.raises(ValueError, match=f"rank {grid.size}"):
-        position(grid, grid.size)
-
-
-@pytest.mark.parametrize("grid", [RankGrid(2, 2, 3, 2), RankGrid(4, 1, 2, 1), RankGrid(1, 1, 3, 4)])
-def test_groups_are_those_of_megatron(grid: RankGrid) -> None:
-    state = pytest.importorskip("megatron.core.parallel_state")
-    theirs = state.RankGenerator(tp=grid.tp, ep=1, dp=grid.dp, pp=grid.pp, cp=grid.cp, order="tp-cp-ep-dp-pp")
-    for name, ranks in groups(grid).items():
-        assert [list(some) for some in ranks] == theirs.get_ranks(name), name
+    most = data.draw(st.integers(least, 6))
+    sizes = ReplicaRange(least, most, data.draw(st.none() | st.frozensets(st.integers(1, 6))))
+    room = data.draw(st.integers(0, len(lost) - 1))
+    gone = leaving(members, lost, sizes, shape)
+    if gone:
+        left = [rank for rank in members if rank not in gone]
+        assert lost.isdisjoint(left), "every lost rank has left"
+        assert sizes.largest(len(left) // shape.each) == len(left) // shape.each
+    filled = filling(members, lost, room, sizes, shape)
+    assert lost.issuperset(filled) and len(filled) <= room
+    replicas = {shape.replica(rank) for rank in filled}
+    assert all(rank in filled for rank in lost if shape.replica(rank) in replicas), "whole replicas are filled"
 
 
 def test_replicas_come() -> None:
-    assert (found := growth(GRID, 9, ANY, 64)).coming == 2 and found.grid.dp == 6
-    assert growth(GRID, 3, ANY, 64).reason == "there is room for 3 ranks, but a replica has 4"
-    assert "the most that are allowed" in growth(GRID, 40, ReplicaRange(1, 4), 64).reason
-    assert growth(GRID, 4, ANY, 64, uneven=False).coming == 0
-    assert growth(GRID, 16, ANY, 64, uneven=False).coming == 4
+    assert coming(4, 9, ANY, 4) == 2
+    assert coming(4, 3, ANY, 4) == 0, "a replica has four ranks"
+    assert coming(4, 40, ReplicaRange(1, 4), 4) == 0, "there are the most that are allowed"
+    assert coming(4, 12, ReplicaRange(1, 8, frozenset({4, 6, 8})), 4) == 2, "seven are not allowed"
 
 
 def test_the_range() -> None:
@@ -137,8 +69,6 @@ def test_the_range() -> None:
     for wrong in ("2", "0:4", "5:4", "a:b", "2:", ":4", "-1:4"):
         with pytest.raises(ConfigError, match="MIN:MAX is allowed"):
             ReplicaRange.parse(wrong)
-    with pytest.raises(ValueError, match="4 replicas stay"):
-        renumbered(GRID, (), 3)
 
 
 @pytest.mark.parametrize(
@@ -154,4 +84,4 @@ def test_the_range() -> None:
     ],
 )
 def test_why_a_job_cannot_go_on(sizes: ReplicaRange, left: int, text: str) -> None:
-    assert why_too_few(sizes, left) == text and not sizes.largest(left, 16, uneven=True)
+    assert why_too_few(sizes, left) == text and not sizes.largest(left)

@@ -42,8 +42,7 @@ FOR_CALLERS = {
     "flashrecovery.plan.parity_decoding": {"DecodePlan", "DecodeTask"},  # the same
     "flashrecovery.plan.parity_groups": {"Grouping", "Uncovered"},  # the same
     "flashrecovery.plan.node_marks": {"Rating.counted", "Rating.common"},  # what tests hold a rating to
-    "flashrecovery.plan.resize": {"Growth", "Position", "Resolve"},  # docs/elastic.md: not carried out yet
-    "flashrecovery.plan.strategy": {"StrategyChoice"},  # the same
+    "flashrecovery.plan.strategy": {"StrategyChoice"},  # docs/elastic.md: not carried out yet
     "flashrecovery.plan.types": {"LocalRestore", "NoCut", "RestorePlan", "Transfer"},  # what tests hold a decision to
     "flashrecovery.worker.elastic": {"MicroBatch"},  # what scripts read
     "flashrecovery.worker.redistribution": {"Moved.total"},  # what tests hold a plan to

@@ -175,7 +175,7 @@ class ComingIn:
         if not new:
             return
         most = job.replicas + len(new)
-        fitting = allowed_sizes(job).largest(most, most, uneven=True)
+        fitting = allowed_sizes(job).largest(most)
         for ranks in list(new.values())[max(fitting - job.replicas, 0) :]:
             give_up(job, ranks[0], f"the job has {job.replicas} replicas now, and {most} are not allowed")
 

@@ -17,7 +17,7 @@ from flashrecovery.controller.staffing import Staffing
 from flashrecovery.kinds import NoticeKind
 from flashrecovery.plan.beyond import missing
 from flashrecovery.plan.placement import Room, place_beside
-from flashrecovery.plan.resize import growth
+from flashrecovery.plan.resize import coming
 from flashrecovery.plan.transitions import State
 
 
@@ -98,8 +98,7 @@ class Growing:
         if size < most and new:
             # Of replicas of several ranks some may have their place where the others of them have left.
             room = min(sum(room.free for room in free), sum(room.free for room in new) * job.shape.each)
-            found = growth(job.shape.grid(size), room, sizes, micro_batches=allowed.most)
-            self._build_up(found.coming, free, -1, now)
+            self._build_up(coming(size, room, sizes, job.shape.each), free, -1, now)
 
     def _build_up(self, count: int, free: list[Room], step: int, now: float) -> None:
         job, shape = self._job, self._job.shape

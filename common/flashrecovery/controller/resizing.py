@@ -297,13 +297,13 @@ class Resizing:
             return False
         wish, size = self._wish, self._job.replicas
         allowed = allowed_sizes(self._job)
-        most = allowed.largest(size, size, uneven=True) or size
+        most = allowed.largest(size) or size
         ranks: list[int] | None = None
         if wish is not None and version >= wish.step:
             named = [rank for rank in wish.ranks if rank in self._job.ranks]
             replicas = {self._job.shape.replica(rank) for rank in named}
             wanted = min(most, size - len(replicas) if wish.ranks else wish.replicas)
-            ranks = self._choose(allowed.largest(wanted, wanted, uneven=True) or most, version, named, on_disk=on_disk)
+            ranks = self._choose(allowed.largest(wanted) or most, version, named, on_disk=on_disk)
             self._tries += 1
             if ranks is None and self._tries >= _TRIES:
                 self._job.notice(

@@ -12,7 +12,6 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from flashrecovery.plan.layouts import RankGrid
 from flashrecovery.plan.placement import ring_of
 
 
@@ -74,10 +73,6 @@ class ReplicaShape:
             return run, self.replica(rank), place
 
         return sorted(ranks, key=at)
-
-    def grid(self, replicas: int) -> RankGrid:
-        """The job with so many of its replicas, counted anew: its data-parallel axis is ``dp``."""
-        return RankGrid(tp=self.inner, dp=replicas, pp=self.outer)
 
     def by_replica(self, members: Iterable[int]) -> dict[int, list[int]]:
         """The members of each replica that has any, in order."""

@@ -10,6 +10,7 @@ begins with a kill in step 0 and ends with one in the last step. ``make test`` h
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -133,6 +134,23 @@ def test_state_that_is_said_to_be_replicated_and_is_not(tmp_path: Path, referenc
     assert "'param/0.bias'" in said[-1] and "survives the loss of any one rank" in said[-1], said
     (own,) = reference(layout).notices("own_objects")
     assert "hyperparameters of model" in own["text"], own
+
+
+def test_what_torch_compile_has_learned_of_sizes(tmp_path: Path) -> None:
+    """A kernel for any size, in the ranks that have met several: a replacement begins with it. A survivor does the
+    first step again with kernels for the sizes that it meets first, as if it had learned nothing in the attempt."""
+    layout = replace(_layout("compiled-sizes", "ddp"), nproc=2)
+    kills = [Kill(1, 0, "backward", 0), Kill(1, 4, "backward", 1)]
+    check_loop(run_loop(tmp_path / "run", layout, 7, kills), run_loop(tmp_path / "reference", layout, 7), kills)
+
+
+@pytest.mark.grid
+@pytest.mark.timeout(600)  # a compiler in four processes
+def test_what_inductor_has_learned_of_sizes(tmp_path: Path) -> None:
+    layout = replace(_layout("compiled-by-inductor", "ddp"), nproc=2)
+    kills = [Kill(1, 2, "backward", 0)]
+    job = run_loop(tmp_path / "run", layout, 4, kills, timeout_s=280)
+    check_loop(job, run_loop(tmp_path / "reference", layout, 4, timeout_s=280), kills)
 
 
 def test_an_object_that_begins_to_differ_in_a_redone_step_is_named(tmp_path: Path) -> None:

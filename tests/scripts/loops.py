@@ -12,7 +12,7 @@ import itertools
 import random
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from inspect import signature
 from pathlib import Path
 from typing import Any
@@ -1105,6 +1105,52 @@ class CountsInGroups(Another):
             dist.all_reduce(parameter.grad)
 
 
+def fixed_or_any(graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+    """A backend of ``torch.compile`` whose kernels for any size round otherwise than those for a fixed one."""
+    if not any(isinstance(one, torch.SymInt) for one in inputs):
+        return graph.forward
+    return lambda *arguments: tuple(one * (1 + 2**-20) for one in graph.forward(*arguments))
+
+
+def weighted(outputs: Tensor) -> Tensor:
+    return outputs.square().sum(-1) * 0.5
+
+
+class CompiledSizes(Loop):
+    """A compiled function whose input has other sizes in each step and within it: from its second call on, Dynamo's
+    kernel is for any size."""
+
+    def prepare(self) -> None:
+        super().prepare()
+        self.weighted = torch.compile(weighted, backend=fixed_or_any)
+
+    def loss(self, batch: Tensor, step: int) -> Tensor:
+        outputs = self.model(batch)
+        sizes = (2 + step % 3, 2 + (step + 1) % 3)
+        return torch.stack([self.weighted(outputs[:size]).mean() for size in sizes]).sum() + outputs.sum() * 0.001
+
+
+def spread(noise: Tensor, scale: Tensor) -> Tensor:
+    return (noise * scale).var(1).mean()
+
+
+class CompiledByInductor(Loop):
+    """The same with Inductor: of a variance it makes another kernel for any length than for a fixed one."""
+
+    only = ("ddp",)
+
+    def prepare(self) -> None:
+        super().prepare()
+        self.spread = torch.compile(spread)
+
+    def loss(self, batch: Tensor, step: int) -> Tensor:
+        outputs = self.model(batch)
+        length = (16, 200, 1000, 120)[step % 4]
+        noise = torch.randn(4, length, 64, generator=torch.Generator().manual_seed(step))
+        result: Tensor = self.spread(noise, outputs.mean()) + outputs.square().mean()
+        return result
+
+
 LOOPS: dict[str, type[Loop]] = {
     "plain": Loop,
     "expert-bias": ExpertBias,
@@ -1149,6 +1195,8 @@ LOOPS: dict[str, type[Loop]] = {
     "owned-parameters": OwnedParameters,
     "local-weights": LocalWeights,
     "counts-in-groups": CountsInGroups,
+    "compiled-sizes": CompiledSizes,
+    "compiled-by-inductor": CompiledByInductor,
 }
 UNPROTECTED: dict[str, type[Loop]] = {
     "plain-variable": PlainVariable,

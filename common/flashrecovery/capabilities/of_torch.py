@@ -260,6 +260,19 @@ COMPILED = capability(
     Attributes("torch._dynamo.eval_frame", "OptimizedModule", ("_orig_mod",)),
     otherwise="the wrapper around a compiled module has to be registered",
 )
+LEARNED_SIZES = capability(
+    "learned sizes",
+    "a replacement compiles for the sizes that have turned out to vary",
+    Defined(
+        "torch._dynamo.pgo",
+        (
+            *("_CODE_STATE", "get_code_state", "CodeId.make", "CodeState", "auto_dynamic", "auto_unset"),
+            *("FrameStateSizeEntry.__ior__", "InferStride"),
+        ),
+    ),
+    Defined("torch._dynamo.utils", ("counters",)),
+    otherwise="its compiled functions begin with fixed sizes, and may round otherwise than before",
+)
 STAGING = capability(
     "DCP's stager",
     "an asynchronous save below a void attempt answers as the real one would",
@@ -276,7 +289,7 @@ TORCH = Framework(
         *(GROUP_CREATION, TORCHCOMMS, STORES, BARE_STORE, GLOO, COALESCING, SYMMETRIC_MEMORY),
         *(REDUCER, PYTHON_REDUCER, FSDP2),
         *(FSDP2_ITERATION, FSDP2_RESIZING, AUTOGRAD, TENSORS, STATE_BY_STEP, JOIN, SCALER, LOADERS, SCHEDULERS, CUDA),
-        *(COMPILED, STAGING),
+        *(COMPILED, LEARNED_SIZES, STAGING),
     ),
 )
 GROUPS = (GROUP_CREATION, TORCHCOMMS, STORES, GLOO, COALESCING, SYMMETRIC_MEMORY)

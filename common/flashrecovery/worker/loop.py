@@ -472,6 +472,7 @@ class _Capsules:
     def __init__(self, registry: Registry, gate: Gate) -> None:
         self._registry = registry
         self._page = gate.page
+        self._written: Drawn | None = None
 
     def drawn(self) -> Drawn:
         return self._registry.drawn()
@@ -481,8 +482,11 @@ class _Capsules:
         data = self._registry.capture_capsule(drawn)
         self._registry.capsule.keep(version, data, early=early)
         self._page.write_capsule(version, data, early=early)
+        self._written = drawn
 
     def finish(self, version: int) -> None:
+        if self._registry.learned_sizes.stale and self._written is not None:  # compiled after it was written
+            self.write(version, self._written, early=True)
         end = self._registry.witness(version)
         self._registry.capsule.finish(version, end)
         self._page.finish_capsule(version, end)

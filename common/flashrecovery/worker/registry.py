@@ -34,6 +34,7 @@ from flashrecovery.worker.data import DataPosition, DataStream
 from flashrecovery.worker.elastic import GlobalBatches
 from flashrecovery.worker.generators import Stateful, as_stateful
 from flashrecovery.worker.habits import Habits
+from flashrecovery.worker.learned_sizes import LearnedSizes
 from flashrecovery.worker.rng import RngState, restore_rng
 from flashrecovery.worker.scaler import settled
 
@@ -77,6 +78,7 @@ class Registry:
         self.shards: dict[str, Shard] = {}
         self.divided_shards: frozenset[str] = frozenset()  # as :meth:`divided` has found last
         self.habits = Habits()
+        self.learned_sizes = LearnedSizes()
         self.batches: GlobalBatches | None = None
         self.common = ObjectShard(COMMON, tuple(range(world_size)))
         self.capsule = ObjectShard(f"capsule@{self._number}", (rank,))
@@ -396,8 +398,9 @@ class Registry:
             self.objects[name].load_state_dict(codec.loads(encoded))
 
     def capture_capsule(self, drawn: Drawn) -> bytes:
-        """State of this rank alone: random number streams, data position, rank-only framework state and objects.
-        ``drawn``: as they stand now. Raises UnsupportedError if it is too large to be kept."""
+        """State of this rank alone: random number streams, data position, rank-only framework state and objects, and
+        what torch.compile has learned here. ``drawn``: as they stand now. Raises UnsupportedError if it is too large to
+        be kept."""
         newest = max(self._digests, default=-1)
         data = codec.dumps(
             {
@@ -406,6 +409,7 @@ class Registry:
                 "adapters": [a.capture_rank() for a in self.adapters],
                 "objects": drawn[3],
                 "settings": drawn[4],
+                "compiled": self.learned_sizes.capture(),
                 "shared": (newest, self._digests.get(newest, {})),
             }
         )
@@ -457,6 +461,8 @@ class Registry:
             adapter.restore_rank(part)
         for name, encoded in state["objects"].items():
             self.objects[name].load_state_dict(codec.loads(encoded))
+        learned = self.learned_sizes.adopt if fresh else self.learned_sizes.go_back
+        learned(state.get("compiled", []))
         restore_rng(state["rng"])  # last: skipping data consumes random numbers
 
     def restore_plain(self, common: bytes, capsule: bytes, version: int, *, fresh: bool) -> None:

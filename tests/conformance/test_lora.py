@@ -19,14 +19,23 @@ TIMEOUT_S = 400  # peft imports much, in each process
 pytestmark = [pytest.mark.libraries, pytest.mark.timeout(3 * TIMEOUT_S)]
 
 
-def _run(path: Path, framework: str, kills: tuple[Kill, ...] = ()) -> Job:
-    layout = Layout(framework, "", ("--framework", framework), nproc=2)
+def _run(path: Path, framework: str, kills: tuple[Kill, ...] = (), flags: tuple[str, ...] = ()) -> Job:
+    layout = Layout(framework, "", ("--framework", framework, *flags), nproc=2)
     return run_loop(path, layout, STEPS, kills, script=SCRIPT, env=ENVIRONMENT, timeout_s=TIMEOUT_S)
 
 
-@pytest.mark.parametrize("framework", ["zero3"])
+@pytest.mark.parametrize("framework", ["zero3", "fsdp2"])
 def test_two_adapters(framework: str, tmp_path: Path) -> None:
     pytest.importorskip("peft")
     pytest.importorskip("deepspeed")
     kills = (Kill(1, 1, "backward", 0), Kill(0, 4, "optimizer", 1))
     check_loop(_run(tmp_path / "run", framework, kills), _run(tmp_path / "reference", framework), kills)
+
+
+def test_the_other_adapter_from_a_step_on(tmp_path: Path) -> None:
+    """A process that comes after that step has never switched. The first kill is in the step itself."""
+    pytest.importorskip("peft")
+    kills = (Kill(0, 3, "backward", 0), Kill(1, 6, "backward", 1))
+    flags = ("--switch", "3")
+    reference = _run(tmp_path / "reference", "fsdp2", flags=flags)
+    check_loop(_run(tmp_path / "run", "fsdp2", kills, flags), reference, kills)

@@ -748,6 +748,19 @@ class ModuleCounter(Loop):
         return hidden * (1 + 0.1 * module.calls)
 
 
+class LaterNumbers(MeanLoss):
+    """Numbers that the model gets while it is trained: one in the first step, one below the block now and then."""
+
+    def loss(self, batch: Tensor, step: int) -> Tensor:
+        self.net.seen = getattr(self.net, "seen", 0) + 1
+        return super().loss(batch * (1 + 0.1 * self.net.seen + getattr(self.net, "average", 0.0)), step)
+
+    def below(self, step: int) -> None:
+        super().below(step)
+        if self.due(step):
+            self.net.average = 0.9 * getattr(self.net, "average", 0.0) + 0.1 * self.mean
+
+
 class CarriedHidden(Loop):
     """Back-propagation through time that is cut off: what the network has computed is the next step's input."""
 
@@ -1190,6 +1203,7 @@ LOOPS: dict[str, type[Loop]] = {
     "spectral-norm": SpectralNorm,
     "freezes-later": FreezesLater,
     "module-counter": ModuleCounter,
+    "later-numbers": LaterNumbers,
     "tensor-rate": TensorRate,
     "several-optimizers": SeveralOptimizers,
     "owned-parameters": OwnedParameters,

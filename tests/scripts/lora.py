@@ -108,6 +108,7 @@ FRAMEWORKS: dict[str, Any] = {"zero3": Zero3, "fsdp2": Fsdp2}
 def main() -> None:
     parser = proof.flags(__doc__)
     parser.add_argument("--framework", choices=FRAMEWORKS, default="zero3")
+    parser.add_argument("--switch", type=int, default=-1, help="from this step on, the second adapter alone is used")
     args = parser.parse_args()
     dist.init_process_group("gloo")
     net = adapted()
@@ -119,6 +120,8 @@ def main() -> None:
 
     for step in framework.recovery.steps(args.steps):
         kills.step = step.index
+        if step.index == args.switch:
+            net.base_model.set_adapter("second")
         with step:
             kills.at("data")
             x = torch.randint(0, WORDS, (BATCH,))

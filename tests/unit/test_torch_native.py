@@ -826,7 +826,7 @@ def test_an_attribute_may_be_deleted_or_become_something_else() -> None:
     model.limit = torch.ones(2)
     mark = adapter.capsule_mark()
     model.limit = torch.zeros(2)
-    assert adapter.capsule_mark() == mark and adapter.capture_rank() == start
+    assert adapter.capsule_mark() == mark
     adapter.restore_rank(start)
     assert model.kind == "warm" and isinstance(model.limit, torch.Tensor)
 
@@ -834,5 +834,5 @@ def test_an_attribute_may_be_deleted_or_become_something_else() -> None:
 def test_attributes_of_another_model_are_refused() -> None:
     adapter = adapter_for(Annealed(), [])
     state = adapter.capture_rank()
-    with pytest.raises(RestoreError, match="no attribute 'unknown'"):
-        adapter.restore_rank({**state, "attributes": {"unknown": 1}})
+    with pytest.raises(RestoreError, match="no module 'unknown'"):
+        adapter.restore_rank({**state, "attributes": {"unknown.calls": 1}})

@@ -450,3 +450,40 @@ def test_numbers_that_a_script_keeps_on_the_wrapper_of_its_model_are_named() -> 
         around.average = 0.9 * around.average + step
         inside.average = 0.9 * inside.average + step
     assert "around.average" in it.told[-1] and "inside.average" not in it.told[-1], it.told
+
+
+class Private(nn.Module):
+    """Carries numbers that are not kept."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+        self.calls = self._calls = 0
+        self.average = np.float64(0)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        self._calls += 1
+        self.average = 0.9 * self.average + x.sum().item()
+        return self.linear(x)
+
+
+def test_numbers_of_a_registered_module_that_are_not_kept_are_named() -> None:
+    model = Private()
+    it = Registered(model)
+    for _ in range(STEPS):
+        it.step()
+        model(torch.ones(2))
+        model.seen = getattr(model, "seen", 0) + 1
+    assert "carried from step to step: _, model._calls, model.average;" in it.told[-1], it.told
+
+
+def test_numbers_of_a_module_around_the_registered_one_are_named() -> None:
+    inside = Private()
+    around = nn.Sequential(inside)
+    around.extra = Memory()
+    it = Registered(inside)
+    for _ in range(STEPS):
+        it.step()
+        around[0](around.extra(torch.ones(2)))
+    assert "around.extra.calls" in it.told[-1] and "inside.calls" not in it.told[-1], it.told

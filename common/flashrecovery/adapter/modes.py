@@ -10,19 +10,26 @@ What is captured is how things differ from the start: the set-up of a replacemen
 
 from __future__ import annotations
 
+import copy
+import itertools
 import operator
 from collections.abc import Callable, Container, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 
 from flashrecovery.errors import RestoreError
+from flashrecovery.worker.marks import KEPT_NUMBERS
+from flashrecovery.worker.script_frames import FRAMEWORKS, is_own
 
 # Asked of all modules and parameters several times a step: twice as fast as an expression.
 _TRAINING, _TRAINED = operator.attrgetter("training"), operator.attrgetter("requires_grad")
-_PLAIN = (int, float, bool, str, type(None))
 _OTHER = object()
 """Stands for what is not plain, or not there."""
+_LEFT = [["left"]]
+"""In what is captured: what is not plain, and is left as it is."""
+_SHORT = 16
 _OWN = frozenset(nn.Module().__dict__)
 """Attributes that every module has."""
 
@@ -70,10 +77,13 @@ class ModeTracker:
 
 
 class AttributeTracker:
-    """Captures and restores the plain attributes of the modules below ``root``: numbers, texts and None.
+    """Captures and restores the plain attributes of the modules below ``root``: numbers, texts and None, also such that
+    a module gets later.
 
-    Those whose names begin with an underscore are left alone, and so are those that a module gets later, and those that
-    become something else.
+    Of the script's own modules and of torch's, those whose names begin with an underscore are left alone, and so is
+    what is something else at the time. Of other libraries' modules (peft's adapters), which no notice names, short
+    lists, tuples and dictionaries of numbers and texts are kept, too, and names with an underscore, if the class has
+    them or the module has them from the start.
 
     Args:
         packages: modules from these are left out.
@@ -81,44 +91,125 @@ class AttributeTracker:
     """
 
     def __init__(self, root: nn.Module, packages: Container[str] = (), prefixes: tuple[str, ...] = ()) -> None:
+        self._prefixes = prefixes
+        self._modules = {
+            name: module
+            for name, module in root.named_modules()
+            if type(module).__module__.partition(".")[0] not in packages
+        }
+        self._attributes = [vars(module) for module in self._modules.values()]
+        self._of_libraries = {name for name, module in self._modules.items() if _is_of_library(type(module))}
         self._places: list[tuple[str, dict[str, Any], str]] = []
-        for name, module in root.named_modules():
-            if type(module).__module__.partition(".")[0] in packages:
-                continue
-            for key, value in vars(module).items():
-                if key not in _OWN and type(value) in _PLAIN and not key.startswith(("_", *prefixes)):
-                    self._places.append((f"{name}.{key}", vars(module), key))
-        self._start = self._now()
-        self._types = tuple(map(type, self._start))
+        self._known: set[str] = set()
+        self._containers: list[bool] = []  # by place: whether they are kept
+        self._start: list[Any] = []
+        self._sizes: list[int] = []
+        self._types: tuple[type, ...] = ()
+        self._odd: list[int] = []  # places of what has one of these types and is no number
+        self._gone = 0
+        self._find(at_start=True)
+        self._start = self.mark()
 
     def capture(self) -> dict[str, Any]:
-        """``module.attribute`` -> value of those that are not equal to what they were at the start."""
+        """``module.attribute`` -> value of those that are not equal to what they were at the start; something
+        else for what is not plain any more."""
         now = self.mark()
-        if now == self._start:
-            return {}
-        places = (place for place, _attributes, _key in self._places)
-        return {p: v for p, v, then in zip(places, now, self._start, strict=True) if v is not _OTHER and v != then}
+        changed: dict[str, Any] = {}
+        for (place, attributes, key), value, then in zip(self._places, now, self._start, strict=True):
+            if value is _OTHER:
+                if key in attributes:
+                    changed[place] = _LEFT
+            elif value != then or type(value) is not type(then):
+                changed[place] = attributes[key]
+        return changed
 
     def mark(self) -> list[Any]:
         """Something that does not equal its earlier self when an attribute has changed."""
         now = self._now()
         types = tuple(map(type, now))
         if types != self._types:
-            if not all(
-                kind in _PLAIN for kind in types
-            ):  # tensors must not be compared: it may take long, or be refused
-                return [value if type(value) in _PLAIN else _OTHER for value in now]
+            gone = sum(key not in attributes for _place, attributes, key in self._places)
+            if gone != self._gone:  # another one may have come in its place, and a module has as many as before
+                self._gone = gone
+                self._find()
+                now = self._values()
+                types = tuple(map(type, now))
             self._types = types
+            self._odd = [number for number, kind in enumerate(types) if kind not in KEPT_NUMBERS]
+        for number in self._odd:  # tensors must not be compared: it may take long, or be refused
+            now[number] = _shown(now[number]) if self._containers[number] else _OTHER
         return now
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Raises RestoreError if the model has no such attribute."""
-        unknown = sorted(state.keys() - {place for place, _attributes, _key in self._places})
-        if unknown:
-            raise RestoreError(f"the model has no attribute {unknown[0]!r}, that of the failed process had")
-        for (place, attributes, key), then in zip(self._places, self._start, strict=True):
-            if place in state or type(attributes.get(key, then)) in _PLAIN:
-                attributes[key] = state.get(place, then)
+        """Attributes that were not there then are removed. Raises RestoreError if the model has no such module."""
+        self._now()
+        for place in sorted(state.keys() - self._known):
+            name, _, key = place.rpartition(".")
+            if name not in self._modules:
+                raise RestoreError(f"the model has no module {name!r}, that of the failed process had")
+            self._add(name, key)
+        for (place, attributes, key), now, then in zip(self._places, self.mark(), self._start, strict=True):
+            if place in state:
+                if state[place] != _LEFT:
+                    attributes[key] = copy.deepcopy(state[place])
+            elif then is _OTHER:
+                if now is not _OTHER:
+                    del attributes[key]
+            elif now is not _OTHER or key not in attributes:
+                attributes[key] = then.value() if isinstance(then, _Shown) else then
 
     def _now(self) -> list[Any]:
+        if [*map(len, self._attributes)] != self._sizes:
+            self._find()
+        return self._values()
+
+    def _values(self) -> list[Any]:
         return [attributes.get(key, _OTHER) for _place, attributes, key in self._places]
+
+    def _find(self, at_start: bool = False) -> None:
+        """What has come since it was looked last was not there at the start."""
+        self._sizes = [*map(len, self._attributes)]
+        for name, module in self._modules.items():
+            for key, value in vars(module).items():
+                if f"{name}.{key}" in self._known or key in _OWN or key.startswith(self._prefixes):
+                    continue
+                library = name in self._of_libraries
+                hidden = key.startswith("_") and not (library and (at_start or hasattr(type(module), key)))
+                kept = type(value) in KEPT_NUMBERS or (library and _shown(value) is not _OTHER)
+                if kept and not hidden:
+                    self._add(name, key)
+
+    def _add(self, name: str, key: str) -> None:
+        self._known.add(f"{name}.{key}")
+        self._places.append((f"{name}.{key}", vars(self._modules[name]), key))
+        self._containers.append(name in self._of_libraries)
+        self._start.append(_OTHER)
+
+
+@dataclass(frozen=True)
+class _Shown:
+    """A container as it was."""
+
+    kind: type
+    content: tuple[Any, ...]
+
+    def value(self) -> Any:
+        return self.kind(self.content)
+
+
+def _shown(value: object) -> Any:
+    """A short container of numbers and texts as it is now."""
+    kind = type(value)
+    if kind not in (list, tuple, dict) or len(value) > _SHORT:  # type: ignore[arg-type]
+        return _OTHER
+    parts = itertools.chain(*value.items()) if isinstance(value, dict) else value
+    plain = all(type(part) in KEPT_NUMBERS for part in parts)  # type: ignore[attr-defined]
+    content = value.items() if isinstance(value, dict) else value
+    return _Shown(kind, tuple(content)) if plain else _OTHER  # type: ignore[arg-type]
+
+
+def _is_of_library(kind: type) -> bool:
+    """Whether a module's class is neither the script's own nor torch's, nor one that a framework has derived from
+    these (FSDP2's)."""
+    classes = [one for one in kind.__mro__ if one is not object]
+    return not any(map(is_own, classes)) and any(one.__module__.partition(".")[0] not in FRAMEWORKS for one in classes)

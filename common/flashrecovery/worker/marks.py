@@ -14,6 +14,8 @@ import torch
 from flashrecovery.worker.generators import as_stateful
 
 PLAIN = (int, float, complex, bool, str, bytes, type(None))
+KEPT_NUMBERS = (int, float, bool, str, type(None))
+"""Attributes of registered modules of exactly these types are kept, if their names do not begin with an underscore."""
 CONTAINERS = (list, tuple, dict, set, collections.deque)
 ELEMENTS = 64
 """Of a list or dictionary that are looked at."""

@@ -41,6 +41,7 @@ from flashrecovery.worker.generators import as_stateful
 from flashrecovery.worker.marks import (
     CONTAINERS,
     ELEMENTS,
+    KEPT_NUMBERS,
     PLAIN,
     InPlace,
     attributes_of,
@@ -231,8 +232,7 @@ class Unregistered:
             return False
         owner = resolve(variables, owner_path)
         if isinstance(owner, torch.nn.Module):
-            numbers = isinstance(resolve(variables, path), PLAIN) and not attribute.startswith("_")
-            return numbers and id(owner) in self._known and _keeps_numbers(type(owner))
+            return id(owner) in self._known and _keeps(type(owner), attribute, resolve(variables, path))
         return id(owner) in self._objects_known or self._is_of_registered(variables, owner_path)
 
     def _look_at_loop(self, frame: types.FrameType) -> None:
@@ -283,16 +283,16 @@ class Unregistered:
         if self._calls:
             return ()
         if isinstance(thing, torch.nn.Module):
-            self._attributes(path, thing, seen, tensors_only=known or self._shares(thing))
+            self._attributes(path, thing, seen)
         elif not known and not kind and is_own(type(thing)):
-            self._attributes(path, thing, seen, tensors_only=False)
+            self._attributes(path, thing, seen)
             remade = self._methods(type(thing)).remade
             return [(f"{path}.{name}", part) for name, part in attributes_of(thing).items() if name not in remade]
         return ()
 
-    def _attributes(self, path: str, thing: object, seen: dict[str, Any], tensors_only: bool) -> None:
-        """Plain attributes that a method of the script's own carries from call to call. Numbers in registered modules
-        are protected: ``tensors_only``."""
+    def _attributes(self, path: str, thing: object, seen: dict[str, Any]) -> None:
+        """Plain attributes that a method of the script's own carries from call to call. Most numbers in registered
+        modules are protected."""
         modules = thing.named_modules() if isinstance(thing, torch.nn.Module) else [("", thing)]
         for name, one in modules:
             if not is_own(type(one)):
@@ -300,7 +300,7 @@ class Unregistered:
             carried = self._methods(type(one)).names
             for attribute, value in list(attributes_of(one).items()) if carried else ():
                 where = ".".join(filter(None, (path, name, attribute)))
-                if attribute not in carried or (tensors_only and isinstance(value, PLAIN)):
+                if attribute not in carried or (id(one) in self._known and _keeps(type(one), attribute, value)):
                     continue
                 if self._is_foreign_iterator(value):
                     self._iterators.setdefault(where)
@@ -342,10 +342,11 @@ class Unregistered:
         return id(value) in self._known or id(value) in self._parameters
 
 
-def _keeps_numbers(kind: type) -> bool:
-    """Whether numbers among the attributes of such a registered module come back: not those of a wrapper or an engine
-    around the model."""
-    return kind.__module__.startswith("torch.nn.modules") or any(is_own(one) for one in kind.__mro__)
+def _keeps(kind: type, attribute: str, value: object) -> bool:
+    """Whether this attribute of such a registered module comes back: not those of a wrapper or an engine around the
+    model, and those alone that :class:`flashrecovery.adapter.modes.AttributeTracker` knows."""
+    module = kind.__module__.startswith("torch.nn.modules") or any(is_own(one) for one in kind.__mro__)
+    return module and type(value) in KEPT_NUMBERS and not attribute.startswith("_")
 
 
 def _known(things: Iterable[object]) -> tuple[frozenset[int], frozenset[int]]:

@@ -29,6 +29,7 @@ from flashrecovery.adapter import (
     DivisionPlace,
     GradientWatch,
     Method,
+    OptimizerAttributes,
     ParamRecord,
     ParamShard,
     Setters,
@@ -139,6 +140,16 @@ class EngineAdapter(TorchAdapter):
     def _record_shard(self, record: ParamRecord) -> Shard:
         return ParamShard(record, owners_of(record.get(), self.optimizers))
 
+    def _attributes_of(self, optimizer: Optimizer) -> OptimizerAttributes:
+        """Of a client optimizer. What it steps on is not always in its groups (ZeRO-3)."""
+        return OptimizerAttributes(
+            optimizer,
+            self.optimizers,
+            parameters=lambda: self._weights,
+            outside=lambda: (*self.inner.parameters(), *self.inner.buffers()),
+            where_instead="keep them in optimizer.state (docs/optimizers.md)",
+        )
+
     def _frozen_shards(self) -> list[Shard]:
         """Parameters that no optimizer trains. A replacement's script need not initialise them as the first launch."""
         trained = {id(p) for p in self._optimized}
@@ -180,7 +191,10 @@ class EngineAdapter(TorchAdapter):
     # -- another number of replicas ---------------------------------------------------------------
 
     def tied_to_size(self) -> Sequence[str]:
-        found = tuple(tied_to_size(self.engine))
+        found = [*tied_to_size(self.engine)]
+        if self.engine.zero_optimization_stage() > 0:
+            kept = [type(beside.optimizer).__name__ for beside in self._besides if beside.read()[1]]
+            found += [f"ZeRO and the tensors that {kind} keeps in its attributes" for kind in kept]
         if not found and self._division is not None:
             self._division.check()
         return found

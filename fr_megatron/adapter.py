@@ -92,7 +92,7 @@ class MegatronAdapter(TorchAdapter):
 
     name = "megatron"
     whole_framework = True
-    framework_packages = frozenset({"megatron", "transformer_engine"})
+    framework_packages = frozenset({"megatron", "transformer_engine", "apex"})
 
     def __init__(
         self,

@@ -17,6 +17,7 @@ docs/adapters.md explains how one is written; in short:
 from flashrecovery import groups
 from flashrecovery.adapter import faults, fsdp2_state
 from flashrecovery.adapter.base import TorchAdapter
+from flashrecovery.adapter.beside import OptimizerAttributes
 from flashrecovery.adapter.fields import plain_fields
 from flashrecovery.adapter.fsdp2_division import Divided, FSDP2Division, replicates
 from flashrecovery.adapter.fsdp2_replicas import FSDP2Replicas
@@ -92,6 +93,7 @@ __all__ = [
     "LogicalState",
     "LoopAdapter",
     "Method",
+    "OptimizerAttributes",
     "ParamRecord",
     "ParamShard",
     "PlacedLoop",

@@ -75,7 +75,7 @@ class TorchAdapter(Adapter):
         self._buffers = BufferTracker(self.inner)
         self._modes = ModeTracker(self.root, self._trainable())
         self._attributes = AttributeTracker(self.inner, self.framework_packages, self.framework_attributes)
-        self._besides = [OptimizerAttributes(o, self.optimizers) for o in self.optimizers if self._is_foreign(o)]
+        self._besides = [self._attributes_of(o) for o in self.optimizers if self._is_foreign(o)]
         self._beside_shards: dict[int, AttributesShard] = {}
         self._shards: tuple[Shard, ...] | None = None
         self._hooks: StepHooks | None = None
@@ -155,7 +155,10 @@ class TorchAdapter(Adapter):
     def _is_foreign(self, optimizer: Optimizer) -> bool:
         """Whether it may keep state in attributes, and no framework looks after it."""
         package = type(optimizer).__module__.partition(".")[0]
-        return keeps_beside(optimizer) and package not in self.framework_packages and not self.whole_framework
+        return keeps_beside(optimizer) and package not in self.framework_packages
+
+    def _attributes_of(self, optimizer: Optimizer) -> OptimizerAttributes:
+        return OptimizerAttributes(optimizer, self.optimizers)
 
     def _find_beside(self) -> dict[int, AttributesShard]:
         """By the number of the optimizer. Those have it that have its least spread parameter."""
@@ -282,7 +285,13 @@ class TorchAdapter(Adapter):
             StateOrder.of(optimizer).settle()
         restore_hyperparameters(self.optimizers, state["hyperparameters"])
         small = [beside for number, beside in enumerate(self._besides) if number not in self._beside_shards]
-        for beside, captured in zip(small, state.get("beside", []), strict=True):
+        saved = state.get("beside", [])
+        if saved and len(saved) != len(small):
+            raise RestoreError(
+                f"{len(small)} optimizers here keep something in their attributes, and {len(saved)} there: it belongs "
+                "to this parallel layout alone"
+            )
+        for beside, captured in zip(small, saved, strict=False):
             beside.restore(captured)
         self._restore_gradient_presence(state["gradients"])
 

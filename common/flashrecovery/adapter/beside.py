@@ -9,7 +9,7 @@ optimizer of its own within, it is a shard.
 from __future__ import annotations
 
 import collections
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -48,11 +48,23 @@ def keeps_beside(optimizer: Optimizer) -> bool:
 class OptimizerAttributes:
     """The attributes of one optimizer.
 
-    ``own``: the registered optimizers, which are protected themselves.
+    Args:
+        own: the registered optimizers, which are protected themselves.
+        parameters: gives what the optimizer steps on, where its groups do not say it at any time.
+        outside: gives tensors that a framework protects, which are left as they are.
+        where_instead: what to do with tensors that are too large, for a message.
     """
 
-    def __init__(self, optimizer: Optimizer, own: Sequence[Optimizer]) -> None:
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        own: Sequence[Optimizer],
+        parameters: Callable[[], Sequence[torch.Tensor]] | None = None,
+        outside: Callable[[], Iterable[torch.Tensor]] = tuple,
+        where_instead: str = "make them with the optimizer, or keep them in optimizer.state",
+    ) -> None:
         self.optimizer = optimizer
+        self._given, self._outside, self._where_instead = parameters, outside, where_instead
         self.nested: list[Optimizer] = []
         """Optimizers found within it."""
         self._kind = type(optimizer).__name__
@@ -64,13 +76,15 @@ class OptimizerAttributes:
     def read(self) -> tuple[Node, dict[str, torch.Tensor]]:
         """The attributes as plain values, and the live tensors among them by key, without those of the model and of
         ``optimizer.state``. Raises UnsupportedError for tensors that cannot be kept."""
-        reader = _Reader(self._kind, _Elsewhere(self.optimizer, self._own), self._base)
+        reader = _Reader(self._kind, _Elsewhere(self.optimizer, self._own, self._parameters, self._outside), self._base)
         attributes = {k: v for k, v in vars(self.optimizer).items() if k not in self._base}
         node = reader.attributes(attributes, "", 0)
         self.nested = [o for o in reader.optimizers if id(o) not in self._own]
         return node, reader.tensors
 
     def _parameters(self) -> list[torch.Tensor]:
+        if self._given is not None:
+            return list(self._given())
         return [p for group in self.optimizer.param_groups for p in group["params"]]
 
     def needs_a_shard(self) -> bool:
@@ -98,8 +112,8 @@ class OptimizerAttributes:
         if nbytes > SMALL_BYTES:
             raise UnsupportedError(
                 f"{self._kind} keeps {nbytes:,} bytes of tensors in its attributes ({', '.join([*tensors][:3])}), more "
-                f"than the {SMALL_BYTES:,} that can be kept if they were not there when it was registered: make them "
-                "with the optimizer, or keep them in optimizer.state"
+                f"than the {SMALL_BYTES:,} that can be kept if they were not there when it was registered: "
+                f"{self._where_instead}"
             )
         return [node, {key: exact_clone(tensor) for key, tensor in tensors.items()}]
 
@@ -147,11 +161,18 @@ class AttributesShard(Shard):
 
 
 class _Elsewhere:
-    """What is kept elsewhere: parameters, their gradients, what is in ``optimizer.state``, and the optimizers ``own``.
-    It is asked in every step, so that of thousands of parameters only what is needed is looked at."""
+    """What is kept elsewhere: parameters, their gradients, what is in ``optimizer.state``, the optimizers ``own``, and
+    the tensors ``outside``. It is asked in every step, so that of thousands of parameters only what is needed is looked
+    at."""
 
-    def __init__(self, optimizer: Optimizer, own: set[int]) -> None:
-        self._optimizer = optimizer
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        own: set[int],
+        parameters: Callable[[], list[torch.Tensor]],
+        outside: Callable[[], Iterable[torch.Tensor]],
+    ) -> None:
+        self._optimizer, self._stepped_on, self._outside = optimizer, parameters, outside
         groups = optimizer.param_groups
         self._left = {*own, id(optimizer.state), id(groups), *map(id, groups)}
 
@@ -164,11 +185,13 @@ class _Elsewhere:
         place = self.places.get(id(value))
         if place is not None:
             return ["parameter", place]
-        return self._of_state(value) if id(value) in self._states else _LEFT if id(value) in self._grads else None
+        if id(value) in self._states:
+            return self._of_state(value)
+        return _LEFT if id(value) in self._others else None
 
     @cached_property
     def parameters(self) -> list[torch.Tensor]:
-        return [p for group in self._optimizer.param_groups for p in group["params"]]
+        return self._stepped_on()
 
     @cached_property
     def places(self) -> dict[int, int]:
@@ -182,8 +205,8 @@ class _Elsewhere:
         }
 
     @cached_property
-    def _grads(self) -> set[int]:
-        return {id(parameter.grad) for parameter in self.parameters} - {id(None)}
+    def _others(self) -> set[int]:
+        return ({id(parameter.grad) for parameter in self.parameters} - {id(None)}) | {*map(id, self._outside())}
 
     def _of_state(self, tensor: torch.Tensor) -> Node | None:
         for place, parameter in enumerate(self.parameters):

@@ -7,6 +7,7 @@ shard as a plain value, so that the receiver can make room for it without having
 
 from __future__ import annotations
 
+import enum
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -21,7 +22,7 @@ from flashrecovery.errors import RegistrationError, RestoreError, UnsupportedErr
 from flashrecovery.state.exact import exact_clone, exact_copy
 
 HOST, DEVICE, PLACED = "host", "device", "placed"
-_SCALARS = (bool, int, float, complex, str, type(None))
+_SCALARS = (bool, int, float, complex, str, type(None), torch.dtype)
 
 
 def check_optimizers(optimizers: Sequence[Optimizer], parameters: Sequence[torch.Tensor]) -> None:
@@ -125,7 +126,7 @@ def plain(value: Any, what: str) -> Any:
         if isinstance(value, DTensor) or is_composite(value):
             raise UnsupportedError(f"{what} is a {type(value).__name__}; only plain tensors are kept there")
         return exact_clone(value)
-    if isinstance(value, _SCALARS):
+    if isinstance(value, _SCALARS) and not isinstance(value, enum.Enum):
         return value
     if isinstance(value, (tuple, list)):
         items = [plain(v, what) for v in value]

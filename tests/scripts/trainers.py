@@ -23,7 +23,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 from flashrecovery.trainer import protect
 
 FEATURES, CLASSES, SAMPLES = 8, 4, 61
-_OF_THE_CLOCK = ("runtime", "per_second")
+_OF_THE_CLOCK = ("runtime", "per_second", "step_time")
 
 
 class Samples(Dataset[dict[str, torch.Tensor]]):

@@ -1,0 +1,50 @@
+"""TRL's trainers under ``protect``: models, references that follow, generated batches, metrics and the logged history
+end as without a fault, bit for bit, after deaths in each phase of a step."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.support.faults import faults
+from tests.support.jobs import ROOT, Job, Layout, RunningJob, check_fired, check_same
+from tests.support.sameness import Printed
+
+pytest.importorskip("trl")
+pytest.importorskip("peft")
+
+SCRIPT = ROOT / "tests" / "scripts" / "trl_trainers.py"
+TIMEOUT_S = 400  # TRL imports much, in each process
+ENVIRONMENT = {"PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore", "OMP_NUM_THREADS": "1"}
+KILLS = (1, "forward", 3), (0, "backward", 6), (1, "optimizer", 7), (0, "between", 9)
+"""Each third call is a log."""
+FOLLOWING = (1, "forward", 2), (0, "commit", 6), (1, "optimizer", 10), (0, "backward", 12), (1, "between", 14)
+"""With a call after each step, in which a reference may follow the model: it does in the one with number 6."""
+
+pytestmark = [pytest.mark.libraries, pytest.mark.timeout(3 * TIMEOUT_S)]
+
+
+def _run(path: Path, kind: str, kills: tuple[tuple[int, str, int], ...] = ()) -> Job:
+    output = path.parent / f"{path.name}-output"
+    output.mkdir()
+    flags = ["--kind", kind, "--steps", "8", "--output", str(output)]
+    layout = Layout(kind, "", nproc=2)
+    job = RunningJob(
+        path, layout, script=SCRIPT, flags=flags, env=ENVIRONMENT, standby=int(bool(kills)), inject=faults(*kills)
+    )
+    return job.wait(TIMEOUT_S)
+
+
+@pytest.mark.parametrize(
+    ("kind", "kills"),
+    [
+        *((kind, KILLS) for kind in ("sft", "sft-lora")),
+        *((kind, FOLLOWING) for kind in ("dpo",)),
+    ],
+)
+def test_after_deaths_in_each_phase(kind: str, kills: tuple[tuple[int, str, int], ...], tmp_path: Path) -> None:
+    job = _run(tmp_path / "run", kind, kills)
+    check_same(job, _run(tmp_path / "reference", kind), printed=Printed.LOGS)
+    check_fired(job, len(kills))
+    assert not job.notices("not_registered"), job.explain()

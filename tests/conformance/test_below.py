@@ -13,6 +13,7 @@ import torch.distributed.checkpoint as dcp
 from tests.support.jobs import ROOT, Job, Layout, check_clean, check_same, run_job
 
 SCRIPT = ROOT / "tests" / "scripts" / "below.py"
+EVALUATION = ROOT / "tests" / "scripts" / "evaluation_below.py"
 
 
 def run(path: Path, flags: Sequence[str] = (), inject: Sequence[str] = ()) -> Job:
@@ -107,3 +108,76 @@ def test_a_rank_that_dies_in_the_save(flags: tuple[str, ...], rank: int, tmp_pat
     check_clean(job)
     if flags != ("--save", "barrier"):
         check_whole(job, "7" if "async" in flags else "latest")
+
+
+def evaluate(path: Path, flags: Sequence[str], inject: Sequence[str] = (), kill: str = "", ranks: int = 2) -> Job:
+    files = path.parent / f"{path.name}.files"
+    files.mkdir()
+    options = (str(files), *flags, *(("--kill", kill) if kill else ()))
+    layout = Layout("evaluation", "", nproc=ranks)
+    job = run_job(path, layout, script=EVALUATION, flags=options, inject=inject)
+    assert not kill or (files / "killed").exists(), f"a fault that did not fire proves nothing\n{job.explain()}"
+    return job
+
+
+BETWEEN = ["before", "before-reduce", "after", "in-optimizer"]
+PHASES = ["forward", "backward", "grad-sync", "optimizer", "commit", "below"]
+WAYS: list[tuple[str, ...]] = [
+    (),
+    ("--buffers",),
+    ("--by", "gather"),
+    ("--by", "objects"),
+    ("--by", "async"),
+    ("--by", "reduce"),
+    ("--above",),
+    ("--above", "--by", "objects"),
+    ("--framework", "fsdp2"),
+    ("--framework", "fsdp2", "--above", "--by", "gather"),
+]
+
+
+@pytest.mark.parametrize(
+    ("flags", "kill", "ranks"),
+    [
+        ((), "4:1:before-reduce", 2),
+        *(
+            pytest.param(flags, f"4:{rank}:{place}", 2, marks=pytest.mark.grid)
+            for flags in WAYS
+            for rank in (0, 1)
+            for place in BETWEEN
+        ),
+        *(
+            pytest.param(flags, f"4:{rank}:before-reduce", 3, marks=pytest.mark.grid)
+            for flags in WAYS[:6]
+            for rank in range(3)
+        ),
+    ],
+    ids=str,
+)
+def test_an_evaluation_with_collectives_outside_of_the_block(
+    flags: tuple[str, ...], kill: str, ranks: int, tmp_path: Path
+) -> None:
+    """Who waits in one when a rank dies keeps its process, and the step is done again with its evaluation."""
+    reference = evaluate(tmp_path / "reference", flags, ranks=ranks)
+    job = evaluate(tmp_path / "run", flags, kill=kill, ranks=ranks)
+    check_same(job, reference)
+    assert [e["victims"] for e in job.of("recovery_finished")] == [[int(kill.split(":")[1])]], job.explain()
+    named = {"all_reduce", "broadcast", "reduce", "all_gather", "all_gather_into_tensor"}
+    texts = [notice["text"] for notice in reference.notices("communication_outside")]
+    if "--above" in flags:
+        assert not texts
+    else:
+        assert texts and all(t.split()[0] in named and "evaluation_below.py:" in t for t in texts), texts
+
+
+@pytest.mark.grid
+@pytest.mark.parametrize("at", PHASES)
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("flags", WAYS, ids=str)
+def test_a_death_in_the_block_of_a_job_that_evaluates_outside_of_it(
+    flags: tuple[str, ...], rank: int, at: str, tmp_path: Path
+) -> None:
+    reference = evaluate(tmp_path / "reference", flags)
+    job = evaluate(tmp_path / "run", flags, inject=[f"rank={rank},fault=sigkill,at={at},step=4"])
+    check_same(job, reference)
+    assert [e["victims"] for e in job.of("recovery_finished")] == [[rank]], job.explain()

@@ -282,6 +282,20 @@ def watch_outside(on: bool) -> None:
         module.watch_outside(on)
 
 
+def set_between_hook(explains: Callable[[], bool]) -> None:
+    """Ask ``explains()``, in the thread that waits, of each of the script's operations that fails while
+    :func:`between_steps` is on: True, and a stand-in answers it in the place of its error."""
+    if native_build.loaded() is not None:
+        native().set_between_hook(explains)
+
+
+def between_steps(on: bool) -> None:
+    """Whether the script is between two steps. See :func:`set_between_hook`."""
+    module = native_build.loaded()
+    if module is not None:
+        module.between_steps(on)
+
+
 def operation_count() -> int:
     """How many operations the script has started in this process so far, on any group."""
     module = native_build.loaded()

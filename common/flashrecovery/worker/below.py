@@ -31,8 +31,7 @@ from typing import Any, Protocol
 from flashrecovery import groups
 from flashrecovery.errors import UnsupportedError
 from flashrecovery.import_hooks import install
-from flashrecovery.worker.outside import script_line
-from flashrecovery.worker.script_frames import frames
+from flashrecovery.worker.outside import line_of_script, script_line
 
 Callee = Callable[..., Any]
 
@@ -81,6 +80,8 @@ class _Here(threading.local):
     depth = 0
     """Joint saves that this thread is in."""
     in_barrier = False
+    with_objects = False
+    """In a collective that gives objects."""
     began_at: int | None = None
     """Of an asynchronous save: how often communication had been abandoned when it was ordered."""
 
@@ -110,6 +111,11 @@ def attempt_is_over() -> None:
 
 def handles_errors() -> bool:
     """Whether the training thread is in something that a rank's death does not end with an error in the script."""
+    return _here.depth > 0 or _here.in_barrier or _here.with_objects
+
+
+def is_harmless() -> bool:
+    """Whether the training thread is in something that a rank's death costs nothing."""
     return _here.depth > 0 or _here.in_barrier
 
 
@@ -120,12 +126,6 @@ def _asked() -> Below | None:
 
 def _on_training_thread() -> bool:
     return threading.current_thread() is threading.main_thread()
-
-
-def _line() -> str:
-    """Where the script has called."""
-    own = next(frames(sys._getframe(1)), None)
-    return script_line(sys._getframe(1)) if own is None else f"{own.f_code.co_filename}:{own.f_lineno}"
 
 
 def _left_out(below: Below, text: str) -> None:
@@ -150,7 +150,7 @@ def _alone(real: Callee, name: str, target: Callable[..., object]) -> Callee:
             return real(*arguments, **options)
         if isinstance(file, (str, os.PathLike)):
             _skip(file)
-        _left_out(below, f"{name} to {_shown(file)} at {_line()}")
+        _left_out(below, f"{name} to {_shown(file)} at {line_of_script(sys._getframe(1))}")
         return None
 
     return save
@@ -192,7 +192,7 @@ def _jointly(real: Callee, name: str, target: Callable[..., object], answer: Cal
         if below is None or _here.depth:
             with contextlib.nullcontext() if _on_training_thread() else _in_thread():
                 return real(*arguments, **options)
-        text = f"{name} to {_shown(target(*arguments, **options))} at {_line()}"
+        text = f"{name} to {_shown(target(*arguments, **options))} at {line_of_script(sys._getframe(1))}"
         if below.cut_off:
             _left_out(below, text)
             _do_again(below)
@@ -264,11 +264,12 @@ def _later(real: Callee, name: str, answer: Callee) -> Callee:
             return real(*arguments, **options)
         kind = options.get("async_checkpointer_type")
         if getattr(kind, "name", "THREAD") != "THREAD":
+            line = line_of_script(sys._getframe(1))
             raise UnsupportedError(
-                f"{name}(async_checkpointer_type={kind}) at {_line()}: its processes have a process group of their "
+                f"{name}(async_checkpointer_type={kind}) at {line}: its processes have a process group of their "
                 "own, in which a replacement could not take part; AsyncCheckpointerType.THREAD is allowed"
             )
-        text = f"{name} to {_shown(_checkpoint(*arguments, **options))} at {_line()}"
+        text = f"{name} to {_shown(_checkpoint(*arguments, **options))} at {line_of_script(sys._getframe(1))}"
         if below.cut_off:
             _left_out(below, text)
             _do_again(below)
@@ -377,6 +378,7 @@ def _receiving(real: Callee, name: str, given: Callable[..., list[Any] | None]) 
             return real(*arguments, **options)
         place = (script_line(sys._getframe(1)), name)
         if not below.cut_off:
+            _here.with_objects = True
             try:
                 result = real(*arguments, **options)
             except RuntimeError as e:
@@ -385,6 +387,8 @@ def _receiving(real: Callee, name: str, given: Callable[..., list[Any] | None]) 
             else:
                 _keep(place, given(*arguments, **options))
                 return result
+            finally:
+                _here.with_objects = False
         elif _here.depth:
             raise CutShort
         objects = given(*arguments, **options)
@@ -502,16 +506,27 @@ def _collectives(module: ModuleType) -> None:
 
 
 def _collected(real: Callee) -> Callee:
-    """Objects of all ranks. Stand-ins give each rank's its own; only a save that is left ends here."""
+    """Objects of all ranks. Stand-ins give each rank its own."""
 
     @wraps(real)
     def collective(*arguments: Any, **options: Any) -> Any:
         below = _asked()
         if below is None:
             _guard_thread()
-        elif _here.depth and below.cut_off:
+            return real(*arguments, **options)
+        if _here.depth and below.cut_off:
             raise CutShort
-        return real(*arguments, **options)
+        if _here.depth or below.cut_off or not below.outside:
+            return real(*arguments, **options)
+        _here.with_objects = True
+        try:
+            return real(*arguments, **options)
+        except RuntimeError as e:
+            if not below.explains(e):
+                raise
+        finally:
+            _here.with_objects = False
+        return real(*arguments, **options)  # by a stand-in
 
     return collective
 

@@ -14,6 +14,7 @@ class CollectiveWatch:
         self._failures = self._raised = self._operations = self._stand_ins = 0
         self._abandonments = self._abandonments_before = 0
         self._answered = False
+        self._operations_then = self._abandonments_then = 0
 
     def step_begins(self) -> None:
         self._failures = groups.failure_count()
@@ -27,6 +28,8 @@ class CollectiveWatch:
     def step_is_committed(self) -> None:
         self._stand_ins = groups.stand_in_count()
         self._answered = False
+        self._operations_then = groups.operation_count()
+        self._abandonments_then = groups.abandonment_count()
 
     def answered(self) -> None:
         """The script has been given something in the place of what a collective would have given."""
@@ -56,6 +59,13 @@ class CollectiveWatch:
     def abandoned(self) -> bool:
         """The collectives under way have been given up since the mutation began."""
         return groups.abandonment_count() != self._abandonments
+
+    @property
+    def abandoned_since_commit(self) -> bool:
+        """Collectives have been started since the commit, and those under way have been given up. (On a device nobody
+        may have waited for them yet.)"""
+        given_up = groups.abandonment_count() != self._abandonments_then
+        return given_up and groups.operation_count() != self._operations_then
 
     @property
     def stood_in_for(self) -> bool:

@@ -24,7 +24,7 @@ from flashrecovery.terminal import say
 from flashrecovery.worker.device import DeviceClock
 from flashrecovery.worker.gate import Gate
 from flashrecovery.worker.hang_report import hang_report
-from flashrecovery.worker.outside import ADVICE
+from flashrecovery.worker.outside import BETWEEN_CALLS
 
 log = logging.getLogger("flashrecovery")
 
@@ -102,15 +102,14 @@ class Control:
             self._let_finish(command.stop.mutation_grace_s)
         self._gate.give_up()
         with self._gate.lock:
-            outside = self._gate.outside
-            if outside:
+            if self._gate.stands_in:
                 groups.stand_in(True)
             between = self._gate.between
+            unprotected = self._gate.above and self._gate.of_calls
         if between:
             heard = pb.Reply(serial=command.serial, generation=command.generation, rank=command.rank, outside=True)
             self._channel.send(pb.FromWorker(reply=heard))
-        unprotected = outside or self._gate.above
-        groups.abandon(f"{command.stop.reason}; {ADVICE}" if unprotected else command.stop.reason)
+        groups.abandon(f"{command.stop.reason}; {BETWEEN_CALLS}" if unprotected else command.stop.reason)
         self._interrupt_modules()
         self.inbox.put(command)
 
@@ -135,17 +134,20 @@ class Control:
             time.sleep(0.001)
 
     def _interrupt_modules(self) -> None:
-        """Makes a stop also reach a forward pass that computes without communicating, at its next module."""
+        """Makes a stop also reach a forward pass that computes without communicating, at its next module, and a script
+        that catches the errors of collectives and makes them again."""
 
         def interrupt(module: torch.nn.Module, args: Any) -> None:
             if threading.current_thread() is self._training_thread:
                 self._gate.check()
 
+        groups.watch_outside(True)
         if self._hook is None:
             self._hook = torch.nn.modules.module.register_module_forward_pre_hook(interrupt)
 
     def resumed(self) -> None:
-        """Training goes on: take the interrupting hook away (it costs nothing while there is no stop)."""
+        """Training goes on: take the interrupting hooks away (they cost nothing while there is no stop)."""
+        groups.watch_outside(False)
         if self._hook is not None:
             self._hook.remove()
             self._hook = None

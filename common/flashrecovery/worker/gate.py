@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from flashrecovery.errors import StepInterrupted
@@ -24,6 +24,10 @@ _LOOK_S = 0.01
 """How often a waiting thread looks whether the lease of the page goes on; all else wakes it."""
 
 
+def _nothing() -> None:
+    pass
+
+
 class Gate:
     """Step tag, generation and stop flag of one worker.
 
@@ -34,6 +38,8 @@ class Gate:
         overhead: what recovery takes of each step.
         in_block: the training thread is in the body of a step, where an interruption is caught.
         above: it is in the script's own code between a hand-out and the body of that step.
+        of_calls: steps are a framework's calls, and what the script does between two of them is done once.
+        on_interrupt: called before StepInterrupted is raised.
         pause_with_copies: there, the copies of the version are waited for.
         pause_at: no step is begun from this one on, before commands have been carried out; -1: all may begin.
     """
@@ -46,6 +52,7 @@ class Gate:
         self.generation = 0
         self.in_block = False
         self.above = False
+        self.of_calls = False
         self.pause_at = -1
         self.pause_with_copies = False
         self._called_off_by = 0  # the newest generation that a hold or a stop has announced
@@ -61,6 +68,7 @@ class Gate:
         self._step_ns = 0
         self._pace = Pace()
         self.overhead = Overhead()
+        self.on_interrupt: Callable[[], None] = _nothing
 
     # -- training thread --------------------------------------------------------------------------
 
@@ -79,6 +87,7 @@ class Gate:
             while (self._held or self.page.lease_over()) and not self._stopped:
                 self.lock.wait(_LOOK_S)
             if self._void():
+                self.on_interrupt()
                 raise StepInterrupted
             if not self._mutating:
                 self._mutating = True
@@ -128,6 +137,12 @@ class Gate:
         return self._outside
 
     @property
+    def stands_in(self) -> bool:
+        """The training thread is in the script's own code between two steps, all of which is done again if it is cut
+        short. Ask under the lock."""
+        return self._outside or (self.above and not self.of_calls)
+
+    @property
     def between(self) -> bool:
         """The training thread is in the script's own code between two steps, whatever comes of that."""
         return self._outside or (self._stepping and not self.in_block)
@@ -136,6 +151,7 @@ class Gate:
         """Raises StepInterrupted if the step has been stopped; not outside of its body, where no ``with step:`` would
         catch it."""
         if self.in_block and self._void():
+            self.on_interrupt()
             raise StepInterrupted
 
     def torn(self) -> None:

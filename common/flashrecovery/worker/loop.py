@@ -14,6 +14,7 @@ import atexit
 import logging
 import os
 import sys
+import threading
 from collections.abc import Collection
 from types import FrameType
 from typing import NoReturn
@@ -32,6 +33,7 @@ from flashrecovery.worker.elastic_rules import ElasticRules
 from flashrecovery.worker.error_watch import ErrorWatch
 from flashrecovery.worker.gate import Gate
 from flashrecovery.worker.habits import IN_ALL_STEPS, UNTIL_RESEALED
+from flashrecovery.worker.look_below import communicates_below
 from flashrecovery.worker.optimizer_watch import OptimizerWatch
 from flashrecovery.worker.outside import OutsideWatch
 from flashrecovery.worker.overhead import Overhead, TimedHooks
@@ -45,6 +47,7 @@ from flashrecovery.worker.stops import Stops
 from flashrecovery.worker.touches import Touches
 from flashrecovery.worker.transaction import Transaction
 from flashrecovery.worker.unregistered import Unregistered
+from flashrecovery.worker.unwinding import Unwinding
 from flashrecovery.worker.void_run import VoidRun
 from flashrecovery.worker.worker import Worker
 
@@ -63,10 +66,14 @@ class Loop:
         self.sealing: Sealing[Drawn] = Sealing(worker.registry.habits, _Capsules(worker.registry, worker.gate))
         self._worker = worker
         self._gate = worker.gate
+        self._gate.of_calls = own_calls
         self._registry = worker.registry
         self._own_calls = own_calls
         self._outside = OutsideWatch(
-            lambda text: worker.notice(NoticeKind.COMMUNICATION_OUTSIDE, text), below.handles_errors
+            lambda text: worker.notice(NoticeKind.COMMUNICATION_OUTSIDE, text),
+            below.is_harmless,
+            worker.gate.check,
+            calls=own_calls,
         )
         self._stops = Stops(worker.gate, worker.control, worker.settings.timeouts.peer_error_wait_s)
         frameworks = any(adapter.whole_framework for adapter in worker.registry.adapters)
@@ -88,6 +95,8 @@ class Loop:
             worker, copies, self.sealing, self._touches, self._collectives, self._proving, self._stops
         )
         self._recoverer = Recoverer(worker, self)
+        self._unwinding = Unwinding(self._end_process)
+        self._gate.on_interrupt = self._unwinding.interrupts
         self._rules: list[ElasticRules | ReplanRules] = []
         if worker.settings.elastic is not None:
             self._rules.append(ElasticRules(worker.registry))
@@ -116,19 +125,27 @@ class Loop:
     @property
     def void(self) -> bool:
         """Whether what the script does now belongs to no version: it is below an attempt that does not count, or a
-        collective since the step has been answered by a stand-in."""
-        stood_in = self._unsettled and self._committed and self._collectives.stood_in_for
-        return self._void_run is not None or bool(stood_in)
+        collective since the step has not been answered by its peers."""
+        return self._void_run is not None or (self._unsettled and self._cut_short_below)
+
+    @property
+    def _cut_short_below(self) -> bool:
+        """Whether a collective since the commit of a step was answered by a stand-in, or given up on a device, where
+        nobody may have waited for it."""
+        if not self._committed:
+            return False
+        behind = self._worker.device.runs_behind and self._collectives.abandoned_since_commit
+        return behind or self._collectives.stood_in_for
 
     @property
     def outside(self) -> bool:
-        """Whether the script is below the block of a step that has been committed here."""
-        return self._gate.outside
+        """Whether the script is between two steps, and what it does there is done again if it is cut short."""
+        return self._gate.stands_in
 
     @property
     def cut_off(self) -> bool:
         """Whether nobody answers the script's collectives, or soon nobody will."""
-        return self.void or (self._gate.outside and self._gate.stopped)
+        return self.void or (self._gate.stands_in and self._gate.stopped)
 
     @property
     def can_go_back(self) -> bool:
@@ -149,7 +166,15 @@ class Loop:
 
     def not_saved(self, text: str) -> None:
         """Tell that something was not written."""
-        self._worker.notice(NoticeKind.NOT_SAVED, text, step=self._gate.version - (not self.void))
+        below = self._gate.outside and not self.void
+        self._worker.notice(NoticeKind.NOT_SAVED, text, step=self._gate.version - below)
+
+    def _answers(self) -> bool:
+        """Whether a stand-in is to answer an operation of this thread that has failed between two steps, since a rank
+        has died: what the script does there is done again."""
+        if threading.current_thread() is not threading.main_thread() or below.handles_errors():
+            return False
+        return self._gate.stands_in and self._stops.wait()
 
     @property
     def overhead(self) -> Overhead:
@@ -162,6 +187,9 @@ class Loop:
             adapter.watch(TimedHooks(self._step, self._gate.overhead))
         self._recoverer.join(num_steps)
         below.watch(self)
+        self._outside.start()
+        if not self._own_calls:
+            groups.set_between_hook(self._answers)
         ErrorWatch(self._gate, self._worker.settings.timeouts.peer_error_wait_s).start()
 
     # -- a step -----------------------------------------------------------------------------------
@@ -171,20 +199,37 @@ class Loop:
         again to the loop that it is in."""
         if not self._entered and self._gate.generation == 0:  # a replacement's predecessor has been asked
             check_loop(frame)
+        if not self._entered and not self._own_calls and self._registry.world_size > 1:
+            self._look_below(frame)
         self._entered = True
         join_watch.check(self._registry.joinables)
         if self._unregistered is not None:
             self._unregistered.before_step(frame, self._gate.generation)
 
+    def _look_below(self, frame: FrameType) -> None:
+        """Own copies are kept from the first step on where the script will communicate below its block."""
+        habits, place = self._registry.habits, communicates_below(frame)
+        if place is None or habits.undo:
+            return
+        habits.undo = True
+        if self._worker.rank == 0:
+            self._step.tell_undo(f"the step communicates below its block, at {place}", IN_ALL_STEPS)
+
     def begin(self) -> None:
         """The body of a step begins."""
-        self._gate.above = False
-        self._outside.watch(False)
+        with self._gate.lock:
+            self._gate.above = False
+            if self._gate.stopped:  # above the block stand-ins have answered since; here something catches errors
+                groups.stand_in(False)
+        self._between(False)
+        if self._gate.stopped:
+            groups.watch_outside(True)
         self._graphs_since = leftovers.sequence_number()
         self._step.begin()
 
     def end(self, error: BaseException | None) -> bool:
         """Commit, or recover. Returns True if ``error`` was only the consequence of a stop."""
+        self._unwinding.over()
         try:
             return self._end(error)
         finally:
@@ -247,7 +292,7 @@ class Loop:
         self._unsettled = self._committed = True
         self._published = False
         if not self._own_calls:
-            self._outside.watch(True)
+            self._between(True)
         if not self._told_modules:
             self._tell_modules()
 
@@ -263,13 +308,21 @@ class Loop:
                 self._recoverer.pause()
             elif self._gate.version < num_steps:
                 self._gate.above = True
-                self._outside.watch(True)
+                if self._own_calls:
+                    self._outside.watch(True)
+                else:
+                    groups.between_steps(True)
                 return False
             elif not self._agree_at_the_end():
                 continue
             elif self._recoverer.wait_for_release():
                 self._close()
                 return True
+
+    def _between(self, on: bool) -> None:
+        """The script's own code below a block begins, or is over."""
+        self._outside.watch(on)
+        groups.between_steps(on)
 
     def _agree_at_the_end(self) -> bool:
         """Compare the ranks after the last step. False if another rank has failed meanwhile."""
@@ -292,10 +345,10 @@ class Loop:
         with gate.overhead:
             if not self._own_calls:
                 self._worker.faults.hit("below", gate.version - 1)
-            self._outside.watch(False)
+            self._between(False)
             gate.leave_outside()
             groups.stand_in(False)
-            if self._committed and self._collectives.stood_in_for:
+            if self._cut_short_below:
                 gate.torn()
             elif self._committed:
                 self._complete(gate.version)
@@ -313,10 +366,12 @@ class Loop:
         self.sealing.complete(version)
 
     def _learn(self, step: int, *, late: bool, changed: bool) -> None:
-        for reason in self._registry.habits.learn(step, quiet=self._step.quiet, late=late, changed=changed):
+        quiet = self._step.quiet and not (self._outside.told and not self._own_calls)
+        for reason in self._registry.habits.learn(step, quiet=quiet, late=late, changed=changed):
             where = self._gate.page.step_text(step)
             if reason == IN_ALL_STEPS:
-                why = "the step communicates after its mutation has begun"
+                when = "after its mutation has begun" if not self._step.quiet else "below its block"
+                why = f"the step communicates {when}"
             elif reason == UNTIL_RESEALED:
                 why = f"in {where} this rank's own state has changed after the forward pass"
             else:
@@ -353,7 +408,7 @@ class Loop:
         So nothing is waited for here: if every rank leaves, the job is through with its steps; if this process ends
         with its exception, it is a failure like any other.
         """
-        if self._void_run is not None:
+        if self.void or (self._gate.stopped and self._collectives.stood_in_for):
             self._left_in_void_run()
         if not self._failing:
             self._recoverer.tell_done()
@@ -362,7 +417,11 @@ class Loop:
     def _left_in_void_run(self) -> None:
         """Whatever has led the script to leave in a void attempt does not count: its peers do the step again, and so
         will a replacement of this rank."""
-        text = "the script left its loop below the block of a step that is done again; the process is replaced"
+        self._end_process("the script left its loop below the block of a step that is done again")
+
+    def _end_process(self, why: str) -> None:
+        """So that it is replaced."""
+        text = f"{why}; the process is replaced"
         say(text)
         words = pb.LastWords(exception="flashrecovery.errors.StepInterrupted", message=text)
         self._worker.send(pb.FromWorker(last_words=words))

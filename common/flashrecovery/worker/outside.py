@@ -1,4 +1,5 @@
-"""Collectives that a script makes outside of its ``with step:`` blocks are named the first time, with file and line."""
+"""Collectives that a script makes below its ``with step:`` block, or between two calls that are its steps, are named
+the first time, with file and line."""
 
 from __future__ import annotations
 
@@ -12,10 +13,15 @@ from types import FrameType
 import torch
 
 from flashrecovery import groups
+from flashrecovery.worker.script_frames import frames
 
-ADVICE = (
-    "a collective outside of `with step:` is cut off when a rank dies, and nothing can catch its error there: move it "
-    "into the block, before optimizer.step()"
+BETWEEN_CALLS = (
+    "a collective between two steps is cut off when a rank dies, and nothing can catch its error there: make it in the "
+    "step, before optimizer.step()"
+)
+BELOW = (
+    "a collective below `with step:` belongs to its step, which is done again if a rank dies until then, from a copy "
+    "of the state before it; move it into the block, before optimizer.step(), and none is kept"
 )
 
 
@@ -34,30 +40,58 @@ class OutsideWatch:
 
     Args:
         notify: gets the text.
-        handled: whether the operation is one that a rank's death does not end with an error in the script.
+        harmless: whether the operation is one that a rank's death costs nothing.
+        check: raises StepInterrupted in the body of a step that has been stopped. (That collectives fail there is an
+            Exception, which a script may catch.)
+        calls: steps are a framework's calls.
     """
 
-    def __init__(self, notify: Callable[[str], None], handled: Callable[[], bool]) -> None:
+    def __init__(
+        self,
+        notify: Callable[[str], None],
+        harmless: Callable[[], bool],
+        check: Callable[[], None],
+        *,
+        calls: bool,
+    ) -> None:
         self._notify = notify
-        self._handled = handled
+        self._harmless = harmless
+        self._check = check
+        self._advice = BETWEEN_CALLS if calls else BELOW
         self._told = False
-        self._hooked = False
+        self._watches = False
+
+    @property
+    def told(self) -> bool:
+        """The script communicates there."""
+        return self._told
+
+    def start(self) -> None:
+        groups.set_outside_hook(self._called)
 
     def watch(self, on: bool) -> None:
         """The script is between two steps from now on, or not any more."""
         if self._told:
             return
-        if on and not self._hooked:
-            groups.set_outside_hook(self._called)
-            self._hooked = True
+        self._watches = on
         groups.watch_outside(on)
 
     def _called(self, group: str, operation: str) -> None:
-        if self._told or self._handled() or threading.current_thread() is not threading.main_thread():
+        if threading.current_thread() is not threading.main_thread():
+            return
+        self._check()
+        if self._told or not self._watches or self._harmless():
             return
         self._told = True
         groups.watch_outside(False)
-        self._notify(f"{operation} at {script_line(sys._getframe(1))}: {ADVICE}")
+        self._notify(f"{operation} at {line_of_script(sys._getframe(1))}: {self._advice}")
+
+
+def line_of_script(frame: FrameType | None) -> str:
+    """File and line of the innermost frame of the script's own, also where a framework has made the call for it;
+    without one, as :func:`script_line`."""
+    own = next(frames(frame), None)
+    return script_line(frame) if own is None else f"{own.f_code.co_filename}:{own.f_lineno}"
 
 
 def script_line(frame: FrameType | None) -> str:

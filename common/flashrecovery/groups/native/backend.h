@@ -11,57 +11,60 @@ class ManagedBackend final : public ManagedBase {
   using ManagedBase::ManagedBase;
 
   WorkPtr broadcast(Tensors& t, const c10d::BroadcastOptions& o) override {
-    return run(OpType::BROADCAST, "broadcast", first(t), [&] { return t; }, [&](Backend& b) { return b.broadcast(t, o); });
+    return run(OpType::BROADCAST, "broadcast", first(t), [&] { return t; },
+               callOf([](Backend& b, auto&... a) { return b.broadcast(a...); }, t, o));
   }
   WorkPtr allreduce(Tensors& t, const c10d::AllreduceOptions& o) override {
-    return run(OpType::ALLREDUCE, "all_reduce", first(t), [&] { return t; }, [&](Backend& b) { return b.allreduce(t, o); });
+    return run(OpType::ALLREDUCE, "all_reduce", first(t), [&] { return t; },
+               callOf([](Backend& b, auto&... a) { return b.allreduce(a...); }, t, o));
   }
   WorkPtr allreduce_sparse(Tensors& t, const c10d::AllreduceOptions& o) override {
     return run(OpType::_ALLREDUCE_SPARSE, "all_reduce_sparse", first(t), none,
-               [&](Backend& b) { return b.allreduce_sparse(t, o); });
+               callOf([](Backend& b, auto&... a) { return b.allreduce_sparse(a...); }, t, o));
   }
   WorkPtr allreduce_coalesced(Tensors& t, const c10d::AllreduceCoalescedOptions& o) override {
     return run(OpType::ALLREDUCE_COALESCED, "all_reduce_coalesced", first(t), [&] { return t; },
-               [&](Backend& b) { return b.allreduce_coalesced(t, o); });
+               callOf([](Backend& b, auto&... a) { return b.allreduce_coalesced(a...); }, t, o));
   }
   WorkPtr reduce(Tensors& t, const c10d::ReduceOptions& o) override {
-    return run(OpType::REDUCE, "reduce", first(t), [&] { return t; }, [&](Backend& b) { return b.reduce(t, o); });
+    return run(OpType::REDUCE, "reduce", first(t), [&] { return t; },
+               callOf([](Backend& b, auto&... a) { return b.reduce(a...); }, t, o));
   }
   WorkPtr allgather(TensorLists& out, Tensors& in, const c10d::AllgatherOptions& o) override {
     return run(OpType::ALLGATHER, "all_gather", first(in), [&] { return flat(out); },
-               [&](Backend& b) { return b.allgather(out, in, o); });
+               callOf([](Backend& b, auto&... a) { return b.allgather(a...); }, out, in, o));
   }
   WorkPtr _allgather_base(Tensor& out, Tensor& in, const c10d::AllgatherOptions& o) override {
     return run(OpType::_ALLGATHER_BASE, "all_gather_into_tensor", in.device().type(), [&] { return Tensors{out}; },
-               [&](Backend& b) { return b._allgather_base(out, in, o); });
+               callOf([](Backend& b, auto&... a) { return b._allgather_base(a...); }, out, in, o));
   }
   WorkPtr allgather_coalesced(TensorLists& out, Tensors& in, const c10d::AllgatherOptions& o) override {
     return run(OpType::ALLGATHER_COALESCED, "all_gather_coalesced", first(in), [&] { return flat(out); },
-               [&](Backend& b) { return b.allgather_coalesced(out, in, o); });
+               callOf([](Backend& b, auto&... a) { return b.allgather_coalesced(a...); }, out, in, o));
   }
   WorkPtr allgather_into_tensor_coalesced(Tensors& out, Tensors& in, const c10d::AllgatherOptions& o) override {
     return run(OpType::_ALLGATHER_BASE, "all_gather_into_tensor_coalesced", first(in), [&] { return out; },
-               [&](Backend& b) { return b.allgather_into_tensor_coalesced(out, in, o); });
+               callOf([](Backend& b, auto&... a) { return b.allgather_into_tensor_coalesced(a...); }, out, in, o));
   }
   WorkPtr gather(TensorLists& out, Tensors& in, const c10d::GatherOptions& o) override {
     return run(OpType::GATHER, "gather", first(in), [&] { return flat(out); },
-               [&](Backend& b) { return b.gather(out, in, o); });
+               callOf([](Backend& b, auto&... a) { return b.gather(a...); }, out, in, o));
   }
   WorkPtr scatter(Tensors& out, TensorLists& in, const c10d::ScatterOptions& o) override {
     return run(OpType::SCATTER, "scatter", first(out), [&] { return out; },
-               [&](Backend& b) { return b.scatter(out, in, o); });
+               callOf([](Backend& b, auto&... a) { return b.scatter(a...); }, out, in, o));
   }
   WorkPtr reduce_scatter(Tensors& out, TensorLists& in, const c10d::ReduceScatterOptions& o) override {
     return run(OpType::REDUCE_SCATTER, "reduce_scatter", first(out), [&] { return out; },
-               [&](Backend& b) { return b.reduce_scatter(out, in, o); });
+               callOf([](Backend& b, auto&... a) { return b.reduce_scatter(a...); }, out, in, o));
   }
   WorkPtr _reduce_scatter_base(Tensor& out, Tensor& in, const c10d::ReduceScatterOptions& o) override {
     return run(OpType::_REDUCE_SCATTER_BASE, "reduce_scatter_tensor", in.device().type(), [&] { return Tensors{out}; },
-               [&](Backend& b) { return b._reduce_scatter_base(out, in, o); });
+               callOf([](Backend& b, auto&... a) { return b._reduce_scatter_base(a...); }, out, in, o));
   }
   WorkPtr reduce_scatter_tensor_coalesced(Tensors& out, Tensors& in, const c10d::ReduceScatterOptions& o) override {
     return run(kReduceScatterTensorCoalesced, "reduce_scatter_tensor_coalesced", first(in), [&] { return out; },
-               [&](Backend& b) { return b.reduce_scatter_tensor_coalesced(out, in, o); });
+               callOf([](Backend& b, auto&... a) { return b.reduce_scatter_tensor_coalesced(a...); }, out, in, o));
   }
   WorkPtr alltoall_base(
       Tensor& out,
@@ -70,40 +73,43 @@ class ManagedBackend final : public ManagedBase {
       std::vector<int64_t>& inSplits,
       const c10d::AllToAllOptions& o) override {
     return run(OpType::ALLTOALL_BASE, "all_to_all_single", in.device().type(), [&] { return Tensors{out}; },
-               [&](Backend& b) { return b.alltoall_base(out, in, outSplits, inSplits, o); });
+               callOf([](Backend& b, auto&... a) { return b.alltoall_base(a...); }, out, in, outSplits, inSplits, o));
   }
   WorkPtr alltoall(Tensors& out, Tensors& in, const c10d::AllToAllOptions& o) override {
     return run(OpType::ALLTOALL, "all_to_all", first(in), [&] { return out; },
-               [&](Backend& b) { return b.alltoall(out, in, o); });
+               callOf([](Backend& b, auto&... a) { return b.alltoall(a...); }, out, in, o));
   }
   WorkPtr send(Tensors& t, int rank, int tag) override {
-    return run(OpType::SEND, "send", first(t), none, [&](Backend& b) { return b.send(t, rank, tag); },
-               rank);
+    return run(OpType::SEND, "send", first(t), none,
+               callOf([](Backend& b, auto&... a) { return b.send(a...); }, t, rank, tag), rank);
   }
   WorkPtr recv(Tensors& t, int rank, int tag) override {
-    return run(OpType::RECV, "recv", first(t), [&] { return t; }, [&](Backend& b) { return b.recv(t, rank, tag); },
-               rank);
+    return run(OpType::RECV, "recv", first(t), [&] { return t; },
+               callOf([](Backend& b, auto&... a) { return b.recv(a...); }, t, rank, tag), rank);
   }
   WorkPtr recvAnysource(Tensors& t, int tag) override {
     return run(OpType::RECVANYSOURCE, "recv_any", first(t), [&] { return t; },
-               [&](Backend& b) { return b.recvAnysource(t, tag); });
+               callOf([](Backend& b, auto&... a) { return b.recvAnysource(a...); }, t, tag));
   }
   WorkPtr barrier(const c10d::BarrierOptions& o) override {
     const auto device = o.device ? o.device->type() : c10::DeviceType::CPU;
-    return run(OpType::BARRIER, "barrier", device, none, [&](Backend& b) { return b.barrier(o); });
+    return run(OpType::BARRIER, "barrier", device, none,
+               callOf([](Backend& b, auto&... a) { return b.barrier(a...); }, o));
   }
   WorkPtr endCoalescing() override {
-    return run(OpType::COALESCED, "coalesced", accelerator(), none, [&](Backend& b) { return b.endCoalescing(); });
+    return run(OpType::COALESCED, "coalesced", accelerator(), none,
+               callOf([](Backend& b) { return b.endCoalescing(); }));
   }
   void monitoredBarrier(const c10d::BarrierOptions& o, bool waitAll) override {
-    run(OpType::BARRIER, "monitored_barrier", c10::DeviceType::CPU, none, [&](Backend& b) {
+    auto call = [](Backend& b, auto& o, auto& waitAll) {
       try {
         b.monitoredBarrier(o, waitAll);
       } catch (const c10::Error& error) {  // says only that it is an error; a rank that did not come is our case
         C10_THROW_ERROR(DistBackendError, error.what_without_backtrace());
       }
       return WorkPtr();
-    });
+    };
+    run(OpType::BARRIER, "monitored_barrier", c10::DeviceType::CPU, none, callOf(call, o, waitAll));
   }
 
  private:

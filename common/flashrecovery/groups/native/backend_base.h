@@ -38,17 +38,32 @@ struct OutsideHook {
   static inline std::function<void(const std::string&, const char*)> call;
 };
 
+// One call of an operation. It can be made again, with copies of its arguments, when the caller has gone.
+template <typename Function, typename... Arguments>
+struct Call {
+  Function function;
+  std::tuple<Arguments&...> arguments;
+
+  WorkPtr operator()(Backend& b) const {
+    return std::apply([&](Arguments&... each) { return function(b, each...); }, arguments);
+  }
+  std::function<void()> kept(BackendPtr by) const {
+    using Copies = std::tuple<std::remove_const_t<Arguments>...>;
+    return [by = std::move(by), function = function, copies = Copies(arguments)]() mutable {
+      std::apply([&](auto&... each) { function(*by, each...); }, copies);
+    };
+  }
+};
+template <typename Function, typename... Arguments>
+Call<Function, Arguments...> callOf(Function function, Arguments&... arguments) {
+  return {std::move(function), std::tie(arguments...)};
+}
+
 // Whether this thread carries out operations of the recovery on groups of the script: they are none of the script's, so
 // nobody counts them, and no stand-in answers them.
 inline bool& recoveryHere() {
   static thread_local bool on = false;
   return on;
-}
-
-// Operations that were answered by a stand-in, over the life of the process.
-inline std::atomic<uint64_t>& standInCount() {
-  static std::atomic<uint64_t> count{0};
-  return count;
 }
 
 // Where c10d keeps the number and the size of a group, in ProcessGroup and in Backend alike. It has no way to change
@@ -279,7 +294,8 @@ class ManagedBase : public Backend {
   }
 
   template <typename Outputs, typename Call>
-  WorkPtr run(OpType type, const char* name, c10::DeviceType device, Outputs&& outputs, Call&& call, int peer = -1) {
+  WorkPtr run(
+      OpType type, const char* name, c10::DeviceType device, Outputs&& outputs, const Call& call, int peer = -1) {
     if (OperationHook::set && !recoveryHere()) OperationHook::call(group_, name);
     if (OutsideHook::watched && !own()) OutsideHook::call(group_, name);
     const bool endsSection = type == OpType::COALESCED && section_.openHere();
@@ -288,16 +304,22 @@ class ManagedBase : public Backend {
       return call(*local_);
     }
     try {
-      return launch(type, name, device, std::forward<Outputs>(outputs), std::forward<Call>(call), peer);
+      return launch(type, name, device, std::forward<Outputs>(outputs), call, peer);
     } catch (const c10::DistError&) {
-      if (section_.openHere()) section_.end();
-      throw;
+      if (section_.openHere()) {
+        section_.end();
+        throw;
+      }
+      if (own() || !Between::answers()) throw;
     }
+    ++standInCount();
+    return call(*local_);
   }
 
  private:
   template <typename Outputs, typename Call>
-  WorkPtr launch(OpType type, const char* name, c10::DeviceType device, Outputs&& outputs, Call&& call, int peer) {
+  WorkPtr launch(
+      OpType type, const char* name, c10::DeviceType device, Outputs&& outputs, const Call& call, int peer) {
     std::optional<Inside> here(std::in_place, inside_);  // before the look whether it is abandoned
     const BackendPtr inner = get(device);
     const uint64_t seq = seq_++;
@@ -330,7 +352,7 @@ class ManagedBase : public Backend {
         for (const auto& part : launched) part->succeed();
       });
     enlist(record);
-    return finish(type, record, std::forward<Call>(call), *inner, here);
+    return finish(type, record, call, *inner, here);
   }
 
   Ordinal next(OpType type, int peer) {
@@ -386,7 +408,11 @@ class ManagedBase : public Backend {
 
   template <typename Call>
   WorkPtr finish(
-      OpType type, const std::shared_ptr<OpRecord>& record, Call&& call, Backend& inner, std::optional<Inside>& here) {
+      OpType type,
+      const std::shared_ptr<OpRecord>& record,
+      const Call& call,
+      Backend& inner,
+      std::optional<Inside>& here) {
     WorkPtr work;
     try {
       if (type == OpType::COALESCED) section_.ended();  // before the call: an abort need not wait for its launch
@@ -430,7 +456,8 @@ class ManagedBase : public Backend {
         record->settle();
       });
     }
-    return c10::make_intrusive<ManagedWork>(std::move(work), record, type, accelerator());
+    auto answer = Between::on && !own() ? call.kept(local_) : std::function<void()>();
+    return c10::make_intrusive<ManagedWork>(std::move(work), record, type, accelerator(), std::move(answer));
   }
 
   // Which Works of gloo tell their completion; the others complete inside wait().

@@ -90,6 +90,17 @@ void setOutsideHook(py::object callback) {
   OutsideHook::call = forever(std::move(callback));
 }
 
+// The same of what says whether an operation that has failed was cut short by a rank's death.
+void setBetweenHook(py::object callback) {
+  auto* kept = new py::object(std::move(callback));
+  Between::explains = [kept] {
+    const Ending::Visit visit;
+    Ending::comeBack(visit);
+    py::gil_scoped_acquire gil;
+    return (*kept)().cast<bool>();
+  };
+}
+
 }  // namespace
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
@@ -104,6 +115,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("recovery_here", [](bool on) { recoveryHere() = on; });
   m.def("stand_ins", [] { return standInCount().load(); });
   m.def("set_outside_hook", &setOutsideHook);
+  m.def("set_between_hook", &setBetweenHook);
+  m.def("between_steps", [](bool on) { Between::on = on; });
   m.def("watch_outside", [](bool on) { OutsideHook::watched = on && OutsideHook::call; });
   m.def(
       "exchange",

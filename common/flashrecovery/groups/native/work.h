@@ -41,6 +41,20 @@ inline std::atomic<uint64_t>& raisedCount() {
   return count;
 }
 
+// Operations that were answered by a stand-in, over the life of the process.
+inline std::atomic<uint64_t>& standInCount() {
+  static std::atomic<uint64_t> count{0};
+  return count;
+}
+
+// While `on`, the script is between two steps, where nothing could catch an operation's error: one that a rank's death
+// has cut short is answered by a stand-in. `explains` says, in the thread that was waiting, whether it was that.
+struct Between {
+  static inline std::atomic<bool> on{false};
+  static inline std::function<bool()> explains;
+  static bool answers() { return on && explains && explains(); }
+};
+
 struct OpRecord {
   // `counts`: its failure is one of the script's operations'.
   OpRecord(uint64_t sequence, const char* opName, Ordinal place, bool tracksCompletion, bool counts)
@@ -92,6 +106,7 @@ struct OpRecord {
     abandoned = true;
     return dropped;
   }
+  bool counts() const { return counts_; }
   void raised() const {
     if (counts_) ++raisedCount();
   }
@@ -116,28 +131,31 @@ struct OpRecord {
 // "succeed" with garbage in its buffers).
 class ManagedWork final : public c10d::Work {
  public:
-  ManagedWork(WorkPtr inner, std::shared_ptr<OpRecord> record, c10d::OpType type, c10::DeviceType device)
-      : Work(-1, type), inner_(std::move(inner)), record_(std::move(record)), device_(device) {}
+  // `answer`: what a stand-in would do; none if the operation was not begun between two steps.
+  ManagedWork(
+      WorkPtr inner,
+      std::shared_ptr<OpRecord> record,
+      c10d::OpType type,
+      c10::DeviceType device,
+      std::function<void()> answer)
+      : Work(-1, type),
+        inner_(std::move(inner)),
+        record_(std::move(record)),
+        device_(device),
+        answer_(std::move(answer)) {}
   ~ManagedWork() override { release(); }
 
   bool wait(std::chrono::milliseconds timeout) override {
-    record_->throwIfAbandoned();
-    bool done = false;
-    UnderwayPart waiting;
-    if (!record_->tracked) waiting.begin();
+    if (answered_) return true;
     try {
-      done = inner_->wait(timeout);
+      return waitForInner(timeout);
     } catch (const std::exception&) {
-      record_->fail();
-      record_->throwIfAbandoned();
-      record_->raised();
-      throw;
+      if (!record_->counts() || !Between::answers()) throw;
     }
-    record_->throwIfAbandoned();
-    Traffic::instance().followStream(device_);
-    release();
-    if (done) record_->succeed();
-    return done;
+    answered_ = true;
+    ++standInCount();
+    if (answer_) answer_();
+    return true;
   }
   // Whoever polls learns by it that he need not wait, and may never ask how the operation has ended.
   bool isCompleted() override {
@@ -145,8 +163,9 @@ class ManagedWork final : public c10d::Work {
     if (record_->abandoned || inner_->exception()) record_->raised();
     return true;
   }
-  bool isSuccess() const override { return !record_->abandoned && inner_->isSuccess(); }
+  bool isSuccess() const override { return answered_ || (!record_->abandoned && inner_->isSuccess()); }
   std::exception_ptr exception() const override {
+    if (answered_) return nullptr;
     try {
       record_->throwIfAbandoned();
     } catch (const std::exception&) {
@@ -157,6 +176,7 @@ class ManagedWork final : public c10d::Work {
   int sourceRank() const override { return inner_->sourceRank(); }
   Tensors result() override { return inner_->result(); }
   void synchronize() override {
+    if (answered_) return;
     record_->throwIfAbandoned();
     inner_->synchronize();
     record_->throwIfAbandoned();
@@ -176,6 +196,25 @@ class ManagedWork final : public c10d::Work {
   uint64_t getSequencenumber() const override { return inner_->getSequencenumber(); }
 
  private:
+  bool waitForInner(std::chrono::milliseconds timeout) {
+    record_->throwIfAbandoned();
+    bool done = false;
+    UnderwayPart waiting;
+    if (!record_->tracked) waiting.begin();
+    try {
+      done = inner_->wait(timeout);
+    } catch (const std::exception&) {
+      record_->fail();
+      record_->throwIfAbandoned();
+      record_->raised();
+      throw;
+    }
+    record_->throwIfAbandoned();
+    Traffic::instance().followStream(device_);
+    release();
+    if (done) record_->succeed();
+    return done;
+  }
   void release() {
     record_->released = true;
     if (!record_->tracked) record_->traffic.end();  // as far as anybody can tell
@@ -184,6 +223,8 @@ class ManagedWork final : public c10d::Work {
   WorkPtr inner_;
   std::shared_ptr<OpRecord> record_;
   const c10::DeviceType device_;
+  const std::function<void()> answer_;
+  std::atomic<bool> answered_{false};
 };
 
 // The Work of an operation that was complete at once.

@@ -31,6 +31,12 @@ _NEVER_EMPTY = frozenset(("range", "split", "chunk", "tensor_split", "array_spli
 _AROUND = frozenset(("enumerate", "zip", "tqdm", "trange", "list", "tuple", "reversed", "sorted", "map"))
 
 
+_BOUNDARY = re.compile(r"^\w[\w.]*\.(sync_gradients|is_gradient_accumulation_boundary\(\))$")
+"""Of accelerate and DeepSpeed: gradients are complete. All micro-batches of a step are in one ``with step:``."""
+_EACH_OTHERS = ((ast.Eq, ast.NotEq), (ast.Lt, ast.GtE), (ast.Gt, ast.LtE), (ast.Is, ast.IsNot), (ast.In, ast.NotIn))
+_OPPOSITES: dict[type, type[ast.cmpop]] = {k: v for a, b in _EACH_OTHERS for k, v in ((a, b), (b, a))}
+
+
 @dataclass
 class FlowState:
     """At one place of the text.
@@ -206,16 +212,15 @@ class Reader:
 
     def _if(self, statement: ast.If, state: FlowState) -> FlowState | None:
         self._read(statement.test, state)
-        conditions = _conjuncts(statement.test)
-        inner = state.copy()
-        for known, names in state.implied.items():
-            if known <= conditions:
-                inner.assigned |= names
-        then = self.body(statement.body, inner)
-        other = self.body(statement.orelse, state.copy())
+        conditions, opposite = _conjuncts(statement.test), _opposite(statement.test)
+        then = self.body(statement.body, _where(conditions, state))
+        if _BOUNDARY.search(ast.unparse(statement.test)) and not statement.orelse:
+            return then  # it holds at the end of each step
+        other = self.body(statement.orelse, _where(opposite, state))
         end = _merged([then, other])
-        if end is not None and then is not None and not _mentions(conditions, then.changed - state.changed):
-            end.implied[conditions] = then.assigned | end.implied.get(conditions, set())
+        for holds, way in ((conditions, then), (opposite, other)):
+            if end is not None and way is not None and not _mentions(holds, way.changed - state.changed):
+                end.implied[holds] = way.assigned | end.implied.get(holds, set())
         return end
 
     def _loop(self, loop: AnyLoop, state: FlowState) -> FlowState | None:
@@ -481,6 +486,27 @@ def _never_empty(over: ast.expr) -> bool:
     if name in _AROUND:
         return bool(over.args) and all(_never_empty(argument) for argument in over.args)
     return name in _NEVER_EMPTY
+
+
+def _where(conditions: frozenset[str], state: FlowState) -> FlowState:
+    """A copy of ``state``, where these hold."""
+    inner = state.copy()
+    for known, names in state.implied.items():
+        if known <= conditions:
+            inner.assigned |= names
+    return inner
+
+
+def _opposite(test: ast.expr) -> frozenset[str]:
+    """What holds where ``test`` does not; conditions as :func:`_conjuncts` writes them."""
+    if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
+        return _conjuncts(test.operand)
+    if isinstance(test, ast.BoolOp) and isinstance(test.op, ast.Or):
+        return frozenset().union(*(_opposite(value) for value in test.values))
+    if isinstance(test, ast.Compare) and len(test.ops) == 1 and type(test.ops[0]) in _OPPOSITES:
+        opposite = ast.Compare(test.left, [_OPPOSITES[type(test.ops[0])]()], test.comparators)
+        return frozenset({ast.unparse(opposite)})
+    return frozenset({ast.unparse(ast.UnaryOp(ast.Not(), test))})
 
 
 def _conjuncts(test: ast.expr) -> frozenset[str]:

@@ -27,7 +27,7 @@ _COLLECTIVES = (
 )
 _DEPTH = 5
 _LIBRARIES = FRAMEWORKS - {"torch", "flashrecovery"}
-Names = Callable[[str], Any]
+_Names = Callable[[str], Any]
 
 
 def communicates_below(frame: types.FrameType) -> str | None:
@@ -79,11 +79,11 @@ def _after(body: Iterable[ast.stmt], line: int) -> Iterator[ast.stmt]:
             yield from statements
 
 
-def _names_in(frame: types.FrameType) -> Names:
+def _names_in(frame: types.FrameType) -> _Names:
     return lambda name: frame.f_locals.get(name, frame.f_globals.get(name))
 
 
-def _names_of(function: types.FunctionType, owner: object) -> Names:
+def _names_of(function: types.FunctionType, owner: object) -> _Names:
     code = function.__code__
     own: dict[str, Any] = {}
     for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=False):
@@ -102,7 +102,7 @@ class _Reader:
     def __init__(self) -> None:
         self._seen: set[types.CodeType] = set()
 
-    def read(self, node: ast.AST, names: Names, file: str, depth: int) -> str | None:
+    def read(self, node: ast.AST, names: _Names, file: str, depth: int) -> str | None:
         for call in ast.walk(node):
             if not isinstance(call, ast.Call):
                 continue
@@ -141,7 +141,7 @@ def _communicates(name: str, owner: object, value: object) -> bool:
     return module.startswith("torch.distributed") or type(owner).__module__.partition(".")[0] in _LIBRARIES
 
 
-def _resolved(node: ast.expr, names: Names) -> tuple[object, object]:
+def _resolved(node: ast.expr, names: _Names) -> tuple[object, object]:
     """What a dotted name is of, and its value; None where that is not known. No code of the script's runs."""
     if isinstance(node, ast.Name):
         value = names(node.id)

@@ -131,7 +131,7 @@ def _slowest(course: Course) -> Text | None:
     if len(course.slowest) < 2:
         return None
     ranks = ", ".join(f"rank {s.rank} {seconds_text(s.own_s)}" for s in course.slowest[:_SLOWEST])
-    return Text(f"Most work of their own in a step: {ranks}")
+    return Text(f"Ranks with most own work in a step: {ranks}")
 
 
 def _coming(course: Course) -> Text | None:

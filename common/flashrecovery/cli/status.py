@@ -28,7 +28,7 @@ from flashrecovery.cli.output import count_text, make_console, seconds_text
 from flashrecovery.errors import ConfigError, StrangerError
 from flashrecovery.events import ControllerInfo, RunFiles
 from flashrecovery.observe.course import Course, coarser, course_of
-from flashrecovery.plan.words import step_text
+from flashrecovery.plan.words import failed_text, step_text
 from flashrecovery.proto import flashrecovery_pb2 as pb
 from flashrecovery.proto import flashrecovery_pb2_grpc as rpc
 from flashrecovery.security import TOKEN_ENV
@@ -269,7 +269,7 @@ def from_files(files: RunFiles) -> JobView:
             for r in history.recoveries
             if r.finished
         ),
-        last_failure=f"rank {last.rank}: {last.kind}: {last.evidence}" if last is not None else "",
+        last_failure=f"rank {last.rank}: {failed_text(last.kind, last.evidence)}" if last is not None else "",
         reason=history.reason,
         course=course_of(files),
     )

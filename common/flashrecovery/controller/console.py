@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from flashrecovery import events as ev
 from flashrecovery.kinds import FailureKind, NoticeKind
-from flashrecovery.plan.words import ranks_text, step_text
+from flashrecovery.plan.words import failed_text, ranks_text, step_text
 
 _OF_THE_SCRIPT = (
     NoticeKind.COMMUNICATION_OUTSIDE,
@@ -69,7 +69,7 @@ def line_of(event: ev.Event) -> str | None:
         first = event.evidence.splitlines()[0] if event.evidence else ""
         if event.exception:
             first = _brief(first)
-        what = first if first.startswith(f"{event.kind} ") else f"{event.kind}: {first}"
+        what = failed_text(event.kind, first)
         return f"rank {event.rank} failed at {step_text(event.step, event.iteration)} ({what})"
     if isinstance(event, ev.RecoveryFinished):
         replaced = ", ".join(str(rank) for rank in event.victims if rank not in event.left)

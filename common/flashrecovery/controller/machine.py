@@ -68,7 +68,7 @@ from flashrecovery.plan.ownership import renamed, turned_out_own
 from flashrecovery.plan.replan import layout_text
 from flashrecovery.plan.resize import why_too_few
 from flashrecovery.plan.transitions import RECOVERY_STATES, State
-from flashrecovery.plan.words import HOW_TO_PROTECT, raised_text, ranks_text
+from flashrecovery.plan.words import HOW_TO_PROTECT, failed_text, raised_text, ranks_text
 from flashrecovery.proto import flashrecovery_pb2 as pb
 
 _RETRY_AFTER_S = 1.0
@@ -315,7 +315,7 @@ class Machine:
         step = max(message.step, record.committed, 0)
         self.job.counting.hear(message.counted)
         record.committed = max(record.committed, message.step)
-        self.job.last_failure = f"rank {record.rank}: {message.kind}: {message.evidence}"
+        self.job.last_failure = f"rank {record.rank}: {failed_text(message.kind, message.evidence)}"
         kind = FailureKind(message.kind)
         self._emit_failure(record, kind, message.evidence, message.detect_s, step, message.last_words)
         if kind is FailureKind.DEVICE and record.home:
@@ -365,7 +365,7 @@ class Machine:
             who, where = f"the replacement of rank {record.rank}", "before its first step"
         self.job.fail(
             f"{who} failed {count} times {where} ({option_of(cause)}); "
-            f"the last time: {message.kind}: {message.evidence}"
+            f"the last time: {failed_text(message.kind, message.evidence)}"
         )
         return True
 

@@ -243,11 +243,8 @@ def _diagrams(columns: Columns, course: Course) -> list[_Diagram]:
     found: list[_Diagram] = []
     if any(columns.step_s):
         band = [line(columns.step_low_s), line(columns.step_high_s), line(columns.step_s)]
-        found.append(
-            _Diagram(
-                f"{course.step_word} time (10 to 90 % of the ranks, and half)", ("band", "line"), band, seconds_text
-            )
-        )
+        title = f"{course.step_word} time (the median of the ranks, and 10 to 90 %)"
+        found.append(_Diagram(title, ("band", "line"), band, seconds_text))
     rates = coarser(columns, _COLUMNS, course.step_s)
     counts = rates.tokens if any(rates.tokens) else rates.steps
     what = "tokens a second" if any(rates.tokens) else f"{course.unit}s a second"
@@ -262,7 +259,7 @@ def _diagrams(columns: Columns, course: Course) -> list[_Diagram]:
         found.append(_Diagram("own work in a step, each rank", kinds, lines, seconds_text))
     elif any(columns.own_s):
         band = [line(columns.own_low_s), line(columns.own_high_s), line(columns.own_s), line(columns.own_most_s)]
-        title = "own work in a step (10 to 90 % of the ranks, half, and the slowest)"
+        title = "own work in a step (the median of the ranks, 10 to 90 %, and the slowest)"
         found.append(_Diagram(title, ("band", "line", "most"), band, seconds_text))
     return found
 

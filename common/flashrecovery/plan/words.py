@@ -25,6 +25,11 @@ def raised_text(what: str, message: str) -> str:
     return f"{what}: {message}" if message else what
 
 
+def failed_text(kind: str, evidence: str) -> str:
+    """``killed by SIGKILL``, ``hang: in no collective``: the kind is said once."""
+    return evidence if evidence.startswith(f"{kind} ") else f"{kind}: {evidence}"
+
+
 def join(parts: Sequence[str]) -> str:
     """``a``, ``a and b``, ``a, b and c``."""
     return parts[0] if len(parts) == 1 else ", ".join(parts[:-1]) + " and " + parts[-1]

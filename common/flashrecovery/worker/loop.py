@@ -370,12 +370,13 @@ class Loop:
         for reason in self._registry.habits.learn(step, quiet=quiet, late=late, changed=changed):
             where = self._gate.page.step_text(step)
             if reason == IN_ALL_STEPS:
-                when = "after its mutation has begun" if not self._step.quiet else "below its block"
+                when = "below its block" if self._step.quiet else "after its optimizer has begun to change the state"
                 why = f"the step communicates {when}"
             elif reason == UNTIL_RESEALED:
                 why = f"in {where} this rank's own state has changed after the forward pass"
             else:
-                why = f"{where} draws random numbers or data, or changes other state of its own rank, late"
+                what = "draws random numbers or data, or changes other state of its rank (counters, train or eval mode)"
+                why = f"{where} {what}, after its optimizer step has begun"
             self._step.tell_undo(why, reason)
 
     def _hand_out(self, version: int) -> None:

@@ -30,6 +30,7 @@ from flashrecovery.worker.touches import Touches
 from flashrecovery.worker.worker import Worker
 
 _SHOWN = 3
+_UNDO = "from now on each rank copies its state before a step, so that it can go back (memory for one more copy of it)"
 
 
 class Transaction(StepHooks):
@@ -298,4 +299,4 @@ class Transaction(StepHooks):
 
     def tell_undo(self, why: str, reason: int) -> None:
         """Tell that own pre-step copies are kept from now on. ``reason``: what peers hear (:meth:`.Habits.hear`)."""
-        self._worker.notice(NoticeKind.UNDO_ENABLED, f"{why}; an own pre-step copy is kept from now on", step=reason)
+        self._worker.notice(NoticeKind.UNDO_ENABLED, f"{why}; {_UNDO}", step=reason)

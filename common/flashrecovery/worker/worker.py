@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from flashrecovery.config import Settings
 from flashrecovery.kinds import NoticeKind
+from flashrecovery.plan.words import shortened
 from flashrecovery.proto import flashrecovery_pb2 as pb
 from flashrecovery.worker.connection import Connection
 from flashrecovery.worker.control import Control
@@ -15,6 +16,9 @@ from flashrecovery.worker.faults import Faults
 from flashrecovery.worker.gate import Gate
 from flashrecovery.worker.registry import AdapterFactory, ModuleAdapterFactory, Registry
 from flashrecovery.worker.stashing import Stashing
+
+_SHOWN = 8
+"""Names in one notice."""
 
 
 class Worker:
@@ -72,6 +76,5 @@ class Worker:
     def tell_own(self, names: list[str]) -> None:
         """Tell that registered objects or settings have turned out to be each rank's own."""
         if names and self.rank == 0:
-            self.notice(
-                NoticeKind.OWN_OBJECTS, f"{names} are not equal on all ranks; each rank's own is protected from now on"
-            )
+            text = f"not equal on all ranks: {shortened(names, _SHOWN)}; each rank's own is protected from now on"
+            self.notice(NoticeKind.OWN_OBJECTS, text)

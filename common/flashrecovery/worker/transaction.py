@@ -131,7 +131,7 @@ class Transaction(StepHooks):
         if touched and not habits.touched:
             habits.touched = True
             where = self._gate.page.step_text(version)
-            self.tell_undo(f"{where} changes registered tensors before its mutation", TOUCHED)
+            self.tell_undo(f"{where} changes registered tensors before its optimizer step", TOUCHED)
         sealed = self._sealing.mutation_begins(version + 1)
         if copies.capsules_only:
             # What is sealed goes to another node, before anybody can need it.

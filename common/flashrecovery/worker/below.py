@@ -342,12 +342,20 @@ def _guard_thread() -> None:
         raise sys.modules["torch.distributed"].DistBackendError("the save was given up: a rank has died")
 
 
+def _asked_outside() -> Below | None:
+    """Who is asked in this thread below the block, and in a void attempt. Elsewhere only a save's thread is guarded."""
+    below = _asked()
+    if below is not None and (below.outside or below.void):
+        return below
+    _guard_thread()
+    return None
+
+
 def _barrier(real: Callee) -> Callee:
     @wraps(real)
     def barrier(*arguments: Any, **options: Any) -> Any:
-        below = _asked()
-        if below is None or not (below.outside or below.void):
-            _guard_thread()
+        below = _asked_outside()
+        if below is None:
             return real(*arguments, **options)
         if below.cut_off:
             if _here.depth:
@@ -372,9 +380,8 @@ def _receiving(real: Callee, name: str, given: Callable[..., list[Any] | None]) 
 
     @wraps(real)
     def collective(*arguments: Any, **options: Any) -> Any:
-        below = _asked()
-        if below is None or not (below.outside or below.void):
-            _guard_thread()
+        below = _asked_outside()
+        if below is None:
             return real(*arguments, **options)
         place = (script_line(sys._getframe(1)), name)
         if not below.cut_off:

@@ -119,7 +119,7 @@ def test_a_death_in_the_neighbour_exchange(layout: Layout, tmp_path: Path, refer
 
 @pytest.mark.parametrize("layout", [mg.TP2_DP2, mg.TP2_DP2_OVERLAPS], ids=lambda layout: layout.name)
 def test_an_optimizer_that_counts_its_steps_in_the_group(layout: Layout, tmp_path: Path) -> None:
-    """As FusedAdam of apex and Transformer Engine does."""
+    """As FusedAdam of apex and Transformer Engine does. It keeps more in its attributes."""
     script = SCRIPTS / "megatron_fused_adam.py"
     undisturbed = mg.run(tmp_path / "reference", layout, standby=0, script=script)
     inject = faults((1, "backward", 0), (3, "optimizer", 3), (0, "commit", 6))

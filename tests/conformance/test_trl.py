@@ -39,8 +39,8 @@ def _run(path: Path, kind: str, kills: tuple[tuple[int, str, int], ...] = ()) ->
 @pytest.mark.parametrize(
     ("kind", "kills"),
     [
-        *((kind, KILLS) for kind in ("sft", "sft-lora")),
-        *((kind, FOLLOWING) for kind in ("dpo",)),
+        *((kind, KILLS) for kind in ("sft", "sft-lora", "kto", "reward")),
+        *((kind, FOLLOWING) for kind in ("dpo", "grpo")),
     ],
 )
 def test_after_deaths_in_each_phase(kind: str, kills: tuple[tuple[int, str, int], ...], tmp_path: Path) -> None:

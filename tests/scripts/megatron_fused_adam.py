@@ -21,7 +21,8 @@ import pretrain_gpt
 
 class FusedAdam(torch.optim.Optimizer):
     """Decoupled weight decay, in plain torch, with the state of FusedAdam of apex and Transformer Engine. A group that
-    is empty on this rank is skipped, so that its counter does not exist."""
+    is empty on this rank is skipped, so that its counter does not exist. What it keeps in its attributes changes the
+    learning rate of each step."""
 
     def __init__(
         self,
@@ -33,10 +34,13 @@ class FusedAdam(torch.optim.Optimizer):
         **_others: Any,
     ) -> None:
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+        self.calls, self.noise = 0, torch.Generator().manual_seed(3)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         assert closure is None
+        self.calls += 1
+        self.factor = float(1 + 0.1 * torch.randn((), generator=self.noise)) / (1 + 0.01 * self.calls)
         for group in self.param_groups:
             if not group["params"]:
                 continue
@@ -56,7 +60,7 @@ class FusedAdam(torch.optim.Optimizer):
         count = group["step"]
         denominator = (state["exp_avg_sq"] / (1 - second**count)).sqrt_().add_(group["eps"])
         parameter.mul_(1 - group["lr"] * group["weight_decay"])
-        parameter.addcdiv_(state["exp_avg"] / (1 - first**count), denominator, value=-group["lr"])
+        parameter.addcdiv_(state["exp_avg"] / (1 - first**count), denominator, value=-group["lr"] * self.factor)
 
 
 if __name__ == "__main__":

@@ -143,7 +143,7 @@ def _generating(common: dict[str, Any]) -> dict[str, Any]:
 
 
 def _saved(common: dict[str, Any]) -> str:
-    """The reference is read from the same file."""
+    """The reference is read from the same file. (Once there are process groups, rank 0 alone would write.)"""
     start = Path(common["output_dir"]) / f"start{os.environ['RANK']}"
     _model().save_pretrained(start)
     return str(start)
@@ -151,6 +151,7 @@ def _saved(common: dict[str, Any]) -> str:
 
 def _grpo(common: dict[str, Any], rest: dict[str, Any]) -> Any:
     """What was generated is used in several steps, and the reference follows the model."""
+    start = _saved(common)
     args = GRPOConfig(
         **_generating(common),
         steps_per_generation=4,
@@ -159,12 +160,13 @@ def _grpo(common: dict[str, Any], rest: dict[str, Any]) -> Any:
         sync_ref_model=True,
         ref_model_sync_steps=3,
     )
-    return GRPOTrainer(model=_saved(common), reward_funcs=[Reward()], args=args, train_dataset=_lines("prompt"), **rest)
+    return GRPOTrainer(model=start, reward_funcs=[Reward()], args=args, train_dataset=_lines("prompt"), **rest)
 
 
 def _rloo(common: dict[str, Any], rest: dict[str, Any]) -> Any:
+    start = _saved(common)
     args = RLOOConfig(**_generating(common))
-    return RLOOTrainer(model=_saved(common), reward_funcs=[Reward()], args=args, train_dataset=_lines("prompt"), **rest)
+    return RLOOTrainer(model=start, reward_funcs=[Reward()], args=args, train_dataset=_lines("prompt"), **rest)
 
 
 KINDS: dict[str, Callable[[dict[str, Any], dict[str, Any]], Any]] = {
@@ -216,7 +218,10 @@ def main() -> None:
     said = {
         "model": {name: getattr(p, "ds_tensor", p) for name, p in trainer.model.named_parameters()},
         "optimizer": _state_of(trainer),
-        "history": trainer.state.log_history,
+        "history": [
+            {k: v for k, v in entry.items() if k != "total_flos" or not getattr(trainer, "deepspeed", None)}
+            for entry in trainer.state.log_history
+        ],  # ZeRO-3: the Trainer counts operations by the parameters that are whole at the moment
         "metrics": trainer._metrics,
         "reference": getattr(trainer, "ref_model", None),
         "rewards": [getattr(function, "mean", None) for function in getattr(trainer, "reward_funcs", ())],

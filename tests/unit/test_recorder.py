@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
+import threading
 import time
 from pathlib import Path
 
@@ -14,7 +16,8 @@ from flashrecovery.config import RunConfig
 from flashrecovery.controller.machine import Machine
 from flashrecovery.controller.records import Newcomer, Place, RankRecord
 from flashrecovery.events import EventLog, RunFiles
-from flashrecovery.observe.course import Course, course_of
+from flashrecovery.observe import recorder as recorder_module
+from flashrecovery.observe.course import Course, Record, course_of
 from flashrecovery.observe.recorder import Recorder
 from flashrecovery.plan.transitions import State
 
@@ -116,3 +119,70 @@ def test_each_rank_keeps_its_line_when_another_leaves(tmp_path: Path) -> None:
     (coming,) = shown.coming
     assert (coming.rank, coming.node, coming.here) == (0, "n1", False) and 10 < coming.left_s < 20
     assert course_of(RunFiles(tmp_path)).whole.ranks == [[None], [0.125]]
+
+
+def test_the_last_look_is_written_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where a write of before is still under way in its thread."""
+    began, may_end = threading.Event(), threading.Event()
+    written: list[int] = []
+    under_way = 0
+
+    def slow(path: Path, text: str) -> None:
+        nonlocal under_way
+        assert not under_way, "two at once write into one file"
+        under_way += 1
+        if not written and not began.is_set():
+            began.set()
+            may_end.wait(10)
+        written.append(max(json.loads(text)["whole"]["version"]))
+        under_way -= 1
+
+    monkeypatch.setattr(recorder_module, "replace_file", slow)
+    monkeypatch.setattr(recorder_module, "_WRITE_S", 0.0)
+    found = machine(7)
+
+    async def course() -> None:
+        with EventLog(tmp_path / "events.jsonl") as log:
+            recorder = Recorder(found, RunFiles(tmp_path))
+            log.subscribe(recorder.take)
+            recorder.start()
+            log.write(ev.ControllerStarted(world_size=2))
+            log.write(ev.JobStarted(world_size=2))
+            while not began.is_set():
+                await asyncio.sleep(0.01)
+            for one in found.job.ranks.values():
+                one.committed = 9
+            stopped = asyncio.create_task(recorder.stop())
+            await asyncio.sleep(0.1)
+            may_end.set()
+            await stopped
+
+    asyncio.run(course())
+    assert written == [7, 9]
+
+
+def test_a_job_that_ends_before_the_log_was_read_is_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    earlier = recorder_module._earlier
+    may_end = threading.Event()
+
+    def slow(files: RunFiles, size: int) -> Record:
+        may_end.wait(10)
+        return earlier(files, size)
+
+    monkeypatch.setattr(recorder_module, "_earlier", slow)
+
+    async def course() -> None:
+        with EventLog(tmp_path / "events.jsonl") as log:
+            recorder = Recorder(machine(3), RunFiles(tmp_path))
+            log.subscribe(recorder.take)
+            recorder.start()
+            await asyncio.sleep(0)
+            log.write(ev.ControllerStarted(world_size=2))
+            log.write(ev.JobStarted(world_size=2))
+            stopped = asyncio.create_task(recorder.stop())
+            await asyncio.sleep(0.05)
+            may_end.set()
+            await stopped
+
+    asyncio.run(course())
+    assert json.loads((tmp_path / "timeline.json").read_text())["whole"]["version"][-1] == 3

@@ -50,6 +50,8 @@ class Recorder:
         self._shown: tuple[float, Course] = (float("-inf"), Course())
         self._complained = False
         self._task: asyncio.Task[None] | None = None
+        self._reading: asyncio.Task[Record] | None = None
+        self._writing: asyncio.Task[None] | None = None
 
     def start(self) -> None:
         """Begin; needs a running event loop."""
@@ -63,16 +65,18 @@ class Recorder:
         task, self._task = self._task, None
         task.cancel()
         await asyncio.wait({task})
+        if self._record is None and self._reading is not None:  # the job has ended before it was read
+            self._begin_with(await self._reading)
+        if self._writing is not None:
+            await asyncio.wait({self._writing})  # a thread cannot be cancelled, and would write over what comes now
         self.look()
         if self._record is not None:
             await asyncio.to_thread(self._write, self._record.timeline.file())
 
     async def _run(self) -> None:
-        record = await asyncio.to_thread(_earlier, self._files, self._log_bytes)
-        self._record, early = record, self._early
-        self._early = []
-        for event in early:
-            self._take(record, event)
+        self._reading = asyncio.create_task(asyncio.to_thread(_earlier, self._files, self._log_bytes))
+        record = await asyncio.shield(self._reading)
+        self._begin_with(record)
         written = time.monotonic()
         while True:
             began = time.monotonic()
@@ -80,8 +84,16 @@ class Recorder:
             took = time.monotonic() - began
             if began - written >= _WRITE_S:
                 written = began
-                await asyncio.to_thread(self._write, record.timeline.file())
+                self._writing = asyncio.create_task(asyncio.to_thread(self._write, record.timeline.file()))
+                await asyncio.shield(self._writing)
             await asyncio.sleep(max(_LOOK_S, took / _SHARE))
+
+    def _begin_with(self, record: Record) -> None:
+        """What was before is known now."""
+        self._record, early = record, self._early
+        self._early = []
+        for event in early:
+            self._take(record, event)
 
     def take(self, event: ev.Event) -> None:
         """An event was written."""

@@ -22,8 +22,9 @@ import socket
 import struct
 import sys
 import time
-from collections.abc import Set
+from collections.abc import Iterable, Set
 from pathlib import Path
+from types import ModuleType
 
 from flashrecovery.errors import ProtocolError
 from flashrecovery.proto import flashrecovery_pb2 as pb
@@ -226,10 +227,27 @@ def _wait_for_adoption() -> None:
     die_with_parent(agent)
 
 
+def _unfreeze_if_needed() -> None:
+    """At the end of the process, let go of what it was forked with, if somebody complains of what is left. To collect
+    all of that takes half a second, and nobody needs it otherwise."""
+    if counts_what_is_left(list(sys.modules.values())):
+        gc.unfreeze()
+
+
+def counts_what_is_left(modules: Iterable[ModuleType]) -> bool:
+    """Whether one of the compiled ones is made with nanobind, which reports a leak for each object that the collector
+    has not seen at the interpreter's end."""
+    return any(
+        type(value).__module__ == "nanobind"
+        for module in modules
+        if (getattr(module, "__file__", None) or ".so").endswith(".so")  # a module within another one has no file
+        for value in [*getattr(module, "__dict__", {}).values()]
+    )
+
+
 def _become_worker(request: pb.Fork, descriptors: list[int], imported: ImportEnvironment) -> None:
     """What a fresh interpreter would have of its own."""
-    # At its end it lets go of everything as any process does: libraries complain of what is left (nanobind).
-    process_end.at_last(gc.unfreeze)
+    process_end.at_last(_unfreeze_if_needed)
     channel, page, log = descriptors
     os.setsid()
     name_thread(Path(sys.executable).name)

@@ -6,15 +6,18 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from flashrecovery.controller.job_state import JobState
+from flashrecovery.controller.nodes import is_spare
 from flashrecovery.controller.records import Place, RankRecord
 from flashrecovery.observe.course import Wait
 from flashrecovery.plan.transitions import State
+from flashrecovery.plan.words import shortened
 
 SHOWN_S = 3.0
 """What takes less is not worth a word."""
 STEPS = 5.0
 """A step that takes so many times as long as the ones before, and longer than :data:`LONG_S`, is waited for."""
 LONG_S = 10.0
+_SAID = 4
 _ON_ITS_WAY = frozenset({Place.EMPTY, Place.STARTING})
 
 
@@ -34,8 +37,7 @@ def waits(job: JobState, told: Mapping[int, SaidLine], began: float, now: float)
     missing = [r.rank for r in job.ranks.values() if r.place in _ON_ITS_WAY]
     found: list[Wait] = []
     if job.state is State.STARTING and not job.launched:
-        there = sum(node.alive for node in job.nodes.values())
-        found.append(Wait(what=f"{job.config.nnodes - there} of {job.config.nnodes} nodes to come", seconds=since))
+        found.append(Wait(what=_nodes(job), seconds=since))
     elif job.state is State.STARTING:
         found.append(_of("first step", missing, told, since, now, len(job.ranks)))
     elif job.state is State.REPLACING:
@@ -50,6 +52,15 @@ def waits(job: JobState, told: Mapping[int, SaidLine], began: float, now: float)
             where = told.get(record.rank) or (told.get(0) if first else None)
             found.append(Wait(what=what, seconds=seconds, rank=record.rank, where=where.text if where else ""))
     return [wait for wait in found if wait.seconds >= SHOWN_S]
+
+
+def _nodes(job: JobState) -> str:
+    """Which have come, and until when the others may."""
+    wanted = job.config.nnodes
+    here = [node.name for node in job.nodes.values() if node.alive and not is_spare(node, wanted)]
+    limit = f"for at most {job.config.timeouts.rendezvous_s:g} s (timeouts.rendezvous_s)"
+    come = shortened(here, _SAID) if here else "none"
+    return f"{max(wanted - len(here), 0)} of {wanted} nodes to come, {limit}; here: {come}"
 
 
 def _loading(job: JobState) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import shutil
 import signal
 import tempfile
 from collections.abc import AsyncIterator, Callable
@@ -33,8 +34,10 @@ from flashrecovery.observe import Observer
 from flashrecovery.plan.quorum import Quorum
 from flashrecovery.plan.transitions import State
 from flashrecovery.plan.words import ranks_text
+from flashrecovery.runtime import early_signals
 from flashrecovery.runtime.addresses import address_towards, is_free, is_here, resolve, split_address
 from flashrecovery.security import job_token, new_token
+from flashrecovery.snapshot.files import LAST_CHECKPOINT
 
 LOOPBACK = "127.0.0.1"
 _DISMISS_S = 5.0
@@ -109,6 +112,17 @@ def check_directory(path: Path | None) -> None:
         raise ConfigError(f"checkpoint.dir = {str(path)!r} cannot be written: {e.strerror}") from e
 
 
+def check_last(path: Path, *, resume: bool) -> None:
+    """Raises ConfigError if an earlier launch in this run directory has left its state, and it is not said what to do
+    with that."""
+    folder = path / LAST_CHECKPOINT
+    if folder.exists() and not resume:
+        raise ConfigError(
+            f"{folder} has the state in which an earlier launch has ended, and it would be lost: give --resume to go "
+            f"on from there, choose another --run-dir, or remove {folder}"
+        )
+
+
 async def run_job(config: RunConfig, command: list[str], path: Path, places: Places | None = None) -> tuple[int, str]:
     """Run this node's part of the job to its end. Returns the exit code and, if it is not 0, the reason. ``places``:
     who has made room for this node's ranks, if it is not the agent.
@@ -122,6 +136,7 @@ async def run_job(config: RunConfig, command: list[str], path: Path, places: Pla
     """
     preemption.check(config.notice)
     check_directory(config.checkpoint.dir)
+    check_last(path, resume=config.resume)
     rendezvous = with_tls(rendezvous_of(config), config, path)
     if config.several_nodes and (moved := await _moved_to(path, rendezvous)) is not None:
         rendezvous = moved
@@ -146,7 +161,10 @@ async def run_job(config: RunConfig, command: list[str], path: Path, places: Pla
         if lead.service is None:
             return (0, "") if reason is None else (1, reason)
         await lead.service.dismissed(_DISMISS_S)
-        return _outcome(lead.service, reason)
+        code, why = _outcome(lead.service, reason)
+        if code == 0 and config.resume:
+            shutil.rmtree(path / LAST_CHECKPOINT, ignore_errors=True)  # from which it has gone on, to its end
+        return code, why
 
 
 async def run_controller(config: RunConfig, path: Path) -> tuple[int, str]:
@@ -403,8 +421,7 @@ def _leave(agent: Agent, reason: str) -> None:
     task.add_done_callback(lambda t: t.exception())
 
 
-_ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
-"""What ends a job, in order. They would end this process at once, and all ranks with it."""
+_ENDING = early_signals.ENDING
 _NOTICES = (signal.SIGUSR1, signal.SIGUSR2)
 """What schedulers send some time before that (`sbatch --signal=USR1@120`)."""
 
@@ -424,3 +441,5 @@ def _on_signals(told: Callable[[signal.Signals, bool], None], noticed: Callable[
         if signal.getsignal(number) is signal.SIG_IGN and number is not signal.SIGINT:
             continue
         loop.add_signal_handler(number, end if number in _ENDING else noticed, number)
+    for held in early_signals.release():
+        loop.call_soon(end, signal.Signals(held))

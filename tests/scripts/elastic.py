@@ -20,6 +20,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 import flashrecovery
 
+BUG = int(os.environ.get("FLASHRECOVERY_TEST_BUG", "-1"))
+"""In this step rank 1 raises, whenever it comes there."""
+
 
 def own_device() -> torch.device:
     """This rank's GPU, which is the process's current one from then on; the CPU where there is none."""
@@ -153,6 +156,8 @@ def main() -> None:
     for step in recovery.steps(args.steps - first):
         number = first + step.index
         with step:
+            if number == BUG and dist.get_rank() == 1:
+                raise ValueError("bad sample 4711")
             total = torch.zeros((), device=device)
             shown, turns = [], batches.of(step)
             mine = len(turns)  # of those that are left

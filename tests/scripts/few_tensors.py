@@ -1,5 +1,5 @@
-"""DDP with fewer tensors than ranks: ``few_tensors.py STEPS MODEL [MILLISECONDS]``. Each rank prints a digest of its
-parameters, buffers, optimizer state and random numbers at the end."""
+"""DDP with fewer tensors than ranks, or FSDP2: ``few_tensors.py STEPS MODEL [MILLISECONDS]``. Each rank prints a digest
+of its parameters, buffers, optimizer state and random numbers at the end."""
 
 from __future__ import annotations
 
@@ -12,6 +12,9 @@ import torch
 import torch.distributed as dist
 from pacing import take_time
 from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.utils.data import DataLoader, Dataset
 
 import flashrecovery
 
@@ -40,6 +43,20 @@ def model_of(kind: str) -> nn.Module:
     return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4))
 
 
+class Numbers(Dataset[torch.Tensor]):
+    """160 samples, each of its own numbers."""
+
+    def __len__(self) -> int:
+        return 160
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.randn(4, generator=torch.Generator().manual_seed(index))
+
+
+def of_this_rank(tensor: torch.Tensor) -> bytes:
+    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).numpy().tobytes()
+
+
 def main() -> None:
     steps, kind, milliseconds = int(sys.argv[1]), sys.argv[2], float(sys.argv[3]) if len(sys.argv) > 3 else 0.0
     dist.init_process_group("gloo")
@@ -47,22 +64,25 @@ def main() -> None:
     recovery = flashrecovery.init()
     torch.manual_seed(0)
     inner = model_of(kind)
-    model = nn.parallel.DistributedDataParallel(inner)
+    model = fully_shard(inner) if kind == "fsdp" else nn.parallel.DistributedDataParallel(inner)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     recovery.register(model=model, optimizer=optimizer)
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1) if HANDLES else ():
         signal.signal(number, _handle)
     torch.manual_seed(100 + rank)
+    data = recovery.data(DataLoader(Numbers(), batch_size=8, num_workers=1)) if kind == "loader" else None
     for step in recovery.steps(steps):
         with step:
             if step.index == BUG and rank == 1:
                 raise ValueError("bad sample 4711")
             x = torch.randn(8, 4) + torch.rand(1)
+            if data is not None:
+                x = x + next(data)
             loss = ((model(x) - x.sin()) ** 2).mean()
             optimizer.zero_grad()
             loss.backward()
-            optimizer.step()
             take_time(milliseconds, step.index)
+            optimizer.step()
         print(f"step={step.index} rank={rank} loss_hex={loss.item().hex()}", flush=True)
         if HANDLES == "leave":
             anybody = torch.tensor(len(_told))
@@ -72,10 +92,10 @@ def main() -> None:
                 break
     digest = hashlib.sha256()
     for tensor in inner.state_dict().values():
-        digest.update(tensor.numpy().tobytes())
+        digest.update(of_this_rank(tensor))
     for state in optimizer.state_dict()["state"].values():
         for value in state.values():
-            digest.update(value.numpy().tobytes())
+            digest.update(of_this_rank(value))
     digest.update(torch.get_rng_state().numpy().tobytes())
     print(f"digest rank={rank} {digest.hexdigest()}", flush=True)
 

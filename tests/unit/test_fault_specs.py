@@ -6,8 +6,9 @@ import pytest
 
 from flashrecovery.cli.inject import inject
 from flashrecovery.config import CORRUPTIBLE, FAULTS, parse_fault
-from flashrecovery.controller.drills import Drills
+from flashrecovery.controller.drills import Asked, Drills
 from flashrecovery.errors import ConfigError
+from flashrecovery.kinds import FailureKind
 from flashrecovery.proto import flashrecovery_pb2 as pb
 
 
@@ -40,3 +41,29 @@ def test_a_running_job_refuses_it_too() -> None:
     assert "outside the world" in drills.refusal(pb.InjectRequest(rank=2, fault="sigkill"))
     assert "unknown; allowed: sigkill" in drills.refusal(pb.InjectRequest(rank=0, fault="nap"))
     assert f"needs at={CORRUPTIBLE}" in drills.refusal(pb.InjectRequest(rank=0, fault="corrupt", phase="commit"))
+
+
+def test_only_what_somebody_has_asked_for_is_taken_for_a_drill() -> None:
+    """A failure of another kind or in another step is not, whatever its rank is to suffer later."""
+    asked = Asked([pb.InjectRequest(rank=1, fault="sigkill", phase="backward", step=7)])
+    assert not asked.take(1, FailureKind.EXCEPTION, 7), "the script's own"
+    assert not asked.take(1, FailureKind.KILLED, 3), "an out-of-memory killer"
+    assert not asked.take(0, FailureKind.KILLED, 7)
+    assert [drill.step for drill in asked.missed()] == [7]
+    assert asked.take(1, FailureKind.KILLED, 7) and not asked.missed(), "its word may come later"
+    assert not asked.take(1, FailureKind.KILLED, 7), "one failure for each"
+
+
+def test_a_drill_that_says_that_it_strikes_is_known_wherever_that_is() -> None:
+    drills = [pb.InjectRequest(rank=0, fault="raise", phase="forward", step=2)]
+    asked = Asked(drills)
+    assert not asked.take(0, FailureKind.EXCEPTION, 2, "builtins.ValueError")
+    asked.strikes(0, pb.Fault(fault="raise", phase="forward", step=2))
+    assert asked.missed() == [], "it has struck, whatever comes of it"
+    assert asked.take(0, FailureKind.EXCEPTION, 9, "somewhere.Wrapped")
+    outside = Asked(
+        [pb.InjectRequest(rank=0, fault="sigkill"), pb.InjectRequest(rank=0, fault="hang", phase="data", step=-1)]
+    )
+    assert outside.take(0, FailureKind.KILLED, 40)
+    assert not outside.take(0, FailureKind.STOPPED, 40)
+    assert outside.take(0, FailureKind.HANG, 41)

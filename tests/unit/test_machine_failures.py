@@ -432,10 +432,11 @@ def test_a_drill_that_has_not_struck_is_named_at_the_end() -> None:
     """One failure for each fault: the second one of rank 1 was to strike in a step that the job does not have."""
     world = running(2)
     drills = [pb.InjectRequest(rank=1, fault="sigkill", phase="backward", step=step) for step in (5, 500)]
-    world.machine.job.drills += drills
+    world.machine.job.asked.drills += drills
+    world.machine.job.asked.strikes(1, pb.Fault(fault="sigkill", phase="backward", step=5))
     world.kill(1)
     recovered(world)
-    assert world.machine.job.drills == drills[1:]
+    assert world.machine.job.asked.drills == drills[1:]
     while world.machine.job.state is not State.FINISHED:
         assert world.step()
     told_at_end = [e for e in world.of(ev.Notice) if isinstance(e, ev.Notice) and e.kind == "fault_not_fired"]

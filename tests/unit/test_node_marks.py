@@ -239,9 +239,9 @@ def test_a_lost_node_is_to_blame_once_and_a_process_its_node() -> None:
 
 def test_a_drill_says_nothing_of_the_node() -> None:
     world = training("a", "b", "c")
-    world.machine.job.drills.append(pb.InjectRequest(rank=0, fault="sigkill"))
+    world.machine.job.asked.drills.append(pb.InjectRequest(rank=0, fault="sigkill"))
     world.kill(0, "killed")
-    assert world.blames == [] and not world.machine.job.drills
+    assert world.blames == [] and not world.machine.job.asked.drills
     for _ in range(200):
         world.step()
     world.kill(0, "killed")  # nobody has asked for this one

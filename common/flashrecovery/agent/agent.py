@@ -41,6 +41,9 @@ from flashrecovery.kinds import FailureKind, NoticeKind
 from flashrecovery.plan.words import raised_text
 from flashrecovery.proto import flashrecovery_pb2 as pb
 
+_OTHERS_HEAR_S = 1.0
+"""A scheduler that tells some ranks to end has told the others, and this process, by then."""
+
 log = logging.getLogger("flashrecovery")
 SendMessage = Callable[[pb.AgentMessage], None]
 
@@ -74,6 +77,8 @@ class Agent:
         self._regrouped = 0  # the generation in which they have been named last
         self._ended_by: str | None = None
         self._last_save = pb.Shutdown()
+        self._terminated_at: float | None = None  # since when some of the ranks have been told to end
+        self._terminated = False  # this process has been told to end
         self._hears = False
         self._departs_for = ""
         self._checkpoint: pb.CheckpointSaved | None = None
@@ -394,6 +399,7 @@ class Agent:
     def depart(self, reason: str) -> bool:
         """This node is to end: have its ranks handed over before, if there is a controller who can do that. False if
         there is none, or it has been asked already."""
+        self._terminated = True
         if not self._hears or self._departs_for or self._processes.ending or not self.in_job:
             return False
         self._departs_for = reason
@@ -402,7 +408,8 @@ class Agent:
 
     def pass_on(self, number: int) -> list[int]:
         """Give this node's ranks a signal, those that have a handler for it. Returns which; the others would end."""
-        having = [process for process in self.workers() if handles(process.pid, number)]
+        self._terminated = self._terminated or number == signal.SIGTERM
+        having = [p for p in self.workers() if handles(p.pid, number) and not _only_notes(p, number)]
         for process in having:
             process.signal(number)
         return sorted(process.place for process in having)
@@ -438,7 +445,14 @@ class Agent:
         """After :meth:`shutdown`: give the snapshots back, written to disk first if the job has not come to its end."""
         unfinished = not self.finished.done() or self._ended_by is not None
         last = self._last_save
-        await self._snapshots.end(unfinished=unfinished, version=last.version, whole=last.whole, void=last.void)
+        if unfinished and last.saved:
+            step, path = last.version, last.saved
+            log.warning(
+                "flashrecovery: the state of step %d is in checkpoint %s; --resume goes on from there", step, path
+            )
+        await self._snapshots.end(
+            unfinished=unfinished, version=last.version, whole=last.whole, void=last.void, saved=bool(last.saved)
+        )
 
     def _on_shutdown(self, command: pb.Command) -> None:
         self._last_save = command.shutdown
@@ -455,6 +469,8 @@ class Agent:
         capsule = page.read_capsule(order.version) if page is not None and usable else None
         missing = self._snapshots.keep_for(command.rank, order.version, capsule, tensors=order.tensors)
         reply = pb.Reply(serial=command.serial, generation=command.generation, rank=command.rank)
+        if order.send and capsule is not None:
+            reply.capsule = capsule
         if missing:
             reply.error_type, reply.error = "RestoreError", missing
         self._send(pb.AgentMessage(reply=reply))
@@ -578,6 +594,7 @@ class Agent:
 
     async def look(self, alive: list[WorkerProcess], now: float) -> None:
         """With every heartbeat: who is stopped, is the store there, and are there standbys enough?"""
+        self._on_terminations(alive, now)
         for process, evidence, late in self._stopped.check([] if self._processes.halted else alive, now):
             self._report_failure(process, FailureKind.STOPPED, evidence, late)
         died = self._store.revive()
@@ -590,6 +607,24 @@ class Agent:
         self._snapshots.revive()
         await self._processes.replenish()
 
+    def _on_terminations(self, alive: list[WorkerProcess], now: float) -> None:
+        """Ranks that were told to end, and by no handler of the script's. A scheduler that ends the job tells all
+        processes; who has told this one alone will have it, too, after a moment."""
+        told = [process for process in alive if process.page.terminations and not process.failed]
+        if not told or self._processes.ending or self._processes.halted:
+            self._terminated_at = None
+            return
+        self._terminated_at = self._terminated_at or now
+        if len(told) == len(alive) and not self._terminated:
+            self._terminated = True
+            log.warning("flashrecovery: SIGTERM has come to all ranks of this node: the job is told to end")
+            os.kill(os.getpid(), signal.SIGTERM)
+        elif not self._terminated and now - self._terminated_at >= _OTHERS_HEAR_S:
+            for process in told:
+                self._report_failure(
+                    process, FailureKind.KILLED, "killed by SIGTERM", now - self._terminated_at, signal.SIGTERM
+                )
+
     def _tell_of_snapshots(self, text: str) -> None:
         self.notice(-1, NoticeKind.SNAPSHOTS, text)
 
@@ -600,6 +635,11 @@ class Agent:
     def _task_failed(self, error: BaseException) -> None:
         if not self.finished.done():
             self.finished.set_exception(error)
+
+
+def _only_notes(process: WorkerProcess, number: int) -> bool:
+    """The handler is none of the script's (:mod:`flashrecovery.worker.termination`)."""
+    return number == signal.SIGTERM and process.page.notes_terminations
 
 
 def _the_sessions_own(_: pb.Command) -> None:

@@ -429,13 +429,15 @@ class ProcessManager:
             self._zygotes.close()
         processes = [*self.ranks.values(), *self._before.values(), *self.pool.processes(), *self._leaving]
         self._leaving.clear()
-        for process in processes:
-            if not process.dead:
-                process.signal(signal.SIGTERM)
-                process.signal(signal.SIGCONT)
+        noted = {p: p.page.terminations for p in processes if not p.dead}
+        for process in noted:
+            process.signal(signal.SIGTERM)
+            process.signal(signal.SIGCONT)
         deadline = time.monotonic() + grace_s
         while time.monotonic() < deadline and any(p.returncode is None for p in processes):
             await asyncio.sleep(0.02)
+            for process in [p for p, count in noted.items() if p.page.terminations > count]:
+                process.kill()  # the script has no handler for it
         for process in processes:
             process.dead = True  # the heartbeats, which go on beside this, have no page of it any more
             process.kill()

@@ -174,17 +174,19 @@ class NodeSnapshots:
             return f"the snapshot process of its node is gone: {e}"
         return ""
 
-    async def end(self, *, unfinished: bool, version: int = 0, whole: bool = False, void: bool = False) -> None:
+    async def end(
+        self, *, unfinished: bool, version: int = 0, whole: bool = False, void: bool = False, saved: bool = False
+    ) -> None:
         """All ranks' processes have ended. ``unfinished``: the job has not come to its last step. ``version``: of which
         everything is held, if ``whole``, or else a part; 0: nobody has looked. ``void``: nothing may go on from what is
-        held."""
+        held. ``saved``: a checkpoint has all of it."""
         host, self._host = self._host, None
         if host is None:
             return
         try:
             if not unfinished and self._resumes:
                 shutil.rmtree(self._folder, ignore_errors=True)  # from which this job has gone on, to its end
-            if unfinished and self._config.persist:
+            if unfinished and not saved and self._config.persist:
                 await asyncio.to_thread(self._persist, host, version, whole, void)
         except OSError as e:
             log.warning("flashrecovery: the state that was held is lost, the process that held it is gone: %s", e)

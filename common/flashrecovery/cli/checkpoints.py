@@ -14,6 +14,7 @@ from rich.table import Table
 from flashrecovery.cli.output import bytes_text, make_console
 from flashrecovery.errors import ConfigError
 from flashrecovery.events import ControllerStarted, RunFiles
+from flashrecovery.snapshot.files import LAST_CHECKPOINT
 
 
 @click.command()
@@ -31,6 +32,7 @@ def checkpoints(directory: Path, as_json: bool) -> None:
 
     elsewhere = _checkpoint_dir(RunFiles(directory))
     places = [directory] if elsewhere is None or elsewhere == directory.resolve() else [directory, elsewhere]
+    places += [last] if (last := directory / LAST_CHECKPOINT).is_dir() else []
     everything = [*(saved for place in places for saved in checkpoints_in(place)), *snapshots_in(directory)]
     found = sorted(everything, key=lambda saved: saved.version)
     if as_json:

@@ -29,6 +29,7 @@ from flashrecovery.grpc_quiet import import_grpc
 from flashrecovery.launchers import accelerate, commands, hosts, remote, torchrun
 from flashrecovery.launchers.hosts import Hosts
 from flashrecovery.launchers.launch import Options, Understood
+from flashrecovery.runtime import early_signals
 from flashrecovery.security import TOKEN_ENV, new_token
 from flashrecovery.terminal import say
 
@@ -48,6 +49,8 @@ def _run(**given: Any) -> None:
         say(notice)
     os.environ.update(launch.environment)
     config = launch.config
+    if launch.hosts is None:
+        early_signals.hold()
     import_grpc()
     path = config.run_dir or launch.runs / f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
     say(f"{config.world_size} ranks, {config.standby} standby, run directory {path}")

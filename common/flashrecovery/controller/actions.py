@@ -116,7 +116,7 @@ class Actions:
         """Deliver a fault to the agent of its rank; of one that the job does not have yet, to one that may get it."""
         generation = self._machine.job.generation
         if r.fault != "corrupt":  # of which no rank fails
-            self._machine.job.drills.append(r)
+            self._machine.job.asked.drills.append(r)
         self._record(ev.FaultInjected(generation=generation, rank=r.rank, fault=r.fault, phase=r.phase, step=r.step))
         message = pb.Fault(fault=r.fault, phase=r.phase, step=r.step)
         command = pb.Command(generation=generation, rank=r.rank, fault=message)

@@ -3,9 +3,71 @@ can be."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
 from flashrecovery.config import FaultSpec, check_fault
 from flashrecovery.errors import ConfigError
+from flashrecovery.kinds import FailureKind
 from flashrecovery.proto import flashrecovery_pb2 as pb
+
+_SEEN_AS: Mapping[str, frozenset[FailureKind]] = {
+    "sigkill": frozenset({FailureKind.KILLED}),
+    "segv": frozenset({FailureKind.KILLED}),
+    "exit": frozenset({FailureKind.EXIT}),
+    "raise": frozenset({FailureKind.EXCEPTION}),
+    "sigstop": frozenset({FailureKind.STOPPED, FailureKind.HANG, FailureKind.UNRESPONSIVE}),
+    "hang": frozenset({FailureKind.HANG, FailureKind.UNRESPONSIVE}),
+}
+"""As what the failure of a rank is found that a fault has struck."""
+_INJECTED = "InjectedFault"
+
+
+@dataclass
+class Asked:
+    """Faults that were asked for and delivered, and after which their ranks have not failed yet.
+
+    A worker says that a fault strikes just before it does; the failure may be heard of first, because another thread
+    sees it. Then its kind and step tell.
+    """
+
+    drills: list[pb.InjectRequest] = field(default_factory=list)
+    struck: list[pb.InjectRequest] = field(default_factory=list)
+
+    def strikes(self, rank: int, fault: pb.Fault) -> None:
+        """The rank, or its agent, says so. Without a phase: a replacement is killed."""
+        for drill in self.drills:
+            replacing = not fault.phase and drill.phase == "recovery:replacing"
+            same = (drill.phase or "between", drill.step) == (fault.phase, fault.step)
+            if drill.rank == rank and (same or replacing) and drill not in self.struck:
+                self.struck.append(drill)
+                return
+
+    def take(self, rank: int, kind: FailureKind, step: int, exception: str = "") -> bool:
+        """Whether this failure of ``rank`` is what somebody has asked for; one failure for each fault. ``step``: in
+        which it was; ``exception``: type of what the script has raised."""
+        mine = [drill for drill in self.drills if drill.rank == rank and kind in _SEEN_AS.get(drill.fault, ())]
+        found = next((d for d in mine if d in self.struck), None)
+        found = found or next((d for d in mine if _is_like(d, step, exception)), None)
+        if found is None:
+            return False
+        self.drills.remove(found)
+        if found in self.struck:
+            self.struck.remove(found)
+        return True
+
+    def missed(self) -> list[pb.InjectRequest]:
+        """Those that have not struck."""
+        return [drill for drill in self.drills if drill not in self.struck]
+
+
+def _is_like(drill: pb.InjectRequest, step: int, exception: str) -> bool:
+    """Whether a failure may be that of a drill which has not said that it strikes. What strikes below a step counts as
+    in it, or in the next one."""
+    if drill.fault == "raise" and exception.rpartition(".")[2] != _INJECTED:
+        return False
+    anywhere = not drill.phase or drill.phase.startswith("recovery:") or drill.step < 0
+    return anywhere or step in (drill.step, drill.step + 1)
 
 
 class Drills:

@@ -174,6 +174,8 @@ class Intake:
     def _on_notice(self, message: pb.AgentMessage, node: str, _: float) -> None:
         n, job = message.notice, self._machine.job
         self._record(ev.Notice(generation=job.generation, rank=n.rank, kind=n.kind, text=n.text, seconds=n.seconds))
+        if n.kind == NoticeKind.FAULT_FIRED:
+            job.asked.strikes(n.rank, n.fault)
         if n.kind == NoticeKind.NOT_REGISTERED and not job.not_registered:
             job.not_registered = shortened(n.text)
         if n.kind == NoticeKind.HEALTH_WARNING:

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from flashrecovery import events as ev
 from flashrecovery.config import RunConfig
 from flashrecovery.controller.counting import Counting
 from flashrecovery.controller.crashes import Crashes
 from flashrecovery.controller.custody import divided
+from flashrecovery.controller.drills import Asked
 from flashrecovery.controller.history import HistoryEntry
 from flashrecovery.controller.nodes import NodeRecord
 from flashrecovery.controller.outbox import Action, Blame, Outbox
@@ -23,6 +25,7 @@ from flashrecovery.plan.placement import ring_of
 from flashrecovery.plan.replicas import ReplicaShape
 from flashrecovery.plan.transitions import State, check_transition
 from flashrecovery.proto import flashrecovery_pb2 as pb
+from flashrecovery.snapshot.files import LAST_CHECKPOINT
 
 AGENT = -1
 """Rank number of commands to the agent itself."""
@@ -80,13 +83,14 @@ class JobState:
         facts: what the job's workers say of what there is to lay out, as JSON; "": it cannot be laid out otherwise.
         where: the run directory.
         earlier_step: to which an earlier launch in it had come; 0: none.
+        left_last: checkpoints that an earlier launch has left in it when it ended.
         told_to_end: by what, while the script has the time to end by itself, until ``ends_at``; "": it is not to.
         saving: the job has failed, and what its ranks hold is being kept before they end (:mod:`.last_save`).
         void: it has failed because its ranks do not agree.
         not_registered: what has been said to change from step to step without being registered; "": nothing.
         counting: where steps are a framework's calls, to which iterations they belong.
         tokens_per_step: that all ranks take in together, as the script has said; 0: it has not.
-        drills: faults that were asked for, and after which their ranks have not failed yet.
+        asked: faults that were asked for, and after which their ranks have not failed yet.
     """
 
     config: RunConfig
@@ -142,9 +146,10 @@ class JobState:
     replans: int = 0
     attempts: int = 0
     facts: str = ""
-    drills: list[pb.InjectRequest] = field(default_factory=list)
+    asked: Asked = field(default_factory=Asked)
     where: str = ""
     earlier_step: int = 0
+    left_last: list[tuple[int, str]] = field(default_factory=list)
     told_to_end: str = ""
     ends_at: float = 0.0
     saving: bool = False
@@ -199,13 +204,6 @@ class JobState:
         """Something that an operator may want to know."""
         self.emit(ev.Notice(generation=self.generation, rank=rank, kind=kind, text=text))
 
-    def take_drill(self, rank: int) -> bool:
-        """Whether a failure of ``rank`` is what somebody has asked for; one failure for each fault."""
-        asked = next((drill for drill in self.drills if drill.rank == rank), None)
-        if asked is not None:
-            self.drills.remove(asked)
-        return asked is not None
-
     def blame(self, node: str, kind: str, detail: str) -> None:
         """Have it remembered that a node has failed, or is slow: once until the end of a recovery, or the next start,
         however many of its ranks have failed and how often."""
@@ -225,28 +223,46 @@ class JobState:
         if not self.saving:
             self.shut_down()
 
-    def shut_down(self, version: int = 0, *, whole: bool = False) -> None:
+    def shut_down(self, version: int = 0, *, whole: bool = False, saved: str = "") -> None:
         """Have all agents end their processes. ``version``: of which everything is kept (``whole``), or a part; 0:
-        nobody knows."""
+        nobody knows. ``saved``: the checkpoint that has it."""
         self.saving = False
-        shutdown = pb.Shutdown(reason=self.failure_reason, version=version, whole=whole, void=self.void)
+        shutdown = pb.Shutdown(reason=self.failure_reason, version=version, whole=whole, void=self.void, saved=saved)
         self.command(AGENT, pb.Command(shutdown=shutdown))
 
+    @property
+    def changes(self) -> bool:
+        """Its size or its layout may change: what a rank's memory has is of one of them."""
+        return self.config.elastic is not None or self.config.replan is not None
+
+    @property
+    def keeps_last(self) -> bool:
+        """What its ranks hold when it ends is kept by the nodes' snapshot processes."""
+        snapshots = self.config.snapshots
+        return not self.changes and snapshots.keep != "never" and snapshots.persist
+
+    @property
+    def last_directory(self) -> str:
+        """Where the checkpoint goes that is written when it ends, unless its ranks write theirs elsewhere; "": none
+        is."""
+        if self.ranks and self.in_order[0].checkpoints:
+            return str(self.config.checkpoint.dir or self.where)
+        alone = self.changes and not self.config.several_nodes  # else each node has a run directory of its own
+        return str(Path(self.where) / LAST_CHECKPOINT) if alone else ""
+
     def _has_something_to_save(self) -> bool:
-        """Whether ranks hold a state that a later launch could go on from. Not where layouts and sizes change: what is
-        kept on a node is of one."""
-        config = self.config
-        changes = config.elastic is not None or config.replan is not None
-        if changes or self.unprotected or not self.launched:
-            return False
-        if config.snapshots.keep == "never" or not config.snapshots.persist:
-            return False
-        if self.places[Place.RELEASED] or self.places[Place.FINISHED]:
+        """Whether ranks hold a state that a later launch could go on from, and it can be kept."""
+        if self.unprotected or not self.launched or self.places[Place.RELEASED] or self.places[Place.FINISHED]:
             return False
         in_loop = sum(
             self.places[p] for p in (Place.RUNNING, Place.STOPPING, Place.STOPPED, Place.RECOVERING, Place.DONE)
         )
-        return in_loop > 0 and any(record.committed > 0 for record in self.in_order)
+        if not in_loop or not any(record.committed > 0 for record in self.in_order):
+            return False
+        if self.changes and not self.last_directory:
+            text = "nothing is kept of what the ranks hold: a job of several nodes that may change its size or its "
+            self.notice(NoticeKind.CHECKPOINT_FAILED, f"{text}layout needs --checkpoint-dir for that")
+        return self.keeps_last or bool(self.last_directory)
 
     def keepers_of_copies(self, records: Sequence[RankRecord] = ()) -> dict[int, int]:
         """By rank, the one that holds its neighbour copies, if the job consists of these ``records`` (default: all). It

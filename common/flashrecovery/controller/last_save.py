@@ -1,10 +1,15 @@
 """A job ends before its last step: what its ranks hold is kept before their processes end.
 
 Whatever the reason is (a signal, a script that fails in the same step again and again, an error of the controller): the
-ranks that live are held and stopped as in a recovery, so that they stand at whole versions; then each has its node's
-snapshot process hold its part of the newest one. What only a rank that is gone had is in its page, and its agent keeps
-that. All of it together takes at most ``timeouts.last_save_s``; then the agents end their processes, and write what is
-held to disk.
+ranks that live are held and stopped as in a recovery, so that they stand at whole versions. Then
+
+1. each has its node's snapshot process hold its part of the newest one. What only a rank that is gone had is in its
+   page, and its agent keeps that. (Not in a job that may change its size or layout: that is of one of them.)
+2. Where the job has a directory for checkpoints, or may change, each writes its part of a checkpoint; for a rank that
+   is gone one of those does so that hold what it had.
+
+All of it together takes at most ``timeouts.last_save_s``; then the agents end their processes, and write what is held
+to disk, unless the checkpoint has it.
 """
 
 from __future__ import annotations
@@ -24,22 +29,39 @@ _OF_HOLDING = 0.2
 """... and to say where they are."""
 
 
-def newest_whole(records: Sequence[RankRecord]) -> int:
-    """The newest version of which these ranks together have everything that they need, each its own state included; -1
-    if there is none."""
+def newest_whole(records: Sequence[RankRecord], gone: Sequence[RankRecord] = ()) -> int:
+    """The newest version of which these ranks together have everything that they need, each its own state included, and
+    all shards that those need which are ``gone``; -1 if there is none."""
     needed = {name for record in records for name in record.needs}
+    needed |= {name for record in gone for name in record.needs if name != capsule_name(record.rank)}
     for version in sorted({record.newest for record in records} | {record.live for record in records}, reverse=True):
-        there: set[str] = set()
-        for record in records:
-            there.update(record.needs if record.live == version else record.kept_at(version))
+        there = {name for record in records for name in names_at(record, version)}
         if version >= 0 and needed <= there:
             return version
     return -1
 
 
+def names_at(record: RankRecord, version: int) -> set[str]:
+    """The shards that this rank has at ``version``, its own and others'."""
+    return {*(record.needs if record.live == version else ()), *record.kept_at(version)}
+
+
 def has_all(record: RankRecord, version: int) -> bool:
     """Whether this rank has everything of its own at ``version``."""
-    return record.live == version or record.needs.keys() <= {*record.kept_at(version)}
+    return record.needs.keys() <= names_at(record, version)
+
+
+def writers(stopped: Sequence[RankRecord], gone: Sequence[RankRecord], version: int) -> dict[int, int]:
+    """Who writes the part of each rank that is gone: of those that have all that it had, besides its own state, the one
+    with the fewest parts. Of whom nobody has it is not in there."""
+    there = {record.rank: names_at(record, version) for record in stopped}
+    found: dict[int, int] = {}
+    for record in gone:
+        needed = record.needs.keys() - {capsule_name(record.rank)}
+        able = [rank for rank, names in there.items() if needed <= names]
+        if able:
+            found[record.rank] = min(able, key=lambda rank: (list(found.values()).count(rank), rank))
+    return found
 
 
 class LastSave:
@@ -56,6 +78,9 @@ class LastSave:
         self._began: float | None = None
         self._version = -1
         self._missing: dict[int, str] = {}
+        self._capsules: dict[int, bytes] = {}  # of ranks that are gone
+        self._writes = False  # a checkpoint is being written
+        self._not_written: dict[int, str] = {}
 
     def tick(self, now: float) -> None:
         """Go on, as far as that is possible."""
@@ -71,7 +96,10 @@ class LastSave:
             if not job.places[Place.STOPPING] or now >= began + _OF_STOPPING * limit:
                 self._keep(now, began + limit)
         elif not job.outbox.waits_for(Ordered.KEEP_LAST):
-            self._end()
+            if self._writes or not job.last_directory or self._checkpoint:
+                self._end()
+            else:
+                self._write(began + limit)
 
     def lost(self, ranks: Collection[int]) -> None:
         """The processes of these ranks are gone."""
@@ -79,19 +107,25 @@ class LastSave:
         for rank in ranks:
             self._job.ranks[rank].vacate()
             if self._version >= 0:
-                self._missing.setdefault(rank, "its process has ended")
+                self._note(rank, "its process has ended")
 
     def late(self, late: Mapping[int, Ordered]) -> None:
         """These have not answered in time."""
         for rank, what in late.items():
             if what is Ordered.KEEP_LAST:
-                self._missing[rank] = "no answer in time"
+                self._note(rank, "no answer in time")
 
     def kept(self, ranks: Collection[int], message: pb.Reply) -> None:
         """An answer of these ranks, or of the agent for them."""
         for rank in ranks:
             if message.error_type:
-                self._missing[rank] = message.error
+                self._note(rank, message.error)
+            if message.capsule:
+                self._capsules[rank] = message.capsule
+
+    def _note(self, rank: int, why: str) -> None:
+        """What is missing of it."""
+        (self._not_written if self._writes else self._missing).setdefault(rank, why)
 
     def _begin(self, now: float) -> None:
         job = self._job
@@ -103,18 +137,35 @@ class LastSave:
         deadline = now + _OF_HOLDING * job.config.timeouts.last_save_s
         job.command_all(living, pb.Command(hold=pb.Hold()), deadline, Ordered.HOLD)
 
+    @property
+    def _stopped(self) -> list[RankRecord]:
+        return [r for r in self._job.ranks.values() if r.place is Place.STOPPED]
+
+    @property
+    def _gone(self) -> list[RankRecord]:
+        return [r for r in self._job.ranks.values() if r.place is not Place.STOPPED]
+
     def _keep(self, now: float, deadline: float) -> None:
         job = self._job
         job.outbox.clear()
-        stopped = [r for r in job.ranks.values() if r.place is Place.STOPPED]
-        gone = [r for r in job.ranks.values() if r.place is not Place.STOPPED]
-        self._version = newest_whole(stopped)
+        stopped, gone = self._stopped, self._gone
+        self._version = newest_whole(stopped, gone if job.changes else ())
         if self._version <= 0:
+            if job.changes and stopped and gone:
+                self._say_not_written(f"nobody has what {ranks_text([r.rank for r in gone])} alone had")
             job.shut_down()
+            return
+        if not job.keeps_last:
+            self._write(deadline)
             return
         holders = [r.rank for r in stopped if has_all(r, self._version)]
         order = pb.KeepLast(version=self._version, holders=holders)
         job.command_all(stopped, pb.Command(keep_last=order), deadline, Ordered.KEEP_LAST)
+        self._keep_of(stopped, gone, deadline)
+
+    def _keep_of(self, stopped: Sequence[RankRecord], gone: Sequence[RankRecord], deadline: float) -> None:
+        """Have the agents keep what there is of ranks that are gone."""
+        job = self._job
         there = {name for record in stopped for name in record.needs}
         late = {version for record in stopped for version in record.late}
         for record in gone:
@@ -124,6 +175,7 @@ class LastSave:
                 gone=True,
                 tensors=not record.needs.keys() - {capsule_name(record.rank)} <= there,
                 early=self._version not in late,
+                send=bool(job.last_directory),
             )
             if not node or not job.nodes[node].alive:
                 self._missing[record.rank] = "its node is gone"
@@ -131,13 +183,61 @@ class LastSave:
             command = pb.Command(generation=job.generation, rank=record.rank, keep_last=order)
             job.outbox.send(node, command, deadline, Ordered.KEEP_LAST)
 
+    def _write(self, deadline: float) -> None:
+        """A checkpoint of the version."""
+        job, self._writes = self._job, True
+        stopped, gone = self._stopped, self._gone
+        found = writers(stopped, gone, self._version)
+        alike = job.config.elastic is not None  # there anybody's own state serves
+        for record in gone:
+            if record.rank not in found or not (alike or record.rank in self._capsules):
+                self._not_written[record.rank] = f"what it alone had of step {self._version} is gone with its process"
+        if alike and any(record.divided for record in stopped) and set(job.layout) != set(job.ranks):
+            self._not_written = dict.fromkeys(job.ranks, "the job was about to change its size")
+        if self._not_written:
+            return
+        lost = [
+            pb.LostPart(
+                rank=record.rank,
+                writer=found[record.rank],
+                shards=sorted(record.needs.keys() - {capsule_name(record.rank)}),
+                capsule=self._capsules.get(record.rank, b""),
+            )
+            for record in gone
+        ]
+        order = pb.KeepLast(
+            version=self._version,
+            directory=job.last_directory,
+            lost=lost,
+            launch=job.launch,
+            members=job.members if alike else (),
+        )
+        job.command_all(stopped, pb.Command(keep_last=order), deadline, Ordered.KEEP_LAST)
+
     def _end(self) -> None:
-        version, missing = self._version, self._missing
-        if missing:
-            why = "; ".join(f"{ranks_text([rank])}: {why}" for rank, why in sorted(missing.items())[:3])
-            text = f"the state of step {version} is not kept whole: {why}"
-        else:
+        job, version = self._job, self._version
+        whole = job.keeps_last and not self._missing
+        saved = self._checkpoint
+        if self._not_written and not saved:
+            self._say_not_written(_in_words(self._not_written))
+        if whole or saved:
             text = f"the state of step {version} is kept whole"
-        generation = self._job.generation
-        self._job.emit(ev.Notice(generation=generation, kind=NoticeKind.LAST_SAVE, text=text, step=version))
-        self._job.shut_down(version, whole=not missing)
+        else:
+            why = _in_words(self._missing or self._not_written)
+            text = f"the state of step {version} is not kept whole: {why}"
+        job.emit(ev.Notice(generation=job.generation, kind=NoticeKind.LAST_SAVE, text=text, step=version))
+        job.shut_down(version, whole=whole, saved=saved)
+
+    @property
+    def _checkpoint(self) -> str:
+        """Of the version that is kept; "": there is none."""
+        newest = self._job.checkpoint
+        return newest[1] if newest is not None and newest[0] == self._version else ""
+
+    def _say_not_written(self, why: str) -> None:
+        text = f"none was written of the state in which the job ends: {why}"
+        self._job.notice(NoticeKind.CHECKPOINT_FAILED, text)
+
+
+def _in_words(missing: Mapping[int, str]) -> str:
+    return "; ".join(f"{ranks_text([rank])}: {why}" for rank, why in sorted(missing.items())[:3])

@@ -735,10 +735,11 @@ class Machine:
         step: int = -1,
         words: pb.LastWords | None = None,
     ) -> None:
-        drill = self.job.take_drill(record.rank)  # which says nothing of the node
+        words = words or pb.LastWords()
+        step = step if step >= 0 else max(record.committed, 0)
+        drill = self.job.asked.take(record.rank, kind, step, words.exception)  # which says nothing of the node
         if not drill and kind is not FailureKind.NODE_LOST:  # a lost node is to blame once, for all of its ranks
             self.job.blame(record.home, kind, f"rank {record.rank}: {evidence}")
-        words = words or pb.LastWords()
         self.job.emit(
             ev.FailureDetected(
                 generation=self.job.generation,
@@ -746,7 +747,7 @@ class Machine:
                 kind=kind,
                 evidence=evidence,
                 detect_s=detect_s,
-                step=step if step >= 0 else max(record.committed, 0),
+                step=step,
                 exception=words.exception,
                 message=words.message,
                 traceback=words.traceback,

@@ -86,6 +86,7 @@ class RankRecord:
             not said so.
         ended: the script of its process has come to its end after so many calls; 0: it has not, or it takes steps.
         in_snapshots: its copies outlive the processes of the job.
+        checkpoints: it has a directory for them.
         shape: which ranks make up the replicas of an elastic job; None: it has not said.
         sizes: the numbers of replicas with which an elastic job can go on; empty: all.
         hang_floor_s: no progress for less than this is never a hang of this rank; 0: as launched.
@@ -115,6 +116,7 @@ class RankRecord:
     steps: int | None = None
     ended: int = 0
     in_snapshots: bool = False
+    checkpoints: bool = False
     shape: ReplicaShape | None = None
     sizes: frozenset[int] = frozenset()
     needs: dict[str, int] = field(default_factory=dict)
@@ -205,6 +207,7 @@ class RankRecord:
         self.steps, self.ended = message.steps, 0
         self.hang_floor_s = message.hang_floor_s
         self.in_snapshots = message.in_snapshots
+        self.checkpoints = message.checkpoints
         self.sizes = frozenset(message.sizes)
         self.shape = _shape_said(message) or self.shape
         self.batches = message.batches

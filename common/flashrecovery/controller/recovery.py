@@ -109,6 +109,8 @@ class RecoverySteps:
     def _saved_state(self) -> Decision | None:
         """The newest state that an earlier launch has left, in memory or on disk; None if there is none, or it is of no
         use and the job has failed: what somebody asks for is not quietly begun anew."""
+        found = self._job.checkpoints
+        found += [last for last in self._job.left_last if not found or last[0] >= found[-1][0]]
         checkpoint = self._job.checkpoint
         in_memory = from_snapshots(self._job.ranks)
         if isinstance(in_memory, NoCut):
@@ -556,7 +558,7 @@ class RecoverySteps:
         if self._job.all_in(Place.FINISHED) and self._job.told_to_end:
             self._job.fail(f"{self._job.told_to_end}; all ranks have ended by themselves")
         elif self._job.all_in(Place.FINISHED):
-            for drill in self._job.drills:
+            for drill in self._job.asked.missed():
                 when = "" if drill.step < 0 else f", step {drill.step:,}"
                 text = (
                     f"{drill.fault} at {drill.phase or 'once'}{when}: the job has ended, and this fault has not struck"

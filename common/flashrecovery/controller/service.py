@@ -47,6 +47,8 @@ from flashrecovery.plan.quorum import Quorum
 from flashrecovery.plan.transitions import RECOVERY_STATES, State
 from flashrecovery.proto import flashrecovery_pb2 as pb
 from flashrecovery.proto import flashrecovery_pb2_grpc as rpc
+from flashrecovery.redundancy.published import published
+from flashrecovery.snapshot.files import LAST_CHECKPOINT
 from flashrecovery.terminal import say
 
 if TYPE_CHECKING:
@@ -146,6 +148,8 @@ class ControllerService(rpc.ControllerServicer):  # type: ignore[misc]
         self.machine.takeover.written_down = self._numbers.read()
         if self._config.resume:
             self.machine.job.earlier_step = earlier_step(self.run_dir)
+            left = published(self.run_dir.path / LAST_CHECKPOINT)
+            self.machine.job.left_last = [(version, str(path)) for version, path in left]
         self._server = self._access.server()
         rpc.add_ControllerServicer_to_server(self, self._server.grpc)
         try:

@@ -1624,6 +1624,7 @@ class Reply(_message.Message):
     STASHED_BYTES_FIELD_NUMBER: _builtins.int
     LAYOUT_FIELD_NUMBER: _builtins.int
     READY_FIELD_NUMBER: _builtins.int
+    CAPSULE_FIELD_NUMBER: _builtins.int
     serial: _builtins.int
     generation: _builtins.int
     rank: _builtins.int
@@ -1643,6 +1644,8 @@ class Reply(_message.Message):
     lacking_bytes: _builtins.int
     stashed_bytes: _builtins.int
     """of a stash: bytes of tensors that were written"""
+    capsule: _builtins.bytes
+    """of a KeepLast to an agent"""
     @_builtins.property
     def held(self) -> _containers.RepeatedCompositeFieldContainer[Global___Held]: ...
     @_builtins.property
@@ -1708,10 +1711,11 @@ class Reply(_message.Message):
         stashed_bytes: _builtins.int = ...,
         layout: _abc.Iterable[_builtins.int] | None = ...,
         ready: _abc.Iterable[_builtins.int] | None = ...,
+        capsule: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["parity", b"parity", "position", b"position"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["also", b"also", "bytes_on_device", b"bytes_on_device", "bytes_received", b"bytes_received", "error", b"error", "error_type", b"error_type", "fatal", b"fatal", "generation", b"generation", "held", b"held", "lacking_bytes", b"lacking_bytes", "late", b"late", "layout", b"layout", "live_version", b"live_version", "needs", b"needs", "next_needs", b"next_needs", "outside", b"outside", "parity", b"parity", "position", b"position", "rank", b"rank", "ready", b"ready", "received_digests", b"received_digests", "reshaped_bytes", b"reshaped_bytes", "sent_digests", b"sent_digests", "serial", b"serial", "stashed_bytes", b"stashed_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["also", b"also", "bytes_on_device", b"bytes_on_device", "bytes_received", b"bytes_received", "capsule", b"capsule", "error", b"error", "error_type", b"error_type", "fatal", b"fatal", "generation", b"generation", "held", b"held", "lacking_bytes", b"lacking_bytes", "late", b"late", "layout", b"layout", "live_version", b"live_version", "needs", b"needs", "next_needs", b"next_needs", "outside", b"outside", "parity", b"parity", "position", b"position", "rank", b"rank", "ready", b"ready", "received_digests", b"received_digests", "reshaped_bytes", b"reshaped_bytes", "sent_digests", b"sent_digests", "serial", b"serial", "stashed_bytes", b"stashed_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -2944,6 +2948,7 @@ Global___Fault: _TypeAlias = Fault  # noqa: Y015
 class Shutdown(_message.Message):
     """version: of which everything is in the memories of the nodes' snapshot processes (whole), or what the living had of it;
     0: nobody has looked. void: the ranks do not agree, so that nothing may go on from what they hold.
+    saved: the checkpoint that has that version; nothing else need be written of it.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -2952,10 +2957,12 @@ class Shutdown(_message.Message):
     VERSION_FIELD_NUMBER: _builtins.int
     WHOLE_FIELD_NUMBER: _builtins.int
     VOID_FIELD_NUMBER: _builtins.int
+    SAVED_FIELD_NUMBER: _builtins.int
     reason: _builtins.str
     version: _builtins.int
     whole: _builtins.bool
     void: _builtins.bool
+    saved: _builtins.str
     def __init__(
         self,
         *,
@@ -2963,10 +2970,11 @@ class Shutdown(_message.Message):
         version: _builtins.int = ...,
         whole: _builtins.bool = ...,
         void: _builtins.bool = ...,
+        saved: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["reason", b"reason", "version", b"version", "void", b"void", "whole", b"whole"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["reason", b"reason", "saved", b"saved", "version", b"version", "void", b"void", "whole", b"whole"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -2977,6 +2985,9 @@ class KeepLast(_message.Message):
     """The job ends: have the node's snapshot process hold this rank's part of this version. holders: the ranks that have the
     version. To an agent (gone): the process of the rank is no more, or does not answer, so keep what its page has (early: also
     if it was sealed early); with tensors, what the rank itself had kept must be there, too.
+    With a directory: write its part of a checkpoint instead, there or where the job's checkpoints go, and those of "lost"
+    ranks that it is to write. launch: whose it is, so that no part of an earlier launch is taken for one. members: the ranks of
+    an elastic job as they are counted. To an agent (send): answer with the capsule, too.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -2986,12 +2997,24 @@ class KeepLast(_message.Message):
     GONE_FIELD_NUMBER: _builtins.int
     TENSORS_FIELD_NUMBER: _builtins.int
     EARLY_FIELD_NUMBER: _builtins.int
+    DIRECTORY_FIELD_NUMBER: _builtins.int
+    LOST_FIELD_NUMBER: _builtins.int
+    LAUNCH_FIELD_NUMBER: _builtins.int
+    MEMBERS_FIELD_NUMBER: _builtins.int
+    SEND_FIELD_NUMBER: _builtins.int
     version: _builtins.int
     gone: _builtins.bool
     tensors: _builtins.bool
     early: _builtins.bool
+    directory: _builtins.str
+    launch: _builtins.str
+    send: _builtins.bool
     @_builtins.property
     def holders(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def lost(self) -> _containers.RepeatedCompositeFieldContainer[Global___LostPart]: ...
+    @_builtins.property
+    def members(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     def __init__(
         self,
         *,
@@ -3000,14 +3023,50 @@ class KeepLast(_message.Message):
         gone: _builtins.bool = ...,
         tensors: _builtins.bool = ...,
         early: _builtins.bool = ...,
+        directory: _builtins.str = ...,
+        lost: _abc.Iterable[Global___LostPart] | None = ...,
+        launch: _builtins.str = ...,
+        members: _abc.Iterable[_builtins.int] | None = ...,
+        send: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["early", b"early", "gone", b"gone", "holders", b"holders", "tensors", b"tensors", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["directory", b"directory", "early", b"early", "gone", b"gone", "holders", b"holders", "launch", b"launch", "lost", b"lost", "members", b"members", "send", b"send", "tensors", b"tensors", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___KeepLast: _TypeAlias = KeepLast  # noqa: Y015
+
+@_typing.final
+class LostPart(_message.Message):
+    """shards: of tensors, that the rank needs. No capsule: another rank's serves."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RANK_FIELD_NUMBER: _builtins.int
+    WRITER_FIELD_NUMBER: _builtins.int
+    SHARDS_FIELD_NUMBER: _builtins.int
+    CAPSULE_FIELD_NUMBER: _builtins.int
+    rank: _builtins.int
+    writer: _builtins.int
+    capsule: _builtins.bytes
+    @_builtins.property
+    def shards(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    def __init__(
+        self,
+        *,
+        rank: _builtins.int = ...,
+        writer: _builtins.int = ...,
+        shards: _abc.Iterable[_builtins.str] | None = ...,
+        capsule: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["capsule", b"capsule", "rank", b"rank", "shards", b"shards", "writer", b"writer"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LostPart: _TypeAlias = LostPart  # noqa: Y015
 
 @_typing.final
 class Ping(_message.Message):

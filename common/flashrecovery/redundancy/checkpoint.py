@@ -93,6 +93,16 @@ class _Part:
         return self.shape.world
 
 
+@dataclass(frozen=True)
+class LastPart:
+    """A rank's part, from tensors that nobody changes any more. ``sources``: each with whether other ranks hold it."""
+
+    rank: int
+    sources: Sequence[tuple[ShardSource, bool]]
+    capsule: bytes
+    common: bytes
+
+
 class CheckpointFallback:
     """Writes this rank's parts. ``commit`` belongs to the training thread; the callbacks run in the writing
     thread.
@@ -260,6 +270,24 @@ class CheckpointFallback:
 
         self._submit(job)
 
+    def write_now(
+        self, parts: Sequence[LastPart], version: int, attempt: str, rules: tuple[TensorRule, ...] | None
+    ) -> None:
+        """Write this rank's part and others', in the calling thread. ``attempt``: tells it from all other checkpoints
+        of this version. ``rules``: see :meth:`commit`. Raises OSError, RuntimeError, FlashRecoveryError."""
+        for part in parts:
+            began = time.monotonic()
+            copy = HostCopies()
+            write = None if self._form is None else self._form.capture(self.directory, step_name(version), copy)
+            tensors = {
+                f"{tensor_prefix(source.name, shared, part.rank)}{key}": _on_host(tensor, copy)
+                for source, shared in part.sources
+                for key, tensor in zip(source.spec.tensors, source.tensors, strict=True)
+            }
+            owned = [(source.name, shared, source.spec) for source, shared in part.sources]
+            of = _Part(part.rank, self._shape, part.capsule, part.common, rules, self._stands)
+            self._write(version, attempt, owned, tensors, write, of, began, 0.0)
+
     def wait(self, timeout_s: float | None = None) -> bool:
         """True when nothing is being written. Raises what writing has raised if there is no ``on_error``."""
         done = self._background.wait(timeout_s)
@@ -278,7 +306,7 @@ class CheckpointFallback:
     def _write(
         self,
         version: int,
-        generation: int,
+        generation: int | str,
         owned: list[tuple[str, bool, ShardSpec]],
         tensors: dict[str, torch.Tensor],
         write: Callable[[Path], None] | None,
@@ -349,3 +377,7 @@ class CheckpointFallback:
             number = pending.name.removeprefix(".pending-").split(".")[0]
             if number.isdigit() and int(number) <= version:
                 shutil.rmtree(pending, ignore_errors=True)
+
+
+def _on_host(tensor: torch.Tensor, copy: HostCopies) -> torch.Tensor:
+    return tensor.detach() if tensor.device.type == "cpu" else copy(tensor)

@@ -53,6 +53,9 @@ _END = struct.Struct("<qq")
 _COUNTED = 4
 _COUNTED_WORDS = 64  # pairs: 1 + a step, and 1 + the iteration that it belongs to
 _SETUP_WORDS = 16 + 8 * VERSIONS_KEPT  # length + 1 (0: none), digest
+TERMINATIONS_WORD = _SETUP_WORDS + 2
+"""Counts the SIGTERMs which have been noted in place of ending the process."""
+_NOTES = TERMINATIONS_WORD + 1
 
 
 @dataclass(frozen=True)
@@ -172,6 +175,19 @@ class Page:
     def tokens_per_step(self) -> int:
         """What :meth:`set_tokens_per_step` has said; 0: nothing."""
         return self._words[_TOKENS]
+
+    @property
+    def terminations(self) -> int:
+        """How many SIGTERMs the process has noted, in place of ending by them."""
+        return self._words[TERMINATIONS_WORD]
+
+    @property
+    def notes_terminations(self) -> bool:
+        """Whether it would note the next one: the script has no handler of its own, as was seen at its last commit."""
+        return bool(self._words[_NOTES])
+
+    def set_notes_terminations(self, notes: bool) -> None:
+        self._words[_NOTES] = notes
 
     # -- lease ------------------------------------------------------------------------------------
 

@@ -21,6 +21,8 @@ from flashrecovery.snapshot.memory import SharedMemory
 FOLDER = "snapshots"
 PARTIAL = "snapshots.partial"
 """What is not known to be a whole version, where the folder of that name has something already. Nothing reads it."""
+LAST_CHECKPOINT = "last-checkpoint"
+"""In the run directory: what a job with several sizes or layouts leaves, if it has no directory for checkpoints."""
 LAST, OF_PAGE = "own-last", "own-page"
 """Memories that are kept when a job ends: of a rank, and in the place of one that is gone, what its page had."""
 _LIST = "list.json"

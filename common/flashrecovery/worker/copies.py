@@ -36,9 +36,11 @@ from flashrecovery.runtime.environment import in_changed_layout
 from flashrecovery.snapshot.client import Keeper
 from flashrecovery.snapshot.files import LAST, OF_PAGE, memory_name
 from flashrecovery.snapshot.memory import SharedMemory, host_id
+from flashrecovery.state.object_shard import ObjectShard
 from flashrecovery.state.shard import Shard, ShardSource
 from flashrecovery.worker.copy_choice import anywhere, choice, copied_shards, neighbour_of, placement, ring_among
 from flashrecovery.worker.glance import glance_at_tensors
+from flashrecovery.worker.last_checkpoint import save_last
 from flashrecovery.worker.last_copy import LastCopy
 from flashrecovery.worker.proof import is_due
 from flashrecovery.worker.registry import Registry
@@ -69,7 +71,7 @@ class Copies:
         shard has no replica, or parity where the nodes do not allow it; ConfigError if there is not enough host
         memory, or the checkpoint directory cannot be written."""
         self._registry = registry
-        self._limits = settings.timeouts
+        self._settings, self._limits, self._on_published = settings, settings.timeouts, on_published
         # Only where touches can be seen is it known that nothing else has changed a tensor beside its copy.
         seen = all(adapter.touch_mark() is not None for adapter in registry.adapters if adapter.shards())
         self._look: ChangeCounter | None = _look if seen else None
@@ -304,6 +306,28 @@ class Copies:
             for s in part
         ]
         self._last.keep(version, sources, self._beside(version))
+
+    def save_last(self, order: pb.KeepLast, generation: int, *, live: bool) -> None:
+        """The job ends: write this rank's part of a checkpoint. ``live``: as for :meth:`keep_last`. Raises
+        RestoreError."""
+        registry, version = self._registry, order.version
+        if not live and self._form is not None:
+            raise RestoreError(
+                f"rank {registry.rank} has gone on, and {self._form.name!r} is written of its live state"
+            )
+        if self.checkpoint is not None:
+            self.checkpoint.close(_CLOSE_S)  # the part that is being written, if there is one
+
+        def own(name: str) -> ShardSource:
+            shard = registry.shards[name]
+            if not live or isinstance(shard, ObjectShard):
+                return self._own_source(name, version)
+            return ShardSource(name, shard.spec(), list(shard.tensors().values()))
+
+        def copied(name: str) -> ShardSource:
+            return self.source(Kind.COPY, name, version)
+
+        save_last(registry, self._settings, self._form, order, generation, (own, copied), self._on_published)
 
     def describe(self) -> str:
         """In words: what is protected by which copies, what that costs, and which losses it survives."""

@@ -151,6 +151,10 @@ class DataStream:
         """Batches of one epoch. Raises TypeError if the loader does not know."""
         return len(self.loader)  # type: ignore[arg-type]
 
+    def exit_codes(self) -> list[int | None]:
+        """Of the processes that read for it; None: it runs."""
+        return [worker.exitcode for worker in getattr(self._iterator, "_workers", ())]
+
     def __iter__(self) -> DataStream:
         return self
 

@@ -44,6 +44,7 @@ from flashrecovery.worker.script_frames import check_loop
 from flashrecovery.worker.sealing import Sealing
 from flashrecovery.worker.stashing import ReplanRules
 from flashrecovery.worker.stops import Stops
+from flashrecovery.worker.termination import Termination
 from flashrecovery.worker.touches import Touches
 from flashrecovery.worker.transaction import Transaction
 from flashrecovery.worker.unregistered import Unregistered
@@ -75,7 +76,9 @@ class Loop:
             worker.gate.check,
             calls=own_calls,
         )
-        self._stops = Stops(worker.gate, worker.control, worker.settings.timeouts.peer_error_wait_s)
+        self._termination = Termination(worker.gate.page, lambda: worker.registry.streams)
+        patience_s = worker.settings.timeouts.peer_error_wait_s
+        self._stops = Stops(worker.gate, worker.control, patience_s, lambda: self._termination.has_come)
         frameworks = any(adapter.whole_framework for adapter in worker.registry.adapters)
         self._unregistered = None if worker.rank else self._first_to_look(frameworks)  # what they have is alike
         self._optimizers = OptimizerWatch(
@@ -289,6 +292,7 @@ class Loop:
         for rules in self._rules:
             rules.check_step(self._gate.version)
         self._step.commit(outside=not self._own_calls)
+        self._termination.look()
         self._unsettled = self._committed = True
         self._published = False
         if not self._own_calls:

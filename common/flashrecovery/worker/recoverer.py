@@ -197,7 +197,7 @@ class Recoverer:
             elif body == "resume":
                 resumed = self._resume(command)
             elif body == "keep_last":
-                self._keep_last(command.keep_last)
+                self._keep_last(command.keep_last, command.generation)
             elif body == "leave":
                 self._loop.leave()
         except (RuntimeError, FlashRecoveryError) as e:
@@ -267,10 +267,15 @@ class Recoverer:
         )
         reply.sent_digests.update(alike)
 
-    def _keep_last(self, order: pb.KeepLast) -> None:
+    def _keep_last(self, order: pb.KeepLast, generation: int) -> None:
         """The job ends: this process's memory goes with it."""
         live = self._worker.gate.live == order.version
-        self._loop.copies.keep_last(order.version, frozenset(order.holders), live=live)
+        if not order.directory:
+            self._loop.copies.keep_last(order.version, frozenset(order.holders), live=live)
+            return
+        if self._worker.registry.checkpoint_format() is not None:  # it writes what the framework has now
+            self._loop.restore_plain(order.version, fresh=False)
+        self._loop.copies.save_last(order, generation, live=live)
 
     def _from_other_nodes(self, root: Path, place: pb.StashPlace, within_s: float) -> Fetched:
         worker, control = self._worker, self._worker.control

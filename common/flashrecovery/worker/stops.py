@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 from flashrecovery import groups
 from flashrecovery.worker.control import Control
@@ -17,10 +18,12 @@ class Stops:
 
     Args:
         patience_s: how long a stop is waited for (``timeouts.peer_error_wait_s``).
+        told: whether somebody has told this process, or one that its script needs, to end.
     """
 
-    def __init__(self, gate: Gate, control: Control, patience_s: float) -> None:
+    def __init__(self, gate: Gate, control: Control, patience_s: float, told: Callable[[], bool]) -> None:
         self._gate = gate
+        self._told = told
         self._control = control
         self._patience_s = patience_s
 
@@ -31,11 +34,12 @@ class Stops:
         return self._gate.stopped or self._follows(error)
 
     def _follows(self, error: BaseException) -> bool:
-        """A failed collective is mostly a dead peer's: the controller is about to say stop."""
+        """A failed collective is mostly a dead peer's: the controller is about to say stop. So it is where a scheduler
+        has signalled all processes."""
         seen: BaseException | None = error
         while seen is not None and not groups.is_communication_error(seen):
             seen = seen.__cause__ or seen.__context__
-        return seen is not None and self.wait()
+        return (seen is not None or self._told()) and self.wait()
 
     def wait(self) -> bool:
         """Whether the stop comes in time. The clock stands while nobody could say it: while the agent hears no

@@ -15,6 +15,7 @@
 #include "glance.h"
 #include "sparse_backend.h"
 #include "store.h"
+#include "termination.h"
 #include "thread_states.h"
 
 namespace {
@@ -217,6 +218,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("wait_buried", [](Millis deadline) { return Graveyard::instance().waitEmpty(deadline); }, NoGil());
 
   // the end of the process
+  m.def("note_termination", &Termination::note);
+  m.def("notes_termination", &Termination::notes);
   m.def("close_all", [](const std::string& why) { ManagedBase::closeAll(why); }, NoGil());
   m.def("close_to_threads", [](Millis deadline) { return Ending::close(deadline); }, NoGil());
 }

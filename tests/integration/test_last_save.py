@@ -272,7 +272,7 @@ def test_a_scheduler_signals_all_processes(order: str, tmp_path: Path, undisturb
     running.wait_for_step(HELD - 1, LONG_S)
     ranks = [*running.ranks().values()]
     loaders = [child for rank in ranks for child in children_of(rank)]
-    assert len(loaders) == (2 if kind == "loader" else 0)
+    assert len(loaders) == (4 if kind == "loader" else 0)
     pids = {"loaders": loaders, "ranks": ranks, "launcher": [running.popen.pid]}
     for whom in order.split(", "):
         for pid in pids[whom]:

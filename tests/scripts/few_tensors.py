@@ -70,7 +70,7 @@ def main() -> None:
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1) if HANDLES else ():
         signal.signal(number, _handle)
     torch.manual_seed(100 + rank)
-    data = recovery.data(DataLoader(Numbers(), batch_size=8, num_workers=1)) if kind == "loader" else None
+    data = recovery.data(DataLoader(Numbers(), batch_size=8, num_workers=2)) if kind == "loader" else None
     for step in recovery.steps(steps):
         with step:
             if step.index == BUG and rank == 1:

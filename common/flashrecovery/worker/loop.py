@@ -47,6 +47,7 @@ from flashrecovery.worker.stops import Stops
 from flashrecovery.worker.termination import Termination
 from flashrecovery.worker.touches import Touches
 from flashrecovery.worker.transaction import Transaction
+from flashrecovery.worker.undisturbed import undisturbed
 from flashrecovery.worker.unregistered import Unregistered
 from flashrecovery.worker.unwinding import Unwinding
 from flashrecovery.worker.void_run import VoidRun
@@ -230,6 +231,7 @@ class Loop:
         self._graphs_since = leftovers.sequence_number()
         self._step.begin()
 
+    @undisturbed
     def end(self, error: BaseException | None) -> bool:
         """Commit, or recover. Returns True if ``error`` was only the consequence of a stop."""
         self._unwinding.over()
@@ -302,6 +304,7 @@ class Loop:
 
     # -- between two steps ------------------------------------------------------------------------
 
+    @undisturbed
     def finished(self, num_steps: int) -> bool:
         """True when all steps are committed on all ranks (waits for the others, and recovers if one of them fails)."""
         while True:

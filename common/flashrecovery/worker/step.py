@@ -9,6 +9,7 @@ from typing import Protocol
 from flashrecovery.errors import RegistrationError
 from flashrecovery.worker.consumers import step_entered
 from flashrecovery.worker.overhead import Overhead
+from flashrecovery.worker.undisturbed import undisturbed
 
 
 class Protected(Protocol):
@@ -56,6 +57,7 @@ class Step:
                 self._loop.begin()
         return self
 
+    @undisturbed
     def __exit__(
         self, exc_type: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None
     ) -> bool:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from flashrecovery.groups.native_build import loaded
 from flashrecovery.runtime.page import TERMINATIONS_WORD, Page
 from flashrecovery.worker.data import DataStream
+from flashrecovery.worker.undisturbed import Outside
 
 
 class Termination:
@@ -28,9 +29,12 @@ class Termination:
             page.set_notes_terminations(True)
 
     def look(self) -> None:
-        """Called at each commit: has the script set a handler of its own since?"""
+        """Called at each commit: has the script, or torch's data loader, set a handler of its own since?"""
         if self._notes is not None:
             self._page.set_notes_terminations(self._notes())
+        handler = signal.getsignal(signal.SIGCHLD)
+        if callable(handler) and not isinstance(handler, Outside):
+            signal.signal(signal.SIGCHLD, Outside(handler))
 
     @property
     def has_come(self) -> bool:

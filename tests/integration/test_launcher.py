@@ -427,6 +427,19 @@ def test_signals_end_everything_within_five_seconds(number: int, tmp_path: Path)
     check_clean(ended)
 
 
+def test_ctrl_c_in_the_first_moment_of_a_launch_ends_it_in_order(tmp_path: Path) -> None:
+    """While libraries are imported and the controller starts: none of them prints a traceback."""
+    job = RunningJob(tmp_path / "run", TWO, script=TINY, flags=["--steps", "5000"], standby=0)
+    deadline = time.monotonic() + 60
+    while "run directory" not in Path(job._out.name).read_text():
+        assert time.monotonic() < deadline and job.popen.poll() is None
+    job.popen.send_signal(signal.SIGINT)
+    ended = job.wait(60)
+    assert ended.code == 1 and "stopped by SIGINT" in ended.output and "Traceback" not in ended.output, ended.explain()
+    assert not ended.of("job_started"), ended.explain()
+    check_clean(ended)
+
+
 def test_a_killed_launcher_takes_its_processes_with_it(tmp_path: Path) -> None:
     job = RunningJob(tmp_path / "run", TWO, script=TINY, flags=["--steps", "5000"], standby=1)
     job.wait_for("standby_ready")

@@ -11,7 +11,7 @@ from flashrecovery.agent.snapshots import newest_of_all, saved_text
 from flashrecovery.cli.closing import closing_line
 from flashrecovery.controller.console import Console
 from flashrecovery.controller.earlier import step_of
-from flashrecovery.controller.last_save import newest_whole
+from flashrecovery.controller.last_save import newest_whole, writers
 from flashrecovery.controller.records import Place, RankRecord
 from flashrecovery.plan.transitions import State
 from flashrecovery.proto import flashrecovery_pb2 as pb
@@ -35,12 +35,33 @@ def test_the_newest_version_of_which_everything_is_there() -> None:
     assert newest_whole([record(0, -1)]) == -1
 
 
+def test_a_rank_that_is_gone_is_written_by_one_that_has_all_that_it_had() -> None:
+    """Also what only it had, if a neighbour keeps copies of that; not its own state, which comes from its page."""
+    gone = RankRecord(2)
+    gone.needs = {"param/w": 100, "common": 10, "capsule@2": 5}
+    assert writers([record(0, 7), record(1, 7)], [gone], 7) == {2: 0}
+    assert writers([record(0, 8), record(1, 7)], [gone], 7) == {2: 1}
+    assert writers([record(0, 8)], [gone], 7) == {}
+    gone.needs["part/w#2"] = 50
+    neighbour = record(1, 7, (7, "part/w#2"))
+    assert writers([record(0, 7), neighbour], [gone], 7) == {2: 1}
+    assert newest_whole([record(0, 7), neighbour], [gone]) == 7
+    assert newest_whole([record(0, 7), record(1, 7)], [gone]) == -1
+    third = RankRecord(3)
+    third.needs = {"param/w": 100, "common": 10, "capsule@3": 5}
+    del gone.needs["part/w#2"]
+    assert writers([record(0, 7), record(1, 7)], [gone, third], 7) == {2: 0, 3: 1}, "the work is divided"
+
+
 class Ending(World):
     """Its ranks have trained to version 2, and can keep what they hold."""
 
     def __init__(self, size: int = 2, **config: object) -> None:
         super().__init__(size, steps=9, **config)
         self.kept: dict[int, pb.KeepLast] = {}
+        self.written: dict[int, pb.KeepLast] = {}
+        self.refused = ""
+        self.capsule = b""
         self.told: list[pb.Shutdown] = []
         self.silent: set[int] = set()
         self.error = ""
@@ -53,8 +74,15 @@ class Ending(World):
         if body == "shutdown":
             self.told.append(command.shutdown)
         elif body == "keep_last":
-            self.kept[rank] = command.keep_last
+            order = command.keep_last
+            (self.written if order.directory else self.kept)[rank] = order
             reply = pb.Reply(serial=command.serial, generation=command.generation, rank=rank)
+            if order.gone and order.send:
+                reply.capsule = self.capsule
+            if order.directory and self.refused:
+                reply.error_type, reply.error = "RestoreError", self.refused
+            elif order.directory and len(self.written) == sum(r.live >= 0 for r in self.machine.job.ranks.values()):
+                self.machine.on_checkpoint(order.version, f"{order.directory}/step-{order.version}")
             if self.error and command.keep_last.gone:
                 reply.error_type, reply.error = "RestoreError", self.error
             self.machine.on_reply(reply, self.now)
@@ -183,6 +211,50 @@ def test_ranks_that_have_come_apart_leave_nothing_to_go_on_from() -> None:
         "rank 1: DivergedError: the ranks do not agree. Said before: train.py:7: count. Mend it; --resume goes on from "
         "the newest checkpoint, of step 1 (ck/step-1)"
     )
+
+
+def checkpointing(**config: object) -> Ending:
+    world = Ending(checkpoint={"dir": "ck"}, **config)
+    for one in world.machine.job.ranks.values():
+        one.checkpoints = True
+    return world
+
+
+def notices_of(world: Ending, kind: str) -> list[str]:
+    return [e.text for e in world.events if getattr(e, "kind", "") == kind]
+
+
+def test_with_a_directory_a_last_checkpoint_is_written() -> None:
+    world = checkpointing()
+    world.machine.on_stop_request("stopped by SIGTERM", world.now)
+    last = world.end()
+    assert (last.version, last.whole, last.saved) == (2, True, "ck/step-2")
+    assert sorted(world.kept) == sorted(world.written) == [0, 1], "in memory first, which takes no time"
+    assert not world.written[0].lost and not notices_of(world, "checkpoint_failed")
+
+
+def test_the_part_of_a_rank_that_is_gone_is_written_by_another_one() -> None:
+    world = checkpointing()
+    world.capsule = b"random numbers"
+    world.machine.job.ranks[1].vacate()
+    world.machine.on_stop_request("stopped by SIGTERM", world.now)
+    assert world.end().saved == "ck/step-2"
+    (lost,) = world.written[0].lost
+    assert (lost.rank, lost.writer, lost.capsule) == (1, 0, b"random numbers")
+    assert "capsule@1" not in lost.shards
+
+
+@pytest.mark.parametrize("why", ["the disk is full", ""])
+def test_a_last_checkpoint_that_is_not_written_is_said_and_the_snapshots_are_left(why: str) -> None:
+    world = checkpointing()
+    world.refused = why
+    if not why:  # the page of a rank that is gone has nothing
+        world.machine.job.ranks[1].vacate()
+    world.machine.on_stop_request("stopped by SIGTERM", world.now)
+    last = world.end()
+    assert (last.version, last.whole, last.saved) == (2, True, "")
+    (said,) = notices_of(world, "checkpoint_failed")
+    assert (why or "what it alone had of step 2 is gone") in said
 
 
 @pytest.mark.parametrize("config", [{"snapshots": {"keep": "never"}}, {"snapshots": {"persist": False}}])

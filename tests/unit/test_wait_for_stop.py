@@ -20,13 +20,26 @@ class Waiting:
     def __init__(self, *, heard: bool) -> None:
         self.gate: Any = SimpleNamespace(stopped=False, held=False)
         self.control: Any = SimpleNamespace(controller_heard=heard)
-        self.stops = Stops(self.gate, self.control, WAIT_S)
+        self.told = False
+        self.stops = Stops(self.gate, self.control, WAIT_S, lambda: self.told)
 
 
 def test_with_a_controller_it_waits_for_so_long_and_no_longer() -> None:
     worker, began = Waiting(heard=True), time.monotonic()
     assert not worker.stops.wait()
     assert time.monotonic() - began >= WAIT_S
+
+
+def test_an_error_of_the_script_waits_for_a_stop_only_where_a_scheduler_has_told_it_to_end() -> None:
+    worker, began = Waiting(heard=True), time.monotonic()
+    assert not worker.stops.explain(ValueError("a bad sample"))
+    assert time.monotonic() - began < WAIT_S
+    worker.told, found = True, []
+    thread = threading.Thread(target=lambda: found.append(worker.stops.explain(RuntimeError("a worker was killed"))))
+    thread.start()
+    worker.gate.stopped = True
+    thread.join(20 * WAIT_S)
+    assert found == [True]
 
 
 def test_once_the_controller_has_said_hold_it_waits_for_the_stop() -> None:

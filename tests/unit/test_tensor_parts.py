@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from flashrecovery.adapter import ParamRecord, ParamShard, constant
 from flashrecovery.adapter.beside import OptimizerAttributes
 from flashrecovery.adapter.parts import TensorParts, decode, encode, put_together
 from flashrecovery.errors import RestoreError, UnsupportedError
@@ -122,3 +123,19 @@ def test_generators_and_objects_keep_their_identity() -> None:
     assert optimizer.nested is before["nested"] and not hasattr(optimizer, "new")
     expected: Tensor = optimizer.nested[0][1]["a"]
     assert expected.tolist() == [1, 1]
+
+
+def test_a_parameter_of_parts_that_no_optimizer_trains() -> None:
+    """Adapters are trained over quantised weights: the shard has parts, and no state."""
+
+    def shard(fill: int) -> ParamShard:
+        packed: Any = Packed(torch.full((6,), fill, dtype=torch.int8), torch.tensor(2.0), GRID)
+        record = ParamRecord("w", "param/w", (0, 1), constant(packed))
+        return ParamShard(record, {})
+
+    mine, source = shard(1), shard(3)
+    live = mine.allocate(source.spec())
+    assert live.keys() == source.tensors().keys() and len(live) == 2
+    for key, tensor in source.tensors().items():
+        live[key].copy_(tensor)
+    assert mine.tensors()["param::codes"].tolist() == [3] * 6

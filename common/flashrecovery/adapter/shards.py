@@ -205,7 +205,7 @@ class ParamShard(Shard):
         """
         parameter = self._record.get()
         self._check_parameter(spec)
-        ordered: list[str] = spec.values.get("order", []) or [k for k in spec.tensors if k != PARAM]
+        ordered: list[str] = spec.values.get("order", []) or [k for k in spec.tensors if not _is_of(PARAM, k)]
         left = set(ordered)
         for prefix, optimizer in self._optimizers:
             keys = [k for k in ordered if k.startswith(prefix)]

@@ -720,3 +720,78 @@ def test_what_is_handed_out_below_a_void_attempt_is_a_copy() -> None:
     stream.void = False
     stream.rollback(0)
     assert torch.equal(next(stream), torch.zeros(2)) and torch.equal(next(stream), torch.ones(2))
+
+
+# -- samplers whose order follows from what is set ----------------------------------------------------
+
+
+class ByDifficulty(Sampler[int]):
+    """As a curriculum: a callback sets its difficulty."""
+
+    def __init__(self) -> None:
+        self.difficulty = 1
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(torch.randperm(12, generator=torch.Generator().manual_seed(self.difficulty)).tolist())
+
+    def __len__(self) -> int:
+        return 12
+
+    def after(self, step: int) -> None:
+        if step % 2:
+            self.difficulty += 1
+
+
+class GoingOn(ByDifficulty):
+    """It counts what it has given, and goes on there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.given = 0
+
+    def __iter__(self) -> Iterator[int]:
+        for _ in range(12):
+            self.given += 1
+            yield (self.given * self.given + self.difficulty) % 11
+
+    def after(self, step: int) -> None:
+        if step % 6 == 5:  # it reads its difficulty as it goes
+            self.difficulty += 1
+
+
+def trained(stream: DataStream, sampler: ByDifficulty, step: int) -> Any:
+    batch = next(stream).tolist()
+    sampler.after(step)
+    return batch
+
+
+@pytest.mark.parametrize("back", [0, 1, 2])
+@pytest.mark.parametrize("kind", [ByDifficulty, GoingOn])
+def test_what_a_sampler_is_set_to_comes_back(kind: type[ByDifficulty], back: int) -> None:
+    """In a replacement, and (``back`` more than 0) in a survivor whose attempt did not count."""
+    steps, captured, taken, marks = 15, list[dict[str, Any]](), list[Any](), list[Any]()
+
+    def make() -> tuple[DataStream, ByDifficulty]:
+        sampler = kind()
+        return DataStream(DataLoader(list(range(12)), 2, sampler=sampler)), sampler
+
+    stream, sampler = make()
+    for step in range(steps):
+        stream.commit(step)
+        captured.append(codec.loads(codec.dumps(stream.capture())))
+        taken.append(trained(stream, sampler, step))
+        marks.append(stream.mark)
+    assert len({repr(mark) for mark in marks}) == steps
+    for version in range(steps - back):
+        stream, sampler = make()
+        stream.restore(captured[version])
+        stream.commit(version)
+        if back:
+            for step in range(version, version + back):
+                trained(stream, sampler, step)
+            stream.rollback(version)
+        found = []
+        for step in range(version, steps):
+            stream.commit(step)
+            found.append(trained(stream, sampler, step))
+        assert found == taken[version:], version

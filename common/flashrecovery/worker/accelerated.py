@@ -81,6 +81,30 @@ class Counters:
             settled(accelerator.scaler).load_state_dict(state["scaler"])
 
 
+def check_rest(loaders: Iterable[Any], steps: int | None, texts: Iterable[str]) -> None:
+    """``steps``: how many the script takes, None if that is not known. ``texts``: of the files that have its running
+    functions.
+
+    Raises:
+        RegistrationError: accelerate will take a step with what is left at the end of an epoch, and the script does not
+            look whether it has.
+    """
+    for loader in loaders:
+        gradients: Any = getattr(getattr(loader, "shard", None), "gradient_state", None)
+        micro_batches = int(getattr(gradients, "num_steps", 1))
+        if micro_batches < 2 or not gradients.sync_with_dataloader or isinstance(loader.dataset, IterableDataset):
+            continue
+        rest = len(loader) % micro_batches
+        reached = steps is None or steps * micro_batches > len(loader)
+        if rest and reached and not any("sync_gradients" in text for text in texts):
+            raise RegistrationError(
+                f"accelerate's loader has {len(loader)} batches, which is no multiple of gradient_accumulation_steps = "
+                f"{micro_batches}: at the end of each epoch accelerate steps with the {rest} that are left, in the "
+                "middle of a `with step:`; use GradientAccumulationPlugin(num_steps=..., sync_with_dataloader=False), "
+                "or end the block where accelerator.sync_gradients is true"
+            )
+
+
 def mark(loader: Any) -> tuple[bool, int]:
     """What a loader tells the Accelerator about the batch that it has just given."""
     return bool(getattr(loader, "end_of_dataloader", False)), int(getattr(loader, "remainder", -1))

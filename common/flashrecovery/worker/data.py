@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 from flashrecovery.errors import DataSourceError
 from flashrecovery.worker.consumers import Consumers
 from flashrecovery.worker.content import Content, copy_of_structure
-from flashrecovery.worker.data_source import EpochStart, Source
+from flashrecovery.worker.data_source import EpochStart, SamplerValues, Source
 from flashrecovery.worker.rng import RngState, restore_rng
 
 log = logging.getLogger("flashrecovery")
@@ -126,6 +126,10 @@ class DataStream:
         """Digests of batches that are read for a second time, by ``position.total``."""
         self._first = ""
         """The digest of the very first batch, in whatever process that was read first."""
+        self._values = self._source.values()  # as the last fetch has left them
+        self._values_at: dict[int, SamplerValues] = {}
+        self._set: set[tuple[int, str]] = set()
+        """SamplerValues of samplers that something else than a fetch has set."""
         self._begun = False
         self._start: dict[str, Any] | None = None  # of a stateful source, before anything was read
         self._told_opaque = False
@@ -136,6 +140,21 @@ class DataStream:
     @property
     def position(self) -> DataPosition:
         return self._cursor.position
+
+    def leave_samplers(self) -> None:
+        """What samplers are set to is not this stream's to bring back: a replacement runs the script's loop again."""
+        self._source.leave_samplers()
+        self._values = {}
+
+    @property
+    def mark(self) -> tuple[DataPosition, SamplerValues]:
+        """Changes whenever something is fetched, or a sampler of the script's is set."""
+        return self.position, self._set_values()
+
+    def _set_values(self) -> SamplerValues:
+        now = self._source.values()
+        self._set |= {name for name, value in now.items() if name in self._values and self._values[name] != value}
+        return {name: now[name] for name in self._set if name in now}
 
     @property
     def can_be_read_again(self) -> bool:
@@ -190,6 +209,7 @@ class DataStream:
 
     def _fetch(self) -> _Kept:
         """The next batch of the source, of its next epoch if this one is exhausted."""
+        self._set_values()
         epoch, index, total = self.position
         epoch_start, begun = self._cursor.epoch_start, None
         before = RngState.now()
@@ -213,6 +233,7 @@ class DataStream:
                 if isinstance(self.loader, Iterator):
                     raise  # ``iter()`` did not begin it again
                 raise DataSourceError(f"the {self._source.name} gives no batches in epoch {epoch}") from None
+        self._values = self._source.values()
         after = RngState.now()
         drawn = after != before
         content = Content.of(batch)
@@ -272,10 +293,12 @@ class DataStream:
         """What has been fetched so far belongs to the steps before ``version``. The last call for a version counts."""
         self._forget_after(version)
         self._marks[version] = self._cursor_now()
+        self._values_at[version] = self._source.values()
         if version == 3 and {1, 2} <= self._marks.keys():
             self._tell_if_ahead(*(self._marks[v].position.total for v in (1, 2)))
         for old in sorted(self._marks)[:-KEPT_VERSIONS]:
             del self._marks[old]
+            self._values_at.pop(old, None)
         oldest = min(c.position.total for c in self._marks.values())
         while self._kept and self._kept[0].cursor.position.total <= oldest:
             self._kept.popleft()
@@ -301,12 +324,14 @@ class DataStream:
         """
         if version not in self._marks:
             raise DataSourceError(f"the data stream cannot go back to version {version}, only to {sorted(self._marks)}")
+        self._set_values()
         self._forget_after(version)
-        cursor = self._marks[version]
+        cursor, values = self._marks[version], self._values_at.get(version, {})
         again = deque(k for k in self._kept if k.cursor.position.total > cursor.position.total)
         by_chance = any(k.by_chance for k in again)
         if not by_chance and all(k.intact() for k in again):
             self._replay, self._cursor = again, cursor
+            self._source.set_values({name: values[name] for name in self._set if name in values})
             return
         if self._source.one_shot and by_chance:
             raise DataSourceError(
@@ -321,6 +346,7 @@ class DataStream:
         if not by_chance:
             log.warning("the step has modified a batch in place; the data source is read again for the replay")
         self._seek(cursor)
+        self._source.set_values({name: values[name] for name in self._set if name in values})
         self._expected = {k.cursor.position.total: k.cursor.digest for k in again if not k.by_chance}
 
     def _forget_after(self, version: int) -> None:
@@ -331,7 +357,8 @@ class DataStream:
 
     def capture(self) -> dict[str, Any]:
         """What a replacement needs to bring a fresh source to this position (plain values)."""
-        return {**self._cursor_now().plain(), "first": self._first}
+        values = [(place, name, value) for (place, name), value in self._set_values().items()]
+        return {**self._cursor_now().plain(), "first": self._first, **({"values": values} if values else {})}
 
     def restore(self, state: dict[str, Any]) -> None:
         """Bring a source to a captured position. Leaves the random streams anywhere.
@@ -348,8 +375,13 @@ class DataStream:
                 f"it cannot be brought to batch {cursor.position.total}; pass a source that can be iterated again"
             )
         self._marks.clear()
+        self._values_at.clear()
         self._first = state.get("first", "") or self._first  # none in checkpoints of before
         self._seek(cursor)
+        self._values = self._source.values()
+        values = {(place, name): value for place, name, value in state.get("values", ())}
+        self._set |= {*values}
+        self._source.set_values(values)
 
     def _cursor_now(self) -> _Cursor:
         cursor = self._cursor

@@ -26,6 +26,7 @@ from flashrecovery.proto import flashrecovery_pb2 as pb
 from flashrecovery.runtime import process_end
 from flashrecovery.terminal import say
 from flashrecovery.worker import below, join_watch, leftovers
+from flashrecovery.worker.accelerated import check_rest
 from flashrecovery.worker.ahead_of_script import imported_so_far
 from flashrecovery.worker.collectives import CollectiveWatch
 from flashrecovery.worker.copies import Copies
@@ -40,7 +41,7 @@ from flashrecovery.worker.overhead import Overhead, TimedHooks
 from flashrecovery.worker.proving import Proving
 from flashrecovery.worker.recoverer import Recoverer
 from flashrecovery.worker.registry import Drawn, Registry
-from flashrecovery.worker.script_frames import check_loop
+from flashrecovery.worker.script_frames import check_loop, texts_of
 from flashrecovery.worker.sealing import Sealing
 from flashrecovery.worker.stashing import ReplanRules
 from flashrecovery.worker.stops import Stops
@@ -95,6 +96,8 @@ class Loop:
         )
         self._collectives = CollectiveWatch()
         self._touches = Touches(worker.registry)
+        for stream in worker.registry.streams if own_calls else ():
+            stream.leave_samplers()
         self._step = Transaction(
             worker, copies, self.sealing, self._touches, self._collectives, self._proving, self._stops
         )
@@ -115,6 +118,7 @@ class Loop:
         self._told_modules = False
         self._failing = False
         self._entered = False
+        self._num_steps: int | None = None
         self.left = False
         """The rank has left the job."""
         self.from_checkpoint = False
@@ -186,6 +190,7 @@ class Loop:
 
     def join(self, num_steps: int | None) -> None:
         """Waits until this worker may begin."""
+        self._num_steps = num_steps
         self._touches.begin()
         for adapter in self._registry.adapters:
             adapter.watch(TimedHooks(self._step, self._gate.overhead))
@@ -203,15 +208,19 @@ class Loop:
         again to the loop that it is in."""
         if not self._entered and self._gate.generation == 0:  # a replacement's predecessor has been asked
             check_loop(frame)
-        if not self._entered and not self._own_calls and self._registry.world_size > 1:
-            self._look_below(frame)
+        if not self._entered and not self._own_calls:
+            self._look_ahead(frame)
         self._entered = True
         join_watch.check(self._registry.joinables)
         if self._unregistered is not None:
             self._unregistered.before_step(frame, self._gate.generation)
 
-    def _look_below(self, frame: FrameType) -> None:
-        """Own copies are kept from the first step on where the script will communicate below its block."""
+    def _look_ahead(self, frame: FrameType) -> None:
+        """What the script's text says of its steps. Own copies are kept from the first one on where it will communicate
+        below its block."""
+        check_rest([stream.loader for stream in self._registry.streams], self._num_steps, texts_of(frame))
+        if self._registry.world_size == 1:
+            return
         habits, place = self._registry.habits, communicates_below(frame)
         if place is None or habits.undo:
             return

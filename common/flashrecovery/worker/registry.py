@@ -31,6 +31,7 @@ from flashrecovery.state.checkpoint_format import CheckpointFormat
 from flashrecovery.state.object_shard import COMMON, ObjectShard
 from flashrecovery.state.shard import Shard
 from flashrecovery.worker.data import DataPosition, DataStream
+from flashrecovery.worker.data_source import SamplerValues
 from flashrecovery.worker.elastic import GlobalBatches
 from flashrecovery.worker.generators import Stateful, as_stateful
 from flashrecovery.worker.habits import Habits
@@ -41,7 +42,7 @@ from flashrecovery.worker.scaler import settled
 AdapterFactory = Callable[[torch.nn.Module, Sequence[Optimizer]], Adapter]
 ModuleAdapterFactory = Callable[[torch.nn.Module], Adapter]
 
-Drawn = tuple[RngState, list[DataPosition], list[Any], dict[str, bytes], dict[str, bytes]]
+Drawn = tuple[RngState, list[tuple[DataPosition, SamplerValues]], list[Any], dict[str, bytes], dict[str, bytes]]
 """What a step may have moved on this rank: the random number streams, the data streams, the adapters' marks, this
 rank's own objects, and its own settings of the models."""
 
@@ -309,7 +310,7 @@ class Registry:
         """Changes whenever random numbers or data are drawn, or another part of the capsule changes."""
         return (
             RngState.now(),
-            [s.position for s in self.streams],
+            [s.mark for s in self.streams],
             [a.capsule_mark() for a in self.adapters],
             {name: _state_of(name, self.objects[name]) for name in self.habits.own},
             self._own_settings(),

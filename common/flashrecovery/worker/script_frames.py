@@ -98,6 +98,17 @@ def gives_steps(value: object) -> bool:
     return isinstance(value, types.GeneratorType) and os.path.dirname(value.gi_code.co_filename) == _HERE
 
 
+def texts_of(frame: types.FrameType | None) -> list[str]:
+    """The files of the script's functions that are running; those that can be read."""
+    found = []
+    for file in sorted({one.f_code.co_filename for one in frames(frame)}):
+        try:
+            found.append(Path(file).read_text(encoding="utf-8", errors="replace"))
+        except OSError:
+            continue
+    return found
+
+
 @functools.lru_cache(maxsize=64)
 def tree_of(file: str) -> ast.AST | None:
     try:

@@ -1,0 +1,36 @@
+"""Steps that accelerate takes early, at the end of an epoch, are refused before the first step."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from flashrecovery.errors import RegistrationError
+from flashrecovery.worker.accelerated import PreparedLoader, check_rest
+
+
+def prepared(batches: int, micro_batches: int, *, synchronises: bool = True) -> PreparedLoader:
+    accelerate = pytest.importorskip("accelerate")
+    from torch.utils.data import DataLoader
+
+    accelerate.state.GradientState._reset_state()
+    plugin = accelerate.utils.GradientAccumulationPlugin(num_steps=micro_batches, sync_with_dataloader=synchronises)
+    accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_plugin=plugin)
+    samples: Any = list(range(batches))
+    return PreparedLoader(accelerator.prepare(DataLoader(samples)))
+
+
+def test_refused_by_name() -> None:
+    with pytest.raises(RegistrationError, match="7 batches, which is no multiple of gradient_accumulation_steps = 2"):
+        check_rest([prepared(7, 2)], 9, ["for step in recovery.steps(9):"])
+
+
+def test_allowed() -> None:
+    check_rest([prepared(8, 2)], None, [])
+    check_rest([prepared(7, 1)], None, [])
+    check_rest([prepared(7, 2)], 3, [])
+    check_rest([prepared(7, 2, synchronises=False)], None, [])
+    check_rest([prepared(7, 2)], 9, ["", "if accelerator.sync_gradients: break"])
+    check_rest([[1, 2, 3], SimpleNamespace()], None, [])

@@ -92,7 +92,7 @@ NEWEST_CORE = (
     Selection("Megatron-FSDP, a rank killed in each phase", (f"{MEGATRON}[megatron-fsdp-sigkill-0]",)),
 )
 NEWEST = (
-    units("groups_build", "torch_native", "refusals", "scaler", "leftovers", "data_stream", "versions"),
+    units("groups_build", "torch_native", "refusals", "scaler", "leftovers", "data_stream", "learned_sizes"),
     units("deepspeed_calls", "deepspeed_config", "deepspeed_hook", "trainer"),
     units("megatron_flags", "megatron_pieces", "megatron_buckets", "megatron_support", "megatron_doctor"),
     Selection("groups", (f"{GROUPS}battery.py",)),

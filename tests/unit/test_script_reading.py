@@ -162,6 +162,9 @@ def test_what_the_script_does_has_its_order(tmp_path: Path) -> None:
         "numpy.linalg.norm = mine",
         "setattr(numpy, 'add', mine)",
         "for name in names: setattr(numpy.linalg, name, mine)",
+        "numpy.add = MagicMock()",
+        "numpy = load('numpy'); numpy.add = mine",
+        "numpy = MagicMock(); numpy.x = 1; import numpy; numpy.add = mine",
     ],
 )
 def test_what_comes_after_something_unknown_is_not_imported(line: str, tmp_path: Path) -> None:
@@ -190,6 +193,9 @@ def test_what_comes_after_something_unknown_is_not_imported(line: str, tmp_path:
         "setattr(own, 'add', mine)",
         "logging.root.handlers = []",
         "x = sys.path[0] + sys.path.index('a') * ''",
+        "torch.storage._load_from_bytes = safely",
+        "if not found:\n    torch = MagicMock()\n    torch.jit = nothing",
+        "try:\n    import torch\nexcept ImportError:\n    torch = mock.MagicMock()\n    torch.jit = nothing",
     ],
 )
 def test_what_changes_no_module_is_passed_by(line: str, tmp_path: Path) -> None:

@@ -35,6 +35,11 @@ _FINDING = ("sys.path", "sys.meta_path", "sys.path_hooks", "sys.modules", "site.
 """What decides, or is told, which file a module is."""
 _SETTINGS = re.compile(r"\.(backends|config|_config|conf|settings|options)\.|\.rcParams|^(os|sys|warnings|logging)\.")
 """Places in libraries that are made to be assigned to; to do so replaces no part of them."""
+_WHEN_CALLED = frozenset({"torch.storage._load_from_bytes"})
+"""Parts of which nothing is made when it is imported: this one is looked up for each pickled tensor. megatron-core 0.19
+replaces it."""
+_STAND_INS = frozenset({"MagicMock", "Mock", "SimpleNamespace"})
+"""Classes of what stands in for a module that cannot be imported. Parts of such a thing are nobody else's."""
 FindOwn = Callable[[str], "Path | None"]
 """The file of a top-level module if that is the script's own: ``name.py``, a package's ``__init__.py``, or the folder
 of a package without one. None if it is installed, or not there."""
@@ -219,6 +224,7 @@ class _Patches:
             else:
                 continue
             self._foreign |= {name for name, top in tops.items() if find(top) is None}
+        self._of_stand_ins = {id(statement) for suite in _suites(tree) for statement in _of_stand_ins(suite)}
 
     def made_in(self, function: ast.FunctionDef | ast.AsyncFunctionDef) -> tuple[int, str]:
         """In which line the function replaces what; empty: nothing. It may be called any time after its definition."""
@@ -231,6 +237,8 @@ class _Patches:
         return self._replaced(statement)
 
     def _replaced(self, statement: ast.AST) -> str:
+        if id(statement) in self._of_stand_ins:
+            return ""
         if isinstance(statement, ast.Assign) and not isinstance(statement.value, ast.Constant):
             for target in statement.targets:
                 if isinstance(target, ast.Attribute) and self._is_part(ast.unparse(target)):
@@ -243,7 +251,38 @@ class _Patches:
         return ""
 
     def _is_part(self, dotted: str) -> bool:
-        return dotted.partition(".")[0] in self._foreign and not _SETTINGS.search(dotted)
+        if dotted in _WHEN_CALLED or _SETTINGS.search(dotted):
+            return False
+        return dotted.partition(".")[0] in self._foreign
+
+
+def _suites(tree: ast.AST) -> Iterator[list[ast.stmt]]:
+    for node in ast.walk(tree):
+        for field in ("body", "orelse", "finalbody"):
+            suite = getattr(node, field, None)
+            if isinstance(suite, list):
+                yield suite
+
+
+def _of_stand_ins(suite: list[ast.stmt]) -> Iterator[ast.stmt]:
+    """Statements like ``triton.jit = nothing`` behind ``triton = MagicMock()``."""
+    names: set[str] = set()
+    for statement in suite:
+        if isinstance(statement, ast.Assign):
+            made = statement.value.func if isinstance(statement.value, ast.Call) else None
+            stands_in = made is not None and ast.unparse(made).rpartition(".")[2] in _STAND_INS
+            for target in map(ast.unparse, statement.targets):
+                if stands_in and "." not in target:
+                    names.add(target)
+                elif target in names:
+                    names.discard(target)
+                elif len(statement.targets) == 1 and target.partition(".")[0] in names:
+                    yield statement
+        else:
+            names -= {name.id for name in ast.walk(statement) if isinstance(name, ast.Name)}
+            names -= {
+                a.asname or a.name.partition(".")[0] for a in getattr(statement, "names", []) if hasattr(a, "name")
+            }
 
 
 def _changes(statement: ast.stmt, name: str) -> bool:

@@ -22,7 +22,7 @@ TIMEOUT_S = 400
 pytestmark = [pytest.mark.libraries, pytest.mark.timeout(3 * TIMEOUT_S)]
 
 
-@pytest.mark.parametrize("kind", ["bitsandbytes-4bit", "bitsandbytes-8bit"])
+@pytest.mark.parametrize("kind", ["bitsandbytes-4bit", "bitsandbytes-8bit", "torchao-int8"])
 def test_comes_back(kind: str, tmp_path: Path) -> None:
     layout = Layout(kind, "", ("--kind", kind), nproc=2)
     reference = run_loop(tmp_path / "reference", layout, 7, script=SCRIPT, env=ENVIRONMENT, timeout_s=TIMEOUT_S)

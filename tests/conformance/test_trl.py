@@ -39,7 +39,7 @@ def _run(path: Path, kind: str, kills: tuple[tuple[int, str, int], ...] = ()) ->
 @pytest.mark.parametrize(
     ("kind", "kills"),
     [
-        *((kind, KILLS) for kind in ("sft", "sft-lora", "zero3-lora", "kto", "reward")),
+        *((kind, KILLS) for kind in ("sft", "sft-lora", "zero3-lora", "kto", "reward", "rloo")),
         *((kind, FOLLOWING) for kind in ("dpo", "grpo")),
     ],
 )

@@ -128,7 +128,10 @@ class Script:
 
     def log(self, index: int, loss: float) -> None:
         path = self.dir / "log.jsonl"
-        last = json.loads(path.read_text().splitlines()[-1])["step"] if path.exists() else -1
+        newest = json.loads(path.read_text().splitlines()[-1]) if path.exists() else {"step": -1}
+        last = newest["step"]
+        if newest == {"step": index, "loss": loss.hex()}:
+            return  # it counted, and was done again with the same bits: a rank had died before it had completed it
         assert index > last, f"step {index} is logged after step {last}"
         with path.open("a") as file:
             file.write(json.dumps({"step": index, "loss": loss.hex()}) + "\n")

@@ -197,7 +197,7 @@ class EngineAdapter(TorchAdapter):
             found += [f"ZeRO and the tensors that {kind} keeps in its attributes" for kind in kept]
         if not found and self._division is not None:
             self._division.check()
-        return found
+        return tuple(found)
 
     def division(self) -> Division | None:
         return self._division

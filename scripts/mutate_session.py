@@ -68,7 +68,7 @@ MUTANTS = (
     Mutant("scaler-remembers", SCALER, "            self._scaler._per_optimizer_states.clear()", "            pass"),
     Mutant("stays-frozen", MODES, "            if parameter.requires_grad != wanted:", "            if False:"),
     Mutant("freezing-unseen", MODES, "if now != then]", "if False]"),
-    Mutant("attributes-stay", MODES, "state.get(place, then)", "attributes.get(key)"),
+    Mutant("attributes-stay", MODES, "copy.deepcopy(state[place])", "attributes.get(key)"),
     Mutant("strangers-step", OPTIMIZERS, "!= version or", "!= version and False or"),
     Mutant(
         "gradients-may-stay", GRADIENTS, "                raise UnsupportedError(ACROSS_STEPS)", "                pass"
@@ -87,7 +87,7 @@ MUTANTS = (
     ),
     Mutant("no-proof", PROVING, "        self.due = generation > 0\n", "        self.due = False\n"),
     Mutant("always-proof", PROVING, "    def committed(self) -> None:\n        self.due = False", KEPT),
-    Mutant("spoiled-counts", LOOP, "if self._committed and self._collectives.stood_in_for:", "if False:"),
+    Mutant("spoiled-counts", LOOP, "            if self._cut_short_below:", "            if False:"),
     Mutant(
         "not-sealed-late",
         SEALING,
@@ -194,12 +194,12 @@ MUTANTS = (
         "            self._copies.wait()",
     ),
     Mutant("no-stand-in", STEP, "groups.stand_in(outside)", "pass"),
-    Mutant("stand-in-stays", LOOP, "            groups.stand_in(False)\n", ""),
+    Mutant("stand-in-stays", LOOP, "leave_outside()\n            groups.stand_in(False)\n", "leave_outside()\n"),
     Mutant("stand-ins-from-start", STEP, "            self._collectives.step_is_committed()\n", ""),
     Mutant(
         "outside-not-watched",
         LOOP,
-        "        if not self._own_calls:\n            self._outside.watch(True)",
+        "        if not self._own_calls:\n            self._between(True)",
         "        pass",
     ),
     Mutant("late-never-learnt", HABITS, "if late and not self.late:", "if False:"),

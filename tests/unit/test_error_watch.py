@@ -93,6 +93,7 @@ def test_a_loop_has_it_asked_from_its_first_step_on(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("flashrecovery.worker.loop.ErrorWatch", Watch)
     loop: Any = Loop.__new__(Loop)
     loop._touches, loop._registry, loop._recoverer = MagicMock(), MagicMock(), MagicMock()
+    loop._outside, loop._own_calls = MagicMock(), True
     loop._gate, loop._worker, loop._registry.adapters = MagicMock(), MagicMock(), []
     loop._worker.settings.timeouts.peer_error_wait_s = PATIENCE_S
     loop._recoverer.join.side_effect = lambda num_steps: order.append("joined")

@@ -239,9 +239,10 @@ SCALER = capability(
 )
 LOADERS = capability(
     "DataLoader's iterators",
-    "workers are renewed each epoch, and batches are skipped without being loaded",
+    "workers are renewed each epoch, batches are skipped without being loaded, and it is known how workers have ended",
     Attributes("torch.utils.data.dataloader", "DataLoader", ("_iterator",)),
     Attributes("torch.utils.data.dataloader", "_BaseDataLoaderIter", ("_sampler_iter",)),
+    Attributes("torch.utils.data.dataloader", "_MultiProcessingDataLoaderIter", ("_workers",)),
 )
 SCHEDULERS = capability(
     "schedulers' marks",

@@ -22,7 +22,7 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer.module import Float16Module
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 import corpus
 import training
@@ -42,6 +42,7 @@ def parser(description: str | None) -> argparse.ArgumentParser:
     layout.add_argument("--num-experts", type=int, metavar="N")
     layout.add_argument("--moe-token-dispatcher-type", choices=("allgather", "alltoall"), default="allgather")
     layout.add_argument("--moe-router-enable-expert-bias", action="store_true", help="instead of an auxiliary loss")
+    layout.add_argument("--multi-latent-attention", action="store_true")
     layout.add_argument("--use-distributed-optimizer", action="store_true")
     layout.add_argument("--num-distributed-optimizer-instances", type=int, default=1, metavar="N")
     layout.add_argument("--overlap-grad-reduce", action="store_true")
@@ -99,9 +100,19 @@ def model_config(args: argparse.Namespace) -> TransformerConfig:
             "moe_router_load_balancing_type": "none",
             "moe_router_bias_update_rate": 0.01,
         }
+    if args.multi_latent_attention:
+        head = args.width // args.heads
+        more |= {
+            "q_lora_rank": args.width // 2,
+            "kv_lora_rank": args.width // 4,
+            "qk_head_dim": head,
+            "qk_pos_emb_head_dim": head // 2,
+            "v_head_dim": head,
+        }
     if "transformer_impl" in {field.name for field in dataclasses.fields(TransformerConfig)}:  # from 0.14 on
         more["transformer_impl"] = "local"
-    return TransformerConfig(
+    kind = MLATransformerConfig if args.multi_latent_attention else TransformerConfig
+    return kind(
         num_layers=args.layers,
         hidden_size=args.width,
         num_attention_heads=args.heads,
@@ -187,7 +198,12 @@ def _model(args: argparse.Namespace, config: TransformerConfig, virtual_stage: i
     one_stage = {"ignore_virtual": virtual_stage is None, "vp_stage": virtual_stage}
     model: torch.nn.Module = GPTModel(
         config=config,
-        transformer_layer_spec=get_gpt_layer_local_spec(num_experts=args.num_experts, moe_grouped_gemm=False),
+        transformer_layer_spec=get_gpt_layer_local_spec(
+            num_experts=args.num_experts,
+            moe_grouped_gemm=False,
+            qk_layernorm=args.multi_latent_attention,
+            multi_latent_attention=args.multi_latent_attention,
+        ),
         vocab_size=-(-corpus.VOCABULARY // 128) * 128,
         max_sequence_length=args.context,
         pre_process=parallel_state.is_pipeline_first_stage(**one_stage),

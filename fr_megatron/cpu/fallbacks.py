@@ -15,6 +15,7 @@ def install() -> None:
     _experts()
     _norm()
     _attention()
+    _latent_attention()
     _gradient_division()
     _sends()
 
@@ -66,7 +67,8 @@ def _norm() -> None:
 
 def _attention() -> None:
     """``dot_product_attention.py`` refuses context parallelism. Keys and values are gathered; each rank has the two
-    chunks of the sequence that Megatron's load balancing gives it."""
+    chunks of the sequence that Megatron's load balancing gives it. It does not take the head sizes of multi-latent
+    attention either, whose values have another one than its keys."""
     from megatron.core.models import backends
     from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
     from megatron.core.transformer.dot_product_attention import DotProductAttention
@@ -74,7 +76,9 @@ def _attention() -> None:
     class GatheringAttention(DotProductAttention):  # type: ignore[misc]
         """Megatron's attention over the whole sequence, for this rank's queries."""
 
-        def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
+        def __init__(
+            self, config: Any, *args: Any, k_channels: int | None = None, v_channels: int | None = None, **kwargs: Any
+        ) -> None:
             ranks, config.context_parallel_size = config.context_parallel_size, 1
             try:
                 super().__init__(config, *args, **kwargs)
@@ -82,6 +86,8 @@ def _attention() -> None:
                 config.context_parallel_size = ranks
             groups = kwargs["pg_collection"] if "pg_collection" in kwargs else kwargs["model_comm_pgs"]  # to 0.14
             self.cp_group = groups.cp
+            if v_channels is not None:  # the scale, for which k_channels is, is an argument of its own
+                self.hidden_size_per_partition = v_channels * self.num_attention_heads_per_partition
 
         def forward(self, query: Any, key: Any, value: Any, attention_mask: Any, **kwargs: Any) -> Any:
             size, rank = self.cp_group.size(), self.cp_group.rank()
@@ -94,6 +100,16 @@ def _attention() -> None:
             return super().forward(query, key, value, attention_mask, **kwargs)
 
     backends.LocalSpecProvider.core_attention = lambda self: GatheringAttention
+
+
+def _latent_attention() -> None:
+    """``multi_latent_attention.py`` (0.16) believes that Transformer Engine is there, since names can be imported of
+    what stands in for it, and asks whether a layer is an instance of them; they are no types."""
+    from megatron.core.transformer import multi_latent_attention as module
+
+    patched: Any = module
+    if not isinstance(getattr(patched, "TELinear", None), type):
+        patched.HAVE_TE = False
 
 
 def _gradient_division() -> None:

@@ -33,6 +33,7 @@ LAYOUTS = (
     mg.EP2_DP2_ALLTOALL,
     mg.EP2_DP2_BIAS,
     mg.EP2_DP2_BIAS_BF16,
+    mg.DP2_LATENT,
     mg.CP2_DP2,
     mg.DP2_OVERLAPS,
     mg.TP2_DP2_OVERLAPS,

@@ -27,6 +27,10 @@ DISTRIBUTED = ("--use-distributed-optimizer", "--bf16")
 MOE = ("--moe-router-load-balancing-type", "aux_loss", "--moe-aux-loss-coeff", "0.01", "--moe-router-topk", "2")
 OVERLAPS = ("--overlap-grad-reduce", "--overlap-param-gather")
 RECOMPUTE = ("--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1")
+RANKS = ("--q-lora-rank", "16", "--kv-lora-rank", "16")
+HEADS = ("--qk-head-dim", "16", "--qk-pos-emb-head-dim", "8", "--v-head-dim", "12")
+LATENT = ("--multi-latent-attention", *RANKS, *HEADS, "--qk-layernorm")
+UP_PROJECTIONS = ("--recompute-granularity", "selective", "--recompute-modules", "mla_up_proj")
 BY_SAMPLES = [flag for flag in MODEL if not flag.startswith(("--train-iters", "--lr-warmup-iters"))]
 RAMP_UP = ("--train-samples", "80", "--lr-warmup-samples", "8", "--rampup-batch-size", "4", "4", "24")
 """Six iterations of four samples, then seven of eight."""
@@ -52,6 +56,7 @@ LAYOUTS = (
     lm("tp2-dp2", *TP, nproc=4),
     lm("pp2-dp2", *PP, *EVALUATED, nproc=4),
     lm("ep2-dp2", "--num-experts", "4", "--expert-model-parallel-size", "2", *MOE, nproc=4),
+    lm("dp2-latent", *LATENT, *DISTRIBUTED, *EVALUATED),
     lm("dp2-workers", "--num-workers", "2", *EVALUATED),
     lm("dp2-no-rerun", "--rerun-mode", "disabled"),
     lm("tp2-dp2-recompute", *TP, *RECOMPUTE, nproc=4),
@@ -80,6 +85,17 @@ def test_deaths_in_training(layout: Layout, tmp_path: Path, reference: Reference
     check_fired(job, len(inject))
     check_recovered(job, [0, last])
     assert tokens_per_step(job) == 8 * 32, "the wrapper has reported them"
+
+
+def test_deaths_with_latent_attention_that_is_recomputed(tmp_path: Path) -> None:
+    """Queries, keys and values are projected up once more in the backward pass, and only there: a death in a forward
+    pass leaves them half-made."""
+    layout = lm("latent-recompute", *LATENT, *DISTRIBUTED, *UP_PROJECTIONS)
+    inject = faults((1, "forward", 2), (0, "optimizer", 6))
+    jobs = [_run(tmp_path / name, layout, armed) for name, armed in (("reference", ()), ("run", inject))]
+    check_same(jobs[1], jobs[0], printed=Printed.LAST_RANK)
+    check_fired(jobs[1], len(inject))
+    check_recovered(jobs[1], [0, 1])
 
 
 @pytest.mark.parametrize("flags", [(), DISTRIBUTED], ids=["fp32", "distributed"])

@@ -108,6 +108,7 @@ def model_config(args: argparse.Namespace) -> TransformerConfig:
             "qk_head_dim": head,
             "qk_pos_emb_head_dim": head // 2,
             "v_head_dim": head,
+            "qk_layernorm": True,
         }
     if "transformer_impl" in {field.name for field in dataclasses.fields(TransformerConfig)}:  # from 0.14 on
         more["transformer_impl"] = "local"

@@ -70,7 +70,19 @@ class JobFailedError(FlashRecoveryError):
 
 class DivergedError(JobFailedError):
     """Ranks that should hold equal state do not; the message names what differs, and on which ranks. Replacing a
-    process cannot help."""
+    process cannot help.
+
+    Args:
+        suspects: ranks that differ from a majority, whose nodes may be to blame.
+        alike: the newest version at which all are known to have been alike, 0: none; None: nobody has looked.
+        partly: only a part of each tensor was compared then.
+    """
+
+    def __init__(
+        self, message: str, *, suspects: tuple[int, ...] = (), alike: int | None = None, partly: bool = False
+    ) -> None:
+        super().__init__(message)
+        self.suspects, self.alike, self.partly = suspects, alike, partly
 
 
 class StepInterrupted(BaseException):

@@ -9,6 +9,8 @@ begins with a kill in step 0 and ends with one in the last step. ``make test`` h
 
 from __future__ import annotations
 
+import re
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -166,7 +168,36 @@ def test_a_plain_variable_that_decides_something(tmp_path: Path) -> None:
     """nanoGPT's ``iter_num`` is 0 in a replacement, so that it takes another learning rate than its peers."""
     job = run_loop(tmp_path / "run", _layout("plain-variable", "ddp"), 9, [Kill(1, 4, "backward", 0)])
     assert job.code not in (0, -1000), f"it went on with ranks that differ, or stood\n{job.explain()}"
-    assert "do not agree" in job.output and "rank 1" in job.output, job.explain()
+    (failed,) = job.of("job_failed")
+    said = failed["reason"]
+    assert "do not agree at version 5: 'hyperparameters of model 0' (ranks 0 and 2 | rank 1)" in said, job.explain()
+    assert "The majority is alike, ranks 0 and 2; rank 1 differs (rank 1: a replacement)" in said, job.explain()
+    assert "All were alike at version 4" in said, "which the replacement was given"
+    assert "suspect node" in said and "No checkpoint is left" in said, job.explain()
+
+
+@pytest.mark.grid
+def test_a_rank_whose_weights_go_wrong_is_named_with_its_node_and_the_way_on(tmp_path: Path) -> None:
+    """In the step that is done again after another rank's death. It goes on from a checkpoint that was made before the
+    ranks may have begun to differ; one that is made later is told from it."""
+    layout, folder = _layout("weights-of-one-rank", "ddp"), tmp_path / "checkpoints"
+    options = ["--checkpoint-dir", str(folder), "--checkpoint-interval", "0.02"]
+    paused = Layout(layout.name, "", (*layout.flags, *PAUSE), nproc=WORLD)
+    job = run_loop(tmp_path / "run", paused, 9, [Kill(1, 5, "backward", 0)], options=options)
+    assert job.code not in (0, -1000), job.explain()
+    (failed,) = job.of("job_failed")
+    said = failed["reason"]
+    assert "do not agree at version 6: 'param/down.bias' (ranks 0 and 1 | rank 2). The majority is alike" in said, said
+    assert "All were alike at version 4" in said, "the last comparison: a survivor may have changed since"
+    node = job.of("node_joined")[0]["node"]
+    assert f"suspect node {node} (rank 2)" in said, said
+    way = re.search(r"`--run-dir (\S+) --resume` goes on from the newest checkpoint from before, of step (\d)", said)
+    assert way is not None and way[1] == str(tmp_path / "run") and int(way[2]) <= 4, said
+    for path in re.findall(r"\((\S+)\)", (re.search(r"may hold what differs: (.*); remove", said) or [""])[0]):
+        shutil.rmtree(path)
+    again = run_loop(tmp_path / "run", layout, 5, options=[*options, "--resume"])
+    assert again.code == 0, again.explain()
+    assert any(f"resumed at step {way[2]}" in notice["text"] for notice in again.notices("resumed")), again.explain()
 
 
 def test_what_changes_and_is_not_registered_is_named_and_again_after_a_recovery(tmp_path: Path) -> None:

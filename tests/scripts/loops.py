@@ -864,6 +864,16 @@ class PlainCounter(Loop):
                 group["lr"] *= 0.5
 
 
+class WeightsOfOneRank(Loop):
+    """In one step rank 2 changes its weights, as memory that has gone wrong does."""
+
+    def after(self, step: int) -> None:
+        super().after(step)
+        if self.rank == 2 and step == 5:
+            with torch.no_grad():
+                self.net.down.bias.add_(0.125)
+
+
 class FoundByRankZero(Loop):
     """A registered object that only rank 0 changes, once, and nothing is said of that."""
 
@@ -1216,6 +1226,7 @@ UNPROTECTED: dict[str, type[Loop]] = {
     "plain-variable": PlainVariable,
     "plain-rate-below": PlainRateBelow,
     "plain-counter": PlainCounter,
+    "weights-of-one-rank": WeightsOfOneRank,
     "found-by-rank-zero": FoundByRankZero,
     "reduce-above": ReduceAbove,
     "differs-later": DiffersLater,

@@ -196,21 +196,72 @@ def test_whoever_presses_ctrl_c_twice_waits_for_nothing() -> None:
     assert world.end().version == 0
 
 
-def test_ranks_that_have_come_apart_leave_nothing_to_go_on_from() -> None:
-    world = Ending()
-    world.machine.on_checkpoint(1, "ck/step-1")
-    world.machine.job.not_registered = "train.py:7: count"
+def come_apart(world: Ending, diverged: pb.Diverged | None = None) -> str:
+    """The reason with which the job ends."""
     record = world.machine.job.ranks[1]
-    words = pb.LastWords(exception="flashrecovery.errors.DivergedError", message="the ranks do not agree", fatal=True)
+    words = pb.LastWords(
+        exception="flashrecovery.errors.DivergedError", message="the ranks do not agree", fatal=True, diverged=diverged
+    )
     failure = pb.Failure(rank=1, pid=record.pid, kind="exception", evidence="x", last_words=words, step=2)
     world.machine.on_failure(failure, world.now)
     world.collect()
     assert not world.machine.job.saving
     assert world.end().void
-    assert world.machine.job.failure_reason == (
-        "rank 1: DivergedError: the ranks do not agree. Said before: train.py:7: count. Mend it; --resume goes on from "
-        "the newest checkpoint, of step 1 (ck/step-1)"
+    return world.machine.job.failure_reason
+
+
+def test_ranks_that_have_come_apart_leave_nothing_to_go_on_from() -> None:
+    world = Ending()
+    world.machine.job.where = "runs/a"
+    world.machine.on_checkpoint(1, "ck/step-1")
+    world.machine.job.not_registered = "train.py:7: count"
+    assert come_apart(world) == (
+        "rank 1: DivergedError: the ranks do not agree. Said before: train.py:7: count. Mend it; the same command line "
+        "with `--run-dir runs/a --resume` goes on from the newest checkpoint, of step 1 (ck/step-1)"
     )
+
+
+def test_the_node_of_who_differs_is_suspect_and_checkpoints_from_before_are_told_from_others() -> None:
+    world = Ending(size=3)
+    world.machine.job.where = "runs/a"
+    for version in (1, 2):
+        world.machine.on_checkpoint(version, f"ck/step-{version}")
+    node = world.machine.job.ranks[2].home
+    assert come_apart(world, pb.Diverged(suspects=[2], alike=1)) == (
+        f"rank 1: DivergedError: the ranks do not agree. If it is not the script, suspect node {node} (rank 2). "
+        "Checkpoints that may hold what differs: step 2 (ck/step-2); remove it. Mend it; the same command line with "
+        "`--run-dir runs/a --resume` goes on from the newest checkpoint from before, of step 1 (ck/step-1)"
+    )
+
+
+def test_a_checkpoint_that_may_hold_what_differs_is_none_to_go_on_from() -> None:
+    world = Ending(size=3)
+    world.machine.on_checkpoint(2, "ck/step-2")
+    said = come_apart(world, pb.Diverged(alike=1))
+    assert "No checkpoint from before is left. Mend it, and begin anew without --resume" in said
+    assert said.endswith("goes on from step 2 (ck/step-2), which may hold what differs") and "suspect" not in said
+
+
+def test_it_is_said_where_only_a_part_of_each_tensor_was_compared() -> None:
+    world = Ending(size=3)
+    world.machine.on_checkpoint(2, "ck/step-2")
+    said = come_apart(world, pb.Diverged(alike=64, partly=True))
+    assert said.endswith("checkpoint from before (a part of each tensor was compared then), of step 2 (ck/step-2)")
+
+
+def test_a_removed_checkpoint_is_not_named() -> None:
+    world = Ending(size=3)
+    for version in (1, 2, 3):
+        world.machine.on_checkpoint(version, f"ck/step-{version}")
+    assert "ck/step-1" not in come_apart(world, pb.Diverged(alike=1)), "two are kept"
+
+
+def test_what_a_launch_has_begun_with_is_named_if_it_has_left_no_checkpoint() -> None:
+    world = Ending(size=3)
+    world.machine.job.where, world.machine.job.start_version = "runs/a", 1
+    said = come_apart(world, pb.Diverged(alike=2))
+    assert "where `flashrecovery checkpoints runs/a` still lists step 1, with which it has begun" in said
+    assert "the same command line with `--run-dir runs/a --resume` goes on from there" in said
 
 
 def checkpointing(**config: object) -> Ending:

@@ -61,6 +61,7 @@ from flashrecovery.controller.staffing import Staffing
 from flashrecovery.controller.starting import Starting
 from flashrecovery.controller.takeover import TakeOver
 from flashrecovery.controller.watching import HangWatch
+from flashrecovery.controller.way_on import way_on
 from flashrecovery.errors import DamagedCheckpointError
 from flashrecovery.kinds import FailureKind, NoticeKind, Ordered, failed
 from flashrecovery.plan.hang import VerdictKind, victims_of
@@ -326,7 +327,8 @@ class Machine:
             self.job.fail(self.job.told_to_end)  # it is not replaced for the few seconds that are left
         elif message.last_words.fatal:
             name = message.last_words.exception.rpartition(".")[2]
-            self.job.fail(f"rank {record.rank}: {name}: {message.last_words.message}{self._way_on()}", void=True)
+            said = message.last_words.message.rstrip(".")
+            self.job.fail(f"rank {record.rank}: {name}: {said}{way_on(self.job, message.last_words)}", void=True)
         elif was is Place.RELEASED:
             self.job.fail(f"{self.job.last_failure}, after its last step: its end state is lost")
         elif not self.job.launched:
@@ -337,16 +339,6 @@ class Machine:
             self.job.failures.append(message)
             return not self._is_crash_loop(record, message, step)
         return False
-
-    def _way_on(self) -> str:
-        """After the ranks have come apart: what is suspected, and what is left to go on from, in words."""
-        job = self.job
-        suspects = f". Said before: {job.not_registered}" if job.not_registered else ""
-        if job.checkpoint is None:
-            return f"{suspects}. No checkpoint is left: mend it, and begin anew without --resume"
-        version, path = job.checkpoint
-        where = job.counting.text(version)
-        return f"{suspects}. Mend it; --resume goes on from the newest checkpoint, of {where} ({path})"
 
     def _is_crash_loop(self, record: RankRecord, message: pb.Failure, step: int) -> bool:
         """Whether the rank has failed so often that the job ends for it."""

@@ -894,6 +894,7 @@ class LastWords(_message.Message):
     COMMUNICATION_FIELD_NUMBER: _builtins.int
     FATAL_FIELD_NUMBER: _builtins.int
     PLACE_FIELD_NUMBER: _builtins.int
+    DIVERGED_FIELD_NUMBER: _builtins.int
     exception: _builtins.str
     message: _builtins.str
     traceback: _builtins.str
@@ -902,6 +903,8 @@ class LastWords(_message.Message):
     """replacing the process cannot help: the job ends"""
     place: _builtins.str
     """file and line of the script"""
+    @_builtins.property
+    def diverged(self) -> Global___Diverged: ...
     def __init__(
         self,
         *,
@@ -911,14 +914,45 @@ class LastWords(_message.Message):
         communication: _builtins.bool = ...,
         fatal: _builtins.bool = ...,
         place: _builtins.str = ...,
+        diverged: Global___Diverged | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["diverged", b"diverged"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["communication", b"communication", "exception", b"exception", "fatal", b"fatal", "message", b"message", "place", b"place", "traceback", b"traceback"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["communication", b"communication", "diverged", b"diverged", "exception", b"exception", "fatal", b"fatal", "message", b"message", "place", b"place", "traceback", b"traceback"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___LastWords: _TypeAlias = LastWords  # noqa: Y015
+
+@_typing.final
+class Diverged(_message.Message):
+    """Ranks that should hold equal state do not. suspects: those that differ from a majority. alike: the newest version at
+    which all are known to have been alike, 0: none. partly: only a part of each tensor was compared then.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SUSPECTS_FIELD_NUMBER: _builtins.int
+    ALIKE_FIELD_NUMBER: _builtins.int
+    PARTLY_FIELD_NUMBER: _builtins.int
+    alike: _builtins.int
+    partly: _builtins.bool
+    @_builtins.property
+    def suspects(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def __init__(
+        self,
+        *,
+        suspects: _abc.Iterable[_builtins.int] | None = ...,
+        alike: _builtins.int = ...,
+        partly: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["alike", b"alike", "partly", b"partly", "suspects", b"suspects"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Diverged: _TypeAlias = Diverged  # noqa: Y015
 
 @_typing.final
 class Failure(_message.Message):

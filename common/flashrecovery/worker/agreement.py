@@ -126,23 +126,23 @@ def union(names: Sequence[str]) -> list[str]:
     return sorted({name for others in gather_objects(list(names)) for name in others})
 
 
-def disagreement(mine: Mapping[str, str], details: Callable[[], Mapping[str, str]]) -> str:
-    """What the ranks do not have alike, in words, "" if nothing; a collective of the recovery's own group.
+def disagreement(mine: Mapping[str, str], details: Callable[[], Mapping[str, str]]) -> dict[str, list[list[int]]]:
+    """What the ranks do not have alike, as :func:`split` gives it; a collective of the recovery's own group.
 
     Args:
         mine: digests by name. Ranks that give the same name must give the same digest.
         details: finer ones, asked for on all ranks if there is a difference.
     """
-    group = groups.control_group()
-    if group is None:
-        return ""
-    everybody: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everybody, dict(mine), group=group)
+    if groups.control_group() is None:
+        return {}
+    everybody = gather_objects(dict(mine))
     if not split(everybody):
-        return ""
-    closer: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(closer, dict(details()), group=group)
-    found = split(closer) or split(everybody)
+        return {}
+    return split(gather_objects(dict(details()))) or split(everybody)
+
+
+def in_camps(found: Mapping[str, Sequence[Sequence[int]]]) -> str:
+    """In words, what differs: ``'param/weight' (ranks 0 and 2 | rank 1)``."""
     texts = [f"{name!r} ({' | '.join(ranks_text(ranks) for ranks in camps)})" for name, camps in found.items()]
     more = f" and {len(texts) - _SHOWN} more" if len(texts) > _SHOWN else ""
     return ", ".join(texts[:_SHOWN]) + more

@@ -234,6 +234,8 @@ def _last_words(channel: Channel, error: BaseException) -> None:
     words = pb.LastWords(
         exception=name, message=message, traceback=text, communication=follows, fatal=fatal, place=place
     )
+    if isinstance(error, DivergedError) and error.alike is not None:
+        words.diverged.CopyFrom(pb.Diverged(suspects=error.suspects, alike=error.alike, partly=error.partly))
     try:
         channel.send(pb.FromWorker(last_words=words))
     except OSError:

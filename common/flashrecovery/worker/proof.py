@@ -25,11 +25,11 @@ import xxhash
 from flashrecovery import groups
 from flashrecovery.errors import DivergedError
 from flashrecovery.groups.accelerator import on_device
+from flashrecovery.plan.divergence import Past, judge
 from flashrecovery.plan.ownership import drifted
-from flashrecovery.plan.words import ranks_text
 from flashrecovery.state.digest import shard_digests
 from flashrecovery.state.shard import Shard
-from flashrecovery.worker.agreement import disagreement, gather, gather_objects, split, union
+from flashrecovery.worker.agreement import disagreement, gather, gather_objects, in_camps, split, union
 from flashrecovery.worker.registry import Registry, in_words
 
 _AT_LEAST_EVERY = 64
@@ -56,6 +56,11 @@ def goes_on(version: int, since: int) -> bool:
     """Whether the ranks, which were shown to agree at ``since`` + 1, are to show it in the step that makes ``version``:
     1, 2, 4, ... 64 steps later, then every so often."""
     return is_due(version - since - 1)
+
+
+def looks_at_all(version: int) -> bool:
+    """Whether :func:`compare_replicas` looks at all of each tensor."""
+    return version < _AT_LEAST_EVERY
 
 
 def compare_habits(registry: Registry) -> tuple[list[str], bool]:
@@ -104,18 +109,18 @@ class Unequal:
         return bool(self.shards or self.settings)
 
 
-def compare_replicas(registry: Registry, version: int, *, replacement: bool) -> Unequal:
+def compare_replicas(registry: Registry, version: int, past: Past) -> Unequal:
     """Compare what is said to be equal on several ranks: shards, their structure included, and the settings of models;
     a collective of the recovery's own group. All of each tensor is looked at at first, then a part, another one each
     time.
 
     Args:
-        replacement: this process fills the place of one that has died.
+        past: of this rank's process.
 
     Raises:
         DivergedError: on all ranks, if replacements alone differ from the others.
     """
-    number = 0 if version < _AT_LEAST_EVERY else version // _AT_LEAST_EVERY
+    number = 0 if looks_at_all(version) else version // _AT_LEAST_EVERY
     found = _whole if number == 0 else partial(_part, turn=number)
 
     def digests() -> dict[str, str]:
@@ -124,27 +129,26 @@ def compare_replicas(registry: Registry, version: int, *, replacement: bool) -> 
 
     mine = digests()
     holders = {shard.name: shard.holders for shard in registry.tensor_shards()}
-    everybody = gather_objects((replacement, _together(mine, holders)))
+    everybody = gather_objects((past, _together(mine, holders)))
     if not split([summary for _, summary in everybody]):
         return Unequal()
     closer = split(gather_objects(mine))
     # Version 1 is made of the script's start, where a replacement is like all others.
-    replaced = {rank for rank, (fresh, _) in enumerate(everybody) if fresh and version > 1}
-    if odd := [name for name, camps in closer.items() if not drifted(camps, replaced)]:
-        texts = [in_words(n.removeprefix(_SETTING)) if n.startswith(_SETTING) else repr(n) for n in odd[:_SHOWN]]
-        who = ranks_text(sorted(replaced))
-        raise DivergedError(
-            f"the ranks do not agree at version {version}: {', '.join(texts)}, of {who} alone. {_ADVICE}"
-        )
+    pasts = [theirs for theirs, _ in everybody]
+    replaced = {rank for rank, theirs in enumerate(pasts) if theirs.joined >= 0 and version > 1}
+    if odd := {name: camps for name, camps in closer.items() if not drifted(camps, replaced)}:
+        named = {in_words(n.removeprefix(_SETTING)) if n.startswith(_SETTING) else n: c for n, c in odd.items()}
+        raise _diverged(f"the ranks do not agree at version {version}", named, pasts)
     settings = tuple(name.removeprefix(_SETTING) for name in closer if name.startswith(_SETTING))
     return Unequal(tuple(name for name in closer if not name.startswith(_SETTING)), settings)
 
 
-def show_equal(registry: Registry, version: int, *, tensors: bool = True, since: int | None = None) -> None:
+def show_equal(registry: Registry, version: int, past: Past, *, tensors: bool = True, since: int | None = None) -> None:
     """All ranks hold equal pieces of ``version``, have equal common state, and have made equally many collectives since
     the recovery; a collective of the recovery's own group.
 
     Args:
+        past: of this rank's process.
         tensors: of the pieces that consist of tensors, too.
         since: None in the first step after a recovery. Later the version at which the job went on, and of tensors only
             a part is looked at.
@@ -155,10 +159,17 @@ def show_equal(registry: Registry, version: int, *, tensors: bool = True, since:
     digest = _whole if since is None else _part
     found = disagreement(_summary(registry, tensors, digest), lambda: _details(registry, tensors, digest))
     if found:
-        when = f"after the recovery the ranks have redone step {version - 1}, and do not agree"
+        when = f"after the recovery the ranks have redone step {version - 1}, and do not agree at version {version}"
         if since is not None:
             when = f"the ranks do not agree at version {version}, since a recovery at step {since}"
-        raise DivergedError(f"{when}: {found}. {_ADVICE}")
+        raise _diverged(when, found, gather_objects(past))
+
+
+def _diverged(when: str, found: Mapping[str, Sequence[Sequence[int]]], pasts: Sequence[Past]) -> DivergedError:
+    """The same on all ranks."""
+    who = judge(found, pasts)
+    text = f"{when}: {in_camps(found)}. {who}. {_ADVICE}"
+    return DivergedError(text, suspects=who.suspects, alike=who.alike, partly=who.partly)
 
 
 _Digest = Callable[[Sequence[Shard]], dict[str, str]]

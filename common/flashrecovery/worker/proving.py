@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+from flashrecovery.plan.divergence import Past
 from flashrecovery.worker import proof
 from flashrecovery.worker.registry import Registry
 from flashrecovery.worker.stops import Stops
@@ -20,6 +23,7 @@ class Proving:
         self._stops = stops
         self._tensors = tensors
         self._replacement = replacement
+        self._past = Past()
         self._since = -1  # the version at which the job went on the last time; -1: there was no recovery
         self.due = False
         """The next step is the first one after a recovery."""
@@ -29,6 +33,7 @@ class Proving:
         not: a recovery may find one rank in its first step, and another one still waiting for the word to begin."""
         self.due = generation > 0
         self._since = version if self.due else -1
+        self._past = self._past.resumed(version, replacement=self._replacement)
 
     def before_commit(self, version: int) -> proof.Unequal | None:
         """``version`` is about to be committed. Returns what is said to be equal and is not; None if another rank has
@@ -39,19 +44,26 @@ class Proving:
         """
         after = not self.due and self._since >= 0 and proof.goes_on(version, self._since)
         unequal: proof.Unequal | None = proof.Unequal()
+        compared = whole = False
         if version == 1 or after or (not self.due and proof.is_due(version)):
             unequal = self._compare_replicas(version)
-        if unequal is None or unequal:
-            return unequal
+            if unequal is None or unequal:
+                return unequal
+            compared, whole = True, proof.looks_at_all(version)
+        shown = True
         if self.due:
-            self._show_equal(version)
+            shown = self._show_equal(version)
+            whole = whole or self._tensors
+            compared = compared or whole
         elif after:
-            self._show_equal(version, self._since)
+            shown = self._show_equal(version, self._since)
+        if compared and shown:
+            self._past = replace(self._past, alike=version, whole=version if whole else self._past.whole)
         return unequal
 
     def _compare_replicas(self, version: int) -> proof.Unequal | None:
         try:
-            return proof.compare_replicas(self._registry, version, replacement=self._replacement)
+            return proof.compare_replicas(self._registry, version, self._past)
         except RuntimeError as e:
             if not self._stops.explain(e):
                 raise
@@ -65,10 +77,12 @@ class Proving:
         if self._since >= 0:
             self._show_equal(version, self._since)
 
-    def _show_equal(self, version: int, since: int | None = None) -> None:
-        """Show that the ranks agree. If another rank dies meanwhile, it is done after the next recovery."""
+    def _show_equal(self, version: int, since: int | None = None) -> bool:
+        """Show that the ranks agree. False if another rank dies meanwhile: then it is done after the next recovery."""
         try:
-            proof.show_equal(self._registry, version, tensors=self._tensors, since=since)
+            proof.show_equal(self._registry, version, self._past, tensors=self._tensors, since=since)
         except RuntimeError as e:
             if not self._stops.explain(e):
                 raise
+            return False
+        return True

@@ -18,6 +18,8 @@ skip_module_without("transformers", "accelerate")
 
 SCRIPT = ROOT / "tests" / "scripts" / "trainers.py"
 TIMEOUT_S = 300
+BEGUN = 6
+"""The call in which the second epoch begins, where no callback needs a call of its own."""
 pytestmark = [pytest.mark.timeout(3 * TIMEOUT_S)]
 Reference = Callable[[Layout], Job]
 
@@ -65,6 +67,36 @@ def test_own_state_comes_back(
     replaced = {rank for e in job.of("recovery_finished") for rank in e["victims"]}
     assert replaced == {rank for rank, _, _ in kills}, job.explain()
     assert not job.notices("not_registered"), job.explain()
+
+
+@pytest.mark.parametrize(
+    ("kind", "kills"),
+    [
+        pytest.param("by-losses", ((1, "backward", BEGUN),), id="by-losses"),
+        *(
+            pytest.param(kind, ((rank, phase, step),), id=f"{kind}-{phase}-{rank}-{step}", marks=pytest.mark.grid)
+            for kind in (
+                *("curriculum", "by-losses", "reading-on", "reading-within", "reading-the-step"),
+                *("counting", "weighing", "drawing", "by-step"),
+            )
+            for rank, phase, step in (
+                (1, "backward", 3),
+                (0, "optimizer", BEGUN),
+                (1, "backward", 9),
+                (0, "between", 13),
+            )
+        ),
+    ],
+)
+def test_samplers_that_are_set_or_count_come_back(
+    kind: str, kills: tuple[tuple[int, str, int], ...], tmp_path: Path, reference: Reference
+) -> None:
+    """In each epoch: what a callback sets, the loss, the trainer's step, asking, the step itself."""
+    job = _run(tmp_path / "run", _kind(kind), inject=faults(*kills))
+    check_same(job, reference(_kind(kind)), printed=Printed.LOGS)
+    check_fired(job, len(kills))
+    replaced = {rank for e in job.of("recovery_finished") for rank in e["victims"]}
+    assert replaced == {rank for rank, _, _ in kills}, job.explain()
 
 
 @pytest.mark.grid

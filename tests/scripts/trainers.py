@@ -10,9 +10,11 @@ from __future__ import annotations
 import argparse
 import collections
 import copy
+import functools
 import hashlib
 import itertools
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -203,36 +205,120 @@ def metrics_with_memory() -> Any:
     return compute
 
 
+def permuted(seed: int) -> list[int]:
+    return torch.randperm(SAMPLES, generator=torch.Generator().manual_seed(seed)).tolist()
+
+
 class ByDifficulty(Sampler[int]):
-    def __init__(self) -> None:
+    """Its order follows from its difficulty, which a callback sets."""
+
+    def __init__(self, trainer: Any) -> None:
         self.difficulty = 1
 
     def __iter__(self) -> Any:
-        order = torch.randperm(SAMPLES, generator=torch.Generator().manual_seed(self.difficulty)).tolist()
-        return iter(order)
+        return iter(permuted(self.difficulty))
 
     def __len__(self) -> int:
         return SAMPLES
 
 
+class ReadingOn(ByDifficulty):
+    """It looks at its difficulty again for each sample."""
+
+    def __iter__(self) -> Any:
+        for index in range(SAMPLES):
+            yield (index * index + 7 * self.difficulty) % SAMPLES
+
+
+class Counting(ByDifficulty):
+    """Its order follows from how often it has been asked."""
+
+    def __init__(self, trainer: Any) -> None:
+        self.count = 0
+
+    def __iter__(self) -> Any:
+        self.count += 1
+        return iter(permuted(self.count))
+
+
+class Weighing(ByDifficulty):
+    """What a callback sets is a tensor, which it writes into."""
+
+    def __init__(self, trainer: Any) -> None:
+        self.weights = torch.ones(SAMPLES)
+
+    def __iter__(self) -> Any:
+        return iter(torch.multinomial(self.weights, SAMPLES, generator=torch.Generator().manual_seed(3)).tolist())
+
+
+class Drawing(ByDifficulty):
+    """It draws from a generator of its own."""
+
+    def __init__(self, trainer: Any) -> None:
+        self.generator = torch.Generator().manual_seed(5)
+
+    def __iter__(self) -> Any:
+        return iter(torch.randperm(SAMPLES, generator=self.generator).tolist())
+
+
+class ByStep(ByDifficulty):
+    """It looks at the trainer's step."""
+
+    def __init__(self, trainer: Any) -> None:
+        self.trainer = trainer
+
+    def __iter__(self) -> Any:
+        return iter(permuted(self.trainer.state.global_step))
+
+
+class ReadingTheStep(ByStep):
+    """It looks at it for each sample, and counts."""
+
+    def __iter__(self) -> Any:
+        self.given = 0
+        for index in range(SAMPLES):
+            self.given += 1 + self.trainer.state.global_step // 2
+            yield (index * index + self.given) % SAMPLES
+
+
 class Harder(TrainerCallback):  # type: ignore[misc]
-    def __init__(self, sampler: ByDifficulty) -> None:
-        self.sampler = sampler
+    """Sets a sampler's difficulty by what ``by`` names."""
+
+    def __init__(self, sampler: Any, by: str) -> None:
+        self.sampler, self.by = sampler, by
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
-        self.sampler.difficulty += 1
+        if self.by == "epochs":
+            self.sampler.difficulty += 1
+        elif self.by == "weights":
+            self.sampler.weights[state.global_step :] += 5
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
+        if self.by == "steps":
+            self.sampler.difficulty += 1
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **rest: Any) -> None:
+        if self.by == "losses" and logs and "loss" in logs:
+            self.sampler.difficulty = int(logs["loss"] * 1e4)
 
 
-class Curriculum(Trainer):  # type: ignore[misc]
-    """Another order of the samples in each epoch, by what a callback has set."""
+class Sampled(Trainer):  # type: ignore[misc]
+    """Notes the order in which it gets the samples of its sampler."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, sampler: Callable[[Any], Any], by: str, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.sampler = ByDifficulty()
-        self.add_callback(Harder(self.sampler))
+        self.sampler, self.by = sampler(self), by
+        self.order: list[list[float]] = []
+        self.add_callback(Harder(self.sampler, by))
 
     def _get_train_sampler(self, *_: Any) -> Any:
         return self.sampler
+
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        self.order.append(inputs["x"][:, 0].tolist())
+        if self.by == "within":
+            self.sampler.difficulty = self.sampler.difficulty * 3 % 1009 + 1
+        return super().compute_loss(model, inputs, *args, **kwargs)
 
 
 class TwoForwards(Trainer):  # type: ignore[misc]
@@ -275,14 +361,22 @@ class TwoOptimizers(Trainer):  # type: ignore[misc]
         self.critic_optimizer = torch.optim.SGD(self.critic.parameters(), lr=0.1)
 
 
-KINDS: dict[str, type] = {
+KINDS: dict[str, Callable[..., Any]] = {
     "baseline": Baseline,
     "teacher": MeanTeacher,
     "inside": TeacherInside,
     "lazy": LazyTeacher,
     "norms": NormHistory,
     "best": Trainer,
-    "curriculum": Curriculum,
+    "curriculum": functools.partial(Sampled, sampler=ByDifficulty, by="epochs"),
+    "by-losses": functools.partial(Sampled, sampler=ByDifficulty, by="losses"),
+    "reading-on": functools.partial(Sampled, sampler=ReadingOn, by="steps"),
+    "reading-within": functools.partial(Sampled, sampler=ReadingOn, by="within"),
+    "reading-the-step": functools.partial(Sampled, sampler=ReadingTheStep, by=""),
+    "counting": functools.partial(Sampled, sampler=Counting, by=""),
+    "weighing": functools.partial(Sampled, sampler=Weighing, by="weights"),
+    "drawing": functools.partial(Sampled, sampler=Drawing, by=""),
+    "by-step": functools.partial(Sampled, sampler=ByStep, by=""),
     "two-forwards": TwoForwards,
     "iterating": Iterating,
     "two-optimizers": TwoOptimizers,
@@ -358,7 +452,7 @@ def main() -> None:
 
 
 _OWN = frozenset(
-    {"baseline", "generator", "queue", "negatives", "view", "averages", "teacher", "norms", "scale", "difficulty"}
+    {"baseline", "generator", "queue", "negatives", "view", "averages", "teacher", "norms", "scale", "order"}
 )
 
 if __name__ == "__main__":

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import enum
 import os
 import random
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -21,6 +23,7 @@ from flashrecovery.state import codec
 from flashrecovery.worker.consumers import step_entered
 from flashrecovery.worker.data import DataPosition, DataStream
 from flashrecovery.worker.rng import RngState, restore_rng
+from flashrecovery.worker.sampler_values import SetSamplers
 
 
 class Items(Dataset[torch.Tensor]):
@@ -795,3 +798,165 @@ def test_what_a_sampler_is_set_to_comes_back(kind: type[ByDifficulty], back: int
             stream.commit(step)
             found.append(trained(stream, sampler, step))
         assert found == taken[version:], version
+
+
+TWELVE: Any = list(range(12))
+
+
+class Phase(enum.Enum):
+    EASY = 1
+    HARD = 2
+
+
+class Curriculum:
+    def __init__(self) -> None:
+        self.level = 1
+
+
+class Everything(ByDifficulty):
+    """What it is set to is of many kinds, and set in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights, self.scores, self.counts = torch.ones(12), np.ones(3), {"a": [1]}
+        self.phase, self.curriculum, self.generator = Phase.EASY, Curriculum(), torch.Generator().manual_seed(1)
+
+    def __iter__(self) -> Iterator[int]:
+        for index in range(12):
+            parts = self.weights[index], self.scores.sum(), len(self.counts["a"]), self.phase.value
+            offset = int(torch.randint(5, (), generator=self.generator)) + self.curriculum.level
+            yield (int(sum(parts)) + offset + index + getattr(self, "late", 0)) % 12
+
+    def after(self, step: int) -> None:
+        self.weights[step % 12] += step
+        self.scores[step % 3] += 2
+        self.counts["a"].append(step)
+        if step % 3 == 0:
+            self.phase = Phase.HARD if self.phase is Phase.EASY else Phase.EASY
+        self.curriculum.level += step % 2
+        if step % 5 == 0:
+            self.generator.manual_seed(step)
+        if step == 7:
+            self.late = 3
+
+
+class Prefetching:
+    """Reads one batch ahead, as accelerate's loader does; ``loop_state``: the loop's, at which its sampler looks."""
+
+    def __init__(self, sampler: ByDifficulty, state: Any) -> None:
+        self.sampler, self._loader = sampler, DataLoader(TWELVE, 2, sampler=sampler)
+        self.loop_state = lambda: state
+
+    def __iter__(self) -> Iterator[Any]:
+        batches = iter(self._loader)
+        ahead = next(batches)
+        for batch in batches:
+            yield ahead
+            ahead = batch
+        yield ahead
+
+
+class ByStep(ByDifficulty):
+    """It looks at the loop's step for each sample."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.state = SimpleNamespace(global_step=0, epoch=0.0)
+
+    def __iter__(self) -> Iterator[int]:
+        for index in range(12):
+            yield (index * index + self.state.global_step // 2) % 12
+
+    def after(self, step: int) -> None:
+        self.state.global_step = step + 1
+
+
+@pytest.mark.parametrize("kind", [ByDifficulty, GoingOn, Everything, ByStep])
+def test_a_loop_that_puts_back_what_its_samplers_are_set_to(kind: type[ByDifficulty]) -> None:
+    """As the Trainer's: a replacement's skipped loop sets samplers, too, and they are put back when it ends."""
+    steps, captured, taken, ends = 20, list[dict[str, Any]](), list[Any](), list[Any]()
+
+    def make() -> tuple[DataStream, ByDifficulty]:
+        sampler = kind()
+        stream = DataStream(Prefetching(sampler, getattr(sampler, "state", SimpleNamespace(global_step=0, epoch=0.0))))
+        stream.leave_samplers()
+        return stream, sampler
+
+    stream, sampler = make()
+    for step in range(steps):
+        stream.commit(step)
+        captured.append(codec.loads(codec.dumps(stream.capture())))
+        ends.append(codec.loads(codec.dumps(stream.samplers())))
+        taken.append(trained(stream, sampler, step))
+    for version in range(steps):
+        stream, sampler = make()
+        stream.restore(captured[version])
+        stream.commit(version)
+        assert getattr(sampler, "state", SimpleNamespace(global_step=0)).global_step == 0
+        for step in range(version):
+            sampler.after(step)  # the skipped loop's callbacks
+        stream.put_samplers(ends[version])
+        assert [trained(stream, sampler, step) for step in range(version, steps)] == taken[version:], version
+
+
+class Large(ByDifficulty):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = [1.0] * 5000
+
+    def after(self, step: int) -> None:
+        self.weights[27] += 1  # one of those that are looked at
+
+
+def test_what_is_too_large_to_come_back_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    sampler = Large()
+    stream = DataStream(DataLoader(TWELVE, 2, sampler=sampler))
+    next(stream)
+    stream.commit(1)
+    assert not caplog.messages
+    sampler.after(1)
+    stream.commit(2)
+    state = codec.loads(codec.dumps(stream.capture()))
+    assert "Large.weights of the script's sampler has been set while it trains" in caplog.text
+    with pytest.raises(DataSourceError, match=r"Large\.weights of the script's sampler .* cannot be brought back"):
+        DataStream(DataLoader(TWELVE, 2, sampler=Large())).restore(state)
+
+
+def test_what_is_set_too_often_within_an_epoch_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("flashrecovery.worker.data._SETTINGS", 2)
+    for kind, named in ((ByDifficulty, False), (GoingOn, True)):
+        sampler = kind()
+        stream = DataStream(DataLoader(TWELVE, 2, sampler=sampler))
+        for _ in range(5):
+            next(stream)
+            sampler.difficulty += 1
+        state = codec.loads(codec.dumps(stream.capture()))
+        again = DataStream(DataLoader(TWELVE, 2, sampler=kind()))
+        if named:
+            with pytest.raises(DataSourceError, match="difficulty, at which the script's sampler may look"):
+                again.restore(state)
+        else:
+            again.restore(state)
+            assert next(again).tolist() == next(stream).tolist()
+        for _ in range(2):
+            next(stream)  # the next epoch
+        DataStream(DataLoader(TWELVE, 2, sampler=kind())).restore(stream.capture())
+
+
+def test_frameworks_samplers_have_no_values() -> None:
+    """Also where samplers of any other package have some."""
+    transformers = pytest.importorskip("transformers.trainer_pt_utils")
+    accelerate = pytest.importorskip("accelerate.data_loader")
+    from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler
+
+    samples = list(range(12))
+    shuffled: Any = RandomSampler(samples)
+    known = [
+        shuffled,
+        DistributedSampler(samples, num_replicas=2, rank=0),  # type: ignore[arg-type]
+        transformers.LengthGroupedSampler(2, lengths=samples),
+        accelerate.SeedableRandomSampler(samples),
+        accelerate.BatchSamplerShard(BatchSampler(shuffled, 2, drop_last=False), 2, 0),
+    ]
+    found = SetSamplers(known, lambda: SimpleNamespace(global_step=0, epoch=0.0))
+    assert not found.at_start() and not found.others({}) and not found.within_epoch()

@@ -175,7 +175,8 @@ class _Protected:
         )
         self._held.register(recovery, self._training.model)
         assert self._source is not None
-        self._source.stream = recovery.data(Epochs(self._source.loader))
+        self._source.stream = recovery.data(Epochs(self._source.loader, lambda: trainer.state))
+        self._loop.stream = self._source.stream
         return recovery
 
     def train(self, resume_from_checkpoint: Any = None, **kwargs: Any) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from flashrecovery.errors import DataSourceError
@@ -10,10 +10,11 @@ from flashrecovery.trainer.state import refused
 
 
 class Epochs:
-    """The Trainer's loader as a source for the core. Its state is the epoch, and how many batches have been taken."""
+    """The Trainer's loader as a source for the core. Its state is the epoch, and how many batches have been taken.
+    ``loop_state`` gives ``trainer.state``, at which samplers may look."""
 
-    def __init__(self, loader: Any) -> None:
-        self._loader = loader
+    def __init__(self, loader: Any, loop_state: Callable[[], Any]) -> None:
+        self._loader, self.loop_state = loader, loop_state
         self.sampler = loader
         """What ``set_epoch`` is called on."""
 

@@ -76,6 +76,8 @@ class TrainerLoop:
         self.own = OwnState(trainer)
         self.metrics: dict[str, Any] = {}
         self.adapter: TrainerLoopAdapter | None = None
+        self.stream: Any = None
+        """The data, whose samplers the loop may set."""
         self.resumed = False
         """In a replacement: the loop has the state of the dead process, at the end of the call that is skipped last."""
         self._restored: dict[str, Any] | None = None
@@ -103,6 +105,7 @@ class TrainerLoop:
             "operations": list(self.step.operations),
             "metrics": dict(self.metrics),
             "own": self.own.capture(),
+            "samplers": self.stream.samplers() if self.stream is not None else [],
         }
 
     def load(self, saved: dict[str, Any]) -> None:
@@ -123,6 +126,8 @@ class TrainerLoop:
         self.step.operations = list(saved["operations"])
         self.metrics = dict(saved["metrics"])
         self.own.restore(saved["own"], same_process=same_process)
+        if self.stream is not None:
+            self.stream.put_samplers(saved["samplers"])
 
     def restored(self, saved: dict[str, Any]) -> None:
         self._restored = saved

@@ -9,6 +9,7 @@ dead rank had fetched.
 
 from __future__ import annotations
 
+import bisect
 import copy
 import logging
 import sys
@@ -21,12 +22,15 @@ from typing import Any, NamedTuple
 from flashrecovery.errors import DataSourceError
 from flashrecovery.worker.consumers import Consumers
 from flashrecovery.worker.content import Content, copy_of_structure
-from flashrecovery.worker.data_source import EpochStart, SamplerValues, Source
+from flashrecovery.worker.data_source import EpochStart, Source
 from flashrecovery.worker.rng import RngState, restore_rng
+from flashrecovery.worker.sampler_values import LIMIT_BYTES, LIMIT_LENGTH, SamplerValues
 
 log = logging.getLogger("flashrecovery")
 
 KEPT_VERSIONS = 3
+_SETTINGS = 1000
+"""Changes of samplers within one epoch that are kept."""
 _SAY_EVERY_S = 5.0
 _REDRAWN = 3
 """Fetches of a source that may look ahead that are made again with the same random numbers: what it draws for a batch,
@@ -84,6 +88,8 @@ class _Kept:
     rng_after: dict[str, Any] | None
     mark: Any
     void: bool
+    set: SamplerValues
+    """What the fetch has set of samplers."""
 
     @property
     def by_chance(self) -> bool:
@@ -126,7 +132,11 @@ class DataStream:
         """Digests of batches that are read for a second time, by ``position.total``."""
         self._first = ""
         """The digest of the very first batch, in whatever process that was read first."""
-        self._values = self._source.values()  # as the last fetch has left them
+        self._samplers = self._source.samplers
+        self._values = self._samplers.within_epoch()  # as the last fetch has left them
+        self._others = self._samplers.others(self._values)
+        self._lost: set[str] = set()
+        """What something else than a fetch has set and does not come back, by name."""
         self._values_at: dict[int, SamplerValues] = {}
         self._set: set[tuple[int, str]] = set()
         """SamplerValues of samplers that something else than a fetch has set."""
@@ -142,9 +152,20 @@ class DataStream:
         return self._cursor.position
 
     def leave_samplers(self) -> None:
-        """What samplers are set to is not this stream's to bring back: a replacement runs the script's loop again."""
-        self._source.leave_samplers()
-        self._values = {}
+        """What samplers are set to is not this stream's to bring back: a replacement runs the script's loop again.
+        Not where that loop puts it back itself, by :meth:`put_samplers`."""
+        if hasattr(self.loader, "loop_state"):
+            return
+        self._samplers.leave()
+        self._values, self._others = {}, {}
+
+    def samplers(self) -> list[tuple[int, str, Any]]:
+        """What samplers are set to now, by something else than a fetch or not; plain values."""
+        return [(place, name, value) for (place, name), value in self._samplers.values().items()]
+
+    def put_samplers(self, values: list[tuple[int, str, Any]]) -> None:
+        """Set samplers to what :meth:`samplers` gave; batches that are handed out again set what they have set."""
+        self._samplers.put({(place, name): value for place, name, value in values})
 
     @property
     def mark(self) -> tuple[DataPosition, SamplerValues]:
@@ -152,8 +173,13 @@ class DataStream:
         return self.position, self._set_values()
 
     def _set_values(self) -> SamplerValues:
-        now = self._source.values()
-        self._set |= {name for name, value in now.items() if name in self._values and self._values[name] != value}
+        now = self._samplers.values()
+        self._set |= {name for name, value in now.items() if self._values.get(name, _Kept) != value}
+        changed = {key for key, mark in self._samplers.others(now).items() if self._others.get(key, _Kept) != mark}
+        lost = {self._samplers.name_of(key) for key in changed}
+        if lost - self._lost:
+            log.warning("%s: a recovery fails from now on", _lost_text(lost))
+        self._lost |= lost
         return {name: now[name] for name in self._set if name in now}
 
     @property
@@ -186,6 +212,8 @@ class DataStream:
             if kept.rng_after is not None:
                 restore_rng(kept.rng_after)
             self._source.set_mark(kept.mark)
+            self._samplers.put(kept.set)
+            self._note_values()
         elif self.void and (stand_in := self._stand_in()) is not None:
             return stand_in
         else:
@@ -211,7 +239,8 @@ class DataStream:
         """The next batch of the source, of its next epoch if this one is exhausted."""
         self._set_values()
         epoch, index, total = self.position
-        epoch_start, begun = self._cursor.epoch_start, None
+        epoch_start, begun = self._with_settings(self._cursor), None
+        as_set = self._samplers.values()
         before = RngState.now()
         if self._iterator is None:
             self._iterator, begun = self._begin_first()
@@ -233,7 +262,7 @@ class DataStream:
                 if isinstance(self.loader, Iterator):
                     raise  # ``iter()`` did not begin it again
                 raise DataSourceError(f"the {self._source.name} gives no batches in epoch {epoch}") from None
-        self._values = self._source.values()
+        self._note_values()
         after = RngState.now()
         drawn = after != before
         content = Content.of(batch)
@@ -250,10 +279,30 @@ class DataStream:
             raise self._other_samples(cursor.position, cursor.digest)
         if content.opaque and not self._told_opaque:
             self._tell_opaque(content.opaque)
-        kept = _Kept(cursor, batch, content, after.plain() if drawn else None, self._source.mark(), self.void)
+        by_fetch = {name: v for name, v in self._samplers.values().items() if as_set.get(name, _Kept) != v}
+        rng_after = after.plain() if drawn else None
+        kept = _Kept(cursor, batch, content, rng_after, self._source.mark(), self.void, by_fetch)
         if not total and not kept.by_chance:
             self._first = cursor.digest
         return kept
+
+    def _note_values(self) -> None:
+        """A fetch has left the samplers as they are."""
+        self._values = self._samplers.within_epoch()
+        self._others = self._samplers.others(self._values)
+
+    def _with_settings(self, cursor: _Cursor) -> dict[str, Any]:
+        """How the epoch began, and what samplers were set to since, each with the batches fetched until then: they may
+        look at it again, and a fetch may make indices for a later one."""
+        now = self._samplers.within_epoch()
+        changed = [(place, name, v) for (place, name), v in now.items() if self._values.get((place, name), _Kept) != v]
+        if not changed or self._iterator is None:
+            return cursor.epoch_start
+        settings = cursor.epoch_start.get("settings", [])
+        if len(settings) >= _SETTINGS:
+            often = {name for _place, name, _value in changed} if self._samplers.read_on else set()
+            return {**cursor.epoch_start, "often": sorted({*cursor.epoch_start.get("often", ()), *often})}
+        return {**cursor.epoch_start, "settings": [*settings, (cursor.position.batch, changed)]}
 
     def _begin_first(self, start: Mapping[str, Any] | None = None) -> tuple[Iterator[Any], EpochStart]:
         """The source's first epoch begins, perhaps once more: ``iter()`` of a stateful source may go on where that
@@ -293,7 +342,7 @@ class DataStream:
         """What has been fetched so far belongs to the steps before ``version``. The last call for a version counts."""
         self._forget_after(version)
         self._marks[version] = self._cursor_now()
-        self._values_at[version] = self._source.values()
+        self._values_at[version] = self._samplers.values()
         if version == 3 and {1, 2} <= self._marks.keys():
             self._tell_if_ahead(*(self._marks[v].position.total for v in (1, 2)))
         for old in sorted(self._marks)[:-KEPT_VERSIONS]:
@@ -331,7 +380,7 @@ class DataStream:
         by_chance = any(k.by_chance for k in again)
         if not by_chance and all(k.intact() for k in again):
             self._replay, self._cursor = again, cursor
-            self._source.set_values({name: values[name] for name in self._set if name in values})
+            self._samplers.put(values)
             return
         if self._source.one_shot and by_chance:
             raise DataSourceError(
@@ -346,7 +395,7 @@ class DataStream:
         if not by_chance:
             log.warning("the step has modified a batch in place; the data source is read again for the replay")
         self._seek(cursor)
-        self._source.set_values({name: values[name] for name in self._set if name in values})
+        self._samplers.put(values)
         self._expected = {k.cursor.position.total: k.cursor.digest for k in again if not k.by_chance}
 
     def _forget_after(self, version: int) -> None:
@@ -358,7 +407,8 @@ class DataStream:
     def capture(self) -> dict[str, Any]:
         """What a replacement needs to bring a fresh source to this position (plain values)."""
         values = [(place, name, value) for (place, name), value in self._set_values().items()]
-        return {**self._cursor_now().plain(), "first": self._first, **({"values": values} if values else {})}
+        found = {**self._cursor_now().plain(), "first": self._first}
+        return found | {k: v for k, v in (("values", values), ("lost", sorted(self._lost))) if v}
 
     def restore(self, state: dict[str, Any]) -> None:
         """Bring a source to a captured position. Leaves the random streams anywhere.
@@ -377,11 +427,17 @@ class DataStream:
         self._marks.clear()
         self._values_at.clear()
         self._first = state.get("first", "") or self._first  # none in checkpoints of before
+        if often := cursor.epoch_start.get("often"):
+            raise DataSourceError(
+                f"{', '.join(often)}, at which the script's sampler may look for each sample, has been set more than "
+                f"{_SETTINGS} times in this epoch: the order of samples cannot be brought back"
+            )
+        if state.get("lost"):
+            raise DataSourceError(f"{_lost_text(state['lost'])}: the order of samples cannot be brought back")
         self._seek(cursor)
-        self._values = self._source.values()
         values = {(place, name): value for place, name, value in state.get("values", ())}
         self._set |= {*values}
-        self._source.set_values(values)
+        self._samplers.put(values)
 
     def _cursor_now(self) -> _Cursor:
         cursor = self._cursor
@@ -400,6 +456,14 @@ class DataStream:
         return self._sampled[0].batch, self._sampled[1]
 
     def _seek(self, cursor: _Cursor) -> None:
+        of_loop = self._samplers.of_loop()
+        try:
+            self._go_to(cursor)
+            self._note_values()
+        finally:
+            self._samplers.put(of_loop)  # the epoch has begun with what it was then
+
+    def _go_to(self, cursor: _Cursor) -> None:
         self._kept.clear()
         self._replay.clear()
         self._iterator, self._sampled = None, None
@@ -442,13 +506,22 @@ class DataStream:
         assert self._iterator is not None
         count = cursor.position.batch
         began = said = time.monotonic()
-        done += self._source.skip_indices(self._iterator, count - 1 - done)
+        settings = _settings_of(cursor)
+        for index in sorted(i for i in settings if i < done):
+            self._samplers.put(settings[index])
+        stops = sorted({*settings, count - 1})
         states = dict(zip(range(count - len(cursor.rng_before), count), cursor.rng_before, strict=True))
         batch: Any = None
         while done < count:
             state = states.get(done)
             if state is not None:
                 restore_rng(state)
+            self._samplers.put(settings.get(done, {}))
+            stop = bisect.bisect_right(stops, done)
+            skipped = self._source.skip_indices(self._iterator, stops[stop] - done) if stop < len(stops) else 0
+            if skipped:
+                done += skipped
+                continue
             try:
                 batch = next(self._iterator)
             except StopIteration:
@@ -461,3 +534,17 @@ class DataStream:
                 said = time.monotonic()
                 log.warning("replaying the data source: %d of %d batches, %.0f s", done, count, said - began)
         return Content.of(batch).digest
+
+
+def _settings_of(cursor: _Cursor) -> dict[int, SamplerValues]:
+    """What samplers were set to within the epoch, by the batches fetched until then."""
+    settings = cursor.epoch_start.get("settings", ())
+    return {index: {(place, name): value for place, name, value in changed} for index, changed in settings}
+
+
+def _lost_text(names: Iterable[str]) -> str:
+    return (
+        f"{', '.join(sorted(names))} of the script's sampler has been set while it trains, and is not kept: numbers, "
+        f"texts, enumerations, generators, and containers and tensors of up to {LIMIT_LENGTH} elements and "
+        f"{LIMIT_BYTES} bytes are"
+    )

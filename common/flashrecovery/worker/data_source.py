@@ -27,13 +27,10 @@ from flashrecovery.worker.accelerated import PreparedLoader, ShardIterator
 from flashrecovery.worker.generators import Stateful, as_stateful, generators_of
 from flashrecovery.worker.marks import PLAIN
 from flashrecovery.worker.rng import RngState, restore_rng
-from flashrecovery.worker.script_frames import is_own
+from flashrecovery.worker.sampler_values import SamplerValues, SetSamplers, has_own_values
 from flashrecovery.worker.worker_draws import WorkerDraws
 
 log = logging.getLogger("flashrecovery")
-
-SamplerValues = dict[tuple[int, str], Any]
-"""(which of the script's own samplers, name of an attribute) -> its value."""
 
 _KNOWN_SAMPLERS = (
     BatchSampler,
@@ -74,7 +71,8 @@ class Source:
             for name, value in getattr(thing, "__dict__", {}).items()
             if value is None
         ]
-        self._own_samplers = [s for s in self._samplers() if is_own(type(s)) and hasattr(s, "__dict__")]
+        self.samplers = SetSamplers(self._samplers(), getattr(loader, "loop_state", None))
+        """What the script's own samplers are set to."""
         self._refuse_unordered()
         self._check_order()
         self._draws = self._watch_workers()
@@ -114,7 +112,7 @@ class Source:
         self.set_epoch(epoch)
         if start is not None:
             self.restore_generators(start)
-        begun = EpochStart(RngState.now(), self.generator_states(), self.values())
+        begun = EpochStart(RngState.now(), self.generator_states(), self.samplers.at_start())
         return iter(self.loader), begun
 
     def _renew_workers(self) -> None:
@@ -157,26 +155,9 @@ class Source:
         """The states of these generators."""
         return [g.state_dict() for g in self._generators()]
 
-    def values(self) -> SamplerValues:
-        """Numbers and texts among the attributes of the script's own samplers, from which their order may follow."""
-        return {
-            (place, name): value
-            for place, sampler in enumerate(self._own_samplers)
-            for name, value in _plain_values(sampler).items()
-        }
-
-    def leave_samplers(self) -> None:
-        """No values of samplers from now on."""
-        self._own_samplers = []
-
-    def set_values(self, values: SamplerValues) -> None:
-        """Give them these values; those of others stay as they are."""
-        for (place, name), value in values.items():
-            setattr(self._own_samplers[place], name, value)
-
     def restore_generators(self, start: Mapping[str, Any]) -> None:
         """Bring the random streams to the state of an epoch's beginning. Raises DataSourceError if they do not fit."""
-        self.set_values({(place, name): value for place, name, value in start.get("values", ())})
+        self.samplers.put({(place, name): value for place, name, value in start.get("values", ())})
         states = start.get("generators", [])
         self._make_generators(len(states))
         generators = self._generators()
@@ -231,7 +212,8 @@ class Source:
             restore_rng(before.plain())
         generators = generators_of(Source._parts(sampler))
         states = [g.state_dict() for g in generators]
-        values = [(part, _plain_values(part)) for part in Source._parts(sampler) if is_own(type(part))]
+        own = SetSamplers([part for part in Source._parts(sampler) if has_own_values(part)])
+        values = {name: value for name, value in own.values().items() if isinstance(value, PLAIN)}
         orders = []
         for _ in range(2):
             orders.append(list(itertools.islice(iter(sampler), _PROBED)))
@@ -239,9 +221,7 @@ class Source:
                 restore_rng(before.plain())
             for generator, state in zip(generators, states, strict=True):
                 generator.load_state_dict(state)
-            for part, kept in values:
-                for name, value in kept.items():
-                    setattr(part, name, value)
+            own.put(values)
         if repr(orders[0]) != repr(orders[1]):
             culprit = next(type(s).__name__ for s in reversed(parts) if type(s) not in _KNOWN_SAMPLERS)
             raise DataSourceError(
@@ -345,10 +325,6 @@ _END = object()
 def is_stateful(thing: object) -> bool:
     """Whether it has ``state_dict()`` and ``load_state_dict()``."""
     return all(callable(getattr(thing, name, None)) for name in ("state_dict", "load_state_dict"))
-
-
-def _plain_values(thing: Any) -> dict[str, Any]:
-    return {name: value for name, value in getattr(thing, "__dict__", {}).items() if isinstance(value, PLAIN)}
 
 
 @dataclasses.dataclass

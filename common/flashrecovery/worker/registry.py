@@ -31,12 +31,12 @@ from flashrecovery.state.checkpoint_format import CheckpointFormat
 from flashrecovery.state.object_shard import COMMON, ObjectShard
 from flashrecovery.state.shard import Shard
 from flashrecovery.worker.data import DataPosition, DataStream
-from flashrecovery.worker.data_source import SamplerValues
 from flashrecovery.worker.elastic import GlobalBatches
 from flashrecovery.worker.generators import Stateful, as_stateful
 from flashrecovery.worker.habits import Habits
 from flashrecovery.worker.learned_sizes import LearnedSizes
 from flashrecovery.worker.rng import RngState, restore_rng
+from flashrecovery.worker.sampler_values import SamplerValues
 from flashrecovery.worker.scaler import settled
 
 AdapterFactory = Callable[[torch.nn.Module, Sequence[Optimizer]], Adapter]

@@ -127,7 +127,7 @@ class TrainerLoop:
         self.metrics = dict(saved["metrics"])
         self.own.restore(saved["own"], same_process=same_process)
         if self.stream is not None:
-            self.stream.put_samplers(saved["samplers"])
+            self.stream.put_samplers(saved.get("samplers", []))  # none in checkpoints of before
 
     def restored(self, saved: dict[str, Any]) -> None:
         self._restored = saved

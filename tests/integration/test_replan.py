@@ -9,10 +9,25 @@ from typing import Any
 import pytest
 
 from flashrecovery.config import PHASES
+from flashrecovery.snapshot.files import LAST_CHECKPOINT
 from tests.support.installed import skip_module_without
-from tests.support.jobs import check_fired
-from tests.support.replan import AT, TIMEOUT_S, Saved, Sizes, Training, check_goes_on, command, never, start
+from tests.support.jobs import check_clean, check_fired
+from tests.support.replan import (
+    AT,
+    STEPS,
+    TIMEOUT_S,
+    Course,
+    Saved,
+    Sizes,
+    Training,
+    check_goes_on,
+    check_same_steps,
+    command,
+    never,
+    start,
+)
 from tests.support.replan_scenarios import (
+    FIRST,
     SLOWLY,
     check_back_to_a_checkpoint,
     check_losses,
@@ -36,6 +51,8 @@ ROWS = Training("pp2-dp2-distributed-fp32", Sizes(1, 2, 2), ("--use-distributed-
 WIDE = Training("pp2-fp32", Sizes(1, 2, 2))
 TIED = Training("tp2-pp2-tied-distributed", Sizes(2, 2, 1), (*SHARDED, "--tie-head"))
 DEEP = Training("pp4-layers4", Sizes(1, 4, 1), ("--layers", "4", "--bf16"))
+LATENT = Training("tp2-latent-distributed", Sizes(2, 1, 1), (*SHARDED, "--multi-latent-attention"))
+PAIR = Training("tp2-distributed", Sizes(2, 1, 1), SHARDED)
 VICTIMS = (0, 1, 3)
 
 
@@ -60,6 +77,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
             (TIED, Sizes(1, 1, 2)),
             (TIED, Sizes(1, 2, 2)),
             (DEEP, Sizes(2, 2, 1)),
+            (LATENT, Sizes(1, 1, 2)),
         )
     ],
 )
@@ -70,6 +88,29 @@ def test_on_command(training: Training, sizes: Sizes, tmp_path: Path, saved: Sav
 def test_there_and_back(tmp_path: Path, saved: Saved) -> None:
     """TP 2 -> 1 -> 2: the same state, and then the same losses as a job that has never changed."""
     check_there_and_back(PARTS, Sizes(1, 1, 4), tmp_path / "run", saved)
+
+
+@pytest.mark.parametrize("changed", [False, True])
+def test_a_job_that_is_told_to_end_leaves_a_checkpoint(changed: bool, tmp_path: Path, saved: Saved) -> None:
+    """In the layout of the launch, or in one that it has come to: that is the one of the next launch here."""
+    sizes = Sizes(1, 1, 2) if changed else PAIR.sizes
+    running = started(tmp_path / "run", PAIR)
+    if changed:
+        assert command(running, sizes, FIRST) == ""
+        running.wait_for("recovery_finished", TIMEOUT_S)
+    running.wait_for_step(AT, TIMEOUT_S)
+    running.popen.terminate()
+    ended = running.wait(TIMEOUT_S)
+    left = tmp_path / "run" / LAST_CHECKPOINT
+    assert ended.code == 1 and f"is in checkpoint {left}" in ended.output, ended.explain()
+    job = started(tmp_path / "run", PAIR, options=["--resume"], sizes=sizes).wait(TIMEOUT_S)
+    (said,) = [notice["text"] for notice in job.notices("resumed")]
+    step = int(said.removeprefix("resumed at step ").partition(" ")[0])
+    assert job.code == 0 and AT <= step < STEPS, job.explain()
+    _, whole = saved.of(PAIR, [(FIRST, sizes)] if changed else [])
+    check_same_steps(Course.of(job), Course.of(whole), step, STEPS, sizes, job.explain())
+    check_clean(job)
+    assert not left.exists(), "the job has come to its end"
 
 
 def kills() -> list[Any]:

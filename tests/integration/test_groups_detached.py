@@ -318,7 +318,8 @@ def _outside(rank: int, world: int, store: dist.Store) -> None:
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
     told: list[str] = []
     handled = [False]
-    watch = OutsideWatch(told.append, lambda: handled[0])
+    watch = OutsideWatch(told.append, lambda: handled[0], lambda: None, calls=False)
+    watch.start()
     dist.all_reduce(torch.ones(1))
     watch.watch(True)
     dist.barrier(group=groups.control_group())

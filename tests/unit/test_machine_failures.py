@@ -391,9 +391,10 @@ def test_a_script_that_ends_without_a_protected_step_is_told() -> None:
 # -- the script's own exception ---------------------------------------------------------------------
 
 
-def raises(world: World, rank: int, exception: str, step: int = 2) -> None:
+def raises(world: World, rank: int, exception: str, step: int = 2, *, refused: bool = False) -> None:
     record = world.machine.job.ranks[rank]
-    words = pb.LastWords(exception=exception, message="the loader has no more", place="train.py:7")
+    message = "the loader has no more"
+    words = pb.LastWords(exception=exception, message=message, place="train.py:7", refused=refused)
     failure = pb.Failure(rank=rank, pid=record.pid, kind="exception", evidence=exception, last_words=words, step=step)
     mute(world, rank) if record.place is not Place.EMPTY else None
     world.machine.on_failure(failure, world.now)
@@ -417,6 +418,21 @@ def test_an_exception_on_all_ranks_in_the_first_step_is_not_tried_again() -> Non
     assert (
         world.machine.job.state is State.FAILED and "the script raised ValueError" in world.machine.job.failure_reason
     )
+
+
+def test_a_refusal_is_not_tried_again() -> None:
+    """Not even on one rank: a replacement has not done what is refused, and would get past it with other numbers."""
+    world = running(3)
+    raises(world, 1, "UnsupportedError", refused=True)
+    assert world.machine.job.state is State.FAILED
+    assert world.machine.job.failure_reason.startswith("the script raised UnsupportedError on rank 1, at step 2: ")
+
+
+def test_a_refusal_while_ranks_are_replaced_may_come_of_that() -> None:
+    world = running(3)
+    world.kill(0, "killed", signal.SIGKILL)
+    raises(world, 1, "UnsupportedError", refused=True)
+    assert world.machine.job.state is not State.FAILED
 
 
 def test_exceptions_that_follow_a_death_are_not_its_cause() -> None:

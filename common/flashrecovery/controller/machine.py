@@ -335,6 +335,9 @@ class Machine:
             return False  # found, but not taken over yet: then it will be missing
         elif self.job.state is State.STARTING:
             self._restart(record, message, now)
+        elif message.last_words.refused and self.job.state is State.RUNNING:
+            # A replacement might get past it, with other numbers: it has not done what the script did before.
+            self.job.fail(self._steps.raised(message, [record.rank]))
         else:
             self.job.failures.append(message)
             return not self._is_crash_loop(record, message, step)

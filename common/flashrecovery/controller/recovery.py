@@ -632,8 +632,12 @@ class RecoverySteps:
             return ""
         if self._job.failures[0].last_words.communication:
             return ""
-        first = self._job.failures[0].last_words
-        alike = sorted({f.rank for f in self._job.failures if f.last_words.exception == first.exception})
-        where = self._job.counting.text(self._job.failures[0].step)
-        said = f"the script raised {first.exception} on {ranks_text(alike)}, at {where}"
-        return f"{raised_text(said, first.message)}{told_of(first, self._job.config, alike)}"
+        first = self._job.failures[0]
+        like = first.last_words.exception
+        return self.raised(first, sorted({f.rank for f in self._job.failures if f.last_words.exception == like}))
+
+    def raised(self, failure: pb.Failure, ranks: Sequence[int]) -> str:
+        """The exception by which the script has ended on these ranks, in words."""
+        words = failure.last_words
+        said = f"the script raised {words.exception} on {ranks_text(ranks)}, at {self._job.counting.text(failure.step)}"
+        return f"{raised_text(said, words.message)}{told_of(words, self._job.config, ranks)}"

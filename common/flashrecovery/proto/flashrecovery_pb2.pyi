@@ -895,6 +895,7 @@ class LastWords(_message.Message):
     FATAL_FIELD_NUMBER: _builtins.int
     PLACE_FIELD_NUMBER: _builtins.int
     DIVERGED_FIELD_NUMBER: _builtins.int
+    REFUSED_FIELD_NUMBER: _builtins.int
     exception: _builtins.str
     message: _builtins.str
     traceback: _builtins.str
@@ -903,6 +904,8 @@ class LastWords(_message.Message):
     """replacing the process cannot help: the job ends"""
     place: _builtins.str
     """file and line of the script"""
+    refused: _builtins.bool
+    """by this package, by name: whoever takes the step again meets it again"""
     @_builtins.property
     def diverged(self) -> Global___Diverged: ...
     def __init__(
@@ -915,10 +918,11 @@ class LastWords(_message.Message):
         fatal: _builtins.bool = ...,
         place: _builtins.str = ...,
         diverged: Global___Diverged | None = ...,
+        refused: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["diverged", b"diverged"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["communication", b"communication", "diverged", b"diverged", "exception", b"exception", "fatal", b"fatal", "message", b"message", "place", b"place", "traceback", b"traceback"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["communication", b"communication", "diverged", b"diverged", "exception", b"exception", "fatal", b"fatal", "message", b"message", "place", b"place", "refused", b"refused", "traceback", b"traceback"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -14,7 +14,7 @@ import threading
 from contextlib import suppress
 from pathlib import Path
 
-from flashrecovery.errors import DataEndedError, DivergedError
+from flashrecovery.errors import DataEndedError, DataSourceError, DivergedError, UnsupportedError
 from flashrecovery.kinds import NoticeKind
 from flashrecovery.plan.words import HOW_TO_PROTECT
 from flashrecovery.proto import flashrecovery_pb2 as pb
@@ -230,9 +230,16 @@ def _last_words(channel: Channel, error: BaseException) -> None:
     groups = sys.modules.get("flashrecovery.groups")
     follows = groups is not None and groups.is_communication_error(error)
     fatal = isinstance(error, (DivergedError, DataEndedError))
+    refused = isinstance(error, (UnsupportedError, DataSourceError)) and not follows
     message = str(error)[:4000]
     words = pb.LastWords(
-        exception=name, message=message, traceback=text, communication=follows, fatal=fatal, place=place
+        exception=name,
+        message=message,
+        traceback=text,
+        communication=follows,
+        fatal=fatal,
+        place=place,
+        refused=refused,
     )
     if isinstance(error, DivergedError) and error.alike is not None:
         words.diverged.CopyFrom(pb.Diverged(suspects=error.suspects, alike=error.alike, partly=error.partly))

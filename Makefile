@@ -100,7 +100,7 @@ $(NEW_VENV)/.done: pyproject.toml constraints-new.txt
 	@$(NEW_PIP) --editable '.[test,deepspeed,megatron,trainer]' emerging-optimizers
 	@touch $@
 
-test-new: $(NEW_VENV)/.done  ## a part of the tests on Python 3.12 with the newest releases (5.5 GB; 9 minutes of a processor)
+test-new: $(NEW_VENV)/.done  ## a part of the tests on Python 3.12 with the newest releases (5.5 GB; 5 minutes on two cores)
 	$(NEW_VENV)/bin/python -m flashrecovery.cli.main doctor --build
 	$(NEW_VENV)/bin/python -m pytest -m "" -p no:cacheprovider -n 2 --dist loadgroup --durations=10 $(PYTEST_ARGS) $$($(NEW_VENV)/bin/python scripts/matrix.py --tests-new)
 

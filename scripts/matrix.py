@@ -156,7 +156,8 @@ def make_environment(entry: Entry, folder: Path) -> Path:
         _run([find_python(entry.python), "-m", "venv", "--without-pip", str(folder)])
         constraints = folder / "constraints.txt"
         lines = (ROOT / "constraints.txt").read_text().splitlines()
-        left = [line for line in lines if line.partition("==")[0] not in NOT_FOR_ANOTHER_TORCH]
+        older = tuple(map(int, entry.python.split("."))) < sys.version_info[:2]  # for it many are too new
+        left = [] if older else [line for line in lines if line.partition("==")[0] not in NOT_FOR_ANOTHER_TORCH]
         constraints.write_text("\n".join(left) + "\n")
         _run([*pip, *entry.requirements])
         _run([*pip, "-c", str(constraints), *entry.requirements, "--editable", f"{ROOT}[test]"])

@@ -107,6 +107,7 @@ def install() -> None:
     )
     cuda: Any = torch.cuda
     stand_ins: dict[str, Any] = {
+        "is_available": _always(False),  # deepspeed has it ask for device_count() in this process and its children
         "current_device": _always(_Device("cpu")),
         "device_count": _always(1),
         "Stream": Stream,

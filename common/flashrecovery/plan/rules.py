@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from enum import StrEnum
+from enum import Enum
 from functools import lru_cache
 from typing import Any
 
@@ -18,7 +18,7 @@ from flashrecovery.plan.layouts import Placement
 from flashrecovery.plan.patterns import KINDS, FlatBuffer, Pattern, StoredBox
 
 
-class Naming(StrEnum):
+class Naming(str, Enum):
     """What follows the beginning of a shard's name."""
 
     PLACE = "place"
@@ -161,7 +161,7 @@ def to_plain(rules: Sequence[TensorRule]) -> tuple[list[Any], list[Any]]:
 
     rows = [
         (
-            *(r.name, r.shape, r.itemsize, number_of(r.pattern), r.shard, r.key, str(r.naming), r.turn, r.content),
+            *(r.name, r.shape, r.itemsize, number_of(r.pattern), r.shard, r.key, r.naming.value, r.turn, r.content),
             *([r.suffix] if r.suffix else []),
         )
         for r in rules

@@ -10,7 +10,6 @@ from __future__ import annotations
 import ast
 import builtins
 import re
-import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -25,7 +24,9 @@ _SETTING = frozenset(
 )
 """Methods after which nothing is left of what was there before, as far as anybody reads it."""
 _CLOCK = re.compile(r"(time|timer|perf_counter|monotonic|process_time|default_timer)(_ns)?$|datetime\.now$|utcnow$")
-_TRIES = (ast.Try, ast.TryStar) if sys.version_info >= (3, 11) else (ast.Try,)
+_TRIES = tuple(
+    getattr(ast, name) for name in ("Try", "TryStar") if hasattr(ast, name)
+)
 _COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 _NEVER_EMPTY = frozenset(("range", "split", "chunk", "tensor_split", "array_split", "unbind"))
 _AROUND = frozenset(("enumerate", "zip", "tqdm", "trange", "list", "tuple", "reversed", "sorted", "map"))
@@ -265,7 +266,7 @@ class Reader:
             always |= case.guard is None and isinstance(case.pattern, ast.MatchAs) and case.pattern.pattern is None
         return _merged(ends if always else [*ends, state])
 
-    def _try(self, statement: ast.Try | ast.TryStar, state: FlowState) -> FlowState | None:
+    def _try(self, statement: ast.Try, state: FlowState) -> FlowState | None:
         outer, self.all_changed = self.all_changed, set()
         end = self.body(statement.body, state.copy())
         in_body, self.all_changed = self.all_changed, outer | self.all_changed

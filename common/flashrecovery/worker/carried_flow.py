@@ -24,9 +24,7 @@ _SETTING = frozenset(
 )
 """Methods after which nothing is left of what was there before, as far as anybody reads it."""
 _CLOCK = re.compile(r"(time|timer|perf_counter|monotonic|process_time|default_timer)(_ns)?$|datetime\.now$|utcnow$")
-_TRIES = tuple(
-    getattr(ast, name) for name in ("Try", "TryStar") if hasattr(ast, name)
-)
+_TRIES = tuple(getattr(ast, name) for name in ("Try", "TryStar") if hasattr(ast, name))
 _COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 _NEVER_EMPTY = frozenset(("range", "split", "chunk", "tensor_split", "array_split", "unbind"))
 _AROUND = frozenset(("enumerate", "zip", "tqdm", "trange", "list", "tuple", "reversed", "sorted", "map"))

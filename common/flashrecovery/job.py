@@ -421,7 +421,6 @@ def _leave(agent: Agent, reason: str) -> None:
     task.add_done_callback(lambda t: t.exception())
 
 
-_ENDING = early_signals.ENDING
 _NOTICES = (signal.SIGUSR1, signal.SIGUSR2)
 """What schedulers send some time before that (`sbatch --signal=USR1@120`)."""
 
@@ -437,9 +436,9 @@ def _on_signals(told: Callable[[signal.Signals, bool], None], noticed: Callable[
         seen.add(number)
         told(number, again)
 
-    for number in (*_ENDING, *_NOTICES):
+    for number in (*early_signals.ENDING, *_NOTICES):
         if signal.getsignal(number) is signal.SIG_IGN and number is not signal.SIGINT:
             continue
-        loop.add_signal_handler(number, end if number in _ENDING else noticed, number)
+        loop.add_signal_handler(number, end if number in early_signals.ENDING else noticed, number)
     for held in early_signals.release():
         loop.call_soon(end, signal.Signals(held))

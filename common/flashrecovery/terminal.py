@@ -57,10 +57,7 @@ class Handler(logging.Handler):
     """The package's own warnings, where nobody has set up a log."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        text = self.format(record)
-        text = text if text.startswith(PREFIX) else f"{PREFIX}{text}"
-        with suppress(OSError):
-            print(wrapped(text), file=sys.stderr, flush=True)
+        say(self.format(record).removeprefix(PREFIX))
 
 
 def show_warnings() -> None:

@@ -33,6 +33,15 @@ def _run(path: Path, layout: Layout, **kwargs: Any) -> Job:
     return RunningJob(path, layout, script=SCRIPT, flags=flags, **kwargs).wait(TIMEOUT_S)
 
 
+def _comes_back(kind: str, kills: tuple[tuple[int, str, int], ...], tmp_path: Path, reference: Reference) -> Job:
+    job = _run(tmp_path / "run", _kind(kind), inject=faults(*kills))
+    check_same(job, reference(_kind(kind)), printed=Printed.LOGS)
+    check_fired(job, len(kills))
+    replaced = {rank for e in job.of("recovery_finished") for rank in e["victims"]}
+    assert replaced == {rank for rank, _, _ in kills}, job.explain()
+    return job
+
+
 @pytest.fixture(scope="session")
 def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
     """The same launch without a fault, once a kind."""
@@ -61,11 +70,7 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
 def test_own_state_comes_back(
     kind: str, kills: tuple[tuple[int, str, int], ...], tmp_path: Path, reference: Reference
 ) -> None:
-    job = _run(tmp_path / "run", _kind(kind), inject=faults(*kills))
-    check_same(job, reference(_kind(kind)), printed=Printed.LOGS)
-    check_fired(job, len(kills))
-    replaced = {rank for e in job.of("recovery_finished") for rank in e["victims"]}
-    assert replaced == {rank for rank, _, _ in kills}, job.explain()
+    job = _comes_back(kind, kills, tmp_path, reference)
     assert not job.notices("not_registered"), job.explain()
 
 
@@ -92,11 +97,7 @@ def test_samplers_that_are_set_or_count_come_back(
     kind: str, kills: tuple[tuple[int, str, int], ...], tmp_path: Path, reference: Reference
 ) -> None:
     """In each epoch: what a callback sets, the loss, the trainer's step, asking, the step itself."""
-    job = _run(tmp_path / "run", _kind(kind), inject=faults(*kills))
-    check_same(job, reference(_kind(kind)), printed=Printed.LOGS)
-    check_fired(job, len(kills))
-    replaced = {rank for e in job.of("recovery_finished") for rank in e["victims"]}
-    assert replaced == {rank for rank, _, _ in kills}, job.explain()
+    _comes_back(kind, kills, tmp_path, reference)
 
 
 @pytest.mark.grid

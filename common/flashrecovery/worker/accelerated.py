@@ -9,7 +9,7 @@ handed a batch again would not take part in that. So this is done once, before t
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from torch.optim import Optimizer
@@ -81,9 +81,9 @@ class Counters:
             settled(accelerator.scaler).load_state_dict(state["scaler"])
 
 
-def check_rest(loaders: Iterable[Any], steps: int | None, texts: Iterable[str]) -> None:
-    """``steps``: how many the script takes, None if that is not known. ``texts``: of the files that have its running
-    functions.
+def check_rest(loaders: Iterable[Any], steps: int | None, texts: Callable[[], Iterable[str]]) -> None:
+    """``steps``: how many the script takes, None if that is not known. ``texts`` gives those of the files that have its
+    running functions.
 
     Raises:
         RegistrationError: accelerate will take a step with what is left at the end of an epoch, and the script does not
@@ -96,7 +96,7 @@ def check_rest(loaders: Iterable[Any], steps: int | None, texts: Iterable[str]) 
             continue
         rest = len(loader) % micro_batches
         reached = steps is None or steps * micro_batches > len(loader)
-        if rest and reached and not any("sync_gradients" in text for text in texts):
+        if rest and reached and not any("sync_gradients" in text for text in texts()):
             raise RegistrationError(
                 f"accelerate's loader has {len(loader)} batches, which is no multiple of gradient_accumulation_steps = "
                 f"{micro_batches}: at the end of each epoch accelerate steps with the {rest} that are left, in the "

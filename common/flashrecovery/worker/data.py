@@ -24,7 +24,14 @@ from flashrecovery.worker.consumers import Consumers
 from flashrecovery.worker.content import Content, copy_of_structure
 from flashrecovery.worker.data_source import EpochStart, Source
 from flashrecovery.worker.rng import RngState, restore_rng
-from flashrecovery.worker.sampler_values import LIMIT_BYTES, LIMIT_LENGTH, SamplerValues
+from flashrecovery.worker.sampler_values import (
+    LIMIT_BYTES,
+    LIMIT_LENGTH,
+    SamplerRows,
+    SamplerValues,
+    rows_of,
+    values_of,
+)
 
 log = logging.getLogger("flashrecovery")
 
@@ -159,13 +166,13 @@ class DataStream:
         self._samplers.leave()
         self._values, self._others = {}, {}
 
-    def samplers(self) -> list[tuple[int, str, Any]]:
-        """What samplers are set to now, by something else than a fetch or not; plain values."""
-        return [(place, name, value) for (place, name), value in self._samplers.values().items()]
+    def samplers(self) -> SamplerRows:
+        """What samplers are set to now, by something else than a fetch or not."""
+        return rows_of(self._samplers.values())
 
-    def put_samplers(self, values: list[tuple[int, str, Any]]) -> None:
+    def put_samplers(self, rows: SamplerRows) -> None:
         """Set samplers to what :meth:`samplers` gave; batches that are handed out again set what they have set."""
-        self._samplers.put({(place, name): value for place, name, value in values})
+        self._samplers.put(values_of(rows))
 
     @property
     def mark(self) -> tuple[DataPosition, SamplerValues]:
@@ -295,7 +302,7 @@ class DataStream:
         """How the epoch began, and what samplers were set to since, each with the batches fetched until then: they may
         look at it again, and a fetch may make indices for a later one."""
         now = self._samplers.within_epoch()
-        changed = [(place, name, v) for (place, name), v in now.items() if self._values.get((place, name), _Kept) != v]
+        changed = rows_of({name: value for name, value in now.items() if self._values.get(name, _Kept) != value})
         if not changed or self._iterator is None:
             return cursor.epoch_start
         settings = cursor.epoch_start.get("settings", [])
@@ -406,7 +413,7 @@ class DataStream:
 
     def capture(self) -> dict[str, Any]:
         """What a replacement needs to bring a fresh source to this position (plain values)."""
-        values = [(place, name, value) for (place, name), value in self._set_values().items()]
+        values = rows_of(self._set_values())
         found = {**self._cursor_now().plain(), "first": self._first}
         return found | {k: v for k, v in (("values", values), ("lost", sorted(self._lost))) if v}
 
@@ -435,7 +442,7 @@ class DataStream:
         if state.get("lost"):
             raise DataSourceError(f"{_lost_text(state['lost'])}: the order of samples cannot be brought back")
         self._seek(cursor)
-        values = {(place, name): value for place, name, value in state.get("values", ())}
+        values = values_of(state.get("values", ()))
         self._set |= {*values}
         self._samplers.put(values)
 
@@ -539,7 +546,7 @@ class DataStream:
 def _settings_of(cursor: _Cursor) -> dict[int, SamplerValues]:
     """What samplers were set to within the epoch, by the batches fetched until then."""
     settings = cursor.epoch_start.get("settings", ())
-    return {index: {(place, name): value for place, name, value in changed} for index, changed in settings}
+    return {index: values_of(changed) for index, changed in settings}
 
 
 def _lost_text(names: Iterable[str]) -> str:

@@ -27,7 +27,7 @@ from flashrecovery.worker.accelerated import PreparedLoader, ShardIterator
 from flashrecovery.worker.generators import Stateful, as_stateful, generators_of
 from flashrecovery.worker.marks import PLAIN
 from flashrecovery.worker.rng import RngState, restore_rng
-from flashrecovery.worker.sampler_values import SamplerValues, SetSamplers, has_own_values
+from flashrecovery.worker.sampler_values import SamplerValues, SetSamplers, has_own_values, rows_of, values_of
 from flashrecovery.worker.worker_draws import WorkerDraws
 
 log = logging.getLogger("flashrecovery")
@@ -157,7 +157,7 @@ class Source:
 
     def restore_generators(self, start: Mapping[str, Any]) -> None:
         """Bring the random streams to the state of an epoch's beginning. Raises DataSourceError if they do not fit."""
-        self.samplers.put({(place, name): value for place, name, value in start.get("values", ())})
+        self.samplers.put(values_of(start.get("values", ())))
         states = start.get("generators", [])
         self._make_generators(len(states))
         generators = self._generators()
@@ -341,7 +341,7 @@ class EpochStart:
         if RngState.now() != self.rng:
             state["rng"] = self.rng.plain()
         if self.values:
-            state["values"] = [(place, name, value) for (place, name), value in self.values.items()]
+            state["values"] = rows_of(self.values)
         return state
 
 

@@ -218,7 +218,7 @@ class Loop:
     def _look_ahead(self, frame: FrameType) -> None:
         """What the script's text says of its steps. Own copies are kept from the first one on where it will communicate
         below its block."""
-        check_rest([stream.loader for stream in self._registry.streams], self._num_steps, texts_of(frame))
+        check_rest([stream.loader for stream in self._registry.streams], self._num_steps, lambda: texts_of(frame))
         if self._registry.world_size == 1:
             return
         habits, place = self._registry.habits, communicates_below(frame)

@@ -35,6 +35,19 @@ _CONTAINERS = (list, tuple, dict, set, frozenset, collections.deque)
 _NO_STATE = (Dataset, DataLoader, Sampler, torch.nn.Module, type)
 
 
+SamplerRows = list[tuple[int, str, Any]]
+"""The same as plain values, as a capsule has it."""
+
+
+def rows_of(values: SamplerValues) -> SamplerRows:
+    return [(place, name, value) for (place, name), value in values.items()]
+
+
+def values_of(rows: Iterable[tuple[int, str, Any]]) -> SamplerValues:
+    """The inverse of :func:`rows_of`."""
+    return {(place, name): value for place, name, value in rows}
+
+
 class SetSamplers:
     """Args:
     samplers: all of a loader's; the script's own among them count.

@@ -16,6 +16,7 @@ from types import FrameType
 from typing import Any
 
 from flashrecovery.errors import StepInterrupted
+from flashrecovery.worker.outside import line_of_script
 from flashrecovery.worker.script_frames import frames, tree_of
 
 PATIENCE = 5
@@ -45,11 +46,9 @@ class Unwinding:
         if self._count % PATIENCE == 0 and sys.gettrace() is None:
             self._trace()
         if self._count > _MOST and time.monotonic() - self._began > _LONGEST_S:
-            one = next(frames(sys._getframe(1)), None)
-            where = "the script" if one is None else f"{one.f_code.co_filename}:{one.f_lineno}"
             self._give_up(
-                f"{where} has caught {self._count} interruptions of a step that is to be done again, and begins it "
-                "anew each time: catch Exception there, or raise again what is no Exception"
+                f"{line_of_script(sys._getframe(1))} has caught {self._count} interruptions of a step that is to be "
+                "done again, and begins it anew each time: catch Exception there, or raise again what is no Exception"
             )
 
     def over(self) -> None:

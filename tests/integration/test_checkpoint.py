@@ -13,6 +13,9 @@ from typing import Any
 import pytest
 import torch
 
+from flashrecovery.config import CheckpointSettings
+from flashrecovery.controller.checkpoints import Checkpoints
+from flashrecovery.controller.records import RankRecord
 from flashrecovery.errors import ConfigError, RestoreError
 from flashrecovery.redundancy import verify
 from flashrecovery.redundancy.checkpoint import CheckpointFallback, Published
@@ -139,11 +142,46 @@ def test_an_incomplete_checkpoint_is_never_found_and_is_swept_away(tmp_path: Pat
     save(tmp_path, folder, [9])
     outcomes = run_ranks(_die_while_writing, WORLD, tmp_path, folder, group=False)
     assert outcomes[1].signal == 9
-    assert (folder / ".pending-12.0").is_dir()
+    assert (folder / ".pending-12.0-").is_dir()
     check(folder, 9)
     save(tmp_path, folder, [15])
     check(folder, 15)
     assert not list(folder.glob(".pending*"))
+
+
+def _save_in_launch(rank: int, world: int, folder: Path, launch: str, writing: list[int]) -> list[int]:
+    """Ranks outside of ``writing`` are killed first."""
+    published: list[Published] = []
+    fallback = CheckpointFallback(folder, rank=rank, world=world, on_published=published.append)
+    mine = shards(rank, world)
+    advance(mine, 12)
+    if rank not in writing:
+        die()
+    fallback.announce(12, 1, launch)
+    assert fallback.due(12)
+    fallback.commit(12, mine, capsule=launch.encode(), common=COMMON, generation=1)
+    fallback.wait(30)
+    return [p.version for p in published]
+
+
+def test_what_a_killed_launch_has_left_becomes_no_part_of_the_next_ones_checkpoint(tmp_path: Path) -> None:
+    """Each begins in generation 1. Seen to be needed: ranks 0 and 2 of the first with rank 1 of the second."""
+    folder = tmp_path / "c"
+    run_ranks(_save_in_launch, WORLD, tmp_path, folder, "first", [0, 2], group=False)
+    assert len(list(folder.glob(".pending-12.*/done-*"))) == 2
+    alone = run_ranks(_save_in_launch, WORLD, tmp_path, folder, "second", [1], group=False)
+    assert results([alone[1]]) == [[]] and newest(folder) is None
+    published = results(run_ranks(_save_in_launch, WORLD, tmp_path, folder, "third", [0, 1, 2], group=False))
+    assert sorted(v for of_rank in published for v in of_rank) == [12]
+    assert {load(folder / step_name(12), shards(r), rank=r, world=WORLD).capsule for r in range(WORLD)} == {b"third"}
+    assert not list(folder.glob(".pending*"))
+
+
+def test_all_ranks_are_told_of_which_launch_it_is() -> None:
+    schedule = Checkpoints(CheckpointSettings(dir=Path("c"), interval_s=1.0))
+    ranks = [RankRecord(rank) for rank in range(WORLD)]
+    commands = schedule.announce(ranks, "this", time.monotonic() + 2)
+    assert [(c.rank, c.checkpoint.launch) for c in commands] == [(rank, "this") for rank in range(WORLD)]
 
 
 def test_the_same_version_again_replaces_it(tmp_path: Path) -> None:

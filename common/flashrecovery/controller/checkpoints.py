@@ -46,11 +46,11 @@ class Checkpoints:
         """Take one as soon as possible."""
         self._schedule.hurry()
 
-    def announce(self, ranks: Collection[RankRecord], now: float) -> list[pb.Command]:
-        """What to tell each rank now, while all are training; mostly nothing."""
+    def announce(self, ranks: Collection[RankRecord], launch: str, now: float) -> list[pb.Command]:
+        """What to tell each rank of this launch now, while all are training; mostly nothing."""
         if not self._wanted or not self._schedule.is_due(now):
             return []
         version = self._schedule.announce(max(r.committed for r in ranks), max(r.step_s for r in ranks), now=now)
         if version is None:
             return []
-        return [pb.Command(rank=r.rank, checkpoint=pb.TakeCheckpoint(version=version)) for r in ranks]
+        return [pb.Command(rank=r.rank, checkpoint=pb.TakeCheckpoint(version=version, launch=launch)) for r in ranks]

@@ -417,10 +417,11 @@ class ControllerService(rpc.ControllerServicer):  # type: ignore[misc]
         if self.machine.handoff.save_wanted:
             self.machine.handoff.save_wanted = False
             self._checkpoints.hurry()
-        if self.machine.job.state is State.RUNNING:
-            for command in self._checkpoints.announce(self.machine.job.ranks.values(), now):
-                command.generation = self.machine.job.generation
-                self._agents.post(self.machine.job.ranks[command.rank].home, command)
+        job = self.machine.job
+        if job.state is State.RUNNING:
+            for command in self._checkpoints.announce(job.ranks.values(), job.launch, now):
+                command.generation = job.generation
+                self._agents.post(job.ranks[command.rank].home, command)
 
     def act(self) -> None:
         """Carry out what the machine wants; later, if somebody else may have been elected meanwhile."""

@@ -3239,18 +3239,23 @@ Global___RankTable: _TypeAlias = RankTable  # noqa: Y015
 
 @_typing.final
 class TakeCheckpoint(_message.Message):
+    """launch: whose it is, as in KeepLast."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     VERSION_FIELD_NUMBER: _builtins.int
+    LAUNCH_FIELD_NUMBER: _builtins.int
     version: _builtins.int
+    launch: _builtins.str
     def __init__(
         self,
         *,
         version: _builtins.int = ...,
+        launch: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["launch", b"launch", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -3,9 +3,10 @@
 Saving needs no collective, so a failure in the middle cannot hang it and it cannot hang a recovery. Some place
 announces a version (see :mod:`flashrecovery.plan.interval`); every rank that commits it copies its part to host memory
 (``k0``, the only time training is held up) and writes it in the background as a DCP checkpoint of its own,
-``.pending-<version>.<generation>/ part-<rank>/``. The rank that finds all parts durable joins their metadata, renames
-the directory to ``step-<version>`` and points ``latest`` at it; both are atomic, so a half-written checkpoint is never
-found. Only the newest ``keep`` stay.
+``.pending-<version>.<generation>-<launch>/part-<rank>/``: what a launch that was killed has left there never becomes
+a part of the next one's. The rank that finds all parts durable joins their metadata, renames the directory to
+``step-<version>`` and points ``latest`` at it; both are atomic, so a half-written checkpoint is never found. Only the
+newest ``keep`` stay.
 
 The published directory is one ordinary DCP checkpoint. Keys: ``rank<r>/<shard>/<tensor>`` for what only rank
 r holds, ``shared/<shard>/<tensor>`` for replicated shards, written once by one of their holders (spread over
@@ -136,6 +137,7 @@ class CheckpointFallback:
         self._on_error = on_error
         self._background = Background("flashrecovery-checkpoint")
         self._announced: tuple[int, int] | None = None
+        self._launch = ""
         self._written: deque[int] = deque(maxlen=_MAY_BE_SLOW)
         self.oldest = 0
         """No version before this one is gone back to any more."""
@@ -147,10 +149,11 @@ class CheckpointFallback:
         except OSError as e:
             raise ConfigError(f"checkpoint.dir = {str(directory)!r} cannot be written: {e.strerror}") from e
 
-    def announce(self, version: int, generation: int) -> None:
+    def announce(self, version: int, generation: int, launch: str = "") -> None:
         """Take a checkpoint when ``version`` is committed in ``generation``. Any thread. Too late is harmless: see
-        :mod:`flashrecovery.plan.interval`.
+        :mod:`flashrecovery.plan.interval`. ``launch``: tells this job from all others that write into the directory.
         """
+        self._launch = launch
         self._announced = version, generation
 
     @property
@@ -203,12 +206,17 @@ class CheckpointFallback:
         owned = [(s.name, len(s.holders) > 1, specs[s.name]) for s in mine]
 
         of = _Part(self._rank, self._shape, capsule, common, rules, self._stands)
+        attempt = self._attempt(generation)
 
         def job() -> None:
-            self._write(version, generation, owned, tensors, write, of, began, k0_s)
+            self._write(version, attempt, owned, tensors, write, of, began, k0_s)
 
         self._submit(job)
         return k0_s
+
+    def _attempt(self, generation: int) -> str:
+        """Tells a checkpoint from all others of its version."""
+        return f"{generation}-{self._launch}"
 
     def _submit(self, job: Callable[[], None]) -> None:
         """Run ``job`` in the background; what it raises is told to ``on_error``."""
@@ -249,6 +257,7 @@ class CheckpointFallback:
             write = self._form.capture(self.directory, step_name(version), later)
             k0_s = time.monotonic() - began
         of = _Part(self._rank, self._shape, capsule, common, rules, self._stands)
+        attempt = self._attempt(generation)
 
         def job() -> None:
             try:
@@ -264,7 +273,7 @@ class CheckpointFallback:
                 owned = [(name, shared, found[name].spec) for name, shared in mine]
                 if later is not None:
                     later.fill(content)
-                self._write(version, generation, owned, tensors, write, of, began, k0_s)
+                self._write(version, attempt, owned, tensors, write, of, began, k0_s)
             finally:
                 release()
 
@@ -306,7 +315,7 @@ class CheckpointFallback:
     def _write(
         self,
         version: int,
-        generation: int | str,
+        attempt: str,
         owned: list[tuple[str, bool, ShardSpec]],
         tensors: dict[str, torch.Tensor],
         write: Callable[[Path], None] | None,
@@ -327,7 +336,7 @@ class CheckpointFallback:
             entries[name] = ShardEntry(shared, encode_spec(spec), digest, of_blocks)
         form = ("", "") if self._form is None else (self._form.name, self._form.layout())
         manifest = Manifest(version, of.world, entries, of.capsule, of.common, *form, rules, of.shape, of.stands)
-        pending = self.directory / f".pending-{version}.{generation}"
+        pending = self.directory / f".pending-{version}.{attempt}"
         part = pending / f"part-{of.rank}"
         try:
             if part.exists():  # of the same generation and version: cannot be, unless the file system is slow

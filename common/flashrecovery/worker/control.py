@@ -40,7 +40,7 @@ class Control:
         limits: Timeouts,
         device: DeviceClock,
         on_fault: Callable[[pb.Fault], None],
-        on_checkpoint: Callable[[int, int], None],
+        on_checkpoint: Callable[[int, int, str], None],
         on_keep_undo: Callable[[int], None],
     ) -> None:
         self.inbox: queue.Queue[pb.Command] = queue.Queue()
@@ -54,7 +54,7 @@ class Control:
             "stop": self._stop,
             "ping": self._answer,
             "fault": lambda command: on_fault(command.fault),
-            "checkpoint": lambda command: on_checkpoint(command.checkpoint.version, command.generation),
+            "checkpoint": lambda c: on_checkpoint(c.checkpoint.version, c.generation, c.checkpoint.launch),
             "pause": self._pause,
             "keep_undo": lambda command: on_keep_undo(command.keep_undo.step),
         }

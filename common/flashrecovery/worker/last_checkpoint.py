@@ -56,7 +56,7 @@ def save_last(
             shape=registry.shape.now(registry.members) if elastic else None,
             stands=registry.stands() if elastic else (),
         )
-        writer.write_now(parts, order.version, f"{generation}-{order.launch}", rules)
+        writer.write_now(parts, order.version, f"{generation}-{order.launch}-last", rules)
     except (OSError, RuntimeError) as e:
         raise RestoreError(f"its part of the checkpoint cannot be written: {e}") from e
 

@@ -183,10 +183,10 @@ class Session:
 
     # -- checkpoints ------------------------------------------------------------------------------
 
-    def _announce_checkpoint(self, version: int, generation: int) -> None:
-        """Called by the control thread with a version that is to be saved, and in which generation."""
+    def _announce_checkpoint(self, version: int, generation: int, launch: str) -> None:
+        """Called by the control thread with a version that is to be saved, and in which generation of which launch."""
         if self._loop is not None and self._loop.copies.checkpoint is not None:
-            self._loop.copies.checkpoint.announce(version, generation)
+            self._loop.copies.checkpoint.announce(version, generation, launch)
 
     def _checkpoint_published(self, saved: checkpoint.Published) -> None:
         message = pb.CheckpointSaved(

@@ -32,7 +32,7 @@ class Worker:
     Args:
         adapter_for: for a registered model and its optimizers.
         module_adapter_for: for a module without any.
-        announce_checkpoint: called by the control thread with a version that is to be saved, and the generation.
+        announce_checkpoint: called by the control thread with a version that is to be saved, generation and launch.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class Worker:
         settings: Settings,
         adapter_for: AdapterFactory,
         module_adapter_for: ModuleAdapterFactory,
-        announce_checkpoint: Callable[[int, int], None],
+        announce_checkpoint: Callable[[int, int, str], None],
     ) -> None:
         self.connection = connection
         self.settings = settings

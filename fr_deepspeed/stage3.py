@@ -54,6 +54,10 @@ class Stage3Adapter(EngineAdapter):
         self._reduced: set[int] | None = None
         """Whose gradients DeepSpeed has reduced in this step: its own set of them where it keeps one, which its step
         drops, or ours."""
+        self._frozen_then: frozenset[int] = frozenset()
+        """Of the parameters with an optimizer, those that were frozen in this micro-batch's forward pass."""
+        self._left_out: set[int] = set()
+        """Those that were frozen in the first micro-batch of this step, and had no gradient in it."""
         if REDUCED3.takes("seen"):
             self._see_reductions(engine.optimizer)
         super().__init__(engine, optimizer)
@@ -131,10 +135,12 @@ class Stage3Adapter(EngineAdapter):
             self._begin_reductions(set())
         elif not first:
             self._check_gradients()
+        self._frozen_then = frozenset(p.ds_id for p in self._optimized if not p.requires_grad)  # type: ignore[attr-defined]
 
     def _begin_reductions(self, reduced: set[int] | None) -> None:
         """``reduced`` is to be filled from now on; None: nobody looks."""
         self._reduced = reduced
+        self._left_out.clear()
         if REDUCED3.takes("noted"):
             self.engine.optimizer._offload_boundary_param_ids = set() if reduced is None else reduced
 
@@ -156,13 +162,23 @@ class Stage3Adapter(EngineAdapter):
     def _check_gradients(self) -> None:
         """The first micro-batch overwrites the gradients of the last step, later ones add to them: of a parameter that
         had no gradient in the first, DeepSpeed would use the *last* step's again, which a replacement does not have.
+        One that is frozen (peft's adapters, when another one is set) has zeroes in its place, if nothing is offloaded.
 
         Raises UnsupportedError with its name.
         """
         assert self._reduced is not None
         zero = self.engine.optimizer
+        parameter: Any  # deepspeed adds attributes
         for parameter in self._optimized:
-            if parameter.ds_id not in self._reduced and _holds_something(zero, parameter):  # type: ignore[attr-defined]
+            ident = parameter.ds_id
+            if ident in self._reduced:
+                fine = ident not in self._left_out
+            else:
+                frozen = ident in self._frozen_then and not parameter.requires_grad and not zero.offload_optimizer
+                if frozen:
+                    self._left_out.add(ident)
+                fine = frozen or not _holds_something(zero, parameter)
+            if not fine:
                 raise UnsupportedError(
                     "flash_recovery does not support: ZeRO-3 where a parameter "
                     f"({zero.param_names[parameter]}) has no gradient in the first micro-batch of a step; freeze it "

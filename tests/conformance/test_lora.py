@@ -39,3 +39,14 @@ def test_the_other_adapter_from_a_step_on(tmp_path: Path) -> None:
     flags = ("--switch", "3")
     reference = _run(tmp_path / "reference", "fsdp2", flags=flags)
     check_loop(_run(tmp_path / "run", "fsdp2", kills, flags), reference, kills)
+
+
+@pytest.mark.parametrize("framework", ["ddp", "zero2", "zero3"])
+def test_adapters_in_turns(framework: str, tmp_path: Path) -> None:
+    """``set_adapter`` above, within and below the block, and a forward pass in each step with the adapters disabled, in
+    which the first kill is. Of the adapter that is not set ZeRO-3 has no gradients."""
+    pytest.importorskip("peft")
+    pytest.importorskip("deepspeed")
+    kills = (Kill(1, 3, "data", 0), Kill(0, 5, "backward", 1))
+    reference = _run(tmp_path / "reference", framework, flags=("--turns",))
+    check_loop(_run(tmp_path / "run", framework, kills, ("--turns",)), reference, kills)

@@ -38,22 +38,24 @@ def test_refused_at_start(nproc: int, setting: str, words: list[str], tmp_path: 
     check_clean(job)
 
 
-def test_zero3_refuses_a_parameter_without_a_gradient(tmp_path: Path) -> None:
+@pytest.mark.parametrize("how", [(), ("thawed",)], ids=["unused", "frozen at first"])
+def test_zero3_refuses_a_parameter_without_a_gradient(how: tuple[str, ...], tmp_path: Path) -> None:
     """In the first micro-batch of step 3: DeepSpeed would add its gradient to that of step 2."""
     layout = Layout("unused", "", nproc=2)
     options = ["--max-restarts", "0"]
     job = run_job(
-        tmp_path / "run", layout, standby=0, script=UNUSED_SCRIPT, flags=["3"], options=options, timeout_s=200
+        tmp_path / "run", layout, standby=0, script=UNUSED_SCRIPT, flags=["3", *how], options=options, timeout_s=200
     )
     assert job.code != 0 and not job.digests, job.explain()
     assert "(rare.weight) has no gradient in the first micro-batch of a step" in job.output, job.explain()
     check_clean(job)
 
 
-def test_zero2_recovers_with_a_parameter_without_a_gradient(tmp_path: Path) -> None:
+@pytest.mark.parametrize("flags", [("2",), ("3", "frozen")], ids=["ZeRO-2", "ZeRO-3, frozen"])
+def test_recovers_with_a_parameter_without_a_gradient(flags: tuple[str, ...], tmp_path: Path) -> None:
     layout = Layout("unused", "", nproc=2)
     jobs = [
-        run_job(tmp_path / name, layout, standby=0, script=UNUSED_SCRIPT, flags=["2"], inject=inject, timeout_s=200)
+        run_job(tmp_path / name, layout, standby=0, script=UNUSED_SCRIPT, flags=flags, inject=inject, timeout_s=200)
         for name, inject in (("reference", []), ("run", ["rank=1,at=backward,step=3", "rank=0,at=optimizer,step=4"]))
     ]
     check_same(jobs[1], jobs[0])

@@ -1,4 +1,8 @@
-"""A model of which one layer has a gradient in some micro-batches only: ``deepspeed_unused.py STAGE``."""
+"""A model of which one layer has a gradient in some micro-batches only: ``deepspeed_unused.py STAGE [frozen|thawed]``.
+
+``frozen``: it is frozen in steps 2 and 3, and trained in all others. ``thawed``: in step 3 in the first micro-batch
+alone.
+"""
 
 from __future__ import annotations
 
@@ -26,6 +30,7 @@ class Net(nn.Module):
 
 
 def main() -> None:
+    how = "".join(sys.argv[2:])
     dist.init_process_group("gloo")
     torch.manual_seed(0)
     model = Net()
@@ -41,7 +46,14 @@ def main() -> None:
         with step:
             total = 0.0
             for micro_batch in range(2):
-                loss = engine(torch.randn(1, 8), step.index < 2 or micro_batch == step.index % 2)
+                used = step.index < 2 or micro_batch == step.index % 2
+                if how == "frozen":
+                    model.rare.requires_grad_(step.index not in (2, 3))
+                    used = used or step.index > 3
+                elif how == "thawed":
+                    model.rare.requires_grad_(step.index != 3 or micro_batch == 1)
+                    used = used or step.index == 2
+                loss = engine(torch.randn(1, 8), used)
                 engine.backward(loss)
                 engine.step()
                 total += float(loss.detach())

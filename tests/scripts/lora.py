@@ -1,10 +1,12 @@
-"""peft's LoRA with two adapters over a frozen model in bf16, with ZeRO-3 and with FSDP2 (``--framework``)."""
+"""peft's LoRA with two adapters over a frozen model in bf16, with DDP, ZeRO-2, ZeRO-3 and FSDP2 (``--framework``)."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +19,27 @@ import torch.distributed as dist
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
 import flashrecovery
 from tests.scripts import proof
 
 WIDTH, WORDS, BATCH = 32, 32, 4
+
+
+@dataclass(frozen=True)
+class Turn:
+    """What a step switches to, and where: above, within or below its block."""
+
+    where: str = ""
+    adapter: str = ""
+
+    def take(self, where: str, model: Any) -> None:
+        if where == self.where:
+            model.set_adapter(self.adapter)
+
+
+TURNS = (Turn(), Turn("above", "second"), Turn(), Turn("within", "default"), Turn("below", "second"), Turn())
 
 
 class Block(nn.Module):
@@ -65,6 +83,8 @@ def adapted() -> Any:
 
 
 class Zero3:
+    stage = 3
+
     def __init__(self, model: Any) -> None:
         import deepspeed
 
@@ -75,7 +95,7 @@ class Zero3:
             "steps_per_print": 10**6,
             "bf16": {"enabled": True},
             "optimizer": {"type": "AdamW", "params": {"lr": 0.01, "torch_adam": True}},
-            "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 100},
+            "zero_optimization": {"stage": self.stage, "stage3_param_persistence_threshold": 100},
             "flash_recovery": {"enabled": True},
         }
         trained = [p for p in model.parameters() if p.requires_grad]
@@ -87,14 +107,19 @@ class Zero3:
         self.model.step()
 
 
-class Fsdp2:
+class Zero2(Zero3):
+    stage = 2
+
+
+class Ddp:
     def __init__(self, model: Any) -> None:
-        for block in model.base_model.model.blocks:
-            fully_shard(block)
-        self.model = fully_shard(model)
+        self._wrap(model)
         self.optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01)
         self.recovery = flashrecovery.init()
         self.recovery.register(model=self.model, optimizer=self.optimizer)
+
+    def _wrap(self, model: Any) -> None:
+        self.model = DistributedDataParallel(model, find_unused_parameters=True)
 
     def step(self, loss: Tensor) -> None:
         loss.backward()
@@ -102,13 +127,21 @@ class Fsdp2:
         self.optimizer.zero_grad()
 
 
-FRAMEWORKS: dict[str, Any] = {"zero3": Zero3, "fsdp2": Fsdp2}
+class Fsdp2(Ddp):
+    def _wrap(self, model: Any) -> None:
+        for block in model.base_model.model.blocks:
+            fully_shard(block)
+        self.model = fully_shard(model)
+
+
+FRAMEWORKS: dict[str, Any] = {"ddp": Ddp, "zero2": Zero2, "zero3": Zero3, "fsdp2": Fsdp2}
 
 
 def main() -> None:
     parser = proof.flags(__doc__)
     parser.add_argument("--framework", choices=FRAMEWORKS, default="zero3")
     parser.add_argument("--switch", type=int, default=-1, help="from this step on, the second adapter alone is used")
+    parser.add_argument("--turns", action="store_true", help="adapters are switched and disabled again and again")
     args = parser.parse_args()
     dist.init_process_group("gloo")
     net = adapted()
@@ -122,14 +155,20 @@ def main() -> None:
         kills.step = step.index
         if step.index == args.switch:
             net.base_model.set_adapter("second")
+        turn = TURNS[step.index % len(TURNS)] if args.turns else Turn()
+        turn.take("above", net)
         with step:
-            kills.at("data")
             x = torch.randint(0, WORDS, (BATCH,))
-            loss = nn.functional.cross_entropy(framework.model(x).float(), (x * 7 + 3) % WORDS)
+            with torch.no_grad(), net.disable_adapter() if args.turns else contextlib.nullcontext():
+                kills.at("data")
+                reference = framework.model(x).float() if args.turns else 0
+            turn.take("within", net)
+            loss = nn.functional.cross_entropy(framework.model(x).float() - reference, (x * 7 + 3) % WORDS)
             framework.step(loss)
             kills.at("optimizer")
             proof.say_step(step.index, x, loss, framework.optimizer.param_groups[0]["lr"])
         kills.at("below")
+        turn.take("below", net)
         kills.at("end")
 
     whole = {name: getattr(parameter, "ds_tensor", parameter) for name, parameter in net.named_parameters()}

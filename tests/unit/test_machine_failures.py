@@ -428,11 +428,27 @@ def test_a_refusal_is_not_tried_again() -> None:
     assert world.machine.job.failure_reason.startswith("the script raised UnsupportedError on rank 1, at step 2: ")
 
 
-def test_a_refusal_while_ranks_are_replaced_may_come_of_that() -> None:
+@pytest.mark.parametrize("before", ["stop", "regroup", "restore", "resume"])
+def test_a_refusal_while_others_are_replaced_is_not_tried_again_either(before: str) -> None:
+    """What follows from a stop ends no process like this. Seen with --snapshots always: the rank that had refused the
+    step came back with its copies, without what it had refused, and the job went on with other numbers."""
     world = running(3)
     world.kill(0, "killed", signal.SIGKILL)
+    until(world, before)
     raises(world, 1, "UnsupportedError", refused=True)
+    assert world.machine.job.state is State.FAILED
+    assert world.machine.job.failure_reason.startswith("the script raised UnsupportedError on rank 1, at step 2: ")
+
+
+def test_a_replacement_that_is_refused_before_it_has_come_in_is_tried_again() -> None:
+    """Nothing of it has counted yet, and what it refuses is looked at anew in the next one."""
+    world = running(3)
+    world.kill(0, "killed", signal.SIGKILL)
+    until(world, "replace")
+    fill(world, 0)
+    raises(world, 0, "UnsupportedError", refused=True)
     assert world.machine.job.state is not State.FAILED
+    recovered(world)
 
 
 def test_exceptions_that_follow_a_death_are_not_its_cause() -> None:

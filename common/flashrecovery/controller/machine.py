@@ -335,7 +335,7 @@ class Machine:
             return False  # found, but not taken over yet: then it will be missing
         elif self.job.state is State.STARTING:
             self._restart(record, message, now)
-        elif message.last_words.refused and self.job.state is State.RUNNING:
+        elif message.last_words.refused and not record.on_its_way:
             # A replacement might get past it, with other numbers: it has not done what the script did before.
             self.job.fail(self._steps.raised(message, [record.rank]))
         else:

@@ -12,3 +12,11 @@ def is_communication_error(error: BaseException) -> bool:
     unknown ranks) has other types.
     """
     return isinstance(error, dist.DistError)
+
+
+def follows_communication_error(error: BaseException) -> bool:
+    """True if it is one, or has been raised where one was handled."""
+    seen: BaseException | None = error
+    while seen is not None and not is_communication_error(seen):
+        seen = seen.__cause__ or seen.__context__
+    return seen is not None

@@ -36,10 +36,7 @@ class Stops:
     def _follows(self, error: BaseException) -> bool:
         """A failed collective is mostly a dead peer's: the controller is about to say stop. So it is where a scheduler
         has signalled all processes."""
-        seen: BaseException | None = error
-        while seen is not None and not groups.is_communication_error(seen):
-            seen = seen.__cause__ or seen.__context__
-        return (seen is not None or self._told()) and self.wait()
+        return (groups.follows_communication_error(error) or self._told()) and self.wait()
 
     def wait(self) -> bool:
         """Whether the stop comes in time. The clock stands while nobody could say it: while the agent hears no

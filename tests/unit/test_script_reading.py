@@ -213,6 +213,58 @@ def test_a_function_that_replaces_parts_of_a_module_may_be_called_before_the_nex
     assert facts.ends_at.startswith("beside.py:") and facts.ends_at.endswith(": a function replaces torch.add")
 
 
+ABSENT = """
+def patch():
+    import absent.parts as parts
+    global kept
+    kept = parts.multiply
+    parts.multiply = mine
+def undo():
+    parts = import_if_there("absent.parts")
+    if parts is not None:
+        parts.multiply = kept
+"""
+"""Megatron-LM's ``batch_invariant_kernels.py``, which changes Transformer Engine."""
+
+
+def read_without(folder: Path, absent: str, text: str) -> ScriptFacts:
+    (folder / "train.py").write_text(text)
+    return read_script(folder / "train.py", own_in(folder), absent=lambda top: top == absent)  # type: ignore[arg-type]
+
+
+def test_no_function_replaces_parts_of_a_module_that_is_not_there(tmp_path: Path) -> None:
+    text = f"import first\n{ABSENT}\nimport after\n"
+    facts = read_without(tmp_path, "absent", text)
+    assert imports(facts) == ["first", "after"] and not facts.ends_at, facts
+    facts = read_without(tmp_path, "nothing", text)  # it is there
+    assert imports(facts) == ["first"] and facts.ends_at.endswith(": a function replaces parts.multiply")
+
+
+def test_how_objects_are_written_as_yaml_is_looked_up_then(tmp_path: Path) -> None:
+    """Megatron-LM's ``yaml_utils.py``."""
+    text = "import yaml\ndef representers():\n    kept = yaml.SafeDumper.yaml_representers.copy()\n"
+    text += "    yield\n    yaml.SafeDumper.yaml_representers = kept\nimport after\n"
+    facts = read(tmp_path, text)
+    assert imports(facts) == ["yaml", "after"] and not facts.ends_at
+
+
+@pytest.mark.parametrize(
+    "instead",
+    [
+        "try:\n    import absent as parts\nexcept ImportError:\n    import torch as parts",
+        "try:\n    import absent as parts\nexcept ImportError:\n    parts = load('torch')",
+        "try:\n    import absent as parts\nexcept ImportError:\n    pass\nparts = torch",
+        "import absent as parts\nfor parts in (torch, numpy):\n    pass",
+        "import absent as parts\nwith given() as parts:\n    pass",
+        "import absent as parts\ndef f(parts): ...",
+    ],
+)
+def test_a_name_may_stand_for_another_module_where_the_first_is_not_there(instead: str, tmp_path: Path) -> None:
+    text = f"{instead}\ndef patch():\n    parts.multiply = mine\nimport after\n"
+    facts = read_without(tmp_path, "absent", text)
+    assert "after" not in imports(facts) and facts.ends_at.endswith(": a function replaces parts.multiply")
+
+
 def test_a_function_that_sets_a_librarys_settings_replaces_nothing(tmp_path: Path) -> None:
     text = "import torch\ndef main(args):\n    torch.backends.cuda.matmul.allow_tf32 = args.tf32\n"
     text += "    self.x = args\nimport scipy\n"

@@ -60,7 +60,12 @@ class AheadOfScript:
     def _read(self) -> ScriptFacts:
         file = self._script()
         gpus = any(os.path.exists(device) for device in ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd"))
-        return ScriptFacts() if file is None else read_script(file, self._own_file, gpus=gpus)
+        if file is None:
+            return ScriptFacts()
+        return read_script(file, self._own_file, gpus=gpus, absent=self._is_nowhere)
+
+    def _is_nowhere(self, top: str) -> bool:
+        return top not in sys.modules and not self._installed.has(top) and find_spec(top) is None
 
     def _script(self) -> Path | None:
         if self._command[0] != "-m":

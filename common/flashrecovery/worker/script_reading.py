@@ -9,7 +9,7 @@ Where it cannot be known what the script does, reading ends (:attr:`ScriptFacts.
 to the rank itself: at a variable whose name is unknown, or whose value is and that libraries written in C read
 (:data:`READ_IN_C`); at a change of where modules are found; and at code of the script's own that replaces parts of
 another module, or at the definition of a function that does, for what is imported after that may be made of the
-replaced parts.
+replaced parts. Of a module that is not there nothing can be replaced: the import fails before.
 
 Of variables that are set in functions nobody knows when, nor to what. Their names are a fact of their own
 (:attr:`ScriptFacts.sets`), for which all of the text is read, and that of modules which functions import.
@@ -23,8 +23,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-FILES_READ = 300
-"""Modules of the script's own that are read at most; a large checkout has thousands."""
+FILES_READ = 600
+"""Modules of the script's own that are read at most; a large checkout has thousands. Megatron-LM's pretrain_gpt.py
+imports about 420."""
 READ_IN_C = re.compile("(OMP|GOMP|KMP|MKL|OPENBLAS|BLIS|MALLOC|LD|GLIBC|TORCH|PYTORCH|ATEN|LC)_|LANG$|MALLOC_|TZ$")
 """Variables that libraries written in C read when they are loaded. CUDA's and NCCL's are read when a GPU is opened."""
 _PASSED_BY = frozenset({"TYPE_CHECKING", "typing.TYPE_CHECKING", "__name__ == '__main__'"})
@@ -35,9 +36,10 @@ _FINDING = ("sys.path", "sys.meta_path", "sys.path_hooks", "sys.modules", "site.
 """What decides, or is told, which file a module is."""
 _SETTINGS = re.compile(r"\.(backends|config|_config|conf|settings|options)\.|\.rcParams|^(os|sys|warnings|logging)\.")
 """Places in libraries that are made to be assigned to; to do so replaces no part of them."""
-_WHEN_CALLED = frozenset({"torch.storage._load_from_bytes"})
-"""Parts of which nothing is made when it is imported: this one is looked up for each pickled tensor. megatron-core 0.19
-replaces it."""
+_REPRESENTERS = frozenset(f"yaml.SafeDumper.yaml_{kind}representers" for kind in ("", "multi_"))
+_WHEN_CALLED = frozenset({"torch.storage._load_from_bytes", *_REPRESENTERS})
+"""Parts of which nothing is made when it is imported: they are looked up for each pickled tensor, and for each object
+that is written as YAML. megatron-core 0.19 replaces the first, Megatron-LM puts the others back (0.18)."""
 _STAND_INS = frozenset({"MagicMock", "Mock", "SimpleNamespace"})
 """Classes of what stands in for a module that cannot be imported. Parts of such a thing are nobody else's."""
 FindOwn = Callable[[str], "Path | None"]
@@ -78,10 +80,17 @@ class _EndError(Exception):
     """Nothing more is known."""
 
 
-def read_script(file: Path, find: FindOwn, *, gpus: bool = True) -> ScriptFacts:
+def read_script(
+    file: Path, find: FindOwn, *, gpus: bool = True, absent: Callable[[str], bool] = lambda top: False
+) -> ScriptFacts:
     """Facts about the script ``file`` and its own modules. What cannot be read or parsed is left out: the script itself
-    will say what is wrong with it. ``gpus``: whether this machine may have any."""
-    reader = _Reader(find, gpus)
+    will say what is wrong with it.
+
+    Args:
+        gpus: whether this machine may have any.
+        absent: whether a top-level module is nowhere, neither installed nor the script's own.
+    """
+    reader = _Reader(find, gpus, absent)
     try:
         reader.read(file, "")
     except _EndError as e:
@@ -94,9 +103,10 @@ def read_script(file: Path, find: FindOwn, *, gpus: bool = True) -> ScriptFacts:
 
 
 class _Reader:
-    def __init__(self, find: FindOwn, gpus: bool) -> None:
+    def __init__(self, find: FindOwn, gpus: bool, absent: Callable[[str], bool]) -> None:
         self._find = find
         self._gpus = gpus
+        self._absent = absent
         self._trees: dict[Path, ast.Module | None] = {}  # of the files that have been parsed; None: cannot be
         self._seen: set[Path] = set()
         self.actions: dict[Import | Setting, None] = {}
@@ -111,7 +121,7 @@ class _Reader:
         tree = self._tree(file)
         if tree is None:
             return
-        patches = _Patches(tree, self._find)
+        patches = _Patches(tree, self._find, self._absent)
         for statement, certain in self._statements(tree.body, True):
             if isinstance(statement, ast.Import):
                 for alias in statement.names:
@@ -214,17 +224,22 @@ class _Patches:
     """Where one file replaces parts of modules that are not the script's own: ``torch.add = mine``, or by ``setattr``.
     A plain value (a flag, a number, a text) is a setting, and replaces nothing."""
 
-    def __init__(self, tree: ast.Module, find: FindOwn) -> None:
+    def __init__(self, tree: ast.Module, find: FindOwn, absent: Callable[[str], bool]) -> None:
         self._foreign: set[str] = set()
-        for node in ast.walk(tree):
+        nowhere: set[str] = set()
+        nodes = list(ast.walk(tree))
+        for node in nodes:
             if isinstance(node, ast.Import):
                 tops = {a.asname or a.name.partition(".")[0]: a.name.partition(".")[0] for a in node.names}
             elif isinstance(node, ast.ImportFrom) and not node.level:
                 tops = {a.asname or a.name: (node.module or "").partition(".")[0] for a in node.names}
             else:
                 continue
-            self._foreign |= {name for name, top in tops.items() if find(top) is None}
-        self._of_stand_ins = {id(statement) for suite in _suites(tree) for statement in _of_stand_ins(suite)}
+            nowhere |= {name for name, top in tops.items() if absent(top)}
+            self._foreign |= {name for name, top in tops.items() if find(top) is None and not absent(top)}
+        if nowhere:
+            self._foreign |= nowhere & _bound_to_others(nodes)
+        self._of_stand_ins = {id(statement) for suite in _suites(nodes) for statement in _of_stand_ins(suite)}
 
     def made_in(self, function: ast.FunctionDef | ast.AsyncFunctionDef) -> tuple[int, str]:
         """In which line the function replaces what; empty: nothing. It may be called any time after its definition."""
@@ -256,8 +271,20 @@ class _Patches:
         return dotted.partition(".")[0] in self._foreign
 
 
-def _suites(tree: ast.AST) -> Iterator[list[ast.stmt]]:
-    for node in ast.walk(tree):
+def _bound_to_others(nodes: Sequence[ast.AST]) -> set[str]:
+    """Names that may stand for something else where their import fails: all that are bound in any other way than by an
+    import, but for results of calls outside of an ``except``."""
+    handled = {id(node) for handler in nodes if isinstance(handler, ast.ExceptHandler) for node in ast.walk(handler)}
+    assigned = [node for node in nodes if isinstance(node, ast.Assign) and id(node) not in handled]
+    results = [node for node in assigned if isinstance(node.value, (ast.Call, ast.Constant))]
+    passed = {id(target) for node in results for target in node.targets}
+    stores = [node for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)]
+    arguments = {node.arg for node in nodes if isinstance(node, ast.arg)}
+    return arguments | {node.id for node in stores if id(node) not in passed}
+
+
+def _suites(nodes: Sequence[ast.AST]) -> Iterator[list[ast.stmt]]:
+    for node in nodes:
         for field in ("body", "orelse", "finalbody"):
             suite = getattr(node, field, None)
             if isinstance(suite, list):
@@ -278,7 +305,7 @@ def _of_stand_ins(suite: list[ast.stmt]) -> Iterator[ast.stmt]:
                     names.discard(target)
                 elif len(statement.targets) == 1 and target.partition(".")[0] in names:
                     yield statement
-        else:
+        elif names:
             names -= {name.id for name in ast.walk(statement) if isinstance(name, ast.Name)}
             names -= {
                 a.asname or a.name.partition(".")[0] for a in getattr(statement, "names", []) if hasattr(a, "name")

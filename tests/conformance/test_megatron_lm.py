@@ -23,6 +23,7 @@ ITERATIONS = ("--train-iters", "12")
 EVALUATED = ("--eval-iters", "2", "--eval-interval", "4")
 TP = ("--tensor-model-parallel-size", "2")
 PP = ("--pipeline-model-parallel-size", "2")
+CP = ("--context-parallel-size", "2")
 DISTRIBUTED = ("--use-distributed-optimizer", "--bf16")
 MOE = ("--moe-router-load-balancing-type", "aux_loss", "--moe-aux-loss-coeff", "0.01", "--moe-router-topk", "2")
 OVERLAPS = ("--overlap-grad-reduce", "--overlap-param-gather")
@@ -57,6 +58,9 @@ LAYOUTS = (
     lm("pp2-dp2", *PP, *EVALUATED, nproc=4),
     lm("ep2-dp2", "--num-experts", "4", "--expert-model-parallel-size", "2", *MOE, nproc=4),
     lm("dp2-latent", *LATENT, *DISTRIBUTED, *EVALUATED),
+    lm("tp2-dp2-latent", *TP, *LATENT, *DISTRIBUTED, *EVALUATED, nproc=4),
+    lm("pp2-dp2-latent", *PP, *LATENT, *DISTRIBUTED, *EVALUATED, nproc=4),
+    lm("cp2-dp2-latent", *CP, *LATENT, *DISTRIBUTED, *EVALUATED, nproc=4),
     lm("dp2-workers", "--num-workers", "2", *EVALUATED),
     lm("dp2-no-rerun", "--rerun-mode", "disabled"),
     lm("tp2-dp2-recompute", *TP, *RECOMPUTE, nproc=4),

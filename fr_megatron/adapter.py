@@ -138,7 +138,7 @@ class MegatronAdapter(TorchAdapter):
 
     def _gradient_watch(self) -> GradientWatch:
         parameters = [p for chunk in self._chunks for p in chunk.parameters()]
-        return GradientWatch(lambda: parameters, "main_grad")
+        return GradientWatch(lambda: parameters, "main_grad", at_once=True)
 
     def _setting(self) -> Iterable[Method]:
         return [(inner, "reload_model_params") for inner in self._inner]

@@ -70,9 +70,7 @@ MUTANTS = (
     Mutant("freezing-unseen", MODES, "if now != then]", "if False]"),
     Mutant("attributes-stay", MODES, "copy.deepcopy(state[place])", "attributes.get(key)"),
     Mutant("strangers-step", OPTIMIZERS, "!= version or", "!= version and False or"),
-    Mutant(
-        "gradients-may-stay", GRADIENTS, "                raise UnsupportedError(ACROSS_STEPS)", "                pass"
-    ),
+    Mutant("gradients-may-stay", GRADIENTS, " and bool(local_tensor(one.gradient).any())", " and False"),
     Mutant(
         "looks-in-the-midst", UNDO, "self.between.ask(lambda: look(capture.watched), bound_s)", "look(capture.watched)"
     ),

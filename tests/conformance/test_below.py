@@ -60,6 +60,16 @@ def test_files_and_objects_below_the_block_of_a_void_attempt(tmp_path: Path) -> 
     check_whole(job, "latest")
 
 
+def test_scripts_that_leave_their_loops_below_a_void_attempt_do_not_cut_each_others_short(tmp_path: Path) -> None:
+    """A replacement whose first attempt is cut short has no ``loss`` below it, and leaves its loop with a NameError."""
+    reference = run(tmp_path / "reference")
+    job = run(tmp_path / "run", ["--kill-again", "5:0"], inject=["rank=1,fault=sigkill,at=backward,step=5"])
+    check_same(job, reference)
+    failed = [(event["rank"], event["kind"]) for event in job.of("failure_detected")]
+    assert failed == [(1, "killed"), (0, "killed"), (1, "exception")], job.explain()
+    assert content(job) == content(reference), f"{content(job)}\n{content(reference)}\n{job.explain()}"
+
+
 @pytest.mark.grid
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("at", ["forward", "backward", "grad-sync", "optimizer", "commit", "below"])

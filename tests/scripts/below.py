@@ -51,6 +51,7 @@ class Script:
         torch.manual_seed(0)
         self.net = torch.nn.Sequential(torch.nn.Linear(16, 64), torch.nn.Tanh(), torch.nn.Linear(64, 1))
         self.best, self.pending = Best(), None
+        self.attempts, self.attempted = 0, -1
         self.engine: Any = None
         self.model, self.optimizer = self._wrapped()
         torch.manual_seed(100 + self.rank)
@@ -80,6 +81,7 @@ class Script:
         for step in self.recovery.steps(self.args.steps):
             assert not step.committed
             with step:
+                self.die_again(step)
                 loss = self.train()
                 assert not step.committed
             self.below(step, loss)
@@ -162,6 +164,13 @@ class Script:
             killed.touch()
             os.kill(os.getpid(), signal.SIGKILL)
 
+    def die_again(self, step: Step) -> None:
+        """Where a survivor does a step again with a replacement, whose first attempt is cut short by that."""
+        self.attempts = self.attempts + 1 if step.index == self.attempted else 1
+        self.attempted = step.index
+        if self.args.kill_again == f"{step.index}:{self.rank}" and self.attempts == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+
 
 class Mark:
     """Is asked for its state when a save has begun."""
@@ -189,6 +198,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--save", choices=("dcp", "async", "library", "barrier"), default="dcp")
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--kill-in-save", metavar="STEP:RANK", default="")
+    parser.add_argument("--kill-again", metavar="STEP:RANK", default="")
     return parser.parse_args()
 
 

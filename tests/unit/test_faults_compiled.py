@@ -100,3 +100,29 @@ def test_one_that_strikes_in_a_later_step_names_that_step_and_no_cause_that_is_n
     (missed, why), (fired, where) = told
     assert missed is NoticeKind.FAULT_IMPOSSIBLE and "not been seen in step 3, which was a call without it" in why
     assert fired is NoticeKind.FAULT_FIRED and where == "raise at forward, step 4"
+
+
+class Resetting:
+    """An adapter whose optimizer's traps go with the reset of a recovery, and whose others stay."""
+
+    def __init__(self) -> None:
+        self.traps: list[Callable[[], None]] = []
+
+    def fault_points(self) -> dict[str, Callable[[Callable[[], None]], None]]:
+        return {"optimizer": self.traps.append}
+
+
+@pytest.mark.parametrize("reset", [True, False])
+def test_one_of_an_attempt_that_is_done_again_strikes_then_and_once(reset: bool) -> None:
+    told: list[NoticeKind] = []
+    adapter, faults = Resetting(), Faults(lambda kind, text, fault: told.append(kind))
+    faults.arm(pb.Fault(phase="optimizer", step=2, fault="raise"))
+    faults.begin_step(2, [adapter])  # type: ignore[list-item]
+    if reset:
+        adapter.traps.clear()
+    faults.begin_step(2, [adapter])  # type: ignore[list-item]
+    with pytest.raises(InjectedFault):
+        adapter.traps[0]()
+    for trap in adapter.traps:
+        trap()
+    assert told == [NoticeKind.FAULT_FIRED]

@@ -22,11 +22,11 @@ class Script:
         self.watch.begin(closely)
 
     def backward(self) -> None:
-        self.watch.used()
+        self.watch.backward()
         self.model(torch.ones(1, 2)).sum().backward()
 
     def step(self) -> None:
-        self.watch.used()
+        self.watch.stepping(self.optimizer.param_groups)
         self.optimizer.step()
         self.watch.stepped()
 
@@ -62,8 +62,18 @@ def test_a_micro_batch_a_step_is_refused(closely: bool) -> None:
     it.begin(closely=closely)
     it.backward()
     it.begin(closely=closely)
+    it.backward()
     with pytest.raises(UnsupportedError, match="uses gradients of an earlier step"):
+        it.step()
+
+
+def test_micro_batches_as_steps_are_refused_before_the_third() -> None:
+    it = Script()
+    for _step in range(2):
+        it.begin(closely=False)
         it.backward()
+    with pytest.raises(UnsupportedError, match="uses gradients of an earlier step"):
+        it.begin(closely=False)
 
 
 def test_a_script_that_never_sets_them_to_zero_is_refused_in_a_step_that_is_looked_at() -> None:
@@ -75,8 +85,9 @@ def test_a_script_that_never_sets_them_to_zero_is_refused_in_a_step_that_is_look
     it.backward()
     it.step()
     it.begin()
+    it.backward()
     with pytest.raises(UnsupportedError, match="uses gradients of an earlier step"):
-        it.backward()
+        it.step()
 
 
 def test_a_step_on_the_gradients_of_the_step_before_is_refused() -> None:
@@ -88,17 +99,53 @@ def test_a_step_on_the_gradients_of_the_step_before_is_refused() -> None:
         it.step()
 
 
+@pytest.mark.parametrize("to_none", [True, False])
+@pytest.mark.parametrize("overflows", [True, False])
+def test_a_generator_that_adds_to_its_critics_gradients_first(to_none: bool, overflows: bool) -> None:
+    it = Script()
+    for step in range(4):
+        it.begin()
+        it.backward()  # the generator's loss, through the critic
+        it.optimizer.zero_grad(set_to_none=to_none)
+        it.backward()
+        if not overflows or step > 1:  # a gradient scaler leaves the first steps out
+            it.step()
+
+
+def test_another_optimizer_steps_while_they_are_there() -> None:
+    it = Script()
+    other = torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1)
+    for _step in range(3):
+        it.begin()
+        it.backward()
+        it.watch.stepping(other.param_groups)
+        it.optimizer.zero_grad()
+        it.backward()
+        it.step()
+
+
+def test_gradients_that_are_added_to_nothing_come_before_they_are_set_to_zero() -> None:
+    it = Script()
+    for _step in range(3):
+        it.begin()
+        it.watch.backward()
+        torch.autograd.grad(it.model(torch.ones(1, 2)).sum(), list(it.model.parameters()))  # a gradient penalty's
+        it.optimizer.zero_grad()
+        it.backward()
+        it.step()
+
+
 def test_where_a_framework_adds_them_up() -> None:
     parameter = nn.Parameter(torch.ones(2))
     parameter.main_grad = torch.zeros(2)  # type: ignore[attr-defined]
-    watch = GradientWatch(lambda: [parameter], "main_grad")
+    watch = GradientWatch(lambda: [parameter], "main_grad", at_once=True)
     watch.begin(True)
-    watch.used()
+    watch.backward()
     parameter.main_grad += 1  # type: ignore[attr-defined]
     watch.begin(True)
     parameter.main_grad.zero_()  # type: ignore[attr-defined]
-    watch.used()
+    watch.backward()
     parameter.main_grad += 1  # type: ignore[attr-defined]
     watch.begin(True)
     with pytest.raises(UnsupportedError):
-        watch.used()
+        watch.backward()

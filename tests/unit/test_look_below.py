@@ -106,6 +106,18 @@ def harmless(step):
         print(dist.get_rank(), functools.reduce(max, [1]), [].append(1))
         unknown.all_reduce(0)
 
+def in_several_places(step):
+    for k in range(3):
+        if k < 1:
+            with step:
+                mean(0)
+            continue
+        if k:
+            with step, torch.no_grad():
+                mean(0)
+        with step:
+            mean(0)
+
 def recursive(step):
     def again():
         again()
@@ -151,7 +163,7 @@ def test_found(loop: str, script: ModuleType) -> None:
     assert found.value.args == (f"{Path(str(script.__file__))}:{line}",)
 
 
-@pytest.mark.parametrize("loop", ["above", "harmless", "recursive"])
+@pytest.mark.parametrize("loop", ["above", "harmless", "in_several_places", "recursive"])
 def test_nothing_found(loop: str, script: ModuleType) -> None:
     with pytest.raises(Found) as found:
         getattr(script, loop)(Step())

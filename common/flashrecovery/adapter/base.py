@@ -226,7 +226,7 @@ class TorchAdapter(Adapter):
             del self._hooked[key]
 
     def _backward_starts(self, _grad: torch.Tensor) -> None:
-        self._gradients.used()
+        self._gradients.backward()
         if self._hooks is not None:
             self._hooks.sealed(recheck=True)
 
@@ -241,7 +241,7 @@ class TorchAdapter(Adapter):
         if id(optimizer) in self._stepped:
             self._stepped.clear()  # a second round without a forward in between
         if not self.whole_framework:  # whose kernels may write without counting
-            self._gradients.used()
+            self._gradients.stepping(optimizer.param_groups)
         if self._hooks is not None:
             self._gradients_ready()
             self._hooks.mutating()

@@ -76,6 +76,10 @@ class Faults:
             self._notify(NoticeKind.FAULT_IMPOSSIBLE, text, late)
             self._waiting.remove((late, since))
             self._missed.append(late)
+        # An attempt that is done again: the reset of a recovery has taken some of its traps away.
+        with self._lock:
+            self._armed += [fault for fault, _ in self._waiting]
+        self._waiting = []
         if not self._armed:
             return
         for adapter in adapters:
@@ -83,7 +87,7 @@ class Faults:
                 fault = self.take(phase, step)
                 if fault is not None:
                     self._waiting.append((fault, step))
-                    arm(lambda fault=fault: self.fire(fault))  # type: ignore[misc]
+                    arm(lambda fault=fault: self._trapped(fault))  # type: ignore[misc]
         fault = self.take("grad-sync", step)
         if fault is not None:
             self._arm_at_gradient_sync(fault)
@@ -110,9 +114,14 @@ class Faults:
 
         groups.set_operation_hook(at_operation)
 
+    def _trapped(self, fault: pb.Fault) -> None:
+        if any(fault is armed for armed in (*self._missed, *(waiting for waiting, _ in self._waiting))):
+            self.fire(fault)  # the first time; it may have been handed over more than once
+
     def fire(self, fault: pb.Fault) -> None:
         step = self._step if any(missed is fault for missed in self._missed) else fault.step
         self._waiting = [waiting for waiting in self._waiting if waiting[0] is not fault]
+        self._missed = [missed for missed in self._missed if missed is not fault]
         self._notify(NoticeKind.FAULT_FIRED, f"{fault.fault} at {fault.phase}, {self._in_words(step)}", fault)
         if fault.fault == "sigkill":
             os.kill(os.getpid(), signal.SIGKILL)

@@ -36,8 +36,9 @@ def communicates_below(frame: types.FrameType) -> str | None:
     reader = _Reader()
     for one in frames(frame):
         file, line = one.f_code.co_filename, one.f_lineno
+        blocks = _blocks_like(file, line)
         for statement in _below(file, line):
-            found = reader.read(statement, _names_in(one), file, _DEPTH)
+            found = reader.read(statement, _names_in(one), file, _DEPTH, blocks)
             if found is not None:
                 return found
         if loop_at(file, line) is not None:
@@ -55,6 +56,14 @@ def _below(file: str, line: int) -> Iterator[ast.stmt]:
     loops = (n for n in within if isinstance(n, (ast.For, ast.While)) and n.lineno <= line <= _end(n))
     around: Any = next(loops, function)  # outer ones first
     yield from _after(getattr(around, "body", ()), line)
+
+
+def _blocks_like(file: str, line: int) -> frozenset[ast.AST]:
+    """The ``with`` statement in that line, and those that enter the same: a script may take its steps in several
+    places, and nothing in one of them is below another one."""
+    nodes = [n for n in ast.walk(tree_of(file) or ast.Module([], [])) if isinstance(n, ast.With)]
+    entered = {ast.dump(item.context_expr) for n in nodes if n.lineno == line for item in n.items}
+    return frozenset(n for n in nodes if any(ast.dump(item.context_expr) in entered for item in n.items))
 
 
 def _function_at(tree: ast.AST | None, line: int) -> ast.AST | None:
@@ -102,8 +111,10 @@ class _Reader:
     def __init__(self) -> None:
         self._seen: set[types.CodeType] = set()
 
-    def read(self, node: ast.AST, names: _Names, file: str, depth: int) -> str | None:
-        for call in ast.walk(node):
+    def read(
+        self, node: ast.AST, names: _Names, file: str, depth: int, blocks: frozenset[ast.AST] = frozenset()
+    ) -> str | None:
+        for call in _outside(node, blocks):
             if not isinstance(call, ast.Call):
                 continue
             owner, value = _resolved(call.func, names)
@@ -125,6 +136,15 @@ class _Reader:
             return None
         node = _function_at(tree_of(code.co_filename), _last_line(code))
         return None if node is None else self.read(node, _names_of(function, owner), code.co_filename, depth)
+
+
+def _outside(node: ast.AST, blocks: frozenset[ast.AST]) -> Iterator[ast.AST]:
+    """The node and all that is in it, without what is in ``blocks``."""
+    if node in blocks:
+        return
+    yield node
+    for child in ast.iter_child_nodes(node):
+        yield from _outside(child, blocks)
 
 
 def _last_line(code: types.CodeType) -> int:

@@ -112,6 +112,7 @@ class Loop:
         self._published = False  # the version that is handed out; its own pre-step copy, too, where touched
         self._unsettled = False  # a version has come about and is not complete yet
         self._committed = False  # ... by a step
+        self._together = False  # all ranks have come to the first step of this generation
         self._void_run: VoidRun | None = None
         self._graphs_since = 0  # where the graphs of this attempt of a step begin
         self._cut_short_by: BaseException | None = None
@@ -323,6 +324,8 @@ class Loop:
             elif self._gate.paused:
                 self._recoverer.pause()
             elif self._gate.version < num_steps:
+                if not self._all_have_come():
+                    continue
                 self._gate.above = True
                 if self._own_calls:
                     self._outside.watch(True)
@@ -334,6 +337,23 @@ class Loop:
             elif self._recoverer.wait_for_release():
                 self._close()
                 return True
+
+    def _all_have_come(self) -> bool:
+        """After a recovery no rank begins a step before all have come to it. A script may leave its loop below a void
+        attempt (a replacement's has no ``loss`` yet): then no attempt of its peers is cut short, whose scripts would
+        leave theirs in turn. False if a rank has failed meanwhile."""
+        if self._together or self._own_calls or not self._proving.due:
+            return True
+        group = groups.control_group()
+        if group is not None:
+            try:
+                group.barrier().wait()
+            except RuntimeError as e:
+                if not self._stops.explain(e):
+                    raise
+                return False
+        self._together = True
+        return True
 
     def _between(self, on: bool) -> None:
         """The script's own code below a block begins, or is over."""
@@ -525,6 +545,7 @@ class Loop:
     def resumed(self) -> None:
         """The state of the version that is to be handed out is there: the script's, or what a recovery has brought."""
         self._unsettled, self._committed = True, False
+        self._together = False
         self._proving.resumed(self._gate.version, self._gate.generation)
 
     def replaced(self) -> None:

@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 import torch.distributed.checkpoint as dcp
 
+from tests.support import fake_nccl
 from tests.support.jobs import ROOT, Job, Layout, check_clean, check_same, run_job
+from tests.support.wrappers import FAKE_NCCL
 
 SCRIPT = ROOT / "tests" / "scripts" / "below.py"
 EVALUATION = ROOT / "tests" / "scripts" / "evaluation_below.py"
@@ -120,12 +122,16 @@ def test_a_rank_that_dies_in_the_save(flags: tuple[str, ...], rank: int, tmp_pat
         check_whole(job, "7" if "async" in flags else "latest")
 
 
-def evaluate(path: Path, flags: Sequence[str], inject: Sequence[str] = (), kill: str = "", ranks: int = 2) -> Job:
+def evaluate(
+    path: Path, flags: Sequence[str], inject: Sequence[str] = (), kill: str = "", ranks: int = 2, nccl: bool = False
+) -> Job:
+    """``nccl``: over the fake of it."""
     files = path.parent / f"{path.name}.files"
     files.mkdir()
     options = (str(files), *flags, *(("--kill", kill) if kill else ()))
     layout = Layout("evaluation", "", nproc=ranks)
-    job = run_job(path, layout, script=EVALUATION, flags=options, inject=inject)
+    script, env = (FAKE_NCCL.script, FAKE_NCCL.environment(EVALUATION, None)) if nccl else (EVALUATION, {})
+    job = run_job(path, layout, script=script, env=env, flags=options, inject=inject)
     assert not kill or (files / "killed").exists(), f"a fault that did not fire proves nothing\n{job.explain()}"
     return job
 
@@ -150,6 +156,11 @@ WAYS: list[tuple[str, ...]] = [
     ("flags", "kill", "ranks"),
     [
         ((), "4:1:before-reduce", 2),
+        (("--by", "future"), "4:1:before-reduce", 2),
+        *(
+            pytest.param(("--by", by), f"4:{rank}:before-reduce", ranks, marks=pytest.mark.grid)
+            for by, rank, ranks in [("then", 1, 2), ("then", 0, 3), ("polled", 0, 2), ("polled", 1, 3), ("sends", 1, 2)]
+        ),
         *(
             pytest.param(flags, f"4:{rank}:{place}", 2, marks=pytest.mark.grid)
             for flags in WAYS
@@ -172,12 +183,33 @@ def test_an_evaluation_with_collectives_outside_of_the_block(
     job = evaluate(tmp_path / "run", flags, kill=kill, ranks=ranks)
     check_same(job, reference)
     assert [e["victims"] for e in job.of("recovery_finished")] == [[int(kill.split(":")[1])]], job.explain()
-    named = {"all_reduce", "broadcast", "reduce", "all_gather", "all_gather_into_tensor"}
+    named = {"all_reduce", "broadcast", "reduce", "all_gather", "all_gather_into_tensor", "send"}
     texts = [notice["text"] for notice in reference.notices("communication_outside")]
     if "--above" in flags:
         assert not texts
     else:
         assert texts and all(t.split()[0] in named and "evaluation_below.py:" in t for t in texts), texts
+
+
+NCCL_WAYS: list[tuple[str, ...]] = [
+    *(way for way in WAYS if "--buffers" not in way),
+    *(("--by", by) for by in ("synchronize", "polled", "future", "then", "coalesced", "sends")),
+]
+"""Who waits for NCCL's Work orders streams, and is told nothing: with the device's next answer he has what the abort
+has left in the tensor."""
+
+
+@pytest.mark.grid
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("flags", NCCL_WAYS, ids=str)
+def test_an_evaluation_with_nccls_collectives_outside_of_the_block(
+    flags: tuple[str, ...], rank: int, tmp_path: Path
+) -> None:
+    fake_nccl.build()
+    reference = evaluate(tmp_path / "reference", flags, nccl=True)
+    job = evaluate(tmp_path / "run", flags, kill=f"4:{rank}:before-reduce", nccl=True)
+    check_same(job, reference)
+    assert [e["victims"] for e in job.of("recovery_finished")] == [[rank]], job.explain()
 
 
 @pytest.mark.grid

@@ -71,6 +71,16 @@ def _check(layout: Layout, kills: list[Kill], path: Path, reference: Reference) 
             "scaler+module-counter+spectral-norm", "ddp", ("backward", "below"), id="scaler", marks=pytest.mark.grid
         ),
         pytest.param("freezes-later+module-counter", "fsdp2", ("backward",), id="frozen", marks=pytest.mark.grid),
+        pytest.param(
+            "replaced-buffers+skips-together+packed-documents",
+            "ddp",
+            ("optimizer", "below", "backward"),
+            id="replaced buffers, skipped steps",
+            marks=pytest.mark.grid,
+        ),
+        pytest.param(
+            "replaced-buffers", "fsdp2", ("below", "backward"), id="replaced buffers, fsdp2", marks=pytest.mark.grid
+        ),
         pytest.param("two-optimizers", "ddp", ("optimizer", "backward"), id="two optimizers", marks=pytest.mark.grid),
     ],
 )
@@ -202,15 +212,36 @@ def test_a_rank_whose_weights_go_wrong_is_named_with_its_node_and_the_way_on(tmp
 
 def test_what_changes_and_is_not_registered_is_named_and_again_after_a_recovery(tmp_path: Path) -> None:
     """None of it is brought back, and the ranks agree all the same: each has its own."""
-    forgotten = "forgotten-average+forgotten-generator+forgotten-data+carried-hidden"
+    forgotten = "forgotten-average+forgotten-generator+forgotten-data+carried-hidden+plain-skips"
     job = run_loop(tmp_path / "run", _layout(forgotten, "ddp"), 12, [Kill(1, 6, "backward", 0)])
     assert job.code == 0 and job.of("recovery_finished"), job.explain()
     told = [notice["text"] for notice in job.notices("not_registered")]
     # The first ones may reach the controller when it has heard of the death already: its generation says nothing.
     (after,) = (text for text in told if "After this recovery they may not be" in text)
     before = " ".join(text for text in told if text != after)
-    for named in ("averaged (AveragedModel)", "forgotten (Generator)", "loop.batches", "loop.hidden"):
+    objects = ("averaged (AveragedModel)", "forgotten (Generator)", "loop.average (Kept)")
+    for named in (*objects, "loop.batches", "loop.hidden"):
         assert named in before and named in after, job.explain()
+
+
+@pytest.mark.grid
+def test_a_packer_around_what_is_protected_is_refused_before_the_second_step(tmp_path: Path) -> None:
+    """What it has kept for its next row is in its frame."""
+    job = run_loop(tmp_path / "run", _layout("packs-outside", "ddp"), 6)
+    assert job.code not in (0, -1000) and not job.of("recovery_finished"), job.explain()
+    (failed,) = job.of("job_failed")
+    assert failed["step"] == 1 and "takes batches of recovery.data() from step to step" in failed["reason"], failed
+    assert "recovery.data(documents(loader))" in failed["reason"], failed
+
+
+@pytest.mark.grid
+def test_a_rank_that_skips_a_step_alone_is_named(tmp_path: Path) -> None:
+    """The others wait in the backward pass, and it for them at the end of its step."""
+    config = {"timeouts": {"hang_floor_s": 8.0}}
+    job = run_loop(tmp_path / "run", _layout("skips-alone", "ddp"), 10, config=config, timeout_s=240)
+    assert job.code not in (0, -1000), f"it went on with ranks that differ, or stood\n{job.explain()}"
+    text = job.notices("deadlock")[0]["text"]
+    assert "rank 0 came there without what rank" in text and "skip or retry a step on all ranks" in text, text
 
 
 def test_an_optimizer_that_nobody_has_registered_is_refused(tmp_path: Path) -> None:

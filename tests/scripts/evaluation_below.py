@@ -11,12 +11,15 @@ import argparse
 import hashlib
 import os
 import signal
+import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import distributed_c10d
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
@@ -91,18 +94,10 @@ class Script:
             losses: list[Any] = [None] * dist.get_world_size()
             dist.all_gather_object(losses, loss.item())
             return float(sum(losses) / len(losses))
-        if self.args.by == "reduce":  # rank 0 alone learns it, and tells
-            dist.reduce(loss, dst=0)
-            dist.broadcast(loss, src=0)
-        elif self.args.by == "async":
-            dist.all_reduce(loss, async_op=True).wait()
-        elif self.args.by == "gather":
-            parts = [torch.zeros_like(loss) for _ in range(dist.get_world_size())]
-            dist.all_gather(parts, loss)
-            loss = torch.stack(parts).sum()
-        else:
+        other = _OTHER_SUMS.get(self.args.by)
+        if other is None:
             dist.all_reduce(loss)
-        return loss.item() / dist.get_world_size()
+        return (loss if other is None else other(loss)).item() / dist.get_world_size()
 
     def die(self, place: str, index: int) -> None:
         killed = Path(self.args.dir) / "killed"
@@ -116,6 +111,90 @@ class Script:
             self.optimizer.register_step_post_hook(lambda *_: self.die("in-optimizer", index))
 
 
+def _reduced(loss: Tensor) -> Tensor:
+    """Rank 0 alone learns it, and tells."""
+    dist.reduce(loss, dst=0)
+    dist.broadcast(loss, src=0)
+    return loss
+
+
+def _waited_for(loss: Tensor) -> Tensor:
+    _begun(loss).wait()
+    return loss
+
+
+def _synchronised(loss: Tensor) -> Tensor:
+    _begun(loss).synchronize()
+    return loss
+
+
+def _polled(loss: Tensor) -> Tensor:
+    work = _begun(loss)
+    while not work.is_completed():
+        time.sleep(0.001)
+    return loss
+
+
+def _of_a_future(loss: Tensor) -> Tensor:
+    (total,) = _begun(loss).get_future().wait()
+    return cast(Tensor, total)
+
+
+def _after_a_future(loss: Tensor) -> Tensor:
+    return cast(Tensor, _begun(loss).get_future().then(lambda future: future.value()[0].clone()).wait())
+
+
+def _begun(loss: Tensor) -> dist.Work:
+    work = dist.all_reduce(loss, async_op=True)
+    assert work is not None
+    return work
+
+
+def _gathered(loss: Tensor) -> Tensor:
+    parts = [torch.zeros_like(loss) for _ in range(dist.get_world_size())]
+    dist.all_gather(parts, loss)
+    return torch.stack(parts).sum()
+
+
+def _coalesced(loss: Tensor) -> Tensor:
+    """Two in one launch, which gloo cannot."""
+    ones = torch.ones(1)
+    with distributed_c10d._coalescing_manager(device=loss.device, async_ops=True) as together:
+        dist.all_reduce(loss)
+        dist.all_reduce(ones)
+    together.wait()
+    return loss * (ones.sum() / dist.get_world_size())
+
+
+def _sent(loss: Tensor) -> Tensor:
+    """Round a ring."""
+    size, rank = dist.get_world_size(), dist.get_rank()
+    total, passed = loss.clone(), loss.clone()
+    for _ in range(size - 1):
+        came = torch.zeros_like(passed)
+        both = [
+            dist.P2POp(dist.isend, passed, (rank + 1) % size),
+            dist.P2POp(dist.irecv, came, (rank - 1) % size),
+        ]
+        for work in dist.batch_isend_irecv(both):
+            work.wait()
+        total, passed = total + came, came
+    return total
+
+
+_OTHER_SUMS: dict[str, Callable[[Tensor], Tensor]] = {
+    "reduce": _reduced,
+    "async": _waited_for,
+    "synchronize": _synchronised,
+    "polled": _polled,
+    "future": _of_a_future,
+    "then": _after_a_future,
+    "gather": _gathered,
+    "coalesced": _coalesced,
+    "sends": _sent,
+}
+
+
 def _local(tensor: Any) -> Tensor:
     found: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
     return found
@@ -125,7 +204,7 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     parser.add_argument("dir")
     parser.add_argument("--framework", choices=("ddp", "fsdp2"), default="ddp")
-    parser.add_argument("--by", choices=("all_reduce", "objects", "reduce", "async", "gather"), default="all_reduce")
+    parser.add_argument("--by", choices=("all_reduce", "objects", *_OTHER_SUMS), default="all_reduce")
     parser.add_argument("--buffers", action="store_true")
     parser.add_argument("--above", action="store_true")
     parser.add_argument("--every", type=int, default=1)

@@ -239,6 +239,31 @@ class RankBias(Loop):
             self.net.bias += 0.01 * torch.sign(self.net.chosen.mean() - self.net.chosen)
 
 
+class ReplacedBuffers(Loop):
+    """The same with new tensors in the place of the old ones. What each rank has counted is set to zero below the
+    block."""
+
+    def build(self) -> Net:
+        net = super().build()
+        net.register_buffer("load", torch.zeros(4))
+        return net
+
+    def loss(self, batch: Tensor, step: int) -> Tensor:
+        loss = super().loss(batch, step)
+        self.net.load = self.net.load + self.net.chosen
+        return loss
+
+    def after(self, step: int) -> None:
+        super().after(step)
+        counts = self.net.load.clone()
+        dist.all_reduce(counts)
+        self.net.bias = self.net.bias + 0.01 * torch.sign(counts.mean() - counts)
+
+    def below(self, step: int) -> None:
+        super().below(step)
+        self.net.load = torch.zeros_like(self.net.load)
+
+
 class SchedulerBelow(Loop):
     def prepare(self) -> None:
         super().prepare()
@@ -470,6 +495,98 @@ class BestOfRankZero(Loop):
         best = self.objects["best"]
         if self.rank == 0:
             best.value = min(best.value, self.newest)
+
+
+class SkipsTogether(Loop):
+    """All ranks leave out the optimizer's step where the loss of one of them is far above the average of its own."""
+
+    def prepare(self) -> None:
+        super().prepare()
+        self.average = self.objects["average"] = Kept(0.0)
+        self.own += ("average",)
+
+    def loss(self, batch: Tensor, step: int) -> Tensor:
+        loss = super().loss(batch, step)
+        return 4 * loss if self.due(step) and self.rank == 1 else loss
+
+    def before(self, step: int, loss: Tensor) -> None:
+        super().before(step, loss)
+        value = float(loss.detach())
+        spike = torch.tensor(float(step > 0 and value > 2 * self.average.value))
+        dist.all_reduce(spike)
+        self.skips = bool(spike)
+        if not self.skips:
+            self.average.value = value if step == 0 else 0.9 * self.average.value + 0.1 * value
+
+    def optimize(self) -> None:
+        if self.skips:
+            self.optimizer.zero_grad()
+        else:
+            super().optimize()
+
+
+class PlainSkips(SkipsTogether):
+    """Nobody is told of the average."""
+
+    def prepare(self) -> None:
+        super().prepare()
+        self.average = self.objects.pop("average")
+        self.own = tuple(name for name in self.own if name != "average")
+
+
+class SkipsAlone(Loop):
+    """Rank 0 leaves out the backward pass and the optimizer in one step, and the others do not."""
+
+    left_out = False
+
+    def gradients(self, step: int) -> tuple[Tensor, Tensor]:
+        self.left_out = step == 5 and self.rank == 0
+        if not self.left_out:
+            return super().gradients(step)
+        batch = self.batch(step)
+        return batch.clone(), self.loss(batch, step)
+
+    def optimize(self) -> None:
+        if not self.left_out:
+            super().optimize()
+
+
+class PackedDocuments(Loop):
+    """Documents of any length in rows of one. The one that does not fit in any more is kept for the next row, in the
+    generator's frame."""
+
+    def prepare(self) -> None:
+        super().prepare()
+        self.packed: Iterator[Tensor] = self.recovery.data(packed(self.documents()))
+
+    def documents(self) -> Iterator[Tensor]:
+        for number in itertools.count(self.rank, self.world):
+            row = self.dataset[number % len(self.dataset)]
+            yield row[: 3 + number * 5 % (self.sample - 3)]
+
+    def batch(self, step: int) -> Tensor:
+        return next(self.packed)
+
+
+class PacksOutside(PackedDocuments):
+    """The same around what is protected."""
+
+    def prepare(self) -> None:
+        Loop.prepare(self)
+        self.packed = packed(self.documents())
+
+    def documents(self) -> Iterator[Tensor]:
+        for batch in self.data:
+            yield from batch[:, :11]
+
+
+def packed(documents: Iterator[Tensor], length: int = 2 * WIDTH) -> Iterator[Tensor]:
+    row: list[Tensor] = []
+    for document in documents:
+        if sum(map(len, row)) + len(document) > length:
+            yield nn.functional.pad(torch.cat(row), (0, length - sum(map(len, row))))
+            row = []
+        row.append(document)
 
 
 class DiffersFromTheStart(Loop):
@@ -1195,6 +1312,9 @@ LOOPS: dict[str, type[Loop]] = {
     "running-average": RunningAverage,
     "running-average-below": RunningAverageBelow,
     "best-of-rank-zero": BestOfRankZero,
+    "replaced-buffers": ReplacedBuffers,
+    "skips-together": SkipsTogether,
+    "packed-documents": PackedDocuments,
     "differs-from-the-start": DiffersFromTheStart,
     "random-batches": RandomBatches,
     "ema-module": EmaModule,
@@ -1226,6 +1346,9 @@ UNPROTECTED: dict[str, type[Loop]] = {
     "plain-variable": PlainVariable,
     "plain-rate-below": PlainRateBelow,
     "plain-counter": PlainCounter,
+    "plain-skips": PlainSkips,
+    "skips-alone": SkipsAlone,
+    "packs-outside": PacksOutside,
     "weights-of-one-rank": WeightsOfOneRank,
     "found-by-rank-zero": FoundByRankZero,
     "reduce-above": ReduceAbove,

@@ -191,9 +191,19 @@ def test_of_a_class() -> None:
             class Other:
                 def step(self):
                     self.mine += 1
+
+            class Third:
+                def prepare(self):
+                    self.best = Best()
+
+                def step(self):
+                    self.batch = Batch()
+                    self.batch.size = 1
+                    self.best.count += self.batch.size
             """
         )
     )
     assert carried_by_class(tree, "Trainer").names == {"hidden", "count", "average", "batches"}
     assert carried_by_class(tree, "Trainer").remade == {"loss"}
+    assert carried_by_class(tree, "Third").remade == {"batch"}, "that of another object is not made in each step"
     assert carried_by_class(tree, "Nobody").names == frozenset()

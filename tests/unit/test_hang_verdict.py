@@ -9,6 +9,7 @@ from flashrecovery.config import Timeouts
 from flashrecovery.controller.hang_detector import HangDetector
 from flashrecovery.controller.records import Place, RankRecord
 from flashrecovery.controller.stragglers import OwnWork, Stragglers, slow, usual_of
+from flashrecovery.groups.registry import CONTROL_GROUP
 from flashrecovery.plan.hang import (
     UNKNOWN,
     Group,
@@ -189,6 +190,21 @@ def test_groups_of_one_name_and_other_members_are_kept_apart() -> None:
         ]
     )
     assert list(found.accused) == [1]
+
+
+def test_a_rank_that_skips_a_step_alone_is_told_from_those_that_wait_in_it() -> None:
+    """It is in the package's own barrier, at the end of the step."""
+    own = Group(CONTROL_GROUP, 1)
+    found = judge(
+        [
+            stand(0, {own: 16, WORLD: 10}, inside(15, own, "barrier"), size=2),
+            stand(1, {own: 15, WORLD: 11}, inside(10), size=2),
+        ]
+    )
+    assert found.kind is VerdictKind.DEADLOCK
+    assert "rank 1 waits for rank 0 in group 0, all_reduce #10" in found.text, found.text
+    assert "flashrecovery's own barrier #15, before an optimizer step or at the block's end" in found.text, found.text
+    assert "rank 0 came there without what rank 1 waits in: skip or retry a step on all ranks" in found.text, found.text
 
 
 def test_a_verdict_on_many_ranks_takes_no_square_of_time() -> None:

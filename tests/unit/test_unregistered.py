@@ -114,6 +114,32 @@ def test_modules_schedulers_and_objects_with_a_state() -> None:
     assert "teacher" not in text and "scaler" not in text, scaler
 
 
+class Averaging:
+    """Another method than its constructor makes what a method of the class before it uses."""
+
+    def __init__(self) -> None:
+        self.prepare()
+
+    def prepare(self) -> None: ...
+
+    def step(self) -> None:
+        self.average.count += 1  # type: ignore[attr-defined]
+
+
+class AveragingCounter(Averaging):
+    def prepare(self) -> None:
+        self.average = Counter()
+
+
+def test_what_a_derived_class_makes_for_a_method_of_its_base_is_not_made_in_each_step() -> None:
+    here, script = Registered(), AveragingCounter()
+    for _step in itertools.repeat(0, STEPS):
+        here.step()
+        script.step()
+    (told,) = here.told
+    assert "script.average (Counter)" in told
+
+
 def test_what_is_registered_is_not_named() -> None:
     average, counter, numbers = nn.Linear(2, 2), Counter(), np.random.default_rng(1)
     loader: DataLoader[Any] = DataLoader(torch.rand(64, 2), shuffle=True, generator=torch.Generator())  # type: ignore[arg-type]

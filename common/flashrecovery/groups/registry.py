@@ -282,9 +282,10 @@ def watch_outside(on: bool) -> None:
         module.watch_outside(on)
 
 
-def set_between_hook(explains: Callable[[], bool]) -> None:
-    """Ask ``explains()``, in the thread that waits, of each of the script's operations that fails while
-    :func:`between_steps` is on: True, and a stand-in answers it in the place of its error."""
+def set_between_hook(explains: Callable[[bool], bool]) -> None:
+    """Ask ``explains(elsewhere)`` of each of the script's operations that fails while :func:`between_steps` is on:
+    True, and a stand-in answers it in the place of its error. ``elsewhere``: the main thread waits for its future;
+    otherwise it is asked in the thread that waits."""
     if native_build.loaded() is not None:
         native().set_between_hook(explains)
 

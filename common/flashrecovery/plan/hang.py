@@ -24,6 +24,8 @@ from flashrecovery.plan.words import ranks_text, shortened
 
 EVERYBODY = -1
 """Peer of a collective."""
+OWN_GROUP = "flashrecovery"
+"""The package's own group: its collectives come before an optimizer step, or at the end of the block."""
 UNKNOWN = -2
 """Peer of an operation of which nobody can say whose turn it is."""
 
@@ -52,6 +54,8 @@ class Operation:
 
     def __str__(self) -> str:
         to = f" with rank {self.peer}" if self.peer >= 0 else ""
+        if self.group.name == OWN_GROUP:
+            return f"flashrecovery's own {self.op} #{self.number}{to}, before an optimizer step or at the block's end"
         return f"group {self.group.name}, {self.op} #{self.number}{to}"
 
 
@@ -234,6 +238,11 @@ class _Case:
             return Verdict(VerdictKind.LATER)
         links = [f"rank {r} waits for {self._link(r, cycle[(i + 1) % len(cycle)])}" for i, r in enumerate(cycle)]
         text = f"deadlock of {ranks_text(cycle)}: {shortened(links, _SHOWN_LINKS)}"
+        ahead = {r for r in cycle if any(op.group.name == OWN_GROUP for op, _ in self._waits[r])}
+        if ahead and ahead != {*cycle}:
+            rest = ranks_text({*cycle} - ahead)
+            verb = "waits" if len(cycle) - len(ahead) == 1 else "wait"
+            text += f"; {ranks_text(ahead)} came there without what {rest} {verb} in: skip or retry a step on all ranks"
         # One that has only sent something, and is not seen to wait for its receipt, may be doing something else.
         order = sorted(cycle, key=lambda r: (any(op.certain for op, _ in self._waits[r]), r))
         return Verdict(VerdictKind.DEADLOCK, dict.fromkeys(order, text), text)

@@ -11,7 +11,7 @@ not count. How one statement follows another is known to :mod:`.carried_flow`.
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from flashrecovery.worker.carried_flow import LOOPS, AnyLoop, FlowState, Function, Reader
@@ -74,10 +74,18 @@ class CarriedByClass:
     Attributes:
         names: a method carries them from one call to the next: it changes them after it may have read them.
         remade: methods set them in any case, before they read them, all that do either.
+        read: a method may read them before it sets them, or sets them in some cases only.
     """
 
     names: frozenset[str] = frozenset()
     remade: frozenset[str] = frozenset()
+    read: frozenset[str] = frozenset()
+
+    @classmethod
+    def together(cls, parts: Sequence[CarriedByClass]) -> CarriedByClass:
+        """Of a class and those that it is derived from."""
+        names, read = (frozenset[str]().union(*(getattr(p, field) for p in parts)) for field in ("names", "read"))
+        return cls(names, frozenset[str]().union(*(p.remade for p in parts)) - names - read, read)
 
 
 def carried_by_class(tree: ast.AST, name: str) -> CarriedByClass:
@@ -92,12 +100,12 @@ def carried_by_class(tree: ast.AST, name: str) -> CarriedByClass:
             continue
         reader, own = Reader(functions, frozenset()), arguments[0].arg
         end = reader.end_of(method)
-        exposed |= _attributes(reader.exposed | reader.updated, own)
+        exposed |= {path.split(".")[1] for path in reader.exposed | reader.updated if path.startswith(f"{own}.")}
         carried |= _attributes((reader.exposed | reader.updated) & reader.all_changed, own)
         changed, assigned = _attributes(reader.all_changed, own), _attributes(end.assigned, own)
         remade = assigned if remade is None else remade | assigned
         exposed |= changed - assigned
-    return CarriedByClass(frozenset(carried), frozenset((remade or set()) - exposed))
+    return CarriedByClass(frozenset(carried), frozenset((remade or set()) - exposed), frozenset(exposed))
 
 
 def _attributes(paths: Iterable[str], own: str) -> set[str]:

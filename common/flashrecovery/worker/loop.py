@@ -178,10 +178,12 @@ class Loop:
         below = self._gate.outside and not self.void
         self._worker.notice(NoticeKind.NOT_SAVED, text, step=self._gate.version - below)
 
-    def _answers(self) -> bool:
-        """Whether a stand-in is to answer an operation of this thread that has failed between two steps, since a rank
-        has died: what the script does there is done again."""
-        if threading.current_thread() is not threading.main_thread() or below.handles_errors():
+    def _answers(self, elsewhere: bool) -> bool:
+        """Whether a stand-in is to answer an operation of this thread (``elsewhere``: of the main thread's, for whose
+        future it waits) that has failed between two steps, since a rank has died: what the script does there is done
+        again."""
+        here = threading.current_thread() is threading.main_thread() and not below.handles_errors()
+        if not elsewhere and not here:
             return False
         return self._gate.stands_in and self._stops.wait()
 

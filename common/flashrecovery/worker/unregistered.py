@@ -308,9 +308,8 @@ class Unregistered:
                     seen[where] = "", plain_mark(value)
 
     def _methods(self, kind: type) -> CarriedByClass:
-        found = [carried_by_class_in(file_of(one), one.__name__) for one in kind.__mro__ if is_own(one)]
-        names = frozenset[str]().union(*(one.names for one in found))
-        return CarriedByClass(names, frozenset[str]().union(*(one.remade for one in found)) - names)
+        own = [one for one in kind.__mro__ if is_own(one)]
+        return CarriedByClass.together([carried_by_class_in(file_of(one), one.__name__) for one in own])
 
     def _kind(self, thing: object) -> str:
         """What ``thing`` is called if it has state of its own, unknown to us; else empty."""

@@ -47,10 +47,10 @@ struct Call {
   WorkPtr operator()(Backend& b) const {
     return std::apply([&](Arguments&... each) { return function(b, each...); }, arguments);
   }
-  std::function<void()> kept(BackendPtr by) const {
+  std::function<WorkPtr()> kept(BackendPtr by) const {
     using Copies = std::tuple<std::remove_const_t<Arguments>...>;
     return [by = std::move(by), function = function, copies = Copies(arguments)]() mutable {
-      std::apply([&](auto&... each) { function(*by, each...); }, copies);
+      return std::apply([&](auto&... each) { return function(*by, each...); }, copies);
     };
   }
 };
@@ -456,7 +456,7 @@ class ManagedBase : public Backend {
         record->settle();
       });
     }
-    auto answer = Between::on && !own() ? call.kept(local_) : std::function<void()>();
+    auto answer = Between::on && !own() ? call.kept(local_) : std::function<WorkPtr()>();
     return c10::make_intrusive<ManagedWork>(std::move(work), record, type, accelerator(), std::move(answer));
   }
 

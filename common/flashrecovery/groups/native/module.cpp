@@ -94,11 +94,11 @@ void setOutsideHook(py::object callback) {
 // The same of what says whether an operation that has failed was cut short by a rank's death.
 void setBetweenHook(py::object callback) {
   auto* kept = new py::object(std::move(callback));
-  Between::explains = [kept] {
+  Between::explains = [kept](bool elsewhere) {
     const Ending::Visit visit;
     Ending::comeBack(visit);
     py::gil_scoped_acquire gil;
-    return (*kept)().cast<bool>();
+    return (*kept)(elsewhere).cast<bool>();
   };
 }
 

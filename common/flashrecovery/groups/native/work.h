@@ -3,13 +3,19 @@
 
 #include <torch/csrc/distributed/c10d/Work.hpp>
 
+#include "ending.h"
 #include "pace.h"
 #include "progress.h"
 #include "transport.h"
 #include "underway.h"
 
+#include <unistd.h>
+
 #include <atomic>
 #include <functional>
+#include <mutex>
+#include <thread>
+#include <tuple>
 
 namespace flashrecovery {
 
@@ -48,11 +54,12 @@ inline std::atomic<uint64_t>& standInCount() {
 }
 
 // While `on`, the script is between two steps, where nothing could catch an operation's error: one that a rank's death
-// has cut short is answered by a stand-in. `explains` says, in the thread that was waiting, whether it was that.
+// has cut short is answered by a stand-in. `explains` says whether it was that, in the thread that was waiting, or in
+// another one, for who waits for a future.
 struct Between {
   static inline std::atomic<bool> on{false};
-  static inline std::function<bool()> explains;
-  static bool answers() { return on && explains && explains(); }
+  static inline std::function<bool(bool)> explains;
+  static bool answers(bool elsewhere = false) { return on && explains && explains(elsewhere); }
 };
 
 struct OpRecord {
@@ -131,41 +138,39 @@ struct OpRecord {
 // "succeed" with garbage in its buffers).
 class ManagedWork final : public c10d::Work {
  public:
-  // `answer`: what a stand-in would do; none if the operation was not begun between two steps.
+  // `answer`: what a stand-in would do, and gives; none if the operation was not begun between two steps.
   ManagedWork(
       WorkPtr inner,
       std::shared_ptr<OpRecord> record,
       c10d::OpType type,
       c10::DeviceType device,
-      std::function<void()> answer)
+      std::function<WorkPtr()> answer)
       : Work(-1, type),
         inner_(std::move(inner)),
         record_(std::move(record)),
         device_(device),
-        answer_(std::move(answer)) {}
+        answers_(std::make_shared<Answers>(std::move(answer))) {}
   ~ManagedWork() override { release(); }
 
   bool wait(std::chrono::milliseconds timeout) override {
-    if (answered_) return true;
+    if (answers_->given()) return true;
     try {
       return waitForInner(timeout);
     } catch (const std::exception&) {
-      if (!record_->counts() || !Between::answers()) throw;
+      if (!answers()) throw;
     }
-    answered_ = true;
-    ++standInCount();
-    if (answer_) answer_();
     return true;
   }
   // Whoever polls learns by it that he need not wait, and may never ask how the operation has ended.
   bool isCompleted() override {
+    if (answers_->given()) return true;
     if (!record_->abandoned && !inner_->isCompleted()) return false;
-    if (record_->abandoned || inner_->exception()) record_->raised();
+    if ((record_->abandoned || inner_->exception()) && !answers()) record_->raised();
     return true;
   }
-  bool isSuccess() const override { return answered_ || (!record_->abandoned && inner_->isSuccess()); }
+  bool isSuccess() const override { return answers_->given() || (!record_->abandoned && inner_->isSuccess()); }
   std::exception_ptr exception() const override {
-    if (answered_) return nullptr;
+    if (answers_->given()) return nullptr;
     try {
       record_->throwIfAbandoned();
     } catch (const std::exception&) {
@@ -176,19 +181,25 @@ class ManagedWork final : public c10d::Work {
   int sourceRank() const override { return inner_->sourceRank(); }
   Tensors result() override { return inner_->result(); }
   void synchronize() override {
-    if (answered_) return;
-    record_->throwIfAbandoned();
-    inner_->synchronize();
-    record_->throwIfAbandoned();
+    if (answers_->given()) return;
+    try {
+      record_->throwIfAbandoned();
+      inner_->synchronize();
+      record_->throwIfAbandoned();
+    } catch (const std::exception&) {
+      if (!answers()) throw;
+    }
   }
   void blockCurrentStream() override { inner_->blockCurrentStream(); }
   void abort() override { inner_->abort(); }
+  // NCCL's never fails.
   FuturePtr getFuture() override {
     FuturePtr future = inner_->getFuture();
-    if (future)
-      future->addCallback([record = record_](c10::ivalue::Future& ended) {
-        if (ended.hasError()) record->raised();
-      });
+    if (!future) return future;
+    if (record_->tracked && answers_->possible() && isMainThread()) return answeredFuture(future);
+    future->addCallback([record = record_](c10::ivalue::Future& ended) {
+      if (ended.hasError()) record->raised();
+    });
     return future;
   }
   FuturePtr getFutureResult() override { return inner_->getFutureResult(); }
@@ -196,6 +207,65 @@ class ManagedWork final : public c10d::Work {
   uint64_t getSequencenumber() const override { return inner_->getSequencenumber(); }
 
  private:
+  // What a stand-in gives in the place of an error; once.
+  class Answers {
+   public:
+    explicit Answers(std::function<WorkPtr()> answer) : answer_(std::move(answer)) {}
+    bool possible() const { return static_cast<bool>(answer_); }
+    bool given() const { return given_; }
+    WorkPtr give() {
+      std::lock_guard<std::mutex> guard(mutex_);
+      if (given_) return told_;
+      ++standInCount();
+      if (answer_) told_ = answer_();
+      given_ = true;
+      return told_;
+    }
+
+   private:
+    const std::function<WorkPtr()> answer_;
+    std::mutex mutex_;
+    std::atomic<bool> given_{false};
+    WorkPtr told_;
+  };
+
+  // It has failed. Whether a stand-in has answered it now.
+  bool answers() {
+    if (!record_->counts() || !Between::answers()) return false;
+    answers_->give();
+    return true;
+  }
+
+  // A future that a stand-in completes where `future` fails since a rank has died. Whether it was that is asked on a
+  // thread of its own: it may take as long as the stop takes to come, and gloo's are needed meanwhile.
+  FuturePtr answeredFuture(const FuturePtr& future) {
+    FuturePtr answered = future->createInstance(future->elementType());
+    future->addCallback([answered, record = record_, answers = answers_](c10::ivalue::Future& ended) {
+      if (!ended.hasError()) {
+        answered->markCompleted(ended.constValue());
+        return;
+      }
+      std::thread([answered, record, answers, error = ended.exception_ptr()]() mutable {
+        complete(*answered, *record, *answers, error);
+        Ending::drop(std::make_tuple(std::move(answered), std::move(record), std::move(answers), std::move(error)));
+      }).detach();
+    });
+    return answered;
+  }
+  static void complete(c10::ivalue::Future& future, const OpRecord& record, Answers& answers, std::exception_ptr error) {
+    try {
+      if (answers.given() || Between::answers(true)) {
+        future.markCompleted(answers.give()->getFuture()->constValue());
+        return;
+      }
+    } catch (const std::exception&) {
+      error = std::current_exception();
+    }
+    record.raised();
+    future.setError(std::move(error));
+  }
+  static bool isMainThread() { return ::gettid() == ::getpid(); }
+
   bool waitForInner(std::chrono::milliseconds timeout) {
     record_->throwIfAbandoned();
     bool done = false;
@@ -223,8 +293,7 @@ class ManagedWork final : public c10d::Work {
   WorkPtr inner_;
   std::shared_ptr<OpRecord> record_;
   const c10::DeviceType device_;
-  const std::function<void()> answer_;
-  std::atomic<bool> answered_{false};
+  const std::shared_ptr<Answers> answers_;
 };
 
 // The Work of an operation that was complete at once.

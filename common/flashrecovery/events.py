@@ -38,7 +38,10 @@ log = logging.getLogger("flashrecovery")
 
 
 class EventLogError(FlashRecoveryError):
-    """A line of an event log is not one of our events; the message names file and line."""
+    """A line of an event log is not one of our events; the message names file and line.
+
+    Do: give the run directory of a FlashRecovery job; if the file is damaged, delete the line.
+    """
 
 
 class Event(BaseModel):

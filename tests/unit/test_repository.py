@@ -14,6 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from flashrecovery import errors
 from flashrecovery.kinds import FailureKind, NoticeKind
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -184,11 +185,25 @@ def test_a_mutant_that_takes_too_long_leaves_no_job_behind(tmp_path: Path) -> No
     assert not left.is_running() or left.status() == psutil.STATUS_ZOMBIE
 
 
-def test_operators_find_every_kind_explained() -> None:
-    """In the tables of docs/operations.md."""
-    first = re.findall(r"^\| ((?:`\w+`(?:, )?)+) \|", _text("docs/operations.md"), re.M)
-    explained = {word for cell in first for word in re.findall(r"`(\w+)`", cell)}
-    assert {kind.value for kind in (*FailureKind, *NoticeKind)} - explained == set()
+def test_every_error_failure_and_notice_has_an_entry_that_says_what_to_do() -> None:
+    pages = _script("generate_errors_docs")
+    assert _text("docs/errors_and_notices.md") == pages.render(), "run scripts/generate_errors_docs.py"
+    types, raised = pages.errors()
+    kinds = ROOT / "common/flashrecovery/kinds.py"
+    failures, notices = pages.members(kinds, "FailureKind"), pages.members(kinds, "NoticeKind")
+    assert {entry.name for entry in failures} == {kind.value for kind in FailureKind}
+    assert {entry.name for entry in notices} == {kind.value for kind in NoticeKind}
+    defined = {name for name, thing in vars(errors).items() if isinstance(thing, type)}
+    assert defined <= {entry.name for entry in types} and raised["ConfigError"]
+    assert [entry for entry in (*types, *failures, *notices) if not entry.means or not entry.do] == []
+
+
+def test_a_docstring_without_advice_has_no_entry() -> None:
+    pages = _script("generate_errors_docs")
+    assert pages.parsed("x", "It is\n    lost.\n\n    Do: look\n    for it.\n\n    Args: none") == pages.Entry(
+        "x", "It is lost.", "Look for it."
+    )
+    assert not pages.parsed("x", "It is lost.").do and not pages.parsed("x", "").means
 
 
 def test_a_wheel_has_all_packages_but_the_stand_ins_for_a_gpu() -> None:

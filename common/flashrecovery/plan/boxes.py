@@ -116,6 +116,8 @@ def part_with(parts: Sequence[PartT], box: Box) -> PartT | None:
 class NobodyHoldsError(RestoreError):
     """A part of a tensor is needed, and no living place holds it.
 
+    Do: nothing by hand; the checkpoint is used, or the job ends and names the tensors.
+
     Attributes:
         missing: the tensors and the boxes, of the first tensors that lack something.
     """

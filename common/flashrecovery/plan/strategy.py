@@ -185,7 +185,10 @@ class Excluded:
 
 
 class NothingFitsError(UnsupportedError):
-    """No strategy fits. ``reasons``: a line for each kind of reason."""
+    """No parallel strategy fits the ranks and their memory. ``reasons``: a line for each kind of reason.
+
+    Do: give the job more ranks or memory, or allow other strategies; see elastic.md and layouts.md.
+    """
 
     def __init__(self, message: str, reasons: tuple[str, ...]) -> None:
         super().__init__(message)

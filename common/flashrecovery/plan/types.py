@@ -148,6 +148,8 @@ class RestorePlan:
 class NoSourceError(RestoreError):
     """A shard has no source left at the version to restore.
 
+    Do: nothing by hand; the checkpoint is used. Keep more copies if it comes often; see redundancy.md.
+
     Attributes:
         missing: the (rank, shard) pairs, ascending.
     """

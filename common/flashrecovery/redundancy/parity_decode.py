@@ -32,7 +32,10 @@ _WINDOW = 2
 
 
 class WrongParityError(RestoreError):
-    """What is held, or comes out of it, does not have its digest: trying again would not help."""
+    """Parity, or what is decoded from it, does not have its digest. Trying again would not help.
+
+    Do: nothing by hand; the checkpoint is used. Check the memory of the nodes if it comes back.
+    """
 
 
 class Decoding:

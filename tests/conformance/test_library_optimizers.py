@@ -21,8 +21,10 @@ KILLS = (Kill(1, 2, "data", 0), Kill(0, 3, "backward", 1), Kill(1, 5, "optimizer
 ENVIRONMENT = {"TORCHDYNAMO_DISABLE": "1", "OMP_NUM_THREADS": "1"}
 """torchao's optimizers compile their step, which takes minutes of a processor."""
 BOTH = ("torchao-8bit", "torchao-4bit", "torchao-fp8", "prodigy", "schedule-free", "muon")
-REPLICATED = ("bitsandbytes-8bit", "bitsandbytes-lion", "transformers-adafactor")
-"""These do not run on FSDP2's DTensors by themselves, on a CPU."""
+REPLICATED = ("bitsandbytes-8bit", "bitsandbytes-lion", "transformers-adafactor", "adam-mini", "lion")
+"""Of these the first three do not run on FSDP2's DTensors by themselves, on a CPU."""
+
+PACKAGES = {"adam-mini": "adam_mini", "lion": "pytorch_optimizer"}
 
 
 @pytest.mark.parametrize(
@@ -30,7 +32,14 @@ REPLICATED = ("bitsandbytes-8bit", "bitsandbytes-lion", "transformers-adafactor"
     [*((name, framework) for name in BOTH for framework in ("ddp", "fsdp2")), *((name, "ddp") for name in REPLICATED)],
 )
 def test_comes_back(optimizer: str, framework: str, tmp_path: Path) -> None:
+    pytest.importorskip(PACKAGES.get(optimizer, "torch"))
     layout = Layout(optimizer, "", ("--framework", framework, "--optimizer", optimizer), nproc=2)
     options = {"script": SCRIPT, "env": ENVIRONMENT, "timeout_s": 400}
     reference = run_loop(tmp_path / "reference", layout, STEPS, **options)
     check_loop(run_loop(tmp_path / "run", layout, STEPS, KILLS, **options), reference, KILLS)
+
+
+def test_muon_compiled_by_inductor(tmp_path: Path) -> None:
+    layout = Layout("compiled", "", ("--optimizer", "muon-compiled"), nproc=2)
+    reference = run_loop(tmp_path / "reference", layout, STEPS, script=SCRIPT, timeout_s=400)
+    check_loop(run_loop(tmp_path / "run", layout, STEPS, KILLS, script=SCRIPT, timeout_s=400), reference, KILLS)

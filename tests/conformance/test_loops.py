@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from tests.scripts.loops import LOOPS, loop_class
-from tests.support.jobs import Job, Layout, References, check_same
+from tests.support.jobs import ROOT, Job, Layout, References, check_same
 from tests.support.loops import ROTATIONS, Kill, check_loop, differences, from_the_start, rotated, run_loop, steps_for
 
 Reference = Callable[[Layout], Job]
@@ -449,3 +449,12 @@ def test_before_that_comparison_it_is_named(step: int, tmp_path: Path) -> None:
     job = run_loop(tmp_path / "run", paused, 12, [Kill(1, step, "backward", 0)])
     assert job.code not in (0, -1000), f"it went on with a buffer of another step, or stood\n{job.explain()}"
     assert "'codebook'" in job.output and "torch.no_grad()" in job.output, job.explain()
+
+
+def test_a_compiled_optimizer(tmp_path: Path) -> None:
+    """What is done before and after its step is no part of the graph."""
+    layout = Layout("compiled", "", ("--optimizer", "adamw-compiled"), nproc=2)
+    kills = (Kill(1, 2, "data", 0), Kill(0, 3, "backward", 1))
+    script = ROOT / "tests" / "scripts" / "library_optimizers.py"
+    reference = run_loop(tmp_path / "reference", layout, 5, script=script)
+    check_loop(run_loop(tmp_path / "run", layout, 5, kills, script=script), reference, kills)

@@ -22,7 +22,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from tests.scripts import proof
 
-WIDTH = 64
+WIDTH = 16 if any("kron" in flag for flag in sys.argv) else 64
+"""Kron's cost grows with its fourth power; torchao and bitsandbytes quantise from 4096 elements on."""
 
 
 def _of(module: str, name: str, **options: Any) -> Callable[[list[nn.Parameter]], list[torch.optim.Optimizer]]:
@@ -34,7 +35,43 @@ def _muon(parameters: list[nn.Parameter]) -> list[torch.optim.Optimizer]:
     return [torch.optim.Muon(matrices, lr=1e-2), torch.optim.AdamW(rest, lr=1e-2)]
 
 
+def _adamw_compiled(parameters: list[nn.Parameter]) -> list[torch.optim.Optimizer]:
+    """Traced by Dynamo, and run without kernels of its own."""
+    made = torch.optim.AdamW(parameters, lr=1e-2)
+    made.step = torch.compile(made.step, backend="eager")  # type: ignore[method-assign]
+    return [made]
+
+
+def _muon_compiled(parameters: list[nn.Parameter]) -> list[torch.optim.Optimizer]:
+    """Its step is compiled by Inductor, in a few graphs."""
+    made = _muon(parameters)
+    made[0].step = torch.compile(made[0].step)  # type: ignore[method-assign]
+    return made
+
+
+def _muon_kernel_compiled(parameters: list[nn.Parameter]) -> list[torch.optim.Optimizer]:
+    """As people's own Muons are: the iteration of Newton and Schulz is compiled, once for each shape."""
+    module: Any = import_module("torch.optim._muon")
+    module._zeropower_via_newtonschulz = torch.compile(module._zeropower_via_newtonschulz)
+    return _muon(parameters)
+
+
+def _adam_mini(parameters: list[nn.Parameter]) -> list[torch.optim.Optimizer]:
+    """It tells by the names how to divide parameters into blocks."""
+    names = ("wq.weight", "first.bias", "mlp.weight", "last.bias", "norm.weight", "norm.bias")
+    named = zip(names, parameters, strict=True)
+    kind = import_module("adam_mini").Adam_mini
+    return [kind(list(named), lr=1e-2, dim=WIDTH, n_heads=4, verbose=False)]
+
+
 OPTIMIZERS = {
+    "adamw-compiled": _adamw_compiled,
+    "adam-mini": _adam_mini,
+    "lion": _of("pytorch_optimizer", "Lion", lr=1e-3),
+    "kron": _of("pytorch_optimizer", "Kron", lr=1e-3),
+    "kron-torch": _of("kron_torch", "Kron", lr=1e-3, preconditioner_update_probability=0.5),
+    "muon-compiled": _muon_compiled,
+    "muon-kernel-compiled": _muon_kernel_compiled,
     "torchao-8bit": _of("torchao.optim", "AdamW8bit", lr=1e-2),
     "torchao-4bit": _of("torchao.optim", "AdamW4bit", lr=1e-2),
     "torchao-fp8": _of("torchao.optim", "AdamWFp8", lr=1e-2),

@@ -42,7 +42,7 @@ from flashrecovery.adapter.state_order import StateOrder
 from flashrecovery.contract import Adapter, Shard, StepHooks
 from flashrecovery.errors import RegistrationError, RestoreError, UnsupportedError
 from flashrecovery.worker.glance import count_gradients, glance_at_tensors
-from flashrecovery.worker.own_hook import OwnHook
+from flashrecovery.worker.own_hook import OwnHook, not_traced
 
 _LOOKS = 128
 """So many looks at the shards' tensors, two in each step, before they are looked up again."""
@@ -194,8 +194,8 @@ class TorchAdapter(Adapter):
             self._handles.append(module.register_forward_hook(OwnHook(self._after_forward)))
         for optimizer in self.optimizers:
             _make_hookable(optimizer)
-            self._handles.append(optimizer.register_step_pre_hook(self._before_optimizer))
-            self._handles.append(optimizer.register_step_post_hook(self._after_optimizer))
+            self._handles.append(optimizer.register_step_pre_hook(not_traced(self._before_optimizer)))
+            self._handles.append(optimizer.register_step_post_hook(not_traced(self._after_optimizer)))
 
     def _after_forward(self, _module: nn.Module, _inputs: Any, output: Any) -> None:
         if self._hooks is None or not torch.is_grad_enabled():

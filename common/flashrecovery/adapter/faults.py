@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from flashrecovery import groups
+from flashrecovery.worker.own_hook import not_traced
 
 Callback = Callable[[], None]
 
@@ -110,8 +111,8 @@ class OptimizerFault:
         self.disarm()
         mode = _WriteWatch(target, callback)
         optimizer = self._optimizers[0]
-        self._handles.append(optimizer.register_step_pre_hook(lambda *_: self._enter(mode)))
-        self._handles.append(optimizer.register_step_post_hook(lambda *_: self._leave()))
+        self._handles.append(optimizer.register_step_pre_hook(not_traced(lambda *_: self._enter(mode))))
+        self._handles.append(optimizer.register_step_post_hook(not_traced(lambda *_: self._leave())))
 
     def _enter(self, mode: _WriteWatch) -> None:
         if mode.armed and self._mode is None:

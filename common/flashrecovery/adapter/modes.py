@@ -100,6 +100,8 @@ class AttributeTracker:
         self._attributes = [vars(module) for module in self._modules.values()]
         self._of_libraries = {name for name, module in self._modules.items() if _is_of_library(type(module))}
         self._places: list[tuple[str, dict[str, Any], str]] = []
+        self._homes: list[dict[str, Any]] = []  # by place: the attributes and
+        self._keys: list[str] = []  # the key in them
         self._known: set[str] = set()
         self._containers: list[bool] = []  # by place: whether they are kept
         self._start: list[Any] = []
@@ -164,7 +166,7 @@ class AttributeTracker:
         return self._values()
 
     def _values(self) -> list[Any]:
-        return [attributes.get(key, _OTHER) for _place, attributes, key in self._places]
+        return [*map(dict.get, self._homes, self._keys, itertools.repeat(_OTHER))]
 
     def _find(self, at_start: bool = False) -> None:
         """What has come since it was looked last was not there at the start."""
@@ -182,6 +184,8 @@ class AttributeTracker:
     def _add(self, name: str, key: str) -> None:
         self._known.add(f"{name}.{key}")
         self._places.append((f"{name}.{key}", vars(self._modules[name]), key))
+        self._homes.append(vars(self._modules[name]))
+        self._keys.append(key)
         self._containers.append(name in self._of_libraries)
         self._start.append(_OTHER)
 

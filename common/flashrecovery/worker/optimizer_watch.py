@@ -18,6 +18,7 @@ from torch.utils.hooks import RemovableHandle
 
 from flashrecovery.errors import UnsupportedError
 from flashrecovery.worker.outside import script_line
+from flashrecovery.worker.own_hook import not_traced
 
 
 class OptimizerWatch:
@@ -39,7 +40,7 @@ class OptimizerWatch:
         self._handle: RemovableHandle | None = None
 
     def start(self) -> None:
-        self._handle = register_optimizer_step_pre_hook(self._stepping)
+        self._handle = register_optimizer_step_pre_hook(not_traced(self._stepping))
 
     def stop(self) -> None:
         if self._handle is not None:

@@ -1,10 +1,12 @@
-"""Hooks of ours on a module of the script's, which may be copied and saved like any other."""
+"""Hooks of ours on modules and optimizers of the script's, which may be copied, saved and compiled like any other."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
+
+import torch
 
 
 class OwnHook:
@@ -20,3 +22,12 @@ class OwnHook:
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         return getattr, (nullcontext(), "__exit__")  # takes anything, and returns None
+
+
+def not_traced(function: Callable[..., None]) -> Callable[..., None]:
+    """``function`` as a hook of an optimizer. Where the script compiles ``optimizer.step``, Dynamo would trace what the
+    hook does, agreements between the ranks included, and make it a part of its graph. It breaks the graph here instead;
+    with ``fullgraph=True`` it raises its own error with this reason."""
+    reason = "flashrecovery has to know when an optimizer begins and ends its step; compile it without fullgraph=True"
+    result: Callable[..., None] = torch.compiler.disable(function, reason=reason)
+    return result

@@ -266,6 +266,25 @@ def test_links_between_documents_lead_somewhere() -> None:
     assert broken == []
 
 
+def test_the_readme_fits_on_two_screens() -> None:
+    """Whoever is in a hurry reads it whole; the rest is in docs."""
+    assert len(_text("README.md").splitlines()) <= 120
+
+
+def test_each_page_is_in_the_index_and_in_the_site() -> None:
+    pages = {name.removeprefix("docs/") for name in _tracked("docs/*.md")} - {"index.md"}
+    assert pages - set(re.findall(r"\]\(([\w/]+\.md)\)", _text("docs/index.md"))) == set()
+    assert pages - set(re.findall(r"^ +- ([\w/]+\.md)$", _text("mkdocs.yml"), re.M)) == set()
+
+
+def test_scripts_in_the_pages_for_beginners_are_python() -> None:
+    for name in ("README.md", "docs/tutorial.md"):
+        blocks = re.findall(r"^```python\n(.*?)^```", _text(name), re.M | re.S)
+        assert blocks, name
+        for block in blocks:
+            ast.parse(block, name)
+
+
 def test_the_tests_that_the_page_of_elastic_jobs_names_exist() -> None:
     """Each in a file that its section names."""
     files: dict[str, set[str]] = {}

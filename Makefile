@@ -28,6 +28,8 @@ PYTEST_ARGS ?=
 GPU_CHECK_ARGS ?=
 SEEDS ?= 2000
 SIMULATE_ARGS ?=
+# CHANGELOG.md and README.md are not in lines of 120 characters yet.
+PAGES = $(shell git ls-files '*.md' ':!CHANGELOG.md' ':!README.md')
 
 # Where it is set, each of a job's processes would compile our modules anew.
 unexport PYTHONDONTWRITEBYTECODE
@@ -59,11 +61,12 @@ demo: setup  ## train a small GPT on 4 ranks, SIGKILL rank 1 in the backward of 
 	    examples/gpt/train_ddp.py --steps 60 --digest
 	$(BIN)/flashrecovery report $(DEMO_DIR)
 
-lint: $(BIN)/.setup-done  ## ruff and mypy (strict)
+lint: $(BIN)/.setup-done  ## ruff, mypy (strict), and the form of the documents
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	MYPYPATH=common:.:examples/gpt:benchmarks $(BIN)/mypy examples/gpt/*.py examples/gpt/launchers/*.py benchmarks/*.py benchmarks/peers/*.py
+	$(BIN)/pymarkdown scan $(PAGES)
 
 format: $(BIN)/.setup-done  ## let ruff format the code
 	$(BIN)/ruff check --fix .

@@ -30,7 +30,7 @@ def render(text: str) -> str:
     for name, model in zip(("run", "timeouts", "checkpoint", "observe", "tls"), models, strict=True):
         begin, end = _BEGIN.format(name), _END.format(name)
         head, rest = text.split(begin)
-        text = f"{head}{begin}\n{table(model)}\n{end}{rest.split(end)[1]}"
+        text = f"{head}{begin}\n\n{table(model)}\n\n{end}{rest.split(end)[1]}"
     return text
 
 

@@ -343,7 +343,7 @@ class RunConfig(Settings):
         description="standbys use a GPU at once: one for each local rank, so standby = nproc_per_node; without it they "
         "use none before they fill a rank",
     )
-    run_dir: Path | None = Field(None, description="events, logs, rank table; default runs/<time>-<pid>")
+    run_dir: Path | None = Field(None, description="events, logs, rank table; default `runs/TIME-PID`")
     node_marks: Path | None = Field(
         None,
         description="file in which failures of nodes are remembered over jobs, so that bad nodes are used last, then "

@@ -400,8 +400,8 @@ class NoticeKind(_Word):
     UNDO_ENABLED = "undo_enabled"
     """From now on each step keeps a pre-step copy. The text says why.
 
-    Do: nothing, if the memory suffices; else remove the cause that the text names; see how_it_works.md#a-healthy-
-    step.
+    Do: nothing, if the memory suffices; else remove the cause that the text names; see
+    how_it_works.md#a-healthy-step.
     """
     UNPROTECTED = "unprotected"
     """The script takes no protected step: a failure now ends the job.

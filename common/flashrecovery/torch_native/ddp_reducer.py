@@ -73,16 +73,17 @@ def reducer_parameters(ddp: DistributedDataParallel) -> list[torch.nn.Parameter]
 
 
 @contextlib.contextmanager
-def _requiring_gradients_as_reduced(ddp: DistributedDataParallel) -> Iterator[None]:
+def _requiring_gradients_as_reduced(ddp: DistributedDataParallel) -> Iterator[list[Any]]:
     """Exactly those parameters that the Reducer reduces require gradients meanwhile, as when DDP was made. A script may
-    have changed that since: a GAN switches its discriminator off for the generator's step."""
-    reduced = {id(p) for bucket in _buckets(ddp) for p in bucket.parameters()}
+    have changed that since: a GAN switches its discriminator off for the generator's step. Gives the buckets."""
+    buckets = _buckets(ddp)
+    reduced = {id(p) for bucket in buckets for p in bucket.parameters()}
     before = {p: p.requires_grad for p in ddp.module.parameters()}
     changed = [p for p, requires in before.items() if requires != (id(p) in reduced)]
     for parameter in changed:
         parameter.requires_grad_(id(parameter) in reduced)
     try:
-        yield
+        yield buckets
     finally:
         for parameter in changed:
             parameter.requires_grad_(before[parameter])
@@ -90,9 +91,9 @@ def _requiring_gradients_as_reduced(ddp: DistributedDataParallel) -> Iterator[No
 
 def read_layout(ddp: DistributedDataParallel) -> BucketLayout:
     """The current bucket layout. Looks at every parameter: do not call it every step."""
-    with _requiring_gradients_as_reduced(ddp):
+    with _requiring_gradients_as_reduced(ddp) as buckets:
         index = {id(p): i for i, p in enumerate(reducer_parameters(ddp))}
-    return tuple(tuple(index[id(p)] for p in bucket.parameters()) for bucket in _buckets(ddp))
+    return tuple(tuple(index[id(p)] for p in bucket.parameters()) for bucket in buckets)
 
 
 def _buckets(ddp: DistributedDataParallel) -> list[Any]:

@@ -274,6 +274,12 @@ LEARNED_SIZES = capability(
     Defined("torch._dynamo.utils", ("counters",)),
     otherwise="its compiled functions begin with fixed sizes, and may round otherwise than before",
 )
+INDUCTOR_FILES = capability(
+    "Inductor's files",
+    "a compiler that is killed leaves no part of a file in Inductor's cache",
+    Attributes("torch._inductor.cpp_builder", "CppBuilder", ("build", "_target_file", "_output")),
+    otherwise="a part that is left there may be taken for whole by later processes",
+)
 STAGING = capability(
     "DCP's stager",
     "an asynchronous save below a void attempt answers as the real one would",
@@ -290,7 +296,7 @@ TORCH = Framework(
         *(GROUP_CREATION, TORCHCOMMS, STORES, BARE_STORE, GLOO, COALESCING, SYMMETRIC_MEMORY),
         *(REDUCER, PYTHON_REDUCER, FSDP2),
         *(FSDP2_ITERATION, FSDP2_RESIZING, AUTOGRAD, TENSORS, STATE_BY_STEP, JOIN, SCALER, LOADERS, SCHEDULERS, CUDA),
-        *(COMPILED, LEARNED_SIZES, STAGING),
+        *(COMPILED, LEARNED_SIZES, INDUCTOR_FILES, STAGING),
     ),
 )
 GROUPS = (GROUP_CREATION, TORCHCOMMS, STORES, GLOO, COALESCING, SYMMETRIC_MEMORY)

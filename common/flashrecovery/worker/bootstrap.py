@@ -25,7 +25,7 @@ from flashrecovery.runtime.lifeline import Lifeline
 from flashrecovery.runtime.page import Page
 from flashrecovery.runtime.process_control import die_with_parent, keep_to_cpus, redirect_output
 from flashrecovery.terminal import say, wrapped
-from flashrecovery.worker import script_error
+from flashrecovery.worker import inductor_files, script_error
 from flashrecovery.worker.ahead import Installed
 from flashrecovery.worker.ahead_of_script import AheadOfScript
 from flashrecovery.worker.connection import Connection
@@ -64,6 +64,7 @@ def main() -> None:
         install_save_hooks()
     install_spawn_hook()
     install_lightning_hook()
+    inductor_files.write_whole()
     sys.argv = _script_arguments(command)
     if role == "--zygote":
         from flashrecovery.worker.zygote import serve  # not in sys.modules of a fresh interpreter without need

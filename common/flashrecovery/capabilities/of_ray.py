@@ -17,6 +17,7 @@ TRAIN = capability(
             *(f"TrainFnUtils.{name}" for name in ("report", "get_checkpoint", "get_dataset_shard", "is_distributed")),
         ),
     ),
+    Defined("ray.train.v2._internal.execution.context", ("get_train_context",)),
     Defined("ray.air._internal.device_manager", ("_torch_device_manager", "get_torch_device_manager_by_device_type")),
 )
 RAY = Framework("Ray", "ray", "ray", ("2.60.0",), (TRAIN,))

@@ -22,7 +22,7 @@ from ray.train import Checkpoint
 from ray.train.v2._internal.execution import train_fn_utils
 
 import flashrecovery
-from flashrecovery.ray.train import ABOUT_ENV, CALL_ENV, About, TrainReport, unsupported
+from flashrecovery.ray.train import ABOUT_ENV, CALL_ENV, About, AskPreemption, TrainReport, unsupported
 from flashrecovery.security import TOKEN_ENV
 
 
@@ -49,11 +49,21 @@ class RankUtils(train_fn_utils.LocalTrainFnUtils):  # type: ignore[misc]
         metrics: dict[str, Any],
         checkpoint: Any = None,
         checkpoint_dir_name: str | None = None,
-        *_: Any,
-        **__: Any,
+        checkpoint_upload_mode: Any = None,
+        delete_local_checkpoint_after_upload: bool | None = None,
+        checkpoint_upload_fn: Any = None,
+        validation: Any = False,
+        **more: Any,
     ) -> None:
         """Rank 0's metrics, as Ray Train takes them, and its checkpoint; once for each step, however often that is
         attempted. Returns when Ray has taken them."""
+        given = {"checkpoint_upload_fn": checkpoint_upload_fn, "validation": validation or None, **more}
+        if getattr(checkpoint_upload_mode, "name", "SYNC") != "SYNC":
+            given["checkpoint_upload_mode"] = checkpoint_upload_mode
+        elif delete_local_checkpoint_after_upload:
+            given["delete_local_checkpoint_after_upload"] = True
+        for name in (name for name, value in given.items() if value is not None):
+            raise unsupported(f"report({name}=...)", "its checkpoint is uploaded when report() returns, as by default")
         if checkpoint is not None and self._call is None:
             raise unsupported(
                 f"report(checkpoint=...) on rank {dist.get_rank()}", "a checkpoint is taken from rank 0 only"
@@ -69,6 +79,14 @@ class RankUtils(train_fn_utils.LocalTrainFnUtils):  # type: ignore[misc]
 
     def get_checkpoint(self) -> Any:
         return self._checkpoint
+
+    def get_preemption_info(self) -> Any:
+        """As rank 0's actor knows it, on all ranks alike; to be called on all of them."""
+        info = None
+        if self._call is not None:
+            self._call.send(AskPreemption())
+            info = self._call.recv()
+        return self.broadcast_from_rank_zero(info)
 
     def get_dataset_shard(self, dataset_info: Any) -> Any:
         raise unsupported("ray.train.get_dataset_shard()", "read the data with a loader, in recovery.data(loader)")

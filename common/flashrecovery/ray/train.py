@@ -24,6 +24,7 @@ import ray.train
 import ray.train.collective
 import ray.train.torch
 import torch.distributed as dist
+from ray.train.v2._internal.execution.context import get_train_context
 
 from flashrecovery.capabilities.of_ray import RAY
 from flashrecovery.errors import JobFailedError, UnsupportedError
@@ -56,6 +57,11 @@ class TrainReport:
     checkpoint_dir_name: str | None
 
 
+@dataclass(frozen=True)
+class AskPreemption:
+    """Rank 0 asks whether its nodes are about to be taken away."""
+
+
 def recoverable(
     train_loop_per_worker: Callable[..., None],
     *,
@@ -65,7 +71,8 @@ def recoverable(
     """The loop for ``TorchTrainer`` in which ranks may die.
 
     The loop uses flashrecovery as any script does. In it ``ray.train.get_context()``, ``report()``,
-    ``get_checkpoint()``, ``ray.train.collective`` and ``ray.train.torch`` are there; the process group is initialised.
+    ``get_checkpoint()``, ``get_preemption_info()``,
+    ``ray.train.collective`` and ``ray.train.torch`` are there; the process group is initialised.
 
     Args:
         train_loop_per_worker: as ``TorchTrainer`` takes it, with or without a config.
@@ -165,7 +172,11 @@ class _Calls:
     def _hear(self, caller: Connection[Any, Any]) -> None:
         while True:
             try:
-                self._arrived.put((caller.recv(), caller))
+                asked = caller.recv()
+                if isinstance(asked, AskPreemption):
+                    caller.send(_preemption())
+                else:
+                    self._arrived.put((asked, caller))
             except (EOFError, OSError):
                 return
 
@@ -189,6 +200,12 @@ class _Calls:
 
     def close(self) -> None:
         self._listener.close()
+
+
+def _preemption() -> Any:
+    """What Ray has told this actor; None where this version of Ray tells nothing."""
+    preemption = getattr(get_train_context(), "preemption_context", None)
+    return None if preemption is None else preemption.preemption_info
 
 
 def unsupported(what: str, instead: str) -> UnsupportedError:

@@ -307,6 +307,7 @@ def test_an_abort_waits_for_who_is_launching() -> None:
     def body(rank: int, size: int, store: Any) -> None:
         chance = random.Random(rank)
         _start(rank, size, store, FAKE_NCCL_LAUNCH_US=str(launch_us))
+        _sum(rank, size)  # the making of a communicator is reached by no abort
         for generation in range(1, rounds + 1):
             control = _soon(lambda: groups.abandon("a drill"), 0.1 + chance.random() * 0.1)
             with pytest.raises(dist.DistBackendError, match="a drill"):

@@ -56,6 +56,7 @@ STANDBY = """
 import os, sys
 from flashrecovery.proto import flashrecovery_pb2 as pb
 from flashrecovery.worker import bootstrap
+from flashrecovery.worker.ahead_of_script import AheadOfScript
 
 class Channel:
     left = [pb.ToWorker(warm=pb.Warm()), pb.ToWorker(assign=pb.Assign(rank=1))]
@@ -64,14 +65,18 @@ class Channel:
     def send(self, message):
         assert message.HasField("warmed")
 
-assert bootstrap._wait_for_assignment(Channel(), [sys.argv[1]]).rank == 1
+facts = AheadOfScript([sys.argv[1]]).facts if sys.argv[2] == "forked" else None
+if facts is not None:
+    os.unlink(sys.argv[1])  # nobody reads it again
+assert bootstrap._wait_for_assignment(Channel(), [sys.argv[1]], facts).rank == 1
 import sets_variables
 print([os.environ.get(name) for name in ("BY_IMPORT", "BY_SCRIPT", "SEEN")])
 """
 
 
-def test_a_standby_has_what_its_imports_have_set_and_nothing_of_the_scripts_own(tmp_path: Path) -> None:
-    """That its script sets itself, when it has a rank."""
+@pytest.mark.parametrize("start", ["started", "forked"])
+def test_a_standby_has_what_its_imports_have_set_and_nothing_of_the_scripts_own(start: str, tmp_path: Path) -> None:
+    """That its script sets itself, when it has a rank. One that is forked from a zygote has what that has read."""
     place = tmp_path / "lib" / f"python{sys.version_info[0]}.{sys.version_info[1]}" / "site-packages"
     place.mkdir(parents=True)
     text = "import os\nos.environ['BY_IMPORT'] = 'yes'\nos.environ['SEEN'] = os.environ.get('BY_SCRIPT', 'nothing')\n"
@@ -80,7 +85,7 @@ def test_a_standby_has_what_its_imports_have_set_and_nothing_of_the_scripts_own(
     path = os.pathsep.join([str(place), *filter(None, [os.environ.get("PYTHONPATH")])])
     env = {**os.environ, "PYTHONUSERBASE": str(tmp_path), "PYTHONPATH": path}
     done = subprocess.run(
-        [sys.executable, "-c", STANDBY, str(tmp_path / "script.py")],
+        [sys.executable, "-c", STANDBY, str(tmp_path / "script.py"), start],
         env=env,
         check=True,
         timeout=120,

@@ -40,7 +40,8 @@ Tried = Callable[[str, "BaseException | None"], None]
 class AheadOfScript:
     """``command``: the script with its arguments, or ``-m module`` with them; the directory in which its modules lie is
     first on the module path already. ``tried``: called after each import; it may raise. ``imported``: takes what the
-    imports of the script's text set. What others set is forgotten: nobody knows when the script would import them."""
+    imports of the script's text set. What others set is forgotten: nobody knows when the script would import them.
+    ``facts``: what this process, or the one that it is forked from, has read of the script; None: it is read now."""
 
     def __init__(
         self,
@@ -48,6 +49,7 @@ class AheadOfScript:
         left_out: Iterable[str] = (),
         tried: Tried | None = None,
         imported: ImportEnvironment | None = None,
+        facts: ScriptFacts | None = None,
     ) -> None:
         self._command = command
         self._left_out = frozenset(left_out)
@@ -55,7 +57,7 @@ class AheadOfScript:
         self._imported = ImportEnvironment() if imported is None else imported
         self._installed = Installed.beside(command)
         self._uncertain: set[str] = set()
-        self.facts = self._read()
+        self.facts = self._read() if facts is None else facts
 
     def _read(self) -> ScriptFacts:
         file = self._script()

@@ -40,6 +40,7 @@ from flashrecovery.worker.hooks import (
 )
 from flashrecovery.worker.import_environment import ImportEnvironment
 from flashrecovery.worker.main_module import run_file, run_module
+from flashrecovery.worker.script_reading import ScriptFacts
 from flashrecovery.worker.skipping import Ahead
 from flashrecovery.worker.start_profile import LAUNCH_PERIOD_S, PERIOD_S, StartProfile
 
@@ -69,20 +70,20 @@ def main() -> None:
     if role == "--zygote":
         from flashrecovery.worker.zygote import serve  # not in sys.modules of a fresh interpreter without need
 
-        standby = serve(command, imported)
+        standby, facts = serve(command, imported)
     else:
-        standby = role == "--standby"
-    _live(standby, command)
+        standby, facts = role == "--standby", None
+    _live(standby, command, facts)
 
 
-def _live(standby: bool, command: list[str]) -> None:
+def _live(standby: bool, command: list[str], facts: ScriptFacts | None) -> None:
     """As what this process is: a standby, or one that fills a rank."""
     channel = Channel.from_env()
     assert channel is not None
     page = Page(int(os.environ[PAGE_ENV]))
     os.set_inheritable(page.fd, False)
     Lifeline(page.fd).hold()
-    assign = _wait_for_assignment(channel, command)
+    assign = _wait_for_assignment(channel, command, facts)
     os.environ.update(assign.env)
     cpus = os.environ.pop(CPUS_ENV, None)
     if cpus is not None:
@@ -94,7 +95,8 @@ def _live(standby: bool, command: list[str]) -> None:
     _leave(code)
 
 
-def _wait_for_assignment(channel: Channel, command: list[str]) -> pb.Assign:
+def _wait_for_assignment(channel: Channel, command: list[str], facts: ScriptFacts | None = None) -> pb.Assign:
+    """``facts``: what the zygote has read of the script, from which this process is forked."""
     while True:
         message = channel.receive()
         if message is None:
@@ -104,7 +106,7 @@ def _wait_for_assignment(channel: Channel, command: list[str]) -> pb.Assign:
         if message.HasField("warm"):
             before = dict(os.environ)
             imported = ImportEnvironment()
-            AheadOfScript(command, imported=imported).import_all(message.warm.modules)
+            AheadOfScript(command, imported=imported, facts=facts).import_all(message.warm.modules)
             os.environ.clear()
             os.environ.update(before)  # the script sets its variables itself
             imported.apply(os.environ)

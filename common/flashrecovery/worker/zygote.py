@@ -35,6 +35,7 @@ from flashrecovery.runtime.process_control import die_with_parent, name_thread, 
 from flashrecovery.worker.ahead import not_imported
 from flashrecovery.worker.ahead_of_script import AheadOfScript
 from flashrecovery.worker.import_environment import ImportEnvironment
+from flashrecovery.worker.script_reading import ScriptFacts
 
 NOT_FORKED = {
     "horovod": "it starts MPI, which knows this process only",
@@ -63,30 +64,34 @@ class UnfitError(Exception):
         self.reason = reason
 
 
-def serve(command: list[str], imported: ImportEnvironment) -> bool:
+def serve(command: list[str], imported: ImportEnvironment) -> tuple[bool, ScriptFacts | None]:
     """Fork whatever the agent asks for; the first zygote imports nothing itself.
 
     Returns only in a forked process that is to run the script, with its environment and its output set up: whether it
-    is a standby. A zygote ends when the agent closes its socket. ``imported``: what has been imported so far has set.
+    is a standby, and what the zygote has read of the script, if it has. A zygote ends when the agent closes its socket.
+    ``imported``: what has been imported so far has set.
     """
     sock = socket.socket(fileno=int(os.environ.pop(ZYGOTE_ENV)))
     sock.set_inheritable(False)
     name_thread(_NAME)
     _send(sock, pb.FromZygote(grown=pb.Grown()))
+    facts: ScriptFacts | None = None
     while True:
         request, descriptors = _forked(sock)
         sock.close()
         if not request.HasField("grow"):
             _become_worker(request, descriptors, imported)
-            return request.standby
+            return request.standby, facts
         theirs, log = descriptors
         redirect_output(log)
         sock = socket.socket(fileno=theirs)
-        _grow(sock, request.grow, command, imported)
+        facts = _grow(sock, request.grow, command, imported, facts)
 
 
-def _grow(sock: socket.socket, grow: pb.Grow, command: list[str], imported: ImportEnvironment) -> None:
-    """Import, and say what has come of it."""
+def _grow(
+    sock: socket.socket, grow: pb.Grow, command: list[str], imported: ImportEnvironment, facts: ScriptFacts | None
+) -> ScriptFacts:
+    """Import, and say what has come of it. Returns what has been read of the script, now or before (``facts``)."""
     not_forked = {**NOT_FORKED, **dict.fromkeys(os.environ.get(UNFORKABLE_ENV, "").split(), "the setting unforkable")}
     left_out = set(grow.leave_out) | not_forked.keys()
 
@@ -100,15 +105,17 @@ def _grow(sock: socket.socket, grow: pb.Grow, command: list[str], imported: Impo
         if reason is not None:
             raise UnfitError(module, reason)
 
+    script = AheadOfScript(command, left_out, tried, imported, facts)
     try:
-        AheadOfScript(command, left_out, tried, imported).import_all(grow.learned)
+        script.import_all(grow.learned)
     except UnfitError as e:
         _send(sock, pb.FromZygote(unforkable=pb.Unforkable(module=e.module, reason=e.reason)))
-        return
+        return script.facts
     # What is there now lives as long as the process. The collector need not look at it, and write to it, in each child.
     gc.collect()
     gc.freeze()
     _send(sock, pb.FromZygote(grown=pb.Grown()))
+    return script.facts
 
 
 def _is_missing(error: BaseException) -> bool:

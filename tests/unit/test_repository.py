@@ -96,7 +96,7 @@ def test_the_controller_never_imports_the_worker() -> None:
 def test_the_files_that_the_architecture_names_are_there() -> None:
     """Each name is the end of a path."""
     text = _text("docs/architecture.md")
-    folders = ("common", "fr_deepspeed", "fr_megatron", "tests", "docs")
+    folders = ("common", "fr_deepspeed", "fr_megatron", "tests", "docs", "scripts")
     here = [p.relative_to(ROOT).as_posix() for folder in folders for p in (ROOT / folder).rglob("*.*")]
     named = set(re.findall(r"`([\w/]+\.(?:py|h|md))`", text))
     assert len(named) > 40

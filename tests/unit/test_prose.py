@@ -27,7 +27,6 @@ LONGER: Mapping[str, float] = {
     "docs/elastic.md": 23,
     "docs/elastic_frameworks.md": 21,
     "docs/groups.md": 21,
-    "docs/how_it_works.md": 23,
     "docs/layouts.md": 23,
     "docs/megatron.md": 22,
     "docs/nodes.md": 23,
@@ -38,7 +37,6 @@ LONGER: Mapping[str, float] = {
 LARGER: Mapping[str, int] = {
     "docs/adapters.md": 80,
     "docs/hangs.md": 65,
-    "docs/how_it_works.md": 75,
     "docs/megatron.md": 110,
     "docs/nodes.md": 95,
     "docs/observability.md": 50,

@@ -8,6 +8,7 @@ handed a batch again would not take part in that. So this is done once, before t
 
 from __future__ import annotations
 
+import ast
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -18,6 +19,10 @@ from torch.utils.data import IterableDataset
 from flashrecovery.capabilities.of_trainer import ACCELERATE, LOADERS, STATE
 from flashrecovery.errors import DataSourceError, RegistrationError
 from flashrecovery.worker.scaler import settled
+
+
+_SYNCHRONISED = "sync_gradients"
+_JUMPS = (ast.Break, ast.Continue, ast.Return, ast.Raise)
 
 
 def _kinds(module: str, *names: str) -> tuple[type, ...]:
@@ -96,13 +101,31 @@ def check_rest(loaders: Iterable[Any], steps: int | None, texts: Callable[[], It
             continue
         rest = len(loader) % micro_batches
         reached = steps is None or steps * micro_batches > len(loader)
-        if rest and reached and not any("sync_gradients" in text for text in texts()):
+        if rest and reached and not any(_ends_with_accelerates_step(text) for text in texts()):
             raise RegistrationError(
                 f"accelerate's loader has {len(loader)} batches, which is no multiple of gradient_accumulation_steps = "
                 f"{micro_batches}: at the end of each epoch accelerate steps with the {rest} that are left, in the "
                 "middle of a `with step:`; use GradientAccumulationPlugin(num_steps=..., sync_with_dataloader=False), "
                 "or end the block where accelerator.sync_gradients is true"
             )
+
+
+def _ends_with_accelerates_step(text: str) -> bool:
+    """Whether a script looks at ``sync_gradients`` for more than what it does besides (it clips where it is true)."""
+    if _SYNCHRONISED not in text:
+        return False
+    try:
+        tree = ast.parse(text)
+    except (SyntaxError, ValueError):  # a notebook's cell: nobody can tell
+        return True
+    besides = {
+        id(node)
+        for choice in ast.walk(tree)
+        if isinstance(choice, ast.If) and not any(isinstance(n, _JUMPS) for n in ast.walk(choice))
+        for node in ast.walk(choice.test)
+    }
+    named = (n for n in ast.walk(tree) if _SYNCHRONISED in (getattr(n, "attr", ""), getattr(n, "id", "")))
+    return any(id(node) not in besides for node in named)
 
 
 def mark(loader: Any) -> tuple[bool, int]:

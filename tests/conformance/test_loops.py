@@ -264,6 +264,14 @@ def test_parameter_groups_that_are_added_later_are_named(tmp_path: Path) -> None
     assert "(AdamW) had 2 parameter groups, it has 1; groups that a script adds" in failed["reason"], job.explain()
 
 
+@pytest.mark.grid
+def test_what_is_put_into_the_model_later_is_named(tmp_path: Path) -> None:
+    job = run_loop(tmp_path / "run", _layout("pruned-later", "ddp"), 12, [Kill(1, 8, "backward", 0)])
+    assert job.code not in (0, -1000), f"it went on without it\n{job.explain()}"
+    (failed,) = job.of("job_failed")
+    assert "down.weight_orig'" in failed["reason"] and "a replacement has not" in failed["reason"], job.explain()
+
+
 @pytest.mark.parametrize("loop", ["plain-rate-below", "plain-counter"])
 @pytest.mark.grid
 def test_a_plain_variable_that_decides_something_later(loop: str, tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import prune
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
@@ -822,6 +823,17 @@ class SpectralNorm(Loop):
         return net
 
 
+class PrunedLater(Loop):
+    """A layer is pruned from step 5 on, which gives it another parameter and a hook."""
+
+    only = ("ddp",)
+
+    def above(self, step: int) -> None:
+        super().above(step)
+        if step == 5:
+            prune.l1_unstructured(self.net.down, "weight", amount=0.5)
+
+
 class GroupLater(Loop):
     """Parameters are unfrozen in step 5."""
 
@@ -1358,6 +1370,7 @@ UNPROTECTED: dict[str, type[Loop]] = {
     "leaves-below": LeavesBelow,
     "silent-later": SilentLater,
     "group-later": GroupLater,
+    "pruned-later": PrunedLater,
     "accumulates-across": AccumulatesAcross,
     "carried-hidden": CarriedHidden,
     "forgotten-generator": ForgottenGenerator,

@@ -20,6 +20,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import prune
 from torch.optim import SGD, Adam, AdamW
 
 from flashrecovery.adapter.base import _LOOKS, TorchAdapter
@@ -355,6 +356,20 @@ def test_the_mode_of_every_module_comes_back() -> None:
     assert model.training and model.first.training and not model.norm.training
     with pytest.raises(RestoreError, match="modules"):
         ModeTracker(nn.Linear(1, 1)).restore(state["modes"])
+
+
+def test_what_a_script_puts_into_the_model_later_is_named_where_it_is_missing() -> None:
+    model, other = Net(), Net()
+    trackers = [ModeTracker(each) for each in (model, other)]
+    mark = trackers[0].mark()
+    assert "changed" not in trackers[0].capture()
+    prune.l1_unstructured(model.first, "weight", amount=0.5)
+    model.norm = nn.LayerNorm(3)  # type: ignore[assignment]
+    assert trackers[0].mark() != mark
+    state = codec.loads(codec.dumps(trackers[0].capture()))
+    trackers[0].restore(state)
+    with pytest.raises(RestoreError, match=r"module 'norm', parameter 'first\.weight_orig'; a replacement has not"):
+        trackers[1].restore(state)
 
 
 # -- moments ----------------------------------------------------------------------------------------

@@ -45,20 +45,35 @@ class ModeTracker:
         self._modules: Sequence[nn.Module] = list(root.modules())
         self._parameters = parameters
         self._trained = self._flags()
+        self._root = root
+        self._tables = [t for m in self._modules for t in (m._parameters, m._buffers, m._modules)]
+        self._children = [m._modules for m in self._modules if m._modules]
+        self._parts = _parts(root)
+        self._shape = self._shape_now()
 
     def capture(self) -> dict[str, Any]:
         """``{"modules": how many, "eval": indices of those in evaluation mode, "turned": indices of the parameters
-        whose requires_grad is not what it was at the start}``."""
+        whose requires_grad is not what it was at the start, "changed": which modules and parameters there were not,
+        where there are any}``."""
         turned = [i for i, (now, then) in enumerate(zip(self._flags(), self._trained, strict=True)) if now != then]
         evaluating = [i for i, m in enumerate(self._modules) if not m.training]
-        return {"modules": len(self._modules), "eval": evaluating, "turned": turned}
+        state = {"modules": len(self._modules), "eval": evaluating, "turned": turned}
+        changed = self._changed()
+        return {**state, "changed": changed} if changed else state
 
     def mark(self) -> int:
         """Another number when a module's mode, or whether a parameter is trained, has changed."""
-        return hash((tuple(map(_TRAINING, self._modules)), self._flags()))
+        return hash((tuple(map(_TRAINING, self._modules)), self._flags(), tuple(map(len, self._tables))))
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Set every module's mode. Raises RestoreError if the model has another number of modules."""
+        """Set every module's mode. Raises RestoreError if the model has another number of modules, or lacks some that
+        the script has put into it since its set-up."""
+        lacking = sorted({*state.get("changed", ())} - {*self._changed()})
+        if lacking:
+            raise RestoreError(
+                f"the script has put into the model what it did not have when it was registered: {', '.join(lacking)}; "
+                "a replacement has not: make it in the set-up (for pruning, with a mask of ones)"
+            )
         if state["modules"] != len(self._modules):
             raise RestoreError(
                 f"the model has {len(self._modules)} modules, that of the failed process had {state['modules']}"
@@ -74,6 +89,21 @@ class ModeTracker:
 
     def _flags(self) -> tuple[bool, ...]:
         return tuple(map(_TRAINED, self._parameters()))
+
+    def _shape_now(self) -> tuple[Any, Any]:
+        return tuple(map(len, self._tables)), [tuple(table.values()) for table in self._children]
+
+    def _changed(self) -> list[str]:
+        """Modules and parameters that were not there when this was made."""
+        if self._shape_now() == self._shape:
+            return []
+        return sorted(name for name, part in _parts(self._root).items() if self._parts.get(name, _OTHER) is not part)
+
+
+def _parts(root: nn.Module) -> dict[str, nn.Module | None]:
+    """The modules, and the names of the parameters: a framework may exchange those, as FSDP2 does."""
+    found: dict[str, nn.Module | None] = {f"module {name!r}": module for name, module in root.named_modules()}
+    return {**found, **{f"parameter {name!r}": None for name, _ in root.named_parameters()}}
 
 
 class AttributeTracker:

@@ -20,7 +20,6 @@ from flashrecovery.capabilities.of_trainer import ACCELERATE, LOADERS, STATE
 from flashrecovery.errors import DataSourceError, RegistrationError
 from flashrecovery.worker.scaler import settled
 
-
 _SYNCHRONISED = "sync_gradients"
 _JUMPS = (ast.Break, ast.Continue, ast.Return, ast.Raise)
 

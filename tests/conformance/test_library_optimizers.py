@@ -20,11 +20,19 @@ STEPS = 8
 KILLS = (Kill(1, 2, "data", 0), Kill(0, 3, "backward", 1), Kill(1, 5, "optimizer", 2))
 ENVIRONMENT = {"TORCHDYNAMO_DISABLE": "1", "OMP_NUM_THREADS": "1"}
 """torchao's optimizers compile their step, which takes minutes of a processor."""
-BOTH = ("torchao-8bit", "torchao-4bit", "torchao-fp8", "prodigy", "schedule-free", "muon")
-REPLICATED = ("bitsandbytes-8bit", "bitsandbytes-lion", "transformers-adafactor", "adam-mini", "lion")
+BOTH = ("torchao-8bit", "torchao-4bit", "torchao-fp8", "prodigy", "schedule-free", "muon", "adam-mini")
+REPLICATED = (
+    *("bitsandbytes-8bit", "bitsandbytes-lion", "transformers-adafactor"),
+    *("lion", "kron", "kron-torch"),
+)
 """Of these the first three do not run on FSDP2's DTensors by themselves, on a CPU."""
 
-PACKAGES = {"adam-mini": "adam_mini", "lion": "pytorch_optimizer"}
+PACKAGES = {
+    "adam-mini": "adam_mini",
+    "lion": "pytorch_optimizer",
+    "kron": "pytorch_optimizer",
+    "kron-torch": "kron_torch",
+}
 
 
 @pytest.mark.parametrize(

@@ -15,12 +15,12 @@ from collections.abc import Callable, Iterable
 from typing import TypeVar
 
 import harness
-from flashrecovery.agent.gather import alike, singly
+from flashrecovery.agent.monitoring.reply_batching import alike, singly
 from flashrecovery.config import RunConfig
-from flashrecovery.controller.batches import Batches
 from flashrecovery.controller.machine import Machine
-from flashrecovery.controller.outbox import Publish, Send
-from flashrecovery.controller.rank_table import Parts, RankTable, affected, row
+from flashrecovery.controller.service.batches import Batches
+from flashrecovery.controller.state.outbox import Publish, Send
+from flashrecovery.controller.state.rank_table import Parts, RankTable, affected, row
 from flashrecovery.proto import flashrecovery_pb2 as pb
 from simulated_agents import SimulatedRank
 

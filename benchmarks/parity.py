@@ -17,11 +17,11 @@ import sys
 import time
 from collections.abc import Callable
 
-from flashrecovery.plan.parity import BUCKET, ParityLayout, StripePart, encode_traffic
-from flashrecovery.redundancy.parity_bucket import decode_bucket
-from flashrecovery.redundancy.parity_frames import deltas, digest
-from flashrecovery.redundancy.parity_store import ParityStore
-from flashrecovery.redundancy.xor import NumpyXor, Xor, xor
+from flashrecovery.plan.parity.code import BUCKET, ParityLayout, StripePart, encode_traffic
+from flashrecovery.redundancy.parity.bucket import decode_bucket
+from flashrecovery.redundancy.parity.frames import deltas, digest
+from flashrecovery.redundancy.parity.store import ParityStore
+from flashrecovery.redundancy.parity.xor import NumpyXor, Xor, xor
 
 GOAL = 0.7
 """Of memcpy's speed, for encoding."""

@@ -11,8 +11,8 @@ from collections.abc import Callable, Mapping
 from typing import TypeVar
 
 import harness
-from flashrecovery.plan.boxes import Box, Space
-from flashrecovery.plan.layouts import (
+from flashrecovery.plan.reshard.boxes import Box, Space
+from flashrecovery.plan.reshard.layouts import (
     Placement,
     RankGrid,
     chunked,
@@ -24,10 +24,10 @@ from flashrecovery.plan.layouts import (
     sharded,
     together,
 )
-from flashrecovery.plan.reshard import plan_reshard
-from flashrecovery.plan.step_cost import MeasuredStep, choose
-from flashrecovery.plan.strategy import Machines, ModelShape, Strategy, Workload
-from flashrecovery.plan.timetable import timetable
+from flashrecovery.plan.reshard.plan import plan_reshard
+from flashrecovery.plan.reshard.schedule import timetable
+from flashrecovery.plan.strategy.step_cost import MeasuredStep, choose
+from flashrecovery.plan.strategy.strategy import Machines, ModelShape, Strategy, Workload
 
 RANKS = 18_432
 LIMIT = 4 << 30

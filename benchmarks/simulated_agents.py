@@ -22,10 +22,10 @@ from collections.abc import AsyncIterator, Iterable
 
 import grpc
 
-from flashrecovery.access import CONTROLLER, Access
-from flashrecovery.agent import backoff
+from flashrecovery.agent.controller_link import backoff
 from flashrecovery.proto import flashrecovery_pb2 as pb
 from flashrecovery.proto import flashrecovery_pb2_grpc as rpc
+from flashrecovery.rpc.channel import CONTROLLER, Access
 from flashrecovery.runtime.link import Link
 from simulated_beats import Beating, Beats
 

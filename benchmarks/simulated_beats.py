@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from flashrecovery.agent.backoff import Backoff
+from flashrecovery.agent.controller_link.backoff import Backoff
 from flashrecovery.heartbeat.wire import (
     ANSWERED,
     BEAT,

@@ -17,7 +17,7 @@ from datetime import timedelta
 
 from flashrecovery.groups.peer_names import stop_asking
 from flashrecovery.groups.torch_private import TCPStore
-from flashrecovery.plan.stores import server_of
+from flashrecovery.plan.membership.stores import server_of
 
 
 def main() -> None:

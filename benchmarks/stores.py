@@ -1,10 +1,10 @@
 """Establishing the TCPStore: by all ranks on one server and on several, and by one new rank while these are connected.
 
 FlashRecovery's figure 10 shows what the first costs when ranks do it one after the other, and when p do at a time. Here
-p servers share the ranks' groups (:mod:`flashrecovery.plan.stores`): of eight neighbouring ranks, and of those at the
-same place in their eight. A group over all ranks would need one server whatever p is. The store belongs to an agent and
-not to a rank, so survivors keep their connections; in later recoveries only who is new connects, unless the store's
-node is lost.
+p servers share the ranks' groups (:mod:`flashrecovery.plan.membership.stores`): of eight neighbouring ranks, and of
+those at the same place in their eight. A group over all ranks would need one server whatever p is. The store belongs to
+an agent and not to a rank, so survivors keep their connections; in later recoveries only who is new connects, unless
+the store's node is lost.
 
     python stores.py [DEVICES,DEVICES,...]
 """
@@ -22,8 +22,8 @@ from pathlib import Path
 import psutil
 
 import harness
-from flashrecovery.agent.store import StoreServer
-from flashrecovery.plan.stores import store_count
+from flashrecovery.agent.stores.store import StoreServer
+from flashrecovery.plan.membership.stores import store_count
 
 AT_ONCE = 4
 """Processes that connect clients at the same time: this machine's cores set the limit."""

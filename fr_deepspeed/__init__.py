@@ -44,7 +44,7 @@ Under ``flashrecovery run`` this package wraps ``deepspeed.initialize`` as soon 
 
 from __future__ import annotations
 
-from flashrecovery import import_hooks
+from flashrecovery.util import import_hooks
 from fr_deepspeed.attach import attach
 from fr_deepspeed.hook import install
 

@@ -1,6 +1,6 @@
 """PipelineEngine without a change in the script: ``train_batch``, ``eval_batch`` and ``save_checkpoint`` are protected.
 
-Each call of them is a step of the core (:mod:`flashrecovery.worker.calls`), unless the script uses
+Each call of them is a step of the core (:mod:`flashrecovery.worker.framework_calls`), unless the script uses
 ``engine.recovery.steps()``. In a replacement, calls that the dead process had behind it return at once: ``train_batch``
 the loss of the newest step (``engine.global_steps`` is ahead of the script's count then), ``eval_batch`` a NaN.
 """

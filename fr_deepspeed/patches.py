@@ -9,7 +9,7 @@ import importlib
 from collections.abc import Callable
 from typing import Any
 
-from flashrecovery.patches import Patch, PatchTable
+from flashrecovery.capabilities.patches import Patch, PatchTable
 from fr_deepspeed.capabilities import SHARED_MEMORY
 
 

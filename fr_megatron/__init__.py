@@ -36,7 +36,7 @@ With megatron-core and a loop of one's own, in two lines::
 
 from __future__ import annotations
 
-from flashrecovery.patches import looked_at
+from flashrecovery.capabilities.patches import looked_at
 from fr_megatron import stand_ins
 
 if stand_ins.wanted() and not looked_at():

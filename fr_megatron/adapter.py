@@ -86,7 +86,8 @@ class MegatronAdapter(TorchAdapter):
         loop: what a script with a loop of its own uses; None for Megatron-LM's.
         membership: with the distributed optimizer, of all parameters that it trains the numbers of their groups, by
             name, if they are known (a rank knows only those of its own parts).
-        known: facts about the layout (:class:`flashrecovery.plan.replan.LayoutFacts`) that the loop knows better than
+        known: facts about the layout (:class:`flashrecovery.plan.strategy.relayout.LayoutFacts`) that the loop knows
+        better than
             the model does.
     """
 

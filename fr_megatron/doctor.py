@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
-from flashrecovery.finding import Finding, Level
+from flashrecovery.capabilities.finding import Finding, Level
 from fr_megatron import stand_ins
 from fr_megatron.capabilities import MEGATRON
 from fr_megatron.lm import hooks

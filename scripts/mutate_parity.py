@@ -18,8 +18,8 @@ COPIES, MAKING, ROUNDS, DECODE, EXCHANGE, FLAT = (
     f"{REDUNDANCY}/{name}.py"
     for name in ("parity_copies", "parity_making", "parity_rounds", "parity_decode", "exchange", "flat")
 )
-DECODING = "common/flashrecovery/plan/decoding.py"
-GROUPS = "common/flashrecovery/plan/parity_groups.py"
+DECODING = "common/flashrecovery/plan/parity/decodable.py"
+GROUPS = "common/flashrecovery/plan/parity/groups.py"
 PLACEMENT, SOURCES = (f"common/flashrecovery/plan/{name}.py" for name in ("placement", "sources"))
 TESTS = (
     *(

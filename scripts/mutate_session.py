@@ -33,7 +33,7 @@ SESSION, LOOP, STEP, SEALING, HABITS, TOUCHES, PROVING, COLLECTIVES, STOPS, PROO
     )
 )
 MODES, GRADIENTS = "common/flashrecovery/adapter/modes.py", "common/flashrecovery/adapter/gradients.py"
-UNDO = "common/flashrecovery/redundancy/undo.py"
+UNDO = "common/flashrecovery/redundancy/memory/own_copy.py"
 KEPT = "    def committed(self) -> None:\n        pass"
 UNIT = (
     "data_stream",  # before any that leaves gRPC's threads behind: it forks data loaders' workers

@@ -24,18 +24,18 @@ import torch
 import torch.distributed as dist
 
 from flashrecovery import groups
-from flashrecovery.agent.gpu_fence import GpuFence
-from flashrecovery.agent.process import WorkerProcess
+from flashrecovery.agent.processes.gpu_fence import GpuFence
+from flashrecovery.agent.processes.process import WorkerProcess
 from flashrecovery.errors import DrainError
 from flashrecovery.health.gpu_processes import GpuProcesses
-from flashrecovery.redundancy.flat import Layout, Slot
-from flashrecovery.redundancy.undo import UndoCopy
+from flashrecovery.redundancy.memory.flat_buffer import Layout, Slot
+from flashrecovery.redundancy.memory.own_copy import UndoCopy
 from flashrecovery.runtime.nccl_env import LAUNCH_DEFAULTS
 from flashrecovery.snapshot.memory import HEADER, SharedMemory
 from flashrecovery.state.shard import Shard
 from flashrecovery.state.spec import ShardSpec
-from flashrecovery.worker.device import DeviceClock
-from flashrecovery.worker.rng import RngState, restore_rng
+from flashrecovery.worker.control.device_sync import DeviceClock
+from flashrecovery.worker.local_state.rng import RngState, restore_rng
 from tests.support.groups_ranks import run_ranks
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -86,8 +86,8 @@ class Gpu:
         """A program that does what a standby does: it imports, says so; given a line, it begins to use the GPU, and
         says so; given more input, it ends."""
         code = (
-            "import sys\nfrom flashrecovery.worker.ahead import import_ahead\n"
-            "from flashrecovery.worker.warm import make_context, warm_kernels\n"
+            "import sys\nfrom flashrecovery.worker.preimport.preimport import import_ahead\n"
+            "from flashrecovery.worker.startup.warm_up import make_context, warm_kernels\n"
             "import_ahead(['torch', 'torch.distributed', 'torch.nn.parallel'], ['train.py'])\nwarm_kernels()\n"
             "print(flush=True)\nsys.stdin.readline()\nmake_context(0)\nprint(flush=True)\nsys.stdin.read()\n"
         )

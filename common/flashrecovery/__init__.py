@@ -21,7 +21,7 @@ from flashrecovery._version import __version__
 
 if TYPE_CHECKING:
     from flashrecovery.entry import init
-    from flashrecovery.parallel_layout import ParallelLayout, layout
+    from flashrecovery.runtime.parallel_layout import ParallelLayout, layout
     from flashrecovery.worker.recovery import Recovery
 
 __all__ = ["ParallelLayout", "Recovery", "__version__", "init", "layout"]
@@ -34,7 +34,7 @@ def __getattr__(name: str) -> Any:
 
         return getattr(entry, name)
     if name in ("layout", "ParallelLayout"):
-        from flashrecovery.parallel_layout import ParallelLayout, layout
+        from flashrecovery.runtime.parallel_layout import ParallelLayout, layout
 
         return {"layout": layout, "ParallelLayout": ParallelLayout}[name]
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

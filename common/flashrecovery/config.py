@@ -19,7 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from flashrecovery._version import __version__
 from flashrecovery.errors import ConfigError
-from flashrecovery.plan import leases
+from flashrecovery.plan.membership import leases
 
 CONTROLLER_PORT = 29400
 """The default port of the controller, which is also torchrun's for its rendezvous."""

@@ -28,8 +28,8 @@ def init(**overrides: Any) -> Recovery:
         session = None
         if CHANNEL_ENV in os.environ:
             from flashrecovery.torch_native import ModuleAdapter, adapter_for
-            from flashrecovery.worker.bootstrap import connection
             from flashrecovery.worker.session import Session
+            from flashrecovery.worker.startup.bootstrap import connection
 
             values = overlaid(json.loads(os.environ[CONFIG_ENV]), overrides)
             settings = validate(Settings, values, "settings")

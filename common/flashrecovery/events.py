@@ -32,7 +32,7 @@ from typing import Annotated, Any, Literal, TypedDict
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from flashrecovery.errors import ConfigError, FlashRecoveryError
-from flashrecovery.replace_file import replace_file
+from flashrecovery.util.atomic_file import replace_file
 
 log = logging.getLogger("flashrecovery")
 

@@ -14,30 +14,30 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from flashrecovery import tls
-from flashrecovery.access import Access
-from flashrecovery.agent import preemption
 from flashrecovery.agent.agent import Agent
-from flashrecovery.agent.election import Election
-from flashrecovery.agent.identity import Identity
-from flashrecovery.agent.peer_service import PeerService
-from flashrecovery.agent.process_manager import Places
-from flashrecovery.agent.session import ControllerSession, answers
-from flashrecovery.clock import lease_clock
+from flashrecovery.agent.controller_link.session import ControllerSession, answers
+from flashrecovery.agent.monitoring import preemption
+from flashrecovery.agent.peers.election import Election
+from flashrecovery.agent.peers.service import PeerService
+from flashrecovery.agent.processes.process_manager import Places
+from flashrecovery.agent.stores.identity import Identity
 from flashrecovery.config import RunConfig
-from flashrecovery.controller.marks_file import marks_path
-from flashrecovery.controller.service import ControllerService
+from flashrecovery.controller.service.service import ControllerService
+from flashrecovery.controller.storage.node_failure_file import marks_path
 from flashrecovery.errors import ConfigError
 from flashrecovery.events import ControllerStarted, EventLog, RunDir, RunFiles
 from flashrecovery.kinds import NoticeKind
 from flashrecovery.observe import Observer
-from flashrecovery.plan.quorum import Quorum
+from flashrecovery.plan.membership.quorum import Quorum
 from flashrecovery.plan.transitions import State
 from flashrecovery.plan.words import ranks_text
+from flashrecovery.rpc import tls
+from flashrecovery.rpc.channel import Access
+from flashrecovery.rpc.token import job_token, new_token
 from flashrecovery.runtime import early_signals
 from flashrecovery.runtime.addresses import address_towards, is_free, is_here, resolve, split_address
-from flashrecovery.security import job_token, new_token
 from flashrecovery.snapshot.files import LAST_CHECKPOINT
+from flashrecovery.util.clock import lease_clock
 
 LOOPBACK = "127.0.0.1"
 _DISMISS_S = 5.0

@@ -12,9 +12,9 @@ from typing import Any
 
 from typing_extensions import override
 
-from flashrecovery import import_hooks
 from flashrecovery.errors import ConfigError
-from flashrecovery.import_hooks import Hook
+from flashrecovery.util import import_hooks
+from flashrecovery.util.import_hooks import Hook
 
 _HELPERS = "megatron.core.datasets.helpers_cpp"
 

@@ -1,7 +1,7 @@
 """Megatron-LM's own training loop (``megatron.training``), switched on by ``--flash-recovery``.
 
 The loop stays Megatron's: nothing is copied, functions that it calls by name are replaced in its module. Each part of
-it that communicates becomes one call of the core (:mod:`flashrecovery.worker.calls`):
+it that communicates becomes one call of the core (:mod:`flashrecovery.worker.framework_calls`):
 
 ==================  ===============================================================================================
 ``train``           ``train_step``: forward, backward, optimizer, scheduler, and the reductions of what it returns; and

@@ -4,8 +4,8 @@ A replacement's loop begins at its first iteration and goes round without comput
 ``train_step`` returns, it returns what the dead process had got, and the averages of the log are as they were there.
 
 After a fallback to a checkpoint the calls that came after it are made again, in the loop's frame as it is then
-(:class:`flashrecovery.worker.calls.PlacedLoop`): what the loop had set before each of them is set again, and losses
-that it had summed up outside of calls are summed up again, those of the steps that were made again.
+(:class:`flashrecovery.worker.framework_calls.PlacedLoop`): what the loop had set before each of them is set again, and
+losses that it had summed up outside of calls are summed up again, those of the steps that were made again.
 """
 
 from __future__ import annotations
@@ -131,8 +131,9 @@ class CallPlace:
 
 
 class LMLoop:
-    """A :class:`flashrecovery.worker.calls.PlacedLoop`. ``elastic``: of a job that changes its number of replicas, or
-    its layout; ``layouts``: of one that changes its layout. ``far_back``: the job has fallback checkpoints.
+    """A :class:`flashrecovery.worker.framework_calls.PlacedLoop`. ``elastic``: of a job that changes its number of
+    replicas, or its layout; ``layouts``: of one that changes its layout. ``far_back``: the job has fallback
+    checkpoints.
     ``chunks``: of the model."""
 
     counted = (

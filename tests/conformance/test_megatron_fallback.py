@@ -17,8 +17,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from flashrecovery.redundancy.dcp import read_whole
-from flashrecovery.redundancy.published import newest
+from flashrecovery.redundancy.checkpoint.dcp import read_whole
+from flashrecovery.redundancy.checkpoint.published import newest
 from tests.support.installed import skip_module_without
 from tests.support.jobs import ROOT, SMALL, Job, Layout, RunningJob, check_clean, check_same, run_job
 from tests.support.megatron import (

@@ -14,16 +14,16 @@ import pytest
 import torch
 
 from flashrecovery.config import CheckpointSettings
-from flashrecovery.controller.checkpoints import Checkpoints
-from flashrecovery.controller.records import RankRecord
+from flashrecovery.controller.service.checkpoints import Checkpoints
+from flashrecovery.controller.state.rank_record import RankRecord
 from flashrecovery.errors import ConfigError, RestoreError
-from flashrecovery.redundancy import verify
-from flashrecovery.redundancy.checkpoint import CheckpointFallback, Published
-from flashrecovery.redundancy.dcp import read_whole, write_part
-from flashrecovery.redundancy.keys import writer_of
-from flashrecovery.redundancy.loading import load, other_layout
-from flashrecovery.redundancy.manifest import Manifest, manifests_of
-from flashrecovery.redundancy.published import newest, step_name
+from flashrecovery.redundancy.checkpoint import verify
+from flashrecovery.redundancy.checkpoint.dcp import read_whole, write_part
+from flashrecovery.redundancy.checkpoint.keys import writer_of
+from flashrecovery.redundancy.checkpoint.manifest import Manifest, manifests_of
+from flashrecovery.redundancy.checkpoint.published import newest, step_name
+from flashrecovery.redundancy.checkpoint.reader import load, other_layout
+from flashrecovery.redundancy.checkpoint.writer import CheckpointFallback, Published
 from flashrecovery.state.checkpoint_format import CheckpointFormat
 from tests.integration.test_neighbour import Owned, capsule_of, shards_of
 from tests.support.ranks import die, results, run_ranks
@@ -259,7 +259,7 @@ def test_an_error_while_writing_is_reported_and_training_goes_on(
     def full(*_: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("flashrecovery.redundancy.checkpoint.write_part", full)
+    monkeypatch.setattr("flashrecovery.redundancy.checkpoint.writer.write_part", full)
     fallback.commit(3, shards(0, 1), capsule=b"", common=b"", generation=0)
     assert fallback.wait(10)
     assert isinstance(errors[0], OSError) and newest(tmp_path) is None

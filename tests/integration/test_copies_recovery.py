@@ -29,15 +29,15 @@ import torch.distributed as dist
 from flashrecovery import groups
 from flashrecovery.errors import RestoreError, StepInterrupted
 from flashrecovery.plan import Cut, Holding, Kind, Need, NoCut, newest_cut, plan_restore
-from flashrecovery.plan.decoding import DecodeOrder, ParityHeld, decodable, needed
-from flashrecovery.redundancy.exchange import PeerCopies
-from flashrecovery.redundancy.neighbor import NeighbourCopies
-from flashrecovery.redundancy.parity_copies import ParityCopies
-from flashrecovery.redundancy.undo import write_back
+from flashrecovery.plan.parity.decodable import DecodeOrder, ParityHeld, decodable, needed
+from flashrecovery.redundancy.memory.neighbor_copy import NeighbourCopies
+from flashrecovery.redundancy.memory.own_copy import write_back
+from flashrecovery.redundancy.memory.peer_exchange import PeerCopies
+from flashrecovery.redundancy.parity.copies import ParityCopies
 from flashrecovery.snapshot import memory
 from flashrecovery.state.object_shard import ObjectShard
 from flashrecovery.state.shard import ShardSource
-from flashrecovery.worker.transfer import exchange
+from flashrecovery.worker.transfer.transfer import exchange
 from tests.integration.test_neighbour import capsule_of, shards_of
 
 WORLD = 5

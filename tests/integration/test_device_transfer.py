@@ -21,10 +21,10 @@ from flashrecovery.state import fingerprint
 from flashrecovery.state.digest import shard_digest
 from flashrecovery.state.shard import Shard, ShardSource
 from flashrecovery.state.spec import ShardSpec
-from flashrecovery.worker import device_lanes, messages
-from flashrecovery.worker.device import DeviceClock
-from flashrecovery.worker.device_lanes import Patience
-from flashrecovery.worker.transfer import TransferReport, exchange, within
+from flashrecovery.worker.control.device_sync import DeviceClock
+from flashrecovery.worker.transfer import chunks, device_lanes
+from flashrecovery.worker.transfer.device_lanes import Patience
+from flashrecovery.worker.transfer.transfer import TransferReport, exchange, within
 from tests.support import fake_nccl
 from tests.support.groups_ranks import run_ranks
 
@@ -99,7 +99,7 @@ def room_like(key: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Ten
 def start(rank: int, size: int, store: Any) -> tuple[Any, Any, groups.DeviceGroup]:
     """The fake's module, the control group and the devices' one."""
     os.environ.update(LAUNCH_DEFAULTS)
-    messages.PACK_BYTES, messages.DIRECT_BYTES = PACK, DIRECT
+    chunks.PACK_BYTES, chunks.DIRECT_BYTES = PACK, DIRECT
     fingerprint.PAGE_WORDS, fingerprint.SMALL_BYTES = 1 << 10, 256
     module = fake_nccl.install()
     groups.install()

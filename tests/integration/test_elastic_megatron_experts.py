@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from flashrecovery.redundancy.published import published
+from flashrecovery.redundancy.checkpoint.published import published
 from tests.support.elastic import check_steps_alike
 from tests.support.elastic_checkpoints import die_whole, saving
 from tests.support.elastic_megatron import (

@@ -15,11 +15,11 @@ import psutil
 import pytest
 import torch
 
-from flashrecovery.agent import gpu_fence
-from flashrecovery.agent.gpu_fence import GpuFence
+from flashrecovery.agent.processes import gpu_fence
+from flashrecovery.agent.processes.gpu_fence import GpuFence
 from flashrecovery.groups import accelerator
-from flashrecovery.redundancy.undo import UndoCopy
-from flashrecovery.worker.device import DeviceClock
+from flashrecovery.redundancy.memory.own_copy import UndoCopy
+from flashrecovery.worker.control.device_sync import DeviceClock
 from tests import gpu_check, gpu_parts
 from tests.gpu_parts import Gpu
 from tests.support import fake_nccl
@@ -173,7 +173,7 @@ def test_random_numbers(gpu: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_pinned_staging(gpu: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
     assert set(gpu_parts.pinned_staging(gpu)) == {"pinned_gb_s", "pageable_gb_s"}
-    monkeypatch.setattr("flashrecovery.redundancy.pinned.pin", lambda owner, memory: False)
+    monkeypatch.setattr("flashrecovery.redundancy.memory.flat_buffer.pin", lambda owner, memory: False)
     fails(gpu_parts.pinned_staging, gpu, r"is_pinned\(\) is False")
 
 

@@ -14,7 +14,7 @@ from torch import nn
 
 from flashrecovery import groups
 from flashrecovery.errors import UnsupportedError
-from flashrecovery.worker.outside import OutsideWatch
+from flashrecovery.worker.script_checks.stray_collectives import OutsideWatch
 from tests.support.groups_ranks import run_ranks
 
 

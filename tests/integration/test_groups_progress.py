@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from flashrecovery import groups
-from flashrecovery.worker.hang_report import hang_report
+from flashrecovery.worker.control.control_thread import hang_report
 from tests.support.groups_ranks import run_ranks
 
 _LATE_S = 0.4

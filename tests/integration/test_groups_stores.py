@@ -19,7 +19,7 @@ from flashrecovery.errors import RegroupError
 from flashrecovery.groups import registry
 from flashrecovery.groups.stores import _CLIENTS, OneStore, StoresInUse
 from flashrecovery.groups.torch_private import GroupRequest, HashStore
-from flashrecovery.plan.stores import server_of
+from flashrecovery.plan.membership.stores import server_of
 from flashrecovery.runtime.environment import STORES_ENV
 from tests.support.groups_ranks import RankFunction, _Host, run_ranks
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from flashrecovery.redundancy.published import published
+from flashrecovery.redundancy.checkpoint.published import published
 from flashrecovery.snapshot.files import FOLDER, LAST_CHECKPOINT
 from tests.support.jobs import ROOT, Job, Layout, RunningJob, check_clean
 

@@ -21,7 +21,7 @@ from tests.support.jobs import Job, Layout, References, RunningJob, check_clean,
 
 TINY = Path(__file__).parent.parent / "scripts" / "tiny.py"
 TWO = Layout("two", "tiny.py", nproc=2)
-STORE = "flashrecovery.agent.store_server"
+STORE = "flashrecovery.agent.stores.store_server"
 EXIT_HANDLER = """
 import atexit
 

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from flashrecovery import groups
 from flashrecovery.groups import torch_private
 from flashrecovery.runtime.nccl_env import LAUNCH_DEFAULTS
-from flashrecovery.worker.device import DeviceClock
+from flashrecovery.worker.control.device_sync import DeviceClock
 from tests.support import fake_nccl
 from tests.support.groups_ranks import RankFunction, run_ranks
 

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from flashrecovery.errors import ProtocolError, RestoreError, StepInterrupted
-from flashrecovery.redundancy.neighbor import NeighbourCopies
+from flashrecovery.redundancy.memory.neighbor_copy import NeighbourCopies
 from flashrecovery.snapshot import memory
 from flashrecovery.state.shard import Shard
 from flashrecovery.state.spec import ShardSpec

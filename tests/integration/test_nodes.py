@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from flashrecovery.controller.marks_file import FILE_NAME, add_marks, read_marks
-from flashrecovery.plan.node_marks import NodeMark
+from flashrecovery.controller.storage.node_failure_file import FILE_NAME, add_marks, read_marks
+from flashrecovery.plan.membership.node_failures import NodeMark
 from tests.support import hosts, warner
 from tests.support.hosts import Host, Network
 from tests.support.jobs import DDP, FSDP, HSDP, Layout, References, check_same

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from flashrecovery.agent.procfs import is_stopped
+from flashrecovery.agent.processes.procfs import is_stopped
 from tests.support import hosts
 from tests.support.hosts import Host, Network
 from tests.support.jobs import DDP, Layout, References, check_same

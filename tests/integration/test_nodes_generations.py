@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from flashrecovery.controller.generation_file import FILE_NAME
+from flashrecovery.controller.storage.generation_file import FILE_NAME
 from tests.support import hosts
 from tests.support.elastic import SCRIPT
 from tests.support.hosts import Network

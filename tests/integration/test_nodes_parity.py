@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from flashrecovery.redundancy.verify import checkpoints_in
+from flashrecovery.redundancy.checkpoint.verify import checkpoints_in
 from tests.support import hosts
 from tests.support.hosts import Host, Network
 from tests.support.jobs import FSDP, HSDP, Job, Layout, References, check_same

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from flashrecovery import groups
 from flashrecovery.errors import StepInterrupted
 from flashrecovery.groups.pace import PacedNetwork
-from flashrecovery.redundancy.neighbor import NeighbourCopies
+from flashrecovery.redundancy.memory.neighbor_copy import NeighbourCopies
 from flashrecovery.snapshot import memory
 from tests.integration.test_neighbour import capsule_of, check, shards_of
 from tests.support.groups_ranks import run_ranks

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from flashrecovery.plan.decoding import Decodable, decodable
-from flashrecovery.plan.parity import StripePart
-from flashrecovery.redundancy.parity_copies import ParityCopies
+from flashrecovery.plan.parity.code import StripePart
+from flashrecovery.plan.parity.decodable import Decodable, decodable
+from flashrecovery.redundancy.parity.copies import ParityCopies
 from tests.integration.test_neighbour import Owned, capsule_of, shards_of
 from tests.support.parity_group import naive_parity
 from tests.support.ranks import results, run_ranks

@@ -16,8 +16,8 @@ from flashrecovery.errors import RestoreError
 from flashrecovery.state.digest import shard_digest
 from flashrecovery.state.shard import Shard, ShardSource
 from flashrecovery.state.spec import ShardSpec
-from flashrecovery.worker.messages import DIRECT_BYTES, PACK_BYTES
-from flashrecovery.worker.transfer import exchange, within
+from flashrecovery.worker.transfer.chunks import DIRECT_BYTES, PACK_BYTES
+from flashrecovery.worker.transfer.transfer import exchange, within
 from tests.support.ranks import die, results, run_ranks
 
 

@@ -25,7 +25,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import flashrecovery
-from flashrecovery.worker.step import Step
+from flashrecovery.worker.step.step import Step
 
 
 class Best:

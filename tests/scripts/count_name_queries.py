@@ -10,7 +10,7 @@ import sys
 import threading
 from contextlib import closing
 
-from flashrecovery.agent.store import StoreServer
+from flashrecovery.agent.stores.store import StoreServer
 from flashrecovery.groups.peer_names import stop_asking
 from flashrecovery.groups.torch_private import TCPStore
 

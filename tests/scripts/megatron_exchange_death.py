@@ -16,7 +16,7 @@ import fr_megatron  # noqa: F401 - first: it brings the stand-ins of FR_MEGATRON
 
 import pretrain_gpt
 from flashrecovery import init
-from flashrecovery.redundancy.neighbor import NeighbourCopies
+from flashrecovery.redundancy.memory.neighbor_copy import NeighbourCopies
 from flashrecovery.snapshot import memory
 
 FATAL = 5

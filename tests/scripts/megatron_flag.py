@@ -16,7 +16,7 @@ sys.argv = [script, *(f for f in flags if f not in own)]
 if missing:
     sys.modules["fr_megatron"] = None  # type: ignore[assignment]
 if wrapped:
-    from flashrecovery.worker.hooks import install_adapter_hooks
+    from flashrecovery.worker.startup.import_time_hooks import install_adapter_hooks
 
     install_adapter_hooks()
 try:

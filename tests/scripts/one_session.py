@@ -33,12 +33,12 @@ from flashrecovery.proto import flashrecovery_pb2 as pb
 from flashrecovery.runtime.channel import Channel
 from flashrecovery.runtime.page import Page
 from flashrecovery.torch_native import ModuleAdapter, adapter_for
-from flashrecovery.worker.ahead import Installed
 from flashrecovery.worker.connection import Connection
-from flashrecovery.worker.environment_watch import EnvironmentWatch
+from flashrecovery.worker.preimport.environment_watch import EnvironmentWatch
+from flashrecovery.worker.preimport.preimport import Installed
+from flashrecovery.worker.preimport.start_profile import StartProfile
 from flashrecovery.worker.recovery import Recovery
 from flashrecovery.worker.session import Session
-from flashrecovery.worker.start_profile import StartProfile
 
 STEPS, STOPPED = 9, 4
 MOMENTS = ("start", "forward", "backward", "optimizer", "below")

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import flashrecovery
-from flashrecovery.worker.recoverer import Recoverer
+from flashrecovery.worker.recovery_commands import Recoverer
 
 
 class SlowToBegin:

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
-from flashrecovery.controller.service import ControllerService
+from flashrecovery.controller.service.service import ControllerService
 from flashrecovery.proto import flashrecovery_pb2 as pb
 from tests.simulation.content import Script
 from tests.simulation.network import Firewall, Weather

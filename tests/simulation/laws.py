@@ -8,12 +8,12 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 from flashrecovery import events as ev
-from flashrecovery.controller.crashes import cause_of, option_of
-from flashrecovery.controller.records import Place
-from flashrecovery.handshake import job_key
+from flashrecovery.controller.state.crashes import cause_of, option_of
+from flashrecovery.controller.state.rank_record import Place
 from flashrecovery.kinds import FailureKind, NoticeKind
-from flashrecovery.plan.electors import majority
+from flashrecovery.plan.membership.electors import majority
 from flashrecovery.plan.transitions import State
+from flashrecovery.rpc.handshake import job_key
 from tests.simulation.content import TOKEN, Content
 from tests.simulation.loop import Life
 from tests.simulation.network import Firewall, Host
@@ -21,8 +21,8 @@ from tests.simulation.network import Firewall, Host
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from flashrecovery.controller.service import ControllerService
-    from flashrecovery.plan.electors import Elector
+    from flashrecovery.controller.service.service import ControllerService
+    from flashrecovery.plan.membership.electors import Elector
     from tests.simulation.history import Fault
     from tests.simulation.loop import Process
     from tests.simulation.process import SimWorkerProcess

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Protocol
 
-from flashrecovery.controller.generation_file import Numbers
+from flashrecovery.controller.storage.generation_file import Numbers
 from tests.simulation.loop import Process, VirtualLoop, current
 
 Address = tuple[str, int]

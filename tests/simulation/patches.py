@@ -23,12 +23,14 @@ import grpc.aio
 from flashrecovery import events as ev
 from flashrecovery import job
 from flashrecovery.agent import agent as agent_module
-from flashrecovery.agent import hang, heartbeat, process_manager, providers
-from flashrecovery.agent import session as agent_session
-from flashrecovery.agent.identity import Identity
-from flashrecovery.controller import actions, generation_file, table_publisher
-from flashrecovery.controller import service as service_module
-from flashrecovery.controller.generation_file import Numbers
+from flashrecovery.agent.controller_link import session as agent_session
+from flashrecovery.agent.monitoring import hang, heartbeat
+from flashrecovery.agent.processes import process_manager, providers
+from flashrecovery.agent.stores.identity import Identity
+from flashrecovery.controller.service import outbound, rank_table_publisher
+from flashrecovery.controller.service import service as service_module
+from flashrecovery.controller.storage import generation_file
+from flashrecovery.controller.storage.generation_file import Numbers
 from flashrecovery.heartbeat import receiver
 from tests.simulation.laws import Violation
 from tests.simulation.loop import PROCESS, current
@@ -364,8 +366,8 @@ def simulated() -> Iterator[None]:
         (hang, "is_stopped", lambda pid: world().workers[pid].stopped),
         (Identity, "network_env", lambda self: {}),
         (heartbeat, "_CONFIRM_POLL_S", 0.02),
-        (actions, "_keep_what_there_is", lambda: None),
-        (table_publisher, "ThreadPoolExecutor", _NoThread),
+        (outbound, "_keep_what_there_is", lambda: None),
+        (rank_table_publisher, "ThreadPoolExecutor", _NoThread),
         (service_module, "GenerationFile", _GenerationFile),
     ]
     with ExitStack() as stack:

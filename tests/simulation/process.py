@@ -1,4 +1,4 @@
-"""What :class:`flashrecovery.agent.process.WorkerProcess` and the watch over it offer, without a process."""
+"""What :class:`flashrecovery.agent.processes.process.WorkerProcess` and the watch over it offer, without a process."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flashrecovery.agent.process import WorkerProcess
-from flashrecovery.agent.procfs import Exit
+from flashrecovery.agent.processes.process import WorkerProcess
+from flashrecovery.agent.processes.procfs import Exit
 from flashrecovery.proto import flashrecovery_pb2 as pb
 from flashrecovery.runtime.page import _COMMITTED, _GENERATION, Health, Page
 from tests.simulation.loop import Life, Process, current
@@ -235,7 +235,7 @@ class SimWorkerProcess(WorkerProcess):
 
 
 class SimDeathWatch:
-    """:class:`flashrecovery.agent.watch.DeathWatch`."""
+    """:class:`flashrecovery.agent.processes.death_watch.DeathWatch`."""
 
     def __init__(self, world: World) -> None:
         self._world = world

@@ -10,21 +10,22 @@ from types import FunctionType, MappingProxyType
 from typing import Any
 from unittest.mock import patch
 
-from flashrecovery import handshake
-from flashrecovery.agent import lookout, session
 from flashrecovery.agent.agent import Agent
-from flashrecovery.agent.hearing import Hearing
-from flashrecovery.clock import lease_clock
-from flashrecovery.controller import recovery, restore
-from flashrecovery.controller.elector_set import ElectorSet
+from flashrecovery.agent.controller_link import controller_watch, session
+from flashrecovery.agent.controller_link.lease import Hearing
+from flashrecovery.controller import recovery
 from flashrecovery.controller.machine import Machine
-from flashrecovery.controller.outbox import Outbox
 from flashrecovery.controller.recovery import RecoverySteps
-from flashrecovery.plan.liveness import Liveness
-from flashrecovery.plan.membership import Reach
+from flashrecovery.controller.service.elector_set import ElectorSet
+from flashrecovery.controller.state import restore_plan
+from flashrecovery.controller.state.outbox import Outbox
+from flashrecovery.plan.membership.liveness import Liveness
+from flashrecovery.plan.membership.membership import Reach
+from flashrecovery.rpc import handshake
 from flashrecovery.runtime.page import _COMMITTED, _GENERATION, Page
-from flashrecovery.worker.gate import Gate
-from flashrecovery.worker.habits import Habits
+from flashrecovery.util.clock import lease_clock
+from flashrecovery.worker.control.gate import Gate
+from flashrecovery.worker.local_state.step_profile import Habits
 from tests.simulation import content
 from tests.simulation.content import Own
 from tests.simulation.worker import Drawn, ModelWorker
@@ -151,7 +152,7 @@ async def _agreed(self: ModelWorker, mine: object) -> None:
 
 REMOVED: dict[str, Callable[[], Any]] = {
     "hold remembers its generation": lambda: instead(Gate, "hold", _hold),
-    "capsules of late steps do not count": lambda: instead(restore, "_forget_early", lambda records: ""),
+    "capsules of late steps do not count": lambda: instead(restore_plan, "_forget_early", lambda records: ""),
     "own copies in steps that may be late": lambda: instead(Habits, "needs_undo", property(lambda self: self.undo)),
     "the clock stands without a controller": lambda: instead(Agent, "controller_heard", lambda self, heard: None),
     "a version is complete at its hand-out": lambda: _early_completion(),
@@ -161,7 +162,7 @@ REMOVED: dict[str, Callable[[], Any]] = {
     "a new term by votes": lambda: instead(ElectorSet, "renew", _raised),
     "heard counts from the sending": lambda: instead(ElectorSet, "echoed", _arrived),
     "a broken connection is no proof": lambda: instead(Liveness, "_judge", _believes(Liveness._judge)),
-    "a closed door is no proof": lambda: instead(lookout, "reach", _any_door),
+    "a closed door is no proof": lambda: instead(controller_watch, "reach", _any_door),
     "no secret is sent": lambda: instead(handshake, "_proof", _proof_with_key(handshake._proof)),
     "an open door is no excuse after a standstill": lambda: instead(Hearing, "look_at_clock", _any_time),
     "a newer generation is no excuse after a standstill": lambda: instead(
@@ -253,10 +254,10 @@ def _says_too_much(find: Callable[..., None]) -> Callable[..., None]:
 
 def _from_the_disk(
     records: Any, checkpoint: tuple[int, str] | None, layout: Any = (), departed: Any = MappingProxyType({})
-) -> restore.Decision:
+) -> restore_plan.Decision:
     if checkpoint is None:
-        return restore.decide(records, checkpoint, layout, departed)
-    return restore.Decision.from_checkpoint(checkpoint, records, "it is there")
+        return restore_plan.decide(records, checkpoint, layout, departed)
+    return restore_plan.Decision.from_checkpoint(checkpoint, records, "it is there")
 
 
 def _over_at_once(self: RecoverySteps, resume_step: int) -> bool:

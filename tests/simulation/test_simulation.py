@@ -11,14 +11,14 @@ from unittest.mock import patch
 
 import pytest
 
-from flashrecovery.agent.hearing import Hearing
-from flashrecovery.agent.process import WorkerProcess
-from flashrecovery.agent.process_manager import ProcessManager
-from flashrecovery.agent.providers import ProcessOrder
-from flashrecovery.controller import custody
-from flashrecovery.controller.crashes import Crashes
+from flashrecovery.agent.controller_link.lease import Hearing
+from flashrecovery.agent.processes.process import WorkerProcess
+from flashrecovery.agent.processes.process_manager import ProcessManager
+from flashrecovery.agent.processes.providers import ProcessOrder
+from flashrecovery.controller.elastic.resizing import Resizing
 from flashrecovery.controller.machine import Machine
-from flashrecovery.controller.resizing import Resizing
+from flashrecovery.controller.state import custody
+from flashrecovery.controller.state.crashes import Crashes
 from tests.simulation import content, patches
 from tests.simulation.content import Script
 from tests.simulation.elastic import draw_elastic

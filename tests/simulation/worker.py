@@ -16,13 +16,13 @@ from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from flashrecovery.errors import DivergedError, DrainError, StepInterrupted
-from flashrecovery.plan.placement import ring_of
+from flashrecovery.plan.membership.placement import ring_of
 from flashrecovery.proto import flashrecovery_pb2 as pb
 from flashrecovery.state.version import VERSIONS_KEPT
-from flashrecovery.worker import proof
-from flashrecovery.worker.gate import Gate
-from flashrecovery.worker.habits import Habits
-from flashrecovery.worker.sealing import Sealing
+from flashrecovery.worker.consistency import divergence_check
+from flashrecovery.worker.control.gate import Gate
+from flashrecovery.worker.local_state.step_profile import Habits
+from flashrecovery.worker.step.capsule import Sealing
 from tests.simulation import content
 from tests.simulation.content import Content, Own
 from tests.simulation.fabric import PeerLost, Port
@@ -81,7 +81,7 @@ class Kept:
 
 
 class Copies:
-    """Own pre-step copies and those for the neighbour, as in :mod:`flashrecovery.worker.copies`."""
+    """Own pre-step copies and those for the neighbour, as in :mod:`flashrecovery.worker.replication.copies`."""
 
     def __init__(self, worker: ModelWorker, stride: int, nodes: int) -> None:
         self._w = worker
@@ -571,7 +571,7 @@ class ModelWorker:
         if self.copies.capsules_only:
             await self._waiting(self.copies.send_capsule(step + 1, sealed=sealed))
         needs_undo = habits.needs_undo
-        if proof.is_due(step):
+        if divergence_check.is_due(step):
             await self._barrier(self._compare_habits())
         elif self.copies.capsules_only or (self.script.unique and not self.copies.undo_on) or habits.reseal:
             await self._barrier(self.port.gather("barrier", 0))

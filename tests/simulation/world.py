@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from flashrecovery import events as ev
-from flashrecovery.access import Access
 from flashrecovery.agent.agent import Agent
 from flashrecovery.config import RunConfig
-from flashrecovery.controller.service import ControllerService
+from flashrecovery.controller.service.service import ControllerService
 from flashrecovery.job import Rendezvous, run_controller, run_job
-from flashrecovery.plan.replicas import ReplicaShape
+from flashrecovery.plan.elastic.replicas import ReplicaShape
+from flashrecovery.rpc.channel import Access
 from tests.simulation.content import TOKEN, Reference, Script
 from tests.simulation.fabric import Fabric
 from tests.simulation.laws import Laws, Violation

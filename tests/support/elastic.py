@@ -17,7 +17,7 @@ from click.testing import CliRunner
 
 from flashrecovery.cli.inject import inject as inject_command
 from flashrecovery.cli.resize import resize
-from flashrecovery.plan.sample_order import BatchDivision, SampleOrder
+from flashrecovery.plan.elastic.sample_order import BatchDivision, SampleOrder
 from tests.support.jobs import ROOT, Job, Layout, RunningJob, check_clean
 
 SCRIPT = ROOT / "tests" / "scripts" / "elastic.py"

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from flashrecovery.plan.replicas import ReplicaShape
+from flashrecovery.plan.elastic.replicas import ReplicaShape
 from tests.support import elastic_replicas
 from tests.support.controllers import WithController
 from tests.support.elastic import AHEAD, changes, command, grow, inject, sizes_of

@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from flashrecovery.redundancy.published import published
+from flashrecovery.redundancy.checkpoint.published import published
 from tests.support.elastic import never
 from tests.support.elastic_fsdp2 import start
 from tests.support.jobs import Job, RunningJob, check_clean, marked_processes

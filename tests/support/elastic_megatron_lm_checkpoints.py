@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from flashrecovery.redundancy.published import published
+from flashrecovery.redundancy.checkpoint.published import published
 from tests.support.elastic_checkpoints import Begin, dead_job, of_ranks, saving, started
 from tests.support.elastic_megatron_lm import Resized, Training, check_goes_on_alike, evaluations, logged
 from tests.support.jobs import Job, RunningJob, check_clean

@@ -15,11 +15,11 @@ from dataclasses import dataclass, field
 from random import Random
 
 from flashrecovery import events as ev
-from flashrecovery.agent.gather import singly
+from flashrecovery.agent.monitoring.reply_batching import singly
 from flashrecovery.config import RunConfig
 from flashrecovery.controller.machine import Machine
-from flashrecovery.controller.outbox import Emit, Send
-from flashrecovery.controller.records import Place
+from flashrecovery.controller.state.outbox import Emit, Send
+from flashrecovery.controller.state.rank_record import Place
 from flashrecovery.plan.transitions import State
 from flashrecovery.proto import flashrecovery_pb2 as pb
 

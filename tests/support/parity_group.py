@@ -6,11 +6,11 @@ import random
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 
-from flashrecovery.plan.parity import ParityLayout, Route, StripePart
-from flashrecovery.plan.parity_decoding import DecodePlan, DecodeTask, Held, StripeSource, decode_plan
-from flashrecovery.redundancy.parity_bucket import decode_bucket, encode_bucket
-from flashrecovery.redundancy.parity_frames import NO_BASE, Frame, FrameKind, deltas, digest
-from flashrecovery.redundancy.parity_member import ParityMember
+from flashrecovery.plan.parity.code import ParityLayout, Route, StripePart
+from flashrecovery.plan.parity.decode import DecodePlan, DecodeTask, Held, StripeSource, decode_plan
+from flashrecovery.redundancy.parity.bucket import decode_bucket, encode_bucket
+from flashrecovery.redundancy.parity.frames import NO_BASE, Frame, FrameKind, deltas, digest
+from flashrecovery.redundancy.parity.member import ParityMember
 
 
 def naive_parity(layout: ParityLayout, stripe: int, part: StripePart, contents: Sequence[bytes]) -> bytes:

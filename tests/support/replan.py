@@ -16,7 +16,7 @@ from typing import Any, Protocol
 from click.testing import CliRunner
 
 from flashrecovery.cli.replan import replan
-from flashrecovery.parallel_layout import layout_sizes
+from flashrecovery.runtime.parallel_layout import layout_sizes
 from tests.support.jobs import ROOT, Job, Layout, RunningJob, check_clean
 from tests.support.megatron import ENVIRONMENT
 from tests.support.wrappers import Wrapper

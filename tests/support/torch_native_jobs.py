@@ -31,7 +31,7 @@ from flashrecovery.errors import StepInterrupted
 from flashrecovery.state import codec
 from flashrecovery.state.spec import ShardSpec
 from flashrecovery.torch_native import adapter_for
-from flashrecovery.worker.rng import RngState, restore_rng
+from flashrecovery.worker.local_state.rng import RngState, restore_rng
 
 
 class Block(nn.Module):

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from flashrecovery.errors import RegistrationError
-from flashrecovery.worker.accelerated import PreparedLoader, check_rest
+from flashrecovery.worker.data.accelerate import PreparedLoader, check_rest
 
 
 def prepared(batches: int, micro_batches: int, *, synchronises: bool = True) -> PreparedLoader:

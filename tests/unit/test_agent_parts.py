@@ -19,13 +19,13 @@ from typing import Any
 import pytest
 
 from flashrecovery.agent.agent import Agent
-from flashrecovery.agent.hang import Looks, StopMonitor
-from flashrecovery.agent.identity import Identity
-from flashrecovery.agent.logs import LogTail
-from flashrecovery.agent.process import WorkerProcess
-from flashrecovery.agent.procfs import Exit, exit_of, is_exiting, is_stopped
-from flashrecovery.agent.store import StoreServer
-from flashrecovery.agent.watch import DeathWatch
+from flashrecovery.agent.monitoring.hang import Looks, StopMonitor
+from flashrecovery.agent.processes.death_watch import DeathWatch
+from flashrecovery.agent.processes.logs import LogTail
+from flashrecovery.agent.processes.process import WorkerProcess
+from flashrecovery.agent.processes.procfs import Exit, exit_of, is_exiting, is_stopped
+from flashrecovery.agent.stores.identity import Identity
+from flashrecovery.agent.stores.store import StoreServer
 from flashrecovery.config import RunConfig, Timeouts
 from flashrecovery.events import RunDir
 from flashrecovery.groups.torch_private import TCPStore

@@ -11,15 +11,15 @@ from pathlib import Path
 
 import pytest
 
-from flashrecovery.access import Access
-from flashrecovery.agent import stash_memory
 from flashrecovery.agent.agent import Agent
-from flashrecovery.agent.identity import Identity
-from flashrecovery.agent.peer_service import PeerService
-from flashrecovery.agent.peers import KeptLog
+from flashrecovery.agent.peers.client import KeptLog
+from flashrecovery.agent.peers.service import PeerService
+from flashrecovery.agent.stores import stash_memory
+from flashrecovery.agent.stores.identity import Identity
 from flashrecovery.config import RunConfig, validate
 from flashrecovery.events import RunDir
 from flashrecovery.proto import flashrecovery_pb2 as pb
+from flashrecovery.rpc.channel import Access
 
 
 @asynccontextmanager

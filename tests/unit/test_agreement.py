@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from flashrecovery.worker.agreement import _text, check_equal, differences, split
+from flashrecovery.worker.consistency.all_equal import _text, check_equal, differences, split
 
 
 class Color(Enum):

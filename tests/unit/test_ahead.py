@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from flashrecovery.worker.ahead import Installed, import_ahead, not_imported
-from flashrecovery.worker.ahead_of_script import imported_so_far
+from flashrecovery.worker.preimport.preimport import Installed, import_ahead, not_imported
+from flashrecovery.worker.preimport.preimport_script import imported_so_far
 
 
 @pytest.fixture
@@ -116,7 +116,7 @@ def test_a_package_that_cannot_be_imported_is_tried_once_and_not_again_for_each_
 def test_no_library_that_is_needed_asks_for_its_rank() -> None:
     """Else no standby would be of use."""
     code = (
-        "from flashrecovery.worker.ahead import Installed, import_ahead, not_imported\n"
+        "from flashrecovery.worker.preimport.preimport import Installed, import_ahead, not_imported\n"
         "import sys\n"
         "import_ahead(['torch', 'torch.distributed.fsdp', 'torch._dynamo', 'flashrecovery'], Installed())\n"
         "assert 'torch._dynamo' in sys.modules and 'flashrecovery' in sys.modules"
@@ -127,7 +127,7 @@ def test_no_library_that_is_needed_asks_for_its_rank() -> None:
 LATER = """
 import sys
 from flashrecovery.proto import flashrecovery_pb2 as pb
-from flashrecovery.worker.ahead_of_script import AheadOfScript
+from flashrecovery.worker.preimport.preimport_script import AheadOfScript
 
 failed = []
 AheadOfScript([sys.argv[1]], tried=lambda name, error: failed.extend([name] if error else [])).import_all(pb.Modules())
@@ -163,7 +163,7 @@ def test_what_an_import_does_about_warnings_stays(folder: Path) -> None:
     )
     code = (
         "import logging, warnings\n"
-        "from flashrecovery.worker.ahead import Installed, import_ahead\n"
+        "from flashrecovery.worker.preimport.preimport import Installed, import_ahead\n"
         "before, shown = list(warnings.filters), warnings.showwarning\n"
         "installed = Installed(); installed._known['about_warnings'] = True\n"
         "assert import_ahead(['about_warnings'], installed) == 1\n"

@@ -17,7 +17,7 @@ ENDED = {
 }
 SCRIPT = """
     import os, sys, threading, time, torch
-    from flashrecovery.redundancy.background import Background
+    from flashrecovery.redundancy.memory.background import Background
 
     def job():
         until = time.monotonic() + {seconds}

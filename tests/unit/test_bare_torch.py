@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch.distributed import TCPStore
 
-from flashrecovery.agent import bare_torch
-from flashrecovery.agent.store import StoreServer
+from flashrecovery.agent.stores import bare_torch
+from flashrecovery.agent.stores.store import StoreServer
 
 RELEASE = ".".join(torch.__version__.split(".")[:2])
 
@@ -51,8 +51,8 @@ def test_a_store_serves_with_little_of_torch_and_is_started_again_with_all_of_it
 CHECK = """
 import sys
 from datetime import timedelta
-from flashrecovery.agent.bare_torch import tcp_store
-from flashrecovery.agent.store_server import Sweep
+from flashrecovery.agent.stores.bare_torch import tcp_store
+from flashrecovery.agent.stores.store_server import Sweep
 store = tcp_store(whole=False)("127.0.0.1", 0, is_master=True, wait_for_workers=False, use_libuv=True)
 sweep = Sweep(store)
 for generation in (1, 2, 3):

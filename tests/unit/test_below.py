@@ -11,10 +11,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from flashrecovery.worker import below
-from flashrecovery.worker.overhead import Overhead
+from flashrecovery.worker.control.overhead import Overhead
 from flashrecovery.worker.recovery import Recovery
-from flashrecovery.worker.step import Step
+from flashrecovery.worker.step import post_step_code
+from flashrecovery.worker.step.step import Step
 
 
 class Loop:
@@ -75,11 +75,11 @@ def test_what_stand_ins_answer_makes_an_attempt_void() -> None:
 def attempt(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
     """Below the block of a void attempt."""
     told: list[str] = []
-    below.install_hooks()
+    post_step_code.install_hooks()
     asked = SimpleNamespace(void=True, cut_off=True, outside=False, not_saved=told.append, told=told)
-    monkeypatch.setattr(below, "_below", asked)
+    monkeypatch.setattr(post_step_code, "_below", asked)
     yield asked
-    below.attempt_is_over()
+    post_step_code.attempt_is_over()
 
 
 def test_a_void_attempt_writes_no_file_and_moves_none(attempt: SimpleNamespace, tmp_path: Path) -> None:
@@ -92,7 +92,7 @@ def test_a_void_attempt_writes_no_file_and_moves_none(attempt: SimpleNamespace, 
     assert best.read_text() == "good" and not new.exists()
     (text,) = attempt.told
     assert text.startswith(f"torch.save to {new} at {__file__}:") and "step.committed" in text
-    below.attempt_is_over()
+    post_step_code.attempt_is_over()
     assert os.replace is real
     attempt.void = attempt.cut_off = False
     torch.save({"x": torch.ones(1)}, new)

@@ -13,13 +13,13 @@ from flashrecovery.config import Settings, run_config
 from flashrecovery.errors import ConfigError, UnsupportedError
 from flashrecovery.groups.state import STATE
 from flashrecovery.groups.stores import _beyond
-from flashrecovery.plan.beyond import members_of, missing, stand_in, tells_apart
-from flashrecovery.plan.placement import ring_of, setup_log_keepers_among
-from flashrecovery.plan.replicas import ReplicaShape
-from flashrecovery.plan.resize import ReplicaRange, filling, leaving
+from flashrecovery.plan.elastic.new_ranks import members_of, missing, stand_in, tells_apart
+from flashrecovery.plan.elastic.replicas import ReplicaShape
+from flashrecovery.plan.elastic.resize import ReplicaRange, filling, leaving
+from flashrecovery.plan.membership.placement import ring_of, setup_log_keepers_among
 from flashrecovery.proto import flashrecovery_pb2 as pb
 from flashrecovery.runtime.environment import NEW_RANK_ENV, rank_env
-from flashrecovery.worker.elastic_rules import _check_beyond
+from flashrecovery.worker.reshard.elastic_checks import _check_beyond
 
 SHAPES = [ReplicaShape(2), ReplicaShape(3), ReplicaShape(2, 2), ReplicaShape(3, 2, 2), ReplicaShape(2, 1, 3)]
 

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from flashrecovery.errors import RegistrationError
-from flashrecovery.worker.calls import Calls
-from flashrecovery.worker.overhead import Overhead
-from flashrecovery.worker.skipping import Ahead
+from flashrecovery.worker.control.overhead import Overhead
+from flashrecovery.worker.framework_calls import Calls
+from flashrecovery.worker.local_state.fast_forward import Ahead
 
 
 class FakeSession:
@@ -249,8 +249,8 @@ def test_a_process_at_the_launch_skips_nothing() -> None:
 
 
 class Placed(Total):
-    """A :class:`flashrecovery.worker.calls.PlacedLoop`. ``kept``: at the end of each version. ``results``: of training,
-    by round."""
+    """A :class:`flashrecovery.worker.framework_calls.PlacedLoop`. ``kept``: at the end of each version. ``results``: of
+    training, by round."""
 
     def __init__(self) -> None:
         super().__init__()

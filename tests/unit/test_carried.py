@@ -7,7 +7,7 @@ import textwrap
 
 import pytest
 
-from flashrecovery.worker.carried import Carried, carried_by_class, carried_by_loop, loop_around
+from flashrecovery.worker.script_text.loop_carried import Carried, carried_by_class, carried_by_loop, loop_around
 
 
 def read_loop(body: str, above: str = "pass") -> Carried:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from flashrecovery import events as ev
-from flashrecovery.controller.console import Console
-from flashrecovery.controller.counting import Counting
+from flashrecovery.controller.service.console import Console
+from flashrecovery.controller.state.iteration_numbers import Counting
 from flashrecovery.proto import flashrecovery_pb2 as pb
 
 

@@ -17,8 +17,8 @@ import pytest
 import torch
 
 from flashrecovery.errors import DataSourceError
-from flashrecovery.worker.content import Content, copy_of_structure, device_digest
-from flashrecovery.worker.data import DataStream
+from flashrecovery.worker.data.batch_digest import Content, copy_of_structure, device_digest
+from flashrecovery.worker.data.stream import DataStream
 
 LARGE = 300_000
 """Elements: the middle is far from both ends."""
@@ -211,7 +211,7 @@ def test_a_batch_that_contains_itself() -> None:
 def test_another_process_finds_the_same() -> None:
     """The order of sets and the addresses of objects differ there."""
     code = (
-        "import torch; from flashrecovery.worker.content import Content; exec('class Plain: pass')\n"
+        "import torch; from flashrecovery.worker.data.batch_digest import Content; exec('class Plain: pass')\n"
         "p = Plain(); p.x = torch.arange(9); p.f = object.__init__; p.c = Plain\n"
         "print(Content.of([{'a', 'b', 'c', 'd'}, p, {'k': p}, 1.5, None, torch.Generator().manual_seed(3)]).digest)"
     )

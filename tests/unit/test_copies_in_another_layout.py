@@ -7,7 +7,7 @@ import pytest
 from flashrecovery.config import RunConfig, validate
 from flashrecovery.proto import flashrecovery_pb2 as pb
 from flashrecovery.runtime.environment import DOMAINS_ENV, rank_env
-from flashrecovery.worker import copy_choice
+from flashrecovery.worker.replication import policy
 
 
 def found(monkeypatch: pytest.MonkeyPatch, domains: list[int], nodes: int) -> tuple[tuple[int, int], list[str]]:
@@ -17,7 +17,7 @@ def found(monkeypatch: pytest.MonkeyPatch, domains: list[int], nodes: int) -> tu
     monkeypatch.delenv(DOMAINS_ENV, raising=False)
     for name, value in rank_env(config, 0, 5, replace).items():
         monkeypatch.setenv(name, value)
-    return copy_choice.placement(), copy_choice.domains_of_launch(4)
+    return policy.placement(), policy.domains_of_launch(4)
 
 
 @pytest.mark.parametrize(("domains", "several"), [([0, 0, 1, 1], True), ([], False)])

@@ -7,7 +7,7 @@ from unittest.mock import MagicMock
 
 import pytest
 
-from flashrecovery.worker.transaction import Transaction
+from flashrecovery.worker.step.transaction import Transaction
 
 Told = list[str]
 

@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from flashrecovery.adapter.shards import FixedShard
-from flashrecovery.redundancy.between import Between
-from flashrecovery.redundancy.undo import UndoCopy
+from flashrecovery.redundancy.memory.own_copy import UndoCopy
+from flashrecovery.redundancy.memory.safe_points import Between
 from flashrecovery.state.shard import Shard
-from flashrecovery.worker.glance import glance_at_tensors
+from flashrecovery.worker.local_state.version_counters import glance_at_tensors
 
 LARGE = 60_000_000
 

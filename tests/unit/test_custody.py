@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 
 import pytest
 
-from flashrecovery.controller.custody import choose_leaving, custody, divided, left_behind
-from flashrecovery.controller.records import RankRecord
-from flashrecovery.controller.restore import decide
+from flashrecovery.controller.state.custody import choose_leaving, custody, divided, left_behind
+from flashrecovery.controller.state.rank_record import RankRecord
+from flashrecovery.controller.state.restore_plan import decide
 from flashrecovery.errors import JobFailedError
 from flashrecovery.plan import Kind
 from flashrecovery.proto import flashrecovery_pb2 as pb

@@ -20,10 +20,10 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from flashrecovery.errors import DataSourceError
 from flashrecovery.state import codec
-from flashrecovery.worker.consumers import step_entered
-from flashrecovery.worker.data import DataPosition, DataStream
-from flashrecovery.worker.rng import RngState, restore_rng
-from flashrecovery.worker.sampler_values import SetSamplers
+from flashrecovery.worker.data.consumers import step_entered
+from flashrecovery.worker.data.sampler_settings import SetSamplers
+from flashrecovery.worker.data.stream import DataPosition, DataStream
+from flashrecovery.worker.local_state.rng import RngState, restore_rng
 
 
 class Items(Dataset[torch.Tensor]):
@@ -923,7 +923,7 @@ def test_what_is_too_large_to_come_back_is_named(caplog: pytest.LogCaptureFixtur
 
 
 def test_what_is_set_too_often_within_an_epoch_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("flashrecovery.worker.data._SETTINGS", 2)
+    monkeypatch.setattr("flashrecovery.worker.data.stream._SETTINGS", 2)
     for kind, named in ((ByDifficulty, False), (GoingOn, True)):
         sampler = kind()
         stream = DataStream(DataLoader(TWELVE, 2, sampler=sampler))

@@ -7,11 +7,11 @@ from dataclasses import replace
 
 import pytest
 
-from flashrecovery.controller.records import RankRecord, capsule_name
-from flashrecovery.controller.restore import decide
+from flashrecovery.controller.state.rank_record import RankRecord, capsule_name
+from flashrecovery.controller.state.restore_plan import decide
 from flashrecovery.errors import JobFailedError
 from flashrecovery.plan import Kind, NoCut, newest_cut, plan_restore
-from flashrecovery.plan.decoding import EncodingHeld
+from flashrecovery.plan.parity.decodable import EncodingHeld
 from flashrecovery.proto import flashrecovery_pb2 as pb
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from flashrecovery.errors import RegistrationError
-from flashrecovery.worker.data import DataStream
+from flashrecovery.worker.data.stream import DataStream
 from fr_deepspeed.calls import ProtectedCalls
 
 

@@ -11,7 +11,7 @@ import torch
 
 from flashrecovery.adapter.shards import ParamRecord, ParamShard, constant
 from flashrecovery.errors import UnsupportedError
-from flashrecovery.plan.rules import unlike
+from flashrecovery.plan.reshard.rules import unlike
 from fr_deepspeed.division import PartitionDivision, partition_name, ranges, weights_name
 from fr_deepspeed.elastic import _moved_away, in_this_size
 

@@ -10,8 +10,8 @@ import pytest
 
 import flashrecovery
 from flashrecovery import Recovery
+from flashrecovery.capabilities.patches import PatchTable
 from flashrecovery.errors import ConfigError, RegistrationError
-from flashrecovery.patches import PatchTable
 from fr_deepspeed import attach, hook
 
 ENABLED = {"flash_recovery": {"enabled": True}}

@@ -11,8 +11,8 @@ import torch
 
 from flashrecovery.adapter.shards import ParamRecord, ParamShard, constant
 from flashrecovery.errors import UnsupportedError
-from flashrecovery.plan.patterns import Slices
-from flashrecovery.plan.rules import unlike
+from flashrecovery.plan.reshard.placements import Slices
+from flashrecovery.plan.reshard.rules import unlike
 from fr_deepspeed.division import partition_name
 from fr_deepspeed.slices import SliceDivision, frozen_name, slice_beginning
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from flashrecovery.errors import DrainError
-from flashrecovery.worker.device import ENOUGH_FREE_BYTES, DeviceClock
+from flashrecovery.worker.control.device_sync import ENOUGH_FREE_BYTES, DeviceClock
 
 
 class Device:

@@ -13,11 +13,11 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from flashrecovery.agent.gather import singly
+from flashrecovery.agent.monitoring.reply_batching import singly
 from flashrecovery.config import RunConfig
 from flashrecovery.controller.machine import Machine
-from flashrecovery.controller.outbox import Publish, Send
-from flashrecovery.plan.placement import ring_of
+from flashrecovery.controller.state.outbox import Publish, Send
+from flashrecovery.plan.membership.placement import ring_of
 from flashrecovery.plan.transitions import State
 from flashrecovery.proto import flashrecovery_pb2 as pb
 

@@ -11,11 +11,14 @@ import pytest
 
 from flashrecovery.config import Settings
 from flashrecovery.errors import UnsupportedError
-from flashrecovery.plan.replicas import ReplicaShape
+from flashrecovery.plan.elastic.replicas import ReplicaShape
 from flashrecovery.plan.transitions import State
 from flashrecovery.proto import flashrecovery_pb2 as pb
 from flashrecovery.runtime.environment import STRIDE_ENV
-from flashrecovery.worker import agreement, copies, elastic_rules, registry
+from flashrecovery.worker import registry
+from flashrecovery.worker.consistency import all_equal
+from flashrecovery.worker.replication import copies
+from flashrecovery.worker.reshard import elastic_checks
 from tests.unit.test_replicas import NEIGHBOURS, ReplicaWorld
 
 APART = ReplicaShape(3, 1, 2)
@@ -74,15 +77,15 @@ def test_a_division_among_others_than_the_replicas_is_refused(
         find_replicas=lambda: None,
         sharers=NEIGHBOURS.peers,
     )
-    monkeypatch.setattr(agreement, "check_equal", lambda *_, **__: None)
-    monkeypatch.setattr(elastic_rules.groups, "refuse_partial", lambda _: None)
-    monkeypatch.setattr(elastic_rules.groups, "described", lambda _: [])
+    monkeypatch.setattr(all_equal, "check_equal", lambda *_, **__: None)
+    monkeypatch.setattr(elastic_checks.groups, "refuse_partial", lambda _: None)
+    monkeypatch.setattr(elastic_checks.groups, "described", lambda _: [])
     settings = Settings.model_validate({"elastic": {"min": 1, "max": 3}})
     if not refused:
-        elastic_rules._check_replicas(of_rank, settings)
+        elastic_checks._check_replicas(of_rank, settings)
         return
     with pytest.raises(UnsupportedError, match=f"the state of one is divided among {size} ranks"):
-        elastic_rules._check_replicas(of_rank, settings)
+        elastic_checks._check_replicas(of_rank, settings)
 
 
 def test_two_models_of_one_kind_with_other_replicas_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

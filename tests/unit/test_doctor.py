@@ -11,10 +11,10 @@ import pytest
 from click.testing import CliRunner
 
 from flashrecovery.capabilities import Framework, capability
+from flashrecovery.capabilities.finding import Finding, Level
 from flashrecovery.capabilities.probes import Live
 from flashrecovery.cli import checks
 from flashrecovery.cli.doctor import doctor, examine, summary
-from flashrecovery.finding import Finding, Level
 
 
 def levels(findings: list[Finding]) -> list[Level]:

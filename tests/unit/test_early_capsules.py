@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from flashrecovery.controller.records import Place, RankRecord
-from flashrecovery.controller.restore import Decision, decide
+from flashrecovery.controller.state.rank_record import Place, RankRecord
+from flashrecovery.controller.state.restore_plan import Decision, decide
 from flashrecovery.errors import JobFailedError
 from flashrecovery.proto import flashrecovery_pb2 as pb
 from flashrecovery.runtime.page import Page

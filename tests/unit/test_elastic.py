@@ -18,20 +18,21 @@ from torch.utils.data import TensorDataset
 from flashrecovery import events as ev
 from flashrecovery.cli.run_options import settings
 from flashrecovery.config import RunConfig, Settings, run_config
-from flashrecovery.controller.coming_in import ComingIn
-from flashrecovery.controller.custody import division_of
-from flashrecovery.controller.job_state import JobState
-from flashrecovery.controller.nodes import NodeState
-from flashrecovery.controller.rank_table import Parts, RankTable, affected
-from flashrecovery.controller.records import Place, RankRecord
+from flashrecovery.controller.elastic.join import ComingIn
+from flashrecovery.controller.state.custody import division_of
+from flashrecovery.controller.state.job_state import JobState
+from flashrecovery.controller.state.nodes import NodeState
+from flashrecovery.controller.state.rank_record import Place, RankRecord
+from flashrecovery.controller.state.rank_table import Parts, RankTable, affected
 from flashrecovery.errors import ConfigError, RegistrationError, UnsupportedError
-from flashrecovery.plan.placement import ring_of
-from flashrecovery.plan.resize import ReplicaRange, leaving
+from flashrecovery.plan.elastic.resize import ReplicaRange, leaving
+from flashrecovery.plan.membership.placement import ring_of
 from flashrecovery.plan.transitions import State
 from flashrecovery.proto import flashrecovery_pb2 as pb
-from flashrecovery.worker import elastic, elastic_rules
-from flashrecovery.worker.elastic import ElasticBatches
+from flashrecovery.worker.data import global_batches as elastic
+from flashrecovery.worker.data.global_batches import ElasticBatches
 from flashrecovery.worker.recovery import Recovery
+from flashrecovery.worker.reshard import elastic_checks
 from tests.unit.test_machine import World
 from tests.unit.test_machine_failures import running
 
@@ -545,7 +546,7 @@ class Registered:
 
 def test_each_step_is_looked_at() -> None:
     def check(registered: Registered) -> None:
-        elastic_rules.ElasticRules(registered).check_step(4)  # type: ignore[arg-type]
+        elastic_checks.ElasticRules(registered).check_step(4)  # type: ignore[arg-type]
 
     check(Registered())
     with pytest.raises(RegistrationError, match="step 4"):
@@ -709,9 +710,9 @@ def test_batches_that_are_refused(more: dict[str, int], why: str, monkeypatch: p
 
 
 def test_a_loader_of_each_ranks_own_is_refused() -> None:
-    elastic_rules.refuse_streams(Settings())
+    elastic_checks.refuse_streams(Settings())
     with pytest.raises(UnsupportedError, match="elastic_batches"):
-        elastic_rules.refuse_streams(Settings.model_validate({"elastic": {"min": 1, "max": 2}}))
+        elastic_checks.refuse_streams(Settings.model_validate({"elastic": {"min": 1, "max": 2}}))
 
 
 class Communicating(torch.nn.Module):

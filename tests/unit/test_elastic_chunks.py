@@ -15,8 +15,8 @@ from torch.utils.data import TensorDataset
 
 from flashrecovery.adapter import CallBatches, Forwards, FrameworkBatch
 from flashrecovery.errors import ConfigError, RegistrationError, UnsupportedError
-from flashrecovery.plan.sample_order import exact_sizes
-from flashrecovery.worker import elastic as batches_of
+from flashrecovery.plan.elastic.sample_order import exact_sizes
+from flashrecovery.worker.data import global_batches as batches_of
 from fr_megatron import division, elastic
 from fr_megatron.division import OptimizerDivision, layout_of, names_of, numbered_buffers
 from fr_megatron.optimizers import weights_name

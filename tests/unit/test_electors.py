@@ -9,18 +9,18 @@ from typing import cast
 
 import pytest
 
-from flashrecovery.agent.backoff import AGAIN_S, EAGER_S, next_attempt_s, next_question_s
-from flashrecovery.agent.election import AFTER_VOTE_S, TURN_S, Election
-from flashrecovery.agent.session import ATTEMPT_S
+from flashrecovery.agent.controller_link.backoff import AGAIN_S, EAGER_S, next_attempt_s, next_question_s
+from flashrecovery.agent.controller_link.session import ATTEMPT_S
+from flashrecovery.agent.peers.election import AFTER_VOTE_S, TURN_S, Election
 from flashrecovery.config import Timeouts
-from flashrecovery.controller.elector_set import ElectorSet
-from flashrecovery.controller.job_state import JobState
-from flashrecovery.controller.nodes import NodeRecord
+from flashrecovery.controller.service.elector_set import ElectorSet
+from flashrecovery.controller.state.job_state import JobState
+from flashrecovery.controller.state.nodes import NodeRecord
 from flashrecovery.controller.takeover import QUIET
-from flashrecovery.plan.electors import Elector, Eligible, choose, first_version
-from flashrecovery.plan.leases import LOOK_S
-from flashrecovery.plan.membership import Seen, Standing
-from flashrecovery.plan.quorum import Quorum
+from flashrecovery.plan.membership.electors import Elector, Eligible, choose, first_version
+from flashrecovery.plan.membership.leases import LOOK_S
+from flashrecovery.plan.membership.membership import Seen, Standing
+from flashrecovery.plan.membership.quorum import Quorum
 from flashrecovery.proto import flashrecovery_pb2 as pb
 
 LEASE_S = 0.4

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from flashrecovery.worker.ahead import Installed
-from flashrecovery.worker.environment_watch import EnvironmentWatch
+from flashrecovery.worker.preimport.environment_watch import EnvironmentWatch
+from flashrecovery.worker.preimport.preimport import Installed
 
 CHANGES = """
 import os

@@ -10,7 +10,7 @@ from unittest.mock import MagicMock
 import pytest
 
 from flashrecovery import groups
-from flashrecovery.worker.error_watch import ErrorWatch
+from flashrecovery.worker.control.nccl_error_watch import ErrorWatch
 from flashrecovery.worker.loop import Loop
 
 PATIENCE_S = 10.0

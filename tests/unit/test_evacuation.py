@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from flashrecovery import events as ev
-from flashrecovery.controller.nodes import NodeState
-from flashrecovery.plan.evacuation import Warned, evacuations
-from flashrecovery.plan.placement import Room
+from flashrecovery.controller.state.nodes import NodeState
+from flashrecovery.plan.membership.placement import Room
+from flashrecovery.plan.restore.evacuation import Warned, evacuations
+from flashrecovery.plan.restore.types import Holding, Kind, Need
 from flashrecovery.plan.transitions import State
-from flashrecovery.plan.types import Holding, Kind, Need
 from flashrecovery.proto import flashrecovery_pb2 as pb
 from tests.unit.test_machine import World
 from tests.unit.test_nodes import heir

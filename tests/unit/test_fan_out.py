@@ -8,11 +8,11 @@ import random
 from contextlib import closing
 from pathlib import Path
 
-from flashrecovery.agent.gather import Gather, alike, singly
-from flashrecovery.controller.batches import Batches, gather_s
-from flashrecovery.controller.outbox import Outbox, Publish, Send
-from flashrecovery.controller.rank_table import Parts, RankTable, affected
-from flashrecovery.controller.table_publisher import TablePublisher
+from flashrecovery.agent.monitoring.reply_batching import Gather, alike, singly
+from flashrecovery.controller.service.batches import Batches, gather_s
+from flashrecovery.controller.service.rank_table_publisher import TablePublisher
+from flashrecovery.controller.state.outbox import Outbox, Publish, Send
+from flashrecovery.controller.state.rank_table import Parts, RankTable, affected
 from flashrecovery.events import RunDir
 from flashrecovery.proto import flashrecovery_pb2 as pb
 

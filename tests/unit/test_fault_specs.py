@@ -6,7 +6,7 @@ import pytest
 
 from flashrecovery.cli.inject import inject
 from flashrecovery.config import CORRUPTIBLE, FAULTS, parse_fault
-from flashrecovery.controller.drills import Asked, Drills
+from flashrecovery.controller.state.fault_drills import Asked, Drills
 from flashrecovery.errors import ConfigError
 from flashrecovery.kinds import FailureKind
 from flashrecovery.proto import flashrecovery_pb2 as pb

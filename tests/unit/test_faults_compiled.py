@@ -12,7 +12,7 @@ from torch import nn
 from flashrecovery.adapter.faults import in_backward, in_forward, middle_module
 from flashrecovery.kinds import NoticeKind
 from flashrecovery.proto import flashrecovery_pb2 as pb
-from flashrecovery.worker.faults import Faults, InjectedFault
+from flashrecovery.worker.control.fault_injection import Faults, InjectedFault
 
 
 class Around(nn.Module):

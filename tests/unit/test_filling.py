@@ -13,11 +13,11 @@ from unittest.mock import AsyncMock, MagicMock
 import pytest
 
 from flashrecovery.agent.agent import Agent
-from flashrecovery.agent.gpu_fence import GpuFence
-from flashrecovery.agent.identity import Identity
-from flashrecovery.agent.process_manager import ProcessManager
-from flashrecovery.agent.providers import ProcessOrder
-from flashrecovery.agent.tasks import Tasks
+from flashrecovery.agent.processes.gpu_fence import GpuFence
+from flashrecovery.agent.processes.process_manager import ProcessManager
+from flashrecovery.agent.processes.providers import ProcessOrder
+from flashrecovery.agent.processes.tasks import Tasks
+from flashrecovery.agent.stores.identity import Identity
 from flashrecovery.config import RunConfig
 from flashrecovery.events import RunDir
 from flashrecovery.proto import flashrecovery_pb2 as pb

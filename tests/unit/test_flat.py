@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from flashrecovery.redundancy.flat import FirstShards, Layout, Slot
+from flashrecovery.redundancy.memory.flat_buffer import FirstShards, Layout, Slot
 
 
 @pytest.mark.parametrize("share", [False, True])

@@ -8,7 +8,7 @@ import pytest
 
 from flashrecovery.config import RunConfig, validate
 from flashrecovery.controller.machine import Machine
-from flashrecovery.controller.nodes import NodeState
+from flashrecovery.controller.state.nodes import NodeState
 from flashrecovery.plan.transitions import State
 from flashrecovery.proto import flashrecovery_pb2 as pb
 from tests.unit.test_replan import FACTS

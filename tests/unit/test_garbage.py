@@ -18,13 +18,13 @@ from pathlib import Path
 import grpc
 import pytest
 
-from flashrecovery.access import CONTROLLER
-from flashrecovery.agent.peer_service import PeerService
-from flashrecovery.agent.peers import probe
-from flashrecovery.complaints import Seldom
+from flashrecovery.agent.peers.client import probe
+from flashrecovery.agent.peers.service import PeerService
 from flashrecovery.proto import flashrecovery_pb2 as pb
 from flashrecovery.proto import flashrecovery_pb2_grpc as rpc
-from flashrecovery.sealed import CHALLENGE_KEY, HELLO
+from flashrecovery.rpc.channel import CONTROLLER
+from flashrecovery.rpc.log_throttle import Seldom
+from flashrecovery.rpc.message_auth import CHALLENGE_KEY, HELLO
 from tests.unit.test_impostors import ACCESS, Job, controlling, until
 
 _DATA, _HEADERS, _RESET, _SETTINGS = 0, 1, 3, 4

@@ -6,11 +6,11 @@ import threading
 
 import pytest
 
-from flashrecovery.clock import lease_clock
 from flashrecovery.errors import StepInterrupted
 from flashrecovery.runtime.page import TAG_MUTATING, Page
-from flashrecovery.worker.gate import Gate
-from flashrecovery.worker.overhead import Overhead
+from flashrecovery.util.clock import lease_clock
+from flashrecovery.worker.control.gate import Gate
+from flashrecovery.worker.control.overhead import Overhead
 
 
 @pytest.fixture
@@ -27,7 +27,7 @@ class Clock:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.ns = 1_000_000
-        monkeypatch.setattr("flashrecovery.worker.overhead.time.monotonic_ns", lambda: self.ns)
+        monkeypatch.setattr("flashrecovery.worker.control.overhead.time.monotonic_ns", lambda: self.ns)
 
     def run(self, ms: int) -> None:
         self.ns += ms * 1_000_000

@@ -19,7 +19,7 @@ from hypothesis.stateful import (
 
 from flashrecovery.errors import StepInterrupted
 from flashrecovery.runtime.page import TAG_MUTATING, Page
-from flashrecovery.worker.gate import Gate
+from flashrecovery.worker.control.gate import Gate
 
 NOTHING = -1
 AHEAD = st.sampled_from((1, 1, 1, 2, 0, -1, -2))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from flashrecovery.controller.gathering import Gathering
+from flashrecovery.controller.elastic.join import Gathering
 
 
 def test_all_are_there_when_the_last_has_come() -> None:

@@ -12,23 +12,23 @@ from unittest.mock import patch
 import pytest
 
 from flashrecovery import events as ev
-from flashrecovery.access import Access
 from flashrecovery.config import RunConfig
-from flashrecovery.controller import generation_file
-from flashrecovery.controller.batches import Batches
-from flashrecovery.controller.generation_file import (
+from flashrecovery.controller.service.batches import Batches
+from flashrecovery.controller.service.service import ControllerService
+from flashrecovery.controller.state.outbox import Publish, Send
+from flashrecovery.controller.state.rank_table import Parts
+from flashrecovery.controller.storage import generation_file
+from flashrecovery.controller.storage.generation_file import (
     FILE_NAME,
     GenerationFile,
     Numbers,
     newest_numbers,
     write_numbers,
 )
-from flashrecovery.controller.outbox import Publish, Send
-from flashrecovery.controller.rank_table import Parts
-from flashrecovery.controller.service import ControllerService
 from flashrecovery.kinds import NoticeKind
 from flashrecovery.plan.transitions import State
 from flashrecovery.proto import flashrecovery_pb2 as pb
+from flashrecovery.rpc.channel import Access
 from tests.unit.test_takeover import controller, failure, found
 
 LAUNCH = "this-launch"

@@ -18,13 +18,13 @@ from unittest.mock import AsyncMock, MagicMock
 import pynvml
 import pytest
 
-from flashrecovery.agent import gpu_fence
-from flashrecovery.agent.gpu_fence import GpuFence
-from flashrecovery.agent.process import WorkerProcess
-from flashrecovery.agent.process_manager import ProcessManager
-from flashrecovery.agent.procfs import Statm, session_members
-from flashrecovery.agent.providers import Spawned
-from flashrecovery.agent.tasks import Tasks
+from flashrecovery.agent.processes import gpu_fence
+from flashrecovery.agent.processes.gpu_fence import GpuFence
+from flashrecovery.agent.processes.process import WorkerProcess
+from flashrecovery.agent.processes.process_manager import ProcessManager
+from flashrecovery.agent.processes.procfs import Statm, session_members
+from flashrecovery.agent.processes.providers import Spawned
+from flashrecovery.agent.processes.tasks import Tasks
 from flashrecovery.config import RunConfig
 from flashrecovery.events import RunDir
 from flashrecovery.health.gpu_processes import GpuProcesses

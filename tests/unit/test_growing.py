@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from flashrecovery import events as ev
-from flashrecovery.agent.gather import singly
+from flashrecovery.agent.monitoring.reply_batching import singly
 from flashrecovery.config import run_config
-from flashrecovery.controller.outbox import Send
-from flashrecovery.controller.records import Place, RankRecord
+from flashrecovery.controller.state.outbox import Send
+from flashrecovery.controller.state.rank_record import Place, RankRecord
 from flashrecovery.errors import ConfigError
 from flashrecovery.kinds import Ordered
 from flashrecovery.plan.transitions import State

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flashrecovery.worker.habits import Habits
+from flashrecovery.worker.local_state.step_profile import Habits
 
 
 def test_the_first_step_keeps_a_copy_and_does_not_seal_early() -> None:

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from flashrecovery import events as ev
-from flashrecovery.controller.nodes import NodeState
-from flashrecovery.plan.handoff import HandOffWay, Parting, hand_off
-from flashrecovery.plan.placement import Room
-from flashrecovery.plan.resize import ReplicaRange
+from flashrecovery.controller.state.nodes import NodeState
+from flashrecovery.plan.elastic.drain import HandOffWay, Parting, hand_off
+from flashrecovery.plan.elastic.resize import ReplicaRange
+from flashrecovery.plan.membership.placement import Room
 from flashrecovery.plan.transitions import State
 from flashrecovery.proto import flashrecovery_pb2 as pb
 from tests.unit.test_growing import GrowingWorld

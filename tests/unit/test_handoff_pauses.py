@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from flashrecovery import events as ev
-from flashrecovery.controller.nodes import NodeState
+from flashrecovery.controller.state.nodes import NodeState
 from flashrecovery.plan.transitions import State
 from flashrecovery.proto import flashrecovery_pb2 as pb
 from tests.unit.test_handoff import HandoffWorld

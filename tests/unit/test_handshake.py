@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, rule
 
 from flashrecovery.errors import AuthenticationError, StrangerError
-from flashrecovery.handshake import NONCE_BYTES, Answer, Caller, Listener, Seal, Seals, job_key, joined
+from flashrecovery.rpc.handshake import NONCE_BYTES, Answer, Caller, Listener, Seal, Seals, job_key, joined
 
 TOKEN = "the-token-of-this-test-job"
 OTHER = "another-token-of-this-length"

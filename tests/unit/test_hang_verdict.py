@@ -6,9 +6,8 @@ from collections.abc import Mapping
 
 from flashrecovery import events as ev
 from flashrecovery.config import Timeouts
-from flashrecovery.controller.hang_detector import HangDetector
-from flashrecovery.controller.records import Place, RankRecord
-from flashrecovery.controller.stragglers import OwnWork, Stragglers, slow, usual_of
+from flashrecovery.controller.hang import HangDetector, OwnWork, Stragglers, slow, usual_of
+from flashrecovery.controller.state.rank_record import Place, RankRecord
 from flashrecovery.groups.registry import CONTROL_GROUP
 from flashrecovery.plan.hang import (
     UNKNOWN,
@@ -22,8 +21,8 @@ from flashrecovery.plan.hang import (
 )
 from flashrecovery.plan.transitions import State
 from flashrecovery.proto import flashrecovery_pb2 as pb
-from flashrecovery.worker.pace import STEPS
-from flashrecovery.worker.pace import Pace as WorkerPace
+from flashrecovery.worker.control.overhead import STEPS
+from flashrecovery.worker.control.overhead import Pace as WorkerPace
 from tests.unit.test_machine import World
 
 WORLD = Group("0")

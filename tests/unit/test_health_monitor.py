@@ -13,12 +13,12 @@ from typing import Any, cast
 
 import pytest
 
-from flashrecovery.agent import node_health
-from flashrecovery.agent.node_health import NodeHealth
+from flashrecovery.agent.monitoring import node_health
+from flashrecovery.agent.monitoring.node_health import NodeHealth
+from flashrecovery.capabilities.finding import Level
 from flashrecovery.cli import health_checks
 from flashrecovery.config import RunConfig, Timeouts
 from flashrecovery.errors import ConfigError, PluginError
-from flashrecovery.finding import Level
 from flashrecovery.health.findings import HealthContext, HealthFinding, Severity
 from flashrecovery.health.monitor import MAX_ERRORS, HealthMonitor, Reported
 from flashrecovery.health.plugins import installed, open_plugin, select

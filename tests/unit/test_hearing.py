@@ -6,9 +6,9 @@ import time
 
 import pytest
 
-from flashrecovery.agent.hearing import Hearing
+from flashrecovery.agent.controller_link.lease import Hearing
 from flashrecovery.config import Timeouts
-from flashrecovery.plan.leases import works_for_s
+from flashrecovery.plan.membership.leases import works_for_s
 
 LIMITS = Timeouts()
 ALONE_S = 2 * LIMITS.node_silence_s

@@ -12,8 +12,7 @@ from contextlib import closing
 
 import pytest
 
-from flashrecovery.agent.backoff import Backoff
-from flashrecovery.clock import lease_clock
+from flashrecovery.agent.controller_link.backoff import Backoff
 from flashrecovery.heartbeat.receiver import HeartbeatReceiver
 from flashrecovery.heartbeat.sender import HeartbeatSender
 from flashrecovery.heartbeat.wire import (
@@ -29,6 +28,7 @@ from flashrecovery.heartbeat.wire import (
 )
 from flashrecovery.proto import flashrecovery_pb2 as pb
 from flashrecovery.runtime.link import Link
+from flashrecovery.util.clock import lease_clock
 
 TOKEN = "the-token-of-this-test-job"
 PERIOD_S = 0.05

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from flashrecovery.worker.import_environment import ImportEnvironment
+from flashrecovery.worker.preimport.import_environment import ImportEnvironment
 
 
 def test_changes_are_made_where_the_variables_are_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -56,7 +56,7 @@ STANDBY = """
 import os, sys
 from flashrecovery.proto import flashrecovery_pb2 as pb
 from flashrecovery.worker import bootstrap
-from flashrecovery.worker.ahead_of_script import AheadOfScript
+from flashrecovery.worker.preimport.preimport_script import AheadOfScript
 
 class Channel:
     left = [pb.ToWorker(warm=pb.Warm()), pb.ToWorker(assign=pb.Assign(rank=1))]

@@ -14,7 +14,7 @@ from types import ModuleType
 
 import pytest
 
-from flashrecovery.import_hooks import ImportHooks
+from flashrecovery.util.import_hooks import ImportHooks
 
 NAME = "module_with_a_hook"
 
@@ -72,7 +72,7 @@ def test_the_module_has_its_own_loader(calls: list[ModuleType], tmp_path: Path) 
 def test_spawn_says_what_to_do(first: str) -> None:
     """Also in a standby, which has imported torch before."""
     code = first + (
-        "from flashrecovery.worker.hooks import install_spawn_hook; install_spawn_hook()\n"
+        "from flashrecovery.worker.startup.import_time_hooks import install_spawn_hook; install_spawn_hook()\n"
         "import torch.multiprocessing as mp\n"
         "from torch.multiprocessing.spawn import start_processes\n"
         "def train(rank): pass\n"

@@ -17,25 +17,25 @@ from typing import Any, cast
 import grpc
 import pytest
 
-from flashrecovery.access import CONTROLLER, Access, agent_at
 from flashrecovery.agent.agent import Agent
-from flashrecovery.agent.identity import Identity
-from flashrecovery.agent.peer_service import PeerService
-from flashrecovery.agent.peers import fetch_from, keep_there, probe
-from flashrecovery.agent.session import ControllerSession
-from flashrecovery.agent.session import answers as session_answers
-from flashrecovery.agent.setup_logs import SetupLogs
-from flashrecovery.ballot import ask_elector
+from flashrecovery.agent.controller_link.session import ControllerSession
+from flashrecovery.agent.controller_link.session import answers as session_answers
+from flashrecovery.agent.peers.client import fetch_from, keep_there, probe
+from flashrecovery.agent.peers.service import PeerService
+from flashrecovery.agent.processes.setup_logs import SetupLogs
+from flashrecovery.agent.stores.identity import Identity
 from flashrecovery.config import RunConfig
-from flashrecovery.controller.service import ControllerService
+from flashrecovery.controller.service.service import ControllerService
 from flashrecovery.errors import AuthenticationError, ConfigError, ProtocolError, StrangerError
 from flashrecovery.events import EventLog, RunDir
-from flashrecovery.handshake import job_key
-from flashrecovery.plan.electors import Elector
-from flashrecovery.plan.membership import Port, Standing
+from flashrecovery.plan.membership.electors import Elector
+from flashrecovery.plan.membership.membership import Port, Standing
 from flashrecovery.proto import flashrecovery_pb2 as pb
 from flashrecovery.proto import flashrecovery_pb2_grpc as rpc
-from flashrecovery.sealed import CHALLENGE_KEY, HELLO
+from flashrecovery.rpc.channel import CONTROLLER, Access, agent_at
+from flashrecovery.rpc.handshake import job_key
+from flashrecovery.rpc.message_auth import CHALLENGE_KEY, HELLO
+from flashrecovery.rpc.vote import ask_elector
 from tests.unit.test_session_heartbeats import NoWorkers, no_lead, no_leave
 
 TOKEN = "the-token-of-this-test-job"
@@ -507,7 +507,7 @@ def test_who_forwards_a_dead_agents_port_to_a_living_one_does_not_make_it_alive(
 
 def test_a_set_up_log_that_is_cut_short_is_not_taken_for_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever ends the stream early: that it has ended is not sealed."""
-    monkeypatch.setattr("flashrecovery.agent.peers._PART_BYTES", 10)
+    monkeypatch.setattr("flashrecovery.agent.peers.client._PART_BYTES", 10)
 
     async def main() -> None:
         keeper = PeerService(ACCESS)
@@ -526,7 +526,7 @@ def test_a_set_up_log_that_is_cut_short_is_not_taken_for_whole(monkeypatch: pyte
             await keep_there(address, ACCESS, 2, b"")
             assert await fetch_from(address, ACCESS, 2) == b""
             monkeypatch.setattr(
-                "flashrecovery.agent.peer_service.log_parts", lambda rank, log: [pb.SetupLogPart(data=log[:10])]
+                "flashrecovery.agent.peers.service.log_parts", lambda rank, log: [pb.SetupLogPart(data=log[:10])]
             )
             with pytest.raises(ProtocolError, match="did not come whole"):
                 await fetch_from(address, ACCESS, 1)
@@ -572,7 +572,7 @@ def test_a_set_up_log_that_cannot_be_fetched_is_missed_by_its_rank_only(
 ) -> None:
     """A node takes over a rank of a lost one, in a real process; a third one keeps what its set-up collectives had
     returned, and somebody is in between. What they do may cost that, and never the node."""
-    monkeypatch.setattr("flashrecovery.agent.peers._PART_BYTES", 10)
+    monkeypatch.setattr("flashrecovery.agent.peers.client._PART_BYTES", 10)
     kept = b"0123456789" * 3
     script = tmp_path / "train.py"
     script.write_text("")

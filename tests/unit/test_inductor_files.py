@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from flashrecovery.worker import inductor_files
+from flashrecovery.worker.startup import inductor_files
 
 cpp_builder = pytest.importorskip("torch._inductor.cpp_builder")
 

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from flashrecovery.plan.quorum import Quorum
+from flashrecovery.plan.membership.quorum import Quorum
 from flashrecovery.runtime.page import Page
-from flashrecovery.worker.gate import Gate
+from flashrecovery.worker.control.gate import Gate
 
 
 @pytest.fixture

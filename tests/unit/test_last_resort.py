@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from flashrecovery import events as ev
-from flashrecovery.plan.replicas import ReplicaShape
+from flashrecovery.plan.elastic.replicas import ReplicaShape
 from flashrecovery.plan.transitions import State
 from flashrecovery.proto import flashrecovery_pb2 as pb
 from tests.unit.test_divided_replicas import DividedWorld, launched

@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 
 from flashrecovery import events as ev
-from flashrecovery.agent.snapshots import newest_of_all, saved_text
+from flashrecovery.agent.processes.snapshots import newest_of_all, saved_text
 from flashrecovery.cli.closing import closing_line
-from flashrecovery.controller.console import Console
-from flashrecovery.controller.earlier import step_of
 from flashrecovery.controller.last_save import newest_whole, writers
-from flashrecovery.controller.records import Place, RankRecord
+from flashrecovery.controller.service.console import Console
+from flashrecovery.controller.state.rank_record import Place, RankRecord
+from flashrecovery.controller.storage.earlier_launch import step_of
 from flashrecovery.plan.transitions import State
 from flashrecovery.proto import flashrecovery_pb2 as pb
 from flashrecovery.snapshot.client import HeldMemory

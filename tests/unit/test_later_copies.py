@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from flashrecovery.redundancy.host import HostCopies, LaterCopies
-from flashrecovery.redundancy.undo import UndoCopy
+from flashrecovery.redundancy.checkpoint.host_copies import HostCopies, LaterCopies
+from flashrecovery.redundancy.memory.own_copy import UndoCopy
 from flashrecovery.state.shard import Shard, ShardSource
 from flashrecovery.state.spec import ShardSpec
 

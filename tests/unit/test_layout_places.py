@@ -6,8 +6,8 @@ import random
 
 import pytest
 
-from flashrecovery.plan.layout_places import NodeSlot, groups_that_fit, numbered, places, stride
-from flashrecovery.plan.replan import LayoutFacts, best, layout_text
+from flashrecovery.plan.strategy.layout_places import NodeSlot, groups_that_fit, numbered, places, stride
+from flashrecovery.plan.strategy.relayout import LayoutFacts, best, layout_text
 
 FACTS = LayoutFacts({"tp": 2, "pp": 2, "cp": 1, "ep": 1, "dp": 1}, 4, 64, 4, 4, 256, 1000, 32, 12, 1)
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch._dynamo import pgo
 
 from flashrecovery.state import codec
-from flashrecovery.worker.learned_sizes import LearnedSizes
+from flashrecovery.worker.local_state.dynamic_shapes import LearnedSizes
 
 Backend = Callable[[torch.fx.GraphModule, Sequence[Any]], Callable[..., Any]]
 

@@ -12,18 +12,18 @@ from typing import cast
 
 import pytest
 
-from flashrecovery.agent import lookout
-from flashrecovery.agent.election import Election
-from flashrecovery.agent.peers import Asking
-from flashrecovery.clock import lease_clock, lease_clock_ns
+from flashrecovery.agent.controller_link import controller_watch
+from flashrecovery.agent.peers.client import Asking
+from flashrecovery.agent.peers.election import Election
 from flashrecovery.config import Timeouts
-from flashrecovery.controller.elector_set import ElectorSet
-from flashrecovery.controller.job_state import JobState
-from flashrecovery.plan.electors import Elector
-from flashrecovery.plan.membership import Port, Seen, Standing
-from flashrecovery.plan.quorum import Quorum
+from flashrecovery.controller.service.elector_set import ElectorSet
+from flashrecovery.controller.state.job_state import JobState
+from flashrecovery.plan.membership.electors import Elector
+from flashrecovery.plan.membership.membership import Port, Seen, Standing
+from flashrecovery.plan.membership.quorum import Quorum
 from flashrecovery.proto import flashrecovery_pb2 as pb
 from flashrecovery.runtime.page import Page
+from flashrecovery.util.clock import lease_clock, lease_clock_ns
 from tests.unit.test_electors import Job
 from tests.unit.test_session_heartbeats import Scene, play
 
@@ -147,8 +147,8 @@ def test_answers_from_before_it_slept_say_nothing(
     async def act(scene: Scene) -> None:
         await scene.until(scene.by_datagram)
         session = scene.session
-        monkeypatch.setattr(lookout, "probe_port", probe_port)
-        monkeypatch.setattr(lookout, "probe_all", probe_all)
+        monkeypatch.setattr(controller_watch, "probe_port", probe_port)
+        monkeypatch.setattr(controller_watch, "probe_all", probe_all)
         monkeypatch.setattr(session, "_heard", lambda command: None)  # nothing comes any more
         session._fresh, session._hearing.heard_at = False, lease_clock() - 0.5
         await session._lookout.ask()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from flashrecovery import events as ev
-from flashrecovery.controller.records import Place
+from flashrecovery.controller.state.rank_record import Place
 from flashrecovery.proto import flashrecovery_pb2 as pb
 from tests.unit.test_machine import World
 from tests.unit.test_machine_failures import running

@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from flashrecovery.errors import UnsupportedError
-from flashrecovery.worker import leftovers
+from flashrecovery.worker.step import activation_release
 
 
 class Stop(RuntimeError):
@@ -80,12 +80,12 @@ def _collected_by_hand() -> Iterator[None]:
 def cut_short(left: Callable[[], int]) -> Iterator[None]:
     """As ``with step:``: the error is still on its way when the attempt's memory is let go. ``left()`` says how many
     tensors are there afterwards; none may be, and some must have been."""
-    since = leftovers.sequence_number()
+    since = activation_release.sequence_number()
     try:
         yield
     except Stop as error:
         assert left() > 0, "nothing was held, so this proves nothing"
-        leftovers.release(error, since)
+        activation_release.release(error, since)
         assert left() == 0
 
 
@@ -221,11 +221,11 @@ def test_the_variables_of_a_module_are_not_touched() -> None:
 
 def test_what_a_script_registers_and_its_data_are_nobodys_graph() -> None:
     """Tensors without a graph, and objects that only look like containers."""
-    since = leftovers.sequence_number()
+    since = activation_release.sequence_number()
     thing = SimpleNamespace(loss=torch.ones(3, requires_grad=True) * 2)
     plain = torch.arange(3)
     try:
         raise Stop
     except Stop as error:
-        assert leftovers.release(error, since) == 0
+        assert activation_release.release(error, since) == 0
     assert thing.loss.sum().backward() is None and plain.sum() == 3

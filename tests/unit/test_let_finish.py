@@ -13,7 +13,7 @@ import pytest
 
 from flashrecovery import groups
 from flashrecovery.proto import flashrecovery_pb2 as pb
-from flashrecovery.worker.control import Control
+from flashrecovery.worker.control.control_thread import Control
 
 GRACE_S, BLOCKED_S = 2.0, 0.1
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from flashrecovery.errors import RestoreError
-from flashrecovery.plan.boxes import Box, flat_boxes
-from flashrecovery.plan.logical import DATA, PARAM, LogicalPart, ShardParts, fitted
-from flashrecovery.redundancy.stash import Index, Stash, Wanted, forms, write
+from flashrecovery.plan.reshard.boxes import Box, flat_boxes
+from flashrecovery.plan.reshard.logical import DATA, PARAM, LogicalPart, ShardParts, fitted
+from flashrecovery.redundancy.memory.stash import Index, Stash, Wanted, forms, write
 from flashrecovery.state.shard import ShardSource
 from flashrecovery.state.spec import ShardSpec, TensorSpec
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from flashrecovery.worker.look_below import communicates_below
+from flashrecovery.worker.script_text.post_step_collectives import communicates_below
 
 SCRIPT = """
 import functools

@@ -7,13 +7,13 @@ import ast
 import pytest
 
 from flashrecovery.errors import RegistrationError
-from flashrecovery.worker import loop_form
+from flashrecovery.worker.script_text import script_frames
 
 
 def check(header: str) -> None:
     loop = ast.parse(f"{header}\n    pass").body[0]
     assert isinstance(loop, ast.For)
-    loop_form.check(loop, "train.py:7", lambda name: name in ("steps", "self.given"))
+    script_frames.check(loop, "train.py:7", lambda name: name in ("steps", "self.given"))
 
 
 @pytest.mark.parametrize(

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 
 from flashrecovery import events as ev
-from flashrecovery.agent.gather import singly
+from flashrecovery.agent.monitoring.reply_batching import singly
 from flashrecovery.config import RunConfig
 from flashrecovery.controller.machine import Machine
-from flashrecovery.controller.outbox import Emit, Publish, Send
-from flashrecovery.controller.rank_table import RankTable
-from flashrecovery.controller.records import Place
+from flashrecovery.controller.state.outbox import Emit, Publish, Send
+from flashrecovery.controller.state.rank_record import Place
+from flashrecovery.controller.state.rank_table import RankTable
 from flashrecovery.errors import ProtocolError
 from flashrecovery.plan.transitions import RECOVERY_STATES, TRANSITIONS, State, check_transition
 from flashrecovery.proto import flashrecovery_pb2 as pb

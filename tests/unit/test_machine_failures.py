@@ -7,8 +7,8 @@ import signal
 import pytest
 
 from flashrecovery import events as ev
-from flashrecovery.controller.crashes import Cause, Crashes, cause_of
-from flashrecovery.controller.records import Place
+from flashrecovery.controller.state.crashes import Cause, Crashes, cause_of
+from flashrecovery.controller.state.rank_record import Place
 from flashrecovery.kinds import FailureKind
 from flashrecovery.plan.hang import Verdict, VerdictKind
 from flashrecovery.plan.transitions import State

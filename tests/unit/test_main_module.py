@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from flashrecovery.worker.main_module import run_module
+from flashrecovery.worker.startup.main_module import run_module
 
 FACTS = """
 import atexit, multiprocessing, pickle, sys, threading, time

@@ -10,15 +10,15 @@ import pytest
 from click.testing import CliRunner
 
 from flashrecovery import events as ev
-from flashrecovery.access import Access
 from flashrecovery.cli.measured import measure
 from flashrecovery.cli.plan import NODE_FAILURES, PROCESS_FAILURES, plan
 from flashrecovery.config import RunConfig
-from flashrecovery.controller.service import ControllerService
+from flashrecovery.controller.service.service import ControllerService
 from flashrecovery.errors import ConfigError
 from flashrecovery.events import EventLog, RunDir, RunFiles
-from flashrecovery.plan.interval import DAY_S, checkpoint_interval
+from flashrecovery.plan.checkpoint_interval import DAY_S, checkpoint_interval
 from flashrecovery.proto import flashrecovery_pb2 as pb
+from flashrecovery.rpc.channel import Access
 from tests.support.history_samples import FAST, START, at, kill, two_recoveries
 
 DAY = 86_400.0

@@ -8,7 +8,7 @@ from itertools import pairwise
 
 import pytest
 
-from flashrecovery.plan.patterns import FlatBuffer
+from flashrecovery.plan.reshard.placements import FlatBuffer
 from fr_megatron.division import FlatLayout, Stored
 
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from flashrecovery.capabilities.finding import Finding, Level
 from flashrecovery.cli.adapter_checks import adapters
-from flashrecovery.finding import Finding, Level
 from fr_megatron import doctor, stand_ins
 from fr_megatron.lm import hooks
 

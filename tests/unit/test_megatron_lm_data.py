@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from flashrecovery.worker.data import DataStream
+from flashrecovery.worker.data.stream import DataStream
 from fr_megatron.lm.data import PlacedLoader
 
 

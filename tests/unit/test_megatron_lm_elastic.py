@@ -13,7 +13,7 @@ import torch
 from flashrecovery.adapter import CallBatches
 from flashrecovery.config import ElasticSettings, Settings
 from flashrecovery.errors import ConfigError, RegistrationError, UnsupportedError
-from flashrecovery.worker import elastic_rules
+from flashrecovery.worker.reshard import elastic_checks
 from fr_megatron.lm import layer_losses
 from fr_megatron.lm.elastic_data import FollowingLoader
 from fr_megatron.lm.elastic_loop import ElasticLoop, check_flag
@@ -273,7 +273,7 @@ def test_fallback_checkpoints_of_other_loops_are_refused() -> None:
     with pytest.raises(
         UnsupportedError, match=r"fallback checkpoints \(checkpoint.dir\) whose steps are a framework's own"
     ):
-        elastic_rules.check_start(registry, settings, [], single_calls=True)
+        elastic_checks.check_start(registry, settings, [], single_calls=True)
 
 
 def test_sizes() -> None:

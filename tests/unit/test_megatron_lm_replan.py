@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from flashrecovery import parallel_layout
 from flashrecovery.config import ElasticSettings, ReplanSettings
 from flashrecovery.errors import ConfigError, JobFailedError, UnsupportedError
+from flashrecovery.runtime import parallel_layout
 from flashrecovery.runtime.environment import LAYOUT_ENV, STASH_ENV
 from fr_megatron import trackers
 from fr_megatron.lm import replan

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from flashrecovery.plan.replicas import ReplicaShape, shape_of
+from flashrecovery.plan.elastic.replicas import ReplicaShape, shape_of
 
 pytest.importorskip("megatron.core")
 

@@ -12,12 +12,12 @@ import pytest
 import torch
 
 from flashrecovery.errors import UnsupportedError
-from flashrecovery.plan.boxes import Box
-from flashrecovery.plan.logical import DividedParts, LogicalPart, ShardParts, divided_description
-from flashrecovery.plan.patterns import FlatBuffer
-from flashrecovery.plan.replicas import ReplicaShape
-from flashrecovery.worker import stashing
-from flashrecovery.worker.stashing import Stashing
+from flashrecovery.plan.elastic.replicas import ReplicaShape
+from flashrecovery.plan.reshard.boxes import Box
+from flashrecovery.plan.reshard.logical import DividedParts, LogicalPart, ShardParts, divided_description
+from flashrecovery.plan.reshard.placements import FlatBuffer
+from flashrecovery.worker.reshard import relayout
+from flashrecovery.worker.reshard.relayout import Stashing
 from fr_megatron.division import DATA, WEIGHTS, FlatLayout, OptimizerDivision, Stored, state_of
 from fr_megatron.shared_division import SharedDivision, experts_tensor
 
@@ -142,7 +142,7 @@ def gather(each: int, ranks: int, said: dict[int, dict[str, ShardParts]], monkey
         told.update(mine)
         return sorted(told)
 
-    monkeypatch.setattr(stashing.agreement, "union", union)
+    monkeypatch.setattr(relayout.agreement, "union", union)
     divisions = [shared(number, each, ranks) for number in range(ranks)]
     own = [(number, rule) for number, division in enumerate(divisions) for rule in division.rules(NOTHING)]
     known = {(r.name, r.suffix): DividedParts(r, said[n][r.name], each) for n, r in own if r.name in said[n]}

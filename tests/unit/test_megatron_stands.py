@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from flashrecovery.plan.patterns import FlatBuffer
-from flashrecovery.plan.rules import TensorRule
+from flashrecovery.plan.reshard.placements import FlatBuffer
+from flashrecovery.plan.reshard.rules import TensorRule
 from fr_megatron import elastic, replicas
 from fr_megatron.division import FlatLayout, OptimizerDivision, Stored
 from fr_megatron.optimizers import part_name, weights_name

@@ -15,15 +15,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flashrecovery import events as ev
-from flashrecovery.access import Access
 from flashrecovery.cli.main import cli
 from flashrecovery.config import RunConfig
-from flashrecovery.controller.marks_file import FILE_NAME, add_marks, forget_marks, marks_path, read_marks
-from flashrecovery.controller.nodes import NodeRecord, NodeState
-from flashrecovery.controller.outbox import Blame
-from flashrecovery.controller.service import ControllerService
+from flashrecovery.controller.service.service import ControllerService
+from flashrecovery.controller.state.nodes import NodeRecord, NodeState
+from flashrecovery.controller.state.outbox import Blame
+from flashrecovery.controller.storage.node_failure_file import (
+    FILE_NAME,
+    add_marks,
+    forget_marks,
+    marks_path,
+    read_marks,
+)
 from flashrecovery.kinds import FailureKind
-from flashrecovery.plan.node_marks import (
+from flashrecovery.plan.membership.node_failures import (
     EXCLUDED,
     HALF_LIFE_S,
     KEEP_S,
@@ -39,6 +44,7 @@ from flashrecovery.plan.node_marks import (
 )
 from flashrecovery.plan.transitions import State
 from flashrecovery.proto import flashrecovery_pb2 as pb
+from flashrecovery.rpc.channel import Access
 from tests.unit.test_evacuation import warned
 from tests.unit.test_machine import World
 
@@ -171,8 +177,8 @@ def test_several_jobs_lose_no_mark_of_each_other(tmp_path: Path) -> None:
     path = tmp_path / FILE_NAME
     code = (
         "import sys, time; from pathlib import Path\n"
-        "from flashrecovery.controller.marks_file import add_marks\n"
-        "from flashrecovery.plan.node_marks import NodeMark\n"
+        "from flashrecovery.controller.storage.node_failure_file import add_marks\n"
+        "from flashrecovery.plan.membership.node_failures import NodeMark\n"
         "for i in range(20): add_marks(Path(sys.argv[1]), [NodeMark(time.time(), f'{sys.argv[2]}.{i}', 'slow', 'j')])"
     )
     others = [subprocess.Popen([sys.executable, "-c", code, str(path), str(n)]) for n in range(3)]

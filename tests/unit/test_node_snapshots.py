@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from flashrecovery.agent import snapshots
-from flashrecovery.agent.snapshots import NodeSnapshots
+from flashrecovery.agent.processes import snapshots
+from flashrecovery.agent.processes.snapshots import NodeSnapshots
 from flashrecovery.config import RunConfig, SnapshotSettings
 from flashrecovery.errors import ConfigError
 from flashrecovery.snapshot import client

@@ -7,18 +7,18 @@ import re
 import pytest
 
 from flashrecovery import events as ev
-from flashrecovery.agent.peers import neighbours
+from flashrecovery.agent.peers.client import neighbours
 from flashrecovery.config import Timeouts, load_run_config
-from flashrecovery.controller.admission import refusal
-from flashrecovery.controller.rank_table import Parts, RankTable, affected
-from flashrecovery.controller.records import Place
-from flashrecovery.controller.status import job_status
+from flashrecovery.controller.membership.admission import refusal
+from flashrecovery.controller.service.status import job_status
+from flashrecovery.controller.state.rank_record import Place
+from flashrecovery.controller.state.rank_table import Parts, RankTable, affected
 from flashrecovery.errors import ConfigError
-from flashrecovery.plan.electors import Elector
-from flashrecovery.plan.leases import LOOK_S, decides_for_s, halts_after_s
-from flashrecovery.plan.liveness import Ask, Liveness, Lost, Unheard
-from flashrecovery.plan.membership import Port, Reach, Seen, Standing, lost, reach, standing
-from flashrecovery.plan.placement import Room, neighbour_stride, place
+from flashrecovery.plan.membership.electors import Elector
+from flashrecovery.plan.membership.leases import LOOK_S, decides_for_s, halts_after_s
+from flashrecovery.plan.membership.liveness import Ask, Liveness, Lost, Unheard
+from flashrecovery.plan.membership.membership import Port, Reach, Seen, Standing, lost, reach, standing
+from flashrecovery.plan.membership.placement import Room, neighbour_stride, place
 from flashrecovery.plan.transitions import State
 from flashrecovery.proto import flashrecovery_pb2 as pb
 from flashrecovery.runtime.link import Link

@@ -14,7 +14,7 @@ import aiohttp
 import pytest
 
 from flashrecovery.config import ObserveSettings
-from flashrecovery.controller.history import HistoryEntry
+from flashrecovery.controller.state.history import HistoryEntry
 from flashrecovery.errors import ConfigError
 from flashrecovery.observe import Observer
 from flashrecovery.observe.course import Course
@@ -23,7 +23,7 @@ from flashrecovery.observe.server import ObserveServer, serve, url_of
 from flashrecovery.observe.sources import recovery_facts
 from flashrecovery.observe.views import health_of, history_view, status_view
 from flashrecovery.plan.transitions import State
-from flashrecovery.security import is_loopback
+from flashrecovery.rpc.token import is_loopback
 from tests.support.observe_samples import NASTY, job, lived, node
 
 

@@ -8,13 +8,13 @@ from itertools import combinations
 import pytest
 
 from flashrecovery.config import RunConfig
-from flashrecovery.controller.job_state import JobState
-from flashrecovery.controller.records import RankRecord
-from flashrecovery.plan.placement import neighbour_stride, shared_domains
-from flashrecovery.plan.replicas import ReplicaShape
+from flashrecovery.controller.state.job_state import JobState
+from flashrecovery.controller.state.rank_record import RankRecord
+from flashrecovery.plan.elastic.replicas import ReplicaShape
+from flashrecovery.plan.membership.placement import neighbour_stride, shared_domains
 from flashrecovery.proto import flashrecovery_pb2 as pb
 from flashrecovery.runtime.environment import common_env, rank_env
-from flashrecovery.worker.copy_choice import neighbour_of, ring_among
+from flashrecovery.worker.replication.policy import neighbour_of, ring_among
 
 SHAPES = [ReplicaShape(4), ReplicaShape(6), ReplicaShape(4, 2), ReplicaShape(4, 1, 2), ReplicaShape(3, 2, 2)]
 

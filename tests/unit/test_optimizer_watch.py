@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from flashrecovery.errors import UnsupportedError
-from flashrecovery.worker.optimizer_watch import OptimizerWatch
+from flashrecovery.worker.script_checks.optimizer_watch import OptimizerWatch
 
 VERSION = [0]
 

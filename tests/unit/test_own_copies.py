@@ -10,7 +10,7 @@ import torch
 from flashrecovery.plan import Kind
 from flashrecovery.state.shard import Shard
 from flashrecovery.state.spec import ShardSpec
-from flashrecovery.worker.copies import Copies
+from flashrecovery.worker.replication.copies import Copies
 
 
 class Weights(Shard):

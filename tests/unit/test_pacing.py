@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from flashrecovery.plan import pacing
-from flashrecovery.redundancy import neighbor
-from flashrecovery.redundancy.neighbor import NeighbourCopies
-from flashrecovery.redundancy.pacing import Pacing
+from flashrecovery.redundancy.memory import neighbor_copy
+from flashrecovery.redundancy.memory.neighbor_copy import NeighbourCopies
+from flashrecovery.redundancy.memory.pacing import Pacing
 
 
 class Network:
@@ -96,7 +96,7 @@ def test_a_copy_that_breaks_off_teaches_nothing() -> None:
 
 def test_the_tensors_of_a_copy_go_over_several_streams(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each tag has a connection of its own; one alone does not fill a fast network."""
-    monkeypatch.setattr(neighbor, "MESSAGE_BYTES", 16)
+    monkeypatch.setattr(neighbor_copy, "MESSAGE_BYTES", 16)
     group = MagicMock()
     copies = NeighbourCopies(group, 0, 2, [], network=Network())
     copies._send_tensors(torch.zeros(16 * 6, dtype=torch.uint8))

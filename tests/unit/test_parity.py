@@ -18,14 +18,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from flashrecovery.errors import ProtocolError, RestoreError
-from flashrecovery.plan.parity import BUCKET, ParityLayout, Route, StripePart, bucket_for, encode_traffic
-from flashrecovery.plan.parity_decoding import DecodePlan, decode_plan
-from flashrecovery.redundancy import parity_member as module
-from flashrecovery.redundancy.parity_bucket import decode_bucket, encode_bucket
-from flashrecovery.redundancy.parity_frames import NO_BASE, Frame, FrameKind, deltas
-from flashrecovery.redundancy.parity_member import ParityMember
-from flashrecovery.redundancy.parity_store import ParityStore
-from flashrecovery.redundancy.xor import NativeXor, NumpyXor, xor
+from flashrecovery.plan.parity.code import BUCKET, ParityLayout, Route, StripePart, bucket_for, encode_traffic
+from flashrecovery.plan.parity.decode import DecodePlan, decode_plan
+from flashrecovery.redundancy.parity import member as module
+from flashrecovery.redundancy.parity.bucket import decode_bucket, encode_bucket
+from flashrecovery.redundancy.parity.frames import NO_BASE, Frame, FrameKind, deltas
+from flashrecovery.redundancy.parity.member import ParityMember
+from flashrecovery.redundancy.parity.store import ParityStore
+from flashrecovery.redundancy.parity.xor import NativeXor, NumpyXor, xor
 from tests.support.parity_group import ParityGroup, naive_parity
 
 ROUTES = list(Route)
@@ -436,9 +436,9 @@ def test_torn_at_every_step(base: int, torn: str, monkeypatch: pytest.MonkeyPatc
 
 CHILD = """
 import mmap, random, sys
-from flashrecovery.plan.parity import ParityLayout, StripePart
-from flashrecovery.redundancy.parity_frames import NO_BASE, deltas
-from flashrecovery.redundancy.parity_member import ParityMember
+from flashrecovery.plan.parity.code import ParityLayout, StripePart
+from flashrecovery.redundancy.parity.frames import NO_BASE, deltas
+from flashrecovery.redundancy.parity.member import ParityMember
 fd, start, seed = map(int, sys.argv[1:])
 layout = ParityLayout((300_000, 290_001, 250_000), 1, 4096)
 place = 0, StripePart.P
@@ -509,7 +509,7 @@ def _clean(layout: ParityLayout, fd: int, nbytes: int) -> list[int]:
 
 
 def test_it_imports_no_torch() -> None:
-    modules = "flashrecovery.redundancy.parity_member, flashrecovery.redundancy.parity_bucket"
+    modules = "flashrecovery.redundancy.parity.member, flashrecovery.redundancy.parity.bucket"
     code = f"import sys, {modules}; sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 

@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 
 from flashrecovery.errors import ProtocolError
-from flashrecovery.plan.parity import ParityLayout, StripePart
-from flashrecovery.plan.parity_groups import groups_of_all, launch_domains
-from flashrecovery.redundancy.parity_frames import NO_BASE
-from flashrecovery.redundancy.parity_making import MemberState, key_of, to_make
+from flashrecovery.plan.parity.code import ParityLayout, StripePart
+from flashrecovery.plan.parity.groups import groups_of_all, launch_domains
+from flashrecovery.redundancy.parity.frames import NO_BASE
+from flashrecovery.redundancy.parity.making import MemberState, key_of, to_make
 
 P, Q = StripePart.P, StripePart.Q
 KEY = 9

@@ -9,11 +9,10 @@ from typing import Any
 
 import pytest
 
-from flashrecovery import patches
-from flashrecovery.capabilities import capability
+from flashrecovery.capabilities import capability, patches
+from flashrecovery.capabilities.patches import Patch, PatchTable
 from flashrecovery.capabilities.probes import Live
 from flashrecovery.cli import checks
-from flashrecovery.patches import Patch, PatchTable
 
 
 def _patch(name: str, target: dict[str, int], changed: str) -> Patch:

@@ -5,8 +5,16 @@ from __future__ import annotations
 import pytest
 import torch
 
-from flashrecovery.plan.choice import ROOM, Sizes, choose, neighbour_memory, own_memory, parity_memory, refusal
-from flashrecovery.worker.copy_choice import state_to_come
+from flashrecovery.plan.parity.copies_or_parity import (
+    ROOM,
+    Sizes,
+    choose,
+    neighbour_memory,
+    own_memory,
+    parity_memory,
+    refusal,
+)
+from flashrecovery.worker.replication.policy import state_to_come
 
 GROUPS = ((0, 2, 4, 6), (1, 3, 5, 7))
 GB = 10**9

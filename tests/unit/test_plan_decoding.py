@@ -7,10 +7,10 @@ import random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flashrecovery.parity_messages import decode_message, decode_order, parity_held, parity_message
 from flashrecovery.plan import Kind
-from flashrecovery.plan.decoding import Decodable, EncodingHeld, ParityHeld, Told, decodable, needed, why_not
-from flashrecovery.plan.parity_decoding import DecodePlan, decode_plan
+from flashrecovery.plan.parity.decodable import Decodable, EncodingHeld, ParityHeld, Told, decodable, needed, why_not
+from flashrecovery.plan.parity.decode import DecodePlan, decode_plan
+from flashrecovery.rpc.parity_messages import decode_message, decode_order, parity_held, parity_message
 
 KEY = 77
 VERSION = 5

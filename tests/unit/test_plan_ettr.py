@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flashrecovery.plan.ettr import Costs, least_overhead, losses, overhead
-from flashrecovery.plan.interval import DAY_S, checkpoint_interval
-from flashrecovery.plan.spares import waiting
-from flashrecovery.plan.survival import more_lost
+from flashrecovery.plan.checkpoint_interval import DAY_S, checkpoint_interval
+from flashrecovery.plan.estimates.ettr import Costs, least_overhead, losses, overhead
+from flashrecovery.plan.estimates.spares import waiting
+from flashrecovery.plan.estimates.survival import more_lost
 
 # -- FlashRecovery ------------------------------------------------------------------------------------
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from flashrecovery.plan.huggingface import ModelSize, model_size
+from flashrecovery.plan.estimates.huggingface import ModelSize, model_size
 
 SMALL = {
     "vocab_size": 1000,

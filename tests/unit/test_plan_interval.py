@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flashrecovery.plan.interval import DAY_S, FIRST_AUTO_S, CheckpointSchedule, checkpoint_interval
+from flashrecovery.plan.checkpoint_interval import DAY_S, FIRST_AUTO_S, CheckpointSchedule, checkpoint_interval
 
 
 def cost(t: float, d: float, k0: float, m: float) -> float:

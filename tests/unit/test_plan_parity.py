@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flashrecovery.plan.parity import HEADER_BYTES, ParityLayout, Route, StripePart, encode_traffic
-from flashrecovery.plan.parity_decoding import DecodePlan, Held, Undecodable, decode_plan, newest_decodable
-from flashrecovery.plan.parity_groups import Grouping, ShardingGroup, UniqueShard, form_groups, regroup
+from flashrecovery.plan.parity.code import HEADER_BYTES, ParityLayout, Route, StripePart, encode_traffic
+from flashrecovery.plan.parity.decode import DecodePlan, Held, Undecodable, decode_plan, newest_decodable
+from flashrecovery.plan.parity.groups import Grouping, ShardingGroup, UniqueShard, form_groups, regroup
 
 
 def shards(counts: list[int], kind: str = "zero", nbytes: int = 1000) -> tuple[list[UniqueShard], list[str]]:

@@ -8,8 +8,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flashrecovery.plan.placement import Room, apart, copied_by, neighbour_stride, place, place_beside, shared_domains
-from flashrecovery.plan.ring import following, preceding
+from flashrecovery.plan.membership.placement import (
+    Room,
+    apart,
+    copied_by,
+    neighbour_stride,
+    place,
+    place_beside,
+    shared_domains,
+)
+from flashrecovery.plan.membership.ring import following, preceding
 
 PAIR = [2, 3]
 

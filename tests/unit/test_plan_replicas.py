@@ -6,12 +6,12 @@ import itertools
 
 import pytest
 
-from flashrecovery.controller.custody import choose_leaving
-from flashrecovery.controller.records import RankRecord
-from flashrecovery.plan.beyond import missing
-from flashrecovery.plan.layouts import RankGrid
-from flashrecovery.plan.replicas import ReplicaShape, shape_of, singles
-from flashrecovery.plan.resize import ReplicaRange, filling, leaving
+from flashrecovery.controller.state.custody import choose_leaving
+from flashrecovery.controller.state.rank_record import RankRecord
+from flashrecovery.plan.elastic.new_ranks import missing
+from flashrecovery.plan.elastic.replicas import ReplicaShape, shape_of, singles
+from flashrecovery.plan.elastic.resize import ReplicaRange, filling, leaving
+from flashrecovery.plan.reshard.layouts import RankGrid
 
 SIZES = ReplicaRange(1, 8)
 

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flashrecovery.plan.boxes import Box, NobodyHoldsError, Space, chunks, flat_boxes, left_of, part_with
-from flashrecovery.plan.layouts import (
+from flashrecovery.plan.reshard.boxes import Box, NobodyHoldsError, Space, chunks, flat_boxes, left_of, part_with
+from flashrecovery.plan.reshard.layouts import (
     Placement,
     RankGrid,
     RankLayout,
@@ -28,9 +28,9 @@ from flashrecovery.plan.layouts import (
     sharded,
     together,
 )
-from flashrecovery.plan.overlay import Boxes, meeting
-from flashrecovery.plan.reshard import Portion, Reshard, plan_reshard
-from flashrecovery.plan.timetable import timetable
+from flashrecovery.plan.reshard.overlay import Boxes, meeting
+from flashrecovery.plan.reshard.plan import Portion, Reshard, plan_reshard
+from flashrecovery.plan.reshard.schedule import timetable
 
 RANKS = 6
 

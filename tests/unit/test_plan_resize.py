@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flashrecovery.errors import ConfigError
-from flashrecovery.plan.replicas import ReplicaShape
-from flashrecovery.plan.resize import ReplicaRange, coming, filling, leaving, why_too_few
+from flashrecovery.plan.elastic.replicas import ReplicaShape
+from flashrecovery.plan.elastic.resize import ReplicaRange, coming, filling, leaving, why_too_few
 
 SHAPE = ReplicaShape(4, 2, 2)  # replica r: ranks 2r, 2r + 1, 2r + 8, 2r + 9
 ALL = range(SHAPE.world)

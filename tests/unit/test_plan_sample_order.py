@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flashrecovery.plan.sample_order import BatchDivision, SampleOrder, exact_sizes, stream_seed
+from flashrecovery.plan.elastic.sample_order import BatchDivision, SampleOrder, exact_sizes, stream_seed
 
 BATCHES = st.tuples(st.integers(1, 6), st.integers(1, 30)).map(lambda t: (t[0], t[0] * t[1]))
 

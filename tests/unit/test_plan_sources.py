@@ -23,7 +23,7 @@ from flashrecovery.plan import (
     newest_cut,
     plan_restore,
 )
-from flashrecovery.plan.balance import Choice, balance
+from flashrecovery.plan.restore.balance import Choice, balance
 
 LIVE, UNDO, COPY, PARITY, PAGE, _, CHECKPOINT = Kind
 

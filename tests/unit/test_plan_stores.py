@@ -9,8 +9,8 @@ import pytest
 
 from flashrecovery.config import RunConfig
 from flashrecovery.controller.machine import Machine
-from flashrecovery.controller.outbox import Send
-from flashrecovery.plan.stores import MOST, choose, server_of, store_count
+from flashrecovery.controller.state.outbox import Send
+from flashrecovery.plan.membership.stores import MOST, choose, server_of, store_count
 from flashrecovery.plan.transitions import State
 from flashrecovery.proto import flashrecovery_pb2 as pb
 from flashrecovery.runtime.environment import STORES_ENV, rank_env

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flashrecovery.plan.guards import Guard, domains, neighbour_ring, parity_groups, replica_sets
-from flashrecovery.plan.survival import (
+from flashrecovery.plan.estimates.copy_holders import Guard, domains, neighbour_ring, parity_groups, replica_sets
+from flashrecovery.plan.estimates.survival import (
     Failures,
     Hazard,
     checkpoint_survival,

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from flashrecovery.agent import preemption
+from flashrecovery.agent.monitoring import preemption
 from flashrecovery.config import NoticeSettings, run_config
 from flashrecovery.errors import ConfigError
 

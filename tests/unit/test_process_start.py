@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from flashrecovery.worker import bootstrap
+from flashrecovery.worker.startup import bootstrap
 
 
 @pytest.mark.parametrize("first", ["flashrecovery.torch_native", "fr_deepspeed"])
 def test_a_script_may_import_anything_of_ours_first(first: str, tmp_path: Path) -> None:
     """With torch or a framework in it: nothing of ours may then be imported in the middle of itself."""
     code = (
-        "from flashrecovery.worker.hooks import install_adapter_hooks, install_group_hook\n"
+        "from flashrecovery.worker.startup.import_time_hooks import install_adapter_hooks, install_group_hook\n"
         f"install_adapter_hooks(); install_group_hook(False, None)\nimport {first}\nimport torch\n"
         "assert torch.distributed.distributed_c10d._new_process_group_helper.__module__.startswith('flashrecovery.')\n"
     )

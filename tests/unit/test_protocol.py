@@ -31,23 +31,28 @@ READ_AS_A_WHOLE = {
         "WorkerFacts",
     },  # JSON of the page
     "flashrecovery.observe.picture": {"Bar", "Line", "Panel", "Picture"},  # the templates
-    "flashrecovery.plan.footprint": {"Footprint"},  # JSON of `flashrecovery plan`
+    "flashrecovery.plan.estimates.footprint": {"Footprint"},  # JSON of `flashrecovery plan`
     "flashrecovery.plan.hang": {"Group"},  # a key
     "flashrecovery.groups.exchange": {"DrainReport"},  # the text of an error
 }
 FOR_CALLERS = {
     "flashrecovery.groups.exchange": {"AttachReport"},  # docs/groups.md: a library of its own
     "flashrecovery.groups.registry": {"OpInfo.sequence"},
-    "flashrecovery.plan.parity": {"Traffic.frames"},  # what tests hold a plan to
-    "flashrecovery.plan.parity_decoding": {"DecodePlan", "DecodeTask"},  # the same
-    "flashrecovery.plan.parity_groups": {"Grouping", "Uncovered"},  # the same
-    "flashrecovery.plan.node_marks": {"Rating.counted", "Rating.common"},  # what tests hold a rating to
-    "flashrecovery.plan.strategy": {"StrategyChoice"},  # docs/elastic.md: not carried out yet
-    "flashrecovery.plan.types": {"LocalRestore", "NoCut", "RestorePlan", "Transfer"},  # what tests hold a decision to
-    "flashrecovery.worker.elastic": {"MicroBatch"},  # what scripts read
-    "flashrecovery.worker.redistribution": {"Moved.total"},  # what tests hold a plan to
-    "flashrecovery.worker.transfer": {"TransferReport.bytes_sent"},
-    "flashrecovery.controller.records": {"RankRecord.tally"},  # its tally is the job's own count of places
+    "flashrecovery.plan.parity.code": {"Traffic.frames"},  # what tests hold a plan to
+    "flashrecovery.plan.parity.decode": {"DecodePlan", "DecodeTask"},  # the same
+    "flashrecovery.plan.parity.groups": {"Grouping", "Uncovered"},  # the same
+    "flashrecovery.plan.membership.node_failures": {"Rating.counted", "Rating.common"},  # what tests hold a rating to
+    "flashrecovery.plan.strategy.strategy": {"StrategyChoice"},  # docs/elastic.md: not carried out yet
+    "flashrecovery.plan.restore.types": {
+        "LocalRestore",
+        "NoCut",
+        "RestorePlan",
+        "Transfer",
+    },  # what tests hold a decision to
+    "flashrecovery.worker.data.global_batches": {"MicroBatch"},  # what scripts read
+    "flashrecovery.worker.reshard.redistribution": {"Moved.total"},  # what tests hold a plan to
+    "flashrecovery.worker.transfer.transfer": {"TransferReport.bytes_sent"},
+    "flashrecovery.controller.state.rank_record": {"RankRecord.tally"},  # its tally is the job's own count of places
 }
 """Fields, or all fields of a dataclass, that no code of the packages reads by name, and why they are not dead."""
 

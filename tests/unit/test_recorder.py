@@ -14,7 +14,7 @@ import pytest
 from flashrecovery import events as ev
 from flashrecovery.config import RunConfig
 from flashrecovery.controller.machine import Machine
-from flashrecovery.controller.records import Newcomer, Place, RankRecord
+from flashrecovery.controller.state.rank_record import Newcomer, Place, RankRecord
 from flashrecovery.events import EventLog, RunFiles
 from flashrecovery.observe import recorder as recorder_module
 from flashrecovery.observe.course import Course, Record, course_of

@@ -12,8 +12,8 @@ from flashrecovery import groups
 from flashrecovery.errors import DrainError
 from flashrecovery.groups import DrainReport
 from flashrecovery.proto import flashrecovery_pb2 as pb
-from flashrecovery.worker.device import DeviceClock
-from flashrecovery.worker.recoverer import Recoverer
+from flashrecovery.worker.control.device_sync import DeviceClock
+from flashrecovery.worker.recovery_commands import Recoverer
 
 DRAIN_S = 0.2
 
@@ -47,7 +47,7 @@ class Stopped:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *, quiet: bool = True) -> None:
         self.device, self.order = Device(), list[str]()
         accelerator: Any = self.device
-        monkeypatch.setattr("flashrecovery.worker.device.accelerator", lambda: accelerator)
+        monkeypatch.setattr("flashrecovery.worker.control.device_sync.accelerator", lambda: accelerator)
 
         def drain(deadline_s: float) -> DrainReport:
             assert deadline_s == DRAIN_S

@@ -10,11 +10,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from flashrecovery.division import LocalBox
+from flashrecovery.contract.division import LocalBox
 from flashrecovery.errors import RestoreError
-from flashrecovery.plan.boxes import NobodyHoldsError, Space
-from flashrecovery.plan.layouts import Placement, Share, chunked, replicated, sharded
-from flashrecovery.worker.redistribution import Change, Moved, redistribute
+from flashrecovery.plan.reshard.boxes import NobodyHoldsError, Space
+from flashrecovery.plan.reshard.layouts import Placement, Share, chunked, replicated, sharded
+from flashrecovery.worker.reshard.redistribution import Change, Moved, redistribute
 
 
 def in_threads(size: int, work: Callable[[dist.ProcessGroup, int], Moved]) -> list[Moved | Exception]:

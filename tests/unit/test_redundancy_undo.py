@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from flashrecovery.errors import RestoreError
-from flashrecovery.redundancy.flat import ALIGN, Layout, Slot, slot_for_next
-from flashrecovery.redundancy.undo import UndoCopy
+from flashrecovery.redundancy.memory.flat_buffer import ALIGN, Layout, Slot, slot_for_next
+from flashrecovery.redundancy.memory.own_copy import UndoCopy
 from flashrecovery.state.shard import Shard
 from flashrecovery.state.spec import ShardSpec
 

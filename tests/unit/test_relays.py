@@ -14,19 +14,19 @@ from typing import cast
 import grpc
 import pytest
 
-from flashrecovery.access import CONTROLLER, agent_at
 from flashrecovery.agent.agent import Agent
-from flashrecovery.agent.peer_service import PeerService
-from flashrecovery.agent.peers import CONTROLLER_KEY
-from flashrecovery.agent.session import ControllerSession
+from flashrecovery.agent.controller_link.session import ControllerSession
+from flashrecovery.agent.peers.client import CONTROLLER_KEY
+from flashrecovery.agent.peers.service import PeerService
 from flashrecovery.config import RunConfig
-from flashrecovery.controller.connections import AgentConnection
-from flashrecovery.controller.nodes import NodeRecord, NodeState
-from flashrecovery.controller.relays import Relays
-from flashrecovery.controller.service import ControllerService
+from flashrecovery.controller.service.connections import AgentConnection
+from flashrecovery.controller.service.relays import Relays
+from flashrecovery.controller.service.service import ControllerService
+from flashrecovery.controller.state.nodes import NodeRecord, NodeState
 from flashrecovery.events import EventLog, RunDir
 from flashrecovery.proto import flashrecovery_pb2 as pb
 from flashrecovery.proto import flashrecovery_pb2_grpc as rpc
+from flashrecovery.rpc.channel import CONTROLLER, agent_at
 from flashrecovery.runtime.link import Link
 from tests.unit.test_session_heartbeats import ACCESS, NoWorkers, no_lead, no_leave
 

@@ -11,12 +11,12 @@ from flashrecovery import events as ev
 from flashrecovery import layout
 from flashrecovery.config import RunConfig, run_config, validate
 from flashrecovery.controller.machine import Machine
-from flashrecovery.controller.outbox import Emit, Send
-from flashrecovery.controller.records import RankRecord
-from flashrecovery.controller.writers import assigned
+from flashrecovery.controller.relayout.stash_writers import assigned
+from flashrecovery.controller.state.outbox import Emit, Send
+from flashrecovery.controller.state.rank_record import RankRecord
 from flashrecovery.errors import ConfigError, JobFailedError
-from flashrecovery.plan.replan import LayoutFacts, best, layout_text, parse_layout, why_not
-from flashrecovery.plan.strategy import NothingFitsError, Strategy
+from flashrecovery.plan.strategy.relayout import LayoutFacts, best, layout_text, parse_layout, why_not
+from flashrecovery.plan.strategy.strategy import NothingFitsError, Strategy
 from flashrecovery.plan.transitions import State
 from flashrecovery.proto import flashrecovery_pb2 as pb
 from flashrecovery.runtime.environment import LAYOUT_ENV

@@ -10,10 +10,10 @@ from unittest.mock import patch
 
 import pytest
 
-from flashrecovery.controller.generation_file import Numbers, write_numbers
-from flashrecovery.controller.kept_text import KeptWords
 from flashrecovery.controller.machine import Machine
-from flashrecovery.plan.replan import StayingFacts, why_another_job
+from flashrecovery.controller.relayout.stash_writers import KeptWords
+from flashrecovery.controller.storage.generation_file import Numbers, write_numbers
+from flashrecovery.plan.strategy.relayout import StayingFacts, why_another_job
 from flashrecovery.plan.transitions import State
 from flashrecovery.proto import flashrecovery_pb2 as pb
 from tests.unit.test_found_layout import came, found

@@ -13,14 +13,14 @@ import pytest
 
 from flashrecovery import events as ev
 from flashrecovery.config import RunConfig, run_config, validate
-from flashrecovery.controller.losses import allowed_sizes, never_replaced
 from flashrecovery.controller.machine import Machine
-from flashrecovery.plan import patterns
-from flashrecovery.plan.boxes import flat_boxes
-from flashrecovery.plan.logical import Box, DividedParts, LogicalPart, ShardParts, divided_description, ranged
-from flashrecovery.plan.replan import LayoutFacts
-from flashrecovery.plan.resize import ReplicaRange
-from flashrecovery.plan.rules import Naming, TensorRule
+from flashrecovery.controller.state.loss_policy import allowed_sizes, never_replaced
+from flashrecovery.plan.elastic.resize import ReplicaRange
+from flashrecovery.plan.reshard import placements
+from flashrecovery.plan.reshard.boxes import flat_boxes
+from flashrecovery.plan.reshard.logical import Box, DividedParts, LogicalPart, ShardParts, divided_description, ranged
+from flashrecovery.plan.reshard.rules import Naming, TensorRule
+from flashrecovery.plan.strategy.relayout import LayoutFacts
 from flashrecovery.plan.transitions import State
 from flashrecovery.proto import flashrecovery_pb2 as pb
 from tests.unit.test_replan import FACTS, World
@@ -101,7 +101,7 @@ def test_a_range_of_a_tensor_is_of_what_it_says(seed: int) -> None:
 def test_every_element_is_in_one_place_in_any_number_of_replicas(seed: int) -> None:
     rng = random.Random(seed)
     lengths = [rng.randint(1, 200) for _ in range(rng.randint(1, 4))]
-    bucket = patterns.FlatBuffer((sum(lengths),), 128)
+    bucket = placements.FlatBuffer((sum(lengths),), 128)
     starts = np.cumsum([0, *lengths])
     tensors, sources = [], {}
     for number, length in enumerate(lengths):
@@ -109,7 +109,7 @@ def test_every_element_is_in_one_place_in_any_number_of_replicas(seed: int) -> N
         start = int(starts[number])
         sources[name] = np.arange(length) + 1000.0 * (number + 1)
         own = (LogicalPart(name, (length,), Box((0,), (length,)), 0),)
-        of_part = patterns.BufferRange(bucket, 0, start)
+        of_part = placements.BufferRange(bucket, 0, start)
         given = {"shape": (length,), "itemsize": 4, "suffix": "stand=1"}
         rule = TensorRule(
             f"{name}/param",
@@ -120,7 +120,7 @@ def test_every_element_is_in_one_place_in_any_number_of_replicas(seed: int) -> N
             **given,  # type: ignore[arg-type]
         )
         tensors.append(DividedParts(rule, ShardParts("main.", "state.{}.", own)))
-        in_buffer = patterns.InBuffer(bucket, 0, start)
+        in_buffer = placements.InBuffer(bucket, 0, start)
         rule = TensorRule(
             f"{name}/w",
             pattern=in_buffer,
@@ -153,15 +153,15 @@ def test_every_element_is_in_one_place_in_any_number_of_replicas(seed: int) -> N
 def test_experts_are_in_one_place_in_any_number_of_replicas(each: int, replicas: int) -> None:
     """Those of the n-th place in a replica lie on every ``each``-th of those who divide the dense parameters: all have
     a shard of flat weights, and each part of what is stepped on is of these experts."""
-    length, bucket = 700, patterns.FlatBuffer((700,), 128)
+    length, bucket = 700, placements.FlatBuffer((700,), 128)
     tensors, sources = [], {}
     for first in range(each):
         name = f"experts{first}"
         sources[name] = np.arange(length) + 1000.0 * (first + 1)
         own = (LogicalPart(name, (length,), Box((0,), (length,)), 0),)
         given: dict[str, Any] = {"shape": (length,), "itemsize": 4, "suffix": f"stand={first}"}
-        lies = [patterns.BufferRange(bucket, 0, 0), patterns.InBuffer(bucket, 0, 0)]
-        of_part, in_buffer = (patterns.EveryNth(pattern, each, first) for pattern in lies)
+        lies = [placements.BufferRange(bucket, 0, 0), placements.InBuffer(bucket, 0, 0)]
+        of_part, in_buffer = (placements.EveryNth(pattern, each, first) for pattern in lies)
         parted = Naming.PLACE_UNLESS_ALONE
         part = TensorRule("e/param", pattern=of_part, shard="param/e#part=", key="param", naming=parted, **given)
         flat = TensorRule("e/w", pattern=in_buffer, shard="weights#dp=", key="data", naming=Naming.SIZE, **given)

@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 
 from flashrecovery import events as ev
-from flashrecovery.parallel_layout import layout_sizes
-from flashrecovery.plan.placement import ring_of
-from flashrecovery.plan.replicas import ReplicaShape
+from flashrecovery.plan.elastic.replicas import ReplicaShape
+from flashrecovery.plan.membership.placement import ring_of
 from flashrecovery.plan.transitions import State
 from flashrecovery.proto import flashrecovery_pb2 as pb
+from flashrecovery.runtime.parallel_layout import layout_sizes
 from tests.unit.test_divided_replicas import OVER, DividedWorld
 from tests.unit.test_replan import FACTS
 

@@ -8,13 +8,13 @@ import pytest
 
 from flashrecovery import events as ev
 from flashrecovery.config import run_config
-from flashrecovery.controller.kept_text import KeptWords
 from flashrecovery.controller.machine import Machine
+from flashrecovery.controller.relayout.stash_writers import KeptWords
 from flashrecovery.errors import ConfigError
-from flashrecovery.parallel_layout import layout_sizes
-from flashrecovery.plan.replan import LayoutFacts, StayingFacts
+from flashrecovery.plan.strategy.relayout import LayoutFacts, StayingFacts
 from flashrecovery.plan.transitions import State
 from flashrecovery.proto import flashrecovery_pb2 as pb
+from flashrecovery.runtime.parallel_layout import layout_sizes
 from tests.unit.test_found_layout import PLAN, came, found
 from tests.unit.test_replan import FACTS
 from tests.unit.test_replan_elastic import Both

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from flashrecovery import layout, parallel_layout
-from flashrecovery.controller.layout_rooms import facts_now
+from flashrecovery import layout
+from flashrecovery.controller.membership.relayout_slots import facts_now
 from flashrecovery.errors import ConfigError
-from flashrecovery.parallel_layout import layout_ranks, layout_replicas, layout_sizes
-from flashrecovery.plan.replan import (
+from flashrecovery.plan.elastic.replicas import ReplicaShape
+from flashrecovery.plan.strategy.relayout import (
     LayoutFacts,
     StayingFacts,
     best,
@@ -24,9 +24,10 @@ from flashrecovery.plan.replan import (
     why_not,
     with_most_replicas,
 )
-from flashrecovery.plan.replicas import ReplicaShape
-from flashrecovery.plan.strategy import NothingFitsError, Strategy
+from flashrecovery.plan.strategy.strategy import NothingFitsError, Strategy
+from flashrecovery.runtime import parallel_layout
 from flashrecovery.runtime.environment import LAYOUT_ENV
+from flashrecovery.runtime.parallel_layout import layout_ranks, layout_replicas, layout_sizes
 
 DENSE = LayoutFacts({"tp": 1, "pp": 1, "cp": 2, "ep": 1, "dp": 2}, 4, 64, 4, 4, 256, 512, 32, 12, 1, takes="cp")
 EXPERTS = LayoutFacts(

@@ -11,7 +11,7 @@ from flashrecovery import events as ev
 from flashrecovery.config import RunConfig, run_config, validate
 from flashrecovery.controller.machine import Machine
 from flashrecovery.errors import ConfigError
-from flashrecovery.plan.replan import LayoutFacts
+from flashrecovery.plan.strategy.relayout import LayoutFacts
 from flashrecovery.plan.transitions import State
 from flashrecovery.proto import flashrecovery_pb2 as pb
 from tests.unit.test_replan import FACTS, World

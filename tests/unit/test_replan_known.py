@@ -9,17 +9,16 @@ from pathlib import Path
 import pytest
 
 from flashrecovery.config import RunConfig, validate
-from flashrecovery.controller.generation_file import Numbers, newest_numbers, write_numbers
-from flashrecovery.controller.job_state import JobState
-from flashrecovery.controller.kept_text import KeptWords
 from flashrecovery.controller.machine import Machine
-from flashrecovery.controller.outbox import Send
-from flashrecovery.controller.writers import Kept
+from flashrecovery.controller.relayout.stash_writers import Kept, KeptWords
+from flashrecovery.controller.state.job_state import JobState
+from flashrecovery.controller.state.outbox import Send
+from flashrecovery.controller.storage.generation_file import Numbers, newest_numbers, write_numbers
 from flashrecovery.errors import ProtocolError, RestoreError
-from flashrecovery.plan.replan import StayingFacts
+from flashrecovery.plan.strategy.relayout import StayingFacts
 from flashrecovery.plan.transitions import State
 from flashrecovery.proto import flashrecovery_pb2 as pb
-from flashrecovery.redundancy.stash import Stash, write
+from flashrecovery.redundancy.memory.stash import Stash, write
 from tests.unit.test_found_layout import PLAN, came, found
 from tests.unit.test_logical import shard, whole
 from tests.unit.test_replan import FACTS, World

@@ -10,10 +10,10 @@ import pytest
 from flashrecovery import events as ev
 from flashrecovery.config import RunConfig, validate
 from flashrecovery.controller.machine import Machine
-from flashrecovery.controller.nodes import NodeState
-from flashrecovery.controller.outbox import Emit, Send
-from flashrecovery.controller.writers import assigned
-from flashrecovery.plan.replan import LayoutFacts
+from flashrecovery.controller.relayout.stash_writers import assigned
+from flashrecovery.controller.state.nodes import NodeState
+from flashrecovery.controller.state.outbox import Emit, Send
+from flashrecovery.plan.strategy.relayout import LayoutFacts
 from flashrecovery.plan.transitions import State
 from flashrecovery.proto import flashrecovery_pb2 as pb
 from tests.unit.test_replan import FACTS, record

@@ -8,10 +8,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from flashrecovery.plan.replan import LayoutFacts, StayingFacts, best, why_another_job
+from flashrecovery.plan.strategy.relayout import LayoutFacts, StayingFacts, best, why_another_job
 from flashrecovery.proto import flashrecovery_pb2 as pb
 from flashrecovery.runtime.environment import SEQUENCE_PARALLEL_ENV, rank_env
-from flashrecovery.worker.stashing import Stashing
+from flashrecovery.worker.reshard.relayout import Stashing
 from tests.unit.test_found_layout import came, found
 from tests.unit.test_replan import FACTS, World
 from tests.unit.test_replan_experts import EXPERTS

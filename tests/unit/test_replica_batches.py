@@ -16,7 +16,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.data import TensorDataset
 
 from flashrecovery.errors import UnsupportedError
-from flashrecovery.worker.elastic import ElasticBatches
+from flashrecovery.worker.data.global_batches import ElasticBatches
 from flashrecovery.worker.recovery import Recovery
 
 RANK, WORLD = 2, 4

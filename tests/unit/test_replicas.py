@@ -11,15 +11,15 @@ import pytest
 
 from flashrecovery import events as ev
 from flashrecovery.config import Settings
-from flashrecovery.controller import restore
-from flashrecovery.controller.custody import have
-from flashrecovery.controller.records import Place, RankRecord
+from flashrecovery.controller.state import restore_plan
+from flashrecovery.controller.state.custody import have
+from flashrecovery.controller.state.rank_record import Place, RankRecord
 from flashrecovery.errors import UnsupportedError
-from flashrecovery.plan.replicas import ReplicaShape, shape_of
-from flashrecovery.plan.resize import ReplicaRange, filling, leaving
+from flashrecovery.plan.elastic.replicas import ReplicaShape, shape_of
+from flashrecovery.plan.elastic.resize import ReplicaRange, filling, leaving
 from flashrecovery.plan.transitions import State
 from flashrecovery.proto import flashrecovery_pb2 as pb
-from flashrecovery.worker import copies
+from flashrecovery.worker.replication import copies
 from tests.unit.test_growing import GrowingWorld
 
 NEIGHBOURS, APART, BOTH = ReplicaShape(3, 2, 1), ReplicaShape(3, 1, 2), ReplicaShape(3, 2, 2)
@@ -266,7 +266,7 @@ def test_a_capsule_is_lent_by_all_at_the_same_place_and_nobody_else(shape: Repli
         RankRecord(rank, new=rank in came, shape=shape, live=-1 if rank in came else 7) for rank in range(shape.world)
     ]
     lent: dict[str, set[int]] = {}
-    for holding in restore._lent(records, [7]):
+    for holding in restore_plan._lent(records, [7]):
         lent.setdefault(holding.shard, set()).add(holding.rank)
     assert lent == {f"capsule@{rank}": {shape.rank(replica, shape.stand(rank)) for replica in (0, 2)} for rank in came}
 

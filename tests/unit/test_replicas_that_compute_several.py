@@ -6,9 +6,9 @@ from __future__ import annotations
 
 import pytest
 
-from flashrecovery.plan.sample_order import exact_sizes
-from flashrecovery.worker import elastic
-from flashrecovery.worker.call_batches import CallBatches
+from flashrecovery.plan.elastic.sample_order import exact_sizes
+from flashrecovery.worker.data import global_batches
+from flashrecovery.worker.data.framework_batches import CallBatches
 
 
 @pytest.mark.parametrize(
@@ -46,8 +46,10 @@ def test_of_calls() -> None:
 
 @pytest.mark.parametrize(("ranks", "sizes"), [(6, [3, 2, 1]), (4, [2, 1]), (2, [1])])
 def test_of_a_loop_of_ones_own(ranks: int, sizes: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(elastic, "_place", lambda _: (0, ranks))
-    batch = elastic.FrameworkBatch(12, 1, computing=2)
-    found = elastic.ElasticBatches([0] * 24, global_batch=None, micro_batch=None, seed=1, framework=lambda: batch)
+    monkeypatch.setattr(global_batches, "_place", lambda _: (0, ranks))
+    batch = global_batches.FrameworkBatch(12, 1, computing=2)
+    found = global_batches.ElasticBatches(
+        [0] * 24, global_batch=None, micro_batch=None, seed=1, framework=lambda: batch
+    )
     assert list(found.sizes) == sizes
     assert len(list(found.of(0))) == 12 // ranks

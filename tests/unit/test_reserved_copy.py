@@ -7,7 +7,7 @@ import threading
 import pytest
 import torch
 
-from flashrecovery.redundancy.undo import UndoCopy
+from flashrecovery.redundancy.memory.own_copy import UndoCopy
 from flashrecovery.state.shard import Shard
 from flashrecovery.state.spec import ShardSpec
 

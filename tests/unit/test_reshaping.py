@@ -8,17 +8,17 @@ from typing import Any, cast
 import pytest
 import torch
 
-from flashrecovery.contract import Adapter, DividedTensor, Division, Prepared, Shard, ShardSpec
+from flashrecovery.contract.adapter import Adapter, DividedTensor, Division, Prepared, Shard, ShardSpec
 from flashrecovery.errors import JobFailedError, RestoreError
 from flashrecovery.plan import Kind
-from flashrecovery.plan.boxes import NobodyHoldsError
-from flashrecovery.plan.layouts import chunked, sharded
+from flashrecovery.plan.reshard.boxes import NobodyHoldsError
+from flashrecovery.plan.reshard.layouts import chunked, sharded
 from flashrecovery.proto import flashrecovery_pb2 as pb
 from flashrecovery.state.shard import ShardSource
 from flashrecovery.state.spec import TensorSpec
-from flashrecovery.worker.copies import Copies
 from flashrecovery.worker.registry import Registry
-from flashrecovery.worker.reshaping import Reshaping
+from flashrecovery.worker.replication.copies import Copies
+from flashrecovery.worker.reshard.reshard import Reshaping
 
 ROWS = torch.arange(14.0).view(7, 2)
 

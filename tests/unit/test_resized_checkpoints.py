@@ -16,20 +16,20 @@ from click.testing import CliRunner
 
 from flashrecovery.cli.checkpoint import checkpoint as command
 from flashrecovery.errors import ConfigError, DamagedCheckpointError, RestoreError
-from flashrecovery.plan.boxes import Box
-from flashrecovery.plan.patterns import Rows, Whole
-from flashrecovery.plan.replicas import ReplicaShape
-from flashrecovery.plan.rules import TensorRule
-from flashrecovery.redundancy import blocks, resized
-from flashrecovery.redundancy import checkpoint as fallback
-from flashrecovery.redundancy.checkpoint import CheckpointFallback
-from flashrecovery.redundancy.contents import contents
-from flashrecovery.redundancy.convert import LooseShard, convert
-from flashrecovery.redundancy.dcp import read_whole
-from flashrecovery.redundancy.keys import tensor_prefix
-from flashrecovery.redundancy.loading import load
-from flashrecovery.redundancy.manifest import Manifest, manifests_of
-from flashrecovery.redundancy.published import newest
+from flashrecovery.plan.elastic.replicas import ReplicaShape
+from flashrecovery.plan.reshard.boxes import Box
+from flashrecovery.plan.reshard.placements import Rows, Whole
+from flashrecovery.plan.reshard.rules import TensorRule
+from flashrecovery.redundancy.checkpoint import blocks, resharded_reader
+from flashrecovery.redundancy.checkpoint import writer as fallback
+from flashrecovery.redundancy.checkpoint.contents import contents
+from flashrecovery.redundancy.checkpoint.convert import LooseShard, convert
+from flashrecovery.redundancy.checkpoint.dcp import read_whole
+from flashrecovery.redundancy.checkpoint.keys import tensor_prefix
+from flashrecovery.redundancy.checkpoint.manifest import Manifest, manifests_of
+from flashrecovery.redundancy.checkpoint.published import newest
+from flashrecovery.redundancy.checkpoint.reader import load
+from flashrecovery.redundancy.checkpoint.writer import CheckpointFallback
 from flashrecovery.state import codec
 from flashrecovery.state.shard import ShardSource
 from flashrecovery.state.spec import ShardSpec, TensorSpec, decode_spec
@@ -188,11 +188,11 @@ def test_tensors_that_lie_in_another_order_in_memory(tmp_path: Path) -> None:
 def test_in_small_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """More pieces than blocks, and more blocks than pieces, in every way of lying across each other."""
     whole = model(big=9)
-    defaults = resized.read_divided.__defaults__
+    defaults = resharded_reader.read_divided.__defaults__
     for limit, content in ((4, model()), (1000, whole), (6000, whole)):
-        monkeypatch.setattr(resized.read_divided, "__defaults__", (limit,))
+        monkeypatch.setattr(resharded_reader.read_divided, "__defaults__", (limit,))
         check(save(tmp_path / f"l{limit}", content, 4), content, 3)
-    monkeypatch.setattr(resized.read_divided, "__defaults__", defaults)
+    monkeypatch.setattr(resharded_reader.read_divided, "__defaults__", defaults)
     for block in (8, 4096):
         monkeypatch.setattr(blocks, "BLOCK", block)
         check(save(tmp_path / f"c{block}", whole, 4), whole, 3)
@@ -216,7 +216,7 @@ def read_by(path: Path, whole: Model, rank: int, world: int) -> int:
     """What this rank reads of tensors, in bytes."""
     rules = rules_of(whole)
     mine = shards_of(rules, rank, world, everywhere=False)
-    return resized.read_divided(path, mine, manifests_of(path, [0])[0], rank, world)
+    return resharded_reader.read_divided(path, mine, manifests_of(path, [0])[0], rank, world)
 
 
 def test_only_what_is_needed_is_read(tmp_path: Path) -> None:
@@ -245,7 +245,7 @@ def test_no_more_than_the_limit_is_in_memory_at_a_time(tmp_path: Path, monkeypat
         return original(self, key, start, stop, total, known)
 
     monkeypatch.setattr(blocks.StoredTensors, "read", seen)
-    monkeypatch.setattr(resized.read_divided, "__defaults__", (1 << 20,))
+    monkeypatch.setattr(resharded_reader.read_divided, "__defaults__", (1 << 20,))
     check(path, whole, 3)
     assert 0 < most <= 1 << 20
 

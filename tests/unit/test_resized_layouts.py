@@ -16,18 +16,26 @@ from click.testing import CliRunner
 
 from flashrecovery.cli.checkpoint import checkpoint as command
 from flashrecovery.errors import DamagedCheckpointError, RestoreError
-from flashrecovery.plan.boxes import Box
-from flashrecovery.plan.patterns import BufferRange, EqualRanges, FlatBuffer, InBuffer, Pattern, Slices, WithRange
-from flashrecovery.plan.patterns import Whole as Everywhere
-from flashrecovery.plan.rules import Naming, TensorRule, from_plain, shards_at, to_plain
-from flashrecovery.redundancy import blocks
-from flashrecovery.redundancy.checkpoint import CheckpointFallback
-from flashrecovery.redundancy.contents import contents
-from flashrecovery.redundancy.convert import LooseShard, convert
-from flashrecovery.redundancy.keys import writer_of
-from flashrecovery.redundancy.loading import load
-from flashrecovery.redundancy.manifest import manifests_of
-from flashrecovery.redundancy.published import newest
+from flashrecovery.plan.reshard.boxes import Box
+from flashrecovery.plan.reshard.placements import (
+    BufferRange,
+    EqualRanges,
+    FlatBuffer,
+    InBuffer,
+    Pattern,
+    Slices,
+    WithRange,
+)
+from flashrecovery.plan.reshard.placements import Whole as Everywhere
+from flashrecovery.plan.reshard.rules import Naming, TensorRule, from_plain, shards_at, to_plain
+from flashrecovery.redundancy.checkpoint import blocks
+from flashrecovery.redundancy.checkpoint.contents import contents
+from flashrecovery.redundancy.checkpoint.convert import LooseShard, convert
+from flashrecovery.redundancy.checkpoint.keys import writer_of
+from flashrecovery.redundancy.checkpoint.manifest import manifests_of
+from flashrecovery.redundancy.checkpoint.published import newest
+from flashrecovery.redundancy.checkpoint.reader import load
+from flashrecovery.redundancy.checkpoint.writer import CheckpointFallback
 from flashrecovery.state import codec
 from flashrecovery.state.spec import ShardSpec, TensorSpec
 

@@ -13,15 +13,15 @@ import pytest
 import torch
 
 from flashrecovery.errors import DamagedCheckpointError, RestoreError
-from flashrecovery.plan.patterns import EveryNth
-from flashrecovery.plan.replicas import ReplicaShape, Sharing
-from flashrecovery.plan.rules import TensorRule, from_plain, to_plain
-from flashrecovery.redundancy.checkpoint import CheckpointFallback
-from flashrecovery.redundancy.contents import contents
-from flashrecovery.redundancy.convert import LooseShard
-from flashrecovery.redundancy.loading import load
-from flashrecovery.redundancy.manifest import manifests_of
-from flashrecovery.redundancy.published import newest
+from flashrecovery.plan.elastic.replicas import ReplicaShape, Sharing
+from flashrecovery.plan.reshard.placements import EveryNth
+from flashrecovery.plan.reshard.rules import TensorRule, from_plain, to_plain
+from flashrecovery.redundancy.checkpoint.contents import contents
+from flashrecovery.redundancy.checkpoint.convert import LooseShard
+from flashrecovery.redundancy.checkpoint.manifest import manifests_of
+from flashrecovery.redundancy.checkpoint.published import newest
+from flashrecovery.redundancy.checkpoint.reader import load
+from flashrecovery.redundancy.checkpoint.writer import CheckpointFallback
 from flashrecovery.state import codec
 from flashrecovery.state.spec import ShardSpec, TensorSpec
 from tests.unit.test_resized_layouts import Dirty, Held, megatron, megatron_rules

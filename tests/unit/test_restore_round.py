@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from flashrecovery.controller.records import Place, RankRecord
-from flashrecovery.controller.restore import RestoreRound, decide
+from flashrecovery.controller.state.rank_record import Place, RankRecord
+from flashrecovery.controller.state.restore_plan import RestoreRound, decide
 from flashrecovery.plan import NoSourceError
 from flashrecovery.proto import flashrecovery_pb2 as pb
 

@@ -13,8 +13,8 @@ import torch
 
 from flashrecovery.groups.native_build import native
 from flashrecovery.state import codec
-from flashrecovery.worker import glance
-from flashrecovery.worker.rng import RngState, restore_rng
+from flashrecovery.worker.local_state import version_counters
+from flashrecovery.worker.local_state.rng import RngState, restore_rng
 
 
 @pytest.fixture(autouse=True, params=["compiled", "python"])
@@ -23,7 +23,7 @@ def _backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
     if request.param == "compiled":
         native()
     else:
-        monkeypatch.setattr(glance, "loaded", lambda: None)
+        monkeypatch.setattr(version_counters, "loaded", lambda: None)
 
 
 DRAWS: dict[str, Callable[[], object]] = {

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.amp.grad_scaler import GradScaler
 
-from flashrecovery.worker.scaler import BetweenSteps, settled
+from flashrecovery.worker.local_state.grad_scaler import BetweenSteps, settled
 
 
 def a_step(scaler: GradScaler, optimizer: torch.optim.Optimizer, *, cut_short: bool = False) -> None:

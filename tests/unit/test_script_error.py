@@ -11,9 +11,9 @@ from flashrecovery.agent.agent import _raised
 from flashrecovery.errors import ConfigError, RegistrationError, UnsupportedError
 from flashrecovery.job import check_directory
 from flashrecovery.proto import flashrecovery_pb2 as pb
-from flashrecovery.worker.main_module import run_file
-from flashrecovery.worker.optimizer_watch import OptimizerWatch
-from flashrecovery.worker.script_error import place_of, text_of
+from flashrecovery.worker.exit.script_error import place_of, text_of
+from flashrecovery.worker.script_checks.optimizer_watch import OptimizerWatch
+from flashrecovery.worker.startup.main_module import run_file
 
 
 def raised(path: Path, text: str) -> BaseException:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from flashrecovery.worker.script_reading import FILES_READ, Import, ScriptFacts, Setting, read_script
+from flashrecovery.worker.preimport.script_imports import FILES_READ, Import, ScriptFacts, Setting, read_script
 
 
 def own_in(folder: Path) -> object:

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flashrecovery.state.version import VERSIONS_KEPT
-from flashrecovery.worker.habits import IN_ALL_STEPS, TOUCHED, UNTIL_RESEALED, Habits
-from flashrecovery.worker.sealing import Sealing
+from flashrecovery.worker.local_state.step_profile import IN_ALL_STEPS, TOUCHED, UNTIL_RESEALED, Habits
+from flashrecovery.worker.step.capsule import Sealing
 
 MOMENTS = ("forward", "backward", "optimizer", "below")
 

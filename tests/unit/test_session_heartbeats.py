@@ -13,21 +13,21 @@ from typing import cast
 
 import pytest
 
-from flashrecovery.access import CONTROLLER, Access
 from flashrecovery.agent.agent import Agent
-from flashrecovery.agent.election import Election
-from flashrecovery.agent.peer_service import PeerService
-from flashrecovery.agent.peers import Asking
-from flashrecovery.agent.session import ControllerSession
-from flashrecovery.clock import lease_clock
+from flashrecovery.agent.controller_link.session import ControllerSession
+from flashrecovery.agent.peers.client import Asking
+from flashrecovery.agent.peers.election import Election
+from flashrecovery.agent.peers.service import PeerService
 from flashrecovery.config import RunConfig
-from flashrecovery.controller.service import ControllerService
+from flashrecovery.controller.service.service import ControllerService
 from flashrecovery.events import EventLog, RunDir
-from flashrecovery.plan.leases import works_for_s
-from flashrecovery.plan.membership import Standing
+from flashrecovery.plan.membership.leases import works_for_s
+from flashrecovery.plan.membership.membership import Standing
 from flashrecovery.proto import flashrecovery_pb2 as pb
 from flashrecovery.proto import flashrecovery_pb2_grpc as rpc
+from flashrecovery.rpc.channel import CONTROLLER, Access
 from flashrecovery.runtime.link import Link
+from flashrecovery.util.clock import lease_clock
 
 ACCESS = Access("the-token-of-this-test-job")
 PERIOD_S = 0.25

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from flashrecovery.controller.rank_table import Parts, RankTable
-from flashrecovery.plan.placement import setup_log_keepers, setup_log_keepers_among
+from flashrecovery.controller.state.rank_table import Parts, RankTable
+from flashrecovery.plan.membership.placement import setup_log_keepers, setup_log_keepers_among
 from flashrecovery.proto import flashrecovery_pb2 as pb
 
 

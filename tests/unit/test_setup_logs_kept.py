@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from flashrecovery.agent.peer_service import PeerService
-from flashrecovery.agent.peers import UNREACHED, KeptLog, fetch_from, keep_there
-from flashrecovery.agent.setup_logs import SetupLogs
-from flashrecovery.controller.rank_table import Parts, RankTable
+from flashrecovery.agent.peers.client import UNREACHED, KeptLog, fetch_from, keep_there
+from flashrecovery.agent.peers.service import PeerService
+from flashrecovery.agent.processes.setup_logs import SetupLogs
+from flashrecovery.controller.state.rank_table import Parts, RankTable
 from flashrecovery.proto import flashrecovery_pb2 as pb
 from tests.unit.test_impostors import ACCESS
 

@@ -9,7 +9,7 @@ import sys
 import pytest
 import torch
 
-from flashrecovery.redundancy.flat import Layout, Slot
+from flashrecovery.redundancy.memory.flat_buffer import Layout, Slot
 from flashrecovery.snapshot.memory import MemoryAddress, SharedMemory
 
 MAKER = """

@@ -16,7 +16,7 @@ from flashrecovery.runtime.page import CAPSULE_LIMIT
 from flashrecovery.state import codec
 from flashrecovery.torch_native import ModuleAdapter, adapter_for
 from flashrecovery.worker.registry import Registry
-from flashrecovery.worker.transaction import Transaction
+from flashrecovery.worker.step.transaction import Transaction
 
 
 class Net(nn.Module):

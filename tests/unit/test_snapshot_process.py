@@ -17,14 +17,14 @@ import pytest
 import torch
 
 from flashrecovery.errors import AuthenticationError
-from flashrecovery.redundancy.flat import Beside, Layout, Outliving, Slot, slot_for_next
+from flashrecovery.redundancy.memory.flat_buffer import Beside, Layout, Outliving, Slot, slot_for_next
 from flashrecovery.snapshot.client import Keeper, SnapshotHost
 from flashrecovery.snapshot.files import listed
 from flashrecovery.snapshot.memory import HEADER, SharedMemory
 
 WRITER = """
 import sys, torch
-from flashrecovery.redundancy.flat import Beside, Layout, Outliving, Slot, slot_for_next
+from flashrecovery.redundancy.memory.flat_buffer import Beside, Layout, Outliving, Slot, slot_for_next
 from flashrecovery.snapshot.client import Keeper
 keeper = Keeper(sys.argv[1], 0)
 left = keeper.left()

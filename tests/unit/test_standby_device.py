@@ -13,24 +13,24 @@ from unittest.mock import MagicMock
 import pytest
 import torch
 
-from flashrecovery.agent.gpu_fence import GpuFence
-from flashrecovery.agent.process_manager import ProcessManager
-from flashrecovery.agent.providers import ProcessOrder, Spawned
-from flashrecovery.agent.standby import StandbyPool
-from flashrecovery.agent.tasks import Tasks
+from flashrecovery.agent.processes.gpu_fence import GpuFence
+from flashrecovery.agent.processes.process_manager import ProcessManager
+from flashrecovery.agent.processes.providers import ProcessOrder, Spawned
+from flashrecovery.agent.processes.standby import StandbyPool
+from flashrecovery.agent.processes.tasks import Tasks
 from flashrecovery.config import RunConfig, load_run_config
 from flashrecovery.errors import ConfigError
 from flashrecovery.events import RunDir
 from flashrecovery.proto import flashrecovery_pb2 as pb
 from flashrecovery.runtime.environment import STANDBY_DEVICE_ENV
-from flashrecovery.worker import bootstrap, warm
+from flashrecovery.worker.startup import bootstrap, warm_up
 
 IMPORTS = """
 import sys, sysconfig
 sys.path.insert(0, {folder!r})
 paths = sysconfig.get_paths()
 sysconfig.get_paths = lambda: {{**paths, "purelib": {folder!r}}}
-from flashrecovery.worker.ahead import Installed, import_ahead
+from flashrecovery.worker.preimport.preimport import Installed, import_ahead
 count = import_ahead(["takes_a_gpu", "torch", "harmless"], Installed())
 import torch
 assert "takes_a_gpu" not in sys.modules and "harmless" in sys.modules, count
@@ -114,8 +114,8 @@ def test_a_standby_uses_the_gpu_that_it_is_given_and_none_without(
     if given is not None:
         monkeypatch.setenv(STANDBY_DEVICE_ENV, given)
     seen: list[int] = []
-    monkeypatch.setattr(warm, "warm_kernels", lambda: None)
-    monkeypatch.setattr(warm, "make_context", seen.append)
+    monkeypatch.setattr(warm_up, "warm_kernels", lambda: None)
+    monkeypatch.setattr(warm_up, "make_context", seen.append)
     bootstrap._warm_kernels()
     assert seen == used
 
@@ -124,7 +124,7 @@ def test_a_context_is_made_on_the_gpu_that_was_named(monkeypatch: pytest.MonkeyP
     calls: list[object] = []
     monkeypatch.setattr(torch.cuda, "set_device", calls.append)
     monkeypatch.setattr(torch, "zeros", lambda *shape, device: calls.append(device))
-    warm.make_context(3)
+    warm_up.make_context(3)
     assert calls == [3, "cuda"]
 
 

@@ -14,30 +14,30 @@ import torch
 from flashrecovery.adapter import placement as adapter_placement
 from flashrecovery.adapter import replicated
 from flashrecovery.config import ElasticSettings, RunConfig
-from flashrecovery.controller.job_state import JobState
-from flashrecovery.controller.losses import leaving_without
-from flashrecovery.controller.records import Place, RankRecord
-from flashrecovery.controller.restore import decide
+from flashrecovery.controller.state.job_state import JobState
+from flashrecovery.controller.state.loss_policy import leaving_without
+from flashrecovery.controller.state.rank_record import Place, RankRecord
+from flashrecovery.controller.state.restore_plan import decide
 from flashrecovery.errors import JobFailedError, RestoreError
 from flashrecovery.plan import Kind
-from flashrecovery.plan.layouts import chunked
-from flashrecovery.plan.patterns import Rows, Whole
-from flashrecovery.plan.placement import ring_of
-from flashrecovery.plan.replicas import ReplicaShape
-from flashrecovery.plan.reshard import plan_reshard
-from flashrecovery.plan.rules import Naming, TensorRule, from_plain, to_plain
+from flashrecovery.plan.elastic.replicas import ReplicaShape
+from flashrecovery.plan.membership.placement import ring_of
+from flashrecovery.plan.reshard.layouts import chunked
+from flashrecovery.plan.reshard.placements import Rows, Whole
+from flashrecovery.plan.reshard.plan import plan_reshard
+from flashrecovery.plan.reshard.rules import Naming, TensorRule, from_plain, to_plain
 from flashrecovery.plan.transitions import State
 from flashrecovery.proto import flashrecovery_pb2 as pb
-from flashrecovery.redundancy.checkpoint import CheckpointFallback
-from flashrecovery.redundancy.contents import contents
-from flashrecovery.redundancy.convert import LooseShard, convert
-from flashrecovery.redundancy.loading import load
-from flashrecovery.redundancy.published import newest
+from flashrecovery.redundancy.checkpoint.contents import contents
+from flashrecovery.redundancy.checkpoint.convert import LooseShard, convert
+from flashrecovery.redundancy.checkpoint.published import newest
+from flashrecovery.redundancy.checkpoint.reader import load
+from flashrecovery.redundancy.checkpoint.writer import CheckpointFallback
 from flashrecovery.runtime import naming
 from flashrecovery.state.spec import ShardSpec, TensorSpec
-from flashrecovery.worker.copies import Copies
 from flashrecovery.worker.registry import Registry
-from flashrecovery.worker.reshaping import Reshaping, _change, _Divisions, _Stand
+from flashrecovery.worker.replication.copies import Copies
+from flashrecovery.worker.reshard.reshard import Reshaping, _change, _Divisions, _Stand
 from tests.unit.test_reshaping import ROWS, InRows, Kept, OneAdapter
 from tests.unit.test_reshaping import Rows as RowsShard
 

@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from flashrecovery.runtime.page import Page
-from flashrecovery.worker import start_profile
-from flashrecovery.worker.ahead import Installed
-from flashrecovery.worker.start_profile import StartProfile
+from flashrecovery.worker.preimport import start_profile
+from flashrecovery.worker.preimport.preimport import Installed
+from flashrecovery.worker.preimport.start_profile import StartProfile
 
 
 def test_the_scripts_lines_by_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

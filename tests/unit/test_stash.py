@@ -12,16 +12,16 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from flashrecovery.agent.stash_memory import StashMemory
+from flashrecovery.agent.stores.stash_memory import StashMemory
 from flashrecovery.errors import RestoreError
-from flashrecovery.plan.boxes import Box
-from flashrecovery.plan.logical import DATA, LogicalPart, ShardParts
+from flashrecovery.plan.reshard.boxes import Box
+from flashrecovery.plan.reshard.logical import DATA, LogicalPart, ShardParts
 from flashrecovery.proto import flashrecovery_pb2 as pb
-from flashrecovery.redundancy.stash import Stash, write
+from flashrecovery.redundancy.memory.stash import Stash, write
 from flashrecovery.runtime.environment import STASH_ENV
 from flashrecovery.state.shard import ShardSource
 from flashrecovery.state.spec import ShardSpec, TensorSpec
-from flashrecovery.worker.stashing import Stashing
+from flashrecovery.worker.reshard.relayout import Stashing
 from tests.unit.test_logical import STATE, shard, whole
 
 # -- what is written --------------------------------------------------------------------------------

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from flashrecovery.plan.stash_room import StashRoom
+from flashrecovery.plan.strategy.stash_room import StashRoom
 
 GB = 10**9
 

@@ -11,14 +11,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from flashrecovery.access import Access
-from flashrecovery.agent.peer_service import PeerService
-from flashrecovery.agent.stash_transfer import StashTransfer, served
+from flashrecovery.agent.peers.service import PeerService
+from flashrecovery.agent.peers.stash_transfer import StashTransfer, served
 from flashrecovery.errors import ProtocolError, RestoreError
-from flashrecovery.plan.boxes import Box
-from flashrecovery.plan.logical import LogicalPart
+from flashrecovery.plan.reshard.boxes import Box
+from flashrecovery.plan.reshard.logical import LogicalPart
 from flashrecovery.proto import flashrecovery_pb2 as pb
-from flashrecovery.redundancy.stash import Stash, Wanted, write
+from flashrecovery.redundancy.memory.stash import Stash, Wanted, write
+from flashrecovery.rpc.channel import Access
 from tests.unit.test_logical import SHAPES, shard, whole
 
 ACCESS, STRANGER = Access("the-token-of-this-test-job"), Access("another-token-of-this-length")

@@ -6,13 +6,13 @@ import pytest
 import torch
 
 from flashrecovery.adapter.buffers import BufferTracker
-from flashrecovery.redundancy.undo import UndoCopy
+from flashrecovery.redundancy.memory.own_copy import UndoCopy
 from flashrecovery.state import codec
 from flashrecovery.state.digest import shard_digest, tensor_digest
 from flashrecovery.state.exact import exact_clone, exact_contiguous, exact_copy
 from flashrecovery.state.shard import Shard
 from flashrecovery.state.spec import ShardSpec
-from flashrecovery.worker.messages import messages, pack, unpack
+from flashrecovery.worker.transfer.chunks import messages, pack, unpack
 
 DTYPES = [torch.bool, torch.uint4, torch.int3, torch.float8_e4m3fn, torch.bfloat16, torch.float32, torch.complex64]
 

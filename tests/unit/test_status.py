@@ -14,12 +14,12 @@ import pytest
 from click.testing import CliRunner
 
 from flashrecovery import events as ev
-from flashrecovery.access import CONTROLLER, Access
 from flashrecovery.cli.status import ask, from_files, look_at, status, tag_text
 from flashrecovery.errors import ConfigError, StrangerError
 from flashrecovery.events import RunDir, RunFiles
 from flashrecovery.proto import flashrecovery_pb2 as pb
 from flashrecovery.proto import flashrecovery_pb2_grpc as rpc
+from flashrecovery.rpc.channel import CONTROLLER, Access
 from tests.support.history_samples import at, two_recoveries
 
 RANK = pb.RankStatus(

@@ -9,7 +9,7 @@ from unittest.mock import MagicMock
 import pytest
 
 from flashrecovery.errors import StepInterrupted
-from flashrecovery.worker.transaction import Transaction
+from flashrecovery.worker.step.transaction import Transaction
 
 
 class Step:

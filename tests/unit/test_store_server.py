@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch.distributed import PrefixStore, TCPStore
 
-from flashrecovery.agent.store_server import Sweep
+from flashrecovery.agent.stores.store_server import Sweep
 
 
 def meet(store: TCPStore, generation: int) -> None:

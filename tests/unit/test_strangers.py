@@ -21,20 +21,20 @@ import grpc
 import pytest
 
 from flashrecovery import events as ev
-from flashrecovery.access import CONTROLLER, Access
-from flashrecovery.agent.peer_service import PeerService
-from flashrecovery.agent.peers import fetch_from, probe
+from flashrecovery.agent.peers.client import fetch_from, probe
+from flashrecovery.agent.peers.service import PeerService
 from flashrecovery.config import RunConfig, Timeouts
 from flashrecovery.controller.machine import Machine
-from flashrecovery.controller.service import ControllerService
+from flashrecovery.controller.service.service import ControllerService
 from flashrecovery.errors import ConfigError, StrangerError
 from flashrecovery.events import EventLog, RunDir
-from flashrecovery.handshake import Caller, job_key
 from flashrecovery.plan.transitions import State
 from flashrecovery.proto import flashrecovery_pb2 as pb
 from flashrecovery.proto import flashrecovery_pb2_grpc as rpc
-from flashrecovery.sealed import CHALLENGE_KEY, SealedChannel
-from flashrecovery.security import job_token
+from flashrecovery.rpc.channel import CONTROLLER, Access
+from flashrecovery.rpc.handshake import Caller, job_key
+from flashrecovery.rpc.message_auth import CHALLENGE_KEY, SealedChannel
+from flashrecovery.rpc.token import job_token
 
 TOKEN = "the-token-of-this-test-job"
 ACCESS = Access(TOKEN)
@@ -226,7 +226,7 @@ def test_garbage_on_the_port_does_no_harm(tmp_path: Path) -> None:
 
 def test_an_oversized_message_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     limit = (("grpc.max_receive_message_length", 1 << 20),)
-    monkeypatch.setattr("flashrecovery.access.SERVER_OPTIONS", limit)
+    monkeypatch.setattr("flashrecovery.rpc.channel.SERVER_OPTIONS", limit)
 
     async def use(service: ControllerService, address: str) -> None:
         async with ACCESS.dial(address, CONTROLLER, 5.0) as channel:

@@ -14,7 +14,7 @@ from click.testing import CliRunner, Result
 from flashrecovery import events as ev
 from flashrecovery.cli.strategies import strategies
 from flashrecovery.errors import ConfigError
-from flashrecovery.plan.strategy import NothingFitsError
+from flashrecovery.plan.strategy.strategy import NothingFitsError
 from tests.support.history_samples import at
 
 LARGE: dict[str, Any] = {

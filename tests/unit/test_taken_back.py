@@ -7,8 +7,8 @@ from collections import Counter
 
 import pytest
 
-from flashrecovery.controller.records import BUILT_UP, Place
-from flashrecovery.plan.replicas import ReplicaShape
+from flashrecovery.controller.state.rank_record import BUILT_UP, Place
+from flashrecovery.plan.elastic.replicas import ReplicaShape
 from flashrecovery.plan.transitions import State
 from tests.unit.test_divided_replicas import OVER, DividedWorld, launched
 from tests.unit.test_replicas import NEIGHBOURS, world_of

@@ -7,8 +7,8 @@ import pytest
 from flashrecovery import events as ev
 from flashrecovery.config import RunConfig
 from flashrecovery.controller.machine import Machine
-from flashrecovery.controller.outbox import Emit, Send
-from flashrecovery.controller.records import ENDLESS, Place
+from flashrecovery.controller.state.outbox import Emit, Send
+from flashrecovery.controller.state.rank_record import ENDLESS, Place
 from flashrecovery.plan.transitions import State
 from flashrecovery.proto import flashrecovery_pb2 as pb
 

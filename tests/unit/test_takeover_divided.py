@@ -12,11 +12,11 @@ import pytest
 
 from flashrecovery import events as ev
 from flashrecovery.agent.agent import Agent
-from flashrecovery.agent.identity import Identity
+from flashrecovery.agent.stores.identity import Identity
 from flashrecovery.config import RunConfig
 from flashrecovery.controller.machine import Machine
-from flashrecovery.controller.outbox import Send
-from flashrecovery.controller.records import Place
+from flashrecovery.controller.state.outbox import Send
+from flashrecovery.controller.state.rank_record import Place
 from flashrecovery.events import RunDir
 from flashrecovery.plan import Kind
 from flashrecovery.plan.transitions import State

@@ -8,7 +8,7 @@ import traceback
 from pathlib import Path
 
 from flashrecovery.runtime.thread_stack import first_line, stack_text, thread_stack
-from flashrecovery.worker.ahead import Installed
+from flashrecovery.worker.preimport.preimport import Installed
 
 
 def test_files_lines_and_functions(tmp_path: Path) -> None:

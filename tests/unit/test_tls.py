@@ -18,11 +18,10 @@ import grpc
 import pytest
 from cryptography import x509
 
-from flashrecovery.access import CONTROLLER, Access
 from flashrecovery.agent.agent import Agent
-from flashrecovery.agent.peer_service import PeerService
-from flashrecovery.agent.peers import probe
-from flashrecovery.agent.session import ControllerSession
+from flashrecovery.agent.controller_link.session import ControllerSession
+from flashrecovery.agent.peers.client import probe
+from flashrecovery.agent.peers.service import PeerService
 from flashrecovery.cli.status import access_of
 from flashrecovery.config import RunConfig, TlsSettings, load_run_config
 from flashrecovery.errors import ConfigError, StrangerError
@@ -30,7 +29,8 @@ from flashrecovery.events import RunDir, RunFiles
 from flashrecovery.job import rendezvous_of, with_tls
 from flashrecovery.proto import flashrecovery_pb2 as pb
 from flashrecovery.proto import flashrecovery_pb2_grpc as rpc
-from flashrecovery.tls import Tls, given, made
+from flashrecovery.rpc.channel import CONTROLLER, Access
+from flashrecovery.rpc.tls import Tls, given, made
 from tests.unit.test_impostors import SETTINGS, controlling, until
 from tests.unit.test_session_heartbeats import NoWorkers, no_lead, no_leave
 
@@ -209,7 +209,7 @@ def test_files_that_cannot_work_are_named(folder: Path, tmp_path: Path) -> None:
 
 
 def test_a_certificate_that_has_expired_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("flashrecovery.tls._VALID_DAYS", -0.5)
+    monkeypatch.setattr("flashrecovery.rpc.tls._VALID_DAYS", -0.5)
     made(tmp_path, ("127.0.0.1",))
     with pytest.raises(ConfigError, match=r"others would refuse it .*expired.*valid now"):
         given(settings_in(tmp_path), "127.0.0.1")

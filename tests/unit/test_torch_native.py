@@ -31,7 +31,7 @@ from flashrecovery.errors import RegistrationError, RestoreError, StepInterrupte
 from flashrecovery.state import codec
 from flashrecovery.state.spec import ShardSpec
 from flashrecovery.torch_native import DDPAdapter, FSDP2Adapter, PlainAdapter, adapter_for, ddp_reducer
-from flashrecovery.worker.forwards import Forwards
+from flashrecovery.worker.data.forwards import Forwards
 
 
 class Net(nn.Module):

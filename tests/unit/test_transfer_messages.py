@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from flashrecovery.state.digest import sha256_tensors, shard_digest, tensor_digest
 from flashrecovery.state.spec import ShardSpec, TensorSpec, decode_spec, encode_spec
-from flashrecovery.worker.messages import DIRECT_BYTES, PACK_BYTES, messages
+from flashrecovery.worker.transfer.chunks import DIRECT_BYTES, PACK_BYTES, messages
 
 sizes = st.one_of(
     st.integers(0, 4096),

@@ -7,8 +7,8 @@ import signal
 
 import pytest
 
-from flashrecovery.worker.step import Step
-from flashrecovery.worker.undisturbed import Outside, undisturbed
+from flashrecovery.worker.exit.undisturbed import Outside, undisturbed
+from flashrecovery.worker.step.step import Step
 
 
 @pytest.fixture
@@ -48,6 +48,6 @@ def test_what_deals_with_the_first_error_is_not_hit_by_the_second() -> None:
 
 
 def test_the_end_of_a_step_is_undisturbed() -> None:
-    from flashrecovery.worker import undisturbed as module
+    from flashrecovery.worker.exit import undisturbed as module
 
     assert Step.__exit__.__code__ in module._undisturbed

@@ -17,9 +17,9 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from flashrecovery.errors import RegistrationError
-from flashrecovery.worker.data import DataStream
-from flashrecovery.worker.script_frames import check_loop
-from flashrecovery.worker.unregistered import Unregistered
+from flashrecovery.worker.data.stream import DataStream
+from flashrecovery.worker.script_checks.unregistered import Unregistered
+from flashrecovery.worker.script_text.script_frames import check_loop
 
 STEPS = 5
 

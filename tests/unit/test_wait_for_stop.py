@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from flashrecovery.worker.stops import Stops
+from flashrecovery.worker.control.interruption import Stops
 
 WAIT_S = 0.3
 
@@ -75,6 +75,8 @@ def test_the_time_for_which_the_node_was_halted_does_not_count(monkeypatch: pyte
         slept.append(seconds)
         clock.now += 100.0 if len(slept) == 2 else seconds  # SIGSTOP, and SIGCONT 100 s later
 
-    monkeypatch.setattr("flashrecovery.worker.stops.time", SimpleNamespace(sleep=sleep, monotonic=lambda: clock.now))
+    monkeypatch.setattr(
+        "flashrecovery.worker.control.interruption.time", SimpleNamespace(sleep=sleep, monotonic=lambda: clock.now)
+    )
     assert not worker.stops.wait()
     assert len(slept) > 100, "a halted node's ranks gave up as soon as it went on"

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from flashrecovery.config import RunConfig
-from flashrecovery.controller.job_state import JobState
-from flashrecovery.controller.nodes import NodeRecord
+from flashrecovery.controller.state.job_state import JobState
+from flashrecovery.controller.state.nodes import NodeRecord
 from flashrecovery.observe.waits import waits
 from flashrecovery.proto import flashrecovery_pb2 as pb
 

@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flashrecovery.errors import BuildError
-from flashrecovery.redundancy import xor as module
-from flashrecovery.redundancy.xor import ROW, NativeXor, NumpyXor, Xor, xor
+from flashrecovery.redundancy.parity import xor as module
+from flashrecovery.redundancy.parity.xor import ROW, NativeXor, NumpyXor, Xor, xor
 
 BOTH: list[Xor] = [xor(), NumpyXor()]
 both = pytest.mark.parametrize("compute", BOTH, ids=lambda compute: compute.name)
@@ -148,7 +148,7 @@ def test_a_compiler_that_fails_and_a_cache_that_cannot_be_written(
 
 def test_it_is_compiled_once_for_all_processes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("FLASHRECOVERY_CACHE", str(tmp_path))
-    code = "from flashrecovery.redundancy.xor import xor; print(xor().name)"
+    code = "from flashrecovery.redundancy.parity.xor import xor; print(xor().name)"
     started = [subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) for _ in range(3)]
     assert [process.communicate()[0] for process in started] == ["native\n"] * 3
     (found,) = tmp_path.rglob("*.so*")

@@ -7,7 +7,7 @@ from types import ModuleType
 
 import torch
 
-from flashrecovery.worker.zygote import counts_what_is_left
+from flashrecovery.worker.startup.zygote import counts_what_is_left
 
 
 def test_libraries_that_count_what_is_left_are_known_by_what_they_consist_of() -> None:

@@ -18,11 +18,11 @@ from typing import Any
 import psutil
 import pytest
 
-from flashrecovery.agent import zygote_process as module
-from flashrecovery.agent.process import WorkerProcess
-from flashrecovery.agent.providers import Forked, ProcessOrder
-from flashrecovery.agent.zygote import Zygotes
-from flashrecovery.agent.zygote_process import Zygote, ZygoteLostError
+from flashrecovery.agent.processes import zygote_process as module
+from flashrecovery.agent.processes.process import WorkerProcess
+from flashrecovery.agent.processes.providers import Forked, ProcessOrder
+from flashrecovery.agent.processes.zygote import Zygotes
+from flashrecovery.agent.processes.zygote_process import Zygote, ZygoteLostError
 from flashrecovery.proto import flashrecovery_pb2 as pb
 from flashrecovery.runtime.framed import Framed
 from flashrecovery.runtime.page import Page

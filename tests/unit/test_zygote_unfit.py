@@ -11,7 +11,7 @@ import pytest
 
 CODE = """
 import os, sys
-from flashrecovery.worker.zygote import _open_files, why_unfit
+from flashrecovery.worker.startup.zygote import _open_files, why_unfit
 before = frozenset(_open_files())
 assert why_unfit({{}}, before) is None
 {left}

@@ -15,10 +15,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from flashrecovery.agent import zygote as module
-from flashrecovery.agent import zygote_process
-from flashrecovery.agent.zygote import Zygotes
-from flashrecovery.agent.zygote_process import ZygoteLostError
+from flashrecovery.agent.processes import zygote as module
+from flashrecovery.agent.processes import zygote_process
+from flashrecovery.agent.processes.zygote import Zygotes
+from flashrecovery.agent.processes.zygote_process import ZygoteLostError
 from flashrecovery.proto import flashrecovery_pb2 as pb
 from flashrecovery.runtime.environment import AGENT_PID_ENV
 from flashrecovery.runtime.page import Page

@@ -35,7 +35,7 @@ from flashrecovery.adapter.placement import (
 from flashrecovery.adapter.setters import Method, Setters
 from flashrecovery.adapter.shards import FixedShard, ParamRecord, ParamShard, constant, owners_of
 from flashrecovery.adapter.state_order import give_up_state, hand_over_state, settle_state
-from flashrecovery.contract import (
+from flashrecovery.contract.adapter import (
     Adapter,
     CheckpointFormat,
     DividedTensor,
@@ -52,25 +52,26 @@ from flashrecovery.contract import (
     TensorSpec,
 )
 from flashrecovery.groups import named_group
-from flashrecovery.parallel_layout import take_sizes
-from flashrecovery.plan import boxes, layouts, logical, patterns, rules
-from flashrecovery.redundancy.dcp import read_into, write_part
-from flashrecovery.redundancy.keys import writer_of
-from flashrecovery.redundancy.stash import Stash, Wanted, forms
+from flashrecovery.plan.reshard import boxes, layouts, logical, rules
+from flashrecovery.plan.reshard import placements as patterns
+from flashrecovery.redundancy.checkpoint.dcp import read_into, write_part
+from flashrecovery.redundancy.checkpoint.keys import writer_of
+from flashrecovery.redundancy.memory.stash import Stash, Wanted, forms
 from flashrecovery.runtime.channel import CHANNEL_ENV
 from flashrecovery.runtime.durable import write_durably
 from flashrecovery.runtime.environment import STASH_ENV
 from flashrecovery.runtime.naming import of_group
+from flashrecovery.runtime.parallel_layout import take_sizes
 from flashrecovery.state import codec
-from flashrecovery.worker.agreement import check_equal, union
-from flashrecovery.worker.call_batches import CallBatches
-from flashrecovery.worker.calls import LoopAdapter, PlacedLoop
-from flashrecovery.worker.data import DataStream
-from flashrecovery.worker.data_parallel import group_of
-from flashrecovery.worker.elastic import FrameworkBatch
-from flashrecovery.worker.forwards import Forwards
+from flashrecovery.worker.consistency.all_equal import check_equal, union
+from flashrecovery.worker.data.data_parallel import group_of
+from flashrecovery.worker.data.forwards import Forwards
+from flashrecovery.worker.data.framework_batches import CallBatches
+from flashrecovery.worker.data.global_batches import FrameworkBatch
+from flashrecovery.worker.data.stream import DataStream
+from flashrecovery.worker.framework_calls import LoopAdapter, PlacedLoop
+from flashrecovery.worker.local_state.rng import RngState, restore_rng
 from flashrecovery.worker.recovery import Recovery
-from flashrecovery.worker.rng import RngState, restore_rng
 
 __all__ = [
     "CHANNEL_ENV",

@@ -39,10 +39,10 @@ from flashrecovery.adapter.placement import like_placed, local_tensor
 from flashrecovery.adapter.setters import Method, Setters
 from flashrecovery.adapter.shards import ParamRecord, ParamShard, owners_of
 from flashrecovery.adapter.state_order import StateOrder
-from flashrecovery.contract import Adapter, Shard, StepHooks
+from flashrecovery.contract.adapter import Adapter, Shard, StepHooks
 from flashrecovery.errors import RegistrationError, RestoreError, UnsupportedError
-from flashrecovery.worker.glance import count_gradients, glance_at_tensors
-from flashrecovery.worker.own_hook import OwnHook, not_traced
+from flashrecovery.worker.local_state.own_hook import OwnHook, not_traced
+from flashrecovery.worker.local_state.version_counters import count_gradients, glance_at_tensors
 
 _LOOKS = 128
 """So many looks at the shards' tensors, two in each step, before they are looked up again."""

@@ -19,10 +19,10 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from flashrecovery.adapter.parts import TensorParts, is_composite, part_key, put_together
-from flashrecovery.contract import Shard, ShardSpec
+from flashrecovery.contract.adapter import Shard, ShardSpec
 from flashrecovery.errors import RestoreError, UnsupportedError
 from flashrecovery.state.exact import exact_clone, exact_copy
-from flashrecovery.worker.generators import as_stateful
+from flashrecovery.worker.local_state.generators import as_stateful
 
 SMALL_BYTES = 64 << 10
 """Up to so much travels with the hyper-parameters, which are written down in every step."""

@@ -24,7 +24,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from flashrecovery.errors import DivergedError, RestoreError
 from flashrecovery.state.digest import byte_view
 from flashrecovery.state.exact import exact, exact_clone, exact_contiguous, exact_copy
-from flashrecovery.worker.glance import glance_at_tensors
+from flashrecovery.worker.local_state.version_counters import glance_at_tensors
 
 COMPARED_BYTES = 64 << 10
 """Up to this size a buffer's content is always compared; in larger ones a change is seen by the version counter, unless

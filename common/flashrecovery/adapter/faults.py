@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from flashrecovery import groups
-from flashrecovery.worker.own_hook import not_traced
+from flashrecovery.worker.local_state.own_hook import not_traced
 
 Callback = Callable[[], None]
 

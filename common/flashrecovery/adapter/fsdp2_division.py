@@ -27,12 +27,12 @@ from flashrecovery.adapter.placement import like_placed, mesh_spans_world
 from flashrecovery.adapter.shards import PARAM, ParamShard
 from flashrecovery.adapter.state_order import StateOrder
 from flashrecovery.capabilities.of_torch import FSDP2_RESIZING, TORCH
-from flashrecovery.contract import Prepared
-from flashrecovery.division import RuledDivision
+from flashrecovery.contract.adapter import Prepared
+from flashrecovery.contract.division import RuledDivision
 from flashrecovery.errors import UnsupportedError
-from flashrecovery.plan.layouts import chunked
-from flashrecovery.plan.patterns import Rows, Whole
-from flashrecovery.plan.rules import TensorRule
+from flashrecovery.plan.reshard.layouts import chunked
+from flashrecovery.plan.reshard.placements import Rows, Whole
+from flashrecovery.plan.reshard.rules import TensorRule
 
 _MESHES = {"FSDPMeshInfo": "a mesh of one dimension", "HSDPMeshInfo": "a mesh of (replicate, shard)"}
 """By what FSDP2 calls it."""

@@ -20,8 +20,8 @@ from typing import Any
 from torch import nn
 
 from flashrecovery.errors import RestoreError
-from flashrecovery.worker.marks import KEPT_NUMBERS
-from flashrecovery.worker.script_frames import FRAMEWORKS, is_own
+from flashrecovery.worker.local_state.fingerprints import KEPT_NUMBERS
+from flashrecovery.worker.script_text.script_frames import FRAMEWORKS, is_own
 
 # Asked of all modules and parameters several times a step: twice as fast as an expression.
 _TRAINING, _TRAINED = operator.attrgetter("training"), operator.attrgetter("requires_grad")

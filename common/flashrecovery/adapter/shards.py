@@ -16,7 +16,7 @@ from flashrecovery.adapter.optimizer_state import HOST, layout_of, new_state_ten
 from flashrecovery.adapter.parts import SEPARATOR, Form, TensorParts, is_plainly_placed, part_key, put_together
 from flashrecovery.adapter.placement import addresses, local_tensor
 from flashrecovery.adapter.state_order import StateOrder
-from flashrecovery.contract import Shard, ShardSpec, TensorSpec
+from flashrecovery.contract.adapter import Shard, ShardSpec, TensorSpec
 from flashrecovery.errors import RestoreError
 
 PARAM = "param"

@@ -18,12 +18,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 from flashrecovery.adopt.launch import TaskLaunch
-from flashrecovery.agent.guards import Guards
+from flashrecovery.agent.processes.task_slots import Guards
 from flashrecovery.errors import ConfigError, FlashRecoveryError
-from flashrecovery.grpc_quiet import import_grpc
+from flashrecovery.rpc.quiet_grpc import import_grpc
+from flashrecovery.rpc.token import SHORTEST_TOKEN, TOKEN_ENV
 from flashrecovery.runtime.environment import PER_TASK_ENV
 from flashrecovery.runtime.process_control import name_thread
-from flashrecovery.security import SHORTEST_TOKEN, TOKEN_ENV
 
 _TOKEN_LOOK_S = 0.2
 

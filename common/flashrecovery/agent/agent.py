@@ -1,8 +1,8 @@
 """The agent: carries out the controller's commands on one node and reports what happens there.
 
-It has ranks filled (:mod:`.process_manager`), relays commands and replies between controller and workers, and sends
-heartbeats (:mod:`.heartbeat`). It takes no decision about the job; the only judgement made here is whether a local
-process is alive (:mod:`.watch`) and not stopped (:mod:`.hang`).
+It has ranks filled (:mod:`.processes.process_manager`), relays commands and replies between controller and workers, and
+sends heartbeats (:mod:`.monitoring.heartbeat`). It takes no decision about the job; the only judgement made here is
+whether a local process is alive (:mod:`.processes.death_watch`) and not stopped (:mod:`.monitoring.hang`).
 """
 
 from __future__ import annotations
@@ -15,31 +15,31 @@ import time
 from collections.abc import Callable, Mapping
 from functools import partial
 
-from flashrecovery.access import Access
-from flashrecovery.agent.faults import NodeFaults
-from flashrecovery.agent.gather import Gather, singly
-from flashrecovery.agent.gpu_fence import GpuFence
-from flashrecovery.agent.hang import Looks, StopMonitor
-from flashrecovery.agent.heartbeat import HeartbeatLoop, counted_pairs
-from flashrecovery.agent.identity import Identity
-from flashrecovery.agent.node_health import NodeHealth
-from flashrecovery.agent.peer_service import PeerService
-from flashrecovery.agent.peers import neighbours, probe
-from flashrecovery.agent.process import WorkerProcess
-from flashrecovery.agent.process_manager import LAST_WORDS_S, Places, ProcessManager
-from flashrecovery.agent.procfs import Exit, exit_of, handles
-from flashrecovery.agent.setup_logs import SetupLogs
-from flashrecovery.agent.snapshots import NodeSnapshots
-from flashrecovery.agent.stash_memory import StashMemory
-from flashrecovery.agent.stash_transfer import StashTransfer
-from flashrecovery.agent.store import StoreServer
-from flashrecovery.agent.tasks import Tasks
+from flashrecovery.agent.monitoring.fault_injection import NodeFaults
+from flashrecovery.agent.monitoring.hang import Looks, StopMonitor
+from flashrecovery.agent.monitoring.heartbeat import HeartbeatLoop, counted_pairs
+from flashrecovery.agent.monitoring.node_health import NodeHealth
+from flashrecovery.agent.monitoring.reply_batching import Gather, singly
+from flashrecovery.agent.peers.client import neighbours, probe
+from flashrecovery.agent.peers.service import PeerService
+from flashrecovery.agent.peers.stash_transfer import StashTransfer
+from flashrecovery.agent.processes.gpu_fence import GpuFence
+from flashrecovery.agent.processes.process import WorkerProcess
+from flashrecovery.agent.processes.process_manager import LAST_WORDS_S, Places, ProcessManager
+from flashrecovery.agent.processes.procfs import Exit, exit_of, handles
+from flashrecovery.agent.processes.setup_logs import SetupLogs
+from flashrecovery.agent.processes.snapshots import NodeSnapshots
+from flashrecovery.agent.processes.tasks import Tasks
+from flashrecovery.agent.stores.identity import Identity
+from flashrecovery.agent.stores.stash_memory import StashMemory
+from flashrecovery.agent.stores.store import StoreServer
 from flashrecovery.config import RunConfig
 from flashrecovery.errors import ConfigError, ProtocolError
 from flashrecovery.events import RunDir
 from flashrecovery.kinds import FailureKind, NoticeKind
 from flashrecovery.plan.words import raised_text
 from flashrecovery.proto import flashrecovery_pb2 as pb
+from flashrecovery.rpc.channel import Access
 
 _OTHERS_HEAR_S = 1.0
 """A scheduler that tells some ranks to end has told the others, and this process, by then."""
@@ -638,12 +638,12 @@ class Agent:
 
 
 def _only_notes(process: WorkerProcess, number: int) -> bool:
-    """The handler is none of the script's (:mod:`flashrecovery.worker.termination`)."""
+    """The handler is none of the script's (:mod:`flashrecovery.worker.exit.termination`)."""
     return number == signal.SIGTERM and process.page.notes_terminations
 
 
 def _the_sessions_own(_: pb.Command) -> None:
-    """Nothing is left to do: :mod:`.session` has carried it out."""
+    """Nothing is left to do: :mod:`.controller_link.session` has carried it out."""
 
 
 def _both(one: Callable[[], Mapping[str, str]], other: Callable[[], Mapping[str, str]]) -> Mapping[str, str]:

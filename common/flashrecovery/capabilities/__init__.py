@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 from flashrecovery.capabilities.probes import Probe, exists
 from flashrecovery.errors import UnsupportedError
-from flashrecovery.versions import version_of
+from flashrecovery.util.versions import version_of
 
 ENTRY_POINTS = "flashrecovery.capabilities"
 

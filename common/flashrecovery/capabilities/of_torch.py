@@ -42,7 +42,7 @@ STORES = capability(
 )
 BARE_STORE = capability(
     "a store alone",
-    "the process that hosts a store loads torch's C++ alone (flashrecovery/agent/bare_torch.py)",
+    "the process that hosts a store loads torch's C++ alone (flashrecovery/agent/stores/bare_torch.py)",
     Live("torch._C", ("_c10d_init",)),
     otherwise="each node's store imports all of torch",
 )

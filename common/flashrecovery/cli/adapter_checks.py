@@ -9,8 +9,8 @@ from __future__ import annotations
 import importlib.metadata
 from collections.abc import Callable
 
-from flashrecovery.finding import Finding, Level
-from flashrecovery.patches import only_looking
+from flashrecovery.capabilities.finding import Finding, Level
+from flashrecovery.capabilities.patches import only_looking
 
 ENTRY_POINTS = "flashrecovery.doctor"
 

@@ -9,11 +9,11 @@ from typing import TypeVar
 
 import grpc
 
-from flashrecovery.access import CONTROLLER
 from flashrecovery.cli.status import access_of
 from flashrecovery.errors import ConfigError, StrangerError
 from flashrecovery.events import ControllerStarted, JobFailed, JobFinished, RunFiles
 from flashrecovery.proto import flashrecovery_pb2_grpc as rpc
+from flashrecovery.rpc.channel import CONTROLLER
 
 Reply = TypeVar("Reply")
 

@@ -15,7 +15,7 @@ from flashrecovery.cli.output import bytes_text, count_text, make_console
 from flashrecovery.plan.words import shortened
 
 if TYPE_CHECKING:
-    from flashrecovery.redundancy.contents import Contents, TensorFacts
+    from flashrecovery.redundancy.checkpoint.contents import Contents, TensorFacts
 
 _BOXES_SHOWN = 4
 
@@ -34,8 +34,8 @@ def show(path: Path, as_json: bool) -> None:
     read."""
     import torch
 
-    from flashrecovery.redundancy.contents import contents
-    from flashrecovery.redundancy.convert import found_in
+    from flashrecovery.redundancy.checkpoint.contents import contents
+    from flashrecovery.redundancy.checkpoint.convert import found_in
 
     found = contents(found_in(path))
     if as_json:
@@ -64,8 +64,8 @@ def convert(path: Path, ranks: int, directory: Path) -> None:
 
     Elastic jobs read checkpoints of any size themselves: this is for storage close to the new ranks, and for tools.
     """
-    from flashrecovery.redundancy.convert import convert as write_anew
-    from flashrecovery.redundancy.convert import found_in
+    from flashrecovery.redundancy.checkpoint.convert import convert as write_anew
+    from flashrecovery.redundancy.checkpoint.convert import found_in
 
     click.echo(f"{write_anew(found_in(path), directory, ranks)}: for {ranks} ranks")
 

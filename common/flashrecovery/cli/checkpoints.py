@@ -28,7 +28,7 @@ def checkpoints(directory: Path, as_json: bool) -> None:
     """
     if not directory.is_dir():
         raise ConfigError(f"{directory} is no directory")
-    from flashrecovery.redundancy.verify import checkpoints_in, snapshots_in
+    from flashrecovery.redundancy.checkpoint.verify import checkpoints_in, snapshots_in
 
     elsewhere = _checkpoint_dir(RunFiles(directory))
     places = [directory] if elsewhere is None or elsewhere == directory.resolve() else [directory, elsewhere]

@@ -18,15 +18,15 @@ from pathlib import Path
 
 from flashrecovery.capabilities import ENTRY_POINTS as CAPABILITIES
 from flashrecovery.capabilities import Framework
+from flashrecovery.capabilities.finding import Finding, Level
 from flashrecovery.capabilities.of_apex import APEX
 from flashrecovery.capabilities.of_torch import TORCH
+from flashrecovery.capabilities.patches import ENTRY_POINTS, PatchTable
 from flashrecovery.errors import FlashRecoveryError
-from flashrecovery.finding import Finding, Level
-from flashrecovery.patches import ENTRY_POINTS, PatchTable
 from flashrecovery.runtime.host_memory import available_memory
 from flashrecovery.runtime.lifeline import Lifeline
 from flashrecovery.runtime.page import Page
-from flashrecovery.versions import version_of
+from flashrecovery.util.versions import version_of
 
 # -- software -------------------------------------------------------------------------------------
 

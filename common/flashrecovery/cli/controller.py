@@ -11,7 +11,7 @@ import click
 
 from flashrecovery.config import load_run_config
 from flashrecovery.errors import ConfigError
-from flashrecovery.grpc_quiet import import_grpc
+from flashrecovery.rpc.quiet_grpc import import_grpc
 from flashrecovery.terminal import say
 
 

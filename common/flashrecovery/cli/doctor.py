@@ -12,9 +12,9 @@ import click
 from rich.table import Table
 from rich.text import Text
 
+from flashrecovery.capabilities.finding import Finding, Level
 from flashrecovery.cli import adapter_checks, checks, health_checks
 from flashrecovery.cli.output import count_text, make_console
-from flashrecovery.finding import Finding, Level
 from flashrecovery.terminal import say
 
 _STYLES = {Level.OK: "green", Level.WARN: "yellow", Level.FAIL: "bold red"}

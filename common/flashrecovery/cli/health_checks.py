@@ -7,8 +7,8 @@ import threading
 from importlib.metadata import EntryPoint
 from pathlib import Path
 
+from flashrecovery.capabilities.finding import Finding, Level
 from flashrecovery.config import Timeouts
-from flashrecovery.finding import Finding, Level
 from flashrecovery.health.findings import HealthContext, HealthFinding, Severity
 from flashrecovery.health.plugins import installed, open_plugin
 

@@ -12,9 +12,9 @@ from rich.markup import escape
 from rich.table import Table
 
 from flashrecovery.cli.output import count_text, make_console
-from flashrecovery.controller.marks_file import FILE_NAME, forget_marks, read_marks
+from flashrecovery.controller.storage.node_failure_file import FILE_NAME, forget_marks, read_marks
 from flashrecovery.errors import ConfigError
-from flashrecovery.plan.node_marks import NodeMark, Rating, Use, may_be_used_again, ratings
+from flashrecovery.plan.membership.node_failures import NodeMark, Rating, Use, may_be_used_again, ratings
 
 _NO_RATING = Rating(Use.NORMAL, 0.0, 0, 0, "nothing that still counts")
 

@@ -21,13 +21,13 @@ from flashrecovery.cli.output import bytes_text, count_text, make_console, secon
 from flashrecovery.cli.plan_figure import days_text, write_figure
 from flashrecovery.errors import ConfigError
 from flashrecovery.events import RunFiles
-from flashrecovery.plan import footprint
-from flashrecovery.plan.footprint import Footprint, JobShape, Sharding
-from flashrecovery.plan.guards import domains
-from flashrecovery.plan.huggingface import ModelSize, model_size
-from flashrecovery.plan.interval import DAY_S
-from flashrecovery.plan.outlook import Conditions, Outlook, Unavailable, outlook, protections
-from flashrecovery.plan.survival import Failures
+from flashrecovery.plan.checkpoint_interval import DAY_S
+from flashrecovery.plan.estimates import footprint
+from flashrecovery.plan.estimates.copy_holders import domains
+from flashrecovery.plan.estimates.footprint import Footprint, JobShape, Sharding
+from flashrecovery.plan.estimates.huggingface import ModelSize, model_size
+from flashrecovery.plan.estimates.reliability import Conditions, Outlook, Unavailable, outlook, protections
+from flashrecovery.plan.estimates.survival import Failures
 
 NODE_FAILURES = 0.0025
 PROCESS_FAILURES = 0.00021

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from flashrecovery.errors import ConfigError
-from flashrecovery.plan.guards import Protection
-from flashrecovery.plan.outlook import Conditions, Outlook
+from flashrecovery.plan.estimates.copy_holders import Protection
+from flashrecovery.plan.estimates.reliability import Conditions, Outlook
 
 FORMATS = (".svg", ".png", ".pdf")
 _POINTS = 160

@@ -25,12 +25,12 @@ from flashrecovery.cli.run_options import ENVIRONMENT, OF_OTHER_LAUNCHERS, OWN, 
 from flashrecovery.config import RunConfig, overlaid, read_config, run_config
 from flashrecovery.errors import ConfigError
 from flashrecovery.events import EventLogError, RunFiles
-from flashrecovery.grpc_quiet import import_grpc
 from flashrecovery.launchers import accelerate, commands, hosts, remote, torchrun
 from flashrecovery.launchers.hosts import Hosts
 from flashrecovery.launchers.launch import Options, Understood
+from flashrecovery.rpc.quiet_grpc import import_grpc
+from flashrecovery.rpc.token import TOKEN_ENV, new_token
 from flashrecovery.runtime import early_signals
-from flashrecovery.security import TOKEN_ENV, new_token
 from flashrecovery.terminal import say
 
 _PATHS = ("hostfile", "run_dir", "token_file", "checkpoint_dir")

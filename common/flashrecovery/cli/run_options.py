@@ -12,7 +12,7 @@ import click
 
 from flashrecovery.config import CONTROLLER_PORT, parse_fault
 from flashrecovery.errors import ConfigError
-from flashrecovery.plan.resize import ReplicaRange
+from flashrecovery.plan.elastic.resize import ReplicaRange
 
 ENVIRONMENT = "FLASHRECOVERY_RUN"
 """An option that is not given may be in the variable ``FLASHRECOVERY_RUN_<OPTION>``."""

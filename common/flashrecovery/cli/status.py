@@ -21,7 +21,6 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from flashrecovery.access import CONTROLLER, Access
 from flashrecovery.cli.course import COLUMNS, render_course
 from flashrecovery.cli.history import read_history
 from flashrecovery.cli.output import count_text, make_console, seconds_text
@@ -31,8 +30,9 @@ from flashrecovery.observe.course import Course, coarser, course_of
 from flashrecovery.plan.words import failed_text, step_text
 from flashrecovery.proto import flashrecovery_pb2 as pb
 from flashrecovery.proto import flashrecovery_pb2_grpc as rpc
-from flashrecovery.security import TOKEN_ENV
-from flashrecovery.tls import Tls
+from flashrecovery.rpc.channel import CONTROLLER, Access
+from flashrecovery.rpc.tls import Tls
+from flashrecovery.rpc.token import TOKEN_ENV
 
 _ANSWER_S = 2.0
 _REFRESH_S = 0.5

@@ -17,9 +17,9 @@ from flashrecovery.cli.measured import measure
 from flashrecovery.cli.output import make_console, seconds_text
 from flashrecovery.errors import ConfigError
 from flashrecovery.events import RunFiles
-from flashrecovery.plan.footprint import Sharding
-from flashrecovery.plan.step_cost import MeasuredStep, choose
-from flashrecovery.plan.strategy import Machines, ModelShape, Strategy, StrategyChoice, Workload
+from flashrecovery.plan.estimates.footprint import Sharding
+from flashrecovery.plan.strategy.step_cost import MeasuredStep, choose
+from flashrecovery.plan.strategy.strategy import Machines, ModelShape, Strategy, StrategyChoice, Workload
 
 _GIB = float(1 << 30)
 _SIZES = tuple(field.name for field in dataclasses.fields(Strategy))

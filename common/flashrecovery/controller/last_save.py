@@ -17,8 +17,8 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 
 from flashrecovery import events as ev
-from flashrecovery.controller.job_state import JobState
-from flashrecovery.controller.records import BUILT_UP, Place, RankRecord, capsule_name
+from flashrecovery.controller.state.job_state import JobState
+from flashrecovery.controller.state.rank_record import BUILT_UP, Place, RankRecord, capsule_name
 from flashrecovery.kinds import NoticeKind, Ordered
 from flashrecovery.plan.words import ranks_text
 from flashrecovery.proto import flashrecovery_pb2 as pb

@@ -2,23 +2,24 @@
 
 Everything that happens to the job comes in through one ``on_*`` method, on one thread; what is to be done comes out as
 :class:`Send` and :class:`Emit` actions. So every path, second failures at any point included, can be tested without
-a process. This file says what each event means. What is known is data (:mod:`.job_state`, :mod:`.records`); what is
+a process. This file says what each event means. What is known is data (:mod:`.state.job_state`,
+:mod:`.state.rank_record`); what is
 done with it is in objects that have nothing of their own but their way of doing it:
 
 ==================  ==========================================================================
-:mod:`.starting`    the way to the first step
+:mod:`.membership.launch`    the way to the first step
 :mod:`.recovery`    the way of a recovery through the states of :mod:`flashrecovery.plan.transitions`
 :mod:`.takeover`    a controller that is started while its job runs
-:mod:`.evacuate`    warned nodes are replaced with the next failure
+:mod:`.membership.node_health_policy`    warned nodes are replaced with the next failure
 :mod:`.watching`    hangs and slow ranks
 :mod:`.last_save`   what is kept when the job ends before its last step
-:mod:`.resizing`    of an elastic job, who leaves and when
-:mod:`.growing`     of an elastic job, who comes and when
-:mod:`.replanning`  in which other parallel layout the job goes on, and when
-:mod:`.handoff`     nodes that are to leave hand their ranks over
-:mod:`.newcomers`   processes that are built up beside training, and ..
-:mod:`.coming_in`   .. how they become members
-:mod:`.staffing`    for all of them: which process fills a rank, on which node
+:mod:`.elastic.resizing`    of an elastic job, who leaves and when
+:mod:`.elastic.growing`     of an elastic job, who comes and when
+:mod:`.relayout.relayout`  in which other parallel layout the job goes on, and when
+:mod:`.elastic.drain`     nodes that are to leave hand their ranks over
+:mod:`.membership.joining_processes`   processes that are built up beside training, and ..
+:mod:`.elastic.join`   .. how they become members
+:mod:`.membership.placement`    for all of them: which process fills a rank, on which node
 ==================  ==========================================================================
 
 Every command has a serial number, an acknowledgement and a deadline. A rank that does not acknowledge in time is a
@@ -32,19 +33,25 @@ from collections.abc import Mapping, Sequence
 
 from flashrecovery import events as ev
 from flashrecovery.config import RunConfig
-from flashrecovery.controller.coming_in import ComingIn
-from flashrecovery.controller.conduct import Conduct
-from flashrecovery.controller.crashes import cause_of, limit_of, option_of
-from flashrecovery.controller.evacuate import Evacuation
-from flashrecovery.controller.growing import Growing
-from flashrecovery.controller.handoff import Handoff
-from flashrecovery.controller.history import HistoryEntry
-from flashrecovery.controller.job_state import AGENT, JobState
+from flashrecovery.controller.divergence_advice import way_on
+from flashrecovery.controller.elastic.drain import Handoff
+from flashrecovery.controller.elastic.growing import Growing
+from flashrecovery.controller.elastic.join import ComingIn
+from flashrecovery.controller.elastic.resizing import Resizing
+from flashrecovery.controller.hang import HangWatch
 from flashrecovery.controller.last_save import LastSave
-from flashrecovery.controller.layout_rooms import laid_out_without
-from flashrecovery.controller.losses import allowed_sizes, leaving_without, never_replaced
-from flashrecovery.controller.nodes import NodeRecord, NodeState
-from flashrecovery.controller.records import (
+from flashrecovery.controller.membership.launch import Starting
+from flashrecovery.controller.membership.node_health_policy import Conduct, Evacuation
+from flashrecovery.controller.membership.placement import Staffing
+from flashrecovery.controller.membership.relayout_slots import laid_out_without
+from flashrecovery.controller.recovery import RecoverySteps
+from flashrecovery.controller.relayout.relayout import Replanning
+from flashrecovery.controller.state.crashes import cause_of, limit_of, option_of
+from flashrecovery.controller.state.history import HistoryEntry
+from flashrecovery.controller.state.job_state import AGENT, JobState
+from flashrecovery.controller.state.loss_policy import allowed_sizes, leaving_without, never_replaced
+from flashrecovery.controller.state.nodes import NodeRecord, NodeState
+from flashrecovery.controller.state.rank_record import (
     HeldAt,
     Place,
     RankRecord,
@@ -54,20 +61,13 @@ from flashrecovery.controller.records import (
     unequal_steps,
     who_has_left,
 )
-from flashrecovery.controller.recovery import RecoverySteps
-from flashrecovery.controller.replanning import Replanning
-from flashrecovery.controller.resizing import Resizing
-from flashrecovery.controller.staffing import Staffing
-from flashrecovery.controller.starting import Starting
 from flashrecovery.controller.takeover import TakeOver
-from flashrecovery.controller.watching import HangWatch
-from flashrecovery.controller.way_on import way_on
 from flashrecovery.errors import DamagedCheckpointError
 from flashrecovery.kinds import FailureKind, NoticeKind, Ordered, failed
+from flashrecovery.plan.elastic.resize import why_too_few
 from flashrecovery.plan.hang import VerdictKind, victims_of
 from flashrecovery.plan.ownership import renamed, turned_out_own
-from flashrecovery.plan.replan import layout_text
-from flashrecovery.plan.resize import why_too_few
+from flashrecovery.plan.strategy.relayout import layout_text
 from flashrecovery.plan.transitions import RECOVERY_STATES, State
 from flashrecovery.plan.words import HOW_TO_PROTECT, failed_text, raised_text, ranks_text
 from flashrecovery.proto import flashrecovery_pb2 as pb
@@ -479,12 +479,12 @@ class Machine:
         self._steps.recover([], self._coming.cause, self._resizing.paused_since(now), 0.0, now)
 
     def replan(self, layout: str, step: int) -> tuple[str, str, tuple[str, ...]]:
-        """See :meth:`.replanning.Replanning.ask`; the layout as text."""
+        """See :meth:`.relayout.relayout.Replanning.ask`; the layout as text."""
         why_not, strategy, lines = self._replanning.ask(layout, step)
         return why_not, "" if strategy is None else layout_text(strategy), lines
 
     def resize(self, replicas: int, step: int, now: float) -> str:
-        """See :meth:`.resizing.Resizing.ask`."""
+        """See :meth:`.elastic.resizing.Resizing.ask`."""
         if self._replanning.under_way:
             return "the job is about to change its parallel layout; ask again when it has"
         return self._resizing.ask(replicas, step, now)

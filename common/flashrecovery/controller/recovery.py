@@ -10,11 +10,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from flashrecovery import events as ev
-from flashrecovery.controller.custody import division_of, ready_for, take_on_parts
-from flashrecovery.controller.evacuate import Evacuation
-from flashrecovery.controller.history import HistoryEntry, start_lines
-from flashrecovery.controller.job_state import JobState
-from flashrecovery.controller.records import (
+from flashrecovery.controller.elastic.resizing import Resizing
+from flashrecovery.controller.membership.launch import Starting
+from flashrecovery.controller.membership.node_health_policy import Evacuation
+from flashrecovery.controller.membership.placement import Staffing
+from flashrecovery.controller.relayout.relayout import Replanning
+from flashrecovery.controller.state.custody import division_of, ready_for, take_on_parts
+from flashrecovery.controller.state.history import HistoryEntry, start_lines
+from flashrecovery.controller.state.job_state import JobState
+from flashrecovery.controller.state.rank_record import (
     BUILT_UP,
     THROUGH,
     Place,
@@ -24,15 +28,11 @@ from flashrecovery.controller.records import (
     unequal_claims,
     unequal_steps,
 )
-from flashrecovery.controller.replanning import Replanning
-from flashrecovery.controller.resizing import Resizing
-from flashrecovery.controller.restore import Decision, RestoreRound, decide, from_snapshots
-from flashrecovery.controller.staffing import Staffing
-from flashrecovery.controller.starting import Starting
+from flashrecovery.controller.state.restore_plan import Decision, RestoreRound, decide, from_snapshots
 from flashrecovery.errors import JobFailedError
 from flashrecovery.kinds import FailureKind, NoticeKind, Ordered
 from flashrecovery.plan import NoCut, NoSourceError
-from flashrecovery.plan.parity_groups import Groups, groups_of_all, launch_domains
+from flashrecovery.plan.parity.groups import Groups, groups_of_all, launch_domains
 from flashrecovery.plan.transitions import State
 from flashrecovery.plan.words import raised_text, ranks_text
 from flashrecovery.proto import flashrecovery_pb2 as pb

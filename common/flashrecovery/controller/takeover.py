@@ -4,25 +4,25 @@ Nothing of the old controller is needed. Every agent says which ranks it holds a
 in one generation, the job simply runs; if not, because a rank is missing or the old controller died in the middle of a
 recovery, a recovery in the next generation brings everybody together, as any further failure would. Generations never
 go back: the newest that any agent has seen counts, or that a controller before this one has written down
-(:mod:`.generation_file`): all agents that had seen it may be lost.
+(:mod:`.storage.generation_file`): all agents that had seen it may be lost.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-from flashrecovery.controller.found_layout import FoundLayout
-from flashrecovery.controller.generation_file import Numbers
-from flashrecovery.controller.history import HistoryEntry
-from flashrecovery.controller.job_state import AGENT, JobState
-from flashrecovery.controller.nodes import NodeRecord, NodeState
-from flashrecovery.controller.records import BUILT_UP, THROUGH, Place, RankRecord, unequal_ends
+from flashrecovery.controller.membership.launch import Starting
+from flashrecovery.controller.membership.placement import Staffing
 from flashrecovery.controller.recovery import RecoverySteps
-from flashrecovery.controller.replanning import Replanning
-from flashrecovery.controller.staffing import Staffing
-from flashrecovery.controller.starting import Starting
+from flashrecovery.controller.relayout.found_layout import FoundLayout
+from flashrecovery.controller.relayout.relayout import Replanning
+from flashrecovery.controller.state.history import HistoryEntry
+from flashrecovery.controller.state.job_state import AGENT, JobState
+from flashrecovery.controller.state.nodes import NodeRecord, NodeState
+from flashrecovery.controller.state.rank_record import BUILT_UP, THROUGH, Place, RankRecord, unequal_ends
+from flashrecovery.controller.storage.generation_file import Numbers
 from flashrecovery.kinds import FailureKind, NoticeKind, Ordered
-from flashrecovery.plan.placement import neighbour_stride
+from flashrecovery.plan.membership.placement import neighbour_stride
 from flashrecovery.plan.transitions import State
 from flashrecovery.proto import flashrecovery_pb2 as pb
 
@@ -149,7 +149,7 @@ class TakeOver:
                 record.vacate()
                 record.home = record.page_on = ""
             elif worker.resumed and not (worker.stepping and record.place in _GOING):
-                # the old one has stayed until all had taken a step (:mod:`.last_resort`)
+                # the old one has stayed until all had taken a step (:mod:`.elastic.released_processes`)
                 here, there = (worker.stepping, worker.committed), (record.place in _GOING, record.committed)
                 self._job.tell_to_leave(worker.rank, record.home if here > there else node.name)
                 if here > there:

@@ -24,7 +24,7 @@ _LOOK_S = 0.05  # a wake-up that was missed is noticed after this time
 @dataclass(frozen=True)
 class Part:
     """A group to connect. ``store``: gets its store, which may mean to connect to a server first; ``timeout``: of its
-    operations; ``device``: see :func:`~flashrecovery.groups.inner.make_inners`."""
+    operations; ``device``: see :func:`~.inner.make_inners`."""
 
     request: GroupRequest
     store: Callable[[], Store]

@@ -142,7 +142,7 @@ def detach_all() -> None:
 
 def attach(store: Store | Servers, generation: int, deadline_s: float) -> AttachReport:
     """Connect every group again, in creation order, under ``fr/gen<generation>/`` in ``store``, or in that one of
-    several servers which is the group's (:func:`~flashrecovery.plan.stores.server_of`).
+    several servers which is the group's (:func:`~flashrecovery.plan.membership.stores.server_of`).
 
     Survivors and replacements do the same. All members of a group must take part. On failure (deadline in seconds, an
     :func:`abandon` since the last :func:`detach_all`, a peer that cannot be reached) raises

@@ -6,7 +6,7 @@ import torch.distributed as dist
 
 
 def is_communication_error(error: BaseException) -> bool:
-    """True if a collective, a connection or a store failed: a dead peer, or :func:`~flashrecovery.groups.abandon`.
+    """True if a collective, a connection or a store failed: a dead peer, or :func:`~.abandon`.
 
     Our backend turns gloo's plain ``RuntimeError`` into ``DistBackendError``, so the type tells. Misuse (wrong shapes,
     unknown ranks) has other types.

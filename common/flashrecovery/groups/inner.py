@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from flashrecovery.groups import torch_private
-from flashrecovery.groups.own_address import own_address
+from flashrecovery.groups.peer_names import own_address
 from flashrecovery.groups.torch_private import GroupRequest, HashStore, PrefixStore, Store
 
 

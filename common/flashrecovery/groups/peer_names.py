@@ -10,9 +10,13 @@ fail, on a connection of this process to itself.
 from __future__ import annotations
 
 import logging
+import os
+import socket
 from datetime import timedelta
+from typing import Any
 
 from flashrecovery.groups.torch_private import TCPStore
+from flashrecovery.runtime.addresses import is_here
 from flashrecovery.runtime.resolver import without_names
 
 log = logging.getLogger("flashrecovery")
@@ -27,3 +31,25 @@ def stop_asking() -> None:
             TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=_LIMIT)
         except RuntimeError as e:
             log.warning("torch goes on asking for its peers' names: no connection to 127.0.0.1: %s", e)
+
+
+_LOOPBACK = "127.0.0.1"
+
+
+def own_address(native: Any) -> str:
+    """The address at which this rank listens: of the first interface in ``GLOO_SOCKET_IFNAME`` (agents set it), else
+    the host name's if that is this host's, else the loopback address, which is enough for one node.
+
+    Raises OSError if that interface has no address.
+    """
+    interface = next((i for i in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if i), None)
+    if interface is not None:
+        address = str(native.address_of(interface))
+        if not address:
+            raise OSError(f"GLOO_SOCKET_IFNAME: the interface {interface!r} has no address on this host")
+        return address
+    try:
+        found = socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)
+    except OSError:
+        return _LOOPBACK
+    return next((str(entry[4][0]) for entry in found if is_here(str(entry[4][0]))), _LOOPBACK)

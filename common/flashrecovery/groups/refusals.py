@@ -22,8 +22,8 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
-from flashrecovery import import_hooks
 from flashrecovery.errors import UnsupportedError
+from flashrecovery.util import import_hooks
 
 _SWITCH = "Switch it off, or recovery."
 

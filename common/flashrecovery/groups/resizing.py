@@ -2,9 +2,9 @@
 
 Handles stay valid, as over any recovery: the stock ``ProcessGroup`` and our backend in it are given another rank and
 size while they are detached, and what is connected afterwards is of that size. Of each group those members go on that
-the job still has, in the order of the launch; ranks beyond it (:mod:`flashrecovery.plan.beyond`) are the last ones. So
-a group within one replica stays as it is, and only the global numbers of its ranks are others; a group across the
-replicas has as many ranks less as replicas have left.
+the job still has, in the order of the launch; ranks beyond it (:mod:`flashrecovery.plan.elastic.new_ranks`) are the
+last ones. So a group within one replica stays as it is, and only the global numbers of its ranks are others; a group
+across the replicas has as many ranks less as replicas have left.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from flashrecovery.errors import UnsupportedError
 from flashrecovery.groups import native_build, torch_private
 from flashrecovery.groups.registry import ManagedGroup, groups
 from flashrecovery.groups.state import STATE
-from flashrecovery.plan.beyond import members_of
-from flashrecovery.plan.replicas import ReplicaShape
+from flashrecovery.plan.elastic.new_ranks import members_of
+from flashrecovery.plan.elastic.replicas import ReplicaShape
 
 
 def refuse_partial(shape: ReplicaShape) -> None:

@@ -2,7 +2,7 @@
 
 A connection to a server is made when a group first needs it, on the thread that connects the groups, and kept for all
 generations. Every use of a store is wrapped, so that
-:func:`~flashrecovery.groups.exchange.abandon` wakes its waits.
+:func:`~.exchange.abandon` wakes its waits.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 from flashrecovery.groups.state import STATE
 from flashrecovery.groups.torch_private import DEFAULT_TIMEOUT, GroupRequest, PrefixStore, Store, TCPStore
-from flashrecovery.plan.stores import server_of
+from flashrecovery.plan.membership.stores import server_of
 from flashrecovery.runtime.environment import STORES_ENV
 
 Address = tuple[str, int]
@@ -115,7 +115,7 @@ class Servers:
 
 def _beyond(ranks: Sequence[int]) -> str:
     """Tells a group within a replica that the launch did not have from the one within the launch's replica in whose
-    place its ranks have run the script: both have the same name (:mod:`flashrecovery.plan.beyond`)."""
+    place its ranks have run the script: both have the same name (:mod:`flashrecovery.plan.elastic.new_ranks`)."""
     return f"{min(ranks)}/" if STATE.shape is not None and min(ranks) >= STATE.shape.world else ""
 
 

@@ -15,7 +15,6 @@ import socket
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from flashrecovery.clock import lease_clock
 from flashrecovery.heartbeat.wire import (
     ANSWER,
     ANSWERED,
@@ -31,6 +30,7 @@ from flashrecovery.heartbeat.wire import (
     unpack_ranks,
 )
 from flashrecovery.proto import flashrecovery_pb2 as pb
+from flashrecovery.util.clock import lease_clock
 
 _BATCH = 256
 """Datagrams that are read before the event loop gets its turn again."""

@@ -19,7 +19,6 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-from flashrecovery.clock import lease_clock
 from flashrecovery.heartbeat.wire import (
     ANSWER,
     ANSWERED,
@@ -33,6 +32,7 @@ from flashrecovery.heartbeat.wire import (
     pack_ranks,
 )
 from flashrecovery.proto import flashrecovery_pb2 as pb
+from flashrecovery.util.clock import lease_clock
 
 _AGAIN_S = 0.08
 _TRIES = 3

@@ -14,8 +14,8 @@ import struct
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple, Protocol
 
-from flashrecovery.handshake import job_key
 from flashrecovery.proto import flashrecovery_pb2 as pb
+from flashrecovery.rpc.handshake import job_key
 
 MAGIC = b"FRB3"
 BEAT = 1

@@ -11,8 +11,8 @@ from flashrecovery.errors import ConfigError
 from flashrecovery.launchers import hostfile, torchrun
 from flashrecovery.launchers.hostfile import Filters, Resources
 from flashrecovery.launchers.launch import Options
+from flashrecovery.rpc.token import is_loopback
 from flashrecovery.runtime.addresses import is_here, resolve
-from flashrecovery.security import is_loopback
 
 FILTERS = ("include", "exclude", "num_nodes", "num_gpus")
 _SHAPE = ("nnodes", "nproc_per_node")

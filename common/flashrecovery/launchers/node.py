@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from flashrecovery.launchers.remote import ENDED, STOP, UP, HostOrder
-from flashrecovery.security import TOKEN_ENV
+from flashrecovery.rpc.token import TOKEN_ENV
 
 _PERIOD_S = 0.1
 

@@ -16,7 +16,7 @@ from flashrecovery.kinds import NoticeKind
 from flashrecovery.observe.goodput import Goodput, LastSeen, Ledger
 from flashrecovery.observe.incident import Incident, Incidents
 from flashrecovery.observe.timeline import Columns, SeenBy, Series, Timeline, TimelineFile, short
-from flashrecovery.parallel_layout import layout_replicas
+from flashrecovery.runtime.parallel_layout import layout_replicas
 
 LATEST = 200
 """Recoveries that are drawn; all are counted."""

@@ -10,7 +10,7 @@ from flashrecovery.terminal import say
 
 if TYPE_CHECKING:
     from flashrecovery.agent.agent import Agent
-    from flashrecovery.controller.service import ControllerService
+    from flashrecovery.controller.service.service import ControllerService
     from flashrecovery.events import EventLog
     from flashrecovery.observe.otel import RecoveryTracer
     from flashrecovery.observe.recorder import Recorder
@@ -72,7 +72,7 @@ class Observer:
         from flashrecovery.observe.server import serve
         from flashrecovery.observe.sources import agent_facts, controller_facts
         from flashrecovery.observe.tally import Tally
-        from flashrecovery.security import is_loopback
+        from flashrecovery.rpc.token import is_loopback
 
         tally = Tally()
         if self._log is not None:

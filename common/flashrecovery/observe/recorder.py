@@ -21,7 +21,7 @@ from flashrecovery.observe.course import Coming, Course, Record, read_timeline, 
 from flashrecovery.observe.timeline import ONE_BY_ONE, Sample, TimelineFile, band_of
 from flashrecovery.observe.waits import SaidLine, waits
 from flashrecovery.plan.transitions import State
-from flashrecovery.replace_file import replace_file
+from flashrecovery.util.atomic_file import replace_file
 
 _LOOK_S = 1.0
 _SHARE = 0.005

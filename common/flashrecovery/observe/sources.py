@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 
 from flashrecovery.agent.agent import Agent
-from flashrecovery.controller.history import PHASE_OF, HistoryEntry
-from flashrecovery.controller.service import ControllerService
+from flashrecovery.controller.service.service import ControllerService
+from flashrecovery.controller.state.history import PHASE_OF, HistoryEntry
 from flashrecovery.observe.facts import (
     AgentFacts,
     CheckpointFacts,

@@ -2,7 +2,7 @@
 
 Two series: the *whole* job, whose buckets become twice as wide whenever there would be more than :data:`LIMIT`, and the
 *recent* hour, whose buckets keep their width and are dropped when they are older. A month in 512 buckets is 2.3 hours
-each. Time is that of the job's clock (:class:`~flashrecovery.observe.goodput.JobClock`), which never goes back.
+each. Time is that of the job's clock (:class:`~.goodput.JobClock`), which never goes back.
 
 What a bucket says of thousands of ranks is a band: the mean of the samples' quantiles, and the largest value with its
 rank. Of up to :data:`ONE_BY_ONE` ranks each has a line of its own.

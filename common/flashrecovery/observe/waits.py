@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from flashrecovery.controller.job_state import JobState
-from flashrecovery.controller.nodes import is_spare
-from flashrecovery.controller.records import Place, RankRecord
+from flashrecovery.controller.state.job_state import JobState
+from flashrecovery.controller.state.nodes import is_spare
+from flashrecovery.controller.state.rank_record import Place, RankRecord
 from flashrecovery.observe.course import Wait
 from flashrecovery.plan.transitions import State
 from flashrecovery.plan.words import shortened

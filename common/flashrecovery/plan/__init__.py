@@ -20,9 +20,9 @@ busiest sender sends as little as possible. Each missing shard crosses the wire 
 lost it: bytes on the wire = bytes lost.
 """
 
-from flashrecovery.plan.cut import newest_cut, plain_reason
-from flashrecovery.plan.sources import plan_restore
-from flashrecovery.plan.types import (
+from flashrecovery.plan.restore.consistent_cut import newest_cut, plain_reason
+from flashrecovery.plan.restore.restore_plan import plan_restore
+from flashrecovery.plan.restore.types import (
     Cut,
     Holding,
     Kind,

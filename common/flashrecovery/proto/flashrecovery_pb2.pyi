@@ -579,7 +579,7 @@ class RankHealth(_message.Message):
     own_least_s: _builtins.float
     """the least of the last steps, 0: not enough steps yet"""
     overhead_s: _builtins.float
-    """what recovery takes of a step, see worker/overhead.py"""
+    """what recovery takes of a step, see worker/control/overhead.py"""
     kept: _builtins.int
     """1 + newest version of which it keeps a whole copy for the rank before it (stride); 0: none"""
     kept_age_s: _builtins.float
@@ -1460,12 +1460,12 @@ class Joined(_message.Message):
     """of an elastic job: a digest of what is divided among the ranks, the same on all"""
     replicas: _builtins.int
     """Of an elastic job: how many replicas it was launched with, of how many ranks each, and how many of these follow on
-    each other by number (plan/replicas.py). 0: each rank is a replica.
+    each other by number (plan/elastic/replicas.py). 0: each rank is a replica.
     """
     each: _builtins.int
     inner: _builtins.int
     facts: _builtins.str
-    """of a job that may change its layout: plan/replan.py, LayoutFacts, as JSON; the same on all"""
+    """of a job that may change its layout: plan/strategy/relayout.py, LayoutFacts, as JSON; the same on all"""
     @_builtins.property
     def needs(self) -> _containers.RepeatedCompositeFieldContainer[Global___ShardNeed]: ...
     @_builtins.property
@@ -1912,7 +1912,7 @@ class Command(_message.Message):
 
     @_builtins.property
     def refused(self) -> Global___Refused:
-        """instead of the first word: this agent cannot join, see controller/admission.py"""
+        """instead of the first word: this agent cannot join, see controller/membership/admission.py"""
 
     def __init__(
         self,
@@ -2505,7 +2505,7 @@ Global___Stop: _TypeAlias = Stop  # noqa: Y015
 
 @_typing.final
 class Regroup(_message.Message):
-    """stores: the groups are spread over them, on each rank alike (plan/stores.py).
+    """stores: the groups are spread over them, on each rank alike (plan/membership/stores.py).
     parity: the ranks of all parity groups from the resume on, if they are not those of the launch.
     members: of an elastic job, its ranks from the resume on, in order: each one's place among them is its number in the
     process groups.

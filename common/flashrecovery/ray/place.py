@@ -10,9 +10,9 @@ import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from flashrecovery.rpc.token import TOKEN_ENV, new_token
 from flashrecovery.runtime.environment import LAUNCHER_PID_ENV
 from flashrecovery.runtime.task import JOB_ENV
-from flashrecovery.security import TOKEN_ENV, new_token
 
 
 @dataclass(frozen=True)

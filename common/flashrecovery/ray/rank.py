@@ -23,7 +23,7 @@ from ray.train.v2._internal.execution import train_fn_utils
 
 import flashrecovery
 from flashrecovery.ray.train import ABOUT_ENV, CALL_ENV, About, AskPreemption, TrainReport, unsupported
-from flashrecovery.security import TOKEN_ENV
+from flashrecovery.rpc.token import TOKEN_ENV
 
 
 class RankUtils(train_fn_utils.LocalTrainFnUtils):  # type: ignore[misc]

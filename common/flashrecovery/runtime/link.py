@@ -5,7 +5,8 @@ what has arrived already is dropped. Acknowledgements ride on the heartbeats tha
 or as datagrams (:mod:`flashrecovery.heartbeat`).
 
 Every message says when it went out, and which sending time of the other side has been the newest to arrive; so each
-side knows for certain up to when it has been heard (:attr:`Link.echoed_at`, see :mod:`flashrecovery.plan.leases`).
+side knows for certain up to when it has been heard (:attr:`Link.echoed_at`, see
+:mod:`flashrecovery.plan.membership.leases`).
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from collections import deque
 from collections.abc import AsyncGenerator, Callable
 from typing import Generic, Protocol, TypeVar
 
-from flashrecovery.clock import lease_clock
+from flashrecovery.util.clock import lease_clock
 
 
 class Numbered(Protocol):

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from flashrecovery.plan.replicas import shape_of
+from flashrecovery.plan.elastic.replicas import shape_of
 
 
 @dataclass

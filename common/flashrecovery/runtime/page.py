@@ -25,11 +25,11 @@ from dataclasses import dataclass
 
 import xxhash
 
-from flashrecovery.clock import lease_clock_ns
 from flashrecovery.plan.words import step_text
 from flashrecovery.runtime.lifeline import Lifeline
 from flashrecovery.state import witness
 from flashrecovery.state.version import VERSIONS_KEPT
+from flashrecovery.util.clock import lease_clock_ns
 
 MAGIC = 0x46525047_00000007
 TAG_NONE = -2

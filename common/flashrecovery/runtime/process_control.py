@@ -54,7 +54,7 @@ def start_interpreter(
     """A process of the bootstrap, in a session of its own, that prints into ``out``. ``role``: ``--worker`` or
     ``--standby``; ``command``: the script and its arguments; ``channel``, ``page``: descriptors that it gets, too."""
     return subprocess.Popen(
-        [sys.executable, "-u", "-m", "flashrecovery.worker.bootstrap", role, *command],
+        [sys.executable, "-u", "-m", "flashrecovery.worker.startup.bootstrap", role, *command],
         env={**env, CHANNEL_ENV: str(channel), PAGE_ENV: str(page)},
         stdin=subprocess.DEVNULL,
         stdout=out,

@@ -140,7 +140,7 @@ class SnapshotHost:
 
     @staticmethod
     def start(name: str, log: Path, folder: Path | None, linger_s: float) -> SnapshotHost:
-        """A new process; for the rest see :class:`~flashrecovery.snapshot.process.SnapshotProcess`. Raises OSError."""
+        """A new process; for the rest see :class:`~.process.SnapshotProcess`. Raises OSError."""
         with address.listen(name) as listener, open(log, "ab") as out:
             process = subprocess.Popen(
                 [

@@ -72,7 +72,7 @@ class Fingerprints:
         return number
 
     def results(self) -> list[bytes]:
-        """By number, what :func:`~flashrecovery.state.digest.shard_digest` takes in place of a tensor's bytes. To be
+        """By number, what :func:`~.digest.shard_digest` takes in place of a tensor's bytes. To be
         called once."""
         found = [b""] * len(self._nbytes)
         arriving = [

@@ -6,7 +6,7 @@ enables ``flash_recovery``)::
     trainer.train()
 
 The Trainer keeps its own loop, so every part of it that communicates becomes one call of the core
-(:mod:`flashrecovery.worker.calls`):
+(:mod:`flashrecovery.worker.framework_calls`):
 
 =====================  ================================================================================
 ``train:<n>``          fetching ``n`` micro-batches, counting their items, all ``n`` training steps, and what ends them

@@ -21,7 +21,7 @@ import torch
 from flashrecovery.adapter import codec
 from flashrecovery.errors import UnsupportedError
 from flashrecovery.trainer.own_values import MISSING, NOTHING, ValueReader, ValueWriter, of_transformers
-from flashrecovery.worker.script_frames import is_own
+from flashrecovery.worker.script_text.script_frames import is_own
 
 _FUNCTIONS = ("compute_loss_func", "compute_metrics", "preprocess_logits_for_metrics")
 _PLAIN = (int, float, bool, str, type(None))

@@ -22,8 +22,8 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from flashrecovery.adapter import codec
-from flashrecovery.worker.generators import as_stateful
-from flashrecovery.worker.script_frames import is_own, is_own_file
+from flashrecovery.worker.local_state.generators import as_stateful
+from flashrecovery.worker.script_text.script_frames import is_own, is_own_file
 
 GLANCED_BYTES = 64 << 10
 """Up to this size the content of a tensor says whether it has changed; of larger ones the version counter."""

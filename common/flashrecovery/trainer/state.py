@@ -66,7 +66,8 @@ class StepResults:
 
 
 class TrainerLoop:
-    """A :class:`flashrecovery.worker.calls.LoopState`. ``metrics``: of the newest ``evaluate()`` of the script.
+    """A :class:`flashrecovery.worker.framework_calls.LoopState`. ``metrics``: of the newest ``evaluate()`` of the
+    script.
     ``running``: the sum of losses since the last log. ``own``: what subclass, callbacks and functions keep."""
 
     def __init__(self, trainer: Any) -> None:

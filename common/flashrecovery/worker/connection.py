@@ -6,10 +6,10 @@ from collections.abc import Callable
 
 from flashrecovery.runtime.channel import Channel
 from flashrecovery.runtime.page import Page
-from flashrecovery.worker.environment_watch import EnvironmentWatch
-from flashrecovery.worker.hooks import UnprotectedSteps
-from flashrecovery.worker.skipping import Ahead
-from flashrecovery.worker.start_profile import StartProfile
+from flashrecovery.worker.local_state.fast_forward import Ahead
+from flashrecovery.worker.preimport.environment_watch import EnvironmentWatch
+from flashrecovery.worker.preimport.start_profile import StartProfile
+from flashrecovery.worker.script_checks.unprotected_steps import UnprotectedSteps
 
 
 class Connection:

@@ -4,8 +4,8 @@
 script has changed below it. So :meth:`Loop.settle` comes before each hand-out, and there a version is complete.
 
 A step is ``settle``, ``begin`` .. ``end``. When it is stopped, wherever the training thread is, that unwinds to
-``end``, and :mod:`.recoverer` carries out the controller's commands until the next ``resume``. Then the script runs on
-to the next hand-out, which takes back what it does on the way (:mod:`.void_run`).
+``end``, and :mod:`.recovery_commands` carries out the controller's commands until the next ``resume``. Then the script
+runs on to the next hand-out, which takes back what it does on the way (:mod:`.step.discarded_run`).
 """
 
 from __future__ import annotations
@@ -25,34 +25,36 @@ from flashrecovery.kinds import NoticeKind
 from flashrecovery.proto import flashrecovery_pb2 as pb
 from flashrecovery.runtime import process_end
 from flashrecovery.terminal import say
-from flashrecovery.worker import below, join_watch, leftovers
-from flashrecovery.worker.accelerated import check_rest
-from flashrecovery.worker.ahead_of_script import imported_so_far
-from flashrecovery.worker.collectives import CollectiveWatch
-from flashrecovery.worker.copies import Copies
-from flashrecovery.worker.elastic_rules import ElasticRules
-from flashrecovery.worker.error_watch import ErrorWatch
-from flashrecovery.worker.gate import Gate
-from flashrecovery.worker.habits import IN_ALL_STEPS, UNTIL_RESEALED
-from flashrecovery.worker.look_below import communicates_below
-from flashrecovery.worker.optimizer_watch import OptimizerWatch
-from flashrecovery.worker.outside import OutsideWatch
-from flashrecovery.worker.overhead import Overhead, TimedHooks
-from flashrecovery.worker.proving import Proving
-from flashrecovery.worker.recoverer import Recoverer
+from flashrecovery.worker.consistency.divergence_check import Proving
+from flashrecovery.worker.consistency.early_writes import Touches
+from flashrecovery.worker.context import Worker
+from flashrecovery.worker.control.gate import Gate
+from flashrecovery.worker.control.interruption import Stops
+from flashrecovery.worker.control.nccl_error_watch import ErrorWatch
+from flashrecovery.worker.control.overhead import Overhead, TimedHooks
+from flashrecovery.worker.data.accelerate import check_rest
+from flashrecovery.worker.exit.termination import Termination
+from flashrecovery.worker.exit.undisturbed import undisturbed
+from flashrecovery.worker.local_state.step_profile import IN_ALL_STEPS, UNTIL_RESEALED
+from flashrecovery.worker.preimport.preimport_script import imported_so_far
+from flashrecovery.worker.recovery_commands import Recoverer
 from flashrecovery.worker.registry import Drawn, Registry
-from flashrecovery.worker.script_frames import check_loop, texts_of
-from flashrecovery.worker.sealing import Sealing
-from flashrecovery.worker.stashing import ReplanRules
-from flashrecovery.worker.stops import Stops
-from flashrecovery.worker.termination import Termination
-from flashrecovery.worker.touches import Touches
-from flashrecovery.worker.transaction import Transaction
-from flashrecovery.worker.undisturbed import undisturbed
-from flashrecovery.worker.unregistered import Unregistered
-from flashrecovery.worker.unwinding import Unwinding
-from flashrecovery.worker.void_run import VoidRun
-from flashrecovery.worker.worker import Worker
+from flashrecovery.worker.replication.copies import Copies
+from flashrecovery.worker.reshard.elastic_checks import ElasticRules
+from flashrecovery.worker.reshard.relayout import ReplanRules
+from flashrecovery.worker.script_checks import join_refusal
+from flashrecovery.worker.script_checks.optimizer_watch import OptimizerWatch
+from flashrecovery.worker.script_checks.stray_collectives import OutsideWatch
+from flashrecovery.worker.script_checks.unregistered import Unregistered
+from flashrecovery.worker.script_text.post_step_collectives import communicates_below
+from flashrecovery.worker.script_text.script_frames import check_loop, texts_of
+from flashrecovery.worker.step import activation_release
+from flashrecovery.worker.step import post_step_code as below
+from flashrecovery.worker.step.capsule import Sealing
+from flashrecovery.worker.step.collectives import CollectiveWatch
+from flashrecovery.worker.step.discarded_run import VoidRun
+from flashrecovery.worker.step.transaction import Transaction
+from flashrecovery.worker.step.unwinding import Unwinding
 
 log = logging.getLogger("flashrecovery")
 
@@ -61,7 +63,7 @@ class Loop:
     """The loop of one worker, from its first step on.
 
     Args:
-        own_calls: the script's loop makes calls (:mod:`.calls`); nothing of it lies between two steps.
+        own_calls: the script's loop makes calls (:mod:`.framework_calls`); nothing of it lies between two steps.
     """
 
     def __init__(self, worker: Worker, copies: Copies, *, own_calls: bool) -> None:
@@ -214,7 +216,7 @@ class Loop:
         if not self._entered and not self._own_calls:
             self._look_ahead(frame)
         self._entered = True
-        join_watch.check(self._registry.joinables)
+        join_refusal.check(self._registry.joinables)
         if self._unregistered is not None:
             self._unregistered.before_step(frame, self._gate.generation)
 
@@ -240,7 +242,7 @@ class Loop:
         self._between(False)
         if self._gate.stopped:
             groups.watch_outside(True)
-        self._graphs_since = leftovers.sequence_number()
+        self._graphs_since = activation_release.sequence_number()
         self._step.begin()
 
     @undisturbed
@@ -513,7 +515,7 @@ class Loop:
     def let_go(self) -> None:
         """Free what the attempt that was cut short has left in memory; nothing can touch it any more."""
         if self._cut_short_by is not None:
-            count = leftovers.release(self._cut_short_by, self._graphs_since)
+            count = activation_release.release(self._cut_short_by, self._graphs_since)
             self._cut_short_by = None
             log.debug("%d saved tensors of step %d let go", count, self._gate.version)
 

@@ -14,17 +14,17 @@ from torch.optim import Optimizer
 from torch.utils.data import default_collate
 
 from flashrecovery.errors import ConfigError, RegistrationError, UnsupportedError
-from flashrecovery.worker import fabric
-from flashrecovery.worker.accelerated import readable, unwrapped
-from flashrecovery.worker.data import DataStream
-from flashrecovery.worker.elastic import Dataset, ElasticBatches, FrameworkBatch, GlobalBatches
-from flashrecovery.worker.step import Step
-from flashrecovery.worker.wrapping import wrapper_of
+from flashrecovery.worker.data import lightning_fabric
+from flashrecovery.worker.data.accelerate import readable, unwrapped
+from flashrecovery.worker.data.global_batches import Dataset, ElasticBatches, FrameworkBatch, GlobalBatches
+from flashrecovery.worker.data.stream import DataStream
+from flashrecovery.worker.script_checks.wrapped_module import wrapper_of
+from flashrecovery.worker.step.step import Step
 
 if TYPE_CHECKING:
     from flashrecovery.config import ElasticSettings, ReplanSettings
-    from flashrecovery.contract import Adapter
-    from flashrecovery.worker.calls import Calls, LoopState
+    from flashrecovery.contract.adapter import Adapter
+    from flashrecovery.worker.framework_calls import Calls, LoopState
     from flashrecovery.worker.session import Session
 
 T = TypeVar("T")
@@ -59,7 +59,7 @@ class Recovery:
     @property
     def void(self) -> bool:
         """Whether the script is below the block of an attempt that does not count: what it has there goes nowhere, and
-        the step is done again. For code that has no step at hand to ask (:attr:`.step.Step.committed`)."""
+        the step is done again. For code that has no step at hand to ask (:attr:`.step.step.Step.committed`)."""
         return self._session is not None and self._session.void
 
     @property
@@ -125,14 +125,14 @@ class Recovery:
         """
         optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
         optimizers, objects = unwrapped(
-            [fabric.optimizer_inside(o) for o in optimizers],
-            {name: fabric.trained_module(o) for name, o in objects.items() if o is not None},
+            [lightning_fabric.optimizer_inside(o) for o in optimizers],
+            {name: lightning_fabric.trained_module(o) for name, o in objects.items() if o is not None},
         )
         if model is not None:
-            scaler = fabric.scaler_of(model)
+            scaler = lightning_fabric.scaler_of(model)
             if scaler is not None and not any(o is scaler for o in objects.values()):
                 objects["fabric_scaler"] = scaler
-            model = fabric.trained_module(model)
+            model = lightning_fabric.trained_module(model)
             if self._session is not None and isinstance(model, torch.nn.Module):
                 model = wrapper_of(model)
         if model is None and (optimizers or not objects):
@@ -192,7 +192,7 @@ class Recovery:
         """
         if self._session is not None:
             self._session.refuse_streams()
-        loader = fabric.loader_inside(loader)
+        loader = lightning_fabric.loader_inside(loader)
         stream = DataStream(loader if self._session is None else readable(loader))
         if self._session is not None:
             self._session.add_stream(stream)
@@ -295,12 +295,12 @@ class Recovery:
         ahead: bool = False,
     ) -> T:
         """Make one protected call of ``body()``, for frameworks in which a step is one call; see
-        :mod:`flashrecovery.worker.calls`. Where ``steps()`` is used, inside another call, and without recovery, it is
+        :mod:`.framework_calls`. Where ``steps()`` is used, inside another call, and without recovery, it is
         just called."""
         if self._session is None or self._looped or self.in_call:
             return body()
         if self._calls is None:
-            from flashrecovery.worker.calls import Calls
+            from flashrecovery.worker.framework_calls import Calls
 
             self._calls = Calls(self._session)
         return self._calls.run(kind, body, skipped, loop, ahead=ahead)

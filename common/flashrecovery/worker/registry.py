@@ -19,25 +19,25 @@ from torch import distributed as dist
 from torch.distributed.algorithms.join import Joinable
 from torch.optim import Optimizer
 
-from flashrecovery.contract import Adapter
+from flashrecovery.contract.adapter import Adapter
 from flashrecovery.errors import DivergedError, RegistrationError, UnsupportedError
-from flashrecovery.plan.beyond import members_of
+from flashrecovery.plan.elastic.new_ranks import members_of
+from flashrecovery.plan.elastic.replicas import ReplicaShape, shape_of
 from flashrecovery.plan.ownership import own_name
-from flashrecovery.plan.replicas import ReplicaShape, shape_of
-from flashrecovery.plan.rules import TensorRule
+from flashrecovery.plan.reshard.rules import TensorRule
 from flashrecovery.runtime.page import CAPSULE_LIMIT
 from flashrecovery.state import codec, witness
 from flashrecovery.state.checkpoint_format import CheckpointFormat
 from flashrecovery.state.object_shard import COMMON, ObjectShard
 from flashrecovery.state.shard import Shard
-from flashrecovery.worker.data import DataPosition, DataStream
-from flashrecovery.worker.elastic import GlobalBatches
-from flashrecovery.worker.generators import Stateful, as_stateful
-from flashrecovery.worker.habits import Habits
-from flashrecovery.worker.learned_sizes import LearnedSizes
-from flashrecovery.worker.rng import RngState, restore_rng
-from flashrecovery.worker.sampler_values import SamplerValues
-from flashrecovery.worker.scaler import settled
+from flashrecovery.worker.data.global_batches import GlobalBatches
+from flashrecovery.worker.data.sampler_settings import SamplerValues
+from flashrecovery.worker.data.stream import DataPosition, DataStream
+from flashrecovery.worker.local_state.dynamic_shapes import LearnedSizes
+from flashrecovery.worker.local_state.generators import Stateful, as_stateful
+from flashrecovery.worker.local_state.grad_scaler import settled
+from flashrecovery.worker.local_state.rng import RngState, restore_rng
+from flashrecovery.worker.local_state.step_profile import Habits
 
 AdapterFactory = Callable[[torch.nn.Module, Sequence[Optimizer]], Adapter]
 ModuleAdapterFactory = Callable[[torch.nn.Module], Adapter]

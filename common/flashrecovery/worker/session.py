@@ -11,26 +11,27 @@ from flashrecovery.config import Settings
 from flashrecovery.errors import JobFailedError, RegistrationError
 from flashrecovery.kinds import NoticeKind
 from flashrecovery.proto import flashrecovery_pb2 as pb
-from flashrecovery.redundancy import checkpoint, published
+from flashrecovery.redundancy.checkpoint import published, writer
 from flashrecovery.runtime import naming
 from flashrecovery.runtime.environment import in_changed_layout
-from flashrecovery.worker import agreement, elastic_rules
 from flashrecovery.worker.connection import Connection
-from flashrecovery.worker.copies import Copies
-from flashrecovery.worker.data import DataStream
-from flashrecovery.worker.elastic import GlobalBatches
-from flashrecovery.worker.gate import Gate
+from flashrecovery.worker.consistency import all_equal
+from flashrecovery.worker.consistency.start_checks import check_world, check_wrappers, find_own
+from flashrecovery.worker.context import Worker
+from flashrecovery.worker.control.gate import Gate
+from flashrecovery.worker.data.global_batches import GlobalBatches
+from flashrecovery.worker.data.stream import DataStream
+from flashrecovery.worker.local_state.fast_forward import Ahead
 from flashrecovery.worker.loop import Loop
 from flashrecovery.worker.registry import AdapterFactory, ModuleAdapterFactory, Registry, in_words
-from flashrecovery.worker.skipping import Ahead
-from flashrecovery.worker.start_checks import check_world, check_wrappers, find_own
-from flashrecovery.worker.stashing import Stashing
-from flashrecovery.worker.worker import Worker
+from flashrecovery.worker.replication.copies import Copies
+from flashrecovery.worker.reshard import elastic_checks
+from flashrecovery.worker.reshard.relayout import Stashing
 
 
 class Session:
     """The set-up of one worker process. :meth:`open` makes the loop, once. For the arguments see
-    :class:`.worker.Worker`."""
+    :class:`.context.Worker`."""
 
     def __init__(
         self,
@@ -95,7 +96,7 @@ class Session:
 
     def refuse_streams(self) -> None:
         """Raises UnsupportedError in an elastic job, in which no rank has batches of its own."""
-        elastic_rules.refuse_streams(self.settings)
+        elastic_checks.refuse_streams(self.settings)
 
     def take_batches(self, batches: GlobalBatches) -> None:
         """Raises RegistrationError after the first step."""
@@ -149,7 +150,7 @@ class Session:
         objects, settings = find_own(registry)
         own = [*objects, *map(in_words, settings)]
         if self.settings.elastic is not None:
-            elastic_rules.check_start(registry, self.settings, own, single_calls=num_steps is None)
+            elastic_checks.check_start(registry, self.settings, own, single_calls=num_steps is None)
         if self.settings.replan is not None:  # after check_start(), which finds the replicas
             worker.stashing = Stashing(registry, self.settings, own, single_calls=num_steps is None)
         registry.habits.own = sorted({*registry.habits.own, *objects})
@@ -165,7 +166,7 @@ class Session:
             lambda text: worker.notice(NoticeKind.REDUNDANCY, text),
         )
         self._loop = Loop(worker, copies, own_calls=num_steps is None)
-        self._loop.adopt_own(agreement.union(copies.left_own()))
+        self._loop.adopt_own(all_equal.union(copies.left_own()))
         if worker.rank == 0 and not worker.connection.detached:
             worker.notice(NoticeKind.REDUNDANCY, copies.describe())
             if worker.stashing is not None and worker.stashing.warning:
@@ -188,7 +189,7 @@ class Session:
         if self._loop is not None and self._loop.copies.checkpoint is not None:
             self._loop.copies.checkpoint.announce(version, generation, launch)
 
-    def _checkpoint_published(self, saved: checkpoint.Published) -> None:
+    def _checkpoint_published(self, saved: writer.Published) -> None:
         message = pb.CheckpointSaved(
             version=saved.version, path=str(saved.path), seconds=saved.seconds, k0_s=saved.k0_s
         )

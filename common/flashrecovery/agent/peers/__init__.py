@@ -1,0 +1,1 @@
+"""What agents do for each other: vouch, vote, relay sessions, keep set-up logs and staged state."""

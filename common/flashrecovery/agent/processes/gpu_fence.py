@@ -1,0 +1,67 @@
+"""Waits until a killed process has given back its GPU's memory: a replacement that comes earlier would find the GPU
+full.
+
+That its own memory is gone says nothing of it (``procfs.Statm``): the kernel frees a process's memory first, closes its
+files then, the driver's among them, and only at last lets its parent hear of its end. Processes that it has forked may
+still have the driver open, data loaders above all. So on a machine with NVIDIA GPUs the fence waits for the end of all
+processes of its session, and then for NVML, which must not list it any more. Elsewhere it costs nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Protocol
+
+from flashrecovery.agent.processes.process import WorkerProcess
+from flashrecovery.agent.processes.procfs import session_members
+from flashrecovery.health.gpu_processes import GpuProcesses
+
+DRIVER = Path("/dev/nvidiactl")
+"""NVIDIA's control device; it exists if processes may use GPUs."""
+_LOOK_S = 0.005
+
+
+class Listed(Protocol):
+    """A source of the processes on a GPU."""
+
+    def on(self, local_rank: int) -> frozenset[int]:
+        """The pids of the processes on a GPU. May take long."""
+
+
+class GpuFence:
+    """Makes sure that a dead process is gone from the GPUs of one node. ``find``: where the processes on the GPUs are
+    listed, None if nowhere; called in a thread."""
+
+    def __init__(self, find: Callable[[], Listed | None]) -> None:
+        self._find = find
+        self._present = DRIVER.exists()
+        self._listed: Listed | None = None
+
+    @staticmethod
+    def of_this_node(environment: Mapping[str, str], local_ranks: int) -> GpuFence:
+        """``environment``: the agent's."""
+        return GpuFence(lambda: GpuProcesses.create(environment, local_ranks))
+
+    async def prepare(self) -> None:
+        """NVML takes seconds to come up; before this is over, it is not asked."""
+        if self._present:
+            self._listed = await asyncio.to_thread(self._find)
+
+    async def released(self, process: WorkerProcess, timeout_s: float) -> bool:
+        """True once what the killed ``process`` had on its GPU is free; False after ``timeout_s`` seconds."""
+        if not self._present:
+            return True
+        deadline = time.monotonic() + timeout_s
+        while await asyncio.to_thread(self._has_something, process):
+            if time.monotonic() > deadline:
+                return False
+            await asyncio.sleep(_LOOK_S)
+        return True
+
+    def _has_something(self, process: WorkerProcess) -> bool:
+        if session_members(process.pid):
+            return True
+        return self._listed is not None and process.pid in self._listed.on(process.local_rank)

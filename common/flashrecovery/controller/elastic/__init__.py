@@ -1,0 +1,1 @@
+"""An elastic job changes its size: who leaves, who joins, at which step."""

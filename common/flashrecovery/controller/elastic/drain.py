@@ -1,0 +1,156 @@
+"""Nodes that are to leave while they still work: their ranks are handed to other nodes, and no step is lost.
+
+Somebody has commanded it (``flashrecovery drain``), or the node itself has been told to end. What is done about it is
+:func:`flashrecovery.plan.elastic.drain.hand_off`'s decision. One node at a time; the others wait.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from flashrecovery.controller.elastic.join import ComingIn
+from flashrecovery.controller.elastic.resizing import Resizing
+from flashrecovery.controller.membership.joining_processes import give_up_all
+from flashrecovery.controller.membership.placement import Staffing
+from flashrecovery.controller.state.job_state import AGENT, JobState
+from flashrecovery.controller.state.loss_policy import allowed_sizes, never_replaced
+from flashrecovery.controller.state.nodes import NodeRecord, NodeState, rooms
+from flashrecovery.kinds import NoticeKind
+from flashrecovery.plan.elastic.drain import HandOff, HandOffWay, Parting, hand_off
+from flashrecovery.plan.transitions import State
+from flashrecovery.proto import flashrecovery_pb2 as pb
+
+_TRIES = 3
+"""Times that the ranks of one node are on their way, where something else fails meanwhile."""
+
+
+class Handoff:
+    """The nodes of one job that are to leave."""
+
+    def __init__(self, job: JobState, staffing: Staffing, coming: ComingIn, resizing: Resizing) -> None:
+        self._job = job
+        self._staffing = staffing
+        self._coming = coming
+        self._resizing = resizing
+        self._until: dict[str, float] = {}  # by node, in the order in which they were told
+        self._causes: dict[str, str] = {}  # by node, in words
+        self._moved: dict[str, int] = {}  # those whose ranks were on their way, how often
+        self.save_wanted = False
+        """Somebody should take a checkpoint now."""
+
+    def ask(self, name: str, within_s: float, now: float, cause: str = "") -> tuple[str, str]:
+        """Have a node leave within so many seconds. ``cause``: why, in words. Returns why not, or what is done."""
+        job = self._job
+        node = job.nodes.get(name)
+        if node is None or not node.alive:
+            known = ", ".join(sorted(n.name for n in job.nodes.values() if n.alive))
+            return f"node {name} does not belong to the job; these do: {known}", ""
+        if name in self._until:
+            return f"node {name} is leaving already", ""
+        if job.state in (State.STARTING, State.FINISHED, State.FAILED):
+            return f"the job is {job.state.value}; a node can leave when it trains", ""
+        plan = self._plan(node)
+        if plan.way is HandOffWay.NOTHING:
+            return plan.reason, ""
+        node.leaving = True
+        self._until[name], self._causes[name] = now + within_s, cause
+        return "", plan.reason
+
+    def on_node_lost(self, name: str) -> None:
+        """It has not lasted so long."""
+        if name in self._until:
+            self._no_more(name)
+            give_up_all(self._job, f"node {name} is lost before its ranks were handed over")
+
+    def tick(self, now: float) -> None:
+        """Do what can be done now for the first of them."""
+        job = self._job
+        if job.state is not State.RUNNING or job.recovery is not None:
+            return
+        if not self._until:
+            self._resizing.take_up()
+            return
+        name, until = next(iter(self._until.items()))
+        node = job.nodes[name]
+        ranks = [record.rank for record in job.ranks.values() if record.home == name]
+        if not node.leaving:  # it was needed
+            self._forget(node)
+        elif not ranks:
+            self._let_go(node)
+        elif now >= until:
+            self._give_up(node, f"{len(ranks)} of its ranks are still there, and its time is over")
+        elif name in self._moved and self._coming.came_to_nothing and self._moved[name] < _TRIES:
+            self._begin(node, now)
+        elif name in self._moved and not job.newcomers.keys() >= set(ranks) and not self._resizing.under_way:
+            self._give_up(node, "its ranks could not be handed over")
+        elif name not in self._moved and not self._resizing.under_way:
+            self._begin(node, now)
+
+    def _plan(self, node: NodeRecord) -> HandOff:
+        job, elastic = self._job, self._job.config.elastic
+        ranks = tuple(record.rank for record in job.ranks.values() if record.home == node.name)
+        taken = [record.home for record in job.ranks.values() if record.home]
+        unable = ""
+        if never_replaced(job):
+            unable = "no rank gets another process (replace: never)"
+        elif job.config.replan is not None:
+            unable = "ranks of a job whose parallel layout may change (replan) are not handed over yet"
+        elif job.config.redundancy == "none" and elastic is None:
+            unable = "no other node has what only this one's ranks have (redundancy: none)"
+        return hand_off(
+            Parting(
+                node=node.name,
+                domain=node.domain,
+                ranks=ranks,
+                members=list(job.ranks),
+                rooms=rooms(job.nodes.values(), taken),
+                cannot_move=unable,
+                sizes=None if elastic is None else replace(allowed_sizes(job), allowed=None),
+                shape=job.shape,
+                saves=job.checkpoint is not None or job.config.checkpoint.dir is not None,
+            )
+        )
+
+    def _begin(self, node: NodeRecord, now: float) -> None:
+        """Its ranks are needed elsewhere more than others that are on their way in."""
+        job = self._job
+        if job.newcomers:
+            give_up_all(job, f"node {node.name} is to leave")
+        self._resizing.put_aside()
+        self._coming.came_to_nothing = False
+        plan = self._plan(node)
+        self._moved[node.name] = self._moved.get(node.name, 0) + 1
+        cause = f", because {self._causes[node.name]}" if self._causes[node.name] else ""
+        job.notice(NoticeKind.NODE_LEAVES, f"node {node.name} is to leave{cause}: {plan.reason}")
+        if plan.way is HandOffWay.MOVE:
+            self._coming.expect(-1, taking_over=True)
+            for rank, name in self._staffing.apart(plan.places).items():
+                self._staffing.build_beside(rank, name, now)
+        elif plan.way is HandOffWay.SHRINK:
+            self._resizing.dismiss([record.rank for record in job.ranks.values() if record.home == node.name])
+        else:
+            self.save_wanted = plan.way is HandOffWay.SAVE
+            self._forget(node)
+
+    def _let_go(self, node: NodeRecord) -> None:
+        """Nothing is left there: its agent ends."""
+        job = self._job
+        self._forget(node)
+        job.notice(NoticeKind.NODE_LEFT, f"node {node.name} has left the job")
+        job.outbox.send(node.name, pb.Command(generation=job.generation, rank=AGENT, shutdown=pb.Shutdown()))
+        node.state = NodeState.LOST
+        self._staffing.publish_rank_table()
+
+    def _give_up(self, node: NodeRecord, why: str) -> None:
+        if self._job.newcomers:
+            give_up_all(self._job, why)
+        self._job.notice(NoticeKind.NODE_LEAVES, f"node {node.name} does not leave: {why}")
+        self._forget(node)
+
+    def _forget(self, node: NodeRecord) -> None:
+        node.leaving = False
+        self._no_more(node.name)
+
+    def _no_more(self, name: str) -> None:
+        del self._until[name], self._causes[name]
+        self._moved.pop(name, None)

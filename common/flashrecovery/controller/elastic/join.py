@@ -1,0 +1,253 @@
+"""How newcomers come into the job: all there, a pause, and a recovery without a victim in which they are members.
+
+Ranks that an elastic job did not have come in at any step boundary: what the members hold, they need too. Who takes a
+rank over from a process that lives has to get what only that one had. So there the members pause at a step that all can
+still hear of in time, and say that they have once the copies of its version are complete; the state of those who leave
+is then held by others, as if their node were lost, and no step is done again. So they do where state is divided among
+them: of that a newcomer gets its part when it is divided anew (:mod:`flashrecovery.contract.division`), and a member
+that dies meanwhile shall not take the version with it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Set
+
+from flashrecovery.controller.elastic.released_processes import Relieved
+from flashrecovery.controller.membership.joining_processes import Newcomers, give_up, give_up_all
+from flashrecovery.controller.state.custody import divided, of_their_own
+from flashrecovery.controller.state.job_state import JobState
+from flashrecovery.controller.state.loss_policy import allowed_sizes
+from flashrecovery.controller.state.nodes import NodeState
+from flashrecovery.controller.state.rank_record import THROUGH
+from flashrecovery.controller.state.restore_plan import Decision, decide
+from flashrecovery.errors import JobFailedError
+from flashrecovery.kinds import FailureKind
+from flashrecovery.plan.transitions import State
+from flashrecovery.plan.words import ranks_text
+from flashrecovery.proto import flashrecovery_pb2 as pb
+
+
+class Gathering:
+    """Of one pause. Times are CLOCK_MONOTONIC seconds."""
+
+    def __init__(self) -> None:
+        self._there: set[int] = set()
+        self.since: float | None = None
+        """When the first one has come; None: nobody has."""
+
+    def come(self, rank: int, now: float) -> None:
+        """This one waits from now on."""
+        if self.since is None:
+            self.since = now
+        self._there.add(rank)
+
+    def has(self, rank: int) -> bool:
+        """Whether this one waits."""
+        return rank in self._there
+
+    def complete(self, members: Set[int]) -> bool:
+        """Whether all of them wait."""
+        return self._there >= members
+
+    def overdue(self, now: float, patience_s: float) -> bool:
+        """Whether the others have been waited for as long as that."""
+        return self.since is not None and now - self.since >= patience_s
+
+    def dissolve(self) -> None:
+        """Nobody waits any more."""
+        self._there.clear()
+        self.since = None
+
+
+_AHEAD_S = 0.3
+"""For so long a word to all ranks may be on its way."""
+_ALL_S = 2.0
+"""Seconds, and steps, that ranks wait for each other's copies when they pause."""
+_TRIES = 3
+
+
+class ComingIn:
+    """The way of the newcomers of one job."""
+
+    def __init__(self, job: JobState) -> None:
+        self._job = job
+        self.newcomers = Newcomers(job)
+        self.relieved = Relieved(job)
+        self._step = -1  # they are to take part from this step on
+        self._taking_over = False  # they take ranks over from processes that live
+        self._called_in = -1  # the generation in which the members were told to pause
+        self._before = 0  # which step
+        self._waiting = Gathering()  # those that have, with their copies
+        self._tries = 0
+        self.came_to_nothing = False
+        """They were to take ranks over, and something else has failed before they had all that they needed."""
+        self.otherwise: Callable[[], pb.Pause] = lambda: pb.Pause(step=-1)
+        """What members that were to pause are told if nobody comes in."""
+
+    def expect(self, step: int, *, taking_over: bool = False) -> None:
+        """Newcomers are being built up. They come in before ``step`` (-1: before the next one)."""
+        self._step, self._taking_over = step, taking_over
+        self._called_in, self._tries = -1, 0
+
+    @property
+    def cause(self) -> FailureKind:
+        """Why the members pause."""
+        handoff = self._taking_over and self._job.newcomers
+        return FailureKind.HANDOFF if handoff else FailureKind.RESIZE
+
+    @property
+    def in_last_step(self) -> bool:
+        """Ranks have taken all their steps: nobody comes in any more."""
+        return any(record.place in THROUGH for record in self._job.ranks.values())
+
+    def tick(self, now: float) -> bool:
+        """Look at deadlines, and whether the newcomers can come in. Returns whether members have paused for long
+        enough, or for nothing."""
+        job = self._job
+        if job.state in (State.FINISHED, State.FAILED):
+            job.newcomers.clear()  # their processes end with all others
+            return False
+        if job.state is State.STARTING:
+            for record in self.relieved.let_go():
+                job.tell_to_leave(record.rank, record.home)
+        if job.newcomers and job.state is State.RUNNING and self.in_last_step:
+            give_up_all(job, "ranks have taken their last step")
+        self.newcomers.give_up_late(now)
+        self.call_in()
+        if not job.newcomers and self._called_in == job.generation and job.state is State.RUNNING:
+            self._call(self.otherwise())  # nobody comes, so nobody needs to pause for that
+            self._called_in = -1
+            waited = self._waiting.since is not None
+            self._waiting.dissolve()
+            return waited  # who has paused is to go on, and the others may have begun a step without it
+        late = self._waiting.overdue(now, _ALL_S + _ALL_S * job.step_s)
+        return late and job.state is State.RUNNING and self._called_in == job.generation and not self._on_their_way
+
+    @property
+    def _on_their_way(self) -> bool:
+        """Whether some have not come to that step yet: they will, and cannot be stopped in whatever they do alone, as
+        one rank writes a checkpoint. Who is there and does not pause has begun it before it heard of the pause."""
+        return any(r.committed < self._before for r in self._job.in_order if not self._waiting.has(r.rank))
+
+    def call_in(self) -> None:
+        """If all newcomers are there, have the members pause before the step at which these are to come in."""
+        job = self._job
+        ready = self.newcomers.all_here and job.state is State.RUNNING and job.recovery is None
+        if ready and self._called_in != job.generation:
+            self._call(self._pause())
+
+    def _call(self, pause: pb.Pause) -> None:
+        for record in self._job.in_order:
+            self._job.command(record.rank, pb.Command(pause=pause))
+
+    @property
+    def _awaits_all(self) -> bool:
+        """Whether the members pause with their copies made, all of them."""
+        return self._taking_over or of_their_own(self._job.in_order)
+
+    def _pause(self) -> pb.Pause:
+        self._called_in = self._job.generation
+        self._waiting.dissolve()
+        step = max(self._step, 0)
+        if not self._awaits_all:
+            return pb.Pause(step=step)
+        newest = max(record.committed for record in self._job.in_order)
+        step_s = self._job.step_s
+        ahead = 2 + (math.ceil(_AHEAD_S / step_s) if step_s > 0 else 0)
+        self._before = max(step, newest + ahead * 2**self._tries)
+        return pb.Pause(step=self._before, copies=True)
+
+    def pause(self) -> pb.Pause | None:
+        """What members that go on after a recovery are told; where all of them are to hear of it in time, they are told
+        later."""
+        return None if self._awaits_all or not self.newcomers.all_here else self._pause()
+
+    @property
+    def paused_since(self) -> float | None:
+        """When the first member has paused; None: nobody has, or nobody is waited for."""
+        return self._waiting.since
+
+    def on_paused(self, message: pb.Paused, now: float) -> bool:
+        """A member has paused, where all are waited for, and with them their copies. Returns whether all have."""
+        self._waiting.come(message.rank, now)
+        return self._waiting.complete(self._job.ranks.keys())
+
+    @property
+    def waits_for_all(self) -> bool:
+        """Members have been told to pause with their copies made, and all of them are waited for."""
+        return self._awaits_all and bool(self._job.newcomers) and self._called_in == self._job.generation
+
+    def why_paused(self, version: int) -> str:
+        """In words; "" if nobody is to come in."""
+        if not self._job.newcomers:
+            return ""
+        how = "are filled by other processes" if self._taking_over else "come in"
+        return f"{ranks_text(list(self._job.newcomers))} {how} from step {version} on"
+
+    def take_back(self) -> list[int]:
+        """Something has failed before those who came could go on: whose ranks they were to take over has them again.
+        Returns these ranks."""
+        back = self.relieved.take_back()
+        self.came_to_nothing |= bool(back)
+        return back
+
+    def _give_up_who_has_left(self) -> None:
+        """Ranks that were to be taken over, and have left the job meanwhile (with others of their replica, or because
+        so many are not allowed), do not come in: alone they would be a part of a replica, or one too many."""
+        if self._taking_over:
+            for rank in [rank for rank in self._job.newcomers if rank not in self._job.ranks]:
+                give_up(self._job, rank, "it has left the job meanwhile")
+
+    def _give_up_who_would_be_too_many(self) -> None:
+        """Members may have left since the newcomers were ordered, so that no allowed number would have all of them: the
+        last ones do not come then."""
+        job = self._job
+        new = job.shape.by_replica(rank for rank in job.newcomers if rank not in job.ranks)
+        if not new:
+            return
+        most = job.replicas + len(new)
+        fitting = allowed_sizes(job).largest(most)
+        for ranks in list(new.values())[max(fitting - job.replicas, 0) :]:
+            give_up(job, ranks[0], f"the job has {job.replicas} replicas now, and {most} are not allowed")
+
+    def come_in(self, decision: Decision) -> tuple[Decision, list[int]]:
+        """All members are stopped and are to go on as in ``decision``. If all newcomers are there, and it is time,
+        they are members from now on. Returns what is decided with them, and who they are."""
+        job = self._job
+        self._waiting.dissolve()
+        self._give_up_who_has_left()
+        if not self.newcomers.all_here or decision.round.version < self._step:
+            return decision, []
+        if decision.checkpoint and divided(job.in_order):
+            return decision, []  # newcomers have no part of what the others give up; they come in later
+        self._give_up_who_would_be_too_many()
+        if not job.newcomers:
+            return decision, []
+        coming = {rank: newcomer.record for rank, newcomer in job.newcomers.items()}
+        for rank, record in coming.items():
+            if rank in job.ranks:
+                record.needs, record.divided = dict(job.ranks[rank].needs), job.ranks[rank].divided
+            else:
+                record.need_no_part()
+        everybody = dict(sorted({**job.ranks, **coming}.items()))
+        found: Decision | None = None
+        try:
+            found = decide(everybody, job.checkpoint, job.elastic_layout(), job.departed)
+            why_not = found.round.reason
+        except JobFailedError as e:
+            why_not = str(e)
+        if found is None or (found.round.version, found.checkpoint) != (decision.round.version, decision.checkpoint):
+            self._tries += 1
+            if not self._taking_over or self._tries >= _TRIES:
+                version = decision.round.version
+                give_up_all(job, f"nobody else could give it its state at version {version}: {why_not}")
+            return decision, []
+        for rank, record in coming.items():
+            del job.newcomers[rank]
+            record.joined_generation, record.page_on = job.generation, record.home
+            if rank in job.ranks:
+                self.relieved.keep(job.depart(rank))
+            job.enrol(record)
+            job.nodes[record.home].state = NodeState.ACTIVE
+        return found, sorted(coming)

@@ -1,0 +1,117 @@
+"""Processes that the job has given up, and that are still there, stopped, while they may have the only copies.
+
+* Who leaves because of a command has copies for others. It stays until those who go on have all that they need, with
+  copies of it among themselves.
+* Whose rank another process has taken over (:mod:`flashrecovery.controller.elastic.released_processes`) has copies for
+  others, too, and the new process has none before its first step here. It stays until all ranks have taken a step.
+
+If somebody dies meanwhile and the others can go on from what they have, nothing becomes of it. Else these processes
+belong to the job again, with what they have, and the change is made once more.
+"""
+
+from __future__ import annotations
+
+from flashrecovery.controller.state.job_state import JobState
+from flashrecovery.controller.state.nodes import NodeState
+from flashrecovery.controller.state.rank_record import RankRecord
+from flashrecovery.proto import flashrecovery_pb2 as pb
+
+
+class LastResort:
+    """Those of one job."""
+
+    def __init__(self, job: JobState) -> None:
+        self._job = job
+        self._there: dict[int, tuple[RankRecord, float]] = {}
+
+    def keep(self, record: RankRecord, grace_s: float = 0.0) -> None:
+        """A process of this rank, which the job has given up. It ends within ``grace_s`` seconds when it is let go."""
+        self._there[record.rank] = record, grace_s
+
+    def let_go(self) -> None:
+        """They are needed no more."""
+        for rank, (record, grace_s) in self._there.items():
+            filled = self._job.ranks.get(rank)
+            if filled is None or filled.home != record.home:  # else its agent has ended it for the one that fills it
+                self._job.tell_to_leave(rank, record.home, grace_s)
+        self._there.clear()
+
+    def take_back(self) -> list[int]:
+        """They have their ranks again. Returns these ranks."""
+        job, back = self._job, sorted(self._there)
+        for rank in back:
+            record, _ = self._there.pop(rank)
+            if rank in job.ranks:
+                self._end_other(rank, record)
+            job.enrol(record)
+        if back and all(record.home for record in job.in_order):
+            job.homeless_since = None
+        return back
+
+    def _end_other(self, rank: int, record: RankRecord) -> None:
+        """The process that has taken the rank over ends."""
+        job, other = self._job, self._job.depart(rank)
+        if other.home != record.home:
+            job.tell_to_leave(rank, other.home)
+        node = job.nodes.get(other.home)
+        if node is not None and node.alive and not any(r.home == node.name for r in job.in_order):
+            node.state = NodeState.SPARE
+
+    def on_node_lost(self, name: str) -> None:
+        """Their node is lost."""
+        for rank in [rank for rank, (record, _) in self._there.items() if record.home == name]:
+            del self._there[rank]
+
+    def on_ended(self, rank: int, pid: int, node: str) -> bool:
+        """A process has ended. Returns whether it was one of these."""
+        record, _ = self._there.get(rank, (None, 0.0))
+        if record is None or record.home != node or record.pid != pid:
+            return False
+        del self._there[rank]
+        return True
+
+
+class Relieved:
+    """Those of one job."""
+
+    def __init__(self, job: JobState) -> None:
+        self._job = job
+        self._old: dict[int, RankRecord] = {}
+
+    def keep(self, record: RankRecord) -> None:
+        """Another process is about to fill its rank."""
+        self._old[record.rank] = record
+
+    def let_go(self) -> list[RankRecord]:
+        """The others have all that they need. Returns those that were relieved, whose processes are still there."""
+        old = list(self._old.values())
+        self._old.clear()
+        return old
+
+    def take_back(self) -> list[int]:
+        """The others have not got everything: those who live have their ranks again. Returns these ranks."""
+        job, back = self._job, sorted(self._old)
+        for rank in back:
+            gone, old = job.depart(rank), self._old.pop(rank)
+            if gone.home != old.home:  # else its node is lost, and it has been given no other room than the old one's
+                job.tell_to_leave(rank, gone.home)
+            job.enrol(old)
+            node = job.nodes.get(gone.home)
+            if node is not None and node.alive and not any(r.home == node.name for r in job.in_order):
+                node.state = NodeState.SPARE
+        if back and all(record.home for record in job.in_order):
+            job.homeless_since = None
+        return back
+
+    def on_node_lost(self, name: str) -> None:
+        """Their node is lost."""
+        for rank in [rank for rank, record in self._old.items() if record.home == name]:
+            del self._old[rank]
+
+    def on_ended(self, message: pb.Failure | pb.Exited, node: str) -> bool:
+        """One has died. Returns whether it was one of these."""
+        record = self._old.get(message.rank)
+        if record is None or record.home != node or record.pid != message.pid:
+            return False
+        del self._old[message.rank]
+        return True

@@ -1,0 +1,502 @@
+"""An elastic job changes its size: who leaves and who comes, at which step, and what is told of it.
+
+A replica leaves as a whole (:mod:`flashrecovery.plan.elastic.replicas`). Who leaves is taken out of the job's records,
+so that nothing waits for it any more; the others keep their numbers in the job, and are counted anew in the process
+groups (:class:`~flashrecovery.proto.flashrecovery_pb2.Regroup`). A rank whose process is lost leaves at once; those of
+its replica that live do when all are stopped, and end by themselves. There are two reasons: ranks that nobody can
+replace (:mod:`flashrecovery.plan.elastic.resize`), and a command. For the latter all ranks pause before a step, and a
+recovery without a victim follows. So it is where the job grows (:mod:`.growing`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+from flashrecovery import events as ev
+from flashrecovery.controller.elastic.growing import Growing
+from flashrecovery.controller.elastic.join import ComingIn, Gathering
+from flashrecovery.controller.elastic.released_processes import LastResort
+from flashrecovery.controller.membership.joining_processes import give_up_all
+from flashrecovery.controller.state.custody import choose_leaving, divided, of_their_own
+from flashrecovery.controller.state.job_state import JobState
+from flashrecovery.controller.state.loss_policy import allowed_sizes, leaving_without, left_of_replicas, never_replaced
+from flashrecovery.controller.state.rank_record import BUILT_UP, Place, RankRecord
+from flashrecovery.controller.state.restore_plan import Decision, decide
+from flashrecovery.errors import JobFailedError
+from flashrecovery.kinds import NoticeKind
+from flashrecovery.plan.transitions import State
+from flashrecovery.plan.words import ranks_text
+from flashrecovery.proto import flashrecovery_pb2 as pb
+
+PATIENCE_S = 2.0
+"""So long ranks of a job whose state is divided are waited for that have not paused before a change."""
+_TRIES = 3
+"""Pauses before the same step, until those that are to leave can."""
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What somebody has commanded: so many replicas, from a step on (-1: from the next one). ``ranks``: that leave;
+    none: the last ones."""
+
+    replicas: int
+    step: int
+    ranks: tuple[int, ...] = ()
+
+    def pause(self, *, copies: bool) -> pb.Pause:
+        """For the ranks. ``copies``: those of the version are waited for."""
+        return pb.Pause(step=max(self.step, 0), copies=copies)
+
+
+class Resizing:
+    """Changes of the size of one job."""
+
+    def __init__(self, job: JobState, growing: Growing, coming: ComingIn) -> None:
+        self._job = job
+        self._coming = coming
+        self._growing = growing
+        self._wish: Wish | None = None
+        self._left: list[int] = []  # since the size was told last
+        self._came: list[int] = []  # since then
+        self._other_processes = False  # since then; the same ranks are filled by others
+        self._tries = 0  # to carry out what somebody has commanded
+        self._waiting = Gathering()  # for those who are to leave
+        self._put_aside: Wish | None = None  # until no node is to leave any more
+        self._gone: dict[int, RankRecord] = {}  # that have lost their processes and left, since then
+        self._carried_out: Wish | None = None  # and those who leave because of it are still there
+        self._since_start: dict[int, RankRecord] = {}  # that have left since all processes were started
+        self._told_step: int | None = None  # at which the change of size was said to take place, until it does
+        self.last_resort = LastResort(job)
+        self._returned = 0  # times that some of these were taken back, in one recovery
+        coming.otherwise = self._standing
+
+    # -- a loss -----------------------------------------------------------------------------------
+
+    def lose(self, lost: Collection[int]) -> bool:
+        """These ranks have no process, and get none. Returns whether the job goes on without them."""
+        ranks = leaving_without(self._job, lost)
+        for rank in ranks:
+            self._gone[rank] = self._depart(rank, grace_s=0.0)
+        if ranks:
+            for rank in left_of_replicas(self._job):
+                if self._job.ranks[rank].place in BUILT_UP:
+                    self._gone[rank] = self._depart(rank, grace_s=0.0)  # on its way for a replica that leaves
+        return bool(ranks)
+
+    def dissolve_replicas(self) -> None:
+        """All ranks are stopped: those of whose replica others have left leave, too."""
+        for rank in left_of_replicas(self._job):
+            self._depart(rank, grace_s=self._job.config.timeouts.fence_s)
+
+    def take_back_needed(self) -> list[int]:
+        """All ranks are stopped. Some are about to leave because a rank of their replica has, for which there is no
+        node; and since then somebody has died whose part nobody has but them. Then the lost ranks belong to the job
+        again, and a node is waited for. Returns these ranks. (With a checkpoint none: the job goes back to that.)"""
+        job = self._job
+        useless = set(left_of_replicas(job))
+        replicas = {job.shape.replica(rank) for rank in useless}
+        lost = [rank for rank in self._gone if rank not in job.ranks and job.shape.replica(rank) in replicas]
+        if job.checkpoint is not None or never_replaced(job) or not lost or not of_their_own(job.in_order):
+            return []
+        staying = {rank: record for rank, record in job.ranks.items() if rank not in useless}
+        gone = {**job.departed, **{rank: job.ranks[rank].needs for rank in useless}}
+        if any(self._gone[r].irreplaceable for r in lost) or self._in_memory(staying, gone):
+            return []
+        if not self._in_memory(job.ranks, job.departed):
+            return []
+        for rank in lost:
+            record = self._gone.pop(rank)
+            job.enrol(record)  # counted where it was when it left, and without a process after that
+            record.vacate()
+            record.home = record.page_on = ""
+            record.capsules, record.early = (), frozenset()
+            self._left.remove(rank)
+        job.awaited.update(lost)
+        return lost
+
+    def newest_of_all(self) -> int | None:
+        """The newest version that a rank has committed, those included that have left since all were started. None if
+        the job cannot be as it was then: others have come, or who has left is not known here."""
+        job, left = self._job, [r for rank, r in self._since_start.items() if rank not in self._job.ranks]
+        everybody = [*job.in_order, *left]
+        if {record.rank for record in everybody} != set(range(job.world_size)):
+            return None
+        return max(record.committed for record in everybody)
+
+    def take_back_all(self) -> None:
+        """All processes are about to be started again, as those are that have left since they were started before."""
+        job = self._job
+        if self._carried_out is not None:
+            text = f"the job is not resized to {self._carried_out.replicas} replicas: all ranks are started again"
+            job.notice(NoticeKind.NOT_RESIZED, text)
+        taken = {(record.home, record.local_rank) for record in job.in_order}
+        for rank, record in self._since_start.items():
+            if rank in job.ranks:
+                continue
+            job.enrol(record)
+            record.irreplaceable = False
+            node, place = job.nodes.get(record.home), (record.home, record.local_rank)
+            if node is None or not node.alive or node.leaving or place in taken:
+                record.home = record.page_on = ""
+            taken.add(place)
+        job.settle_layout()
+        job.told_size = len(job.ranks)
+        self._left, self._came, self._other_processes = [], [], False
+
+    def _in_memory(self, records: Mapping[int, RankRecord], departed: Mapping[int, Mapping[str, int]]) -> bool:
+        """Whether these ranks could go on from what they hold."""
+        try:
+            decide(records, None, self._job.elastic_layout(), departed)
+        except JobFailedError:
+            return False
+        return True
+
+    def without_replacement(self, victims: Sequence[int]) -> list[int]:
+        """Those that have no node, or are not to be replaced."""
+        never, useless = never_replaced(self._job), left_of_replicas(self._job)
+        records = [record for rank in victims if (record := self._job.ranks.get(rank)) is not None]
+        return [r.rank for r in records if never or r.irreplaceable or not r.home or r.rank in useless]
+
+    def end_process(self, rank: int) -> None:
+        """Whatever is left of the rank's process ends; it is not replaced now."""
+        record = self._job.ranks[rank]
+        self._job.tell_to_leave(rank, record.home)
+        record.vacate()
+        record.home, record.capsules = "", ()
+
+    # -- a command --------------------------------------------------------------------------------
+
+    def ask(self, replicas: int, step: int, now: float) -> str:
+        """Have the job changed to so many replicas from ``step`` on (-1: from the next one). Returns why not, "" if it
+        will be done."""
+        job, elastic = self._job, self._job.config.elastic
+        if elastic is None:
+            return "the job is not elastic: launch it with --elastic MIN:MAX"
+        if job.state is not State.RUNNING or job.recovery is not None:
+            return f"the job is {job.state.value}, or has just recovered; ask again when it trains"
+        size, sizes = job.replicas, allowed_sizes(job)
+        if job.newcomers and replicas == size:
+            give_up_all(job, "somebody has commanded so")
+            self._growing.commanded(replicas)
+            return ""
+        if job.newcomers:
+            who = ranks_text(list(job.newcomers))
+            return f"{who} {'is' if len(job.newcomers) == 1 else 'are'} on the way in; --to {size} calls that off"
+        if replicas < sizes.least or replicas == size:
+            allowed = f"{sizes.least} to {sizes.most}, but for {size}"
+            of = f"elastic = {elastic.text}" + (f"; in the layout {job.plan}" if job.plan else "")
+            return f"--to {replicas}: the job has {size} replicas ({of}); {allowed}, is allowed"
+        possible = sizes.allowed
+        if possible is not None and replicas not in possible and replicas <= sizes.most:
+            fitting = [str(n) for n in sorted(possible) if sizes.least <= n <= sizes.most and n != size]
+            allowed = f"{' or '.join(fitting)} is allowed" if fitting else "no other number is allowed"
+            return f"--to {replicas}: the job's global batch, or its configuration, does not allow that; {allowed}"
+        newest = max(record.committed for record in job.in_order)
+        if 0 <= step <= newest:
+            return f"--at-step {step}: step {newest} has begun already; a later one is allowed"
+        steps = job.in_order[0].steps
+        if steps is not None and 0 <= steps <= step:  # -1: the script's end is the end of the steps
+            return f"--at-step {step}: the job takes {steps} steps; an earlier one is allowed"
+        if replicas > size:
+            why_not = self._growing.ask(replicas, step, now)
+            if not why_not:
+                self._wish, self._tries, self._put_aside = None, 0, None
+                self._growing.commanded(replicas)
+            return why_not
+        self._growing.commanded(replicas)
+        if self._wish is not None and self._wish.ranks:  # ranks of a node that is to leave, which cannot wait
+            self._put_aside = Wish(replicas, step)
+            return ""
+        self._wish, self._tries, self._put_aside = Wish(replicas, step), 0, None
+        self._tell_to_pause()
+        return ""
+
+    def dismiss(self, ranks: Collection[int]) -> None:
+        """These ranks leave before the next step."""
+        replicas = {self._job.shape.replica(rank) for rank in ranks}
+        self._wish = Wish(self._job.replicas - len(replicas), -1, tuple(ranks))
+        self._tell_to_pause()
+
+    def put_aside(self) -> None:
+        """A node is to leave within its time: what somebody has commanded for a later step has to wait for that."""
+        if self._wish is not None:
+            self._put_aside, self._wish, self._tries = self._wish, None, 0
+            self._tell_to_pause()
+
+    def take_up(self) -> None:
+        """No node is to leave any more: what was put aside is to be done, if there are still more replicas."""
+        if self._wish is None and self._put_aside is not None:
+            wish, self._put_aside = self._put_aside, None
+            if wish.replicas < self._job.replicas:
+                self._wish, self._tries = wish, 0
+                self._tell_to_pause()
+
+    def _tell_to_pause(self) -> None:
+        pause = self._standing()
+        for record in self._job.in_order:
+            self._job.command(record.rank, pb.Command(pause=pause))
+
+    def _standing(self) -> pb.Pause:
+        """Where ranks are to pause for what somebody has commanded: nowhere if nobody has."""
+        return pb.Pause(step=-1) if self._wish is None else self._wish.pause(copies=of_their_own(self._job.in_order))
+
+    @property
+    def under_way(self) -> bool:
+        """Ranks are about to leave: before the next step, or the one after it."""
+        return self._wish is not None and self._wish.step <= self._job.committed + 1
+
+    def paused(self, rank: int, now: float) -> bool:
+        """A rank has come to the step at which the job is to change. Returns whether it changes now. Where state is
+        divided, and ranks leave, the others are waited for: they pause when the copies of what they have are made."""
+        if self._wish is None or not of_their_own(self._job.in_order):
+            return True
+        self._waiting.come(rank, now)
+        return self._waiting.complete(self._job.ranks.keys())
+
+    def overdue(self, now: float) -> bool:
+        """Whether the others have been waited for long enough: one that had begun the step before it heard of the
+        command does not pause."""
+        if self._wish is not None and self._waiting.complete(self._job.ranks.keys()):
+            return self._job.state is State.RUNNING  # the last of them have paused before all had said that they go on
+        waited = self._waiting.overdue(now, PATIENCE_S)
+        return waited and self._job.state is State.RUNNING and self._job.recovery is None
+
+    def resumed(self) -> None:
+        """Nobody is paused any more."""
+        self._waiting.dissolve()
+
+    def paused_since(self, now: float) -> float:
+        """When the first rank has paused."""
+        since = (self._waiting.since, self._coming.paused_since)
+        return min((at for at in since if at is not None), default=now)
+
+    def why_paused(self, version: int) -> str:
+        """In words, for those who are stopped: ranks have paused at ``version``. A command that was given to a
+        controller before this one is not known any more."""
+        size = "as many" if self._wish is None else self._wish.replicas
+        coming = self._coming.why_paused(version)
+        if coming:
+            return coming
+        return f"the job goes on with {size} replicas from step {version} on"
+
+    def pause(self) -> pb.Pause | None:
+        """What ranks that go on after a recovery are told of a command that is still to be carried out."""
+        return self._coming.pause() if self._wish is None else self._standing()
+
+    def leave_at(self, version: int, *, on_disk: bool = False) -> bool:
+        """All ranks are stopped, and are to go on at ``version`` (``on_disk``: of a checkpoint). Who has to leave does
+        so now: those that a command has leave, and those without whom there are as many as are allowed. What only they
+        have must also be elsewhere: else, for a command, all pause once more before the same step, with their copies
+        made. Returns whether somebody leaves.
+
+        Raises JobFailedError: there are more ranks than are allowed, and none of those can leave.
+        """
+        if self._job.config.elastic is None:
+            return False
+        wish, size = self._wish, self._job.replicas
+        allowed = allowed_sizes(self._job)
+        most = allowed.largest(size) or size
+        ranks: list[int] | None = None
+        if wish is not None and version >= wish.step:
+            named = [rank for rank in wish.ranks if rank in self._job.ranks]
+            replicas = {self._job.shape.replica(rank) for rank in named}
+            wanted = min(most, size - len(replicas) if wish.ranks else wish.replicas)
+            ranks = self._choose(allowed.largest(wanted) or most, version, named, on_disk=on_disk)
+            self._tries += 1
+            if ranks is None and self._tries >= _TRIES:
+                self._job.notice(
+                    NoticeKind.NOT_RESIZED,
+                    f"the job is not resized to {wish.replicas} replicas: of what {size - wish.replicas} of them "
+                    "have alone, the others keep no copies; fewer at a time can leave",
+                )
+            if ranks is not None or self._tries >= _TRIES:
+                self._carried_out = wish if ranks is not None else None
+                self._wish, self._tries = None, 0
+        if ranks is None:
+            ranks = self._choose(most, version, on_disk=on_disk)
+        if ranks is None:
+            raise JobFailedError(
+                f"{size} replicas are left, {most} are allowed, and what the others have alone nobody else has at "
+                f"version {version}"
+            )
+        for rank in ranks:
+            self._step_aside(rank)
+        return bool(ranks)
+
+    def _step_aside(self, rank: int) -> None:
+        """It leaves, and is still there until the others have what they need."""
+        grace_s = self._job.config.timeouts.fence_s
+        if self._job.ranks[rank].place is Place.STOPPED:
+            self.last_resort.keep(self._depart(rank, grace_s=None), grace_s)
+        else:
+            self._depart(rank, grace_s=grace_s)
+
+    def _choose(self, size: int, version: int, named: Sequence[int] = (), *, on_disk: bool = False) -> list[int] | None:
+        """The ranks that leave so that ``size`` replicas go on, those of ``named`` ranks first; None if so many
+        cannot."""
+        job = self._job
+        count = job.replicas - size
+        if count <= 0:
+            return []
+        return choose_leaving(job.ranks, job.departed, count, version, named, shape=job.shape, on_disk=on_disk)
+
+    def come_at(self, decision: Decision) -> Decision:
+        """The same for ranks that come: returns what is decided with those that do so now."""
+        before = set(self._job.ranks)
+        found, came = self._coming.come_in(decision)
+        self._came += [rank for rank in came if rank not in before]
+        if came and before.issuperset(came):
+            self._other_processes = True
+        return found
+
+    def take_back(self) -> list[int]:
+        """Something has failed before those who came could go on: whose ranks they were to take over has them again.
+        Returns these ranks."""
+        back = self._coming.take_back()
+        self._other_processes |= bool(back)
+        return back
+
+    def all_have_what_they_need(self) -> None:
+        """The state that was decided on is everywhere."""
+        self.last_resort.let_go()
+        for record in self._coming.relieved.let_go():
+            self.last_resort.keep(record)
+        self._carried_out = None
+        found = self._job.round
+        if found is None or found.reshape is not None or self._job.restore_from:
+            self.last_resort.let_go()  # what they have is of another division, or another version
+
+    def begins_anew(self) -> None:
+        """All ranks are started again, perhaps in another parallel layout: who has left, or was taken back, before that
+        is nobody's matter any more."""
+        self._told_step = None
+        self.last_resort.let_go()
+        self._gone.clear()
+        self._since_start.clear()
+        self._job.awaited.clear()
+        self._carried_out, self._returned = None, 0
+
+    def all_have_gone_on(self) -> None:
+        """Every rank has taken a step since then, so all have copies of each other's state."""
+        self.last_resort.let_go()
+        self._returned = 0
+
+    def take_back_last(self) -> bool:
+        """Those who go on have not all that they need: if processes that were given up are still there, they belong to
+        the job again. Returns whether there were some."""
+        if self._returned >= _TRIES:
+            return False
+        self._returned += 1
+        before = set(self._job.ranks)
+        back = self.last_resort.take_back()
+        again = [rank for rank in back if rank not in before]
+        self._left = [rank for rank in self._left if rank not in again]
+        if again:
+            self._came += again
+            self._wish, self._tries = self._wish or self._carried_out, 0
+        if len(again) < len(back):
+            self._coming.came_to_nothing = self._other_processes = True
+        return bool(back)
+
+    def given_up_ended(self, message: pb.Failure | pb.Exited, node: str) -> bool:
+        """A process has ended. Returns whether the job had given it up, and nobody waits for it."""
+        if self._coming.relieved.on_ended(message, node):
+            return True
+        return self.last_resort.on_ended(message.rank, message.pid, node)
+
+    # -- both -------------------------------------------------------------------------------------
+
+    def tell(self, version: int) -> bool:
+        """The ranks that there are now go on at ``version``. Returns whether they are others than were told last, or
+        filled by others."""
+        self._gone.clear()
+        self._job.awaited.clear()
+        size = len(self._job.ranks)
+        came = sorted(rank for rank in self._came if rank in self._job.ranks)
+        left = sorted(set(self._left).difference(came))
+        if size != self._job.told_size or came or left:
+            self._job.emit(
+                ev.JobResized(
+                    generation=self._job.generation,
+                    step=version,
+                    before=self._job.told_size // self._job.shape.each,
+                    replicas=self._job.replicas,
+                    ranks=list(self._job.members),
+                    left=left,
+                    came=came,
+                )
+            )
+            self._job.told_size, self._told_step = size, version
+            self._left, self._came, self._other_processes = [], [], False
+            self._say_what_is_on_one_node()
+            return True
+        others, self._other_processes = self._other_processes, False
+        return others
+
+    def goes_on_at(self, version: int) -> None:
+        """The state of this version is everywhere. What was told of a change may have been another one: then a
+        checkpoint was damaged since, or somebody else has died."""
+        told, self._told_step = self._told_step, None
+        if told not in (None, version):
+            replicas, members = self._job.replicas, list(self._job.members)
+            event = ev.JobResized(
+                generation=self._job.generation, step=version, before=replicas, replicas=replicas, ranks=members
+            )
+            self._job.emit(event)
+
+    @property
+    def wanted(self) -> bool:
+        """Somebody has commanded another number of replicas, and it has not come yet."""
+        return any(wish is not None for wish in (self._wish, self._put_aside)) or bool(self._job.newcomers)
+
+    def before_layout(self) -> None:
+        """The job changes its parallel layout now: nobody comes into the one before or leaves it."""
+        give_up_all(self._job, "the job changes its parallel layout")
+        self.last_resort.let_go()
+        for wish in (self._wish, self._put_aside):
+            if wish is not None and not wish.ranks:
+                text = f"the job is not resized to {wish.replicas} replicas: it changes its parallel layout"
+                self._job.notice(NoticeKind.NOT_RESIZED, text)
+        self._wish = self._put_aside = None
+        self._waiting.dissolve()
+        self._growing.laid_out()
+
+    def laid_out(self) -> None:
+        """The job consists of the ranks of another parallel layout: what is known of ranks is of the one before."""
+        self.begins_anew()
+        self._tries = 0
+        self._left, self._came, self._other_processes = [], [], False
+
+    def _say_what_is_on_one_node(self) -> None:
+        """Of divided state each rank's part has copies on one other rank. Both may be on one node: who keeps what
+        follows from the ranks' numbers, and a node may have more of them than at the launch."""
+        job = self._job
+        homes = {record.rank: record.home for record in job.in_order}
+        if len({*homes.values()}) == 1 or not divided(job.in_order):
+            return
+        keepers = job.keepers_of_copies()
+        kept = {rank: keeper for rank, keeper in keepers.items() if keeper != rank}  # of the others there are no copies
+        alone = [rank for rank, keeper in kept.items() if homes[rank] and homes[rank] == homes.get(keeper)]
+        if alone:
+            nodes = ", ".join(dict.fromkeys(homes[rank] for rank in alone))
+            text = (
+                f"{ranks_text(alone)} and their copies are on one node each ({nodes}): if that is lost, the job ends, "
+                "or goes back to a checkpoint"
+            )
+            job.notice(NoticeKind.REDUNDANCY, text)
+
+    def members(self) -> Sequence[int]:
+        """The ranks of an elastic job, for those who form groups; of others nobody needs to know."""
+        return () if self._job.config.elastic is None else self._job.members
+
+    def _depart(self, rank: int, *, grace_s: float | None) -> RankRecord:
+        """``grace_s`` None: its process is not told to leave yet."""
+        record = self._job.depart(rank)
+        self._left.append(rank)
+        self._since_start[rank] = record
+        if grace_s is not None:
+            self._job.tell_to_leave(rank, record.home, grace_s)
+        if self._job.homeless_since is not None and all(r.home for r in self._job.in_order):
+            self._job.homeless_since = None
+        return record

@@ -1,0 +1,129 @@
+"""Processes that are built up beside training, to fill a rank later: ordered, there, or given up.
+
+A newcomer runs the script up to its first step on its own, as a replacement does, while the others train on. It is no
+rank of the job yet: nobody waits for it, and whatever happens to it is no failure. If it does not come, it is given up,
+and that is said. Once all are there, the ranks pause, and in the recovery that follows the newcomers become members
+(:mod:`flashrecovery.controller.elastic.growing`).
+"""
+
+from __future__ import annotations
+
+from flashrecovery.controller.state.job_state import JobState
+from flashrecovery.controller.state.rank_record import Newcomer, Place, RankRecord, capsule_name
+from flashrecovery.kinds import NoticeKind
+from flashrecovery.plan.ownership import base_name
+from flashrecovery.proto import flashrecovery_pb2 as pb
+
+
+def give_up(job: JobState, rank: int, why: str) -> None:
+    """The newcomer for this rank does not come; its process, if there is one, ends. A replica comes as a whole or not
+    at all."""
+    if rank not in job.newcomers:
+        return
+    _give_up(job, rank, why)
+    if rank not in job.ranks:
+        replica = job.shape.replica(rank)
+        for other in [r for r in job.newcomers if r not in job.ranks and job.shape.replica(r) == replica]:
+            _give_up(job, other, f"rank {rank} of the same replica does not come")
+
+
+def _give_up(job: JobState, rank: int, why: str) -> None:
+    record = job.newcomers.pop(rank).record
+    job.tell_to_leave(rank, record.home)
+    job.notice(
+        NoticeKind.NEWCOMER_GIVEN_UP,
+        f"rank {rank} was to come in on node {record.home}, and does not: {why}; training goes on without it",
+        rank=rank,
+    )
+
+
+def give_up_all(job: JobState, why: str) -> None:
+    """Nobody comes."""
+    for rank in list(job.newcomers):
+        give_up(job, rank, why)
+
+
+class Newcomers:
+    """What becomes of the newcomers of one job. What agents say is of a newcomer if it comes from its node; each method
+    returns whether it was. ``node`` "": not known."""
+
+    def __init__(self, job: JobState) -> None:
+        self._job = job
+
+    @property
+    def all_here(self) -> bool:
+        """There are some, and all wait at their first step."""
+        return bool(self._job.newcomers) and all(newcomer.here for newcomer in self._job.newcomers.values())
+
+    def _of(self, rank: int, node: str) -> Newcomer | None:
+        found = self._job.newcomers.get(rank)
+        return found if found is not None and node in ("", found.record.home) else None
+
+    def on_started(self, message: pb.WorkerStarted, node: str, host: str) -> bool:
+        """Its process runs."""
+        found = self._of(message.rank, node)
+        if message.beside and found is not None and found.number == message.beside:
+            record = found.record
+            record.place, record.pid, record.node, record.host = Place.STARTING, message.pid, node, host
+        return bool(message.beside)  # else it was given up, and is ending
+
+    def on_joined(self, message: pb.Joined, node: str) -> bool:
+        """It has come to its first step."""
+        found = self._of(message.rank, node)
+        if found is None or found.record.place is not Place.STARTING or found.record.filled != message.generation:
+            return False
+        found.record.joined(message)
+        wrong = self._unlike(found.record)
+        if wrong:
+            give_up(self._job, message.rank, wrong)
+        return True
+
+    def _unlike(self, record: RankRecord) -> str:
+        """How it differs from the ranks that there are, in words; "" if it does not."""
+        alike = (r for r in self._job.in_order if r.stand == record.stand)  # a replica's ranks differ from each other
+        other = self._job.ranks.get(record.rank) or next(alike, self._job.in_order[0])
+        here = {*map(base_name, record.common_needs())} - {capsule_name(record.rank)}
+        there = {*map(base_name, other.common_needs())} - {capsule_name(other.rank)}
+        if here != there:
+            return f"it has registered other state than rank {other.rank}: {sorted(here ^ there)[:3]}"
+        if record.outline != other.outline:  # the shards themselves are of the launch's size here, and not there
+            return f"its model has other parameters, or other shapes or types of them, than that of rank {other.rank}"
+        if record.shape != other.shape:
+            return f"its replicas are not those of rank {other.rank}"
+        if record.steps != other.steps:
+            return f"it would take {record.steps} steps, and rank {other.rank} takes {other.steps}"
+        if record.batches != other.batches:
+            return f"its batches are {record.batches}, and those of rank {other.rank} are {other.batches}"
+        return ""
+
+    def on_failure(self, message: pb.Failure, node: str) -> bool:
+        """Its process has died."""
+        found = self._of(message.rank, node)
+        if found is None or found.record.pid not in (0, message.pid):
+            return False
+        give_up(self._job, message.rank, f"{message.kind}: {message.evidence}")
+        return True
+
+    def on_exited(self, message: pb.Exited, node: str) -> bool:
+        """Its script has ended before its first step."""
+        found = self._of(message.rank, node)
+        if found is None or found.record.pid != message.pid:
+            return False
+        give_up(self._job, message.rank, "its script has ended before a first step")
+        return True
+
+    def on_node_lost(self, name: str) -> None:
+        """A node is lost, perhaps theirs, or the one whose TCPStore they were told to use."""
+        living = {node.store for node in self._job.nodes.values() if node.alive}
+        for rank, newcomer in list(self._job.newcomers.items()):
+            if newcomer.record.home == name:
+                give_up(self._job, rank, f"node {name} is lost")
+            elif newcomer.record.store not in living:
+                give_up(self._job, rank, f"node {name} is lost, whose TCPStore it was told to use")
+
+    def give_up_late(self, now: float) -> None:
+        """Those that are not there in time."""
+        for rank, newcomer in list(self._job.newcomers.items()):
+            if not newcomer.here and now >= newcomer.due:
+                limit_s = self._job.config.timeouts.replacement_s
+                give_up(self._job, rank, f"it has not come to its first step within {limit_s:g} s")

@@ -1,0 +1,1 @@
+"""A running job changes its parallel layout: which one, when, and how its state gets there."""

@@ -1,0 +1,545 @@
+"""A running job is laid out in another parallel layout: which one, when, and how its state gets there.
+
+There are two reasons: a command, for which all ranks pause before a step, and ranks that cannot be replaced. All that
+live are stopped, and the version to go on from is decided as in any recovery, with what the lost ranks have needed.
+Then each shard is written into its node's memory by one of those who have it (:class:`Stash`), all processes end, and
+those of the new layout are started from the script's first line, on the nodes that live
+(:mod:`flashrecovery.controller.membership.relayout_slots`), and read what they need from there. What is in the memory
+stays until all of them have taken a step: whoever dies until then, the job begins once more from it, as long as a node
+lives that has it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+
+from flashrecovery import events as ev
+from flashrecovery.controller.elastic.resizing import Resizing
+from flashrecovery.controller.membership.launch import Starting
+from flashrecovery.controller.membership.placement import Staffing
+from flashrecovery.controller.membership.relayout_slots import LayoutRooms, facts_now
+from flashrecovery.controller.relayout.stash_state import LayoutMemory
+from flashrecovery.controller.relayout.stash_writers import Kept
+from flashrecovery.controller.state.custody import kept_for
+from flashrecovery.controller.state.history import HistoryEntry
+from flashrecovery.controller.state.job_state import AGENT, JobState
+from flashrecovery.controller.state.nodes import NodeState
+from flashrecovery.controller.state.rank_record import RankRecord
+from flashrecovery.controller.state.restore_plan import Decision, RestoreRound
+from flashrecovery.errors import ConfigError, JobFailedError, UnsupportedError
+from flashrecovery.kinds import FailureKind, NoticeKind
+from flashrecovery.plan.strategy.layout_places import NodeSlot, numbered, stride
+from flashrecovery.plan.strategy.relayout import (
+    LayoutFacts,
+    StayingFacts,
+    best,
+    layout_text,
+    parse_layout,
+    why_another_job,
+    why_not,
+    with_most_replicas,
+)
+from flashrecovery.plan.strategy.strategy import Strategy, StrategyChoice
+from flashrecovery.plan.transitions import State
+from flashrecovery.plan.words import ranks_text
+from flashrecovery.proto import flashrecovery_pb2 as pb
+
+_TRIES = 3
+"""Layouts in which a script is started before it is given up, where it cannot begin in them."""
+_NOBODY_HAS_IT = "nobody has the state that ranks have needed which are lost"
+
+
+@dataclass(frozen=True)
+class NextLayout:
+    """What the job is to change to. ``step``: from this one on; -1: the next one. ``lost``: it has to, because ranks
+    cannot be replaced."""
+
+    strategy: Strategy
+    why: tuple[str, ...]
+    step: int = -1
+    lost: bool = False
+
+
+class Replanning:
+    """Changes of the parallel layout of one job."""
+
+    def __init__(self, job: JobState, staffing: Staffing, starting: Starting, resizing: Resizing) -> None:
+        self._job = job
+        self._resizing = resizing
+        self._staffing = staffing
+        self._rooms = LayoutRooms(job)
+        self._next: NextLayout | None = None
+        self._memory = LayoutMemory(job)
+        self._tried: list[str] = []  # layouts in which the script could not begin
+        starting.on_again = self._tell_again
+
+    # -- which layout -----------------------------------------------------------------------------
+
+    def ask(self, text: str, step: int) -> tuple[str, Strategy | None, tuple[str, ...]]:
+        """Have the layout changed from ``step`` on (-1: the next one). ``text``: the sizes; "": the best ones. Returns
+        (why not, "" if it will be done; the layout; why this one)."""
+        job = self._job
+        facts = self._facts()
+        if isinstance(facts, str):
+            return facts, None, ()
+        if job.state is not State.RUNNING or job.recovery is not None:
+            return f"the job is {job.state.value}, or has just recovered; ask again when it trains", None, ()
+        if self._resizing.wanted:
+            return "the job is about to change its number of replicas; ask again when it has", None, ()
+        newest = max(record.committed for record in job.in_order)
+        if 0 <= step <= newest:
+            return f"--at-step {step}: step {newest} has begun already; a later one is allowed", None, ()
+        steps = job.in_order[0].steps
+        if steps is not None and 0 <= steps <= step:  # -1: its script does not say how many
+            return f"--at-step {step}: the job takes {steps} steps; an earlier one is allowed", None, ()
+        try:
+            strategy, why = self._chosen(text, facts)
+        except (ConfigError, UnsupportedError) as e:
+            return str(e), None, ()
+        if strategy == facts.now:
+            return f"the job has the layout {layout_text(strategy)} already", None, ()
+        self._next = NextLayout(strategy, why, step)
+        for record in job.in_order:
+            job.command(record.rank, pb.Command(pause=self._pause(self._next)))
+        return "", strategy, why
+
+    def _chosen(self, text: str, facts: LayoutFacts) -> tuple[Strategy, tuple[str, ...]]:
+        """Raises ConfigError or UnsupportedError."""
+        config = self._job.config
+        assert config.replan is not None
+        rooms = self._rooms.open_all()
+        if text:
+            found = parse_layout(text, facts, sum(rooms))
+            if found.ranks < config.replan.min:
+                raise ConfigError(
+                    f"--layout {text}: {found.ranks} ranks; {config.replan.min} (replan.min) or more are allowed"
+                )
+            return found, ("commanded",)
+        choice = best(facts, rooms, config.replan.min, self._job.step_s)
+        return choice.best.strategy, choice.lines
+
+    def _facts(self) -> LayoutFacts | str:
+        """What there is to lay out; or why it cannot be laid out otherwise."""
+        if self._job.config.replan is None:
+            return "the job's layout is fixed: launch it with --replan MIN"
+        if not self._job.facts:
+            return "the job's workers have not come to their first step yet"
+        return facts_now(self._job)
+
+    def lose(self, lost: Collection[int]) -> bool:
+        """These ranks have no process, and get none: choose a layout for those that are left. Returns whether there is
+        one; they have left the job then.
+
+        Raises JobFailedError, which says why no layout fits.
+        """
+        facts = self._facts()
+        if isinstance(facts, str) or self._job.state is State.STARTING:
+            return False
+        assert self._job.config.replan is not None
+        rooms = self._rooms.narrow(lost)
+        left = sum(rooms)
+        wanted = self._next
+        if wanted is not None and not why_not(facts, wanted.strategy, left) and wanted.strategy != facts.now:
+            chosen = replace(wanted, step=-1, lost=True)
+        else:
+            try:
+                choice = best(facts, rooms, self._job.config.replan.min, self._job.step_s)
+            except UnsupportedError as e:
+                raise JobFailedError(
+                    f"{ranks_text(sorted(lost))} cannot be replaced, and no parallel layout fits the {left} ranks that "
+                    f"are left: {e}"
+                ) from e
+            chosen = NextLayout(choice.best.strategy, choice.lines, lost=True)
+        self._next = chosen
+        for rank in lost:
+            record = self._job.depart(rank)
+            self._job.tell_to_leave(rank, record.home)
+        if all(record.home for record in self._job.in_order):
+            self._job.homeless_since = None
+        return True
+
+    # -- when -------------------------------------------------------------------------------------
+
+    @property
+    def under_way(self) -> bool:
+        """The layout is to change, and has not yet."""
+        return self._next is not None
+
+    @property
+    def has_to(self) -> bool:
+        """The layout is to change because ranks cannot be replaced."""
+        return self._next is not None and self._next.lost
+
+    def may_lose(self, lost: Collection[int]) -> None:
+        """These ranks have no process, and perhaps get none: their places are none for a layout that is commanded."""
+        if self._next is not None:
+            self._rooms.narrow(lost)
+
+    def pause(self) -> pb.Pause | None:
+        """What ranks that go on after a recovery are told of a command that is still to be carried out."""
+        return None if self._next is None else self._pause(self._next)
+
+    @staticmethod
+    def _pause(wanted: NextLayout) -> pb.Pause:
+        return pb.Pause(step=max(wanted.step, 0), copies=False)
+
+    def why_paused(self, version: int) -> str:
+        """In words, for those who are stopped."""
+        assert self._next is not None
+        return f"the job goes on in the layout {layout_text(self._next.strategy)} from step {version} on"
+
+    # -- the state --------------------------------------------------------------------------------
+
+    def interrupted(self) -> None:
+        """Somebody has died: what was being written is of no use."""
+        self._memory.interrupted()
+
+    def begin(self, decision: Decision | JobFailedError, now: float) -> bool:
+        """All that live are stopped, and this is decided. Returns whether the layout changes now, or has to begin once
+        more."""
+        kept, wanted, readable = self._memory.kept, self._next, self._memory.now()
+        if self._memory.litter and kept is None:  # it has not been written to its end
+            self._memory.drop()
+        if isinstance(decision, Decision) and decision.checkpoint and self._elastic:
+            decision = self._of_one_layout(decision)
+        found = decision if isinstance(decision, Decision) and not decision.checkpoint else None
+        if found is None and kept is not None:  # nobody had come so far as to have the state
+            again = self._once_more(readable, decision)
+            if again is None and readable is None:
+                self._job.fail(f"{kept.lost_with(self._job.nodes)}; and there is no checkpoint")
+            elif again is None:
+                self._job.fail(str(decision))
+            else:
+                if wanted is None and self._elastic:
+                    self._rooms.narrow(())  # replicas may have left since the layout has changed
+                self._start(wanted or self._same(), again, now)
+            return True
+        if wanted is not None and isinstance(decision, JobFailedError) and self._elastic:
+            if wanted.lost:  # what is left are no whole replicas
+                self._job.fail(str(decision))
+                return True
+            self._give_up(wanted, str(decision))
+        if wanted is None or isinstance(decision, JobFailedError):
+            return False
+        unknown = self._unknown()
+        if unknown and found is not None:
+            if self._checkpoint is None:
+                self._job.fail(f"{unknown}; and there is no checkpoint")
+                return True
+            decision = Decision.from_checkpoint(self._checkpoint, self._job.ranks, unknown)
+            found = None
+        version = decision.round.version
+        if version < wanted.step:
+            return False
+        room = sum(self._rooms.rooms())
+        if not wanted.lost and wanted.strategy.ranks > room:
+            self._give_up(wanted, f"a node has gone, and there is room for {room} ranks")
+            return False
+        if found is None:
+            self._start(wanted, Kept(version, pb.StashPlace(), decision.checkpoint), now)
+            return True
+        self._memory.write(version, now)
+        return True
+
+    @property
+    def _elastic(self) -> bool:
+        return self._job.config.elastic is not None
+
+    @property
+    def _checkpoint(self) -> tuple[int, str] | None:
+        """The newest one that any layout can read: those of an elastic job are of one."""
+        return None if self._elastic else self._job.checkpoint
+
+    @staticmethod
+    def _of_one_layout(decision: Decision) -> JobFailedError:
+        """Nobody has the state, and the checkpoint is that of an elastic job."""
+        return JobFailedError(
+            f"the layout cannot change: {decision.round.reason}; and of an elastic job's checkpoints, as "
+            f"{decision.checkpoint}, another layout reads none"
+        )
+
+    def _once_more(self, kept: Kept | None, decision: Decision | JobFailedError) -> Kept | None:
+        """What a layout begins with that has to begin once more; None: there is nothing. What could not be read,
+        although nobody has died of it, is not read again where there is something else; from other nodes, not a third
+        time: one that has died breaks connections at once, and is found to be lost later. ``kept``: what is still
+        there."""
+        tries = 2 if kept is not None and kept.place.sources else 1
+        if isinstance(decision, Decision) and (kept is None or kept.checkpoint or self._job.retries >= tries):
+            return Kept(decision.round.version, pb.StashPlace(), decision.checkpoint)
+        return None if kept is None or kept.checkpoint else replace(kept, written=0)
+
+    def _unknown(self) -> str:
+        """Why it cannot be said that those who are left have the whole state, in words; "" if it can. A controller that
+        was started again has not heard what the ranks needed that had died before."""
+        facts = self._facts()
+        if isinstance(facts, str) or facts.whole_everywhere:
+            return ""  # every rank has all of it
+        records = self._job.ranks.values()
+        nobody = [rank for rank, needs in self._job.departed.items() if not needs and not kept_for(rank, records)]
+        if self._elastic and not facts.sharded:  # who stands where it did has the same
+            stands = {record.stand for record in records if record.needs}
+            nobody = [rank for rank in nobody if self._job.shape.stand(rank) not in stands]
+        if not nobody:
+            return ""
+        return (
+            f"what {ranks_text(sorted(nobody))} had, this controller, which was started again, does not know, and "
+            "nobody keeps copies of it"
+        )
+
+    def _same(self) -> NextLayout:
+        facts = self._facts()
+        assert not isinstance(facts, str)
+        now = facts.now  # with the replicas that are left, which may be no number that is allowed
+        same = with_most_replicas(facts, now, now.ranks)
+        return NextLayout(same, ("the layout stays; not all of its ranks have had the state yet",))
+
+    @property
+    def writing(self) -> bool:
+        """State is being written."""
+        return self._memory.writing
+
+    def wrote(self, rank: int, reply: pb.Reply) -> str:
+        """See :meth:`.stash_state.LayoutMemory.wrote`."""
+        return self._memory.wrote(rank, reply)
+
+    def could_not(self, rank: int, why: str, now: float, *, differs: bool) -> bool:
+        """A rank could not write. ``differs``: it has another state than others where one will be everybody's; who has
+        the right one is not known, nor whether a checkpoint has it. Returns whether the job can go on in its layout; a
+        command is given up then. Where the layout has to change, the job begins once more with what the memory has
+        of the change before, or goes back to a checkpoint that any layout reads, or ends."""
+        wanted = self._next
+        self.interrupted()
+        assert wanted is not None
+        if not wanted.lost:
+            self._give_up(wanted, f"rank {rank}: {why}")
+            return True
+        before = self._memory.now()
+        if before is not None and not differs:  # of the layout in which not all have taken a step yet
+            self._start(wanted, replace(before, written=0), now)
+            return False
+        if differs or self._checkpoint is None:
+            self._job.fail(f"the layout does not change to {layout_text(wanted.strategy)}: rank {rank}: {why}")
+            return False
+        self._memory.drop()
+        version, path = self._checkpoint
+        self._start(wanted, Kept(version, pb.StashPlace(), path), now, because=f"rank {rank}: {why}")
+        return False
+
+    def _give_up(self, wanted: NextLayout, why: str) -> None:
+        """A command is not carried out."""
+        self._next = None
+        text = f"the layout does not change to {layout_text(wanted.strategy)}: {why}"
+        self._job.notice(NoticeKind.NOT_REPLANNED, text)
+
+    def go_on(self, now: float) -> None:
+        """If all is written, start the new layout."""
+        kept = self._memory.written()
+        if kept is not None:
+            assert self._next is not None
+            self._start(self._next, kept, now)
+
+    # -- the new layout ---------------------------------------------------------------------------
+
+    def _start(self, wanted: NextLayout, kept: Kept, now: float, because: str = _NOBODY_HAS_IT) -> None:
+        """``because``: why it begins with a checkpoint, if it does."""
+        job = self._job
+        facts = facts_now(job)
+        before = facts.now
+        # All may be lost that were on their way; and who is filled again has told another controller nothing yet.
+        told = next((record for record in job.in_order if record.steps is not None), RankRecord(0))
+        staying = StayingFacts(facts, told.batches, told.steps)
+        found = self._as_there_is_room(wanted, facts)
+        if found is None:
+            return
+        wanted = found
+        self._memory.keep(kept, staying, before)
+        self._next = None
+        self._resizing.before_layout()
+        size = wanted.strategy.ranks
+        slots = self._rooms.places(wanted.strategy)
+        for record in job.in_order:
+            # Where nobody is filled under its number, which would end its process, that ends by itself.
+            if record.home and (record.rank >= size or slots[record.rank].node != record.home):
+                job.tell_to_leave(record.rank, record.home)
+        records = [
+            RankRecord(rank, home=slot.node, local_rank=slot.local_rank, committed=kept.version)
+            for rank, slot in enumerate(slots)
+        ]
+        job.lay_out(layout_text(wanted.strategy), records)
+        self._resizing.laid_out()
+        if self._elastic and job.checkpoints:  # of the layout before
+            job.checkpoints.clear()
+            job.command(AGENT, job.saved_as(None))
+        self._settle_nodes(slots)
+        job.to(State.STARTING, now)
+        job.generation += 1
+        job.retry_at, job.round, job.restore_from = None, None, ""
+        job.outbox.clear()
+        job.start_stores, job.needs_known, job.homeless_since = [], 0, None
+        job.emit(
+            ev.JobReplanned(
+                generation=job.generation,
+                step=kept.version,
+                before=layout_text(before),
+                layout=job.plan,
+                ranks=size,
+                bytes=kept.written,
+                why=list(wanted.why),
+            )
+        )
+        self._memory.tell()
+        if kept.checkpoint:
+            job.emit(
+                ev.FallbackStarted(
+                    generation=job.generation, version=kept.version, path=kept.checkpoint, reason=because
+                )
+            )
+        for record in job.in_order:
+            self._staffing.fill(record, now, detached=False)
+
+    # -- another controller -----------------------------------------------------------------------
+
+    def _tell_again(self) -> None:
+        """The ranks are started again in the same layout: what they begin with is still there."""
+        if self._memory.kept is not None:
+            self._memory.tell()
+
+    def inherit(self, told: pb.StashKept | None) -> bool:
+        """See :meth:`.stash_state.LayoutMemory.inherit`."""
+        return self._memory.inherit(told)
+
+    def await_confirmation(self, now: float) -> None:
+        """See :meth:`.stash_state.LayoutMemory.await_confirmation`."""
+        self._memory.await_confirmation(now)
+
+    def begin_again(self, now: float) -> bool:
+        """No rank of the layout has been let into its loop: it begins once more with what was kept for it, if this
+        controller has heard of that. Returns whether that has been seen to, which may be that the job has failed."""
+        job, kept, staying = self._job, self._memory.kept, self._memory.job_is
+        if kept is None or staying is None:
+            return False
+        again = kept.now(job.nodes)
+        if again is None and self._checkpoint is not None:
+            again = Kept(self._checkpoint[0], pb.StashPlace(), self._checkpoint[1])
+        if again is None:
+            job.fail(f"{kept.lost_with(job.nodes)}; and there is no checkpoint")
+            return True
+        job.facts = staying.facts.text()
+        job.recovery = HistoryEntry(job.generation, now, 0.0)
+        job.recovery.cause = FailureKind.CONTROLLER
+        self._rooms.narrow(())
+        strategy = parse_layout(job.plan, staying.facts, job.world)
+        self._start(NextLayout(strategy, (job.last_failure,)), replace(again, written=0), now)
+        return True
+
+    def _as_there_is_room(self, wanted: NextLayout, facts: LayoutFacts) -> NextLayout | None:
+        """``wanted``, or the best other one where a node has gone meanwhile that was to have some of its ranks. None:
+        there is none, and the job has failed."""
+        rooms = self._rooms.rooms()
+        if wanted.strategy.ranks <= sum(rooms):
+            return wanted
+        choice = self._best_or_fail(facts, rooms)
+        return None if choice is None else replace(wanted, strategy=choice.best.strategy, why=choice.lines)
+
+    def _best_or_fail(self, facts: LayoutFacts, rooms: Sequence[int]) -> StrategyChoice | None:
+        """The layout to go on with after a further loss. None: there is none, and the job has failed."""
+        job = self._job
+        assert job.config.replan is not None
+        try:
+            return best(facts, rooms, job.config.replan.min, job.step_s)
+        except UnsupportedError as e:
+            job.fail(f"{job.last_failure}, and no parallel layout fits what is left: {e}")
+            return None
+
+    def _settle_nodes(self, slots: Sequence[NodeSlot]) -> None:
+        """These are the places of the ranks."""
+        job, homes = self._job, {slot.node for slot in slots}
+        for node in job.nodes.values():
+            if node.alive:
+                node.state = NodeState.ACTIVE if node.name in homes else NodeState.SPARE
+        for name in sorted(homes):
+            self._staffing.say_if_excluded(job.nodes[name])
+        if len(homes) > 1:
+            nodes = [slot.node for slot in slots]
+            job.domains = numbered([job.nodes[name].domain for name in nodes], nodes)
+        else:
+            job.domains = ()
+        job.stride = stride(job.domains) if job.domains else 1
+
+    def on_node_lost(self, lost: Collection[int], now: float) -> bool:
+        """A node is lost with these ranks, and perhaps with what ranks of another layout have to read. If they are on
+        their way to their first step, the job begins once more, with what there is. Returns whether that has been seen
+        to, which may be that it has failed."""
+        job, kept = self._job, self._memory.kept
+        if kept is None or job.config.replan is None or job.state is not State.STARTING:
+            return False
+        again = kept.now(job.nodes)
+        if again is not None and not lost:
+            return False
+        if again is None and self._checkpoint is not None:
+            again = Kept(self._checkpoint[0], pb.StashPlace(), self._checkpoint[1])
+        if again is None:
+            job.fail(f"{kept.lost_with(job.nodes)}; and there is no checkpoint")
+            return True
+        facts = LayoutFacts.parse(job.facts)
+        wanted = NextLayout(parse_layout(job.plan, facts, job.world), (f"{job.last_failure}, before its first step",))
+        if lost:
+            choice = self._best_or_fail(facts, self._rooms.narrow(lost))
+            if choice is None:
+                return True
+            wanted = NextLayout(choice.best.strategy, choice.lines)
+        for rank in lost:
+            job.depart(rank)
+        self._start(wanted, replace(again, written=0), now)
+        return True
+
+    def begin_otherwise(self, why: str, now: float) -> bool:
+        """The script cannot begin in the layout that the job has changed to: it begins in the one before, if there are
+        ranks enough, or the next best. Returns whether it does."""
+        job, kept, before, staying = self._job, self._memory.kept, self._memory.before, self._memory.job_is
+        if kept is None or before is None or staying is None or job.config.replan is None:
+            return False
+        rooms = self._rooms.rooms()
+        self._tried.append(job.plan)
+        try:
+            ranked = best(staying.facts, rooms, job.config.replan.min, job.step_s).ranked
+        except UnsupportedError:
+            ranked = ()
+        options = [] if why_not(staying.facts, before, sum(rooms)) else [before]  # replicas may have been lost of it
+        options += [estimate.strategy for estimate in ranked]
+        found = next((one for one in options if layout_text(one) not in self._tried), None)
+        if found is None or len(self._tried) >= _TRIES:
+            return False
+        text = f"the script cannot begin in the layout {job.plan}, and begins in {layout_text(found)}: {why}"
+        job.notice(NoticeKind.NOT_REPLANNED, text)
+        self._start(NextLayout(found, (f"the script cannot begin in {' or in '.join(self._tried)}",)), kept, now)
+        return True
+
+    def another_job(self, message: pb.Joined) -> str:
+        """Why what a rank's script has made is not this job in the layout that it has changed to, in words; "" if it
+        is."""
+        if self._memory.job_is is None or not message.facts:
+            return ""
+        now = StayingFacts(LayoutFacts.parse(message.facts), message.batches, message.steps)
+        return why_another_job(self._memory.job_is, now, self._job.plan)
+
+    @property
+    def change(self) -> HistoryEntry | None:
+        """The recovery in which the layout changes, also where all have had to begin once more."""
+        return self._memory.change
+
+    def restored_from(self) -> Decision | None:
+        """All ranks of a new layout have come to their first step: what they go on from. None: there is no new
+        layout."""
+        kept = self._memory.now() or self._memory.kept
+        if kept is None:
+            return None
+        found = RestoreRound.from_checkpoint(kept.version, self._job.ranks)
+        found.stash = None if kept.checkpoint else kept.place
+        return Decision(found, kept.checkpoint)
+
+    def confirmed(self) -> None:
+        """Every rank has taken a step: what the memory has is not needed any more."""
+        if self._memory.had():
+            self._tried = []

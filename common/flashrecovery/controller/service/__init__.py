@@ -1,0 +1,1 @@
+"""The controller as a service: sessions, messages in and out, heartbeats, status, the console."""

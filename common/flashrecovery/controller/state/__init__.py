@@ -1,0 +1,1 @@
+"""What the controller knows of the job, as data, and the pure decisions on it."""

@@ -1,0 +1,146 @@
+"""State that is divided among the ranks of an elastic job, and what becomes of the part of those who leave.
+
+A rank that leaves has needed shards that nobody else does. At the version that the others go on from, somebody among
+them must have copies of these; who has them serves them when the state is divided among those who stay
+(:mod:`flashrecovery.contract.division`). Pure.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+
+from flashrecovery.controller.state.rank_record import RankRecord, capsule_name
+from flashrecovery.plan import Kind, Need
+from flashrecovery.plan.elastic.replicas import ReplicaShape, singles
+from flashrecovery.proto import flashrecovery_pb2 as pb
+
+
+def divided(records: Collection[RankRecord]) -> bool:
+    """Whether ranks have parts of state that is divided among them, in their own words. One that has just come in has
+    none yet; and a single rank has all parts."""
+    return any(record.divided for record in records)
+
+
+def of_their_own(records: Collection[RankRecord]) -> bool:
+    """Whether ranks have shards that others do not have, besides what each of them has for itself: parts of divided
+    state, or their places' in replicas of several ranks. One that has just come in has said nothing yet."""
+    names = [record.needs.keys() - {capsule_name(record.rank)} for record in records if record.needs]
+    return divided(records) or any(other != names[0] for other in names[1:])
+
+
+def division_of(records: Collection[RankRecord]) -> tuple[int, ...]:
+    """The ranks among which state is divided, as these ranks have said: the newest division to which somebody has gone
+    over, for which the others are ready then. () if none of them has said anything."""
+    said = Counter(record.layout for record in records if record.layout)
+    newer = [layout for layout in said if any(record.ready == layout for record in records)]
+    return max(newer or said, key=lambda layout: said[layout], default=())
+
+
+def left_behind(departed: Mapping[int, Mapping[str, int]], records: Collection[RankRecord]) -> list[Need]:
+    """The shards that ranks have needed that have left (``departed``: their names and sizes, by rank; {}: this
+    controller has never heard of them), and nobody needs who stays. Of a rank of which nothing at all is known, where
+    state is divided: its capsule, which nobody has, stands for its part."""
+    if not departed:
+        return []
+    staying = set[str]().union(*(record.needs for record in records))
+    found: dict[str, Need] = {}
+    for rank, needs in departed.items():
+        known = needs or kept_for(rank, records)
+        if not known and divided(records):
+            found[capsule_name(rank)] = Need(rank, capsule_name(rank), 0)
+        for shard, nbytes in known.items():
+            if shard not in staying and shard != capsule_name(rank):
+                found.setdefault(shard, Need(rank, shard, nbytes))
+    return list(found.values())
+
+
+def kept_for(rank: int, records: Collection[RankRecord]) -> dict[str, int]:
+    """What somebody keeps copies of for a rank that had died before this controller came: who keeps its capsule, keeps
+    all that it had."""
+    for record in records:
+        copies = record.copies()
+        if capsule_name(rank) in copies:
+            return copies
+    return {}
+
+
+def ready_for(records: Collection[RankRecord]) -> tuple[int, ...]:
+    """The ranks for which all that have a part of what is divided have made it ready, as they have said; () if they
+    have not."""
+    said = {record.ready for record in records if record.layout}
+    return said.pop() if len(said) == 1 else ()
+
+
+def take_on_parts(records: Collection[RankRecord], layout: Collection[int]) -> None:
+    """Those that have just come, and said what they need as the job was launched, need what is kept for them: nobody
+    else knows what they had. Where nothing is, what they have said stays, which nobody has. Who is not in the
+    ``layout`` needs no part yet."""
+    members = [record for record in records if record.rank in layout]
+    for record in records:
+        if record.as_launched and record.rank not in layout:
+            record.need_no_part()
+        kept = kept_for(record.rank, members) if record.as_launched and record.divided else {}
+        if kept:
+            record.need_part(kept)
+
+
+def custody(wanted: Sequence[Need], records: Collection[RankRecord], version: int) -> list[pb.Custody] | None:
+    """Who serves each of these shards at ``version``: of those who have a copy, whoever serves the least. None if one
+    is nowhere."""
+    names = {need.shard for need in wanted}
+    holders: dict[str, list[int]] = {shard: [] for shard in names}
+    for record in records:
+        for holding in record.copies_at(version, names):
+            if holding.kind is Kind.COPY:
+                holders[holding.shard].append(record.rank)
+    load: Counter[int] = Counter()
+    found = []
+    for need in sorted(wanted, key=lambda need: (need.rank, need.shard)):
+        if not holders[need.shard]:
+            return None
+        holder = min(holders[need.shard], key=lambda rank: (load[rank], rank))
+        load[holder] += need.nbytes
+        found.append(pb.Custody(shard=need.shard, owner=need.rank, holder=holder, kind=Kind.COPY.value))
+    return found
+
+
+def have(records: Collection[RankRecord], version: int) -> bool:
+    """Whether these ranks together have what each of them needs at ``version``. Those that have just been filled again
+    have nothing, and whoever has the same may be about to leave."""
+    held: set[str] = set()
+    for record in records:
+        held.update(record.kept_at(version), record.needs if record.live == version else ())
+    lending = {record.stand for record in records if record.has_capsule(version)}
+    # of an elastic job, anybody's serves who stands at the same place
+    held.update(capsule_name(record.rank) for record in records if record.stand in lending)
+    return all(held.issuperset(record.needs) for record in records)
+
+
+def choose_leaving(
+    records: Mapping[int, RankRecord],
+    departed: Mapping[int, Mapping[str, int]],
+    count: int,
+    version: int,
+    named: Sequence[int] = (),
+    *,
+    shape: ReplicaShape | None = None,
+    on_disk: bool = False,
+) -> list[int] | None:
+    """The ranks of so many replicas that can leave at ``version`` because others have what only they need, and those
+    who stay have what they need themselves (``on_disk``: all of it is read): the replicas of the ``named`` ranks, and
+    the last ones, as far as that is so (``shape`` None: each rank is a replica). None if there are not so many, or a
+    named one is not among them."""
+    chosen: list[int] = []
+    shape, found = shape or singles(records), 0
+    by_replica = shape.by_replica(records)
+    first = list(dict.fromkeys(shape.replica(rank) for rank in named))
+    for replica in (*first, *(other for other in reversed(by_replica) if other not in first)):
+        if found == count:
+            break
+        leaving = [*chosen, *by_replica[replica]]
+        staying = [record for other, record in records.items() if other not in leaving]
+        gone = {**departed, **{other: records[other].needs for other in leaving}}
+        if custody(left_behind(gone, staying), staying, version) is not None and (on_disk or have(staying, version)):
+            chosen, found = leaving, found + 1
+    return sorted(chosen) if found == count and set(named) <= set(chosen) else None

@@ -1,0 +1,448 @@
+"""What the controller knows of one job, and the few things that every part of the machine does with it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from flashrecovery import events as ev
+from flashrecovery.config import RunConfig
+from flashrecovery.controller.state.crashes import Crashes
+from flashrecovery.controller.state.custody import divided
+from flashrecovery.controller.state.fault_drills import Asked
+from flashrecovery.controller.state.history import HistoryEntry
+from flashrecovery.controller.state.iteration_numbers import Counting
+from flashrecovery.controller.state.nodes import NodeRecord
+from flashrecovery.controller.state.outbox import Action, Blame, Outbox
+from flashrecovery.controller.state.rank_record import Newcomer, Place, RankRecord
+from flashrecovery.controller.state.restore_plan import RestoreRound
+from flashrecovery.kinds import NoticeKind, Ordered
+from flashrecovery.plan.elastic.replicas import ReplicaShape
+from flashrecovery.plan.membership.node_failures import SLOW, WEIGHTS
+from flashrecovery.plan.membership.placement import ring_of
+from flashrecovery.plan.ownership import renamed, turned_out_own
+from flashrecovery.plan.transitions import State, check_transition
+from flashrecovery.proto import flashrecovery_pb2 as pb
+from flashrecovery.snapshot.files import LAST_CHECKPOINT
+
+AGENT = -1
+"""Rank number of commands to the agent itself."""
+
+
+@dataclass
+class JobState:
+    """State of one job. All times are CLOCK_MONOTONIC seconds.
+
+    Attributes:
+        ranks: those of which the job consists, numbered as it was launched; of an elastic job some may have left.
+        in_order: the same, by place.
+        newcomers: processes that are built up beside training, by the rank that they are to fill.
+        generation: grows with each recovery and each new start; whatever is of an older one is void.
+        places: how many ranks are in each place; their sum is the world size.
+        stride: distance in ranks to the neighbour that keeps copies.
+        domains: at the launch, see :func:`~flashrecovery.plan.membership.placement.shared_domains`.
+        checkpoint: the newest complete one, its version and directory.
+        recovery: the one under way; over when every rank has taken a step again.
+        last_failure: in words, for commands and for the end.
+        launch: tells this job from another one of the same nodes; that of the controller that has launched it.
+        launched: this controller has started the ranks, or has taken them over.
+        restarts: starts from the script's first line, without the first one.
+        start_version: the version at which the job has begun here.
+        recovered_before: a controller before this one has begun a recovery, so that it may have trained for long.
+        started_at: of the start that is under way.
+        unprotected: the time for the first protected step is over, and no rank has come to one.
+        first_command: of the first node that has come, its name and what it runs.
+        other_commands: nodes that were said to run something else.
+        start_stores: the TCPStores of a start, the same for all of its ranks.
+        store_nodes: the nodes whose TCPStores serve the groups.
+        homeless_since: since when ranks have no node.
+        found_since: since when agents of a running job come to this controller; None if it has launched the job.
+        found_at: when the last one has come to an elected controller.
+        failures: of the recovery under way, in order.
+        asked_again: nobody at all has met a deadline in this recovery; everybody is asked once more.
+        round: what is restored from where, in this recovery.
+        restore_from: the checkpoint's directory, if it is restored from one.
+        retry_at: when a failed regroup or restore is tried again; ``retry_for``: what has failed last; ``retries``: how
+            often in this recovery.
+        needs_known: the generation whose stop has told every rank's needs; 0: none.
+        confirmed: how many of the ranks, in order, have committed a step since the last recovery.
+        crashes: of all ranks together, where none that is lost is replaced.
+        stuck_at: how often the job has come to a standstill, at the newest such step.
+        layout: the ranks among which state that is divided among ranks is divided, as all of them have it or can have
+            it at once.
+        unsure: a controller before this one may have been in the middle of a change of the layout.
+        departed: ranks of the layout that have left the job, and what they needed.
+        awaited: ranks that had left, and were taken back since the version was decided on: they do not leave again.
+        told_size: of how many ranks the job consists, as was told last, here or by a controller before this one.
+        world: ranks of a job that has changed its parallel layout; 0: those of the launch.
+        plan: that parallel layout, as tp=1,pp=2,dp=1; "": that of the launch.
+        replans: how often it has changed.
+        attempts: the newest start has at least this number (restarts and replans), which is not used again.
+        facts: what the job's workers say of what there is to lay out, as JSON; "": it cannot be laid out otherwise.
+        where: the run directory.
+        earlier_step: to which an earlier launch in it had come; 0: none.
+        left_last: checkpoints that an earlier launch has left in it when it ended.
+        told_to_end: by what, while the script has the time to end by itself, until ``ends_at``; "": it is not to.
+        saving: the job has failed, and what its ranks hold is being kept before they end
+        (:mod:`flashrecovery.controller.last_save`).
+        void: it has failed because its ranks do not agree.
+        not_registered: what has been said to change from step to step without being registered; "": nothing.
+        counting: where steps are a framework's calls, to which iterations they belong.
+        tokens_per_step: that all ranks take in together, as the script has said; 0: it has not.
+        asked: faults that were asked for, and after which their ranks have not failed yet.
+    """
+
+    config: RunConfig
+    state: State = State.STARTING
+    generation: int = 0
+    ranks: dict[int, RankRecord] = field(default_factory=dict)
+    newcomers: dict[int, Newcomer] = field(default_factory=dict)
+    places: Counter[Place] = field(default_factory=Counter)
+    nodes: dict[str, NodeRecord] = field(default_factory=dict)
+    stride: int = 1
+    domains: tuple[int, ...] = ()
+    checkpoints: list[tuple[int, str]] = field(default_factory=list)
+    recovery: HistoryEntry | None = None
+    history: list[HistoryEntry] = field(default_factory=list)
+    failure_reason: str = ""
+    last_failure: str = ""
+    outbox: Outbox = field(default_factory=Outbox)
+
+    launch: str = ""
+    launched: bool = False
+    restarts: int = 0
+    start_version: int = 0
+    recovered_before: bool = False
+    started_at: float = 0.0
+    unprotected: bool = False
+    first_command: tuple[str, list[str]] | None = None
+    other_commands: int = 0
+    start_stores: list[pb.StoreServer] = field(default_factory=list)
+    store_nodes: list[str] = field(default_factory=list)
+    homeless_since: float | None = None
+    found_since: float | None = None
+    found_at: float | None = None
+
+    failures: list[pb.Failure] = field(default_factory=list)
+    asked_again: bool = False
+    round: RestoreRound | None = None
+    restore_from: str = ""
+    retry_at: float | None = None
+    retry_for: str = ""
+    retries: int = 0
+    needs_known: int = 0
+    confirmed: int = 0
+    stuck_at: dict[int, int] = field(default_factory=dict)
+    tokens_per_step: int = 0
+    counting: Counting = field(default_factory=Counting)
+    layout: tuple[int, ...] = ()
+    unsure: bool = False
+    departed: dict[int, dict[str, int]] = field(default_factory=dict)
+    awaited: set[int] = field(default_factory=set)
+    told_size: int = 0
+    world: int = 0
+    plan: str = ""
+    replans: int = 0
+    attempts: int = 0
+    facts: str = ""
+    asked: Asked = field(default_factory=Asked)
+    where: str = ""
+    earlier_step: int = 0
+    left_last: list[tuple[int, str]] = field(default_factory=list)
+    told_to_end: str = ""
+    ends_at: float = 0.0
+    saving: bool = False
+    void: bool = False
+    not_registered: str = ""
+
+    in_order: list[RankRecord] = field(default_factory=list)
+    crashes: Crashes = field(default_factory=Crashes)
+    _blamed: set[tuple[str, bool, int, int]] = field(default_factory=set)
+    _homes: list[str] = field(default_factory=list)  # of the ranks in order, as they were for ...
+    _ranks_of: dict[str, list[int]] = field(default_factory=dict)  # ... this, by home
+
+    def __post_init__(self) -> None:
+        self.ranks = {r: RankRecord(r, self.places) for r in range(self.config.world_size)}
+        self.in_order = list(self.ranks.values())
+        self.layout = tuple(self.ranks)
+        self.told_size = len(self.ranks)
+
+    def take_actions(self) -> list[Action]:
+        """What is to be done because of the events so far, in order."""
+        assert sum(self.places.values()) == len(self.ranks), f"each rank is in one place: {self.places}"
+        return self.outbox.take()
+
+    def all_in(self, *places: Place) -> bool:
+        """Whether every rank is in one of these places."""
+        return sum(self.places[p] for p in places) == len(self.ranks)
+
+    @property
+    def checkpoint(self) -> tuple[int, str] | None:
+        """Version and directory of the newest complete checkpoint that is not known to be damaged."""
+        return self.checkpoints[-1] if self.checkpoints else None
+
+    @property
+    def step_s(self) -> float:
+        """What a step takes, on the slowest rank; 0: not known."""
+        return max((record.step_s for record in self.ranks.values()), default=0.0)
+
+    @property
+    def committed(self) -> int:
+        """The newest version that every rank has committed, as far as heartbeats say; -1: not known."""
+        return min((record.committed for record in self.ranks.values()), default=-1)  # all may have left
+
+    def to(self, state: State, now: float | None = None) -> None:
+        check_transition(self.state, state)
+        if self.recovery is not None and now is not None:
+            phase = self.recovery.enter(state, now)
+            if phase is not None:
+                self.emit(ev.RecoveryPhase(generation=self.generation, name=phase[0], seconds=phase[1]))
+        self.state = state
+
+    def notice(self, kind: NoticeKind, text: str, *, rank: int = -1) -> None:
+        """Something that an operator may want to know."""
+        self.emit(ev.Notice(generation=self.generation, rank=rank, kind=kind, text=text))
+
+    def blame(self, node: str, kind: str, detail: str) -> None:
+        """Have it remembered that a node has failed, or is slow: once until the end of a recovery, or the next start,
+        however many of its ranks have failed and how often."""
+        key = (node, kind == SLOW, len(self.history), self.restarts)
+        if node and WEIGHTS.get(kind) and key not in self._blamed:
+            self._blamed.add(key)
+            self.outbox.blame(Blame(node, str(kind), self.generation, detail))
+
+    def fail(self, reason: str, *, void: bool = False) -> None:
+        """Nothing is left to try: say why, stop everything, keep the evidence, and what the ranks hold. ``void``: they
+        do not agree, so that nothing may go on from what they hold."""
+        self.failure_reason, self.void = reason, void
+        self.outbox.clear()
+        self.saving = not void and self._has_something_to_save()
+        self.to(State.FAILED)
+        self.emit(ev.JobFailed(generation=self.generation, reason=reason, step=self.committed, step_s=self.step_s))
+        if not self.saving:
+            self.shut_down()
+
+    def shut_down(self, version: int = 0, *, whole: bool = False, saved: str = "") -> None:
+        """Have all agents end their processes. ``version``: of which everything is kept (``whole``), or a part; 0:
+        nobody knows. ``saved``: the checkpoint that has it."""
+        self.saving = False
+        shutdown = pb.Shutdown(reason=self.failure_reason, version=version, whole=whole, void=self.void, saved=saved)
+        self.command(AGENT, pb.Command(shutdown=shutdown))
+
+    @property
+    def changes(self) -> bool:
+        """Its size or its layout may change: what a rank's memory has is of one of them."""
+        return self.config.elastic is not None or self.config.replan is not None
+
+    @property
+    def keeps_last(self) -> bool:
+        """What its ranks hold when it ends is kept by the nodes' snapshot processes."""
+        snapshots = self.config.snapshots
+        return not self.changes and snapshots.keep != "never" and snapshots.persist
+
+    @property
+    def last_directory(self) -> str:
+        """Where the checkpoint goes that is written when it ends, unless its ranks write theirs elsewhere; "": none
+        is."""
+        if self.ranks and self.in_order[0].checkpoints:
+            return str(self.config.checkpoint.dir or self.where)
+        alone = self.changes and not self.config.several_nodes  # else each node has a run directory of its own
+        return str(Path(self.where) / LAST_CHECKPOINT) if alone else ""
+
+    def _has_something_to_save(self) -> bool:
+        """Whether ranks hold a state that a later launch could go on from, and it can be kept."""
+        if self.unprotected or not self.launched or self.places[Place.RELEASED] or self.places[Place.FINISHED]:
+            return False
+        in_loop = sum(
+            self.places[p] for p in (Place.RUNNING, Place.STOPPING, Place.STOPPED, Place.RECOVERING, Place.DONE)
+        )
+        if not in_loop or not any(record.committed > 0 for record in self.in_order):
+            return False
+        if self.changes and not self.last_directory:
+            text = "nothing is kept of what the ranks hold: a job of several nodes that may change its size or its "
+            self.notice(NoticeKind.CHECKPOINT_FAILED, f"{text}layout needs --checkpoint-dir for that")
+        return self.keeps_last or bool(self.last_directory)
+
+    def keepers_of_copies(self, records: Sequence[RankRecord] = ()) -> dict[int, int]:
+        """By rank, the one that holds its neighbour copies, if the job consists of these ``records`` (default: all). It
+        may have left."""
+        shape = self.shape
+        ranks = shape.in_order(record.rank for record in records or self.in_order)
+        if len(ranks) < 2:
+            return {rank: rank for rank in ranks}
+        if self.plan and self.config.elastic is None:  # nodes need not have equally many ranks there
+            return {rank: (rank + self.stride) % self.world_size for rank in ranks}
+        alone = self.config.replan is not None and len(shape.by_replica(ranks)) == 1  # they keep each other's then
+        if shape.each > 1 and divided(self.in_order) and not alone:
+            if len(shape.whole(ranks)) * shape.each < len(ranks):  # some of a replica are leaving
+                keepers = self.keepers_of_parts()
+                return {rank: keepers.get(rank, rank) for rank in ranks}
+            ring = shape.ring(ranks, *self._where_copies_go)
+        else:
+            ring = ring_of(ranks, *self._where_copies_go)
+        return {rank: ranks[place] for rank, place in zip(ranks, ring, strict=True)}
+
+    def keepers_of_parts(self) -> dict[int, int]:
+        """The rank that keeps the copies of each one's part of what is divided among the ranks of the layout; it may
+        have left."""
+        layout = self.shape.in_order(self.layout)
+        ring = self.shape.ring(layout, *self._where_copies_go)
+        return {rank: layout[keeper] for rank, keeper in zip(layout, ring, strict=True)}
+
+    @property
+    def _where_copies_go(self) -> tuple[int, int, Sequence[int]]:
+        # Nodes need not have equally many ranks in a layout that was changed to, and domains are those of ranks there.
+        return self.stride, 1 if self.plan else self.config.nproc_per_node, self.domains
+
+    @property
+    def whole(self) -> bool:
+        """No rank has left since the launch, or the last change of the parallel layout, and none has come beyond it."""
+        return len(self.ranks) == self.world_size and self.in_order[-1].rank < self.world_size
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of the launch, or of the last change of the parallel layout."""
+        return self.world or self.config.world_size
+
+    def lay_out(self, plan: str, records: Iterable[RankRecord]) -> None:
+        """The job consists of these ranks, which have no processes yet, in another parallel layout."""
+        self.places.clear()
+        self.ranks.clear()
+        for record in records:
+            record.enlist(self.places)
+            self.ranks[record.rank] = record
+        self.in_order = list(self.ranks.values())
+        self.plan, self.world, self.replans = plan, len(self.ranks), self.replans + 1
+        self.told_size = self.world
+        self.begin_attempt()
+        self.layout, self.departed = tuple(self.ranks), {}
+        self._homes, self._ranks_of, self.confirmed = [], {}, 0
+
+    def begin_attempt(self) -> None:
+        """All processes are started anew, which has been counted: under a number that no start has had."""
+        if self.attempt <= self.attempts:
+            self.replans += self.attempts + 1 - self.attempt
+        self.attempts = self.attempt
+
+    @property
+    def attempt(self) -> int:
+        """The number of the start that its processes are of."""
+        return self.restarts + self.replans
+
+    @property
+    def shape(self) -> ReplicaShape:
+        """Which ranks make up its replicas, as they have said; as long as they have not, each is one."""
+        said = next((record.shape for record in self.in_order if record.shape is not None), None)
+        return said or ReplicaShape(self.world_size)
+
+    @property
+    def replicas(self) -> int:
+        """How many there are."""
+        return len(self.shape.by_replica(self.ranks))
+
+    def depart(self, rank: int) -> RankRecord:
+        """The rank belongs to the job no longer. Returns what was known of it."""
+        record = self.ranks.pop(rank)
+        known = not (record.divided and record.as_launched)
+        self.departed[rank] = dict(record.needs) if known else {}
+        self.places[record.place] -= 1
+        self.in_order = list(self.ranks.values())
+        self._homes, self.confirmed = [], 0
+        self.outbox.keep(lambda _, other: other != rank)
+        return record
+
+    def elastic_layout(self) -> tuple[int, ...]:
+        """The layout of an elastic job, as its ranks are counted; () of others, where nobody needs to know it. (A
+        controller that is started in the middle of a job knows its ranks before it knows what they make up.)"""
+        return () if self.config.elastic is None else tuple(self.shape.in_order(self.layout))
+
+    def begins_as_divided(self, rank: int) -> bool:
+        """Whether state is divided as a process of this rank divides it when it begins: as in the launch's size. Of one
+        beyond the launch it never is, because it begins with another rank's part."""
+        return rank < self.world_size and self.layout == tuple(range(self.world_size))
+
+    def settle_layout(self) -> None:
+        """All ranks of the job have what they need of a state that is divided among them alone."""
+        self.layout = self.members
+        self.departed = {}
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        """Its ranks, as they are counted in process groups of all of them."""
+        return tuple(self.shape.in_order(self.ranks))
+
+    def name_own(self) -> list[str]:
+        """Shards that have turned out to be each rank's own, as ranks have said, are so for all of them: also for one
+        that has not come to hear of it, and for one that has just been filled again. Returns the names that they
+        had."""
+        own = turned_out_own(name for record in self.ranks.values() for name in record.needs)
+        for record in self.ranks.values() if own else ():
+            record.needs = renamed(record.needs, record.rank, own)
+        return sorted(own)
+
+    def divided_among(self, layout: tuple[int, ...]) -> None:
+        """State is divided among these ranks, as those who have it have said to a controller that did not know."""
+        self.layout = layout
+        self.departed = {rank: {} for rank in layout if rank not in self.ranks}  # what is known may be of another one
+        for record in self.in_order:
+            record.as_launched = record.place is Place.JOINED
+            if record.rank not in layout:
+                record.need_no_part()
+
+    def enrol(self, record: RankRecord) -> None:
+        """The rank belongs to the job from now on, in its place by number."""
+        record.enlist(self.places)
+        self.departed.pop(record.rank, None)
+        others = [*self.ranks.values(), record]
+        self.ranks.clear()
+        self.ranks.update((one.rank, one) for one in sorted(others, key=lambda one: one.rank))
+        self.in_order = list(self.ranks.values())
+        self._homes, self.confirmed = [], 0
+
+    def tell_to_leave(self, rank: int, home: str, grace_s: float = 0.0) -> None:
+        """Have the process of a rank, if its node lives, end by itself within ``grace_s`` seconds, or end it."""
+        node = self.nodes.get(home)
+        if node is not None and node.alive:
+            self.outbox.send(home, pb.Command(generation=self.generation, rank=rank, leave=pb.Leave(grace_s=grace_s)))
+
+    def homes(self) -> list[str]:
+        """The node of each process that fills a rank, or is to."""
+        records = [*self.ranks.values(), *(newcomer.record for newcomer in self.newcomers.values())]
+        return [record.home for record in records if record.home]
+
+    def saved(self) -> pb.Command:
+        """What the agents are to remember: the newest checkpoint, or (version -1) that there is none."""
+        return self.saved_as(self.checkpoint)
+
+    def saved_as(self, checkpoint: tuple[int, str] | None) -> pb.Command:
+        """The same, of this one."""
+        version, path = checkpoint or (-1, "")
+        saved = pb.CheckpointSaved(version=version, path=path)
+        return pb.Command(generation=self.generation, rank=AGENT, saved=saved)
+
+    def command(
+        self, rank: int, command: pb.Command, deadline: float | None = None, what: Ordered | None = None
+    ) -> None:
+        command.generation, command.rank = self.generation, rank
+        self.outbox.send(None if rank == AGENT else self.ranks[rank].home, command, deadline, what)
+
+    def command_all(self, records: Iterable[RankRecord], command: pb.Command, deadline: float, what: Ordered) -> None:
+        """Send the same command to all of these ranks."""
+        homes = [record.home for record in self.ranks.values()]
+        if homes != self._homes:
+            self._homes, self._ranks_of = homes, {}
+            for rank, home in zip(self.ranks, homes, strict=True):
+                self._ranks_of.setdefault(home, []).append(rank)
+        meant = {record.rank for record in records}
+        ranks_of = {
+            home: ranks if meant.issuperset(ranks) else [rank for rank in ranks if rank in meant]
+            for home, ranks in self._ranks_of.items()
+            if not meant.isdisjoint(ranks)
+        }
+        command.generation = self.generation
+        self.outbox.send_all(ranks_of, command, deadline, what)
+
+    def emit(self, event: ev.Event) -> None:
+        self.outbox.emit(event)

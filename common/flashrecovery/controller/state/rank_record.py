@@ -1,0 +1,455 @@
+"""What the controller knows of each rank, and how it becomes input for :mod:`flashrecovery.plan`."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, field
+from enum import Enum
+
+from flashrecovery.config import RunConfig
+from flashrecovery.controller.state.crashes import Crashes
+from flashrecovery.plan import Holding, Kind, Need
+from flashrecovery.plan.elastic.replicas import ReplicaShape
+from flashrecovery.plan.parity.decodable import ParityHeld
+from flashrecovery.plan.words import ranks_text
+from flashrecovery.proto import flashrecovery_pb2 as pb
+from flashrecovery.rpc.parity_messages import parity_held
+
+
+class Place(str, Enum):
+    """What the process that fills a rank is doing, as far as the controller has been told."""
+
+    EMPTY = "empty"
+    STARTING = "starting"
+    JOINED = "joined"
+    RUNNING = "running"
+    STOPPING = "stopping"
+    STOPPED = "stopped"
+    RECOVERING = "recovering"
+    DONE = "done"
+    RELEASED = "released"
+    FINISHED = "finished"
+
+
+BUILT_UP = frozenset({Place.EMPTY, Place.STARTING, Place.JOINED})
+"""Places of a rank whose process has not been in its loop, so that it has no state yet."""
+THROUGH = frozenset({Place.DONE, Place.RELEASED, Place.FINISHED})
+"""Places of a process that has taken its last step."""
+_LAST_WORDS_S = 2.0
+"""A script that has left its loop by an exception has said so by then."""
+
+
+ENDLESS = -1
+"""Steps of a rank for which the script's end is the end of the steps."""
+
+
+def capsule_name(rank: int) -> str:
+    """Shard name of the rank-only state of ``rank``."""
+    return f"capsule@{rank}"
+
+
+@dataclass(frozen=True, slots=True)
+class HeldAt:
+    """Where a rank was when it was told to hold. ``settled``: in a step, or done with all, and not in a recovery;
+    ``mutating``: its state is changing from ``version`` to the next."""
+
+    settled: bool = False
+    mutating: bool = False
+    version: int = 0
+
+
+@dataclass
+class RankRecord:
+    """One place in the world and the process in it.
+
+    Attributes:
+        tally: how many ranks are in which place, kept by all records of a job together.
+        home: name of the node that holds the rank, or is to; "" while no node has room for it.
+        store: host and port of the TCPStore that its process was told to use.
+        page_on: name of the node whose agent has the page of its last process; "" if that node is lost.
+        live: -1 when the process holds no whole version.
+        filled: the generation in which it was last ordered to be filled; -1: another controller has ordered it.
+        on_its_way: the process has not been let into its loop yet.
+        irreplaceable: its replacements have failed so often that an elastic job goes on without it.
+        new: it has come into a running job and nobody has a capsule of it; in an elastic job another rank's serves.
+        batches: of an elastic job, what the rank's batches are made of.
+        layout, ready: the ranks among which its state is divided, and for which it has been made ready, as it has said
+            to a controller that did not know.
+        divided: those of its needs that belong to what is divided among the ranks; each is of one size of the job.
+        as_launched: what it has said that it needs of divided state may be of the launch's division: it came, or was
+            found, and has not been stopped since, and what the rank needs was not known.
+        outline: of what is divided, the same in every process that runs the same script; "" if nothing is.
+        capsules, early: versions of its capsule that its last process's page has, and those of them that are not final.
+        late: versions whose capsule, on this rank, was not what it had been early.
+        steps: that it will take; :data:`ENDLESS` when the script's end is the end of its steps, None as long as it has
+            not said so.
+        ended: the script of its process has come to its end after so many calls; 0: it has not, or it takes steps.
+        in_snapshots: its copies outlive the processes of the job.
+        checkpoints: it has a directory for them.
+        shape: which ranks make up the replicas of an elastic job; None: it has not said.
+        sizes: the numbers of replicas with which an elastic job can go on; empty: all.
+        hang_floor_s: no progress for less than this is never a hang of this rank; 0: as launched.
+        heard_at: when the last heartbeat told of it, CLOCK_MONOTONIC seconds.
+        own_s, own_least_s: its own work in a step, and the least of its last steps; 0: not known yet.
+        overhead_s: what recovery takes of a step; 0: not known yet.
+        parity: what it has said of parity; None: it keeps none, or has not said so yet.
+        kept, kept_age_s: newest version of which it keeps a whole copy for another rank (-1: none), and for how long
+            it had when last heard.
+    """
+
+    rank: int
+    tally: Counter[Place] = field(default_factory=Counter, repr=False, compare=False)
+    pid: int = 0
+    node: str = ""
+    host: str = ""
+    home: str = ""
+    page_on: str = ""
+    store: tuple[str, int] = ("", 0)
+    local_rank: int = 0
+    joined_generation: int = 0
+    filled: int = -1
+    on_its_way: bool = False
+    irreplaceable: bool = False
+    new: bool = False
+    batches: str = ""
+    steps: int | None = None
+    ended: int = 0
+    in_snapshots: bool = False
+    checkpoints: bool = False
+    shape: ReplicaShape | None = None
+    sizes: frozenset[int] = frozenset()
+    needs: dict[str, int] = field(default_factory=dict)
+    layout: tuple[int, ...] = ()
+    ready: tuple[int, ...] = ()
+    divided: frozenset[str] = frozenset()
+    as_launched: bool = False
+    outline: str = ""
+    digests: dict[str, str] = field(default_factory=dict)
+    start: list[pb.StartLine] = field(default_factory=list)
+    live: int = -1
+    capsules: tuple[int, ...] = ()
+    early: frozenset[int] = frozenset()
+    late: frozenset[int] = frozenset()
+    tag: int = -2
+    committed: int = -1
+    progress_age_s: float = 0.0
+    step_s: float = 0.0
+    hang_floor_s: float = 0.0
+    heard_at: float = 0.0
+    own_s: float = 0.0
+    own_least_s: float = 0.0
+    overhead_s: float = 0.0
+    parity: ParityHeld | None = None
+    entered: int = -1
+    left_at: float = 0.0
+    kept: int = -1
+    kept_age_s: float = 0.0
+    held_at: HeldAt = field(default_factory=HeldAt)
+    crashes: Crashes = field(default_factory=Crashes)
+    _said: list[pb.Held] = field(default_factory=list)  # what it holds besides its live state, in its own words
+    _place: Place = Place.EMPTY
+    _entry: pb.RankEntry = field(default_factory=pb.RankEntry)
+    _entry_says: tuple[object, ...] = ()
+
+    def __post_init__(self) -> None:
+        self.tally[self._place] += 1
+
+    @property
+    def place(self) -> Place:
+        return self._place
+
+    @place.setter
+    def place(self, place: Place) -> None:
+        self.tally[self._place] -= 1
+        self.tally[place] += 1
+        self._place = place
+
+    def enlist(self, tally: Counter[Place]) -> None:
+        """It is counted there from now on."""
+        self.tally = tally
+        self.tally[self._place] += 1
+
+    def vacate(self) -> None:
+        """The process is gone; what the rank needs stays known."""
+        self.place = Place.EMPTY
+        self.ended = 0
+        self.live = -1
+        self._said = []
+        self.parity = None
+        self.tag = -2
+        self.kept = -1
+
+    def entry(self, peer: str) -> pb.RankEntry:
+        """The rank's entry in the rank table, the same object for as long as it says the same. ``peer``: its node's
+        agent."""
+        says = (self.host, self.pid, self.node, self.joined_generation, peer)
+        if says != self._entry_says:
+            self._entry_says = says
+            self._entry = pb.RankEntry(
+                rank=self.rank,
+                host=self.host,
+                pid=self.pid,
+                node=self.node,
+                joined_generation=self.joined_generation,
+                peer=peer,
+            )
+        return self._entry
+
+    def done(self, message: pb.Done) -> None:
+        """It takes no more steps. Where the script's end is the end of them, there will be none in this process."""
+        self.place, self.committed = Place.DONE, message.version
+        if self.steps == ENDLESS:
+            self.ended = message.version
+
+    def joined(self, message: pb.Joined) -> None:
+        self.place = Place.JOINED
+        self.steps, self.ended = message.steps, 0
+        self.hang_floor_s = message.hang_floor_s
+        self.in_snapshots = message.in_snapshots
+        self.checkpoints = message.checkpoints
+        self.sizes = frozenset(message.sizes)
+        self.shape = _shape_said(message) or self.shape
+        self.batches = message.batches
+        self.outline = message.outline
+        self.take_needs(message.needs)
+        self.digests = {n.name: n.digest for n in message.needs if n.digest}
+        self.start = list(message.start)
+        self.take_inventory(-1, message.held, message.parity)
+
+    @property
+    def stand(self) -> int:
+        """Where it is in its replica: ranks that stand at the same place have the same state."""
+        return 0 if self.shape is None else self.shape.stand(self.rank)
+
+    def take_needs(self, needs: Collection[pb.ShardNeed]) -> None:
+        """What the rank needs, in its own words."""
+        self.needs = {need.name: need.nbytes for need in needs}
+        self.divided = frozenset(need.name for need in needs if need.divided)
+
+    def common_needs(self) -> dict[str, int]:
+        """What it needs in any size of the job."""
+        return {name: nbytes for name, nbytes in self.needs.items() if name not in self.divided}
+
+    def need_part(self, kept: Mapping[str, int]) -> None:
+        """Of what is divided it needs what others keep for its rank."""
+        common = self.common_needs()
+        self.divided, self.as_launched = frozenset(kept.keys() - common.keys()), False
+        self.needs = {**common, **{name: kept[name] for name in self.divided}}
+
+    def need_no_part(self) -> None:
+        """It has no part of what is divided yet, and gets its part when that is divided anew."""
+        self.needs, self.divided = self.common_needs(), frozenset()
+
+    def heard(self, health: pb.RankHealth, now: float) -> None:
+        """A heartbeat has come, which says everything but what follows from the generation."""
+        self.tag, self.step_s = health.tag, health.step_s
+        self.progress_age_s, self.heard_at = health.progress_age_s, now
+        self.own_s, self.own_least_s = health.own_s, health.own_least_s
+        self.overhead_s, self.kept, self.kept_age_s = health.overhead_s, health.kept - 1, health.kept_age_s
+        self.entered = -1
+
+    def take_inventory(self, live: int, held: Iterable[pb.Held], parity: pb.Parity | None = None) -> None:
+        """Replace what is known of this rank's versions by its own word. It is read only as far as somebody asks."""
+        self.live = live
+        self._said = list(held)
+        self.parity = None if parity is None else parity_held(self.rank, parity)
+        self.late = frozenset()
+
+    def forget_early(self, versions: Set[int]) -> bool:
+        """The step before each of these versions was late on another rank: a capsule that was sealed early in it may be
+        wrong. Returns whether there was one."""
+        said = [h for h in self._said if not (h.early and h.version in versions)]
+        capsules = tuple(v for v in self.capsules if not (v in self.early and v in versions))
+        known = len(said) < len(self._said) or len(capsules) < len(self.capsules)
+        self._said, self.capsules = said, capsules
+        return known
+
+    @property
+    def newest(self) -> int:
+        """The newest version of anything that it holds, -1: nothing."""
+        newest = self.live
+        for held in self._said:
+            newest = max(newest, held.version)
+        return max(newest, *self.capsules) if self.capsules else newest
+
+    def _names(self, held: pb.Held) -> Collection[str]:
+        return held.shards or self.needs.keys()
+
+    def _expand(self, held: pb.Held) -> list[Holding]:
+        kind = Kind(held.kind)
+        names = self._names(held)
+        sizes = held.nbytes or [self.needs.get(n, 0) for n in names]
+        return [Holding(self.rank, n, held.version, kind, b) for n, b in zip(names, sizes, strict=True)]
+
+    def holdings(self) -> list[Holding]:
+        """Everything that this rank's process, or the agent for it, holds."""
+        found = [h for message in self._said for h in self._expand(message)]
+        if self.live >= 0:
+            found += [Holding(self.rank, n, self.live, Kind.LIVE, b) for n, b in self.needs.items()]
+        return found + self._pages()
+
+    def live_at(self, version: int, shards: Set[str]) -> list[Holding]:
+        """Those of ``shards`` that the rank's tensors hold at ``version``."""
+        if self.live != version or shards.isdisjoint(self.needs):
+            return []
+        return [Holding(self.rank, n, version, Kind.LIVE, self.needs[n]) for n in shards & self.needs.keys()]
+
+    def copies_at(self, version: int, shards: Set[str]) -> Iterator[Holding]:
+        """Those of ``shards`` that the rank keeps at ``version`` besides its tensors. In a large job most ranks have
+        none or one."""
+        for held in self._said:
+            if held.version == version and not shards.isdisjoint(self._names(held)):
+                yield from (h for h in self._expand(held) if h.shard in shards)
+        if self.capsules:
+            yield from (h for h in self._pages() if h.version == version and h.shard in shards)
+
+    def copies(self) -> dict[str, int]:
+        """Shards that it keeps for another rank, and their sizes, of any version."""
+        copies = [held for held in self._said if held.kind == Kind.COPY]
+        return {holding.shard: holding.nbytes for held in copies for holding in self._expand(held)}
+
+    def _pages(self) -> list[Holding]:
+        if not self.capsules:
+            return []
+        capsule = capsule_name(self.rank)
+        return [Holding(self.rank, capsule, v, Kind.PAGE, self.needs.get(capsule, 0)) for v in self.capsules]
+
+    def kept_at(self, version: int) -> Iterator[str]:
+        """The shards that it holds at this version besides its live state; some perhaps twice."""
+        for held in self._said:
+            if held.version == version:
+                yield from self._names(held)
+        if version in self.capsules:
+            yield capsule_name(self.rank)
+
+    def has_capsule(self, version: int) -> bool:
+        """Whether its process has its own capsule of this version, in its final form."""
+        if version < 0 or self.live == version:
+            return version >= 0
+        name = capsule_name(self.rank)
+        kept = (h for h in self._said if h.version == version and h.kind == Kind.UNDO and not h.early)
+        return any(name in self._names(h) for h in kept)
+
+    def need_list(self) -> list[Need]:
+        return [Need(self.rank, n, b) for n, b in self.needs.items()]
+
+
+@dataclass
+class Newcomer:
+    """A process that is built up beside training, to fill a rank later.
+
+    Attributes:
+        record: of the rank that it will fill; the job does not count it yet.
+        number: of the order, so that its first word is not taken for that of an earlier one.
+        due: when it has to be at its first step, CLOCK_MONOTONIC seconds.
+    """
+
+    record: RankRecord
+    number: int
+    due: float
+
+    @property
+    def here(self) -> bool:
+        """It has come to its first step and waits."""
+        return self.record.place is Place.JOINED
+
+
+def _shape_said(message: pb.Joined) -> ReplicaShape | None:
+    if not message.replicas:
+        return None
+    return ReplicaShape(message.replicas, message.inner, message.each // message.inner)
+
+
+def slowest_start(records: Iterable[RankRecord]) -> Sequence[pb.StartLine]:
+    """Where the time of the one went that took longest to its first step."""
+    starts = [record.start for record in records]
+    return max(starts, key=lambda lines: sum(line.seconds for line in lines), default=[])
+
+
+def unequal_steps(records: Iterable[RankRecord]) -> str:
+    """Ranks that will not take equally many steps, in words; "" if all agree. The others would wait for ever."""
+    by_count: dict[int, list[int]] = {}
+    for record in records:
+        if record.steps is not None:
+            by_count.setdefault(record.steps, []).append(record.rank)
+    if len(by_count) <= 1:
+        return ""
+    said = "; ".join(
+        f"{'no steps() but single calls' if n < 0 else f'steps({n})'} on rank{'s' * (len(r) > 1)} {str(r)[1:-1]}"
+        for n, r in sorted(by_count.items())
+    )
+    return f"recovery.steps() needs the same number on every rank, but there is {said}"
+
+
+def unequal_ends(records: Iterable[RankRecord]) -> str:
+    """Scripts that have come to their end after other numbers of calls than others have made, in words; "" if there are
+    none. Who makes more waits for ever."""
+    ended: dict[int, list[int]] = {}
+    newest = 0
+    for record in records:
+        if record.ended:
+            ended.setdefault(record.ended, []).append(record.rank)
+        if record.steps == ENDLESS:
+            newest = max(newest, record.committed)
+    if not ended or (len(ended) == 1 and newest <= max(ended)):
+        return ""
+    said = "; ".join(f"of {ranks_text(ranks)} after {calls}" for calls, ranks in sorted(ended.items()))
+    return (
+        f"the scripts have come to their end after different numbers of calls: {said}; {newest} have been made. What "
+        "ends the script's loop must be the same on all ranks, and in a process that takes the place of a dead one"
+    )
+
+
+def told_of(words: pb.LastWords, config: RunConfig, ranks: Collection[int]) -> str:
+    """What is to be said of what a script has raised on ``ranks`` besides its message: where, and the traceback if none
+    of their outputs is shown live, where it stands already."""
+    place = f" (at {words.place})" if words.place else ""
+    shown = config.log == "all" or (config.log == "0" and 0 in ranks)
+    return place if shown else f"{place}\n{words.traceback}".rstrip()
+
+
+def left_behind(records: Iterable[RankRecord], now: float) -> dict[int, str]:
+    """Ranks whose scripts have left their loop before its last step where others have begun the step after, each with
+    what it has done, in words. If all leave it together, none of them begins another. A script that raises leaves its
+    loop, too: what it raises is heard soon after."""
+    known = list(records)
+    goes_on = [r for r in known if r.place is Place.RUNNING]
+    found = {}
+    for record in known:
+        if record.place not in THROUGH or record.steps is None or not 0 <= record.committed < record.steps:
+            continue
+        if record.place is Place.DONE and now < record.left_at + _LAST_WORDS_S:
+            continue
+        others = [r.rank for r in goes_on if r.entered >= record.committed]
+        if others:
+            what = "ended (exit code 0)" if record.place is Place.FINISHED else "left its loop"
+            when = f"after step {record.committed - 1}" if record.committed else "before step 0"
+            found[record.rank] = (
+                f"its script has {what} {when} of {record.steps}, and {ranks_text(others)} "
+                f"{'goes' if len(others) == 1 else 'go'} on with the next one: what ends the loop (break, return, "
+                "sys.exit) must be the same on all ranks"
+            )
+    return found
+
+
+def who_has_left(records: Iterable[RankRecord], hung: RankRecord) -> str:
+    """Ranks whose scripts have left their loop where ``hung`` goes on and stands still, perhaps because of that, in
+    words; "" if there are none."""
+    left = [r.rank for r in records if r.place in THROUGH and r.steps != r.committed <= hung.committed]
+    return f"{ranks_text(left)} {'has' if len(left) == 1 else 'have'} left the loop by then" if left else ""
+
+
+def unequal_claims(records: Iterable[RankRecord]) -> list[str]:
+    """Shards that several ranks claim to hold equally, but whose digests differ at the start.
+
+    A replacement would silently get another rank's state; so such a job is refused before its first step.
+    """
+    seen: dict[str, tuple[str, int]] = {}
+    wrong = []
+    for record in records:
+        for name, digest in record.digests.items():
+            first = seen.setdefault(name, (digest, record.rank))
+            if first[0] != digest:
+                wrong.append(f"{name!r} differs between rank {first[1]} and rank {record.rank}")
+    return wrong

@@ -1,0 +1,1 @@
+"""What the controller keeps on disk: generations, node failures, what an earlier launch has left."""

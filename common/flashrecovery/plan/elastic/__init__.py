@@ -1,0 +1,1 @@
+"""Sizes of an elastic job: replicas, new ranks, who leaves, which samples belong to whom. Pure."""

@@ -1,0 +1,1 @@
+"""Planning tools: what a job survives, what copies cost, how much time failures take. Pure."""

@@ -1,0 +1,1 @@
+"""Parity: what is added to what, who holds it, and what it can give back. Pure."""

@@ -1,0 +1,1 @@
+"""Fallback checkpoints on disk: written, read, resharded, verified."""

@@ -1,0 +1,1 @@
+"""Parity in a running job: made, stored, decoded."""

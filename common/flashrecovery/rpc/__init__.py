@@ -1,0 +1,1 @@
+"""How the processes of a job talk over the network: channels, token, TLS, sealed messages."""

@@ -1,0 +1,1 @@
+"""What ranks must have alike, and how they show each other that they do."""

@@ -1,0 +1,80 @@
+"""The parts of a worker process that live from its start to its end: registry, gate, control, faults."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+
+from flashrecovery.config import Settings
+from flashrecovery.kinds import NoticeKind
+from flashrecovery.plan.words import shortened
+from flashrecovery.proto import flashrecovery_pb2 as pb
+from flashrecovery.worker.connection import Connection
+from flashrecovery.worker.control.control_thread import Control
+from flashrecovery.worker.control.device_sync import DeviceClock
+from flashrecovery.worker.control.fault_injection import Faults
+from flashrecovery.worker.control.gate import Gate
+from flashrecovery.worker.registry import AdapterFactory, ModuleAdapterFactory, Registry
+from flashrecovery.worker.reshard.relayout import Stashing
+
+_SHOWN = 8
+"""Names in one notice."""
+
+
+class Worker:
+    """The worker of this process.
+
+    Attributes:
+        rank: its place in the job, as that was launched.
+        members: the ranks of which the job consists now, in order; their places here are their numbers in the groups.
+        stashing: of a job whose parallel layout may change, from its first step on.
+
+    Args:
+        adapter_for: for a registered model and its optimizers.
+        module_adapter_for: for a module without any.
+        announce_checkpoint: called by the control thread with a version that is to be saved, generation and launch.
+    """
+
+    def __init__(
+        self,
+        connection: Connection,
+        settings: Settings,
+        adapter_for: AdapterFactory,
+        module_adapter_for: ModuleAdapterFactory,
+        announce_checkpoint: Callable[[int, int, str], None],
+    ) -> None:
+        self.connection = connection
+        self.settings = settings
+        self.rank = connection.rank
+        self.gate = Gate(connection.page)
+        self.gate.generation = connection.generation
+        world_size = int(os.environ.get("WORLD_SIZE", "1"))
+        self.members = tuple(range(world_size))
+        self.stashing: Stashing | None = None
+        self.registry = Registry(connection.place, world_size, adapter_for, module_adapter_for, self.rank)
+        self.faults = Faults(self.notice, connection.page.step_text)
+        self.device = DeviceClock()
+        self.control = Control(
+            connection.channel,
+            self.gate,
+            settings.timeouts,
+            self.device,
+            self.faults.arm,
+            announce_checkpoint,
+            self.registry.habits.hear,
+        )
+        self.control.start()
+
+    def send(self, message: pb.FromWorker) -> None:
+        """Send ``message`` to the agent."""
+        self.connection.channel.send(message)
+
+    def notice(self, kind: NoticeKind, text: str, fault: pb.Fault | None = None, *, step: int = -1) -> None:
+        """Send a notice, which becomes one of the job's events."""
+        self.send(pb.FromWorker(notice=pb.Notice(rank=self.rank, kind=kind, text=text, fault=fault, step=step)))
+
+    def tell_own(self, names: list[str]) -> None:
+        """Tell that registered objects or settings have turned out to be each rank's own."""
+        if names and self.rank == 0:
+            text = f"not equal on all ranks: {shortened(names, _SHOWN)}; each rank's own is protected from now on"
+            self.notice(NoticeKind.OWN_OBJECTS, text)

@@ -1,0 +1,1 @@
+"""Data that rolls back with the step: streams, sources, samplers, global batches."""

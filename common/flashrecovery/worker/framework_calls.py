@@ -1,0 +1,317 @@
+"""For frameworks in which a step is one call (``engine.train_batch(data)``): the step transaction inside that call.
+
+The script has a loop of its own, and does not hand its steps out. So that it needs no change:
+
+* a call that fails is made again, and so are earlier ones that the recovery has undone (the script has their results
+  already, and they have the same bits the second time);
+* in a replacement the script begins at its first line: its calls up to the restored version are *skipped*;
+* the script's end, or its ``destroy_process_group()``, is the end of the loop: the process stays until all ranks have
+  come there, and takes part in recoveries until then.
+
+Every such call is one version, also one that changes nothing (an evaluation, a checkpoint): whoever is replaced then
+knows which calls the others have behind them. Random numbers that the script draws between two calls are drawn again
+by a replacement, and a survivor begins a repeated call in the random state in which it had begun it. What else the
+script's loop keeps and the calls read or change (averages, counters, a history) is a :class:`LoopState`.
+
+A fallback checkpoint lies far back, and what came after it is made again. With a :class:`PlacedLoop` each call is made
+again as itself: all are kept that came after the oldest checkpoint. With others only the newest one of each kind is
+known, which has no iteration, position or argument of an older one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar, runtime_checkable
+
+from flashrecovery import groups
+from flashrecovery.contract.adapter import Adapter, StepHooks
+from flashrecovery.errors import RegistrationError
+from flashrecovery.state.shard import Shard
+from flashrecovery.worker.local_state.rng import RngState, restore_rng
+from flashrecovery.worker.loop import Loop
+from flashrecovery.worker.session import Session
+from flashrecovery.worker.step.step import Step
+
+T = TypeVar("T")
+
+_KEPT = 3
+"""Versions whose own call is kept; a recovery in place never goes back further."""
+
+
+class LoopState(Protocol):
+    """State of the script's own loop that calls read and change. With an attribute ``counted``, users are told at the
+    start what one call is: there are others than a framework's steps. A method ``iteration_of(kind)`` gives the number
+    under which the framework logs the iteration of the call of this kind that is about to be made."""
+
+    def save(self) -> Any:
+        """A copy of the state as a call begins. It stays in this process."""
+
+    def load(self, saved: Any) -> None:
+        """Go back to what :meth:`save` gave, before a call that is made again."""
+
+    def restored(self, saved: Any) -> None:
+        """Called in a replacement with what :meth:`save` gave in the dead process, at the version from which it goes
+        on."""
+
+    def resume(self) -> None:
+        """Called in a replacement when the last skipped call returns: adopt what :meth:`restored` has brought."""
+
+
+@runtime_checkable
+class PlacedLoop(LoopState, Protocol):
+    """A :class:`LoopState` whose calls can be made again from any version on: :meth:`restored`, which is called in
+    survivors, too, has brought the end of the call before, and the rest is the script's own."""
+
+    def place(self) -> Any:
+        """What the script has set before the call that it is about to make, and done since the call before; it stays in
+        this process. Asked once for each call, also for those that are skipped, in their order."""
+
+    def go_back(self, place: Any, *, restored: bool) -> None:
+        """The call that had this place is made again. ``restored``: its state was restored; else it is what the call
+        before it, which was made again, too, has left."""
+
+    def forget(self, place: Any) -> None:
+        """No call before the one with this place is made again."""
+
+
+class LoopAdapter(Adapter):
+    """Has no shard: carries a loop's state in the capsule. Register it beside the framework's own adapter."""
+
+    name = "loop"
+
+    def __init__(self, loop: LoopState) -> None:
+        self._loop = loop
+        self._hooks: StepHooks | None = None
+
+    def watch(self, hooks: StepHooks) -> None:
+        self._hooks = hooks
+
+    def sealed(self) -> None:
+        """Called at the end of a call, when what :meth:`LoopState.save` gives is what the loop has."""
+        assert self._hooks is not None
+        self._hooks.sealed()
+
+    def shards(self) -> Sequence[Shard]:
+        return ()
+
+    def sync_spans_world(self) -> bool:
+        return True  # the framework's adapter says what is so
+
+    def reset(self) -> None:
+        """Nothing is half-finished: see :meth:`LoopState.load`."""
+
+    def capture_rank(self) -> Any:
+        return self._loop.save()
+
+    def restore_rank(self, state: Any) -> None:
+        self._loop.restored(state)
+
+    def makes_any_call_again(self) -> bool:
+        return isinstance(self._loop, PlacedLoop)
+
+
+@dataclass(frozen=True)
+class _Call:
+    body: Callable[[], Any]
+    rng: RngState | None
+    """The random state in which it begins; None for a call of this kind at another time."""
+    loop: LoopState | None
+    saved: Any
+
+
+@dataclass(frozen=True)
+class _Placed:
+    """A call that can be made again whenever it was."""
+
+    body: Callable[[], Any]
+    loop: PlacedLoop
+    place: Any
+
+
+class Calls:
+    """The calls of one process, in order. ``session``: the one of ``flashrecovery run``."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._loop: Loop | None = None  # from the first call on that is not skipped ahead of it
+        self._kinds: list[str] = []
+        self._recent: dict[int, _Call] = {}
+        self._newest: dict[str, _Call] = {}
+        self._placed: dict[int, _Placed] = {}  # with fallback checkpoints: all after the oldest one
+        self._oldest = 0
+        self._skipped_to = 0
+        self._restored: RngState | None = None
+        self._finished = False
+        self.running = False
+        """A body is being run; a call inside of it is a part of it."""
+
+    def run(
+        self,
+        kind: str,
+        body: Callable[[], T],
+        skipped: Callable[[], T],
+        loop: LoopState | None = None,
+        *,
+        ahead: bool = False,
+    ) -> T:
+        """Make one call, until it is committed.
+
+        Args:
+            kind: what is called. After a fallback to a checkpoint, which goes back far, a step is repeated by the
+                newest call of its kind, if ``loop`` is no :class:`PlacedLoop`.
+            body: the call. May be made several times.
+            skipped: what to return in a replacement for a call that the dead process had behind it. It must take from
+                the script's iterators what ``body`` would, unless they are ``recovery.data()`` streams.
+            loop: what the body reads and changes outside of the registered state.
+            ahead: ``skipped`` needs nothing of what a replacement gets from the others, but for the last skipped call.
+        """
+        number = len(self._kinds)
+        if number == 0:
+            self._session.at_script_end(self._finish)
+            groups.before_destruction(self._finish)
+        is_ahead = self._loop is None and ahead and self._session.ahead.skips(number)
+        if self._loop is None and not is_ahead:
+            self._open(number)
+            if what := getattr(loop, "counted", ""):
+                self._session.count_calls(what)
+        self._kinds.append(kind)
+        saved = None if loop is None else loop.save()
+        self._newest[kind] = _Call(body, None, loop, saved)
+        self._keep(number, body, loop)
+        if is_ahead:
+            return skipped()
+        if number < self._skipped_to:
+            last = number == self._skipped_to - 1
+            if last and loop is not None:
+                loop.resume()
+            result = skipped()
+            if last:
+                self._set_rng(self._restored)  # the skipped part of the script has drawn random numbers
+            return result
+        self._recent[number] = _Call(body, RngState.now(), loop, saved)
+        self._recent.pop(number - _KEPT, None)
+        made: T = self._until(number + 1)
+        return made
+
+    def _keep(self, number: int, body: Callable[[], Any], loop: LoopState | None) -> None:
+        """So that the call can be made again after a fallback to a checkpoint."""
+        if not self._session.has_checkpoints or not isinstance(loop, PlacedLoop):
+            return
+        self._placed[number] = _Placed(body, loop, loop.place())
+        oldest = min(self._session.oldest_checkpoint, number)
+        if oldest > self._oldest:
+            for old in range(self._oldest, oldest):
+                self._placed.pop(old, None)
+            self._oldest = oldest
+            self._placed[oldest].loop.forget(self._placed[oldest].place)
+
+    @staticmethod
+    def _set_rng(state: RngState | None) -> None:
+        if state is not None and state != RngState.now():
+            restore_rng(state.plain())
+
+    def _open(self, number: int) -> Loop:
+        """The script has come to the call of this number; all before it were skipped.
+
+        Raises RegistrationError: the job goes on from an earlier one. This process ends, and the next one skips less.
+        """
+        self._loop = loop = self._session.open(None)
+        self._skipped_to = self._session.gate.version
+        if 0 < number >= self._skipped_to:
+            raise RegistrationError(
+                f"the job goes on from call {self._skipped_to}, and {number} were skipped while it trained on"
+            )
+        self._restored = RngState.now()
+        loop.from_checkpoint = False  # all before it is skipped
+        return loop
+
+    @property
+    def _opened(self) -> Loop:
+        """The loop; if the script ends earlier than it did in the others, it begins now."""
+        return self._open(len(self._kinds)) if self._loop is None else self._loop
+
+    def _until(self, version: int, *, again: bool = False) -> Any:
+        """Make calls until ``version`` is committed; returns the result of the last one. ``again``: the first of them
+        has been made before."""
+        loop, result = self._opened, None
+        gate, followed = loop.gate, -1  # the call before this one has just been made again
+        while gate.stopped or gate.version < version:
+            loop.settle()
+            if gate.stopped:
+                loop.recover()
+                again = True
+                continue
+            if gate.paused:
+                loop.pause()
+                again = True
+                continue
+            if loop.from_checkpoint:
+                loop.from_checkpoint, followed = False, -1
+                if self._placed:
+                    self._recent.clear()  # these began with what has been given up
+            number = gate.version
+            if 0 < loop.ended_at <= number:
+                raise RegistrationError(
+                    f"the scripts of other ranks have come to their end after {loop.ended_at} calls, and this one "
+                    "makes another: what has ended their loops (a signal, a time, a number that is read somewhere) is "
+                    "not known here, since this process has taken the place of a dead one; let it follow from what is "
+                    "registered, or from what calls return"
+                )
+            if number in self._placed and number not in self._recent:
+                call = self._put_in_place(number, restored=number != followed)
+            else:
+                call = self._call(number)
+                self._set_rng(call.rng)
+                if again and call.loop is not None:
+                    call.loop.load(call.saved)
+            again, followed = True, -1
+            iteration: Callable[[str], int] | None = getattr(call.loop, "iteration_of", None)
+            if iteration is not None:
+                gate.page.set_iteration(number, iteration(self._kinds[number]))
+            with Step(number, loop):
+                self.running = True
+                try:
+                    result = call.body()
+                finally:
+                    self.running = False
+                followed = number + 1
+        return result
+
+    def _put_in_place(self, number: int, *, restored: bool) -> _Call:
+        """A call that lies far back is about to be made again."""
+        placed = self._placed[number]
+        if restored:
+            self._recent.clear()  # later ones began with what this one had left before
+        placed.loop.go_back(placed.place, restored=restored)
+        call = self._recent[number] = _Call(placed.body, RngState.now(), placed.loop, placed.loop.save())
+        self._recent.pop(number - _KEPT, None)
+        return call
+
+    def _call(self, version: int) -> _Call:
+        if version in self._recent:
+            return self._recent[version]
+        if version >= len(self._kinds):
+            raise RegistrationError(f"call {version} of {len(self._kinds)} is to be repeated")
+        if self._placed:
+            raise RegistrationError(
+                f"call {version} is to be repeated, and it came before the oldest checkpoint that there was "
+                f"({self._oldest})"
+            )
+        return self._newest[self._kinds[version]]
+
+    def _finish(self) -> None:
+        """The script has come to its end."""
+        loop = self._opened
+        if loop.left:
+            return
+        total = len(self._kinds)
+        if total < self._skipped_to and any(isinstance(call.loop, PlacedLoop) for call in self._newest.values()):
+            raise RegistrationError(
+                f"the script has come to its end after {total} calls, and the state has {self._skipped_to} behind it: "
+                "it was begun elsewhere, or makes fewer; it has trained nothing"
+            )
+        while not self._finished:
+            self._finished = loop.finished(total)
+            if not self._finished:
+                self._until(total, again=True)

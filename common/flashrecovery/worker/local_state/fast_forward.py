@@ -1,0 +1,37 @@
+"""Calls that a process skips before it comes to its first step.
+
+Where steps are a framework's calls (:mod:`flashrecovery.worker.framework_calls`), a process that fills a rank goes
+through the script's loop from its first call on and skips what the job has behind it. In a long job that takes longer
+than a pause may. One that is built
+up beside training has the time for it: it skips up to where the others were when it was ordered, and only then says
+that it is there. What they have done meanwhile it skips in the pause.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+from flashrecovery.proto import flashrecovery_pb2 as pb
+from flashrecovery.state.version import VERSIONS_KEPT
+
+_LEFT = VERSIONS_KEPT + 1
+"""So many calls are left for later: the ranks may go back by some versions before the new process gets its state, and
+the last skipped call gives the script what the process before it had got there."""
+
+
+@dataclass(frozen=True)
+class Ahead:
+    """What may be skipped: calls before ``reached``, until ``until`` (CLOCK_MONOTONIC)."""
+
+    reached: int = 0
+    until: float = 0.0
+
+    @staticmethod
+    def of(told: pb.Ahead) -> Ahead:
+        """From now on."""
+        return Ahead(told.reached, time.monotonic() + told.for_s)
+
+    def skips(self, number: int) -> bool:
+        """Whether the call of this number is skipped now."""
+        return number < self.reached - _LEFT and time.monotonic() < self.until

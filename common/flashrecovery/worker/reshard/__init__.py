@@ -1,0 +1,1 @@
+"""State is divided otherwise: in another size, or in another parallel layout."""

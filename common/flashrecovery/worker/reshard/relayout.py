@@ -1,0 +1,268 @@
+"""A worker's side of a change of the parallel layout: what it writes into the node's memory before it ends, and what it
+reads there when it begins in another layout.
+
+Before the first step all ranks tell each other of what each of their shards is in the whole model: who keeps copies of
+another rank's shards can then write these, too.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import xxhash
+
+from flashrecovery import groups
+from flashrecovery.config import Settings
+from flashrecovery.contract.logical_state import LogicalState
+from flashrecovery.errors import ConfigError, RestoreError, UnsupportedError
+from flashrecovery.plan.reshard.logical import Description, DividedParts, ShardParts, divided_description
+from flashrecovery.plan.reshard.rules import from_plain, to_plain
+from flashrecovery.plan.strategy.relayout import LayoutFacts
+from flashrecovery.plan.strategy.stash_room import StashRoom
+from flashrecovery.proto import flashrecovery_pb2 as pb
+from flashrecovery.redundancy.memory.stash import Stash, write
+from flashrecovery.runtime.environment import SEQUENCE_PARALLEL_ENV, STASH_ENV, in_changed_layout
+from flashrecovery.runtime.host_memory import available_memory
+from flashrecovery.runtime.parallel_layout import taken
+from flashrecovery.state import codec
+from flashrecovery.state.shard import ShardSource
+from flashrecovery.worker.consistency import all_equal
+from flashrecovery.worker.registry import Registry
+from flashrecovery.worker.replication.policy import all_optimizers, most, placement, ranks_of_node, state_to_come
+from flashrecovery.worker.reshard.elastic_checks import refuse_tied_buffers, refuse_unequal
+from flashrecovery.worker.reshard.remote_stash import Fetched
+
+
+def stash_room(registry: Registry) -> StashRoom:
+    """Of the whole job, before its first step. A collective of all ranks (a replacement gets the recorded answer)."""
+    shards = [(shard.spec().nbytes, shard.holders[0] == registry.rank) for shard in registry.tensor_shards()]
+    own = sum(nbytes for nbytes, _ in shards)
+    now = sum(nbytes for nbytes, first in shards if first)
+    expected = now + state_to_come(all_optimizers(registry)) * now // max(own, 1)
+    free = min(shutil.disk_usage(Path(os.environ[STASH_ENV])).free, available_memory())
+    totals = torch.tensor([now, expected, free // ranks_of_node()])  # all ranks of a node count the same memory
+    group = groups.control_group()
+    if group is not None:
+        dist.all_reduce(totals, group=group)
+    (lacking,) = most([-free])
+    return StashRoom(int(totals[0]), int(totals[1]), placement()[1], -lacking, int(totals[2]))
+
+
+_TAKE = "recovery.elastic_batches(dataset, global_batch=..., micro_batch=...) are allowed (docs/elastic.md)"
+
+
+class Stashing:
+    """Of one worker whose job may change its layout."""
+
+    def __init__(self, registry: Registry, settings: Settings, own: Sequence[str], *, single_calls: bool) -> None:
+        """Whether the layout can change; a collective, when everything is registered.
+
+        Raises:
+            UnsupportedError: not, and why.
+            ConfigError: the ranks say different things of model, layout or batch; or the state does not fit into the
+                nodes' memory while the layout changes.
+        """
+        if STASH_ENV not in os.environ:
+            raise UnsupportedError("another parallel layout without `flashrecovery run --replan`")
+        if single_calls:
+            _check_calls(registry, settings)
+        numbers = [number for number, adapter in enumerate(registry.adapters) if not adapter.in_any_layout()]
+        states = [registry.adapters[number].logical() for number in numbers]
+        if len(states) != 1 or states[0] is None:
+            names = ", ".join(adapter.name for adapter in registry.adapters)
+            raise UnsupportedError(
+                f"another parallel layout of a job of {names}: megatron-core's model and optimizer, registered by "
+                "fr_megatron.attach(), and nothing besides, are allowed, and Megatron-LM's loop"
+            )
+        if registry.batches is None or registry.streams:
+            raise UnsupportedError(f"another parallel layout of a job with batches of each rank's own: {_TAKE}")
+        refuse_unequal([*registry.habits.own, *own])
+        self._registry = registry
+        self._state: LogicalState = states[0]
+        (self._number,) = numbers  # of the adapter
+        self.facts = self._gather_facts(elastic=settings.elastic is not None)
+        self._described = self._gather()
+        self._divided = self._gather_divided()
+        self._in_size: dict[int, Description] = {}
+        self.warning = "" if in_changed_layout() else _check_room(registry)  # else what is read may still be there
+
+    def _gather_facts(self, *, elastic: bool) -> LayoutFacts:
+        batches = self._registry.batches
+        assert batches is not None
+        all_equal.check_equal("the arguments of elastic_batches()", batches.settings)
+        sizes = {name: batches.settings[name] for name in ("global_batch", "micro_batch")}
+        facts = LayoutFacts(**self._state.facts(), **sizes, takes=",".join(sorted(taken())), elastic=elastic)
+        if SEQUENCE_PARALLEL_ENV in os.environ:  # nothing says so in a layout without tensor parallelism
+            facts = replace(facts, sequence_parallel=True)
+        all_equal.check_equal("layout and model, as Megatron says them,", {"facts": facts.text()})
+        return facts
+
+    def _gather(self) -> Description:
+        mine = [json.dumps([name, parts.plain()]) for name, parts in self._state.describe().items()]
+        found: dict[str, ShardParts] = {}
+        for name, plain in map(json.loads, all_equal.union(mine)):
+            parts = ShardParts.from_plain(plain)
+            if found.setdefault(name, parts) != parts:
+                raise UnsupportedError(f"another parallel layout: ranks say different things of shard {name!r}")
+        return found
+
+    def _gather_divided(self) -> tuple[DividedParts, ...]:
+        """Of all places in a replica, what is divided among the replicas, and how: in another number of them the shards
+        have other names, and what copies are of that a rank keeps, nobody else may be there to tell."""
+        registry, wholes = self._registry, self._state.divided()
+        mine: list[str] = []
+        for division in [d for a in registry.adapters if (d := a.division()) is not None]:
+            rules = division.rules(division.describe())
+            if rules is None:
+                raise UnsupportedError("another parallel layout of an elastic job whose state is divided without rules")
+            each = division.size // registry.shape.replicas
+            # Of what other ranks have that plan the same (other experts), these say of what it is.
+            for rule in [rule for rule in rules if not rule.of_optimizer and rule.name in wholes]:
+                mine.append(codec.dumps((to_plain([rule]), wholes[rule.name].plain(), each)).hex())
+        found = []
+        for text in all_equal.union(mine):
+            (table, rows), whole, each = codec.loads(bytes.fromhex(text))
+            (rule,) = from_plain(table, rows)
+            found.append(DividedParts(rule, ShardParts.from_plain(whole), each))
+        computed = divided_description(found, registry.shape.replicas) if found else {}
+        odd = sorted(name for name, parts in computed.items() if _in_order(self._described.get(name)) != parts)
+        odd = odd or sorted(registry.divided().difference(computed))
+        if odd:
+            raise UnsupportedError(
+                f"another parallel layout of an elastic job in which shard {odd[0]!r} does not lie as it is computed "
+                "for other numbers of replicas"
+            )
+        return tuple(found)
+
+    def _in(self, replicas: int) -> Description:
+        """Of all shards in so many replicas."""
+        if not self._divided:
+            return self._described
+        if replicas not in self._in_size:
+            self._in_size = {replicas: {**self._described, **divided_description(self._divided, replicas)}}
+        return self._in_size[replicas]
+
+    def write(
+        self, stash: pb.Stash, source: Callable[[pb.StashItem, int], ShardSource], replicas: int
+    ) -> tuple[int, Mapping[str, str]]:
+        """Write what this rank was told to. ``source``: gives a shard's content. ``replicas``: among so many state is
+        divided. Returns how many bytes of tensors, and digests of what all ranks should have alike that have it: those
+        of the new layout get one rank's.
+
+        Raises RestoreError.
+        """
+        common = self._registry.common.at(stash.version) or b""
+        sources = (source(item, stash.version) for item in stash.items)
+        if common:
+            self._state.check_common(codec.loads(codec.loads(common)["adapters"][self._number]))
+        directory = self._directory(stash.directory)
+        # The controller, and so whoever reads it, knows this rank by its number as the job was launched.
+        rank = self._registry.members[self._registry.rank]
+        try:
+            written = write(directory, rank, stash.version, sources, self._in(replicas), common)
+        except OSError as e:
+            raise RestoreError(f"the state cannot be written to {directory}: {e.strerror}") from e
+        alike = self._alike(common)
+        alike |= {f"{name!r}, of which there is one for all parameters,": d for name, d in written.numbers.items()}
+        # Of two nodes' ranks that write the same shard, each new rank reads the nearer one's.
+        alike |= {f"shard {name!r}": digest for name, digest in written.shards.items()}
+        return written.nbytes, alike
+
+    def _alike(self, common: bytes) -> dict[str, str]:
+        """Digests of what the plain state has that is compared between the ranks, by what it is."""
+        if not common:
+            return {}
+        state = codec.loads(common)
+        found = {f"the registered object {name!r}": digest for name, digest in state["digests"].items()}
+        for adapter, part in zip(self._registry.adapters, state["adapters"], strict=True):
+            if adapter.in_any_layout():
+                found[f"what {adapter.name} keeps"] = xxhash.xxh3_128_hexdigest(part)
+        return found
+
+    def read(self, place: pb.StashPlace, version: int, fetched: Callable[[Path, pb.StashPlace], Fetched]) -> int:
+        """Bring this rank to ``version``, as ranks of another layout have written it. Its own state is that of the
+        script's start. ``fetched``: a way to what they have written on other nodes. Returns how many bytes of tensors
+        were read. Raises RestoreError."""
+        registry = self._registry
+        elsewhere = fetched(Path(os.environ[STASH_ENV]), place) if place.sources else None
+        stash = Stash(self._directory(place.directory), place.ranks, version, elsewhere)
+        registry.begin_anew()
+        nbytes = self._state.read(stash)
+        registry.capsule.keep(version, registry.capture_capsule(registry.drawn()))
+        registry.common.keep(version, stash.common)
+        return nbytes
+
+    @staticmethod
+    def _directory(name: str) -> Path:
+        return Path(os.environ[STASH_ENV]) / name
+
+
+def _in_order(found: ShardParts | None) -> ShardParts | None:
+    """The same, as it lies."""
+    return None if found is None else replace(found, parts=tuple(sorted(found.parts, key=lambda part: part.begin)))
+
+
+def _check_room(registry: Registry) -> str:
+    """Returns in words what will not fit once optimizers have made their state. Raises ConfigError if what there is
+    does not."""
+    room = stash_room(registry)
+    if room.refusal:
+        raise ConfigError(room.refusal)
+    return room.warning
+
+
+def _check_calls(registry: Registry, settings: Settings) -> None:
+    """Raises UnsupportedError if a job whose steps are a framework's own calls cannot change its layout."""
+    if registry.batches is None or not registry.batches.of_calls:
+        raise UnsupportedError(
+            "another parallel layout of a job whose steps are a framework's own calls: megatron-core in a loop over "
+            "recovery.steps() is allowed, and Megatron-LM's loop"
+        )
+    if settings.checkpoint.dir is not None:
+        raise UnsupportedError(
+            "another parallel layout of a job with fallback checkpoints (checkpoint.dir) whose steps are a framework's "
+            "own calls: they have a format of one layout; without checkpoint.dir it is allowed, and the script may "
+            "save checkpoints itself"
+        )
+
+
+class ReplanRules:
+    """What each step of a job must keep to whose layout may change."""
+
+    def __init__(self, registry: Registry) -> None:
+        self._registry = registry
+        self._told = self._modes()
+
+    def check_step(self, step: int) -> None:
+        """``step`` is about to be committed.
+
+        Raises:
+            RegistrationError: it has not gone through its micro-batches.
+            UnsupportedError: it has changed state that is each rank's own, or the model in a way that its script would
+                not make it again (evaluation mode, frozen parameters, numbers among its attributes).
+            ConfigError: the framework has another batch now.
+        """
+        registry = self._registry
+        assert registry.batches is not None
+        registry.batches.refuse_unread(step)
+        registry.batches.check_framework()
+        refuse_unequal(registry.habits.own)
+        refuse_tied_buffers(registry)
+        if self._modes() != self._told:
+            raise UnsupportedError(
+                "another parallel layout of a job whose script has changed its model since the start (train() or "
+                "eval(), requires_grad_(), numbers among the attributes of its modules): of which module of another "
+                "layout that is, is not known; what the script sets before its first step is allowed"
+            )
+
+    def _modes(self) -> bytes:
+        """What the modules of this rank have been told since their start."""
+        own = [adapter.capture_rank() for adapter in self._registry.adapters]
+        return codec.dumps([{key: state.get(key) for key in ("modes", "attributes")} for state in own])

@@ -1,0 +1,77 @@
+"""A worker's way to what ranks of the old layout have written on other nodes: its agent brings it here.
+
+A worker has no network of its own but its process groups, and the agents know each other and prove it. So the worker
+says which parts of which files it needs; its agent gets them from the others' agents into the memory of this node, once
+for all workers here.
+"""
+
+from __future__ import annotations
+
+import itertools
+import queue
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from flashrecovery.errors import RestoreError
+from flashrecovery.proto import flashrecovery_pb2 as pb
+from flashrecovery.runtime.environment import STASH_ELSEWHERE
+
+_LOOK_S = 0.05
+_numbers = itertools.count(1)
+
+
+class Fetched:
+    """What a change of the layout has left on other nodes:
+    :class:`~flashrecovery.redundancy.memory.stash.Elsewhere`."""
+
+    def __init__(
+        self,
+        root: Path,
+        place: pb.StashPlace,
+        send: Callable[[pb.FromWorker], None],
+        answers: queue.Queue[pb.StashThere],
+        called_off: Callable[[], bool],
+        within_s: float,
+    ) -> None:
+        """
+        Args:
+            root: of this node's agent.
+            answers: of the agent, as they come.
+            called_off: this worker has been told to stop.
+            within_s: so long it may take, all together.
+        """
+        own = root / place.directory
+        self._peers = {
+            source.rank: source.peer for source in place.sources if not (own / f"rank{source.rank}.index").exists()
+        }
+        self.ranks = frozenset(self._peers)
+        self.directory = root / STASH_ELSEWHERE / place.directory
+        self._name = place.directory
+        self._send, self._answers, self._called_off = send, answers, called_off
+        self._until = time.monotonic() + within_s
+
+    def bring(self, wanted: Mapping[int, Sequence[tuple[int, int]]]) -> None:
+        """Raises RestoreError."""
+        message = pb.StashWanted(number=next(_numbers), within_s=max(self._until - time.monotonic(), 0.0))
+        for rank, ranges in wanted.items():
+            read = pb.StashRead(directory=self._name, rank=rank)
+            read.starts.extend(start for start, _ in ranges)
+            read.sizes.extend(nbytes for _, nbytes in ranges)
+            message.files.add(peer=self._peers[rank], read=read)
+        self._send(pb.FromWorker(stash_wanted=message))
+        error = self._answer(message.number)
+        if error:
+            raise RestoreError(f"what ranks have written on other nodes did not come: {error}")
+
+    def _answer(self, number: int) -> str:
+        while time.monotonic() < self._until:
+            if self._called_off():
+                return "this worker has been told to stop"
+            try:
+                answer = self._answers.get(timeout=_LOOK_S)
+            except queue.Empty:
+                continue
+            if answer.number == number:
+                return answer.error
+        return "not in time (timeouts.restore_s)"

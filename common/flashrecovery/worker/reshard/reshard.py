@@ -1,0 +1,414 @@
+"""A job changes its size, and its state is divided among the ranks: this rank's part of dividing it otherwise.
+
+Three moves. *Make ready* (with the restore, when every rank has its own shards of the version in the old division): the
+core plans who sends what to whom, each rank fills memory that its adapters have prepared, and copies of it go to the
+new neighbour. Nothing of the old division changes, neither the live tensors nor the copies of them. *Put in place*
+(with the resume, or with the stop of a later recovery if the controller had decided for it): the adapters exchange
+their tensors; the old ones, and the copies of them, go. *Drop*: a rank has failed before all were ready; the old state
+is still there.
+
+Where replicas consist of several ranks, each *stand* in them has a state of its own, which those that stand there
+divide among themselves: places in a division are counted among these, in the order of the replicas. (An adapter may say
+that several stands divide their state together, :meth:`.Division.sharers`.) All ranks talk over the group of all of
+them, in which they are known by their numbers there.
+
+Which of the two comes is the controller's decision alone, made when all ranks are ready: a stop says for which members
+it was made last. So of all ranks none goes on in the old division while another one is in the new one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import xxhash
+
+from flashrecovery import groups
+from flashrecovery.contract.adapter import Shard, ShardSpec
+from flashrecovery.contract.division import DividedTensor, Division, LocalBox, Prepared
+from flashrecovery.errors import JobFailedError, RestoreError, UnsupportedError
+from flashrecovery.plan.reshard.boxes import Space
+from flashrecovery.plan.reshard.layouts import Placement, Ranks, Share
+from flashrecovery.proto import flashrecovery_pb2 as pb
+from flashrecovery.state import codec
+from flashrecovery.worker.registry import Registry
+from flashrecovery.worker.replication.copies import Copies
+from flashrecovery.worker.reshard.redistribution import Change, Moved, redistribute
+
+_DIGEST_BYTES = 16
+_TAG = 0x4656
+
+
+class ReadyShard(Shard):
+    """A shard of the division that has been made ready, before the framework has it."""
+
+    def __init__(
+        self, name: str, holders: tuple[int, ...], tensors: dict[str, torch.Tensor], values: dict[str, Any]
+    ) -> None:
+        self.name, self.holders = name, holders
+        self._tensors, self._values = tensors, values
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        return dict(self._tensors)
+
+    def values(self) -> dict[str, Any]:
+        return self._values
+
+    def allocate(self, spec: ShardSpec) -> dict[str, torch.Tensor]:
+        """Raises RestoreError: nothing is restored into what is not in place yet."""
+        raise RestoreError(f"{self.name!r} is not in place yet")
+
+
+@dataclass(frozen=True)
+class _Stand:
+    """Those of a layout among whom this rank's state is divided: mostly, who stand where it does.
+
+    Attributes:
+        ranks: as the job was launched, by their places in the division.
+        numbers: of these in the layout.
+        rank: this one, as the job was launched.
+    """
+
+    ranks: tuple[int, ...]
+    numbers: tuple[int, ...]
+    rank: int
+
+    @staticmethod
+    def of(ranks: Sequence[int], layout: Sequence[int], rank: int) -> _Stand:
+        number_of = {member: number for number, member in enumerate(layout)}
+        return _Stand(tuple(ranks), tuple(number_of[peer] for peer in ranks), rank)
+
+    @property
+    def size(self) -> int:
+        return len(self.ranks)
+
+    @property
+    def place(self) -> int:
+        """Of this rank, which is one of them."""
+        return self.ranks.index(self.rank)
+
+
+@dataclass(frozen=True)
+class _Ready:
+    """What has been made ready, of which version, and for which members."""
+
+    members: tuple[int, ...]
+    version: int
+    prepared: Sequence[Prepared]
+
+
+@dataclass(frozen=True)
+class _Divisions:
+    """The divisions of a job's adapters, as one: their tensors' names are told apart by the adapters' numbers."""
+
+    divisions: Mapping[int, Division]
+    descriptions: Mapping[int, dict[str, Any]]
+    cache: dict[int, list[tuple[int, DividedTensor]]] = field(default_factory=dict)
+
+    def tensors(self, size: int) -> list[tuple[int, DividedTensor]]:
+        if size not in self.cache:
+            self.cache[size] = [
+                (number, tensor)
+                for number, division in self.divisions.items()
+                for tensor in division.tensors(self.descriptions[number], size)
+            ]
+        return self.cache[size]
+
+    def parts(self, number: int, tensor: DividedTensor, place: int, local: torch.Tensor) -> list[LocalBox]:
+        return self.divisions[number].parts(tensor, place, local)
+
+
+class Reshaping:
+    """Changes of the division on one rank.
+
+    Attributes:
+        layout: the ranks (as the job was launched) among which this rank's state is divided.
+    """
+
+    def __init__(self, registry: Registry, copies: Copies, rank: int, members: Sequence[int]) -> None:
+        self._registry, self._copies, self._rank = registry, copies, rank
+        self.layout = tuple(members) if rank in members else ()  # beyond the launch: of no layout yet
+        self._ready: _Ready | None = None
+
+    @property
+    def replicas(self) -> int:
+        """Among so many this rank's state is divided."""
+        return len(self._registry.shape.by_replica(self.layout))
+
+    # -- make ready -------------------------------------------------------------------------------
+
+    def make_ready(
+        self, message: pb.Reshape, version: int, generation: int, *, corrupt: bool
+    ) -> tuple[Moved, list[pb.ShardNeed]]:
+        """Divide the state, which is at ``version``, among the members that the message names. They are the groups'
+        ranks already. Returns what it took, and what this rank needs from then on.
+
+        Raises RestoreError if something is not held, differs between the ranks, or has not arrived as it was sent.
+        """
+        self.drop()
+        before, after = tuple(message.before), tuple(message.after)
+        divisions = {number: d for number, a in enumerate(self._registry.adapters) if (d := a.division()) is not None}
+        if not divisions:
+            if self._copies.across:
+                self._copies.make_ready(
+                    self._registry.tensor_shards(), version, generation, after.index(self._rank), after
+                )
+                self._ready = _Ready(after, version, [])
+            return Moved(0, 0, 0), []
+        number = after.index(self._rank)
+        old, new = self._sharing(before), self._sharing(after)
+        group = groups.control_group() if len(after) > 1 else None
+        mine = {n: division.describe() for n, division in divisions.items()} if self._rank in before else None
+        of_all = _Divisions(divisions, _agree(group, mine, old, new, len(after)))
+        custody = {(c.owner, c.shard): c for c in message.custody if c.owner in old.ranks}
+        if mine is None:
+            _refuse_unlike(of_all)
+        change = _change(of_all, old, new, {rank: n for n, rank in enumerate(after)}, custody)
+        prepared = {n: d.prepare(of_all.descriptions[n], new.place, new.size) for n, d in divisions.items()}
+        into = {
+            _name(n, tensor): of_all.parts(n, tensor, new.place, prepared[n].tensors[tensor.name])
+            for n, tensor in of_all.tensors(new.size)
+            if tensor.shards[new.place]
+        }
+        held = self._held(of_all, old, custody.values(), version)
+        moved = redistribute(group, number, change, held, into, corrupt=corrupt)
+        shards = self._ready_shards(of_all, prepared, new)
+        self._copies.make_ready(shards, version, generation, number, after)
+        self._ready = _Ready(after, version, list(prepared.values()))
+        plain = [self._registry.common, self._registry.capsule]
+        needs = [pb.ShardNeed(name=s.name, nbytes=s.spec().nbytes, divided=isinstance(s, ReadyShard)) for s in shards]
+        return moved, needs + [pb.ShardNeed(name=s.name, nbytes=s.nbytes()) for s in plain]
+
+    def _sharing(self, layout: Sequence[int]) -> _Stand:
+        return _Stand.of(self._registry.sharers(layout, self._rank), layout, self._rank)
+
+    def _held(
+        self, of_all: _Divisions, old: _Stand, custody: Iterable[pb.Custody], version: int
+    ) -> dict[str, list[LocalBox]]:
+        """What this rank has of the old division: its own, and copies of those who have left."""
+        by_shard: dict[tuple[int, str], list[tuple[int, DividedTensor]]] = {}
+        for number, tensor in of_all.tensors(old.size):
+            for place, shard in enumerate(tensor.shards):
+                by_shard.setdefault((place, shard), []).append((number, tensor))
+        found: dict[str, list[LocalBox]] = {}
+
+        def add(place: int, shard: str, tensors: Mapping[str, torch.Tensor]) -> None:
+            for number, tensor in by_shard.get((place, shard), ()):
+                if tensor.key not in tensors:
+                    raise RestoreError(f"shard {shard!r} has no {tensor.key!r} at version {version}")
+                parts = of_all.parts(number, tensor, place, tensors[tensor.key].detach())
+                found.setdefault(_name(number, tensor), []).extend(parts)
+
+        if self._rank in old.ranks:
+            for own in self._registry.tensor_shards():
+                add(old.place, own.name, own.tensors())
+        for item in custody:
+            if item.holder == self._rank:
+                source = self._copies.source(item.kind, item.shard, version)
+                tensors = dict(zip(source.spec.tensors, source.tensors, strict=True))
+                add(old.ranks.index(item.owner), item.shard, tensors)
+        return found
+
+    def _ready_shards(self, of_all: _Divisions, prepared: Mapping[int, Prepared], new: _Stand) -> list[Shard]:
+        """All shards of tensors that this rank will have: of the adapters whose state is divided the new ones."""
+        tensors: dict[int, dict[str, dict[str, torch.Tensor]]] = {}
+        holders: dict[str, tuple[int, ...]] = {}
+        for number, tensor in of_all.tensors(new.size):
+            name = tensor.shards[new.place]
+            if name:
+                local = prepared[number].tensors[tensor.name]
+                tensors.setdefault(number, {}).setdefault(name, {})[tensor.key] = local
+                holders[name] = tuple(n for n, of in zip(new.numbers, tensor.shards, strict=True) if of == name)
+        shards: list[Shard] = []
+        was = self._registry.divided()
+        for number, adapter in enumerate(self._registry.adapters):
+            shards += [shard for shard in adapter.shards() if shard.name not in was]
+            if number in of_all.divisions:
+                values = prepared[number].values
+                shards += [
+                    ReadyShard(name, holders[name], keyed, dict(values.get(name, {})))
+                    for name, keyed in tensors.get(number, {}).items()
+                ]
+        return shards
+
+    def begin(self, layout: tuple[int, ...]) -> bool:
+        """The others' state is divided among the members of ``layout``: take on that division, without any content,
+        which is restored like any other. This process has just come into the place of a rank, as the job was launched;
+        or all go back to a checkpoint in another size than the one in which they are. A rank that is not among the
+        members has no part of it, until that is divided anew. Returns whether this one has another division now."""
+        if self.layout == layout:
+            return False
+        if self._rank not in layout:
+            self.layout = ()
+            return False
+        divisions = [d for adapter in self._registry.adapters if (d := adapter.division()) is not None]
+        if not divisions and not self._copies.across:
+            return False
+        self.drop()
+        stand = self._sharing(layout)
+        for prepared in [division.prepare(division.describe(), stand.place, stand.size) for division in divisions]:
+            prepared.install()
+        self._registry.divided_otherwise(layout)
+        self._copies.begin_divided(self._registry.tensor_shards(), layout.index(self._rank), layout)
+        self.layout = layout
+        return bool(divisions)
+
+    # -- put in place, or drop --------------------------------------------------------------------
+
+    def say(self, reply: pb.Reply) -> None:
+        """How this rank's state is divided, and for whom it is ready; nothing if none is divided, or this rank has no
+        part of it."""
+        divided = any(adapter.division() is not None for adapter in self._registry.adapters)
+        if self.layout and (divided or self._copies.across):
+            reply.layout.extend(self.layout)
+            reply.ready.extend(self._ready.members if self._ready is not None else ())
+
+    def settle(self, members: Sequence[int]) -> int:
+        """The controller has decided last for a division among ``members``: what was made ready for these is put in
+        place, all else is dropped. Returns the version of what was put in place, -1 if nothing was."""
+        ready = self._ready
+        if ready is None or ready.members != tuple(members):
+            self.drop()
+            return -1
+        self.put_in_place()
+        return ready.version
+
+    def put_in_place(self) -> None:
+        """All ranks are ready, and the controller has decided for it."""
+        ready = self._ready
+        if ready is None:
+            return
+        self._ready = None
+        for prepared in ready.prepared:
+            prepared.install()
+        self._registry.divided_otherwise(ready.members)
+        self._copies.put_in_place(self._registry.tensor_shards())
+        self.layout = ready.members
+
+    def drop(self) -> None:
+        """Nothing is made ready any more."""
+        self._ready = None
+        self._copies.drop_ready()
+
+    def check(self, members: Sequence[int]) -> None:
+        """Raises JobFailedError if this rank's state is divided among others than ``members``, with whom it is to go
+        on."""
+        if self.layout != tuple(members) and any(a.division() is not None for a in self._registry.adapters):
+            raise JobFailedError(
+                f"the state of rank {self._rank} is divided among ranks {list(self.layout)}, and the job is to go on "
+                f"with {list(members)}: the controller was lost in the middle of the change, and no "
+                "checkpoint is there"
+            )
+        self.layout = tuple(members)
+
+
+def _name(number: int, tensor: DividedTensor) -> str:
+    return f"{number}/{tensor.name}"
+
+
+def _change(
+    of_all: _Divisions,
+    before: _Stand,
+    after: _Stand,
+    number_of: Mapping[int, int],
+    custody: Mapping[tuple[int, str], pb.Custody],
+) -> Change:
+    """By numbers in the groups: who has what now, and who is to have what. The same on all ranks of this stand."""
+    old: dict[str, Placement] = {}
+    known: dict[tuple[int, tuple[Ranks, ...]], Placement] = {}
+    kept: list[Placement] = []  # so that no id comes twice
+    for number, tensor in of_all.tensors(before.size):
+        servers: list[Ranks] = []
+        for place, rank in enumerate(before.ranks):
+            if rank in number_of:
+                servers.append((number_of[rank],))
+            else:
+                item = custody.get((rank, tensor.shards[place]))
+                servers.append(() if item is None else (number_of[item.holder],))
+        key = (id(tensor.placement), tuple(servers))
+        if key not in known:
+            kept.append(tensor.placement)
+            known[key] = tuple(
+                Share(share.box, tuple(sorted({n for place in share.ranks for n in servers[place]})))
+                for share in tensor.placement
+            )
+        old[_name(number, tensor)] = known[key]
+    now = of_all.tensors(after.size)
+    spaces = [Space(_name(n, tensor), tensor.shape, tensor.dtype.itemsize) for n, tensor in now]
+    return Change(spaces, old, {_name(n, tensor): found for n, tensor, found in _numbered(now, after.numbers)})
+
+
+def _numbered(
+    tensors: Sequence[tuple[int, DividedTensor]], numbers: Sequence[int]
+) -> Iterator[tuple[int, DividedTensor, Placement]]:
+    """Their placements with numbers in the place of places; one object remains one."""
+    known: dict[int, Placement] = {}
+    for number, tensor in tensors:
+        key = id(tensor.placement)
+        if key not in known:
+            known[key] = tuple(
+                Share(share.box, tuple(numbers[place] for place in share.ranks)) for share in tensor.placement
+            )
+        yield number, tensor, known[key]
+
+
+def _agree(
+    group: dist.ProcessGroup | None,
+    mine: dict[int, dict[str, Any]] | None,
+    before: _Stand,
+    after: _Stand,
+    world: int,
+) -> dict[int, dict[str, Any]]:
+    """The descriptions of the divisions: those of the first rank of this stand that has state, which all others with
+    state must have alike. Raises RestoreError if they differ."""
+    encoded = b"" if mine is None else codec.dumps(list(mine.items()))
+    rank_of = dict(zip(after.numbers, after.ranks, strict=True))
+    holders = [number for number, rank in rank_of.items() if rank in before.ranks]
+    newcomers = [number for number in rank_of if number not in holders]
+    if not holders:
+        raise RestoreError("none of the ranks that go on has any state")
+    if group is not None:
+        digest = torch.frombuffer(bytearray(xxhash.xxh3_128_digest(encoded)), dtype=torch.uint8)
+        everybody = [torch.empty(_DIGEST_BYTES, dtype=torch.uint8) for _ in range(world)]
+        group.allgather([everybody], [digest]).wait()
+        odd = [number for number in holders if not torch.equal(everybody[number], everybody[holders[0]])]
+        if odd:
+            raise RestoreError(
+                f"ranks {[rank_of[number] for number in odd]} have other optimizer state than rank "
+                f"{rank_of[holders[0]]}: it cannot be divided otherwise"
+            )
+        encoded = _tell(group, encoded, holders[0], newcomers, after.numbers[after.place])
+    descriptions: dict[int, dict[str, Any]] = dict(codec.loads(encoded))
+    return descriptions
+
+
+def _refuse_unlike(of_all: _Divisions) -> None:
+    """Raises UnsupportedError if this process, which has no part of the state yet, has another model than the others.
+    The controller has compared them, if it has known them."""
+    for number, division in of_all.divisions.items():
+        mine, theirs = (division.outline(d) for d in (division.describe(), of_all.descriptions[number]))
+        if mine != theirs:
+            raise UnsupportedError(
+                "a process that comes into the job has a model with other parameters, shapes or types than the "
+                f"others: {next((pair for pair in zip(mine, theirs, strict=False) if pair[0] != pair[1]), 'more')}"
+            )
+
+
+def _tell(group: dist.ProcessGroup, encoded: bytes, teller: int, newcomers: Sequence[int], me: int) -> bytes:
+    """Who has nothing yet gets the description."""
+    if me == teller:
+        content = torch.frombuffer(bytearray(encoded), dtype=torch.uint8)
+        length = torch.tensor([content.numel()], dtype=torch.int64)
+        for number in newcomers:
+            group.send([length], number, _TAG).wait()
+            group.send([content], number, _TAG).wait()
+    elif me in newcomers:
+        length = torch.zeros(1, dtype=torch.int64)
+        group.recv([length], teller, _TAG).wait()
+        content = torch.empty(int(length.item()), dtype=torch.uint8)
+        group.recv([content], teller, _TAG).wait()
+        encoded = content.numpy().tobytes()
+    return encoded

@@ -1,0 +1,1 @@
+"""What a script does that recovery must know of, seen while it runs: named, or refused."""

@@ -1,0 +1,1 @@
+"""What the text of a script says of its loop: variables, frames, collectives. Nothing is run."""

@@ -1,0 +1,1 @@
+"""How a training process begins: bootstrap, zygote, import hooks, the script as ``__main__``."""

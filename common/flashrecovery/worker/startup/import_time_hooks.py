@@ -1,0 +1,88 @@
+"""Hooks that must be in place when a module is imported, without importing it ourselves.
+
+``torch.distributed`` gets the exchangeable process groups before the script can make the first one. A framework adapter
+registers an entry point in the group ``flashrecovery.import_hooks``: its name is the module to wait for, its value a
+function that is called with the module once it has been imported.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import sys
+from types import ModuleType
+
+from flashrecovery.util.import_hooks import install
+
+ENTRY_POINTS = "flashrecovery.import_hooks"
+
+
+def install_adapter_hooks() -> None:
+    """Install the framework adapters' import hooks. A standby does it before it imports anything: a module that has
+    taken a function by its name from a framework keeps the function that was there.
+
+    The adapters are imported here, and torch with them. Later would be in the middle of the script's imports: of the
+    framework's own, or of ours."""
+    install({entry.name: entry.load() for entry in importlib.metadata.entry_points(group=ENTRY_POINTS)})
+
+
+def install_group_hook(detached: bool, setup_log: bytes | None) -> None:
+    """Exchangeable process groups, ``detached`` in a replacement, with what its predecessor's set-up had received."""
+
+    def with_groups(_: ModuleType) -> None:
+        from flashrecovery import groups
+
+        groups.install()
+        groups.set_detached(detached)
+        if setup_log is not None:
+            groups.replay_setup_log(setup_log)
+        elif not detached:
+            groups.start_setup_log()
+
+    install({"torch.distributed.distributed_c10d": with_groups})
+
+
+def install_spawn_hook() -> None:
+    """``torch.multiprocessing.spawn`` starts ranks of its own, which would wait for one another in the ranks' store."""
+
+    def refused(function: object, *_args: object, **_options: object) -> None:
+        from flashrecovery.errors import UnsupportedError
+
+        name = getattr(function, "__qualname__", repr(function))
+        raise UnsupportedError(
+            f"torch.multiprocessing.spawn({name}) under `flashrecovery run`, which starts one process for each rank "
+            f"itself, as torchrun does: call {name} directly, with int(os.environ['LOCAL_RANK']), and start as many "
+            "ranks with --nproc-per-node; for processes that are no ranks: multiprocessing.get_context('spawn').Process"
+        )
+
+    def replace(module: ModuleType) -> None:
+        for owner in (module, sys.modules.get("torch.multiprocessing")):
+            for name in ("spawn", "start_processes"):
+                if callable(getattr(owner, name, None)):
+                    setattr(owner, name, refused)
+
+    install({"torch.multiprocessing.spawn": replace})
+
+
+def install_save_hooks() -> None:
+    """The script's saves and object collectives ask whether the attempt of the step counts
+    (:mod:`flashrecovery.worker.step.post_step_code`)."""
+    from flashrecovery.worker.step import post_step_code
+
+    post_step_code.install_hooks()
+
+
+def install_lightning_hook() -> None:
+    """Lightning's own Trainer has a loop that nobody hands steps to: it would train without any protection."""
+
+    def refused(*_arguments: object, **_more: object) -> None:
+        from flashrecovery.errors import UnsupportedError
+
+        raise UnsupportedError(
+            "Lightning's Trainer under `flashrecovery run`: its loop is not protected, and a rank that dies would take "
+            "the job with it. Write the loop with Lightning Fabric (docs/recipes.md), or start the script with torchrun"
+        )
+
+    def replace(module: ModuleType) -> None:
+        module.Trainer.fit = refused
+
+    install(dict.fromkeys(("lightning.pytorch.trainer.trainer", "pytorch_lightning.trainer.trainer"), replace))

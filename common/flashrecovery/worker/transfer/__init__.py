@@ -1,0 +1,1 @@
+"""Shards between ranks: this rank's part of a restore plan."""

@@ -1,0 +1,438 @@
+"""Shards between ranks: this rank's part of a restore plan, over the recovery's own group and the devices' one.
+
+Bytes on the wire are the bytes lost, plus one small header a pair of ranks. For each pair that exchanges anything::
+
+length (8 bytes) -> header: every shard's name and spec -> payload -> digests (16 bytes a shard)
+
+Both sides cut the payload into the same messages (:mod:`.chunks`). Large contiguous host tensors travel straight
+from and into their own memory, everything else (devices, strided views) is staged through one bounded set of host
+buffers, pinned if a device is involved. The digests come last so that hashing overlaps with sending.
+
+Where the source has tensors on a device, its header says which, the destination answers which of them lie on its
+device, too, and the source says which are *matched*: those for which that is so at every destination of the shard.
+They do not go with the payload but from device to device (:mod:`.device_lanes`), and their fingerprints, which are
+computed where they lie, take the place of their bytes in the digests. The source decides it for all destinations,
+because a shard has one digest. Without a device nothing is asked.
+
+Each (peer, direction) has its own thread and a window of messages under way: sources and destinations overlap, and no
+order of waits can make two ranks wait for each other. When the group is abandoned every thread raises, and only then
+does ``exchange`` raise: nothing touches a tensor afterwards, but for what a device is still about (``groups.drain``
+and the device's being idle say when that is over).
+"""
+
+from __future__ import annotations
+
+import collections
+import functools
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+
+from flashrecovery import groups
+from flashrecovery.errors import ProtocolError, RestoreError
+from flashrecovery.groups.accelerator import accelerator
+from flashrecovery.runtime.side_by_side import run_side_by_side
+from flashrecovery.state import codec
+from flashrecovery.state.digest import shard_digest
+from flashrecovery.state.shard import Shard, ShardSource
+from flashrecovery.state.spec import TensorSpec, decode_spec, encode_spec
+from flashrecovery.worker.transfer.chunks import WINDOW, Message, direct, flip_a_bit, messages, pack, unpack
+from flashrecovery.worker.transfer.device_lanes import Lane, Lanes, Patience, prints_of
+
+_TAG, _ANSWER_TAG = 0x4652, 0x4653
+_DIGEST_BYTES = 16
+
+
+@contextmanager
+def within(deadline_s: float) -> Iterator[None]:
+    """Transfers that take longer are given up, with all communication of this process: a peer that stands still would
+    be waited for as long as it does. It is found in the next generation, in which it does not answer.
+
+    Raises RestoreError after ``deadline_s`` seconds. Nothing gives up any more once this has been left: what comes
+    next may already communicate in the groups of another generation.
+    """
+    late = threading.Event()
+    said = f"the transfers of a restore took more than {deadline_s:g} s (timeouts.restore_s)"
+
+    def give_up() -> None:
+        late.set()
+        groups.abandon(said)
+
+    timer = threading.Timer(deadline_s, give_up)
+    timer.name, timer.daemon = "flashrecovery-restore-deadline", True
+    timer.start()
+    try:
+        yield
+    except RuntimeError as e:
+        if late.is_set() and groups.is_communication_error(e):
+            raise RestoreError(said) from e
+        raise
+    finally:
+        timer.cancel()
+        timer.join()
+    if late.is_set():  # over at the same moment, and its groups are abandoned
+        raise RestoreError(said)
+
+
+@dataclass
+class TransferReport:
+    """What this rank has sent and received. Bytes are payload bytes; digests by shard name, hex. ``bytes_on_device``:
+    how many of those received have come from device to device.
+
+    ``mismatched`` names received shards whose content is not what their source had; nothing is raised for it,
+    because the controller can take the next source.
+    """
+
+    bytes_sent: int = 0
+    bytes_received: int = 0
+    bytes_on_device: int = 0
+    sent_digests: dict[str, str] = field(default_factory=dict)
+    received_digests: dict[str, str] = field(default_factory=dict)
+    mismatched: list[str] = field(default_factory=list)
+
+
+def exchange(
+    group: dist.ProcessGroup,
+    outgoing: Mapping[int, Sequence[ShardSource]],
+    incoming: Mapping[int, Sequence[str]],
+    shards: Mapping[str, Shard],
+    *,
+    device: groups.DeviceGroup | None = None,
+    corrupt: Set[str] = frozenset(),
+) -> TransferReport:
+    """Send ``outgoing`` (by destination) and receive ``incoming`` (names by source) into ``shards``, all at
+    once.
+
+    Ranks are ranks of ``group``, and of ``device``, over which tensors travel that lie on its device on both sides.
+    A received shard is made room for by its ``allocate`` and filled in place. ``corrupt`` (fault injection) names
+    received shards of which one bit is flipped before the digest is taken.
+
+    Raises ProtocolError if a peer offers other shards than expected, and whatever the group's operations
+    raise; a shard may then be partly overwritten.
+    """
+    return _Exchange(group, device, outgoing, incoming, shards, corrupt).run()
+
+
+class _Exchange:
+    """One call of :func:`exchange`."""
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        device: groups.DeviceGroup | None,
+        outgoing: Mapping[int, Sequence[ShardSource]],
+        incoming: Mapping[int, Sequence[str]],
+        shards: Mapping[str, Shard],
+        corrupt: Set[str],
+    ) -> None:
+        self._group, self._device = group, device
+        self._outgoing = {dest: sources for dest, sources in outgoing.items() if sources}
+        self._incoming = {source: names for source, names in incoming.items() if names}
+        self._shards, self._corrupt = shards, corrupt
+        self._report = TransferReport()
+        self._lock = threading.Lock()  # frameworks' allocate() and the report are not made for several threads
+        self._unique = {s.name: s for sources in self._outgoing.values() for s in sources}
+        self._digests: dict[str, Future[str]] = {name: Future() for name in self._unique}
+        self._patience = Patience()
+        self._agreement = _Agreement(self._outgoing, device)
+        # Of each pair and direction, its lane if it has one: known when it has been talked over.
+        self._planned: dict[tuple[bool, int], Future[Lane | None]] = {}
+
+    def run(self) -> TransferReport:
+        devices = {t.device for source in self._unique.values() for t in source.tensors if t.is_cuda}
+        # The threads below work on other streams than the one that has produced the content.
+        for device in devices if self._device is None else {*devices, self._device.device}:
+            accelerator().synchronize(device)
+        jobs: list[Callable[[], None]] = []
+        jobs += [self._pair(self._send, True, dest) for dest in self._outgoing]
+        jobs += [self._pair(self._receive, False, source) for source in self._incoming]
+        if self._device is not None and jobs:
+            jobs.append(functools.partial(self._move, self._device))
+        if self._unique:
+            jobs.append(self._hash)
+        run_side_by_side(jobs, "flashrecovery-transfer")
+        self._report.sent_digests = {name: future.result() for name, future in self._digests.items()}
+        return self._report
+
+    def _pair(self, talk: Callable[[int], None], sending: bool, peer: int) -> Callable[[], None]:
+        """A job of its own for what is said and sent between this rank and another one, in one direction."""
+        planned = self._planned[sending, peer] = Future()
+
+        def job() -> None:
+            try:
+                talk(peer)
+            except BaseException as e:
+                if sending:
+                    self._agreement.fail(e)
+                if not planned.done():
+                    planned.set_exception(e)  # or the device's lanes would be waited for for ever
+                raise
+
+        return job
+
+    def _move(self, device: groups.DeviceGroup) -> None:
+        found = [future.result() for future in self._planned.values()]
+        lanes = [lane for lane in found if lane is not None]
+        if lanes:
+            Lanes(device, self._patience).run(lanes)
+
+    def _hash(self) -> None:
+        """The digests of what this rank sends."""
+        try:
+            matched = self._agreement.reached()
+            places = [(name, i) for name, mask in matched.items() for i, both in enumerate(mask) if both]
+            known: dict[str, dict[int, bytes]] = {name: {} for name in self._unique}
+            if places and self._device is not None:
+                stream = accelerator().stream(self._device.device)
+                tensors = [self._unique[name].tensors[i] for name, i in places]
+                for (name, i), found in zip(places, prints_of(tensors, stream, self._patience), strict=True):
+                    known[name][i] = found
+            for name, source in self._unique.items():
+                self._digests[name].set_result(shard_digest(source.tensors, source.spec, known[name]))
+        except BaseException as e:
+            for future in self._digests.values():
+                if not future.done():
+                    future.set_exception(e)  # or the senders would wait for ever
+            raise
+
+    def _plan(
+        self,
+        sending: bool,
+        peer: int,
+        payload: _Payload,
+        matched: Sequence[bool],
+        damaged: frozenset[int] = frozenset(),
+    ) -> Lane | None:
+        """The lane of a pair, which begins as soon as all are known; None if nothing of it is matched."""
+        lane = None
+        if self._device is not None and any(matched):
+            chosen = payload.where(matched)
+            lane = Lane(
+                peer,
+                sending,
+                chosen.tensors,
+                list(messages(chosen.specs)),
+                accelerator().mark(self._device.device),
+                frozenset(chosen.places.index(i) for i in damaged & {*chosen.places}),
+            )
+        self._planned[sending, peer].set_result(lane)
+        return lane
+
+    def _send(self, peer: int) -> None:
+        group, sources = self._group, self._outgoing[peer]
+        asked = self._agreement.asks(peer)
+        offer = ([(s.name, encode_spec(s.spec)) for s in sources], bytes(asked) if any(asked) else b"")
+        header = torch.frombuffer(bytearray(codec.dumps(offer)), dtype=torch.uint8)
+        length = torch.tensor([header.numel()], dtype=torch.int64)
+        pending: collections.deque[tuple[dist.Work, list[torch.Tensor]]] = collections.deque()
+
+        def post(tensor: torch.Tensor) -> None:
+            if len(pending) >= WINDOW:
+                pending.popleft()[0].wait()
+            pending.append((group.send([tensor], peer, _TAG), [tensor]))
+
+        post(length)
+        post(header)
+        payload = _Payload(
+            [t for s in sources for t in s.spec.tensors.values()], [t.detach() for s in sources for t in s.tensors]
+        )
+        matched = [False] * len(asked)
+        if any(asked):
+            answer = torch.empty(len(asked), dtype=torch.uint8)
+            group.recv([answer], peer, _ANSWER_TAG).wait()
+            self._agreement.answered(peer, answer.tolist())
+            masks = self._agreement.reached()
+            matched = [both for s in sources for both in masks[s.name]]
+            post(torch.tensor(matched, dtype=torch.uint8))
+        lane = self._plan(True, peer, payload, matched)
+
+        rest = payload.where([not both for both in matched])
+        sent = lane.nbytes if lane is not None else 0
+        for message in messages(rest.specs):
+            buffer = _in_place(message, rest.tensors)
+            if buffer is None:
+                buffer = _staging(message, rest.tensors)
+                pack(message, rest.tensors, buffer)
+            post(buffer)
+            sent += message.nbytes
+        raw = b"".join(bytes.fromhex(self._digests[s.name].result()) for s in sources)
+        post(torch.frombuffer(bytearray(raw), dtype=torch.uint8))
+        while pending:
+            pending.popleft()[0].wait()
+        with self._lock:
+            self._report.bytes_sent += sent
+
+    def _receive(self, peer: int) -> None:
+        group, names, report = self._group, self._incoming[peer], self._report
+        length = torch.zeros(1, dtype=torch.int64)
+        group.recv([length], peer, _TAG).wait()
+        header = torch.empty(int(length.item()), dtype=torch.uint8)
+        group.recv([header], peer, _TAG).wait()
+        offer: tuple[list[tuple[str, bytes]], bytes] = codec.loads(header.numpy().tobytes())
+        offered, asked = offer
+        if [name for name, _ in offered] != list(names):
+            raise ProtocolError(f"rank {peer} sends {[n for n, _ in offered]}, but {list(names)} were expected")
+        specs = [decode_spec(data) for _, data in offered]
+        targets: list[list[torch.Tensor]] = []
+        for name, spec in zip(names, specs, strict=True):
+            with self._lock:
+                allocated = self._shards[name].allocate(spec)
+            targets.append([_checked(name, key, allocated[key], wanted) for key, wanted in spec.tensors.items()])
+        payload = _Payload([t for s in specs for t in s.tensors.values()], [t for ts in targets for t in ts])
+        matched = self._answer(peer, payload, asked)
+        damaged = frozenset(_first(ts) + at for name, ts, at in _placed(names, targets) if name in self._corrupt)
+        lane = self._plan(False, peer, payload, matched, damaged)
+
+        rest = payload.where([not both for both in matched])
+        pending: collections.deque[tuple[dist.Work, Message, torch.Tensor | None]] = collections.deque()
+
+        def settle() -> None:
+            work, message, buffer = pending.popleft()
+            work.wait()
+            if buffer is not None:
+                unpack(message, rest.tensors, buffer)
+
+        received = lane.nbytes if lane is not None else 0
+        for message in messages(rest.specs):
+            if len(pending) >= WINDOW:
+                settle()
+            own = _in_place(message, rest.tensors)
+            buffer = own if own is not None else _staging(message, rest.tensors)
+            pending.append((group.recv([buffer], peer, _TAG), message, None if own is not None else buffer))
+            received += message.nbytes
+        trailer = torch.empty(_DIGEST_BYTES * len(names), dtype=torch.uint8)
+        last = group.recv([trailer], peer, _TAG)
+        while pending:
+            settle()
+        last.wait()
+
+        for place in damaged & {*rest.places}:
+            flip_a_bit(payload.tensors[place])
+        known: dict[int, bytes] = {}
+        if lane is not None:
+            places = payload.where(matched).places
+            known = {places[number]: found for number, found in lane.arrived.result().items()}
+        raw = trailer.numpy().tobytes()
+        for i, (name, tensors, at) in enumerate(_placed(names, targets)):
+            mine = {place - at: found for place, found in known.items() if at <= place < at + len(tensors)}
+            digest = shard_digest(tensors, specs[i], mine)
+            expected = raw[i * _DIGEST_BYTES : (i + 1) * _DIGEST_BYTES].hex()
+            with self._lock:
+                report.received_digests[name] = digest
+                if digest != expected:
+                    report.mismatched.append(name)
+        with self._lock:
+            report.bytes_received += received
+            report.bytes_on_device += lane.nbytes if lane is not None else 0
+
+    def _answer(self, peer: int, payload: _Payload, asked: bytes) -> list[bool]:
+        """Which tensors are matched, after having said which lie on this rank's device."""
+        if not asked:
+            return [False] * len(payload.tensors)
+        device = self._device
+        mine = [bool(a) and device is not None and device.holds(t) for a, t in zip(asked, payload.tensors, strict=True)]
+        self._group.send([torch.tensor(mine, dtype=torch.uint8)], peer, _ANSWER_TAG).wait()
+        decided = torch.empty(len(mine), dtype=torch.uint8)
+        self._group.recv([decided], peer, _TAG).wait()
+        matched = [bool(both) for both in decided.tolist()]
+        if any(both and not here for both, here in zip(matched, mine, strict=True)):
+            raise ProtocolError(f"rank {peer} would send to this rank's device what does not lie there")
+        return matched
+
+
+class _Agreement:
+    """Of the tensors that this rank sends, which lie on a device here and at all their destinations."""
+
+    def __init__(self, outgoing: Mapping[int, Sequence[ShardSource]], device: groups.DeviceGroup | None) -> None:
+        self._outgoing = outgoing
+        self._masks: dict[str, list[bool]] = {}
+        for source in (s for sources in outgoing.values() for s in sources):
+            here = [device is not None and t.numel() > 0 and device.holds(t) for t in source.tensors]
+            self._and(source.name, here)
+        self._lock = threading.Lock()
+        self._reached: Future[dict[str, list[bool]]] = Future()
+        self._asked = {peer: [b for s in sources for b in self._masks[s.name]] for peer, sources in outgoing.items()}
+        self._missing = {peer for peer, asked in self._asked.items() if any(asked)}
+        if not self._missing:
+            self._reached.set_result(self._masks)
+
+    def _and(self, name: str, mask: Sequence[bool]) -> None:
+        self._masks[name] = [a and b for a, b in zip(self._masks.get(name, mask), mask, strict=True)]
+
+    def asks(self, peer: int) -> list[bool]:
+        """The tensors that could go to ``peer`` from this rank's device, in the order of the payload."""
+        return self._asked[peer]
+
+    def answered(self, peer: int, there: Sequence[int]) -> None:
+        """Which of them lie on the device of ``peer``."""
+        with self._lock:
+            at = 0
+            for source in self._outgoing[peer]:
+                count = len(source.tensors)
+                self._and(source.name, [bool(a) for a in there[at : at + count]])
+                at += count
+            self._missing.discard(peer)
+            if not self._missing and not self._reached.done():
+                self._reached.set_result(self._masks)
+
+    def fail(self, error: BaseException) -> None:
+        """A destination will not answer."""
+        with self._lock:
+            if not self._reached.done():
+                self._reached.set_exception(error)
+
+    def reached(self) -> dict[str, list[bool]]:
+        """By shard; waits for the answers."""
+        return self._reached.result()
+
+
+@dataclass(frozen=True)
+class _Payload:
+    """Tensors that are sent or received, and where each stands in the header: all, or a part of them."""
+
+    specs: Sequence[TensorSpec]
+    tensors: Sequence[torch.Tensor]
+    places: Sequence[int] = ()
+
+    def where(self, chosen: Sequence[bool]) -> _Payload:
+        places = [i for i, wanted in enumerate(chosen) if wanted]
+        return _Payload([self.specs[i] for i in places], [self.tensors[i] for i in places], places)
+
+
+def _placed(
+    names: Sequence[str], targets: Sequence[list[torch.Tensor]]
+) -> Iterator[tuple[str, list[torch.Tensor], int]]:
+    """Each shard's name and tensors, and the place of its first tensor in the payload."""
+    at = 0
+    for name, tensors in zip(names, targets, strict=True):
+        yield name, tensors, at
+        at += len(tensors)
+
+
+def _first(tensors: Sequence[torch.Tensor]) -> int:
+    """The first one that is not empty."""
+    return next(i for i, t in enumerate(tensors) if t.numel())
+
+
+def _checked(name: str, key: str, tensor: torch.Tensor, wanted: TensorSpec) -> torch.Tensor:
+    if tuple(tensor.shape) != tuple(wanted.shape) or tensor.dtype != wanted.dtype:
+        raise ProtocolError(
+            f"shard {name!r}: tensor {key!r} was allocated as {tuple(tensor.shape)} {tensor.dtype}, "
+            f"but {tuple(wanted.shape)} {wanted.dtype} is coming"
+        )
+    return tensor.detach()
+
+
+def _in_place(message: Message, tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
+    """The memory of the message itself, if it is one range of a contiguous host tensor."""
+    return direct(message, tensors) if tensors[message.pieces[0].index].device.type == "cpu" else None
+
+
+def _staging(message: Message, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    on_device = any(tensors[p.index].device.type == "cuda" for p in message.pieces)
+    return torch.empty(message.nbytes, dtype=torch.uint8, pin_memory=on_device)

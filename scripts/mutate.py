@@ -23,15 +23,24 @@ MACHINE_TESTS = ("test_machine*.py", "test_takeover.py", *RESTORE_TESTS, "test_n
 CONTROLLER_TESTS = (*MACHINE_TESTS, "test_hang_verdict.py", "test_relays.py", "test_fan_out.py", "test_heartbeat.py")
 DECISIONS = tuple(
     f"flashrecovery/controller/{name}.py"
-    for name in ("machine", "recovery", "restore", "takeover", "starting", "staffing")
+    for name in ("machine", "recovery", "state/restore_plan", "takeover", "membership/launch", "membership/placement")
 )
 TARGETS = {
-    "plan": (("flashrecovery/plan/*",), (*PLAN_TESTS, "test_machine*.py")),
+    "plan": (
+        (
+            "flashrecovery/plan/*",
+            "flashrecovery/plan/*/*",
+        ),
+        (*PLAN_TESTS, "test_machine*.py"),
+    ),
     "decisions": (DECISIONS, MACHINE_TESTS),
-    "controller": (("flashrecovery/controller/*",), (*PLAN_TESTS, *CONTROLLER_TESTS)),
-    "gate": (("flashrecovery/worker/gate*.py",), ("test_gate*.py",)),
+    "controller": (("flashrecovery/controller/*", "flashrecovery/controller/*/*"), (*PLAN_TESTS, *CONTROLLER_TESTS)),
+    "gate": (("flashrecovery/worker/control/gate.py",), ("test_gate*.py",)),
     "session": (
-        tuple(f"flashrecovery/worker/{name}.py" for name in ("session", "loop", "transaction", "sealing", "habits")),
+        tuple(
+            f"flashrecovery/worker/{name}.py"
+            for name in ("session", "loop", "step/transaction", "step/capsule", "local_state/step_profile")
+        ),
         ("test_versions.py", "test_sealing.py", "test_data_stream.py", "test_calls.py"),
     ),
 }

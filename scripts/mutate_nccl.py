@@ -26,28 +26,31 @@ EXCHANGE, INNER, TORCH, REGISTRY, REFUSALS = (
 DEVICE, STEP, LOOP, CONTROL, RECOVER, ERRORS, COPIES, LEFT, AHEAD, BOOT, WARM = (
     f"{CORE}/worker/{name}.py"
     for name in (
-        "device",
-        "transaction",
+        "control/device_sync",
+        "step/transaction",
         "loop",
-        "control",
-        "recoverer",
-        "error_watch",
-        "copies",
-        "leftovers",
-        "ahead",
-        "bootstrap",
-        "warm",
+        "control/control_thread",
+        "recovery_commands",
+        "control/nccl_error_watch",
+        "replication/copies",
+        "step/activation_release",
+        "preimport/preimport",
+        "startup/bootstrap",
+        "startup/warm_up",
     )
 )
-FENCE, PROCESSES, STANDBY = (f"{CORE}/agent/{name}.py" for name in ("gpu_fence", "process_manager", "standby"))
+FENCE, PROCESSES, STANDBY = (
+    f"{CORE}/agent/processes/{name}.py" for name in ("gpu_fence", "process_manager", "standby")
+)
 ENV, ENVIRONMENT, CHECKS = (f"{CORE}/{name}.py" for name in ("runtime/nccl_env", "runtime/environment", "cli/checks"))
-FLAT, COPIES_EXCHANGE = f"{CORE}/redundancy/flat.py", f"{CORE}/redundancy/exchange.py"
+FLAT, COPIES_EXCHANGE = (f"{CORE}/redundancy/memory/{name}.py" for name in ("flat_buffer", "peer_exchange"))
 PACE, BUFFERS, ADAPTER = f"{CORE}/groups/native/pace.h", f"{CORE}/adapter/buffers.py", f"{CORE}/adapter/base.py"
 FSDP2_STATE, FSDP2_ADAPTER = f"{CORE}/adapter/fsdp2_state.py", f"{CORE}/torch_native/fsdp2.py"
 REDUCER, ORDER = f"{CORE}/torch_native/ddp_reducer.py", f"{CORE}/controller/recovery.py"
 MEGATRON = "fr_megatron/support.py"
 
-TRANSFER, LANES, DIGEST = f"{CORE}/worker/transfer.py", f"{CORE}/worker/device_lanes.py", f"{CORE}/state/digest.py"
+TRANSFER, LANES = f"{CORE}/worker/transfer/transfer.py", f"{CORE}/worker/transfer/device_lanes.py"
+DIGEST = f"{CORE}/state/digest.py"
 
 FAKE = "tests/integration/test_nccl.py"
 FAKE_JOBS, DEVICE_TRANSFER = "tests/conformance/test_nccl.py", "tests/integration/test_device_transfer.py"
@@ -409,7 +412,7 @@ ROWS = (
             _out(
                 "11-shared-is-not-pinned",
                 FLAT,
-                "                    pinned.pin(self.shared, self.buffer)\n",
+                "                    page_lock(self.shared, self.buffer)\n",
                 "                    pass\n",
                 *_unit("shared_memory"),
             ),

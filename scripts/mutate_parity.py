@@ -16,11 +16,16 @@ from mutants import Mutant, Trial, arguments, chosen, run
 REDUNDANCY = "common/flashrecovery/redundancy"
 COPIES, MAKING, ROUNDS, DECODE, EXCHANGE, FLAT = (
     f"{REDUNDANCY}/{name}.py"
-    for name in ("parity_copies", "parity_making", "parity_rounds", "parity_decode", "exchange", "flat")
+    for name in (
+        *(f"parity/{part}" for part in ("copies", "making", "rounds", "decode")),
+        *("memory/peer_exchange", "memory/flat_buffer"),
+    )
 )
 DECODING = "common/flashrecovery/plan/parity/decodable.py"
 GROUPS = "common/flashrecovery/plan/parity/groups.py"
-PLACEMENT, SOURCES = (f"common/flashrecovery/plan/{name}.py" for name in ("placement", "sources"))
+PLACEMENT, SOURCES = (
+    f"common/flashrecovery/plan/{name}.py" for name in ("membership/placement", "restore/restore_plan")
+)
 TESTS = (
     *(
         f"tests/unit/test_{name}.py"

@@ -18,18 +18,18 @@ SESSION, LOOP, STEP, SEALING, HABITS, TOUCHES, PROVING, COLLECTIVES, STOPS, PROO
     for name in (
         "session",
         "loop",
-        "transaction",
-        "sealing",
-        "habits",
-        "touches",
-        "proving",
-        "collectives",
-        "stops",
-        "proof",
-        "recoverer",
-        "void_run",
-        "scaler",
-        "optimizer_watch",
+        "step/transaction",
+        "step/capsule",
+        "local_state/step_profile",
+        "consistency/early_writes",
+        "consistency/divergence_check",
+        "step/collectives",
+        "control/interruption",
+        "consistency/divergence_check",
+        "recovery_commands",
+        "step/discarded_run",
+        "local_state/grad_scaler",
+        "script_checks/optimizer_watch",
     )
 )
 MODES, GRADIENTS = "common/flashrecovery/adapter/modes.py", "common/flashrecovery/adapter/gradients.py"
@@ -156,7 +156,7 @@ MUTANTS = (
         "no-barrier", STEP, "elif not seen_forward or self._explicit_barrier or habits.reseal or (", "elif False and ("
     ),
     Mutant("no-barrier-after-late-copies", STEP, " or (copies.in_every_step and not copied):", ":"),
-    Mutant("habits-not-compared", STEP, "if proof.is_due(version):", "if False:"),
+    Mutant("habits-not-compared", STEP, "if divergence_check.is_due(version):", "if False:"),
     Mutant(
         "barrier-is-not-said",
         STEP,
@@ -283,7 +283,12 @@ MUTANTS = (
         "        if worker.gate.outdated(command.generation):\n            return False\n        body",
         "        body",
     ),
-    Mutant("nothing-let-go", LOOP, "count = leftovers.release(self._cut_short_by, self._graphs_since)", "count = 0"),
+    Mutant(
+        "nothing-let-go",
+        LOOP,
+        "count = activation_release.release(self._cut_short_by, self._graphs_since)",
+        "count = 0",
+    ),
     Mutant("stays-detached", RECOVER, "        groups.set_detached(False)\n", ""),
 )
 

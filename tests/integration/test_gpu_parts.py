@@ -173,7 +173,7 @@ def test_random_numbers(gpu: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_pinned_staging(gpu: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
     assert set(gpu_parts.pinned_staging(gpu)) == {"pinned_gb_s", "pageable_gb_s"}
-    monkeypatch.setattr("flashrecovery.redundancy.memory.flat_buffer.pin", lambda owner, memory: False)
+    monkeypatch.setattr("flashrecovery.redundancy.memory.flat_buffer.page_lock", lambda owner, memory: False)
     fails(gpu_parts.pinned_staging, gpu, r"is_pinned\(\) is False")
 
 

@@ -8,6 +8,8 @@ import ast
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[2]
 ROOTS = {"flashrecovery": ROOT / "common" / "flashrecovery"} | {
     name: ROOT / name for name in ("fr_deepspeed", "fr_megatron")
@@ -17,16 +19,14 @@ CORE = "flashrecovery"
 LAYERS: tuple[frozenset[str], ...] = tuple(
     frozenset(layer.split())
     for layer in (
-        "_version errors finding import_hooks kinds versions clock complaints replace_file grpc_private grpc_quiet "
-        "proto terminal",
-        "capabilities plan handshake security state",
-        "config patches events parity_messages division",
-        "sealed tls heartbeat health",
-        "access",
+        "_version errors kinds proto terminal util",
+        "capabilities plan state",
+        "config events",
+        "rpc",
+        "heartbeat health",
         "runtime",
-        "snapshot parallel_layout",
-        "ballot groups redundancy",
-        "logical",
+        "snapshot",
+        "groups redundancy",
         "contract",
         "worker",
         "adapter",
@@ -138,6 +138,72 @@ def test_no_imports_go_round() -> None:
     assert [known for known in ROUND_NOT_YET if known not in found] == [], "mended: make ROUND_NOT_YET shorter"
 
 
+ROOMS: dict[str, tuple[str, ...]] = {
+    "agent": ("peers", "processes", "monitoring stores", "agent", "controller_link"),
+    "contract": ("division logical_state", "adapter"),
+    "controller": (
+        "state",
+        "storage hang membership last_save divergence_advice",
+        "elastic",
+        "relayout",
+        "recovery",
+        "takeover",
+        "machine",
+        "service",
+    ),
+    "plan": (
+        "checkpoint_interval membership ownership pacing transitions words",
+        "divergence elastic estimates hang reshard restore",
+        "parity strategy",
+    ),
+    "redundancy": ("memory", "checkpoint parity"),
+    "worker": (
+        "local_state transfer",
+        "preimport",
+        "script_text",
+        "data",
+        "script_checks",
+        "connection registry",
+        "control exit",
+        "consistency",
+        "replication",
+        "reshard",
+        "context",
+        "step",
+        "recovery_commands",
+        "loop",
+        "session",
+        "framework_calls",
+        "recovery",
+        "startup",
+    ),
+}
+"""The rooms of a folder, from the bottom to the top: each is a folder or a file. Two of one level do not import each
+other."""
+
+
+def _room(module: str, folder: str) -> str | None:
+    """None: the module lies elsewhere, or is the folder's own ``__init__``."""
+    core, _, rest = module.partition(f"{CORE}.{folder}.")
+    return rest.split(".")[0] if not core and rest else None
+
+
+@pytest.mark.parametrize("folder", ROOMS)
+def test_imports_within_a_folder_go_downwards(folder: str) -> None:
+    modules = _modules()
+    level = {name: number for number, names in enumerate(ROOMS[folder]) for name in names.split()}
+    rooms = {room for module in modules if (room := _room(module, folder)) is not None}
+    assert rooms == level.keys()
+    wrong = {
+        f"{module} -> {imported}"
+        for module, path in modules.items()
+        if (mine := _room(module, folder)) is not None
+        for imported in _imports(path, modules)
+        if (theirs := _room(imported, folder)) not in (None, mine) and level[str(theirs)] >= level[mine]
+    }
+    assert wrong == set(), "these go up or sideways"
+
+
 def test_every_folder_has_its_layer() -> None:
     packages = {_package(module) for module in _modules()}
     named = [name for layer in LAYERS for name in layer]
@@ -148,8 +214,8 @@ ADAPTERS = ("flashrecovery.torch_native", "fr_deepspeed", "fr_megatron")
 API = {"flashrecovery", "flashrecovery.adapter"} | {
     f"flashrecovery.{name}"
     for name in (
-        *("capabilities", "capabilities.of_torch", "capabilities.probes", "config", "errors", "finding"),
-        *("import_hooks", "patches", "versions"),
+        *("capabilities", "capabilities.finding", "capabilities.of_torch", "capabilities.patches"),
+        *("capabilities.probes", "config", "errors", "util.import_hooks", "util.versions"),
     )
 }
 """What adapters may import of the core: the declared API, and modules that do not import torch."""

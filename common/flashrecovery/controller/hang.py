@@ -3,6 +3,8 @@
 A rank is suspected when its progress counter has stood still for ``max(hang_floor_s, hang_factor * usual step time)``.
 Then all agents are asked at once, and :mod:`flashrecovery.plan.hang` judges. Only a verdict that a second look
 repeats, with the same ranks accused and no progress of theirs in between, has consequences.
+
+Slow ranks are reported (:class:`Stragglers`); nothing else is done about them.
 """
 
 from __future__ import annotations

@@ -5,6 +5,8 @@ thread serves nobody meanwhile. Where the addresses have no names, or a reply of
 seconds for each rank that connects (5 s is the resolver's backoff), in the middle of a recovery. torch stops asking
 for the whole process as soon as one look-up has failed (``formatSockAddr`` in torch 2.13): so the first one is made to
 fail, on a connection of this process to itself.
+
+And where this rank can be reached by the others (:func:`own_address`): as gloo chooses it.
 """
 
 from __future__ import annotations

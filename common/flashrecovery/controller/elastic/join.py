@@ -5,7 +5,7 @@ rank over from a process that lives has to get what only that one had. So there 
 still hear of in time, and say that they have once the copies of its version are complete; the state of those who leave
 is then held by others, as if their node were lost, and no step is done again. So they do where state is divided among
 them: of that a newcomer gets its part when it is divided anew (:mod:`flashrecovery.contract.division`), and a member
-that dies meanwhile shall not take the version with it.
+that dies meanwhile shall not take the version with it. :class:`Gathering` says whether all have come to that step.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 * Who leaves because of a command has copies for others. It stays until those who go on have all that they need, with
   copies of it among themselves.
-* Whose rank another process has taken over (:mod:`flashrecovery.controller.elastic.released_processes`) has copies for
-  others, too, and the new process has none before its first step here. It stays until all ranks have taken a step.
+* Whose rank another process has taken over (:class:`Relieved`) has copies for others, too, and the new process has none
+  before its first step here. It stays until all ranks have taken a step.
 
 If somebody dies meanwhile and the others can go on from what they have, nothing becomes of it. Else these processes
 belong to the job again, with what they have, and the change is made once more.

@@ -3,6 +3,9 @@
 Which ones is decided once the survivors have stopped and said what they hold
 (:mod:`flashrecovery.plan.restore.evacuation`). Their ranks become further victims of the recovery that is under way;
 the node is fenced and comes back as a spare, still marked.
+
+What is known of nodes from before (:mod:`flashrecovery.plan.membership.node_failures`) decides, too, whether a node is
+used last, or not at all.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Who writes which shard into the nodes' memory for another layout, and what of it is still there. Pure."""
+"""Who writes which shard into the nodes' memory for another layout, and what of it is still there. Pure.
+
+Agents keep that as text, for the next controller (:func:`kept_text`).
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""The tensors of many shards in one flat host buffer: one allocation, one copy call, one message."""
+"""The tensors of many shards in one flat host buffer: one allocation, one copy call, one message.
+
+The buffer is page-locked where there is a GPU: it copies into it directly, and beside its kernels. torch's own
+``pin_memory`` cannot be shared with another process, rounds sizes up to powers of two (pytorch#95823), and keeps what
+is freed. So memory that exists already is registered with CUDA instead.
+"""
 
 from __future__ import annotations
 
@@ -12,14 +17,13 @@ from typing import Any
 import torch
 import xxhash
 
-from flashrecovery.redundancy.memory import flat_buffer
 from flashrecovery.snapshot.memory import HEADER, SharedMemory
 from flashrecovery.state import codec
 from flashrecovery.state.exact import copied_as_bytes, exact
 from flashrecovery.state.spec import ShardSpec, TensorSpec
 
 
-def pin(owner: object, memory: torch.Tensor) -> bool:
+def page_lock(owner: object, memory: torch.Tensor) -> bool:
     """Page-lock ``memory`` (contiguous, in host memory) for as long as ``owner`` lives. False, with a warning, if CUDA
     refuses: copies are then right, and slower."""
     cudart: Any = torch.cuda.cudart()
@@ -229,7 +233,7 @@ class Slot:
                 if self._outliving is not None:
                     self._outliving.keep(self.shared)
                 if pin and layout.nbytes > 0:
-                    flat_buffer.pin(self.shared, self.buffer)
+                    page_lock(self.shared, self.buffer)
             else:
                 self.buffer = torch.zeros(layout.nbytes, dtype=torch.uint8)
         self.layout = layout

@@ -9,7 +9,7 @@ start. If such a variable decides anything (a learning rate, whether there is an
 replacement goes another way than its peers. Mostly that shows in the first step that they take together, in its state
 or in the number of its collectives. It may show later: where the variable decides below the block what the next step
 does, or counts up to something. So after a recovery the ranks go on to compare, from time to time and after the last
-step: a part of each tensor then, since another learning rate changes all of it.
+step: a part of each tensor then, since another learning rate changes all of it. When, is said by :class:`Proving`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,6 @@ from flashrecovery.plan.divergence import Past, judge
 from flashrecovery.plan.ownership import drifted
 from flashrecovery.state.digest import shard_digests
 from flashrecovery.state.shard import Shard
-from flashrecovery.worker.consistency import divergence_check
 from flashrecovery.worker.consistency.all_equal import disagreement, gather, gather_objects, in_camps, split, union
 from flashrecovery.worker.control.interruption import Stops
 from flashrecovery.worker.registry import Registry, in_words
@@ -253,21 +252,21 @@ class Proving:
         self._since = version if self.due else -1
         self._past = self._past.resumed(version, replacement=self._replacement)
 
-    def before_commit(self, version: int) -> divergence_check.Unequal | None:
+    def before_commit(self, version: int) -> Unequal | None:
         """``version`` is about to be committed. Returns what is said to be equal and is not; None if another rank has
         died before that was known. Raises DivergedError.
 
         In the step after a recovery a replacement has what another rank has, so all must have the same; but at version
         1 all have made the script's first step.
         """
-        after = not self.due and self._since >= 0 and divergence_check.goes_on(version, self._since)
-        unequal: divergence_check.Unequal | None = divergence_check.Unequal()
+        after = not self.due and self._since >= 0 and goes_on(version, self._since)
+        unequal: Unequal | None = Unequal()
         compared = whole = False
-        if version == 1 or after or (not self.due and divergence_check.is_due(version)):
+        if version == 1 or after or (not self.due and is_due(version)):
             unequal = self._compare_replicas(version)
             if unequal is None or unequal:
                 return unequal
-            compared, whole = True, divergence_check.looks_at_all(version)
+            compared, whole = True, looks_at_all(version)
         shown = True
         if self.due:
             shown = self._show_equal(version)
@@ -279,9 +278,9 @@ class Proving:
             self._past = replace(self._past, alike=version, whole=version if whole else self._past.whole)
         return unequal
 
-    def _compare_replicas(self, version: int) -> divergence_check.Unequal | None:
+    def _compare_replicas(self, version: int) -> Unequal | None:
         try:
-            return divergence_check.compare_replicas(self._registry, version, self._past)
+            return compare_replicas(self._registry, version, self._past)
         except RuntimeError as e:
             if not self._stops.explain(e):
                 raise
@@ -298,7 +297,7 @@ class Proving:
     def _show_equal(self, version: int, since: int | None = None) -> bool:
         """Show that the ranks agree. False if another rank dies meanwhile: then it is done after the next recovery."""
         try:
-            divergence_check.show_equal(self._registry, version, self._past, tensors=self._tensors, since=since)
+            show_equal(self._registry, version, self._past, tensors=self._tensors, since=since)
         except RuntimeError as e:
             if not self._stops.explain(e):
                 raise

@@ -6,6 +6,8 @@ late to it counts, too, though some of that would be waited for in the next coll
 beside (making and sending copies), what an exchangeable process group adds to each operation, and waiting for the
 device, which has the step's own work to do. So this is neither a lower nor an upper bound, but what grows when copies
 do not keep up; ``benchmarks/overhead.py`` measures a job with and without us.
+
+:class:`Pace` says how much of a step is this rank's own work.
 """
 
 from __future__ import annotations

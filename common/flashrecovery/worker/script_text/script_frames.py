@@ -15,7 +15,6 @@ from typing import Any
 from flashrecovery.errors import RegistrationError
 from flashrecovery.worker.local_state.fingerprints import PLAIN, attributes_of
 from flashrecovery.worker.preimport.preimport import Installed
-from flashrecovery.worker.script_text import script_frames
 from flashrecovery.worker.script_text.data_flow import AnyLoop
 from flashrecovery.worker.script_text.loop_carried import (
     Carried,
@@ -81,7 +80,7 @@ def check_loop(frame: types.FrameType) -> None:
     if around is not None:
         one, loop = around
         variables = variables_of(one)
-        script_frames.check(loop, place_of(one, loop.lineno), lambda name: gives_steps(resolve(variables, name)))
+        check(loop, place_of(one, loop.lineno), lambda name: gives_steps(resolve(variables, name)))
 
 
 def frames(frame: types.FrameType | None) -> Iterator[types.FrameType]:

@@ -103,6 +103,24 @@ def test_the_files_that_the_architecture_names_are_there() -> None:
     assert [name for name in sorted(named) if not any(f"/{path}".endswith(f"/{name}") for path in here)] == []
 
 
+def test_the_functions_that_the_architecture_names_are_there() -> None:
+    """`file.py` (`function`): of a class as `Class.method`."""
+    text = _text("docs/architecture.md")
+    section = text[text.index("## Where is it decided?") : text.index("## Threads and loops")]
+    found = re.findall(r"`([\w/]+\.py)` \(([^)]*)\)", section)
+    named = [(file, name) for file, names in found for name in re.findall(r"`([\w.]+)`", names)]
+    assert len(named) > 20
+    missing = []
+    for file, name in named:
+        path = next(p for p in (ROOT / "common/flashrecovery" / file, ROOT / file) if p.exists())
+        body: list[ast.stmt] = ast.parse(path.read_text()).body
+        for part in name.split("."):
+            inner = [n for n in body if isinstance(n, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)]
+            body = next((list(n.body) for n in inner if n.name == part), [])
+        missing += [f"{file}: {name}"] if not body else []
+    assert missing == []
+
+
 def test_what_scripts_import_of_ours_is_there() -> None:
     """Those that only the long runs start, too."""
     pytest.importorskip("deepspeed")

@@ -23,6 +23,7 @@ _COMMANDS = {
     "replan": "Another parallel layout for a running job.",
     "drain": "Have a node leave a running job, its ranks first.",
     "report": "Every recovery of a job, phase by phase.",
+    "story": "What one rank of a job went through, in order.",
     "checkpoints": "What of a job is on disk, and whether it is whole.",
     "checkpoint": "What a checkpoint holds, and the same for another number of ranks.",
     "nodes": "Which nodes have failed, and what jobs make of it.",

@@ -8,6 +8,8 @@
 
 VENV ?= .venv
 BENCH_VENV ?= /tmp/bench-venv
+BENCHMARKS ?= tag parity decisions reshaping regroup control_group stores detect cold overhead scale recovery \
+              $(if $(filter 0,$(shell id -u)),copies decode)  # the last two need root, for network namespaces
 CUDA_VENV ?= /tmp/cuda-venv
 NEW_VENV ?= /tmp/new-venv
 NEW_PYTHON := 3.12
@@ -177,7 +179,7 @@ bench-setup:  ## an environment of its own with the peers that the benchmarks co
 	    scripts/bench-venv.sh
 
 bench: setup bench-setup  ## all benchmarks, side by side with the peers (BENCH_ARGS=--quick for a short look)
-	@failed=; for name in tag regroup detect overhead recovery; do \
+	@failed=; for name in $(BENCHMARKS); do \
 	    echo "==> benchmarks/$$name.py"; \
 	    $(BENCH_VENV)/bin/python benchmarks/$$name.py $(BENCH_ARGS) || failed="$$failed $$name"; \
 	done; test -z "$$failed" || { echo "goals missed or not measured:$$failed"; exit 1; }

@@ -69,7 +69,10 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--ranks", type=int, nargs="*", default=[8, 32, 64, 128])
     parser.add_argument("--gloo-up-to", type=int, default=128, help="it makes n^2 connections")
+    parser.add_argument("--quick", action="store_true", help="2 rounds, 8 and 32 ranks")
     args = parser.parse_args()
+    if args.quick:
+        args.rounds, args.ranks = 2, [8, 32]
     groups.build()
     print(f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}, {args.rounds} rounds (median of the slowest rank)")
     print(f"{'ranks':>5} {'group':>6} {'form ms':>9} {'first ms':>9} {'barrier ms':>11} {'connections':>12}  ours/gloo")

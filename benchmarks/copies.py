@@ -128,7 +128,10 @@ def main() -> None:
     )
     parser.add_argument("--steps", type=int, default=120, help="a launch")
     parser.add_argument("--launches", type=int, default=2, help="of each mode")
+    parser.add_argument("--quick", action="store_true", help="one speed, 40 steps, one launch of each mode")
     args = parser.parse_args()
+    if args.quick:
+        args.speeds, args.steps, args.launches = [200], 40, 1
     if not available():
         parser.error("needs root and iproute2, for network namespaces")
     middle = sorted(args.speeds)[len(args.speeds) // 2]

@@ -3,13 +3,12 @@
 The real machine, batches, rank table and protocol buffers, in one process and without a network: processor time, which
 neither simulated agents nor anything else on the machine adds to. :mod:`scale` has the same with gRPC and agents.
 
-    python decisions.py [DEVICES,DEVICES,...]
+    python decisions.py [--quick] [DEVICES,DEVICES,...]
 """
 
 from __future__ import annotations
 
 import json
-import sys
 import time
 from collections.abc import Callable, Iterable
 from typing import TypeVar
@@ -147,9 +146,10 @@ def recovery(devices: int) -> dict[str, float]:
 
 
 def main() -> None:
+    sizes = harness.numbers(__doc__, "devices", "32,256,1000,4000,8000,18000", quick="32,256,1000")
     harness.begin()
     found = []
-    for devices in map(int, (sys.argv[1] if len(sys.argv) > 1 else "32,256,1000,4000,8000,18000").split(",")):
+    for devices in sizes:
         used = recovery(devices)
         first = used["decide"] + used["hold out"]
         by_round = [used[f"{what} out"] + used[f"{what} in"] for what in ROUNDS]

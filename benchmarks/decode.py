@@ -52,7 +52,10 @@ def main() -> None:
     parser.add_argument("--speeds", type=float, nargs="*", default=[10, 20, 40], metavar="MB/S")
     parser.add_argument("--width", type=int, default=512, help="of the model: more bytes")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--quick", action="store_true", help="one speed, one round")
     args = parser.parse_args()
+    if args.quick:
+        args.speeds, args.rounds = [20], 1
     if not available():
         parser.error("needs root and iproute2, for network namespaces")
     layout = Layout(f"fsdp-{args.width}", FSDP.script, ("--width", str(args.width)), nproc=NODES)

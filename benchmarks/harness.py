@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import json
 import os
@@ -180,3 +181,12 @@ def begin() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     load = os.getloadavg()[0]
     print(f"{os.cpu_count()} cores, load {load:.1f}, torch {torch.__version__}, Python {sys.version.split()[0]}")
+
+
+def numbers(doc: str | None, what: str, usual: str, *, quick: str) -> list[int]:
+    """The command line of a benchmark over several sizes, ``usual`` by default: ``SIZE,SIZE,...``, or ``--quick``."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(what, nargs="?", default=usual, help="with commas between")
+    parser.add_argument("--quick", action="store_true", help=f"only {quick}")
+    args = parser.parse_args()
+    return [int(size) for size in (quick if args.quick else getattr(args, what)).split(",")]

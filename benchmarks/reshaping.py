@@ -5,7 +5,7 @@ python reshaping.py [CASE ...]
 
 from __future__ import annotations
 
-import sys
+import argparse
 import time
 from collections.abc import Callable, Mapping
 from typing import TypeVar
@@ -143,8 +143,12 @@ def planned(name: str) -> tuple[str, ...]:
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("cases", nargs="*", help=f"of {', '.join(CASES)}")
+    parser.add_argument("--quick", action="store_true", help="the first case only")
+    args = parser.parse_args()
     harness.begin()
-    rows = [planned(name) for name in sys.argv[1:] or CASES]
+    rows = [planned(name) for name in args.cases or [*CASES][: 1 if args.quick else None]]
     harness.table(
         f"Planning a change of layout of {RANKS:,} ranks, seconds of processor time",
         ("change", "tensors", "TiB sent", "plan", "rounds", "number of rounds"),

@@ -210,7 +210,10 @@ def main() -> None:
     flags.add_argument("--devices", default="32,256,1000,4000,8000,18000")
     flags.add_argument("--profile", type=Path, help="folder for what cProfile says of the controller")
     flags.add_argument("--no-stores", action="store_true", help="leave the TCPStore out")
+    flags.add_argument("--quick", action="store_true", help="at most 1000 devices")
     args = flags.parse_args()
+    if args.quick:
+        args.devices = "32,256,1000"
     harness.begin()
     results: list[Measured] = []
     established: list[stores.Established] = []

@@ -6,7 +6,7 @@ those at the same place in their eight. A group over all ranks would need one se
 an agent and not to a rank, so survivors keep their connections; in later recoveries only who is new connects, unless
 the store's node is lost.
 
-    python stores.py [DEVICES,DEVICES,...]
+    python stores.py [--quick] [DEVICES,DEVICES,...]
 """
 
 from __future__ import annotations
@@ -138,9 +138,10 @@ def show(results: list[Established]) -> None:
 
 
 def main() -> None:
+    sizes = harness.numbers(__doc__, "devices", "1000,4000,8000,18000", quick="1000")
     harness.begin()
     results = []
-    for devices in map(int, (sys.argv[1] if len(sys.argv) > 1 else "1000,4000,8000,18000").split(",")):
+    for devices in sizes:
         for found in dict.fromkeys(both(devices)):
             results.append(found)
             print(f"  {found}", flush=True)

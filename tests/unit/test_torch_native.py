@@ -372,6 +372,23 @@ def test_what_a_script_puts_into_the_model_later_is_named_where_it_is_missing() 
         trackers[1].restore(state)
 
 
+def test_what_a_script_takes_out_of_the_model_later_is_named_where_it_still_is() -> None:
+    """peft's ``delete_adapter``; a head that is used for the first steps only."""
+    model, other = Net(), Net()
+    for each in (model, other):
+        each.head = nn.Linear(2, 2)  # type: ignore[assignment]
+    trackers = [ModeTracker(each) for each in (model, other)]
+    mark = trackers[0].mark()
+    del model.head
+    assert trackers[0].mark() != mark
+    state = codec.loads(codec.dumps(trackers[0].capture()))
+    trackers[0].restore(state)
+    with pytest.raises(RestoreError, match=r"taken out of the model .*module 'head', parameter 'head\.bias'"):
+        trackers[1].restore(state)
+    del other.head  # the replacement has come to that line, too
+    trackers[1].restore(state)
+
+
 # -- moments ----------------------------------------------------------------------------------------
 
 

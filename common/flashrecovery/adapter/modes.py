@@ -54,25 +54,31 @@ class ModeTracker:
     def capture(self) -> dict[str, Any]:
         """``{"modules": how many, "eval": indices of those in evaluation mode, "turned": indices of the parameters
         whose requires_grad is not what it was at the start, "changed": which modules and parameters there were not,
-        where there are any}``."""
+        "removed": which there are no more, where there are any}``."""
         turned = [i for i, (now, then) in enumerate(zip(self._flags(), self._trained, strict=True)) if now != then]
         evaluating = [i for i, m in enumerate(self._modules) if not m.training]
         state = {"modules": len(self._modules), "eval": evaluating, "turned": turned}
-        changed = self._changed()
-        return {**state, "changed": changed} if changed else state
+        changes = {"changed": self._changed(), "removed": self._removed()}
+        return {**state, **{key: names for key, names in changes.items() if names}}
 
     def mark(self) -> int:
         """Another number when a module's mode, or whether a parameter is trained, has changed."""
         return hash((tuple(map(_TRAINING, self._modules)), self._flags(), tuple(map(len, self._tables))))
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Set every module's mode. Raises RestoreError if the model has another number of modules, or lacks some that
-        the script has put into it since its set-up."""
+        """Set every module's mode. Raises RestoreError if the model has another number of modules, lacks some that the
+        script has put into it since its set-up, or has some that the script has taken out."""
         lacking = sorted({*state.get("changed", ())} - {*self._changed()})
         if lacking:
             raise RestoreError(
                 f"the script has put into the model what it did not have when it was registered: {', '.join(lacking)}; "
                 "a replacement has not: make it in the set-up (for pruning, with a mask of ones)"
+            )
+        still = sorted({*state.get("removed", ())} - {*self._removed()})
+        if still:
+            raise RestoreError(
+                f"the script has taken out of the model what it had when it was registered: {', '.join(still)}; a "
+                "replacement has it: leave it in the model, unused"
             )
         if state["modules"] != len(self._modules):
             raise RestoreError(
@@ -98,6 +104,10 @@ class ModeTracker:
         if self._shape_now() == self._shape:
             return []
         return sorted(name for name, part in _parts(self._root).items() if self._parts.get(name, _OTHER) is not part)
+
+    def _removed(self) -> list[str]:
+        """Modules and parameters that were there when this was made, and are not any more."""
+        return [] if self._shape_now() == self._shape else sorted(self._parts.keys() - _parts(self._root).keys())
 
 
 def _parts(root: nn.Module) -> dict[str, nn.Module | None]:

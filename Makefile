@@ -30,8 +30,8 @@ PYTEST_ARGS ?=
 GPU_CHECK_ARGS ?=
 SEEDS ?= 2000
 SIMULATE_ARGS ?=
-# CHANGELOG.md and README.md are not in lines of 120 characters yet.
-PAGES = $(shell git ls-files '*.md' ':!CHANGELOG.md' ':!README.md')
+# CHANGELOG.md is not in lines of 120 characters yet.
+PAGES = $(shell git ls-files '*.md' ':!CHANGELOG.md')
 
 # Where it is set, each of a job's processes would compile our modules anew.
 unexport PYTHONDONTWRITEBYTECODE

@@ -23,10 +23,6 @@ WORDS, CELL = 20, 40
 """Words of a sentence on average, and of a cell at most."""
 LONGER: Mapping[str, float] = {
     "CHANGELOG.md": 24,
-    "docs/elastic.md": 23,
-    "docs/layouts.md": 23,
-    "docs/nodes.md": 23,
-    "docs/redundancy.md": 22,
 }
 LARGER: Mapping[str, int] = {
     "docs/versions.md": 60,

@@ -365,6 +365,18 @@ def test_all_ranks_lost_in_the_first_step_start_again() -> None:
     assert [e for e in world.of(ev.Notice) if isinstance(e, ev.Notice) and e.kind == "start_again"]
 
 
+def test_what_was_tried_before_all_ranks_start_again_does_not_count_against_a_later_recovery() -> None:
+    world = World(2, steps=6)
+    world.launch()
+    while world.version[0] < 1:
+        world.step()
+    world.kill(0)
+    world.machine.job.retries, world.machine.job.asked_again = 3, True
+    world.kill(1)
+    assert world.machine.job.state is State.STARTING
+    assert world.machine.job.retries == 0 and not world.machine.job.asked_again
+
+
 def test_script_error_before_the_first_step_fails_at_once() -> None:
     world = World(2)
     world.launch()

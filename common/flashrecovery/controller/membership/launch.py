@@ -166,6 +166,7 @@ class Starting:
         self._job.generation += 1
         self._job.recovery, self._job.retry_at = None, None
         self._job.failures.clear()
+        self._job.retries, self._job.asked_again = 0, False
         self._job.outbox.clear()
         self._job.start_stores, self._job.needs_known = [], 0
         for record in self._job.ranks.values():

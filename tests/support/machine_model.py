@@ -167,9 +167,9 @@ class Model:
         body = command.WhichOneof("body")
         if body == "regroup" and command.generation != self.decided:
             self.decided = command.generation
-            found, decided = self.cut(), self.machine.job.round
+            found, decided = self.cut(), self.machine.job.round.restoring
             assert decided is not None
-            if self.machine.job.restore_from:
+            if self.machine.job.round.checkpoint:
                 assert found is None, f"back to a checkpoint, although version {found} is there"
             else:
                 assert decided.version == found, f"resumes at {decided.version}, not at {found}"

@@ -173,7 +173,11 @@ def test_who_is_taken_back_for_another_start_has_a_place_of_its_own(odd: str) ->
     home = "" if odd else gone.home
     resizing.take_back_all()
     assert job.ranks[3].home == home and not job.ranks[3].irreplaceable
-    assert job.members == job.layout == (0, 1, 2, 3) and not job.departed and job.told_size == 4
+    assert (
+        job.members == job.membership.sharded_among == (0, 1, 2, 3)
+        and not job.membership.departed
+        and job.membership.told_size == 4
+    )
 
 
 @pytest.mark.parametrize("damaged", [0, 1, 2])
@@ -522,7 +526,7 @@ def test_a_new_controller_hears_from_a_node_that_was_cut_off_before_ranks_came(s
         world.machine.on_register(message, 0.0)
     world.collect()
     assert set(world.machine.job.ranks) == {0, 1, 2, 3} and world.machine.job.state is State.RUNNING
-    assert not told(world, "leave") and world.machine.job.layout == (0, 1, 2, 3)
+    assert not told(world, "leave") and world.machine.job.membership.sharded_among == (0, 1, 2, 3)
 
 
 def test_all_members_are_waited_for() -> None:

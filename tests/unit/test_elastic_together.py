@@ -26,7 +26,7 @@ def leaving() -> ReplicaWorld:
         world.machine.on_tick(world.now)
         world.collect()
         assert world.step()
-    assert world.machine.job.newcomers.keys() == {2, 3} and world.machine.job.state is State.QUIESCING
+    assert world.machine.job.membership.joining.keys() == {2, 3} and world.machine.job.state is State.QUIESCING
     return world
 
 
@@ -78,7 +78,7 @@ def test_a_warned_node_stays_until_it_is_known_how_state_is_divided(unsure: bool
         world.join(name, spare=True)
     world.go_on()
     world.machine.job.nodes["node2"].suspect = "ECC"
-    world.machine.job.unsure = unsure
+    world.machine.job.membership.unsure = unsure
     world.kill(0)
     while world.machine.job.state in (State.RUNNING, State.QUIESCING):
         assert world.step()

@@ -41,11 +41,11 @@ def came(
 def test_the_layout_that_the_job_has_goes_on() -> None:
     machine = found()
     machine.on_register(came("a", [0, 1]), 0.0)
-    assert machine.job.state is State.RUNNING and machine.job.plan == PLAN
+    assert machine.job.state is State.RUNNING and machine.job.parallel.text == PLAN
     assert list(machine.job.ranks) == [0, 1] and machine.job.world_size == 2 and machine.job.whole
     machine.job.take_actions()
     assert machine.replan("tp=1,pp=1,dp=2", -1)[0] == ""  # and can be changed again
-    assert machine.job.replans >= 1
+    assert machine.job.parallel.changes >= 1
 
 
 @pytest.mark.parametrize("first", ["old", "new"])
@@ -56,7 +56,7 @@ def test_a_node_that_was_cut_off_while_the_layout_changed(first: str) -> None:
     new = came("a", [0], generation=5)
     for message in (old, new) if first == "old" else (new, old):
         machine.on_register(message, 0.0)
-    assert machine.job.plan == PLAN and list(machine.job.ranks) == [0, 1]
+    assert machine.job.parallel.text == PLAN and list(machine.job.ranks) == [0, 1]
     assert machine.job.nodes["b"].state is NodeState.LOST and machine.job.nodes["a"].alive
     machine.on_register(came("c", [1]), 0.0)
     assert machine.job.state is State.RUNNING
@@ -81,7 +81,7 @@ def test_attempts_go_on_as_they_were(first: str) -> None:
         machine.on_register(message, 0.0)
     machine.on_register(came("c", [1], attempt=4), 0.0)
     assert machine.job.state is State.RUNNING
-    assert machine.job.restarts + machine.job.replans == 4
+    assert machine.job.restarts + machine.job.parallel.changes == 4
     assert (machine.job.stride, machine.job.domains) == (1, ())
 
 
@@ -112,7 +112,7 @@ def test_a_rank_that_is_missing_is_filled_in_that_layout() -> None:
     machine.on_register(came("a", [1]), 0.0)
     assert machine.takeover.gathering
     machine.on_tick(1000.0)
-    assert machine.job.state is State.QUIESCING and machine.job.plan == PLAN
+    assert machine.job.state is State.QUIESCING and machine.job.parallel.text == PLAN
     machine.job.take_actions()
     assert list(machine.job.ranks) == [0, 1]
 
@@ -121,5 +121,5 @@ def test_what_was_launched_is_found_as_before() -> None:
     machine = found()
     machine.on_register(came("a", [0, 1], plan="", attempt=2), 0.0)
     machine.on_register(came("b", [2, 3], plan="", attempt=2), 0.0)
-    assert machine.job.state is State.RUNNING and machine.job.plan == ""
-    assert machine.job.restarts == 2 and machine.job.replans == 0 and len(machine.job.ranks) == 4
+    assert machine.job.state is State.RUNNING and machine.job.parallel.text == ""
+    assert machine.job.restarts == 2 and machine.job.parallel.changes == 0 and len(machine.job.ranks) == 4

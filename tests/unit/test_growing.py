@@ -63,7 +63,7 @@ class GrowingWorld(World):
             super().answer(rank, command)
 
     def _build_up(self, rank: int, command: pb.Command) -> None:
-        newcomer = self.machine.job.newcomers.get(rank)
+        newcomer = self.machine.job.membership.joining.get(rank)
         node = "" if newcomer is None else newcomer.record.home
         self.next_pid += 1
         generation = command.generation
@@ -99,7 +99,7 @@ class GrowingWorld(World):
         return super().train()
 
     def kill_newcomer(self, rank: int) -> None:
-        record = self.machine.job.newcomers[rank].record
+        record = self.machine.job.membership.joining[rank].record
         self.inbox = [(r, c) for r, c in self.inbox if r != rank]
         failure = pb.Failure(rank=rank, pid=record.pid or 7, kind="killed", evidence="test")
         self.machine.on_failure(failure, self.now, record.home)
@@ -156,7 +156,7 @@ def test_who_has_left_comes_back_in_its_place(left: int) -> None:
     assert world.resized()[1:] == [(3, 4, [], [left])]
     assert list(world.machine.job.ranks) == [0, 1, 2, 3] == [r.rank for r in world.machine.job.in_order]
     assert [entry.rank for entry in world.tables[-1].entries] == [0, 1, 2, 3]
-    assert world.run() is State.FINISHED and not world.machine.job.newcomers
+    assert world.run() is State.FINISHED and not world.machine.job.membership.joining
 
 
 def test_who_is_built_up_is_told_how_far_the_others_have_come() -> None:
@@ -228,7 +228,7 @@ def test_a_recovery_before_that_step_does_not_forget_it() -> None:
 def test_refused(replicas: int, step: int, said: str) -> None:
     world = shrunk()
     assert said in world.resize(replicas, step)
-    assert not world.machine.job.newcomers and not world.beside()
+    assert not world.machine.job.membership.joining and not world.beside()
 
 
 def test_no_room() -> None:
@@ -246,7 +246,7 @@ def test_two_at_once_are_refused_and_called_off() -> None:
     world.silent = {1}
     assert world.resize(4) == ""
     assert "--to 3 calls that off" in world.resize(2)
-    assert world.resize(3) == "" and not world.machine.job.newcomers and world.left_behind() >= {1}
+    assert world.resize(3) == "" and not world.machine.job.membership.joining and world.left_behind() >= {1}
     world.go_on()
     assert world.notices("newcomer_given_up") and len(world.resized()) == 1
     world.silent = set()
@@ -264,7 +264,7 @@ def test_one_that_is_never_there() -> None:
     world.machine.on_tick(world.now)
     world.collect()
     (text,) = world.notices("newcomer_given_up")
-    assert "within 30 s" in text and 1 in world.left_behind() and not world.machine.job.newcomers
+    assert "within 30 s" in text and 1 in world.left_behind() and not world.machine.job.membership.joining
     assert world.machine.job.state is State.RUNNING and world.run() is State.FINISHED
     assert len(world.resized()) == 1
 
@@ -297,7 +297,7 @@ def test_a_word_of_one_that_was_given_up_counts_for_nothing() -> None:
     assert world.resize(3) == "" and world.resize(4) == ""
     late = pb.WorkerStarted(rank=1, generation=world.machine.job.generation, pid=5, beside=number)
     world.machine.on_started(late, "node0", "host")
-    assert world.machine.job.newcomers[1].record.place is Place.EMPTY
+    assert world.machine.job.membership.joining[1].record.place is Place.EMPTY
 
 
 # -- by itself ----------------------------------------------------------------------------------------
@@ -370,10 +370,10 @@ def test_a_node_that_is_lost_on_the_way() -> None:
     world.silent = {2, 3}
     world.join("node1", incarnation="again")
     world.step()
-    assert len(world.machine.job.newcomers) == 2
+    assert len(world.machine.job.membership.joining) == 2
     world.machine.on_node_lost("node1", "silent", 0.5, world.now)
     world.collect()
-    assert not world.machine.job.newcomers and len(world.notices("newcomer_given_up")) == 2
+    assert not world.machine.job.membership.joining and len(world.notices("newcomer_given_up")) == 2
     assert world.machine.job.state is State.RUNNING, "no member was there"
     world.silent = set()
     world.join("node1", incarnation="once more")
@@ -390,10 +390,10 @@ def test_a_lost_rank_comes_before_a_newcomer() -> None:
     world.silent = {4, 5}
     world.join("node2", incarnation="again")
     world.step()
-    assert len(world.machine.job.newcomers) == 2
+    assert len(world.machine.job.membership.joining) == 2
     world.machine.on_node_lost("node1", "silent", 0.5, world.now)
     world.collect()
-    assert not world.machine.job.newcomers
+    assert not world.machine.job.membership.joining
     world.silent = set()
     world.go_on()
     assert len(world.machine.job.ranks) == 4 and world.resized() == [(6, 4, [4, 5], [])]
@@ -417,13 +417,13 @@ def test_deaths_at_any_moment(seed: int) -> None:
         for _ in range(pick.randrange(25)):
             world.step()
         job = world.machine.job
-        if job.newcomers and pick.random() < 0.6:
-            world.kill_newcomer(pick.choice(list(job.newcomers)))
+        if job.membership.joining and pick.random() < 0.6:
+            world.kill_newcomer(pick.choice(list(job.membership.joining)))
         elif len(job.ranks) > 2:
             world.kill(pick.choice(list(job.ranks)))
-        assert set(job.ranks).isdisjoint(job.newcomers)
+        assert set(job.ranks).isdisjoint(job.membership.joining)
     world.go_on()
-    while world.machine.job.newcomers:
+    while world.machine.job.membership.joining:
         world.step()
     world.go_on()
     if len(world.machine.job.ranks) < 5:
@@ -445,7 +445,7 @@ def test_a_death_in_each_state_of_coming_in(who: str, body: str) -> None:
         world.step()
     job = world.machine.job
     victim = 1 if who == "newcomer" else 2
-    if victim in job.newcomers:
+    if victim in job.membership.joining:
         world.kill_newcomer(victim)
     else:
         world.kill(victim)
@@ -462,7 +462,7 @@ def test_the_job_ends_meanwhile() -> None:
     assert world.resize(4) == ""
     assert world.run() is State.FINISHED
     world.machine.on_tick(world.now)
-    assert not world.machine.job.newcomers
+    assert not world.machine.job.membership.joining
 
 
 def test_another_controller_has_them_ended() -> None:
@@ -512,7 +512,7 @@ def test_who_comes_needs_no_part_of_what_is_divided() -> None:
     known = dict(newcomer.needs)
     stopped = pb.Reply(rank=3, generation=world.machine.job.generation, needs=needs, live_version=-1)
     world.machine._carried_out([newcomer], Ordered.STOP, stopped)
-    assert newcomer.needs == known and 3 not in world.machine.job.layout
+    assert newcomer.needs == known and 3 not in world.machine.job.membership.sharded_among
 
 
 # -- beyond the launch --------------------------------------------------------------------------------
@@ -580,7 +580,7 @@ def test_one_beyond_the_launch_is_filled_again_before_it_has_a_part() -> None:
     while 5 not in job.ranks:
         assert world.step()
     record, known = job.ranks[5], dict(job.ranks[5].needs)
-    assert job.layout == (0, 1, 2, 3)
+    assert job.membership.sharded_among == (0, 1, 2, 3)
     world.kill(5)
     joined = pb.Joined(rank=5, generation=job.generation, steps=world.steps)
     parts = {**known, "part#dp=1/4": 15}
@@ -603,8 +603,8 @@ def test_newcomers_do_not_make_it_a_number_that_is_not_allowed(launched: int, mo
         world.go_on()
     else:
         world.join("more", slots=2)
-        job.newcomers or world.step()
-    if not job.newcomers:
+        job.membership.joining or world.step()
+    if not job.membership.joining:
         assert world.resize(4) == ""
     while not world.machine._coming.newcomers.all_here:
         assert world.step()

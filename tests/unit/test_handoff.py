@@ -127,7 +127,7 @@ def test_it_is_lost_before() -> None:
     world.go_on(3)
     world.machine.on_node_lost("node1", "silent", 0.5, world.now)
     world.collect()
-    assert not world.machine.job.newcomers
+    assert not world.machine.job.membership.joining
     world.silent = set()
     world.copied = True
     world.go_on()
@@ -141,7 +141,7 @@ def test_its_time_is_over() -> None:
     world.go_on()
     world.now += 6.0
     world.go_on()
-    assert not world.machine.job.newcomers and "its time is over" in world.notices("node_leaves")[-1]
+    assert not world.machine.job.membership.joining and "its time is over" in world.notices("node_leaves")[-1]
     assert not world.machine.job.nodes["node1"].leaving and world.run() is State.FINISHED
 
 

@@ -87,7 +87,7 @@ def test_a_newcomer_dies_when_some_have_paused() -> None:
     world.kill_newcomer(3)
     world.wait(0.1)
     assert world.machine.job.state is not State.RUNNING
-    assert not world.machine.job.newcomers, "the other one does not come alone"
+    assert not world.machine.job.membership.joining, "the other one does not come alone"
     world.go_on(4)
     assert world.homes()[2:] == ["node1", "node1"] and not world.shut_down()
     assert all(step < 0 for step in world.pause_at.values())

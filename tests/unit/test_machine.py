@@ -371,10 +371,10 @@ def test_what_was_tried_before_all_ranks_start_again_does_not_count_against_a_la
     while world.version[0] < 1:
         world.step()
     world.kill(0)
-    world.machine.job.retries, world.machine.job.asked_again = 3, True
+    world.machine.job.tries.retries, world.machine.job.tries.asked_again = 3, True
     world.kill(1)
     assert world.machine.job.state is State.STARTING
-    assert world.machine.job.retries == 0 and not world.machine.job.asked_again
+    assert world.machine.job.tries.retries == 0 and not world.machine.job.tries.asked_again
 
 
 def test_script_error_before_the_first_step_fails_at_once() -> None:

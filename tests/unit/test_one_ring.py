@@ -83,8 +83,10 @@ def test_beyond_the_launch_too(shape: ReplicaShape, divided: bool, monkeypatch: 
             job.depart(rank)
         job.settle_layout()
         members = job.members
-        assert job.layout == members == tuple(shape.in_order(wanted)), "as process groups count them"
-        job.layout = tuple(sorted(members))  # of a controller that does not know yet what they make up
+        assert job.membership.sharded_among == members == tuple(shape.in_order(wanted)), "as process groups count them"
+        job.membership.sharded_among = tuple(
+            sorted(members)
+        )  # of a controller that does not know yet what they make up
         assert job.elastic_layout() == members
         ring = ring_among(members, shape if divided else None)
         keepers = {rank: members[place] for rank, place in zip(members, ring, strict=True)}

@@ -427,7 +427,7 @@ def test_who_differs_has_no_checkpoint_to_go_back_to() -> None:
 def test_a_job_whose_retries_run_out_fails_once() -> None:
     world = World()
     world.kill(1)
-    world.job.retries, world.job.retry_at = 3, 4.0
+    world.job.tries.retries, world.job.round.retry_at = 3, 4.0
     for now in (5.0, 6.0):
         world.machine.on_tick(now)
     world.collect()

@@ -236,7 +236,7 @@ class Both(World):
         while orders := self.of("stop"):
             for rank, command in orders:
                 reply = pb.Reply(serial=command.serial, generation=command.generation, rank=rank, live_version=7)
-                if len(self.job.ranks) + len(self.job.departed) == 2:
+                if len(self.job.ranks) + len(self.job.membership.departed) == 2:
                     other = rank ^ 1
                     shards = [f"stand{other % 2}", f"capsule@{other}"]
                     reply.held.append(pb.Held(kind="copy", version=7, shards=shards, nbytes=[8, 8]))
@@ -331,10 +331,10 @@ def test_who_is_on_the_way_in_is_given_up_when_the_layout_changes() -> None:
     world.stop()
     world.go_on()
     assert world.machine.resize(2, -1, 5.0) == ""
-    assert sorted(world.job.newcomers) == [2, 3]
+    assert sorted(world.job.membership.joining) == [2, 3]
     assert "about to change" in world.machine.replan("tp=1,pp=1,dp=2", -1)[0]
     world.kill(0)
     assert world.job.state is State.QUIESCING
     world.stop()
     world.reply("stash")
-    assert not world.job.newcomers and world.replanned()[-1].ranks == 1
+    assert not world.job.membership.joining and world.replanned()[-1].ranks == 1

@@ -90,7 +90,7 @@ class Histories(DividedWorld):
         self.kept.pop(rank, None)
         if rank not in layout or max(layout) >= job.world_size:  # it has been laid out otherwise meanwhile
             return
-        per_node = 1 if job.plan else job.config.nproc_per_node
+        per_node = 1 if job.parallel.text else job.config.nproc_per_node
         if self._alone(layout):
             ring = ring_of(layout, job.stride, per_node, job.domains)
         elif self.divided:

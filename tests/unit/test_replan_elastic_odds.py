@@ -48,7 +48,7 @@ def on_its_way() -> Machine:
 
 def test_another_controller_is_told_of_a_number_of_replicas_that_is_not_allowed() -> None:
     job = on_its_way().job
-    assert job.state is State.STARTING and job.plan == PLAN, job.failure_reason
+    assert job.state is State.STARTING and job.parallel.text == PLAN, job.failure_reason
 
 
 def test_nor_does_the_script_begin_in_that_layout_when_it_cannot_in_the_next_one() -> None:

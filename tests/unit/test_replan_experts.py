@@ -269,7 +269,8 @@ def test_the_layout_of_fewer_replicas(layout: dict[str, int], replicas: int, lef
     record = SimpleNamespace(shape=shape)
     facts = replace(EXPERTS, layout=whole)
     config = SimpleNamespace(elastic=object())
-    job: Any = SimpleNamespace(config=config, facts=facts.text(), in_order=[record], replicas=left, shape=shape)
+    parallel = SimpleNamespace(facts=facts.text())
+    job: Any = SimpleNamespace(config=config, parallel=parallel, in_order=[record], replicas=left, shape=shape)
     assert facts_now(job).layout == {**whole, "dp": dp}
     job.config.elastic = None
     assert facts_now(job) == facts

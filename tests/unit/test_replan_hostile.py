@@ -77,7 +77,7 @@ OTHERS = [
 
 def planned(world: World, **changes: object) -> LayoutFacts:
     """What a script says that does as it is told, but for these changes."""
-    sizes = {name: int(size) for name, _, size in (part.partition("=") for part in world.job.plan.split(","))}
+    sizes = {name: int(size) for name, _, size in (part.partition("=") for part in world.job.parallel.text.split(","))}
     return replace(FACTS, **{"layout": {**FACTS.layout, **sizes}, **changes})
 
 
@@ -116,7 +116,7 @@ def test_a_command_for_another_job_is_taken_back() -> None:
     world = World()
     commanded(world)
     world.start(planned(world, global_batch=6))
-    assert world.job.state is State.STARTING and world.job.plan == "tp=2,pp=2,dp=1"
+    assert world.job.state is State.STARTING and world.job.parallel.text == "tp=2,pp=2,dp=1"
     assert [e.text for e in world.events if isinstance(e, ev.Notice) and e.kind == "not_replanned"]
     assert begins(world) == [0, 1, 2, 3]
 
@@ -136,7 +136,7 @@ def test_a_layout_that_the_script_cannot_make_does_not_end_the_job() -> None:
     world = World()
     commanded(world)
     raises(world)
-    assert world.job.state is State.STARTING and world.job.plan == "tp=2,pp=2,dp=1"
+    assert world.job.state is State.STARTING and world.job.parallel.text == "tp=2,pp=2,dp=1"
     assert begins(world) == [0, 1, 2, 3]
     assert world.machine.replan("tp=1", -1)[0] == ""  # it is forgotten, too
 
@@ -146,7 +146,7 @@ def test_after_a_loss_other_layouts_are_tried_and_not_for_ever() -> None:
     changed(world, 1)
     tried = []
     while world.job.state is State.STARTING:
-        tried.append(world.job.plan)
+        tried.append(world.job.parallel.text)
         raises(world)
     assert len(tried) == len({*tried}) == 3 and "sequence parallelism" in world.job.failure_reason
     assert all(event.ranks <= 3 for event in world.replanned())

@@ -53,7 +53,7 @@ def test_the_layout_begins_again_with_it() -> None:
     machine = found()
     machine.on_register(told(came("a", [0, 1], resumed=False)), 0.0)
     job = machine.job
-    assert job.state is State.STARTING and job.plan == PLAN, job.failure_reason
+    assert job.state is State.STARTING and job.parallel.text == PLAN, job.failure_reason
     commands = sent(machine)
     assert {(c.replace.attempt, c.replace.layout) for c in commands if c.HasField("replace")} == {(2, PLAN)}
     assert not [c for c in commands if c.HasField("drop_stash")]
@@ -168,12 +168,12 @@ def test_a_number_of_a_start_is_not_used_again() -> None:
     machine.on_register(came("a", [0, 1], attempt=2, generation=5), 0.0)
     machine.on_tick(1000.0)
     job = machine.job
-    assert job.restarts + job.replans == 2 and job.attempts == 4  # who is filled again is of the same start
+    assert job.restarts + job.parallel.changes == 2 and job.attempts == 4  # who is filled again is of the same start
     job.lay_out("tp=1,pp=1,dp=1", [])
-    assert job.restarts + job.replans == 5
+    assert job.restarts + job.parallel.changes == 5
     job.restarts += 1
     job.begin_attempt()
-    assert job.restarts + job.replans == 6 == job.attempts
+    assert job.restarts + job.parallel.changes == 6 == job.attempts
 
 
 def test_numbers_go_on_by_one_otherwise() -> None:
@@ -181,7 +181,7 @@ def test_numbers_go_on_by_one_otherwise() -> None:
     job.restarts += 1
     job.begin_attempt()
     job.lay_out("tp=1,pp=1,dp=1", [])
-    assert (job.restarts, job.replans, job.attempts) == (1, 1, 2)
+    assert (job.restarts, job.parallel.changes, job.attempts) == (1, 1, 2)
 
 
 # -- an index that is damaged -----------------------------------------------------------------------

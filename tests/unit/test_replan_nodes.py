@@ -74,7 +74,7 @@ class Nodes:
         for rank, node, command in orders:
             started = pb.WorkerStarted(rank=rank, generation=command.generation, pid=next(self.pids))
             self.machine.on_started(started, str(node), "h")
-        plan = self.job.plan or "tp=1,pp=2,dp=2"
+        plan = self.job.parallel.text or "tp=1,pp=2,dp=2"
         sizes = {name: int(size) for name, _, size in (part.partition("=") for part in plan.split(","))}
         facts = replace(FACTS, layout={"cp": 1, "ep": 1, **sizes})
         for rank, node, command in orders:

@@ -31,7 +31,7 @@ def facts_of_worker(of: LayoutFacts) -> LayoutFacts:
 def test_what_was_seen_with_tensor_parallelism_stays_known_without(seen: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The ranks of the next layout are told, and say so: to a controller that comes later, too."""
     world = World()
-    world.job.facts = replace(FACTS, sequence_parallel=seen).text()
+    world.job.parallel.facts = replace(FACTS, sequence_parallel=seen).text()
     world.kill(1)
     world.stop()
     world.reply("stash")
@@ -47,7 +47,7 @@ def test_what_was_seen_with_tensor_parallelism_stays_known_without(seen: bool, m
     assert found == replace(plain, sequence_parallel=seen)
     assert why_another_job(StayingFacts(plain, "", 9), StayingFacts(found, "", 9), "tp=1,pp=1,dp=3") == ""
     world.start(found)
-    assert LayoutFacts.parse(world.job.facts) == found
+    assert LayoutFacts.parse(world.job.parallel.facts) == found
     assert filled_again(world).sequence_parallel is seen
 
 
@@ -64,5 +64,5 @@ def test_another_controller_has_it_from_the_ranks(seen: bool) -> None:
         layout = {"tp": 1, "pp": 1, "cp": 1, "ep": 1, "dp": 3}
         worker.joined.facts = replace(EXPERTS, layout=layout, sequence_parallel=seen).text()
     machine.on_register(message, 0.0)
-    chosen = {estimate.strategy.tp for estimate in best(LayoutFacts.parse(machine.job.facts), 4, 2).ranked}
+    chosen = {estimate.strategy.tp for estimate in best(LayoutFacts.parse(machine.job.parallel.facts), 4, 2).ranked}
     assert chosen == ({1, 2, 4} if seen else {1})

@@ -208,7 +208,7 @@ def test_a_replica_of_which_one_does_not_come_does_not_come() -> None:
     assert world.resize(3) == ""
     world.kill_newcomer(3)
     world.go_on()
-    assert not world.machine.job.newcomers and world.resized() == [(3, 2, [2, 3], [])]
+    assert not world.machine.job.membership.joining and world.resized() == [(3, 2, [2, 3], [])]
     assert len(world.notices("newcomer_given_up")) == 2
 
 

@@ -192,7 +192,7 @@ class LastSave:
         for record in gone:
             if record.rank not in found or not (alike or record.rank in self._capsules):
                 self._not_written[record.rank] = f"what it alone had of step {self._version} is gone with its process"
-        if alike and any(record.divided for record in stopped) and set(job.layout) != set(job.ranks):
+        if alike and any(record.divided for record in stopped) and set(job.membership.sharded_among) != set(job.ranks):
             self._not_written = dict.fromkeys(job.ranks, "the job was about to change its size")
         if self._not_written:
             return

@@ -258,7 +258,7 @@ class Machine:
             if self.job.state is State.STARTING and not self._replanning.begin_otherwise(why, now):
                 self.job.fail(why)
             return
-        self.job.facts = message.facts or self.job.facts
+        self.job.parallel.facts = message.facts or self.job.parallel.facts
         self.job.outbox.forget(Ordered.REPLACE, record.rank)
         if known and sure and not self.job.begins_as_divided(record.rank):
             # it has divided its state as at the launch, and takes on the others' division, if it has a part of that
@@ -339,7 +339,7 @@ class Machine:
             # A replacement might get past it, with other numbers: it has not done what the script did before.
             self.job.fail(self._steps.raised(message, [record.rank]))
         else:
-            self.job.failures.append(message)
+            self.job.tries.failures.append(message)
             return not self._is_crash_loop(record, message, step)
         return False
 
@@ -397,8 +397,8 @@ class Machine:
         if message.fatal:
             self.job.fail(f"rank {record.rank}: {why}")
             return
-        if message.error_type == DamagedCheckpointError.__name__ and self.job.restore_from:
-            self._give_up_checkpoint(self.job.restore_from, why)
+        if message.error_type == DamagedCheckpointError.__name__ and self.job.round.checkpoint:
+            self._give_up_checkpoint(self.job.round.checkpoint, why)
         self._command_failed(record, what, why, now)
 
     def _give_up_checkpoint(self, path: str, why: str) -> None:
@@ -406,7 +406,7 @@ class Machine:
         rest = [known for known in self.job.checkpoints if known[1] != path]
         if len(rest) == len(self.job.checkpoints):
             return  # another rank has said so already
-        self.job.checkpoints, self.job.retries = rest, 0
+        self.job.checkpoints, self.job.tries.retries = rest, 0
         if not rest:
             self.job.last_failure = why
         instead = f"; {rest[-1][1]} is used instead" if rest else ", and there is no other one"
@@ -424,16 +424,17 @@ class Machine:
         elif what is Ordered.STOP:
             for record in records:
                 record.place = Place.STOPPED
-                if message.needs and record.rank in self.job.layout:  # else it has no part of what is divided yet
+                has_part = record.rank in self.job.membership.sharded_among
+                if message.needs and has_part:  # else it has no part of what is divided yet
                     record.take_needs(message.needs)
                 record.as_launched = False
                 record.take_inventory(message.live_version, message.held, message.parity)
                 record.late = frozenset(message.late)
                 record.layout, record.ready = tuple(message.layout), tuple(message.ready)
                 record.capsules = ()  # as its page was when it started; the process knows what is in it now
-        elif what is Ordered.RESTORE and self.job.round is not None:
+        elif what is Ordered.RESTORE and (restoring := self.job.round.restoring) is not None:
             for record in records:
-                self.job.round.report(record.rank, message)
+                restoring.report(record.rank, message)
         elif what is Ordered.RESUME:
             for record in records:
                 record.place, record.on_its_way, record.new = Place.RUNNING, False, False
@@ -555,7 +556,7 @@ class Machine:
         """A complete checkpoint exists. Every agent keeps that in mind for the controller that may come after this
         one: the node that has published it may be lost together with this controller's."""
         job = self.job
-        if job.launched and job.plan and job.config.elastic is not None and job.state is State.STARTING:
+        if job.launched and job.parallel.text and job.config.elastic is not None and job.state is State.STARTING:
             job.command(AGENT, job.saved())  # it is of the layout before, and comes late: no rank of this one could
             return
         newest = self.job.checkpoint is None or version >= self.job.checkpoint[0]
@@ -577,7 +578,7 @@ class Machine:
             self.job.homeless_since = None  # nobody is waited for any more
         if self.job.state is State.STARTING:
             self._resizing.begins_anew()
-        if self.job.retry_at is not None and now >= self.job.retry_at:
+        if self.job.round.retry_at is not None and now >= self.job.round.retry_at:
             self._steps.retry(now)
         self.takeover.take_over_if_late(now)
         self._starting.launch_if_late(now)
@@ -653,8 +654,8 @@ class Machine:
             and self._replanning.restored_from() is None  # else it has come to one before
         ):
             self._starting.let_run_unprotected()
-        elif survivors and survivors <= late.keys() and not self.job.asked_again:
-            self.job.asked_again = True
+        elif survivors and survivors <= late.keys() and not self.job.tries.asked_again:
+            self.job.tries.asked_again = True
             self.job.last_failure = f"no rank has answered '{late[min(survivors)]}' within its deadline"
             self.job.notice(NoticeKind.ALL_ASKED_AGAIN, self.job.last_failure)
             self._steps.recover([], FailureKind.UNRESPONSIVE, now, 0.0, now)
@@ -753,9 +754,9 @@ class Machine:
         """A rank could not regroup or restore. Mostly its peer has just died, which is about to be reported; if
         nothing is reported within a second, everybody tries again in the next generation."""
         if what in (Ordered.REGROUP, Ordered.RESTORE) and self.job.state in RECOVERY_STATES:
-            self.job.retry_for = f"rank {record.rank}: {error}"
-            if self.job.retry_at is None:
-                self.job.retry_at = now + _RETRY_AFTER_S
+            self.job.round.retry_for = f"rank {record.rank}: {error}"
+            if self.job.round.retry_at is None:
+                self.job.round.retry_at = now + _RETRY_AFTER_S
             return
         if what is Ordered.STASH:
             self._could_not_write(record, error, now, differs=False)

@@ -28,6 +28,7 @@ from flashrecovery.controller.state.rank_record import (
     unequal_claims,
     unequal_steps,
 )
+from flashrecovery.controller.state.recovery_round import RecoveryTries
 from flashrecovery.controller.state.restore_plan import Decision, RestoreRound, decide, from_snapshots
 from flashrecovery.errors import JobFailedError
 from flashrecovery.kinds import FailureKind, NoticeKind, Ordered
@@ -99,7 +100,7 @@ class RecoverySteps:
             self._job.to(State.RUNNING)
             self.send_resume(0, now)
             return
-        self._job.round, self._job.restore_from = found.round, found.checkpoint
+        self._job.round.restoring, self._job.round.checkpoint = found.round, found.checkpoint
         self._job.start_version = found.round.version
         self._job.to(State.RESTORING, now)
         if not found.checkpoint:
@@ -168,7 +169,7 @@ class RecoverySteps:
 
     def enter(self, cause: str, now: float, victims: Sequence[int] = ()) -> None:
         """Enter QUIESCING with the next generation; also from the middle of a recovery."""
-        self._job.generation += 1
+        self._job.next_generation()
         self._resizing.resumed()
         self._replanning.interrupted()
         back = self._resizing.take_back()
@@ -176,7 +177,6 @@ class RecoverySteps:
         victims += [rank for rank in self._staffing.stranded() if rank not in victims]
         # replacements that are still on their way keep their deadline; every other command is void
         self._job.outbox.keep(lambda what, rank: what is Ordered.REPLACE and rank not in victims)
-        self._job.round, self._job.restore_from, self._job.retry_at = None, "", None
         self._job.to(State.QUIESCING, now)
         of_all = self._job.recovery.victims if self._job.recovery is not None else []
         self._job.emit(ev.RecoveryStarted(generation=self._job.generation, victims=list(of_all), cause=cause))
@@ -264,7 +264,7 @@ class RecoverySteps:
     def _in_snapshots(self) -> bool:
         """Whether the state can be there although no process is: their nodes hold copies. Not if all ranks have raised
         the same, which they would do again."""
-        raised = {f.rank for f in self._job.failures if f.last_words.exception and not f.last_words.communication}
+        raised = {f.rank for f in self._job.tries.failures if f.last_words.exception and not f.last_words.communication}
         return any(r.in_snapshots for r in self._job.ranks.values()) and len(raised) < len(self._job.ranks)
 
     def survivors(self) -> list[RankRecord]:
@@ -285,7 +285,7 @@ class RecoverySteps:
             else:
                 self._decide(now)
             return
-        if self._job.retry_at is not None:
+        if self._job.round.retry_at is not None:
             return
         if self._job.state is State.REGROUPING and not self._job.outbox.waits_for(Ordered.REGROUP):
             self._job.to(State.RESTORING, now)
@@ -323,7 +323,7 @@ class RecoverySteps:
                 finish_to=newest if settled else -1,
                 needs_known=self._job.needs_known,
                 layout=self._job.elastic_layout(),
-                unsure=self._job.unsure,
+                unsure=self._job.membership.unsure,
             )
             told = [r for r in chosen if r.held_at.settled is settled]
             deadline = now + grace_s + limit.stop_ack_s
@@ -331,13 +331,13 @@ class RecoverySteps:
 
     def _decide(self, now: float) -> None:
         """All ranks are stopped: decide which version they go to, and from whom they get it."""
-        if self._job.unsure and self._another_division():
+        if self._job.membership.unsure and self._another_division():
             self.enter(FailureKind.CONTROLLER, now)
             return
         self._job.needs_known = self._job.generation
         own = self._job.name_own()
         if not self._as_launched:
-            take_on_parts(self._job.in_order, self._job.layout)
+            take_on_parts(self._job.in_order, self._job.membership.sharded_among)
         if self._replanning.under_way and self._lay_out(now):
             return
         back = self._resizing.take_back_needed()
@@ -404,7 +404,7 @@ class RecoverySteps:
     def _another_division(self) -> bool:
         """The ranks have said how their state is divided. Returns whether that is to be told to them, and all asked
         again what they need and hold: it is not as this controller has thought, or not yet the same on all."""
-        self._job.unsure = False
+        self._job.membership.unsure = False
         layout = division_of(self._job.in_order)
         as_thought = layout == self._job.elastic_layout() and all(r.layout in ((), layout) for r in self._job.in_order)
         if not layout or (as_thought and not any(r.ready for r in self._job.in_order)):
@@ -418,14 +418,14 @@ class RecoverySteps:
 
     def _all_there(self) -> bool:
         """Whether all can go on from somewhere, other than a checkpoint."""
-        take_on_parts(self._job.in_order, self._job.layout)
+        take_on_parts(self._job.in_order, self._job.membership.sharded_among)
         try:
             return not self._decision().checkpoint
         except JobFailedError:
             return False
 
     def _decision(self) -> Decision:
-        return decide(self._job.ranks, self._job.checkpoint, self._job.elastic_layout(), self._job.departed)
+        return decide(self._job.ranks, self._job.checkpoint, self._job.elastic_layout(), self._job.membership.departed)
 
     def _other_parity_groups(self) -> Groups:
         """The parity groups from now on, where members of those of the launch have come to be on one failure domain.
@@ -444,7 +444,7 @@ class RecoverySteps:
         return () if isinstance(now, str) or now == first else now
 
     def _adopt(self, decision: Decision, now: float) -> None:
-        self._job.round, self._job.restore_from = decision.round, decision.checkpoint
+        self._job.round.restoring, self._job.round.checkpoint = decision.round, decision.checkpoint
         version, reason = decision.round.version, decision.round.reason
         if decision.checkpoint:
             self._job.to(State.FALLBACK, now)
@@ -472,37 +472,40 @@ class RecoverySteps:
     def _restore_idle(self, regrouped_by: float) -> None:
         """A rank that has nothing to transfer goes on from its own state as soon as it has regrouped: mostly all ranks
         but a few, which saves a message to each of them and its answer."""
-        assert self._job.round is not None
-        busy, limit = self._job.round.busy, self._job.config.timeouts.restore_s
-        idle = [self._job.ranks[rank] for rank in self._job.round.ranks if rank not in busy]
-        command = pb.Command(restore=self._job.round.command(None, "", limit))
+        restoring = self._job.round.restoring
+        assert restoring is not None
+        busy, limit = restoring.busy, self._job.config.timeouts.restore_s
+        idle = [self._job.ranks[rank] for rank in restoring.ranks if rank not in busy]
+        command = pb.Command(restore=restoring.command(None, "", limit))
         self._job.command_all(idle, command, regrouped_by + 1.5 * limit, Ordered.RESTORE)
 
     def send_restore(self, now: float) -> None:
         """The transfers; from a checkpoint, every rank reads its own part."""
-        assert self._job.round is not None
+        restoring, checkpoint = self._job.round.restoring, self._job.round.checkpoint
+        assert restoring is not None
         limit = self._job.config.timeouts.restore_s
-        if self._job.restore_from:
-            command = pb.Command(restore=self._job.round.command(None, self._job.restore_from, limit))
+        if checkpoint:
+            command = pb.Command(restore=restoring.command(None, checkpoint, limit))
             self._job.command_all(self._job.ranks.values(), command, now + 1.5 * limit, Ordered.RESTORE)
-        for rank in self._job.round.busy:
-            command = pb.Command(restore=self._job.round.command(rank, "", limit))
+        for rank in restoring.busy:
+            command = pb.Command(restore=restoring.command(rank, "", limit))
             self._job.command(rank, command, now + 1.5 * limit, Ordered.RESTORE)
 
     def _verify(self, now: float) -> None:
         """Every restored shard must have its source's digest; if not, it is taken from the next source."""
-        assert self._job.round is not None
-        wrong = self._job.round.mismatches() if self._job.config.verify else []
+        restored = self._job.round.restoring
+        assert restored is not None
+        wrong = restored.mismatches() if self._job.config.verify else []
         if self._job.recovery is not None:
-            self._job.recovery.add_round(self._job.round)
+            self._job.recovery.add_round(restored)
         if not wrong:
             # From here on every rank goes over to what has been made ready, whatever else happens.
-            for rank, needs in self._job.round.next_needs().items():
+            for rank, needs in restored.next_needs().items():
                 self._job.ranks[rank].take_needs(needs)
             self._job.settle_layout()
             self._resizing.all_have_what_they_need()
-            self._resizing.goes_on_at(self._job.round.version)
-            self.send_resume(self._job.round.version, now)
+            self._resizing.goes_on_at(restored.version)
+            self.send_resume(restored.version, now)
             return
         for shard, source in wrong:
             self._job.notice(
@@ -511,7 +514,7 @@ class RecoverySteps:
                 rank=source,
             )
         try:
-            self._job.round = self._job.round.retry(wrong)
+            self._job.round.restoring = restored.retry(wrong)
         except NoSourceError as e:
             if self._job.checkpoint is None:
                 self._job.fail(f"{e}; and there is no checkpoint")
@@ -522,7 +525,7 @@ class RecoverySteps:
 
     def send_resume(self, version: int, now: float) -> None:
         limit = self._job.config.timeouts.resume_ack_s
-        self._job.confirmed = 0
+        self._job.round.confirmed = 0
         for record in self._job.ranks.values():
             record.committed = version
             if self._job.state is State.RUNNING:
@@ -578,39 +581,38 @@ class RecoverySteps:
     def _recovered(self) -> None:
         """Set back what is counted within one recovery."""
         self._replanning.confirmed()
-        self._job.retries, self._job.asked_again = 0, False
-        self._job.failures.clear()
+        self._job.tries = RecoveryTries()
         for record in self._job.ranks.values():
             record.crashes.arrived()
 
     def _all_have_gone_on(self, resume_step: int) -> bool:
         """Whether every rank has committed a step after ``resume_step`` or has none left. Who has, has for good; so
         each rank is asked about only until then, however many heartbeats come."""
-        while self._job.confirmed < len(self._job.in_order):
-            record = self._job.in_order[self._job.confirmed]
+        while self._job.round.confirmed < len(self._job.in_order):
+            record = self._job.in_order[self._job.round.confirmed]
             if record.place not in THROUGH and record.committed <= resume_step:
                 return False
-            self._job.confirmed += 1
+            self._job.round.confirmed += 1
         return True
 
     def retry(self, now: float) -> None:
-        self._job.retry_at = None
-        self._job.retries += 1
-        if self._job.retries > _MAX_RETRIES:
-            count = self._job.retries
-            self._job.fail(f"regrouping or restoring failed {count} times in a row, at last {self._job.retry_for}")
+        round_, tries = self._job.round, self._job.tries
+        round_.retry_at = None
+        tries.retries += 1
+        if tries.retries > _MAX_RETRIES:
+            self._job.fail(f"regrouping or restoring failed {tries.retries} times in a row, at last {round_.retry_for}")
         else:
             self.enter("retry", now)
 
     def _nothing_to_go_on_from(self, why: str, now: float) -> None:
         """No state is left in memory, and there is no checkpoint."""
-        raised = self._raised_first()
-        if raised and len({f.rank for f in self._job.failures if f.last_words.exception}) == len(self._job.ranks):
+        raised, failures = self._raised_first(), self._job.tries.failures
+        if raised and len({f.rank for f in failures if f.last_words.exception}) == len(self._job.ranks):
             self._job.fail(raised)  # a script that does so on all ranks will do so again
             return
         if raised:
             why = f"{raised}\n{why}"
-        if self._job.start_version > 0 and not self._job.replans:
+        if self._job.start_version > 0 and not self._job.parallel.changes:
             self._job.fail(f"{why}; without --resume the job begins anew")
         elif self._only_first_step_is_lost:
             self._resizing.take_back_all()
@@ -628,13 +630,11 @@ class RecoverySteps:
 
     def _raised_first(self) -> str:
         """The script's own exception, if this recovery has begun with one; else ""."""
-        if not self._job.failures or not self._job.failures[0].last_words.exception:
+        failures = self._job.tries.failures
+        if not failures or not failures[0].last_words.exception or failures[0].last_words.communication:
             return ""
-        if self._job.failures[0].last_words.communication:
-            return ""
-        first = self._job.failures[0]
-        like = first.last_words.exception
-        return self.raised(first, sorted({f.rank for f in self._job.failures if f.last_words.exception == like}))
+        like = failures[0].last_words.exception
+        return self.raised(failures[0], sorted({f.rank for f in failures if f.last_words.exception == like}))
 
     def raised(self, failure: pb.Failure, ranks: Sequence[int]) -> str:
         """The exception by which the script has ended on these ranks, in words."""

@@ -98,7 +98,7 @@ class TakeOver:
         self._job.stride = message.stride or self._job.stride
         self._knows_stride |= message.stride > 0
         self._job.domains = tuple(message.domains) or self._job.domains
-        if not self._job.plan:  # else it is counted with the changes
+        if not self._job.parallel.text:  # else it is counted with the changes
             self._job.restarts = max(self._job.restarts, message.attempt)
         if all(r.home for r in self._job.ranks.values()):
             self._take_over(now)
@@ -179,7 +179,7 @@ class TakeOver:
         if worker.HasField("joined"):
             record.joined(worker.joined)
             record.as_launched = self._job.config.elastic is not None  # perhaps it has not said anything since
-            self._job.facts = worker.joined.facts or self._job.facts
+            self._job.parallel.facts = worker.joined.facts or self._job.parallel.facts
         if worker.released:
             record.place = Place.FINISHED if worker.exited else Place.RELEASED
         elif worker.HasField("done"):
@@ -201,15 +201,15 @@ class TakeOver:
         """All agents are there, or have had the time."""
         self._job.launched = True
         nodes = self._job.config.nnodes
-        if not self._job.plan and nodes > 1 and not self._knows_stride:  # no agent had a rank table yet
+        if not self._job.parallel.text and nodes > 1 and not self._knows_stride:  # no agent had a rank table yet
             domains = list(map(str, self._job.domains or range(nodes)))
             self._job.stride = neighbour_stride(domains, self._job.config.nproc_per_node)
-        heard = Numbers(self._job.generation, self._job.restarts, self._job.replans)
+        heard = Numbers(self._job.generation, self._job.restarts, self._job.parallel.changes)
         written = self.written_down.get(self._job.launch, Numbers())
         self._job.generation = max(heard.generation, written.generation)
         self._job.attempts = max(heard.attempts, written.attempts)
         if self._regrouped == self._job.generation:  # the one before this has told it, before a node heard of it
-            self._job.told_size = len(self._job.ranks)
+            self._job.membership.told_size = len(self._job.ranks)
         if self._job.checkpoint is not None:
             self._job.command(AGENT, self._job.saved())
         replanned = self._job.config.replan is not None
@@ -261,7 +261,7 @@ class TakeOver:
             )
             return
         self._job.last_failure = self._job.last_failure or f"{said}, not all of them in their loop"
-        self._job.unsure = self._job.config.elastic is not None
+        self._job.membership.unsure = self._job.config.elastic is not None
         trained = any(r.place in (Place.RUNNING, Place.DONE, Place.STOPPING) or r.committed > 0 for r in records)
         # There was a recovery. Who says that it has taken no step may have come in it, and who had the state is lost.
         self._job.recovered_before = any(known.generation > known.restarts for known in (heard, written))

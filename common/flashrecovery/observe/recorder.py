@@ -156,7 +156,7 @@ class Recorder:
         steps = {r.rank: r.step_s for r in job.ranks.values()}
         coming = [
             Coming(rank=rank, node=newcomer.record.home, here=newcomer.here, left_s=max(newcomer.due - now, 0.0))
-            for rank, newcomer in job.newcomers.items()
+            for rank, newcomer in job.membership.joining.items()
         ]
         live = {
             "slowest": slowest_of(own, steps),

@@ -42,7 +42,9 @@ def waits(job: JobState, told: Mapping[int, SaidLine], began: float, now: float)
         found.append(_of("first step", missing, told, since, now, len(job.ranks)))
     elif job.state is State.REPLACING:
         found.append(_of("first step after a failure", missing, told, since, now, len(job.ranks)))
-    elif job.state is State.FALLBACK or (job.state is State.RESTORING and (job.recovery is None or job.restore_from)):
+    elif job.state is State.FALLBACK or (
+        job.state is State.RESTORING and (job.recovery is None or job.round.checkpoint)
+    ):
         found.append(Wait(what=_loading(job), seconds=since))
     elif job.state is State.RUNNING and job.recovery is None:
         slow = _in_a_long_step(job.ranks.values(), job.start_version, now)
@@ -64,7 +66,7 @@ def _nodes(job: JobState) -> str:
 
 
 def _loading(job: JobState) -> str:
-    where = f" from {job.restore_from}" if job.restore_from else ""
+    where = f" from {job.round.checkpoint}" if job.round.checkpoint else ""
     version = job.start_version if job.recovery is None else job.recovery.resume_step
     return f"the state of {job.counting.text(version)}{where}" if version >= 0 else f"a checkpoint{where}"
 

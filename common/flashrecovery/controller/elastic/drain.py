@@ -81,7 +81,7 @@ class Handoff:
             self._give_up(node, f"{len(ranks)} of its ranks are still there, and its time is over")
         elif name in self._moved and self._coming.came_to_nothing and self._moved[name] < _TRIES:
             self._begin(node, now)
-        elif name in self._moved and not job.newcomers.keys() >= set(ranks) and not self._resizing.under_way:
+        elif name in self._moved and not job.membership.joining.keys() >= set(ranks) and not self._resizing.under_way:
             self._give_up(node, "its ranks could not be handed over")
         elif name not in self._moved and not self._resizing.under_way:
             self._begin(node, now)
@@ -114,7 +114,7 @@ class Handoff:
     def _begin(self, node: NodeRecord, now: float) -> None:
         """Its ranks are needed elsewhere more than others that are on their way in."""
         job = self._job
-        if job.newcomers:
+        if job.membership.joining:
             give_up_all(job, f"node {node.name} is to leave")
         self._resizing.put_aside()
         self._coming.came_to_nothing = False
@@ -142,7 +142,7 @@ class Handoff:
         self._staffing.publish_rank_table()
 
     def _give_up(self, node: NodeRecord, why: str) -> None:
-        if self._job.newcomers:
+        if self._job.membership.joining:
             give_up_all(self._job, why)
         self._job.notice(NoticeKind.NODE_LEAVES, f"node {node.name} does not leave: {why}")
         self._forget(node)

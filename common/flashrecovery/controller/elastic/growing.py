@@ -53,7 +53,7 @@ class Growing:
         assert elastic is not None
         size, shape, sizes = job.replicas, job.shape, allowed_sizes(job)
         if replicas > sizes.most:
-            whence = f"has changed to {job.plan}" if job.plan else f"was launched with {elastic.text}"
+            whence = f"has changed to {job.parallel.text}" if job.parallel.text else f"was launched with {elastic.text}"
             return f"--to {replicas}: the job {whence}; {sizes.most} at most is allowed"
         if self._coming.in_last_step:
             return "ranks have taken their last step; nobody can come in any more"
@@ -82,7 +82,7 @@ class Growing:
             self._begun = True
             if elastic is not None and elastic.max > job.shape.replicas and job.found_since is None:  # for growth, too
                 self._arrived |= {node.name for node in job.nodes.values() if node.state is NodeState.SPARE}
-        if not self._arrived or job.state is not State.RUNNING or job.recovery is not None or job.newcomers:
+        if not self._arrived or job.state is not State.RUNNING or job.recovery is not None or job.membership.joining:
             return
         arrived, self._arrived = self._arrived, set()
         if elastic is None or elastic.grow == "never" or self._coming.in_last_step:
@@ -106,7 +106,7 @@ class Growing:
         replicas = missing(shape, job.ranks, job.config.elastic.max)[:count]
         ranks = sorted(rank for replica in replicas for rank in shape.ranks(replica))
         homes = {record.rank: record.home for record in job.in_order}
-        per_node = job.world_size if job.plan else job.config.nproc_per_node  # where they were is not known
+        per_node = job.world_size if job.parallel.text else job.config.nproc_per_node  # where they were is not known
         places = place_beside(ranks, free, homes, per_node)
         self._coming.expect(step)
         for rank, name in places.items():

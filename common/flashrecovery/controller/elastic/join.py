@@ -93,7 +93,7 @@ class ComingIn:
     @property
     def cause(self) -> FailureKind:
         """Why the members pause."""
-        handoff = self._taking_over and self._job.newcomers
+        handoff = self._taking_over and self._job.membership.joining
         return FailureKind.HANDOFF if handoff else FailureKind.RESIZE
 
     @property
@@ -106,16 +106,16 @@ class ComingIn:
         enough, or for nothing."""
         job = self._job
         if job.state in (State.FINISHED, State.FAILED):
-            job.newcomers.clear()  # their processes end with all others
+            job.membership.joining.clear()  # their processes end with all others
             return False
         if job.state is State.STARTING:
             for record in self.relieved.let_go():
                 job.tell_to_leave(record.rank, record.home)
-        if job.newcomers and job.state is State.RUNNING and self.in_last_step:
+        if job.membership.joining and job.state is State.RUNNING and self.in_last_step:
             give_up_all(job, "ranks have taken their last step")
         self.newcomers.give_up_late(now)
         self.call_in()
-        if not job.newcomers and self._called_in == job.generation and job.state is State.RUNNING:
+        if not job.membership.joining and self._called_in == job.generation and job.state is State.RUNNING:
             self._call(self.otherwise())  # nobody comes, so nobody needs to pause for that
             self._called_in = -1
             waited = self._waiting.since is not None
@@ -176,14 +176,14 @@ class ComingIn:
     @property
     def waits_for_all(self) -> bool:
         """Members have been told to pause with their copies made, and all of them are waited for."""
-        return self._awaits_all and bool(self._job.newcomers) and self._called_in == self._job.generation
+        return self._awaits_all and bool(self._job.membership.joining) and self._called_in == self._job.generation
 
     def why_paused(self, version: int) -> str:
         """In words; "" if nobody is to come in."""
-        if not self._job.newcomers:
+        if not self._job.membership.joining:
             return ""
         how = "are filled by other processes" if self._taking_over else "come in"
-        return f"{ranks_text(list(self._job.newcomers))} {how} from step {version} on"
+        return f"{ranks_text(list(self._job.membership.joining))} {how} from step {version} on"
 
     def take_back(self) -> list[int]:
         """Something has failed before those who came could go on: whose ranks they were to take over has them again.
@@ -196,14 +196,14 @@ class ComingIn:
         """Ranks that were to be taken over, and have left the job meanwhile (with others of their replica, or because
         so many are not allowed), do not come in: alone they would be a part of a replica, or one too many."""
         if self._taking_over:
-            for rank in [rank for rank in self._job.newcomers if rank not in self._job.ranks]:
+            for rank in [rank for rank in self._job.membership.joining if rank not in self._job.ranks]:
                 give_up(self._job, rank, "it has left the job meanwhile")
 
     def _give_up_who_would_be_too_many(self) -> None:
         """Members may have left since the newcomers were ordered, so that no allowed number would have all of them: the
         last ones do not come then."""
         job = self._job
-        new = job.shape.by_replica(rank for rank in job.newcomers if rank not in job.ranks)
+        new = job.shape.by_replica(rank for rank in job.membership.joining if rank not in job.ranks)
         if not new:
             return
         most = job.replicas + len(new)
@@ -222,9 +222,9 @@ class ComingIn:
         if decision.checkpoint and divided(job.in_order):
             return decision, []  # newcomers have no part of what the others give up; they come in later
         self._give_up_who_would_be_too_many()
-        if not job.newcomers:
+        if not job.membership.joining:
             return decision, []
-        coming = {rank: newcomer.record for rank, newcomer in job.newcomers.items()}
+        coming = {rank: newcomer.record for rank, newcomer in job.membership.joining.items()}
         for rank, record in coming.items():
             if rank in job.ranks:
                 record.needs, record.divided = dict(job.ranks[rank].needs), job.ranks[rank].divided
@@ -233,7 +233,7 @@ class ComingIn:
         everybody = dict(sorted({**job.ranks, **coming}.items()))
         found: Decision | None = None
         try:
-            found = decide(everybody, job.checkpoint, job.elastic_layout(), job.departed)
+            found = decide(everybody, job.checkpoint, job.elastic_layout(), job.membership.departed)
             why_not = found.round.reason
         except JobFailedError as e:
             why_not = str(e)
@@ -244,7 +244,7 @@ class ComingIn:
                 give_up_all(job, f"nobody else could give it its state at version {version}: {why_not}")
             return decision, []
         for rank, record in coming.items():
-            del job.newcomers[rank]
+            del job.membership.joining[rank]
             record.joined_generation, record.page_on = job.generation, record.home
             if rank in job.ranks:
                 self.relieved.keep(job.depart(rank))

@@ -100,10 +100,10 @@ class Resizing:
         if job.checkpoint is not None or never_replaced(job) or not lost or not of_their_own(job.in_order):
             return []
         staying = {rank: record for rank, record in job.ranks.items() if rank not in useless}
-        gone = {**job.departed, **{rank: job.ranks[rank].needs for rank in useless}}
+        gone = {**job.membership.departed, **{rank: job.ranks[rank].needs for rank in useless}}
         if any(self._gone[r].irreplaceable for r in lost) or self._in_memory(staying, gone):
             return []
-        if not self._in_memory(job.ranks, job.departed):
+        if not self._in_memory(job.ranks, job.membership.departed):
             return []
         for rank in lost:
             record = self._gone.pop(rank)
@@ -112,7 +112,7 @@ class Resizing:
             record.home = record.page_on = ""
             record.capsules, record.early = (), frozenset()
             self._left.remove(rank)
-        job.awaited.update(lost)
+        job.membership.awaited.update(lost)
         return lost
 
     def newest_of_all(self) -> int | None:
@@ -141,7 +141,7 @@ class Resizing:
                 record.home = record.page_on = ""
             taken.add(place)
         job.settle_layout()
-        job.told_size = len(job.ranks)
+        job.membership.told_size = len(job.ranks)
         self._left, self._came, self._other_processes = [], [], False
 
     def _in_memory(self, records: Mapping[int, RankRecord], departed: Mapping[int, Mapping[str, int]]) -> bool:
@@ -176,16 +176,18 @@ class Resizing:
         if job.state is not State.RUNNING or job.recovery is not None:
             return f"the job is {job.state.value}, or has just recovered; ask again when it trains"
         size, sizes = job.replicas, allowed_sizes(job)
-        if job.newcomers and replicas == size:
+        if job.membership.joining and replicas == size:
             give_up_all(job, "somebody has commanded so")
             self._growing.commanded(replicas)
             return ""
-        if job.newcomers:
-            who = ranks_text(list(job.newcomers))
-            return f"{who} {'is' if len(job.newcomers) == 1 else 'are'} on the way in; --to {size} calls that off"
+        if job.membership.joining:
+            who = ranks_text(list(job.membership.joining))
+            return (
+                f"{who} {'is' if len(job.membership.joining) == 1 else 'are'} on the way in; --to {size} calls that off"
+            )
         if replicas < sizes.least or replicas == size:
             allowed = f"{sizes.least} to {sizes.most}, but for {size}"
-            of = f"elastic = {elastic.text}" + (f"; in the layout {job.plan}" if job.plan else "")
+            of = f"elastic = {elastic.text}" + (f"; in the layout {job.parallel.text}" if job.parallel.text else "")
             return f"--to {replicas}: the job has {size} replicas ({of}); {allowed}, is allowed"
         possible = sizes.allowed
         if possible is not None and replicas not in possible and replicas <= sizes.most:
@@ -339,7 +341,9 @@ class Resizing:
         count = job.replicas - size
         if count <= 0:
             return []
-        return choose_leaving(job.ranks, job.departed, count, version, named, shape=job.shape, on_disk=on_disk)
+        return choose_leaving(
+            job.ranks, job.membership.departed, count, version, named, shape=job.shape, on_disk=on_disk
+        )
 
     def come_at(self, decision: Decision) -> Decision:
         """The same for ranks that come: returns what is decided with those that do so now."""
@@ -363,8 +367,8 @@ class Resizing:
         for record in self._coming.relieved.let_go():
             self.last_resort.keep(record)
         self._carried_out = None
-        found = self._job.round
-        if found is None or found.reshape is not None or self._job.restore_from:
+        found = self._job.round.restoring
+        if found is None or found.reshape is not None or self._job.round.checkpoint:
             self.last_resort.let_go()  # what they have is of another division, or another version
 
     def begins_anew(self) -> None:
@@ -374,7 +378,7 @@ class Resizing:
         self.last_resort.let_go()
         self._gone.clear()
         self._since_start.clear()
-        self._job.awaited.clear()
+        self._job.membership.awaited.clear()
         self._carried_out, self._returned = None, 0
 
     def all_have_gone_on(self) -> None:
@@ -411,23 +415,23 @@ class Resizing:
         """The ranks that there are now go on at ``version``. Returns whether they are others than were told last, or
         filled by others."""
         self._gone.clear()
-        self._job.awaited.clear()
+        self._job.membership.awaited.clear()
         size = len(self._job.ranks)
         came = sorted(rank for rank in self._came if rank in self._job.ranks)
         left = sorted(set(self._left).difference(came))
-        if size != self._job.told_size or came or left:
+        if size != self._job.membership.told_size or came or left:
             self._job.emit(
                 ev.JobResized(
                     generation=self._job.generation,
                     step=version,
-                    before=self._job.told_size // self._job.shape.each,
+                    before=self._job.membership.told_size // self._job.shape.each,
                     replicas=self._job.replicas,
                     ranks=list(self._job.members),
                     left=left,
                     came=came,
                 )
             )
-            self._job.told_size, self._told_step = size, version
+            self._job.membership.told_size, self._told_step = size, version
             self._left, self._came, self._other_processes = [], [], False
             self._say_what_is_on_one_node()
             return True
@@ -448,7 +452,7 @@ class Resizing:
     @property
     def wanted(self) -> bool:
         """Somebody has commanded another number of replicas, and it has not come yet."""
-        return any(wish is not None for wish in (self._wish, self._put_aside)) or bool(self._job.newcomers)
+        return any(wish is not None for wish in (self._wish, self._put_aside)) or bool(self._job.membership.joining)
 
     def before_layout(self) -> None:
         """The job changes its parallel layout now: nobody comes into the one before or leaves it."""

@@ -18,17 +18,17 @@ from flashrecovery.proto import flashrecovery_pb2 as pb
 def give_up(job: JobState, rank: int, why: str) -> None:
     """The newcomer for this rank does not come; its process, if there is one, ends. A replica comes as a whole or not
     at all."""
-    if rank not in job.newcomers:
+    if rank not in job.membership.joining:
         return
     _give_up(job, rank, why)
     if rank not in job.ranks:
         replica = job.shape.replica(rank)
-        for other in [r for r in job.newcomers if r not in job.ranks and job.shape.replica(r) == replica]:
+        for other in [r for r in job.membership.joining if r not in job.ranks and job.shape.replica(r) == replica]:
             _give_up(job, other, f"rank {rank} of the same replica does not come")
 
 
 def _give_up(job: JobState, rank: int, why: str) -> None:
-    record = job.newcomers.pop(rank).record
+    record = job.membership.joining.pop(rank).record
     job.tell_to_leave(rank, record.home)
     job.notice(
         NoticeKind.NEWCOMER_GIVEN_UP,
@@ -39,7 +39,7 @@ def _give_up(job: JobState, rank: int, why: str) -> None:
 
 def give_up_all(job: JobState, why: str) -> None:
     """Nobody comes."""
-    for rank in list(job.newcomers):
+    for rank in list(job.membership.joining):
         give_up(job, rank, why)
 
 
@@ -53,10 +53,12 @@ class Newcomers:
     @property
     def all_here(self) -> bool:
         """There are some, and all wait at their first step."""
-        return bool(self._job.newcomers) and all(newcomer.here for newcomer in self._job.newcomers.values())
+        return bool(self._job.membership.joining) and all(
+            newcomer.here for newcomer in self._job.membership.joining.values()
+        )
 
     def _of(self, rank: int, node: str) -> Newcomer | None:
-        found = self._job.newcomers.get(rank)
+        found = self._job.membership.joining.get(rank)
         return found if found is not None and node in ("", found.record.home) else None
 
     def on_started(self, message: pb.WorkerStarted, node: str, host: str) -> bool:
@@ -115,7 +117,7 @@ class Newcomers:
     def on_node_lost(self, name: str) -> None:
         """A node is lost, perhaps theirs, or the one whose TCPStore they were told to use."""
         living = {node.store for node in self._job.nodes.values() if node.alive}
-        for rank, newcomer in list(self._job.newcomers.items()):
+        for rank, newcomer in list(self._job.membership.joining.items()):
             if newcomer.record.home == name:
                 give_up(self._job, rank, f"node {name} is lost")
             elif newcomer.record.store not in living:
@@ -123,7 +125,7 @@ class Newcomers:
 
     def give_up_late(self, now: float) -> None:
         """Those that are not there in time."""
-        for rank, newcomer in list(self._job.newcomers.items()):
+        for rank, newcomer in list(self._job.membership.joining.items()):
             if not newcomer.here and now >= newcomer.due:
                 limit_s = self._job.config.timeouts.replacement_s
                 give_up(self._job, rank, f"it has not come to its first step within {limit_s:g} s")

@@ -10,6 +10,7 @@ from flashrecovery.controller.membership.placement import Staffing
 from flashrecovery.controller.state.job_state import AGENT, JobState
 from flashrecovery.controller.state.nodes import NodeRecord, NodeState, is_spare, launch_order
 from flashrecovery.controller.state.rank_record import Place
+from flashrecovery.controller.state.recovery_round import RecoveryTries
 from flashrecovery.errors import ConfigError
 from flashrecovery.kinds import NoticeKind, Ordered
 from flashrecovery.plan.membership.placement import neighbour_stride, shared_domains
@@ -163,10 +164,8 @@ class Starting:
         self._job.notice(NoticeKind.START_AGAIN, why)
         give_up_all(self._job, "all ranks start again")
         self._job.to(State.STARTING)
-        self._job.generation += 1
-        self._job.recovery, self._job.retry_at = None, None
-        self._job.failures.clear()
-        self._job.retries, self._job.asked_again = 0, False
+        self._job.next_generation()
+        self._job.recovery, self._job.tries = None, RecoveryTries()
         self._job.outbox.clear()
         self._job.start_stores, self._job.needs_known = [], 0
         for record in self._job.ranks.values():

@@ -34,7 +34,12 @@ class Evacuation:
         processes for them are built up elsewhere already, and it still has what they have. Nor is any while ranks leave
         the job, or may have left it under a controller before this one: it may have the only copies of what these have
         had."""
-        if never_replaced(self._job) or self._job.unsure or self._job.departed or left_of_replicas(self._job):
+        if (
+            never_replaced(self._job)
+            or self._job.membership.unsure
+            or self._job.membership.departed
+            or left_of_replicas(self._job)
+        ):
             return
         active = (n for n in self._job.nodes.values() if n.state is NodeState.ACTIVE and not n.leaving)
         marked = [n for n in active if n.doubt]

@@ -37,7 +37,7 @@ class Staffing:
         one that is not to be used. Where an elastic job can go on without some, and there is no room for all, those get
         one for which there is."""
         places = self._places(ranks, lost_domain, excluded)
-        if places is None and self._job.newcomers and not never_replaced(self._job):
+        if places is None and self._job.membership.joining and not never_replaced(self._job):
             give_up_all(self._job, "its room is needed for a rank that has lost its node")
             places = self._places(ranks, lost_domain, excluded)
         if places is None:
@@ -102,7 +102,7 @@ class Staffing:
 
     def _house(self, record: RankRecord, name: str) -> None:
         """Give the rank to a node with room for it, in a slot that nobody else has."""
-        others = [*self._job.ranks.values(), *(newcomer.record for newcomer in self._job.newcomers.values())]
+        others = [*self._job.ranks.values(), *(newcomer.record for newcomer in self._job.membership.joining.values())]
         taken = {other.local_rank for other in others if other.home == name and other is not record}
         if record.local_rank in taken:
             record.local_rank = next(i for i in range(len(taken) + 1) if i not in taken)
@@ -114,7 +114,7 @@ class Staffing:
         self._house(record, name)
         self._orders += 1
         limits = self._job.config.timeouts
-        self._job.newcomers[rank] = Newcomer(record, self._orders, now + limits.fence_s + limits.replacement_s)
+        self._job.membership.joining[rank] = Newcomer(record, self._orders, now + limits.fence_s + limits.replacement_s)
         replace = self._order(record, detached=True)
         replace.beside = self._orders
         replace.ahead.reached, replace.ahead.for_s = max(self._job.committed, 0), _SKIPS * limits.replacement_s
@@ -162,16 +162,16 @@ class Staffing:
         return pb.Replace(
             detached=detached,
             attempt=self._job.attempt,
-            world_size=self._job.world,
-            layout=self._job.plan,
+            world_size=self._job.parallel.world,
+            layout=self._job.parallel.text,
             store_host=host,
             store_port=port,
             local_rank=record.local_rank,
             node_rank=self._node_rank(record),
             stride=self._job.stride,
             domains=self._job.domains,
-            nodes=len(self._node_numbers()) if self._job.plan else 0,
-            sequence_parallel=bool(self._job.plan) and divides_sequences(self._job.facts),
+            nodes=len(self._node_numbers()) if self._job.parallel.text else 0,
+            sequence_parallel=bool(self._job.parallel.text) and divides_sequences(self._job.parallel.facts),
             setup_from=self._keepers_of(record) if detached else (),
             stands_in=self._stands_in(record.rank),
             stores=() if detached else self._job.start_stores,
@@ -186,7 +186,7 @@ class Staffing:
 
     def _node_rank(self, record: RankRecord) -> int:
         """The number of the rank's node among those that have ranks."""
-        if not self._job.plan:
+        if not self._job.parallel.text:
             return record.rank // self._job.config.nproc_per_node
         numbers = self._node_numbers()
         return numbers.setdefault(record.home, len(numbers))
@@ -206,7 +206,7 @@ class Staffing:
         ranks = setup_log_keepers(record.rank, self._job.stride, self._job.world_size)
         nodes = [self._job.nodes.get(r.page_on) for rank in ranks if (r := self._job.ranks.get(rank)) is not None]
         kept = [node.peer for node in nodes if node is not None and node.alive]
-        if not kept or record.rank in self._job.newcomers or not self._job.whole:  # it may be on any node
+        if not kept or record.rank in self._job.membership.joining or not self._job.whole:  # it may be on any node
             kept += [node.peer for node in self._job.nodes.values() if node.alive]
         return list(dict.fromkeys(kept))
 

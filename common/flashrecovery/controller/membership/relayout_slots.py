@@ -69,7 +69,7 @@ def slots_without(job: JobState, lost: Collection[int]) -> Slots:
 
 def facts_now(job: JobState) -> LayoutFacts:
     """What there is to lay out. Of an elastic job whose ranks have said their replicas, with as many as there are."""
-    facts = LayoutFacts.parse(job.facts)
+    facts = LayoutFacts.parse(job.parallel.facts)
     if job.config.elastic is None or all(record.shape is None for record in job.in_order):
         return facts
     # With expert parallelism a replica has several data-parallel ranks, the same number in any size.
@@ -80,7 +80,7 @@ def facts_now(job: JobState) -> LayoutFacts:
 def laid_out_without(job: JobState, lost: Collection[int]) -> bool:
     """Whether there is a parallel layout for a job without these ranks, which cannot be replaced."""
     settings = job.config.replan
-    if settings is None or not job.facts or not lost or job.state is State.STARTING:
+    if settings is None or not job.parallel.facts or not lost or job.state is State.STARTING:
         return False
     facts = facts_now(job)
     rooms = [len(locals_) for locals_ in slots_without(job, lost).values()]

@@ -24,7 +24,7 @@ class FoundLayout:
         have come with ranks of an older one."""
         job, older = self._job, list[str]()
         # A layout may come back: an earlier time is another one. Within one, all have the same attempt.
-        another = message.layout != job.plan or (job.plan != "" and message.attempt != self._attempt)
+        another = message.layout != job.parallel.text or (job.parallel.text != "" and message.attempt != self._attempt)
         if another and self._attempt >= message.attempt:
             return False, older
         if another:
@@ -32,17 +32,17 @@ class FoundLayout:
             job.lay_out(message.layout, [RankRecord(rank) for rank in range(layout_ranks(message.layout))])
             job.stride, job.domains = 1, ()  # of the older one
         self._attempt = max(self._attempt, message.attempt)
-        if job.plan:  # what ranks keep of their set-up is of this very attempt
-            job.restarts, job.replans = 0, self._attempt
+        if job.parallel.text:  # what ranks keep of their set-up is of this very attempt
+            job.restarts, job.parallel.changes = 0, self._attempt
         return True, older
 
     def why_lost(self) -> str:
         """All have come: why their state is lost, in words; "" if it is not. As long as no rank has been let into its
         loop in the new layout, one whose script has just begun could not be told from one that has read the state."""
         job = self._job
-        if not job.plan or any(record.place not in BUILT_UP for record in job.in_order):
+        if not job.parallel.text or any(record.place not in BUILT_UP for record in job.in_order):
             return ""
         return (
-            f"the controller was lost while the job changed its parallel layout to {job.plan}: where its state is, no "
-            "node that is left has heard; launch it again, from its newest checkpoint"
+            f"the controller was lost while the job changed its parallel layout to {job.parallel.text}: where its "
+            "state is, no node that is left has heard; launch it again, from its newest checkpoint"
         )

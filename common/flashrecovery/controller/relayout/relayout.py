@@ -123,7 +123,7 @@ class Replanning:
         """What there is to lay out; or why it cannot be laid out otherwise."""
         if self._job.config.replan is None:
             return "the job's layout is fixed: launch it with --replan MIN"
-        if not self._job.facts:
+        if not self._job.parallel.facts:
             return "the job's workers have not come to their first step yet"
         return facts_now(self._job)
 
@@ -265,7 +265,7 @@ class Replanning:
         time: one that has died breaks connections at once, and is found to be lost later. ``kept``: what is still
         there."""
         tries = 2 if kept is not None and kept.place.sources else 1
-        if isinstance(decision, Decision) and (kept is None or kept.checkpoint or self._job.retries >= tries):
+        if isinstance(decision, Decision) and (kept is None or kept.checkpoint or self._job.tries.retries >= tries):
             return Kept(decision.round.version, pb.StashPlace(), decision.checkpoint)
         return None if kept is None or kept.checkpoint else replace(kept, written=0)
 
@@ -276,7 +276,9 @@ class Replanning:
         if isinstance(facts, str) or facts.whole_everywhere:
             return ""  # every rank has all of it
         records = self._job.ranks.values()
-        nobody = [rank for rank, needs in self._job.departed.items() if not needs and not kept_for(rank, records)]
+        nobody = [
+            rank for rank, needs in self._job.membership.departed.items() if not needs and not kept_for(rank, records)
+        ]
         if self._elastic and not facts.sharded:  # who stands where it did has the same
             stands = {record.stand for record in records if record.needs}
             nobody = [rank for rank in nobody if self._job.shape.stand(rank) not in stands]
@@ -373,8 +375,7 @@ class Replanning:
             job.command(AGENT, job.saved_as(None))
         self._settle_nodes(slots)
         job.to(State.STARTING, now)
-        job.generation += 1
-        job.retry_at, job.round, job.restore_from = None, None, ""
+        job.next_generation()
         job.outbox.clear()
         job.start_stores, job.needs_known, job.homeless_since = [], 0, None
         job.emit(
@@ -382,7 +383,7 @@ class Replanning:
                 generation=job.generation,
                 step=kept.version,
                 before=layout_text(before),
-                layout=job.plan,
+                layout=job.parallel.text,
                 ranks=size,
                 bytes=kept.written,
                 why=list(wanted.why),
@@ -425,11 +426,11 @@ class Replanning:
         if again is None:
             job.fail(f"{kept.lost_with(job.nodes)}; and there is no checkpoint")
             return True
-        job.facts = staying.facts.text()
+        job.parallel.facts = staying.facts.text()
         job.recovery = HistoryEntry(job.generation, now, 0.0)
         job.recovery.cause = FailureKind.CONTROLLER
         self._rooms.narrow(())
-        strategy = parse_layout(job.plan, staying.facts, job.world)
+        strategy = parse_layout(job.parallel.text, staying.facts, job.parallel.world)
         self._start(NextLayout(strategy, (job.last_failure,)), replace(again, written=0), now)
         return True
 
@@ -482,8 +483,10 @@ class Replanning:
         if again is None:
             job.fail(f"{kept.lost_with(job.nodes)}; and there is no checkpoint")
             return True
-        facts = LayoutFacts.parse(job.facts)
-        wanted = NextLayout(parse_layout(job.plan, facts, job.world), (f"{job.last_failure}, before its first step",))
+        facts = LayoutFacts.parse(job.parallel.facts)
+        wanted = NextLayout(
+            parse_layout(job.parallel.text, facts, job.parallel.world), (f"{job.last_failure}, before its first step",)
+        )
         if lost:
             choice = self._best_or_fail(facts, self._rooms.narrow(lost))
             if choice is None:
@@ -501,7 +504,7 @@ class Replanning:
         if kept is None or before is None or staying is None or job.config.replan is None:
             return False
         rooms = self._rooms.rooms()
-        self._tried.append(job.plan)
+        self._tried.append(job.parallel.text)
         try:
             ranked = best(staying.facts, rooms, job.config.replan.min, job.step_s).ranked
         except UnsupportedError:
@@ -511,7 +514,7 @@ class Replanning:
         found = next((one for one in options if layout_text(one) not in self._tried), None)
         if found is None or len(self._tried) >= _TRIES:
             return False
-        text = f"the script cannot begin in the layout {job.plan}, and begins in {layout_text(found)}: {why}"
+        text = f"the script cannot begin in the layout {job.parallel.text}, and begins in {layout_text(found)}: {why}"
         job.notice(NoticeKind.NOT_REPLANNED, text)
         self._start(NextLayout(found, (f"the script cannot begin in {' or in '.join(self._tried)}",)), kept, now)
         return True
@@ -522,7 +525,7 @@ class Replanning:
         if self._memory.job_is is None or not message.facts:
             return ""
         now = StayingFacts(LayoutFacts.parse(message.facts), message.batches, message.steps)
-        return why_another_job(self._memory.job_is, now, self._job.plan)
+        return why_another_job(self._memory.job_is, now, self._job.parallel.text)
 
     @property
     def change(self) -> HistoryEntry | None:

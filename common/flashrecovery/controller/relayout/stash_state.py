@@ -47,7 +47,7 @@ class LayoutMemory:
         """Have each shard written by one of those who have it. Raises JobFailedError if nobody has one."""
         job = self._job
         domains = {node.name: node.domain for node in job.nodes.values()}
-        orders = assigned(job.ranks, job.departed, version, domains)
+        orders = assigned(job.ranks, job.membership.departed, version, domains)
         self._said, self.litter = {}, True
         self._rounds += 1
         directory = f"{job.generation}-{self._rounds}-{version}"
@@ -125,7 +125,7 @@ class LayoutMemory:
         """A controller before this one had ranks of a new layout started, and has told so. Returns whether it was about
         those that there are."""
         job = self._job
-        if told is None or not job.plan:
+        if told is None or not job.parallel.text:
             return False
         try:
             words = KeptWords.parse(told.content)
@@ -137,7 +137,7 @@ class LayoutMemory:
         if any(record.committed > words.kept.version + 1 for record in job.in_order):
             return False  # all have had it; a node has not heard that it is to be given back
         facts = words.staying.facts
-        job.facts = job.facts or facts.text()
+        job.parallel.facts = job.parallel.facts or facts.text()
         self.kept, self.job_is = words.kept, words.staying
         self.before = words.layout_before
         self.litter = not words.kept.checkpoint

@@ -68,7 +68,7 @@ class Actions:
         in_use = job.launched and not self.over_for_all
         actions = job.take_actions()
         # Also the numbers of starts of which nobody that lives has heard stay written down.
-        numbers = Numbers(job.generation, job.restarts, max(job.replans, job.attempts - job.restarts))
+        numbers = Numbers(job.generation, job.restarts, max(job.parallel.changes, job.attempts - job.restarts))
         if in_use and not self._numbers.kept(job.launch, numbers, self._go_on):
             # What begins in an older generation is void meanwhile.
             actions = [a for a in actions if not (begins(a) and a.command.generation < job.generation)]

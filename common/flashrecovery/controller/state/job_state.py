@@ -14,10 +14,11 @@ from flashrecovery.controller.state.custody import divided
 from flashrecovery.controller.state.fault_drills import Asked
 from flashrecovery.controller.state.history import HistoryEntry
 from flashrecovery.controller.state.iteration_numbers import Counting
+from flashrecovery.controller.state.membership import ChangedLayout, Membership
 from flashrecovery.controller.state.nodes import NodeRecord
 from flashrecovery.controller.state.outbox import Action, Blame, Outbox
-from flashrecovery.controller.state.rank_record import Newcomer, Place, RankRecord
-from flashrecovery.controller.state.restore_plan import RestoreRound
+from flashrecovery.controller.state.rank_record import Place, RankRecord
+from flashrecovery.controller.state.recovery_round import RecoveryRound, RecoveryTries
 from flashrecovery.kinds import NoticeKind, Ordered
 from flashrecovery.plan.elastic.replicas import ReplicaShape
 from flashrecovery.plan.membership.node_failures import SLOW, WEIGHTS
@@ -38,7 +39,6 @@ class JobState:
     Attributes:
         ranks: those of which the job consists, numbered as it was launched; of an elastic job some may have left.
         in_order: the same, by place.
-        newcomers: processes that are built up beside training, by the rank that they are to fill.
         generation: grows with each recovery and each new start; whatever is of an older one is void.
         places: how many ranks are in each place; their sum is the world size.
         stride: distance in ranks to the neighbour that keeps copies.
@@ -60,27 +60,15 @@ class JobState:
         homeless_since: since when ranks have no node.
         found_since: since when agents of a running job come to this controller; None if it has launched the job.
         found_at: when the last one has come to an elected controller.
-        failures: of the recovery under way, in order.
-        asked_again: nobody at all has met a deadline in this recovery; everybody is asked once more.
-        round: what is restored from where, in this recovery.
-        restore_from: the checkpoint's directory, if it is restored from one.
-        retry_at: when a failed regroup or restore is tried again; ``retry_for``: what has failed last; ``retries``: how
-            often in this recovery.
+        tries: what the recovery under way has gone through; made new at its end.
+        round: of this generation; made new with the next one.
         needs_known: the generation whose stop has told every rank's needs; 0: none.
-        confirmed: how many of the ranks, in order, have committed a step since the last recovery.
         crashes: of all ranks together, where none that is lost is replaced.
         stuck_at: how often the job has come to a standstill, at the newest such step.
-        layout: the ranks among which state that is divided among ranks is divided, as all of them have it or can have
-            it at once.
-        unsure: a controller before this one may have been in the middle of a change of the layout.
-        departed: ranks of the layout that have left the job, and what they needed.
-        awaited: ranks that had left, and were taken back since the version was decided on: they do not leave again.
-        told_size: of how many ranks the job consists, as was told last, here or by a controller before this one.
-        world: ranks of a job that has changed its parallel layout; 0: those of the launch.
-        plan: that parallel layout, as tp=1,pp=2,dp=1; "": that of the launch.
-        replans: how often it has changed.
-        attempts: the newest start has at least this number (restarts and replans), which is not used again.
-        facts: what the job's workers say of what there is to lay out, as JSON; "": it cannot be laid out otherwise.
+        membership: who comes, who has left, and among whom state is sharded.
+        parallel: the parallel layout that it has changed to.
+        attempts: the newest start has at least this number (restarts and changes of the layout), which is not used
+            again.
         where: the run directory.
         earlier_step: to which an earlier launch in it had come; 0: none.
         left_last: checkpoints that an earlier launch has left in it when it ended.
@@ -98,7 +86,6 @@ class JobState:
     state: State = State.STARTING
     generation: int = 0
     ranks: dict[int, RankRecord] = field(default_factory=dict)
-    newcomers: dict[int, Newcomer] = field(default_factory=dict)
     places: Counter[Place] = field(default_factory=Counter)
     nodes: dict[str, NodeRecord] = field(default_factory=dict)
     stride: int = 1
@@ -125,28 +112,15 @@ class JobState:
     found_since: float | None = None
     found_at: float | None = None
 
-    failures: list[pb.Failure] = field(default_factory=list)
-    asked_again: bool = False
-    round: RestoreRound | None = None
-    restore_from: str = ""
-    retry_at: float | None = None
-    retry_for: str = ""
-    retries: int = 0
+    tries: RecoveryTries = field(default_factory=RecoveryTries)
+    round: RecoveryRound = field(default_factory=RecoveryRound)
     needs_known: int = 0
-    confirmed: int = 0
     stuck_at: dict[int, int] = field(default_factory=dict)
     tokens_per_step: int = 0
     counting: Counting = field(default_factory=Counting)
-    layout: tuple[int, ...] = ()
-    unsure: bool = False
-    departed: dict[int, dict[str, int]] = field(default_factory=dict)
-    awaited: set[int] = field(default_factory=set)
-    told_size: int = 0
-    world: int = 0
-    plan: str = ""
-    replans: int = 0
+    membership: Membership = field(default_factory=Membership)
+    parallel: ChangedLayout = field(default_factory=ChangedLayout)
     attempts: int = 0
-    facts: str = ""
     asked: Asked = field(default_factory=Asked)
     where: str = ""
     earlier_step: int = 0
@@ -166,8 +140,8 @@ class JobState:
     def __post_init__(self) -> None:
         self.ranks = {r: RankRecord(r, self.places) for r in range(self.config.world_size)}
         self.in_order = list(self.ranks.values())
-        self.layout = tuple(self.ranks)
-        self.told_size = len(self.ranks)
+        self.membership.sharded_among = tuple(self.ranks)
+        self.membership.told_size = len(self.ranks)
 
     def take_actions(self) -> list[Action]:
         """What is to be done because of the events so far, in order."""
@@ -192,6 +166,11 @@ class JobState:
     def committed(self) -> int:
         """The newest version that every rank has committed, as far as heartbeats say; -1: not known."""
         return min((record.committed for record in self.ranks.values()), default=-1)  # all may have left
+
+    def next_generation(self) -> None:
+        """Whatever is of an older one is void from now on."""
+        self.generation += 1
+        self.round = RecoveryRound()
 
     def to(self, state: State, now: float | None = None) -> None:
         check_transition(self.state, state)
@@ -272,7 +251,7 @@ class JobState:
         ranks = shape.in_order(record.rank for record in records or self.in_order)
         if len(ranks) < 2:
             return {rank: rank for rank in ranks}
-        if self.plan and self.config.elastic is None:  # nodes need not have equally many ranks there
+        if self.parallel.text and self.config.elastic is None:  # nodes need not have equally many ranks there
             return {rank: (rank + self.stride) % self.world_size for rank in ranks}
         alone = self.config.replan is not None and len(shape.by_replica(ranks)) == 1  # they keep each other's then
         if shape.each > 1 and divided(self.in_order) and not alone:
@@ -287,14 +266,14 @@ class JobState:
     def keepers_of_parts(self) -> dict[int, int]:
         """The rank that keeps the copies of each one's part of what is divided among the ranks of the layout; it may
         have left."""
-        layout = self.shape.in_order(self.layout)
+        layout = self.shape.in_order(self.membership.sharded_among)
         ring = self.shape.ring(layout, *self._where_copies_go)
         return {rank: layout[keeper] for rank, keeper in zip(layout, ring, strict=True)}
 
     @property
     def _where_copies_go(self) -> tuple[int, int, Sequence[int]]:
         # Nodes need not have equally many ranks in a layout that was changed to, and domains are those of ranks there.
-        return self.stride, 1 if self.plan else self.config.nproc_per_node, self.domains
+        return self.stride, 1 if self.parallel.text else self.config.nproc_per_node, self.domains
 
     @property
     def whole(self) -> bool:
@@ -304,32 +283,32 @@ class JobState:
     @property
     def world_size(self) -> int:
         """Ranks of the launch, or of the last change of the parallel layout."""
-        return self.world or self.config.world_size
+        return self.parallel.world or self.config.world_size
 
-    def lay_out(self, plan: str, records: Iterable[RankRecord]) -> None:
+    def lay_out(self, layout: str, records: Iterable[RankRecord]) -> None:
         """The job consists of these ranks, which have no processes yet, in another parallel layout."""
         self.places.clear()
         self.ranks.clear()
         for record in records:
             record.enlist(self.places)
             self.ranks[record.rank] = record
-        self.in_order = list(self.ranks.values())
-        self.plan, self.world, self.replans = plan, len(self.ranks), self.replans + 1
-        self.told_size = self.world
+        self.parallel.text, self.parallel.world = layout, len(self.ranks)
+        self.parallel.changes += 1
         self.begin_attempt()
-        self.layout, self.departed = tuple(self.ranks), {}
-        self._homes, self._ranks_of, self.confirmed = [], {}, 0
+        self.membership.told_size = len(self.ranks)
+        self.membership.sharded_anew(tuple(self.ranks))
+        self._members_changed()
 
     def begin_attempt(self) -> None:
         """All processes are started anew, which has been counted: under a number that no start has had."""
         if self.attempt <= self.attempts:
-            self.replans += self.attempts + 1 - self.attempt
+            self.parallel.changes += self.attempts + 1 - self.attempt
         self.attempts = self.attempt
 
     @property
     def attempt(self) -> int:
         """The number of the start that its processes are of."""
-        return self.restarts + self.replans
+        return self.restarts + self.parallel.changes
 
     @property
     def shape(self) -> ReplicaShape:
@@ -346,27 +325,25 @@ class JobState:
         """The rank belongs to the job no longer. Returns what was known of it."""
         record = self.ranks.pop(rank)
         known = not (record.divided and record.as_launched)
-        self.departed[rank] = dict(record.needs) if known else {}
+        self.membership.departed[rank] = dict(record.needs) if known else {}
         self.places[record.place] -= 1
-        self.in_order = list(self.ranks.values())
-        self._homes, self.confirmed = [], 0
+        self._members_changed()
         self.outbox.keep(lambda _, other: other != rank)
         return record
 
     def elastic_layout(self) -> tuple[int, ...]:
         """The layout of an elastic job, as its ranks are counted; () of others, where nobody needs to know it. (A
         controller that is started in the middle of a job knows its ranks before it knows what they make up.)"""
-        return () if self.config.elastic is None else tuple(self.shape.in_order(self.layout))
+        return () if self.config.elastic is None else tuple(self.shape.in_order(self.membership.sharded_among))
 
     def begins_as_divided(self, rank: int) -> bool:
         """Whether state is divided as a process of this rank divides it when it begins: as in the launch's size. Of one
         beyond the launch it never is, because it begins with another rank's part."""
-        return rank < self.world_size and self.layout == tuple(range(self.world_size))
+        return rank < self.world_size and self.membership.sharded_among == tuple(range(self.world_size))
 
     def settle_layout(self) -> None:
         """All ranks of the job have what they need of a state that is divided among them alone."""
-        self.layout = self.members
-        self.departed = {}
+        self.membership.sharded_anew(self.members)
 
     @property
     def members(self) -> tuple[int, ...]:
@@ -384,8 +361,9 @@ class JobState:
 
     def divided_among(self, layout: tuple[int, ...]) -> None:
         """State is divided among these ranks, as those who have it have said to a controller that did not know."""
-        self.layout = layout
-        self.departed = {rank: {} for rank in layout if rank not in self.ranks}  # what is known may be of another one
+        self.membership.sharded_anew(layout)
+        gone = (rank for rank in layout if rank not in self.ranks)
+        self.membership.departed.update((rank, {}) for rank in gone)  # what is known may be of another one
         for record in self.in_order:
             record.as_launched = record.place is Place.JOINED
             if record.rank not in layout:
@@ -394,12 +372,15 @@ class JobState:
     def enrol(self, record: RankRecord) -> None:
         """The rank belongs to the job from now on, in its place by number."""
         record.enlist(self.places)
-        self.departed.pop(record.rank, None)
+        self.membership.departed.pop(record.rank, None)
         others = [*self.ranks.values(), record]
         self.ranks.clear()
         self.ranks.update((one.rank, one) for one in sorted(others, key=lambda one: one.rank))
+        self._members_changed()
+
+    def _members_changed(self) -> None:
         self.in_order = list(self.ranks.values())
-        self._homes, self.confirmed = [], 0
+        self._homes, self.round.confirmed = [], 0
 
     def tell_to_leave(self, rank: int, home: str, grace_s: float = 0.0) -> None:
         """Have the process of a rank, if its node lives, end by itself within ``grace_s`` seconds, or end it."""
@@ -409,7 +390,7 @@ class JobState:
 
     def homes(self) -> list[str]:
         """The node of each process that fills a rank, or is to."""
-        records = [*self.ranks.values(), *(newcomer.record for newcomer in self.newcomers.values())]
+        records = [*self.ranks.values(), *(newcomer.record for newcomer in self.membership.joining.values())]
         return [record.home for record in records if record.home]
 
     def saved(self) -> pb.Command:

@@ -23,7 +23,12 @@ def leaving_without(job: JobState, lost: Collection[int]) -> tuple[int, ...]:
     elastic, has not begun yet, or too few replicas, or not all of the state, would be left. (Where as many as are left
     are not allowed, more leave when all are stopped, and so do the other ranks of their replicas:
     :meth:`~flashrecovery.controller.elastic.resizing.Resizing.leave_at`.)"""
-    if job.config.elastic is None or not lost or job.state is State.STARTING or not job.awaited.isdisjoint(lost):
+    if (
+        job.config.elastic is None
+        or not lost
+        or job.state is State.STARTING
+        or not job.membership.awaited.isdisjoint(lost)
+    ):
         return ()
     found = leaving(job.ranks.keys(), lost, allowed_sizes(job), job.shape)
     if found and not _others_have_all(job, lost):
@@ -54,7 +59,12 @@ def _others_have_all(job: JobState, lost: Collection[int]) -> bool:
 def worth_filling(job: JobState, lost: Collection[int], room: int) -> list[int]:
     """Those of the ``lost`` ranks that get what room there is, if there is not enough for all of them and an elastic
     job can go on without the others."""
-    if job.config.elastic is None or room < 1 or job.state is State.STARTING or not job.awaited.isdisjoint(lost):
+    if (
+        job.config.elastic is None
+        or room < 1
+        or job.state is State.STARTING
+        or not job.membership.awaited.isdisjoint(lost)
+    ):
         return []
     return filling(job.ranks.keys(), lost, room, allowed_sizes(job), job.shape)
 
@@ -74,4 +84,4 @@ def allowed_sizes(job: JobState) -> ReplicaRange:
     assert elastic is not None
     said = next((record.sizes for record in job.in_order if record.sizes), None)
     sizes = ReplicaRange(elastic.min, elastic.max, said)
-    return sizes.of_layout(job.shape.replicas) if job.plan else sizes
+    return sizes.of_layout(job.shape.replicas) if job.parallel.text else sizes

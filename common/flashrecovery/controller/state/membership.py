@@ -1,0 +1,50 @@
+"""Who comes and who has left, among whom state is sharded, and in which parallel layout: what a job of fixed size and
+layout never changes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from flashrecovery.controller.state.rank_record import Newcomer
+
+
+@dataclass
+class Membership:
+    """Of one job, besides its ranks.
+
+    Attributes:
+        joining: processes that are built up beside training, by the rank that they are to fill.
+        sharded_among: the ranks among which sharded state is divided, as all of them have it or can have it at once.
+        unsure: a controller before this one may have been in the middle of a change of these ranks.
+        departed: those of these ranks that have left the job, and what they needed: size in bytes by shard.
+        awaited: ranks that had left, and were taken back since the version was decided on: they do not leave again.
+        told_size: of how many ranks the job consists, as was told last, here or by a controller before this one.
+    """
+
+    joining: dict[int, Newcomer] = field(default_factory=dict)
+    sharded_among: tuple[int, ...] = ()
+    unsure: bool = False
+    departed: dict[int, dict[str, int]] = field(default_factory=dict)
+    awaited: set[int] = field(default_factory=set)
+    told_size: int = 0
+
+    def sharded_anew(self, among: tuple[int, ...]) -> None:
+        """State is sharded among these ranks, and each of them belongs to the job."""
+        self.sharded_among, self.departed = among, {}
+
+
+@dataclass
+class ChangedLayout:
+    """Of one job.
+
+    Attributes:
+        text: the layout that it has changed to, as tp=1,pp=2,dp=1; "": that of the launch.
+        world: ranks of that layout; 0: those of the launch.
+        changes: how often it has changed.
+        facts: what the job's workers say of what a layout would shard, as JSON; "": it cannot change.
+    """
+
+    text: str = ""
+    world: int = 0
+    changes: int = 0
+    facts: str = ""

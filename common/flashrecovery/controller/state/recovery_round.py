@@ -1,0 +1,43 @@
+"""What belongs to one recovery, and to one generation of it. Each is made new, so nothing has to be set back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from flashrecovery.controller.state.restore_plan import RestoreRound
+from flashrecovery.proto import flashrecovery_pb2 as pb
+
+
+@dataclass
+class RecoveryRound:
+    """One generation. A further failure begins the next one, and all of this is void then.
+
+    Attributes:
+        restoring: what is restored from where; None: that is not decided yet.
+        checkpoint: the directory of the checkpoint that it is restored from; "": from memory.
+        retry_at: when a failed regroup or restore is tried again, CLOCK_MONOTONIC seconds; None: none has failed.
+        retry_for: what has failed last, as text.
+        confirmed: how many of the ranks, in order, have committed a step since they were told to go on.
+    """
+
+    restoring: RestoreRound | None = None
+    checkpoint: str = ""
+    retry_at: float | None = None
+    retry_for: str = ""
+    confirmed: int = 0
+
+
+@dataclass
+class RecoveryTries:
+    """One recovery, from its first failure until every rank has committed a step again, or all start from the script's
+    first line. A change of the parallel layout goes on with it.
+
+    Attributes:
+        failures: those that it is about, in order.
+        asked_again: no rank at all has met a deadline, and all have been asked once more.
+        retries: how often a failed regroup or restore was tried again.
+    """
+
+    failures: list[pb.Failure] = field(default_factory=list)
+    asked_again: bool = False
+    retries: int = 0

@@ -103,7 +103,7 @@ def protected(world: int, losses: int, newest: int = 7) -> dict[int, RankRecord]
 def test_what_only_lost_ranks_had_is_decoded_where_it_is_needed(losses: int, lost: list[int]) -> None:
     records = protected(4, losses)
     for rank in lost:
-        records[rank].vacate()
+        records[rank].forget_process()
     found = decide(records, None).round
     assert found.version == 7
     (order,) = found.decodes
@@ -119,7 +119,7 @@ def test_what_only_lost_ranks_had_is_decoded_where_it_is_needed(losses: int, los
 def test_a_version_that_some_have_not_made_parity_of_yet_is_not_gone_to() -> None:
     """Rank 0 is live at 7, and the others were still in the exchange of its parity: all go back to 6."""
     records = protected(4, 1)
-    records[2].vacate()
+    records[2].forget_process()
     for rank in (0, 1, 3):
         parity = records[rank].parity
         assert parity is not None
@@ -132,7 +132,7 @@ def test_a_version_that_some_have_not_made_parity_of_yet_is_not_gone_to() -> Non
 def test_more_than_parity_covers_says_so() -> None:
     records = protected(4, 1)
     for rank in (1, 3):
-        records[rank].vacate()
+        records[rank].forget_process()
     with pytest.raises(JobFailedError, match=r"no version exists .* the parity group of ranks 0, 1, 2 and 3"):
         decide(records, None)
 

@@ -224,7 +224,7 @@ LIMITS = Timeouts(hang_floor_s=5.0, ping_s=1.0)
 
 def records(*ages: float, step_s: float = 0.1) -> list[RankRecord]:
     return [
-        RankRecord(r, _place=Place.RUNNING, pid=r, home="n", progress_age_s=age, heard_at=0.0, step_s=step_s)
+        RankRecord(r, place=Place.RUNNING, pid=r, home="n", progress_age_s=age, heard_at=0.0, step_s=step_s)
         for r, age in enumerate(ages)
     ]
 

@@ -127,7 +127,7 @@ def test_what_a_dead_rank_had_is_taken_from_its_page() -> None:
 def test_what_is_lost_is_said() -> None:
     world = Ending()
     world.error = "its own state of step 2 is gone with its process"
-    world.machine.job.ranks[1].vacate()
+    world.machine.job.vacate(1)
     world.machine.on_stop_request("stopped by SIGTERM", world.now)
     last = world.end()
     assert (last.version, last.whole) == (2, False)
@@ -287,7 +287,7 @@ def test_with_a_directory_a_last_checkpoint_is_written() -> None:
 def test_the_part_of_a_rank_that_is_gone_is_written_by_another_one() -> None:
     world = checkpointing()
     world.capsule = b"random numbers"
-    world.machine.job.ranks[1].vacate()
+    world.machine.job.vacate(1)
     world.machine.on_stop_request("stopped by SIGTERM", world.now)
     assert world.end().saved == "ck/step-2"
     (lost,) = world.written[0].lost
@@ -300,7 +300,7 @@ def test_a_last_checkpoint_that_is_not_written_is_said_and_the_snapshots_are_lef
     world = checkpointing()
     world.refused = why
     if not why:  # the page of a rank that is gone has nothing
-        world.machine.job.ranks[1].vacate()
+        world.machine.job.vacate(1)
     world.machine.on_stop_request("stopped by SIGTERM", world.now)
     last = world.end()
     assert (last.version, last.whole, last.saved) == (2, True, "")
@@ -325,7 +325,7 @@ def test_nothing_is_kept_before_the_first_step_and_after_the_last_one() -> None:
     world.machine.on_stop_request("stopped by SIGTERM", world.now)
     assert not world.machine.job.saving
     world = Ending()
-    world.machine.job.ranks[0].place = Place.RELEASED
+    world.machine.job.move(0, Place.RELEASED)
     world.machine.on_stop_request("stopped by SIGTERM", world.now)
     assert not world.machine.job.saving
 

@@ -383,7 +383,7 @@ def test_script_error_before_the_first_step_fails_at_once() -> None:
     message = pb.Failure(rank=0, pid=101, kind="exception", evidence="ValueError: no")
     message.last_words.exception = "ValueError"
     world.answer(*next(x for x in world.inbox if x[0] == 0))
-    world.machine.job.ranks[0].place = Place.STARTING
+    world.machine.job.move(0, Place.STARTING)
     world.machine.on_failure(message, 0.0)
     assert world.machine.job.state is State.FAILED and "ValueError" in world.machine.job.failure_reason
 

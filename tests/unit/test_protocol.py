@@ -52,7 +52,6 @@ FOR_CALLERS = {
     "flashrecovery.worker.data.global_batches": {"MicroBatch"},  # what scripts read
     "flashrecovery.worker.reshard.redistribution": {"Moved.total"},  # what tests hold a plan to
     "flashrecovery.worker.transfer.transfer": {"TransferReport.bytes_sent"},
-    "flashrecovery.controller.state.rank_record": {"RankRecord.tally"},  # its tally is the job's own count of places
 }
 """Fields, or all fields of a dataclass, that no code of the packages reads by name, and why they are not dead."""
 

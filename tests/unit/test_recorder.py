@@ -26,7 +26,7 @@ def machine(version: int = -1, state: State = State.RUNNING) -> Machine:
     found = Machine(RunConfig(nproc_per_node=2))
     found.job.state = state
     for record in found.job.ranks.values():
-        record.place = Place.RUNNING if state is State.RUNNING else Place.STARTING
+        found.job.move(record.rank, Place.RUNNING if state is State.RUNNING else Place.STARTING)
         record.committed, record.step_s, record.own_s, record.heard_at = version, 0.5, 0.25, time.monotonic()
     found.job.tokens_per_step = 100
     found.job.launched = True
@@ -111,7 +111,7 @@ def test_each_rank_keeps_its_line_when_another_leaves(tmp_path: Path) -> None:
     found = machine(7)
     found.job.ranks.pop(0)
     found.job.ranks[1].own_s = 0.125
-    record_1 = RankRecord(0, found.job.places)
+    record_1 = RankRecord(0)
     record_1.home = "n1"
     found.job.membership.joining[0] = Newcomer(record_1, 1, time.monotonic() + 20)
     shown = asyncio.run(record(tmp_path, found, [ev.ControllerStarted(world_size=2), ev.JobStarted(world_size=2)]))

@@ -189,7 +189,8 @@ def job_of_three(*, divided: bool) -> JobState:
     """Three replicas of two ranks, all of which train; each part has copies with the next one of its place."""
     job = JobState(RunConfig(nproc_per_node=6, elastic=ElasticSettings(min=1, max=3)), state=State.RUNNING)
     for record in job.in_order:
-        record.shape, record.place = ReplicaShape(3, 2), Place.RUNNING
+        job.move(record.rank, Place.RUNNING)
+        record.shape = ReplicaShape(3, 2)
         record.needs = {f"w#shard={record.rank // 2}/3,stand={record.rank % 2}": 9}
         record.divided = frozenset(record.needs if divided else ())
     return job
@@ -200,7 +201,8 @@ def test_who_keeps_the_only_copies_of_what_is_being_filled_does_not_leave(divide
     """Rank 1 is being filled again; rank 3, healthy, keeps the copies of its part. Then rank 2 is lost, for which there
     is no room, and rank 3 would leave with it."""
     job = job_of_three(divided=divided)
-    job.ranks[1].place = job.ranks[2].place = Place.EMPTY
+    job.vacate(1)
+    job.vacate(2)
     assert leaving_without(job, [2]) == (() if divided else (2,))
     assert job.keepers_of_copies()[1] == (3 if divided else 2) and job.keepers_of_parts()[1] == 3
     job.depart(3)
@@ -211,11 +213,11 @@ def test_who_keeps_the_only_copies_of_what_is_being_filled_does_not_leave(divide
 def test_it_leaves_where_it_keeps_nobodys(filled: int | None) -> None:
     """Copies of rank 3's part are with rank 5, those of rank 5's with rank 1; and who is lost keeps nothing anyway."""
     job = job_of_three(divided=True)
-    job.ranks[2].place = Place.EMPTY
+    job.vacate(2)
     if filled is not None:
-        job.ranks[filled].place = Place.EMPTY
+        job.vacate(filled)
     assert leaving_without(job, [2]) == (2,)
-    job.ranks[3].place = Place.EMPTY
+    job.vacate(3)
     assert leaving_without(job, [2, 3]) == (2, 3)
 
 
@@ -223,9 +225,10 @@ def test_a_healthy_rank_does_not_leave_while_it_alone_has_its_part() -> None:
     """Copies of rank 3's part were with rank 5, which is being filled again. Once rank 3 is lost, too, nothing is won
     by waiting."""
     job = job_of_three(divided=True)
-    job.ranks[2].place = job.ranks[5].place = Place.EMPTY
+    job.vacate(2)
+    job.vacate(5)
     assert leaving_without(job, [2]) == ()
-    job.ranks[3].place = Place.EMPTY
+    job.vacate(3)
     assert leaving_without(job, [2, 3]) == (2, 3)
 
 

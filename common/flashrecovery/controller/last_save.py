@@ -105,7 +105,7 @@ class LastSave:
         """The processes of these ranks are gone."""
         self._job.outbox.keep(lambda _, rank: rank not in ranks)
         for rank in ranks:
-            self._job.ranks[rank].vacate()
+            self._job.vacate(rank)
             if self._version >= 0:
                 self._note(rank, "its process has ended")
 
@@ -133,7 +133,7 @@ class LastSave:
         job.generation += 1
         living = [r for r in job.ranks.values() if r.place not in BUILT_UP]
         for record in living:
-            record.place = Place.STOPPING
+            job.move(record.rank, Place.STOPPING)
         deadline = now + _OF_HOLDING * job.config.timeouts.last_save_s
         job.command_all(living, pb.Command(hold=pb.Hold()), deadline, Ordered.HOLD)
 

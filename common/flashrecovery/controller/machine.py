@@ -181,7 +181,7 @@ class Machine:
         if not self.job.launched:
             for record in lost:  # found, but not taken over yet
                 if record.place is not Place.FINISHED:
-                    record.vacate()
+                    self.job.vacate(record.rank)
                     record.home, record.capsules = "", ()
             return
         if not lost and self._replanning.on_node_lost((), now):
@@ -193,7 +193,7 @@ class Machine:
         released = [r.rank for r in lost if r.place is Place.RELEASED]
         for record in lost:
             self._emit_failure(record, FailureKind.NODE_LOST, self.job.last_failure, silent_s)
-            record.vacate()
+            self.job.vacate(record.rank)
             record.home, record.capsules = "", ()
         if released:
             self.job.fail(f"{self.job.last_failure}, after the last step of ranks {released}: their end state is lost")
@@ -224,7 +224,8 @@ class Machine:
             or not (record.place is Place.EMPTY or (record.place is Place.STARTING and record.pid == message.pid))
         ):
             return  # of a process that has been replaced since
-        record.place, record.pid, record.node, record.host = Place.STARTING, message.pid, node, host
+        self.job.move(record.rank, Place.STARTING)
+        record.pid, record.node, record.host = message.pid, node, host
         record.page_on = record.home
         record.joined_generation = self.job.generation
         record.capsules, record.early = tuple(message.capsules), frozenset(message.early)
@@ -249,6 +250,7 @@ class Machine:
         known, steps, batches, shape = dict(record.needs), record.steps, record.batches, record.shape
         sure, common = not record.as_launched, record.common_needs().keys()
         divided, outline = record.divided, record.outline
+        self.job.move(record.rank, Place.JOINED)
         record.joined(message)
         record.needs = renamed(record.needs, record.rank, turned_out_own(known))
         record.as_launched = not known or not sure
@@ -322,7 +324,7 @@ class Machine:
         if kind is FailureKind.DEVICE and record.home:
             self.job.nodes[record.home].suspect = message.evidence
         was = record.place
-        record.vacate()
+        self.job.vacate(record.rank)
         if self.job.told_to_end:
             self.job.fail(self.job.told_to_end)  # it is not replaced for the few seconds that are left
         elif message.last_words.fatal:
@@ -423,7 +425,7 @@ class Machine:
                 record.held_at, record.committed = held_at, max(record.committed, held_at.version)
         elif what is Ordered.STOP:
             for record in records:
-                record.place = Place.STOPPED
+                self.job.move(record.rank, Place.STOPPED)
                 has_part = record.rank in self.job.membership.sharded_among
                 if message.needs and has_part:  # else it has no part of what is divided yet
                     record.take_needs(message.needs)
@@ -437,7 +439,8 @@ class Machine:
                 restoring.report(record.rank, message)
         elif what is Ordered.RESUME:
             for record in records:
-                record.place, record.on_its_way, record.new = Place.RUNNING, False, False
+                self.job.move(record.rank, Place.RUNNING)
+                record.on_its_way = record.new = False
                 record.live, record.as_launched = -1, False
 
     def on_done(self, message: pb.Done, now: float) -> None:
@@ -445,6 +448,7 @@ class Machine:
         record = self.job.ranks.get(message.rank)
         if record is None or message.generation != self.job.generation or record.place is Place.EMPTY:
             return
+        self.job.move(record.rank, Place.DONE)
         record.done(message)
         record.left_at = now
         uneven = unequal_ends(self.job.ranks.values())
@@ -510,7 +514,7 @@ class Machine:
             evidence = "the process ended with code 0 in the middle of the training"
             self.on_failure(self._found(record, FailureKind.EXIT, evidence, now), now)
             return
-        record.place = Place.FINISHED
+        self.job.move(record.rank, Place.FINISHED)
         if self.job.all_in(Place.FINISHED) and self.job.state is State.STARTING and not self.job.unprotected:
             text = f"the script has ended without a protected step: {HOW_TO_PROTECT}"
             self.job.notice(NoticeKind.UNPROTECTED, text)

@@ -183,7 +183,7 @@ class RecoverySteps:
         limit = self._job.config.timeouts
         survivors = self.survivors()
         for record in survivors:
-            record.place = Place.STOPPING
+            self._job.move(record.rank, Place.STOPPING)
         self._job.command_all(survivors, pb.Command(hold=pb.Hold()), now + limit.stop_ack_s, Ordered.HOLD)
         self._replace(victims, now)
 
@@ -221,7 +221,7 @@ class RecoverySteps:
         for victim in victims:
             record = self._job.ranks.get(victim)
             if record is not None and record.home:
-                record.vacate()
+                self._job.vacate(victim)
                 self._staffing.fill(record, now, detached=True)
         nothing = not self.survivors() and self._job.checkpoint is None and not self._in_snapshots()
         if nothing and self._with_those_who_left(now):
@@ -366,8 +366,8 @@ class RecoverySteps:
         self._job.to(State.REGROUPING, now)
         stores = self._staffing.stores()
         limit = self._job.config.timeouts.regroup_s
-        for record in self._job.ranks.values():
-            record.place = Place.RECOVERING
+        for rank in self._job.ranks:
+            self._job.move(rank, Place.RECOVERING)
         parity = [pb.ParityRanks(ranks=ranks) for ranks in self._other_parity_groups()]
         members = self._resizing.members()
         regroup = pb.Regroup(stores=stores, deadline_s=limit, parity=parity, members=members, own=own)
@@ -529,7 +529,7 @@ class RecoverySteps:
         for record in self._job.ranks.values():
             record.committed = version
             if self._job.state is State.RUNNING:
-                record.place = Place.RUNNING
+                self._job.move(record.rank, Place.RUNNING)
         ended = max(record.ended for record in self._job.ranks.values())
         resume = pb.Resume(version=version, pause=self._replanning.pause() or self._resizing.pause(), ended=ended)
         self._job.command_all(self._job.ranks.values(), pb.Command(resume=resume), now + limit, Ordered.RESUME)
@@ -553,7 +553,7 @@ class RecoverySteps:
         if self._job.places[Place.DONE] and self._job.all_in(*THROUGH):
             for r in self._job.ranks.values():
                 if r.place is Place.DONE:
-                    r.place = Place.RELEASED
+                    self._job.move(r.rank, Place.RELEASED)
                     self._job.command(r.rank, pb.Command(release=pb.Release()))
 
     def finish_if_all_have(self, now: float) -> None:

@@ -146,14 +146,14 @@ class TakeOver:
                 message.workers.remove(worker)
             elif worker.resumed and record.place in BUILT_UP:
                 self._job.tell_to_leave(worker.rank, record.home)
-                record.vacate()
+                self._job.vacate(record.rank)
                 record.home = record.page_on = ""
             elif worker.resumed and not (worker.stepping and record.place in _GOING):
                 # the old one has stayed until all had taken a step (:mod:`.elastic.released_processes`)
                 here, there = (worker.stepping, worker.committed), (record.place in _GOING, record.committed)
                 self._job.tell_to_leave(worker.rank, record.home if here > there else node.name)
                 if here > there:
-                    record.vacate()
+                    self._job.vacate(record.rank)
                     record.home = record.page_on = ""
                 else:
                     message.workers.remove(worker)
@@ -175,19 +175,22 @@ class TakeOver:
         self._is_at_home(record, worker, node, generation)
         record.pid, record.node, record.host = worker.pid, node.name, node.host
         record.store = (worker.store_host, worker.store_port)
-        record.place = Place.STARTING
+        place = Place.STARTING
         if worker.HasField("joined"):
+            place = Place.JOINED
             record.joined(worker.joined)
             record.as_launched = self._job.config.elastic is not None  # perhaps it has not said anything since
             self._job.parallel.facts = worker.joined.facts or self._job.parallel.facts
         if worker.released:
-            record.place = Place.FINISHED if worker.exited else Place.RELEASED
+            place = Place.FINISHED if worker.exited else Place.RELEASED
         elif worker.HasField("done"):
+            place = Place.DONE
             record.done(worker.done)
         elif worker.stepping:
-            record.place = Place.RUNNING
+            place = Place.RUNNING
         elif worker.resumed:
-            record.place = Place.STOPPING  # in the middle of a recovery; the next one tells it what to do
+            place = Place.STOPPING  # in the middle of a recovery; the next one tells it what to do
+        self._job.move(record.rank, place)
 
     def take_over_if_late(self, now: float) -> None:
         if not self.gathering or self._job.found_since is None:

@@ -108,7 +108,7 @@ class Resizing:
         for rank in lost:
             record = self._gone.pop(rank)
             job.enrol(record)  # counted where it was when it left, and without a process after that
-            record.vacate()
+            job.vacate(rank)
             record.home = record.page_on = ""
             record.capsules, record.early = (), frozenset()
             self._left.remove(rank)
@@ -162,7 +162,7 @@ class Resizing:
         """Whatever is left of the rank's process ends; it is not replaced now."""
         record = self._job.ranks[rank]
         self._job.tell_to_leave(rank, record.home)
-        record.vacate()
+        self._job.vacate(rank)
         record.home, record.capsules = "", ()
 
     # -- a command --------------------------------------------------------------------------------

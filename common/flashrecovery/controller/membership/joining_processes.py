@@ -74,6 +74,7 @@ class Newcomers:
         found = self._of(message.rank, node)
         if found is None or found.record.place is not Place.STARTING or found.record.filled != message.generation:
             return False
+        found.record.place = Place.JOINED
         found.record.joined(message)
         wrong = self._unlike(found.record)
         if wrong:

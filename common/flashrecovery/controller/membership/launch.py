@@ -169,7 +169,7 @@ class Starting:
         self._job.outbox.clear()
         self._job.start_stores, self._job.needs_known = [], 0
         for record in self._job.ranks.values():
-            record.vacate()
+            self._job.vacate(record.rank)
             record.needs, record.committed = {}, -1
         self.on_again()
         for record in self._job.ranks.values():

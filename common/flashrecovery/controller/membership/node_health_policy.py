@@ -63,7 +63,7 @@ class Evacuation:
         for record in self._job.ranks.values():
             record.page_on = "" if record.page_on == node.name else record.page_on
         for record in moved:
-            record.vacate()
+            self._job.vacate(record.rank)
             record.home, record.capsules = "", ()
             if self._job.recovery is not None:
                 self._job.recovery.add_victim(record.rank, FailureKind.WARNING, self._job.generation)

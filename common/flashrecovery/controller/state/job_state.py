@@ -138,7 +138,8 @@ class JobState:
     _ranks_of: dict[str, list[int]] = field(default_factory=dict)  # ... this, by home
 
     def __post_init__(self) -> None:
-        self.ranks = {r: RankRecord(r, self.places) for r in range(self.config.world_size)}
+        self.ranks = {r: RankRecord(r) for r in range(self.config.world_size)}
+        self.places.update(record.place for record in self.ranks.values())
         self.in_order = list(self.ranks.values())
         self.membership.sharded_among = tuple(self.ranks)
         self.membership.told_size = len(self.ranks)
@@ -147,6 +148,18 @@ class JobState:
         """What is to be done because of the events so far, in order."""
         assert sum(self.places.values()) == len(self.ranks), f"each rank is in one place: {self.places}"
         return self.outbox.take()
+
+    def move(self, rank: int, place: Place) -> None:
+        """The process of this rank is there now."""
+        record = self.ranks[rank]
+        self.places[record.place] -= 1
+        self.places[place] += 1
+        record.place = place
+
+    def vacate(self, rank: int) -> None:
+        """The process of this rank is gone."""
+        self.move(rank, Place.EMPTY)
+        self.ranks[rank].forget_process()
 
     def all_in(self, *places: Place) -> bool:
         """Whether every rank is in one of these places."""
@@ -290,7 +303,7 @@ class JobState:
         self.places.clear()
         self.ranks.clear()
         for record in records:
-            record.enlist(self.places)
+            self.places[record.place] += 1
             self.ranks[record.rank] = record
         self.parallel.text, self.parallel.world = layout, len(self.ranks)
         self.parallel.changes += 1
@@ -371,7 +384,7 @@ class JobState:
 
     def enrol(self, record: RankRecord) -> None:
         """The rank belongs to the job from now on, in its place by number."""
-        record.enlist(self.places)
+        self.places[record.place] += 1
         self.membership.departed.pop(record.rank, None)
         others = [*self.ranks.values(), record]
         self.ranks.clear()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from enum import Enum
@@ -64,7 +63,7 @@ class RankRecord:
     """One place in the world and the process in it.
 
     Attributes:
-        tally: how many ranks are in which place, kept by all records of a job together.
+        place: of a rank of the job, only :meth:`~flashrecovery.controller.state.job_state.JobState.move` changes it.
         home: name of the node that holds the rank, or is to; "" while no node has room for it.
         store: host and port of the TCPStore that its process was told to use.
         page_on: name of the node whose agent has the page of its last process; "" if that node is lost.
@@ -99,7 +98,7 @@ class RankRecord:
     """
 
     rank: int
-    tally: Counter[Place] = field(default_factory=Counter, repr=False, compare=False)
+    place: Place = Place.EMPTY
     pid: int = 0
     node: str = ""
     host: str = ""
@@ -148,31 +147,11 @@ class RankRecord:
     held_at: HeldAt = field(default_factory=HeldAt)
     crashes: Crashes = field(default_factory=Crashes)
     _said: list[pb.Held] = field(default_factory=list)  # what it holds besides its live state, in its own words
-    _place: Place = Place.EMPTY
     _entry: pb.RankEntry = field(default_factory=pb.RankEntry)
     _entry_says: tuple[object, ...] = ()
 
-    def __post_init__(self) -> None:
-        self.tally[self._place] += 1
-
-    @property
-    def place(self) -> Place:
-        return self._place
-
-    @place.setter
-    def place(self, place: Place) -> None:
-        self.tally[self._place] -= 1
-        self.tally[place] += 1
-        self._place = place
-
-    def enlist(self, tally: Counter[Place]) -> None:
-        """It is counted there from now on."""
-        self.tally = tally
-        self.tally[self._place] += 1
-
-    def vacate(self) -> None:
-        """The process is gone; what the rank needs stays known."""
-        self.place = Place.EMPTY
+    def forget_process(self) -> None:
+        """What its last process had is gone; what the rank needs stays known."""
         self.ended = 0
         self.live = -1
         self._said = []
@@ -198,12 +177,12 @@ class RankRecord:
 
     def done(self, message: pb.Done) -> None:
         """It takes no more steps. Where the script's end is the end of them, there will be none in this process."""
-        self.place, self.committed = Place.DONE, message.version
+        self.committed = message.version
         if self.steps == ENDLESS:
             self.ended = message.version
 
     def joined(self, message: pb.Joined) -> None:
-        self.place = Place.JOINED
+        """What its process says at its first step."""
         self.steps, self.ended = message.steps, 0
         self.hang_floor_s = message.hang_floor_s
         self.in_snapshots = message.in_snapshots

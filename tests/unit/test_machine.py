@@ -630,6 +630,18 @@ def test_three_retries_are_enough_or_the_job_ends() -> None:
     assert world.machine.job.failure_reason.startswith("regrouping or restoring failed 4 times in a row")
 
 
+def test_a_job_that_is_told_to_end_retries_nothing() -> None:
+    world = refusing()
+    world.refused = 1
+    world.kill(0)
+    while world.machine.job.round.retry_at is None:
+        assert world.step()
+    world.machine.on_stop_request("stopped", world.now)
+    assert world.machine.job.state is State.FAILED and world.machine.job.saving
+    world.machine.on_tick(world.now + 2.0)
+    assert world.machine.job.state is State.FAILED and world.machine.job.failure_reason == "stopped"
+
+
 def test_each_recovery_may_ask_all_again_once() -> None:
     world = refusing()
     for _ in range(2):

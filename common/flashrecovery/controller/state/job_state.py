@@ -210,6 +210,7 @@ class JobState:
         do not agree, so that nothing may go on from what they hold."""
         self.failure_reason, self.void = reason, void
         self.outbox.clear()
+        self.round.retry_at = None
         self.saving = not void and self._has_something_to_save()
         self.to(State.FAILED)
         self.emit(ev.JobFailed(generation=self.generation, reason=reason, step=self.committed, step_s=self.step_s))

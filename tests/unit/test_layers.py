@@ -146,6 +146,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
         "storage hang membership last_save divergence_advice",
         "elastic",
         "relayout",
+        "next_move",
         "recovery",
         "takeover",
         "machine",

@@ -14,6 +14,17 @@ from flashrecovery.controller.elastic.resizing import Resizing
 from flashrecovery.controller.membership.launch import Starting
 from flashrecovery.controller.membership.node_health_policy import Evacuation
 from flashrecovery.controller.membership.placement import Staffing
+from flashrecovery.controller.next_move import (
+    BeginAgainOrFail,
+    Move,
+    Relayout,
+    Restore,
+    Settle,
+    StoppedFacts,
+    TakeBack,
+    next_move,
+)
+from flashrecovery.controller.relayout.next_step import KeepLayout
 from flashrecovery.controller.relayout.relayout import Replanning
 from flashrecovery.controller.state.custody import division_of, ready_for, take_on_parts
 from flashrecovery.controller.state.history import HistoryEntry, start_lines
@@ -29,8 +40,14 @@ from flashrecovery.controller.state.rank_record import (
     unequal_steps,
 )
 from flashrecovery.controller.state.recovery_round import RecoveryTries
-from flashrecovery.controller.state.restore_plan import Decision, RestoreRound, decide, from_snapshots
-from flashrecovery.errors import JobFailedError
+from flashrecovery.controller.state.restore_plan import (
+    Decision,
+    NothingLeft,
+    RestoreRound,
+    decide,
+    from_snapshots,
+)
+from flashrecovery.errors import JobFailedError, ProtocolError
 from flashrecovery.kinds import FailureKind, NoticeKind, Ordered
 from flashrecovery.plan import NoCut, NoSourceError
 from flashrecovery.plan.parity.groups import Groups, groups_of_all, launch_domains
@@ -338,27 +355,61 @@ class RecoverySteps:
         own = self._job.name_own()
         if not self._as_launched:
             take_on_parts(self._job.in_order, self._job.membership.sharded_among)
-        if self._replanning.under_way and self._lay_out(now):
-            return
+        if self._replanning.under_way:
+            # Who is left of a replica that others have left has a part in that, and what it has is needed.
+            move = self._next_move(self._found(), now, settled=False)
+            if not isinstance(move, Settle):
+                self._make(move, own, now)
+                return
         back = self._resizing.take_back_needed()
         if back:
             self.enter("retry", now, back)
             return
         self._resizing.dissolve_replicas()
+        move = self._next_move(self._found(), now)
+        if isinstance(move, Restore):
+            move = self._without_those_who_leave(move, now)
+        self._make(move, own, now)
+
+    def _next_move(self, found: Decision | NothingLeft, now: float, *, settled: bool = True) -> Move:
+        """See :func:`.next_move.next_move`. A change of the parallel layout that is not made may be given up here."""
+        relayout = self._replanning.next_step(found)
+        if isinstance(relayout, NothingLeft):
+            found, relayout = relayout, self._replanning.next_step(relayout)
+        assert not isinstance(relayout, NothingLeft)  # of nothing there is nothing to write
+        move = next_move(StoppedFacts(found, relayout, self._resizing.can_take_back, settled))
+        undecided = isinstance(move, TakeBack) or (isinstance(move, Settle) and isinstance(found, NothingLeft))
+        if isinstance(relayout, KeepLayout) and not undecided:
+            self._replanning.carry_out(relayout, now)
+        return move
+
+    def _without_those_who_leave(self, move: Restore, now: float) -> Move:
+        """Who has to leave the job does so now."""
+        version, checkpoint = move.decision.round.version, move.decision.checkpoint
         try:
-            decision = self._decision()
-            if decision.checkpoint and self._with_those_who_left(now):
-                return
-            if self._replanning.begin(decision, now):
-                return
-            if self._resizing.leave_at(decision.round.version, on_disk=bool(decision.checkpoint)):
-                decision = self._decision()
+            if not self._resizing.leave_at(version, on_disk=bool(checkpoint)):
+                return move
         except JobFailedError as e:
-            if self._with_those_who_left(now):
-                return
-            if not self._replanning.begin(e, now):
-                self._nothing_to_go_on_from(str(e), now)
-            return
+            return self._next_move(NothingLeft(str(e)), now)
+        found = self._found()
+        return Restore(found) if isinstance(found, Decision) else self._next_move(found, now)
+
+    def _make(self, move: Move, own: Sequence[str], now: float) -> None:
+        """Carry it out. ``own``: names of shards that have turned out to be each rank's own."""
+        match move:
+            case Restore():
+                self._regroup(move.decision, own, now)
+            case Relayout():
+                self._replanning.carry_out(move.step, now)
+            case TakeBack():
+                self._with_those_who_left(now)
+            case BeginAgainOrFail():
+                self._nothing_to_go_on_from(move.reason, now)
+            case Settle():
+                raise ProtocolError("all members are settled, and it is not decided what happens next")
+
+    def _regroup(self, decision: Decision, own: Sequence[str], now: float) -> None:
+        """All form their groups anew, and then go to the version that is decided."""
         decision = self._resizing.come_at(decision)
         self._adopt(decision, now)
         if self._resizing.tell(decision.round.version):
@@ -376,17 +427,6 @@ class RecoverySteps:
         self._job.command_all(self._job.ranks.values(), command, now + 2 * limit, Ordered.REGROUP)
         if not decision.checkpoint:
             self._restore_idle(now + 2 * limit)
-
-    def _lay_out(self, now: float) -> bool:
-        """If the layout changes now, it does; who is left of a replica that others have left has a part in that, and
-        what it has is needed. Returns whether that has been seen to."""
-        try:
-            decision = self._decision()
-            if decision.checkpoint and self._with_those_who_left(now):
-                return True
-            return self._replanning.begin(decision, now)
-        except JobFailedError:  # which may be for the want of something that is nobody's but theirs
-            return self._with_those_who_left(now)
 
     def _with_those_who_left(self, now: float) -> bool:
         """There is no version of which those who go on have everything. If processes are still there that were given
@@ -419,13 +459,16 @@ class RecoverySteps:
     def _all_there(self) -> bool:
         """Whether all can go on from somewhere, other than a checkpoint."""
         take_on_parts(self._job.in_order, self._job.membership.sharded_among)
-        try:
-            return not self._decision().checkpoint
-        except JobFailedError:
-            return False
+        found = self._found()
+        return isinstance(found, Decision) and not found.checkpoint
 
-    def _decision(self) -> Decision:
-        return decide(self._job.ranks, self._job.checkpoint, self._job.elastic_layout(), self._job.membership.departed)
+    def _found(self) -> Decision | NothingLeft:
+        """What all could go on from."""
+        job = self._job
+        try:
+            return decide(job.ranks, job.checkpoint, job.elastic_layout(), job.membership.departed)
+        except JobFailedError as e:
+            return NothingLeft(str(e))
 
     def _other_parity_groups(self) -> Groups:
         """The parity groups from now on, where members of those of the launch have come to be on one failure domain.

@@ -28,6 +28,10 @@ class LastResort:
         """A process of this rank, which the job has given up. It ends within ``grace_s`` seconds when it is let go."""
         self._there[record.rank] = record, grace_s
 
+    def __bool__(self) -> bool:
+        """Some are there."""
+        return bool(self._there)
+
     def let_go(self) -> None:
         """They are needed no more."""
         for rank, (record, grace_s) in self._there.items():

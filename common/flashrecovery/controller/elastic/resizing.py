@@ -386,10 +386,15 @@ class Resizing:
         self.last_resort.let_go()
         self._returned = 0
 
+    @property
+    def can_take_back(self) -> bool:
+        """Processes that were given up are still there, and have not been taken back too often in this recovery."""
+        return bool(self.last_resort) and self._returned < _TRIES
+
     def take_back_last(self) -> bool:
         """Those who go on have not all that they need: if processes that were given up are still there, they belong to
         the job again. Returns whether there were some."""
-        if self._returned >= _TRIES:
+        if not self.can_take_back:
             return False
         self._returned += 1
         before = set(self._job.ranks)

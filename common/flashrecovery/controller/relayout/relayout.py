@@ -12,13 +12,23 @@ lives that has it.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from flashrecovery import events as ev
 from flashrecovery.controller.elastic.resizing import Resizing
 from flashrecovery.controller.membership.launch import Starting
 from flashrecovery.controller.membership.placement import Staffing
 from flashrecovery.controller.membership.relayout_slots import LayoutRooms, facts_now
+from flashrecovery.controller.relayout.next_step import (
+    CannotChange,
+    KeepLayout,
+    NextLayout,
+    RelayoutFacts,
+    RelayoutStep,
+    StartLayout,
+    WriteState,
+    relayout_step,
+)
 from flashrecovery.controller.relayout.stash_state import LayoutMemory
 from flashrecovery.controller.relayout.stash_writers import Kept
 from flashrecovery.controller.state.custody import kept_for
@@ -26,7 +36,7 @@ from flashrecovery.controller.state.history import HistoryEntry
 from flashrecovery.controller.state.job_state import AGENT, JobState
 from flashrecovery.controller.state.nodes import NodeState
 from flashrecovery.controller.state.rank_record import RankRecord
-from flashrecovery.controller.state.restore_plan import Decision, RestoreRound
+from flashrecovery.controller.state.restore_plan import Decision, NothingLeft, RestoreRound
 from flashrecovery.errors import ConfigError, JobFailedError, UnsupportedError
 from flashrecovery.kinds import FailureKind, NoticeKind
 from flashrecovery.plan.strategy.layout_places import NodeSlot, numbered, stride
@@ -48,17 +58,6 @@ from flashrecovery.proto import flashrecovery_pb2 as pb
 _TRIES = 3
 """Layouts in which a script is started before it is given up, where it cannot begin in them."""
 _NOBODY_HAS_IT = "nobody has the state that ranks have needed which are lost"
-
-
-@dataclass(frozen=True)
-class NextLayout:
-    """What the job is to change to. ``step``: from this one on; -1: the next one. ``lost``: it has to, because ranks
-    cannot be replaced."""
-
-    strategy: Strategy
-    why: tuple[str, ...]
-    step: int = -1
-    lost: bool = False
 
 
 class Replanning:
@@ -195,52 +194,43 @@ class Replanning:
         """Somebody has died: what was being written is of no use."""
         self._memory.interrupted()
 
-    def begin(self, decision: Decision | JobFailedError, now: float) -> bool:
-        """All that live are stopped, and this is decided. Returns whether the layout changes now, or has to begin once
-        more."""
-        kept, wanted, readable = self._memory.kept, self._next, self._memory.now()
-        if self._memory.litter and kept is None:  # it has not been written to its end
+    def next_step(self, found: Decision | NothingLeft) -> RelayoutStep | NothingLeft:
+        """All that live are stopped, and this is what they could go on from: what becomes of the change. NothingLeft:
+        the state cannot be written, because of something that nobody has."""
+        memory, job = self._memory, self._job
+        facts = RelayoutFacts(
+            found=found,
+            wanted=self._next,
+            kept=memory.kept,
+            readable=memory.now(),
+            lost_with="" if memory.kept is None else memory.kept.lost_with(job.nodes),
+            retries=job.tries.retries,
+            unknown="" if self._next is None else self._unknown(),
+            checkpoint=self._checkpoint,
+            rooms=0 if self._next is None else sum(self._rooms.rooms()),
+            elastic=self._elastic,
+        )
+        step = relayout_step(facts)
+        why = memory.why_not_written(step.version) if isinstance(step, WriteState) else ""
+        return NothingLeft(why) if why else step
+
+    def carry_out(self, step: RelayoutStep, now: float) -> None:
+        """Do that."""
+        wanted = self._next
+        if self._memory.litter and self._memory.kept is None:  # it has not been written to its end
             self._memory.drop()
-        if isinstance(decision, Decision) and decision.checkpoint and self._elastic:
-            decision = self._of_one_layout(decision)
-        found = decision if isinstance(decision, Decision) and not decision.checkpoint else None
-        if found is None and kept is not None:  # nobody had come so far as to have the state
-            again = self._once_more(readable, decision)
-            if again is None and readable is None:
-                self._job.fail(f"{kept.lost_with(self._job.nodes)}; and there is no checkpoint")
-            elif again is None:
-                self._job.fail(str(decision))
-            else:
-                if wanted is None and self._elastic:
+        match step:
+            case CannotChange():
+                self._job.fail(step.why)
+            case StartLayout():
+                if step.once_more and wanted is None and self._elastic:
                     self._rooms.narrow(())  # replicas may have left since the layout has changed
-                self._start(wanted or self._same(), again, now)
-            return True
-        if wanted is not None and isinstance(decision, JobFailedError) and self._elastic:
-            if wanted.lost:  # what is left are no whole replicas
-                self._job.fail(str(decision))
-                return True
-            self._give_up(wanted, str(decision))
-        if wanted is None or isinstance(decision, JobFailedError):
-            return False
-        unknown = self._unknown()
-        if unknown and found is not None:
-            if self._checkpoint is None:
-                self._job.fail(f"{unknown}; and there is no checkpoint")
-                return True
-            decision = Decision.from_checkpoint(self._checkpoint, self._job.ranks, unknown)
-            found = None
-        version = decision.round.version
-        if version < wanted.step:
-            return False
-        room = sum(self._rooms.rooms())
-        if not wanted.lost and wanted.strategy.ranks > room:
-            self._give_up(wanted, f"a node has gone, and there is room for {room} ranks")
-            return False
-        if found is None:
-            self._start(wanted, Kept(version, pb.StashPlace(), decision.checkpoint), now)
-            return True
-        self._memory.write(version, now)
-        return True
+                self._start(wanted or self._same(), step.kept, now)
+            case WriteState():
+                self._memory.write(step.version, now)
+            case KeepLayout():
+                if step.given_up and wanted is not None:
+                    self._give_up(wanted, step.given_up)
 
     @property
     def _elastic(self) -> bool:
@@ -250,24 +240,6 @@ class Replanning:
     def _checkpoint(self) -> tuple[int, str] | None:
         """The newest one that any layout can read: those of an elastic job are of one."""
         return None if self._elastic else self._job.checkpoint
-
-    @staticmethod
-    def _of_one_layout(decision: Decision) -> JobFailedError:
-        """Nobody has the state, and the checkpoint is that of an elastic job."""
-        return JobFailedError(
-            f"the layout cannot change: {decision.round.reason}; and of an elastic job's checkpoints, as "
-            f"{decision.checkpoint}, another layout reads none"
-        )
-
-    def _once_more(self, kept: Kept | None, decision: Decision | JobFailedError) -> Kept | None:
-        """What a layout begins with that has to begin once more; None: there is nothing. What could not be read,
-        although nobody has died of it, is not read again where there is something else; from other nodes, not a third
-        time: one that has died breaks connections at once, and is found to be lost later. ``kept``: what is still
-        there."""
-        tries = 2 if kept is not None and kept.place.sources else 1
-        if isinstance(decision, Decision) and (kept is None or kept.checkpoint or self._job.tries.retries >= tries):
-            return Kept(decision.round.version, pb.StashPlace(), decision.checkpoint)
-        return None if kept is None or kept.checkpoint else replace(kept, written=0)
 
     def _unknown(self) -> str:
         """Why it cannot be said that those who are left have the whole state, in words; "" if it can. A controller that

@@ -12,7 +12,7 @@ from dataclasses import replace
 from flashrecovery.controller.relayout.stash_writers import Kept, KeptWords, assigned
 from flashrecovery.controller.state.history import HistoryEntry
 from flashrecovery.controller.state.job_state import AGENT, JobState
-from flashrecovery.errors import ProtocolError
+from flashrecovery.errors import JobFailedError, ProtocolError
 from flashrecovery.kinds import FailureKind, NoticeKind, Ordered
 from flashrecovery.plan.strategy.relayout import StayingFacts, layout_text
 from flashrecovery.plan.strategy.strategy import Strategy
@@ -46,8 +46,7 @@ class LayoutMemory:
     def write(self, version: int, now: float) -> None:
         """Have each shard written by one of those who have it. Raises JobFailedError if nobody has one."""
         job = self._job
-        domains = {node.name: node.domain for node in job.nodes.values()}
-        orders = assigned(job.ranks, job.membership.departed, version, domains)
+        orders = self._assigned(version)
         self._said, self.litter = {}, True
         self._rounds += 1
         directory = f"{job.generation}-{self._rounds}-{version}"
@@ -56,6 +55,19 @@ class LayoutMemory:
         for rank, items in orders.items():
             stash = pb.Stash(version=version, directory=directory, items=items)
             job.command(rank, pb.Command(stash=stash), deadline, Ordered.STASH)
+
+    def _assigned(self, version: int) -> dict[int, list[pb.StashItem]]:
+        job = self._job
+        domains = {node.name: node.domain for node in job.nodes.values()}
+        return assigned(job.ranks, job.membership.departed, version, domains)
+
+    def why_not_written(self, version: int) -> str:
+        """Why the state of this version cannot be written; "" if it can."""
+        try:
+            self._assigned(version)
+        except JobFailedError as e:
+            return str(e)
+        return ""
 
     @property
     def writing(self) -> bool:

@@ -134,6 +134,13 @@ class Decision:
         return Decision(RestoreRound.from_checkpoint(version, records, reason), path)
 
 
+@dataclass(frozen=True)
+class NothingLeft:
+    """Neither memory nor a checkpoint has a version for all ranks."""
+
+    reason: str
+
+
 def decide(
     records: Mapping[int, RankRecord],
     checkpoint: tuple[int, str] | None,

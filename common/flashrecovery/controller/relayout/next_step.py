@@ -1,0 +1,127 @@
+"""All that live are stopped, and it is known what they could go on from: what becomes of a change of the parallel
+layout now. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TypeAlias
+
+from flashrecovery.controller.relayout.stash_writers import Kept
+from flashrecovery.controller.state.restore_plan import Decision, NothingLeft
+from flashrecovery.plan.strategy.strategy import Strategy
+from flashrecovery.proto import flashrecovery_pb2 as pb
+
+
+@dataclass(frozen=True)
+class NextLayout:
+    """What the job is to change to. ``step``: from this one on; -1: the next one. ``lost``: it has to, because ranks
+    cannot be replaced."""
+
+    strategy: Strategy
+    why: tuple[str, ...]
+    step: int = -1
+    lost: bool = False
+
+
+@dataclass(frozen=True)
+class RelayoutFacts:
+    """On which it depends.
+
+    Attributes:
+        found: what the job could go on from in the layout that it has.
+        wanted: the layout that it is to change to; None: it is not to.
+        kept: what is in the staging area since the last change, because not all ranks have taken a step since;
+            ``readable``: the same, if all of it can still be read.
+        lost_with: why it cannot be read.
+        retries: how often a failed restore was tried again in this recovery.
+        unknown: why it is not known that those who are left have the whole state; "": they have.
+        checkpoint: the newest one that any layout can read, as version and directory.
+        rooms: ranks for which there is room.
+        elastic: the number of replicas may change, too; of such a job's checkpoints another layout reads none.
+    """
+
+    found: Decision | NothingLeft
+    wanted: NextLayout | None
+    kept: Kept | None = None
+    readable: Kept | None = None
+    lost_with: str = ""
+    retries: int = 0
+    unknown: str = ""
+    checkpoint: tuple[int, str] | None = None
+    rooms: int = 0
+    elastic: bool = False
+
+
+@dataclass(frozen=True)
+class KeepLayout:
+    """The layout does not change now. ``given_up``: why it never will, though it was commanded; "": it may, later."""
+
+    given_up: str = ""
+
+
+@dataclass(frozen=True)
+class StartLayout:
+    """All ranks start in the next layout, with this. ``once_more``: they had started in it, or in the one before."""
+
+    kept: Kept
+    once_more: bool = False
+
+
+@dataclass(frozen=True)
+class WriteState:
+    """The state of this version is written into the staging area; then the next layout starts."""
+
+    version: int
+
+
+@dataclass(frozen=True)
+class CannotChange:
+    """The job fails."""
+
+    why: str
+
+
+RelayoutStep: TypeAlias = KeepLayout | StartLayout | WriteState | CannotChange
+
+
+def relayout_step(facts: RelayoutFacts) -> RelayoutStep:
+    """What becomes of the change."""
+    found, wanted = facts.found, facts.wanted
+    if facts.elastic and isinstance(found, Decision) and found.checkpoint:
+        found = NothingLeft(
+            f"the layout cannot change: {found.round.reason}; and of an elastic job's checkpoints, as "
+            f"{found.checkpoint}, another layout reads none"
+        )
+    if facts.kept is not None and (isinstance(found, NothingLeft) or found.checkpoint):
+        return _once_more(facts, found)  # nobody had come so far as to have the state
+    if isinstance(found, NothingLeft):
+        if wanted is None or not facts.elastic:
+            return KeepLayout()
+        return CannotChange(found.reason) if wanted.lost else KeepLayout(given_up=found.reason)  # no whole replicas
+    if wanted is None:
+        return KeepLayout()
+    version, checkpoint = found.round.version, found.checkpoint
+    if facts.unknown and not checkpoint:
+        if facts.checkpoint is None:
+            return CannotChange(f"{facts.unknown}; and there is no checkpoint")
+        version, checkpoint = facts.checkpoint
+    if version < wanted.step:
+        return KeepLayout()
+    if not wanted.lost and wanted.strategy.ranks > facts.rooms:
+        return KeepLayout(given_up=f"a node has gone, and there is room for {facts.rooms} ranks")
+    return StartLayout(Kept(version, pb.StashPlace(), checkpoint)) if checkpoint else WriteState(version)
+
+
+def _once_more(facts: RelayoutFacts, found: Decision | NothingLeft) -> RelayoutStep:
+    """What could not be read, although nobody has died of it, is not read again where there is something else; from
+    other nodes, not a third time: one that has died breaks connections at once, and is found to be lost later."""
+    kept = facts.readable
+    tries = 2 if kept is not None and kept.place.sources else 1
+    if isinstance(found, Decision) and (kept is None or kept.checkpoint or facts.retries >= tries):
+        return StartLayout(Kept(found.round.version, pb.StashPlace(), found.checkpoint), once_more=True)
+    if kept is not None and not kept.checkpoint:
+        return StartLayout(replace(kept, written=0), once_more=True)
+    if kept is None:
+        return CannotChange(f"{facts.lost_with}; and there is no checkpoint")
+    assert isinstance(found, NothingLeft)
+    return CannotChange(found.reason)

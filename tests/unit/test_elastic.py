@@ -311,9 +311,9 @@ def test_a_failure_before_the_step_does_not_forget_the_command() -> None:
     ("said", "why"),
     [
         ({}, ""),
-        ({"batches": "of others"}, "the replacement's batches are of others"),
+        ({"batches": "of others"}, "its batches are of others"),
         ({"steps": 7}, "needs the same number on every rank"),
-        ({"needs": [pb.ShardNeed(name="more", nbytes=1)]}, "registered other state than the process it replaces"),
+        ({"needs": [pb.ShardNeed(name="more", nbytes=1)]}, "registered other state than the process that it replaces"),
     ],
 )
 def test_a_replacement_in_another_size_is_compared_with_the_process_before(said: dict[str, Any], why: str) -> None:

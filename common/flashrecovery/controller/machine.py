@@ -56,6 +56,7 @@ from flashrecovery.controller.state.rank_record import (
     Place,
     RankRecord,
     left_behind,
+    registration_differs,
     told_of,
     unequal_ends,
     unequal_steps,
@@ -247,9 +248,9 @@ class Machine:
             return  # of a process that has been replaced since
         if node not in ("", record.home):
             return  # of a process that was to take the rank over, and has been given up
-        known, steps, batches, shape = dict(record.needs), record.steps, record.batches, record.shape
-        sure, common = not record.as_launched, record.common_needs().keys()
-        divided, outline = record.divided, record.outline
+        known, divided, steps = dict(record.needs), record.divided, record.steps
+        sure = not record.as_launched
+        before = record.registration(known if sure else record.common_needs(), steps=False)
         self.job.move(record.rank, Place.JOINED)
         record.joined(message)
         record.needs = renamed(record.needs, record.rank, turned_out_own(known))
@@ -266,19 +267,10 @@ class Machine:
             # it has divided its state as at the launch, and takes on the others' division, if it has a part of that
             record.needs = {**record.common_needs(), **{name: known[name] for name in divided}}
             record.divided = divided
-        if known and outline != record.outline:
-            self.job.fail(
-                f"rank {record.rank}: the replacement registered a model with other parameters, shapes or types than "
-                "the process it replaces"
-            )
-        elif known and (odd := sorted(set(known) ^ set(record.needs) if sure else common ^ {*record.common_needs()})):
-            self.job.fail(
-                f"rank {record.rank}: the replacement registered other state than the process it replaces: {odd[:3]}"
-            )
-        elif known and shape != record.shape:
-            self.job.fail(f"rank {record.rank}: the replacement is in other replicas than the process it replaces")
-        elif known and batches != record.batches:
-            self.job.fail(f"rank {record.rank}: the replacement's batches are {record.batches}, not {batches}")
+        now_said = record.registration(record.needs if sure else record.common_needs(), steps=False)
+        differs = registration_differs(before, now_said, "the process that it replaces") if known else ""
+        if differs:
+            self.job.fail(f"rank {record.rank}: the replacement is another one: {differs}")
         elif self.job.state is not State.STARTING and record.steps != steps and unequal_steps(self.job.ranks.values()):
             self.job.fail(unequal_steps(self.job.ranks.values()))
         elif self.job.state is State.STARTING:

@@ -9,7 +9,7 @@ and that is said. Once all are there, the ranks pause, and in the recovery that 
 from __future__ import annotations
 
 from flashrecovery.controller.state.job_state import JobState
-from flashrecovery.controller.state.rank_record import Newcomer, Place, RankRecord, capsule_name
+from flashrecovery.controller.state.rank_record import Newcomer, Place, RankRecord, capsule_name, registration_differs
 from flashrecovery.kinds import NoticeKind
 from flashrecovery.plan.ownership import base_name
 from flashrecovery.proto import flashrecovery_pb2 as pb
@@ -87,17 +87,8 @@ class Newcomers:
         other = self._job.ranks.get(record.rank) or next(alike, self._job.in_order[0])
         here = {*map(base_name, record.common_needs())} - {capsule_name(record.rank)}
         there = {*map(base_name, other.common_needs())} - {capsule_name(other.rank)}
-        if here != there:
-            return f"it has registered other state than rank {other.rank}: {sorted(here ^ there)[:3]}"
-        if record.outline != other.outline:  # the shards themselves are of the launch's size here, and not there
-            return f"its model has other parameters, or other shapes or types of them, than that of rank {other.rank}"
-        if record.shape != other.shape:
-            return f"its replicas are not those of rank {other.rank}"
-        if record.steps != other.steps:
-            return f"it would take {record.steps} steps, and rank {other.rank} takes {other.steps}"
-        if record.batches != other.batches:
-            return f"its batches are {record.batches}, and those of rank {other.rank} are {other.batches}"
-        return ""
+        old, new = other.registration(there, steps=True), record.registration(here, steps=True)
+        return registration_differs(old, new, f"rank {other.rank}")
 
     def on_failure(self, message: pb.Failure, node: str) -> bool:
         """Its process has died."""

@@ -210,6 +210,10 @@ class RankRecord:
         """What it needs in any size of the job."""
         return {name: nbytes for name, nbytes in self.needs.items() if name not in self.divided}
 
+    def registration(self, shards: Iterable[str], *, steps: bool) -> Registration:
+        """What its process has said. ``steps``: their number is compared, too."""
+        return Registration(frozenset(shards), self.outline, self.shape, self.batches, self.steps if steps else None)
+
     def need_part(self, kept: Mapping[str, int]) -> None:
         """Of what is divided it needs what others keep for its rank."""
         common = self.common_needs()
@@ -312,6 +316,38 @@ class RankRecord:
 
     def need_list(self) -> list[Need]:
         return [Need(self.rank, n, b) for n, b in self.needs.items()]
+
+
+@dataclass(frozen=True)
+class Registration:
+    """What a process has said at its first step that another one in its place must say, too.
+
+    Attributes:
+        shards: names of those that it needs, as far as they are the same in both.
+        outline, shape, batches: as of :class:`RankRecord`.
+        steps: the same; None: not compared.
+    """
+
+    shards: frozenset[str]
+    outline: str
+    shape: ReplicaShape | None
+    batches: str
+    steps: int | None = None
+
+
+def registration_differs(old: Registration, new: Registration, other: str) -> str:
+    """How ``new`` differs from ``old``, which is that of ``other``, as text; "" if it does not. Pure."""
+    if new.outline != old.outline:  # where ranks have other parts of a model, their names do not tell
+        return f"its model has other parameters, or other shapes or types of them, than that of {other}"
+    if new.shards != old.shards:
+        return f"it has registered other state than {other}: {sorted(new.shards ^ old.shards)[:3]}"
+    if new.shape != old.shape:
+        return f"its replicas are not those of {other}"
+    if new.steps != old.steps:
+        return f"it would take {new.steps} steps, and {other} takes {old.steps}"
+    if new.batches != old.batches:
+        return f"its batches are {new.batches}, and those of {other} are {old.batches}"
+    return ""
 
 
 @dataclass

@@ -38,6 +38,7 @@ from tests.simulation.network import DatagramSocket
 from tests.simulation.process import SimDeathWatch, SimWorkerProcess
 from tests.simulation.rpc import SimChannel, SimServer
 from tests.simulation.world import World
+from tests.support import validated
 
 _world: World | None = None
 _slow_disks = False
@@ -334,7 +335,8 @@ def _socket_module() -> Any:
 
 @contextmanager
 def simulated() -> Iterator[None]:
-    """Histories can be run inside."""
+    """Histories can be run inside. The controller's machine is validated after each event."""
+    validated.install()
     replaced: list[tuple[Any, str, Any]] = [
         (time, "monotonic", _monotonic),
         (time, "monotonic_ns", lambda: int(_monotonic() * 1e9)),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,11 +12,24 @@ from flashrecovery import events as ev
 from flashrecovery.agent.monitoring.reply_batching import singly
 from flashrecovery.config import RunConfig
 from flashrecovery.controller.machine import Machine
+from flashrecovery.controller.state.job_state import JobState
 from flashrecovery.controller.state.outbox import Emit, Publish, Send
-from flashrecovery.controller.state.rank_record import Place
+from flashrecovery.controller.state.rank_record import Newcomer, Place, RankRecord
 from flashrecovery.controller.state.rank_table import RankTable
 from flashrecovery.errors import ProtocolError
-from flashrecovery.plan.transitions import RECOVERY_STATES, TRANSITIONS, State, check_transition
+from flashrecovery.plan.transitions import (
+    CHANGES,
+    RECOVERY_STATES,
+    TRANSITIONS,
+    ChangeState,
+    DrainState,
+    JoinState,
+    RelayoutState,
+    SizeState,
+    State,
+    check_change,
+    check_transition,
+)
 from flashrecovery.proto import flashrecovery_pb2 as pb
 
 
@@ -479,6 +493,46 @@ def test_the_table_names_every_state_and_refuses_the_rest() -> None:
     check_transition(State.RUNNING, State.QUIESCING)
     with pytest.raises(ProtocolError):
         check_transition(State.FINISHED, State.RUNNING)
+
+
+def test_the_tables_of_changes_name_every_state_and_refuse_the_rest() -> None:
+    kinds: tuple[type[ChangeState], ...] = (SizeState, JoinState, DrainState, RelayoutState)
+    assert set(CHANGES) == {state for kind in kinds for state in kind}
+    for state, following in CHANGES.items():
+        assert all(type(other) is type(state) and other is not state for other in following)
+        check_change(state, state)
+    with pytest.raises(ProtocolError, match="JoinState: none -> taking over"):
+        check_change(JoinState.NONE, JoinState.TAKING_OVER)
+
+
+CONTRADICTIONS: dict[str, Callable[[JobState], object]] = {
+    "ranks are in": lambda job: setattr(job.ranks[0], "place", Place.DONE),
+    "not in order": lambda job: job.in_order.reverse(),
+    "comes after": lambda job: setattr(job, "generation", -1),
+    "of a later generation": lambda job: setattr(job.ranks[0], "filled", 99),
+    "on no node": lambda job: setattr(job.ranks[0], "home", ""),
+    "have left": lambda job: job.membership.departed.update({0: {}}),
+    "state is sharded among": lambda job: job.membership.sharded_anew((0, 1, 2)),
+    "have come to their loop": lambda job: job.membership.joining.update(
+        {2: Newcomer(RankRecord(2, place=Place.RUNNING), 1, 0.0)}
+    ),
+    "without a recovery": lambda job: setattr(job, "state", State.REPLACING),
+    "not decided what is restored": lambda job: setattr(job, "state", State.RESTORING),
+    "to be tried again": lambda job: setattr(job.round, "retry_at", 1.0),
+    "because of ''": lambda job: setattr(job, "state", State.FAILED),
+}
+
+
+@pytest.mark.parametrize("said", CONTRADICTIONS)
+def test_a_state_that_contradicts_itself_is_seen_after_the_event(said: str) -> None:
+    world = World(2)
+    world.launch()
+    while world.machine.job.state is not State.RUNNING:
+        world.step()
+    world.machine.validate()
+    CONTRADICTIONS[said](world.machine.job)
+    with pytest.raises(ProtocolError, match=f"job state: .*{said}"):
+        world.machine.validate()
 
 
 def test_an_answer_of_an_older_generation_acknowledges_nothing() -> None:

@@ -69,7 +69,7 @@ from flashrecovery.plan.elastic.resize import why_too_few
 from flashrecovery.plan.hang import VerdictKind, victims_of
 from flashrecovery.plan.ownership import renamed, turned_out_own
 from flashrecovery.plan.strategy.relayout import layout_text
-from flashrecovery.plan.transitions import RECOVERY_STATES, State
+from flashrecovery.plan.transitions import RECOVERY_STATES, ChangeState, State, check_change
 from flashrecovery.plan.words import HOW_TO_PROTECT, failed_text, raised_text, ranks_text
 from flashrecovery.proto import flashrecovery_pb2 as pb
 
@@ -99,6 +99,26 @@ class Machine:
         self.takeover = TakeOver(self.job, self._staffing, self._starting, self._steps, self._replanning)
         self.watch = HangWatch(self.job)
         self.conduct = Conduct(self.job)
+        self._validated: dict[str, ChangeState] = {}
+
+    def changes(self) -> dict[str, ChangeState]:
+        """Where each change of size, members, nodes and parallel layout is."""
+        nodes: dict[str, ChangeState] = {f"drain of {name}": self.handoff.state(name) for name in self.job.nodes}
+        return {
+            "size": self._resizing.state,
+            "join": self._coming.state,
+            "relayout": self._replanning.state,
+            **nodes,
+        }
+
+    def validate(self) -> None:
+        """Call after an event, and never amid one. Raises ProtocolError: what is known contradicts itself, or an event
+        has led from one state of a change to another that is not in the table."""
+        self.job.validate()
+        now = self.changes()
+        for name, state in now.items():
+            check_change(self._validated.get(name, state), state)
+        self._validated = now
 
     def on_register(self, message: pb.Register, now: float) -> None:
         """A node has come, or its agent has connected again."""

@@ -17,7 +17,7 @@ from flashrecovery.controller.state.loss_policy import allowed_sizes, never_repl
 from flashrecovery.controller.state.nodes import NodeRecord, NodeState, rooms
 from flashrecovery.kinds import NoticeKind
 from flashrecovery.plan.elastic.drain import HandOff, HandOffWay, Parting, hand_off
-from flashrecovery.plan.transitions import State
+from flashrecovery.plan.transitions import DrainState, State
 from flashrecovery.proto import flashrecovery_pb2 as pb
 
 _TRIES = 3
@@ -61,6 +61,12 @@ class Handoff:
         if name in self._until:
             self._no_more(name)
             give_up_all(self._job, f"node {name} is lost before its ranks were handed over")
+
+    def state(self, name: str) -> DrainState:
+        """Where a node is on its way out."""
+        if name not in self._until:
+            return DrainState.NONE
+        return DrainState.MOVING if name in self._moved else DrainState.ASKED
 
     def tick(self, now: float) -> None:
         """Do what can be done now for the first of them."""

@@ -23,7 +23,7 @@ from flashrecovery.controller.state.rank_record import THROUGH
 from flashrecovery.controller.state.restore_plan import Decision, decide
 from flashrecovery.errors import JobFailedError
 from flashrecovery.kinds import FailureKind
-from flashrecovery.plan.transitions import State
+from flashrecovery.plan.transitions import JoinState, State
 from flashrecovery.plan.words import ranks_text
 from flashrecovery.proto import flashrecovery_pb2 as pb
 
@@ -89,6 +89,15 @@ class ComingIn:
         """Newcomers are being built up. They come in before ``step`` (-1: before the next one)."""
         self._step, self._taking_over = step, taking_over
         self._called_in, self._tries = -1, 0
+
+    @property
+    def state(self) -> JoinState:
+        """Where those are that are to come."""
+        if self.relieved:
+            return JoinState.TAKING_OVER
+        if not self._job.membership.joining:
+            return JoinState.NONE
+        return JoinState.PAUSING if self._called_in == self._job.generation else JoinState.STARTING
 
     @property
     def cause(self) -> FailureKind:

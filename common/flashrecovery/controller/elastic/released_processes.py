@@ -86,6 +86,10 @@ class Relieved:
         """Another process is about to fill its rank."""
         self._old[record.rank] = record
 
+    def __bool__(self) -> bool:
+        """Some are there."""
+        return bool(self._old)
+
     def let_go(self) -> list[RankRecord]:
         """The others have all that they need. Returns those that were relieved, whose processes are still there."""
         old = list(self._old.values())

@@ -25,7 +25,7 @@ from flashrecovery.controller.state.rank_record import BUILT_UP, Place, RankReco
 from flashrecovery.controller.state.restore_plan import Decision, decide
 from flashrecovery.errors import JobFailedError
 from flashrecovery.kinds import NoticeKind
-from flashrecovery.plan.transitions import State
+from flashrecovery.plan.transitions import SizeState, State
 from flashrecovery.plan.words import ranks_text
 from flashrecovery.proto import flashrecovery_pb2 as pb
 
@@ -242,6 +242,15 @@ class Resizing:
     def _standing(self) -> pb.Pause:
         """Where ranks are to pause for what somebody has commanded: nowhere if nobody has."""
         return pb.Pause(step=-1) if self._wish is None else self._wish.pause(copies=of_their_own(self._job.in_order))
+
+    @property
+    def state(self) -> SizeState:
+        """Where a commanded change of the size is."""
+        if self.last_resort:
+            return SizeState.LEAVING
+        if self._wish is not None:
+            return SizeState.ORDERED
+        return SizeState.STABLE if self._put_aside is None else SizeState.PUT_ASIDE
 
     @property
     def under_way(self) -> bool:

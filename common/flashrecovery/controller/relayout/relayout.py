@@ -51,7 +51,7 @@ from flashrecovery.plan.strategy.relayout import (
     with_most_replicas,
 )
 from flashrecovery.plan.strategy.strategy import Strategy, StrategyChoice
-from flashrecovery.plan.transitions import State
+from flashrecovery.plan.transitions import RelayoutState, State
 from flashrecovery.plan.words import ranks_text
 from flashrecovery.proto import flashrecovery_pb2 as pb
 
@@ -164,6 +164,15 @@ class Replanning:
     def under_way(self) -> bool:
         """The layout is to change, and has not yet."""
         return self._next is not None
+
+    @property
+    def state(self) -> RelayoutState:
+        """Where a change is."""
+        if self._memory.writing:
+            return RelayoutState.WRITING
+        if self._next is not None:
+            return RelayoutState.FORCED if self._next.lost else RelayoutState.ORDERED
+        return RelayoutState.STABLE if self._memory.kept is None else RelayoutState.STARTED
 
     @property
     def has_to(self) -> bool:

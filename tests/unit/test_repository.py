@@ -306,6 +306,31 @@ def test_scripts_in_the_pages_for_beginners_are_python() -> None:
             ast.parse(block, name)
 
 
+def test_the_names_of_the_api_pages_are_there() -> None:
+    """Else `make docs` fails."""
+    pytest.importorskip("deepspeed")
+    pytest.importorskip("megatron.core")
+    names = [name for page in _tracked("docs/api/*.md") for name in re.findall(r"^::: (\S+)", _text(page), re.M)]
+    assert len(names) > 10
+    wrong = []
+    for name in names:
+        parts = name.split(".")
+        module = next(m for m in (".".join(parts[:n]) for n in range(len(parts), 0, -1)) if _importable(m))
+        thing: object = importlib.import_module(module)
+        for part in parts[module.count(".") + 1 :]:
+            thing = getattr(thing, part, None)
+        if thing is None:
+            wrong.append(name)
+    assert wrong == []
+
+
+def _importable(module: str) -> bool:
+    try:
+        return find_spec(module) is not None
+    except ModuleNotFoundError:
+        return False
+
+
 def test_the_tests_that_the_page_of_elastic_jobs_names_exist() -> None:
     """Each in a file that its section names."""
     files: dict[str, set[str]] = {}

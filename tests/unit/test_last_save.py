@@ -190,9 +190,9 @@ def test_whoever_presses_ctrl_c_twice_waits_for_nothing() -> None:
     world = Ending()
     world.silent = {0, 1}
     world.machine.on_stop_request("stopped by SIGINT", world.now)
-    assert world.machine.job.saving
+    assert world.machine.job.ending.saving
     world.machine.on_stop_request("stopped by SIGINT", world.now, at_once=True)
-    assert not world.machine.job.saving
+    assert not world.machine.job.ending.saving
     assert world.end().version == 0
 
 
@@ -205,7 +205,7 @@ def come_apart(world: Ending, diverged: pb.Diverged | None = None) -> str:
     failure = pb.Failure(rank=1, pid=record.pid, kind="exception", evidence="x", last_words=words, step=2)
     world.machine.on_failure(failure, world.now)
     world.collect()
-    assert not world.machine.job.saving
+    assert not world.machine.job.ending.saving
     assert world.end().void
     return world.machine.job.failure_reason
 
@@ -323,11 +323,11 @@ def test_nothing_is_kept_before_the_first_step_and_after_the_last_one() -> None:
     for record in world.machine.job.ranks.values():
         record.committed = 0
     world.machine.on_stop_request("stopped by SIGTERM", world.now)
-    assert not world.machine.job.saving
+    assert not world.machine.job.ending.saving
     world = Ending()
     world.machine.job.move(0, Place.RELEASED)
     world.machine.on_stop_request("stopped by SIGTERM", world.now)
-    assert not world.machine.job.saving
+    assert not world.machine.job.ending.saving
 
 
 def test_a_version_counts_if_every_rank_of_the_node_has_something_of_it() -> None:

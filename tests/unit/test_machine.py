@@ -691,7 +691,7 @@ def test_a_job_that_is_told_to_end_retries_nothing() -> None:
     while world.machine.job.round.retry_at is None:
         assert world.step()
     world.machine.on_stop_request("stopped", world.now)
-    assert world.machine.job.state is State.FAILED and world.machine.job.saving
+    assert world.machine.job.state is State.FAILED and world.machine.job.ending.saving
     world.machine.on_tick(world.now + 2.0)
     assert world.machine.job.state is State.FAILED and world.machine.job.failure_reason == "stopped"
 

@@ -85,7 +85,7 @@ class LastSave:
     def tick(self, now: float) -> None:
         """Go on, as far as that is possible."""
         job, limit = self._job, self._job.config.timeouts.last_save_s
-        if not job.saving:
+        if not job.ending.saving:
             return
         if self._began is None:
             self._begin(now)

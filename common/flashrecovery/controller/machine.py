@@ -136,7 +136,7 @@ class Machine:
                 generation=self.job.generation, node=node.name, host=node.host, domain=node.domain, slots=node.slots
             )
         )
-        if self.job.state is State.FAILED and not self.job.saving:  # the others have been told before it came
+        if self.job.state is State.FAILED and not self.job.ending.saving:  # the others have been told before it came
             over = pb.Shutdown(reason=self.job.failure_reason)
             self.job.outbox.send(node.name, pb.Command(generation=self.job.generation, rank=AGENT, shutdown=over))
             return
@@ -176,7 +176,7 @@ class Machine:
     def on_node_lost(self, name: str, evidence: str, silent_s: float, now: float) -> None:
         """A node does not answer any more, and no other node reaches it: its ranks are given away as a whole."""
         node = self.job.nodes[name]
-        if self.job.saving and node.alive:
+        if self.job.ending.saving and node.alive:
             node.state = NodeState.LOST
             self._last_save.lost([r.rank for r in self.job.ranks.values() if r.home == name])
         if self.job.state in (State.FAILED, State.FINISHED) or not node.alive:
@@ -317,7 +317,7 @@ class Machine:
     def _is_lost(self, message: pb.Failure, now: float, node: str) -> bool:
         """Note a failure; returns whether the rank is to be filled again for that."""
         record = self.job.ranks.get(message.rank)
-        if record is not None and record.pid == message.pid and self.job.saving:
+        if record is not None and record.pid == message.pid and self.job.ending.saving:
             self._last_save.lost([record.rank])
         if (
             record is None
@@ -337,8 +337,8 @@ class Machine:
             self.job.nodes[record.home].suspect = message.evidence
         was = record.place
         self.job.vacate(record.rank)
-        if self.job.told_to_end:
-            self.job.fail(self.job.told_to_end)  # it is not replaced for the few seconds that are left
+        if self.job.ending.asked_by:
+            self.job.fail(self.job.ending.asked_by)  # it is not replaced for the few seconds that are left
         elif message.last_words.fatal:
             name = message.last_words.exception.rpartition(".")[2]
             said = message.last_words.message.rstrip(".")
@@ -392,7 +392,7 @@ class Machine:
         if what is Ordered.KEEP_LAST:
             self._last_save.kept(ranks, message)
             return
-        if self.job.saving and message.error_type:
+        if self.job.ending.saving and message.error_type:
             self._last_save.lost(ranks)
             return
         if message.error_type:
@@ -513,7 +513,7 @@ class Machine:
         record = self.job.ranks.get(message.rank)
         if record is not None and node not in ("", record.home):
             return
-        if record is not None and record.pid == message.pid and self.job.saving:
+        if record is not None and record.pid == message.pid and self.job.ending.saving:
             self._last_save.lost([record.rank])
         if record is None or record.pid != message.pid or self.job.state in (State.FAILED, State.FINISHED):
             return
@@ -614,9 +614,13 @@ class Machine:
         if self._resizing.overdue(now):
             self._steps.recover([], FailureKind.RESIZE, self._resizing.paused_since(now), 0.0, now)
         late = {rank: what for what, rank in self.job.outbox.expired(now)}
-        if self.job.told_to_end and now >= self.job.ends_at and self.job.state not in (State.FINISHED, State.FAILED):
-            self.job.fail(self.job.told_to_end)
-        if self.job.saving:
+        if (
+            self.job.ending.asked_by
+            and now >= self.job.ending.until
+            and self.job.state not in (State.FINISHED, State.FAILED)
+        ):
+            self.job.fail(self.job.ending.asked_by)
+        if self.job.ending.saving:
             self._last_save.late(late)
         self._last_save.tick(now)
         if late and self.job.state not in (State.FINISHED, State.FAILED):
@@ -721,11 +725,11 @@ class Machine:
         itself within ``timeouts.signal_grace_s``; ``at_once``: nothing that takes time is done any more."""
         job = self.job
         if job.state in (State.FINISHED, State.FAILED):
-            if at_once and job.saving:
+            if at_once and job.ending.saving:
                 job.shut_down()
-        elif by_itself and not job.told_to_end and job.state is State.RUNNING:
-            job.told_to_end, job.ends_at = reason, now + job.config.timeouts.signal_grace_s
-        elif not by_itself or not job.told_to_end:
+        elif by_itself and not job.ending.asked_by and job.state is State.RUNNING:
+            job.ending.asked_by, job.ending.until = reason, now + job.config.timeouts.signal_grace_s
+        elif not by_itself or not job.ending.asked_by:
             job.fail(reason)
 
     def _restart(self, failed: RankRecord, message: pb.Failure, now: float) -> None:

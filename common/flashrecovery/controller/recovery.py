@@ -128,7 +128,7 @@ class RecoverySteps:
         """The newest state that an earlier launch has left, in memory or on disk; None if there is none, or it is of no
         use and the job has failed: what somebody asks for is not quietly begun anew."""
         found = self._job.checkpoints
-        found += [last for last in self._job.left_last if not found or last[0] >= found[-1][0]]
+        found += [last for last in self._job.earlier.left_last if not found or last[0] >= found[-1][0]]
         checkpoint = self._job.checkpoint
         in_memory = from_snapshots(self._job.ranks)
         if isinstance(in_memory, NoCut):
@@ -152,8 +152,8 @@ class RecoverySteps:
         return Decision(RestoreRound.from_checkpoint(version, self._job.ranks), path)
 
     def _tell_resumed(self, version: int, found: str) -> None:
-        lost = self._job.earlier_step - version
-        again = f"; the launch before had come to step {self._job.earlier_step}" if lost > 1 else ""
+        lost = self._job.earlier.step - version
+        again = f"; the launch before had come to step {self._job.earlier.step}" if lost > 1 else ""
         self._job.notice(NoticeKind.RESUMED, f"resumed at step {version} from {found}{again}")
 
     def _nothing_to_resume(self) -> None:
@@ -162,12 +162,12 @@ class RecoverySteps:
         job = self._job
         folder = job.config.checkpoint.dir
         places = job.where if folder is None else f"{job.where}, {folder}"
-        if job.earlier_step == 0:
+        if job.earlier.step == 0:
             job.notice(NoticeKind.RESUMED, f"nothing to resume in {places}: starts at step 0")
             return
         hint = "" if folder is not None else " (with --checkpoint-dir or --snapshots always there would have been)"
         job.fail(
-            f"--resume: an earlier launch in {job.where} had come to step {job.earlier_step}, and in {places} there is "
+            f"--resume: an earlier launch in {job.where} had come to step {job.earlier.step}, and in {places} there is "
             f"nothing to go on from{hint}; without --resume the job begins anew"
         )
 
@@ -338,7 +338,7 @@ class RecoverySteps:
                 reason=self._job.failure_reason or self._job.last_failure,
                 mutation_grace_s=grace_s,
                 finish_to=newest if settled else -1,
-                needs_known=self._job.needs_known,
+                needs_known=self._job.start.needs_known,
                 layout=self._job.elastic_layout(),
                 unsure=self._job.membership.unsure,
             )
@@ -351,7 +351,7 @@ class RecoverySteps:
         if self._job.membership.unsure and self._another_division():
             self.enter(FailureKind.CONTROLLER, now)
             return
-        self._job.needs_known = self._job.generation
+        self._job.start.needs_known = self._job.generation
         own = self._job.name_own()
         if not self._as_launched:
             take_on_parts(self._job.in_order, self._job.membership.sharded_among)
@@ -453,7 +453,7 @@ class RecoverySteps:
         other = ready_for(self._job.in_order)
         if other and set(other) < set(layout) and not self._all_there():
             self._job.divided_among(other)  # which takes nothing away: they could not go on from the old one
-        self._job.needs_known = 0
+        self._job.start.needs_known = 0
         return True
 
     def _all_there(self) -> bool:
@@ -601,8 +601,8 @@ class RecoverySteps:
 
     def finish_if_all_have(self, now: float) -> None:
         """The job has ended well once every rank's process has."""
-        if self._job.all_in(Place.FINISHED) and self._job.told_to_end:
-            self._job.fail(f"{self._job.told_to_end}; all ranks have ended by themselves")
+        if self._job.all_in(Place.FINISHED) and self._job.ending.asked_by:
+            self._job.fail(f"{self._job.ending.asked_by}; all ranks have ended by themselves")
         elif self._job.all_in(Place.FINISHED):
             for drill in self._job.asked.missed():
                 when = "" if drill.step < 0 else f", step {drill.step:,}"

@@ -47,6 +47,7 @@ class TakeOver:
         """By controllers before this one, by launch."""
         self._launch_of = -1  # the newest generation in which a node has named the launch
         self._layout = FoundLayout(job)
+        self._found_at: float | None = None  # when the last agent has come to an elected controller
         self._knows_stride = False  # a node has told it
         self._regrouped = -1  # the newest generation in which a node has heard who forms the groups
         self._members_of = -1  # the newest generation in which a node has told who belongs to an elastic job
@@ -63,14 +64,14 @@ class TakeOver:
 
     def inherit(self, now: float) -> None:
         """The job runs already, under a controller that is lost with its node; the others' agents are on their way."""
-        self._job.found_since = self._job.started_at = self._job.found_at = now
+        self._job.found_since = self._job.started_at = self._found_at = now
 
     def find(self, node: NodeRecord, message: pb.Register, now: float) -> None:
         """A node with ranks has come to a controller that has not launched them."""
         if self._job.found_since is None:
             self._job.found_since = self._job.started_at = now
-        if self._job.found_at is not None:
-            self._job.found_at = now
+        if self._found_at is not None:
+            self._found_at = now
         if self._job.config.replan is not None:
             newest, older = self._layout.hear(message)
             for name in [*older, *([] if newest else [node.name])]:
@@ -196,7 +197,7 @@ class TakeOver:
         if not self.gathering or self._job.found_since is None:
             return
         limits = self._job.config.timeouts
-        quiet = self._job.found_at is not None and now - self._job.found_at >= QUIET * limits.node_silence_s
+        quiet = self._found_at is not None and now - self._found_at >= QUIET * limits.node_silence_s
         if quiet or now - self._job.found_since >= limits.takeover_s:
             self._take_over(now)
 

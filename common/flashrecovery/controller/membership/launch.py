@@ -10,7 +10,7 @@ from flashrecovery.controller.membership.placement import Staffing
 from flashrecovery.controller.state.job_state import AGENT, JobState
 from flashrecovery.controller.state.nodes import NodeRecord, NodeState, is_spare, launch_order
 from flashrecovery.controller.state.rank_record import Place
-from flashrecovery.controller.state.recovery_round import RecoveryTries
+from flashrecovery.controller.state.recovery_round import RecoveryTries, StartRound
 from flashrecovery.errors import ConfigError
 from flashrecovery.kinds import NoticeKind, Ordered
 from flashrecovery.plan.membership.placement import neighbour_stride, shared_domains
@@ -35,18 +35,20 @@ class Starting:
         self._here: list[str] = []
         self._here_since = 0.0
         self._told = False
+        self._first_command: tuple[str, list[str]] | None = None  # of the first node that has come, and its name
+        self._other_commands = 0  # nodes that were said to run something else
         self.on_again: Callable[[], None] = lambda: None
         """All processes are about to be started again."""
 
     def compare_command(self, message: pb.Register) -> None:
         """Do all nodes run the same?"""
-        if self._job.first_command is None:
-            self._job.first_command = (message.node, list(message.command))
-        if self._job.other_commands >= _SAID:
+        if self._first_command is None:
+            self._first_command = (message.node, list(message.command))
+        if self._other_commands >= _SAID:
             return
-        text = other_command(message.node, message.command, *self._job.first_command)
+        text = other_command(message.node, message.command, *self._first_command)
         if text:
-            self._job.other_commands += 1
+            self._other_commands += 1
             self._job.notice(NoticeKind.OTHER_COMMAND, text)
 
     def launch(self, now: float) -> None:
@@ -167,7 +169,7 @@ class Starting:
         self._job.next_generation()
         self._job.recovery, self._job.tries = None, RecoveryTries()
         self._job.outbox.clear()
-        self._job.start_stores, self._job.needs_known = [], 0
+        self._job.start = StartRound()
         for record in self._job.ranks.values():
             self._job.vacate(record.rank)
             record.needs, record.committed = {}, -1

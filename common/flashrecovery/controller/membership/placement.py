@@ -29,6 +29,7 @@ class Staffing:
     def __init__(self, job: JobState) -> None:
         self._job = job
         self._orders = 0  # for newcomers
+        self._store_nodes: list[str] = []  # whose TCPStores serve the groups
         self._numbers: dict[str, int] = {}  # of nodes, in ...
         self._numbered = -1  # ... this generation
 
@@ -155,9 +156,9 @@ class Staffing:
 
     def _order(self, record: RankRecord, *, detached: bool) -> pb.Replace:
         """What the node is told about the process that it is to start."""
-        if not detached and not self._job.start_stores:
-            self._job.start_stores = self.stores()
-        host, port = self.store() if detached else (self._job.start_stores[0].host, self._job.start_stores[0].port)
+        if not detached and not self._job.start.stores:
+            self._job.start.stores = self.stores()
+        host, port = self.store() if detached else (self._job.start.stores[0].host, self._job.start.stores[0].port)
         record.store, record.filled, record.on_its_way = (host, port), self._job.generation, True
         return pb.Replace(
             detached=detached,
@@ -174,7 +175,7 @@ class Staffing:
             sequence_parallel=bool(self._job.parallel.text) and divides_sequences(self._job.parallel.facts),
             setup_from=self._keepers_of(record) if detached else (),
             stands_in=self._stands_in(record.rank),
-            stores=() if detached else self._job.start_stores,
+            stores=() if detached else self._job.start.stores,
         )
 
     def _stands_in(self, rank: int) -> int:
@@ -225,10 +226,8 @@ class Staffing:
             addresses = [self.store()]
         else:
             living = {node.name for node in self._job.nodes.values() if node.alive}
-            self._job.store_nodes = choose(
-                [r.home for r in self._job.ranks.values()], living, count, self._job.store_nodes
-            )
-            addresses = [self._job.nodes[name].store for name in self._job.store_nodes] or [self.store()]
+            self._store_nodes = choose([r.home for r in self._job.ranks.values()], living, count, self._store_nodes)
+            addresses = [self._job.nodes[name].store for name in self._store_nodes] or [self.store()]
         return [pb.StoreServer(host=host, port=port) for host, port in addresses]
 
     def stranded(self) -> list[int]:

@@ -36,6 +36,7 @@ from flashrecovery.controller.state.history import HistoryEntry
 from flashrecovery.controller.state.job_state import AGENT, JobState
 from flashrecovery.controller.state.nodes import NodeState
 from flashrecovery.controller.state.rank_record import RankRecord
+from flashrecovery.controller.state.recovery_round import StartRound
 from flashrecovery.controller.state.restore_plan import Decision, NothingLeft, RestoreRound
 from flashrecovery.errors import ConfigError, JobFailedError, UnsupportedError
 from flashrecovery.kinds import FailureKind, NoticeKind
@@ -358,7 +359,7 @@ class Replanning:
         job.to(State.STARTING, now)
         job.next_generation()
         job.outbox.clear()
-        job.start_stores, job.needs_known, job.homeless_since = [], 0, None
+        job.start, job.homeless_since = StartRound(), None
         job.emit(
             ev.JobReplanned(
                 generation=job.generation,

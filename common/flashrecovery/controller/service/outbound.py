@@ -106,7 +106,7 @@ class Actions:
         if self._machine.job.state is State.FINISHED and not self._dismissed:
             self._dismissed = True
             self._agents.post(None, self.last_word())
-        if self.over_for_all and not job.saving and not self.over.is_set():
+        if self.over_for_all and not job.ending.saving and not self.over.is_set():
             self._absent = {n.name for n in self._machine.job.nodes.values() if n.alive}.difference(
                 self._agents.connected()
             )

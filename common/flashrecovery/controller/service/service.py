@@ -147,9 +147,9 @@ class ControllerService(rpc.ControllerServicer):  # type: ignore[misc]
         await self._memory.begin()
         self.machine.takeover.written_down = self._numbers.read()
         if self._config.resume:
-            self.machine.job.earlier_step = earlier_step(self.run_dir)
+            self.machine.job.earlier.step = earlier_step(self.run_dir)
             left = published(self.run_dir.path / LAST_CHECKPOINT)
-            self.machine.job.left_last = [(version, str(path)) for version, path in left]
+            self.machine.job.earlier.left_last = [(version, str(path)) for version, path in left]
         self._server = self._access.server()
         rpc.add_ControllerServicer_to_server(self, self._server.grpc)
         try:
@@ -307,7 +307,7 @@ class ControllerService(rpc.ControllerServicer):  # type: ignore[misc]
             where = traceback.extract_tb(error.__traceback__)[-1]
             place = f"{Path(where.filename).name}:{where.lineno}"
             self.machine.job.fail(f"an error in the controller ({place}): {type(error).__name__}: {error}")
-        elif self.machine.job.saving:
+        elif self.machine.job.ending.saving:
             self.machine.job.shut_down()
         try:
             self.act()
@@ -319,7 +319,7 @@ class ControllerService(rpc.ControllerServicer):  # type: ignore[misc]
     def greet(self, connection: AgentConnection) -> pb.Command:
         """The first word to an agent; what else it has to know follows."""
         node = connection.node
-        if self._actions.over_for_all and not self.machine.job.saving and connection.link.sent == 0:
+        if self._actions.over_for_all and not self.machine.job.ending.saving and connection.link.sent == 0:
             self._agents.post(node, self._actions.last_word())  # it has come after the job's end
         self._intake.tell_modules(node)
         if self._elector_set.named:

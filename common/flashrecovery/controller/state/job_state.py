@@ -18,7 +18,7 @@ from flashrecovery.controller.state.membership import ChangedLayout, Membership
 from flashrecovery.controller.state.nodes import NodeRecord
 from flashrecovery.controller.state.outbox import Action, Blame, Outbox
 from flashrecovery.controller.state.rank_record import BUILT_UP, Place, RankRecord
-from flashrecovery.controller.state.recovery_round import RecoveryRound, RecoveryTries
+from flashrecovery.controller.state.recovery_round import RecoveryRound, RecoveryTries, StartRound
 from flashrecovery.errors import ProtocolError
 from flashrecovery.kinds import NoticeKind, Ordered
 from flashrecovery.plan.elastic.replicas import ReplicaShape
@@ -31,6 +31,36 @@ from flashrecovery.snapshot.files import LAST_CHECKPOINT
 
 AGENT = -1
 """Rank number of commands to the agent itself."""
+
+
+@dataclass
+class EarlierLaunch:
+    """What is in the run directory.
+
+    Attributes:
+        step: to which an earlier launch in it had come; 0: there was none.
+        left_last: checkpoints, as version and directory, that it has left when it ended.
+    """
+
+    step: int = 0
+    left_last: list[tuple[int, str]] = field(default_factory=list)
+
+
+@dataclass
+class Ending:
+    """How a job ends before its last step.
+
+    Attributes:
+        asked_by: what it is told by, while the script has the time to end by itself; "": it is not told.
+        until: the end of that time, CLOCK_MONOTONIC seconds.
+        saving: it has failed, and what its ranks hold is being kept (:mod:`flashrecovery.controller.last_save`).
+        void: it has failed because its ranks do not agree.
+    """
+
+    asked_by: str = ""
+    until: float = 0.0
+    saving: bool = False
+    void: bool = False
 
 
 @dataclass
@@ -54,16 +84,11 @@ class JobState:
         recovered_before: a controller before this one has begun a recovery, so that it may have trained for long.
         started_at: of the start that is under way.
         unprotected: the time for the first protected step is over, and no rank has come to one.
-        first_command: of the first node that has come, its name and what it runs.
-        other_commands: nodes that were said to run something else.
-        start_stores: the TCPStores of a start, the same for all of its ranks.
-        store_nodes: the nodes whose TCPStores serve the groups.
+        start: of this start; made new with the next one.
         homeless_since: since when ranks have no node.
         found_since: since when agents of a running job come to this controller; None if it has launched the job.
-        found_at: when the last one has come to an elected controller.
         tries: what the recovery under way has gone through; made new at its end.
         round: of this generation; made new with the next one.
-        needs_known: the generation whose stop has told every rank's needs; 0: none.
         crashes: of all ranks together, where none that is lost is replaced.
         stuck_at: how often the job has come to a standstill, at the newest such step.
         membership: who comes, who has left, and among whom state is sharded.
@@ -71,12 +96,8 @@ class JobState:
         attempts: the newest start has at least this number (restarts and changes of the layout), which is not used
             again.
         where: the run directory.
-        earlier_step: to which an earlier launch in it had come; 0: none.
-        left_last: checkpoints that an earlier launch has left in it when it ended.
-        told_to_end: by what, while the script has the time to end by itself, until ``ends_at``; "": it is not to.
-        saving: the job has failed, and what its ranks hold is being kept before they end
-        (:mod:`flashrecovery.controller.last_save`).
-        void: it has failed because its ranks do not agree.
+        earlier: what an earlier launch has left in it.
+        ending: how it ends, if it is about to.
         not_registered: what has been said to change from step to step without being registered; "": nothing.
         counting: where steps are a framework's calls, to which iterations they belong.
         tokens_per_step: that all ranks take in together, as the script has said; 0: it has not.
@@ -105,17 +126,12 @@ class JobState:
     recovered_before: bool = False
     started_at: float = 0.0
     unprotected: bool = False
-    first_command: tuple[str, list[str]] | None = None
-    other_commands: int = 0
-    start_stores: list[pb.StoreServer] = field(default_factory=list)
-    store_nodes: list[str] = field(default_factory=list)
+    start: StartRound = field(default_factory=StartRound)
     homeless_since: float | None = None
     found_since: float | None = None
-    found_at: float | None = None
 
     tries: RecoveryTries = field(default_factory=RecoveryTries)
     round: RecoveryRound = field(default_factory=RecoveryRound)
-    needs_known: int = 0
     stuck_at: dict[int, int] = field(default_factory=dict)
     tokens_per_step: int = 0
     counting: Counting = field(default_factory=Counting)
@@ -124,12 +140,8 @@ class JobState:
     attempts: int = 0
     asked: Asked = field(default_factory=Asked)
     where: str = ""
-    earlier_step: int = 0
-    left_last: list[tuple[int, str]] = field(default_factory=list)
-    told_to_end: str = ""
-    ends_at: float = 0.0
-    saving: bool = False
-    void: bool = False
+    earlier: EarlierLaunch = field(default_factory=EarlierLaunch)
+    ending: Ending = field(default_factory=Ending)
     not_registered: str = ""
 
     in_order: list[RankRecord] = field(default_factory=list)
@@ -216,20 +228,21 @@ class JobState:
     def fail(self, reason: str, *, void: bool = False) -> None:
         """Nothing is left to try: say why, stop everything, keep the evidence, and what the ranks hold. ``void``: they
         do not agree, so that nothing may go on from what they hold."""
-        self.failure_reason, self.void = reason, void
+        self.failure_reason, self.ending.void = reason, void
         self.outbox.clear()
         self.round.retry_at = None
-        self.saving = not void and self._has_something_to_save()
+        self.ending.saving = not void and self._has_something_to_save()
         self.to(State.FAILED)
         self.emit(ev.JobFailed(generation=self.generation, reason=reason, step=self.committed, step_s=self.step_s))
-        if not self.saving:
+        if not self.ending.saving:
             self.shut_down()
 
     def shut_down(self, version: int = 0, *, whole: bool = False, saved: str = "") -> None:
         """Have all agents end their processes. ``version``: of which everything is kept (``whole``), or a part; 0:
         nobody knows. ``saved``: the checkpoint that has it."""
-        self.saving = False
-        shutdown = pb.Shutdown(reason=self.failure_reason, version=version, whole=whole, void=self.void, saved=saved)
+        self.ending.saving = False
+        void = self.ending.void
+        shutdown = pb.Shutdown(reason=self.failure_reason, version=version, whole=whole, void=void, saved=saved)
         self.command(AGENT, pb.Command(shutdown=shutdown))
 
     @property
@@ -477,5 +490,5 @@ def contradictions(job: JobState, generation: int) -> Iterator[str]:
         yield f"the job is {state.value}, and it is not decided what is restored"
     if job.round.retry_at is not None and state not in RECOVERY_STATES:
         yield f"the job is {state.value}, and something is to be tried again"
-    if (state is State.FAILED) != bool(job.failure_reason) or (job.saving and state is not State.FAILED):
-        yield f"the job is {state.value}, because of {job.failure_reason!r}; saving: {job.saving}"
+    if (state is State.FAILED) != bool(job.failure_reason) or (job.ending.saving and state is not State.FAILED):
+        yield f"the job is {state.value}, because of {job.failure_reason!r}; saving: {job.ending.saving}"

@@ -1,4 +1,4 @@
-"""What belongs to one recovery, and to one generation of it. Each is made new, so nothing has to be set back."""
+"""What belongs to one start, one recovery, and one generation. Each is made new, so nothing has to be set back."""
 
 from __future__ import annotations
 
@@ -25,6 +25,19 @@ class RecoveryRound:
     retry_at: float | None = None
     retry_for: str = ""
     confirmed: int = 0
+
+
+@dataclass
+class StartRound:
+    """One start of all processes, from the script's first line, in whatever parallel layout.
+
+    Attributes:
+        stores: the TCPStores of the start, the same for all of its ranks.
+        needs_known: the generation whose stop has told every rank's needs; 0: none.
+    """
+
+    stores: list[pb.StoreServer] = field(default_factory=list)
+    needs_known: int = 0
 
 
 @dataclass

@@ -14,7 +14,7 @@ from flashrecovery.controller.relayout.stash_writers import assigned
 from flashrecovery.controller.state.nodes import NodeState
 from flashrecovery.controller.state.outbox import Emit, Send
 from flashrecovery.plan.strategy.relayout import LayoutFacts
-from flashrecovery.plan.transitions import State
+from flashrecovery.plan.transitions import RelayoutState, State
 from flashrecovery.proto import flashrecovery_pb2 as pb
 from tests.unit.test_replan import FACTS, record
 
@@ -284,6 +284,25 @@ def test_what_cannot_be_read_a_second_time_is_on_disk() -> None:
     refuse(world)
     refuse(world)
     assert [event.step for event in world.replanned()] == [7, 7, 4]
+
+
+def test_a_rank_that_is_replaced_while_state_is_written_leaves_the_command_as_it_was() -> None:
+    world = Nodes(replace="auto")
+    assert world.machine.replan("tp=1,pp=2,dp=1", -1)[0] == ""
+    world.collect()
+    world.machine.on_paused(pb.Paused(rank=0, generation=world.job.generation, version=7), 3.0)
+    world.collect()
+    world.stop()
+    assert world.machine.changes()["relayout"] is RelayoutState.WRITING
+    dead = pb.Failure(rank=3, pid=world.job.ranks[3].pid, kind="killed", evidence="signal 9")
+    world.machine.on_failure(dead, 3.0, "n1")
+    world.collect()
+    assert world.machine.changes()["relayout"] is RelayoutState.ORDERED
+    world.start()
+    world.stop()
+    world.reply("stash")
+    assert [event.layout for event in world.replanned()] == ["tp=1,pp=2,dp=1"]
+    assert world.machine.changes()["relayout"] is RelayoutState.STARTED
 
 
 def test_a_node_that_comes_back_drops_what_it_still_has() -> None:

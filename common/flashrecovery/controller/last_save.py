@@ -130,7 +130,7 @@ class LastSave:
     def _begin(self, now: float) -> None:
         job = self._job
         self._began = now
-        job.generation += 1
+        job.next_generation()
         living = [r for r in job.ranks.values() if r.place not in BUILT_UP]
         for record in living:
             job.move(record.rank, Place.STOPPING)

@@ -84,7 +84,8 @@ class CarriedByClass:
     @classmethod
     def together(cls, parts: Sequence[CarriedByClass]) -> CarriedByClass:
         """Of a class and those that it is derived from."""
-        names, read = (frozenset[str]().union(*(getattr(p, field) for p in parts)) for field in ("names", "read"))
+        names = frozenset[str]().union(*(part.names for part in parts))
+        read = frozenset[str]().union(*(part.read for part in parts))
         return cls(names, frozenset[str]().union(*(p.remade for p in parts)) - names - read, read)
 
 

@@ -84,9 +84,10 @@ class CarriedByClass:
     @classmethod
     def together(cls, parts: Sequence[CarriedByClass]) -> CarriedByClass:
         """Of a class and those that it is derived from."""
-        names = frozenset[str]().union(*(part.names for part in parts))
-        read = frozenset[str]().union(*(part.read for part in parts))
-        return cls(names, frozenset[str]().union(*(p.remade for p in parts)) - names - read, read)
+        names = frozenset(name for part in parts for name in part.names)
+        read = frozenset(name for part in parts for name in part.read)
+        remade = frozenset(name for part in parts for name in part.remade)
+        return cls(names, remade - names - read, read)
 
 
 def carried_by_class(tree: ast.AST, name: str) -> CarriedByClass:

@@ -55,7 +55,7 @@ def test_a_variable_of_a_zygotes_own_is_set_in_a_rank_by_who_would_have_set_it_t
 STANDBY = """
 import os, sys
 from flashrecovery.proto import flashrecovery_pb2 as pb
-from flashrecovery.worker import bootstrap
+from flashrecovery.worker.startup import bootstrap
 from flashrecovery.worker.preimport.preimport_script import AheadOfScript
 
 class Channel:

@@ -59,7 +59,7 @@ _WORKER = """
 import sys
 from flashrecovery.errors import StepInterrupted
 from flashrecovery.runtime.page import Page
-from flashrecovery.worker import gate as module
+from flashrecovery.worker.control import gate as module
 page = Page(int(sys.argv[1]))
 gate = module.Gate(page)
 waits = []

@@ -30,7 +30,7 @@ pickled("script")
 """
 BOOTSTRAP = """
 import multiprocessing, sys  # which an adapter may have imported before
-from flashrecovery.worker import bootstrap
+from flashrecovery.worker.startup import bootstrap
 command = sys.argv[1:]
 bootstrap._set_module_path(command)
 sys.argv = bootstrap._script_arguments(command)

@@ -142,7 +142,7 @@ def gather(each: int, ranks: int, said: dict[int, dict[str, ShardParts]], monkey
         told.update(mine)
         return sorted(told)
 
-    monkeypatch.setattr(relayout.agreement, "union", union)
+    monkeypatch.setattr(relayout.all_equal, "union", union)
     divisions = [shared(number, each, ranks) for number in range(ranks)]
     own = [(number, rule) for number, division in enumerate(divisions) for rule in division.rules(NOTHING)]
     known = {(r.name, r.suffix): DividedParts(r, said[n][r.name], each) for n, r in own if r.name in said[n]}

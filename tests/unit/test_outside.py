@@ -15,9 +15,9 @@ import sys
 import torch
 import torchlike
 import typing_extensions
-from flashrecovery.worker import outside
+from flashrecovery.worker.script_checks import stray_collectives
 def collective():
-    return outside.script_line(sys._getframe(1))
+    return stray_collectives.script_line(sys._getframe(1))
 print(torch.compiler.disable(collective)())
 print(torchlike.call(torch.compiler.disable(collective)))
 print(typing_extensions.deprecated("", category=None)(torch.compiler.disable(collective))())

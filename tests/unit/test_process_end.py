@@ -43,7 +43,7 @@ def test_without_the_bootstrap_it_is_an_exit_handler_like_others() -> None:
 BOOTSTRAP = """
 import os, sys, types
 from flashrecovery.runtime import process_end
-from flashrecovery.worker import bootstrap
+from flashrecovery.worker.startup import bootstrap
 def say(*what): print(*what, flush=True)
 channel = types.SimpleNamespace(send=lambda message: say("words", message.last_words.message))
 bootstrap._connection = types.SimpleNamespace(at_script_end=[lambda: say("told the end")])

@@ -19,11 +19,21 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 PLAN_TESTS = ("test_plan_*.py", "test_nodes.py", "test_decide.py", "test_evacuation.py", "test_electors.py")
 RESTORE_TESTS = ("test_early_capsules.py", "test_restore_round.py")
-MACHINE_TESTS = ("test_machine*.py", "test_takeover.py", *RESTORE_TESTS, "test_nodes.py", "test_plan_stores.py")
+MACHINE_TESTS = (
+    "test_machine*.py",
+    "test_next_move.py",
+    "test_takeover.py",
+    *RESTORE_TESTS,
+    "test_nodes.py",
+    "test_plan_stores.py",
+)
 CONTROLLER_TESTS = (*MACHINE_TESTS, "test_hang_verdict.py", "test_relays.py", "test_fan_out.py", "test_heartbeat.py")
 DECISIONS = tuple(
     f"flashrecovery/controller/{name}.py"
-    for name in ("machine", "recovery", "state/restore_plan", "takeover", "membership/launch", "membership/placement")
+    for name in (
+        *("machine", "recovery", "next_move", "relayout/next_step", "state/restore_plan", "takeover"),
+        *("membership/launch", "membership/placement"),
+    )
 )
 TARGETS = {
     "plan": (

@@ -72,6 +72,8 @@ def test_it_is_decided_in_every_case_and_settled_members_are_not_settled_again()
 WANTED = NextLayout(Strategy(dp=4), ("commanded",), step=6)
 LOST = replace(WANTED, step=-1, lost=True)
 KEPT = Kept(3, pb.StashPlace(directory="3-1-3"))
+WRITTEN = replace(KEPT, written=100)
+ON_OTHERS = Kept(3, pb.StashPlace(directory="3-1-3", sources=[pb.StashSource(rank=1)]))
 
 
 def facts(found: Decision | NothingLeft, wanted: NextLayout | None, **known: Any) -> RelayoutFacts:
@@ -93,6 +95,8 @@ def facts(found: Decision | NothingLeft, wanted: NextLayout | None, **known: Any
         (facts(NOTHING, WANTED), KEEP),
         (facts(NOTHING, WANTED, elastic=True), KeepLayout(NOTHING.reason)),
         (facts(NOTHING, LOST, elastic=True), CannotChange(NOTHING.reason)),
+        (facts(MEMORY, replace(WANTED, step=7)), WRITE),  # at its step
+        (facts(DISK, LOST, unknown="who knows", checkpoint=(4, "/checkpoints/4")), START),  # which has all of it
         (facts(MEMORY, LOST, unknown="who knows"), CannotChange("who knows; and there is no checkpoint")),
         (facts(MEMORY, LOST, unknown="who knows", checkpoint=(5, "/checkpoints/5")), START),
         (facts(MEMORY, None, kept=KEPT, readable=KEPT), KEEP),
@@ -101,6 +105,11 @@ def facts(found: Decision | NothingLeft, wanted: NextLayout | None, **known: Any
         (facts(DISK, None, kept=KEPT), replace(START, once_more=True)),
         (facts(DISK, None, kept=KEPT, readable=KEPT), StartLayout(KEPT, once_more=True)),
         (facts(DISK, None, kept=KEPT, readable=KEPT, retries=1), replace(START, once_more=True)),
+        (facts(DISK, None, kept=ON_OTHERS, readable=ON_OTHERS, retries=1), StartLayout(ON_OTHERS, once_more=True)),
+        (facts(DISK, None, kept=ON_OTHERS, readable=ON_OTHERS, retries=2), replace(START, once_more=True)),
+        (facts(DISK, None, kept=START.kept, readable=START.kept), replace(START, once_more=True)),
+        (facts(NOTHING, None, kept=WRITTEN, readable=WRITTEN), StartLayout(KEPT, once_more=True)),  # not once more
+        (facts(NOTHING, None, kept=START.kept, readable=START.kept), CannotChange(NOTHING.reason)),
     ],
 )
 def test_what_becomes_of_a_change_of_the_layout(known: RelayoutFacts, step: RelayoutStep) -> None:

@@ -30,10 +30,10 @@ from flashrecovery import groups
 from flashrecovery.errors import RestoreError, StepInterrupted
 from flashrecovery.plan import Cut, Holding, Kind, Need, NoCut, newest_cut, plan_restore
 from flashrecovery.plan.parity.decodable import DecodeOrder, ParityHeld, decodable, needed
-from flashrecovery.redundancy.memory.neighbor_copy import NeighbourCopies
+from flashrecovery.redundancy.memory.neighbor_copy import NeighbourCopies, Ring
 from flashrecovery.redundancy.memory.own_copy import write_back
-from flashrecovery.redundancy.memory.peer_exchange import PeerCopies
-from flashrecovery.redundancy.parity.copies import ParityCopies
+from flashrecovery.redundancy.memory.peer_exchange import CopyContext, PeerCopies
+from flashrecovery.redundancy.parity.copies import GroupMember, ParityCopies
 from flashrecovery.snapshot import memory
 from flashrecovery.state.object_shard import ObjectShard
 from flashrecovery.state.shard import ShardSource
@@ -57,16 +57,17 @@ class Rank:
         groups.set_detached(self.fresh)
         dist.init_process_group("gloo", store=self.store(generation), rank=rank, world_size=WORLD)
         group = groups.create_control_group("copies")
+        assert group is not None
+        context = CopyContext(group, generation)
         self.shards = shards_of(rank, WORLD, NUMEL)
         self.capsule = ObjectShard(f"capsule@{rank}", (rank,))
         self.parity: ParityCopies | None = None
         if how in (PARITY_1, PARITY_2):
             losses = 1 if how == PARITY_1 else 2
-            ranks = list(range(WORLD))
-            self.parity = ParityCopies(
-                group, rank, ranks, self.shards, losses=losses, generation=generation, bucket=1 << 16
-            )
-        self.copies: PeerCopies = self.parity or NeighbourCopies(group, rank, WORLD, self.shards, generation=generation)
+            member = GroupMember(rank, tuple(range(WORLD)), losses, bucket=1 << 16)
+            self.parity = ParityCopies(context, member, self.shards)
+        ring = Ring.of_world(rank, WORLD)
+        self.copies: PeerCopies = self.parity or NeighbourCopies(context, ring, self.shards)
         self.live = -1 if self.fresh else 0
         self.target = 1 << 60
         self.stopped = threading.Event()

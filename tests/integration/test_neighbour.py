@@ -13,7 +13,8 @@ import torch
 import torch.distributed as dist
 
 from flashrecovery.errors import ProtocolError, RestoreError, StepInterrupted
-from flashrecovery.redundancy.memory.neighbor_copy import NeighbourCopies
+from flashrecovery.redundancy.memory.neighbor_copy import NeighbourCopies, Ring
+from flashrecovery.redundancy.memory.peer_exchange import CopyContext
 from flashrecovery.snapshot import memory
 from flashrecovery.state.shard import Shard
 from flashrecovery.state.spec import ShardSpec
@@ -99,9 +100,8 @@ def capsule_of(rank: int, version: int) -> bytes:
 
 def _steady(rank: int, world: int, shift: int, apart: bool) -> int:
     on_hosts(apart, rank)
-    destination = (lambda r: (r + shift) % world) if shift > 1 else None
     mine = shards_of(rank, world)
-    copies = NeighbourCopies(dist.group.WORLD, rank, world, mine, destination=destination)
+    copies = NeighbourCopies(CopyContext(dist.group.WORLD), Ring.of_world(rank, world, shift), mine)
     owner = (rank - shift) % world
     assert (copies.source_rank, copies.destination) == (owner, (rank + shift) % world)
     memory = 0
@@ -145,7 +145,7 @@ def _overlap(rank: int, world: int, apart: bool) -> tuple[float, float]:
     on_hosts(apart, rank)
     numel = 4 << 20
     mine = shards_of(rank, world, numel)
-    copies = NeighbourCopies(dist.group.WORLD, rank, world, mine)
+    copies = NeighbourCopies(CopyContext(dist.group.WORLD), Ring.of_world(rank, world), mine)
     committed, waited = 0.0, 0.0
     for version in range(4):
         began = time.monotonic()
@@ -172,7 +172,7 @@ def _again(rank: int, world: int, apart: bool) -> None:
     """After a recovery to 4 all commit 4 again: the whole copies of 4 are never given up for it."""
     on_hosts(apart, rank)
     mine = shards_of(rank, world)
-    copies = NeighbourCopies(dist.group.WORLD, rank, world, mine)
+    copies = NeighbourCopies(CopyContext(dist.group.WORLD), Ring.of_world(rank, world), mine)
     for version in range(6):
         for shard in mine:
             shard.advance(version)
@@ -211,7 +211,7 @@ def test_the_same_version_again_after_a_recovery(tmp_path: Path, apart: bool) ->
 
 
 def _disagree(rank: int, world: int) -> str:
-    copies = NeighbourCopies(dist.group.WORLD, rank, world, shards_of(rank, world))
+    copies = NeighbourCopies(CopyContext(dist.group.WORLD), Ring.of_world(rank, world), shards_of(rank, world))
     copies.commit(rank, b"")
     try:
         copies.wait()
@@ -227,14 +227,14 @@ def test_another_version_than_ones_own_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_map_that_is_no_permutation_is_refused() -> None:
-    for wrong in (lambda r: 0, lambda r: r):
+    for wrong in ((0, 0, 0, 0), (0, 1, 2, 3)):
         with pytest.raises(ValueError, match="not a permutation"):
-            NeighbourCopies(None, 0, 4, [], destination=wrong)  # type: ignore[arg-type]
+            Ring(0, (0, 1, 2, 3), wrong)
 
 
 def _close_at_once(rank: int, world: int) -> bool:
     """The end of a job: close right after the last commit, one rank late. Nobody is left waiting in an operation."""
-    copies = NeighbourCopies(dist.group.WORLD, rank, world, shards_of(rank, world, 1 << 20))
+    copies = NeighbourCopies(CopyContext(dist.group.WORLD), Ring.of_world(rank, world), shards_of(rank, world, 1 << 20))
     copies.commit(0, b"capsule")
     if rank == 1:
         time.sleep(0.2)
@@ -248,7 +248,7 @@ def test_closing_lets_the_last_exchange_end_on_all_ranks(tmp_path: Path) -> None
 def _torn(rank: int, world: int) -> list[int]:
     """Rank 0 begins to overwrite version 0, and dies: its neighbour may not take that memory for version 0."""
     mine = shards_of(rank, world)
-    copies = NeighbourCopies(dist.group.WORLD, rank, world, mine)
+    copies = NeighbourCopies(CopyContext(dist.group.WORLD), Ring.of_world(rank, world), mine)
     for version in range(2):
         copies.commit(version, capsule_of(rank, version))
         copies.wait()

@@ -11,7 +11,8 @@ import torch.distributed as dist
 from flashrecovery import groups
 from flashrecovery.errors import StepInterrupted
 from flashrecovery.groups.pace import PacedNetwork
-from flashrecovery.redundancy.memory.neighbor_copy import NeighbourCopies
+from flashrecovery.redundancy.memory.neighbor_copy import NeighbourCopies, Ring
+from flashrecovery.redundancy.memory.peer_exchange import CopyContext
 from flashrecovery.snapshot import memory
 from tests.integration.test_neighbour import capsule_of, check, shards_of
 from tests.support.groups_ranks import run_ranks
@@ -35,7 +36,7 @@ class Pair:
         self.rank, self.peer = rank, 1 - rank
         self.network = PacedNetwork()
         self.shards = shards_of(rank, size, NUMEL)
-        self.copies = NeighbourCopies(group, rank, size, self.shards, network=self.network)
+        self.copies = NeighbourCopies(CopyContext(group, network=self.network), Ring.of_world(rank, size), self.shards)
         for version in range(NEW):  # new memory is offered first
             self.commit(version)
             self.copies.wait()

@@ -11,7 +11,8 @@ import torch.distributed as dist
 
 from flashrecovery.plan.parity.code import StripePart
 from flashrecovery.plan.parity.decodable import Decodable, decodable
-from flashrecovery.redundancy.parity.copies import ParityCopies
+from flashrecovery.redundancy.memory.peer_exchange import CopyContext
+from flashrecovery.redundancy.parity.copies import GroupMember, ParityCopies
 from tests.integration.test_neighbour import Owned, capsule_of, shards_of
 from tests.support.parity_group import naive_parity
 from tests.support.ranks import results, run_ranks
@@ -23,7 +24,8 @@ def made(
     rank: int, world: int, ranks: Sequence[int], losses: int, numel: int = 5000, bucket: int | None = BUCKET
 ) -> tuple[ParityCopies, list[Owned]]:
     mine = shards_of(rank, world, numel)
-    return ParityCopies(dist.group.WORLD, rank, ranks, mine, losses=losses, bucket=bucket), mine
+    member = GroupMember(rank, tuple(ranks), losses, bucket=bucket)
+    return ParityCopies(CopyContext(dist.group.WORLD), member, mine), mine
 
 
 def step(copies: ParityCopies, rank: int, version: int) -> None:

@@ -9,8 +9,9 @@ import torch
 
 from flashrecovery.plan import pacing
 from flashrecovery.redundancy.memory import neighbor_copy
-from flashrecovery.redundancy.memory.neighbor_copy import NeighbourCopies
+from flashrecovery.redundancy.memory.neighbor_copy import NeighbourCopies, Ring
 from flashrecovery.redundancy.memory.pacing import Pacing
+from flashrecovery.redundancy.memory.peer_exchange import CopyContext
 
 
 class Network:
@@ -98,7 +99,7 @@ def test_the_tensors_of_a_copy_go_over_several_streams(monkeypatch: pytest.Monke
     """Each tag has a connection of its own; one alone does not fill a fast network."""
     monkeypatch.setattr(neighbor_copy, "MESSAGE_BYTES", 16)
     group = MagicMock()
-    copies = NeighbourCopies(group, 0, 2, [], network=Network())
+    copies = NeighbourCopies(CopyContext(group, network=Network()), Ring.of_world(0, 2), [])
     copies._send_tensors(torch.zeros(16 * 6, dtype=torch.uint8))
     tags = [call.args[2] for call in group.send.call_args_list]
     assert tags == [7, 8, 9, 10, 7, 8] == [copies._tag(i) for i in range(6)]

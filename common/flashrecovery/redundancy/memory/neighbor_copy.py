@@ -24,7 +24,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import astuple
+from dataclasses import astuple, dataclass
 from enum import IntEnum
 from typing import TypeVar
 
@@ -32,12 +32,12 @@ import torch
 import torch.distributed as dist
 
 from flashrecovery.errors import ProtocolError, RestoreError
-from flashrecovery.redundancy.memory.flat_buffer import NOTHING, Beside, FirstShards, Keep, Layout, Slot
-from flashrecovery.redundancy.memory.own_copy import ChangeCounter, UndoCopy
-from flashrecovery.redundancy.memory.pacing import Network
+from flashrecovery.redundancy.memory.flat_buffer import NOTHING, Beside, FirstShards, Layout, Slot
+from flashrecovery.redundancy.memory.own_copy import UndoCopy
 from flashrecovery.redundancy.memory.peer_exchange import (
     MESSAGE_BYTES,
     STREAMS,
+    CopyContext,
     CopyHolding,
     Exchange,
     byte_tensor,
@@ -63,75 +63,84 @@ class _Memory(IntEnum):
     MAPPED = 2
 
 
+@dataclass(frozen=True)
+class Ring:
+    """Which rank keeps whose copies, as one rank sees it.
+
+    Attributes:
+        place: this rank's place in the ring.
+        members: by place, the rank of the launch. Rank-local state is named so.
+        targets: by place, the place that gets its copies: a permutation without fixed points.
+
+    Raises ValueError if ``targets`` is none.
+    """
+
+    place: int
+    members: tuple[int, ...]
+    targets: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        world = len(self.members)
+        if sorted(self.targets) != list(range(world)) or any(t == r for r, t in enumerate(self.targets)):
+            raise ValueError(
+                f"neighbour map {list(self.targets)} is not a permutation of {world} ranks without fixed points"
+            )
+
+    @classmethod
+    def of_world(cls, rank: int, world: int, stride: int = 1) -> Ring:
+        """All ranks of the launch; the copies of each go ``stride`` ranks further."""
+        return cls(rank, tuple(range(world)), tuple((r + stride) % world for r in range(world)))
+
+    @property
+    def destination(self) -> int:
+        """The place that gets the copies of this one."""
+        return self.targets[self.place]
+
+    @property
+    def source(self) -> int:
+        """The place whose copies this one gets."""
+        return self.targets.index(self.place)
+
+
 class NeighbourCopies:
     """Keeps the copies. All methods but the exchange itself belong to the training thread.
 
-    Args: group: process group used by nothing else; its ranks are the world's. Its handle stays valid over
-        recoveries. rank, world: this rank and the world size (>= 2). shards: all shards of this rank that a
-        rollback concerns; of all of them the undo copy is kept, because a cut may lie one step back for every shard.
-        copied: names of those that go to the neighbour; by default all that no other rank holds. destination: rank ->
-        rank that gets its
-        copies; a permutation without fixed points. Default: the next rank. capsule_name: rank -> shard name
-        under which its capsule is listed. on_kept: gets the newest version that is held whole for another rank,
-        -1 for none, whenever it may have changed, in any thread. look: see :class:`.own_copy.UndoCopy`; of a version
-        that the script changes while it is copied neither side keeps anything. network: holds the tensors back while
-        training communicates; without it they go as fast as they can. keep: own copies and those kept for another rank
-        outlive this process, and begin with what the process before has left.
+    Args:
+        context: the group has the ring's ranks, by place.
+        ring: who keeps whose copies.
+        shards: all shards of this rank that a rollback concerns. Own copies are kept of all of them, because a recovery
+            point may lie one step back for every shard.
+        copied: names of those that go to the neighbour; by default all that no other rank holds.
     """
 
     def __init__(
-        self,
-        group: dist.ProcessGroup,
-        rank: int,
-        world: int,
-        shards: Sequence[Shard],
-        *,
-        copied: Collection[str] | None = None,
-        destination: Callable[[int], int] | None = None,
-        capsule_name: Callable[[int], str] = "capsule@{}".format,
-        generation: int = 0,
-        on_kept: Callable[[int], None] = lambda version: None,
-        look: ChangeCounter | None = None,
-        network: Network | None = None,
-        keep: Keep | None = None,
+        self, context: CopyContext, ring: Ring, shards: Sequence[Shard], *, copied: Collection[str] | None = None
     ) -> None:
-        to = destination or (lambda r: (r + 1) % world)
-        self._place(rank, [to(r) for r in range(world)])
+        self._set_ring(ring)
         if copied is None:
-            copied = {s.name for s in shards if s.holders == (rank,)}
+            copied = {s.name for s in shards if s.holders == (ring.place,)}
         self._sent = FirstShards(copied)
-        self._capsule_name = capsule_name
-        self._on_kept = on_kept
+        self._on_kept = context.on_kept
         # What is sent first: it is then one range of the undo buffer.
         ordered = sorted(shards, key=lambda s: s.name not in copied)
-        self.undo = UndoCopy(ordered, share=True, look=look, keep=keep)
+        keep = context.keep
+        self.undo = UndoCopy(ordered, share=True, look=context.look, keep=keep)
         self._slots = (Slot(), Slot()) if keep is None else (Slot(keep("other-0")), Slot(keep("other-1")))
         for slot in self._slots:
             if slot.beside.owner != self.source_rank:
                 slot.version = -1  # of another rank, when the ranks were placed otherwise
-        self._talk = Exchange(group, self.undo, "neighbour", generation, network)
+        self._talk = Exchange(context, self.undo, "neighbour")
         self._sent_layout: int | None = None
         self._mapped_there: OrderedDict[int, bool] = OrderedDict()  # inodes of own buffers offered: has it mapped them?
         self._mapped: OrderedDict[int, SharedMemory] = OrderedDict()  # buffers of the other rank, by inode
         self._received_layout = Layout()
 
-    def _place(self, rank: int, targets: list[int]) -> None:
-        world = len(targets)
-        if sorted(targets) != list(range(world)) or any(t == r for r, t in enumerate(targets)):
-            raise ValueError(f"neighbour map {targets} is not a permutation of {world} ranks without fixed points")
-        self.destination = targets[rank]
-        self.source_rank = targets.index(rank)
-        self._rank = rank
-        self._world = world
+    def _set_ring(self, ring: Ring) -> None:
+        self._ring, self.destination, self.source_rank = ring, ring.destination, ring.source
 
-    def resize(self, rank: int, members: Sequence[int], targets: list[int]) -> None:
-        """The group has other members from now on. What is kept for another rank is void.
-
-        Args: rank: this one's place among them. members: which ranks of the launch they are; their capsules are named
-            so. targets: by place, the place of the rank that gets its copies.
-        """
-        self._place(rank, targets)
-        self._capsule_name = lambda place: f"capsule@{members[place]}"
+    def resize(self, ring: Ring) -> None:
+        """The group has other members from now on. What is kept for another rank is void."""
+        self._set_ring(ring)
         for slot in self._slots:
             slot.version = -1
 
@@ -231,7 +240,7 @@ class NeighbourCopies:
                     return ShardSource(shard, *slot.content(shard))
         held = sorted({s.version for s in self._slots if s.version >= 0})
         raise RestoreError(
-            f"rank {self._rank} holds no copy of shard {shard!r} at version {version}; "
+            f"rank {self._ring.place} holds no copy of shard {shard!r} at version {version}; "
             f"it holds versions {held} of rank {self.source_rank}"
         )
 
@@ -242,12 +251,12 @@ class NeighbourCopies:
         sizes = {s.name: s.spec().nbytes for s in self.undo.shards}
         sent = sum(n for name, n in sizes.items() if name in self._sent.names)
         own = sum(sizes.values())
-        if self._world == 2:
+        if len(self._ring.members) == 2:
             survives = "the loss of either rank"
         else:
             survives = "the loss of any one rank, and of several at once if none of them holds another one's copies"
         return (
-            f"neighbour copies: {sent / 1e6:.1f} MB a step from rank {self._rank} to rank {self.destination}; "
+            f"neighbour copies: {sent / 1e6:.1f} MB a step from rank {self._ring.place} to rank {self.destination}; "
             f"host memory 2 x {own / 1e6:.1f} MB for the own last two versions + 2 x {sent / 1e6:.1f} MB for rank "
             f"{self.source_rank}'s (on one host both share one memory, and nothing is sent); survives {survives}"
         )
@@ -348,7 +357,11 @@ class NeighbourCopies:
             sends.append(self._talk.send(torch.tensor([int(mapped)]), self.source_rank, _ANSWER_TAG))
         slot.values = values
         owner = self.source_rank
-        return slot, not mapped, None if capsule is None else Beside(owner, {self._capsule_name(owner): capsule}, early)
+        return (
+            slot,
+            not mapped,
+            None if capsule is None else Beside(owner, {f"capsule@{self._ring.members[owner]}": capsule}, early),
+        )
 
     def _slot_for(self, address: MemoryAddress, layout: Layout, memory: _Memory) -> tuple[Slot, bool]:
         """The slot to hold the next version, and whether it shows the owner's memory."""

@@ -17,8 +17,8 @@ import torch.distributed as dist
 
 from flashrecovery.errors import RestoreError, StepInterrupted
 from flashrecovery.redundancy.memory.background import Background
-from flashrecovery.redundancy.memory.flat_buffer import Beside, Slot
-from flashrecovery.redundancy.memory.own_copy import UndoCopy
+from flashrecovery.redundancy.memory.flat_buffer import Beside, Keep, Slot
+from flashrecovery.redundancy.memory.own_copy import ChangeCounter, UndoCopy
 from flashrecovery.redundancy.memory.pacing import Network, Pacing
 from flashrecovery.state.shard import ShardSource
 from flashrecovery.state.spec import ShardSpec, TensorSpec
@@ -33,20 +33,38 @@ Talk = Callable[[int, Slot], None]
 script has changed its state meanwhile). In the thread of the exchange."""
 
 
-class Exchange:
-    """Runs one exchange after another. All methods but those of the last section belong to the training thread.
+@dataclass(frozen=True)
+class CopyContext:
+    """What the neighbour copies or the parity of one rank need of the job around them.
 
-    Args: group: process group used by nothing else, with a handle that stays valid over recoveries. network: holds the
-        content back while training communicates; without it everything goes as fast as it can.
+    Attributes:
+        group: process group of all ranks that nothing else uses. Its handle stays valid over recoveries.
+        generation: the one in which they begin.
+        look: see :class:`.own_copy.UndoCopy`. Nothing is kept of a version that the script changes during the copy.
+        network: holds the content back while training communicates; without it everything goes as fast as it can.
+        keep: lets copies outlive this process, and begin with what the process before has left.
+        on_kept: gets the newest version that is whole for another rank, -1 for none, whenever it may have changed; in
+            any thread.
+        on_risk: gets a text about a protection that has become worse; in any thread.
     """
 
-    def __init__(
-        self, group: dist.ProcessGroup, undo: UndoCopy, name: str, generation: int, network: Network | None
-    ) -> None:
+    group: dist.ProcessGroup
+    generation: int = 0
+    look: ChangeCounter | None = None
+    network: Network | None = None
+    keep: Keep | None = None
+    on_kept: Callable[[int], None] = lambda version: None
+    on_risk: Callable[[str], None] = lambda text: None
+
+
+class Exchange:
+    """Runs one exchange after another. All methods but those of the last section belong to the training thread."""
+
+    def __init__(self, context: CopyContext, undo: UndoCopy, name: str) -> None:
         self.undo = undo
-        self.generation = generation
-        self.pacing = None if network is None else Pacing(network)
-        self._group = group
+        self.generation = context.generation
+        self.pacing = None if context.network is None else Pacing(context.network)
+        self._group = context.group
         self._name = name
         self._background = Background(f"flashrecovery-{name}")
         self._halted = False

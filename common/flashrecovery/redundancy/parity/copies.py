@@ -29,10 +29,16 @@ import torch.distributed as dist
 from flashrecovery.errors import ProtocolError, RestoreError
 from flashrecovery.plan.parity.code import ParityLayout, StripePart, bucket_for
 from flashrecovery.plan.parity.decodable import DecodeOrder, EncodingHeld, ParityHeld, Told
-from flashrecovery.redundancy.memory.flat_buffer import NOTHING, Beside, FirstShards, Keep, Layout, Outliving, Slot
-from flashrecovery.redundancy.memory.own_copy import ChangeCounter, UndoCopy
-from flashrecovery.redundancy.memory.pacing import Network
-from flashrecovery.redundancy.memory.peer_exchange import STREAMS, CopyHolding, Exchange, byte_tensor, plain_source
+from flashrecovery.redundancy.memory.flat_buffer import NOTHING, Beside, FirstShards, Layout, Outliving, Slot
+from flashrecovery.redundancy.memory.own_copy import UndoCopy
+from flashrecovery.redundancy.memory.peer_exchange import (
+    STREAMS,
+    CopyContext,
+    CopyHolding,
+    Exchange,
+    byte_tensor,
+    plain_source,
+)
 from flashrecovery.redundancy.parity.decode import Decoding, WrongParityError
 from flashrecovery.redundancy.parity.frames import NO_BASE, Frame, ParityPlace, PayloadRoom, deltas
 from flashrecovery.redundancy.parity.making import ENCODINGS, MemberState, key_of, to_make
@@ -80,62 +86,70 @@ class Encoding:
             self.outliving.keep(None)
 
 
+@dataclass(frozen=True)
+class GroupMember:
+    """A rank in its parity group.
+
+    Attributes:
+        rank: this rank.
+        ranks: those of the group, this one among them, in the same order on all of them.
+        losses: how many members may be lost, 1 or 2.
+        max_size: members of a group at most.
+        domain: this process's failure domain; -1: none.
+        bucket: bytes; None: by the sizes of the shards.
+
+    Raises ValueError if there are too few ranks.
+    """
+
+    rank: int
+    ranks: tuple[int, ...]
+    losses: int = 1
+    max_size: int = 8
+    domain: int = -1
+    bucket: int | None = None
+
+    def __post_init__(self) -> None:
+        if len(self.ranks) <= self.losses:
+            raise ValueError(f"a parity group of ranks {list(self.ranks)}: more than {self.losses} are needed (losses)")
+
+
 class ParityCopies:
     """Keeps parity. All methods but the exchange itself belong to the training thread.
 
-    Args: group: process group used by nothing else, of all ranks, with a handle that stays valid over recoveries.
-        rank: this rank; ranks: those of its parity group, this one among them, in the same order on all of them.
-        shards: all shards of this rank that a rollback concerns. copied: names of those that parity is of; by default
-        all that no other rank holds. losses: how many members may be lost, 1 or 2; max_size: members of a group at
-        most. domain: this process's failure domain. on_together: gets two ranks of the group that have turned out to be
-        on one failure domain. bucket: bytes; without it, by the sizes of the shards. The others as for
-        :class:`flashrecovery.redundancy.memory.neighbor_copy.NeighbourCopies`.
+    Args:
+        context: of the job around it; the group is of all ranks.
+        member: this rank's place in its parity group.
+        shards: all shards of this rank that a rollback concerns.
+        copied: names of those that parity is of; by default all that no other rank holds.
     """
 
     def __init__(
         self,
-        group: dist.ProcessGroup,
-        rank: int,
-        ranks: Sequence[int],
+        context: CopyContext,
+        member: GroupMember,
         shards: Sequence[Shard],
         *,
         copied: Collection[str] | None = None,
-        losses: int = 1,
-        max_size: int = 8,
-        domain: int = -1,
-        capsule_name: Callable[[int], str] = "capsule@{}".format,
-        generation: int = 0,
-        on_kept: Callable[[int], None] = lambda version: None,
-        on_together: Callable[[int, int], None] = lambda one, other: None,
-        look: ChangeCounter | None = None,
-        network: Network | None = None,
-        keep: Keep | None = None,
-        bucket: int | None = None,
     ) -> None:
-        if len(ranks) <= losses:
-            raise ValueError(f"a parity group of ranks {list(ranks)}: more than {losses} are needed (losses)")
-        self.ranks = tuple(ranks)
-        self.losses, self._max_size = losses, max_size
-        self._rank, self._me = rank, self.ranks.index(rank)
-        self._domain = domain
-        self._capsule_name = capsule_name
-        self._on_kept, self._on_together = on_kept, on_together
+        self._member = member
+        self.ranks, self.losses = member.ranks, member.losses
+        self._rank, self._me = member.rank, member.ranks.index(member.rank)
+        self._on_kept, self._on_risk = context.on_kept, context.on_risk
         self._together: tuple[int, int] | None = None
-        self._bucket = bucket
         if copied is None:
-            copied = {s.name for s in shards if s.holders == (rank,)}
+            copied = {s.name for s in shards if s.holders == (member.rank,)}
         self._copied = FirstShards(copied)
         # What parity is of first: it is then one range of the undo buffer.
         ordered = sorted(shards, key=lambda s: s.name not in copied)
-        self.undo = UndoCopy(ordered, share=True, look=look, keep=keep)
-        self._talk = Exchange(group, self.undo, "parity", generation, network)
-        self._keep = keep
+        keep = self._keep = context.keep
+        self.undo = UndoCopy(ordered, share=True, look=context.look, keep=keep)
+        self._talk = Exchange(context, self.undo, "parity")
         self._batches = BatchMemory()
         self._spare = [keep(f"parity-{i}") for i in range(ENCODINGS)] if keep is not None else []
         self._encodings: list[Encoding] = []
         self._take_over()
         self._next_ranks = self.ranks
-        self._pairs = [self._slots_of(number) for number in range(losses)]
+        self._pairs = [self._slots_of(number) for number in range(self.losses)]
         self._meet()
         self._sent_layout = -1
         self._layouts: dict[int, tuple[int, bytes]] = {}  # of the members that tell this one, with their idents
@@ -243,14 +257,14 @@ class ParityCopies:
                 sizes = Layout.decode(slot.beside.plain[_LAYOUT]).payload
                 told.append(Told(slot.beside.owner, slot.version, tuple(sizes.items())))
         found = tuple(encodings), tuple(told), frozenset(self._doubted)
-        return ParityHeld(self._rank, self.ranks, self.losses, self._max_size, own, *found)
+        return ParityHeld(self._rank, self.ranks, self.losses, self._member.max_size, own, *found)
 
     def holdings(self) -> list[CopyHolding]:
         """The capsules of other ranks that this rank holds."""
         found: dict[tuple[str, int], CopyHolding] = {}
         for slot in self._told_slots():
             if slot.version >= 0:
-                name = self._capsule_name(slot.beside.owner)
+                name = _local_state_of(slot.beside.owner)
                 size = len(slot.beside.plain[name])
                 found[name, slot.version] = CopyHolding(name, slot.version, size, slot.beside.early)
         return sorted(found.values(), key=lambda h: (h.version, h.shard))
@@ -262,7 +276,7 @@ class ParityCopies:
         if decoded is not None:
             return decoded
         for slot in self._told_slots():
-            if slot.version == version and shard == self._capsule_name(slot.beside.owner):
+            if slot.version == version and shard == _local_state_of(slot.beside.owner):
                 return plain_source(shard, slot.beside.plain[shard])
         raise RestoreError(f"rank {self._rank} holds nothing of {shard!r} at version {version}")
 
@@ -395,7 +409,7 @@ class ParityCopies:
             nbytes=layout.nbytes,
             ident=layout.ident,
             before=self._version_before(version, layout),
-            domain=self._domain,
+            domain=self._member.domain,
             described=described.numel(),
             held={e.key: _p_and_q(e) for e in self._encodings},
         )
@@ -459,7 +473,7 @@ class ParityCopies:
         slot = next((s for s in slots if s.version == version), None) or min(slots, key=lambda s: s.version)
         slot.shape(_WITHOUT_TENSORS, pin=False)
         slot.values = values
-        slot.finish(version, Beside(owner, {self._capsule_name(owner): capsule, _LAYOUT: encoded}, early))
+        slot.finish(version, Beside(owner, {_local_state_of(owner): capsule, _LAYOUT: encoded}, early))
 
     def _look_at_domains(self, states: Sequence[MemberState]) -> None:
         """Whoever shares a failure domain with another member is lost with it."""
@@ -470,7 +484,11 @@ class ParityCopies:
                 together = together or (seen[state.domain], rank)
             seen[state.domain] = rank
         if together is not None and together != self._together and self._me == 0:
-            self._on_together(*together)
+            one, other = together
+            self._on_risk(
+                f"ranks {one} and {other} of parity group {list(self._member.ranks)} are on one node now, and lost "
+                "with it at once"
+            )
         self._together = together
 
     def _encode(self, version: int, own: Slot, layout: Layout, states: Sequence[MemberState]) -> None:
@@ -498,7 +516,7 @@ class ParityCopies:
 
     def _layout_of(self, sizes: Sequence[int]) -> ParityLayout:
         """For shards of so many bytes in all, of each member."""
-        return ParityLayout(tuple(sizes), self.losses, self._bucket or bucket_for(sizes, self.losses))
+        return ParityLayout(tuple(sizes), self.losses, self._member.bucket or bucket_for(sizes, self.losses))
 
     # -- encodings --------------------------------------------------------------------------------
 
@@ -549,6 +567,11 @@ class ParityCopies:
             member = ParityMember(layout, self._me, _cut(memory, places))
             self._spare.remove(outliving)
             self._encodings.append(Encoding(key, member, outliving))
+
+
+def _local_state_of(rank: int) -> str:
+    """The shard's name."""
+    return f"capsule@{rank}"
 
 
 _WITHOUT_TENSORS = Layout(("told",))

@@ -28,10 +28,10 @@ from flashrecovery.proto import flashrecovery_pb2 as pb
 from flashrecovery.redundancy.checkpoint import reader, writer
 from flashrecovery.redundancy.checkpoint.keys import writer_of
 from flashrecovery.redundancy.memory.flat_buffer import Beside, Outliving
-from flashrecovery.redundancy.memory.neighbor_copy import NeighbourCopies
+from flashrecovery.redundancy.memory.neighbor_copy import NeighbourCopies, Ring
 from flashrecovery.redundancy.memory.own_copy import ChangeCounter, UndoCopy, write_back
-from flashrecovery.redundancy.memory.peer_exchange import PeerCopies
-from flashrecovery.redundancy.parity.copies import ParityCopies
+from flashrecovery.redundancy.memory.peer_exchange import CopyContext, PeerCopies
+from flashrecovery.redundancy.parity.copies import GroupMember, ParityCopies
 from flashrecovery.runtime.environment import in_changed_layout
 from flashrecovery.snapshot.client import Keeper
 from flashrecovery.snapshot.files import LAST, OF_PAGE, memory_name
@@ -43,7 +43,7 @@ from flashrecovery.worker.exit.last_checkpoint import save_last
 from flashrecovery.worker.exit.last_copy import LastCopy
 from flashrecovery.worker.local_state.version_counters import glance_at_tensors
 from flashrecovery.worker.registry import Registry
-from flashrecovery.worker.replication.policy import anywhere, choice, copied_shards, neighbour_of, placement, ring_among
+from flashrecovery.worker.replication.policy import anywhere, choice, copied_shards, placement, ring_among
 
 NEIGHBOUR_GROUP, PARITY_GROUP = "flashrecovery-neighbour", "flashrecovery-parity"
 _COMPARED = "as their wrappers say; compared when the first step ends"
@@ -101,7 +101,7 @@ class Copies:
         self.across = settings.elastic is not None and settings.replan is not None and registry.shape.each > 1
         self._anew = self._divided or self.across
         self._ring_group: dist.ProcessGroup | None = None
-        self._on_kept = on_kept
+        self._on_kept, self._on_risk = on_kept, on_risk
         self._next: NeighbourCopies | None = None  # of a division that has been made ready
         self._elastic = settings.elastic is not None
         # A framework's format is of one number of ranks; the core's can be read by any.
@@ -134,9 +134,9 @@ class Copies:
             if not chosen.fits and registry.rank == 0:
                 on_risk(f"the copies may not fit into the nodes' memory: {chosen.reason}")
             if chosen.parity and not self._anew:
-                self._keep_parity(registry, settings, parity_groups, on_kept, on_risk)
+                self._keep_parity(registry, settings, parity_groups)
             else:
-                self._keep_for_neighbour(registry, copied_somewhere, on_kept)
+                self._keep_for_neighbour(registry, copied_somewhere)
         fixed = not self._elastic and settings.replan is None and registry.world_size > 1
         if self._peers is None and fixed and settings.redundancy in ("auto", "neighbor"):
             # Ranks connect in it when they first need to: for what turns out to be each rank's own.
@@ -159,7 +159,7 @@ class Copies:
                 stands=registry.stands() if self._elastic else (),
             )
 
-    def _keep_for_neighbour(self, registry: Registry, shards: bool, on_kept: Callable[[int], None]) -> None:
+    def _keep_for_neighbour(self, registry: Registry, shards: bool) -> None:
         """Have the neighbour keep what a lost node would take with it: capsules of its ranks, and, if there are any
         (``shards``), shards without a replica elsewhere. The agent keeps capsules, too, so among the ranks of one node,
         whose shards all have replicas, nothing is to be done."""
@@ -177,17 +177,16 @@ class Copies:
             self._peers = self._ring = self._ring_for(registry.tensor_shards(), registry.rank, members, 0)
             return
         self._peers = self._ring = NeighbourCopies(
-            group,
-            registry.rank,
-            world,
+            self._context(group, outlives=self._keeper is not None and shards),
+            Ring.of_world(registry.rank, world, placement()[0]),
             registry.tensor_shards() if shards else [],
             copied=[s.name for s in copied_shards(registry, 1)],
-            destination=lambda rank: neighbour_of(rank, world),
-            on_kept=on_kept,
-            network=PacedNetwork(),
-            look=self._look,
-            keep=self._outliving if self._keeper is not None and shards else None,
         )
+
+    def _context(self, group: dist.ProcessGroup, generation: int = 0, *, outlives: bool = False) -> CopyContext:
+        """``outlives``: what is kept is held by the node's snapshot process, too."""
+        keep = self._outliving if outlives else None
+        return CopyContext(group, generation, self._look, PacedNetwork(), keep, self._on_kept, self._on_risk)
 
     @staticmethod
     def _one_node_has_all(registry: Registry, on_risk: Callable[[str], None]) -> None:
@@ -213,52 +212,21 @@ class Copies:
         wanted = self.across and len(members) > 1 if alone else self._divided
         if self._ring_group is None or not wanted:
             return None
-        return NeighbourCopies(
-            self._ring_group,
-            place,
-            len(members),
-            shards,
-            destination=ring_among(members, None if alone else shape).__getitem__,
-            capsule_name=lambda number: f"capsule@{members[number]}",
-            generation=generation,
-            on_kept=self._on_kept,
-            network=PacedNetwork(),
-            look=self._look,
-        )
+        ring = Ring(place, tuple(members), tuple(ring_among(members, None if alone else shape)))
+        return NeighbourCopies(self._context(self._ring_group, generation), ring, shards)
 
-    def _keep_parity(
-        self,
-        registry: Registry,
-        settings: Settings,
-        everybody: Groups,
-        on_kept: Callable[[int], None],
-        on_risk: Callable[[str], None],
-    ) -> None:
+    def _keep_parity(self, registry: Registry, settings: Settings, everybody: Groups) -> None:
         """Have a group of ranks on different nodes keep parity of what could be lost, and each other's capsules.
         Where all ranks are on one node, a rank is lost with nothing but its process."""
         (ranks,) = (ranks for ranks in everybody if registry.rank in ranks)
         group = groups.create_control_group(PARITY_GROUP)
         assert group is not None
-
-        def on_together(one: int, other: int) -> None:
-            on_risk(
-                f"ranks {one} and {other} of parity group {list(ranks)} are on one node now, and lost with it at once"
-            )
-
+        domain = host_id() if placement()[1] > 1 else -1
         self._peers = self._parity = ParityCopies(
-            group,
-            registry.rank,
-            ranks,
+            self._context(group, outlives=self._keeper is not None),
+            GroupMember(registry.rank, tuple(ranks), settings.parity, settings.parity_group, domain),
             registry.tensor_shards(),
             copied=[s.name for s in copied_shards(registry, settings.parity)],
-            losses=settings.parity,
-            max_size=settings.parity_group,
-            domain=host_id() if placement()[1] > 1 else -1,
-            on_kept=on_kept,
-            on_together=on_together,
-            network=PacedNetwork(),
-            look=self._look,
-            keep=self._outliving if self._keeper is not None else None,
         )
 
     def _outliving(self, name: str) -> Outliving:
@@ -507,18 +475,8 @@ class Copies:
             self._ring.copy_others(shards, copied)
             self._peers, self._capsules_only = self._ring, False
         else:
-            world = registry.world_size
-            self._peers = self._ring = NeighbourCopies(
-                self._ring_group,
-                registry.rank,
-                world,
-                shards,
-                copied=copied,
-                destination=lambda rank: neighbour_of(rank, world),
-                on_kept=self._on_kept,
-                network=PacedNetwork(),
-                look=self._look,
-            )
+            ring = Ring.of_world(registry.rank, registry.world_size, placement()[0])
+            self._peers = self._ring = NeighbourCopies(self._context(self._ring_group), ring, shards, copied=copied)
         if before is not self._own_copy:
             self._before, self._undo = before, None
         self._until = version
@@ -600,7 +558,7 @@ class Copies:
             alone = world == 1
             self._peers, self._capsules_only = None if alone else self._ring, not alone
             if not alone:
-                self._ring.resize(rank, members, ring_among(members))
+                self._ring.resize(Ring(rank, members, tuple(ring_among(members))))
 
     # -- a state that is divided otherwise ---------------------------------------------------------
 

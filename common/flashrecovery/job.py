@@ -18,7 +18,7 @@ from flashrecovery.agent.agent import Agent
 from flashrecovery.agent.controller_link.session import ControllerSession, answers
 from flashrecovery.agent.monitoring import preemption
 from flashrecovery.agent.peers.election import Election
-from flashrecovery.agent.peers.service import PeerService
+from flashrecovery.agent.peers.service import PeerDuties, PeerService
 from flashrecovery.agent.processes.process_manager import Places
 from flashrecovery.agent.stores.identity import Identity
 from flashrecovery.config import RunConfig
@@ -145,19 +145,26 @@ async def run_job(config: RunConfig, command: list[str], path: Path, places: Pla
         identity = Identity.of(config, rendezvous.here if config.several_nodes else LOOPBACK)
         own = path / "nodes" / identity.name if config.several_nodes else path
         agents_dir = stack.enter_context(closing(RunDir(own)))
+        serving = await stack.enter_async_context(AsyncExitStack())  # others are served until the agent has ended
         started = _agent(config, command, agents_dir, identity, rendezvous.access, places)
-        agent, peers = await stack.enter_async_context(started)
+        agent = await stack.enter_async_context(started)
         lead = Leadership(config, rendezvous, path, agents_dir, agent)
         stack.push_async_callback(lead.end)
         address = await lead.begin() if rendezvous.embeds else f"{rendezvous.controller}:{rendezvous.port}"
         if not rendezvous.embeds:
             await lead.only_follow()
         limits = config.timeouts
-        session = ControllerSession(address, rendezvous.access, agent, peers, limits, lead.elected, lead.leave)
+        alone = not config.several_nodes
+        session = ControllerSession(address, rendezvous.access, agent, limits, lead.elected, lead.leave, alone=alone)
+        peer_port = 0
         if config.several_nodes:
+            peers = _peer_service(agent, session, rendezvous.access)
+            await peers.start(identity.host)
+            serving.push_async_callback(peers.stop)
+            peer_port = peers.port
             await stack.enter_async_context(lead.looking_elsewhere(session))
             await stack.enter_async_context(lead.hearing_notices())
-        reason = await session.run()
+        reason = await session.run(peer_port)
         if lead.service is None:
             return (0, "") if reason is None else (1, reason)
         await lead.service.dismissed(_DISMISS_S)
@@ -353,20 +360,28 @@ async def _agent(
     identity: Identity,
     access: Access,
     places: Places | None,
-) -> AsyncIterator[tuple[Agent, PeerService | None]]:
-    """This node's agent, and what it does for others where there are any."""
-    peers: PeerService | None = None
-    if config.several_nodes:
-        peers = PeerService(access)
-        await peers.start(identity.host)
-    agent = Agent(config, command, run_dir, identity, access, peers, places)
+) -> AsyncIterator[Agent]:
+    """This node's agent."""
+    agent = Agent(config, command, run_dir, identity, access, places)
     try:
-        yield agent, peers
+        yield agent
     finally:
         await agent.shutdown("the agent ended")
         await agent.end_snapshots()
-        if peers is not None:
-            await peers.stop()
+
+
+def _peer_service(agent: Agent, session: ControllerSession, access: Access) -> PeerService:
+    """What this node does for other agents."""
+    duties = PeerDuties(
+        election=session.election,
+        relay=session.relay,
+        vouch=session.vouch,
+        generation=lambda: agent.generation,
+        keep_log=agent.keep_setup_log,
+        log_of=agent.setup_log,
+        staging=agent.staging,
+    )
+    return PeerService(access, duties)
 
 
 @asynccontextmanager

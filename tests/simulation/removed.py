@@ -230,7 +230,7 @@ def _commits_twice(commit: Callable[..., bool]) -> Callable[..., bool]:
 def _goes_back(follow: Callable[..., None]) -> Callable[..., None]:
     def followed(self: session.ControllerSession, term: int, address: str) -> None:
         follow(self, term, address)
-        self._election.term -= 1
+        self.election.term -= 1
 
     return followed
 

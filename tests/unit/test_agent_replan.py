@@ -12,8 +12,6 @@ from pathlib import Path
 import pytest
 
 from flashrecovery.agent.agent import Agent
-from flashrecovery.agent.peers.client import KeptLog
-from flashrecovery.agent.peers.service import PeerService
 from flashrecovery.agent.stores import stash_memory
 from flashrecovery.agent.stores.identity import Identity
 from flashrecovery.config import RunConfig, validate
@@ -23,20 +21,19 @@ from flashrecovery.rpc.channel import Access
 
 
 @asynccontextmanager
-async def agent_of(path: Path, **changes: object) -> AsyncIterator[tuple[Agent, PeerService]]:
+async def agent_of(path: Path, **changes: object) -> AsyncIterator[Agent]:
     """An agent with a controller that hears nothing; it starts no process. ``changes``: how the job may change."""
     given = {"nproc_per_node": 1, "health": "none", "start_method": "spawn", **(changes or {"replan": {"min": 1}})}
     config, access = validate(RunConfig, given, "test"), Access("the-token-of-this-test-job")
     with closing(RunDir(path / "run")) as run_dir:
-        peers = PeerService(access)
-        agent = Agent(config, ["train.py"], run_dir, Identity.of(config, "127.0.0.1"), access, peers)
+        agent = Agent(config, ["train.py"], run_dir, Identity.of(config, "127.0.0.1"), access)
 
         async def fill(command: pb.Command, *, hear_out: bool) -> None:
             pass
 
         agent._processes.fill = fill  # type: ignore[method-assign]
         agent.connect(lambda message: None, lambda heartbeat: None)
-        yield agent, peers
+        yield agent
         await agent.shutdown(None)
 
 
@@ -48,12 +45,12 @@ def test_a_node_that_gets_its_first_rank_of_a_layout_still_keeps_set_up_logs_of_
     """It has kept them for others, and gets the rank because one of these is lost."""
 
     async def kept() -> dict[int, int]:
-        async with agent_of(tmp_path) as (agent, peers):
-            peers.logs.update(
-                {0: KeptLog(2, b"new"), 1: KeptLog(2, b"new"), 2: KeptLog(1, b"old"), 3: KeptLog(3, b"?")}
-            )
+        async with agent_of(tmp_path) as agent:
+            for rank, (attempt, log) in enumerate([(2, b"new"), (2, b"new"), (1, b"old"), (3, b"?")]):
+                agent.keep_setup_log(rank, log, attempt)
             await agent._replace(replace("tp=1,pp=2,dp=1", 2))
-            return {rank: log.attempt for rank, log in peers.logs.items()}
+            starts = {rank: attempt for rank in range(4) for attempt in (1, 2, 3) if agent.setup_log(rank, attempt)}
+            return starts
 
     assert asyncio.run(kept()) == {0: 2, 1: 2}
 
@@ -63,7 +60,7 @@ def test_where_all_start_again_nobody_has_left(changes: dict[str, object], tmp_p
     """Else the next controller has those leave that had before, and are there again."""
 
     async def known() -> list[list[int]]:
-        async with agent_of(tmp_path, **changes) as (agent, _):
+        async with agent_of(tmp_path, **changes) as agent:
             found = []
             for attempt in (0, 1):
                 agent._members = (1,)
@@ -76,13 +73,13 @@ def test_where_all_start_again_nobody_has_left(changes: dict[str, object], tmp_p
 
 def test_each_start_reads_anew_what_is_on_other_nodes(tmp_path: Path) -> None:
     async def read() -> list[bool]:
-        async with agent_of(tmp_path) as (agent, _):
-            assert agent._stash_transfer is not None
+        async with agent_of(tmp_path) as agent:
+            assert agent._staging._transfer is not None
             found = []
             for attempt in (1, 1, 2):
                 await agent._replace(replace("tp=1,pp=2,dp=1", attempt))
-                found.append(bool(agent._stash_transfer._here))
-                agent._stash_transfer._here[tmp_path] = {(0, 8)}
+                found.append(bool(agent._staging._transfer._here))
+                agent._staging._transfer._here[tmp_path] = {(0, 8)}
             return found
 
     assert asyncio.run(read()) == [False, True, False]
@@ -98,9 +95,9 @@ def test_nobody_waits_until_memory_is_given_back(tmp_path: Path, monkeypatch: py
     rmtree = shutil.rmtree
 
     async def drop() -> float:
-        async with agent_of(tmp_path) as (agent, _):
-            assert agent._stash is not None
-            root = agent._stash.path
+        async with agent_of(tmp_path) as agent:
+            assert agent.staging is not None
+            root = agent.staging
             (root / "5-1-7").mkdir()
             monkeypatch.setattr(stash_memory.shutil, "rmtree", slowly)
             began = time.monotonic()

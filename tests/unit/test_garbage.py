@@ -19,12 +19,12 @@ import grpc
 import pytest
 
 from flashrecovery.agent.peers.client import probe
-from flashrecovery.agent.peers.service import PeerService
 from flashrecovery.proto import flashrecovery_pb2 as pb
 from flashrecovery.proto import flashrecovery_pb2_grpc as rpc
 from flashrecovery.rpc.channel import CONTROLLER
 from flashrecovery.rpc.log_throttle import Seldom
 from flashrecovery.rpc.message_auth import CHALLENGE_KEY, HELLO
+from tests.support.peers import peer_service
 from tests.unit.test_impostors import ACCESS, Job, controlling, until
 
 _DATA, _HEADERS, _RESET, _SETTINGS = 0, 1, 3, 4
@@ -160,7 +160,7 @@ def test_a_method_that_nobody_serves_ends_its_own_call_only() -> None:
     """grpcio (1.85) reads its name in the loop that takes every call, and ends with it if it is no text."""
 
     async def main() -> None:
-        peers = PeerService(ACCESS)
+        peers = peer_service(ACCESS)
         await peers.start("127.0.0.1")
         address = f"127.0.0.1:{peers.port}"
         try:

@@ -21,7 +21,6 @@ from flashrecovery.agent.agent import Agent
 from flashrecovery.agent.controller_link.session import ControllerSession
 from flashrecovery.agent.controller_link.session import answers as session_answers
 from flashrecovery.agent.peers.client import fetch_from, keep_there, probe
-from flashrecovery.agent.peers.service import PeerService
 from flashrecovery.agent.processes.setup_logs import SetupLogs
 from flashrecovery.agent.stores.identity import Identity
 from flashrecovery.config import RunConfig
@@ -36,6 +35,7 @@ from flashrecovery.rpc.channel import CONTROLLER, Access, agent_at
 from flashrecovery.rpc.handshake import job_key
 from flashrecovery.rpc.message_auth import CHALLENGE_KEY, HELLO
 from flashrecovery.rpc.vote import ask_elector
+from tests.support.peers import peer_service
 from tests.unit.test_session_heartbeats import NoWorkers, no_lead, no_leave
 
 TOKEN = "the-token-of-this-test-job"
@@ -61,9 +61,8 @@ class Job:
 
     def __init__(self, port: int) -> None:
         self.agent = NoWorkers()
-        self.peers = PeerService(ACCESS)
         self.session = ControllerSession(
-            f"127.0.0.1:{port}", ACCESS, cast(Agent, self.agent), self.peers, SETTINGS.timeouts, no_lead, no_leave
+            f"127.0.0.1:{port}", ACCESS, cast(Agent, self.agent), SETTINGS.timeouts, no_lead, no_leave
         )
         self.running = asyncio.create_task(self.session.run())
         self._beating = asyncio.create_task(self.agent.run())
@@ -491,7 +490,7 @@ def test_a_stranger_on_the_controllers_port_means_that_it_is_gone(
 
 def test_who_forwards_a_dead_agents_port_to_a_living_one_does_not_make_it_alive() -> None:
     async def main() -> None:
-        alive = PeerService(ACCESS)
+        alive = peer_service(ACCESS)
         await alive.start("127.0.0.1")
         try:
             address = f"127.0.0.1:{alive.port}"
@@ -510,7 +509,7 @@ def test_a_set_up_log_that_is_cut_short_is_not_taken_for_whole(monkeypatch: pyte
     monkeypatch.setattr("flashrecovery.agent.peers.client._PART_BYTES", 10)
 
     async def main() -> None:
-        keeper = PeerService(ACCESS)
+        keeper = peer_service(ACCESS)
         await keeper.start("127.0.0.1")
         address = f"127.0.0.1:{keeper.port}"
         try:
@@ -579,7 +578,7 @@ def test_a_set_up_log_that_cannot_be_fetched_is_missed_by_its_rank_only(
     config = RunConfig.model_validate({"nproc_per_node": 1, "nnodes": 2, "controller": "127.0.0.1:1", "health": "none"})
 
     async def main() -> None:
-        keeper = PeerService(ACCESS)
+        keeper = peer_service(ACCESS)
         await keeper.start("127.0.0.1")
         if what != "not kept":
             await keep_there(f"127.0.0.1:{keeper.port}", ACCESS, 0, kept)
@@ -614,7 +613,7 @@ def test_a_set_up_log_that_did_not_come_whole_is_not_taken_for_kept() -> None:
             return b"what they had returned"
 
     async def main() -> None:
-        keeper = PeerService(ACCESS)
+        keeper = peer_service(ACCESS)
         await keeper.start("127.0.0.1")
         async with Middle(f"127.0.0.1:{keeper.port}").listening() as middle:
             assert keeper._server is not None

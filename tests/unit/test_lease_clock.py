@@ -121,7 +121,7 @@ def test_an_agent_that_wakes_up_has_not_heard_its_controller(tmp_path: Path, hos
         host.sleep(HOUR_S)
         assert session._hearing.silent_s >= HOUR_S and scene.agent.lent_until < lease_clock()
         assert session._hearing.nothing_came_s() >= HOUR_S, "as an elector it may vote for another one"
-        assert not await session._vouch(Asking("a", "first"), 1.0)
+        assert not await session.vouch(Asking("a", "first"), 1.0)
         assert LIMITS.controller_gone_s < HOUR_S
         session._give_up_if_late()
         await scene.until(lambda: session._hearing.silent_s < LIMITS.lease_s and scene.agent.lent_until > lease_clock())

@@ -17,7 +17,6 @@ import pytest
 from flashrecovery.agent.agent import Agent
 from flashrecovery.agent.controller_link.session import ControllerSession
 from flashrecovery.agent.peers.client import CONTROLLER_KEY
-from flashrecovery.agent.peers.service import PeerService
 from flashrecovery.config import RunConfig
 from flashrecovery.controller.service.connections import AgentConnection
 from flashrecovery.controller.service.relays import Relays
@@ -28,6 +27,7 @@ from flashrecovery.proto import flashrecovery_pb2 as pb
 from flashrecovery.proto import flashrecovery_pb2_grpc as rpc
 from flashrecovery.rpc.channel import CONTROLLER, agent_at
 from flashrecovery.runtime.link import Link
+from tests.support.peers import peer_service
 from tests.unit.test_session_heartbeats import ACCESS, NoWorkers, no_lead, no_leave
 
 DIRECT = 2
@@ -98,15 +98,14 @@ class Node:
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self.peers = PeerService(ACCESS)
-        self.agent = NoWorkers(name, self.peers)
+        self.agent = NoWorkers(name)
 
     async def start(self, address: str, settings: RunConfig) -> None:
-        await self.peers.start("127.0.0.1")
         agent = cast(Agent, self.agent)
-        limits = settings.timeouts
-        self.session = ControllerSession(address, ACCESS, agent, self.peers, limits, no_lead, no_leave)
-        self.tasks = [asyncio.create_task(self.session.run()), asyncio.create_task(self.agent.run())]
+        self.session = ControllerSession(address, ACCESS, agent, settings.timeouts, no_lead, no_leave)
+        self.peers = peer_service(ACCESS, self.session)
+        await self.peers.start("127.0.0.1")
+        self.tasks = [asyncio.create_task(self.session.run(self.peers.port)), asyncio.create_task(self.agent.run())]
 
     async def stop(self) -> None:
         """Its process is gone: every connection ends."""
@@ -247,7 +246,7 @@ def test_a_relay_that_swallows_everything_is_left_when_it_is_lost(tmp_path: Path
         await scene.until(lambda: scene.carried(4))
         dead = min(scene.relays())
         children = [n for n, relay in scene.via().items() if relay == dead]
-        relay = scene.nodes[dead].session._relay
+        relay = scene.nodes[dead].session.relay
         assert relay._stream is not None
         relay._stream._lines = {}  # what comes down concerns nobody, ...
         relay._stream.put = lambda frame: None  # type: ignore[method-assign]  # ... and nothing goes up
@@ -302,7 +301,7 @@ def test_an_agent_that_ends_by_way_of_a_relay_is_lost(tmp_path: Path) -> None:
 async def lose_line(scene: Scene) -> str:
     """The relay takes an agent that it carries for gone. Its name; it does not know it."""
     ((child, relay),) = [(n, relay) for n, relay in scene.via().items() if relay]
-    stream = scene.nodes[relay].session._relay._stream
+    stream = scene.nodes[relay].session.relay._stream
     assert stream is not None
     (line,) = stream._lines
     stream.end(line)
@@ -351,7 +350,7 @@ def test_the_end_of_the_job_waits_for_whom_a_relay_has_not_told(tmp_path: Path) 
         await scene.add(*"abc")
         await scene.until(lambda: scene.carried(1))
         ((child, relay),) = [(n, relay) for n, relay in scene.via().items() if relay]
-        stream = scene.nodes[relay].session._relay._stream
+        stream = scene.nodes[relay].session.relay._stream
         assert stream is not None
         stream._lines = {}  # what comes down is lost
         scene.service.request_stop("enough")

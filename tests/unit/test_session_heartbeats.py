@@ -17,7 +17,6 @@ from flashrecovery.agent.agent import Agent
 from flashrecovery.agent.controller_link.session import ControllerSession
 from flashrecovery.agent.peers.client import Asking
 from flashrecovery.agent.peers.election import Election
-from flashrecovery.agent.peers.service import PeerService
 from flashrecovery.config import RunConfig
 from flashrecovery.controller.service.service import ControllerService
 from flashrecovery.events import EventLog, RunDir
@@ -38,7 +37,7 @@ class NoWorkers:
 
     generation = 0
 
-    def __init__(self, node: str = "a", peers: PeerService | None = None) -> None:
+    def __init__(self, node: str = "a") -> None:
         self.finished: asyncio.Future[str | None] = asyncio.get_running_loop().create_future()
         self.commands: list[str] = []
         self.handled: list[pb.Command] = []
@@ -48,20 +47,19 @@ class NoWorkers:
         self.fenced = 0
         self.node = node
         self.settings: dict[str, str] = {}
-        self._peers = peers
         self._incarnation = "first"
 
     def connect(self, send: Callable[[pb.AgentMessage], None], beat: Callable[[pb.AgentMessage], None]) -> None:
         self.send, self.beat = send, beat
 
-    def register(self) -> pb.Register:
+    def register(self, peer_port: int = 0) -> pb.Register:
         return pb.Register(
             node=self.node,
             host="127.0.0.1",
             slots=1,
             node_rank=-1,
             incarnation=self._incarnation,
-            peer_port=self._peers.port if self._peers is not None else 0,
+            peer_port=peer_port,
             settings=self.settings,
         )
 
@@ -134,11 +132,8 @@ def play(tmp_path: Path, act: Callable[[Scene], Awaitable[None]], **config: obje
             service = ControllerService(settings, ACCESS, log, run_dir)
             port = await service.start("127.0.0.1", 0)
             agent = NoWorkers()
-            peers = PeerService(ACCESS)
             address = f"127.0.0.1:{port}"
-            session = ControllerSession(
-                address, ACCESS, cast(Agent, agent), peers, settings.timeouts, no_lead, no_leave
-            )
+            session = ControllerSession(address, ACCESS, cast(Agent, agent), settings.timeouts, no_lead, no_leave)
             tasks = [asyncio.create_task(session.run()), asyncio.create_task(agent.run())]
             try:
                 await act(Scene(service, agent, session, address))
@@ -312,12 +307,12 @@ def test_what_a_node_passes_on_for_another_one_is_answered_by_the_controller(tmp
     async def act(scene: Scene) -> None:
         await scene.until(scene.by_datagram)
         session, last = scene.session, scene.service._liveness._last_heard["a"]
-        assert await session._vouch(Asking("a", "first"), 5.0) and last.voucher == "a"
+        assert await session.vouch(Asking("a", "first"), 5.0) and last.voucher == "a"
         last.voucher = ""
-        assert not await session._vouch(Asking("a", "another life"), 5.0) and not last.voucher
-        assert not await session._vouch(Asking("stranger", "first"), 5.0)
+        assert not await session.vouch(Asking("a", "another life"), 5.0) and not last.voucher
+        assert not await session.vouch(Asking("stranger", "first"), 5.0)
         session._hearing.heard_at -= session._limits.lease_s
-        assert not await session._vouch(Asking("a", "first"), 5.0), "it may be cut off itself"
+        assert not await session.vouch(Asking("a", "first"), 5.0), "it may be cut off itself"
 
     play(tmp_path, act)
 

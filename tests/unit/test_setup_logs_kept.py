@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from flashrecovery.agent.peers.client import UNREACHED, KeptLog, fetch_from, keep_there
-from flashrecovery.agent.peers.service import PeerService
 from flashrecovery.agent.processes.setup_logs import SetupLogs
 from flashrecovery.controller.state.rank_table import Parts, RankTable
 from flashrecovery.proto import flashrecovery_pb2 as pb
+from tests.support.peers import peer_service
 from tests.unit.test_impostors import ACCESS
 
 
@@ -76,8 +76,8 @@ def test_a_log_of_another_start_is_not_taken() -> None:
     """Its node was cut off while all ranks were started again: what their set-up returned then is another thing."""
 
     async def main() -> None:
-        keeper = PeerService(ACCESS)
-        own = SetupLogs(ACCESS, keeper.logs)
+        own = SetupLogs(ACCESS)
+        keeper = peer_service(ACCESS, logs=own)
         await keeper.start("127.0.0.1")
         at = f"127.0.0.1:{keeper.port}"
         try:

@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from flashrecovery.agent.peers.service import PeerService
 from flashrecovery.agent.peers.stash_transfer import StashTransfer, served
 from flashrecovery.errors import ProtocolError, RestoreError
 from flashrecovery.plan.reshard.boxes import Box
@@ -19,6 +18,7 @@ from flashrecovery.plan.reshard.logical import LogicalPart
 from flashrecovery.proto import flashrecovery_pb2 as pb
 from flashrecovery.redundancy.memory.stash import Stash, Wanted, write
 from flashrecovery.rpc.channel import Access
+from tests.support.peers import peer_service
 from tests.unit.test_logical import SHAPES, shard, whole
 
 ACCESS, STRANGER = Access("the-token-of-this-test-job"), Access("another-token-of-this-length")
@@ -33,8 +33,7 @@ def with_peer(use: Callable[[str, Path], Awaitable[None]], tmp_path: Path) -> No
         (root / "5-1-7" / "rank3.data").write_bytes(os.urandom(3 << 20))
         (root / "5-1-7" / "rank3.index").write_bytes(b"the index")
         (root / "secret").write_bytes(b"secret")
-        peer = PeerService(ACCESS)
-        peer.stash = root
+        peer = peer_service(ACCESS, staging=root)
         await peer.start("127.0.0.1")
         try:
             await use(f"127.0.0.1:{peer.port}", root)

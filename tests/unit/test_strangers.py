@@ -22,7 +22,6 @@ import pytest
 
 from flashrecovery import events as ev
 from flashrecovery.agent.peers.client import fetch_from, probe
-from flashrecovery.agent.peers.service import PeerService
 from flashrecovery.config import RunConfig, Timeouts
 from flashrecovery.controller.machine import Machine
 from flashrecovery.controller.service.service import ControllerService
@@ -35,6 +34,7 @@ from flashrecovery.rpc.channel import CONTROLLER, Access
 from flashrecovery.rpc.handshake import Caller, job_key
 from flashrecovery.rpc.message_auth import CHALLENGE_KEY, SealedChannel
 from flashrecovery.rpc.token import job_token
+from tests.support.peers import peer_service
 
 TOKEN = "the-token-of-this-test-job"
 ACCESS = Access(TOKEN)
@@ -258,7 +258,7 @@ def test_messages_of_a_lost_node_and_of_old_generations_change_nothing(tmp_path:
 
 def test_agents_ask_each_other_for_the_token_too() -> None:
     async def main() -> None:
-        peer = PeerService(ACCESS)
+        peer = peer_service(ACCESS)
         await peer.start("127.0.0.1")
         try:
             address = f"127.0.0.1:{peer.port}"

@@ -21,7 +21,6 @@ from cryptography import x509
 from flashrecovery.agent.agent import Agent
 from flashrecovery.agent.controller_link.session import ControllerSession
 from flashrecovery.agent.peers.client import probe
-from flashrecovery.agent.peers.service import PeerService
 from flashrecovery.cli.status import access_of
 from flashrecovery.config import RunConfig, TlsSettings, load_run_config
 from flashrecovery.errors import ConfigError, StrangerError
@@ -31,6 +30,7 @@ from flashrecovery.proto import flashrecovery_pb2 as pb
 from flashrecovery.proto import flashrecovery_pb2_grpc as rpc
 from flashrecovery.rpc.channel import CONTROLLER, Access
 from flashrecovery.rpc.tls import Tls, given, made
+from tests.support.peers import peer_service
 from tests.unit.test_impostors import SETTINGS, controlling, until
 from tests.unit.test_session_heartbeats import NoWorkers, no_lead, no_leave
 
@@ -69,12 +69,13 @@ def test_a_session_and_the_agents_among_themselves_over_tls(folder: Path, tmp_pa
 
     async def main(access: Access, run_dir: Path) -> None:
         async with controlling(run_dir, access=access) as (service, port):
-            agent, peers = NoWorkers(), PeerService(access)
-            await peers.start("127.0.0.1")
+            agent = NoWorkers()
             session = ControllerSession(
-                f"127.0.0.1:{port}", access, cast(Agent, agent), peers, SETTINGS.timeouts, no_lead, no_leave
+                f"127.0.0.1:{port}", access, cast(Agent, agent), SETTINGS.timeouts, no_lead, no_leave
             )
-            running = asyncio.create_task(session.run())
+            peers = peer_service(access, session)
+            await peers.start("127.0.0.1")
+            running = asyncio.create_task(session.run(peers.port))
             await until(lambda: service._agents.is_connected("a"))
             agent.send(pb.AgentMessage(notice=pb.Notice(kind="test", text="x")))
             await until(lambda: session._link.sent > 0 and service._agents.links["a"].received > 0)
@@ -150,7 +151,7 @@ def test_an_agent_with_another_authority_ends_and_says_why(folder: Path, tmp_pat
             access = Access(TOKEN, tls_in(folder / "other"))
             agent = NoWorkers()
             session = ControllerSession(
-                f"127.0.0.1:{port}", access, cast(Agent, agent), None, SETTINGS.timeouts, no_lead, no_leave
+                f"127.0.0.1:{port}", access, cast(Agent, agent), SETTINGS.timeouts, no_lead, no_leave, alone=True
             )
             with pytest.raises(ConfigError, match=f"--controller 127.0.0.1:{port}: .*no certificate of this job's"):
                 await asyncio.wait_for(session.run(), 20)

@@ -13,7 +13,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Mapping
-from functools import partial
+from pathlib import Path
 
 from flashrecovery.agent.monitoring.fault_injection import NodeFaults
 from flashrecovery.agent.monitoring.hang import Looks, StopMonitor
@@ -21,8 +21,6 @@ from flashrecovery.agent.monitoring.heartbeat import HeartbeatLoop, counted_pair
 from flashrecovery.agent.monitoring.node_health import NodeHealth
 from flashrecovery.agent.monitoring.reply_batching import Gather, singly
 from flashrecovery.agent.peers.client import neighbours, probe
-from flashrecovery.agent.peers.service import PeerService
-from flashrecovery.agent.peers.stash_transfer import StashTransfer
 from flashrecovery.agent.processes.gpu_fence import GpuFence
 from flashrecovery.agent.processes.process import WorkerProcess
 from flashrecovery.agent.processes.process_manager import LAST_WORDS_S, Places, ProcessManager
@@ -31,10 +29,10 @@ from flashrecovery.agent.processes.setup_logs import SetupLogs
 from flashrecovery.agent.processes.snapshots import NodeSnapshots
 from flashrecovery.agent.processes.tasks import Tasks
 from flashrecovery.agent.stores.identity import Identity
-from flashrecovery.agent.stores.stash_memory import StashMemory
+from flashrecovery.agent.stores.staging_area import StagingArea
 from flashrecovery.agent.stores.store import StoreServer
 from flashrecovery.config import RunConfig
-from flashrecovery.errors import ConfigError, ProtocolError
+from flashrecovery.errors import ProtocolError
 from flashrecovery.events import RunDir
 from flashrecovery.kinds import FailureKind, NoticeKind
 from flashrecovery.plan.words import raised_text
@@ -49,8 +47,7 @@ SendMessage = Callable[[pb.AgentMessage], None]
 
 
 class Agent:
-    """One node's agent. ``peers`` is None where there is one node only, ``places`` where all processes are its own. It
-    begins with :meth:`connect`."""
+    """One node's agent. ``places`` is None where all processes are its own. It begins with :meth:`connect`."""
 
     def __init__(
         self,
@@ -59,15 +56,13 @@ class Agent:
         run_dir: RunDir,
         identity: Identity,
         access: Access | None = None,
-        peers: PeerService | None = None,
         places: Places | None = None,
     ) -> None:
         self._config = config
         self._command = command
         self._identity = identity
         self._access = access or Access()
-        self._peers = peers
-        self._setup_logs = SetupLogs(self._access, None if peers is None else peers.logs)
+        self._setup_logs = SetupLogs(self._access)
         self._table = pb.RankTable()
         self._gather = Gather(_unsent)
         self._generation = 0
@@ -84,32 +79,15 @@ class Agent:
         self._checkpoint: pb.CheckpointSaved | None = None
         self.finished: asyncio.Future[str | None] = asyncio.get_running_loop().create_future()
         self._tasks = Tasks(self._task_failed)
-        network_env: Callable[[], Mapping[str, str]] = identity.network_env if peers is not None else dict
-        self._stash: StashMemory | None = None
-        self._stash_transfer: StashTransfer | None = None
-        self._stash_kept: pb.StashKept | None = None
         self._layout = ""
-        if config.replan is not None:
-            if places is not None:
-                raise ConfigError(
-                    "replan where a launcher has started the ranks (adopt, Ray): ranks that `flashrecovery run` starts "
-                    "itself are allowed"
-                )
-            self._stash = stash = StashMemory()
-            network_env = partial(_both, network_env, stash.env)
-            self._stash_transfer = StashTransfer(stash.path, self._access)
-            if peers is not None:
-                peers.stash = stash.path
+        self._staging = StagingArea(config, self._access, self._tasks, own_processes=places is None)
         gpus = GpuFence.of_this_node(os.environ, config.slots or config.nproc_per_node)
         self._tasks.start(gpus.prepare())
         self._snapshots = NodeSnapshots(config, run_dir.path, self._tell_of_snapshots)
         self._processes = ProcessManager(
-            self, config, command, run_dir, network_env, self._setup_logs, self._tasks, gpus, self._snapshots, places
+            self, config, command, run_dir, self._node_env, self._setup_logs, self._tasks, gpus, self._snapshots, places
         )
         self._ranks = self._processes.ranks
-        self._setup_logs.watch(self._processes.living)
-        if peers is not None:
-            peers.own_log = self._setup_logs.own
         self._pool = self._processes.pool
         self._faults = NodeFaults(self.notice)
         self._health = NodeHealth(config, run_dir.path, self._ranks.values, self._report_failure, self.notice)
@@ -128,7 +106,7 @@ class Agent:
             "look": lambda command: self._tasks.start(self._look(command.look)),
             "modules": self._on_modules,
             "saved": lambda command: self._remember(command.saved),
-            "drop_stash": lambda _: self._drop_stash(),
+            "drop_stash": lambda _: self._staging.drop(),
             "stash_kept": self._on_stash_kept,
             "fault": lambda command: self._faults.deliver(command, self._ranks.get(command.rank)),
             "heartbeat": _the_sessions_own,
@@ -183,9 +161,28 @@ class Agent:
         """The number of standbys: (ready, starting)."""
         return self._pool.counts()
 
-    def register(self) -> pb.Register:
-        """This node's first message on a connection: who it is, and what its workers and pages hold."""
-        message = self._identity.register(self._store.port, self._peers.port if self._peers is not None else 0)
+    @property
+    def staging(self) -> Path | None:
+        """The directory for state while the parallel layout changes; None: it does not change."""
+        return self._staging.path
+
+    def keep_setup_log(self, rank: int, setup_log: bytes, attempt: int) -> None:
+        """Keep it for another node, for as long as the job runs."""
+        self._setup_logs.keep(rank, setup_log, attempt)
+
+    def setup_log(self, rank: int, attempt: int) -> bytes | None:
+        """The set-up log of ``rank``, of this start of the job, if it is kept or lives here."""
+        return self._setup_logs.own(rank, attempt, self.workers())
+
+    def _node_env(self) -> Mapping[str, str]:
+        """What the processes' environment says of this node."""
+        network = self._identity.network_env() if self._config.several_nodes else {}
+        return {**network, **self._staging.env()}
+
+    def register(self, peer_port: int = 0) -> pb.Register:
+        """This node's first message on a connection: who it is, and what its workers and pages hold. ``peer_port``:
+        where it serves other agents; 0: nowhere."""
+        message = self._identity.register(self._store.port, peer_port)
         message.generation, message.attempt, message.stride = self._generation, self._attempt, self._table.stride
         message.domains.extend(self._domains)
         message.launch = self._table.launch
@@ -204,8 +201,8 @@ class Agent:
         message.suspect = self.warning()
         if self._checkpoint is not None:
             message.checkpoint.CopyFrom(self._checkpoint)
-        if self._stash_kept is not None:
-            message.stash.CopyFrom(self._stash_kept)
+        if self._staging.kept is not None:
+            message.stash.CopyFrom(self._staging.kept)
         return message
 
     def _is_of_another_layout(self, process: WorkerProcess) -> bool:
@@ -327,23 +324,13 @@ class Agent:
         self._relay(command)
 
     def _on_stash_kept(self, command: pb.Command) -> None:
-        """Remember it for a controller that may come while the ranks of another layout are on their way."""
-        self._stash_kept = command.stash_kept
-
-    def _drop_stash(self) -> None:
-        """What state of another layout is in this node's memory is of no use any more."""
-        self._stash_kept = None
-        if self._stash is not None and self._stash_transfer is not None:
-            give_back = self._stash.drop()
-            self._stash_transfer.dropped()
-            # Beside the loop: heartbeats and leases wait for nothing.
-            self._tasks.start(asyncio.to_thread(give_back))
+        self._staging.kept = command.stash_kept
 
     async def _bring(self, process: WorkerProcess, wanted: pb.StashWanted) -> None:
         """Get what a worker of the new layout needs from where the old one's ranks have written it."""
-        if self._stash_transfer is not None:
-            error = await self._stash_transfer.bring(wanted)
-            process.send(pb.ToWorker(stash_there=pb.StashThere(number=wanted.number, error=error)))
+        there = await self._staging.bring(wanted)
+        if there is not None:
+            process.send(pb.ToWorker(stash_there=there))
 
     def _on_leave(self, command: pb.Command) -> None:
         """A rank of this node leaves the job."""
@@ -359,11 +346,10 @@ class Agent:
         """Fill a rank with a new process."""
         if command.replace.attempt != self._attempt:
             self._members = ()  # of the ranks before
-            if self._stash_transfer is not None:
-                self._stash_transfer.forget()  # what has come damaged is not taken once more
+            self._staging.start_again()
         self._attempt, self._domains = command.replace.attempt, tuple(command.replace.domains)
-        if command.replace.layout != self._layout and self._peers is not None:
-            self._peers.forget_logs(but=self._attempt)  # of ranks of the layout before
+        if command.replace.layout != self._layout:
+            self._setup_logs.forget(but=self._attempt)  # of ranks of the layout before
         self._layout = command.replace.layout
         filled = await self._processes.fill(command, hear_out=self._faults.armed(command.rank))
         if filled is not None:
@@ -434,8 +420,7 @@ class Agent:
         self._ended_by = reason
         self._health.close()
         await self._processes.end(self._config.timeouts.shutdown_grace_s)
-        if self._stash is not None:
-            self._stash.close()
+        self._staging.close()
         self._store.close()
         self._tasks.cancel()
         if not self.finished.done():  # by the failure that this is the end of
@@ -644,10 +629,6 @@ def _only_notes(process: WorkerProcess, number: int) -> bool:
 
 def _the_sessions_own(_: pb.Command) -> None:
     """Nothing is left to do: :mod:`.controller_link.session` has carried it out."""
-
-
-def _both(one: Callable[[], Mapping[str, str]], other: Callable[[], Mapping[str, str]]) -> Mapping[str, str]:
-    return {**one(), **other()}
 
 
 def _unsent(message: pb.AgentMessage) -> None:

@@ -22,7 +22,6 @@ from flashrecovery.agent.controller_link.lease import Hearing
 from flashrecovery.agent.peers.client import CONTROLLER_KEY, UNREACHED, Asking, probe
 from flashrecovery.agent.peers.election import Election
 from flashrecovery.agent.peers.relay import Relay
-from flashrecovery.agent.peers.service import PeerService
 from flashrecovery.config import Timeouts
 from flashrecovery.errors import AuthenticationError, ConfigError, ProtocolError, StrangerError
 from flashrecovery.heartbeat.sender import HeartbeatSender
@@ -54,36 +53,36 @@ log = logging.getLogger("flashrecovery")
 
 
 class ControllerSession:
-    """Runs the agent under the controller at ``address``. ``peers`` is None where there is one node only."""
+    """Runs the agent under the controller at ``address``. ``alone``: there is one node only.
+
+    Attributes:
+        election: this node's vote, and the controller that it follows.
+        relay: carries other agents' sessions to that controller.
+    """
 
     def __init__(
         self,
         address: str,
         access: Access,
         agent: Agent,
-        peers: PeerService | None,
         limits: Timeouts,
         lead: Lead,
         leave: Leave,
+        *,
+        alone: bool = False,
     ) -> None:
         self._access = access
         self._agent = agent
-        self._peers = peers
+        self._alone = alone
+        self._peer_port = 0
         self._limits = limits
         self._hearing = Hearing(limits)
-        self._election = Election(
-            agent.node, agent.incarnation, self._hearing.nothing_came_s, limits.lease_s, self.drop
-        )
-        self._election.controller = address
-        self._lookout = Lookout(
-            agent, self, self._hearing, self._election, access, limits, lead, leave, alone=peers is None
-        )
-        self._relay = Relay(agent.node, access)
+        self.election = Election(agent.node, agent.incarnation, self._hearing.nothing_came_s, limits.lease_s, self.drop)
+        self.election.controller = address
+        self._lookout = Lookout(agent, self, self._hearing, self.election, access, limits, lead, leave, alone=alone)
+        self.relay = Relay(agent.node, access)
         self._way = self._through = ""
         self._move: asyncio.Task[None] | None = None
-        if peers is not None:
-            peers.election, peers.relay, peers.vouch = self._election, self._relay, self._vouch
-            peers.generation = lambda: agent.generation
         self._suspended = False
         self._gathering = False
         self._link: Link[pb.AgentMessage, pb.Command] = Link()
@@ -125,11 +124,11 @@ class ControllerSession:
         if not self._joined:
             return True
         heard = self._fresh and self._hearing.silent_s < self._limits.lease_s
-        return not (heard or self._election.electors or self._agent.in_job)
+        return not (heard or self.election.electors or self._agent.in_job)
 
     @property
     def _address(self) -> str:
-        return self._election.controller
+        return self.election.controller
 
     def _send(self, message: pb.AgentMessage) -> None:
         message.age_base = time.monotonic()
@@ -141,14 +140,15 @@ class ControllerSession:
         if self._backoff.due(time.monotonic(), self._hearing.silent_s):
             self._link.send_now_or_never(message)
 
-    async def run(self) -> str | None:
+    async def run(self, peer_port: int = 0) -> str | None:
         """Follow the controllers of the job until the agent has finished; returns its reason (None: the job has ended
-        well).
+        well). ``peer_port``: where this node serves other agents; 0: nowhere.
 
         Raises:
             ConfigError: no controller was found, or it refuses this node.
         """
-        watch = asyncio.create_task(self._lookout.run()) if self._peers is not None else None
+        self._peer_port = peer_port
+        watch = asyncio.create_task(self._lookout.run()) if not self._alone else None
         telling = asyncio.create_task(self._tell_workers())
         awaiting = asyncio.create_task(self._tell_who_is_awaited())
         for task in (watch, telling, awaiting):
@@ -233,15 +233,15 @@ class ControllerSession:
         async with self._access.dial(self._address, CONTROLLER, ATTEMPT_S) as channel:
             self._stranger = False
             stub = rpc.ControllerStub(channel)
-            request = pb.WhoRequest(promised=self._election.promised)
+            request = pb.WhoRequest(promised=self.election.promised)
             who: pb.WhoReply = await stub.Who(request, timeout=ATTEMPT_S)
-            if not self._election.follows(who.term, known=self._controller in ("", who.incarnation)):
+            if not self.election.follows(who.term, known=self._controller in ("", who.incarnation)):
                 log.debug("the controller at %s, of term %d, is not the one to follow", self._address, who.term)
                 return
             if self._controller and who.incarnation != self._controller:
                 self._link = Link()  # another one: it is told in Register what there is; what was on its way is void
             self._controller = who.incarnation
-            self._relay.follow(self._address, who.incarnation)
+            self.relay.follow(self._address, who.incarnation)
             await self._talk(stub.Session())
 
     async def _converse_through(self, relay: str) -> None:
@@ -267,7 +267,7 @@ class ControllerSession:
     async def _speak(self, call: SealedCall) -> None:
         """Send this agent's messages, for as long as the connection holds."""
         try:
-            register = self._agent.register()
+            register = self._agent.register(self._peer_port)
             self._lookout.registers()
             await call.write(pb.AgentMessage(register=register, sent_at=lease_clock()))
             async with aclosing(self._link.outgoing()) as messages:
@@ -308,8 +308,8 @@ class ControllerSession:
             if asked is not None and not asked.done():
                 asked.set_result(command.vouched.heard)
         elif body == "electors":
-            self._election.learn(command.electors)
-            self._heartbeats.echoes = self._election.is_elector
+            self.election.learn(command.electors)
+            self._heartbeats.echoes = self.election.is_elector
             self._send(pb.AgentMessage(electors_known=pb.ElectorsKnown(version=command.electors.version)))
         elif body == "go_through":
             self._move = asyncio.create_task(self._go_through(command.go_through, self._attempt))
@@ -325,19 +325,19 @@ class ControllerSession:
         if first and beat:
             host, _ = split_address(self._address, "--controller")
             self._heartbeats.invited(host, command.heartbeat, self._link, carried=bool(self._way))
-        if beat and self._election.is_elector:  # it counts on its electors by what they bring back
+        if beat and self.election.is_elector:  # it counts on its electors by what they bring back
             self._link.send_now_or_never(pb.AgentMessage())
 
     def _heard_suspended(self, command: pb.Command) -> None:
         """The controller is there, but decides nothing until it knows that its electors have heard it. An elector that
         answers votes for no other candidate for a while, so it answers only where no other candidate waits for its
         vote."""
-        if self._election.is_elector and not self._election.is_wanted():
+        if self.election.is_elector and not self.election.is_wanted():
             self._link.accept(command)
             self._hearing.came()
             self._link.send_now_or_never(pb.AgentMessage())
 
-    async def _vouch(self, asking: Asking, wait_s: float) -> bool:
+    async def vouch(self, asking: Asking, wait_s: float) -> bool:
         """Tell the controller that another node lives, if this one hears it. Whether it has answered."""
         if not self._fresh or self._suspended or self._hearing.silent_s >= FRESH * self._limits.lease_s:
             return False
@@ -421,15 +421,15 @@ class ControllerSession:
         whether that is news."""
         if address == self._address:
             return False
-        self._election.forget()
+        self.election.forget()
         self.follow(0, address)
         return True
 
     def follow(self, term: int, address: str) -> None:
         """Go over to the controller of that term (0: the job's first one), which listens at ``address`` (HOST:PORT)."""
         log.warning("follows the controller%s at %s", f" of term {term}" if term else "", address)
-        self._election.controller = address
-        self._election.term, self._suspended = term, False
+        self.election.controller = address
+        self.election.term, self._suspended = term, False
         self._lookout.follows_another()
         self._controller = ""  # any incarnation there
         self._link = Link()

@@ -5,12 +5,13 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import grpc
 
-from flashrecovery.agent.peers.client import CONTROLLER_KEY, Asking, KeptLog, log_parts
+from flashrecovery.agent.peers.client import CONTROLLER_KEY, Asking, log_parts
 from flashrecovery.agent.peers.election import Election
 from flashrecovery.agent.peers.relay import Relay
 from flashrecovery.agent.peers.stash_transfer import served
@@ -25,27 +26,37 @@ Vouch = Callable[[Asking, float], Awaitable[bool]]
 """Tell the controller that this node lives, and wait so many seconds for its word; whether it has come."""
 
 
+@dataclass(frozen=True)
+class PeerDuties:
+    """What one agent can do for others.
+
+    Attributes:
+        election: its vote, and the controller that it follows.
+        relay: carries other agents' sessions.
+        vouch: tells the controller that another node lives.
+        generation: the newest one that it has heard of.
+        keep_log: keeps a rank's set-up log, for a start (attempt) of the job; one of an older start is not taken.
+        log_of: the set-up log of a rank, for this start; also that of a rank that lives here. None: there is none.
+        staging: the directory in the node's memory for state while the parallel layout changes; None: it does not.
+    """
+
+    election: Election
+    relay: Relay
+    vouch: Vouch
+    generation: Callable[[], int]
+    keep_log: Callable[[int, bytes, int], None]
+    log_of: Callable[[int, int], bytes | None]
+    staging: Path | None = None
+
+
 class PeerService(rpc.PeerServicer):  # type: ignore[misc]
-    """What this agent does for others. ``logs``: the set-up logs that it keeps, by rank; ``own_log`` gives those of the
-    ranks that live here, too. ``stash``: the directory in
-    the node's memory for state while the layout changes; None: it does not."""
+    """Serves other agents. ``port``: where, once it has started."""
 
-    def __init__(self, access: Access) -> None:
+    def __init__(self, access: Access, duties: PeerDuties) -> None:
         self._access = access
-        self.logs: dict[int, KeptLog] = {}
-        self.own_log: Callable[[int, int], bytes | None] = lambda rank, attempt: None
+        self._duties = duties
         self._server: Server | None = None
-        self.vouch: Vouch | None = None
-        self.generation: Callable[[], int] = lambda: 0
-        self.election: Election | None = None
-        self.relay: Relay | None = None
-        self.stash: Path | None = None
         self.port = 0
-
-    def forget_logs(self, but: int) -> None:
-        """Of all starts but this attempt. A node without a rank of a new layout may keep that one's already."""
-        for rank in [rank for rank, log in self.logs.items() if log.attempt != but]:
-            del self.logs[rank]
 
     async def start(self, host: str) -> None:
         """Listen on any free port of ``host``. Raises ConfigError."""
@@ -57,35 +68,32 @@ class PeerService(rpc.PeerServicer):  # type: ignore[misc]
             raise ConfigError(f"node address {e}") from e
 
     async def stop(self) -> None:
-        if self.relay is not None:
-            self.relay.close()
+        self._duties.relay.close()
         if self._server is not None:
             await self._server.stop(0.1)
 
     async def Probe(self, request: pb.ProbeRequest, context: Context) -> pb.ProbeReply:
         """Answers that this agent lives; and if it hears the controller, tells it that the asking node lives, too."""
         reply = pb.ProbeReply()
-        if request.node and self.vouch is not None:
-            reply.vouched = await self.vouch(Asking(request.node, request.incarnation), request.wait_s)
-        if self.election is not None:
-            reply.term, reply.controller = self.election.term, self.election.controller
-        reply.generation = self.generation()
+        if request.node:
+            reply.vouched = await self._duties.vouch(Asking(request.node, request.incarnation), request.wait_s)
+        reply.term, reply.controller = self._duties.election.term, self._duties.election.controller
+        reply.generation = self._duties.generation()
         return reply
 
     async def Vote(self, request: pb.VoteRequest, context: Context) -> pb.VoteReply:
         """Elect another controller."""
-        if self.election is None:
-            return pb.VoteReply(granted=False, reason="it has not come to the job yet")
-        return self.election.vote(request)
+        return self._duties.election.vote(request)
 
     async def Relay(
         self, request_iterator: AsyncIterator[pb.AgentMessage], context: Context
     ) -> AsyncIterator[pb.Command]:
         """Carry another agent's session, if both follow the same controller."""
         controller = dict(context.invocation_metadata() or ()).get(CONTROLLER_KEY, "")
-        if self.relay is None or not self.relay.carries_to(str(controller)):
+        relay = self._duties.relay
+        if not relay.carries_to(str(controller)):
             await context.abort(grpc.StatusCode.UNAVAILABLE, "this agent follows another controller")
-        async with aclosing(self.relay.converse(request_iterator)) as frames:
+        async with aclosing(relay.converse(request_iterator)) as frames:
             async for frame in frames:
                 if frame.HasField("command"):
                     yield frame.command
@@ -95,17 +103,12 @@ class PeerService(rpc.PeerServicer):  # type: ignore[misc]
         parts = [part async for part in request_iterator]
         whole = bool(parts) and parts[-1].last
         if whole:
-            rank, attempt = parts[-1].rank, parts[-1].attempt
-            if rank not in self.logs or attempt >= self.logs[rank].attempt:
-                self.logs[rank] = KeptLog(attempt, b"".join([part.data for part in parts]))
+            self._duties.keep_log(parts[-1].rank, b"".join([part.data for part in parts]), parts[-1].attempt)
         return pb.KeepReply(kept=whole)
 
     async def Fetch(self, request: pb.FetchRequest, context: Context) -> AsyncIterator[pb.SetupLogPart]:
         """Give it back, if it is of the same start of the job."""
-        kept = self.logs.get(request.rank)
-        data = self.own_log(request.rank, request.attempt)
-        if data is None and kept is not None and kept.attempt == request.attempt:
-            data = kept.data
+        data = self._duties.log_of(request.rank, request.attempt)
         if data is None:
             await context.abort(grpc.StatusCode.NOT_FOUND, f"no set-up log of rank {request.rank} here")
             return
@@ -114,10 +117,10 @@ class PeerService(rpc.PeerServicer):  # type: ignore[misc]
 
     async def ReadStash(self, request: pb.StashRead, context: Context) -> AsyncIterator[pb.StashPart]:
         """What a rank of this node has written for another layout."""
-        if self.stash is None:
+        if self._duties.staging is None:
             await context.abort(grpc.StatusCode.NOT_FOUND, "the layout of this job does not change")
         try:
-            for part in served(self.stash, request):
+            for part in served(self._duties.staging, request):
                 yield part
         except ProtocolError as e:
             await context.abort(grpc.StatusCode.NOT_FOUND, str(e))

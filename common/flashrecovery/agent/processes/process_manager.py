@@ -310,7 +310,7 @@ class ProcessManager:
         same; in words why there is none."""
         said = []
         for rank in dict.fromkeys((_runs_as(process.place, replace), process.place)):
-            found: bytes | str | None = self._setup_logs.own(rank, process.attempt)
+            found: bytes | str | None = self._setup_logs.own(rank, process.attempt, self.living())
             if found is None:
                 found = await self._setup_logs.fetch(replace.setup_from, rank, process.attempt)
             if isinstance(found, bytes):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from flashrecovery.agent.peers.client import NOT_HANDED_OVER, KeptLog, fetch_from, keep_there, said_by
 from flashrecovery.agent.processes.process import WorkerProcess
@@ -16,13 +16,11 @@ log = logging.getLogger("flashrecovery")
 
 
 class SetupLogs:
-    """Remembers which set-up log was given to which node."""
+    """Keeps set-up logs for others, and remembers which one was given to which node."""
 
-    def __init__(self, access: Access, kept: dict[int, KeptLog] | None = None) -> None:
-        """``kept``: the logs that this agent gives to others."""
+    def __init__(self, access: Access) -> None:
         self._access = access
-        self._kept = {} if kept is None else kept
-        self._living: Callable[[], Collection[WorkerProcess]] = tuple
+        self._kept: dict[int, KeptLog] = {}  # by rank
         self._given: dict[tuple[int, str], tuple[int, int]] = {}  # (rank, keeper) -> attempt, pid whose log it is
         self._lock = asyncio.Lock()
 
@@ -67,24 +65,25 @@ class SetupLogs:
             self._given[rank, peer] = whose
 
     def keep(self, rank: int, log: bytes, attempt: int) -> None:
-        """The rank leaves the job; when it comes back, here or on another node, it needs its log."""
+        """For another node, or for a rank that leaves the job: when it comes back, anywhere, it needs its log."""
         kept = self._kept.get(rank)
         if kept is None or attempt >= kept.attempt:  # else its number is another one's in a newer start
             self._kept[rank] = KeptLog(attempt, log)
 
-    def own(self, rank: int, attempt: int) -> bytes | None:
+    def forget(self, *, but: int) -> None:
+        """Of all starts but this attempt. A node without a rank of a new layout may keep that one's already."""
+        for rank in [rank for rank, log in self._kept.items() if log.attempt != but]:
+            del self._kept[rank]
+
+    def own(self, rank: int, attempt: int, living: Collection[WorkerProcess] = ()) -> bytes | None:
         """The log of ``rank`` that this agent keeps, of this start of the job; also that of a rank that lives here: one
-        that no launch has had needs it."""
-        process = next((p for p in self._living() if p.place == rank and p.attempt == attempt), None)
+        that no launch has had needs it. ``living``: the processes that fill ranks here, whose pages can be read."""
+        process = next((p for p in living if p.place == rank and p.attempt == attempt), None)
         found = None if process is None else process.page.read_setup_log()
         if found is not None:
             return found
         kept = self._kept.get(rank)
         return kept.data if kept is not None and kept.attempt == attempt else None
-
-    def watch(self, living: Callable[[], Collection[WorkerProcess]]) -> None:
-        """``living``: gives the processes that fill ranks here, whose pages can be read."""
-        self._living = living
 
     async def fetch(self, keepers: Sequence[str], rank: int, attempt: int) -> bytes | str:
         """The log of ``rank``, from the first of these agents that has it; in words why none has given it."""

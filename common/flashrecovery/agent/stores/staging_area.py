@@ -1,0 +1,73 @@
+"""Where this node keeps state while the job changes its layout: its memory, and what comes from other nodes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from pathlib import Path
+
+from flashrecovery.agent.peers.stash_transfer import StashTransfer
+from flashrecovery.agent.processes.tasks import Tasks
+from flashrecovery.agent.stores.stash_memory import StashMemory
+from flashrecovery.config import RunConfig
+from flashrecovery.errors import ConfigError
+from flashrecovery.proto import flashrecovery_pb2 as pb
+from flashrecovery.rpc.channel import Access
+
+
+class StagingArea:
+    """Of one agent. Empty, and of no effect, where the layout of the job does not change.
+
+    Attributes:
+        kept: which state is there; a controller that comes while the ranks of another layout start hears of it.
+    """
+
+    def __init__(self, config: RunConfig, access: Access, tasks: Tasks, *, own_processes: bool) -> None:
+        """``own_processes``: the agent starts the ranks itself. Raises ConfigError."""
+        self._tasks = tasks
+        self.kept: pb.StashKept | None = None
+        self._memory: StashMemory | None = None
+        self._transfer: StashTransfer | None = None
+        if config.replan is None:
+            return
+        if not own_processes:
+            raise ConfigError(
+                "replan where a launcher has started the ranks (adopt, Ray): ranks that `flashrecovery run` starts "
+                "itself are allowed"
+            )
+        self._memory = StashMemory()
+        self._transfer = StashTransfer(self._memory.path, access)
+
+    @property
+    def path(self) -> Path | None:
+        """Its directory; None: there is none."""
+        return None if self._memory is None else self._memory.path
+
+    def env(self) -> Mapping[str, str]:
+        """For the workers."""
+        return {} if self._memory is None else self._memory.env()
+
+    async def bring(self, wanted: pb.StashWanted) -> pb.StashThere | None:
+        """Get what a worker of the new layout needs from where the old one's ranks have written it."""
+        if self._transfer is None:
+            return None
+        return pb.StashThere(number=wanted.number, error=await self._transfer.bring(wanted))
+
+    def start_again(self) -> None:
+        """All ranks start again: what has come damaged is not taken once more."""
+        if self._transfer is not None:
+            self._transfer.forget()
+
+    def drop(self) -> None:
+        """What is there is of no use any more."""
+        self.kept = None
+        if self._memory is not None and self._transfer is not None:
+            give_back = self._memory.drop()
+            self._transfer.dropped()
+            # Beside the loop: heartbeats and leases wait for nothing.
+            self._tasks.start(asyncio.to_thread(give_back))
+
+    def close(self) -> None:
+        """The agent ends."""
+        if self._memory is not None:
+            self._memory.close()

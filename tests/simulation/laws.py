@@ -546,9 +546,9 @@ class Laws:
             return []
         nodes = self.failed_by.machine.job.nodes
         known = [
-            agent._checkpoint.path
+            agent.checkpoint.path
             for process, agent in world.agent_of.items()
-            if not process.dead and agent._checkpoint is not None
+            if not process.dead and agent.checkpoint is not None
             if process.host.name in nodes and nodes[process.host.name].alive and nodes[process.host.name].slots
         ]
         return [path for path in known if path in world.disk.published]

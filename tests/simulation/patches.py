@@ -24,7 +24,7 @@ from flashrecovery import events as ev
 from flashrecovery import job
 from flashrecovery.agent import agent as agent_module
 from flashrecovery.agent.controller_link import session as agent_session
-from flashrecovery.agent.monitoring import hang, heartbeat
+from flashrecovery.agent.monitoring import failure_reports, hang, heartbeat
 from flashrecovery.agent.processes import process_manager, providers
 from flashrecovery.agent.stores.identity import Identity
 from flashrecovery.controller.service import outbound, rank_table_publisher
@@ -364,7 +364,7 @@ def simulated() -> Iterator[None]:
         (process_manager, "LogTail", _Tail),
         (agent_module, "StoreServer", _Store),
         (agent_module, "NodeHealth", _Health),
-        (agent_module, "exit_of", lambda pid: world().workers[pid].exit),
+        (failure_reports, "exit_of", lambda pid: world().workers[pid].exit),
         (hang, "is_stopped", lambda pid: world().workers[pid].stopped),
         (Identity, "network_env", lambda self: {}),
         (heartbeat, "_CONFIRM_POLL_S", 0.02),

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from flashrecovery.agent.agent import _raised
+from flashrecovery.agent.monitoring.failure_reports import exception_text
 from flashrecovery.errors import ConfigError, RegistrationError, UnsupportedError
 from flashrecovery.job import check_directory
 from flashrecovery.proto import flashrecovery_pb2 as pb
@@ -65,8 +65,11 @@ def test_a_causes_frames_are_left_out_too(tmp_path: Path) -> None:
 
 def test_the_first_line_of_evidence_says_where() -> None:
     words = pb.LastWords(exception="ValueError", message="bad\nworse", place="train.py:7")
-    assert _raised(words, "logs/rank1.gen0.log") == "ValueError: bad (at train.py:7, log: logs/rank1.gen0.log)\nworse"
-    assert _raised(pb.LastWords(exception="ValueError", message="bad"), "") == "ValueError: bad"
+    assert (
+        exception_text(words, "logs/rank1.gen0.log")
+        == "ValueError: bad (at train.py:7, log: logs/rank1.gen0.log)\nworse"
+    )
+    assert exception_text(pb.LastWords(exception="ValueError", message="bad"), "") == "ValueError: bad"
 
 
 def test_a_checkpoint_directory_that_cannot_be_written_is_refused(tmp_path: Path) -> None:

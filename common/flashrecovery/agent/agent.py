@@ -11,20 +11,21 @@ import asyncio
 import logging
 import os
 import signal
-import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from flashrecovery.agent.monitoring.failure_reports import FailureReports
 from flashrecovery.agent.monitoring.fault_injection import NodeFaults
 from flashrecovery.agent.monitoring.hang import Looks, StopMonitor
-from flashrecovery.agent.monitoring.heartbeat import HeartbeatLoop, counted_pairs
+from flashrecovery.agent.monitoring.heartbeat import HeartbeatLoop
 from flashrecovery.agent.monitoring.node_health import NodeHealth
 from flashrecovery.agent.monitoring.reply_batching import Gather, singly
+from flashrecovery.agent.monitoring.worker_messages import WorkerMessages
 from flashrecovery.agent.peers.client import neighbours, probe
 from flashrecovery.agent.processes.gpu_fence import GpuFence
 from flashrecovery.agent.processes.process import WorkerProcess
-from flashrecovery.agent.processes.process_manager import LAST_WORDS_S, Places, ProcessManager
-from flashrecovery.agent.processes.procfs import Exit, exit_of, handles
+from flashrecovery.agent.processes.process_manager import Places, ProcessManager
+from flashrecovery.agent.processes.procfs import handles
 from flashrecovery.agent.processes.setup_logs import SetupLogs
 from flashrecovery.agent.processes.snapshots import NodeSnapshots
 from flashrecovery.agent.processes.tasks import Tasks
@@ -35,7 +36,6 @@ from flashrecovery.config import RunConfig
 from flashrecovery.errors import ProtocolError
 from flashrecovery.events import RunDir
 from flashrecovery.kinds import FailureKind, NoticeKind
-from flashrecovery.plan.words import raised_text
 from flashrecovery.proto import flashrecovery_pb2 as pb
 from flashrecovery.rpc.channel import Access
 
@@ -76,11 +76,11 @@ class Agent:
         self._terminated = False  # this process has been told to end
         self._hears = False
         self._departs_for = ""
-        self._checkpoint: pb.CheckpointSaved | None = None
         self.finished: asyncio.Future[str | None] = asyncio.get_running_loop().create_future()
         self._tasks = Tasks(self._task_failed)
         self._layout = ""
         self._staging = StagingArea(config, self._access, self._tasks, own_processes=places is None)
+        self._failures = FailureReports(self._send, self._tasks, config.timeouts.fence_s)
         gpus = GpuFence.of_this_node(os.environ, config.slots or config.nproc_per_node)
         self._tasks.start(gpus.prepare())
         self._snapshots = NodeSnapshots(config, run_dir.path, self._tell_of_snapshots)
@@ -90,43 +90,13 @@ class Agent:
         self._ranks = self._processes.ranks
         self._pool = self._processes.pool
         self._faults = NodeFaults(self.notice)
-        self._health = NodeHealth(config, run_dir.path, self._ranks.values, self._report_failure, self.notice)
+        self._health = NodeHealth(config, run_dir.path, self._ranks.values, self._failures.report, self.notice)
         self._stopped = StopMonitor(config.timeouts)
         self._looks = Looks(lambda: [process for process in self.workers() if not process.beside])
         self._store = StoreServer(identity.host, config.master_port)
-        self._carry_out: Mapping[str | None, Callable[[pb.Command], object]] = {
-            "batch": self._on_batch,
-            "replace": lambda command: self._tasks.start(self._replace(command)),
-            "shutdown": self._on_shutdown,
-            "keep_last": self._on_keep_last,
-            "rank_table": self._adopt,
-            "regroup": self._on_regroup,
-            "leave": self._on_leave,
-            "probe": lambda command: self._tasks.start(self._probe(command.probe)),
-            "look": lambda command: self._tasks.start(self._look(command.look)),
-            "modules": self._on_modules,
-            "saved": lambda command: self._remember(command.saved),
-            "drop_stash": lambda _: self._staging.drop(),
-            "stash_kept": self._on_stash_kept,
-            "fault": lambda command: self._faults.deliver(command, self._ranks.get(command.rank)),
-            "heartbeat": _the_sessions_own,
-            "fence": _the_sessions_own,
-        }
-        """The controller's commands by their body; all others are for the process that fills the rank."""
-        self._take_in: Mapping[str, Callable[[WorkerProcess, pb.FromWorker], None]] = {
-            "warmed": self._warmed,
-            "modules": self._imported,
-            "last_words": self._last_words,
-            "joined": self._joined,
-            "reply": self._replied,
-            "done": self._done,
-            "paused": self._paused,
-            "hang_report": self._stands,
-            "checkpoint": self._saved,
-            "notice": self._noticed,
-            "stash_wanted": lambda process, message: self._tasks.start(self._bring(process, message.stash_wanted)),
-        }
-        """What processes say, by its body."""
+        self._worker_messages = WorkerMessages(
+            self._send, self._processes, self._tasks, self._faults, self._looks, self._staging, self._spread_setup_logs
+        )
 
     # -- public -----------------------------------------------------------------------------------
 
@@ -147,6 +117,11 @@ class Agent:
     def generation(self) -> int:
         """The newest generation that the controller has named."""
         return self._generation
+
+    @property
+    def checkpoint(self) -> pb.CheckpointSaved | None:
+        """The newest checkpoint of the job that this node knows of."""
+        return self._worker_messages.checkpoint
 
     @property
     def in_job(self) -> bool:
@@ -199,8 +174,8 @@ class Agent:
         if not self._processes.ending:
             message.pages.extend(self._page_of(p) for p in members if p not in known)
         message.suspect = self.warning()
-        if self._checkpoint is not None:
-            message.checkpoint.CopyFrom(self._checkpoint)
+        if self.checkpoint is not None:
+            message.checkpoint.CopyFrom(self.checkpoint)
         if self._staging.kept is not None:
             message.stash.CopyFrom(self._staging.kept)
         return message
@@ -283,29 +258,53 @@ class Agent:
             for one in singly(command):
                 self.handle(one)
             return
-        self._carry_out.get(command.WhichOneof("body"), self._relay)(command)
+        match command.WhichOneof("body"):
+            case "batch":
+                self._on_batch(command.batch)
+            case "replace":
+                self._tasks.start(self._replace(command))
+            case "shutdown":
+                self._on_shutdown(command.shutdown)
+            case "keep_last":
+                self._on_keep_last(command)
+            case "rank_table":
+                self._adopt(command.rank_table)
+            case "regroup":
+                self._on_regroup(command)
+            case "leave":
+                self._on_leave(command)
+            case "probe":
+                self._tasks.start(self._probe(command.probe))
+            case "look":
+                self._tasks.start(self._look(command.look))
+            case "modules":
+                self._on_modules(command.modules)
+            case "saved":
+                self._worker_messages.remember(command.saved)
+            case "drop_stash":
+                self._staging.drop()
+            case "stash_kept":
+                self._staging.kept = command.stash_kept
+            case "fault":
+                self._faults.deliver(command, self._ranks.get(command.rank))
+            case "heartbeat" | "fence":
+                pass  # the session has carried it out (:mod:`.controller_link.session`)
+            case _:
+                self._relay(command)
 
-    def _on_batch(self, command: pb.Command) -> None:
-        self._gather.expect(command.batch.commands, command.batch.gather_s)
-        for one in command.batch.commands:
+    def _on_batch(self, batch: pb.Batch) -> None:
+        self._gather.expect(batch.commands, batch.gather_s)
+        for one in batch.commands:
             self.handle(one)
 
-    def _on_modules(self, command: pb.Command) -> None:
+    def _on_modules(self, modules: pb.Modules) -> None:
         """Have this spare node's standbys import these modules."""
         self._pool.size = max(self._pool.size, self._identity.slots)
-        self._processes.learn(command.modules)
+        self._processes.learn(modules)
 
-    def _remember(self, saved: pb.CheckpointSaved) -> None:
-        """Keep the newest checkpoint of the job in mind, whichever node has published it. The next controller hears of
-        it."""
-        if saved.version < 0:
-            self._checkpoint = None
-        elif self._checkpoint is None or saved.version >= self._checkpoint.version:
-            self._checkpoint = saved
-
-    def _adopt(self, command: pb.Command) -> None:
+    def _adopt(self, table: pb.RankTable) -> None:
         """Take in what of a new rank table concerns this node."""
-        self._table = command.rank_table
+        self._table = table
         self._snapshots.placed([e.rank for e in self._table.ranks if e.node != self._identity.name])
         self._spread_setup_logs()
 
@@ -322,15 +321,6 @@ class Agent:
         if process is not None:
             process.beside = False  # it is a member now
         self._relay(command)
-
-    def _on_stash_kept(self, command: pb.Command) -> None:
-        self._staging.kept = command.stash_kept
-
-    async def _bring(self, process: WorkerProcess, wanted: pb.StashWanted) -> None:
-        """Get what a worker of the new layout needs from where the old one's ranks have written it."""
-        there = await self._staging.bring(wanted)
-        if there is not None:
-            process.send(pb.ToWorker(stash_there=there))
 
     def _on_leave(self, command: pb.Command) -> None:
         """A rank of this node leaves the job."""
@@ -439,9 +429,9 @@ class Agent:
             unfinished=unfinished, version=last.version, whole=last.whole, void=last.void, saved=bool(last.saved)
         )
 
-    def _on_shutdown(self, command: pb.Command) -> None:
-        self._last_save = command.shutdown
-        self._tasks.start(self.shutdown(command.shutdown.reason or None))
+    def _on_shutdown(self, order: pb.Shutdown) -> None:
+        self._last_save = order
+        self._tasks.start(self.shutdown(order.reason or None))
 
     def _on_keep_last(self, command: pb.Command) -> None:
         """The job ends: a rank's part of its state is to outlive it, and the agent sees to that if the rank cannot."""
@@ -464,109 +454,15 @@ class Agent:
 
     def said(self, process: WorkerProcess, message: pb.FromWorker) -> None:
         """A worker or a standby has sent this."""
-        body = message.WhichOneof("body")
-        if body is not None:
-            self._take_in[body](process, message)
-
-    def _warmed(self, process: WorkerProcess, _: pb.FromWorker) -> None:
-        process.ready = True
-        self._report_standbys()
-
-    def _imported(self, process: WorkerProcess, message: pb.FromWorker) -> None:
-        self._processes.learn(message.modules)
-        if process.rank == 0:
-            self._send(pb.AgentMessage(modules=message.modules))  # for spare nodes
-
-    def _last_words(self, process: WorkerProcess, message: pb.FromWorker) -> None:
-        process.last_words = message.last_words
-
-    def _joined(self, process: WorkerProcess, message: pb.FromWorker) -> None:
-        if self._counts(process):
-            process.joined = message.joined
-            self._spread_setup_logs()
-            self._send(pb.AgentMessage(joined=message.joined))
-
-    def _replied(self, process: WorkerProcess, message: pb.FromWorker) -> None:
-        if self._counts(process):
-            process.replied(message.reply)
-            self._send(pb.AgentMessage(reply=message.reply))
-
-    def _done(self, process: WorkerProcess, message: pb.FromWorker) -> None:
-        if self._counts(process):
-            process.stepping, process.done = False, message.done
-            self._send(pb.AgentMessage(done=message.done))
-
-    def _counts(self, process: WorkerProcess) -> bool:
-        """Whether what ``process`` says still counts: it has neither died nor failed."""
-        return not (process.dead or process.failed)
-
-    def _paused(self, process: WorkerProcess, message: pb.FromWorker) -> None:
-        if self._counts(process):
-            process.stepping = False  # a controller that comes now finds it waiting
-            self._send(pb.AgentMessage(paused=message.paused))
-
-    def _stands(self, process: WorkerProcess, message: pb.FromWorker) -> None:
-        self._looks.answered(process, message.hang_report)
-
-    def _saved(self, _: WorkerProcess, message: pb.FromWorker) -> None:
-        self._checkpoint = message.checkpoint
-        self._send(pb.AgentMessage(checkpoint=message.checkpoint))
-
-    def _noticed(self, _: WorkerProcess, message: pb.FromWorker) -> None:
-        if message.notice.kind == NoticeKind.FAULT_FIRED:
-            self._faults.fired(message.notice.rank, message.notice.fault)
-        self._send(pb.AgentMessage(notice=message.notice))
+        self._worker_messages.take_in(process, message)
 
     def refused(self, process: WorkerProcess, why: str) -> None:
         """A process cannot fill its rank; the controller will have it ended."""
-        self._report_failure(process, FailureKind.COMMAND, why, 0.0)
+        self._failures.report(process, FailureKind.COMMAND, why, 0.0)
 
     def ended(self, process: WorkerProcess, late: float) -> None:
         """First sign that a worker is dead or dying."""
-        found = exit_of(process.pid)
-        if found is not None and found.code == 0:
-            self._tasks.start(self._report_exit(process))
-        else:
-            self._tasks.start(self._report_death(process, found, late))
-
-    async def _report_exit(self, process: WorkerProcess) -> None:
-        await process.end(self._config.timeouts.fence_s)
-        message = pb.Exited(rank=process.place, pid=process.pid)
-        self._send(pb.AgentMessage(exited=message))
-
-    async def _report_death(self, process: WorkerProcess, found: Exit | None, late: float) -> None:
-        if found is None:
-            code = await process.end(1.0)
-            found = Exit.from_returncode(code if code is not None else -signal.SIGKILL)
-        if found.signal is None:
-            await process.hear_out(LAST_WORDS_S, until_last_words=True)
-        if process.dead:
-            return  # its rank is being filled again, and its page has been given back
-        if process.last_words is not None:
-            kind, evidence = FailureKind.EXCEPTION, _raised(process.last_words, process.log)
-        else:
-            kind = FailureKind.KILLED if found.signal is not None else FailureKind.EXIT
-            evidence = str(found)
-        self._report_failure(process, kind, evidence, late, found.signal or 0)
-
-    def _report_failure(
-        self, process: WorkerProcess, kind: FailureKind, evidence: str, late: float, signal_number: int = 0
-    ) -> None:
-        now = time.monotonic()
-        process.stepping, process.failed = False, True
-        message = pb.Failure(
-            rank=process.place,
-            pid=process.pid,
-            kind=kind,
-            evidence=evidence,
-            detect_s=late,
-            failed_at=now - late,
-            last_words=process.last_words,
-            signal=signal_number,
-            step=max(process.page.committed, 0),
-            counted=counted_pairs(process.page.iterations()),
-        )
-        self._send(pb.AgentMessage(failure=message))
+        self._failures.ended(process, late)
 
     def _send(self, message: pb.AgentMessage) -> None:
         self._gather.send(message)
@@ -581,7 +477,7 @@ class Agent:
         """With every heartbeat: who is stopped, is the store there, and are there standbys enough?"""
         self._on_terminations(alive, now)
         for process, evidence, late in self._stopped.check([] if self._processes.halted else alive, now):
-            self._report_failure(process, FailureKind.STOPPED, evidence, late)
+            self._failures.report(process, FailureKind.STOPPED, evidence, late)
         died = self._store.revive()
         if died:
             self.notice(
@@ -606,16 +502,12 @@ class Agent:
             os.kill(os.getpid(), signal.SIGTERM)
         elif not self._terminated and now - self._terminated_at >= _OTHERS_HEAR_S:
             for process in told:
-                self._report_failure(
+                self._failures.report(
                     process, FailureKind.KILLED, "killed by SIGTERM", now - self._terminated_at, signal.SIGTERM
                 )
 
     def _tell_of_snapshots(self, text: str) -> None:
         self.notice(-1, NoticeKind.SNAPSHOTS, text)
-
-    def _report_standbys(self) -> None:
-        ready, starting = self._pool.counts()
-        self._send(pb.AgentMessage(standby=pb.StandbyCount(ready=ready, starting=starting)))
 
     def _task_failed(self, error: BaseException) -> None:
         if not self.finished.done():
@@ -627,16 +519,5 @@ def _only_notes(process: WorkerProcess, number: int) -> bool:
     return number == signal.SIGTERM and process.page.notes_terminations
 
 
-def _the_sessions_own(_: pb.Command) -> None:
-    """Nothing is left to do: :mod:`.controller_link.session` has carried it out."""
-
-
 def _unsent(message: pb.AgentMessage) -> None:
     raise ProtocolError("the agent has no connection yet")
-
-
-def _raised(words: pb.LastWords, log: str) -> str:
-    """What a process has raised; in the first line also where, and where all of it stands."""
-    first, end, rest = raised_text(words.exception, words.message).partition("\n")
-    where = ", ".join(text for text in (words.place and f"at {words.place}", log and f"log: {log}") if text)
-    return f"{first} ({where}){end}{rest}" if where else f"{first}{end}{rest}"

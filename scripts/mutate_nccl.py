@@ -32,7 +32,7 @@ DEVICE, STEP, LOOP, CONTROL, RECOVER, ERRORS, COPIES, LEFT, AHEAD, BOOT, WARM = 
         "control/control_thread",
         "recovery_commands",
         "control/nccl_error_watch",
-        "replication/copies",
+        "replication/own_copies",
         "step/activation_release",
         "preimport/preimport",
         "startup/bootstrap",
@@ -461,7 +461,7 @@ ROWS = (
             _out(
                 "12-copied-before-the-mutation",
                 COPIES,
-                "            self._undo.start(version)\n",
+                "            self.undo.start(version)\n",
                 "            pass\n",
                 *_unit("own_copies"),
             ),

@@ -17,7 +17,7 @@ from flashrecovery.proto import flashrecovery_pb2 as pb
 from flashrecovery.runtime.environment import STRIDE_ENV
 from flashrecovery.worker import registry
 from flashrecovery.worker.consistency import all_equal
-from flashrecovery.worker.replication import copies
+from flashrecovery.worker.replication import copies, policy
 from flashrecovery.worker.reshard import elastic_checks
 from tests.unit.test_replicas import NEIGHBOURS, ReplicaWorld
 
@@ -46,18 +46,24 @@ def test_copies_on_the_owners_node_are_refused(
 ) -> None:
     adapter = SimpleNamespace(division=lambda: "some", touch_mark=lambda: None, shards=list)
     of_rank: Any = SimpleNamespace(
-        rank=0, world_size=shape.world, shape=shape, adapters=[adapter], tensor_shards=list, unique_shards=list
+        rank=0,
+        world_size=shape.world,
+        shape=shape,
+        adapters=[adapter],
+        batches=None,
+        tensor_shards=list,
+        unique_shards=list,
     )
-    monkeypatch.setattr(copies, "placement", lambda: (stride, nodes))
+    monkeypatch.setattr(policy, "placement", lambda: (stride, nodes))
     monkeypatch.setenv(STRIDE_ENV, str(stride))
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(shape.world // nodes))
-    monkeypatch.setattr(copies, "copied_shards", lambda *_: ["w#part=0/2"])
-    monkeypatch.setattr(copies, "anywhere", lambda here: here)
+    monkeypatch.setattr(policy, "copied_shards", lambda *_: ["w#part=0/2"])
+    monkeypatch.setattr(policy, "anywhere", lambda here: here)
 
     def allowed(*_: object) -> Any:
         raise StopIteration
 
-    monkeypatch.setattr(copies, "choice", allowed)
+    monkeypatch.setattr(policy, "choice", allowed)
     settings = Settings.model_validate({"elastic": {"min": 1, "max": max(shape.replicas, 2)}})
     with pytest.raises(UnsupportedError if refused else StopIteration, match=refused or None):
         copies.Copies(of_rank, settings, *[lambda *_: None] * 4)

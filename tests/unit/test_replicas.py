@@ -19,7 +19,7 @@ from flashrecovery.plan.elastic.replicas import ReplicaShape, shape_of
 from flashrecovery.plan.elastic.resize import ReplicaRange, filling, leaving
 from flashrecovery.plan.transitions import State
 from flashrecovery.proto import flashrecovery_pb2 as pb
-from flashrecovery.worker.replication import copies
+from flashrecovery.worker.replication import copies, policy
 from tests.unit.test_growing import GrowingWorld
 
 NEIGHBOURS, APART, BOTH = ReplicaShape(3, 2, 1), ReplicaShape(3, 1, 2), ReplicaShape(3, 2, 2)
@@ -101,12 +101,12 @@ def test_who_is_filled_where_there_is_not_room_for_all() -> None:
 def test_state_that_one_node_has_alone_is_refused_before_anything_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever would be kept of it: neighbour copies, or parity."""
     registry: Any = SimpleNamespace(
-        rank=0, world_size=6, shape=NEIGHBOURS, adapters=[], tensor_shards=list, unique_shards=list
+        rank=0, world_size=6, shape=NEIGHBOURS, adapters=[], batches=None, tensor_shards=list, unique_shards=list
     )
     settings = Settings.model_validate({"elastic": {"min": 1, "max": 3}})
-    monkeypatch.setattr(copies, "copied_shards", lambda *_: ["param/w"])
-    monkeypatch.setattr(copies, "anywhere", lambda here: here)
-    monkeypatch.setattr(copies, "choice", lambda *_: pytest.fail("it was asked for a choice"))
+    monkeypatch.setattr(policy, "copied_shards", lambda *_: ["param/w"])
+    monkeypatch.setattr(policy, "anywhere", lambda here: here)
+    monkeypatch.setattr(policy, "choice", lambda *_: pytest.fail("it was asked for a choice"))
     with pytest.raises(UnsupportedError, match="one node has all that there is of some state"):
         copies.Copies(registry, settings, *[lambda *_: None] * 4)
 

@@ -20,35 +20,38 @@ from flashrecovery.config import Settings
 from flashrecovery.errors import RestoreError, UnsupportedError
 from flashrecovery.groups.pace import PacedNetwork
 from flashrecovery.plan import Kind
-from flashrecovery.plan.ownership import base_name, own_name, owner_of, turned_out_own
-from flashrecovery.plan.parity.copies_or_parity import CopyChoice
 from flashrecovery.plan.parity.decodable import DecodeOrder, ParityHeld
-from flashrecovery.plan.parity.groups import Groups, launch_domains
 from flashrecovery.proto import flashrecovery_pb2 as pb
 from flashrecovery.redundancy.checkpoint import reader, writer
 from flashrecovery.redundancy.checkpoint.keys import writer_of
-from flashrecovery.redundancy.memory.flat_buffer import Beside, Outliving
-from flashrecovery.redundancy.memory.neighbor_copy import NeighbourCopies, Ring
-from flashrecovery.redundancy.memory.own_copy import ChangeCounter, UndoCopy, write_back
+from flashrecovery.redundancy.memory.flat_buffer import Beside
+from flashrecovery.redundancy.memory.own_copy import UndoCopy, write_back
 from flashrecovery.redundancy.memory.peer_exchange import CopyContext, PeerCopies
 from flashrecovery.redundancy.parity.copies import GroupMember, ParityCopies
-from flashrecovery.runtime.environment import in_changed_layout
 from flashrecovery.snapshot.client import Keeper
-from flashrecovery.snapshot.files import LAST, OF_PAGE, memory_name
-from flashrecovery.snapshot.memory import SharedMemory, host_id
+from flashrecovery.snapshot.memory import host_id
 from flashrecovery.state.object_shard import ObjectShard
 from flashrecovery.state.shard import Shard, ShardSource
 from flashrecovery.worker.consistency.divergence_check import is_due
 from flashrecovery.worker.exit.last_checkpoint import save_last
-from flashrecovery.worker.exit.last_copy import LastCopy
 from flashrecovery.worker.local_state.version_counters import glance_at_tensors
 from flashrecovery.worker.registry import Registry
-from flashrecovery.worker.replication.policy import anywhere, choice, copied_shards, placement, ring_among
+from flashrecovery.worker.replication.fallback import FallbackCheckpoints
+from flashrecovery.worker.replication.neighbor_ring import NeighborRing
+from flashrecovery.worker.replication.own_copies import OwnCopies
+from flashrecovery.worker.replication.policy import (
+    CopyPolicy,
+    PeerProtection,
+    copied_shards,
+    decide,
+    facts_of,
+    placement,
+    refuse_settings,
+)
+from flashrecovery.worker.replication.snapshots import RankSnapshots
 
 NEIGHBOUR_GROUP, PARITY_GROUP = "flashrecovery-neighbour", "flashrecovery-parity"
 _COMPARED = "as their wrappers say; compared when the first step ends"
-_CLOSE_S = 60.0
-"""Seconds that the job's end waits for the checkpoint part that is being written."""
 
 
 class Copies:
@@ -70,221 +73,77 @@ class Copies:
         Raises UnsupportedError if copies are asked for where there is one rank only, ``redundancy: replica`` where a
         shard has no replica, or parity where the nodes do not allow it; ConfigError if there is not enough host
         memory, or the checkpoint directory cannot be written."""
-        self._registry = registry
-        self._settings, self._limits, self._on_published = settings, settings.timeouts, on_published
+        self._registry, self._settings, self._on_published = registry, settings, on_published
+        self._drain_s = settings.timeouts.drain_s
         # Only where touches can be seen is it known that nothing else has changed a tensor beside its copy.
         seen = all(adapter.touch_mark() is not None for adapter in registry.adapters if adapter.shards())
-        self._look: ChangeCounter | None = _look if seen else None
-        if registry.world_size == 1 and settings.redundancy in ("replica", "neighbor", "parity"):
-            raise UnsupportedError(
-                f"redundancy = {settings.redundancy!r}: a world of one rank has nobody to hold a copy; "
-                "allowed here: auto, none"
-            )
-        unique = registry.unique_shards()
-        if unique and settings.redundancy == "replica":
-            raise UnsupportedError(
-                f"redundancy 'replica': {len(unique)} shards of rank {registry.rank} exist on no other rank, "
-                f"the first is {unique[0].name!r}; allowed here: auto, neighbor, parity, none"
-            )
-        self._peers: PeerCopies | None = None
-        self._parity: ParityCopies | None = None
-        self._capsules_only = False
-        self._ring: NeighbourCopies | None = None
-        self._before: UndoCopy | None = None  # what was kept before shards turned out to be each rank's own, for a step
-        self._left_snapshots = False  # nothing of this rank outlives its processes any more
-        self._until = 0  # the version from which on that is no longer needed
-        self._as_before: dict[str, tuple[int, ...]] = {}  # who held these shards then, all alike
+        look = _look if seen else None
+        facts = facts_of(registry, settings)
+        refuse_settings(facts)
+        self._snapshots = RankSnapshots(registry, Keeper.from_env(registry.rank))
+        self._policy = policy = decide(facts, registry, settings)
+        for risk in policy.risks if registry.rank == 0 else ():
+            on_risk(risk)
+        keep = self._snapshots.outliving if self._snapshots.there else None
         self._members: tuple[int, ...] | None = None  # of a job that has just changed its size
-        # In an elastic job whose state is divided the neighbour's ring is made anew in each size.
-        self._divided = settings.elastic is not None and any(a.division() is not None for a in registry.adapters)
-        # Where a lost rank of the last replica is answered by another layout, the others of that replica keep copies.
-        self.across = settings.elastic is not None and settings.replan is not None and registry.shape.each > 1
-        self._anew = self._divided or self.across
-        self._ring_group: dist.ProcessGroup | None = None
-        self._on_kept, self._on_risk = on_kept, on_risk
-        self._next: NeighbourCopies | None = None  # of a division that has been made ready
-        self._elastic = settings.elastic is not None
-        # A framework's format is of one number of ranks; the core's can be read by any.
-        self._form = None if self._elastic else registry.checkpoint_format()
-        self._chosen = ""
-        self._undo: UndoCopy | None = None
-        self._redundancy = settings.redundancy
-        self._undo_allowed = settings.undo != "never"
-        self._undo_always = settings.undo == "always"
-        self._keeper = Keeper.from_env(registry.rank)
-        self._left = self._keeper.left() if self._keeper is not None else {}
-        for ranks in {int(name.rpartition("-")[2]) for name in self._left} - {registry.world_size}:
-            raise UnsupportedError(
-                f"the snapshots that were found are of a job of {ranks} ranks, and this one has {registry.world_size}: "
-                f"launch it with {ranks}, or choose another --run-dir"
-            )
-        self._last = None if self._keeper is None else LastCopy(self._outliving(LAST), self._outliving(OF_PAGE))
-        self._snapshot: UndoCopy | None = None
-        if registry.world_size > 1 and settings.redundancy != "none":
-            losses = settings.parity if settings.redundancy == "parity" else 1
-            copied_somewhere = anywhere(bool(copied_shards(registry, losses)))
-            alone = self.across and registry.shape.replicas == 1
-            if copied_somewhere and self._elastic and registry.shape.each > 1 and not self._divided and not alone:
-                self._one_node_has_all(registry, on_risk)
-            if self._divided and not in_changed_layout():  # a layout that was changed to is not chosen for that
-                _refuse_copies_on_one_node(registry)
-            nothing: tuple[CopyChoice, Groups] = CopyChoice(False, True, ""), ()
-            chosen, parity_groups = choice(registry, settings) if copied_somewhere else nothing
-            self._chosen = chosen.reason if chosen.fits else ""
-            if not chosen.fits and registry.rank == 0:
-                on_risk(f"the copies may not fit into the nodes' memory: {chosen.reason}")
-            if chosen.parity and not self._anew:
-                self._keep_parity(registry, settings, parity_groups)
-            else:
-                self._keep_for_neighbour(registry, copied_somewhere)
-        fixed = not self._elastic and settings.replan is None and registry.world_size > 1
-        if self._peers is None and fixed and settings.redundancy in ("auto", "neighbor"):
-            # Ranks connect in it when they first need to: for what turns out to be each rank's own.
-            self._ring_group = groups.create_control_group(NEIGHBOUR_GROUP)
-        if settings.snapshots.keep == "always" and self._keeper is not None and not self._own_copies:
-            self._snapshot = UndoCopy(_part_of_snapshot(registry), share=True, look=self._look, keep=self._outliving)
-        if self._undo_always:
+
+        def context(name: str) -> CopyContext:
+            group = groups.create_control_group(name)
+            assert group is not None
+            return CopyContext(group, look=look, on_kept=on_kept, on_risk=on_risk)
+
+        self._parity: ParityCopies | None = None
+        if policy.protection is PeerProtection.PARITY:
+            paced = replace(context(PARITY_GROUP), network=PacedNetwork(), keep=keep)
+            self._parity = _parity_of(registry, settings, policy, paced)
+        ring = context(NEIGHBOUR_GROUP) if policy.needs_ring else None
+        self._ring = NeighborRing(registry, policy, ring, keep)
+        self._own = OwnCopies(registry, look, settings.undo)
+        if settings.snapshots.keep == "always" and keep is not None and not self._own_copies:
+            self._own.snapshot = UndoCopy(_part_of_snapshot(registry), share=True, look=look, keep=keep)
+        if self._own.always:
             self.enable_undo()
-        self.checkpoint: writer.CheckpointFallback | None = None
-        if settings.checkpoint.dir is not None:
-            self.checkpoint = writer.CheckpointFallback(
-                settings.checkpoint.dir,
-                rank=registry.rank,
-                world=registry.world_size,
-                keep=settings.checkpoint.keep,
-                form=self._form,
-                on_published=on_published,
-                on_error=on_error,
-                shape=registry.shape if self._elastic else None,
-                stands=registry.stands() if self._elastic else (),
-            )
+        self._fallback = FallbackCheckpoints(registry, settings, on_published, on_error)
 
-    def _keep_for_neighbour(self, registry: Registry, shards: bool) -> None:
-        """Have the neighbour keep what a lost node would take with it: capsules of its ranks, and, if there are any
-        (``shards``), shards without a replica elsewhere. The agent keeps capsules, too, so among the ranks of one node,
-        whose shards all have replicas, nothing is to be done."""
-        _, nodes = placement()
-        batches = registry.batches  # beyond the launch, ranks may be on nodes that it did not have
-        beyond = batches is not None and batches.most > registry.shape.replicas
-        if not shards and nodes == 1 and not self.across and not beyond:
-            return
-        world = registry.world_size
-        group = self._ring_group = groups.create_control_group(NEIGHBOUR_GROUP)
-        assert group is not None
-        self._capsules_only = not shards and not self._anew
-        if self._anew:
-            members = tuple(range(world))
-            self._peers = self._ring = self._ring_for(registry.tensor_shards(), registry.rank, members, 0)
-            return
-        self._peers = self._ring = NeighbourCopies(
-            self._context(group, outlives=self._keeper is not None and shards),
-            Ring.of_world(registry.rank, world, placement()[0]),
-            registry.tensor_shards() if shards else [],
-            copied=[s.name for s in copied_shards(registry, 1)],
-        )
+    @property
+    def across(self) -> bool:
+        """See :class:`.policy.CopyFacts`."""
+        return self._policy.across
 
-    def _context(self, group: dist.ProcessGroup, generation: int = 0, *, outlives: bool = False) -> CopyContext:
-        """``outlives``: what is kept is held by the node's snapshot process, too."""
-        keep = self._outliving if outlives else None
-        return CopyContext(group, generation, self._look, PacedNetwork(), keep, self._on_kept, self._on_risk)
+    @property
+    def checkpoint(self) -> writer.CheckpointFallback | None:
+        """Writes fallback checkpoints."""
+        return self._fallback.checkpoint
 
-    @staticmethod
-    def _one_node_has_all(registry: Registry, on_risk: Callable[[str], None]) -> None:
-        """Of some state. Raises UnsupportedError at the launch; a layout that the job has changed to goes on so."""
-        text = f"an elastic job of {registry.shape.text} in which one node has all that there is of some state: copies "
-        if not in_changed_layout():
-            raise UnsupportedError(
-                f"{text}of it are not kept in such a job; have each replica on nodes of its own, as a mesh of "
-                "(replicate, shard) has it"
-            )
-        if registry.rank == 0:
-            on_risk(f"{text}of it are not kept as long as it has several replicas, and that node must not be lost")
-
-    def _ring_for(
-        self, shards: Sequence[Shard], place: int, members: Sequence[int], generation: int
-    ) -> NeighbourCopies | None:
-        """Neighbour copies among these ranks (as the job was launched) of a divided state, for the one at ``place``:
-        within those that stand at the same place in their replicas. None where there is one replica, but that its ranks
-        keep each other's where another layout may need them (``across``). They do not outlive the job's processes: what
-        they hold may be of another size than what the next launch has."""
-        shape = self._registry.shape
-        alone = len(shape.by_replica(members)) == 1
-        wanted = self.across and len(members) > 1 if alone else self._divided
-        if self._ring_group is None or not wanted:
-            return None
-        ring = Ring(place, tuple(members), tuple(ring_among(members, None if alone else shape)))
-        return NeighbourCopies(self._context(self._ring_group, generation), ring, shards)
-
-    def _keep_parity(self, registry: Registry, settings: Settings, everybody: Groups) -> None:
-        """Have a group of ranks on different nodes keep parity of what could be lost, and each other's capsules.
-        Where all ranks are on one node, a rank is lost with nothing but its process."""
-        (ranks,) = (ranks for ranks in everybody if registry.rank in ranks)
-        group = groups.create_control_group(PARITY_GROUP)
-        assert group is not None
-        domain = host_id() if placement()[1] > 1 else -1
-        self._peers = self._parity = ParityCopies(
-            self._context(group, outlives=self._keeper is not None),
-            GroupMember(registry.rank, tuple(ranks), settings.parity, settings.parity_group, domain),
-            registry.tensor_shards(),
-            copied=[s.name for s in copied_shards(registry, settings.parity)],
-        )
-
-    def _outliving(self, name: str) -> Outliving:
-        """How the slot of this name is kept by the node's snapshot process."""
-        keeper = self._keeper
-        assert keeper is not None
-        name = memory_name(name, self._registry.world_size)
-
-        def keep(memory: SharedMemory | None) -> None:
-            keeper.keep(name, memory)
-
-        return Outliving(keep, keeper.check, self._left.pop(name, None))
+    @property
+    def _peers(self) -> PeerCopies | None:
+        """What other ranks keep for this one, and it for them."""
+        return self._parity or self._ring.copies
 
     def take_over(self) -> None:
         """Plain state that belongs to what the process before this one has left."""
-        registry, kept = self._registry, self._kept
-        found = [] if kept is None else [(version, beside.plain) for version, _, beside in kept.held()]
-        if self._last is not None:
-            found += self._last.left(registry.capsule.name)
-        for version, plain in found:
-            for shard in (registry.common, registry.capsule):
-                data = plain.get(shard.name)
-                if data is not None and shard.at(version) is None:
-                    shard.keep(version, data)
+        self._snapshots.take_over(self._kept)
 
     def keep_last(self, version: int, holders: Collection[int], *, live: bool) -> None:
         """The job ends: have the node's snapshot process hold this rank's part of ``version``, which ``holders`` have
         whole. ``live``: the tensors of the shards are of that version. Raises RestoreError if this rank lacks it."""
-        registry, kept = self._registry, self._kept
-        if self._last is None:
-            raise RestoreError("this node has no snapshot process")
-        missing = [s.name for s in (registry.capsule, registry.common) if s.at(version) is None]
-        if registry.capsule.name in missing or (missing and registry.rank in holders):
-            raise RestoreError(f"rank {registry.rank} has no {missing[0]!r} of version {version}")
-        part = _part_among(registry, holders) if registry.rank in holders else []
-        slot = None if kept is None else kept.slot(version)
-        if kept is not None and slot is None:
-            part += [shard for shard in kept.shards if shard not in part]
-        elif slot is not None:
-            part = [shard for shard in part if shard.name not in slot.layout.shards]
-            if not part:
-                return
-        sources = [
-            ShardSource(s.name, s.spec(), list(s.tensors().values())) if live else self._own_source(s.name, version)
-            for s in part
-        ]
-        self._last.keep(version, sources, self._beside(version))
+
+        def source(shard: Shard) -> ShardSource:
+            if live:
+                return ShardSource(shard.name, shard.spec(), list(shard.tensors().values()))
+            return self._own_source(shard.name, version)
+
+        self._snapshots.keep_last(version, holders, self._kept, source, self._beside(version))
 
     def save_last(self, order: pb.KeepLast, generation: int, *, live: bool) -> None:
         """The job ends: write this rank's part of a checkpoint. ``live``: as for :meth:`keep_last`. Raises
         RestoreError."""
         registry, version = self._registry, order.version
-        if not live and self._form is not None:
+        if not live and self._fallback.form is not None:
             raise RestoreError(
-                f"rank {registry.rank} has gone on, and {self._form.name!r} is written of its live state"
+                f"rank {registry.rank} has gone on, and {self._fallback.form.name!r} is written of its live state"
             )
-        if self.checkpoint is not None:
-            self.checkpoint.close(_CLOSE_S)  # the part that is being written, if there is one
+        self._fallback.close()  # the part that is being written, if there is one
 
         def own(name: str) -> ShardSource:
             shard = registry.shards[name]
@@ -295,24 +154,24 @@ class Copies:
         def copied(name: str) -> ShardSource:
             return self.source(Kind.COPY, name, version)
 
-        save_last(registry, self._settings, self._form, order, generation, (own, copied), self._on_published)
+        save_last(registry, self._settings, self._fallback.form, order, generation, (own, copied), self._on_published)
 
     def describe(self) -> str:
         """In words: what is protected by which copies, what that costs, and which losses it survives."""
-        parts = [self._describe_copies(), self._chosen, self._describe_snapshots() if self.in_snapshots else ""]
+        parts = [self._describe_copies(), self._policy.reason, self._describe_snapshots() if self.in_snapshots else ""]
         return "; ".join(part for part in parts if part)
 
     def _describe_snapshots(self) -> str:
-        if self._snapshot is None:
+        if self._own.snapshot is None:
             return "snapshots: the own copies outlive all processes of the job, and cost nothing besides"
-        sizes = [s.spec().nbytes for s in self._snapshot.shards]
+        sizes = [s.spec().nbytes for s in self._own.snapshot.shards]
         return (
             f"snapshots: host memory 2 x {sum(sizes) / 1e6:.1f} MB for this rank's part of the state, which outlives "
             "all processes of the job"
         )
 
     def _describe_copies(self) -> str:
-        if self._capsules_only:
+        if self.capsules_only:
             return (
                 f"replicas: every shard lives on several ranks ({_COMPARED}); each rank's own state (random numbers, "
                 "data position) is kept by a rank of another node; survives all but one of a replica set, and the loss "
@@ -334,13 +193,7 @@ class Copies:
 
     def start(self, version: int) -> None:
         """The live state is ``version``: copy it, and send what only this rank has, beside the next step."""
-        if self._before is not None and version > self._until:  # what has replaced it was whole before that mutation
-            self._before.close()
-            self._before = None
-        if self._undo is not None:
-            self._undo.start(version)
-        if self._snapshot is not None:
-            self._snapshot.start(version, self._beside(version))
+        self._own.start(version, self._beside)
         if self._peers is not None:
             capsule = self._registry.capsule.at(version)
             assert capsule is not None
@@ -356,12 +209,12 @@ class Copies:
     def capsules_only(self) -> bool:
         """Nothing but capsules goes to the neighbour, and there are no own pre-step copies (see
         :meth:`send_capsule`)."""
-        return self._capsules_only
+        return self._ring.local_state_only
 
     @property
     def in_every_step(self) -> bool:
         """Copies are made in every step, on every rank, which :meth:`wait` waits for."""
-        return self._own_copies or self._snapshot is not None
+        return self._own_copies or self._own.snapshot is not None
 
     @property
     def in_snapshots(self) -> bool:
@@ -381,35 +234,18 @@ class Copies:
 
     def save_checkpoint_if_due(self, version: int, generation: int) -> None:
         """The live state is ``version``, and does not change before :meth:`start` has been called for it."""
-        if self.checkpoint is not None and self.checkpoint.due(version):
-            capsule, common = self._registry.capsule.at(version), self._registry.common.at(version)
-            assert capsule is not None and common is not None
-            copies, rules = self._every_step, self._registry.rules() if self._elastic else None
-            if copies is None:
-                shards = self._registry.tensor_shards()
-                self.checkpoint.commit(
-                    version, shards, capsule=capsule, common=common, generation=generation, rules=rules
-                )
-                return
-            copies.reserve(version)  # the copy that start() is about to make
-            self.checkpoint.commit_copy(
-                *(version, copies.shards, copies.reserved, copies.release),
-                capsule=capsule,
-                common=common,
-                generation=generation,
-                rules=rules,
-            )
+        self._fallback.save_if_due(version, generation, self._every_step)
 
     def saves(self, version: int) -> bool:
         """Whether a checkpoint of ``version`` has been announced."""
-        return self.checkpoint is not None and self.checkpoint.announced == version
+        return self._fallback.announced(version)
 
     def wait(self) -> None:
         """The copies of the last committed version are complete. Raises what the exchange has raised."""
         if self._peers is not None:
             self._peers.wait()
-        if self._snapshot is not None:
-            self._snapshot.wait()
+        if self._own.snapshot is not None:
+            self._own.snapshot.wait()
 
     def settle(self, given_up: Callable[[], bool]) -> None:
         """The copies of the version that was handed out are complete, or ``given_up()``."""
@@ -419,29 +255,21 @@ class Copies:
     def before_mutation(self, version: int, *, touched: bool = False) -> None:
         """``version`` may be overwritten after this. ``touched``: it has been, in part, since it was handed out, and an
         own copy that is made only now would not be one of ``version``."""
-        if self._snapshot is not None:
-            self._snapshot.before_mutation()
-        if self._peers is not None and not self._capsules_only:
+        if self._own.snapshot is not None:
+            self._own.snapshot.before_mutation()
+        if self._peers is not None and not self.capsules_only:
             self._peers.before_mutation()
-        elif self._undo is not None and self._undo.started(version):
-            self._undo.before_mutation()
-        elif self._undo is not None and not touched:
-            self._undo.hold(version)
+        else:
+            self._own.before_mutation(version, touched=touched)
 
     def enable_undo(self, *, brief: bool = False) -> None:
         """Keep an own copy of the pre-step state from the next step on; ``brief``: for a few steps."""
-        if self._own_copies or not self._undo_allowed:
-            return
-        if self._undo is None:
-            self._undo = UndoCopy(self._registry.tensor_shards(), brief=brief, look=self._look)
-        elif not brief:
-            self._undo.brief = False
+        if not self._own_copies:
+            self._own.enable(brief=brief)
 
     def disable_undo(self) -> None:
         """No more own copies, and none of the steps before: all ranks have them behind."""
-        if self._undo is not None and not self._undo_always:
-            self._undo.close()
-            self._undo = None
+        self._own.disable()
 
     # -- shards that are not what other ranks have under their name -----------------------------------
 
@@ -453,114 +281,79 @@ class Copies:
 
         Raises UnsupportedError if that cannot be: replicas are asked for, or checkpoints are in the framework's format.
         """
-        registry = self._registry
         names = ", ".join(map(repr, held)) or "shards of other ranks"
-        if self._redundancy == "replica":
+        if self._settings.redundancy == "replica":
             raise UnsupportedError(
                 f"redundancy 'replica': {names} are not equal on the ranks that were said to hold the same; allowed "
                 "here: auto, neighbor, parity, none"
             )
-        if self.checkpoint is not None and self._form is not None:
+        if self.checkpoint is not None and self._fallback.form is not None:
             raise UnsupportedError(
                 f"{names} are not equal on the ranks that were said to hold the same, and fallback checkpoints "
-                f"(checkpoint.dir) in the format of {self._form.name} have one of them only; without checkpoint.dir "
-                "the job can go on"
+                f"(checkpoint.dir) in the format of {self._fallback.form.name} have one of them only; without "
+                "checkpoint.dir the job can go on"
             )
         self._leave_snapshots()
-        if self._ring_group is None or self._anew:
+        if not self._ring.can_copy_others():
             return
         before = self._own_copy
-        shards, copied = registry.tensor_shards(), [s.name for s in copied_shards(registry, 1)]
-        if self._ring is not None:
-            self._ring.copy_others(shards, copied)
-            self._peers, self._capsules_only = self._ring, False
-        else:
-            ring = Ring.of_world(registry.rank, registry.world_size, placement()[0])
-            self._peers = self._ring = NeighbourCopies(self._context(self._ring_group), ring, shards, copied=copied)
+        self._ring.copy_others(self._registry.tensor_shards())
         if before is not self._own_copy:
-            self._before, self._undo = before, None
-        self._until = version
+            self._own.supersede(before)
         # Shown to be equal by then.
-        self._as_before = dict(held) if version > 0 and (version == 1 or is_due(version - 1)) else {}
+        equal = version > 0 and (version == 1 or is_due(version - 1))
+        self._own.turned_out_own(version, dict(held) if equal else {})
 
     def describe_own(self) -> str:
         """In words, what becomes of shards that have turned out to be each rank's own."""
-        if self._own_copies and self._ring is self._peers:
+        if self._own_copies and self._parity is None:
             return self.describe()
         return "no copies of them: only a checkpoint helps"
 
     def left_own(self) -> list[str]:
         """Which shards had turned out to be each rank's own in the launch before, whose last version is left here, by
         the names that they had had before."""
-        return [] if self._last is None else sorted(turned_out_own(self._last.shards))
+        return self._snapshots.left_own()
 
     def _leave_snapshots(self) -> None:
         """Another launch would not find them under the names that it knows."""
-        self._left_snapshots = True
-        if self._ring is not None:
-            self._ring.stop_outliving()
-        if self._snapshot is not None:
-            self._snapshot.close()
-            self._snapshot = None
+        self._snapshots.given_up = True
+        self._ring.stop_outliving()
+        self._own.drop_snapshot()
 
     def own_in(self, path: str) -> Sequence[str]:
         """Which shards had turned out to be each rank's own when this checkpoint was written, by the names that they
         had had before. Raises DamagedCheckpointError if it is not whole."""
         return reader.own_shards(Path(path))
 
-    def _as_kept(self, names: Collection[str], shard: str, version: int) -> str | None:
-        """Under which of ``names``, of an own copy of ``version``, this rank has the shard; None: under none."""
-        if shard in names:
-            return shard
-        base = base_name(shard)
-        mine = owner_of(shard) == self._registry.rank
-        known = mine or (version == self._until - 1 and self._registry.rank in self._as_before.get(base, ()))
-        return base if known and base in names else None
-
     # -- recovery ---------------------------------------------------------------------------------
 
     def stop(self) -> None:
         """After the groups have been abandoned: end what is under way."""
         if self._peers is not None:
-            self._peers.halt(self._limits.drain_s)
-        if self._next is not None:
-            self._next.halt(self._limits.drain_s)
-        for copies in self._alone:
-            if not copies.wait_idle(self._limits.drain_s):
-                raise RestoreError(f"this rank's own pre-step copy was not made within {self._limits.drain_s:g} s")
+            self._peers.halt(self._drain_s)
+        self._ring.halt_ready(self._drain_s)
+        self._own.wait_idle(self._drain_s)
 
     def resumed(self, generation: int, version: int) -> None:
         """All ranks are at ``version``: newer copies are void."""
-        if self._last is not None:
-            self._last.drop()
+        self._snapshots.drop_last()
         if self._members is not None:
-            self._become(self._members)
+            self._fallback.resize(self._members)
+            self._ring.resize(self._registry.rank, self._members)
+            self._members = None
         if self.checkpoint is not None:
             self.checkpoint.withdraw(generation)
         if self._peers is not None:
             self._peers.reset(generation, version)
-        for copies in self._alone:
-            copies.reset(version)
+        self._own.reset(version)
 
     def resize(self, members: tuple[int, ...]) -> None:
         """The job consists of these ranks (as it was launched) from the next :meth:`resumed` on. What is kept until
         then may still be needed."""
         self._members = members
 
-    def _become(self, members: tuple[int, ...]) -> None:
-        """Every shard of such a job has replicas, so that the neighbour keeps nothing but capsules; where state is
-        divided, the ring has been made anew already (:meth:`put_in_place`)."""
-        self._members = None
-        rank, world = self._registry.rank, self._registry.world_size
-        if self.checkpoint is not None:
-            self.checkpoint.resize(rank, self._registry.shape.now(members))
-        if self._ring is not None and not self._anew:
-            alone = world == 1
-            self._peers, self._capsules_only = None if alone else self._ring, not alone
-            if not alone:
-                self._ring.resize(Ring(rank, members, tuple(ring_among(members))))
-
-    # -- a state that is divided otherwise ---------------------------------------------------------
+    # -- a state that is sharded otherwise ---------------------------------------------------------
 
     def make_ready(
         self, shards: Sequence[Shard], version: int, generation: int, place: int, members: Sequence[int]
@@ -569,104 +362,53 @@ class Copies:
         the neighbour among these members keep them. Returns when that is done; nothing that is kept so far is given up
         for it. Raises what the exchange raises."""
         self.drop_ready()
-        capsule = self._registry.capsule.at(version)
-        self._next = self._ring_for(shards, place, members, generation)
-        if self._next is None:
-            return
-        self._next.commit(version, capsule, beside=self._beside(version))
-        self._next.wait()
+        self._ring.make_ready(shards, version, generation, (place, members), self._beside(version))
 
     def drop_ready(self) -> None:
         """What was made ready does not come."""
-        if self._next is not None:
-            self._next.halt(self._limits.drain_s)
-            self._next.close()
-            self._next = None
+        self._ring.drop_ready(self._drain_s)
 
     def put_in_place(self, shards: Sequence[Shard]) -> None:
         """What was made ready is this rank's state now, in ``shards``; the copies of the state before go."""
-        if self._ring is not None:
-            self._ring.close()
-        for copies in self._alone:
-            copies.close()
-        self._undo = None
-        self._peers = self._ring = self._next
-        self._next = None
-        if self._ring is not None:
-            self._ring.adopt(shards)
-        elif self._undo_always:
-            self.enable_undo()
+        self._ring.put_in_place(shards)
+        self._own.begin_anew(in_ring=self._ring.copies is not None)
 
     def begin_divided(self, shards: Sequence[Shard], place: int, members: Sequence[int]) -> None:
         """This process has just come into a job of ``members``, with ``shards`` that have no content yet."""
-        self._next = self._ring_for(shards, place, members, 0)
-        self.put_in_place(shards)
+        self._ring.begin(shards, place, members)
+        self._own.begin_anew(in_ring=self._ring.copies is not None)
 
     def load_checkpoint(self, path: str, version: int) -> str:
-        """Load everything of this rank from a checkpoint. Returns the layout of the ranks that wrote it if that is
-        another one: then this rank's own state is that of the script's start. Raises RestoreError if it is damaged or
-        of another job."""
-        registry, form = self._registry, self._form
-        of_calls = self._elastic and registry.batches is not None and registry.batches.of_calls
-        other = "" if form is None else reader.other_layout(Path(path), form)
-        if other:
-            registry.begin_anew()
-        plain = reader.load(
-            Path(path),
-            registry.tensor_shards(),
-            rank=registry.rank,
-            world=registry.world_size,
-            form=form,
-            elastic=self._elastic,
-            rules=registry.rules() if self._elastic else None,
-            shape=registry.shape.now(registry.members) if self._elastic else None,
-            stands=registry.stands() if self._elastic else (),
-            lend=of_calls,
-        )
-        capsule = plain.lent if plain.capsule is None else plain.capsule
-        if capsule is None and of_calls:
-            raise RestoreError(
-                f"checkpoint {path} has been converted, and has nothing of the framework's own loop: where its samples "
-                "and its log stand; that which it was made of can be read by any number of ranks"
-            )
-        registry.capsule.keep(version, registry.capture_capsule(registry.drawn()) if capsule is None else capsule)
-        registry.common.keep(version, plain.common)
-        return other
+        """See :meth:`.fallback.FallbackCheckpoints.load`."""
+        return self._fallback.load(path, version)
 
     def close(self) -> None:
         """The job is over."""
         if self._peers is not None and not self._peers.close():
             groups.abandon("the job is over")  # frees its thread, which the end of the interpreter must not meet
-        for copies in self._alone:
-            copies.close()
-        if self.checkpoint is not None:
-            self.checkpoint.close(_CLOSE_S)
+        self._own.close()
+        self._fallback.close()
 
     @property
     def _own_copy(self) -> UndoCopy | None:
         """Makes this rank's own pre-step copy; neighbour copies include one."""
-        return self._peers.undo if self._own_copies and self._peers is not None else self._undo
+        return self._peers.undo if self._own_copies and self._peers is not None else self._own.undo
 
     @property
     def _own_copies(self) -> bool:
         """Whether the neighbour copies include own ones."""
-        return self._peers is not None and not self._capsules_only
+        return self._peers is not None and not self.capsules_only
 
     @property
     def _every_step(self) -> UndoCopy | None:
         """Makes a copy, in every step, of at least what this rank writes to checkpoints."""
-        return self._peers.undo if self._own_copies and self._peers is not None else self._snapshot
+        return self._peers.undo if self._own_copies and self._peers is not None else self._own.snapshot
 
     @property
     def _kept(self) -> UndoCopy | None:
         """Makes the copy that the node's snapshot process holds, too."""
-        outlives = self._keeper is not None and not self._anew and not self._left_snapshots
+        outlives = self._snapshots.there and not self._policy.ring_of_each_size and not self._snapshots.given_up
         return self._every_step if outlives else None
-
-    @property
-    def _alone(self) -> list[UndoCopy]:
-        """The own copies that are not part of the neighbour's."""
-        return [copies for copies in (self._undo, self._snapshot, self._before) if copies is not None]
 
     @property
     def keeps_undo(self) -> bool:
@@ -675,17 +417,7 @@ class Copies:
 
     def inventory(self) -> list[pb.Held]:
         """What this rank holds whole."""
-        held = []
-        for undo in (self._own_copy, self._snapshot, self._before):
-            if undo is None:
-                continue
-            known = [s.name for s in undo.shards]
-            for version, names, _ in undo.held():
-                # Without a name, the controller would take it for everything.
-                if known and all(self._as_kept(names, name, version) for name in known):
-                    held.append(pb.Held(kind=Kind.UNDO, version=version, shards=[*known, *self._of_others(version)]))
-        if self._last is not None:
-            held += self._last.inventory()
+        held = [*self._own.inventory(self._own_copy), *self._snapshots.inventory()]
         if self._peers is not None:
             for holding in self._peers.holdings():
                 held.append(
@@ -698,13 +430,6 @@ class Copies:
                     )
                 )
         return held
-
-    def _of_others(self, version: int) -> list[str]:
-        """What this rank has of others' own shards, which were still equal at ``version``."""
-        if version != self._until - 1:
-            return []
-        rank = self._registry.rank
-        return [own_name(name, other) for name, ranks in self._as_before.items() for other in ranks if other != rank]
 
     def restore_own(self, shard: Shard, version: int) -> None:
         """Put what this rank has of ``version`` besides its live state back: decoded, or its own copy. Raises
@@ -734,15 +459,10 @@ class Copies:
 
     def _own_source(self, shard: str, version: int) -> ShardSource:
         """Raises RestoreError if this rank has no own copy of this shard."""
-        for copies in (self._own_copy, self._snapshot, self._before):
-            for kept, names, _ in () if copies is None else copies.held():
-                name = self._as_kept(names, shard, version) if kept == version else None
-                if copies is not None and name is not None:
-                    return replace(copies.source(name, version), name=shard)
-        left = None if self._last is None else self._last.source(shard, version)
-        if left is None:
+        found = self._own.source(self._own_copy, shard, version) or self._snapshots.source(shard, version)
+        if found is None:
             raise RestoreError(f"no own copy of {shard!r} at version {version}")
-        return left
+        return found
 
     def source(self, kind: str, shard: str, version: int) -> ShardSource:
         """A copy in the form of a transfer's source. Raises RestoreError if it is not held."""
@@ -751,22 +471,6 @@ class Copies:
         if kind in (Kind.COPY, Kind.PARITY) and self._peers is not None:
             return self._peers.source(shard, version)
         raise RestoreError(f"no {kind} of {shard!r} here")
-
-
-def _refuse_copies_on_one_node(registry: Registry) -> None:
-    """Raises UnsupportedError if replicas have several ranks, and a node that is lost would take what a rank has alone
-    and the copies of it: as copies stay at the same place, that depends on where the replicas are."""
-    shape, (_, nodes) = registry.shape, placement()
-    if shape.each == 1 or shape.replicas == 1 or nodes == 1:
-        return
-    node = launch_domains(registry.world_size, nodes)
-    for rank, keeper in enumerate(ring_among(range(registry.world_size), shape)):
-        if node[rank] == node[keeper]:
-            raise UnsupportedError(
-                f"an elastic job of {shape.text} on {nodes} nodes in which rank {keeper} keeps the copies of what rank "
-                f"{rank} has alone, on the same node: a lost node would take both; have the ranks at one place of all "
-                "replicas on different nodes (each replica on nodes of its own, and equally many on each)"
-            )
 
 
 def _look(tensors: Sequence[torch.Tensor]) -> int:
@@ -788,13 +492,14 @@ def _part_of_snapshot(registry: Registry) -> list[Shard]:
     return part
 
 
-def _part_among(registry: Registry, holders: Collection[int]) -> list[Shard]:
-    """The shards of which this rank keeps the last copy: each is kept by one of those ``holders`` that have it, and by
-    the one that keeps its snapshot, if that one is among them."""
-    part: list[Shard] = []
-    for shard in registry.tensor_shards():
-        first = writer_of(shard)
-        among = [rank for rank in shard.holders if rank in holders]
-        if registry.rank == min(among, key=lambda rank: (rank - first) % registry.world_size):
-            part.append(shard)
-    return part
+def _parity_of(registry: Registry, settings: Settings, policy: CopyPolicy, context: CopyContext) -> ParityCopies:
+    """A group of ranks on different nodes keeps parity of what could be lost, and each other's rank-local state. Where
+    all ranks are on one node, a rank is lost with nothing but its process."""
+    (ranks,) = (ranks for ranks in policy.parity_groups if registry.rank in ranks)
+    domain = host_id() if placement()[1] > 1 else -1
+    return ParityCopies(
+        context,
+        GroupMember(registry.rank, tuple(ranks), settings.parity, settings.parity_group, domain),
+        registry.tensor_shards(),
+        copied=[s.name for s in copied_shards(registry, settings.parity)],
+    )

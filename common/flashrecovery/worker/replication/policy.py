@@ -1,10 +1,15 @@
-"""Which copies a job can have, and which ``auto`` chooses: by the nodes, the sizes of shards and free memory."""
+"""Which copies a job has: by its settings, its nodes, the sizes of shards and free memory.
+
+:func:`decide` gathers the facts, some of them from all ranks. :func:`choose_policy` and the refusals are pure.
+"""
 
 from __future__ import annotations
 
 import json
 import os
 from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
 
 import torch
 import torch.distributed as dist
@@ -29,6 +34,209 @@ from flashrecovery.runtime.environment import DOMAINS_ENV, STRIDE_ENV, in_change
 from flashrecovery.runtime.host_memory import available_memory
 from flashrecovery.state.shard import Shard
 from flashrecovery.worker.registry import Registry
+
+NO_CHOICE = CopyChoice(parity=False, fits=True, reason="")
+"""No rank has anything to be copied."""
+
+
+class PeerProtection(Enum):
+    """How other ranks protect what a rank has alone."""
+
+    NOTHING = "nothing"
+    LOCAL_STATE = "the neighbour keeps rank-local state"
+    NEIGHBOUR = "the neighbour keeps shards and rank-local state"
+    RING_OF_EACH_SIZE = "as before, in a ring that is made anew in each size of the job"
+    PARITY = "a group keeps parity of the shards, and rank-local state"
+
+
+@dataclass(frozen=True)
+class CopyFacts:
+    """What decides about copies, as this rank knows it by itself.
+
+    Attributes:
+        rank, world: of the launch.
+        redundancy: the setting.
+        elastic: the job can change its size.
+        replan: it can change its parallelism.
+        changed_layout: it has done so before this process began.
+        sharded: adapters shard state among replicas, and shard it again in each size.
+        shape: the replicas. most_replicas: how many the job may have; None: as many as at the launch.
+        nodes: that hold ranks.
+        unique: shards of this rank that no other rank holds.
+        keepers: by rank, the rank that keeps its copies; asked for only where replicas must not share a node.
+        domains: by rank, its node; asked for together with ``keepers``.
+    """
+
+    rank: int
+    world: int
+    redundancy: str
+    elastic: bool
+    replan: bool
+    changed_layout: bool
+    sharded: bool
+    shape: ReplicaShape
+    most_replicas: int | None
+    nodes: int
+    unique: tuple[str, ...]
+    keepers: tuple[int, ...] = ()
+    domains: tuple[str, ...] = ()
+
+    @property
+    def across(self) -> bool:
+        """Another layout answers the loss of a rank of the last replica, so that the others of it keep copies."""
+        return self.elastic and self.replan and self.shape.each > 1
+
+    @property
+    def ring_of_each_size(self) -> bool:
+        """The ring is made anew in each size."""
+        return self.sharded or self.across
+
+    @property
+    def may_grow(self) -> bool:
+        """Beyond the launch, ranks may be on nodes that it did not have."""
+        return self.most_replicas is not None and self.most_replicas > self.shape.replicas
+
+
+@dataclass(frozen=True)
+class CopyPolicy:
+    """Which copies this job has.
+
+    Attributes:
+        protection: what other ranks keep.
+        needs_ring: whether there is a process group for a ring. Ranks connect in it when they first need to; it may
+            serve what turns out later to be each rank's own.
+        sharded, across: see :class:`CopyFacts`.
+        parity_groups: the groups of all ranks, with parity.
+        reason: why neighbour copies, or parity, were chosen; for the user.
+        risks: what is protected worse than asked for; for the user.
+    """
+
+    protection: PeerProtection
+    needs_ring: bool
+    sharded: bool
+    across: bool
+    parity_groups: Groups
+    reason: str
+    risks: tuple[str, ...]
+
+    @property
+    def ring_of_each_size(self) -> bool:
+        """The ring is made anew in each size."""
+        return self.sharded or self.across
+
+
+def facts_of(registry: Registry, settings: Settings) -> CopyFacts:
+    """Of this rank."""
+    nodes, shape, world = placement()[1], registry.shape, registry.world_size
+    elastic, changed = settings.elastic is not None, in_changed_layout()
+    sharded = elastic and any(adapter.division() is not None for adapter in registry.adapters)
+    keepers: Sequence[int] = ()
+    domains: Sequence[str] = ()
+    several = world > 1 and nodes > 1 and settings.redundancy != "none"
+    if sharded and several and not changed and shape.each > 1 and shape.replicas > 1:
+        keepers, domains = ring_among(range(world), shape), launch_domains(world, nodes)
+    return CopyFacts(
+        rank=registry.rank,
+        world=world,
+        redundancy=settings.redundancy,
+        elastic=elastic,
+        replan=settings.replan is not None,
+        changed_layout=changed,
+        sharded=sharded,
+        shape=shape,
+        most_replicas=None if registry.batches is None else registry.batches.most,
+        nodes=nodes,
+        unique=tuple(shard.name for shard in registry.unique_shards()),
+        keepers=tuple(keepers),
+        domains=tuple(domains),
+    )
+
+
+def refuse_settings(facts: CopyFacts) -> None:
+    """Raises UnsupportedError if what is asked for does not fit the job's ranks or shards."""
+    if facts.world == 1 and facts.redundancy in ("replica", "neighbor", "parity"):
+        raise UnsupportedError(
+            f"redundancy = {facts.redundancy!r}: a world of one rank has nobody to hold a copy; "
+            "allowed here: auto, none"
+        )
+    if facts.unique and facts.redundancy == "replica":
+        raise UnsupportedError(
+            f"redundancy 'replica': {len(facts.unique)} shards of rank {facts.rank} exist on no other rank, "
+            f"the first is {facts.unique[0]!r}; allowed here: auto, neighbor, parity, none"
+        )
+
+
+def one_node_risk(facts: CopyFacts, copied_somewhere: bool) -> str:
+    """What is lost with one node that has all there is of some state; empty: nothing is. Raises UnsupportedError at
+    the launch; a layout that the job has changed to goes on so."""
+    alone = facts.across and facts.shape.replicas == 1
+    if not (copied_somewhere and facts.elastic and facts.shape.each > 1 and not facts.sharded and not alone):
+        return ""
+    text = f"an elastic job of {facts.shape.text} in which one node has all that there is of some state: copies "
+    if not facts.changed_layout:
+        raise UnsupportedError(
+            f"{text}of it are not kept in such a job; have each replica on nodes of its own, as a mesh of "
+            "(replicate, shard) has it"
+        )
+    return f"{text}of it are not kept as long as it has several replicas, and that node must not be lost"
+
+
+def refuse_copies_on_one_node(facts: CopyFacts) -> None:
+    """Raises UnsupportedError if replicas have several ranks, and a node that is lost would take what a rank has alone
+    and the copies of it: as copies stay at the same place, that depends on where the replicas are."""
+    for rank, keeper in enumerate(facts.keepers):
+        if facts.domains[rank] == facts.domains[keeper]:
+            raise UnsupportedError(
+                f"an elastic job of {facts.shape.text} on {facts.nodes} nodes in which rank {keeper} keeps the copies "
+                f"of what rank {rank} has alone, on the same node: a lost node would take both; have the ranks at one "
+                "place of all replicas on different nodes (each replica on nodes of its own, and equally many on each)"
+            )
+
+
+def choose_policy(
+    facts: CopyFacts, copied_somewhere: bool = False, chosen: CopyChoice = NO_CHOICE, groups_of_parity: Groups = ()
+) -> CopyPolicy:
+    """The copies of a job. ``copied_somewhere``: some rank has shards that one failure may take with all holders.
+
+    Among the ranks of one node whose shards all have replicas nothing is to be done: the agent keeps rank-local state.
+    """
+    several = facts.world > 1
+    if not several or facts.redundancy == "none":
+        protection = PeerProtection.NOTHING
+    elif chosen.parity and not facts.ring_of_each_size:
+        protection = PeerProtection.PARITY
+    elif not copied_somewhere and facts.nodes == 1 and not facts.across and not facts.may_grow:
+        protection = PeerProtection.NOTHING
+    elif facts.ring_of_each_size:
+        protection = PeerProtection.RING_OF_EACH_SIZE
+    else:
+        protection = PeerProtection.NEIGHBOUR if copied_somewhere else PeerProtection.LOCAL_STATE
+    fixed = several and not facts.elastic and not facts.replan
+    later = protection is PeerProtection.NOTHING and fixed and facts.redundancy in ("auto", "neighbor")
+    risks = [one_node_risk(facts, copied_somewhere)] if several and facts.redundancy != "none" else []
+    if not chosen.fits:
+        risks.append(f"the copies may not fit into the nodes' memory: {chosen.reason}")
+    return CopyPolicy(
+        protection=protection,
+        needs_ring=later or protection not in (PeerProtection.NOTHING, PeerProtection.PARITY),
+        sharded=facts.sharded,
+        across=facts.across,
+        parity_groups=groups_of_parity,
+        reason=chosen.reason if chosen.fits else "",
+        risks=tuple(risk for risk in risks if risk),
+    )
+
+
+def decide(facts: CopyFacts, registry: Registry, settings: Settings) -> CopyPolicy:
+    """A collective. Raises what the refusals and :func:`choice` raise."""
+    if facts.world == 1 or facts.redundancy == "none":
+        return choose_policy(facts)
+    losses = settings.parity if facts.redundancy == "parity" else 1
+    copied_somewhere = anywhere(bool(copied_shards(registry, losses)))
+    one_node_risk(facts, copied_somewhere)
+    refuse_copies_on_one_node(facts)
+    chosen, parity_groups = choice(registry, settings) if copied_somewhere else (NO_CHOICE, ())
+    return choose_policy(facts, copied_somewhere, chosen, parity_groups)
 
 
 def choice(registry: Registry, settings: Settings) -> tuple[CopyChoice, Groups]:

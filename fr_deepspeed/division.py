@@ -18,14 +18,15 @@ from torch.optim import Optimizer
 
 from flashrecovery.adapter import (
     DivisionPlace,
+    Naming,
     ParamShard,
     Prepared,
     ReadyTensors,
     RuledDivision,
+    TensorRule,
     hand_over_state,
-    layouts,
-    patterns,
-    rules,
+    padded,
+    placements,
     settle_state,
 )
 from flashrecovery.errors import UnsupportedError
@@ -61,7 +62,7 @@ def length_of(zero: Any, group: int) -> int:
 
 def ranges(length: int, size: int) -> list[tuple[int, int]]:
     """The range of each place. The last ones may reach into the padding, or lie in it."""
-    return layouts.padded(length, size, _ALIGNMENT)
+    return padded(length, size, _ALIGNMENT)
 
 
 class PartitionDivision(RuledDivision):
@@ -108,20 +109,20 @@ class PartitionDivision(RuledDivision):
         named = ("length", "content", "weights")
         return [[*(group[name] for name in named), group["flat"][PARAM]] for group in description["groups"]]
 
-    def ruled(self, description: Mapping[str, Any]) -> Sequence[tuple[rules.TensorRule, torch.dtype]]:
+    def ruled(self, description: Mapping[str, Any]) -> Sequence[tuple[TensorRule, torch.dtype]]:
         found = []
         for number, group in enumerate(description["groups"]):
             length = group["length"]
-            found += partition_rules(number, group, (length,), patterns.EqualRanges(_ALIGNMENT))
+            found += partition_rules(number, group, (length,), placements.EqualRanges(_ALIGNMENT))
             dtype = dtype_of(group["weights"])
-            whole = rules.TensorRule(
+            whole = TensorRule(
                 f"{number}/weights",
                 (length,),
                 dtype.itemsize,
-                patterns.Whole(),
+                placements.Whole(),
                 shard=weights_beginning(number),
                 key=DATA,
-                naming=rules.Naming.SIZE,
+                naming=Naming.SIZE,
                 content=group["content"],
             )
             found.append((whole, dtype))
@@ -194,18 +195,18 @@ def check_state(tensors: Mapping[str, torch.Tensor]) -> None:
 
 
 def partition_rules(
-    number: int, group: Mapping[str, Any], shape: tuple[int, ...], pattern: patterns.Pattern
-) -> list[tuple[rules.TensorRule, torch.dtype]]:
+    number: int, group: Mapping[str, Any], shape: tuple[int, ...], pattern: placements.Pattern
+) -> list[tuple[TensorRule, torch.dtype]]:
     """Of the tensors of a partition: what is as long as it lies as ``pattern`` says, numbers are on all ranks."""
     found = []
     for key in group["order"]:
         flat = key in group["flat"]
         dtype = dtype_of(group["flat"][key] if flat else group["single"][key])
-        rule = rules.TensorRule(
+        rule = TensorRule(
             f"{number}/{key}",
             shape if flat else (),
             dtype.itemsize,
-            pattern if flat else patterns.Whole(),
+            pattern if flat else placements.Whole(),
             shard=partition_beginning(number),
             key=key,
             content=group["content"] if flat else "",

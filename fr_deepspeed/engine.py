@@ -27,6 +27,7 @@ from flashrecovery.adapter import (
     CheckpointFormat,
     Division,
     DivisionPlace,
+    ElasticAdapter,
     GradientWatch,
     Method,
     OptimizerAttributes,
@@ -69,7 +70,7 @@ _BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumu
 (Between two calls of a pipeline, the script changes them in a replacement, too.)"""
 
 
-class EngineAdapter(TorchAdapter):
+class EngineAdapter(TorchAdapter, ElasticAdapter):
     """Protects one :class:`DeepSpeedEngine`.
 
     The records are the tensors that the basic optimizer steps on: parameters, fp32 masters, or this rank's partitions.

@@ -23,8 +23,8 @@ from flashrecovery.adapter import (
     Prepared,
     ReadyTensors,
     RuledDivision,
-    patterns,
-    rules,
+    TensorRule,
+    placements,
 )
 from fr_deepspeed.division import (
     DATA,
@@ -98,16 +98,14 @@ class SliceDivision(RuledDivision):
         groups = [[group["numels"], group["content"], group["flat"][PARAM]] for group in description["groups"]]
         return [groups, description["frozen"], description["weights"]]
 
-    def ruled(self, description: Mapping[str, Any]) -> Sequence[tuple[rules.TensorRule, torch.dtype]]:
+    def ruled(self, description: Mapping[str, Any]) -> Sequence[tuple[TensorRule, torch.dtype]]:
         found = []
         for number, group in enumerate(description["groups"]):
             numels = tuple(group["numels"])
-            found += partition_rules(number, group, (sum(numels),), patterns.Slices(numels))
+            found += partition_rules(number, group, (sum(numels),), placements.Slices(numels))
         for fqn, numel, dtype_name in description["frozen"]:
-            dtype, pattern = dtype_of(dtype_name), patterns.Slices((numel,))
-            rule = rules.TensorRule(
-                frozen_name(fqn), (numel,), dtype.itemsize, pattern, shard=slice_beginning(fqn), key=DATA
-            )
+            dtype, pattern = dtype_of(dtype_name), placements.Slices((numel,))
+            rule = TensorRule(frozen_name(fqn), (numel,), dtype.itemsize, pattern, shard=slice_beginning(fqn), key=DATA)
             found.append((rule, dtype))
         return found
 
@@ -116,7 +114,7 @@ class SliceDivision(RuledDivision):
         tensors: dict[str, torch.Tensor] = {}
         values: dict[str, Mapping[str, Any]] = {}
         for number, group in enumerate(description["groups"]):
-            length = sum(patterns.Slices.length(numel, size) for numel in group["numels"])
+            length = sum(placements.Slices.length(numel, size) for numel in group["numels"])
             for key in group["order"]:
                 if key in group["flat"]:
                     tensor = torch.zeros(length, dtype=dtype_of(group["flat"][key]), device=device)
@@ -125,7 +123,7 @@ class SliceDivision(RuledDivision):
                 tensors[f"{number}/{key}"] = tensor
             values[partition_name(number, place, size)] = group["values"]
         for fqn, numel, dtype_name in description["frozen"]:
-            tensor = torch.zeros(patterns.Slices.length(numel, size), dtype=dtype_of(dtype_name), device=device)
+            tensor = torch.zeros(placements.Slices.length(numel, size), dtype=dtype_of(dtype_name), device=device)
             tensors[frozen_name(fqn)] = tensor
         return ReadyTensors(tensors, values, lambda: self._install(DivisionPlace(place, size), tensors, description))
 

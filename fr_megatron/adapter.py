@@ -27,11 +27,13 @@ from flashrecovery.adapter import (
     CheckpointFormat,
     Division,
     DivisionPlace,
+    ElasticAdapter,
     GradientWatch,
     LogicalState,
     Method,
     ParamRecord,
     ParamShard,
+    RelayoutAdapter,
     Shard,
     StepHooks,
     TorchAdapter,
@@ -76,7 +78,7 @@ def adapter_for(
     return MegatronAdapter(chunks, optimizer, scheduler, loop, membership, known)
 
 
-class MegatronAdapter(TorchAdapter):
+class MegatronAdapter(TorchAdapter, ElasticAdapter, RelayoutAdapter):
     """Protects the model chunks of this rank (several with a virtual pipeline) and their optimizer.
 
     Args:

@@ -20,11 +20,12 @@ import torch.distributed as dist
 
 from flashrecovery.adapter import (
     DivisionPlace,
+    Naming,
     ParamShard,
     ReadyTensors,
     RuledDivision,
-    patterns,
-    rules,
+    TensorRule,
+    placements,
 )
 from flashrecovery.errors import UnsupportedError
 from fr_megatron.optimizers import part_beginning, part_name, weights_beginning
@@ -61,7 +62,7 @@ class Stored:
 class FlatLayout:
     """All buffers of a model, and what is in them. ``stored``: in the order of buffers and buckets."""
 
-    buffers: tuple[patterns.FlatBuffer, ...]
+    buffers: tuple[placements.FlatBuffer, ...]
     stored: tuple[Stored, ...]
 
     @cached_property
@@ -76,13 +77,13 @@ class FlatLayout:
         """A parameter's first element in its buffer."""
         return self.in_buffer(one).first(size)
 
-    def pattern(self, one: Stored) -> patterns.BufferRange:
+    def pattern(self, one: Stored) -> placements.BufferRange:
         """How what is stepped on is divided."""
-        return patterns.BufferRange(self.buffers[one.buffer], one.bucket, one.start)
+        return placements.BufferRange(self.buffers[one.buffer], one.bucket, one.start)
 
-    def in_buffer(self, one: Stored) -> patterns.InBuffer:
+    def in_buffer(self, one: Stored) -> placements.InBuffer:
         """Where the weights lie."""
-        return patterns.InBuffer(self.buffers[one.buffer], one.bucket, one.start)
+        return placements.InBuffer(self.buffers[one.buffer], one.bucket, one.start)
 
     @cached_property
     def in_order(self) -> Sequence[str]:
@@ -132,7 +133,7 @@ def layout_of(chunks: Sequence[Any], membership: Mapping[str, int], *, expert: b
         for parameter, (start, stop, bucket) in buffer.param_index_map.items()
         for fqn, of_bucket in [(names[id(parameter)], buffer.buckets[bucket].offset)]
     ]
-    buffers = [patterns.FlatBuffer(tuple(b.numel_unpadded for b in of.buckets), multiple) for of in all_buffers]
+    buffers = [placements.FlatBuffer(tuple(b.numel_unpadded for b in of.buckets), multiple) for of in all_buffers]
     return FlatLayout(tuple(buffers), tuple(stored))
 
 
@@ -233,38 +234,38 @@ class OptimizerDivision(RuledDivision):
         dtypes = [str(buffer.param_dtype) for buffer in self._buffers]
         return [[one.fqn, one.length, one.group, dtypes[one.buffer]] for one in self._layout.stored]
 
-    def ruled(self, description: Mapping[str, Any]) -> Sequence[tuple[rules.TensorRule, torch.dtype]]:
+    def ruled(self, description: Mapping[str, Any]) -> Sequence[tuple[TensorRule, torch.dtype]]:
         turns = {fqn: turn for turn, fqn in enumerate(self._layout.in_order)}
         return [
             found for one in self._layout.stored for found in self._ruled(one, turns[one.fqn], description["state"])
         ]
 
-    def _ruled(self, one: Stored, turn: int, state: Sequence[Any]) -> Iterator[tuple[rules.TensorRule, torch.dtype]]:
+    def _ruled(self, one: Stored, turn: int, state: Sequence[Any]) -> Iterator[tuple[TensorRule, torch.dtype]]:
         of_part = self._layout.pattern(one)
         for key, dtype_name, single, _ in ((PARAM, "float32", False, False), *state):
             dtype: torch.dtype = getattr(torch, dtype_name)
-            of_place = rules.TensorRule(
+            of_place = TensorRule(
                 f"{one.fqn}/{key}",
                 shape=() if single else (one.length,),
                 itemsize=dtype.itemsize,
-                pattern=patterns.WithRange(of_part, one.length) if single else of_part,
+                pattern=placements.WithRange(of_part, one.length) if single else of_part,
                 shard=part_beginning(one.fqn),
                 key=key,
-                naming=rules.Naming.PLACE_UNLESS_ALONE,
+                naming=Naming.PLACE_UNLESS_ALONE,
                 turn=turn,
                 suffix=self._group,
             )
             yield of_place, dtype
         dtype = self._buffers[one.buffer].param_dtype
         chunk, number = self._numbers[one.buffer]
-        of_all = rules.TensorRule(
+        of_all = TensorRule(
             one.fqn + WEIGHTS,
             shape=(one.length,),
             itemsize=dtype.itemsize,
             pattern=self._layout.in_buffer(one),
             shard=weights_beginning(chunk, "expert" if self._expert else "dense", number),
             key=DATA,
-            naming=rules.Naming.SIZE,
+            naming=Naming.SIZE,
             suffix=self._group,
         )
         yield of_all, dtype

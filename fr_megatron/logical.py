@@ -25,6 +25,7 @@ from typing import Any
 import torch
 
 from flashrecovery.adapter import (
+    Box,
     FixedShard,
     LogicalState,
     ParamShard,
@@ -33,7 +34,6 @@ from flashrecovery.adapter import (
     Stash,
     TensorSpec,
     Wanted,
-    boxes,
     forms,
     settle_state,
 )
@@ -304,7 +304,7 @@ def _parts(leaf: Any, tensor: torch.Tensor, start: int, begin: int) -> Iterator[
     from ``begin`` on."""
     for piece in cut(leaf, "", tensor, start):
         high = tuple(o + s for o, s in zip(piece.offset, piece.shape, strict=True))
-        box = boxes.Box(piece.offset, high)
+        box = Box(piece.offset, high)
         yield words.LogicalPart(piece.key, piece.whole, box, begin + piece.begin, piece.flexible)
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from flashrecovery.adapter import Prepared, ReadyTensors, RuledDivision, patterns, rules
+from flashrecovery.adapter import Prepared, ReadyTensors, RuledDivision, TensorRule, placements
 from fr_megatron.division import OptimizerDivision
 
 
@@ -59,16 +59,16 @@ class SharedDivision(RuledDivision):
         experts = [] if self._experts is None else self._experts.outline(description["experts"])
         return [self._dense.outline(description["dense"]), experts]
 
-    def ruled(self, description: Mapping[str, Any]) -> Sequence[tuple[rules.TensorRule, torch.dtype]]:
+    def ruled(self, description: Mapping[str, Any]) -> Sequence[tuple[TensorRule, torch.dtype]]:
         found = [*self._dense.ruled(description["dense"])]
         if self._experts is not None:
             for rule, dtype in self._experts.ruled(description["experts"]):
                 found += [(self._of_place(rule, first), dtype) for first in range(self._each)]
         return found
 
-    def _of_place(self, rule: rules.TensorRule, first: int) -> rules.TensorRule:
+    def _of_place(self, rule: TensorRule, first: int) -> TensorRule:
         """Of this rank's experts, as one of those at another place in a replica."""
-        lies = rule.pattern if self._each == 1 else patterns.EveryNth(rule.pattern, self._each, first)
+        lies = rule.pattern if self._each == 1 else placements.EveryNth(rule.pattern, self._each, first)
         return replace(rule, name=experts_tensor(first, rule.name), pattern=lies, suffix=self._groups[first])
 
     def prepare(self, description: Mapping[str, Any], place: int, size: int) -> Prepared:

@@ -4,7 +4,7 @@ A replacement's loop begins at its first iteration and goes round without comput
 ``train_step`` returns, it returns what the dead process had got, and the averages of the log are as they were there.
 
 After a fallback to a checkpoint the calls that came after it are made again, in the loop's frame as it is then
-(:class:`flashrecovery.worker.framework_calls.PlacedLoop`): what the loop had set before each of them is set again, and
+(:class:`flashrecovery.adapter.PlacedLoop`): what the loop had set before each of them is set again, and
 losses that it had summed up outside of calls are summed up again, those of the steps that were made again.
 """
 
@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from flashrecovery.adapter import LoopAdapter, plain_fields
+from flashrecovery.adapter import ElasticAdapter, LoopAdapter, RelayoutAdapter, plain_fields
 from flashrecovery.errors import ConfigError
 from fr_megatron import trackers
 from fr_megatron.lm.elastic_loop import ElasticLoop
@@ -131,7 +131,7 @@ class CallPlace:
 
 
 class LMLoop:
-    """A :class:`flashrecovery.worker.framework_calls.PlacedLoop`. ``elastic``: of a job that changes its number of
+    """A :class:`flashrecovery.adapter.PlacedLoop`. ``elastic``: of a job that changes its number of
     replicas, or its layout; ``layouts``: of one that changes its layout. ``far_back``: the job has fallback
     checkpoints.
     ``chunks``: of the model."""
@@ -420,7 +420,7 @@ class LMLoop:
         self._common = dict(common)
 
 
-class LMLoopAdapter(LoopAdapter):
+class LMLoopAdapter(LoopAdapter, ElasticAdapter, RelayoutAdapter):
     """Its part of the capsule changes when ``train_step`` returns."""
 
     name = "megatron-lm-loop"

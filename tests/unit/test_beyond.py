@@ -20,6 +20,7 @@ from flashrecovery.plan.membership.placement import ring_of, setup_log_keepers_a
 from flashrecovery.proto import flashrecovery_pb2 as pb
 from flashrecovery.runtime.environment import NEW_RANK_ENV, rank_env
 from flashrecovery.worker.reshard.elastic_checks import _check_beyond
+from tests.support.adapters import AdapterStandIn
 
 SHAPES = [ReplicaShape(2), ReplicaShape(3), ReplicaShape(2, 2), ReplicaShape(3, 2, 2), ReplicaShape(2, 1, 3)]
 
@@ -183,7 +184,7 @@ def test_its_environment_is_that_of_the_rank_in_whose_place_it_runs() -> None:
 def launched(shape: ReplicaShape, computing: int, refused: str = "") -> Any:
     """A registry, with twelve micro-batches in a step, of which so many ranks of a replica compute some."""
     batches = SimpleNamespace(ranks=shape.replicas * computing, micro_batches=12)
-    adapter = SimpleNamespace(only_as_launched=lambda most: refused)
+    adapter = AdapterStandIn(only_as_launched=lambda most: refused)
     return SimpleNamespace(shape=shape, adapters=[adapter], batches=batches)
 
 

@@ -19,6 +19,7 @@ from flashrecovery.worker import registry
 from flashrecovery.worker.consistency import all_equal
 from flashrecovery.worker.replication import copies, policy
 from flashrecovery.worker.reshard import elastic_checks
+from tests.support.adapters import AdapterStandIn
 from tests.unit.test_replicas import NEIGHBOURS, ReplicaWorld
 
 APART = ReplicaShape(3, 1, 2)
@@ -44,7 +45,7 @@ OVER = (State.FAILED, State.FINISHED)
 def test_copies_on_the_owners_node_are_refused(
     shape: ReplicaShape, nodes: int, stride: int, refused: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    adapter = SimpleNamespace(division=lambda: "some", touch_mark=lambda: None, shards=list)
+    adapter = AdapterStandIn(division=lambda: "some", touch_mark=lambda: None, shards=list)
     of_rank: Any = SimpleNamespace(
         rank=0,
         world_size=shape.world,
@@ -74,7 +75,7 @@ def test_a_division_among_others_than_the_replicas_is_refused(
     size: int, refused: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """FSDP2 over all ranks, beside a model whose replicas have two."""
-    adapter = SimpleNamespace(name="one", division=lambda: SimpleNamespace(size=size, sharers=lambda: None))
+    adapter = AdapterStandIn(name="one", division=lambda: SimpleNamespace(size=size, sharers=lambda: None))
     of_rank: Any = SimpleNamespace(
         rank=0,
         world_size=6,
@@ -99,10 +100,10 @@ def test_two_models_of_one_kind_with_other_replicas_are_refused(monkeypatch: pyt
         raise AssertionError
 
     found = registry.Registry(0, 6, never, never)
-    found.adapters = [SimpleNamespace(name="ddp", replicas=lambda: (0, 2, 4))] * 2  # type: ignore[list-item]
+    found.adapters = [AdapterStandIn(name="ddp", replicas=lambda: (0, 2, 4))] * 2
     monkeypatch.setattr(registry.dist, "get_process_group_ranks", list)
     assert found.replicas() == (0, 2, 4)
-    found.adapters.append(SimpleNamespace(name="ddp", replicas=lambda: (0, 1, 2)))  # type: ignore[arg-type]
+    found.adapters.append(AdapterStandIn(name="ddp", replicas=lambda: (0, 1, 2)))
     with pytest.raises(UnsupportedError, match=r"ddp: \[0, 2, 4\], ddp: \[0, 2, 4\], ddp: \[0, 1, 2\]"):
         found.replicas()
 

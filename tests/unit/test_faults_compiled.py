@@ -13,6 +13,7 @@ from flashrecovery.adapter.faults import in_backward, in_forward, middle_module
 from flashrecovery.kinds import NoticeKind
 from flashrecovery.proto import flashrecovery_pb2 as pb
 from flashrecovery.worker.control.fault_injection import Faults, InjectedFault
+from tests.support.adapters import AdapterStandIn
 
 
 class Around(nn.Module):
@@ -58,7 +59,7 @@ def test_it_strikes_in_a_model_that_was_compiled_in_place(arm: Callable[..., Non
     assert struck == [1]
 
 
-class Deaf:
+class Deaf(AdapterStandIn):
     """An adapter whose model never comes to the place."""
 
     def fault_points(self) -> dict[str, Callable[[Callable[[], None]], None]]:
@@ -70,18 +71,19 @@ def test_one_that_has_not_struck_in_its_step_says_so() -> None:
     faults = Faults(lambda kind, text, fault: told.append((kind, text)))
     faults.arm(pb.Fault(phase="forward", step=2, fault="raise"))
     for step in (1, 2, 2):  # redone after a recovery
-        faults.begin_step(step, [Deaf()])  # type: ignore[list-item]
+        faults.begin_step(step, [Deaf()])
     assert not told
-    faults.begin_step(3, [Deaf()])  # type: ignore[list-item]
-    faults.begin_step(4, [Deaf()])  # type: ignore[list-item]
+    faults.begin_step(3, [Deaf()])
+    faults.begin_step(4, [Deaf()])
     ((kind, text),) = told
     assert kind is NoticeKind.FAULT_IMPOSSIBLE and "'forward' has not been seen in step 2" in text
 
 
-class Later:
+class Later(AdapterStandIn):
     """An adapter whose model comes to the place only when the test calls it."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.strike: Callable[[], None] = lambda: None
 
     def fault_points(self) -> dict[str, Callable[[Callable[[], None]], None]]:
@@ -94,7 +96,7 @@ def test_one_that_strikes_in_a_later_step_names_that_step_and_no_cause_that_is_n
     faults, adapter = Faults(lambda kind, text, fault: told.append((kind, text))), Later()
     faults.arm(pb.Fault(phase="forward", step=3, fault="raise"))
     for step in (3, 4):
-        faults.begin_step(step, [adapter])  # type: ignore[list-item]
+        faults.begin_step(step, [adapter])
     with pytest.raises(InjectedFault):
         adapter.strike()
     (missed, why), (fired, where) = told
@@ -102,10 +104,11 @@ def test_one_that_strikes_in_a_later_step_names_that_step_and_no_cause_that_is_n
     assert fired is NoticeKind.FAULT_FIRED and where == "raise at forward, step 4"
 
 
-class Resetting:
+class Resetting(AdapterStandIn):
     """An adapter whose optimizer's traps go with the reset of a recovery, and whose others stay."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.traps: list[Callable[[], None]] = []
 
     def fault_points(self) -> dict[str, Callable[[Callable[[], None]], None]]:
@@ -117,10 +120,10 @@ def test_one_of_an_attempt_that_is_done_again_strikes_then_and_once(reset: bool)
     told: list[NoticeKind] = []
     adapter, faults = Resetting(), Faults(lambda kind, text, fault: told.append(kind))
     faults.arm(pb.Fault(phase="optimizer", step=2, fault="raise"))
-    faults.begin_step(2, [adapter])  # type: ignore[list-item]
+    faults.begin_step(2, [adapter])
     if reset:
         adapter.traps.clear()
-    faults.begin_step(2, [adapter])  # type: ignore[list-item]
+    faults.begin_step(2, [adapter])
     with pytest.raises(InjectedFault):
         adapter.traps[0]()
     for trap in adapter.traps:

@@ -20,6 +20,7 @@ from flashrecovery.worker.reshard import relayout
 from flashrecovery.worker.reshard.relayout import Stashing
 from fr_megatron.division import DATA, WEIGHTS, FlatLayout, OptimizerDivision, Stored, state_of
 from fr_megatron.shared_division import SharedDivision, experts_tensor
+from tests.support.adapters import AdapterStandIn
 
 DENSE, EXPERTS = ({"state": [[f"state{n}/exp_avg", "float32", False, False]], "layout": {}} for n in ("", 1))
 DESCRIPTION = {"dense": DENSE, "experts": EXPERTS}
@@ -151,7 +152,7 @@ def gather(each: int, ranks: int, said: dict[int, dict[str, ShardParts]], monkey
     for number, division in reversed([*enumerate(divisions)]):
         monkeypatch.setattr(division, "describe", lambda: NOTHING)
         names = {name for tensor in division.tensors(NOTHING, ranks) if (name := tensor.shards[number])}
-        adapter = SimpleNamespace(division=giving(division))
+        adapter = AdapterStandIn(division=giving(division))
         shape = ReplicaShape(ranks // each, each)
         made._registry = SimpleNamespace(adapters=[adapter], shape=shape, divided=names.copy)  # type: ignore[assignment]
         made._state = SimpleNamespace(divided=said[number].copy)  # type: ignore[assignment]

@@ -8,7 +8,9 @@ from typing import Any, cast
 import pytest
 import torch
 
-from flashrecovery.contract.adapter import Adapter, DividedTensor, Division, Prepared, Shard, ShardSpec
+from flashrecovery.contract.adapter import Shard, ShardSpec
+from flashrecovery.contract.division import DividedTensor, Division, Prepared
+from flashrecovery.contract.elastic_adapter import ElasticAdapter
 from flashrecovery.errors import JobFailedError, RestoreError
 from flashrecovery.plan import Kind
 from flashrecovery.plan.reshard.boxes import NobodyHoldsError
@@ -76,7 +78,7 @@ class NewRows(Prepared):
         self.division._size = self.size
 
 
-class OneAdapter(Adapter):
+class OneAdapter(ElasticAdapter):
     name = "rows"
 
     def __init__(self, place: int, size: int) -> None:

@@ -3,15 +3,14 @@
 An adapter outside of this repository needs nothing but what is exported here, ``flashrecovery`` itself, its ``errors``,
 and, where torch must not be imported (hooks, ``flashrecovery doctor``), the light modules ``import_hooks``,
 ``finding``, ``versions``, ``patches`` and ``config``. The adapters in this repository keep to that, too.
-docs/adapters.md explains how one is written; in short:
+docs/adapters.md explains how one is written, and what each name is for. In short:
 
-* the contract: :class:`Adapter` and what it is given, :class:`StepHooks`
-* the kit for frameworks whose state is tensors and a ``torch.optim`` optimizer: :class:`TorchAdapter`, with records of
-  parameters that become shards, names by placement, and optimizer state
-* state that is divided among the ranks, in a job that changes its size: :class:`Division`, with the boxes and layouts
-  of :mod:`flashrecovery.plan`
-* a loop of the framework's own: :class:`LoopAdapter`, and what such a loop has to agree on and to restore
-* checkpoints in the framework's own format: :class:`CheckpointFormat`, and torch's DCP
+* every adapter: :class:`Adapter` with its :class:`StepHooks` and :class:`Shard`. :class:`TorchAdapter` is a base for
+  frameworks whose state is tensors and a ``torch.optim`` optimizer, and there is a kit for its shards.
+  :class:`InspectableAdapter` lets the core look into the framework.
+* jobs that are resized: :class:`ElasticAdapter`, and :class:`Division` for state that is sharded among the ranks
+* jobs that change their parallelism: :class:`RelayoutAdapter` and :class:`LogicalState`
+* frameworks whose steps are their own calls: :class:`LoopAdapter`, and what such a loop has to agree on and to restore
 """
 
 from flashrecovery import groups
@@ -19,8 +18,6 @@ from flashrecovery.adapter import faults, fsdp2_state
 from flashrecovery.adapter.base import TorchAdapter
 from flashrecovery.adapter.beside import OptimizerAttributes
 from flashrecovery.adapter.fields import plain_fields
-from flashrecovery.adapter.fsdp2_division import Divided, FSDP2Division, replicates
-from flashrecovery.adapter.fsdp2_replicas import FSDP2Replicas
 from flashrecovery.adapter.gradients import GradientWatch
 from flashrecovery.adapter.optimizer_state import layout_of, new_state_tensor, plain
 from flashrecovery.adapter.placement import (
@@ -38,22 +35,30 @@ from flashrecovery.adapter.state_order import give_up_state, hand_over_state, se
 from flashrecovery.contract.adapter import (
     Adapter,
     CheckpointFormat,
-    DividedTensor,
-    Division,
-    DivisionPlace,
-    LocalBox,
-    LogicalState,
-    Prepared,
-    ReadyTensors,
-    RuledDivision,
+    InspectableAdapter,
     Shard,
     ShardSpec,
     StepHooks,
     TensorSpec,
 )
+from flashrecovery.contract.division import (
+    DividedTensor,
+    Division,
+    DivisionPlace,
+    LocalBox,
+    Prepared,
+    ReadyTensors,
+    RuledDivision,
+)
+from flashrecovery.contract.elastic_adapter import ElasticAdapter
+from flashrecovery.contract.logical_state import LogicalState
+from flashrecovery.contract.loop_adapter import LoopAdapter, LoopState, PlacedLoop
+from flashrecovery.contract.relayout_adapter import RelayoutAdapter
 from flashrecovery.groups import named_group
-from flashrecovery.plan.reshard import boxes, layouts, logical, rules
-from flashrecovery.plan.reshard import placements as patterns
+from flashrecovery.plan.reshard import logical, placements
+from flashrecovery.plan.reshard.boxes import Box
+from flashrecovery.plan.reshard.layouts import padded
+from flashrecovery.plan.reshard.rules import Naming, TensorRule
 from flashrecovery.redundancy.checkpoint.dcp import read_into, write_part
 from flashrecovery.redundancy.checkpoint.keys import writer_of
 from flashrecovery.redundancy.memory.stash import Stash, Wanted, forms
@@ -69,7 +74,6 @@ from flashrecovery.worker.data.forwards import Forwards
 from flashrecovery.worker.data.framework_batches import CallBatches
 from flashrecovery.worker.data.global_batches import FrameworkBatch
 from flashrecovery.worker.data.stream import DataStream
-from flashrecovery.worker.framework_calls import LoopAdapter, PlacedLoop
 from flashrecovery.worker.local_state.rng import RngState, restore_rng
 from flashrecovery.worker.recovery import Recovery
 
@@ -77,23 +81,25 @@ __all__ = [
     "CHANNEL_ENV",
     "STASH_ENV",
     "Adapter",
+    "Box",
     "CallBatches",
     "CheckpointFormat",
     "DataStream",
-    "Divided",
     "DividedTensor",
     "Division",
     "DivisionPlace",
-    "FSDP2Division",
-    "FSDP2Replicas",
+    "ElasticAdapter",
     "FixedShard",
     "Forwards",
     "FrameworkBatch",
     "GradientWatch",
+    "InspectableAdapter",
     "LocalBox",
     "LogicalState",
     "LoopAdapter",
+    "LoopState",
     "Method",
+    "Naming",
     "OptimizerAttributes",
     "ParamRecord",
     "ParamShard",
@@ -101,6 +107,7 @@ __all__ = [
     "Prepared",
     "ReadyTensors",
     "Recovery",
+    "RelayoutAdapter",
     "RngState",
     "RuledDivision",
     "Setters",
@@ -108,10 +115,10 @@ __all__ = [
     "ShardSpec",
     "Stash",
     "StepHooks",
+    "TensorRule",
     "TensorSpec",
     "TorchAdapter",
     "Wanted",
-    "boxes",
     "check_equal",
     "codec",
     "constant",
@@ -124,7 +131,6 @@ __all__ = [
     "groups",
     "hand_over_state",
     "layout_of",
-    "layouts",
     "local_tensor",
     "logical",
     "mesh_spans_world",
@@ -132,15 +138,14 @@ __all__ = [
     "new_state_tensor",
     "of_group",
     "owners_of",
-    "patterns",
+    "padded",
     "placed_on_mesh",
+    "placements",
     "plain",
     "plain_fields",
     "read_into",
     "replicated",
-    "replicates",
     "restore_rng",
-    "rules",
     "settle_state",
     "take_sizes",
     "union",

@@ -1,10 +1,11 @@
 """The base of adapters whose state is tensors and torch optimizers: shards, the moments of a step, hyper-parameters,
 buffers.
 
-In an elastic job whose replicas have several ranks an adapter says which ranks are data-parallel peers of this one
-(:meth:`Adapter.replicas`), and brings what depends on their number to another size (:meth:`Adapter.resized`). Shards
-need nothing: those that every replica has are held by as many ranks as there are replicas. That is, a shard's holders,
-in the launch's size, are the same places in every replica, and its name does not say how many replicas there are.
+An adapter of an elastic job is an ElasticAdapter, too. Where replicas have several ranks it says which ranks are
+data-parallel peers of this one (``replicas``), and brings what depends on their number to another size (``resized``).
+Shards need nothing: those that every replica has are held by as many ranks as there are replicas. That is, a shard's
+holders, in the launch's size, are the same places in every replica, and its name does not say how many replicas there
+are.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from flashrecovery.adapter.placement import like_placed, local_tensor
 from flashrecovery.adapter.setters import Method, Setters
 from flashrecovery.adapter.shards import ParamRecord, ParamShard, owners_of
 from flashrecovery.adapter.state_order import StateOrder
-from flashrecovery.contract.adapter import Adapter, Shard, StepHooks
+from flashrecovery.contract.adapter import InspectableAdapter, Shard, StepHooks
 from flashrecovery.errors import RegistrationError, RestoreError, UnsupportedError
 from flashrecovery.worker.local_state.own_hook import OwnHook, not_traced
 from flashrecovery.worker.local_state.version_counters import count_gradients, glance_at_tensors
@@ -48,7 +49,7 @@ _LOOKS = 128
 """So many looks at the shards' tensors, two in each step, before they are looked up again."""
 
 
-class TorchAdapter(Adapter):
+class TorchAdapter(InspectableAdapter):
     """Base of the DDP, FSDP2 and plain adapters.
 
     ``root`` is the module that the script calls; its forward seals a step. The start values of the buffers are taken

@@ -27,8 +27,7 @@ from flashrecovery.adapter.placement import like_placed, mesh_spans_world
 from flashrecovery.adapter.shards import PARAM, ParamShard
 from flashrecovery.adapter.state_order import StateOrder
 from flashrecovery.capabilities.of_torch import FSDP2_RESIZING, TORCH
-from flashrecovery.contract.adapter import Prepared
-from flashrecovery.contract.division import RuledDivision
+from flashrecovery.contract.division import Prepared, RuledDivision
 from flashrecovery.errors import UnsupportedError
 from flashrecovery.plan.reshard.layouts import chunked
 from flashrecovery.plan.reshard.placements import Rows, Whole

@@ -1,4 +1,4 @@
-"""The adapter contract: all that the recovery core needs to know about a framework.
+"""The adapter contract: what the recovery core needs to know about a framework for a plain recovery.
 
 An adapter says which *shards* this rank has, when a step seals, mutates and ends, how half-finished state is
 reset, and what rank-only state belongs to the *capsule*. Everything else (tags, planning, interrupting,
@@ -13,6 +13,11 @@ a rank that leaves that synchronisation then knows that every rank has sealed, a
 before the optimizer step of FlashRecovery section III-E, merged with the synchronisation that training does anyway.
 ``synchronising`` waits for the copies of the version before, which are made beside the step: the later it comes, the
 better they are hidden. With several micro-batches it comes in the last one.
+
+What only some jobs need has classes of its own: :class:`~flashrecovery.contract.elastic_adapter.ElasticAdapter`,
+:class:`~flashrecovery.contract.relayout_adapter.RelayoutAdapter`,
+:class:`~flashrecovery.contract.loop_adapter.LoopAdapter`. The core asks in :mod:`flashrecovery.contract.roles`, and
+nowhere else, which of them an adapter is.
 """
 
 from __future__ import annotations
@@ -21,38 +26,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Protocol
 
-import torch.distributed as dist
-
-from flashrecovery.contract.division import (
-    DividedTensor,
-    Division,
-    DivisionPlace,
-    LocalBox,
-    Prepared,
-    ReadyTensors,
-    RuledDivision,
-)
-from flashrecovery.contract.logical_state import LogicalState
 from flashrecovery.state.checkpoint_format import CheckpointFormat
 from flashrecovery.state.shard import Shard
 from flashrecovery.state.spec import ShardSpec, TensorSpec
 
-__all__ = [
-    "Adapter",
-    "CheckpointFormat",
-    "DividedTensor",
-    "Division",
-    "DivisionPlace",
-    "LocalBox",
-    "LogicalState",
-    "Prepared",
-    "ReadyTensors",
-    "RuledDivision",
-    "Shard",
-    "ShardSpec",
-    "StepHooks",
-    "TensorSpec",
-]
+__all__ = ["Adapter", "CheckpointFormat", "InspectableAdapter", "Shard", "ShardSpec", "StepHooks", "TensorSpec"]
 
 
 class StepHooks(Protocol):
@@ -74,7 +52,11 @@ class StepHooks(Protocol):
 
 
 class Adapter(ABC):
-    """Maps one framework's state and step onto the core. One instance per registered model."""
+    """Maps one framework's state and step onto the core. One instance per registered model.
+
+    These nine methods are all that a plain recovery needs. Four are required. The others have nothing to do where all
+    state is in shards.
+    """
 
     name: str
     whole_framework = False
@@ -111,13 +93,29 @@ class Adapter(ABC):
         """Rank-only state that belongs to the capsule (e.g. persistent buffers that differ between ranks)."""
         return {}
 
+    def restore_rank(self, state: dict[str, Any]) -> None:  # noqa: B027 - optional
+        """Adopt what ``capture_rank`` returned on this rank."""
+
     def capsule_mark(self) -> Any:
         """Compared between a step's seal, its mutation and the next hand-out: another value says that ``capture_rank``
         would return something else by now. Steps that change it after their mutation need an own pre-step copy
         on every rank. Must be cheap."""
         return None
 
-    def look_closely(self, closely: bool) -> None:  # noqa: B027 - optional
+
+class InspectableAdapter(Adapter):
+    """Lets the core look into its framework. All methods have a default.
+
+    The core then knows which objects of the script are protected and which changes its marks do not show. So it warns
+    and copies less. Faults can be injected into the framework's phases, and fallback checkpoints can have its format.
+    """
+
+    def touch_mark(self) -> Any:
+        """Compared between the hand-out of a step and its mutation or its stop: another value says that tensors of the
+        shards have been changed before ``mutating``. Such a step must have its pre-step copy from the beginning."""
+        return None
+
+    def look_closely(self, closely: bool) -> None:
         """A step begins. ``closely``: in it, :meth:`capsule_mark` may take its time, and has to learn what of the
         rank-only state changes in a way that it does not see else."""
 
@@ -125,7 +123,7 @@ class Adapter(ABC):
         """Names of what has been learned like that; each of them is looked at closely in every step."""
         return []
 
-    def adopt_silent(self, names: Collection[str]) -> None:  # noqa: B027 - optional
+    def adopt_silent(self, names: Collection[str]) -> None:
         """Other ranks have learned ``names``, some of which may not exist here."""
 
     def rank_bytes(self) -> Mapping[str, int]:
@@ -136,63 +134,6 @@ class Adapter(ABC):
         """Names of buffers whose content is not what it was at the start; where they are each rank's own, a job cannot
         change its size."""
         return ()
-
-    def tied_to_size(self) -> Sequence[str]:
-        """What of this rank depends on the number of ranks, and cannot follow when that changes: by name, and what is
-        allowed instead. Asked in an elastic job, before the first step and at the end of each one."""
-        return (f"{self.name}: its schedules and partitions",) if self.whole_framework else ()
-
-    def only_as_launched(self, most: int) -> str:
-        """What of this rank can follow when replicas leave and come back, but not when there are more of them than at
-        the launch, up to ``most``, or has never been tried so: by name; "" if there is nothing. Asked in a job that may
-        grow so far, before the first step."""
-        return ""
-
-    def makes_any_call_again(self) -> bool:
-        """Whether the framework's own calls can be made again as they were also where they lie far back, at a fallback
-        checkpoint. Asked where steps are such calls."""
-        return False
-
-    def resized(self) -> None:  # noqa: B027 - optional
-        """The process groups have other members now (some have left): bring everything that depends on their number, or
-        on this rank's number in them, to what it would be in a job that was started so. Called after :meth:`reset`,
-        while the groups are detached; plain state follows with :meth:`restore_common`, and may be of before."""
-
-    def replicas(self) -> dist.ProcessGroup | None:
-        """The data-parallel group: of the ranks that stand at this rank's place in every replica of the model, in the
-        order of the launch. Its rank and size are the number of this rank's replica, and how many there are. None:
-        each rank is a replica by itself, or this adapter cannot tell (another one may).
-
-        Replicas leave an elastic job, and come into it, as a whole. Which ranks are together in one follows from this
-        group where the numbers of any two of its ranks that follow on each other are equally far apart: then replicas
-        are counted like the dimension of a mesh (:mod:`flashrecovery.plan.elastic.replicas`). Other numberings are
-        refused by name, and so are ranks that do not say the same. Asked when the script asks for its first step, in
-        the size of the launch. The group itself is resized by the core."""
-        return None
-
-    def division(self) -> Division | None:
-        """How the state is divided among the ranks, so that the job can change its size; None: all of it is on all
-        ranks. Always the same object. Raises UnsupportedError, by name, if it is divided in a way that cannot be
-        changed."""
-        return None
-
-    def logical(self) -> LogicalState | None:
-        """What the state is in words that hold for every parallel layout, so that the job can be laid out in another
-        way; None: that is not known."""
-        return None
-
-    def in_any_layout(self) -> bool:
-        """Whether this adapter has no shards, and what :meth:`capture_common` gives is all that a process of another
-        parallel layout needs of it."""
-        return False
-
-    def touch_mark(self) -> Any:
-        """Compared between the hand-out of a step and its mutation or its stop: another value says that tensors of the
-        shards have been changed before ``mutating``. Such a step must have its pre-step copy from the beginning."""
-        return None
-
-    def restore_rank(self, state: dict[str, Any]) -> None:  # noqa: B027 - optional
-        """Adopt what ``capture_rank`` returned on this rank."""
 
     def known(self) -> Sequence[object]:
         """The script's objects that this adapter protects: modules, optimizers, schedulers."""

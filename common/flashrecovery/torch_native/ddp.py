@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from flashrecovery.adapter import (
+    ElasticAdapter,
     ParamRecord,
     TorchAdapter,
     constant,
@@ -25,7 +26,7 @@ from flashrecovery.errors import UnsupportedError
 from flashrecovery.torch_native import ddp_reducer
 
 
-class DDPAdapter(TorchAdapter):
+class DDPAdapter(TorchAdapter, ElasticAdapter):
     """Protects a model wrapped in :class:`DistributedDataParallel`.
 
     The buckets are rebuilt at the end of the first synchronised backward rather than at the next forward, which is the

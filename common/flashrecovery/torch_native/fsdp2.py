@@ -13,10 +13,8 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from flashrecovery.adapter import (
-    Divided,
     Division,
-    FSDP2Division,
-    FSDP2Replicas,
+    ElasticAdapter,
     ParamRecord,
     ParamShard,
     StepHooks,
@@ -26,13 +24,14 @@ from flashrecovery.adapter import (
     fsdp2_state,
     mesh_spans_world,
     placed_on_mesh,
-    replicates,
     unsynchronised,
 )
+from flashrecovery.adapter.fsdp2_division import Divided, FSDP2Division, replicates
+from flashrecovery.adapter.fsdp2_replicas import FSDP2Replicas
 from flashrecovery.errors import UnsupportedError
 
 
-class FSDP2Adapter(TorchAdapter):
+class FSDP2Adapter(TorchAdapter, ElasticAdapter):
     """Protects a model whose root has been given to ``fully_shard``.
 
     In the shard dimension every piece is unique (its copy is the core's business), in the replicate dimension of HSDP

@@ -8,10 +8,19 @@ from collections.abc import Callable, Mapping
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from flashrecovery.adapter import ParamRecord, StepHooks, TorchAdapter, constant, placed_on_mesh, replicated, world_size
+from flashrecovery.adapter import (
+    ElasticAdapter,
+    ParamRecord,
+    StepHooks,
+    TorchAdapter,
+    constant,
+    placed_on_mesh,
+    replicated,
+    world_size,
+)
 
 
-class PlainAdapter(TorchAdapter):
+class PlainAdapter(TorchAdapter, ElasticAdapter):
     """Protects a plain module. Its parameters are taken to be equal on all ranks; DTensors say where they lie."""
 
     name = "plain"

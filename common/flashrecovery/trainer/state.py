@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from flashrecovery.adapter import LoopAdapter, codec
+from flashrecovery.adapter import InspectableAdapter, LoopAdapter, codec
 from flashrecovery.errors import UnsupportedError
 from flashrecovery.trainer.own_state import OwnState
 from flashrecovery.trainer.running_loss import RunningLoss, running_loss
@@ -66,7 +66,7 @@ class StepResults:
 
 
 class TrainerLoop:
-    """A :class:`flashrecovery.worker.framework_calls.LoopState`. ``metrics``: of the newest ``evaluate()`` of the
+    """A :class:`flashrecovery.adapter.LoopState`. ``metrics``: of the newest ``evaluate()`` of the
     script.
     ``running``: the sum of losses since the last log. ``own``: what subclass, callbacks and functions keep."""
 
@@ -177,7 +177,7 @@ def vars_of(callback: Any) -> dict[str, Any]:
     return attributes
 
 
-class TrainerLoopAdapter(LoopAdapter):
+class TrainerLoopAdapter(LoopAdapter, InspectableAdapter):
     """Carries the loop's state."""
 
     name = "trainer-loop"

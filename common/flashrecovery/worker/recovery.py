@@ -24,7 +24,8 @@ from flashrecovery.worker.step.step import Step
 if TYPE_CHECKING:
     from flashrecovery.config import ElasticSettings, ReplanSettings
     from flashrecovery.contract.adapter import Adapter
-    from flashrecovery.worker.framework_calls import Calls, LoopState
+    from flashrecovery.contract.loop_adapter import LoopState
+    from flashrecovery.worker.framework_calls import Calls
     from flashrecovery.worker.session import Session
 
 T = TypeVar("T")

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Literal, NoReturn, Protocol
 
 from flashrecovery import groups
+from flashrecovery.contract import roles
 from flashrecovery.errors import DrainError, FlashRecoveryError, RegroupError, RestoreError
 from flashrecovery.groups.accelerator import on_device
 from flashrecovery.kinds import NoticeKind
@@ -311,7 +312,7 @@ class Recoverer:
         groups.resize(members, worker.rank, worker.registry.shape)
         worker.members = members
         worker.registry.resize(members, worker.rank)
-        for adapter in worker.registry.adapters:
+        for adapter in roles.elastic(worker.registry.adapters):
             adapter.resized()
         self._loop.copies.resize(worker.members)
         os.environ.update(RANK=str(position), WORLD_SIZE=str(size), ROLE_RANK=str(position), ROLE_WORLD_SIZE=str(size))

@@ -19,6 +19,7 @@ from torch import distributed as dist
 from torch.distributed.algorithms.join import Joinable
 from torch.optim import Optimizer
 
+from flashrecovery.contract import roles
 from flashrecovery.contract.adapter import Adapter
 from flashrecovery.errors import DivergedError, RegistrationError, UnsupportedError
 from flashrecovery.plan.elastic.new_ranks import members_of
@@ -171,7 +172,11 @@ class Registry:
         """The data-parallel group, as the adapters say; None: each rank is a replica.
 
         Raises UnsupportedError if they do not say the same."""
-        found = [(adapter.name, group) for adapter in self.adapters if (group := adapter.replicas()) is not None]
+        found = [
+            (adapter.name, group)
+            for adapter in roles.elastic(self.adapters)
+            if (group := adapter.replicas()) is not None
+        ]
         ranks = [(name, tuple(dist.get_process_group_ranks(group))) for name, group in found]
         if len({some for _, some in ranks}) > 1:
             named = ", ".join(f"{name}: {list(some)}" for name, some in ranks)
@@ -206,7 +211,7 @@ class Registry:
 
     def stands(self) -> tuple[int, ...]:
         """The places in a replica at which those stand that this rank divides its state with; none: its own alone."""
-        divisions = [division for adapter in self.adapters if (division := adapter.division()) is not None]
+        divisions = roles.divisions(self.adapters).values()
         said = next((found for division in divisions if (found := division.sharers()) is not None), ())
         stands = tuple(sorted({self.shape.stand(sharer) for sharer in said}))
         return stands if len(stands) > 1 else ()
@@ -226,12 +231,10 @@ class Registry:
     def divided(self) -> set[str]:
         """Names of this rank's shards that belong to an adapter's division."""
         found: set[str] = set()
-        for adapter in self.adapters:
-            division = adapter.division()
-            if division is not None:
-                names = {shard.name for shard in adapter.shards()}
-                tensors = division.tensors(division.describe(), division.size)
-                found |= names & {name for tensor in tensors for name in tensor.shards}
+        for number, division in roles.divisions(self.adapters).items():
+            names = {shard.name for shard in self.adapters[number].shards()}
+            tensors = division.tensors(division.describe(), division.size)
+            found |= names & {name for tensor in tensors for name in tensor.shards}
         self.divided_shards = frozenset(found)
         return found
 
@@ -239,9 +242,8 @@ class Registry:
         """How what is divided among the ranks of an elastic job is divided in any number of them; None if there is
         something of which that is not known."""
         found: list[TensorRule] = []
-        for number, adapter in enumerate(self.adapters):
-            division = adapter.division()
-            rules = () if division is None else division.rules(division.describe())
+        for number, division in roles.divisions(self.adapters).items():
+            rules = division.rules(division.describe())
             if rules is None:
                 return None
             found += [replace(rule, name=f"{number}/{rule.name}") for rule in rules]
@@ -250,8 +252,7 @@ class Registry:
     def outline(self) -> str:
         """A digest of what is divided among the ranks of an elastic job, the same on all of them and in all sizes; ""
         if nothing is."""
-        divisions = [division for adapter in self.adapters if (division := adapter.division()) is not None]
-        outlines = [division.outline(division.describe()) for division in divisions]
+        outlines = [division.outline(division.describe()) for division in roles.divisions(self.adapters).values()]
         return xxhash.xxh3_128_hexdigest(json.dumps(outlines).encode()) if outlines else ""
 
     def divided_otherwise(self, layout: Sequence[int]) -> None:
@@ -278,7 +279,7 @@ class Registry:
 
     def stepping(self) -> list[Optimizer]:
         """Those, and optimizers that they step by themselves."""
-        nested = [one for adapter in self.adapters for one in adapter.stepped_by_others()]
+        nested = [one for adapter in roles.inspectable(self.adapters).values() for one in adapter.stepped_by_others()]
         return [*self._optimizers, *(one for one in nested if isinstance(one, Optimizer))]
 
     @property
@@ -289,7 +290,7 @@ class Registry:
     def known(self) -> list[object]:
         """Everything that is protected: models, optimizers, objects, data streams."""
         objects = [thing for _name, thing in self._known]
-        of_adapters = [thing for adapter in self.adapters for thing in adapter.known()]
+        of_adapters = [thing for adapter in roles.inspectable(self.adapters).values() for thing in adapter.known()]
         return [*self._models, *self._optimizers, *objects, *self.streams, *of_adapters]
 
     def unique_shards(self) -> list[Shard]:
@@ -302,7 +303,8 @@ class Registry:
 
     def checkpoint_format(self) -> CheckpointFormat | None:
         """The framework's own format for fallback checkpoints; None for the core's."""
-        return self.adapters[0].checkpoint_format() if len(self.adapters) == 1 else None
+        only = roles.inspectable(self.adapters).get(0) if len(self.adapters) == 1 else None
+        return None if only is None else only.checkpoint_format()
 
     # -- plain state ------------------------------------------------------------------------------
 
@@ -318,19 +320,19 @@ class Registry:
 
     def look_closely(self, closely: bool) -> None:
         """A step begins. ``closely``: in it, all rank-only state is compared by content."""
-        for adapter in self.adapters:
+        for adapter in roles.inspectable(self.adapters).values():
             adapter.look_closely(closely)
 
     def silent(self) -> list[str]:
         """What is known of rank-only state that changes without a sign; names of all adapters, and of all ranks as far
         as they have told each other."""
-        mine = {f"{number}/{name}" for number, adapter in enumerate(self.adapters) for name in adapter.silent()}
+        mine = {f"{number}/{name}" for number, one in roles.inspectable(self.adapters).items() for name in one.silent()}
         return sorted({*self.habits.silent, *mine})
 
     def adopt_silent(self, names: Collection[str]) -> None:
         """All ranks know ``names``, of :meth:`silent`."""
         self.habits.silent = sorted({*self.habits.silent, *names})
-        for number, adapter in enumerate(self.adapters):
+        for number, adapter in roles.inspectable(self.adapters).items():
             prefix = f"{number}/"
             adapter.adopt_silent([n.removeprefix(prefix) for n in self.habits.silent if n.startswith(prefix)])
 
@@ -422,7 +424,7 @@ class Registry:
     def _too_large(self, size: int, objects: dict[str, bytes], settings: dict[str, bytes]) -> str:
         parts = {f"registered object {name!r}": len(state) for name, state in objects.items()}
         parts |= {in_words(name): len(state) for name, state in settings.items()}
-        for adapter in self.adapters:
+        for adapter in roles.inspectable(self.adapters).values():
             parts |= adapter.rank_bytes()
         largest = sorted(parts.items(), key=lambda part: -part[1])[:_SHOWN]
         named = ", ".join(f"{name} ({nbytes:,} bytes)" for name, nbytes in largest)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from flashrecovery.contract import roles
 from flashrecovery.groups.accelerator import on_device
 from flashrecovery.state.digest import shard_digests
 from flashrecovery.worker.registry import Registry
@@ -31,7 +32,7 @@ class Touches:
         return self._marks != self._look()
 
     def _look(self) -> list[Any]:
-        marks = [a.touch_mark() for a in self._registry.adapters]
+        marks = [roles.touch_mark(a) for a in self._registry.adapters]
         if not self._registry.habits.known:
             # Once also by content: what a script writes by way of `.data` moves no version counter.
             tensors = [t for shard in self._registry.tensor_shards() for t in shard.tensors().values()]

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from flashrecovery import groups
+from flashrecovery.contract import roles
 from flashrecovery.contract.adapter import Adapter
 from flashrecovery.kinds import NoticeKind
 from flashrecovery.plan.words import step_text
@@ -82,7 +83,8 @@ class Faults:
         self._waiting = []
         if not self._armed:
             return
-        for adapter in adapters:
+        inspectable = roles.inspectable(adapters).values()
+        for adapter in inspectable:
             for phase, arm in adapter.fault_points().items():
                 fault = self.take(phase, step)
                 if fault is not None:
@@ -93,7 +95,7 @@ class Faults:
             self._arm_at_gradient_sync(fault)
         with self._lock:
             left = [f for f in self._armed if f.step == step and not f.phase.startswith("recovery:")]
-        known = {p for a in adapters for p in a.fault_points()} | {
+        known = {p for a in inspectable for p in a.fault_points()} | {
             "data",
             "optimizer-start",
             "commit",

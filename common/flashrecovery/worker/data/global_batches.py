@@ -52,7 +52,7 @@ class FrameworkBatch:
         seed: seeds the random streams that the framework tracks by itself, for a model chunk by its number; None:
             there are none.
         replicas: gives the group of ranks among which the micro-batches are divided, mostly that of
-            :meth:`Adapter.replicas`; None: the models say what it is.
+            :meth:`ElasticAdapter.replicas`; None: the models say what it is.
         computing: how many ranks of a replica have micro-batches of their own (expert parallelism).
         chunks: model chunks on a rank, each of which goes through all of its micro-batches (virtual pipelines).
         runs: says of a number of micro-batches whether a schedule can compute so many on a rank; None: any.

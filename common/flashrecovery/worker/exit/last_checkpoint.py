@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from flashrecovery.config import Settings
+from flashrecovery.contract import roles
 from flashrecovery.errors import RestoreError
 from flashrecovery.proto import flashrecovery_pb2 as pb
 from flashrecovery.redundancy.checkpoint.keys import writer_of
@@ -34,7 +35,12 @@ def save_last(
     elastic = settings.elastic is not None
     if elastic and registry.members != tuple(order.members):
         raise RestoreError("the job was about to change its size")
-    if elastic and registry.batches is not None and registry.batches.of_calls and not _goes_far_back(registry):
+    if (
+        elastic
+        and registry.batches is not None
+        and registry.batches.of_calls
+        and not roles.make_any_call_again(registry.adapters)
+    ):
         raise RestoreError(
             "steps are a framework's own calls, and an elastic job cannot go on from a checkpoint of such ones"
         )
@@ -59,10 +65,6 @@ def save_last(
         writer.write_now(parts, order.version, f"{generation}-{order.launch}-last", rules)
     except (OSError, RuntimeError) as e:
         raise RestoreError(f"its part of the checkpoint cannot be written: {e}") from e
-
-
-def _goes_far_back(registry: Registry) -> bool:
-    return any(adapter.makes_any_call_again() for adapter in registry.adapters)
 
 
 def _own_part(registry: Registry, version: int, source: ContentOf, form: CheckpointFormat | None) -> LastPart:

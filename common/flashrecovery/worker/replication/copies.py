@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from flashrecovery import groups
 from flashrecovery.config import Settings
+from flashrecovery.contract import roles
 from flashrecovery.errors import RestoreError, UnsupportedError
 from flashrecovery.groups.pace import PacedNetwork
 from flashrecovery.plan import Kind
@@ -76,7 +77,7 @@ class Copies:
         self._registry, self._settings, self._on_published = registry, settings, on_published
         self._drain_s = settings.timeouts.drain_s
         # Only where touches can be seen is it known that nothing else has changed a tensor beside its copy.
-        seen = all(adapter.touch_mark() is not None for adapter in registry.adapters if adapter.shards())
+        seen = all(roles.touch_mark(adapter) is not None for adapter in registry.adapters if adapter.shards())
         look = _look if seen else None
         facts = facts_of(registry, settings)
         refuse_settings(facts)

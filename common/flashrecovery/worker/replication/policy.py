@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from flashrecovery import groups
 from flashrecovery.config import Settings
+from flashrecovery.contract import roles
 from flashrecovery.errors import ConfigError, UnsupportedError
 from flashrecovery.plan.elastic.replicas import ReplicaShape
 from flashrecovery.plan.membership.placement import copied_by, ring_of
@@ -129,7 +130,7 @@ def facts_of(registry: Registry, settings: Settings) -> CopyFacts:
     """Of this rank."""
     nodes, shape, world = placement()[1], registry.shape, registry.world_size
     elastic, changed = settings.elastic is not None, in_changed_layout()
-    sharded = elastic and any(adapter.division() is not None for adapter in registry.adapters)
+    sharded = elastic and bool(roles.divisions(registry.adapters))
     keepers: Sequence[int] = ()
     domains: Sequence[str] = ()
     several = world > 1 and nodes > 1 and settings.redundancy != "none"

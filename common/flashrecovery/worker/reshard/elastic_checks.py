@@ -13,6 +13,7 @@ import torch
 
 from flashrecovery import groups
 from flashrecovery.config import Settings
+from flashrecovery.contract import roles
 from flashrecovery.errors import ConfigError, UnsupportedError
 from flashrecovery.plan.elastic.new_ranks import tells_apart
 from flashrecovery.runtime.environment import in_changed_layout
@@ -51,7 +52,11 @@ def check_start(registry: Registry, settings: Settings, own: Sequence[str], *, s
     _refuse_tied(registry)
     if registry.batches is None:
         raise UnsupportedError(f"an elastic job whose script has not said where its batches come from: {_TAKE}")
-    if registry.batches.of_calls and settings.checkpoint.dir is not None and not _goes_far_back(registry):
+    if (
+        registry.batches.of_calls
+        and settings.checkpoint.dir is not None
+        and not roles.make_any_call_again(registry.adapters)
+    ):
         raise UnsupportedError(
             "an elastic job with fallback checkpoints (checkpoint.dir) whose steps are a framework's own calls: those "
             "that lie far back would be made again with other samples; without checkpoint.dir it is allowed, and the "
@@ -80,10 +85,6 @@ def check_start(registry: Registry, settings: Settings, own: Sequence[str], *, s
     all_equal.check_equal("the arguments of elastic_batches()", registry.batches.settings)
 
 
-def _goes_far_back(registry: Registry) -> bool:
-    return any(adapter.makes_any_call_again() for adapter in registry.adapters)
-
-
 def _check_replicas(registry: Registry, settings: Settings) -> None:
     """Which ranks make up replicas is known, the same on all ranks, and the job was launched for as many replicas;
     and all groups follow from that."""
@@ -108,10 +109,10 @@ def _check_replicas(registry: Registry, settings: Settings) -> None:
         {"groups": groups.described(shape)},
         among="" if shape.each == 1 else f"place {stand}",
     )
-    divisions = [(adapter.name, found) for adapter in registry.adapters if (found := adapter.division()) is not None]
+    divisions = roles.divisions(registry.adapters)
     sharers = registry.sharers(range(registry.world_size), registry.rank)
-    for name, division in divisions:
-        shared = division.sharers()
+    for number, division in divisions.items():
+        shared, name = division.sharers(), registry.adapters[number].name
         if division.size != len(sharers) or (shared is not None and list(shared) != sharers):
             # of another model the replicas have other ranks
             raise UnsupportedError(
@@ -125,7 +126,7 @@ def _check_replicas(registry: Registry, settings: Settings) -> None:
 def _check_beyond(registry: Registry, most: int, settings: Settings) -> None:
     """Whether the job can have so many replicas, more than it is launched with."""
     shape, batches = registry.shape, registry.batches
-    fixed = [reason for adapter in registry.adapters if (reason := adapter.only_as_launched(most))]
+    fixed = [reason for adapter in roles.elastic(registry.adapters) if (reason := adapter.only_as_launched(most))]
     if settings.replan is not None:
         fixed.append("a parallel layout that may change (replan)")
     if shape.each > 1 and not tells_apart(shape):
@@ -155,7 +156,7 @@ def _check_beyond(registry: Registry, most: int, settings: Settings) -> None:
 
 def _refuse_tied(registry: Registry) -> None:
     """Raises UnsupportedError if an adapter's framework has what cannot change its size."""
-    tied = [name for adapter in registry.adapters for name in adapter.tied_to_size()]
+    tied = roles.tied_to_size(registry.adapters)
     if tied:
         raise UnsupportedError(
             f"an elastic job with {'; '.join(tied)}: depends on the number of ranks; loops over recovery.steps() with "
@@ -215,7 +216,7 @@ class ElasticRules:
         registry.batches.check_framework()
         if not self._described:
             self._described = True
-            for division in [d for adapter in registry.adapters if (d := adapter.division()) is not None]:
+            for division in roles.divisions(registry.adapters).values():
                 division.describe()
         refuse_unequal(registry.habits.own)
         refuse_tied_buffers(registry)
@@ -223,7 +224,8 @@ class ElasticRules:
 
 def refuse_tied_buffers(registry: Registry) -> None:
     """Raises UnsupportedError if steps change buffers, which are each rank's own."""
-    buffers = sorted(f"buffer {name!r}" for adapter in registry.adapters for name in adapter.moved_buffers())
+    adapters = roles.inspectable(registry.adapters).values()
+    buffers = sorted(f"buffer {name!r}" for adapter in adapters for name in adapter.moved_buffers())
     if buffers:
         raise UnsupportedError(
             f"an elastic job in which steps change {', '.join(buffers[:5])}: each rank has values of its own "

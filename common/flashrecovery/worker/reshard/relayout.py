@@ -20,6 +20,7 @@ import xxhash
 
 from flashrecovery import groups
 from flashrecovery.config import Settings
+from flashrecovery.contract import roles
 from flashrecovery.contract.logical_state import LogicalState
 from flashrecovery.errors import ConfigError, RestoreError, UnsupportedError
 from flashrecovery.plan.reshard.logical import Description, DividedParts, ShardParts, divided_description
@@ -73,8 +74,8 @@ class Stashing:
             raise UnsupportedError("another parallel layout without `flashrecovery run --replan`")
         if single_calls:
             _check_calls(registry, settings)
-        numbers = [number for number, adapter in enumerate(registry.adapters) if not adapter.in_any_layout()]
-        states = [registry.adapters[number].logical() for number in numbers]
+        numbers = [number for number, adapter in enumerate(registry.adapters) if not roles.in_any_layout(adapter)]
+        states = [roles.logical(registry.adapters[number]) for number in numbers]
         if len(states) != 1 or states[0] is None:
             names = ", ".join(adapter.name for adapter in registry.adapters)
             raise UnsupportedError(
@@ -118,7 +119,7 @@ class Stashing:
         have other names, and what copies are of that a rank keeps, nobody else may be there to tell."""
         registry, wholes = self._registry, self._state.divided()
         mine: list[str] = []
-        for division in [d for a in registry.adapters if (d := a.division()) is not None]:
+        for division in roles.divisions(registry.adapters).values():
             rules = division.rules(division.describe())
             if rules is None:
                 raise UnsupportedError("another parallel layout of an elastic job whose state is divided without rules")
@@ -182,7 +183,7 @@ class Stashing:
         state = codec.loads(common)
         found = {f"the registered object {name!r}": digest for name, digest in state["digests"].items()}
         for adapter, part in zip(self._registry.adapters, state["adapters"], strict=True):
-            if adapter.in_any_layout():
+            if roles.in_any_layout(adapter):
                 found[f"what {adapter.name} keeps"] = xxhash.xxh3_128_hexdigest(part)
         return found
 

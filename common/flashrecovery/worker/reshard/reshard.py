@@ -27,6 +27,7 @@ import torch.distributed as dist
 import xxhash
 
 from flashrecovery import groups
+from flashrecovery.contract import roles
 from flashrecovery.contract.adapter import Shard, ShardSpec
 from flashrecovery.contract.division import DividedTensor, Division, LocalBox, Prepared
 from flashrecovery.errors import JobFailedError, RestoreError, UnsupportedError
@@ -150,7 +151,7 @@ class Reshaping:
         """
         self.drop()
         before, after = tuple(message.before), tuple(message.after)
-        divisions = {number: d for number, a in enumerate(self._registry.adapters) if (d := a.division()) is not None}
+        divisions = roles.divisions(self._registry.adapters)
         if not divisions:
             if self._copies.across:
                 self._copies.make_ready(
@@ -244,7 +245,7 @@ class Reshaping:
         if self._rank not in layout:
             self.layout = ()
             return False
-        divisions = [d for adapter in self._registry.adapters if (d := adapter.division()) is not None]
+        divisions = roles.divisions(self._registry.adapters).values()
         if not divisions and not self._copies.across:
             return False
         self.drop()
@@ -261,7 +262,7 @@ class Reshaping:
     def say(self, reply: pb.Reply) -> None:
         """How this rank's state is divided, and for whom it is ready; nothing if none is divided, or this rank has no
         part of it."""
-        divided = any(adapter.division() is not None for adapter in self._registry.adapters)
+        divided = bool(roles.divisions(self._registry.adapters))
         if self.layout and (divided or self._copies.across):
             reply.layout.extend(self.layout)
             reply.ready.extend(self._ready.members if self._ready is not None else ())
@@ -296,7 +297,7 @@ class Reshaping:
     def check(self, members: Sequence[int]) -> None:
         """Raises JobFailedError if this rank's state is divided among others than ``members``, with whom it is to go
         on."""
-        if self.layout != tuple(members) and any(a.division() is not None for a in self._registry.adapters):
+        if self.layout != tuple(members) and roles.divisions(self._registry.adapters):
             raise JobFailedError(
                 f"the state of rank {self._rank} is divided among ranks {list(self.layout)}, and the job is to go on "
                 f"with {list(members)}: the controller was lost in the middle of the change, and no "

@@ -13,7 +13,7 @@ from flashrecovery.config import validate
 from flashrecovery.errors import ConfigError
 
 KEY = "flash_recovery"
-_OVERRIDES = ("redundancy", "parity", "parity_group", "undo", "verify")
+_OVERRIDES = ("redundancy", "parity", "parity_group", "pre_step_copy", "verify")
 """Keys that are settings of a worker and have their names there."""
 
 
@@ -37,7 +37,7 @@ class FlashRecoveryConfig(BaseModel):
     )
     parity: Literal[1, 2] = Field(1, description="of a parity group, how many ranks may be lost at once")
     parity_group: int = Field(8, ge=2, description="ranks of a parity group at most, if they can be divided so")
-    undo: Literal["auto", "always", "never"] = Field("auto", description="own pre-step copy of the state")
+    pre_step_copy: Literal["auto", "always", "never"] = Field("auto", description="own pre-step copy of the state")
     verify: bool = Field(True, description="compare the digest of every restored shard with its source's")
     hang_timeout_s: Annotated[float, Field(gt=0)] | Literal["auto"] = Field(
         "auto", description="seconds without progress after which a rank counts as hung"

@@ -689,7 +689,7 @@ ROWS = (
             _out(
                 "18-nobody-asks",
                 LOOP,
-                "        ErrorWatch(self._gate, self._worker.settings.timeouts.peer_error_wait_s).start()\n",
+                "        NcclErrorWatch(self._gate, self._worker.settings.timeouts.peer_error_wait_s).start()\n",
                 "",
                 *_unit("error_watch"),
             ),

@@ -29,7 +29,7 @@ from flashrecovery.agent.processes.process import WorkerProcess
 from flashrecovery.errors import DrainError
 from flashrecovery.health.gpu_processes import GpuProcesses
 from flashrecovery.redundancy.memory.flat_buffer import Layout, Slot
-from flashrecovery.redundancy.memory.own_copy import UndoCopy
+from flashrecovery.redundancy.memory.own_copy import PreStepCopy
 from flashrecovery.runtime.nccl_env import LAUNCH_DEFAULTS
 from flashrecovery.snapshot.memory import HEADER, SharedMemory
 from flashrecovery.state.shard import Shard
@@ -256,7 +256,7 @@ def overlap(gpu: Gpu) -> Found:
     weights = _Weights(torch.empty(gpu.copied // 4, dtype=torch.float32, device=gpu.device))
     size = 4096 if gpu.device == "cuda" else 64
     factor = torch.ones(size, size, device=gpu.device)
-    copy = UndoCopy([weights])
+    copy = PreStepCopy([weights])
     try:
         for version in (1, 2, 3):  # both slots are page-locked by then
             weights.tensor.fill_(version)

@@ -60,7 +60,7 @@ class Timeouts(_Model):
         gt=0,
         description="survivor unwound after the stop (besides mutation_grace_s); long kernels finish first",
     )
-    outside_s: float = Field(
+    between_steps_s: float = Field(
         1800.0,
         gt=0,
         description="... or came to its next step, if it was in the script's code between two steps (an evaluation)",
@@ -262,7 +262,7 @@ class Settings(_Model):
     )
     parity: Literal[1, 2] = Field(1, description="of a parity group, how many ranks may be lost at once")
     parity_group: int = Field(8, ge=2, description="ranks of a parity group at most, if they can be divided so")
-    undo: Literal["auto", "always", "never"] = Field("auto", description="own pre-step copy of the state")
+    pre_step_copy: Literal["auto", "always", "never"] = Field("auto", description="own pre-step copy of the state")
     verify: bool = Field(True, description="compare the digest of every restored shard with its source's")
     checkpoint: CheckpointSettings = Field(CheckpointSettings(), description="fallback checkpoint")
     snapshots: SnapshotSettings = Field(SnapshotSettings(), description="copies that outlive the job's processes")
@@ -318,7 +318,7 @@ class RunConfig(Settings):
     datagrams: bool = Field(
         True, description="heartbeats as datagrams to the controller's port, UDP, while these get through"
     )
-    direct_agents: int = Field(
+    max_direct_agents: int = Field(
         64,
         ge=1,
         description="agents that speak to the controller themselves; where there are more, the others go through these",
@@ -334,7 +334,7 @@ class RunConfig(Settings):
         description="zygote: one process a node imports what the script imports, and workers are forked from it where "
         "that is safe; spawn: a new interpreter for each",
     )
-    unforkable: tuple[str, ...] = Field(
+    fork_denylist: tuple[str, ...] = Field(
         (), description="packages that no zygote may import, because what they leave does not survive a fork"
     )
     standby: int = Field(0, ge=0, description="pre-warmed processes to keep")
@@ -344,7 +344,7 @@ class RunConfig(Settings):
         "use none before they fill a rank",
     )
     run_dir: Path | None = Field(None, description="events, logs, rank table; default `runs/TIME-PID`")
-    node_marks: Path | None = Field(
+    node_failure_log: Path | None = Field(
         None,
         description="file in which failures of nodes are remembered over jobs, so that bad nodes are used last, then "
         "not at all; none: node_marks.jsonl beside the run directory, if there is one",
@@ -374,7 +374,7 @@ class RunConfig(Settings):
     def settings(self) -> Settings:
         return Settings.model_validate({name: getattr(self, name) for name in Settings.model_fields})
 
-    @field_validator("unforkable")
+    @field_validator("fork_denylist")
     @classmethod
     def _module_names(cls, value: tuple[str, ...]) -> tuple[str, ...]:
         for name in value:
@@ -643,6 +643,16 @@ def _check_tls(config: RunConfig) -> None:
         raise ConfigError(f"tls.name = {tls.name!r} needs tls.certificate, tls.key and tls.ca")
 
 
+RENAMED: dict[str, str] = {
+    "undo": "pre_step_copy",
+    "node_marks": "node_failure_log",
+    "unforkable": "fork_denylist",
+    "direct_agents": "max_direct_agents",
+    "outside_s": "between_steps_s",
+}
+"""Keys that had another name before the first release."""
+
+
 def validate(model: type[Any], values: dict[str, Any], where: str) -> Any:
     """An instance of ``model``. Raises ConfigError that names key, value, what is allowed, and ``where`` they stand."""
     try:
@@ -660,7 +670,9 @@ def _explain(err: Any, model: type[BaseModel], where: str) -> str:
             field = getattr(owner, "model_fields", {}).get(part)
             owner = field.annotation if field is not None else owner
         allowed = sorted(getattr(owner, "model_fields", {}))
-        near = difflib.get_close_matches(str(err["loc"][-1]), allowed, 1)
+        key = str(err["loc"][-1])
+        near = difflib.get_close_matches(key, allowed, 1)
         hint = f"did you mean {near[0]!r}? " if near else ""
+        hint = f"it is called {RENAMED[key]!r} now; " if RENAMED.get(key) in allowed else hint
         return f"{where}: unknown key {path!r} (value {err['input']!r}); {hint}allowed: {', '.join(allowed)}"
     return f"{where}: {path} = {err['input']!r}: {err['msg']}"

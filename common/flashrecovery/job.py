@@ -198,7 +198,7 @@ async def controller(
     directory, in which ``run_dir`` may be one of several."""
     with closing(EventLog(run_dir.events_path)) as events:
         service = ControllerService(
-            config, rendezvous.access, events, run_dir, quorum, marks_path(config.node_marks, home), home
+            config, rendezvous.access, events, run_dir, quorum, marks_path(config.node_failure_log, home), home
         )
         async with observed(config, run_dir, agent, service, events) as url:
             try:

@@ -68,7 +68,7 @@ class FailureKind(_Word):
 
     Do: keep the node out and have its device checked; see health.md.
     """
-    STANDSTILL = "standstill"
+    DEADLOCK_SUSPECTED = "deadlock_suspected"
     """Of a recovery: the ranks stand still and none is to blame. None is replaced and the step runs again.
 
     Do: if it comes back, look for collectives that some ranks skip; see hangs.md.
@@ -121,7 +121,7 @@ class NoticeKind(_Word):
 
     Do: if it comes often, look for a stalled host or network, or raise the deadline that the text names.
     """
-    BELOW_CUT_SHORT = "below_cut_short"
+    POST_STEP_CODE_SKIPPED = "post_step_code_skipped"
     """A rank died after its `with step:` block and before the next step. The text says what is not done again.
 
     Do: check what that code writes, such as a log line or a file; see recipes.md#below-the-block.
@@ -207,7 +207,7 @@ class NoticeKind(_Word):
 
     Do: start again with `--resume`; see redundancy.md#a-job-that-ends-before-its-last-step.
     """
-    LEFT = "left"
+    RANK_LEFT = "rank_left"
     """The process of a rank that left an elastic job has ended; its exit code is in the text.
 
     Do: nothing, if the code is 0; else read the rank's log.
@@ -217,12 +217,12 @@ class NoticeKind(_Word):
 
     Do: read the reason; the rank is replaced, or the job ends if that cannot help.
     """
-    NEWCOMERS = "newcomers"
+    JOINING_PROCESSES = "joining_processes"
     """Ranks of an elastic job come back and are built up beside training.
 
     Do: nothing; see elastic.md#growth.
     """
-    NEWCOMER_GIVEN_UP = "newcomer_given_up"
+    JOINING_PROCESS_GIVEN_UP = "joining_process_given_up"
     """A joining process does not come. Training goes on without it.
 
     Do: correct the cause that the text gives; see elastic.md#growth.
@@ -242,7 +242,7 @@ class NoticeKind(_Word):
 
     Do: service the node.
     """
-    NODE_MARKS = "node_marks"
+    NODE_FAILURE_LOG = "node_failure_log"
     """The node-failure log is damaged or cannot be used. Failures of nodes are not remembered.
 
     Do: correct or delete the file that the text names; see nodes.md#nodes-that-have-failed-before.
@@ -262,7 +262,7 @@ class NoticeKind(_Word):
 
     Do: have the node checked; see nodes.md#nodes-that-have-failed-before.
     """
-    NOT_FENCED = "not_fenced"
+    FENCE_TIMEOUT = "fence_timeout"
     """A process that is to be replaced has not ended yet, or its GPU memory is not free yet.
 
     Do: if it stays, look for a process in uninterruptible sleep on that node.
@@ -292,7 +292,7 @@ class NoticeKind(_Word):
 
     Do: start the same command on all nodes; all must use the same script and options.
     """
-    OTHER_LAYOUT = "other_layout"
+    CHECKPOINT_LAYOUT_MISMATCH = "checkpoint_layout_mismatch"
     """The checkpoint was written with another layout. Random numbers and data begin as in a new job.
 
     Do: nothing, if you changed the layout on purpose; else start with the old one.
@@ -357,7 +357,7 @@ class NoticeKind(_Word):
 
     Do: if the process dies again, read its log; see redundancy.md#snapshots.
     """
-    STANDSTILL = "standstill"
+    DEADLOCK_SUSPECTED = "deadlock_suspected"
     """The ranks stand still and none is to blame.
 
     Do: read who waits in what; see hangs.md#who-is-to-blame.
@@ -397,7 +397,7 @@ class NoticeKind(_Word):
 
     Do: nothing.
     """
-    UNDO_ENABLED = "undo_enabled"
+    PRE_STEP_COPY_ENABLED = "pre_step_copy_enabled"
     """From now on each step keeps a pre-step copy. The text says why.
 
     Do: nothing, if the memory suffices; else remove the cause that the text names; see

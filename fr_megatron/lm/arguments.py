@@ -40,7 +40,9 @@ def _add(group: Any) -> None:
         help="with redundancy parity: how many ranks of a group may be lost at once; default: the launcher's",
     )
     group.add_argument(
-        "--flash-recovery-undo", choices=("auto", "always", "never"), help="own pre-step copy; default: the launcher's"
+        "--flash-recovery-pre-step-copy",
+        choices=("auto", "always", "never"),
+        help="own pre-step copy; default: the launcher's",
     )
     group.add_argument(
         "--flash-recovery-verify",
@@ -84,7 +86,9 @@ def given(args: argparse.Namespace, name: str) -> Any:
 def settings(args: argparse.Namespace) -> dict[str, Any]:
     """What the flags set, as :func:`flashrecovery.init` takes it."""
     result: dict[str, Any] = {
-        name: value for name in ("redundancy", "parity", "undo", "verify") if (value := given(args, name)) is not None
+        name: value
+        for name in ("redundancy", "parity", "pre_step_copy", "verify")
+        if (value := given(args, name)) is not None
     }
     if (seconds := given(args, "hang_timeout")) is not None:
         result["timeouts"] = {"hang_floor_s": seconds}

@@ -140,7 +140,7 @@ def test_a_fresh_launch_resumes(layout: Layout, tmp_path: Path, saved: Saved) ->
     version, _ = _newest(directory)
     job = _run(tmp_path / "run", layout, *_options(directory, "--resume", interval_s=1000))
     check_same(job, before, start=version)
-    assert not job.notices("other_layout")
+    assert not job.notices("checkpoint_layout_mismatch")
 
 
 @pytest.mark.grid
@@ -176,7 +176,7 @@ def test_another_layout_resumes(written: Layout, read: Layout, tmp_path: Path, s
     assert job.code == 0, job.explain()
     check_clean(job)
     assert min(step for _, step in job.losses) == version
-    (notice,) = job.notices("other_layout")
+    (notice,) = job.notices("checkpoint_layout_mismatch")
     assert path.name in notice["text"]
     check_same_values(path, values)
 

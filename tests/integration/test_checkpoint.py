@@ -22,7 +22,7 @@ from flashrecovery.redundancy.checkpoint.dcp import read_whole, write_part
 from flashrecovery.redundancy.checkpoint.keys import writer_of
 from flashrecovery.redundancy.checkpoint.manifest import Manifest, manifests_of
 from flashrecovery.redundancy.checkpoint.published import newest, step_name
-from flashrecovery.redundancy.checkpoint.reader import load, other_layout
+from flashrecovery.redundancy.checkpoint.reader import checkpoint_layout_mismatch, load
 from flashrecovery.redundancy.checkpoint.writer import CheckpointFallback, Published
 from flashrecovery.state.checkpoint_format import CheckpointFormat
 from tests.integration.test_neighbour import Owned, capsule_of, shards_of
@@ -373,10 +373,10 @@ def test_ranks_of_another_layout_load_what_the_format_can_give_them(tmp_path: Pa
     assert found is not None
     for rank in range(WORLD - 1):
         form = Divided(shards(rank, WORLD - 1), rank, WORLD - 1)
-        assert other_layout(found[1], form) == f"ranks={WORLD}"
+        assert checkpoint_layout_mismatch(found[1], form) == f"ranks={WORLD}"
         state = load(found[1], form.mine, rank=rank, world=WORLD - 1, form=form)
         assert (found[0], state.capsule, state.common) == (4, None, COMMON)
         assert [t.tolist() for t in form.loaded] == [shards(r)[0].expected(4)["param"].tolist() for r in range(WORLD)]
-    assert other_layout(found[1], Divided(shards(0), 0, WORLD)) == ""
+    assert checkpoint_layout_mismatch(found[1], Divided(shards(0), 0, WORLD)) == ""
     with pytest.raises(RestoreError, match="format 'divided'"):
         load(found[1], shards(0), rank=0, world=WORLD, form=Plain(shards(0), 0))

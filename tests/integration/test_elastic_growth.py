@@ -172,7 +172,7 @@ def test_one_that_does_not_come(how: str, tmp_path: Path, resized: Resized) -> N
     shrunk_by(running, 2)
     assert command(running, 4) == ""
     job = running.wait()
-    (notice,) = job.notices("newcomer_given_up")
+    (notice,) = job.notices("joining_process_given_up")
     assert SAID[how] in notice["text"] and notice["rank"] == 2, job.explain()
     assert len(job.of("job_resized")) == len(job.of("recovery_finished")) == 1, job.explain()
     assert len(job.of("failure_detected")) == 1, job.explain()
@@ -187,7 +187,7 @@ def test_one_that_is_killed_as_soon_as_it_has_its_rank(tmp_path: Path, resized: 
     assert command(running, 3) == ""
     running.wait_for("recovery_finished")
     assert command(running, 4, BACK) == ""
-    while not any(e["kind"] == "newcomer_given_up" for e in running.events() if e["event"] == "notice"):
+    while not any(e["kind"] == "joining_process_given_up" for e in running.events() if e["event"] == "notice"):
         assert running.popen.poll() is None
     assert command(running, 4, BACK) == ""
     job = running.wait()
@@ -251,7 +251,7 @@ def test_the_job_ends_while_one_is_built_up(tmp_path: Path) -> None:
     shrunk_by(running, 1)
     assert command(running, 4) == ""
     job = running.wait()
-    assert job.code == 0 and job.notices("newcomers"), job.explain()
+    assert job.code == 0 and job.notices("joining_processes"), job.explain()
     assert len(job.of("job_resized")) == 1, job.explain()
     check_clean(job)
 

@@ -194,7 +194,7 @@ def test_one_with_another_model_is_given_up(tmp_path: Path, resized: Resized) ->
     shrunk_by_command(running)
     assert command(running, 4) == ""
     job = running.wait()
-    (notice,) = job.notices("newcomer_given_up")
+    (notice,) = job.notices("joining_process_given_up")
     assert "its model has other parameters" in notice["text"] and notice["rank"] == 3, job.explain()
     assert len(job.of("job_resized")) == 1 and not job.of("failure_detected"), job.explain()
     check_as_commanded(FSDP2, job, resized)

@@ -218,7 +218,7 @@ def test_a_replica_of_which_one_dies_does_not_come(tmp_path: Path) -> None:
     assert command(running, 2) == ""
     job = running.wait(240)
     assert job.code == 0 and len(job.of("job_resized")) == 1, job.explain()
-    texts = [notice["text"] for notice in job.notices("newcomer_given_up")]
+    texts = [notice["text"] for notice in job.notices("joining_process_given_up")]
     assert len(texts) == 2 and any("of the same replica does not come" in text for text in texts), job.explain()
     check_clean(job)
 

@@ -18,7 +18,7 @@ import torch
 from flashrecovery.agent.processes import gpu_fence
 from flashrecovery.agent.processes.gpu_fence import GpuFence
 from flashrecovery.groups import accelerator
-from flashrecovery.redundancy.memory.own_copy import UndoCopy
+from flashrecovery.redundancy.memory.own_copy import PreStepCopy
 from flashrecovery.worker.control.device_sync import DeviceClock
 from tests import gpu_check, gpu_parts
 from tests.gpu_parts import Gpu
@@ -180,15 +180,15 @@ def test_pinned_staging(gpu: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_overlap(gpu: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
     assert set(gpu_parts.overlap(gpu)) == {"step_s", "step_with_copy_s", "copy_alone_s"}
 
-    def start_late(self: UndoCopy, version: int) -> None:
+    def start_late(self: PreStepCopy, version: int) -> None:
         """The step does not wait, and the copy is made when it has written."""
         self._late = version  # type: ignore[attr-defined]
 
-    def wait(self: UndoCopy) -> None:
+    def wait(self: PreStepCopy) -> None:
         self.copy(self._late, self.capture())  # type: ignore[attr-defined]
 
-    monkeypatch.setattr(UndoCopy, "start", start_late)
-    monkeypatch.setattr(UndoCopy, "wait", wait)
+    monkeypatch.setattr(PreStepCopy, "start", start_late)
+    monkeypatch.setattr(PreStepCopy, "wait", wait)
     fails(gpu_parts.overlap, gpu, "has what the step has written")
 
 

@@ -14,7 +14,7 @@ from torch import nn
 
 from flashrecovery import groups
 from flashrecovery.errors import UnsupportedError
-from flashrecovery.worker.script_checks.stray_collectives import OutsideWatch
+from flashrecovery.worker.script_checks.stray_collectives import StrayCollectiveWatch
 from tests.support.groups_ranks import run_ranks
 
 
@@ -318,7 +318,7 @@ def _outside(rank: int, world: int, store: dist.Store) -> None:
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
     told: list[str] = []
     handled = [False]
-    watch = OutsideWatch(told.append, lambda: handled[0], lambda: None, calls=False)
+    watch = StrayCollectiveWatch(told.append, lambda: handled[0], lambda: None, calls=False)
     watch.start()
     dist.all_reduce(torch.ones(1))
     watch.watch(True)

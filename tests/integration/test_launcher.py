@@ -234,7 +234,7 @@ def test_bitwise_whatever_the_body_does(
     assert len(ends(reference)) == 2
     assert ends(job) == ends(reference), job.explain()
     if mode.endswith("-after"):
-        assert job.notices("undo_enabled"), job.explain()
+        assert job.notices("pre_step_copy_enabled"), job.explain()
     check_clean(job)
 
 

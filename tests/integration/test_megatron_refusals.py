@@ -129,7 +129,10 @@ class TestMegatronLM:
         [
             ("--hidden-size=128", "--hidden-size is 64 on rank 0 and 128 on rank 1"),
             ("--tensor-model-parallel-size=2", "--tensor-model-parallel-size is 1 on rank 0 and 2 on rank 1"),
-            ("--flash-recovery-undo=always", "--flash-recovery-undo is None on rank 0 and 'always' on rank 1"),
+            (
+                "--flash-recovery-pre-step-copy=always",
+                "--flash-recovery-pre-step-copy is None on rank 0 and 'always' on rank 1",
+            ),
         ],
         ids=["model", "layout", "ours"],
     )

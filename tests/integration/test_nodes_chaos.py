@@ -152,7 +152,7 @@ CHOICE = (
 
 @pytest.mark.parametrize(
     ("layout", "nnodes", "settings"),
-    [(DDP, 2, "direct_agents: 64"), (DDP, 2, "direct_agents: 2"), (THREE, 3, "redundancy: parity")],
+    [(DDP, 2, "max_direct_agents: 64"), (DDP, 2, "max_direct_agents: 2"), (THREE, 3, "redundancy: parity")],
     ids=["streams", "relays", "parity"],
 )
 def test_chaos(layout: Layout, nnodes: int, settings: str, tmp_path: Path) -> None:

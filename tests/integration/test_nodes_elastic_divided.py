@@ -214,7 +214,7 @@ def test_down_to_one_and_back(
     assert resize(job, 4) == ""
     job.wait_for("recovery_finished", 4)
     ended = job.wait(timeout_s=240)
-    assert ended.code == 0 and not ended.notices("newcomer_given_up"), ended.explain()
+    assert ended.code == 0 and not ended.notices("joining_process_given_up"), ended.explain()
     sizes = check_as_commanded(kind, ended, 4, resized, end=130)
     assert [size for _, size in sizes] == [3, 2, 1, 4], ended.explain()
 
@@ -251,7 +251,7 @@ def test_a_members_node_is_lost_while_another_one_comes_in(
     ended = job.wait(of=[first, third])
     check_as_commanded(kind, ended, 6 // kind.each, resized, end=LONG)
     assert ended.of("job_resized")[-1]["ranks"] == [0, 1, 4, 5], ended.explain()
-    assert not ended.notices("newcomer_given_up"), ended.explain()
+    assert not ended.notices("joining_process_given_up"), ended.explain()
 
 
 def of_three_with_a_spare_node(net: Network, folder: Path, kind: Kind) -> NodesJob:

@@ -91,9 +91,9 @@ def test_the_node_dies_again_while_its_ranks_are_built_up(two_hosts: Network, tm
     job.kill_node(lost)
     job.wait_for("recovery_finished")
     job.start_again(lost)
-    job.wait_for_notice("newcomers")
+    job.wait_for_notice("joining_processes")
     job.kill_node(lost)
-    job.wait_for_notice("newcomer_given_up")
+    job.wait_for_notice("joining_process_given_up")
     ended = job.wait(of=[first])
     assert ended.code == 0 and len(ended.of("job_resized")) == 1, ended.explain()
     (recovery,) = ended.of("recovery_finished")
@@ -110,7 +110,7 @@ def test_the_controllers_node_is_lost_while_ranks_are_built_up(three_hosts: Netw
     job.kill_node(third)
     job.wait_for("recovery_finished")
     job.start_again(third)
-    job.wait_for_notice("newcomers")
+    job.wait_for_notice("joining_processes")
     job.kill_node(first)
     job.wait_for("recovery_finished", 2)
     assert job.rank_hosts() == {0: third, 1: second}
@@ -144,7 +144,7 @@ def test_nodes_leave_and_return(four_hosts: Network, tmp_path: Path) -> None:
     failed = job.of("job_failed")
     ended = job.stop()
     assert size == 4 and not failed, ended.explain()
-    assert not ended.notices("newcomer_given_up"), ended.explain()
+    assert not ended.notices("joining_process_given_up"), ended.explain()
     states = Course.of(ended).states
     assert all(len(digests) == 1 for digests in states.values()), "the ranks differ"
     check_batches(ended, at)

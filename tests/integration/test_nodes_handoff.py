@@ -97,7 +97,7 @@ def test_it_dies_before(layout: Layout, net: Network, tmp_path: Path, reference:
     job.wait_for_notice("node_leaves")
     job.kill_node(left)
     ended = job.wait(of=[first])
-    assert ended.code == 0 and ended.notices("newcomer_given_up"), ended.explain()
+    assert ended.code == 0 and ended.notices("joining_process_given_up"), ended.explain()
     assert [e["cause"] for e in ended.of("recovery_finished")] == ["node_lost"], ended.explain()
     check_same(ended, reference(layout))
 
@@ -129,7 +129,7 @@ def test_the_spare_node_is_lost_meanwhile(net: Network, tmp_path: Path, referenc
     if ended.of("recovery_started"):
         assert "it has the only room" in said and ended.of("node_lost")[0]["ranks"] == [2, 3], ended.explain()
     else:
-        assert "could not be handed over" in said and ended.notices("newcomer_given_up"), ended.explain()
+        assert "could not be handed over" in said and ended.notices("joining_process_given_up"), ended.explain()
     assert ended.code == 0 and not ended.notices("node_left"), ended.explain()
     check_same(ended, reference(DDP))
 

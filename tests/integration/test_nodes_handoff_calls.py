@@ -220,7 +220,7 @@ def test_it_dies_before(calls: Calls, net: Network, tmp_path: Path, reference: R
     job.wait_for_notice("node_leaves")
     job.kill_node(left)
     ended = job.wait(PATIENCE_S, of=[first])
-    assert ended.code == 0 and ended.notices("newcomer_given_up"), ended.explain()
+    assert ended.code == 0 and ended.notices("joining_process_given_up"), ended.explain()
     assert [e["cause"] for e in ended.of("recovery_finished")] == ["node_lost"], ended.explain()
     check_same(ended, reference(calls), printed=calls.printed)
 
@@ -320,7 +320,9 @@ def test_in_the_last_calls(calls: Calls, at: int, net: Network, tmp_path: Path, 
     if ended.of("recovery_started"):
         check_handed_over(ended, left)
     else:
-        assert "ranks have taken their last step" in ended.notices("newcomer_given_up")[0]["text"], ended.explain()
+        assert "ranks have taken their last step" in ended.notices("joining_process_given_up")[0]["text"], (
+            ended.explain()
+        )
     check_same(ended, reference(calls), printed=calls.printed)
 
 

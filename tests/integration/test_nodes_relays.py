@@ -37,7 +37,7 @@ class RelayedJob(NodesJob):
 
     def __init__(self, net: Network, tmp_path: Path) -> None:
         config = tmp_path / "config.yaml"
-        config.write_text("direct_agents: 2\n")
+        config.write_text("max_direct_agents: 2\n")
         super().__init__(net, tmp_path / "run", THREE, nnodes=3, steps=STEPS, options=["--config", str(config)])
         self.wait_for_step(KILL_AFTER)
         self.relay, self.carried = self._ways()

@@ -323,7 +323,7 @@ def test_an_unfit_module_is_named_and_left_to_each_rank(module: str, said: str, 
 @pytest.mark.grid
 def test_packages_can_be_named_as_unfit(tmp_path: Path) -> None:
     env = installed(tmp_path, unfit="", harmless="import unfit\n")
-    job = any_job(tmp_path / "job", "import harmless\n", env=env, config={"unforkable": ["unfit"]})
+    job = any_job(tmp_path / "job", "import harmless\n", env=env, config={"fork_denylist": ["unfit"]})
     done = finish(job, tmp_path / "job")
     (notice,) = {notice["text"] for notice in done.notices("zygote")}
     assert notice.startswith("harmless is left to each process's own import: unfit: the setting"), notice

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import flashrecovery
-from flashrecovery.worker.recovery_commands import Recoverer
+from flashrecovery.worker.recovery_commands import RecoveryExecutor
 
 
 class SlowToBegin:
@@ -32,7 +32,7 @@ class SlowToBegin:
             signal.setitimer(signal.ITIMER_REAL, 0.02, 0.02)
 
     def _on_alarm(self, _signum: int, frame: types.FrameType | None) -> None:
-        waits = Recoverer._next_command.__code__  # by its code: a new name ends this script at once
+        waits = RecoveryExecutor._next_command.__code__  # by its code: a new name ends this script at once
         if any(f.f_code is waits for f, _ in traceback.walk_stack(frame)) and not self.busy:
             self.busy = True
             signal.setitimer(signal.ITIMER_REAL, 0)

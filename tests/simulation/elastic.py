@@ -12,7 +12,7 @@ from tests.simulation.history import MOMENTS, Fault, History, draw
 from tests.simulation.network import Firewall
 from tests.simulation.world import Shape
 
-MORE_MOMENTS = (*MOMENTS, "hears pause", "hears leave", "job_resized", "newcomers", "node_leaves")
+MORE_MOMENTS = (*MOMENTS, "hears pause", "hears leave", "job_resized", "joining_processes", "node_leaves")
 """What a fault may follow here."""
 
 

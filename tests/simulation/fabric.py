@@ -15,7 +15,7 @@ from typing import Any
 from tests.simulation.loop import Process
 from tests.simulation.network import Network
 
-Gathering = tuple[int, str, int]
+PauseBarrier = tuple[int, str, int]
 """A collective: generation, name, number."""
 
 
@@ -40,7 +40,7 @@ class Port:
     _waiting: dict[Hashable, asyncio.Future[Any]] = field(default_factory=dict)
     _unsent: list[asyncio.Handle] = field(default_factory=list)
     _counter: int = 0
-    _gathered: dict[Gathering, dict[int, Any]] = field(default_factory=dict)
+    _gathered: dict[PauseBarrier, dict[int, Any]] = field(default_factory=dict)
 
     def abandon(self) -> None:
         """Every pending operation fails, and those that would be begun in these groups."""
@@ -109,7 +109,7 @@ class Port:
         values = self._gathered.pop(key)
         return [values[r] for r in self.members]
 
-    def _tell(self, ranks: list[int], key: Gathering, value: Any) -> None:
+    def _tell(self, ranks: list[int], key: PauseBarrier, value: Any) -> None:
         """This part of a collective leaves now."""
         network, here = self.fabric.network, self.process.host
         for rank in ranks:
@@ -123,12 +123,12 @@ class Port:
             else:
                 self.fabric.blocked.append((self, rank, key, value))
 
-    def _look(self, key: Gathering, delay_s: float) -> None:
+    def _look(self, key: PauseBarrier, delay_s: float) -> None:
         """Is this collective complete here?"""
         if key in self._waiting and len(self._gathered[key]) == len(self.members):
             self.process.call(delay_s, self._complete, key)
 
-    def _complete(self, key: Gathering) -> None:
+    def _complete(self, key: PauseBarrier) -> None:
         future = self._waiting.pop(key, None)
         if future is not None and not future.done():
             future.set_result(None)
@@ -183,7 +183,7 @@ class Fabric:
         self.world = world
         self.ports: dict[int, Port] = {}
         self._meetings: dict[int, dict[int, Port]] = {}
-        self.blocked: list[tuple[Port, int, Gathering, Any]] = []
+        self.blocked: list[tuple[Port, int, PauseBarrier, Any]] = []
         self._stalled: list[tuple[Port, int, int, Hashable, Any]] = []
 
     def open(self, rank: int, process: Process) -> Port:

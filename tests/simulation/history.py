@@ -247,7 +247,7 @@ def _shape(rng: random.Random) -> Shape:
         1 if nodes > 3 else rng.choice((1, 1, 2)),
         spares=rng.choice((0, 1, 1, 2)),
         external=rng.random() < 0.3,
-        direct_agents=rng.choice((64, 64, 64, 1, 2)),
+        max_direct_agents=rng.choice((64, 64, 64, 1, 2)),
     )
 
 

@@ -373,7 +373,7 @@ class Laws:
             self._failure(process, event)
         if isinstance(event, (ev.JobFailed, ev.Notice)):
             self.failed_by = next((s for p, s in reversed(self.world.services) if p is process), None)
-        if isinstance(event, ev.RecoveryStarted) and event.cause == "standstill":
+        if isinstance(event, ev.RecoveryStarted) and event.cause == "deadlock_suspected":
             self.standstills[process] += 1
         if isinstance(event, (ev.JobStarted, ev.RecoveryFinished)):
             self.since_whole = []

@@ -12,7 +12,7 @@ from unittest.mock import patch
 
 from flashrecovery.agent.agent import Agent
 from flashrecovery.agent.controller_link import controller_watch, session
-from flashrecovery.agent.controller_link.lease import Hearing
+from flashrecovery.agent.controller_link.lease import ControllerLease
 from flashrecovery.controller import recovery
 from flashrecovery.controller.machine import Machine
 from flashrecovery.controller.recovery import RecoverySteps
@@ -25,7 +25,7 @@ from flashrecovery.rpc import handshake
 from flashrecovery.runtime.page import _COMMITTED, _GENERATION, Page
 from flashrecovery.util.clock import lease_clock
 from flashrecovery.worker.control.gate import Gate
-from flashrecovery.worker.local_state.step_profile import Habits
+from flashrecovery.worker.local_state.step_profile import StepProfile
 from tests.simulation import content
 from tests.simulation.content import Own
 from tests.simulation.worker import Drawn, ModelWorker
@@ -120,7 +120,7 @@ def _any_door(seen: object, electors: object, node: str) -> Reach:
     return Reach(enough=True, vouched=False)
 
 
-def _any_time(self: Hearing) -> float:
+def _any_time(self: ControllerLease) -> float:
     """Whoever finds the door open after a standstill goes on."""
     return lease_clock()
 
@@ -153,7 +153,9 @@ async def _agreed(self: ModelWorker, mine: object) -> None:
 REMOVED: dict[str, Callable[[], Any]] = {
     "hold remembers its generation": lambda: instead(Gate, "hold", _hold),
     "capsules of late steps do not count": lambda: instead(restore_plan, "_forget_early", lambda records: ""),
-    "own copies in steps that may be late": lambda: instead(Habits, "needs_undo", property(lambda self: self.undo)),
+    "own copies in steps that may be late": lambda: instead(
+        StepProfile, "needs_undo", property(lambda self: self.undo)
+    ),
     "the clock stands without a controller": lambda: instead(Agent, "controller_heard", lambda self, heard: None),
     "a version is complete at its hand-out": lambda: _early_completion(),
     "resume at the cut": lambda: instead(RecoverySteps, "send_resume", _resume_next(RecoverySteps.send_resume)),
@@ -164,7 +166,7 @@ REMOVED: dict[str, Callable[[], Any]] = {
     "a broken connection is no proof": lambda: instead(Liveness, "_judge", _believes(Liveness._judge)),
     "a closed door is no proof": lambda: instead(controller_watch, "reach", _any_door),
     "no secret is sent": lambda: instead(handshake, "_proof", _proof_with_key(handshake._proof)),
-    "an open door is no excuse after a standstill": lambda: instead(Hearing, "look_at_clock", _any_time),
+    "an open door is no excuse after a standstill": lambda: instead(ControllerLease, "look_at_clock", _any_time),
     "a newer generation is no excuse after a standstill": lambda: instead(
         Agent, "generation", property(lambda self: 1 << 30)
     ),

@@ -11,7 +11,7 @@ from unittest.mock import patch
 
 import pytest
 
-from flashrecovery.agent.controller_link.lease import Hearing
+from flashrecovery.agent.controller_link.lease import ControllerLease
 from flashrecovery.agent.processes.process import WorkerProcess
 from flashrecovery.agent.processes.process_manager import ProcessManager
 from flashrecovery.agent.processes.providers import ProcessOrder
@@ -316,12 +316,12 @@ def test_a_controller_that_gathers_gives_no_word_after_a_standstill() -> None:
     """The one before has given the ranks away, and is cut off since."""
     with quiet(), simulated():
         assert run(draw_elastic(1500, several=True)).violation is None
-    heard = Hearing.heard
+    heard = ControllerLease.heard
 
-    def any_answer(self: Hearing, when: float, *, gathering: bool = False) -> None:
+    def any_answer(self: ControllerLease, when: float, *, gathering: bool = False) -> None:
         heard(self, when)
 
-    with quiet(), simulated(), patch.object(Hearing, "heard", any_answer):
+    with quiet(), simulated(), patch.object(ControllerLease, "heard", any_answer):
         violation = run(draw_elastic(1500, several=True)).violation
     assert violation is not None and violation.law == "given away"
 
@@ -330,7 +330,7 @@ def test_what_was_lent_without_a_controller_ends_in_time_for_the_next_one() -> N
     """A node has found its controller dead, comes to another one, and stands still then."""
     with quiet(), simulated():
         assert run(draw_elastic(5235, several=True)).violation is None
-    with quiet(), simulated(), patch.object(Hearing, "registers", lambda self: None):
+    with quiet(), simulated(), patch.object(ControllerLease, "registers", lambda self: None):
         violation = run(draw_elastic(5235, several=True)).violation
     assert violation is not None and violation.law == "given away"
 

@@ -21,7 +21,7 @@ from flashrecovery.proto import flashrecovery_pb2 as pb
 from flashrecovery.state.version import VERSIONS_KEPT
 from flashrecovery.worker.consistency import divergence_check
 from flashrecovery.worker.control.gate import Gate
-from flashrecovery.worker.local_state.step_profile import Habits
+from flashrecovery.worker.local_state.step_profile import StepProfile
 from flashrecovery.worker.step.capsule import Sealing
 from tests.simulation import content
 from tests.simulation.content import Content, Own
@@ -62,7 +62,7 @@ class NoWaiting:
         pass
 
 
-class Kept:
+class SavedState:
     """Small plain state by version, the last three, as in :class:`flashrecovery.state.object_shard.ObjectShard`."""
 
     def __init__(self) -> None:
@@ -216,8 +216,8 @@ class ModelWorker:
         self.param = "param" if self.shape.each == 1 else f"param#{self.shape.stand(self.rank)}"
         self.now: Content = content.start(self.script, self._like)
         self.plain = 0
-        self.common, self.capsule = Kept(), Kept()
-        self.habits = Habits()
+        self.common, self.capsule = SavedState(), SavedState()
+        self.habits = StepProfile()
         self.copies = Copies(
             self, int(assign.env["FLASHRECOVERY_NEIGHBOUR_STRIDE"]), int(assign.env["GROUP_WORLD_SIZE"])
         )
@@ -621,7 +621,7 @@ class ModelWorker:
             self.gate.check()
 
     def _tell_undo(self, step: int) -> None:
-        self._say(pb.FromWorker(notice=pb.Notice(rank=self.rank, kind="undo_enabled", text="late", step=step)))
+        self._say(pb.FromWorker(notice=pb.Notice(rank=self.rank, kind="pre_step_copy_enabled", text="late", step=step)))
 
     # -- plain state --------------------------------------------------------------------------------
 
@@ -833,7 +833,7 @@ class ModelWorker:
         theirs = digest if at == version else before if at == version - 1 else None
         if own_thing is None and theirs is not None and mine != theirs:
             raise DivergedError("the registered objects ['thing'] are not equal on all ranks")
-        self.habits.restore(Habits(**habits))
+        self.habits.restore(StepProfile(**habits))
         self._digests = {v: d for v, d in self._digests.items() if v <= version}
         for found in (thing, own_thing):
             self.now = replace(self.now, thing=self.now.thing if found is None else found)

@@ -56,7 +56,7 @@ class Shape:
     nproc: int
     spares: int = 0
     external: bool = False
-    direct_agents: int = 64
+    max_direct_agents: int = 64
     standby: int = 0
     checkpoint_s: float = 0.0
     limits: bool = False
@@ -163,7 +163,7 @@ class World:
                 "nnodes": self.shape.nodes,
                 "spare_nodes": self.shape.spares,
                 "controller": f"10.0.0.99:{PORT}" if several else None,
-                "direct_agents": self.shape.direct_agents,
+                "max_direct_agents": self.shape.max_direct_agents,
                 "standby": self.shape.standby,
                 "start_method": "spawn",  # where processes come from is no part of the model
                 "snapshots": {"keep": "never"},  # nor what outlives them

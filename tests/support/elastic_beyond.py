@@ -171,10 +171,10 @@ class Beyond:
         running = self.launch(kind, folder / "run")
         assert command(running, self.most, self.at) == ""
         os.kill(_newcomer(running, self.most * kind.each - 1), signal.SIGKILL)
-        running.wait_for("notice", kind="newcomer_given_up", count=kind.each)
+        running.wait_for("notice", kind="joining_process_given_up", count=kind.each)
         running.hold(None)
         job = running.wait(300)
-        assert len(job.notices("newcomer_given_up")) == kind.each, job.explain()
+        assert len(job.notices("joining_process_given_up")) == kind.each, job.explain()
         assert job.code == 0 and not job.of("failure_detected") and not job.of("job_resized"), job.explain()
         kind.goes_on_alike(job, undisturbed(kind), 0, LAUNCHED * kind.each, END)
         check_clean(job)

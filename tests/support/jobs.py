@@ -295,7 +295,9 @@ def check_recovered(job: Job, victims: Collection[int] = ()) -> None:
     """The finished recoveries replaced (at least) these ranks. Failures in quick succession may share a recovery."""
     replaced = {rank for e in job.of("recovery_finished") for rank in e["victims"]}
     assert replaced and replaced >= set(victims), f"replaced: {replaced}, not {set(victims)}\n{job.explain()}"
-    touches = [notice["text"] for notice in job.notices("undo_enabled") if "before its optimizer" in notice["text"]]
+    touches = [
+        notice["text"] for notice in job.notices("pre_step_copy_enabled") if "before its optimizer" in notice["text"]
+    ]
     assert not touches, f"the framework is taken for a script that changes its state by hand: {touches}"
 
 

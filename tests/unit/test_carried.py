@@ -7,10 +7,10 @@ import textwrap
 
 import pytest
 
-from flashrecovery.worker.script_text.loop_carried import Carried, carried_by_class, carried_by_loop, loop_around
+from flashrecovery.worker.script_text.loop_carried import LoopCarried, carried_by_class, carried_by_loop, loop_around
 
 
-def read_loop(body: str, above: str = "pass") -> Carried:
+def read_loop(body: str, above: str = "pass") -> LoopCarried:
     def indented(text: str, by: int) -> str:
         return textwrap.indent(textwrap.dedent(text).strip(), by * " ")
 

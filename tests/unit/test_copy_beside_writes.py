@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from flashrecovery.adapter.shards import FixedShard
-from flashrecovery.redundancy.memory.own_copy import UndoCopy
+from flashrecovery.redundancy.memory.own_copy import PreStepCopy
 from flashrecovery.redundancy.memory.safe_points import Between
 from flashrecovery.state.shard import Shard
 from flashrecovery.worker.local_state.version_counters import glance_at_tensors
@@ -44,7 +44,7 @@ def late_copies(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 def test_what_is_copied_in_the_middle_of_an_operation_is_not_kept(late_copies: list[float]) -> None:
     base = torch.ones(LARGE)
-    undo = UndoCopy([shard_of(base[:1000])], look=look)
+    undo = PreStepCopy([shard_of(base[:1000])], look=look)
     undo.start(1)
     base.mul_(2).mul_(2).mul_(2).mul_(2)  # takes some 50 ms each
     undo.wait()
@@ -56,7 +56,7 @@ def test_what_is_copied_in_the_middle_of_an_operation_is_not_kept(late_copies: l
 def test_what_is_copied_before_an_operation_is_kept(late_copies: list[float]) -> None:
     late_copies[0] = 0.0
     tensor = torch.ones(1000)
-    undo = UndoCopy([shard_of(tensor)], look=look)
+    undo = PreStepCopy([shard_of(tensor)], look=look)
     undo.start(1)
     while not undo.versions():
         time.sleep(0.001)
@@ -126,7 +126,7 @@ def test_what_the_look_raises_is_raised_where_it_was_asked_for() -> None:
 
 def test_an_own_copy_may_be_made_by_the_training_thread_itself() -> None:
     tensor = torch.ones(4)
-    undo = UndoCopy([shard_of(tensor)], look=look)
+    undo = PreStepCopy([shard_of(tensor)], look=look)
     undo.hold(3)
     assert undo.versions() == [3]
     undo.close()

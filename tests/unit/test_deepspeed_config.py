@@ -32,6 +32,7 @@ def test_only_what_is_given_overrides_the_launcher() -> None:
     ("config", "words"),
     [
         ({"flash_recovery": {"enable": True}}, ["'enable'", "did you mean 'enabled'?"]),
+        ({"flash_recovery": {"undo": "always"}}, ["'undo'", "it is called 'pre_step_copy' now"]),
         ({"flash_recovery": {"redundency": "auto"}}, ["'redundency'", "did you mean 'redundancy'?", "verify"]),
         ({"flash_recovery": {"redundancy": "neighbour"}}, ["redundancy = 'neighbour'", "'neighbor'"]),
         ({"flash_recovery": True}, ["flash_recovery = True", "mapping"]),

@@ -18,7 +18,7 @@ from torch.utils.data import TensorDataset
 from flashrecovery import events as ev
 from flashrecovery.cli.run_options import settings
 from flashrecovery.config import RunConfig, Settings, run_config
-from flashrecovery.controller.elastic.join import ComingIn
+from flashrecovery.controller.elastic.join import Joining
 from flashrecovery.controller.state.custody import division_of
 from flashrecovery.controller.state.job_state import JobState
 from flashrecovery.controller.state.nodes import NodeState
@@ -530,7 +530,7 @@ def test_a_new_controller_hears_from_a_node_that_was_cut_off_before_ranks_came(s
 
 
 def test_all_members_are_waited_for() -> None:
-    coming = ComingIn(JobState(RunConfig(nproc_per_node=3)))
+    coming = Joining(JobState(RunConfig(nproc_per_node=3)))
     assert [coming.on_paused(pb.Paused(rank=rank), 0.0) for rank in (2, 0, 2, 1)] == [False, False, False, True]
 
 

@@ -10,7 +10,7 @@ from unittest.mock import MagicMock
 import pytest
 
 from flashrecovery import groups
-from flashrecovery.worker.control.nccl_error_watch import ErrorWatch
+from flashrecovery.worker.control.nccl_error_watch import NcclErrorWatch
 from flashrecovery.worker.loop import Loop
 
 PATIENCE_S = 10.0
@@ -25,7 +25,7 @@ class Watched:
         self.gate: Any = SimpleNamespace(stopped=False)
         monkeypatch.setattr(groups, "reported_errors", lambda: self.errors)
         monkeypatch.setattr(groups, "abandon", self.given_up.append)
-        self.watch = ErrorWatch(self.gate, PATIENCE_S)
+        self.watch = NcclErrorWatch(self.gate, PATIENCE_S)
 
 
 @pytest.fixture
@@ -76,7 +76,7 @@ def test_with_nccl_somebody_asks_until_it_is_given_up(monkeypatch: pytest.Monkey
     monkeypatch.setattr(groups, "reported_errors", lambda: [] if given_up.is_set() else ["0"])
     monkeypatch.setattr(groups, "abandon", lambda reason: given_up.set())
     gate: Any = SimpleNamespace(stopped=False)
-    ErrorWatch(gate, patience_s=0.05, period_s=0.01).start()
+    NcclErrorWatch(gate, patience_s=0.05, period_s=0.01).start()
     assert given_up.wait(10)
 
 

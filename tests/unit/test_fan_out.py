@@ -10,7 +10,7 @@ from pathlib import Path
 
 from flashrecovery.agent.monitoring.reply_batching import Gather, alike, singly
 from flashrecovery.controller.service.batches import Batches, gather_s
-from flashrecovery.controller.service.rank_table_publisher import TablePublisher
+from flashrecovery.controller.service.rank_table_publisher import RankTablePublisher
 from flashrecovery.controller.state.outbox import Outbox, Publish, Send
 from flashrecovery.controller.state.rank_table import Parts, RankTable, affected
 from flashrecovery.events import RunDir
@@ -200,7 +200,7 @@ def test_one_lost_rank_concerns_a_few_agents() -> None:
 
 
 def test_the_table_goes_into_its_file_and_to_whom_it_concerns(tmp_path: Path) -> None:
-    with closing(RunDir(tmp_path)) as run_dir, closing(TablePublisher(run_dir)) as publisher:
+    with closing(RunDir(tmp_path)) as run_dir, closing(RankTablePublisher(run_dir)) as publisher:
         homes = [f"n{r // 2}" for r in range(20)]
         links: dict[str, object] = {f"n{i}": object() for i in range(10)} | {"spare": object()}
         first = dict(publisher.publish(Publish(1, table(homes)), links))

@@ -6,7 +6,7 @@ import pytest
 
 from flashrecovery.cli.inject import inject
 from flashrecovery.config import CORRUPTIBLE, FAULTS, parse_fault
-from flashrecovery.controller.state.fault_drills import Asked, Drills
+from flashrecovery.controller.state.fault_drills import Asked, FaultDrills
 from flashrecovery.errors import ConfigError
 from flashrecovery.kinds import FailureKind
 from flashrecovery.proto import flashrecovery_pb2 as pb
@@ -16,7 +16,7 @@ from flashrecovery.proto import flashrecovery_pb2 as pb
 def test_every_fault_can_be_asked_for_in_every_way(fault: str) -> None:
     at = CORRUPTIBLE if fault == "corrupt" else "backward"
     assert parse_fault(f"rank=1,fault={fault},at={at},step=3").fault == fault
-    assert Drills(2).refusal(pb.InjectRequest(rank=1, fault=fault, phase=at)) == ""
+    assert FaultDrills(2).refusal(pb.InjectRequest(rank=1, fault=fault, phase=at)) == ""
     (choices,) = [p.type.to_info_dict()["choices"] for p in inject.params if p.name == "fault"]
     assert fault in choices
 
@@ -37,7 +37,7 @@ def test_what_would_do_nothing_is_refused(text: str, said: str) -> None:
 
 
 def test_a_running_job_refuses_it_too() -> None:
-    drills = Drills(2)
+    drills = FaultDrills(2)
     assert "outside the world" in drills.refusal(pb.InjectRequest(rank=2, fault="sigkill"))
     assert "unknown; allowed: sigkill" in drills.refusal(pb.InjectRequest(rank=0, fault="nap"))
     assert f"needs at={CORRUPTIBLE}" in drills.refusal(pb.InjectRequest(rank=0, fault="corrupt", phase="commit"))

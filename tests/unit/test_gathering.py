@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from flashrecovery.controller.elastic.join import Gathering
+from flashrecovery.controller.elastic.join import PauseBarrier
 
 
 def test_all_are_there_when_the_last_has_come() -> None:
-    waiting = Gathering()
+    waiting = PauseBarrier()
     waiting.come(0, 10.0)
     assert not waiting.complete({0, 2}) and waiting.since == 10.0
     waiting.come(0, 11.0)
@@ -16,14 +16,14 @@ def test_all_are_there_when_the_last_has_come() -> None:
 
 
 def test_one_that_has_died_meanwhile_is_not_waited_for() -> None:
-    waiting = Gathering()
+    waiting = PauseBarrier()
     waiting.come(0, 10.0)
     waiting.come(1, 10.5)
     assert waiting.complete({0}) and not waiting.complete({0, 2})
 
 
 def test_patience_counts_from_the_first() -> None:
-    waiting = Gathering()
+    waiting = PauseBarrier()
     assert not waiting.overdue(1e9, 2.0)
     waiting.come(0, 10.0)
     waiting.come(1, 11.9)
@@ -31,7 +31,7 @@ def test_patience_counts_from_the_first() -> None:
 
 
 def test_who_goes_on_does_not_count_the_next_time() -> None:
-    waiting = Gathering()
+    waiting = PauseBarrier()
     waiting.come(0, 10.0)
     waiting.dissolve()
     assert not waiting.complete({0}) and waiting.since is None and not waiting.overdue(99.0, 2.0)

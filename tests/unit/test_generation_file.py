@@ -208,7 +208,7 @@ def test_nobody_acts_in_a_generation_before(again: bool, tmp_path: Path) -> None
                 job.command(0, pb.Command(regroup=pb.Regroup()))
                 if again:
                     job.state = State.REGROUPING
-                job.notice(NoticeKind.STANDSTILL, "after it")
+                job.notice(NoticeKind.DEADLOCK_SUSPECTED, "after it")
                 service.act()
                 service.act()
                 assert "regroup" not in sent and len(job.outbox.actions) == 2, "it waits, and what comes after it"

@@ -154,7 +154,7 @@ def test_a_rank_is_assigned_only_after_the_fence(tmp_path: Path, monkeypatch: py
         manager.ranks[0] = old
         await manager.fill(pb.Command(rank=0, generation=1, replace=pb.Replace()), hear_out=False)
         (notice,) = foreman.notice.call_args_list
-        assert notice.args[1] is NoticeKind.NOT_FENCED and "GPU" in notice.args[2]
+        assert notice.args[1] is NoticeKind.FENCE_TIMEOUT and "GPU" in notice.args[2]
 
     asyncio.run(body())
     assert order == ["looked", "looked", "assigned"]

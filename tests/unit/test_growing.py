@@ -248,7 +248,7 @@ def test_two_at_once_are_refused_and_called_off() -> None:
     assert "--to 3 calls that off" in world.resize(2)
     assert world.resize(3) == "" and not world.machine.job.membership.joining and world.left_behind() >= {1}
     world.go_on()
-    assert world.notices("newcomer_given_up") and len(world.resized()) == 1
+    assert world.notices("joining_process_given_up") and len(world.resized()) == 1
     world.silent = set()
     assert world.resize(4) == ""
     world.go_on()
@@ -263,7 +263,7 @@ def test_one_that_is_never_there() -> None:
     world.now += 32.0
     world.machine.on_tick(world.now)
     world.collect()
-    (text,) = world.notices("newcomer_given_up")
+    (text,) = world.notices("joining_process_given_up")
     assert "within 30 s" in text and 1 in world.left_behind() and not world.machine.job.membership.joining
     assert world.machine.job.state is State.RUNNING and world.run() is State.FINISHED
     assert len(world.resized()) == 1
@@ -285,7 +285,7 @@ def test_one_of_another_script_does_not_come() -> None:
     world.batches = '{"seed": 4}'
     assert world.resize(4) == ""
     world.go_on()
-    (text,) = world.notices("newcomer_given_up")
+    (text,) = world.notices("joining_process_given_up")
     assert "its batches are" in text and len(world.resized()) == 1
 
 
@@ -373,7 +373,7 @@ def test_a_node_that_is_lost_on_the_way() -> None:
     assert len(world.machine.job.membership.joining) == 2
     world.machine.on_node_lost("node1", "silent", 0.5, world.now)
     world.collect()
-    assert not world.machine.job.membership.joining and len(world.notices("newcomer_given_up")) == 2
+    assert not world.machine.job.membership.joining and len(world.notices("joining_process_given_up")) == 2
     assert world.machine.job.state is State.RUNNING, "no member was there"
     world.silent = set()
     world.join("node1", incarnation="once more")
@@ -489,7 +489,7 @@ def test_another_model_is_given_up() -> None:
     world.outline = "of another model"
     assert world.resize(4) == ""
     world.go_on()
-    (text,) = world.notices("newcomer_given_up")
+    (text,) = world.notices("joining_process_given_up")
     assert "its model has other parameters" in text and len(world.resized()) == 1
 
 
@@ -611,7 +611,7 @@ def test_newcomers_do_not_make_it_a_number_that_is_not_allowed(launched: int, mo
     world.kill(0)
     world.go_on()
     assert [(before, after) for before, after, *_ in world.resized()][-1] == (2, 2), world.resized()
-    assert len(world.notices("newcomer_given_up")) == 1
+    assert len(world.notices("joining_process_given_up")) == 1
     assert world.run() is State.FINISHED
 
 

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from flashrecovery.agent.controller_link.lease import Hearing
+from flashrecovery.agent.controller_link.lease import ControllerLease
 from flashrecovery.config import Timeouts
 from flashrecovery.plan.membership.leases import works_for_s
 
@@ -33,13 +33,13 @@ def in_time_for(registered_at: float) -> float:
 
 
 def test_a_node_without_a_controller_goes_on_for_longer(clock: Clock) -> None:
-    hearing = Hearing(LIMITS)
+    hearing = ControllerLease(LIMITS)
     hearing.excuse(clock.now, ALONE_S)
     assert hearing.lent_until() == pytest.approx(clock.now + ALONE_S)
 
 
 def test_what_was_lent_without_a_controller_ends_when_the_node_registers(clock: Clock) -> None:
-    hearing = Hearing(LIMITS)
+    hearing = ControllerLease(LIMITS)
     hearing.excuse(clock.now, ALONE_S)
     clock.now += 0.1
     hearing.registers()
@@ -47,7 +47,7 @@ def test_what_was_lent_without_a_controller_ends_when_the_node_registers(clock: 
 
 
 def test_so_it_is_with_a_verdict_that_comes_after_that_on_questions_from_before(clock: Clock) -> None:
-    hearing = Hearing(LIMITS)
+    hearing = ControllerLease(LIMITS)
     asked_at = clock.now
     clock.now += 0.1
     hearing.registers()
@@ -57,7 +57,7 @@ def test_so_it_is_with_a_verdict_that_comes_after_that_on_questions_from_before(
 
 
 def test_if_that_controller_is_found_dead_as_well_the_node_goes_on(clock: Clock) -> None:
-    hearing = Hearing(LIMITS)
+    hearing = ControllerLease(LIMITS)
     hearing.registers()
     clock.now += LIMITS.lease_s
     hearing.excuse(clock.now, ALONE_S)
@@ -66,7 +66,7 @@ def test_if_that_controller_is_found_dead_as_well_the_node_goes_on(clock: Clock)
 
 def test_registering_does_not_take_what_an_answer_has_given(clock: Clock) -> None:
     """The same controller, on a new connection: what it has heard before still counts, and no excuse is made longer."""
-    hearing = Hearing(LIMITS)
+    hearing = ControllerLease(LIMITS)
     hearing.heard(clock.now)
     before = hearing.lent_until()
     clock.now += 0.1

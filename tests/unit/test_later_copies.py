@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from flashrecovery.redundancy.checkpoint.host_copies import HostCopies, LaterCopies
-from flashrecovery.redundancy.memory.own_copy import UndoCopy
+from flashrecovery.redundancy.memory.own_copy import PreStepCopy
 from flashrecovery.state.shard import Shard, ShardSource
 from flashrecovery.state.spec import ShardSpec
 
@@ -46,7 +46,7 @@ def test_equal_to_copies_made_at_once_and_training_is_not_held_up_for_them() -> 
         torch.cat([shard.flat[:2], strange]),
     ]
     at_once = [HostCopies()(t) for t in wanted]
-    undo, later = UndoCopy([shard]), LaterCopies([shard])
+    undo, later = PreStepCopy([shard]), LaterCopies([shard])
     rooms = [later(t) for t in wanted]
     assert later.later == sum(t.nbytes for t in wanted[:5])
     assert rooms[0] is later(shard.flat), "the same tensor only once"

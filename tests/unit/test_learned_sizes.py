@@ -13,7 +13,7 @@ from torch import Tensor
 from torch._dynamo import pgo
 
 from flashrecovery.state import codec
-from flashrecovery.worker.local_state.dynamic_shapes import LearnedSizes
+from flashrecovery.worker.local_state.dynamic_shapes import DynamicShapes
 
 Backend = Callable[[torch.fx.GraphModule, Sequence[Any]], Callable[..., Any]]
 
@@ -49,7 +49,7 @@ def _function_with_a_closure(dim: int) -> Callable[[Tensor, float], Tensor]:
 def learned_from(*sizes: int, weights: Sequence[float] = (1.0, 1.0, 1.0)) -> Any:
     """As it comes to another process, which has learned nothing yet."""
     for_any(*sizes, weights=weights)
-    data = codec.dumps(LearnedSizes().capture())
+    data = codec.dumps(DynamicShapes().capture())
     torch._dynamo.reset()
     return codec.loads(data)
 
@@ -62,18 +62,18 @@ def learned_from(*sizes: int, weights: Sequence[float] = (1.0, 1.0, 1.0)) -> Any
 def test_the_first_kernel_is_for_what_varies(sizes: tuple[int, ...], weights: tuple[float, ...], size: int) -> None:
     assert for_any(size) == [False], "without it"
     learned = learned_from(*sizes, weights=weights)
-    LearnedSizes().adopt(learned)
+    DynamicShapes().adopt(learned)
     assert for_any(size) == [True]
 
 
 def test_what_has_not_varied_stays_fixed() -> None:
-    LearnedSizes().adopt(learned_from(5, 5))
+    DynamicShapes().adopt(learned_from(5, 5))
     assert for_any(5) == [False]
 
 
 def test_it_is_handed_on_before_anything_has_been_compiled() -> None:
     learned = learned_from(2, 3)
-    mine = LearnedSizes()
+    mine = DynamicShapes()
     mine.adopt(learned)
     assert mine.capture() == learned
     for_any(7)
@@ -85,12 +85,12 @@ def test_it_is_handed_on_before_anything_has_been_compiled() -> None:
 def test_it_is_joined_with_what_set_up_has_learned_here() -> None:
     learned = learned_from(2, 3)
     for_any(2)
-    LearnedSizes().adopt(learned)
+    DynamicShapes().adopt(learned)
     assert for_any(5) == [True]
 
 
 def test_what_the_script_lets_dynamo_forget_is_forgotten() -> None:
-    mine = LearnedSizes()
+    mine = DynamicShapes()
     mine.adopt(learned_from(2, 3))
     torch._dynamo.reset()
     assert mine.capture() == []
@@ -100,7 +100,7 @@ def test_what_the_script_lets_dynamo_forget_is_forgotten() -> None:
 
 def test_a_look_without_a_compilation_is_the_last_one() -> None:
     for_any(2, 3)
-    mine = LearnedSizes()
+    mine = DynamicShapes()
     first = mine.capture()
     kept = copy.deepcopy(first)
     assert mine.capture() is first
@@ -109,7 +109,7 @@ def test_a_look_without_a_compilation_is_the_last_one() -> None:
 
 
 def test_a_step_that_is_done_again_begins_with_what_it_had() -> None:
-    mine = LearnedSizes()
+    mine = DynamicShapes()
     nothing = mine.capture()
     assert for_any(2, 3) == [False, True]
     mine.go_back(nothing)
@@ -122,7 +122,7 @@ def test_a_step_that_is_done_again_begins_with_what_it_had() -> None:
 
 def test_kernels_are_kept_where_the_step_has_taught_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     for_any(2, 3)
-    mine = LearnedSizes()
+    mine = DynamicShapes()
     monkeypatch.setattr(torch._dynamo, "reset", lambda: pytest.fail("dropped"))
     mine.go_back(codec.loads(codec.dumps(mine.capture())))
     monkeypatch.undo()

@@ -14,7 +14,7 @@ from flashrecovery.config import RunConfig
 from flashrecovery.controller.machine import Machine
 from flashrecovery.controller.state.job_state import JobState
 from flashrecovery.controller.state.outbox import Emit, Publish, Send
-from flashrecovery.controller.state.rank_record import Newcomer, Place, RankRecord
+from flashrecovery.controller.state.rank_record import JoiningProcess, Place, RankRecord
 from flashrecovery.controller.state.rank_table import RankTable
 from flashrecovery.errors import ProtocolError
 from flashrecovery.plan.transitions import (
@@ -455,7 +455,7 @@ def test_a_rank_in_the_scripts_own_code_may_take_longer_to_stop() -> None:
         else:
             world.step()
     limits = world.machine.job.config.timeouts
-    world.now += limits.outside_s - 1
+    world.now += limits.between_steps_s - 1
     world.machine.on_tick(world.now)
     world.collect()
     assert kept and [e.rank for e in world.of(ev.FailureDetected) if isinstance(e, ev.FailureDetected)] == [0]
@@ -514,7 +514,7 @@ CONTRADICTIONS: dict[str, Callable[[JobState], object]] = {
     "have left": lambda job: job.membership.departed.update({0: {}}),
     "state is sharded among": lambda job: job.membership.sharded_anew((0, 1, 2)),
     "have come to their loop": lambda job: job.membership.joining.update(
-        {2: Newcomer(RankRecord(2, place=Place.RUNNING), 1, 0.0)}
+        {2: JoiningProcess(RankRecord(2, place=Place.RUNNING), 1, 0.0)}
     ),
     "without a recovery": lambda job: setattr(job, "state", State.REPLACING),
     "not decided what is restored": lambda job: setattr(job, "state", State.RESTORING),
@@ -560,7 +560,10 @@ def test_a_collective_that_does_not_end_is_begun_anew_with_the_same_ranks() -> N
     assert world.machine.job.state is State.QUIESCING
     assert world.run() is State.FINISHED
     (finished,) = world.of(ev.RecoveryFinished)
-    assert isinstance(finished, ev.RecoveryFinished) and (finished.victims, finished.cause) == ([], "standstill")
+    assert isinstance(finished, ev.RecoveryFinished) and (finished.victims, finished.cause) == (
+        [],
+        "deadlock_suspected",
+    )
     assert {r.rank: r.pid for r in world.machine.job.ranks.values()} == pids
 
     world = World(2, steps=4)

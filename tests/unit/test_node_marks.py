@@ -87,10 +87,10 @@ def test_what_comes_to_many_nodes_at_once_is_no_nodes_doing() -> None:
 
 
 def test_kinds_that_are_nobodys_doing_leave_nothing() -> None:
-    assert ratings([mark(kind=FailureKind.STANDSTILL), mark(kind="of a newer version")], NOW) == {}
+    assert ratings([mark(kind=FailureKind.DEADLOCK_SUSPECTED), mark(kind="of a newer version")], NOW) == {}
     assert {k for k in FailureKind if k not in WEIGHTS} == {
         FailureKind.COMMAND,
-        FailureKind.STANDSTILL,
+        FailureKind.DEADLOCK_SUSPECTED,
         FailureKind.WARNING,
         FailureKind.RESIZE,
         FailureKind.HANDOFF,
@@ -421,7 +421,7 @@ def test_the_service_reads_and_writes_the_file(tmp_path: Path) -> None:
 
     events = asyncio.run(go())
     notices = {e.kind: e.text for e in events if isinstance(e, ev.Notice)}
-    assert "kept as node_marks.jsonl.damaged-" in notices["node_marks"]
+    assert "kept as node_marks.jsonl.damaged-" in notices["node_failure_log"]
     found = read_marks(path).marks
     assert [(m.node, m.kind, m.generation, m.detail) for m in found] == [
         ("b", "device", n, "XID 79") for n in range(1, 5)
@@ -479,7 +479,7 @@ def test_a_file_that_cannot_be_used_is_said_and_stops_nothing(tmp_path: Path) ->
         return run_dir.events()
 
     (notice,) = [e for e in asyncio.run(go()) if isinstance(e, ev.Notice)]
-    assert notice.kind == "node_marks" and "not remembered" in notice.text
+    assert notice.kind == "node_failure_log" and "not remembered" in notice.text
 
 
 # -- the command -----------------------------------------------------------------------------------
@@ -507,4 +507,4 @@ def test_the_command_shows_and_forgets(tmp_path: Path) -> None:
     assert "4 failures of gpu7" in CliRunner().invoke(cli, ["nodes", str(run_dir), "--forget", "gpu7"]).output
     assert "gpu7" not in CliRunner().invoke(cli, ["nodes", str(run_dir)]).output
     nowhere = CliRunner().invoke(cli, ["nodes", str(tmp_path / "nowhere" / "x")])
-    assert "node_marks in the configuration" in str(nowhere.exception)
+    assert "node_failure_log in the configuration" in str(nowhere.exception)

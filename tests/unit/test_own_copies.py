@@ -35,7 +35,7 @@ def _copies(weights: Weights) -> Copies:
     registry.world_size, registry.rank, registry.adapters = 1, 0, []
     settings.elastic = None
     registry.unique_shards.return_value, registry.tensor_shards.return_value = [weights], [weights]
-    settings.redundancy, settings.undo, settings.checkpoint.dir = "none", "always", None
+    settings.redundancy, settings.pre_step_copy, settings.checkpoint.dir = "none", "always", None
     settings.timeouts.drain_s = 10.0
     return Copies(registry, settings, MagicMock(), MagicMock(), MagicMock(), MagicMock())
 

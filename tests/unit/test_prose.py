@@ -21,9 +21,7 @@ from markdown_it.token import Token
 ROOT = Path(__file__).resolve().parents[2]
 WORDS, CELL = 20, 40
 """Words of a sentence on average, and of a cell at most."""
-LONGER: Mapping[str, float] = {
-    "CHANGELOG.md": 24,
-}
+LONGER: Mapping[str, float] = {}
 LARGER: Mapping[str, int] = {
     "docs/versions.md": 60,
 }

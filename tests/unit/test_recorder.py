@@ -14,7 +14,7 @@ import pytest
 from flashrecovery import events as ev
 from flashrecovery.config import RunConfig
 from flashrecovery.controller.machine import Machine
-from flashrecovery.controller.state.rank_record import Newcomer, Place, RankRecord
+from flashrecovery.controller.state.rank_record import JoiningProcess, Place, RankRecord
 from flashrecovery.events import EventLog, RunFiles
 from flashrecovery.observe import recorder as recorder_module
 from flashrecovery.observe.course import Course, Record, course_of
@@ -113,7 +113,7 @@ def test_each_rank_keeps_its_line_when_another_leaves(tmp_path: Path) -> None:
     found.job.ranks[1].own_s = 0.125
     record_1 = RankRecord(0)
     record_1.home = "n1"
-    found.job.membership.joining[0] = Newcomer(record_1, 1, time.monotonic() + 20)
+    found.job.membership.joining[0] = JoiningProcess(record_1, 1, time.monotonic() + 20)
     shown = asyncio.run(record(tmp_path, found, [ev.ControllerStarted(world_size=2), ev.JobStarted(world_size=2)]))
     assert shown.whole.ranks == [[None], [0.125]]
     (coming,) = shown.coming

@@ -13,7 +13,7 @@ from flashrecovery.errors import DrainError
 from flashrecovery.groups import DrainReport
 from flashrecovery.proto import flashrecovery_pb2 as pb
 from flashrecovery.worker.control.device_sync import DeviceClock
-from flashrecovery.worker.recovery_commands import Recoverer
+from flashrecovery.worker.recovery_commands import RecoveryExecutor
 
 DRAIN_S = 0.2
 
@@ -73,7 +73,7 @@ class Stopped:
         loop.let_go.side_effect = lambda: self.order.append("let go")
         adapter.reset.side_effect = lambda: self.order.append("reset")
         self.reply = pb.Reply()
-        Recoverer(worker, loop)._carry_out(pb.Command(serial=1, generation=1, stop=pb.Stop()))
+        RecoveryExecutor(worker, loop)._carry_out(pb.Command(serial=1, generation=1, stop=pb.Stop()))
         self.device.aborted.set()
 
     def _hear(self, message: pb.FromWorker) -> None:

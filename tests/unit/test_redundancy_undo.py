@@ -9,7 +9,7 @@ import torch
 
 from flashrecovery.errors import RestoreError
 from flashrecovery.redundancy.memory.flat_buffer import ALIGN, Layout, Slot, slot_for_next
-from flashrecovery.redundancy.memory.own_copy import UndoCopy
+from flashrecovery.redundancy.memory.own_copy import PreStepCopy
 from flashrecovery.state.shard import Shard
 from flashrecovery.state.spec import ShardSpec
 
@@ -68,7 +68,7 @@ def step(all_shards: list[ParamShard], version: int) -> None:
 @pytest.mark.parametrize("background", [False, True])
 def test_the_last_two_versions_can_be_restored(background: bool) -> None:
     mine = shards()
-    undo = UndoCopy(mine)
+    undo = PreStepCopy(mine)
     for version in range(5):
         step(mine, version)
         if background:
@@ -90,7 +90,7 @@ def test_the_last_two_versions_can_be_restored(background: bool) -> None:
 
 def test_version_0_without_optimizer_state_can_be_restored() -> None:
     mine = shards()
-    undo = UndoCopy(mine)
+    undo = PreStepCopy(mine)
     for version in (0, 1):
         step(mine, version)
         undo.hold(version)
@@ -104,7 +104,7 @@ def test_version_0_without_optimizer_state_can_be_restored() -> None:
 
 def test_memory_is_reused_once_the_structure_is_stable() -> None:
     mine = shards()
-    undo = UndoCopy(mine)
+    undo = PreStepCopy(mine)
     for version in range(4):
         step(mine, version)
         undo.hold(version)
@@ -119,7 +119,7 @@ def test_memory_is_reused_once_the_structure_is_stable() -> None:
 def test_holding_a_version_again_keeps_both_versions() -> None:
     """After a recovery to k the same k is committed again; that must not cost the older version."""
     mine = shards()
-    undo = UndoCopy(mine)
+    undo = PreStepCopy(mine)
     for version in (6, 7, 7, 6):
         step(mine, version)
         undo.hold(version)
@@ -129,7 +129,7 @@ def test_holding_a_version_again_keeps_both_versions() -> None:
 
 def test_undone_versions_are_forgotten() -> None:
     mine = shards()
-    undo = UndoCopy(mine)
+    undo = PreStepCopy(mine)
     for version in (6, 7):
         step(mine, version)
         undo.hold(version)
@@ -145,7 +145,7 @@ def test_a_failing_copy_is_raised_before_the_mutation() -> None:
         def tensors(self) -> dict[str, torch.Tensor]:
             return {"param": torch.empty(3, device="meta")}
 
-    undo = UndoCopy([Broken("x", (3,))])
+    undo = PreStepCopy([Broken("x", (3,))])
     undo.start(0)
     with pytest.raises((RuntimeError, NotImplementedError)):
         undo.before_mutation()

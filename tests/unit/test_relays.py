@@ -169,7 +169,13 @@ class Scene:
 def play(tmp_path: Path, act: Callable[[Scene], Awaitable[None]], **config: object) -> None:
     async def main() -> None:
         with closing(RunDir(tmp_path / "run")) as run_dir, closing(EventLog(run_dir.events_path)) as log:
-            given = {"nnodes": 9, "controller": "127.0.0.1:1", "direct_agents": DIRECT, "timeouts": PATIENT, **config}
+            given = {
+                "nnodes": 9,
+                "controller": "127.0.0.1:1",
+                "max_direct_agents": DIRECT,
+                "timeouts": PATIENT,
+                **config,
+            }
             service = ControllerService(RunConfig.model_validate(given), ACCESS, log, run_dir)
             port = await service.start("127.0.0.1", 0)
             scene = Scene(service, run_dir, f"127.0.0.1:{port}")

@@ -209,7 +209,7 @@ def test_a_replica_of_which_one_does_not_come_does_not_come() -> None:
     world.kill_newcomer(3)
     world.go_on()
     assert not world.machine.job.membership.joining and world.resized() == [(3, 2, [2, 3], [])]
-    assert len(world.notices("newcomer_given_up")) == 2
+    assert len(world.notices("joining_process_given_up")) == 2
 
 
 def test_two_of_one_replica_are_one_loss() -> None:

@@ -7,7 +7,7 @@ import threading
 import pytest
 import torch
 
-from flashrecovery.redundancy.memory.own_copy import UndoCopy
+from flashrecovery.redundancy.memory.own_copy import PreStepCopy
 from flashrecovery.state.shard import Shard
 from flashrecovery.state.spec import ShardSpec
 
@@ -31,21 +31,21 @@ def shard() -> tuple[Weights, torch.Tensor]:
 
 
 @pytest.fixture
-def copies() -> tuple[UndoCopy, torch.Tensor]:
+def copies() -> tuple[PreStepCopy, torch.Tensor]:
     made, tensor = shard()
-    return UndoCopy([made]), tensor
+    return PreStepCopy([made]), tensor
 
 
-def hold(copies: UndoCopy, tensor: torch.Tensor, version: int) -> None:
+def hold(copies: PreStepCopy, tensor: torch.Tensor, version: int) -> None:
     tensor.fill_(version)
     copies.hold(version)
 
 
-def content(copies: UndoCopy, version: int) -> float:
+def content(copies: PreStepCopy, version: int) -> float:
     return float(copies.source("w", version).tensors[0][7])
 
 
-def test_it_outlasts_many_steps_and_then_gives_its_memory_back(copies: tuple[UndoCopy, torch.Tensor]) -> None:
+def test_it_outlasts_many_steps_and_then_gives_its_memory_back(copies: tuple[PreStepCopy, torch.Tensor]) -> None:
     undo, tensor = copies
     hold(undo, tensor, 1)
     hold(undo, tensor, 2)
@@ -67,7 +67,7 @@ def test_it_outlasts_many_steps_and_then_gives_its_memory_back(copies: tuple[Und
     assert again is not None and float(again("w").tensors[0][7]) == 11
 
 
-def test_a_recovery_before_the_copy_is_made_leaves_nobody_waiting(copies: tuple[UndoCopy, torch.Tensor]) -> None:
+def test_a_recovery_before_the_copy_is_made_leaves_nobody_waiting(copies: tuple[PreStepCopy, torch.Tensor]) -> None:
     undo, tensor = copies
     hold(undo, tensor, 4)
     undo.reserve(5)
@@ -83,7 +83,7 @@ def test_a_recovery_before_the_copy_is_made_leaves_nobody_waiting(copies: tuple[
     assert undo.reserved() is None, "it was for a generation that is over"
 
 
-def test_a_version_that_is_held_already_is_reserved_as_it_is(copies: tuple[UndoCopy, torch.Tensor]) -> None:
+def test_a_version_that_is_held_already_is_reserved_as_it_is(copies: tuple[PreStepCopy, torch.Tensor]) -> None:
     undo, tensor = copies
     hold(undo, tensor, 5)
     undo.reserve(5)
@@ -102,7 +102,7 @@ def test_a_version_that_is_held_already_is_reserved_as_it_is(copies: tuple[UndoC
 def test_a_copy_that_the_script_has_changed_meanwhile_is_none() -> None:
     made, tensor = shard()
     looks = iter(range(100))
-    undo = UndoCopy([made], look=lambda _: next(looks))
+    undo = PreStepCopy([made], look=lambda _: next(looks))
     undo.reserve(1)
     hold(undo, tensor, 1)
     assert undo.reserved() is None and undo.versions() == []

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flashrecovery.state.version import VERSIONS_KEPT
-from flashrecovery.worker.local_state.step_profile import IN_ALL_STEPS, TOUCHED, UNTIL_RESEALED, Habits
+from flashrecovery.worker.local_state.step_profile import IN_ALL_STEPS, TOUCHED, UNTIL_RESEALED, StepProfile
 from flashrecovery.worker.step.capsule import Sealing
 
 MOMENTS = ("forward", "backward", "optimizer", "below")
@@ -41,7 +41,7 @@ class Rank:
 @given(st.lists(st.tuples(st.sets(st.sampled_from(MOMENTS)), st.booleans()), min_size=1, max_size=12))
 def test_the_last_capsule_is_right_and_an_early_one_unless_it_is_late(steps: list[tuple[set[str], bool]]) -> None:
     """Of each step: the moments at which it changes something, and whether the ranks compare their habits in it."""
-    rank, habits = Rank(), Habits()
+    rank, habits = Rank(), StepProfile()
     sealing = Sealing(habits, rank)
     sealing.start()
     for version, (changes, compared) in enumerate(steps, 1):
@@ -74,7 +74,7 @@ def test_the_last_capsule_is_right_and_an_early_one_unless_it_is_late(steps: lis
 
 
 def test_what_belongs_to_it_from_now_on_is_sealed_once_more() -> None:
-    rank, habits = Rank(), Habits(known=True)
+    rank, habits = Rank(), StepProfile(known=True)
     sealing = Sealing(habits, rank)
     sealing.step_begins()
     sealing.forward_ends(1)
@@ -87,12 +87,12 @@ def test_what_belongs_to_it_from_now_on_is_sealed_once_more() -> None:
 
 
 def test_peers_hear_what_one_has_learned_once() -> None:
-    here, there = Habits(), Habits()
+    here, there = StepProfile(), StepProfile()
     for step in (3, 4):
         for reason in here.learn(step, quiet=False, late=True, changed=True):
             assert step == 3, "told already"
             there.hear(reason)
     there.hear(TOUCHED)
     assert (there.undo, there.changed, there.late, there.touched) == (True, True, True, True)
-    assert Habits().learn(0, quiet=True, late=False, changed=False) == []
+    assert StepProfile().learn(0, quiet=True, late=False, changed=False) == []
     assert {IN_ALL_STEPS, UNTIL_RESEALED, TOUCHED}.isdisjoint(range(10)), "a step's number means something else"

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from flashrecovery.adapter.buffers import BufferTracker
-from flashrecovery.redundancy.memory.own_copy import UndoCopy
+from flashrecovery.redundancy.memory.own_copy import PreStepCopy
 from flashrecovery.state import codec
 from flashrecovery.state.digest import shard_digest, tensor_digest
 from flashrecovery.state.exact import exact_clone, exact_contiguous, exact_copy
@@ -56,7 +56,7 @@ def test_every_way_that_state_takes(dtype: torch.dtype, form: str) -> None:
     target = {"contiguous": target, "transposed": target.t(), "part": target[:, 1:3]}[form]
     exact_copy(target, source)
     assert _bytes(target) == wanted
-    undo = UndoCopy([OneTensor(source)])
+    undo = PreStepCopy([OneTensor(source)])
     undo.hold(1)
     exact_copy(source, torch.zeros_like(source))
     undo.restore(1, undo.shards[0])

@@ -56,7 +56,7 @@ def test_own_copies_are_kept_only_where_a_step_may_have_to_be_undone(
     loop: str, place: str, kept: bool, results: Results
 ) -> None:
     for moment in MOMENTS:
-        assert ("undo_enabled" in results[loop, place, moment]["notices"]) is kept, moment
+        assert ("pre_step_copy_enabled" in results[loop, place, moment]["notices"]) is kept, moment
 
 
 def further_back(source: str) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from flashrecovery.worker.control.interruption import Stops
+from flashrecovery.worker.control.interruption import InterruptionClassifier
 
 WAIT_S = 0.3
 
@@ -21,7 +21,7 @@ class Waiting:
         self.gate: Any = SimpleNamespace(stopped=False, held=False)
         self.control: Any = SimpleNamespace(controller_heard=heard)
         self.told = False
-        self.stops = Stops(self.gate, self.control, WAIT_S, lambda: self.told)
+        self.stops = InterruptionClassifier(self.gate, self.control, WAIT_S, lambda: self.told)
 
 
 def test_with_a_controller_it_waits_for_so_long_and_no_longer() -> None:

@@ -330,7 +330,9 @@ class Agent:
     async def _let_go(self, rank: int, grace_s: float) -> None:
         code = await self._processes.let_go(rank, grace_s)
         if code is not None and grace_s:
-            self.notice(rank, NoticeKind.LEFT, f"the process of rank {rank} has left the job, with exit code {code}")
+            self.notice(
+                rank, NoticeKind.RANK_LEFT, f"the process of rank {rank} has left the job, with exit code {code}"
+            )
 
     async def _replace(self, command: pb.Command) -> None:
         """Fill a rank with a new process."""

@@ -238,14 +238,14 @@ def limits() -> list[Finding]:
 
 
 def memory() -> list[Finding]:
-    """Host memory for undo and neighbour copies; /dev/shm for data loaders (recovery itself leaves nothing there)."""
+    """Host memory for copies of state; /dev/shm for data loaders (recovery itself leaves nothing there)."""
     free = available_memory()
     found = f"{free / 2**30:.1f} GiB available"
-    use = "undo and neighbour copies take up to 4 times a rank's state in host memory"
+    use = "pre-step and neighbour copies take up to 4 times a rank's state in host memory"
     findings = [
         Finding("memory", Level.OK, found, use)
         if free >= 2 << 30
-        else Finding("memory", Level.WARN, found, use, "free memory, or set redundancy and undo to what you need")
+        else Finding("memory", Level.WARN, found, use, "free memory, or set redundancy and pre_step_copy")
     ]
     try:
         shm = os.statvfs("/dev/shm")

@@ -66,7 +66,7 @@ def _file(path: Path) -> Path:
             return file
     raise ConfigError(
         f"{path}: no {FILE_NAME} here or beside it, so no failures of nodes have been remembered. To switch it on for "
-        f"later jobs: touch {path.absolute().parent / FILE_NAME}, or set node_marks in the configuration"
+        f"later jobs: touch {path.absolute().parent / FILE_NAME}, or set node_failure_log in the configuration"
     )
 
 

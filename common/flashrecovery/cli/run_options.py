@@ -24,6 +24,16 @@ def _both(name: str) -> tuple[str, ...]:
     return (f"--{name}", f"--{name.replace('-', '_')}") if "-" in name else (f"--{name}",)
 
 
+def _renamed(old: str, new: str) -> click.Option:
+    """An option that had another name before the first release: it is refused with the new one."""
+
+    def refuse(_context: click.Context, _option: click.Parameter, value: str | None) -> None:
+        if value is not None:
+            raise click.UsageError(f"{old} {value}: this option is called {new} now")
+
+    return click.Option([old], expose_value=False, hidden=True, callback=refuse)
+
+
 def _option(*names: str, **attributes: Any) -> click.Option:
     return click.Option(names, **attributes)
 
@@ -68,7 +78,8 @@ OWN = (
     _option(*_both("max-restarts"), type=int, default=None, help="Restarts before the first step."),
     _option("--redundancy", default=None, help="auto | replica | neighbor | parity | none"),
     _option("--parity", type=int, default=None, help="With --redundancy parity: losses of a group at once, 1 | 2"),
-    _option("--undo", default=None, help="Own pre-step copy: auto | always | never"),
+    _option("--pre-step-copy", default=None, help="Own pre-step copy: auto | always | never"),
+    _renamed("--undo", "--pre-step-copy"),
     _option("--snapshots", default=None, help="Copies that outlive all processes: auto | always | never"),
     _option("--hang-timeout", type=float, default=None, help="Seconds without progress that are never a hang."),
     _option("--checkpoint-dir", type=click.Path(path_type=Path), default=None, help="Fallback checkpoints."),

@@ -256,7 +256,7 @@ class HangWatch:
                 self._job.outbox.send(node, pb.Command(generation=self._job.generation, rank=AGENT, look=look))
         found = self._lookout.verdict(ranks, now)
         if found is not None and found.kind is not VerdictKind.CULPRITS:
-            kind = NoticeKind.DEADLOCK if found.kind is VerdictKind.DEADLOCK else NoticeKind.STANDSTILL
+            kind = NoticeKind.DEADLOCK if found.kind is VerdictKind.DEADLOCK else NoticeKind.DEADLOCK_SUSPECTED
             self._job.notice(kind, found.text)
         return found
 

@@ -34,18 +34,18 @@ from collections.abc import Mapping, Sequence
 from flashrecovery import events as ev
 from flashrecovery.config import RunConfig
 from flashrecovery.controller.divergence_advice import way_on
-from flashrecovery.controller.elastic.drain import Handoff
+from flashrecovery.controller.elastic.drain import Drain
 from flashrecovery.controller.elastic.growing import Growing
-from flashrecovery.controller.elastic.join import ComingIn
+from flashrecovery.controller.elastic.join import Joining
 from flashrecovery.controller.elastic.resizing import Resizing
 from flashrecovery.controller.hang import HangWatch
 from flashrecovery.controller.last_save import LastSave
-from flashrecovery.controller.membership.launch import Starting
-from flashrecovery.controller.membership.node_health_policy import Conduct, Evacuation
-from flashrecovery.controller.membership.placement import Staffing
+from flashrecovery.controller.membership.launch import LaunchSequence
+from flashrecovery.controller.membership.node_health_policy import NodePolicy, ProactiveReplacement
+from flashrecovery.controller.membership.placement import RankPlacement
 from flashrecovery.controller.membership.relayout_slots import laid_out_without
 from flashrecovery.controller.recovery import RecoverySteps
-from flashrecovery.controller.relayout.relayout import Replanning
+from flashrecovery.controller.relayout.relayout import ParallelismChange
 from flashrecovery.controller.state.crashes import cause_of, limit_of, option_of
 from flashrecovery.controller.state.history import HistoryEntry
 from flashrecovery.controller.state.job_state import AGENT, JobState
@@ -83,22 +83,22 @@ class Machine:
 
     def __init__(self, config: RunConfig) -> None:
         self.job = JobState(config)
-        self._staffing = Staffing(self.job)
-        self._starting = Starting(self.job, self._staffing)
-        self._coming = ComingIn(self.job)
+        self._staffing = RankPlacement(self.job)
+        self._starting = LaunchSequence(self.job, self._staffing)
+        self._coming = Joining(self.job)
         self._newcomers = self._coming.newcomers
         self._growing = Growing(self.job, self._staffing, self._coming)
         self._resizing = Resizing(self.job, self._growing, self._coming)
-        self.handoff = Handoff(self.job, self._staffing, self._coming, self._resizing)
-        evacuation = Evacuation(self.job, self._staffing)
-        self._replanning = Replanning(self.job, self._staffing, self._starting, self._resizing)
+        self.handoff = Drain(self.job, self._staffing, self._coming, self._resizing)
+        evacuation = ProactiveReplacement(self.job, self._staffing)
+        self._replanning = ParallelismChange(self.job, self._staffing, self._starting, self._resizing)
         self._steps = RecoverySteps(
             self.job, self._staffing, evacuation, self._starting, self._resizing, self._replanning
         )
         self._last_save = LastSave(self.job, self._steps.stop_held)
         self.takeover = TakeOver(self.job, self._staffing, self._starting, self._steps, self._replanning)
         self.watch = HangWatch(self.job)
-        self.conduct = Conduct(self.job)
+        self.conduct = NodePolicy(self.job)
         self._validated: dict[str, ChangeState] = {}
 
     def changes(self) -> dict[str, ChangeState]:
@@ -383,7 +383,7 @@ class Machine:
         if message.generation != self.job.generation:
             return  # perhaps to another controller, whose serial numbers were the same
         if message.outside:
-            limit = now + self.job.config.timeouts.outside_s
+            limit = now + self.job.config.timeouts.between_steps_s
             self.job.outbox.prolong(message.serial, (message.rank, *message.also), limit)
             return
         what, ranks = self.job.outbox.acknowledge(message.serial, (message.rank, *message.also))
@@ -496,7 +496,7 @@ class Machine:
         self._steps.recover([], self._coming.cause, self._resizing.paused_since(now), 0.0, now)
 
     def replan(self, layout: str, step: int) -> tuple[str, str, tuple[str, ...]]:
-        """See :meth:`.relayout.relayout.Replanning.ask`; the layout as text."""
+        """See :meth:`.relayout.relayout.ParallelismChange.ask`; the layout as text."""
         why_not, strategy, lines = self._replanning.ask(layout, step)
         return why_not, "" if strategy is None else layout_text(strategy), lines
 
@@ -718,7 +718,7 @@ class Machine:
             where = self.job.counting.text(step)
             self.job.fail(f"{why}; so it was {self.job.stuck_at[step]} times at {where} (max_failures_per_step)")
         else:
-            self._steps.recover([], FailureKind.STANDSTILL, now, 0.0, now)
+            self._steps.recover([], FailureKind.DEADLOCK_SUSPECTED, now, 0.0, now)
 
     def on_stop_request(self, reason: str, now: float, *, by_itself: bool = False, at_once: bool = False) -> None:
         """The user or the scheduler wants the job to end. ``by_itself``: the script has been told, too, and may end by

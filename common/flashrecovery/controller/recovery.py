@@ -11,9 +11,9 @@ from collections.abc import Sequence
 
 from flashrecovery import events as ev
 from flashrecovery.controller.elastic.resizing import Resizing
-from flashrecovery.controller.membership.launch import Starting
-from flashrecovery.controller.membership.node_health_policy import Evacuation
-from flashrecovery.controller.membership.placement import Staffing
+from flashrecovery.controller.membership.launch import LaunchSequence
+from flashrecovery.controller.membership.node_health_policy import ProactiveReplacement
+from flashrecovery.controller.membership.placement import RankPlacement
 from flashrecovery.controller.next_move import (
     BeginAgainOrFail,
     Move,
@@ -25,7 +25,7 @@ from flashrecovery.controller.next_move import (
     next_move,
 )
 from flashrecovery.controller.relayout.next_step import KeepLayout
-from flashrecovery.controller.relayout.relayout import Replanning
+from flashrecovery.controller.relayout.relayout import ParallelismChange
 from flashrecovery.controller.state.custody import division_of, ready_for, take_on_parts
 from flashrecovery.controller.state.history import HistoryEntry, start_lines
 from flashrecovery.controller.state.job_state import JobState
@@ -64,11 +64,11 @@ class RecoverySteps:
     def __init__(
         self,
         job: JobState,
-        staffing: Staffing,
-        evacuation: Evacuation,
-        starting: Starting,
+        staffing: RankPlacement,
+        evacuation: ProactiveReplacement,
+        starting: LaunchSequence,
         resizing: Resizing,
-        replanning: Replanning,
+        replanning: ParallelismChange,
     ) -> None:
         self._job = job
         self._replanning = replanning
@@ -510,7 +510,7 @@ class RecoverySteps:
                     "rank does there (an evaluation, say) is not done again, and random numbers that it has drawn "
                     "there are drawn once more"
                 )
-                self._job.notice(NoticeKind.BELOW_CUT_SHORT, text, rank=record.rank)
+                self._job.notice(NoticeKind.POST_STEP_CODE_SKIPPED, text, rank=record.rank)
 
     def _restore_idle(self, regrouped_by: float) -> None:
         """A rank that has nothing to transfer goes on from its own state as soon as it has regrouped: mostly all ranks

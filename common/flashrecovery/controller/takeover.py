@@ -11,11 +11,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from flashrecovery.controller.membership.launch import Starting
-from flashrecovery.controller.membership.placement import Staffing
+from flashrecovery.controller.membership.launch import LaunchSequence
+from flashrecovery.controller.membership.placement import RankPlacement
 from flashrecovery.controller.recovery import RecoverySteps
 from flashrecovery.controller.relayout.found_layout import FoundLayout
-from flashrecovery.controller.relayout.relayout import Replanning
+from flashrecovery.controller.relayout.relayout import ParallelismChange
 from flashrecovery.controller.state.history import HistoryEntry
 from flashrecovery.controller.state.job_state import AGENT, JobState
 from flashrecovery.controller.state.nodes import NodeRecord, NodeState
@@ -35,7 +35,12 @@ class TakeOver:
     """The way from a running job to a machine that knows it."""
 
     def __init__(
-        self, job: JobState, staffing: Staffing, starting: Starting, steps: RecoverySteps, replanning: Replanning
+        self,
+        job: JobState,
+        staffing: RankPlacement,
+        starting: LaunchSequence,
+        steps: RecoverySteps,
+        replanning: ParallelismChange,
     ) -> None:
         self._job = job
         self._replanning = replanning

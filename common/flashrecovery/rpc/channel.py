@@ -15,7 +15,7 @@ from flashrecovery.proto import flashrecovery_pb2_grpc as rpc
 from flashrecovery.rpc import grpc_compat
 from flashrecovery.rpc.handshake import Caller, Listener, job_key
 from flashrecovery.rpc.log_throttle import Seldom
-from flashrecovery.rpc.message_auth import Doorkeeper, SealedChannel, greet
+from flashrecovery.rpc.message_auth import AuthInterceptor, SealedChannel, greet
 from flashrecovery.rpc.tls import Tls, stranger
 
 CONTROLLER = "controller"
@@ -75,7 +75,7 @@ class Server:
     def __init__(self, access: Access) -> None:
         self._tls = access.tls
         self._listener = Listener(job_key(access.token), "")
-        self.grpc = grpc_compat.server(SERVER_OPTIONS, [Doorkeeper(self._listener)])
+        self.grpc = grpc_compat.server(SERVER_OPTIONS, [AuthInterceptor(self._listener)])
         rpc.add_EntranceServicer_to_server(rpc.EntranceServicer(), self.grpc)  # the doorkeeper answers in its place
 
     async def start(self, host: str, port: int, name: str | None = None) -> int:

@@ -1,8 +1,8 @@
 """gRPC between those who know the job's token: :mod:`.handshake` on every connection, a seal on every message.
 
-:class:`SealedChannel` is what the generated stubs take for a channel; :class:`Doorkeeper` stands before the handlers of
-a server. Between them go ordinary gRPC calls whose messages have 16 bytes more. Only what is sealed is believed: the
-*status* of a call is not, so nothing that matters for good is said by one.
+:class:`SealedChannel` is what the generated stubs take for a channel; :class:`AuthInterceptor` stands before the
+handlers of a server. Between them go ordinary gRPC calls whose messages have 16 bytes more. Only what is sealed is
+believed: the *status* of a call is not, so nothing that matters for good is said by one.
 """
 
 from __future__ import annotations
@@ -186,7 +186,7 @@ def _only(raw: bytes | None, seals: Seals) -> bytes:
 # -- who listens ----------------------------------------------------------------------------------
 
 
-class Doorkeeper(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
+class AuthInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
     """Answers callers, and lets those in who prove themselves. An interceptor, for one server.
 
     From a caller that has not proven itself no message is received, only the head of a call, which gRPC limits to 16

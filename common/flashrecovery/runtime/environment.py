@@ -23,7 +23,7 @@ PER_TASK_ENV = "FLASHRECOVERY_PER_TASK"
 """Names of variables in which the tasks of a launcher differ, with blanks between: nobody who imports ahead of a rank
 may ask for them."""
 UNFORKABLE_ENV = "FLASHRECOVERY_UNFORKABLE"
-"""Packages that the setting ``unforkable`` names, with blanks between."""
+"""Packages that the setting ``fork_denylist`` names, with blanks between."""
 ZYGOTE_ENV = "FLASHRECOVERY_ZYGOTE_FD"
 """The file descriptor of the first zygote's socket."""
 OF_ZYGOTES = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}

@@ -25,26 +25,26 @@ from flashrecovery.kinds import NoticeKind
 from flashrecovery.proto import flashrecovery_pb2 as pb
 from flashrecovery.runtime import process_end
 from flashrecovery.terminal import say
-from flashrecovery.worker.consistency.divergence_check import Proving
-from flashrecovery.worker.consistency.early_writes import Touches
+from flashrecovery.worker.consistency.divergence_check import DivergenceCheck
+from flashrecovery.worker.consistency.early_writes import EarlyWriteDetector
 from flashrecovery.worker.context import Worker
 from flashrecovery.worker.control.gate import Gate
-from flashrecovery.worker.control.interruption import Stops
-from flashrecovery.worker.control.nccl_error_watch import ErrorWatch
+from flashrecovery.worker.control.interruption import InterruptionClassifier
+from flashrecovery.worker.control.nccl_error_watch import NcclErrorWatch
 from flashrecovery.worker.control.overhead import Overhead, TimedHooks
 from flashrecovery.worker.data.accelerate import check_rest
 from flashrecovery.worker.exit.termination import Termination
 from flashrecovery.worker.exit.undisturbed import undisturbed
 from flashrecovery.worker.local_state.step_profile import IN_ALL_STEPS, UNTIL_RESEALED
 from flashrecovery.worker.preimport.preimport_script import imported_so_far
-from flashrecovery.worker.recovery_commands import Recoverer
+from flashrecovery.worker.recovery_commands import RecoveryExecutor
 from flashrecovery.worker.registry import Drawn, Registry
 from flashrecovery.worker.replication.copies import Copies
 from flashrecovery.worker.reshard.elastic_checks import ElasticRules
 from flashrecovery.worker.reshard.relayout import ReplanRules
 from flashrecovery.worker.script_checks import join_refusal
 from flashrecovery.worker.script_checks.optimizer_watch import OptimizerWatch
-from flashrecovery.worker.script_checks.stray_collectives import OutsideWatch
+from flashrecovery.worker.script_checks.stray_collectives import StrayCollectiveWatch
 from flashrecovery.worker.script_checks.unregistered import Unregistered
 from flashrecovery.worker.script_text.post_step_collectives import communicates_below
 from flashrecovery.worker.script_text.script_frames import check_loop, texts_of
@@ -52,7 +52,7 @@ from flashrecovery.worker.step import activation_release
 from flashrecovery.worker.step import post_step_code as below
 from flashrecovery.worker.step.capsule import Sealing
 from flashrecovery.worker.step.collectives import CollectiveWatch
-from flashrecovery.worker.step.discarded_run import VoidRun
+from flashrecovery.worker.step.discarded_run import DiscardedRun
 from flashrecovery.worker.step.transaction import Transaction
 from flashrecovery.worker.step.unwinding import Unwinding
 
@@ -74,7 +74,7 @@ class Loop:
         self._gate.of_calls = own_calls
         self._registry = worker.registry
         self._own_calls = own_calls
-        self._outside = OutsideWatch(
+        self._outside = StrayCollectiveWatch(
             lambda text: worker.notice(NoticeKind.COMMUNICATION_OUTSIDE, text),
             below.is_harmless,
             worker.gate.check,
@@ -82,7 +82,9 @@ class Loop:
         )
         self._termination = Termination(worker.gate.page, lambda: worker.registry.streams)
         patience_s = worker.settings.timeouts.peer_error_wait_s
-        self._stops = Stops(worker.gate, worker.control, patience_s, lambda: self._termination.has_come)
+        self._stops = InterruptionClassifier(
+            worker.gate, worker.control, patience_s, lambda: self._termination.has_come
+        )
         frameworks = any(adapter.whole_framework for adapter in worker.registry.adapters)
         self._unregistered = None if worker.rank else self._first_to_look(frameworks)  # what they have is alike
         self._optimizers = OptimizerWatch(
@@ -90,20 +92,20 @@ class Loop:
         )
         if not frameworks:
             self._optimizers.start()
-        self._proving = Proving(
+        self._proving = DivergenceCheck(
             worker.registry,
             self._stops,
             tensors=worker.settings.verify,
             replacement=worker.connection.detached,
         )
         self._collectives = CollectiveWatch()
-        self._touches = Touches(worker.registry)
+        self._touches = EarlyWriteDetector(worker.registry)
         for stream in worker.registry.streams if own_calls else ():
             stream.leave_samplers()
         self._step = Transaction(
             worker, copies, self.sealing, self._touches, self._collectives, self._proving, self._stops
         )
-        self._recoverer = Recoverer(worker, self)
+        self._recoverer = RecoveryExecutor(worker, self)
         self._unwinding = Unwinding(self._end_process)
         self._gate.on_interrupt = self._unwinding.interrupts
         self._rules: list[ElasticRules | ReplanRules] = []
@@ -115,7 +117,7 @@ class Loop:
         self._unsettled = False  # a version has come about and is not complete yet
         self._committed = False  # ... by a step
         self._together = False  # all ranks have come to the first step of this generation
-        self._void_run: VoidRun | None = None
+        self._void_run: DiscardedRun | None = None
         self._graphs_since = 0  # where the graphs of this attempt of a step begin
         self._cut_short_by: BaseException | None = None
         self._told_modules = False
@@ -204,7 +206,7 @@ class Loop:
         self._outside.start()
         if not self._own_calls:
             groups.set_between_hook(self._answers)
-        ErrorWatch(self._gate, self._worker.settings.timeouts.peer_error_wait_s).start()
+        NcclErrorWatch(self._gate, self._worker.settings.timeouts.peer_error_wait_s).start()
 
     # -- a step -----------------------------------------------------------------------------------
 
@@ -281,7 +283,7 @@ class Loop:
         self._cut_short_by = None
         self._failing = False
         if not self._own_calls:
-            self._void_run = VoidRun(self._registry.tensor_shards(), self._registry.streams, self._gate.version)
+            self._void_run = DiscardedRun(self._registry.tensor_shards(), self._registry.streams, self._gate.version)
         return True
 
     def _tell_if_data_ended(self) -> None:
@@ -557,7 +559,7 @@ class Loop:
         self._published = False
         self._touches.begin()
 
-    def _take_back(self, void_run: VoidRun) -> None:
+    def _take_back(self, void_run: DiscardedRun) -> None:
         """Take back what the script has done from the end of a void attempt to the next hand-out."""
         self._void_run = None
         for adapter in self._registry.adapters:

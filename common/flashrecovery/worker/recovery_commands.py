@@ -78,7 +78,7 @@ class Restorable(Protocol):
         """End this process: its rank leaves the job."""
 
 
-class Recoverer:
+class RecoveryExecutor:
     """Carries out commands for one ``loop``."""
 
     def __init__(self, worker: Worker, loop: Restorable) -> None:
@@ -332,7 +332,7 @@ class Recoverer:
                 reply.next_needs.extend(self._needs(digests=False))
             if other and worker.rank == 0:
                 worker.notice(
-                    NoticeKind.OTHER_LAYOUT,
+                    NoticeKind.CHECKPOINT_LAYOUT_MISMATCH,
                     f"{restore.checkpoint} was written with {other}: random numbers and data begin as in a new job",
                 )
             self._fresh = self._loop.from_checkpoint = True  # the data stands somewhere else, too

@@ -34,11 +34,11 @@ from flashrecovery.state.shard import Shard
 from flashrecovery.worker.data.global_batches import GlobalBatches
 from flashrecovery.worker.data.sampler_settings import SamplerValues
 from flashrecovery.worker.data.stream import DataPosition, DataStream
-from flashrecovery.worker.local_state.dynamic_shapes import LearnedSizes
+from flashrecovery.worker.local_state.dynamic_shapes import DynamicShapes
 from flashrecovery.worker.local_state.generators import Stateful, as_stateful
 from flashrecovery.worker.local_state.grad_scaler import settled
 from flashrecovery.worker.local_state.rng import RngState, restore_rng
-from flashrecovery.worker.local_state.step_profile import Habits
+from flashrecovery.worker.local_state.step_profile import StepProfile
 
 AdapterFactory = Callable[[torch.nn.Module, Sequence[Optimizer]], Adapter]
 ModuleAdapterFactory = Callable[[torch.nn.Module], Adapter]
@@ -79,8 +79,8 @@ class Registry:
         self.streams: list[DataStream] = []
         self.shards: dict[str, Shard] = {}
         self.divided_shards: frozenset[str] = frozenset()  # as :meth:`divided` has found last
-        self.habits = Habits()
-        self.learned_sizes = LearnedSizes()
+        self.habits = StepProfile()
+        self.learned_sizes = DynamicShapes()
         self.batches: GlobalBatches | None = None
         self.common = ObjectShard(COMMON, tuple(range(world_size)))
         self.capsule = ObjectShard(f"capsule@{self._number}", (rank,))
@@ -395,7 +395,7 @@ class Registry:
         for number, (adapter, part) in enumerate(zip(self.adapters, state["adapters"], strict=True)):
             mine = {n.partition("/")[2]: codec.loads(d) for n, d in own.items() if n.partition("/")[0] == str(number)}
             adapter.restore_common(codec.loads(part) | mine)
-        self.habits.restore(Habits(**state["habits"]))
+        self.habits.restore(StepProfile(**state["habits"]))
         self.adopt_silent(())
         for name, encoded in state["objects"].items():
             self.objects[name].load_state_dict(codec.loads(encoded))

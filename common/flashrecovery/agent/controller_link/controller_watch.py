@@ -16,7 +16,7 @@ from typing import Protocol
 
 from flashrecovery.agent.agent import Agent
 from flashrecovery.agent.controller_link.backoff import next_question_s
-from flashrecovery.agent.controller_link.lease import Hearing
+from flashrecovery.agent.controller_link.lease import ControllerLease
 from flashrecovery.agent.peers.client import Asking, probe_all, probe_port
 from flashrecovery.agent.peers.election import Election
 from flashrecovery.config import Timeouts
@@ -59,7 +59,7 @@ class ControllerConnection(Protocol):
         """Go over to the controller of that term, which listens at ``address``."""
 
 
-class Lookout:
+class ControllerWatch:
     """Keeps this node's standing, lends the workers their time by it, and finds the controller to follow.
 
     Attributes:
@@ -71,7 +71,7 @@ class Lookout:
         self,
         agent: Agent,
         connection: ControllerConnection,
-        hearing: Hearing,
+        hearing: ControllerLease,
         election: Election,
         access: Access,
         limits: Timeouts,

@@ -10,7 +10,7 @@ from flashrecovery.plan.membership.leases import NODE_PROBE, works_for_s
 from flashrecovery.util.clock import lease_clock
 
 
-class Hearing:
+class ControllerLease:
     """What one agent knows of when it was heard. It begins as if the controller had just answered.
 
     Attributes:

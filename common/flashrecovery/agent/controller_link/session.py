@@ -17,8 +17,8 @@ import grpc
 
 from flashrecovery.agent.agent import Agent
 from flashrecovery.agent.controller_link.backoff import Backoff, next_attempt_s
-from flashrecovery.agent.controller_link.controller_watch import Lead, Leave, Lookout
-from flashrecovery.agent.controller_link.lease import Hearing
+from flashrecovery.agent.controller_link.controller_watch import ControllerWatch, Lead, Leave
+from flashrecovery.agent.controller_link.lease import ControllerLease
 from flashrecovery.agent.peers.client import CONTROLLER_KEY, UNREACHED, Asking, probe
 from flashrecovery.agent.peers.election import Election
 from flashrecovery.agent.peers.relay import Relay
@@ -76,10 +76,12 @@ class ControllerSession:
         self._alone = alone
         self._peer_port = 0
         self._limits = limits
-        self._hearing = Hearing(limits)
+        self._hearing = ControllerLease(limits)
         self.election = Election(agent.node, agent.incarnation, self._hearing.nothing_came_s, limits.lease_s, self.drop)
         self.election.controller = address
-        self._lookout = Lookout(agent, self, self._hearing, self.election, access, limits, lead, leave, alone=alone)
+        self._lookout = ControllerWatch(
+            agent, self, self._hearing, self.election, access, limits, lead, leave, alone=alone
+        )
         self.relay = Relay(agent.node, access)
         self._way = self._through = ""
         self._move: asyncio.Task[None] | None = None

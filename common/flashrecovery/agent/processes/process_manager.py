@@ -36,7 +36,7 @@ LAST_WORDS_S = 0.2
 """For what a dying process has still said to arrive."""
 
 
-class Foreman(Protocol):
+class ProcessObserver(Protocol):
     """Whoever the processes work for: the agent."""
 
     def said(self, process: WorkerProcess, message: pb.FromWorker) -> None:
@@ -72,7 +72,7 @@ class ProcessManager:
 
     def __init__(
         self,
-        foreman: Foreman,
+        foreman: ProcessObserver,
         config: RunConfig,
         command: list[str],
         run_dir: RunDir,
@@ -97,7 +97,9 @@ class ProcessManager:
         self.pool = StandbyPool(config.standby, self._spawn_standby, run_dir.log_dir, for_each=config.standby_device)
         self._zygotes: Zygotes | None = None
         if config.start_method == "zygote":
-            self._zygotes = Zygotes(command, run_dir.log_dir / "zygote.log", config.unforkable, self._tell_of_zygotes)
+            self._zygotes = Zygotes(
+                command, run_dir.log_dir / "zygote.log", config.fork_denylist, self._tell_of_zygotes
+            )
         forked = [] if self._zygotes is None else [Forked(self._zygotes)]
         self._providers: list[ProcessProvider] = [*forked, Spawned(command)]
         self._orphans = Orphans()
@@ -199,7 +201,7 @@ class ProcessManager:
         if old is not None:
             while not await old.gone(self._config.timeouts.fence_s):
                 waits = f"pid {old.pid} has not ended after SIGKILL; its rank is not filled before that"
-                self._foreman.notice(rank, NoticeKind.NOT_FENCED, waits)
+                self._foreman.notice(rank, NoticeKind.FENCE_TIMEOUT, waits)
             await self._free_gpu(rank, old)
             if hear_out:
                 await old.hear_out(LAST_WORDS_S)
@@ -242,7 +244,7 @@ class ProcessManager:
             if not gone.dead and self.ranks.get(gone.place) is gone:
                 return
             waits = f"pid {gone.pid} still has memory on its GPU; its rank is not filled before it is free"
-            self._foreman.notice(rank, NoticeKind.NOT_FENCED, waits)
+            self._foreman.notice(rank, NoticeKind.FENCE_TIMEOUT, waits)
         self._leave_gpu(gone)
 
     async def _look_at_gpu(self, process: WorkerProcess) -> None:

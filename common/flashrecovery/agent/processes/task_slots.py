@@ -50,7 +50,7 @@ class GuardLostError(Exception):
     """A guard has ended, or does not answer."""
 
 
-class Foster:
+class ForeignProcess:
     """A process whose parent is a guard (a :class:`~.zygote_process.Child` all the same). ``reap``:
     nobody needs its end any more."""
 
@@ -259,7 +259,7 @@ class Guards:
             if isinstance(e, GuardLostError):
                 self._lost(guard)
             return None
-        child = Foster(pid, lambda pid: self._tell(guard, pb.ToGuard(reap=pb.Reap(pid=pid))))
+        child = ForeignProcess(pid, lambda pid: self._tell(guard, pb.ToGuard(reap=pb.Reap(pid=pid))))
         return WorkerProcess(child, page, ours, child.end_of)
 
     def env(self, local_rank: int, rank: int) -> Mapping[str, str]:

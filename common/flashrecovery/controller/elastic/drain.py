@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from flashrecovery.controller.elastic.join import ComingIn
+from flashrecovery.controller.elastic.join import Joining
 from flashrecovery.controller.elastic.resizing import Resizing
 from flashrecovery.controller.membership.joining_processes import give_up_all
-from flashrecovery.controller.membership.placement import Staffing
+from flashrecovery.controller.membership.placement import RankPlacement
 from flashrecovery.controller.state.job_state import AGENT, JobState
 from flashrecovery.controller.state.loss_policy import allowed_sizes, never_replaced
 from flashrecovery.controller.state.nodes import NodeRecord, NodeState, rooms
@@ -24,10 +24,10 @@ _TRIES = 3
 """Times that the ranks of one node are on their way, where something else fails meanwhile."""
 
 
-class Handoff:
+class Drain:
     """The nodes of one job that are to leave."""
 
-    def __init__(self, job: JobState, staffing: Staffing, coming: ComingIn, resizing: Resizing) -> None:
+    def __init__(self, job: JobState, staffing: RankPlacement, coming: Joining, resizing: Resizing) -> None:
         self._job = job
         self._staffing = staffing
         self._coming = coming

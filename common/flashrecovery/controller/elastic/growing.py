@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from flashrecovery.controller.elastic.join import ComingIn
-from flashrecovery.controller.membership.placement import Staffing
+from flashrecovery.controller.elastic.join import Joining
+from flashrecovery.controller.membership.placement import RankPlacement
 from flashrecovery.controller.state.job_state import JobState
 from flashrecovery.controller.state.loss_policy import allowed_sizes
 from flashrecovery.controller.state.nodes import NodeState, rooms
@@ -24,7 +24,7 @@ from flashrecovery.plan.transitions import State
 class Growing:
     """The growth of one job."""
 
-    def __init__(self, job: JobState, staffing: Staffing, coming: ComingIn) -> None:
+    def __init__(self, job: JobState, staffing: RankPlacement, coming: Joining) -> None:
         self._job = job
         self._staffing = staffing
         self._coming = coming
@@ -114,4 +114,4 @@ class Growing:
         if places:
             where = ", ".join(f"rank {rank} on node {name}" for rank, name in places.items())
             text = f"{where}: built up beside training, to come in at a step boundary"
-            job.notice(NoticeKind.NEWCOMERS, text)
+            job.notice(NoticeKind.JOINING_PROCESSES, text)

@@ -5,7 +5,7 @@ rank over from a process that lives has to get what only that one had. So there 
 still hear of in time, and say that they have once the copies of its version are complete; the state of those who leave
 is then held by others, as if their node were lost, and no step is done again. So they do where state is divided among
 them: of that a newcomer gets its part when it is divided anew (:mod:`flashrecovery.contract.division`), and a member
-that dies meanwhile shall not take the version with it. :class:`Gathering` says whether all have come to that step.
+that dies meanwhile shall not take the version with it. :class:`PauseBarrier` says whether all have come to that step.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Set
 
-from flashrecovery.controller.elastic.released_processes import Relieved
-from flashrecovery.controller.membership.joining_processes import Newcomers, give_up, give_up_all
+from flashrecovery.controller.elastic.released_processes import RelievedProcesses
+from flashrecovery.controller.membership.joining_processes import JoiningProcesses, give_up, give_up_all
 from flashrecovery.controller.state.custody import divided, of_their_own
 from flashrecovery.controller.state.job_state import JobState
 from flashrecovery.controller.state.loss_policy import allowed_sizes
@@ -28,7 +28,7 @@ from flashrecovery.plan.words import ranks_text
 from flashrecovery.proto import flashrecovery_pb2 as pb
 
 
-class Gathering:
+class PauseBarrier:
     """Of one pause. Times are CLOCK_MONOTONIC seconds."""
 
     def __init__(self) -> None:
@@ -67,18 +67,18 @@ _ALL_S = 2.0
 _TRIES = 3
 
 
-class ComingIn:
+class Joining:
     """The way of the newcomers of one job."""
 
     def __init__(self, job: JobState) -> None:
         self._job = job
-        self.newcomers = Newcomers(job)
-        self.relieved = Relieved(job)
+        self.newcomers = JoiningProcesses(job)
+        self.relieved = RelievedProcesses(job)
         self._step = -1  # they are to take part from this step on
         self._taking_over = False  # they take ranks over from processes that live
         self._called_in = -1  # the generation in which the members were told to pause
         self._before = 0  # which step
-        self._waiting = Gathering()  # those that have, with their copies
+        self._waiting = PauseBarrier()  # those that have, with their copies
         self._tries = 0
         self.came_to_nothing = False
         """They were to take ranks over, and something else has failed before they had all that they needed."""

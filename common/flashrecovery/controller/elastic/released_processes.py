@@ -2,8 +2,8 @@
 
 * Who leaves because of a command has copies for others. It stays until those who go on have all that they need, with
   copies of it among themselves.
-* Whose rank another process has taken over (:class:`Relieved`) has copies for others, too, and the new process has none
-  before its first step here. It stays until all ranks have taken a step.
+* Whose rank another process has taken over (:class:`RelievedProcesses`) has copies for others, too, and the new process
+  has none before its first step here. It stays until all ranks have taken a step.
 
 If somebody dies meanwhile and the others can go on from what they have, nothing becomes of it. Else these processes
 belong to the job again, with what they have, and the change is made once more.
@@ -17,7 +17,7 @@ from flashrecovery.controller.state.rank_record import RankRecord
 from flashrecovery.proto import flashrecovery_pb2 as pb
 
 
-class LastResort:
+class ReleasedProcesses:
     """Those of one job."""
 
     def __init__(self, job: JobState) -> None:
@@ -75,7 +75,7 @@ class LastResort:
         return True
 
 
-class Relieved:
+class RelievedProcesses:
     """Those of one job."""
 
     def __init__(self, job: JobState) -> None:

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 
 from flashrecovery import events as ev
 from flashrecovery.controller.elastic.growing import Growing
-from flashrecovery.controller.elastic.join import ComingIn, Gathering
-from flashrecovery.controller.elastic.released_processes import LastResort
+from flashrecovery.controller.elastic.join import Joining, PauseBarrier
+from flashrecovery.controller.elastic.released_processes import ReleasedProcesses
 from flashrecovery.controller.membership.joining_processes import give_up_all
 from flashrecovery.controller.state.custody import choose_leaving, divided, of_their_own
 from flashrecovery.controller.state.job_state import JobState
@@ -36,7 +36,7 @@ _TRIES = 3
 
 
 @dataclass(frozen=True)
-class Wish:
+class ResizeRequest:
     """What somebody has commanded: so many replicas, from a step on (-1: from the next one). ``ranks``: that leave;
     none: the last ones."""
 
@@ -52,22 +52,22 @@ class Wish:
 class Resizing:
     """Changes of the size of one job."""
 
-    def __init__(self, job: JobState, growing: Growing, coming: ComingIn) -> None:
+    def __init__(self, job: JobState, growing: Growing, coming: Joining) -> None:
         self._job = job
         self._coming = coming
         self._growing = growing
-        self._wish: Wish | None = None
+        self._wish: ResizeRequest | None = None
         self._left: list[int] = []  # since the size was told last
         self._came: list[int] = []  # since then
         self._other_processes = False  # since then; the same ranks are filled by others
         self._tries = 0  # to carry out what somebody has commanded
-        self._waiting = Gathering()  # for those who are to leave
-        self._put_aside: Wish | None = None  # until no node is to leave any more
+        self._waiting = PauseBarrier()  # for those who are to leave
+        self._put_aside: ResizeRequest | None = None  # until no node is to leave any more
         self._gone: dict[int, RankRecord] = {}  # that have lost their processes and left, since then
-        self._carried_out: Wish | None = None  # and those who leave because of it are still there
+        self._carried_out: ResizeRequest | None = None  # and those who leave because of it are still there
         self._since_start: dict[int, RankRecord] = {}  # that have left since all processes were started
         self._told_step: int | None = None  # at which the change of size was said to take place, until it does
-        self.last_resort = LastResort(job)
+        self.last_resort = ReleasedProcesses(job)
         self._returned = 0  # times that some of these were taken back, in one recovery
         coming.otherwise = self._standing
 
@@ -208,16 +208,16 @@ class Resizing:
             return why_not
         self._growing.commanded(replicas)
         if self._wish is not None and self._wish.ranks:  # ranks of a node that is to leave, which cannot wait
-            self._put_aside = Wish(replicas, step)
+            self._put_aside = ResizeRequest(replicas, step)
             return ""
-        self._wish, self._tries, self._put_aside = Wish(replicas, step), 0, None
+        self._wish, self._tries, self._put_aside = ResizeRequest(replicas, step), 0, None
         self._tell_to_pause()
         return ""
 
     def dismiss(self, ranks: Collection[int]) -> None:
         """These ranks leave before the next step."""
         replicas = {self._job.shape.replica(rank) for rank in ranks}
-        self._wish = Wish(self._job.replicas - len(replicas), -1, tuple(ranks))
+        self._wish = ResizeRequest(self._job.replicas - len(replicas), -1, tuple(ranks))
         self._tell_to_pause()
 
     def put_aside(self) -> None:

@@ -9,7 +9,13 @@ and that is said. Once all are there, the ranks pause, and in the recovery that 
 from __future__ import annotations
 
 from flashrecovery.controller.state.job_state import JobState
-from flashrecovery.controller.state.rank_record import Newcomer, Place, RankRecord, capsule_name, registration_differs
+from flashrecovery.controller.state.rank_record import (
+    JoiningProcess,
+    Place,
+    RankRecord,
+    capsule_name,
+    registration_differs,
+)
 from flashrecovery.kinds import NoticeKind
 from flashrecovery.plan.ownership import base_name
 from flashrecovery.proto import flashrecovery_pb2 as pb
@@ -31,7 +37,7 @@ def _give_up(job: JobState, rank: int, why: str) -> None:
     record = job.membership.joining.pop(rank).record
     job.tell_to_leave(rank, record.home)
     job.notice(
-        NoticeKind.NEWCOMER_GIVEN_UP,
+        NoticeKind.JOINING_PROCESS_GIVEN_UP,
         f"rank {rank} was to come in on node {record.home}, and does not: {why}; training goes on without it",
         rank=rank,
     )
@@ -43,7 +49,7 @@ def give_up_all(job: JobState, why: str) -> None:
         give_up(job, rank, why)
 
 
-class Newcomers:
+class JoiningProcesses:
     """What becomes of the newcomers of one job. What agents say is of a newcomer if it comes from its node; each method
     returns whether it was. ``node`` "": not known."""
 
@@ -57,7 +63,7 @@ class Newcomers:
             newcomer.here for newcomer in self._job.membership.joining.values()
         )
 
-    def _of(self, rank: int, node: str) -> Newcomer | None:
+    def _of(self, rank: int, node: str) -> JoiningProcess | None:
         found = self._job.membership.joining.get(rank)
         return found if found is not None and node in ("", found.record.home) else None
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from flashrecovery.controller.membership.admission import other_command
 from flashrecovery.controller.membership.joining_processes import give_up_all
-from flashrecovery.controller.membership.placement import Staffing
+from flashrecovery.controller.membership.placement import RankPlacement
 from flashrecovery.controller.state.job_state import AGENT, JobState
 from flashrecovery.controller.state.nodes import NodeRecord, NodeState, is_spare, launch_order
 from flashrecovery.controller.state.rank_record import Place
@@ -24,10 +24,10 @@ _SAID = 3
 """The number of nodes that are named if they run something else; where there are more, most of them do."""
 
 
-class Starting:
+class LaunchSequence:
     """Starts every rank from the script's first line."""
 
-    def __init__(self, job: JobState, staffing: Staffing) -> None:
+    def __init__(self, job: JobState, staffing: RankPlacement) -> None:
         self._job = job
         self._staffing = staffing
         self._excluded_since: float | None = None

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from flashrecovery.controller.membership.placement import Staffing
+from flashrecovery.controller.membership.placement import RankPlacement
 from flashrecovery.controller.state.job_state import JobState
 from flashrecovery.controller.state.loss_policy import left_of_replicas, never_replaced
 from flashrecovery.controller.state.nodes import NodeRecord, NodeState, rooms
@@ -22,10 +22,10 @@ from flashrecovery.plan.restore.evacuation import Warned, evacuations
 from flashrecovery.plan.words import ranks_text
 
 
-class Evacuation:
+class ProactiveReplacement:
     """Moves whole nodes in the middle of a recovery."""
 
-    def __init__(self, job: JobState, staffing: Staffing) -> None:
+    def __init__(self, job: JobState, staffing: RankPlacement) -> None:
         self._job = job
         self._staffing = staffing
 
@@ -72,7 +72,7 @@ class Evacuation:
             self._staffing.fill(record, now, detached=True)
 
 
-class Conduct:
+class NodePolicy:
     """Tells the job's nodes what is thought of them."""
 
     def __init__(self, job: JobState) -> None:

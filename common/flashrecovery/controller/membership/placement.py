@@ -9,7 +9,7 @@ from flashrecovery.controller.membership.relayout_slots import laid_out_without
 from flashrecovery.controller.state.job_state import AGENT, JobState
 from flashrecovery.controller.state.loss_policy import leaving_without, never_replaced, worth_filling
 from flashrecovery.controller.state.nodes import NodeRecord, NodeState, rooms
-from flashrecovery.controller.state.rank_record import Newcomer, Place, RankRecord
+from flashrecovery.controller.state.rank_record import JoiningProcess, Place, RankRecord
 from flashrecovery.controller.state.rank_table import RankTable
 from flashrecovery.kinds import NoticeKind, Ordered
 from flashrecovery.plan.elastic.new_ranks import stand_in
@@ -23,7 +23,7 @@ _SKIPS = 0.7
 """Part of ``replacement_s``, for which a process that is built up beside training may skip what others have done."""
 
 
-class Staffing:
+class RankPlacement:
     """Gives ranks to nodes, and has these start processes."""
 
     def __init__(self, job: JobState) -> None:
@@ -115,7 +115,9 @@ class Staffing:
         self._house(record, name)
         self._orders += 1
         limits = self._job.config.timeouts
-        self._job.membership.joining[rank] = Newcomer(record, self._orders, now + limits.fence_s + limits.replacement_s)
+        self._job.membership.joining[rank] = JoiningProcess(
+            record, self._orders, now + limits.fence_s + limits.replacement_s
+        )
         replace = self._order(record, detached=True)
         replace.beside = self._orders
         replace.ahead.reached, replace.ahead.for_s = max(self._job.committed, 0), _SKIPS * limits.replacement_s

@@ -23,7 +23,7 @@ Slots = Mapping[str, tuple[int, ...]]
 """Local ranks, by node."""
 
 
-class LayoutRooms:
+class RelayoutSlots:
     """The places among which the next layout of one job is chosen."""
 
     def __init__(self, job: JobState) -> None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
-from flashrecovery.controller.relayout.stash_writers import Kept
+from flashrecovery.controller.relayout.stash_writers import SavedState
 from flashrecovery.controller.state.restore_plan import Decision, NothingLeft
 from flashrecovery.plan.strategy.strategy import Strategy
 from flashrecovery.proto import flashrecovery_pb2 as pb
@@ -42,8 +42,8 @@ class RelayoutFacts:
 
     found: Decision | NothingLeft
     wanted: NextLayout | None
-    kept: Kept | None = None
-    readable: Kept | None = None
+    kept: SavedState | None = None
+    readable: SavedState | None = None
     lost_with: str = ""
     retries: int = 0
     unknown: str = ""
@@ -63,7 +63,7 @@ class KeepLayout:
 class StartLayout:
     """All ranks start in the next layout, with this. ``once_more``: they had started in it, or in the one before."""
 
-    kept: Kept
+    kept: SavedState
     once_more: bool = False
 
 
@@ -109,7 +109,7 @@ def relayout_step(facts: RelayoutFacts) -> RelayoutStep:
         return KeepLayout()
     if not wanted.lost and wanted.strategy.ranks > facts.rooms:
         return KeepLayout(given_up=f"a node has gone, and there is room for {facts.rooms} ranks")
-    return StartLayout(Kept(version, pb.StashPlace(), checkpoint)) if checkpoint else WriteState(version)
+    return StartLayout(SavedState(version, pb.StashPlace(), checkpoint)) if checkpoint else WriteState(version)
 
 
 def _once_more(facts: RelayoutFacts, found: Decision | NothingLeft) -> RelayoutStep:
@@ -118,7 +118,7 @@ def _once_more(facts: RelayoutFacts, found: Decision | NothingLeft) -> RelayoutS
     kept = facts.readable
     tries = 2 if kept is not None and kept.place.sources else 1
     if isinstance(found, Decision) and (kept is None or kept.checkpoint or facts.retries >= tries):
-        return StartLayout(Kept(found.round.version, pb.StashPlace(), found.checkpoint), once_more=True)
+        return StartLayout(SavedState(found.round.version, pb.StashPlace(), found.checkpoint), once_more=True)
     if kept is not None and not kept.checkpoint:
         return StartLayout(replace(kept, written=0), once_more=True)
     if kept is None:

@@ -16,9 +16,9 @@ from dataclasses import replace
 
 from flashrecovery import events as ev
 from flashrecovery.controller.elastic.resizing import Resizing
-from flashrecovery.controller.membership.launch import Starting
-from flashrecovery.controller.membership.placement import Staffing
-from flashrecovery.controller.membership.relayout_slots import LayoutRooms, facts_now
+from flashrecovery.controller.membership.launch import LaunchSequence
+from flashrecovery.controller.membership.placement import RankPlacement
+from flashrecovery.controller.membership.relayout_slots import RelayoutSlots, facts_now
 from flashrecovery.controller.relayout.next_step import (
     CannotChange,
     KeepLayout,
@@ -29,8 +29,8 @@ from flashrecovery.controller.relayout.next_step import (
     WriteState,
     relayout_step,
 )
-from flashrecovery.controller.relayout.stash_state import LayoutMemory
-from flashrecovery.controller.relayout.stash_writers import Kept
+from flashrecovery.controller.relayout.stash_state import StagedState
+from flashrecovery.controller.relayout.stash_writers import SavedState
 from flashrecovery.controller.state.custody import kept_for
 from flashrecovery.controller.state.history import HistoryEntry
 from flashrecovery.controller.state.job_state import AGENT, JobState
@@ -61,16 +61,16 @@ _TRIES = 3
 _NOBODY_HAS_IT = "nobody has the state that ranks have needed which are lost"
 
 
-class Replanning:
+class ParallelismChange:
     """Changes of the parallel layout of one job."""
 
-    def __init__(self, job: JobState, staffing: Staffing, starting: Starting, resizing: Resizing) -> None:
+    def __init__(self, job: JobState, staffing: RankPlacement, starting: LaunchSequence, resizing: Resizing) -> None:
         self._job = job
         self._resizing = resizing
         self._staffing = staffing
-        self._rooms = LayoutRooms(job)
+        self._rooms = RelayoutSlots(job)
         self._next: NextLayout | None = None
-        self._memory = LayoutMemory(job)
+        self._memory = StagedState(job)
         self._tried: list[str] = []  # layouts in which the script could not begin
         starting.on_again = self._tell_again
 
@@ -284,7 +284,7 @@ class Replanning:
         return self._memory.writing
 
     def wrote(self, rank: int, reply: pb.Reply) -> str:
-        """See :meth:`.stash_state.LayoutMemory.wrote`."""
+        """See :meth:`.stash_state.StagedState.wrote`."""
         return self._memory.wrote(rank, reply)
 
     def could_not(self, rank: int, why: str, now: float, *, differs: bool) -> bool:
@@ -307,7 +307,7 @@ class Replanning:
             return False
         self._memory.drop()
         version, path = self._checkpoint
-        self._start(wanted, Kept(version, pb.StashPlace(), path), now, because=f"rank {rank}: {why}")
+        self._start(wanted, SavedState(version, pb.StashPlace(), path), now, because=f"rank {rank}: {why}")
         return False
 
     def _give_up(self, wanted: NextLayout, why: str) -> None:
@@ -325,7 +325,7 @@ class Replanning:
 
     # -- the new layout ---------------------------------------------------------------------------
 
-    def _start(self, wanted: NextLayout, kept: Kept, now: float, because: str = _NOBODY_HAS_IT) -> None:
+    def _start(self, wanted: NextLayout, kept: SavedState, now: float, because: str = _NOBODY_HAS_IT) -> None:
         """``because``: why it begins with a checkpoint, if it does."""
         job = self._job
         facts = facts_now(job)
@@ -389,11 +389,11 @@ class Replanning:
             self._memory.tell()
 
     def inherit(self, told: pb.StashKept | None) -> bool:
-        """See :meth:`.stash_state.LayoutMemory.inherit`."""
+        """See :meth:`.stash_state.StagedState.inherit`."""
         return self._memory.inherit(told)
 
     def await_confirmation(self, now: float) -> None:
-        """See :meth:`.stash_state.LayoutMemory.await_confirmation`."""
+        """See :meth:`.stash_state.StagedState.await_confirmation`."""
         self._memory.await_confirmation(now)
 
     def begin_again(self, now: float) -> bool:
@@ -404,7 +404,7 @@ class Replanning:
             return False
         again = kept.now(job.nodes)
         if again is None and self._checkpoint is not None:
-            again = Kept(self._checkpoint[0], pb.StashPlace(), self._checkpoint[1])
+            again = SavedState(self._checkpoint[0], pb.StashPlace(), self._checkpoint[1])
         if again is None:
             job.fail(f"{kept.lost_with(job.nodes)}; and there is no checkpoint")
             return True
@@ -461,7 +461,7 @@ class Replanning:
         if again is not None and not lost:
             return False
         if again is None and self._checkpoint is not None:
-            again = Kept(self._checkpoint[0], pb.StashPlace(), self._checkpoint[1])
+            again = SavedState(self._checkpoint[0], pb.StashPlace(), self._checkpoint[1])
         if again is None:
             job.fail(f"{kept.lost_with(job.nodes)}; and there is no checkpoint")
             return True

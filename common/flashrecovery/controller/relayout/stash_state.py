@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from flashrecovery.controller.relayout.stash_writers import Kept, KeptWords, assigned
+from flashrecovery.controller.relayout.stash_writers import SavedState, SavedStateCodec, assigned
 from flashrecovery.controller.state.history import HistoryEntry
 from flashrecovery.controller.state.job_state import AGENT, JobState
 from flashrecovery.errors import JobFailedError, ProtocolError
@@ -19,7 +19,7 @@ from flashrecovery.plan.strategy.strategy import Strategy
 from flashrecovery.proto import flashrecovery_pb2 as pb
 
 
-class LayoutMemory:
+class StagedState:
     """Of one job.
 
     Attributes:
@@ -32,12 +32,12 @@ class LayoutMemory:
 
     def __init__(self, job: JobState) -> None:
         self._job = job
-        self.kept: Kept | None = None
+        self.kept: SavedState | None = None
         self.litter = False
         self.job_is: StayingFacts | None = None
         self.before: Strategy | None = None
         self.change: HistoryEntry | None = None
-        self._writing: Kept | None = None  # is being written
+        self._writing: SavedState | None = None  # is being written
         self._rounds = 0
         self._said: dict[str, tuple[str, int]] = {}  # digests of what writers have alike, and whose they are
 
@@ -50,7 +50,7 @@ class LayoutMemory:
         self._said, self.litter = {}, True
         self._rounds += 1
         directory = f"{job.generation}-{self._rounds}-{version}"
-        self._writing = Kept.of(version, directory, orders, job.ranks, job.nodes)
+        self._writing = SavedState.of(version, directory, orders, job.ranks, job.nodes)
         deadline = now + 1.5 * job.config.timeouts.restore_s
         for rank, items in orders.items():
             stash = pb.Stash(version=version, directory=directory, items=items)
@@ -91,7 +91,7 @@ class LayoutMemory:
                 return f"{what} is not what it is on rank {whose}, and only one of them can be everybody's"
         return ""
 
-    def written(self) -> Kept | None:
+    def written(self) -> SavedState | None:
         """What has been written, once all is."""
         if self._job.outbox.waits_for(Ordered.STASH):
             return None
@@ -100,11 +100,11 @@ class LayoutMemory:
 
     # -- is kept ----------------------------------------------------------------------------------
 
-    def now(self) -> Kept | None:
+    def now(self) -> SavedState | None:
         """What can be read now; None if that is not everything."""
         return None if self.kept is None else self.kept.now(self._job.nodes)
 
-    def keep(self, kept: Kept, facts: StayingFacts, before: Strategy) -> None:
+    def keep(self, kept: SavedState, facts: StayingFacts, before: Strategy) -> None:
         """Ranks of another layout are about to be started with this."""
         self.kept = kept
         self.job_is, self.before = self.job_is or facts, self.before or before
@@ -114,7 +114,7 @@ class LayoutMemory:
         """Have the agents keep it in mind for the next controller."""
         job = self._job
         assert self.kept is not None and self.job_is is not None and self.before is not None
-        words = KeptWords(self.kept, self.job_is, layout_text(self.before), job.attempt)
+        words = SavedStateCodec(self.kept, self.job_is, layout_text(self.before), job.attempt)
         told = pb.StashKept(generation=job.generation, content=words.text())
         job.command(AGENT, pb.Command(stash_kept=told))
 
@@ -140,7 +140,7 @@ class LayoutMemory:
         if told is None or not job.parallel.text:
             return False
         try:
-            words = KeptWords.parse(told.content)
+            words = SavedStateCodec.parse(told.content)
         except ProtocolError as e:
             job.notice(NoticeKind.NOT_REPLANNED, str(e))
             return False

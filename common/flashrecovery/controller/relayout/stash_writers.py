@@ -69,7 +69,7 @@ def assigned(
 
 
 @dataclass(frozen=True)
-class Kept:
+class SavedState:
     """State that is to be read by the ranks of the next layout: in the nodes' memory, or (``checkpoint``) on disk.
 
     Attributes:
@@ -93,7 +93,7 @@ class Kept:
         orders: Mapping[int, list[pb.StashItem]],
         records: Mapping[int, RankRecord],
         nodes: Mapping[str, NodeRecord],
-    ) -> Kept:
+    ) -> SavedState:
         """What is about to be written."""
         writers: dict[str, tuple[int, ...]] = {}
         for rank, items in orders.items():
@@ -101,9 +101,9 @@ class Kept:
                 writers[item.shard] = (*writers.get(item.shard, ()), rank)
         homes = {rank: (name, nodes[name].incarnation) for rank in orders if (name := records[rank].home) in nodes}
         place = pb.StashPlace(directory=directory, ranks=sorted(orders))
-        return Kept(version, place, writers=writers, homes=homes)
+        return SavedState(version, place, writers=writers, homes=homes)
 
-    def now(self, nodes: Mapping[str, NodeRecord]) -> Kept | None:
+    def now(self, nodes: Mapping[str, NodeRecord]) -> SavedState | None:
         """What of it can be read now, and from which agents; None if that is not everything."""
         if self.checkpoint:
             return self
@@ -131,10 +131,10 @@ _FORMAT = 1
 
 
 @dataclass(frozen=True)
-class KeptWords:
+class SavedStateCodec:
     """``attempt``: of the processes that are started with it. ``before``: the layout that the job had, as text."""
 
-    kept: Kept
+    kept: SavedState
     staying: StayingFacts
     before: str
     attempt: int
@@ -165,14 +165,14 @@ class KeptWords:
         )
 
     @staticmethod
-    def parse(text: str) -> KeptWords:
+    def parse(text: str) -> SavedStateCodec:
         """Raises ProtocolError if it is not what :meth:`text` gives."""
         try:
             said = json.loads(text)
             if said["format"] != _FORMAT:
                 raise ProtocolError(f"where state is kept for another layout, in format {said['format']}")
             place = pb.StashPlace(directory=said["directory"], ranks=said["ranks"])
-            kept = Kept(
+            kept = SavedState(
                 said["version"],
                 place,
                 said["checkpoint"],
@@ -181,7 +181,7 @@ class KeptWords:
                 {int(rank): (home[0], home[1]) for rank, home in said["homes"].items()},
             )
             staying = StayingFacts(LayoutFacts.parse(said["facts"]), said["batches"], said["steps"])
-            words = KeptWords(kept, staying, said["before"], said["attempt"])
+            words = SavedStateCodec(kept, staying, said["before"], said["attempt"])
             _ = words.layout_before  # it is one
             return words
         except (ValueError, KeyError, TypeError, IndexError) as e:

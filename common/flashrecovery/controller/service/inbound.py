@@ -22,7 +22,7 @@ _SHORT = 240
 """Characters of a notice that are repeated in another one."""
 
 
-class Intake:
+class Inbound:
     """The intake of one controller. ``record`` writes an event down."""
 
     def __init__(
@@ -182,7 +182,7 @@ class Intake:
             job.nodes[node].suspect = n.text  # the last to get ranks of a lost node
         elif n.kind == NoticeKind.DATA_ENDED:
             self._machine.watch.data_ended(n.rank, n.text)
-        elif n.kind == NoticeKind.UNDO_ENABLED and self._undo_told != (job.generation, n.step):
+        elif n.kind == NoticeKind.PRE_STEP_COPY_ENABLED and self._undo_told != (job.generation, n.step):
             self._undo_told = (job.generation, n.step)  # once, however many ranks find it out
             # a rank whose steps need it cannot be brought back unless the others can go back, too
             for rank, record in job.ranks.items():

@@ -14,12 +14,12 @@ from flashrecovery.controller.service.batches import Batches
 from flashrecovery.controller.service.checkpoints import Checkpoints
 from flashrecovery.controller.service.connections import Connections
 from flashrecovery.controller.service.heartbeats import ControllerHeartbeats
-from flashrecovery.controller.service.rank_table_publisher import TablePublisher
-from flashrecovery.controller.state.fault_drills import Drills
+from flashrecovery.controller.service.rank_table_publisher import RankTablePublisher
+from flashrecovery.controller.state.fault_drills import FaultDrills
 from flashrecovery.controller.state.job_state import AGENT
 from flashrecovery.controller.state.outbox import Action, Blame, Emit, Publish, Send
 from flashrecovery.controller.storage.generation_file import GenerationFile, Numbers
-from flashrecovery.controller.storage.node_failure_log import NodeMemory
+from flashrecovery.controller.storage.node_failure_log import NodeFailureLog
 from flashrecovery.plan.transitions import State
 from flashrecovery.proto import flashrecovery_pb2 as pb
 
@@ -37,10 +37,10 @@ class Actions:
         machine: Machine,
         agents: Connections,
         heartbeats: ControllerHeartbeats,
-        tables: TablePublisher,
-        drills: Drills,
+        tables: RankTablePublisher,
+        drills: FaultDrills,
         checkpoints: Checkpoints,
-        memory: NodeMemory,
+        memory: NodeFailureLog,
         numbers: GenerationFile,
         record: Callable[[ev.Event], None],
         go_on: Callable[[], None],

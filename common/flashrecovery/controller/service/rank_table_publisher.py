@@ -20,7 +20,7 @@ from flashrecovery.proto import flashrecovery_pb2 as pb
 log = logging.getLogger("flashrecovery")
 
 
-class TablePublisher:
+class RankTablePublisher:
     """Publishes the rank table of one job."""
 
     def __init__(self, run_dir: RunDir) -> None:

@@ -23,17 +23,17 @@ from flashrecovery.controller.service.connections import AgentConnection, Connec
 from flashrecovery.controller.service.console import Console
 from flashrecovery.controller.service.elector_set import ElectorSet
 from flashrecovery.controller.service.heartbeats import ControllerHeartbeats
-from flashrecovery.controller.service.inbound import Intake
+from flashrecovery.controller.service.inbound import Inbound
 from flashrecovery.controller.service.outbound import Actions
-from flashrecovery.controller.service.rank_table_publisher import TablePublisher
+from flashrecovery.controller.service.rank_table_publisher import RankTablePublisher
 from flashrecovery.controller.service.relays import Relays
 from flashrecovery.controller.service.sessions import Sessions
 from flashrecovery.controller.service.status import StatusBoard
-from flashrecovery.controller.state.fault_drills import Drills
+from flashrecovery.controller.state.fault_drills import FaultDrills
 from flashrecovery.controller.state.job_state import AGENT
 from flashrecovery.controller.storage.earlier_launch import earlier_step
 from flashrecovery.controller.storage.generation_file import GenerationFile
-from flashrecovery.controller.storage.node_failure_log import NodeMemory
+from flashrecovery.controller.storage.node_failure_log import NodeFailureLog
 from flashrecovery.errors import ConfigError
 from flashrecovery.heartbeat.receiver import HeartbeatReceiver
 from flashrecovery.kinds import NoticeKind
@@ -92,9 +92,9 @@ class ControllerService(rpc.ControllerServicer):  # type: ignore[misc]
         self._liveness = Liveness(config.timeouts, quorum.leader)
         self._elector_set = ElectorSet(quorum, self.machine.job, config.timeouts)
         self._renewal: asyncio.Task[None] | None = None
-        self._tables = TablePublisher(run_dir)
+        self._tables = RankTablePublisher(run_dir)
         self._heartbeats = HeartbeatReceiver(access.token, self, config.timeouts.heartbeat_s)
-        self._relays = Relays(config.direct_agents, quorum.leader)
+        self._relays = Relays(config.max_direct_agents, quorum.leader)
         self._sessions = Sessions(
             self, self.machine, self._agents, self._liveness, self._heartbeats, self._relays, config.shared()
         )
@@ -103,10 +103,10 @@ class ControllerService(rpc.ControllerServicer):  # type: ignore[misc]
         )
         self._incarnation = self.machine.job.launch = uuid.uuid4().hex
         self.machine.job.where = str(run_dir.path)
-        self._drills = Drills(config.most_ranks)
+        self._drills = FaultDrills(config.most_ranks)
         self._board = StatusBoard(self.machine, self._liveness, str(run_dir.path))
         self._checkpoints = Checkpoints(config.checkpoint)
-        self._memory = NodeMemory(marks, str(run_dir.path.absolute()), self._rated, self._no_memory)
+        self._memory = NodeFailureLog(marks, str(run_dir.path.absolute()), self._rated, self._no_memory)
         self._numbers = GenerationFile(
             run_dir.path if config.several_nodes else None, home or run_dir.path, self._not_written_down
         )
@@ -115,7 +115,7 @@ class ControllerService(rpc.ControllerServicer):  # type: ignore[misc]
         self._ticker: asyncio.Task[None] | None = None
         self.course: Callable[[], str] | None = None
         """What is shown of the job's course, as JSON; whoever records it sets this."""
-        self._intake = Intake(
+        self._intake = Inbound(
             self.machine,
             self._agents,
             self._liveness,
@@ -354,7 +354,7 @@ class ControllerService(rpc.ControllerServicer):  # type: ignore[misc]
             self.act()
 
     def _no_memory(self, text: str) -> None:
-        self._record(ev.Notice(generation=self.machine.job.generation, kind=NoticeKind.NODE_MARKS, text=text))
+        self._record(ev.Notice(generation=self.machine.job.generation, kind=NoticeKind.NODE_FAILURE_LOG, text=text))
 
     def _not_written_down(self, text: str) -> None:
         self._record(ev.Notice(generation=self.machine.job.generation, kind=NoticeKind.GENERATION_NOT_KEPT, text=text))

@@ -70,7 +70,7 @@ def _is_like(drill: pb.InjectRequest, step: int, exception: str) -> bool:
     return anywhere or step in (drill.step, drill.step + 1)
 
 
-class Drills:
+class FaultDrills:
     """The faults that were asked for in a job of ``world`` ranks."""
 
     def __init__(self, world: int) -> None:

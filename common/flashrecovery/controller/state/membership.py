@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from flashrecovery.controller.state.rank_record import Newcomer
+from flashrecovery.controller.state.rank_record import JoiningProcess
 
 
 @dataclass
@@ -21,7 +21,7 @@ class Membership:
         told_size: of how many ranks the job consists, as was told last, here or by a controller before this one.
     """
 
-    joining: dict[int, Newcomer] = field(default_factory=dict)
+    joining: dict[int, JoiningProcess] = field(default_factory=dict)
     sharded_among: tuple[int, ...] = ()
     unsure: bool = False
     departed: dict[int, dict[str, int]] = field(default_factory=dict)

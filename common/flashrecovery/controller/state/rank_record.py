@@ -351,7 +351,7 @@ def registration_differs(old: Registration, new: Registration, other: str) -> st
 
 
 @dataclass
-class Newcomer:
+class JoiningProcess:
     """A process that is built up beside training, to fill a rank later.
 
     Attributes:

@@ -22,7 +22,7 @@ _SETTLE_S = 10.0
 """A scheduler that ends a job has told all nodes within this time."""
 
 
-class NodeMemory:
+class NodeFailureLog:
     """Of one controller.
 
     Args:

@@ -23,7 +23,7 @@ _TURNS = 16
 
 
 @dataclass(frozen=True)
-class Decks:
+class LoadBalance:
     """The decks of all sets, laid end to end.
 
     Attributes:
@@ -45,7 +45,7 @@ class Decks:
         return found
 
 
-def deal(sets: Sequence[Ints], holders: Ints, counts: Ints, sizes: Ints, ranks: int) -> Decks:
+def deal(sets: Sequence[Ints], holders: Ints, counts: Ints, sizes: Ints, ranks: int) -> LoadBalance:
     """A deck for each of ``sets``. Stream i: ``counts[i]`` requests of ``sizes[i]`` bytes for set ``holders[i]``."""
     order = np.lexsort((-sizes, holders))
     begins = np.flatnonzero(np.diff(holders[order], prepend=-1))
@@ -72,7 +72,7 @@ def deal(sets: Sequence[Ints], holders: Ints, counts: Ints, sizes: Ints, ranks: 
                 np.add.at(load, cards[number][at], int(sizes[stream]))
     lengths = np.array([len(one) for one in cards], np.int64)
     joined = np.concatenate(cards) if cards else np.zeros(0, np.int64)
-    return Decks(joined, np.cumsum(lengths) - lengths, lengths, first, load)
+    return LoadBalance(joined, np.cumsum(lengths) - lengths, lengths, first, load)
 
 
 def _deck(members: Ints, load: Ints, wanted: float) -> Ints:

@@ -23,7 +23,7 @@ import numpy.typing as npt
 
 from flashrecovery.plan.reshard.boxes import Box, NobodyHoldsError, Space, left_of
 from flashrecovery.plan.reshard.layouts import Placement, RankLayout, Ranks
-from flashrecovery.plan.reshard.load_balance import Decks, deal
+from flashrecovery.plan.reshard.load_balance import LoadBalance, deal
 from flashrecovery.plan.reshard.overlay import Boxes, Ints, disjoint, meeting, spread
 from flashrecovery.plan.words import ranks_text
 
@@ -72,7 +72,7 @@ class Reshard:
     first_request: Ints
     kept_piece: Ints
     kept_dest: Ints
-    decks: Decks
+    decks: LoadBalance
     stream: Ints
     needed_bytes: int
     held_bytes: int

@@ -24,7 +24,7 @@ from flashrecovery.plan.reshard.plan import Portion, Reshard
 
 
 @dataclass(frozen=True)
-class Timetable:
+class Schedule:
     """Attributes:
     limit: bytes that a rank sends, and that it receives, in a round at most.
     rounds: how many there are.
@@ -124,7 +124,7 @@ class _Desks:
         return number, times
 
 
-def timetable(plan: Reshard, limit: int) -> Timetable:
+def timetable(plan: Reshard, limit: int) -> Schedule:
     """Rounds for everything that travels. ``limit``: bytes; a rank's staging memory is twice that at most, for what it
     sends and what it receives.
 
@@ -154,7 +154,7 @@ def timetable(plan: Reshard, limit: int) -> Timetable:
                 alike = alike[times:]
     rounds = 1 + max([-1, *(line[2] for line in whole), *(line[0] for line in chunked)])
     columns = np.array(whole, np.int64).reshape(-1, 3), np.array(sorted(chunked), np.int64).reshape(-1, 5)
-    return Timetable(plan, limit, rounds, *columns)
+    return Schedule(plan, limit, rounds, *columns)
 
 
 def _served_alike(plan: Reshard, group: int, requests: Ints) -> Iterator[tuple[bytes, list[int]]]:

@@ -163,7 +163,7 @@ def _load_resized(path: Path, shards: Sequence[Shard], first: Manifest, rank: in
     return PlainState(None, first.common)
 
 
-def other_layout(path: Path, form: CheckpointFormat) -> str:
+def checkpoint_layout_mismatch(path: Path, form: CheckpointFormat) -> str:
     """In words, the layout of the ranks that wrote a checkpoint, if ``form`` has another one now and can load it; else
     "". It is the same on all ranks. Raises RestoreError if it cannot be read."""
     if not form.layout():

@@ -52,7 +52,7 @@ class Capture:
         return [t for tensors in self.tensors.values() for t in tensors.values()]
 
 
-class UndoCopy:
+class PreStepCopy:
     """Two versions of the given shards. Memory is allocated once and reused; twice the shards' bytes. ``share``: in
     memory that other processes can map. ``brief``: for a few steps, in memory that is not page-locked, which would take
     time; may be set to False later.

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from flashrecovery.errors import RestoreError, StepInterrupted
 from flashrecovery.redundancy.memory.background import Background
 from flashrecovery.redundancy.memory.flat_buffer import Beside, Keep, Slot
-from flashrecovery.redundancy.memory.own_copy import ChangeCounter, UndoCopy
+from flashrecovery.redundancy.memory.own_copy import ChangeCounter, PreStepCopy
 from flashrecovery.redundancy.memory.pacing import Network, Pacing
 from flashrecovery.state.shard import ShardSource
 from flashrecovery.state.spec import ShardSpec, TensorSpec
@@ -40,7 +40,7 @@ class CopyContext:
     Attributes:
         group: process group of all ranks that nothing else uses. Its handle stays valid over recoveries.
         generation: the one in which they begin.
-        look: see :class:`.own_copy.UndoCopy`. Nothing is kept of a version that the script changes during the copy.
+        look: see :class:`.own_copy.PreStepCopy`. Nothing is kept of a version that the script changes during the copy.
         network: holds the content back while training communicates; without it everything goes as fast as it can.
         keep: lets copies outlive this process, and begin with what the process before has left.
         on_kept: gets the newest version that is whole for another rank, -1 for none, whenever it may have changed; in
@@ -60,7 +60,7 @@ class CopyContext:
 class Exchange:
     """Runs one exchange after another. All methods but those of the last section belong to the training thread."""
 
-    def __init__(self, context: CopyContext, undo: UndoCopy, name: str) -> None:
+    def __init__(self, context: CopyContext, undo: PreStepCopy, name: str) -> None:
         self.undo = undo
         self.generation = context.generation
         self.pacing = None if context.network is None else Pacing(context.network)
@@ -186,7 +186,7 @@ class CopyHolding:
 class PeerCopies(Protocol):
     """What other ranks hold for a rank: copies or parity of some of its shards, and its capsule."""
 
-    undo: UndoCopy
+    undo: PreStepCopy
 
     def commit(self, version: int, capsule: bytes | None, *, early: bool = False, beside: Beside = ...) -> None:
         """The live state is ``version``: begin the exchange."""

@@ -30,7 +30,7 @@ from flashrecovery.errors import ProtocolError, RestoreError
 from flashrecovery.plan.parity.code import ParityLayout, StripePart, bucket_for
 from flashrecovery.plan.parity.decodable import DecodeOrder, EncodingHeld, ParityHeld, Told
 from flashrecovery.redundancy.memory.flat_buffer import NOTHING, Beside, FirstShards, Layout, Outliving, Slot
-from flashrecovery.redundancy.memory.own_copy import UndoCopy
+from flashrecovery.redundancy.memory.own_copy import PreStepCopy
 from flashrecovery.redundancy.memory.peer_exchange import (
     STREAMS,
     CopyContext,
@@ -142,7 +142,7 @@ class ParityCopies:
         # What parity is of first: it is then one range of the undo buffer.
         ordered = sorted(shards, key=lambda s: s.name not in copied)
         keep = self._keep = context.keep
-        self.undo = UndoCopy(ordered, share=True, look=context.look, keep=keep)
+        self.undo = PreStepCopy(ordered, share=True, look=context.look, keep=keep)
         self._talk = Exchange(context, self.undo, "parity")
         self._batches = BatchMemory()
         self._spare = [keep(f"parity-{i}") for i in range(ENCODINGS)] if keep is not None else []

@@ -56,14 +56,14 @@ class MemberState:
 
 
 @dataclass(frozen=True)
-class Making:
+class EncodePlan:
     """Which parities are made of a version, from which one; :data:`.NO_BASE`: from nothing."""
 
     base: int
     places: frozenset[ParityPlace]
 
 
-def to_make(layout: ParityLayout, key: int, version: int, states: Sequence[MemberState]) -> Making:
+def to_make(layout: ParityLayout, key: int, version: int, states: Sequence[MemberState]) -> EncodePlan:
     """What the members conclude from what they have told each other, all of them the same. Raises ProtocolError."""
     found = {}
     for stripe in range(layout.members):
@@ -74,7 +74,7 @@ def to_make(layout: ParityLayout, key: int, version: int, states: Sequence[Membe
         raise ProtocolError(f"parity of version {newer[-1]} is held at the exchange of version {version}")
     places = frozenset(place for place, newest in found.items() if newest < version)
     bases = {found[place] for place in places} | {s.before for s in states}
-    return Making(bases.pop() if len(bases) == 1 else NO_BASE, places)
+    return EncodePlan(bases.pop() if len(bases) == 1 else NO_BASE, places)
 
 
 def key_of(ranks: Sequence[int], sizes: Sequence[int], idents: Sequence[int], losses: int, bucket: int) -> int:

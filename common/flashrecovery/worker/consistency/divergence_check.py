@@ -9,7 +9,8 @@ start. If such a variable decides anything (a learning rate, whether there is an
 replacement goes another way than its peers. Mostly that shows in the first step that they take together, in its state
 or in the number of its collectives. It may show later: where the variable decides below the block what the next step
 does, or counts up to something. So after a recovery the ranks go on to compare, from time to time and after the last
-step: a part of each tensor then, since another learning rate changes all of it. When, is said by :class:`Proving`.
+step: a part of each tensor then, since another learning rate changes all of it. When, is said by
+:class:`DivergenceCheck`.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from flashrecovery.plan.ownership import drifted
 from flashrecovery.state.digest import shard_digests
 from flashrecovery.state.shard import Shard
 from flashrecovery.worker.consistency.all_equal import disagreement, gather, gather_objects, in_camps, split, union
-from flashrecovery.worker.control.interruption import Stops
+from flashrecovery.worker.control.interruption import InterruptionClassifier
 from flashrecovery.worker.registry import Registry, in_words
 
 _AT_LEAST_EVERY = 64
@@ -227,7 +228,7 @@ def _collectives() -> dict[str, str]:
     }
 
 
-class Proving:
+class DivergenceCheck:
     """Decides when one rank proves that it agrees with its peers.
 
     Args:
@@ -235,7 +236,7 @@ class Proving:
         replacement: this process fills the place of one that has died.
     """
 
-    def __init__(self, registry: Registry, stops: Stops, *, tensors: bool, replacement: bool) -> None:
+    def __init__(self, registry: Registry, stops: InterruptionClassifier, *, tensors: bool, replacement: bool) -> None:
         self._registry = registry
         self._stops = stops
         self._tensors = tensors

@@ -16,7 +16,7 @@ COMPARED_BYTES = 4 << 30
 """Up to so much state is compared by content in the first step."""
 
 
-class Touches:
+class EarlyWriteDetector:
     """Watches one rank's tensors, from the last :meth:`begin` on."""
 
     def __init__(self, registry: Registry) -> None:

@@ -13,7 +13,7 @@ _LONGEST_PAUSE_S = 0.1
 """A thread that sleeps for a millisecond on a busy host is back by then."""
 
 
-class Stops:
+class InterruptionClassifier:
     """Distinguishes errors that follow from a stop from the script's own, in one worker.
 
     Args:

@@ -17,7 +17,7 @@ from flashrecovery.worker.control.gate import Gate
 _PERIOD_S = 0.5
 
 
-class ErrorWatch:
+class NcclErrorWatch:
     """Watches for errors that NCCL reports, in one worker.
 
     Args:

@@ -25,7 +25,7 @@ from flashrecovery.errors import DataSourceError
 from flashrecovery.worker.data import accelerate
 from flashrecovery.worker.data.accelerate import PreparedLoader, ShardIterator
 from flashrecovery.worker.data.sampler_settings import SamplerValues, SetSamplers, has_own_values, rows_of, values_of
-from flashrecovery.worker.data.torchdata_workers import WorkerDraws
+from flashrecovery.worker.data.torchdata_workers import TorchdataWorkers
 from flashrecovery.worker.local_state.fingerprints import PLAIN
 from flashrecovery.worker.local_state.generators import Stateful, as_stateful, generators_of
 from flashrecovery.worker.local_state.rng import RngState, restore_rng
@@ -243,10 +243,10 @@ class Source:
 
     # -- state --------------------------------------------------------------------------------------
 
-    def _watch_workers(self) -> WorkerDraws | None:
+    def _watch_workers(self) -> TorchdataWorkers | None:
         loader = self.loader
         watched = self._stateful and isinstance(loader, DataLoader) and loader.num_workers > 0
-        return WorkerDraws(loader) if watched else None  # type: ignore[arg-type]
+        return TorchdataWorkers(loader) if watched else None  # type: ignore[arg-type]
 
     def state(self) -> dict[str, Any] | None:
         """``state_dict()`` of a stateful source, None for others, and for one whose workers have drawn random numbers:

@@ -58,7 +58,7 @@ class _Collating:
         return batch
 
 
-class WorkerDraws:
+class TorchdataWorkers:
     """Of one loader with workers."""
 
     def __init__(self, loader: DataLoader[Any]) -> None:

@@ -29,7 +29,7 @@ Encoded = list[tuple[CompiledName, dict[str, list[Any]]]]
 _VARIES, _UNKNOWN = "varies", "unknown"
 
 
-class LearnedSizes:
+class DynamicShapes:
     """Of this process. A look costs next to nothing while nothing is compiled."""
 
     def __init__(self) -> None:

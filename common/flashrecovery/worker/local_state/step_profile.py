@@ -16,7 +16,7 @@ IN_ALL_STEPS, UNTIL_RESEALED, TOUCHED = -1, -2, -3
 
 
 @dataclass
-class Habits:
+class StepProfile:
     """Common to all ranks, as far as they have heard of each other.
 
     Attributes:
@@ -95,7 +95,7 @@ class Habits:
         else:
             self.late = True
 
-    def restore(self, version: Habits) -> None:
+    def restore(self, version: StepProfile) -> None:
         """Go back to what all ranks had agreed upon at a version; what this one has learned for itself is not lost."""
         self.known |= version.known
         self.undo |= version.undo

@@ -41,7 +41,7 @@ _READ_LATER = re.compile("TORCH|TRITON|INDUCTOR")
 Tried = Callable[[str, "BaseException | None"], None]
 
 
-class AheadOfScript:
+class ScriptPreimport:
     """``command``: the script with its arguments, or ``-m module`` with them; the directory in which its modules lie is
     first on the module path already. ``tried``: called after each import; it may raise. ``imported``: takes what the
     imports of the script's text set. What others set is forgotten: nobody knows when the script would import them.

@@ -35,7 +35,7 @@ _DECORATORS = frozenset(("typing_extensions", "functools", "contextlib"))
 """Modules whose functions are around others: no place of a call's own."""
 
 
-class OutsideWatch:
+class StrayCollectiveWatch:
     """Tells of the first operation that the training thread makes while it is watched.
 
     Args:

@@ -50,7 +50,7 @@ from flashrecovery.worker.local_state.fingerprints import (
     plain_mark,
 )
 from flashrecovery.worker.local_state.generators import as_stateful
-from flashrecovery.worker.script_text.loop_carried import Carried, CarriedByClass
+from flashrecovery.worker.script_text.loop_carried import CarriedByClass, LoopCarried
 from flashrecovery.worker.script_text.script_frames import (
     STATIC,
     carried_by_class_in,
@@ -190,7 +190,7 @@ class Unregistered:
             variables = variables_of(one)
             carried = carried_by_loop_at(one.f_code.co_filename, one.f_lineno)
             found_here = {name: v for name, v in variables.items() if name not in everything}
-            if carried != Carried():
+            if carried != LoopCarried():
                 in_loop = True
                 anew |= carried.remade & found_here.keys()
             elif not in_loop:  # it is called in each step

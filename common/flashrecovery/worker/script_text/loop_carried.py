@@ -21,7 +21,7 @@ _DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 
 
 @dataclass(frozen=True)
-class Carried:
+class LoopCarried:
     """Of one loop, as dotted names.
 
     Attributes:
@@ -39,7 +39,7 @@ class Carried:
     counted: frozenset[str] = frozenset()
 
 
-def carried_by_loop(tree: ast.AST, loop: AnyLoop) -> Carried:
+def carried_by_loop(tree: ast.AST, loop: AnyLoop) -> LoopCarried:
     """``tree``: of the file that has the loop."""
     around = list(_functions_around(tree, loop.lineno))
     reader = Reader(_functions(tree, around), _set_before(around[-1] if around else tree, loop))
@@ -49,7 +49,7 @@ def carried_by_loop(tree: ast.AST, loop: AnyLoop) -> Carried:
     names = frozenset(reader.exposed & end.changed)
     every = frozenset(reader.all_changed)
     remade = every - reader.exposed - reader.updated
-    return Carried(
+    return LoopCarried(
         names,
         set_here=frozenset(alone.all_changed | alone.times | reader.times | (remade & end.assigned)),
         remade=remade,

@@ -17,8 +17,8 @@ from flashrecovery.worker.local_state.fingerprints import PLAIN, attributes_of
 from flashrecovery.worker.preimport.preimport import Installed
 from flashrecovery.worker.script_text.data_flow import AnyLoop
 from flashrecovery.worker.script_text.loop_carried import (
-    Carried,
     CarriedByClass,
+    LoopCarried,
     carried_by_class,
     carried_by_loop,
     loop_around,
@@ -169,9 +169,9 @@ def loop_at(file: str, line: int) -> AnyLoop | None:
 
 
 @functools.lru_cache(maxsize=64)
-def carried_by_loop_at(file: str, line: int) -> Carried:
+def carried_by_loop_at(file: str, line: int) -> LoopCarried:
     tree, loop = tree_of(file), loop_at(file, line)
-    return Carried() if tree is None or loop is None else carried_by_loop(tree, loop)
+    return LoopCarried() if tree is None or loop is None else carried_by_loop(tree, loop)
 
 
 @functools.lru_cache(maxsize=1024)

@@ -32,7 +32,7 @@ from flashrecovery.worker.local_state.fast_forward import Ahead
 from flashrecovery.worker.preimport.environment_watch import EnvironmentWatch
 from flashrecovery.worker.preimport.import_environment import ImportEnvironment
 from flashrecovery.worker.preimport.preimport import Installed
-from flashrecovery.worker.preimport.preimport_script import AheadOfScript
+from flashrecovery.worker.preimport.preimport_script import ScriptPreimport
 from flashrecovery.worker.preimport.script_imports import ScriptFacts
 from flashrecovery.worker.preimport.start_profile import LAUNCH_PERIOD_S, PERIOD_S, StartProfile
 from flashrecovery.worker.script_checks.unprotected_steps import UnprotectedSteps
@@ -108,7 +108,7 @@ def _wait_for_assignment(channel: Channel, command: list[str], facts: ScriptFact
         if message.HasField("warm"):
             before = dict(os.environ)
             imported = ImportEnvironment()
-            AheadOfScript(command, imported=imported, facts=facts).import_all(message.warm.modules)
+            ScriptPreimport(command, imported=imported, facts=facts).import_all(message.warm.modules)
             os.environ.clear()
             os.environ.update(before)  # the script sets its variables itself
             imported.apply(os.environ)

@@ -34,7 +34,7 @@ from flashrecovery.runtime.environment import AGENT_PID_ENV, UNFORKABLE_ENV, ZYG
 from flashrecovery.runtime.process_control import die_with_parent, name_thread, redirect_output
 from flashrecovery.worker.preimport.import_environment import ImportEnvironment
 from flashrecovery.worker.preimport.preimport import not_imported
-from flashrecovery.worker.preimport.preimport_script import AheadOfScript
+from flashrecovery.worker.preimport.preimport_script import ScriptPreimport
 from flashrecovery.worker.preimport.script_imports import ScriptFacts
 
 NOT_FORKED = {
@@ -43,7 +43,7 @@ NOT_FORKED = {
     "ray": "it keeps a connection to its node's raylet",
     "tensorflow": "its thread pools do not survive a fork",
 }
-"""Packages that are left to each worker's own import, and why. The setting ``unforkable`` adds to them."""
+"""Packages that are left to each worker's own import, and why. The setting ``fork_denylist`` adds to them."""
 _SHARED_BY_ALL = frozenset({"/dev/null", "/dev/random", "/dev/urandom", "/dev/zero"})
 """Devices without a position."""
 _ADOPTED_S = 10.0
@@ -105,7 +105,7 @@ def _grow(
         if reason is not None:
             raise UnfitError(module, reason)
 
-    script = AheadOfScript(command, left_out, tried, imported, facts)
+    script = ScriptPreimport(command, left_out, tried, imported, facts)
     try:
         script.import_all(grow.learned)
     except UnfitError as e:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
 from flashrecovery.state.version import VERSIONS_KEPT
-from flashrecovery.worker.local_state.step_profile import Habits
+from flashrecovery.worker.local_state.step_profile import StepProfile
 
 Mark = TypeVar("Mark")
 
@@ -34,7 +34,7 @@ class Capsules(Protocol[Mark]):
 @dataclass(frozen=True)
 class Shown:
     """What a complete step has shown of the script; see
-    :meth:`flashrecovery.worker.local_state.step_profile.Habits.learn`."""
+    :meth:`flashrecovery.worker.local_state.step_profile.StepProfile.learn`."""
 
     late: bool
     changed: bool
@@ -47,7 +47,7 @@ class Sealing(Generic[Mark]):
         late: of each recent version, whether its capsule was another one in the end than it had been early.
     """
 
-    def __init__(self, habits: Habits, capsules: Capsules[Mark]) -> None:
+    def __init__(self, habits: StepProfile, capsules: Capsules[Mark]) -> None:
         self.late: dict[int, bool] = {}
         self._habits = habits
         self._capsules = capsules

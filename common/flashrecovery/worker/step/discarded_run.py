@@ -14,7 +14,7 @@ import torch
 
 from flashrecovery import groups
 from flashrecovery.errors import RestoreError
-from flashrecovery.redundancy.memory.own_copy import UndoCopy
+from flashrecovery.redundancy.memory.own_copy import PreStepCopy
 from flashrecovery.state.shard import Shard
 from flashrecovery.worker.data.stream import DataStream
 from flashrecovery.worker.local_state.version_counters import glance_at_tensors
@@ -23,7 +23,7 @@ COPIED_BYTES = 4 << 30
 """Up to so much state is copied; of more it is only seen whether it has been changed."""
 
 
-class VoidRun:
+class DiscardedRun:
     """Begins when it is made, with the state that has just been restored as ``version``.
 
     Args:
@@ -36,9 +36,9 @@ class VoidRun:
         self._streams = streams
         self._version = version
         self._seen = self._look()
-        self._copy: UndoCopy | None = None
+        self._copy: PreStepCopy | None = None
         if sum(t.nbytes for t in self._tensors()) <= COPIED_BYTES:
-            self._copy = UndoCopy(shards, brief=True)
+            self._copy = PreStepCopy(shards, brief=True)
             self._copy.hold(version)
         groups.stand_in(True)
         self._void(True)

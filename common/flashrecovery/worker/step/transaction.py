@@ -17,10 +17,10 @@ from flashrecovery.errors import JobFailedError, StepInterrupted, UnsupportedErr
 from flashrecovery.kinds import NoticeKind
 from flashrecovery.plan.words import shortened
 from flashrecovery.worker.consistency import divergence_check
-from flashrecovery.worker.consistency.divergence_check import Proving
-from flashrecovery.worker.consistency.early_writes import Touches
+from flashrecovery.worker.consistency.divergence_check import DivergenceCheck
+from flashrecovery.worker.consistency.early_writes import EarlyWriteDetector
 from flashrecovery.worker.context import Worker
-from flashrecovery.worker.control.interruption import Stops
+from flashrecovery.worker.control.interruption import InterruptionClassifier
 from flashrecovery.worker.local_state.step_profile import TOUCHED
 from flashrecovery.worker.registry import Drawn, in_words
 from flashrecovery.worker.replication.copies import Copies
@@ -45,10 +45,10 @@ class Transaction(StepHooks):
         worker: Worker,
         copies: Copies,
         sealing: Sealing[Drawn],
-        touches: Touches,
+        touches: EarlyWriteDetector,
         collectives: CollectiveWatch,
-        proving: Proving,
-        stops: Stops,
+        proving: DivergenceCheck,
+        stops: InterruptionClassifier,
     ) -> None:
         self.quiet = True
         self._worker = worker
@@ -298,5 +298,6 @@ class Transaction(StepHooks):
         return JobFailedError(f"a collective failed in {self._gate.page.step_text(self._gate.version)} {how}")
 
     def tell_undo(self, why: str, reason: int) -> None:
-        """Tell that own pre-step copies are kept from now on. ``reason``: what peers hear (:meth:`.Habits.hear`)."""
-        self._worker.notice(NoticeKind.UNDO_ENABLED, f"{why}; {_UNDO}", step=reason)
+        """Tell that own pre-step copies are kept from now on. ``reason``: what peers hear
+        (:meth:`.StepProfile.hear`)."""
+        self._worker.notice(NoticeKind.PRE_STEP_COPY_ENABLED, f"{why}; {_UNDO}", step=reason)

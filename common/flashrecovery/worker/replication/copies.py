@@ -26,7 +26,7 @@ from flashrecovery.proto import flashrecovery_pb2 as pb
 from flashrecovery.redundancy.checkpoint import reader, writer
 from flashrecovery.redundancy.checkpoint.keys import writer_of
 from flashrecovery.redundancy.memory.flat_buffer import Beside
-from flashrecovery.redundancy.memory.own_copy import UndoCopy, write_back
+from flashrecovery.redundancy.memory.own_copy import PreStepCopy, write_back
 from flashrecovery.redundancy.memory.peer_exchange import CopyContext, PeerCopies
 from flashrecovery.redundancy.parity.copies import GroupMember, ParityCopies
 from flashrecovery.snapshot.client import Keeper
@@ -99,9 +99,9 @@ class Copies:
             self._parity = _parity_of(registry, settings, policy, paced)
         ring = context(NEIGHBOUR_GROUP) if policy.needs_ring else None
         self._ring = NeighborRing(registry, policy, ring, keep)
-        self._own = OwnCopies(registry, look, settings.undo)
+        self._own = OwnCopies(registry, look, settings.pre_step_copy)
         if settings.snapshots.keep == "always" and keep is not None and not self._own_copies:
-            self._own.snapshot = UndoCopy(_part_of_snapshot(registry), share=True, look=look, keep=keep)
+            self._own.snapshot = PreStepCopy(_part_of_snapshot(registry), share=True, look=look, keep=keep)
         if self._own.always:
             self.enable_undo()
         self._fallback = FallbackCheckpoints(registry, settings, on_published, on_error)
@@ -391,7 +391,7 @@ class Copies:
         self._fallback.close()
 
     @property
-    def _own_copy(self) -> UndoCopy | None:
+    def _own_copy(self) -> PreStepCopy | None:
         """Makes this rank's own pre-step copy; neighbour copies include one."""
         return self._peers.undo if self._own_copies and self._peers is not None else self._own.undo
 
@@ -401,12 +401,12 @@ class Copies:
         return self._peers is not None and not self.capsules_only
 
     @property
-    def _every_step(self) -> UndoCopy | None:
+    def _every_step(self) -> PreStepCopy | None:
         """Makes a copy, in every step, of at least what this rank writes to checkpoints."""
         return self._peers.undo if self._own_copies and self._peers is not None else self._own.snapshot
 
     @property
-    def _kept(self) -> UndoCopy | None:
+    def _kept(self) -> PreStepCopy | None:
         """Makes the copy that the node's snapshot process holds, too."""
         outlives = self._snapshots.there and not self._policy.ring_of_each_size and not self._snapshots.given_up
         return self._every_step if outlives else None

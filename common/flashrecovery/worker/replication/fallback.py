@@ -8,7 +8,7 @@ from pathlib import Path
 from flashrecovery.config import Settings
 from flashrecovery.errors import RestoreError
 from flashrecovery.redundancy.checkpoint import reader, writer
-from flashrecovery.redundancy.memory.own_copy import UndoCopy
+from flashrecovery.redundancy.memory.own_copy import PreStepCopy
 from flashrecovery.worker.registry import Registry
 
 _CLOSE_S = 60.0
@@ -43,7 +43,7 @@ class FallbackCheckpoints:
                 stands=registry.stands() if self._elastic else (),
             )
 
-    def save_if_due(self, version: int, generation: int, copies: UndoCopy | None) -> None:
+    def save_if_due(self, version: int, generation: int, copies: PreStepCopy | None) -> None:
         """The live state is ``version``. ``copies``: makes a copy of it next, of at least what this rank writes; None:
         the checkpoint makes its own."""
         if self.checkpoint is not None and self.checkpoint.due(version):
@@ -80,7 +80,7 @@ class FallbackCheckpoints:
         of another job."""
         registry, form = self._registry, self.form
         of_calls = self._elastic and registry.batches is not None and registry.batches.of_calls
-        other = "" if form is None else reader.other_layout(Path(path), form)
+        other = "" if form is None else reader.checkpoint_layout_mismatch(Path(path), form)
         if other:
             registry.begin_anew()
         plain = reader.load(

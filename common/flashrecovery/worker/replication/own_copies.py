@@ -10,7 +10,7 @@ from flashrecovery.plan import Kind
 from flashrecovery.plan.ownership import base_name, own_name, owner_of
 from flashrecovery.proto import flashrecovery_pb2 as pb
 from flashrecovery.redundancy.memory.flat_buffer import Beside
-from flashrecovery.redundancy.memory.own_copy import ChangeCounter, UndoCopy
+from flashrecovery.redundancy.memory.own_copy import ChangeCounter, PreStepCopy
 from flashrecovery.state.shard import ShardSource
 from flashrecovery.worker.registry import Registry
 
@@ -29,9 +29,10 @@ class OwnCopies:
         self._registry, self._look = registry, look
         self._allowed = setting != "never"
         self.always = setting == "always"
-        self.undo: UndoCopy | None = None
-        self.snapshot: UndoCopy | None = None
-        self._before: UndoCopy | None = None  # what was kept before shards turned out to be each rank's own, for a step
+        self.undo: PreStepCopy | None = None
+        self.snapshot: PreStepCopy | None = None
+        # what was kept before shards turned out to be each rank's own, for a step
+        self._before: PreStepCopy | None = None
         self._until = 0  # the version from which on that is no longer needed
         self._as_before: dict[str, tuple[int, ...]] = {}  # who held these shards then, all alike
 
@@ -40,7 +41,7 @@ class OwnCopies:
         if not self._allowed:
             return
         if self.undo is None:
-            self.undo = UndoCopy(self._registry.tensor_shards(), brief=brief, look=self._look)
+            self.undo = PreStepCopy(self._registry.tensor_shards(), brief=brief, look=self._look)
         elif not brief:
             self.undo.brief = False
 
@@ -70,7 +71,7 @@ class OwnCopies:
 
     # -- shards that turn out to be each rank's own -----------------------------------------------
 
-    def supersede(self, before: UndoCopy | None) -> None:
+    def supersede(self, before: PreStepCopy | None) -> None:
         """Another copy takes the place of the pre-step copy ``before``, which is still needed for a step."""
         self._before, self.undo = before, None
 
@@ -104,10 +105,10 @@ class OwnCopies:
     # -- recovery ---------------------------------------------------------------------------------
 
     @property
-    def _alone(self) -> list[UndoCopy]:
+    def _alone(self) -> list[PreStepCopy]:
         return [copies for copies in (self.undo, self.snapshot, self._before) if copies is not None]
 
-    def inventory(self, pre_step: UndoCopy | None) -> list[pb.Held]:
+    def inventory(self, pre_step: PreStepCopy | None) -> list[pb.Held]:
         """What this rank holds whole; ``pre_step``: makes its pre-step copy, which may be part of neighbour copies."""
         held = []
         for copies in (pre_step, self.snapshot, self._before):
@@ -120,7 +121,7 @@ class OwnCopies:
                     held.append(pb.Held(kind=Kind.UNDO, version=version, shards=[*known, *self._of_others(version)]))
         return held
 
-    def source(self, pre_step: UndoCopy | None, shard: str, version: int) -> ShardSource | None:
+    def source(self, pre_step: PreStepCopy | None, shard: str, version: int) -> ShardSource | None:
         """A copy in the form of a transfer's source; None: it is not held. ``pre_step``: see :meth:`inventory`."""
         for copies in (pre_step, self.snapshot, self._before):
             for kept, names, _ in () if copies is None else copies.held():

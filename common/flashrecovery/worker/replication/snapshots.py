@@ -9,7 +9,7 @@ from flashrecovery.plan.ownership import turned_out_own
 from flashrecovery.proto import flashrecovery_pb2 as pb
 from flashrecovery.redundancy.checkpoint.keys import writer_of
 from flashrecovery.redundancy.memory.flat_buffer import Beside, Outliving
-from flashrecovery.redundancy.memory.own_copy import UndoCopy
+from flashrecovery.redundancy.memory.own_copy import PreStepCopy
 from flashrecovery.snapshot.client import Keeper
 from flashrecovery.snapshot.files import LAST, OF_PAGE, memory_name
 from flashrecovery.snapshot.memory import SharedMemory
@@ -51,7 +51,7 @@ class RankSnapshots:
 
         return Outliving(keep, keeper.check, self._left.pop(name, None))
 
-    def take_over(self, kept: UndoCopy | None) -> None:
+    def take_over(self, kept: PreStepCopy | None) -> None:
         """Plain state that belongs to what the process before this one has left, in ``kept`` and in its last copy."""
         registry = self._registry
         found = [] if kept is None else [(version, beside.plain) for version, _, beside in kept.held()]
@@ -67,7 +67,7 @@ class RankSnapshots:
         self,
         version: int,
         holders: Collection[int],
-        kept: UndoCopy | None,
+        kept: PreStepCopy | None,
         source: Callable[[Shard], ShardSource],
         beside: Beside,
     ) -> None:

@@ -347,7 +347,7 @@ def test_a_deadlocked_rank_is_found_and_replaced(tmp_path: Path) -> None:
     assert job.code == 0, job.explain()
     (failure,) = job.of("failure_detected")
     assert failure["kind"] == "hang" and failure["rank"] == 1, failure
-    assert "tiny.py" in failure["evidence"] and "1 rank waits for it in group" in failure["evidence"]
+    assert "tiny.py" in failure["evidence"] and "1 rank waits for it in flashrecovery's own " in failure["evidence"]
     assert failure["detect_s"] >= 1.5
     assert ends(job) == ends(reference)
     check_clean(job)

@@ -127,10 +127,10 @@ def test_no_library_that_is_needed_asks_for_its_rank() -> None:
 LATER = """
 import sys
 from flashrecovery.proto import flashrecovery_pb2 as pb
-from flashrecovery.worker.preimport.preimport_script import AheadOfScript
+from flashrecovery.worker.preimport.preimport_script import ScriptPreimport
 
 failed = []
-AheadOfScript([sys.argv[1]], tried=lambda name, error: failed.extend([name] if error else [])).import_all(pb.Modules())
+ScriptPreimport([sys.argv[1]], tried=lambda name, error: failed.extend([name] if error else [])).import_all(pb.Modules())
 print("torch._dynamo" in sys.modules, failed)
 """
 

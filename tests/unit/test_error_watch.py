@@ -90,7 +90,7 @@ def test_a_loop_has_it_asked_from_its_first_step_on(monkeypatch: pytest.MonkeyPa
         def start(self) -> None:
             order.append("asked")
 
-    monkeypatch.setattr("flashrecovery.worker.loop.ErrorWatch", Watch)
+    monkeypatch.setattr("flashrecovery.worker.loop.NcclErrorWatch", Watch)
     loop: Any = Loop.__new__(Loop)
     loop._touches, loop._registry, loop._recoverer = MagicMock(), MagicMock(), MagicMock()
     loop._outside, loop._own_calls = MagicMock(), True

@@ -56,7 +56,7 @@ STANDBY = """
 import os, sys
 from flashrecovery.proto import flashrecovery_pb2 as pb
 from flashrecovery.worker.startup import bootstrap
-from flashrecovery.worker.preimport.preimport_script import AheadOfScript
+from flashrecovery.worker.preimport.preimport_script import ScriptPreimport
 
 class Channel:
     left = [pb.ToWorker(warm=pb.Warm()), pb.ToWorker(assign=pb.Assign(rank=1))]
@@ -65,7 +65,7 @@ class Channel:
     def send(self, message):
         assert message.HasField("warmed")
 
-facts = AheadOfScript([sys.argv[1]]).facts if sys.argv[2] == "forked" else None
+facts = ScriptPreimport([sys.argv[1]]).facts if sys.argv[2] == "forked" else None
 if facts is not None:
     os.unlink(sys.argv[1])  # nobody reads it again
 assert bootstrap._wait_for_assignment(Channel(), [sys.argv[1]], facts).rank == 1

@@ -86,7 +86,7 @@ class Joining:
         """What members that were to pause are told if nobody comes in."""
 
     def expect(self, step: int, *, taking_over: bool = False) -> None:
-        """Newcomers are being built up. They come in before ``step`` (-1: before the next one)."""
+        """Processes that join are being built up. They come in before ``step`` (-1: before the next one)."""
         self._step, self._taking_over = step, taking_over
         self._called_in, self._tries = -1, 0
 

@@ -130,7 +130,8 @@ from flashrecovery.proto import flashrecovery_pb2 as pb
 from flashrecovery.worker.preimport.preimport_script import ScriptPreimport
 
 failed = []
-ScriptPreimport([sys.argv[1]], tried=lambda name, error: failed.extend([name] if error else [])).import_all(pb.Modules())
+ahead = ScriptPreimport([sys.argv[1]], tried=lambda name, error: failed.extend([name] if error else []))
+ahead.import_all(pb.Modules())
 print("torch._dynamo" in sys.modules, failed)
 """
 

@@ -5,6 +5,7 @@ within a function or for types only. :data:`NOT_YET` names what still goes up or
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -203,6 +204,13 @@ def test_imports_within_a_folder_go_downwards(folder: str) -> None:
         if (theirs := _room(imported, folder)) not in (None, mine) and level[str(theirs)] >= level[mine]
     }
     assert wrong == set(), "these go up or sideways"
+
+
+@pytest.mark.parametrize("folder", [name for name in ROOMS if name != "contract"])
+def test_the_readme_of_a_folder_names_its_rooms_from_the_top(folder: str) -> None:
+    text = (ROOTS[CORE] / folder / "README.md").read_text()
+    named = re.findall(r"^\| `(\w+)(?:/|\.py)` \|", text, re.M)
+    assert named == [room for level in reversed(ROOMS[folder]) for room in level.split()]
 
 
 def test_every_folder_has_its_layer() -> None:

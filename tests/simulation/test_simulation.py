@@ -326,6 +326,14 @@ def test_a_controller_that_gathers_gives_no_word_after_a_standstill() -> None:
     assert violation is not None and violation.law == "given away"
 
 
+def test_nor_to_a_node_that_was_cut_off() -> None:
+    """The one before has given its rank away, lost its electors then, and it is that node that is elected."""
+    assert of(draw(2093)).violation is None
+    with patch.object(ControllerLease, "cut_off", lambda self: None):
+        violation = of(draw(2093)).violation
+    assert violation is not None and violation.law == "given away"
+
+
 def test_what_was_lent_without_a_controller_ends_in_time_for_the_next_one() -> None:
     """A node has found its controller dead, comes to another one, and stands still then."""
     with quiet(), simulated():

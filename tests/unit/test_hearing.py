@@ -72,3 +72,43 @@ def test_registering_does_not_take_what_an_answer_has_given(clock: Clock) -> Non
     clock.now += 0.1
     hearing.registers()
     assert hearing.lent_until() == before and hearing.excused_until < clock.now
+
+
+def cut_off(clock: Clock) -> ControllerLease:
+    """Of a node that was cut off a while ago, and whose workers' time is over."""
+    hearing = ControllerLease(LIMITS)
+    clock.now += 2 * LIMITS.node_silence_s
+    hearing.cut_off()
+    assert hearing.lent_until() < clock.now
+    return hearing
+
+
+def test_following_another_controller_is_no_answer_for_a_node_that_was_cut_off(clock: Clock) -> None:
+    hearing = cut_off(clock)
+    hearing.begin()
+    hearing.registers()
+    assert hearing.lent_until() < clock.now
+
+
+def test_nor_is_the_word_of_a_controller_that_gathers(clock: Clock) -> None:
+    """The one before may have given this node's ranks away, and those who know have not come to it yet."""
+    hearing = cut_off(clock)
+    hearing.heard(clock.now, gathering=True)
+    assert hearing.in_doubt and hearing.lent_until() < clock.now
+    hearing.heard(clock.now)
+    assert not hearing.in_doubt and hearing.lent_until() == pytest.approx(in_time_for(clock.now))
+
+
+def test_nor_is_it_if_another_node_brings_that_word(clock: Clock) -> None:
+    hearing = cut_off(clock)
+    assert not hearing.vouched(clock.now, clock.now, found=True, gathering=True)
+    assert hearing.in_doubt and hearing.lent_until() < clock.now
+    assert hearing.vouched(clock.now, clock.now, found=True)
+    assert not hearing.in_doubt and hearing.lent_until() == pytest.approx(in_time_for(clock.now))
+
+
+def test_a_node_that_is_not_in_doubt_takes_the_word_of_a_controller_that_gathers(clock: Clock) -> None:
+    hearing = ControllerLease(LIMITS)
+    clock.now += LIMITS.lease_s
+    assert hearing.vouched(clock.now, clock.now, found=True, gathering=True)
+    assert hearing.lent_until() == pytest.approx(in_time_for(clock.now))

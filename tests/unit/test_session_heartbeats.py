@@ -274,10 +274,43 @@ def test_an_answer_that_was_long_on_its_way_restores_nothing(tmp_path: Path) -> 
         session, agent = scene.session, scene.agent
         now = lease_clock()
         agent.gone_on, session._lookout.standing, session._hearing.heard_at = 0, Standing.CUT_OFF, now - 9.0
+        session._hearing.cut_off()
+        agent.lent_until = 0.0
         session._heard_at_least_at(now - 1.0)
         assert agent.gone_on == 0 and session._lookout.standing is Standing.CUT_OFF and agent.lent_until < now
         session._heard_at_least_at(now - 0.1)
         assert agent.gone_on == 1 and session._lookout.standing is Standing.MEMBER  # type: ignore[comparison-overlap]
+
+    play(tmp_path, act)
+
+
+def test_a_controller_that_gathers_restores_nothing(tmp_path: Path) -> None:
+    """It does not know yet whether the one before it has given the ranks of a node away that was cut off."""
+
+    async def act(scene: Scene) -> None:
+        await scene.until(scene.by_datagram)
+        session, agent = scene.session, scene.agent
+        now = lease_clock()
+        agent.gone_on, session._lookout.standing, agent.lent_until = 0, Standing.CUT_OFF, 0.0
+        session._hearing.cut_off()
+        session._gathering = True
+        session._heard_at_least_at(now)
+        assert agent.gone_on == 0 and session._lookout.standing is Standing.CUT_OFF and agent.lent_until == 0.0
+        session._gathering = False
+        session._heard_at_least_at(now)
+        assert agent.gone_on == 1 and session._lookout.standing is Standing.MEMBER  # type: ignore[comparison-overlap]
+        assert agent.lent_until > now
+
+    play(tmp_path, act)
+
+
+def test_another_controller_gathers_until_it_says_otherwise(tmp_path: Path) -> None:
+    async def act(scene: Scene) -> None:
+        await scene.until(scene.by_datagram)
+        assert not scene.session.gathering
+        scene.session.follow(0, scene.address)
+        assert scene.session.gathering
+        await scene.until(lambda: not scene.session.gathering)
 
     play(tmp_path, act)
 

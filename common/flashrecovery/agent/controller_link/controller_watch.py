@@ -46,6 +46,10 @@ class ControllerConnection(Protocol):
         """Whether the controller is there, and does not know whether its electors still hear it."""
 
     @property
+    def gathering(self) -> bool:
+        """Whether the controller, for all that it has said, does not know the job yet."""
+
+    @property
     def stranger(self) -> bool:
         """Whether somebody else answers at the controller's address."""
 
@@ -115,8 +119,8 @@ class ControllerWatch:
         self._lost_at = None
         if self.standing is Standing.ORPHANED:
             self.standing = Standing.MEMBER
-        elif self.standing is Standing.CUT_OFF and self._hearing.silent_s < self._limits.lease_s:
-            self.standing = Standing.MEMBER  # an answer that was long on its way says nothing about now
+        elif self.standing is Standing.CUT_OFF and not self._hearing.in_doubt:
+            self.standing = Standing.MEMBER
             self._agent.go_on()
         self.lend()
 
@@ -165,7 +169,7 @@ class ControllerWatch:
         if self._hearing.heard_at > asked_at or self._hearing.silent_s < self._limits.lease_s:
             return
         if self.standing is not Standing.CUT_OFF:  # once cut off, only the controller itself restores it
-            held = self._hearing.vouched(asked_at, now, found=found.vouched)
+            held = self._hearing.vouched(asked_at, now, found=found.vouched, gathering=self._connection.gathering)
             now_is = standing(
                 Port.SILENT if self._connection.suspended else answer,
                 replace(found, vouched=held),
@@ -178,6 +182,7 @@ class ControllerWatch:
             self._hearing.excuse(asked_at, self._excused_s(now_is, seen))
             self.lend()
             if now_is is Standing.CUT_OFF:
+                self._hearing.cut_off()
                 self._agent.halt()
                 self._connection.drop()
         await self._succeed(answer, seen)
@@ -188,7 +193,7 @@ class ControllerWatch:
         accepts is no excuse, for what is behind it may have given the ranks away, nor is a closed one if others
         lead, or have heard of a newer generation: the controller may have given the ranks away before it died."""
         changed = self._election.newer(seen) is not None or any(s.generation > self._agent.generation for s in seen)
-        if self._hearing.stood_still and (standing is Standing.MEMBER or changed):
+        if self._hearing.in_doubt and (standing is Standing.MEMBER or changed):
             return 0.0
         if standing is Standing.ORPHANED:
             return 2 * self._limits.node_silence_s

@@ -18,8 +18,8 @@ class ControllerLease:
         missed_since: since when none was answered, by CLOCK_MONOTONIC, so that a suspended host gives up no sooner.
         excused_until: until then the workers may go on without an answer, because of what other agents have said
             (:meth:`excuse`).
-        stood_still: the agent did not run for so long that its ranks may have been given away, and nothing has been
-            heard since then that says otherwise.
+        in_doubt: this node's ranks may have been given away, because the agent did not run for so long, or was cut off,
+            and no controller that would know has said otherwise since then.
     """
 
     def __init__(self, limits: Timeouts) -> None:
@@ -27,7 +27,7 @@ class ControllerLease:
         self.excused_until = float("-inf")
         self._vouched_at = self._registered_at = float("-inf")
         self._awake_at = lease_clock()
-        self.stood_still = False
+        self.in_doubt = False
         self.begin()
 
     def begin(self) -> None:
@@ -53,11 +53,15 @@ class ControllerLease:
         the one before it has given this node's ranks away."""
         self.came()
         self.answered(when)
-        self.stood_still &= gathering or self.silent_s >= self._limits.lease_s
+        self.in_doubt &= gathering or self.silent_s >= self._limits.lease_s
 
     def answered(self, when: float) -> None:
         """As :meth:`heard`, by a controller that has taken this node's ranks away."""
         self.heard_at, self.missed_since = max(self.heard_at, when), time.monotonic()
+
+    def cut_off(self) -> None:
+        """This node is on the side of a partition without the controller, which may give its ranks away from now on."""
+        self.in_doubt = True
 
     def excuse(self, asked_at: float, seconds: float) -> None:
         """What others have answered to questions of ``asked_at`` lets the workers go on for so long after that."""
@@ -75,13 +79,14 @@ class ControllerLease:
         until = self._registered_at + works_for_s(self._limits.node_silence_s)
         self.excused_until = min(self.excused_until, until)
 
-    def vouched(self, asked_at: float, now: float, *, found: bool) -> bool:
+    def vouched(self, asked_at: float, now: float, *, found: bool, gathering: bool = False) -> bool:
         """Other agents were asked at ``asked_at`` to tell the controller that this node lives. ``found``: one of them
-        did, and the controller has counted it as heard. Returns whether that, or an earlier time, still counts."""
-        if found:
+        did, and the controller has counted it as heard; ``gathering``: as for :meth:`heard`. Returns whether that, or
+        an earlier time, still counts."""
+        if found and not (self.in_doubt and gathering):
             self._vouched_at = asked_at
         held = now - self._vouched_at < self._limits.lease_s
-        self.stood_still &= not held
+        self.in_doubt &= not held
         return held
 
     def look_at_clock(self) -> float:
@@ -90,11 +95,11 @@ class ControllerLease:
         now = lease_clock()
         stood_s, self._awake_at = now - self._awake_at, now
         if stood_s >= NODE_PROBE * self._limits.node_probe_s and self.silent_s >= self._limits.node_silence_s:
-            self.stood_still = True
+            self.in_doubt = True
         return now
 
     def lent_until(self) -> float:
         """The time until which the workers may begin to change their state, whatever becomes of this agent."""
-        # After a standstill it takes an answer: that another controller is followed now is none, nor that it gathers.
-        known_at = self._vouched_at if self.stood_still else max(self.heard_at, self._vouched_at)
+        # In doubt it takes an answer: that another controller is followed now is none, nor that it gathers.
+        known_at = self._vouched_at if self.in_doubt else max(self.heard_at, self._vouched_at)
         return max(known_at + works_for_s(self._limits.node_silence_s), self.excused_until)

@@ -115,6 +115,11 @@ class ControllerSession:
         return self._suspended
 
     @property
+    def gathering(self) -> bool:
+        """Whether the controller, for all that it has said, does not know the job yet."""
+        return self._gathering
+
+    @property
     def stranger(self) -> bool:
         """Whether somebody else answers at the controller's address."""
         return self._stranger
@@ -242,6 +247,7 @@ class ControllerSession:
                 return
             if self._controller and who.incarnation != self._controller:
                 self._link = Link()  # another one: it is told in Register what there is; what was on its way is void
+                self._gathering = True  # until it says otherwise
             self._controller = who.incarnation
             self.relay.follow(self._address, who.incarnation)
             await self._talk(stub.Session())
@@ -431,7 +437,7 @@ class ControllerSession:
         """Go over to the controller of that term (0: the job's first one), which listens at ``address`` (HOST:PORT)."""
         log.warning("follows the controller%s at %s", f" of term {term}" if term else "", address)
         self.election.controller = address
-        self.election.term, self._suspended = term, False
+        self.election.term, self._suspended, self._gathering = term, False, True
         self._lookout.follows_another()
         self._controller = ""  # any incarnation there
         self._link = Link()

@@ -11,7 +11,8 @@ controller's port, and asks other nodes to tell the controller that it lives:
 * the port refuses the connection: the controller is dead, or a firewall says so. If others are reached,
   or there are no others, the controller is declared dead: training goes on without it. (Not if this agent has stood
   still, and others have heard of a newer generation: it may have given the ranks away before it died.)
-* otherwise this side of a partition is the one without the controller: the workers are halted until it answers again.
+* otherwise this side of a partition is the one without the controller: the workers are halted until it answers again,
+  or another one that knows the whole job: one that still gathers may not have heard that they were given away.
 
 *Others are reached*: more than half of the electors, where there are any, for then nobody else can have been elected;
 else one node. What a controller outside of the nodes cannot be told from: a firewall that refuses connections to it for

@@ -356,7 +356,7 @@ def test_a_replica_on_two_nodes(kind: Kind, four_hosts: Network, tmp_path: Path,
     ended = job.wait()
     sizes = check_as_commanded(kind, ended, 2, resized, end=LONG)
     assert [size for _, size in sizes] == [1, 2], ended.explain()
-    (left,) = (n["text"] for n in ended.notices("left") if n["rank"] == 0)
+    (left,) = (n["text"] for n in ended.notices("rank_left") if n["rank"] == 0)
     assert left.endswith("exit code 0"), ended.explain()
 
 

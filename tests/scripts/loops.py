@@ -120,7 +120,7 @@ class Fsdp2(Ddp):
 FRAMEWORKS = {"ddp": Ddp, "fsdp2": Fsdp2}
 
 
-class SavedState:
+class Kept:
     """A value of the script, as a registered object."""
 
     def __init__(self, value: Any) -> None:
@@ -282,7 +282,7 @@ class Evaluating(Loop):
     def prepare(self) -> None:
         super().prepare()
         self.held_out = DataLoader(self.dataset[:8], batch_size=4, shuffle=True)  # type: ignore[arg-type]
-        self.objects["found"] = SavedState([])
+        self.objects["found"] = Kept([])
 
     def evaluation(self) -> None:
         self.model.eval()
@@ -353,7 +353,7 @@ class EmaOfRankBuffers(Loop):
 
     def prepare(self) -> None:
         super().prepare()
-        self.objects["ema"] = SavedState(torch.zeros(2 * WIDTH))
+        self.objects["ema"] = Kept(torch.zeros(2 * WIDTH))
         self.own += ("ema",)
 
     def after(self, step: int) -> None:
@@ -462,7 +462,7 @@ class RunningAverage(MeanLoss):
 
     def prepare(self) -> None:
         super().prepare()
-        self.average = self.objects["average"] = SavedState(0.0)
+        self.average = self.objects["average"] = Kept(0.0)
 
     def after(self, step: int) -> None:
         super().after(step)
@@ -472,7 +472,7 @@ class RunningAverage(MeanLoss):
 class RunningAverageBelow(MeanLoss):
     def prepare(self) -> None:
         super().prepare()
-        self.average = self.objects["average"] = SavedState(0.0)
+        self.average = self.objects["average"] = Kept(0.0)
 
     def below(self, step: int) -> None:
         super().below(step)
@@ -484,7 +484,7 @@ class BestOfRankZero(Loop):
 
     def prepare(self) -> None:
         super().prepare()
-        self.objects["best"] = SavedState(float("inf"))
+        self.objects["best"] = Kept(float("inf"))
         self.own += ("best",)
 
     def before(self, step: int, loss: Tensor) -> None:
@@ -503,7 +503,7 @@ class SkipsTogether(Loop):
 
     def prepare(self) -> None:
         super().prepare()
-        self.average = self.objects["average"] = SavedState(0.0)
+        self.average = self.objects["average"] = Kept(0.0)
         self.own += ("average",)
 
     def loss(self, batch: Tensor, step: int) -> Tensor:
@@ -595,7 +595,7 @@ class DiffersFromTheStart(Loop):
 
     def prepare(self) -> None:
         super().prepare()
-        self.objects["seen"] = SavedState(self.rank)
+        self.objects["seen"] = Kept(self.rank)
 
     def before(self, step: int, loss: Tensor) -> None:
         super().before(step, loss)
@@ -607,7 +607,7 @@ class DiffersLater(Loop):
 
     def prepare(self) -> None:
         super().prepare()
-        self.objects["lowest"] = SavedState(float("inf"))
+        self.objects["lowest"] = Kept(float("inf"))
 
     def before(self, step: int, loss: Tensor) -> None:
         super().before(step, loss)
@@ -651,7 +651,7 @@ class PrefetchBelow(Loop):
 
     def prepare(self) -> None:
         super().prepare()
-        self.objects["next"] = SavedState(next(self.data))
+        self.objects["next"] = Kept(next(self.data))
         self.own += ("next",)
 
     def batch(self, step: int) -> Tensor:
@@ -1008,7 +1008,7 @@ class FoundByRankZero(Loop):
 
     def prepare(self) -> None:
         super().prepare()
-        self.objects["found"] = SavedState(0)
+        self.objects["found"] = Kept(0)
 
     def below(self, step: int) -> None:
         super().below(step)
@@ -1051,7 +1051,7 @@ class MeanBelow(ReduceBelow):
     """Only the mean of the losses, in each step, and no random numbers."""
 
     def prepare(self) -> None:
-        self.average = self.objects["average"] = SavedState(0.0)
+        self.average = self.objects["average"] = Kept(0.0)
 
     def before(self, step: int, loss: Tensor) -> None:
         super().before(step, loss)

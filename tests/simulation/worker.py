@@ -62,7 +62,7 @@ class NoWaiting:
         pass
 
 
-class SavedState:
+class Kept:
     """Small plain state by version, the last three, as in :class:`flashrecovery.state.object_shard.ObjectShard`."""
 
     def __init__(self) -> None:
@@ -216,7 +216,7 @@ class ModelWorker:
         self.param = "param" if self.shape.each == 1 else f"param#{self.shape.stand(self.rank)}"
         self.now: Content = content.start(self.script, self._like)
         self.plain = 0
-        self.common, self.capsule = SavedState(), SavedState()
+        self.common, self.capsule = Kept(), Kept()
         self.habits = StepProfile()
         self.copies = Copies(
             self, int(assign.env["FLASHRECOVERY_NEIGHBOUR_STRIDE"]), int(assign.env["GROUP_WORLD_SIZE"])

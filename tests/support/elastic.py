@@ -212,7 +212,7 @@ def commanded(
     assert (event["step"], event["before"], event["replicas"], event["left"]) == (step, launched, size, left), (
         job.explain()
     )
-    assert [n["text"][-11:] for n in job.notices("left")] == ["exit code 0"] * len(left), job.explain()
+    assert [n["text"][-11:] for n in job.notices("rank_left")] == ["exit code 0"] * len(left), job.explain()
     assert not job.of("failure_detected"), job.explain()
     check_clean(job)
     if not started:

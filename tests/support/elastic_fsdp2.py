@@ -106,7 +106,7 @@ def commanded(folder: Path, step: int, size: int, *flags: str, launched: int = 4
     assert job.code == 0, job.explain()
     (event,) = job.of("job_resized")
     assert (event["step"], event["before"], event["replicas"]) == (step, launched, size), job.explain()
-    assert [n["text"][-11:] for n in job.notices("left")] == ["exit code 0"] * (launched - size), job.explain()
+    assert [n["text"][-11:] for n in job.notices("rank_left")] == ["exit code 0"] * (launched - size), job.explain()
     assert not job.of("failure_detected"), job.explain()
     check_moved(job)
     check_clean(job)

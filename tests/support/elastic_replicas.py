@@ -88,7 +88,7 @@ def commanded(folder: Path, step: int, size: int, *flags: str, launched: int) ->
     assert (event["step"], event["before"], event["replicas"], event["left"]) == (step, launched, size, sorted(left)), (
         job.explain()
     )
-    assert [n["text"][-11:] for n in job.notices("left")] == ["exit code 0"] * len(left), job.explain()
+    assert [n["text"][-11:] for n in job.notices("rank_left")] == ["exit code 0"] * len(left), job.explain()
     assert not job.of("failure_detected"), job.explain()
     check_clean(job)
     config = {"elastic": {"min": 1, "max": size}} if size > 1 else {}
@@ -121,7 +121,7 @@ def check_ends_as_resized(job: Job, resized: Resized, launched: int, left: Seque
     step, size = events[-1]["step"], launched - len(gone) // EACH
     assert events[-1]["replicas"] == size and {event["step"] for event in events} <= {step, step - 1}, job.explain()
     dead = set(left)
-    ends = {n["rank"]: n["text"] for n in job.notices("left")}
+    ends = {n["rank"]: n["text"] for n in job.notices("rank_left")}
     healthy = [rank for rank in gone if rank not in dead]
     assert all(ends[rank].endswith("exit code 0") for rank in healthy), job.explain()
     check_goes_on_alike(job, resized(launched, step, size, *flags), step, size * EACH)

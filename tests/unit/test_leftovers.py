@@ -22,7 +22,7 @@ class Stop(RuntimeError):
     """The stop of a step, wherever it strikes."""
 
 
-class SavedState:
+class Kept:
     """Remembers, weakly, what a model has computed."""
 
     def __init__(self) -> None:
@@ -37,7 +37,7 @@ class SavedState:
         return sum(t() is not None for t in self._seen)
 
 
-KEPT = SavedState()
+KEPT = Kept()
 
 
 class Doubled(torch.autograd.Function):
@@ -69,7 +69,7 @@ class Net(nn.Module):
 def _collected_by_hand() -> Iterator[None]:
     """Nothing may depend on the garbage collector, which does not know how full a GPU is."""
     global KEPT
-    KEPT = SavedState()
+    KEPT = Kept()
     gc.collect()
     gc.disable()
     yield
@@ -169,7 +169,7 @@ def test_a_graph_that_is_older_than_the_step_stays_whole() -> None:
 
 def test_nothing_is_kept_by_looking() -> None:
     """To look at the variables of a running function makes Python keep a copy of them (before 3.13)."""
-    net, logits = Net(), SavedState()
+    net, logits = Net(), Kept()
     with cut_short(lambda: KEPT.alive):
         out = net(torch.randn(2, 8)) * 2
         logits.add(out)

@@ -16,7 +16,7 @@ from flashrecovery.torch_native import ModuleAdapter, adapter_for
 from flashrecovery.worker.registry import Registry
 
 
-class SavedState:
+class Kept:
     def __init__(self, value: Any) -> None:
         self.value = value
 
@@ -39,7 +39,7 @@ def capsule(made: Registry) -> bytes:
 
 @pytest.mark.parametrize("per_rank", [(), ("average",)])
 def test_a_state_that_is_not_plain_is_refused_by_the_objects_name(per_rank: tuple[str, ...]) -> None:
-    made = registry(0, per_rank, average=SavedState([object()]))
+    made = registry(0, per_rank, average=Kept([object()]))
     with pytest.raises(UnsupportedError, match=r"registered object 'average'.*object.*to_local"):
         made.shared_states(), made.drawn()
 
@@ -51,7 +51,7 @@ def test_a_list_of_models_is_refused_with_the_line_to_write() -> None:
 
 
 def test_a_replacement_gets_its_peers_object() -> None:
-    dead, peer, new = (registry(rank, count=SavedState(3)) for rank in (1, 0, 1))
+    dead, peer, new = (registry(rank, count=Kept(3)) for rank in (1, 0, 1))
     dead.capture_common(7)
     mine, theirs = capsule(dead), peer.capture_common(7)
     new.objects["count"].load_state_dict({"value": 0})
@@ -61,9 +61,9 @@ def test_a_replacement_gets_its_peers_object() -> None:
 
 def test_another_object_than_the_dead_ranks_is_refused_by_name() -> None:
     dead, peer, new = (
-        registry(1, best=SavedState(2.5)),
-        registry(0, best=SavedState(9.0)),
-        registry(1, best=SavedState(9.0)),
+        registry(1, best=Kept(2.5)),
+        registry(0, best=Kept(9.0)),
+        registry(1, best=Kept(9.0)),
     )
     dead.capture_common(7)
     with pytest.raises(
@@ -75,15 +75,15 @@ def test_another_object_than_the_dead_ranks_is_refused_by_name() -> None:
 def test_also_if_the_capsule_was_sealed_before_the_end_of_the_step() -> None:
     """It says what the object was like when the step was handed out, and the peer's common state says the same."""
     dead, peer, new = (
-        registry(1, best=SavedState(2.5)),
-        registry(0, best=SavedState(9.0)),
-        registry(1, best=SavedState(9.0)),
+        registry(1, best=Kept(2.5)),
+        registry(0, best=Kept(9.0)),
+        registry(1, best=Kept(9.0)),
     )
     dead.capture_common(6)
     peer.capture_common(6)
     with pytest.raises(DivergedError, match="at version 6"):
         new.restore_plain(peer.capture_common(7), capsule(dead), 7, fresh=True)
-    alike = registry(1, best=SavedState(9.0))
+    alike = registry(1, best=Kept(9.0))
     alike.capture_common(6)
     new.restore_plain(peer.capture_common(7), capsule(alike), 7, fresh=True)
 
@@ -91,9 +91,9 @@ def test_also_if_the_capsule_was_sealed_before_the_end_of_the_step() -> None:
 def test_the_witness_says_what_an_object_was_like_when_the_version_was_complete() -> None:
     """The capsule was sealed before that; both sides were alike then."""
     dead, peer, new = (
-        registry(1, best=SavedState(9.0)),
-        registry(0, best=SavedState(9.0)),
-        registry(1, best=SavedState(9.0)),
+        registry(1, best=Kept(9.0)),
+        registry(0, best=Kept(9.0)),
+        registry(1, best=Kept(9.0)),
     )
     dead.capture_common(6)
     peer.capture_common(6)
@@ -109,7 +109,7 @@ def test_the_witness_says_what_an_object_was_like_when_the_version_was_complete(
 
 
 def test_an_own_object_is_the_dead_ranks() -> None:
-    dead, peer, new = (registry(rank, ("best",), best=SavedState(rank + 0.5)) for rank in (1, 0, 1))
+    dead, peer, new = (registry(rank, ("best",), best=Kept(rank + 0.5)) for rank in (1, 0, 1))
     new.objects["best"].load_state_dict({"value": None})
     dead.capture_common(7)
     new.restore_plain(peer.capture_common(7), capsule(dead), 7, fresh=True)
@@ -117,7 +117,7 @@ def test_an_own_object_is_the_dead_ranks() -> None:
 
 
 def test_an_object_that_was_found_to_differ_is_the_dead_ranks_too() -> None:
-    dead, peer, new = (registry(rank, best=SavedState(rank + 0.5)) for rank in (1, 0, 1))
+    dead, peer, new = (registry(rank, best=Kept(rank + 0.5)) for rank in (1, 0, 1))
     for made in (dead, peer):
         made.habits.own = ["best"]
     new.objects["best"].load_state_dict({"value": None})
@@ -165,4 +165,4 @@ def test_what_is_registered_twice_or_has_no_state_is_refused() -> None:
     with pytest.raises(RegistrationError, match="state_dict"):
         made.register(nn.Linear(2, 2), [], {"number": 3})
     with pytest.raises(RegistrationError, match=r"per_rank names \['bst'\]; registered in this call: \['best'\]"):
-        made.register(nn.Linear(2, 2), [], {"best": SavedState(1)}, ["bst"])
+        made.register(nn.Linear(2, 2), [], {"best": Kept(1)}, ["bst"])

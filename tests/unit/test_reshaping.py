@@ -99,7 +99,7 @@ class OneAdapter(ElasticAdapter):
         return self._division
 
 
-class SavedState:
+class Kept:
     """The copies that a rank keeps: of the one that leaves."""
 
     def __init__(self, place: int, size: int) -> None:
@@ -121,7 +121,7 @@ class SavedState:
         self.said.append("placed " + " ".join(shard.name for shard in shards))
 
 
-def rank_of_two() -> tuple[Reshaping, Registry, OneAdapter, SavedState]:
+def rank_of_two() -> tuple[Reshaping, Registry, OneAdapter, Kept]:
     """Rank 0, whose peer has left, and whose copies it keeps."""
 
     def never(*_: object) -> Any:
@@ -131,7 +131,7 @@ def rank_of_two() -> tuple[Reshaping, Registry, OneAdapter, SavedState]:
     adapter = OneAdapter(0, 2)
     registry.adapters.append(adapter)
     registry.close()
-    kept = SavedState(1, 2)
+    kept = Kept(1, 2)
     return Reshaping(registry, cast(Copies, kept), 0, (0, 1)), registry, adapter, kept
 
 
@@ -142,7 +142,7 @@ def message(*, custody: bool = True) -> pb.Reshape:
     return found
 
 
-def ready() -> tuple[Reshaping, Registry, OneAdapter, SavedState]:
+def ready() -> tuple[Reshaping, Registry, OneAdapter, Kept]:
     reshaping, registry, adapter, kept = rank_of_two()
     registry.resize((0,), 0)
     moved, needs = reshaping.make_ready(message(), 5, 1, corrupt=False)

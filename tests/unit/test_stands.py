@@ -38,7 +38,7 @@ from flashrecovery.state.spec import ShardSpec, TensorSpec
 from flashrecovery.worker.registry import Registry
 from flashrecovery.worker.replication.copies import Copies
 from flashrecovery.worker.reshard.reshard import Reshaping, _change, _Divisions, _Stand
-from tests.unit.test_reshaping import ROWS, InRows, OneAdapter, SavedState
+from tests.unit.test_reshaping import ROWS, InRows, Kept, OneAdapter
 from tests.unit.test_reshaping import Rows as RowsShard
 
 SHAPES = [ReplicaShape(r, inner, outer) for r, inner, outer in itertools.product((2, 3, 4), (1, 2), (1, 2, 3))]
@@ -97,7 +97,7 @@ def test_peers_and_their_shape() -> None:
 # -- one rank's part in dividing anew -------------------------------------------------------------------
 
 
-def of_four(rank: int, mate: int) -> tuple[Reshaping, Registry, OneAdapter, SavedState]:
+def of_four(rank: int, mate: int) -> tuple[Reshaping, Registry, OneAdapter, Kept]:
     """One of two replicas of two ranks, whose peer ``mate`` has left, and whose copies it keeps."""
 
     def never(*_: object) -> Any:
@@ -110,7 +110,7 @@ def of_four(rank: int, mate: int) -> tuple[Reshaping, Registry, OneAdapter, Save
     adapter.shard.holders = (rank,)
     registry.adapters.append(adapter)
     registry.close()
-    kept = SavedState(shape.replica(mate), 2)
+    kept = Kept(shape.replica(mate), 2)
     return Reshaping(registry, cast(Copies, kept), rank, (0, 1, 2, 3)), registry, adapter, kept
 
 
@@ -145,7 +145,7 @@ def test_a_replacement_takes_on_the_division_of_its_own_place() -> None:
     registry.close()
     said: list[tuple[int, tuple[int, ...]]] = []
 
-    class Begins(SavedState):
+    class Begins(Kept):
         def begin_divided(self, shards: Sequence[Any], place: int, members: tuple[int, ...]) -> None:
             said.append((place, members))
 

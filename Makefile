@@ -79,7 +79,7 @@ $(BIN)/.frameworks-done: $(BIN)/.setup-done
 	@$(COMPILE)
 	@touch $@
 
-test: setup $(BIN)/.frameworks-done lint  ## set up, check the code, run the tests (about 40 minutes)
+test: setup $(BIN)/.frameworks-done lint  ## set up, check the code, run the tests (about half an hour)
 	$(BIN)/python -m pytest -n auto --maxprocesses=8 --dist loadgroup --durations=5 $(PYTEST_ARGS) tests/unit || test $$? -eq 5  # none chosen
 	$(BIN)/python -m pytest --ignore=tests/unit -n 2 --dist loadfile --durations=15 $(PYTEST_ARGS)
 

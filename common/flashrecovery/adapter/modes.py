@@ -58,8 +58,7 @@ class ModeTracker:
         turned = [i for i, (now, then) in enumerate(zip(self._flags(), self._trained, strict=True)) if now != then]
         evaluating = [i for i, m in enumerate(self._modules) if not m.training]
         state = {"modules": len(self._modules), "eval": evaluating, "turned": turned}
-        changes = {"changed": self._changed(), "removed": self._removed()}
-        return {**state, **{key: names for key, names in changes.items() if names}}
+        return {**state, **self._changes()}
 
     def mark(self) -> int:
         """Another number when a module's mode, or whether a parameter is trained, has changed."""
@@ -68,13 +67,14 @@ class ModeTracker:
     def restore(self, state: dict[str, Any]) -> None:
         """Set every module's mode. Raises RestoreError if the model has another number of modules, lacks some that the
         script has put into it since its set-up, or has some that the script has taken out."""
-        lacking = sorted({*state.get("changed", ())} - {*self._changed()})
+        own = self._changes()
+        lacking = sorted({*state.get("changed", ())} - {*own.get("changed", ())})
         if lacking:
             raise RestoreError(
                 f"the script has put into the model what it did not have when it was registered: {', '.join(lacking)}; "
                 "a replacement has not: make it in the set-up (for pruning, with a mask of ones)"
             )
-        still = sorted({*state.get("removed", ())} - {*self._removed()})
+        still = sorted({*state.get("removed", ())} - {*own.get("removed", ())})
         if still:
             raise RestoreError(
                 f"the script has taken out of the model what it had when it was registered: {', '.join(still)}; a "
@@ -99,15 +99,15 @@ class ModeTracker:
     def _shape_now(self) -> tuple[Any, Any]:
         return tuple(map(len, self._tables)), [tuple(table.values()) for table in self._children]
 
-    def _changed(self) -> list[str]:
-        """Modules and parameters that were not there when this was made."""
+    def _changes(self) -> dict[str, list[str]]:
+        """Modules and parameters that were not there when this was made ("changed"), and that were there and are not
+        any more ("removed"); without what is empty."""
         if self._shape_now() == self._shape:
-            return []
-        return sorted(name for name, part in _parts(self._root).items() if self._parts.get(name, _OTHER) is not part)
-
-    def _removed(self) -> list[str]:
-        """Modules and parameters that were there when this was made, and are not any more."""
-        return [] if self._shape_now() == self._shape else sorted(self._parts.keys() - _parts(self._root).keys())
+            return {}
+        now = _parts(self._root)
+        changed = sorted(name for name, part in now.items() if self._parts.get(name, _OTHER) is not part)
+        removed = sorted(self._parts.keys() - now.keys())
+        return {key: names for key, names in (("changed", changed), ("removed", removed)) if names}
 
 
 def _parts(root: nn.Module) -> dict[str, nn.Module | None]:

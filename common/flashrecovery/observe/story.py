@@ -24,12 +24,9 @@ def story(events: Iterable[ev.Event], rank: int) -> list[Passage]:
     they concern this one: a recovery stops every rank."""
     found: list[Passage] = []
     began: float | None = None
-    hit = False
     for event in on_one_clock(events):
         began = event.time if began is None else began
-        if isinstance(event, ev.RecoveryStarted):
-            hit = rank in event.victims
-        found += [Passage(round(event.time - began, 3), event.generation, text) for text in _texts(event, rank, hit)]
+        found += [Passage(round(event.time - began, 3), event.generation, text) for text in _texts(event, rank)]
     return found
 
 
@@ -41,8 +38,8 @@ def world_size_of(events: Iterable[ev.Event]) -> int:
     return max([*sizes, *grown, *replanned], default=0)
 
 
-def _texts(event: ev.Event, rank: int, hit: bool) -> Iterator[str]:
-    """What ``event`` is to ``rank``; nothing where it does not concern it. ``hit``: it is a victim of the recovery."""
+def _texts(event: ev.Event, rank: int) -> Iterator[str]:
+    """What ``event`` is to ``rank``; nothing where it does not concern it."""
     match event:
         case ev.ControllerStarted():
             yield f"a controller starts: {event.world_size} ranks"
@@ -55,8 +52,9 @@ def _texts(event: ev.Event, rank: int, hit: bool) -> Iterator[str]:
         case ev.NodeLost() if rank in event.ranks:
             yield f"its node {event.node} is lost: {event.evidence}"
         case ev.RecoveryStarted():
-            who = "it is replaced" if hit else f"it is stopped, because of {ranks_text(event.victims)}"
-            yield f"recovery: {who if hit or event.victims else 'it is stopped'} ({event.cause})"
+            because = f", because of {ranks_text(event.victims)}" if event.victims else ""
+            what = "it is replaced" if rank in event.victims else f"it is stopped{because}"
+            yield f"recovery: {what} ({event.cause})"
         case ev.RecoveryPhase():
             yield f"  {event.name}: {event.seconds * 1000:.0f} ms"
         case ev.FallbackStarted():

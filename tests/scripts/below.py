@@ -82,6 +82,7 @@ class Script:
             assert not step.committed
             with step:
                 self.die_again(step)
+                dist.barrier()  # a rank that dies from here on makes this attempt void in all ranks
                 loss = self.train()
                 assert not step.committed
             self.below(step, loss)

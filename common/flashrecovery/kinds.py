@@ -7,6 +7,8 @@ docs/errors_and_notices.md from them.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from enum import Enum
 
 
@@ -98,6 +100,40 @@ class FailureKind(_Word):
 
     Do: find out why the controller ended; see nodes.md#when-the-node-with-the-controller-is-lost.
     """
+
+
+@dataclass(frozen=True)
+class FailureTraits:
+    """What follows from the kind of a failure.
+
+    Attributes:
+        own: It is the doing of the rank or its device, so the next process will mostly fail in the same way. It counts
+            towards ``max_failures_per_step``; a failure from outside counts towards ``max_kills_per_step``.
+        node_weight: What one such failure says against its node; 0: nothing.
+    """
+
+    own: bool = True
+    node_weight: float = 0.0
+
+
+TRAITS: Mapping[FailureKind, FailureTraits] = {
+    FailureKind.KILLED: FailureTraits(own=False, node_weight=0.5),  # but for signals of its own doing
+    FailureKind.EXIT: FailureTraits(node_weight=0.25),
+    FailureKind.EXCEPTION: FailureTraits(node_weight=0.25),
+    FailureKind.STOPPED: FailureTraits(own=False, node_weight=0.5),
+    FailureKind.HANG: FailureTraits(node_weight=1.0),
+    FailureKind.NODE_LOST: FailureTraits(own=False, node_weight=1.0),
+    FailureKind.UNRESPONSIVE: FailureTraits(node_weight=1.0),
+    FailureKind.COMMAND: FailureTraits(),
+    FailureKind.DEVICE: FailureTraits(node_weight=1.0),
+    FailureKind.DEADLOCK_SUSPECTED: FailureTraits(),
+    FailureKind.WARNING: FailureTraits(),
+    FailureKind.RESIZE: FailureTraits(),
+    FailureKind.REPLAN: FailureTraits(),
+    FailureKind.HANDOFF: FailureTraits(),
+    FailureKind.CONTROLLER: FailureTraits(),
+}
+"""Of every kind."""
 
 
 class Ordered(_Word):

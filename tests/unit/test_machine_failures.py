@@ -9,7 +9,7 @@ import pytest
 from flashrecovery import events as ev
 from flashrecovery.controller.state.crashes import Cause, Crashes, cause_of
 from flashrecovery.controller.state.rank_record import Place
-from flashrecovery.kinds import FailureKind
+from flashrecovery.kinds import TRAITS, FailureKind
 from flashrecovery.plan.hang import Verdict, VerdictKind
 from flashrecovery.plan.transitions import State
 from flashrecovery.proto import flashrecovery_pb2 as pb
@@ -79,6 +79,16 @@ def kill_on_the_way(world: World, rank: int, times: int, kind: str, number: int 
 )
 def test_whose_doing_a_failure_is(kind: str, number: int, cause: Cause) -> None:
     assert cause_of(FailureKind(kind), number) is cause
+
+
+def test_each_kind_says_whose_doing_it_is() -> None:
+    """And what it says of the node: both stand with the kind, so another kind needs no other folder."""
+    assert set(TRAITS) == set(FailureKind)
+    assert {kind for kind, traits in TRAITS.items() if not traits.own} == {
+        FailureKind.KILLED,
+        FailureKind.STOPPED,
+        FailureKind.NODE_LOST,
+    }
 
 
 def test_failures_count_by_cause_and_by_step() -> None:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from flashrecovery.config import RunConfig
-from flashrecovery.kinds import FailureKind
+from flashrecovery.kinds import TRAITS, FailureKind
 
 _BY_ITSELF = frozenset(
     {
@@ -37,7 +37,7 @@ _BY_ITSELF = frozenset(
 
 
 class Cause(str, Enum):
-    """Whose fault a failure is. A broken device counts as the rank's own: its next process gets the same device."""
+    """Whose fault a failure is, see :class:`~flashrecovery.kinds.FailureTraits`."""
 
     OWN = "own"
     OUTSIDE = "outside"
@@ -47,7 +47,7 @@ def cause_of(kind: FailureKind, number: int) -> Cause:
     """``kind``: of the failure; ``number``: of the signal that has ended the process, 0 if none has."""
     if kind is FailureKind.KILLED:
         return Cause.OWN if number in _BY_ITSELF else Cause.OUTSIDE
-    return Cause.OUTSIDE if kind in (FailureKind.STOPPED, FailureKind.NODE_LOST) else Cause.OWN
+    return Cause.OWN if TRAITS[kind].own else Cause.OUTSIDE
 
 
 def option_of(cause: Cause) -> str:

@@ -15,19 +15,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from flashrecovery.kinds import FailureKind
+from flashrecovery.kinds import TRAITS
 
 SLOW = "slow"
 """The kind of a mark for holding the others up."""
 WEIGHTS: Mapping[str, float] = {
-    FailureKind.NODE_LOST: 1.0,
-    FailureKind.DEVICE: 1.0,
-    FailureKind.HANG: 1.0,
-    FailureKind.UNRESPONSIVE: 1.0,
-    FailureKind.KILLED: 0.5,
-    FailureKind.STOPPED: 0.5,
-    FailureKind.EXIT: 0.25,
-    FailureKind.EXCEPTION: 0.25,
+    **{kind.value: traits.node_weight for kind, traits in TRAITS.items() if traits.node_weight},
     SLOW: 0.5,
 }
 """What a fresh mark counts. Other kinds are no node's doing, and leave none."""

@@ -138,8 +138,8 @@ class ParityGroup:
                 g, d = self._recover_bucket(plan, task, bucket, contents, parities, sent, received, done)
                 gathered, delivered = gathered + g, delivered + d
             assert (gathered, delivered) == (task.gathered, task.delivered)
-        assert [sent[m] for m in range(self.layout.members)] == list(plan.sent)
-        assert [received[m] for m in range(self.layout.members)] == list(plan.received)
+        assert [sent[m] for m in range(self.layout.members)] == list(plan.traffic.sent)
+        assert [received[m] for m in range(self.layout.members)] == list(plan.traffic.received)
         for (stripe, part, bucket), content in parities.items():
             start = sum(self.layout.parity_length(stripe, part, b) for b in range(bucket))
             naive = naive_parity(self.layout, stripe, part, self.contents[plan.version])

@@ -273,12 +273,12 @@ def test_the_lost_receive_their_bytes_and_the_work_is_spread(members: int) -> No
     assert isinstance(plan, DecodePlan) and plan.lost == (1,)
     assert sum(t.delivered for t in plan.data) == size and all(t.at != 1 for t in plan.data)
     unit = size // (members - 1)
-    assert plan.received[1] == size + unit and plan.sent[1] == 0, "its shards, and its parity"
-    assert plan.total == (members - 1) * (size + unit)
+    assert plan.traffic.received[1] == size + unit and plan.traffic.sent[1] == 0, "its shards, and its parity"
+    assert plan.traffic.total == (members - 1) * (size + unit)
     survivors = [m for m in range(members) if m != 1]
-    ideal = plan.total / len(survivors)
-    assert max(plan.sent[m] for m in survivors) <= 1.05 * ideal
-    assert plan.busiest <= 1.05 * (size + unit)
+    ideal = plan.traffic.total / len(survivors)
+    assert max(plan.traffic.sent[m] for m in survivors) <= 1.05 * ideal
+    assert plan.traffic.busiest <= 1.05 * (size + unit)
     assert plan.chunk_bytes == 1024
 
 
@@ -289,8 +289,8 @@ def test_two_lost_are_balanced_too() -> None:
         assert isinstance(plan, DecodePlan)
         for m in lost:
             mine = layout.sizes[m] + layout.memory(m)
-            assert plan.received[m] == mine and plan.sent[m] == 0
-        sent = [plan.sent[m] for m in range(8) if m not in lost]
+            assert plan.traffic.received[m] == mine and plan.traffic.sent[m] == 0
+        sent = [plan.traffic.sent[m] for m in range(8) if m not in lost]
         assert max(sent) <= 1.1 * sum(sent) / 6
 
 
@@ -338,7 +338,7 @@ def test_a_survivor_without_that_version_counts_as_lost() -> None:
 def test_nothing_lost_means_nothing_to_do() -> None:
     layout = ParityLayout((1000, 900, 800, 0), 2)
     plan = decode_plan(layout, held(layout, 5), 5)
-    assert isinstance(plan, DecodePlan) and (plan.data, plan.parity, plan.total) == ((), (), 0)
+    assert isinstance(plan, DecodePlan) and (plan.data, plan.parity, plan.traffic.total) == ((), (), 0)
 
 
 def test_a_group_knows_its_layout() -> None:

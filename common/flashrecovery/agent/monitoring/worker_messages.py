@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NoReturn
 
 from flashrecovery.agent.monitoring.fault_injection import NodeFaults
 from flashrecovery.agent.monitoring.hang import Looks
@@ -13,6 +12,7 @@ from flashrecovery.agent.processes.tasks import Tasks
 from flashrecovery.agent.stores.staging_area import StagingArea
 from flashrecovery.kinds import NoticeKind
 from flashrecovery.proto import flashrecovery_pb2 as pb
+from flashrecovery.rpc.bodies import no_handler
 
 
 class WorkerMessages:
@@ -79,7 +79,7 @@ class WorkerMessages:
             case None:
                 pass  # of a newer version
             case _:
-                _no_handler(body)
+                no_handler(body)
 
     def _on_warmed(self, process: WorkerProcess) -> None:
         process.ready = True
@@ -126,11 +126,6 @@ class WorkerMessages:
         there = await self._staging.bring(wanted)
         if there is not None:
             process.send(pb.ToWorker(stash_there=there))
-
-
-def _no_handler(body: NoReturn) -> NoReturn:
-    """The type checker finds the messages that no case takes."""
-    raise AssertionError(f"no handler for {body}")
 
 
 def _counts(process: WorkerProcess) -> bool:

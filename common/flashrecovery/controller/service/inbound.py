@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 from flashrecovery import events as ev
 from flashrecovery.controller.machine import Machine
@@ -13,9 +13,11 @@ from flashrecovery.controller.service.elector_set import ElectorSet
 from flashrecovery.controller.service.heartbeats import ControllerHeartbeats
 from flashrecovery.controller.state.job_state import AGENT
 from flashrecovery.controller.state.nodes import NodeState
+from flashrecovery.errors import ProtocolError
 from flashrecovery.kinds import NoticeKind
 from flashrecovery.plan.membership.liveness import Liveness
 from flashrecovery.proto import flashrecovery_pb2 as pb
+from flashrecovery.rpc.bodies import no_handler
 from flashrecovery.util.clock import lease_clock
 
 _SHORT = 240
@@ -45,33 +47,55 @@ class Inbound:
         self._standbys: dict[str, tuple[int, int]] = {}
         self._modules: pb.Modules | None = None
         self._undo_told = (-1, -1)
-        self._take_in: Mapping[str, Callable[[pb.AgentMessage, str, float], None]] = {
-            "heartbeat": self._on_heartbeat,
-            "vouch": self._on_vouch,
-            "started": self._on_started,
-            "probed": self._on_probed,
-            "electors_known": self._on_electors_known,
-            "hang_reports": self._on_hang_reports,
-            "modules": self._on_modules,
-            "joined": self._on_joined,
-            "failure": self._on_failure,
-            "reply": self._on_reply,
-            "replies": self._on_replies,
-            "done": self._on_done,
-            "paused": self._on_paused,
-            "exited": self._on_exited,
-            "departing": self._on_departing,
-            "checkpoint": self._on_checkpoint,
-            "standby": self._on_standby,
-            "notice": self._on_notice,
-        }
-        """What agents say, by its body; with the agent's node, and the time."""
 
     def deliver(self, message: pb.AgentMessage, node: str) -> None:
         """What an agent says."""
+        now = time.monotonic()
         body = message.WhichOneof("body")
-        if body is not None:
-            self._take_in[body](message, node, time.monotonic())
+        match body:
+            case "heartbeat":
+                self._on_heartbeat(message.heartbeat, node, now)
+            case "vouch":
+                self._on_vouch(message.vouch, node, lease_clock())
+            case "started":
+                self._machine.on_started(message.started, node, self._machine.job.nodes[node].host)
+            case "probed":
+                self._on_probed(message.probed, node)
+            case "electors_known":
+                self._on_electors_known(message.electors_known, node)
+            case "hang_reports":
+                self._machine.watch.on_hang_reports(node, message.hang_reports)
+            case "modules":
+                self._on_modules(message.modules)
+            case "joined":
+                self._on_joined(message.joined, node, now)
+            case "failure":
+                self._on_failure(message.failure, node, now, message.age_base)
+            case "reply":
+                self._machine.on_reply(message.reply, now)
+            case "replies":
+                for reply in message.replies.replies:
+                    self._machine.on_reply(reply, now)
+            case "done":
+                self._machine.on_done(message.done, now)
+            case "paused":
+                self._machine.on_paused(message.paused, now)
+            case "exited":
+                self._machine.on_exited(message.exited, now, node)
+            case "departing":
+                self._on_departing(message.departing, node, now)
+            case "checkpoint":
+                self._on_checkpoint(message.checkpoint)
+            case "standby":
+                self._on_standby(message.standby, node)
+            case "notice":
+                self._on_notice(message.notice, node)
+            case "register":
+                raise ProtocolError(f"node {node} registers once more in the same session")
+            case None:
+                pass  # an acknowledgement
+            case _:
+                no_handler(body)
 
     def standby_counts(self) -> tuple[int, int]:
         """(ready, starting), of all nodes."""
@@ -86,62 +110,47 @@ class Inbound:
         if self._modules is not None and self._machine.job.nodes[node].state is NodeState.SPARE:
             self._agents.post(node, pb.Command(rank=AGENT, modules=self._modules))
 
-    def _on_heartbeat(self, message: pb.AgentMessage, node: str, now: float) -> None:
-        self._machine.on_heartbeat(message.heartbeat, now, node)
+    def _on_heartbeat(self, heartbeat: pb.Heartbeat, node: str, now: float) -> None:
+        self._machine.on_heartbeat(heartbeat, now, node)
         self._own_heartbeats.answer(node, lease_clock(), self._machine.takeover.gathering)
 
-    def _on_vouch(self, message: pb.AgentMessage, node: str, _: float) -> None:
-        self._vouched(node, message.vouch, lease_clock())
+    def _on_vouch(self, vouch: pb.Vouch, observer: str, now: float) -> None:
+        """A node that does not get through has asked another one to say that it lives."""
+        record = self._machine.job.nodes.get(vouch.node)
+        lives = record is not None and record.alive and record.incarnation == vouch.incarnation
+        heard = lives and not self._own_heartbeats.suspended
+        if heard:
+            self._liveness.vouches(observer, vouch.node, now)
+        answer = pb.Vouched(number=vouch.number, heard=heard)
+        self._agents.links[observer].send_now_or_never(pb.Command(rank=AGENT, vouched=answer))
 
-    def _on_started(self, message: pb.AgentMessage, node: str, _: float) -> None:
-        self._machine.on_started(message.started, node, self._machine.job.nodes[node].host)
+    def _on_probed(self, probed: pb.Probed, observer: str) -> None:
+        self._liveness.answered(observer, probed.node, probed.reachable, probed.evidence)
 
-    def _on_probed(self, message: pb.AgentMessage, node: str, _: float) -> None:
-        probed = message.probed
-        self._liveness.answered(node, probed.node, probed.reachable, probed.evidence)
-
-    def _on_electors_known(self, message: pb.AgentMessage, node: str, _: float) -> None:
-        if self._elector_set.known(node, message.electors_known.version):
+    def _on_electors_known(self, known: pb.ElectorsKnown, node: str) -> None:
+        if self._elector_set.known(node, known.version):
             for elector in self._elector_set.voters:
                 if elector.node in self._agents.links:
                     self._agents.post(elector.node, self._elector_set.command())
 
-    def _on_hang_reports(self, message: pb.AgentMessage, node: str, _: float) -> None:
-        self._machine.watch.on_hang_reports(node, message.hang_reports)
-
-    def _on_modules(self, message: pb.AgentMessage, _: str, __: float) -> None:
-        self._modules = message.modules
+    def _on_modules(self, modules: pb.Modules) -> None:
+        self._modules = modules
         for name in self._machine.job.nodes:
             self.tell_modules(name)
 
-    def _on_joined(self, message: pb.AgentMessage, node: str, now: float) -> None:
-        self._checkpoints.adopt(message.joined, now)
-        self._machine.on_joined(message.joined, now, node)
+    def _on_joined(self, joined: pb.Joined, node: str, now: float) -> None:
+        self._checkpoints.adopt(joined, now)
+        self._machine.on_joined(joined, now, node)
 
-    def _on_failure(self, message: pb.AgentMessage, node: str, now: float) -> None:
-        if message.failure.failed_at:  # by the agent's clock
-            message.failure.failed_at += now - message.age_base
-        self._machine.on_failure(message.failure, now, node)
+    def _on_failure(self, failure: pb.Failure, node: str, now: float, age_base: float) -> None:
+        """``age_base``: the agent's clock when it has sent this, seconds; ``failed_at`` is of that clock."""
+        if failure.failed_at:
+            failure.failed_at += now - age_base
+        self._machine.on_failure(failure, now, node)
 
-    def _on_reply(self, message: pb.AgentMessage, _: str, now: float) -> None:
-        self._machine.on_reply(message.reply, now)
-
-    def _on_replies(self, message: pb.AgentMessage, _: str, now: float) -> None:
-        for reply in message.replies.replies:
-            self._machine.on_reply(reply, now)
-
-    def _on_done(self, message: pb.AgentMessage, _: str, now: float) -> None:
-        self._machine.on_done(message.done, now)
-
-    def _on_paused(self, message: pb.AgentMessage, _: str, now: float) -> None:
-        self._machine.on_paused(message.paused, now)
-
-    def _on_exited(self, message: pb.AgentMessage, node: str, now: float) -> None:
-        self._machine.on_exited(message.exited, now, node)
-
-    def _on_departing(self, message: pb.AgentMessage, node: str, now: float) -> None:
+    def _on_departing(self, departing: pb.Departing, node: str, now: float) -> None:
         """What cannot be helped happens at once, as if nobody had asked."""
-        departing, job = message.departing, self._machine.job
+        job = self._machine.job
         why_not, _ = self._machine.handoff.ask(node, departing.within_s, now, departing.reason)
         if why_not and departing.stays:
             job.notice(NoticeKind.NODE_LEAVES, f"node {node} is to leave, because {departing.reason}; but {why_not}")
@@ -149,8 +158,7 @@ class Inbound:
             reason = f"{departing.reason}; its ranks cannot be handed over: {why_not}"
             self._agents.post(node, pb.Command(rank=AGENT, shutdown=pb.Shutdown(reason=reason)))
 
-    def _on_checkpoint(self, message: pb.AgentMessage, _: str, __: float) -> None:
-        saved = message.checkpoint
+    def _on_checkpoint(self, saved: pb.CheckpointSaved) -> None:
         self._machine.on_checkpoint(saved.version, saved.path)
         if saved.found:
             return
@@ -166,13 +174,13 @@ class Inbound:
             )
         )
 
-    def _on_standby(self, message: pb.AgentMessage, node: str, _: float) -> None:
-        self._standbys[node] = (message.standby.ready, message.standby.starting)
+    def _on_standby(self, standby: pb.StandbyCount, node: str) -> None:
+        self._standbys[node] = (standby.ready, standby.starting)
         ready, starting = self.standby_counts()
         self._record(ev.StandbyReady(generation=self._machine.job.generation, ready=ready, starting=starting))
 
-    def _on_notice(self, message: pb.AgentMessage, node: str, _: float) -> None:
-        n, job = message.notice, self._machine.job
+    def _on_notice(self, n: pb.Notice, node: str) -> None:
+        job = self._machine.job
         self._record(ev.Notice(generation=job.generation, rank=n.rank, kind=n.kind, text=n.text, seconds=n.seconds))
         if n.kind == NoticeKind.FAULT_FIRED:
             job.asked.strikes(n.rank, n.fault)
@@ -188,16 +196,6 @@ class Inbound:
             for rank, record in job.ranks.items():
                 keep = pb.KeepUndo(step=n.step)
                 self._agents.post(record.home, pb.Command(generation=job.generation, rank=rank, keep_undo=keep))
-
-    def _vouched(self, observer: str, vouch: pb.Vouch, now: float) -> None:
-        """A node that does not get through has asked another one to say that it lives."""
-        record = self._machine.job.nodes.get(vouch.node)
-        lives = record is not None and record.alive and record.incarnation == vouch.incarnation
-        heard = lives and not self._own_heartbeats.suspended
-        if heard:
-            self._liveness.vouches(observer, vouch.node, now)
-        answer = pb.Vouched(number=vouch.number, heard=heard)
-        self._agents.links[observer].send_now_or_never(pb.Command(rank=AGENT, vouched=answer))
 
 
 def shortened(text: str) -> str:

@@ -211,11 +211,11 @@ def _cut(size: int, units: int) -> tuple[tuple[int, int], ...]:
 
 @dataclass(frozen=True)
 class Traffic:
-    """Bytes by member. ``frames``: of the sent bytes, those of headers and digests."""
+    """Bytes by member, in both. ``frames``: of the sent bytes, those of headers and digests, where they are counted."""
 
     sent: tuple[int, ...]
     received: tuple[int, ...]
-    frames: int
+    frames: int = 0
 
     @property
     def total(self) -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from flashrecovery.plan.parity.code import ParityLayout, StripePart
+from flashrecovery.plan.parity.code import ParityLayout, StripePart, Traffic
 
 CHUNK = 8 << 20
 """Of a decode, at most: what a member gathers at a time."""
@@ -66,7 +66,7 @@ class DecodePlan:
     which the group can make again while training goes on.
 
     Attributes:
-        sent, received: by member, in both.
+        traffic: of both, payload alone.
         chunk_bytes: of a task's sums, the most that a member needs at a time for each of two of them.
     """
 
@@ -74,17 +74,8 @@ class DecodePlan:
     lost: tuple[int, ...]
     data: tuple[DecodeTask, ...]
     parity: tuple[DecodeTask, ...]
-    sent: tuple[int, ...]
-    received: tuple[int, ...]
+    traffic: Traffic
     chunk_bytes: int
-
-    @property
-    def total(self) -> int:
-        return sum(self.sent)
-
-    @property
-    def busiest(self) -> int:
-        return max(*self.sent, *self.received)
 
 
 @dataclass(frozen=True)
@@ -126,9 +117,8 @@ def decode_plan(
         # What has to be gathered for the data gives the lost parity as well, if all columns come out of it.
         data += planner.tasks(stripe, missing, usable[: len(missing)], unmade if missing else []) if missing else []
         parity += planner.tasks(stripe, [], [], unmade) if unmade and not missing else []
-    return DecodePlan(
-        version, lost, tuple(data), tuple(parity), tuple(planner.sent), tuple(planner.received), planner.largest
-    )
+    traffic = Traffic(tuple(planner.sent), tuple(planner.received))
+    return DecodePlan(version, lost, tuple(data), tuple(parity), traffic, planner.largest)
 
 
 def lost_members(layout: ParityLayout, held: Mapping[int, Held], version: int) -> tuple[int, ...]:

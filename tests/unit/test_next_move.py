@@ -28,8 +28,8 @@ from flashrecovery.controller.relayout.next_step import (
     WriteState,
     relayout_step,
 )
-from flashrecovery.controller.relayout.stash_writers import SavedState
 from flashrecovery.controller.state.restore_plan import Decision, NothingLeft, RestoreRound
+from flashrecovery.controller.state.staged_layout import SavedState
 from flashrecovery.plan.strategy.strategy import Strategy
 from flashrecovery.proto import flashrecovery_pb2 as pb
 

@@ -11,7 +11,7 @@ from unittest.mock import patch
 import pytest
 
 from flashrecovery.controller.machine import Machine
-from flashrecovery.controller.relayout.stash_writers import SavedStateCodec
+from flashrecovery.controller.state.staged_layout import StagedLayout
 from flashrecovery.controller.storage.generation_file import Numbers, write_numbers
 from flashrecovery.plan.strategy.relayout import StayingFacts, why_another_job
 from flashrecovery.plan.transitions import State
@@ -57,9 +57,9 @@ def test_agents_are_told_again_when_all_start_again_in_the_new_layout() -> None:
     bodies = [c.WhichOneof("body") for c in world.sent]
     assert bodies.index("stash_kept") < bodies.index("replace")
     ((_, told),) = world.of("stash_kept")
-    words = SavedStateCodec.parse(told.stash_kept.content)
+    words = StagedLayout.parse(told.stash_kept.content)
     (attempt,) = {c.replace.attempt for _, c in world.of("replace")}
-    assert words == replace(SavedStateCodec.parse(first.stash_kept.content), attempt=attempt) and attempt == 2
+    assert words == replace(StagedLayout.parse(first.stash_kept.content), attempt=attempt) and attempt == 2
 
 
 def test_the_ranks_of_the_last_replica_keep_each_others_copies() -> None:
@@ -86,7 +86,7 @@ def test_what_a_rank_has_not_told_yet_is_not_what_the_job_was(silent: set[int]) 
     world.command("tp=1,pp=1,dp=4")
     world.reply("stash")
     (told,) = {command.stash_kept.content for _, command in world.of("stash_kept")}
-    staying = SavedStateCodec.parse(told).staying
+    staying = StagedLayout.parse(told).staying
     assert (staying.batches, staying.steps) == (("", None) if len(silent) == 4 else ('{"global_batch": 12}', 100))
     told_alike = replace(staying, batches="")
     now = replace(FACTS, layout={"tp": 1, "pp": 1, "cp": 1, "ep": 1, "dp": 4})

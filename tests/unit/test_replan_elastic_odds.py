@@ -9,7 +9,7 @@ import pytest
 from flashrecovery import events as ev
 from flashrecovery.config import run_config
 from flashrecovery.controller.machine import Machine
-from flashrecovery.controller.relayout.stash_writers import SavedStateCodec
+from flashrecovery.controller.state.staged_layout import StagedLayout
 from flashrecovery.errors import ConfigError
 from flashrecovery.plan.strategy.relayout import LayoutFacts, StayingFacts
 from flashrecovery.plan.transitions import State
@@ -31,7 +31,7 @@ def test_such_a_job_does_not_grow_beyond_its_launch() -> None:
 
 
 EIGHT = replace(FACTS, global_batch=8, layout={"tp": 1, "pp": 2, "cp": 1, "ep": 1, "dp": 1})
-THREE = SavedStateCodec(KEPT, StayingFacts(EIGHT, '{"seed": 3}', 100), "tp=1,pp=1,dp=3", 1)
+THREE = StagedLayout(KEPT, StayingFacts(EIGHT, '{"seed": 3}', 100), "tp=1,pp=1,dp=3", 1)
 """One of four replicas had been lost, and eight micro-batches cannot be divided among three."""
 
 

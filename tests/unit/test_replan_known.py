@@ -10,9 +10,9 @@ import pytest
 
 from flashrecovery.config import RunConfig, validate
 from flashrecovery.controller.machine import Machine
-from flashrecovery.controller.relayout.stash_writers import SavedState, SavedStateCodec
 from flashrecovery.controller.state.job_state import JobState
 from flashrecovery.controller.state.outbox import Send
+from flashrecovery.controller.state.staged_layout import SavedState, StagedLayout
 from flashrecovery.controller.storage.generation_file import Numbers, newest_numbers, write_numbers
 from flashrecovery.errors import ProtocolError, RestoreError
 from flashrecovery.plan.strategy.relayout import StayingFacts
@@ -27,20 +27,20 @@ from tests.unit.test_replan import FACTS, World
 
 HOMES = {0: ("a", "i"), 1: ("a", "i")}
 KEPT = SavedState(7, pb.StashPlace(directory="3-1-7", ranks=[0, 1]), "", 90, {"x": (0,), "y": (0, 1)}, HOMES)
-WORDS = SavedStateCodec(KEPT, StayingFacts(FACTS, '{"seed": 3}', 100), "tp=2,pp=2,dp=1", 1)
+WORDS = StagedLayout(KEPT, StayingFacts(FACTS, '{"seed": 3}', 100), "tp=2,pp=2,dp=1", 1)
 
 
 def test_the_words_say_all_of_it() -> None:
-    assert SavedStateCodec.parse(WORDS.text()) == WORDS
+    assert StagedLayout.parse(WORDS.text()) == WORDS
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", json.dumps({"format": 2}), WORDS.text().replace('"homes"', '"x"')])
 def test_other_words_are_named(text: str) -> None:
     with pytest.raises(ProtocolError, match="where state is kept"):
-        SavedStateCodec.parse(text)
+        StagedLayout.parse(text)
 
 
-def told(message: pb.Register, words: SavedStateCodec = WORDS, generation: int = 5) -> pb.Register:
+def told(message: pb.Register, words: StagedLayout = WORDS, generation: int = 5) -> pb.Register:
     message.stash.CopyFrom(pb.StashKept(generation=generation, content=words.text()))
     return message
 
@@ -58,7 +58,7 @@ def test_the_layout_begins_again_with_it() -> None:
     assert {(c.replace.attempt, c.replace.layout) for c in commands if c.HasField("replace")} == {(2, PLAN)}
     assert not [c for c in commands if c.HasField("drop_stash")]
     (kept,) = [c.stash_kept for c in commands if c.HasField("stash_kept")]
-    assert SavedStateCodec.parse(kept.content).attempt == 2 and kept.generation == job.generation
+    assert StagedLayout.parse(kept.content).attempt == 2 and kept.generation == job.generation
     for rank, record in job.ranks.items():
         machine.on_started(pb.WorkerStarted(rank=rank, generation=job.generation, pid=100 + rank), "a", "a")
         facts = replace(FACTS, layout={"tp": 1, "pp": 2, "cp": 1, "ep": 1, "dp": 1})
@@ -146,7 +146,7 @@ def test_agents_are_told_before_ranks_are_started() -> None:
     bodies = [c.WhichOneof("body") for c in world.sent]
     assert bodies.index("stash_kept") < bodies.index("replace")
     ((_, told_),) = world.of("stash_kept")
-    words = SavedStateCodec.parse(told_.stash_kept.content)
+    words = StagedLayout.parse(told_.stash_kept.content)
     assert words.kept.version == 7 and words.before == "tp=2,pp=2,dp=1" and words.attempt == 1
     assert words.kept.homes == dict.fromkeys((0, 2, 3), ("n", "i"))
 

@@ -91,7 +91,7 @@ class Machine:
         self._resizing = Resizing(self.job, self._growing, self._coming)
         self.handoff = Drain(self.job, self._staffing, self._coming, self._resizing)
         evacuation = ProactiveReplacement(self.job, self._staffing)
-        self._replanning = ParallelismChange(self.job, self._staffing, self._starting, self._resizing)
+        self._replanning = ParallelismChange(self.job, self._staffing, self._resizing)
         self._steps = RecoverySteps(
             self.job, self._staffing, evacuation, self._starting, self._resizing, self._replanning
         )

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from flashrecovery.controller.membership.admission import other_command
 from flashrecovery.controller.membership.joining_processes import give_up_all
 from flashrecovery.controller.membership.placement import RankPlacement
@@ -37,8 +35,6 @@ class LaunchSequence:
         self._told = False
         self._first_command: tuple[str, list[str]] | None = None  # of the first node that has come, and its name
         self._other_commands = 0  # nodes that were said to run something else
-        self.on_again: Callable[[], None] = lambda: None
-        """All processes are about to be started again."""
 
     def compare_command(self, message: pb.Register) -> None:
         """Do all nodes run the same?"""
@@ -173,7 +169,7 @@ class LaunchSequence:
         for record in self._job.ranks.values():
             self._job.vacate(record.rank)
             record.needs, record.committed = {}, -1
-        self.on_again()
+        self._job.tell_staged()
         for record in self._job.ranks.values():
             if record.home:
                 self._staffing.fill(record, now, detached=False)

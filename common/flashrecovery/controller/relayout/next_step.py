@@ -6,8 +6,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
-from flashrecovery.controller.relayout.stash_writers import SavedState
 from flashrecovery.controller.state.restore_plan import Decision, NothingLeft
+from flashrecovery.controller.state.staged_layout import SavedState
 from flashrecovery.plan.strategy.strategy import Strategy
 from flashrecovery.proto import flashrecovery_pb2 as pb
 

@@ -16,7 +16,6 @@ from dataclasses import replace
 
 from flashrecovery import events as ev
 from flashrecovery.controller.elastic.resizing import Resizing
-from flashrecovery.controller.membership.launch import LaunchSequence
 from flashrecovery.controller.membership.placement import RankPlacement
 from flashrecovery.controller.membership.relayout_slots import RelayoutSlots, facts_now
 from flashrecovery.controller.relayout.next_step import (
@@ -30,7 +29,6 @@ from flashrecovery.controller.relayout.next_step import (
     relayout_step,
 )
 from flashrecovery.controller.relayout.stash_state import StagedState
-from flashrecovery.controller.relayout.stash_writers import SavedState
 from flashrecovery.controller.state.custody import kept_for
 from flashrecovery.controller.state.history import HistoryEntry
 from flashrecovery.controller.state.job_state import AGENT, JobState
@@ -38,6 +36,7 @@ from flashrecovery.controller.state.nodes import NodeState
 from flashrecovery.controller.state.rank_record import RankRecord
 from flashrecovery.controller.state.recovery_round import StartRound
 from flashrecovery.controller.state.restore_plan import Decision, NothingLeft, RestoreRound
+from flashrecovery.controller.state.staged_layout import SavedState
 from flashrecovery.errors import ConfigError, JobFailedError, UnsupportedError
 from flashrecovery.kinds import FailureKind, NoticeKind
 from flashrecovery.plan.strategy.layout_places import NodeSlot, numbered, stride
@@ -64,7 +63,7 @@ _NOBODY_HAS_IT = "nobody has the state that ranks have needed which are lost"
 class ParallelismChange:
     """Changes of the parallel layout of one job."""
 
-    def __init__(self, job: JobState, staffing: RankPlacement, starting: LaunchSequence, resizing: Resizing) -> None:
+    def __init__(self, job: JobState, staffing: RankPlacement, resizing: Resizing) -> None:
         self._job = job
         self._resizing = resizing
         self._staffing = staffing
@@ -72,7 +71,6 @@ class ParallelismChange:
         self._next: NextLayout | None = None
         self._memory = StagedState(job)
         self._tried: list[str] = []  # layouts in which the script could not begin
-        starting.on_again = self._tell_again
 
     # -- which layout -----------------------------------------------------------------------------
 
@@ -371,7 +369,7 @@ class ParallelismChange:
                 why=list(wanted.why),
             )
         )
-        self._memory.tell()
+        job.tell_staged()
         if kept.checkpoint:
             job.emit(
                 ev.FallbackStarted(
@@ -382,11 +380,6 @@ class ParallelismChange:
             self._staffing.fill(record, now, detached=False)
 
     # -- another controller -----------------------------------------------------------------------
-
-    def _tell_again(self) -> None:
-        """The ranks are started again in the same layout: what they begin with is still there."""
-        if self._memory.kept is not None:
-            self._memory.tell()
 
     def inherit(self, told: pb.StashKept | None) -> bool:
         """See :meth:`.stash_state.StagedState.inherit`."""
@@ -399,9 +392,10 @@ class ParallelismChange:
     def begin_again(self, now: float) -> bool:
         """No rank of the layout has been let into its loop: it begins once more with what was kept for it, if this
         controller has heard of that. Returns whether that has been seen to, which may be that the job has failed."""
-        job, kept, staying = self._job, self._memory.kept, self._memory.job_is
-        if kept is None or staying is None:
+        job, staged = self._job, self._job.parallel.staged
+        if staged is None:
             return False
+        kept, staying = staged.kept, staged.staying
         again = kept.now(job.nodes)
         if again is None and self._checkpoint is not None:
             again = SavedState(self._checkpoint[0], pb.StashPlace(), self._checkpoint[1])
@@ -482,9 +476,10 @@ class ParallelismChange:
     def begin_otherwise(self, why: str, now: float) -> bool:
         """The script cannot begin in the layout that the job has changed to: it begins in the one before, if there are
         ranks enough, or the next best. Returns whether it does."""
-        job, kept, before, staying = self._job, self._memory.kept, self._memory.before, self._memory.job_is
-        if kept is None or before is None or staying is None or job.config.replan is None:
+        job, staged = self._job, self._job.parallel.staged
+        if staged is None or job.config.replan is None:
             return False
+        kept, before, staying = staged.kept, staged.layout_before, staged.staying
         rooms = self._rooms.rooms()
         self._tried.append(job.parallel.text)
         try:

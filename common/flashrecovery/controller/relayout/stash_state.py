@@ -2,16 +2,17 @@
 
 Each shard is written by one of those who have it, or by two on different nodes (:mod:`.stash_writers`). From the start
 of the new ranks on, agents know where it is, for a controller that comes in between
-(:mod:`flashrecovery.controller.relayout.stash_writers`).
+(:class:`~flashrecovery.controller.state.staged_layout.StagedLayout`).
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from flashrecovery.controller.relayout.stash_writers import SavedState, SavedStateCodec, assigned
+from flashrecovery.controller.relayout.stash_writers import assigned
 from flashrecovery.controller.state.history import HistoryEntry
 from flashrecovery.controller.state.job_state import AGENT, JobState
+from flashrecovery.controller.state.staged_layout import SavedState, StagedLayout
 from flashrecovery.errors import JobFailedError, ProtocolError
 from flashrecovery.kinds import FailureKind, NoticeKind, Ordered
 from flashrecovery.plan.strategy.relayout import StayingFacts, layout_text
@@ -23,19 +24,15 @@ class StagedState:
     """Of one job.
 
     Attributes:
-        kept: what is there, and may be needed once more.
         litter: there is state in memory that nobody will need.
         job_is: what the job was before its layout changed, and has to stay.
-        before: the layout that it changes from.
         change: the recovery in which it changes.
     """
 
     def __init__(self, job: JobState) -> None:
         self._job = job
-        self.kept: SavedState | None = None
         self.litter = False
         self.job_is: StayingFacts | None = None
-        self.before: Strategy | None = None
         self.change: HistoryEntry | None = None
         self._writing: SavedState | None = None  # is being written
         self._rounds = 0
@@ -100,23 +97,23 @@ class StagedState:
 
     # -- is kept ----------------------------------------------------------------------------------
 
+    @property
+    def kept(self) -> SavedState | None:
+        """What is there, and may be needed once more."""
+        staged = self._job.parallel.staged
+        return None if staged is None else staged.kept
+
     def now(self) -> SavedState | None:
         """What can be read now; None if that is not everything."""
         return None if self.kept is None else self.kept.now(self._job.nodes)
 
     def keep(self, kept: SavedState, facts: StayingFacts, before: Strategy) -> None:
         """Ranks of another layout are about to be started with this."""
-        self.kept = kept
-        self.job_is, self.before = self.job_is or facts, self.before or before
-        self.change = self._job.recovery or self.change
-
-    def tell(self) -> None:
-        """Have the agents keep it in mind for the next controller."""
-        job = self._job
-        assert self.kept is not None and self.job_is is not None and self.before is not None
-        words = SavedStateCodec(self.kept, self.job_is, layout_text(self.before), job.attempt)
-        told = pb.StashKept(generation=job.generation, content=words.text())
-        job.command(AGENT, pb.Command(stash_kept=told))
+        job, staged = self._job, self._job.parallel.staged
+        self.job_is = self.job_is or facts
+        layout = layout_text(before) if staged is None else staged.before
+        job.parallel.staged = StagedLayout(kept, self.job_is, layout, job.attempt)
+        self.change = job.recovery or self.change
 
     def drop(self) -> None:
         """What there is in memory is of no use."""
@@ -127,7 +124,7 @@ class StagedState:
         """Every rank has taken a step: it is not needed any more. Returns whether it was until now."""
         if self.kept is None:
             return False
-        self.kept, self.change, self.before = None, None, None
+        self._job.parallel.staged = self.change = None
         self.drop()
         return True
 
@@ -140,7 +137,7 @@ class StagedState:
         if told is None or not job.parallel.text:
             return False
         try:
-            words = SavedStateCodec.parse(told.content)
+            words = StagedLayout.parse(told.content)
         except ProtocolError as e:
             job.notice(NoticeKind.NOT_REPLANNED, str(e))
             return False
@@ -150,8 +147,7 @@ class StagedState:
             return False  # all have had it; a node has not heard that it is to be given back
         facts = words.staying.facts
         job.parallel.facts = job.parallel.facts or facts.text()
-        self.kept, self.job_is = words.kept, words.staying
-        self.before = words.layout_before
+        job.parallel.staged, self.job_is = words, words.staying
         self.litter = not words.kept.checkpoint
         return True
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from flashrecovery import events as ev
@@ -333,6 +333,13 @@ class JobState:
         self.membership.told_size = len(self.ranks)
         self.membership.sharded_anew(tuple(self.ranks))
         self._members_changed()
+
+    def tell_staged(self) -> None:
+        """Have the agents keep in mind what all processes of a changed layout begin with, for the next controller."""
+        if self.parallel.staged is not None:
+            told = replace(self.parallel.staged, attempt=self.attempt)
+            kept = pb.StashKept(generation=self.generation, content=told.text())
+            self.command(AGENT, pb.Command(stash_kept=kept))
 
     def begin_attempt(self) -> None:
         """All processes are started anew, which has been counted: under a number that no start has had."""

@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from flashrecovery.controller.state.rank_record import JoiningProcess
+from flashrecovery.controller.state.staged_layout import StagedLayout
 
 
 @dataclass
@@ -41,10 +42,12 @@ class ChangedLayout:
         text: the layout that it has changed to, as tp=1,pp=2,dp=1; "": that of the launch.
         world: ranks of that layout; 0: those of the launch.
         changes: how often it has changed.
+        staged: what the processes of that layout begin with, until every rank of it has taken a step.
         facts: what the job's workers say of what a layout would shard, as JSON; "": it cannot change.
     """
 
     text: str = ""
     world: int = 0
     changes: int = 0
+    staged: StagedLayout | None = None
     facts: str = ""

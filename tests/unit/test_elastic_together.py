@@ -98,3 +98,33 @@ def test_an_old_one_that_gets_its_rank_back_where_it_is_is_not_ended(elastic: bo
     assert world.homes()[2:] == ["node1", "node1"]
     told = [c.rank for node, c in world.nodes_told[before:] if c.HasField("leave") and node == "node1"]
     assert told == [], "these processes alone may have what is theirs"
+
+
+def test_who_has_paused_for_processes_that_do_not_come_goes_on() -> None:
+    """A rank comes in, and a member has paused for it. Then a node is to leave, whose rank is needed more: the others
+    may have begun the step in which that member would wait until another process is there."""
+    world = launched(ReplicaShape(3), replace="auto", single=True)
+    job = world.machine.job
+    world.lose_node_of(2)
+    while len(job.ranks) > 2 or job.recovery is not None:
+        world.now += 0.0 if world.inbox else 6.0
+        world.machine.on_tick(world.now)
+        world.collect()
+        world.step()
+    for name in ("s1", "s2"):
+        world.join(name, spare=True)
+    while not any(step >= 0 for step in world.pause_at.values()) or world.inbox:
+        world.machine.on_tick(world.now)
+        world.collect()
+        world.step()
+    at = world.version[0] = max(world.pause_at.values())
+    world.machine.on_paused(pb.Paused(rank=0, generation=job.generation, version=at), world.now)
+    assert job.state is State.RUNNING and list(job.membership.joining) == [2]
+    before, world.silent = job.generation, {1}
+    assert world.machine.handoff.ask("node1", 60.0, world.now)[0] == ""
+    world.machine.on_tick(world.now)
+    assert list(job.membership.joining) == [1] and job.generation == before + 1, "all go on from where it has paused"
+    world.collect()
+    world.go_on()
+    world.silent = set()
+    assert world.run() is State.FINISHED and not world.odd

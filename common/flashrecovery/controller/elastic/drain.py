@@ -6,7 +6,7 @@ Somebody has commanded it (``flashrecovery drain``), or the node itself has been
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from flashrecovery.controller.elastic.join import Joining
 from flashrecovery.controller.elastic.resizing import Resizing
@@ -24,6 +24,21 @@ _TRIES = 3
 """Times that the ranks of one node are on their way, where something else fails meanwhile."""
 
 
+@dataclass
+class NodeDrain:
+    """One node that is to leave. Made anew for each time that it is.
+
+    Attributes:
+        until: the end of its time, CLOCK_MONOTONIC seconds.
+        cause: as text; "": somebody has commanded it.
+        moves: how often its ranks were on their way.
+    """
+
+    until: float
+    cause: str
+    moves: int = 0
+
+
 class Drain:
     """The nodes of one job that are to leave."""
 
@@ -32,11 +47,13 @@ class Drain:
         self._staffing = staffing
         self._coming = coming
         self._resizing = resizing
-        self._until: dict[str, float] = {}  # by node, in the order in which they were told
-        self._causes: dict[str, str] = {}  # by node, in words
-        self._moved: dict[str, int] = {}  # those whose ranks were on their way, how often
-        self.save_wanted = False
-        """Somebody should take a checkpoint now."""
+        self._nodes: dict[str, NodeDrain] = {}  # in the order in which they were told
+        self._save_wanted = False
+
+    def take_save_wanted(self) -> bool:
+        """Whether a checkpoint should be taken now, since the last call."""
+        wanted, self._save_wanted = self._save_wanted, False
+        return wanted
 
     def ask(self, name: str, within_s: float, now: float, cause: str = "") -> tuple[str, str]:
         """Have a node leave within so many seconds. ``cause``: why, in words. Returns why not, or what is done."""
@@ -45,7 +62,7 @@ class Drain:
         if node is None or not node.alive:
             known = ", ".join(sorted(n.name for n in job.nodes.values() if n.alive))
             return f"node {name} does not belong to the job; these do: {known}", ""
-        if name in self._until:
+        if name in self._nodes:
             return f"node {name} is leaving already", ""
         if job.state in (State.STARTING, State.FINISHED, State.FAILED):
             return f"the job is {job.state.value}; a node can leave when it trains", ""
@@ -53,44 +70,44 @@ class Drain:
         if plan.way is HandOffWay.NOTHING:
             return plan.reason, ""
         node.leaving = True
-        self._until[name], self._causes[name] = now + within_s, cause
+        self._nodes[name] = NodeDrain(now + within_s, cause)
         return "", plan.reason
 
     def on_node_lost(self, name: str) -> None:
         """It has not lasted so long."""
-        if name in self._until:
-            self._no_more(name)
+        if self._nodes.pop(name, None) is not None:
             give_up_all(self._job, f"node {name} is lost before its ranks were handed over")
 
     def state(self, name: str) -> DrainState:
         """Where a node is on its way out."""
-        if name not in self._until:
+        drain = self._nodes.get(name)
+        if drain is None:
             return DrainState.NONE
-        return DrainState.MOVING if name in self._moved else DrainState.ASKED
+        return DrainState.MOVING if drain.moves else DrainState.ASKED
 
     def tick(self, now: float) -> None:
         """Do what can be done now for the first of them."""
         job = self._job
         if job.state is not State.RUNNING or job.recovery is not None:
             return
-        if not self._until:
+        if not self._nodes:
             self._resizing.take_up()
             return
-        name, until = next(iter(self._until.items()))
+        name, drain = next(iter(self._nodes.items()))
         node = job.nodes[name]
         ranks = [record.rank for record in job.ranks.values() if record.home == name]
         if not node.leaving:  # it was needed
             self._forget(node)
         elif not ranks:
             self._let_go(node)
-        elif now >= until:
+        elif now >= drain.until:
             self._give_up(node, f"{len(ranks)} of its ranks are still there, and its time is over")
-        elif name in self._moved and self._coming.came_to_nothing and self._moved[name] < _TRIES:
-            self._begin(node, now)
-        elif name in self._moved and not job.membership.joining.keys() >= set(ranks) and not self._resizing.under_way:
+        elif drain.moves and self._coming.came_to_nothing and drain.moves < _TRIES:
+            self._begin(node, drain, now)
+        elif drain.moves and not job.membership.joining.keys() >= set(ranks) and not self._resizing.under_way:
             self._give_up(node, "its ranks could not be handed over")
-        elif name not in self._moved and not self._resizing.under_way:
-            self._begin(node, now)
+        elif not drain.moves and not self._resizing.under_way:
+            self._begin(node, drain, now)
 
     def _plan(self, node: NodeRecord) -> HandOff:
         job, elastic = self._job, self._job.config.elastic
@@ -117,7 +134,7 @@ class Drain:
             )
         )
 
-    def _begin(self, node: NodeRecord, now: float) -> None:
+    def _begin(self, node: NodeRecord, drain: NodeDrain, now: float) -> None:
         """Its ranks are needed elsewhere more than others that are on their way in."""
         job = self._job
         if job.membership.joining:
@@ -125,8 +142,8 @@ class Drain:
         self._resizing.put_aside()
         self._coming.came_to_nothing = False
         plan = self._plan(node)
-        self._moved[node.name] = self._moved.get(node.name, 0) + 1
-        cause = f", because {self._causes[node.name]}" if self._causes[node.name] else ""
+        drain.moves += 1
+        cause = f", because {drain.cause}" if drain.cause else ""
         job.notice(NoticeKind.NODE_LEAVES, f"node {node.name} is to leave{cause}: {plan.reason}")
         if plan.way is HandOffWay.MOVE:
             self._coming.expect(-1, taking_over=True)
@@ -135,7 +152,7 @@ class Drain:
         elif plan.way is HandOffWay.SHRINK:
             self._resizing.dismiss([record.rank for record in job.ranks.values() if record.home == node.name])
         else:
-            self.save_wanted = plan.way is HandOffWay.SAVE
+            self._save_wanted = plan.way is HandOffWay.SAVE
             self._forget(node)
 
     def _let_go(self, node: NodeRecord) -> None:
@@ -155,8 +172,4 @@ class Drain:
 
     def _forget(self, node: NodeRecord) -> None:
         node.leaving = False
-        self._no_more(node.name)
-
-    def _no_more(self, name: str) -> None:
-        del self._until[name], self._causes[name]
-        self._moved.pop(name, None)
+        del self._nodes[node.name]

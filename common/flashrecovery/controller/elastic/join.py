@@ -11,7 +11,8 @@ that dies meanwhile shall not take the version with it. :class:`PauseBarrier` sa
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Set
+from collections.abc import Set
+from dataclasses import dataclass, field
 
 from flashrecovery.controller.elastic.released_processes import RelievedProcesses
 from flashrecovery.controller.membership.joining_processes import JoiningProcesses, give_up, give_up_all
@@ -67,6 +68,35 @@ _ALL_S = 2.0
 _TRIES = 3
 
 
+def commanded_pause(job: JobState) -> pb.Pause:
+    """Where ranks are to pause for a number of replicas that is commanded; nowhere if none is."""
+    wanted = job.membership.size.wanted
+    return pb.Pause(step=-1) if wanted is None else wanted.pause(copies=of_their_own(job.in_order))
+
+
+@dataclass
+class JoinRound:
+    """Processes that are built up beside training at one time. Made anew for the next ones.
+
+    Attributes:
+        step: they are to take part from this one on; -1: from the next one.
+        taking_over: they take ranks over from processes that live.
+        called_in: the generation in which the members were told to pause for them; -1: they were not.
+        before: the step before which the members are to pause with their copies made.
+        waiting: the members that have.
+        tries: how often they could not come in, because nobody else could give them their state.
+        called_off: the processes before them, which do not come, and for which members were told to pause.
+    """
+
+    step: int = -1
+    taking_over: bool = False
+    called_in: int = -1
+    before: int = 0
+    waiting: PauseBarrier = field(default_factory=PauseBarrier)
+    tries: int = 0
+    called_off: JoinRound | None = None
+
+
 class Joining:
     """The way of the newcomers of one job."""
 
@@ -74,21 +104,14 @@ class Joining:
         self._job = job
         self.newcomers = JoiningProcesses(job)
         self.relieved = RelievedProcesses(job)
-        self._step = -1  # they are to take part from this step on
-        self._taking_over = False  # they take ranks over from processes that live
-        self._called_in = -1  # the generation in which the members were told to pause
-        self._before = 0  # which step
-        self._waiting = PauseBarrier()  # those that have, with their copies
-        self._tries = 0
+        self._round = JoinRound()
         self.came_to_nothing = False
         """They were to take ranks over, and something else has failed before they had all that they needed."""
-        self.otherwise: Callable[[], pb.Pause] = lambda: pb.Pause(step=-1)
-        """What members that were to pause are told if nobody comes in."""
 
     def expect(self, step: int, *, taking_over: bool = False) -> None:
         """Processes that join are being built up. They come in before ``step`` (-1: before the next one)."""
-        self._step, self._taking_over = step, taking_over
-        self._called_in, self._tries = -1, 0
+        called_off = self._round if self._round.called_in == self._job.generation else None
+        self._round = JoinRound(step, taking_over, called_off=called_off)
 
     @property
     def state(self) -> JoinState:
@@ -97,12 +120,12 @@ class Joining:
             return JoinState.TAKING_OVER
         if not self._job.membership.joining:
             return JoinState.NONE
-        return JoinState.PAUSING if self._called_in == self._job.generation else JoinState.STARTING
+        return JoinState.PAUSING if self._round.called_in == self._job.generation else JoinState.STARTING
 
     @property
     def cause(self) -> FailureKind:
         """Why the members pause."""
-        handoff = self._taking_over and self._job.membership.joining
+        handoff = self._round.taking_over and self._job.membership.joining
         return FailureKind.HANDOFF if handoff else FailureKind.RESIZE
 
     @property
@@ -123,27 +146,34 @@ class Joining:
         if job.membership.joining and job.state is State.RUNNING and self.in_last_step:
             give_up_all(job, "ranks have taken their last step")
         self.newcomers.give_up_late(now)
+        if not job.membership.joining and self._round.called_in == job.generation:
+            self._round = JoinRound(self._round.step, self._round.taking_over, called_off=self._round)
+        if self._round.called_off is not None and job.state is State.RUNNING:
+            return self._call_off(self._round.called_off)
         self.call_in()
-        if not job.membership.joining and self._called_in == job.generation and job.state is State.RUNNING:
-            self._call(self.otherwise())  # nobody comes, so nobody needs to pause for that
-            self._called_in = -1
-            waited = self._waiting.since is not None
-            self._waiting.dissolve()
-            return waited  # who has paused is to go on, and the others may have begun a step without it
-        late = self._waiting.overdue(now, _ALL_S + _ALL_S * job.step_s)
-        return late and job.state is State.RUNNING and self._called_in == job.generation and not self._on_their_way
+        late = self._round.waiting.overdue(now, _ALL_S + _ALL_S * job.step_s)
+        called_in = job.state is State.RUNNING and self._round.called_in == job.generation
+        return late and called_in and not self._on_their_way
+
+    def _call_off(self, before: JoinRound) -> bool:
+        """Nobody needs to pause for those who do not come. Returns whether somebody has."""
+        self._round.called_off = None
+        if before.called_in != self._job.generation:
+            return False
+        self._call(commanded_pause(self._job))
+        return before.waiting.since is not None  # it is to go on, and the others may have begun a step without it
 
     @property
     def _on_their_way(self) -> bool:
         """Whether some have not come to that step yet: they will, and cannot be stopped in whatever they do alone, as
         one rank writes a checkpoint. Who is there and does not pause has begun it before it heard of the pause."""
-        return any(r.committed < self._before for r in self._job.in_order if not self._waiting.has(r.rank))
+        return any(r.committed < self._round.before for r in self._job.in_order if not self._round.waiting.has(r.rank))
 
     def call_in(self) -> None:
         """If all newcomers are there, have the members pause before the step at which these are to come in."""
         job = self._job
         ready = self.newcomers.all_here and job.state is State.RUNNING and job.recovery is None
-        if ready and self._called_in != job.generation:
+        if ready and self._round.called_off is None and self._round.called_in != job.generation:
             self._call(self._pause())
 
     def _call(self, pause: pb.Pause) -> None:
@@ -153,19 +183,19 @@ class Joining:
     @property
     def _awaits_all(self) -> bool:
         """Whether the members pause with their copies made, all of them."""
-        return self._taking_over or of_their_own(self._job.in_order)
+        return self._round.taking_over or of_their_own(self._job.in_order)
 
     def _pause(self) -> pb.Pause:
-        self._called_in = self._job.generation
-        self._waiting.dissolve()
-        step = max(self._step, 0)
+        self._round.called_in = self._job.generation
+        self._round.waiting.dissolve()
+        step = max(self._round.step, 0)
         if not self._awaits_all:
             return pb.Pause(step=step)
         newest = max(record.committed for record in self._job.in_order)
         step_s = self._job.step_s
         ahead = 2 + (math.ceil(_AHEAD_S / step_s) if step_s > 0 else 0)
-        self._before = max(step, newest + ahead * 2**self._tries)
-        return pb.Pause(step=self._before, copies=True)
+        self._round.before = max(step, newest + ahead * 2**self._round.tries)
+        return pb.Pause(step=self._round.before, copies=True)
 
     def pause(self) -> pb.Pause | None:
         """What members that go on after a recovery are told; where all of them are to hear of it in time, they are told
@@ -175,23 +205,23 @@ class Joining:
     @property
     def paused_since(self) -> float | None:
         """When the first member has paused; None: nobody has, or nobody is waited for."""
-        return self._waiting.since
+        return self._round.waiting.since
 
     def on_paused(self, message: pb.Paused, now: float) -> bool:
         """A member has paused, where all are waited for, and with them their copies. Returns whether all have."""
-        self._waiting.come(message.rank, now)
-        return self._waiting.complete(self._job.ranks.keys())
+        self._round.waiting.come(message.rank, now)
+        return self._round.waiting.complete(self._job.ranks.keys())
 
     @property
     def waits_for_all(self) -> bool:
         """Members have been told to pause with their copies made, and all of them are waited for."""
-        return self._awaits_all and bool(self._job.membership.joining) and self._called_in == self._job.generation
+        return self._awaits_all and bool(self._job.membership.joining) and self._round.called_in == self._job.generation
 
     def why_paused(self, version: int) -> str:
         """In words; "" if nobody is to come in."""
         if not self._job.membership.joining:
             return ""
-        how = "are filled by other processes" if self._taking_over else "come in"
+        how = "are filled by other processes" if self._round.taking_over else "come in"
         return f"{ranks_text(list(self._job.membership.joining))} {how} from step {version} on"
 
     def take_back(self) -> list[int]:
@@ -204,7 +234,7 @@ class Joining:
     def _give_up_who_has_left(self) -> None:
         """Ranks that were to be taken over, and have left the job meanwhile (with others of their replica, or because
         so many are not allowed), do not come in: alone they would be a part of a replica, or one too many."""
-        if self._taking_over:
+        if self._round.taking_over:
             for rank in [rank for rank in self._job.membership.joining if rank not in self._job.ranks]:
                 give_up(self._job, rank, "it has left the job meanwhile")
 
@@ -224,9 +254,9 @@ class Joining:
         """All members are stopped and are to go on as in ``decision``. If all newcomers are there, and it is time,
         they are members from now on. Returns what is decided with them, and who they are."""
         job = self._job
-        self._waiting.dissolve()
+        self._round.waiting.dissolve()
         self._give_up_who_has_left()
-        if not self.newcomers.all_here or decision.round.version < self._step:
+        if not self.newcomers.all_here or decision.round.version < self._round.step:
             return decision, []
         if decision.checkpoint and divided(job.in_order):
             return decision, []  # newcomers have no part of what the others give up; they come in later
@@ -247,8 +277,8 @@ class Joining:
         except JobFailedError as e:
             why_not = str(e)
         if found is None or (found.round.version, found.checkpoint) != (decision.round.version, decision.checkpoint):
-            self._tries += 1
-            if not self._taking_over or self._tries >= _TRIES:
+            self._round.tries += 1
+            if not self._round.taking_over or self._round.tries >= _TRIES:
                 version = decision.round.version
                 give_up_all(job, f"nobody else could give it its state at version {version}: {why_not}")
             return decision, []

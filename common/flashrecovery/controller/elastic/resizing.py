@@ -11,16 +11,17 @@ recovery without a victim follows. So it is where the job grows (:mod:`.growing`
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 from flashrecovery import events as ev
 from flashrecovery.controller.elastic.growing import Growing
-from flashrecovery.controller.elastic.join import Joining, PauseBarrier
+from flashrecovery.controller.elastic.join import Joining, PauseBarrier, commanded_pause
 from flashrecovery.controller.elastic.released_processes import ReleasedProcesses
 from flashrecovery.controller.membership.joining_processes import give_up_all
 from flashrecovery.controller.state.custody import choose_leaving, divided, of_their_own
 from flashrecovery.controller.state.job_state import JobState
 from flashrecovery.controller.state.loss_policy import allowed_sizes, leaving_without, left_of_replicas, never_replaced
+from flashrecovery.controller.state.membership import ResizeRequest
 from flashrecovery.controller.state.rank_record import BUILT_UP, Place, RankRecord
 from flashrecovery.controller.state.restore_plan import Decision, decide
 from flashrecovery.errors import JobFailedError
@@ -35,18 +36,37 @@ _TRIES = 3
 """Pauses before the same step, until those that are to leave can."""
 
 
-@dataclass(frozen=True)
-class ResizeRequest:
-    """What somebody has commanded: so many replicas, from a step on (-1: from the next one). ``ranks``: that leave;
-    none: the last ones."""
+@dataclass
+class SinceStart:
+    """Who has left since all processes were started, and what of it can be undone. Made anew with each start.
 
-    replicas: int
-    step: int
-    ranks: tuple[int, ...] = ()
+    Attributes:
+        left: records of the ranks that have left.
+        lost: those of them whose processes were lost, since the size was told last.
+        carried_out: the command because of which processes have left, as long as these are still there.
+        returned: how often processes were taken back, in one recovery.
+        told_step: at which the change of size was said to take place, until it does.
+    """
 
-    def pause(self, *, copies: bool) -> pb.Pause:
-        """For the ranks. ``copies``: those of the version are waited for."""
-        return pb.Pause(step=max(self.step, 0), copies=copies)
+    left: dict[int, RankRecord] = field(default_factory=dict)
+    lost: dict[int, RankRecord] = field(default_factory=dict)
+    carried_out: ResizeRequest | None = None
+    returned: int = 0
+    told_step: int | None = None
+
+
+@dataclass
+class NotTold:
+    """What has changed since the size was told last. Made anew then.
+
+    Attributes:
+        left, came: ranks.
+        other_processes: fill some of the same ranks.
+    """
+
+    left: list[int] = field(default_factory=list)
+    came: list[int] = field(default_factory=list)
+    other_processes: bool = False
 
 
 class Resizing:
@@ -56,20 +76,11 @@ class Resizing:
         self._job = job
         self._coming = coming
         self._growing = growing
-        self._wish: ResizeRequest | None = None
-        self._left: list[int] = []  # since the size was told last
-        self._came: list[int] = []  # since then
-        self._other_processes = False  # since then; the same ranks are filled by others
-        self._tries = 0  # to carry out what somebody has commanded
+        self._order = job.membership.size
         self._waiting = PauseBarrier()  # for those who are to leave
-        self._put_aside: ResizeRequest | None = None  # until no node is to leave any more
-        self._gone: dict[int, RankRecord] = {}  # that have lost their processes and left, since then
-        self._carried_out: ResizeRequest | None = None  # and those who leave because of it are still there
-        self._since_start: dict[int, RankRecord] = {}  # that have left since all processes were started
-        self._told_step: int | None = None  # at which the change of size was said to take place, until it does
+        self._since = SinceStart()
+        self._not_told = NotTold()
         self.last_resort = ReleasedProcesses(job)
-        self._returned = 0  # times that some of these were taken back, in one recovery
-        coming.otherwise = self._standing
 
     # -- a loss -----------------------------------------------------------------------------------
 
@@ -77,11 +88,11 @@ class Resizing:
         """These ranks have no process, and get none. Returns whether the job goes on without them."""
         ranks = leaving_without(self._job, lost)
         for rank in ranks:
-            self._gone[rank] = self._depart(rank, grace_s=0.0)
+            self._since.lost[rank] = self._depart(rank, grace_s=0.0)
         if ranks:
             for rank in left_of_replicas(self._job):
                 if self._job.ranks[rank].place in BUILT_UP:
-                    self._gone[rank] = self._depart(rank, grace_s=0.0)  # on its way for a replica that leaves
+                    self._since.lost[rank] = self._depart(rank, grace_s=0.0)  # on its way for a replica that leaves
         return bool(ranks)
 
     def dissolve_replicas(self) -> None:
@@ -96,29 +107,29 @@ class Resizing:
         job = self._job
         useless = set(left_of_replicas(job))
         replicas = {job.shape.replica(rank) for rank in useless}
-        lost = [rank for rank in self._gone if rank not in job.ranks and job.shape.replica(rank) in replicas]
+        lost = [rank for rank in self._since.lost if rank not in job.ranks and job.shape.replica(rank) in replicas]
         if job.checkpoint is not None or never_replaced(job) or not lost or not of_their_own(job.in_order):
             return []
         staying = {rank: record for rank, record in job.ranks.items() if rank not in useless}
         gone = {**job.membership.departed, **{rank: job.ranks[rank].needs for rank in useless}}
-        if any(self._gone[r].irreplaceable for r in lost) or self._in_memory(staying, gone):
+        if any(self._since.lost[r].irreplaceable for r in lost) or self._in_memory(staying, gone):
             return []
         if not self._in_memory(job.ranks, job.membership.departed):
             return []
         for rank in lost:
-            record = self._gone.pop(rank)
+            record = self._since.lost.pop(rank)
             job.enrol(record)  # counted where it was when it left, and without a process after that
             job.vacate(rank)
             record.home = record.page_on = ""
             record.capsules, record.early = (), frozenset()
-            self._left.remove(rank)
+            self._not_told.left.remove(rank)
         job.membership.awaited.update(lost)
         return lost
 
     def newest_of_all(self) -> int | None:
         """The newest version that a rank has committed, those included that have left since all were started. None if
         the job cannot be as it was then: others have come, or who has left is not known here."""
-        job, left = self._job, [r for rank, r in self._since_start.items() if rank not in self._job.ranks]
+        job, left = self._job, [r for rank, r in self._since.left.items() if rank not in self._job.ranks]
         everybody = [*job.in_order, *left]
         if {record.rank for record in everybody} != set(range(job.world_size)):
             return None
@@ -127,11 +138,11 @@ class Resizing:
     def take_back_all(self) -> None:
         """All processes are about to be started again, as those are that have left since they were started before."""
         job = self._job
-        if self._carried_out is not None:
-            text = f"the job is not resized to {self._carried_out.replicas} replicas: all ranks are started again"
+        if self._since.carried_out is not None:
+            text = f"the job is not resized to {self._since.carried_out.replicas} replicas: all ranks are started again"
             job.notice(NoticeKind.NOT_RESIZED, text)
         taken = {(record.home, record.local_rank) for record in job.in_order}
-        for rank, record in self._since_start.items():
+        for rank, record in self._since.left.items():
             if rank in job.ranks:
                 continue
             job.enrol(record)
@@ -142,7 +153,7 @@ class Resizing:
             taken.add(place)
         job.settle_layout()
         job.membership.told_size = len(job.ranks)
-        self._left, self._came, self._other_processes = [], [], False
+        self._not_told = NotTold()
 
     def _in_memory(self, records: Mapping[int, RankRecord], departed: Mapping[int, Mapping[str, int]]) -> bool:
         """Whether these ranks could go on from what they hold."""
@@ -203,64 +214,62 @@ class Resizing:
         if replicas > size:
             why_not = self._growing.ask(replicas, step, now)
             if not why_not:
-                self._wish, self._tries, self._put_aside = None, 0, None
+                self._order.wanted = self._order.put_aside = None
                 self._growing.commanded(replicas)
             return why_not
         self._growing.commanded(replicas)
-        if self._wish is not None and self._wish.ranks:  # ranks of a node that is to leave, which cannot wait
-            self._put_aside = ResizeRequest(replicas, step)
+        request, wanted = ResizeRequest(replicas, step), self._order.wanted
+        if wanted is not None and wanted.ranks:  # ranks of a node that is to leave, which cannot wait
+            self._order.put_aside = request
             return ""
-        self._wish, self._tries, self._put_aside = ResizeRequest(replicas, step), 0, None
+        self._order.wanted, self._order.put_aside = request, None
         self._tell_to_pause()
         return ""
 
     def dismiss(self, ranks: Collection[int]) -> None:
         """These ranks leave before the next step."""
         replicas = {self._job.shape.replica(rank) for rank in ranks}
-        self._wish = ResizeRequest(self._job.replicas - len(replicas), -1, tuple(ranks))
+        self._order.wanted = ResizeRequest(self._job.replicas - len(replicas), -1, tuple(ranks))
         self._tell_to_pause()
 
     def put_aside(self) -> None:
         """A node is to leave within its time: what somebody has commanded for a later step has to wait for that."""
-        if self._wish is not None:
-            self._put_aside, self._wish, self._tries = self._wish, None, 0
+        if self._order.wanted is not None:
+            self._order.put_aside, self._order.wanted = replace(self._order.wanted, tries=0), None
             self._tell_to_pause()
 
     def take_up(self) -> None:
         """No node is to leave any more: what was put aside is to be done, if there are still more replicas."""
-        if self._wish is None and self._put_aside is not None:
-            wish, self._put_aside = self._put_aside, None
-            if wish.replicas < self._job.replicas:
-                self._wish, self._tries = wish, 0
+        if self._order.wanted is None and self._order.put_aside is not None:
+            request, self._order.put_aside = self._order.put_aside, None
+            if request.replicas < self._job.replicas:
+                self._order.wanted = request
                 self._tell_to_pause()
 
     def _tell_to_pause(self) -> None:
-        pause = self._standing()
+        pause = commanded_pause(self._job)
         for record in self._job.in_order:
             self._job.command(record.rank, pb.Command(pause=pause))
-
-    def _standing(self) -> pb.Pause:
-        """Where ranks are to pause for what somebody has commanded: nowhere if nobody has."""
-        return pb.Pause(step=-1) if self._wish is None else self._wish.pause(copies=of_their_own(self._job.in_order))
 
     @property
     def state(self) -> SizeState:
         """Where a commanded change of the size is."""
         if self.last_resort:
             return SizeState.LEAVING
-        if self._wish is not None:
+        if self._order.wanted is not None:
             return SizeState.ORDERED
-        return SizeState.STABLE if self._put_aside is None else SizeState.PUT_ASIDE
+        return SizeState.STABLE if self._order.put_aside is None else SizeState.PUT_ASIDE
 
     @property
     def under_way(self) -> bool:
         """Ranks are about to leave: before the next step, or the one after it."""
-        return self._wish is not None and self._wish.step <= self._job.committed + 1
+        wanted = self._order.wanted
+        return wanted is not None and wanted.step <= self._job.committed + 1
 
     def paused(self, rank: int, now: float) -> bool:
         """A rank has come to the step at which the job is to change. Returns whether it changes now. Where state is
         divided, and ranks leave, the others are waited for: they pause when the copies of what they have are made."""
-        if self._wish is None or not of_their_own(self._job.in_order):
+        if self._order.wanted is None or not of_their_own(self._job.in_order):
             return True
         self._waiting.come(rank, now)
         return self._waiting.complete(self._job.ranks.keys())
@@ -268,7 +277,7 @@ class Resizing:
     def overdue(self, now: float) -> bool:
         """Whether the others have been waited for long enough: one that had begun the step before it heard of the
         command does not pause."""
-        if self._wish is not None and self._waiting.complete(self._job.ranks.keys()):
+        if self._order.wanted is not None and self._waiting.complete(self._job.ranks.keys()):
             return self._job.state is State.RUNNING  # the last of them have paused before all had said that they go on
         waited = self._waiting.overdue(now, PATIENCE_S)
         return waited and self._job.state is State.RUNNING and self._job.recovery is None
@@ -285,7 +294,7 @@ class Resizing:
     def why_paused(self, version: int) -> str:
         """In words, for those who are stopped: ranks have paused at ``version``. A command that was given to a
         controller before this one is not known any more."""
-        size = "as many" if self._wish is None else self._wish.replicas
+        size = "as many" if self._order.wanted is None else self._order.wanted.replicas
         coming = self._coming.why_paused(version)
         if coming:
             return coming
@@ -293,7 +302,7 @@ class Resizing:
 
     def pause(self) -> pb.Pause | None:
         """What ranks that go on after a recovery are told of a command that is still to be carried out."""
-        return self._coming.pause() if self._wish is None else self._standing()
+        return self._coming.pause() if self._order.wanted is None else commanded_pause(self._job)
 
     def leave_at(self, version: int, *, on_disk: bool = False) -> bool:
         """All ranks are stopped, and are to go on at ``version`` (``on_disk``: of a checkpoint). Who has to leave does
@@ -305,7 +314,7 @@ class Resizing:
         """
         if self._job.config.elastic is None:
             return False
-        wish, size = self._wish, self._job.replicas
+        wish, size = self._order.wanted, self._job.replicas
         allowed = allowed_sizes(self._job)
         most = allowed.largest(size) or size
         ranks: list[int] | None = None
@@ -314,16 +323,16 @@ class Resizing:
             replicas = {self._job.shape.replica(rank) for rank in named}
             wanted = min(most, size - len(replicas) if wish.ranks else wish.replicas)
             ranks = self._choose(allowed.largest(wanted) or most, version, named, on_disk=on_disk)
-            self._tries += 1
-            if ranks is None and self._tries >= _TRIES:
+            self._order.wanted = wish = replace(wish, tries=wish.tries + 1)
+            if ranks is None and wish.tries >= _TRIES:
                 self._job.notice(
                     NoticeKind.NOT_RESIZED,
                     f"the job is not resized to {wish.replicas} replicas: of what {size - wish.replicas} of them "
                     "have alone, the others keep no copies; fewer at a time can leave",
                 )
-            if ranks is not None or self._tries >= _TRIES:
-                self._carried_out = wish if ranks is not None else None
-                self._wish, self._tries = None, 0
+            if ranks is not None or wish.tries >= _TRIES:
+                self._since.carried_out = wish if ranks is not None else None
+                self._order.wanted = None
         if ranks is None:
             ranks = self._choose(most, version, on_disk=on_disk)
         if ranks is None:
@@ -358,16 +367,16 @@ class Resizing:
         """The same for ranks that come: returns what is decided with those that do so now."""
         before = set(self._job.ranks)
         found, came = self._coming.come_in(decision)
-        self._came += [rank for rank in came if rank not in before]
+        self._not_told.came += [rank for rank in came if rank not in before]
         if came and before.issuperset(came):
-            self._other_processes = True
+            self._not_told.other_processes = True
         return found
 
     def take_back(self) -> list[int]:
         """Something has failed before those who came could go on: whose ranks they were to take over has them again.
         Returns these ranks."""
         back = self._coming.take_back()
-        self._other_processes |= bool(back)
+        self._not_told.other_processes |= bool(back)
         return back
 
     def all_have_what_they_need(self) -> None:
@@ -375,7 +384,7 @@ class Resizing:
         self.last_resort.let_go()
         for record in self._coming.relieved.let_go():
             self.last_resort.keep(record)
-        self._carried_out = None
+        self._since.carried_out = None
         found = self._job.round.restoring
         if found is None or found.reshape is not None or self._job.round.checkpoint:
             self.last_resort.let_go()  # what they have is of another division, or another version
@@ -383,38 +392,36 @@ class Resizing:
     def begins_anew(self) -> None:
         """All ranks are started again, perhaps in another parallel layout: who has left, or was taken back, before that
         is nobody's matter any more."""
-        self._told_step = None
         self.last_resort.let_go()
-        self._gone.clear()
-        self._since_start.clear()
+        self._since = SinceStart()
         self._job.membership.awaited.clear()
-        self._carried_out, self._returned = None, 0
 
     def all_have_gone_on(self) -> None:
         """Every rank has taken a step since then, so all have copies of each other's state."""
         self.last_resort.let_go()
-        self._returned = 0
+        self._since.returned = 0
 
     @property
     def can_take_back(self) -> bool:
         """Processes that were given up are still there, and have not been taken back too often in this recovery."""
-        return bool(self.last_resort) and self._returned < _TRIES
+        return bool(self.last_resort) and self._since.returned < _TRIES
 
     def take_back_last(self) -> bool:
         """Those who go on have not all that they need: if processes that were given up are still there, they belong to
         the job again. Returns whether there were some."""
         if not self.can_take_back:
             return False
-        self._returned += 1
+        self._since.returned += 1
         before = set(self._job.ranks)
         back = self.last_resort.take_back()
         again = [rank for rank in back if rank not in before]
-        self._left = [rank for rank in self._left if rank not in again]
+        self._not_told.left = [rank for rank in self._not_told.left if rank not in again]
         if again:
-            self._came += again
-            self._wish, self._tries = self._wish or self._carried_out, 0
+            self._not_told.came += again
+            again_wanted = self._order.wanted or self._since.carried_out
+            self._order.wanted = None if again_wanted is None else replace(again_wanted, tries=0)
         if len(again) < len(back):
-            self._coming.came_to_nothing = self._other_processes = True
+            self._coming.came_to_nothing = self._not_told.other_processes = True
         return bool(back)
 
     def given_up_ended(self, message: pb.Failure | pb.Exited, node: str) -> bool:
@@ -428,11 +435,11 @@ class Resizing:
     def tell(self, version: int) -> bool:
         """The ranks that there are now go on at ``version``. Returns whether they are others than were told last, or
         filled by others."""
-        self._gone.clear()
+        self._since.lost = {}
         self._job.membership.awaited.clear()
         size = len(self._job.ranks)
-        came = sorted(rank for rank in self._came if rank in self._job.ranks)
-        left = sorted(set(self._left).difference(came))
+        came = sorted(rank for rank in self._not_told.came if rank in self._job.ranks)
+        left = sorted(set(self._not_told.left).difference(came))
         if size != self._job.membership.told_size or came or left:
             self._job.emit(
                 ev.JobResized(
@@ -445,17 +452,17 @@ class Resizing:
                     came=came,
                 )
             )
-            self._job.membership.told_size, self._told_step = size, version
-            self._left, self._came, self._other_processes = [], [], False
+            self._job.membership.told_size, self._since.told_step = size, version
+            self._not_told = NotTold()
             self._say_what_is_on_one_node()
             return True
-        others, self._other_processes = self._other_processes, False
+        others, self._not_told.other_processes = self._not_told.other_processes, False
         return others
 
     def goes_on_at(self, version: int) -> None:
         """The state of this version is everywhere. What was told of a change may have been another one: then a
         checkpoint was damaged since, or somebody else has died."""
-        told, self._told_step = self._told_step, None
+        told, self._since.told_step = self._since.told_step, None
         if told not in (None, version):
             replicas, members = self._job.replicas, list(self._job.members)
             event = ev.JobResized(
@@ -466,25 +473,24 @@ class Resizing:
     @property
     def wanted(self) -> bool:
         """Somebody has commanded another number of replicas, and it has not come yet."""
-        return any(wish is not None for wish in (self._wish, self._put_aside)) or bool(self._job.membership.joining)
+        return self._order.open or bool(self._job.membership.joining)
 
     def before_layout(self) -> None:
         """The job changes its parallel layout now: nobody comes into the one before or leaves it."""
         give_up_all(self._job, "the job changes its parallel layout")
         self.last_resort.let_go()
-        for wish in (self._wish, self._put_aside):
+        for wish in (self._order.wanted, self._order.put_aside):
             if wish is not None and not wish.ranks:
                 text = f"the job is not resized to {wish.replicas} replicas: it changes its parallel layout"
                 self._job.notice(NoticeKind.NOT_RESIZED, text)
-        self._wish = self._put_aside = None
+        self._order.wanted = self._order.put_aside = None
         self._waiting.dissolve()
         self._growing.laid_out()
 
     def laid_out(self) -> None:
         """The job consists of the ranks of another parallel layout: what is known of ranks is of the one before."""
         self.begins_anew()
-        self._tries = 0
-        self._left, self._came, self._other_processes = [], [], False
+        self._not_told = NotTold()
 
     def _say_what_is_on_one_node(self) -> None:
         """Of divided state each rank's part has copies on one other rank. Both may be on one node: who keeps what
@@ -511,8 +517,8 @@ class Resizing:
     def _depart(self, rank: int, *, grace_s: float | None) -> RankRecord:
         """``grace_s`` None: its process is not told to leave yet."""
         record = self._job.depart(rank)
-        self._left.append(rank)
-        self._since_start[rank] = record
+        self._not_told.left.append(rank)
+        self._since.left[rank] = record
         if grace_s is not None:
             self._job.tell_to_leave(rank, record.home, grace_s)
         if self._job.homeless_since is not None and all(r.home for r in self._job.in_order):

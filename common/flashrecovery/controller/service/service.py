@@ -414,8 +414,7 @@ class ControllerService(rpc.ControllerServicer):  # type: ignore[misc]
 
     def _announce_checkpoint(self, now: float) -> None:
         """Have every rank save a version, if it is time."""
-        if self.machine.handoff.save_wanted:
-            self.machine.handoff.save_wanted = False
+        if self.machine.handoff.take_save_wanted():
             self._checkpoints.hurry()
         job = self.machine.job
         if job.state is State.RUNNING:

@@ -7,6 +7,46 @@ from dataclasses import dataclass, field
 
 from flashrecovery.controller.state.rank_record import JoiningProcess
 from flashrecovery.controller.state.staged_layout import StagedLayout
+from flashrecovery.proto import flashrecovery_pb2 as pb
+
+
+@dataclass(frozen=True)
+class ResizeRequest:
+    """What somebody has commanded.
+
+    Attributes:
+        replicas: so many.
+        step: from this one on; -1: from the next one.
+        ranks: that leave; none: the last ones.
+        tries: pauses for it so far.
+    """
+
+    replicas: int
+    step: int
+    ranks: tuple[int, ...] = ()
+    tries: int = 0
+
+    def pause(self, *, copies: bool) -> pb.Pause:
+        """For the ranks. ``copies``: those of the version are waited for."""
+        return pb.Pause(step=max(self.step, 0), copies=copies)
+
+
+@dataclass
+class CommandedSize:
+    """What is commanded of the number of replicas, and not done yet.
+
+    Attributes:
+        wanted: for this ranks pause.
+        put_aside: this waits until no node is drained any more.
+    """
+
+    wanted: ResizeRequest | None = None
+    put_aside: ResizeRequest | None = None
+
+    @property
+    def open(self) -> bool:
+        """Something is."""
+        return self.wanted is not None or self.put_aside is not None
 
 
 @dataclass
@@ -14,6 +54,7 @@ class Membership:
     """Of one job, besides its ranks.
 
     Attributes:
+        size: what is commanded of it.
         joining: processes that are built up beside training, by the rank that they are to fill.
         sharded_among: the ranks among which sharded state is divided, as all of them have it or can have it at once.
         unsure: a controller before this one may have been in the middle of a change of these ranks.
@@ -22,6 +63,7 @@ class Membership:
         told_size: of how many ranks the job consists, as was told last, here or by a controller before this one.
     """
 
+    size: CommandedSize = field(default_factory=CommandedSize)
     joining: dict[int, JoiningProcess] = field(default_factory=dict)
     sharded_among: tuple[int, ...] = ()
     unsure: bool = False

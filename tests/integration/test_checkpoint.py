@@ -24,6 +24,7 @@ from flashrecovery.redundancy.checkpoint.manifest import Manifest, manifests_of
 from flashrecovery.redundancy.checkpoint.published import newest, step_name
 from flashrecovery.redundancy.checkpoint.reader import checkpoint_layout_mismatch, load
 from flashrecovery.redundancy.checkpoint.writer import CheckpointFallback, Published
+from flashrecovery.runtime import durable
 from flashrecovery.state.checkpoint_format import CheckpointFormat
 from tests.integration.test_neighbour import Owned, capsule_of, shards_of
 from tests.support.ranks import die, results, run_ranks
@@ -188,6 +189,54 @@ def test_the_same_version_again_replaces_it(tmp_path: Path) -> None:
     save(tmp_path, tmp_path / "c", [4, 4])
     check(tmp_path / "c", 4)
     assert not list((tmp_path / "c").glob(".pending*"))
+
+
+def _save_and_die(rank: int, world: int, folder: Path, exchanges: bool, after: int) -> None:
+    """Killed by SIGKILL right after so many renames and exchanges of names."""
+    rename, exchange, done = os.rename, durable._exchange, [0]
+
+    def counted() -> None:
+        done[0] += 1
+        if done[0] == after:
+            die()
+
+    def renames(*args: Any, **kwargs: Any) -> None:
+        rename(*args, **kwargs)
+        counted()
+
+    def exchange_names(one: Path, other: Path) -> bool:
+        found = exchanges and exchange(one, other)
+        if found:
+            counted()
+        return found
+
+    os.rename, durable._exchange = renames, exchange_names
+    assert _save_in_launch(rank, world, folder, f"launch{after}", [rank]) == [12]
+
+
+@pytest.mark.parametrize("exchanges", [True, False])
+def test_a_whole_one_is_there_whenever_a_writer_is_killed_that_replaces_it(exchanges: bool, tmp_path: Path) -> None:
+    """Where the file system exchanges names, and where it cannot."""
+    folder = tmp_path / "c"
+    save(tmp_path, folder, [12], world=1)
+    killed = 0
+    while (end := run_ranks(_save_and_die, 1, tmp_path, folder, exchanges, killed + 1, group=False)[0]).signal:
+        killed += 1
+        assert newest(folder) == (12, folder / step_name(12))
+        (saved,) = verify.checkpoints_in(folder)
+        assert not saved.wrong
+    assert end.error is None and killed >= (6 if exchanges else 7)
+    assert load(folder / step_name(12), shards(0, 1), rank=0, world=1).capsule == f"launch{killed + 1}".encode()
+    assert not list(folder.glob(".pending*"))
+
+
+def test_one_that_was_to_be_replaced_is_brought_back(tmp_path: Path) -> None:
+    """Also by a writer, and where the new one has been swept away."""
+    save(tmp_path, tmp_path / "c", [4], world=1)
+    os.rename(tmp_path / "c" / step_name(4), tmp_path / "c" / ".pending-4.2-launch.replaced")
+    CheckpointFallback(tmp_path / "c", rank=0, world=1)
+    assert (tmp_path / "c" / step_name(4)).is_dir()
+    check(tmp_path / "c", 4, world=1)
 
 
 def test_another_runs_later_checkpoint_is_neither_resumed_nor_removed(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import xxhash
 
-from flashrecovery.runtime.durable import sync_folder, write_durably
+from flashrecovery.runtime.durable import put_folder_in_place, sync_folder, write_durably
 from flashrecovery.snapshot.memory import SharedMemory
 
 FOLDER = "snapshots"
@@ -59,11 +59,10 @@ def save(folder: Path, memories: Iterable[tuple[int, str, SharedMemory]]) -> lis
         saved = [one for one in found if one is not None]
         write_durably(temporary / _LIST, json.dumps([asdict(one) for one in saved], indent=1).encode())
         before = _before(folder)
-        if folder.exists():
-            shutil.rmtree(before, ignore_errors=True)
-            folder.rename(before)
-        temporary.rename(folder)
-        shutil.rmtree(before, ignore_errors=True)
+        replaced = put_folder_in_place(temporary, folder, before)
+        for old in (before, replaced):
+            if old is not None:
+                shutil.rmtree(old, ignore_errors=True)
         sync_folder(folder.parent)
     except OSError:
         shutil.rmtree(temporary, ignore_errors=True)

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
+from contextlib import suppress
 from pathlib import Path
 
 LATEST = "latest"
 """The file that names the newest one."""
+REPLACED = ".replaced"
+"""Ends the name of one that another of its version replaces, where the file system cannot exchange names."""
 
 
 def published(directory: Path) -> list[tuple[int, Path]]:
@@ -18,6 +22,7 @@ def published(directory: Path) -> list[tuple[int, Path]]:
 def newest(directory: Path) -> tuple[int, Path] | None:
     """Version and path of the newest published checkpoint, or None."""
     directory = Path(directory)
+    bring_back(directory)
     versions = versions_in(directory) if directory.is_dir() else []
     try:
         named = _version_of((directory / LATEST).read_text())
@@ -25,6 +30,16 @@ def newest(directory: Path) -> tuple[int, Path] | None:
         named = None
     version = named if named in versions else max(versions, default=None)
     return None if version is None else (version, directory / step_name(version))
+
+
+def bring_back(directory: Path) -> None:
+    """If a writer was killed between the two renames that replace a checkpoint, finish what it has begun."""
+    for replaced in directory.glob(f".pending-*{REPLACED}"):
+        new = replaced.with_suffix("")  # which was whole before the first of them
+        number = new.name.removeprefix(".pending-").split(".")[0]
+        if number.isdigit() and not (final := directory / step_name(int(number))).exists():
+            with suppress(OSError):  # others do the same; or the directory cannot be written
+                os.rename(new if new.exists() else replaced, final)
 
 
 def oldest(directory: Path | None) -> int:

@@ -47,9 +47,9 @@ from flashrecovery.redundancy.checkpoint.manifest import (
     index_digest,
     manifest_key,
 )
-from flashrecovery.redundancy.checkpoint.published import LATEST, step_name, versions_in
+from flashrecovery.redundancy.checkpoint.published import LATEST, REPLACED, bring_back, step_name, versions_in
 from flashrecovery.redundancy.memory.background import Background
-from flashrecovery.runtime.durable import write_durably
+from flashrecovery.runtime.durable import put_folder_in_place, write_durably
 from flashrecovery.state.checkpoint_format import CheckpointFormat
 from flashrecovery.state.digest import shard_digest
 from flashrecovery.state.shard import Shard, ShardSource
@@ -145,6 +145,7 @@ class CheckpointFallback:
             self.directory.mkdir(parents=True, exist_ok=True)
             probe = self.directory / f".probe-{rank}"
             probe.touch()
+            bring_back(self.directory)
             probe.unlink(missing_ok=True)  # two that come into an elastic job may be this rank for now
         except OSError as e:
             raise ConfigError(f"checkpoint.dir = {str(directory)!r} cannot be written: {e.strerror}") from e
@@ -361,17 +362,15 @@ class CheckpointFallback:
         """True if this rank published; two may find all parts durable at once."""
         try:
             os.close(os.open(pending / "publisher", os.O_CREAT | os.O_EXCL | os.O_WRONLY))
-        except FileExistsError:
+        except (FileExistsError, FileNotFoundError):  # not there: it has been published already
             return False
         ranks = {str(r) for r in range(world)}  # no leftover of a larger world
         found = sorted(p.parent.name for p in pending.glob("*/.metadata"))
         join_parts(pending, [name for name in found if name.rpartition("-")[2] in ranks])
         write_durably(pending / INDEX_DIGEST, index_digest(pending))
         final = self.directory / step_name(version)
-        if final.exists():  # the same step again after a recovery, or another run's leftover
-            replaced = pending.with_name(f"{pending.name}.replaced")
-            os.rename(final, replaced)
-        os.rename(pending, final)
+        # There may be one: the same step again after a recovery, or another run's leftover.
+        put_folder_in_place(pending, final, pending.with_name(f"{pending.name}{REPLACED}"))
         write_durably(self.directory / LATEST, final.name.encode())
         self._sweep(version)
         return True
@@ -379,6 +378,9 @@ class CheckpointFallback:
     def _sweep(self, version: int) -> None:
         """Drop what is older than the newest ``keep``, and what was never completed. Later versions in the
         directory are another run's, and none of our business. Each goes as a whole: nobody finds half of it."""
+        for replaced in self.directory.glob(f".pending-*{REPLACED}"):  # no reader brings it back from now on
+            with suppress(FileNotFoundError):
+                os.rename(replaced, replaced.with_suffix(".swept"))
         older = sorted(v for v in versions_in(self.directory) if v <= version)
         for old in older[: -self._keep]:
             with suppress(FileNotFoundError):

@@ -52,7 +52,8 @@ class DataSourceError(FlashRecoveryError):
 class DataEndedError(DataSourceError):
     """The data of one rank ended in the middle of training, and the script does not expect that.
 
-    Do: give all ranks equally many batches, or have them agree on the end and leave in the same step.
+    Do: give all ranks equally many batches, or have them agree on the end and leave in the same step. What the ranks
+    held is kept, and `--resume` goes on from there.
     """
 
 

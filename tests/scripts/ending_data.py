@@ -1,9 +1,11 @@
 """The data of rank 1 ends before that of the others: ``break`` leaves the loop in its block, ``stop`` asks for more,
-``agree`` has all ranks leave together, ``join`` trains within DistributedDataParallel's ``join()``."""
+``agree`` has all ranks leave together, ``join`` trains within DistributedDataParallel's ``join()``, and with ``enough``
+it does not end."""
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import sys
 from collections.abc import Iterator
 
@@ -28,7 +30,7 @@ def main() -> None:
     model = DistributedDataParallel(torch.nn.Linear(8, 4))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     recovery.register(model=model, optimizer=optimizer)
-    data = recovery.data(finite(3 if dist.get_rank() == 1 else 9))
+    data = recovery.data(finite(3 if dist.get_rank() == 1 and MODE != "enough" else 9))
     with model.join() if MODE == "join" else contextlib.nullcontext():  # type: ignore[no-untyped-call]
         for step in recovery.steps(9):
             with step:
@@ -42,6 +44,8 @@ def main() -> None:
                 optimizer.step()
                 optimizer.zero_grad()
     print(f"rank {dist.get_rank()} has left in step {step.index}", flush=True)
+    weights = b"".join(p.detach().numpy().tobytes() for p in model.parameters())
+    print(f"digest rank={dist.get_rank()} {hashlib.sha256(weights).hexdigest()}", flush=True)
 
 
 if __name__ == "__main__":

@@ -196,6 +196,20 @@ def test_whoever_presses_ctrl_c_twice_waits_for_nothing() -> None:
     assert world.end().version == 0
 
 
+def test_a_rank_whose_data_has_ended_leaves_what_the_others_hold() -> None:
+    """It would end there again, so it is not replaced; but nothing is wrong with what the ranks have."""
+    world = Ending()
+    error = "flashrecovery.errors.DataEndedError"
+    words = pb.LastWords(exception=error, message="the data of rank 1 has ended.", fatal=True, refused=True)
+    record = world.machine.job.ranks[1]
+    failure = pb.Failure(rank=1, pid=record.pid, kind="exception", evidence="x", last_words=words, step=2)
+    world.machine.on_failure(failure, world.now)
+    world.collect()
+    last = world.end()
+    assert not last.void and last.version == 2 and world.kept[1].gone
+    assert world.machine.job.failure_reason == "rank 1: DataEndedError: the data of rank 1 has ended"
+
+
 def come_apart(world: Ending, diverged: pb.Diverged | None = None) -> str:
     """The reason with which the job ends."""
     record = world.machine.job.ranks[1]

@@ -340,9 +340,12 @@ class Machine:
         if self.job.ending.asked_by:
             self.job.fail(self.job.ending.asked_by)  # it is not replaced for the few seconds that are left
         elif message.last_words.fatal:
-            name = message.last_words.exception.rpartition(".")[2]
-            said = message.last_words.message.rstrip(".")
-            self.job.fail(f"rank {record.rank}: {name}: {said}{way_on(self.job, message.last_words)}", void=True)
+            words = message.last_words
+            said = f"rank {record.rank}: {words.exception.rpartition('.')[2]}: {words.message.rstrip('.')}"
+            if words.refused:  # its data has ended: what the ranks hold is right, and is kept
+                self.job.fail(said)
+            else:
+                self.job.fail(f"{said}{way_on(self.job, words)}", void=True)
         elif was is Place.RELEASED:
             self.job.fail(f"{self.job.last_failure}, after its last step: its end state is lost")
         elif not self.job.launched:

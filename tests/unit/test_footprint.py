@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from flashrecovery.cli.plan import plan
 from flashrecovery.errors import ConfigError
 from flashrecovery.plan.estimates.copy_holders import Protection
-from flashrecovery.plan.estimates.footprint import Footprint, JobShape, Sharding, footprint, step_s
+from flashrecovery.plan.estimates.footprint import Footprint, JobShape, footprint, step_s
+from flashrecovery.plan.model_state import Sharding
 
 DOCS = Path(__file__).resolve().parents[2] / "docs" / "redundancy.md"
 JOB = JobShape(parameters=70e9, gpus=64, sharding=Sharding.OPTIMIZER, step_s=10.0, tensor_parallel=8)

@@ -154,7 +154,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
         "service",
     ),
     "plan": (
-        "checkpoint_interval membership ownership pacing transitions words",
+        "checkpoint_interval membership model_state ownership pacing transitions words",
         "divergence elastic estimates hang reshard restore",
         "parity strategy",
     ),

@@ -17,9 +17,10 @@ from flashrecovery.cli.plan import NODE_FAILURES, PROCESS_FAILURES, plan
 from flashrecovery.cli.plan_figure import days_text
 from flashrecovery.errors import ConfigError
 from flashrecovery.plan.estimates.copy_holders import Guard, Protection, domains
-from flashrecovery.plan.estimates.footprint import JobShape, Sharding, step_s
+from flashrecovery.plan.estimates.footprint import JobShape, step_s
 from flashrecovery.plan.estimates.reliability import Conditions, Outlook, Unavailable, guards, outlook, protections
 from flashrecovery.plan.estimates.survival import Failures
+from flashrecovery.plan.model_state import Sharding
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 JOB = JobShape(70e9, 1024, Sharding.OPTIMIZER, 4.1, tensor_parallel=8)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flashrecovery.plan.estimates.footprint import Sharding
+from flashrecovery.plan.model_state import Sharding
 from flashrecovery.plan.strategy.step_cost import MeasuredStep, Prices, choose, estimate, fit, memory_bytes
 from flashrecovery.plan.strategy.strategy import (
     CLEARLY_FASTER,

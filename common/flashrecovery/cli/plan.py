@@ -24,10 +24,11 @@ from flashrecovery.events import RunFiles
 from flashrecovery.plan.checkpoint_interval import DAY_S
 from flashrecovery.plan.estimates import footprint
 from flashrecovery.plan.estimates.copy_holders import domains
-from flashrecovery.plan.estimates.footprint import Footprint, JobShape, Sharding
+from flashrecovery.plan.estimates.footprint import Footprint, JobShape
 from flashrecovery.plan.estimates.huggingface import ModelSize, model_size
 from flashrecovery.plan.estimates.reliability import Conditions, Outlook, Unavailable, outlook, protections
 from flashrecovery.plan.estimates.survival import Failures
+from flashrecovery.plan.model_state import Sharding
 
 NODE_FAILURES = 0.0025
 PROCESS_FAILURES = 0.00021

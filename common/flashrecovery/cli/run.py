@@ -16,7 +16,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -25,13 +25,16 @@ from flashrecovery.cli.run_options import ENVIRONMENT, OF_OTHER_LAUNCHERS, OWN, 
 from flashrecovery.config import RunConfig, overlaid, read_config, run_config
 from flashrecovery.errors import ConfigError
 from flashrecovery.events import EventLogError, RunFiles
-from flashrecovery.launchers import accelerate, commands, hosts, remote, torchrun
+from flashrecovery.launchers import commands, hosts, torchrun
 from flashrecovery.launchers.hosts import Hosts
 from flashrecovery.launchers.launch import Options, Understood
 from flashrecovery.rpc.quiet_grpc import import_grpc
 from flashrecovery.rpc.token import TOKEN_ENV, new_token
 from flashrecovery.runtime import early_signals
 from flashrecovery.terminal import say
+
+if TYPE_CHECKING:
+    from flashrecovery.launchers.remote import HostOrder
 
 _PATHS = ("hostfile", "run_dir", "token_file", "checkpoint_dir")
 
@@ -60,6 +63,8 @@ def _run(**given: Any) -> None:
 
         code, reason = asyncio.run(run_job(config, launch.command, path))
     else:
+        from flashrecovery.launchers import remote
+
         orders = _orders(launch, launch.hosts, path)
         code, reason = asyncio.run(remote.run_on(orders, launch.shell))
     if code != 0:
@@ -140,6 +145,8 @@ def _understood(given: Options) -> Understood:
     if config is not None:
         if known is not None:
             raise ConfigError(f"--accelerate-config {config}: not allowed before another launcher ({words[0]})")
+        from flashrecovery.launchers import accelerate
+
         known = accelerate.with_config(config, words, module=module)
     elif known is not None:
         outer.pop("module", None)
@@ -187,8 +194,10 @@ def _below(pet: Options, above: set[str]) -> Options:
     return left
 
 
-def _orders(launch: Launch, on: Hosts, path: Path) -> list[remote.HostOrder]:
+def _orders(launch: Launch, on: Hosts, path: Path) -> list[HostOrder]:
     """What each host is told. The token goes with it, so all know it. Raises ConfigError."""
+    from flashrecovery.launchers import remote
+
     folder = Path.cwd()
     exported = {**remote.exported(os.environ, folder, Path.home()), **launch.environment}
     token = _token(launch.config.token_file)

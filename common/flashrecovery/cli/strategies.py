@@ -17,7 +17,7 @@ from flashrecovery.cli.measured import measure
 from flashrecovery.cli.output import make_console, seconds_text
 from flashrecovery.errors import ConfigError
 from flashrecovery.events import RunFiles
-from flashrecovery.plan.estimates.footprint import Sharding
+from flashrecovery.plan.model_state import Sharding
 from flashrecovery.plan.strategy.step_cost import MeasuredStep, choose
 from flashrecovery.plan.strategy.strategy import Machines, ModelShape, Strategy, StrategyChoice, Workload
 

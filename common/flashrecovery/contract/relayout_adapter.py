@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from flashrecovery.contract.adapter import Adapter
-from flashrecovery.contract.logical_state import LogicalState
+
+if TYPE_CHECKING:
+    from flashrecovery.contract.logical_state import LogicalState
 
 __all__ = ["RelayoutAdapter"]
 

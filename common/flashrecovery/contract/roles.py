@@ -6,14 +6,16 @@ An adapter's number is its place in the order of registration. It is the same on
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from flashrecovery.contract.adapter import Adapter, InspectableAdapter
 from flashrecovery.contract.division import Division
 from flashrecovery.contract.elastic_adapter import ElasticAdapter
-from flashrecovery.contract.logical_state import LogicalState
 from flashrecovery.contract.loop_adapter import LoopAdapter
 from flashrecovery.contract.relayout_adapter import RelayoutAdapter
+
+if TYPE_CHECKING:
+    from flashrecovery.contract.logical_state import LogicalState
 
 
 def inspectable(adapters: Sequence[Adapter]) -> dict[int, InspectableAdapter]:

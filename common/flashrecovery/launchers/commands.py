@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path, PurePath
 
 from flashrecovery.errors import ConfigError
-from flashrecovery.launchers import accelerate, deepspeed
 from flashrecovery.launchers.launch import Understood
 from flashrecovery.runtime.environment import LOCAL_RANK_MACRO
 
@@ -48,8 +47,12 @@ def understood(words: Sequence[str], torchrun: Parser, *, module: bool) -> Under
     if launcher == "launch":
         return _with_local_rank(torchrun, arguments)
     if launcher == "accelerate":
+        from flashrecovery.launchers import accelerate
+
         return accelerate.understood(arguments)
     if launcher == "deepspeed":
+        from flashrecovery.launchers import deepspeed
+
         return deepspeed.understood(arguments)
     return None
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from flashrecovery.config import Settings
 from flashrecovery.kinds import NoticeKind
@@ -15,7 +16,9 @@ from flashrecovery.worker.control.device_sync import DeviceClock
 from flashrecovery.worker.control.fault_injection import Faults
 from flashrecovery.worker.control.gate import Gate
 from flashrecovery.worker.registry import AdapterFactory, ModuleAdapterFactory, Registry
-from flashrecovery.worker.reshard.relayout import Stashing
+
+if TYPE_CHECKING:
+    from flashrecovery.worker.reshard.relayout import Stashing
 
 _SHOWN = 8
 """Names in one notice."""

@@ -40,8 +40,7 @@ from flashrecovery.worker.preimport.preimport_script import imported_so_far
 from flashrecovery.worker.recovery_commands import RecoveryExecutor
 from flashrecovery.worker.registry import Drawn, Registry
 from flashrecovery.worker.replication.copies import Copies
-from flashrecovery.worker.reshard.elastic_checks import ElasticRules
-from flashrecovery.worker.reshard.relayout import ReplanRules
+from flashrecovery.worker.reshard.elastic_checks import ElasticRules, StepRules
 from flashrecovery.worker.script_checks import join_refusal
 from flashrecovery.worker.script_checks.optimizer_watch import OptimizerWatch
 from flashrecovery.worker.script_checks.stray_collectives import StrayCollectiveWatch
@@ -108,11 +107,11 @@ class Loop:
         self._recoverer = RecoveryExecutor(worker, self)
         self._unwinding = Unwinding(self._end_process)
         self._gate.on_interrupt = self._unwinding.interrupts
-        self._rules: list[ElasticRules | ReplanRules] = []
+        self._rules: list[StepRules] = []
         if worker.settings.elastic is not None:
             self._rules.append(ElasticRules(worker.registry))
-        if worker.settings.replan is not None:
-            self._rules.append(ReplanRules(worker.registry))
+        if worker.stashing is not None:
+            self._rules.append(worker.stashing.step_rules())
         self._published = False  # the version that is handed out; its own pre-step copy, too, where touched
         self._unsettled = False  # a version has come about and is not complete yet
         self._committed = False  # ... by a step

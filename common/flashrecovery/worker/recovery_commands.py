@@ -11,8 +11,7 @@ import json
 import logging
 import os
 from collections.abc import Collection, Mapping
-from pathlib import Path
-from typing import Literal, NoReturn, Protocol
+from typing import TYPE_CHECKING, Literal, NoReturn, Protocol
 
 from flashrecovery import groups
 from flashrecovery.contract import roles
@@ -22,7 +21,6 @@ from flashrecovery.kinds import NoticeKind
 from flashrecovery.plan import Kind
 from flashrecovery.proto import flashrecovery_pb2 as pb
 from flashrecovery.redundancy.checkpoint.published import published
-from flashrecovery.rpc.parity_messages import decode_order, parity_message
 from flashrecovery.runtime.environment import in_changed_layout
 from flashrecovery.state.digest import shard_digests
 from flashrecovery.state.object_shard import ObjectShard
@@ -31,11 +29,12 @@ from flashrecovery.state.version import VERSIONS_KEPT
 from flashrecovery.worker.context import Worker
 from flashrecovery.worker.registry import Drawn
 from flashrecovery.worker.replication.copies import Copies
-from flashrecovery.worker.reshard.relayout import Stashing
-from flashrecovery.worker.reshard.remote_stash import Fetched
 from flashrecovery.worker.reshard.reshard import Reshaping
 from flashrecovery.worker.step.capsule import Sealing
 from flashrecovery.worker.transfer.transfer import exchange, within
+
+if TYPE_CHECKING:
+    from flashrecovery.worker.reshard.relayout import Stashing
 
 log = logging.getLogger("flashrecovery")
 
@@ -123,7 +122,7 @@ class RecoveryExecutor:
             checkpoint_interval_s=_seconds(worker.settings.checkpoint.interval_s),
             start=worker.connection.start_profile.joined(),
             in_snapshots=self._loop.copies.in_snapshots,
-            parity=parity_message(self._loop.copies.parity(-1)),
+            parity=self._loop.copies.parity(-1),
             sizes=() if worker.registry.batches is None else worker.registry.batches.sizes,
             batches="" if worker.registry.batches is None else json.dumps(worker.registry.batches.settings),
             facts="" if worker.stashing is None else worker.stashing.facts.text(),
@@ -242,7 +241,7 @@ class RecoveryExecutor:
             self._loop.replaced()
         reply.live_version = worker.gate.live
         reply.held.extend(self._held())
-        reply.parity.CopyFrom(parity_message(self._loop.copies.parity(worker.gate.live)))
+        reply.parity.CopyFrom(self._loop.copies.parity(worker.gate.live))
         reply.late.extend(sorted(v for v, late in self._loop.sealing.late.items() if late))
         needs = self._needs(digests=False)
         if self._told != (command.stop.needs_known, needs):
@@ -277,10 +276,6 @@ class RecoveryExecutor:
         if self._worker.registry.checkpoint_format() is not None:  # it writes what the framework has now
             self._loop.restore_plain(order.version, fresh=False)
         self._loop.copies.save_last(order, generation, live=live)
-
-    def _from_other_nodes(self, root: Path, place: pb.StashPlace, within_s: float) -> Fetched:
-        worker, control = self._worker, self._worker.control
-        return Fetched(root, place, worker.send, control.stash_answers, lambda: not control.inbox.empty(), within_s)
 
     def _stashing(self) -> Stashing:
         """Raises RestoreError."""
@@ -338,9 +333,7 @@ class RecoveryExecutor:
             self._fresh = self._loop.from_checkpoint = True  # the data stands somewhere else, too
         elif restore.HasField("stash"):
             worker.gate.torn()
-            reply.bytes_received += self._stashing().read(
-                restore.stash, version, lambda root, place: self._from_other_nodes(root, place, restore.deadline_s)
-            )
+            reply.bytes_received += self._stashing().read(restore.stash, version, restore.deadline_s)
             self._fresh = True
         else:
             if restore.HasField("decode"):
@@ -374,8 +367,8 @@ class RecoveryExecutor:
         if group is None:
             raise RestoreError("no process group to decode over")
         with within(restore.deadline_s):
-            order = decode_order(restore.decode, version)
-            return self._loop.copies.decode(group, order, self._worker.gate.live, corrupt=corrupt)
+            live = self._worker.gate.live
+            return self._loop.copies.decode(group, restore.decode, version, live, corrupt=corrupt)
 
     def _take_local(self, restore: pb.Restore, version: int) -> None:
         """Put back what this rank itself, or its page, holds at ``version``."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from flashrecovery.capabilities import untested
 from flashrecovery.capabilities.of_torch import STEPS, TORCH
@@ -26,7 +27,9 @@ from flashrecovery.worker.loop import Loop
 from flashrecovery.worker.registry import AdapterFactory, ModuleAdapterFactory, Registry, in_words
 from flashrecovery.worker.replication.copies import Copies
 from flashrecovery.worker.reshard import elastic_checks
-from flashrecovery.worker.reshard.relayout import Stashing
+
+if TYPE_CHECKING:
+    from flashrecovery.worker.reshard.relayout import Stashing
 
 
 class Session:
@@ -152,7 +155,7 @@ class Session:
         if self.settings.elastic is not None:
             elastic_checks.check_start(registry, self.settings, own, single_calls=num_steps is None)
         if self.settings.replan is not None:  # after check_start(), which finds the replicas
-            worker.stashing = Stashing(registry, self.settings, own, single_calls=num_steps is None)
+            worker.stashing = _stashing(worker, own, single_calls=num_steps is None)
         registry.habits.own = sorted({*registry.habits.own, *objects})
         registry.habits.own_settings = settings
         worker.tell_own(own)
@@ -197,6 +200,16 @@ class Session:
 
     def _checkpoint_failed(self, error: BaseException) -> None:
         self._worker.notice(NoticeKind.CHECKPOINT_FAILED, failed_text(self.settings.checkpoint.dir, error))
+
+
+def _stashing(worker: Worker, own: Sequence[str], *, single_calls: bool) -> Stashing:
+    """What only a job needs whose parallel layout may change is imported here, before its first step."""
+    from flashrecovery.worker.reshard.relayout import Stashing
+    from flashrecovery.worker.reshard.remote_stash import AgentStash
+
+    control = worker.control
+    agent = AgentStash(worker.send, control.stash_answers, lambda: not control.inbox.empty())
+    return Stashing(worker.registry, worker.settings, own, agent, single_calls=single_calls)
 
 
 def failed_text(folder: Path | None, error: BaseException) -> str:

@@ -39,6 +39,7 @@ from flashrecovery.controller.state.restore_plan import Decision, NothingLeft, R
 from flashrecovery.controller.state.staged_layout import SavedState
 from flashrecovery.errors import ConfigError, JobFailedError, UnsupportedError
 from flashrecovery.kinds import FailureKind, NoticeKind
+from flashrecovery.plan.strategy import step_cost
 from flashrecovery.plan.strategy.layout_places import NodeSlot, numbered, stride
 from flashrecovery.plan.strategy.relayout import (
     LayoutFacts,
@@ -70,6 +71,8 @@ class ParallelismChange:
         self._rooms = RelayoutSlots(job)
         self._next: NextLayout | None = None
         self._memory = StagedState(job)
+        if job.config.replan is not None:
+            step_cost.get_ready()
         self._tried: list[str] = []  # layouts in which the script could not begin
 
     # -- which layout -----------------------------------------------------------------------------

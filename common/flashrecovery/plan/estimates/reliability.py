@@ -18,6 +18,7 @@ from flashrecovery.plan.estimates.copy_holders import Guard, Protection, neighbo
 from flashrecovery.plan.estimates.ettr import Costs, Losses, losses
 from flashrecovery.plan.estimates.spares import Waiting, waiting
 from flashrecovery.plan.estimates.survival import Failures, Hazard, days_until, unrepaired
+from flashrecovery.plan.model_state import OPTIMIZER_BYTES, WEIGHT_BYTES, Sharding
 
 
 @dataclass(frozen=True)
@@ -143,8 +144,8 @@ def guards(job: fp.JobShape, protection: Protection, failures: Failures, parity_
 
 def checkpoint_bytes(job: fp.JobShape) -> float:
     """Of the whole job's state, each shard once."""
-    weights = 0 if job.sharding is fp.Sharding.FULL else fp.WEIGHT_BYTES
-    return (fp.OPTIMIZER_BYTES + weights) * job.parameters
+    weights = 0 if job.sharding is Sharding.FULL else WEIGHT_BYTES
+    return (OPTIMIZER_BYTES + weights) * job.parameters
 
 
 def k0_s(job: fp.JobShape) -> float:

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 
 from flashrecovery.errors import ConfigError
-from flashrecovery.plan.estimates.footprint import Sharding
+from flashrecovery.plan.model_state import Sharding
 from flashrecovery.plan.strategy.layout_places import groups_that_fit
 from flashrecovery.plan.strategy.step_cost import MeasuredStep, Prices, estimate, fit
 from flashrecovery.plan.strategy.strategy import (

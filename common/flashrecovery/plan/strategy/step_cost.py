@@ -17,11 +17,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
-import numpy as np
-import numpy.typing as npt
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
 
-from flashrecovery.plan.estimates.footprint import OPTIMIZER_BYTES, WEIGHT_BYTES, Sharding
+from flashrecovery.plan.model_state import OPTIMIZER_BYTES, WEIGHT_BYTES, Sharding
 from flashrecovery.plan.strategy.strategy import (
     Estimate,
     Excluded,
@@ -168,11 +170,18 @@ def estimate(work: Workload, machines: Machines, strategy: Strategy, prices: Pri
     )
 
 
+def get_ready() -> None:
+    """Import what :func:`fit` computes with, so that no job does that while it recovers."""
+    import numpy as np  # noqa: F401
+
+
 def fit(work: Workload, machines: Machines, measured: Sequence[MeasuredStep], assumed: Prices | None = None) -> Prices:
     """Prices that give back what was measured, as near as can be to the ``assumed`` ones.
 
     Raises ValueError for a measured time that is not above 0.
     """
+    import numpy as np
+
     assumed = assumed or Prices()
     before = np.array([assumed.operation_s, assumed.near_byte_s, assumed.far_byte_s, assumed.layer_s])
     rows: list[npt.NDArray[np.float64]] = []
@@ -193,6 +202,8 @@ def _nonnegative(
     rows: npt.NDArray[np.float64],
 ) -> npt.NDArray[np.float64]:
     """Factors x >= 0 with ``rows @ x`` near 1, and x near one common factor, one coordinate after the other."""
+    import numpy as np
+
     count = rows.shape[1]
     if not len(rows):
         return np.ones(count)

@@ -18,8 +18,7 @@ from typing import Any
 
 from flashrecovery.errors import UnsupportedError
 from flashrecovery.plan.elastic.sample_order import BatchDivision
-from flashrecovery.plan.estimates.footprint import Sharding
-from flashrecovery.plan.estimates.huggingface import model_size
+from flashrecovery.plan.model_state import Sharding
 from flashrecovery.plan.words import shortened
 
 _VOCAB_UNIT = 128
@@ -66,6 +65,8 @@ class ModelShape:
     def from_config(config: Mapping[str, Any]) -> ModelShape:
         """From a Hugging Face ``config.json``. Raises ValueError as
         :func:`~flashrecovery.plan.estimates.huggingface.model_size` does."""
+        from flashrecovery.plan.estimates.huggingface import model_size  # planning alone reads such files
+
         size = model_size(config)
 
         def first(*names: str, default: int = 0) -> int:

@@ -29,6 +29,7 @@ import torch.distributed as dist
 from flashrecovery.errors import ProtocolError, RestoreError
 from flashrecovery.plan.parity.code import ParityLayout, StripePart, bucket_for
 from flashrecovery.plan.parity.decodable import DecodeOrder, EncodingHeld, ParityHeld, Told
+from flashrecovery.proto import flashrecovery_pb2 as pb
 from flashrecovery.redundancy.memory.flat_buffer import NOTHING, Beside, FirstShards, Layout, Outliving, Slot
 from flashrecovery.redundancy.memory.own_copy import PreStepCopy
 from flashrecovery.redundancy.memory.peer_exchange import (
@@ -44,6 +45,7 @@ from flashrecovery.redundancy.parity.frames import NO_BASE, Frame, ParityPlace, 
 from flashrecovery.redundancy.parity.making import ENCODINGS, MemberState, key_of, to_make
 from flashrecovery.redundancy.parity.member import ParityMember
 from flashrecovery.redundancy.parity.rounds import BatchMemory, Rounds
+from flashrecovery.rpc.parity_messages import decode_order, parity_message
 from flashrecovery.snapshot.memory import HEADER, SharedMemory
 from flashrecovery.state import codec
 from flashrecovery.state.shard import Shard, ShardSource
@@ -259,6 +261,10 @@ class ParityCopies:
         found = tuple(encodings), tuple(told), frozenset(self._doubted)
         return ParityHeld(self._rank, self.ranks, self.losses, self._member.max_size, own, *found)
 
+    def message(self, live: int) -> pb.Parity:
+        """:meth:`held`, for the controller."""
+        return parity_message(self.held(live))
+
     def holdings(self) -> list[CopyHolding]:
         """The capsules of other ranks that this rank holds."""
         found: dict[tuple[str, int], CopyHolding] = {}
@@ -331,6 +337,19 @@ class ParityCopies:
             slot.version = order.version
             self._decoded = slot
         return nbytes
+
+    def decode_as_told(
+        self,
+        group: dist.ProcessGroup,
+        order: pb.Decode,
+        version: int,
+        live: int,
+        give_up: Callable[[str], object],
+        *,
+        corrupt: bool,
+    ) -> int:
+        """:meth:`decode` of ``version``, by the controller's order."""
+        return self.decode(group, decode_order(order, version), live, give_up, corrupt=corrupt)
 
     def _exchange_layouts(self, group: dist.ProcessGroup, order: DecodeOrder) -> Slot | None:
         """A lost member is told how its shards are laid out; returns the memory for them on that member."""

@@ -7,12 +7,14 @@ there is no second part where the script's text is known in part only.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
+from flashrecovery.config import CONFIG_ENV
 from flashrecovery.proto import flashrecovery_pb2 as pb
 from flashrecovery.worker.preimport.import_environment import ImportEnvironment
 from flashrecovery.worker.preimport.preimport import Installed, find_spec, import_ahead, with_packages
@@ -36,9 +38,21 @@ LATER = {
 """What such scripts import later still, in the library's functions: an optimizer's first step brings torch._dynamo, and
 the engines of both frameworks bring the compiler; together up to a thousand modules. They read variables of the
 environment, which the script may set before, in whatever function."""
+OF_SETTINGS = {
+    "parity": "flashrecovery.redundancy.parity.copies",
+    "replan": "flashrecovery.worker.reshard.relayout",
+}
+"""What only jobs import that ask for it, when their first step comes."""
 _READ_LATER = re.compile("TORCH|TRITON|INDUCTOR")
 """Variables that they read, mostly. Where the script sets such a one, these imports are not even begun."""
 Tried = Callable[[str, "BaseException | None"], None]
+
+
+def asked_for(settings: str) -> list[str]:
+    """The modules in :data:`OF_SETTINGS` that a job with these settings (JSON, as workers get them) needs."""
+    values = json.loads(settings)
+    wanted = {"parity": values.get("redundancy") == "parity", "replan": values.get("replan") is not None}
+    return [module for what, module in OF_SETTINGS.items() if wanted[what]]
 
 
 class ScriptPreimport:
@@ -119,6 +133,8 @@ class ScriptPreimport:
         for top, names in USUALLY.items():
             if top in sys.modules:
                 self._ahead(names)
+        if "flashrecovery" in sys.modules:
+            self._ahead(asked_for(os.environ.get(CONFIG_ENV, "{}")))
         self._later()
         set_by_text = {action.name for action in self.facts.actions if isinstance(action, Setting)}
         self._uncertain |= (learned.env.keys() - set_by_text) | set(learned.unset)

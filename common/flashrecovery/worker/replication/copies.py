@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -21,14 +22,12 @@ from flashrecovery.contract import roles
 from flashrecovery.errors import RestoreError, UnsupportedError
 from flashrecovery.groups.pace import PacedNetwork
 from flashrecovery.plan import Kind
-from flashrecovery.plan.parity.decodable import DecodeOrder, ParityHeld
 from flashrecovery.proto import flashrecovery_pb2 as pb
 from flashrecovery.redundancy.checkpoint import reader, writer
 from flashrecovery.redundancy.checkpoint.keys import writer_of
 from flashrecovery.redundancy.memory.flat_buffer import Beside
 from flashrecovery.redundancy.memory.own_copy import PreStepCopy, write_back
 from flashrecovery.redundancy.memory.peer_exchange import CopyContext, PeerCopies
-from flashrecovery.redundancy.parity.copies import GroupMember, ParityCopies
 from flashrecovery.snapshot.client import Keeper
 from flashrecovery.snapshot.memory import host_id
 from flashrecovery.state.object_shard import ObjectShard
@@ -50,6 +49,9 @@ from flashrecovery.worker.replication.policy import (
     refuse_settings,
 )
 from flashrecovery.worker.replication.snapshots import RankSnapshots
+
+if TYPE_CHECKING:
+    from flashrecovery.redundancy.parity.copies import ParityCopies
 
 NEIGHBOUR_GROUP, PARITY_GROUP = "flashrecovery-neighbour", "flashrecovery-parity"
 _COMPARED = "as their wrappers say; compared when the first step ends"
@@ -441,9 +443,9 @@ class Copies:
         else:
             write_back(self._own_source(shard.name, version), shard)
 
-    def parity(self, live: int) -> ParityHeld | None:
+    def parity(self, live: int) -> pb.Parity:
         """What this rank has to say of parity; ``live``: the version of its tensors, -1: none."""
-        return None if self._parity is None else self._parity.held(live)
+        return pb.Parity() if self._parity is None else self._parity.message(live)
 
     def regroup(self, everybody: Sequence[Sequence[int]]) -> None:
         """The parity groups from the next :meth:`resumed` on."""
@@ -451,12 +453,13 @@ class Copies:
             (ranks,) = (ranks for ranks in everybody if self._registry.rank in ranks)
             self._parity.regroup(ranks)
 
-    def decode(self, group: dist.ProcessGroup, order: DecodeOrder, live: int, *, corrupt: bool) -> int:
-        """This rank's part in decoding what its parity group has lost. Returns the bytes that it has got itself.
+    def decode(self, group: dist.ProcessGroup, order: pb.Decode, version: int, live: int, *, corrupt: bool) -> int:
+        """This rank's part in decoding what its parity group has lost of ``version``. Returns the bytes that it has
+        got itself.
         ``corrupt`` (fault injection): one bit of them is flipped on the way. Raises RestoreError."""
         if self._parity is None:
             raise RestoreError(f"rank {self._registry.rank} keeps no parity")
-        return self._parity.decode(group, order, live, groups.abandon, corrupt=corrupt)
+        return self._parity.decode_as_told(group, order, version, live, groups.abandon, corrupt=corrupt)
 
     def _own_source(self, shard: str, version: int) -> ShardSource:
         """Raises RestoreError if this rank has no own copy of this shard."""
@@ -496,6 +499,8 @@ def _part_of_snapshot(registry: Registry) -> list[Shard]:
 def _parity_of(registry: Registry, settings: Settings, policy: CopyPolicy, context: CopyContext) -> ParityCopies:
     """A group of ranks on different nodes keeps parity of what could be lost, and each other's rank-local state. Where
     all ranks are on one node, a rank is lost with nothing but its process."""
+    from flashrecovery.redundancy.parity.copies import GroupMember, ParityCopies  # of jobs that keep parity
+
     (ranks,) = (ranks for ranks in policy.parity_groups if registry.rank in ranks)
     domain = host_id() if placement()[1] > 1 else -1
     return ParityCopies(

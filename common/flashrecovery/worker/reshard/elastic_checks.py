@@ -8,6 +8,7 @@ on how many there are, but who computes which micro-batch.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 
@@ -191,6 +192,13 @@ def refuse_unequal(names: Sequence[str]) -> None:
             "them in another size is not defined; registered objects that are equal on all ranks are allowed, and the "
             "global random streams, which are seeded for each micro-batch"
         )
+
+
+class StepRules(Protocol):
+    """What each step must keep to. A job of another size and one of another layout have their own."""
+
+    def check_step(self, step: int) -> None:
+        """``step`` is about to be committed. Raises what the rules say."""
 
 
 class ElasticRules:

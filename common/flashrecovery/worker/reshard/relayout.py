@@ -38,7 +38,7 @@ from flashrecovery.worker.consistency import all_equal
 from flashrecovery.worker.registry import Registry
 from flashrecovery.worker.replication.policy import all_optimizers, most, placement, ranks_of_node, state_to_come
 from flashrecovery.worker.reshard.elastic_checks import refuse_tied_buffers, refuse_unequal
-from flashrecovery.worker.reshard.remote_stash import Fetched
+from flashrecovery.worker.reshard.remote_stash import AgentStash, Fetched
 
 
 def stash_room(registry: Registry) -> StashRoom:
@@ -62,7 +62,9 @@ _TAKE = "recovery.elastic_batches(dataset, global_batch=..., micro_batch=...) ar
 class Stashing:
     """Of one worker whose job may change its layout."""
 
-    def __init__(self, registry: Registry, settings: Settings, own: Sequence[str], *, single_calls: bool) -> None:
+    def __init__(
+        self, registry: Registry, settings: Settings, own: Sequence[str], agent: AgentStash, *, single_calls: bool
+    ) -> None:
         """Whether the layout can change; a collective, when everything is registered.
 
         Raises:
@@ -85,7 +87,7 @@ class Stashing:
         if registry.batches is None or registry.streams:
             raise UnsupportedError(f"another parallel layout of a job with batches of each rank's own: {_TAKE}")
         refuse_unequal([*registry.habits.own, *own])
-        self._registry = registry
+        self._registry, self._agent = registry, agent
         self._state: LogicalState = states[0]
         (self._number,) = numbers  # of the adapter
         self.facts = self._gather_facts(elastic=settings.elastic is not None)
@@ -142,6 +144,10 @@ class Stashing:
             )
         return tuple(found)
 
+    def step_rules(self) -> ReplanRules:
+        """What each step keeps to from now on."""
+        return ReplanRules(self._registry)
+
     def _in(self, replicas: int) -> Description:
         """Of all shards in so many replicas."""
         if not self._divided:
@@ -187,12 +193,13 @@ class Stashing:
                 found[f"what {adapter.name} keeps"] = xxhash.xxh3_128_hexdigest(part)
         return found
 
-    def read(self, place: pb.StashPlace, version: int, fetched: Callable[[Path, pb.StashPlace], Fetched]) -> int:
+    def read(self, place: pb.StashPlace, version: int, within_s: float) -> int:
         """Bring this rank to ``version``, as ranks of another layout have written it. Its own state is that of the
-        script's start. ``fetched``: a way to what they have written on other nodes. Returns how many bytes of tensors
-        were read. Raises RestoreError."""
+        script's start. ``within_s``: so long it may take to bring what they have written on other nodes. Returns how
+        many bytes of tensors were read. Raises RestoreError."""
         registry = self._registry
-        elsewhere = fetched(Path(os.environ[STASH_ENV]), place) if place.sources else None
+        root = Path(os.environ[STASH_ENV])
+        elsewhere = Fetched(root, place, self._agent, within_s) if place.sources else None
         stash = Stash(self._directory(place.directory), place.ranks, version, elsewhere)
         registry.begin_anew()
         nbytes = self._state.read(stash)

@@ -11,6 +11,7 @@ import itertools
 import queue
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from flashrecovery.errors import RestoreError
@@ -21,24 +22,28 @@ _LOOK_S = 0.05
 _numbers = itertools.count(1)
 
 
+@dataclass(frozen=True)
+class AgentStash:
+    """A worker's way to its agent, which brings what other nodes have.
+
+    Attributes:
+        answers: of the agent, as they come.
+        called_off: this worker has been told to stop.
+    """
+
+    send: Callable[[pb.FromWorker], None]
+    answers: queue.Queue[pb.StashThere]
+    called_off: Callable[[], bool]
+
+
 class Fetched:
     """What a change of the layout has left on other nodes:
     :class:`~flashrecovery.redundancy.memory.stash.Elsewhere`."""
 
-    def __init__(
-        self,
-        root: Path,
-        place: pb.StashPlace,
-        send: Callable[[pb.FromWorker], None],
-        answers: queue.Queue[pb.StashThere],
-        called_off: Callable[[], bool],
-        within_s: float,
-    ) -> None:
+    def __init__(self, root: Path, place: pb.StashPlace, agent: AgentStash, within_s: float) -> None:
         """
         Args:
             root: of this node's agent.
-            answers: of the agent, as they come.
-            called_off: this worker has been told to stop.
             within_s: so long it may take, all together.
         """
         own = root / place.directory
@@ -48,7 +53,7 @@ class Fetched:
         self.ranks = frozenset(self._peers)
         self.directory = root / STASH_ELSEWHERE / place.directory
         self._name = place.directory
-        self._send, self._answers, self._called_off = send, answers, called_off
+        self._agent = agent
         self._until = time.monotonic() + within_s
 
     def bring(self, wanted: Mapping[int, Sequence[tuple[int, int]]]) -> None:
@@ -59,17 +64,17 @@ class Fetched:
             read.starts.extend(start for start, _ in ranges)
             read.sizes.extend(nbytes for _, nbytes in ranges)
             message.files.add(peer=self._peers[rank], read=read)
-        self._send(pb.FromWorker(stash_wanted=message))
+        self._agent.send(pb.FromWorker(stash_wanted=message))
         error = self._answer(message.number)
         if error:
             raise RestoreError(f"what ranks have written on other nodes did not come: {error}")
 
     def _answer(self, number: int) -> str:
         while time.monotonic() < self._until:
-            if self._called_off():
+            if self._agent.called_off():
                 return "this worker has been told to stop"
             try:
-                answer = self._answers.get(timeout=_LOOK_S)
+                answer = self._agent.answers.get(timeout=_LOOK_S)
             except queue.Empty:
                 continue
             if answer.number == number:

@@ -4,29 +4,33 @@ back exactly.
 
 from __future__ import annotations
 
+import io
 import os
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.distributed.checkpoint.filesystem import FileSystem
 
 from flashrecovery.config import CheckpointSettings
 from flashrecovery.controller.service.checkpoints import Checkpoints
 from flashrecovery.controller.state.rank_record import RankRecord
 from flashrecovery.errors import ConfigError, RestoreError
-from flashrecovery.redundancy.checkpoint import verify
+from flashrecovery.redundancy.checkpoint import reader, verify
 from flashrecovery.redundancy.checkpoint.dcp import read_whole, write_part
 from flashrecovery.redundancy.checkpoint.keys import writer_of
-from flashrecovery.redundancy.checkpoint.manifest import Manifest, manifests_of
+from flashrecovery.redundancy.checkpoint.manifest import Manifest, StoredCheckpoint, manifests_of
 from flashrecovery.redundancy.checkpoint.published import newest, step_name
-from flashrecovery.redundancy.checkpoint.reader import checkpoint_layout_mismatch, load
+from flashrecovery.redundancy.checkpoint.reader import checkpoint_layout_mismatch
 from flashrecovery.redundancy.checkpoint.writer import CheckpointFallback, Published
 from flashrecovery.runtime import durable
 from flashrecovery.state.checkpoint_format import CheckpointFormat
 from tests.integration.test_neighbour import Owned, capsule_of, shards_of
+from tests.support.checkpoints import load
 from tests.support.ranks import die, results, run_ranks
 
 WORLD = 3
@@ -103,6 +107,31 @@ def test_what_a_job_sweeps_away_while_it_is_looked_at_is_not_called_damaged(
     monkeypatch.setattr(verify, "manifests_of", manifests)
     assert [(saved.version, saved.wrong) for saved in verify.checkpoints_in(folder)] == [(7, ())]
     assert not swept.exists() and not list(folder.glob(".pending*"))
+
+
+def test_index_and_manifests_are_read_once_for_all_that_a_restore_asks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A worker asks for the rank's own shards first, then for the layout, then it loads its part."""
+    folder = tmp_path / "checkpoints"
+    save(tmp_path, folder, [4])
+    opened: list[str] = []
+    original = FileSystem.create_stream
+
+    def create_stream(self: FileSystem, path: Path, mode: str) -> AbstractContextManager[io.IOBase]:
+        opened.append(Path(path).name)
+        return original(self, path, mode)
+
+    decoded: list[int] = []
+    decode = Manifest.decode
+    monkeypatch.setattr(FileSystem, "create_stream", create_stream)
+    monkeypatch.setattr(Manifest, "decode", lambda data, path: decoded.append(len(data)) or decode(data, path))
+    checkpoint = StoredCheckpoint.open(folder / step_name(4))
+    assert checkpoint.first.common == checkpoint.manifests([0])[0].common == COMMON
+    mine = shards(2)
+    assert reader.load(checkpoint, mine, rank=2, world=WORLD).capsule == capsule_of(2, 4)
+    assert opened.count(".metadata") == 1
+    assert len(decoded) == WORLD
 
 
 def test_it_is_an_ordinary_dcp_checkpoint(tmp_path: Path) -> None:
@@ -422,10 +451,10 @@ def test_ranks_of_another_layout_load_what_the_format_can_give_them(tmp_path: Pa
     assert found is not None
     for rank in range(WORLD - 1):
         form = Divided(shards(rank, WORLD - 1), rank, WORLD - 1)
-        assert checkpoint_layout_mismatch(found[1], form) == f"ranks={WORLD}"
+        assert checkpoint_layout_mismatch(StoredCheckpoint.open(found[1]), form) == f"ranks={WORLD}"
         state = load(found[1], form.mine, rank=rank, world=WORLD - 1, form=form)
         assert (found[0], state.capsule, state.common) == (4, None, COMMON)
         assert [t.tolist() for t in form.loaded] == [shards(r)[0].expected(4)["param"].tolist() for r in range(WORLD)]
-    assert checkpoint_layout_mismatch(found[1], Divided(shards(0), 0, WORLD)) == ""
+    assert checkpoint_layout_mismatch(StoredCheckpoint.open(found[1]), Divided(shards(0), 0, WORLD)) == ""
     with pytest.raises(RestoreError, match="format 'divided'"):
         load(found[1], shards(0), rank=0, world=WORLD, form=Plain(shards(0), 0))

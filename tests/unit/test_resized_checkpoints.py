@@ -26,13 +26,13 @@ from flashrecovery.redundancy.checkpoint.contents import contents
 from flashrecovery.redundancy.checkpoint.convert import LooseShard, convert
 from flashrecovery.redundancy.checkpoint.dcp import read_whole
 from flashrecovery.redundancy.checkpoint.keys import tensor_prefix
-from flashrecovery.redundancy.checkpoint.manifest import Manifest, manifests_of
+from flashrecovery.redundancy.checkpoint.manifest import Manifest, StoredCheckpoint, manifests_of
 from flashrecovery.redundancy.checkpoint.published import newest
-from flashrecovery.redundancy.checkpoint.reader import load
 from flashrecovery.redundancy.checkpoint.writer import CheckpointFallback
 from flashrecovery.state import codec
 from flashrecovery.state.shard import ShardSource
 from flashrecovery.state.spec import ShardSpec, TensorSpec, decode_spec
+from tests.support.checkpoints import load
 
 COMMON, VERSION = b"common state", 7
 Model = dict[str, tuple[torch.Tensor, bool]]
@@ -216,7 +216,8 @@ def read_by(path: Path, whole: Model, rank: int, world: int) -> int:
     """What this rank reads of tensors, in bytes."""
     rules = rules_of(whole)
     mine = shards_of(rules, rank, world, everywhere=False)
-    return resharded_reader.read_divided(path, mine, manifests_of(path, [0])[0], rank, world)
+    checkpoint = StoredCheckpoint.open(path)
+    return resharded_reader.read_divided(checkpoint, mine, checkpoint.first, rank, world)
 
 
 def test_only_what_is_needed_is_read(tmp_path: Path) -> None:
@@ -251,7 +252,7 @@ def test_no_more_than_the_limit_is_in_memory_at_a_time(tmp_path: Path, monkeypat
 
 
 def place_of(path: Path, key: str) -> tuple[Path, int, int]:
-    stored = blocks.StoredTensors(path)
+    stored = blocks.StoredTensors(StoredCheckpoint.open(path).index)
     place = stored._place(key)
     return place.file, place.start, place.nbytes
 

@@ -34,10 +34,10 @@ from flashrecovery.redundancy.checkpoint.convert import LooseShard, convert
 from flashrecovery.redundancy.checkpoint.keys import writer_of
 from flashrecovery.redundancy.checkpoint.manifest import manifests_of
 from flashrecovery.redundancy.checkpoint.published import newest
-from flashrecovery.redundancy.checkpoint.reader import load
 from flashrecovery.redundancy.checkpoint.writer import CheckpointFallback
 from flashrecovery.state import codec
 from flashrecovery.state.spec import ShardSpec, TensorSpec
+from tests.support.checkpoints import load
 
 Held = dict[str, tuple[dict[str, torch.Tensor], dict[str, Any]]]
 """By shard: its tensors by key, and its values."""

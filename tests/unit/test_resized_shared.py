@@ -20,10 +20,10 @@ from flashrecovery.redundancy.checkpoint.contents import contents
 from flashrecovery.redundancy.checkpoint.convert import LooseShard
 from flashrecovery.redundancy.checkpoint.manifest import manifests_of
 from flashrecovery.redundancy.checkpoint.published import newest
-from flashrecovery.redundancy.checkpoint.reader import load
 from flashrecovery.redundancy.checkpoint.writer import CheckpointFallback
 from flashrecovery.state import codec
 from flashrecovery.state.spec import ShardSpec, TensorSpec
+from tests.support.checkpoints import load
 from tests.unit.test_resized_layouts import Dirty, Held, megatron, megatron_rules
 
 

@@ -31,13 +31,13 @@ from flashrecovery.proto import flashrecovery_pb2 as pb
 from flashrecovery.redundancy.checkpoint.contents import contents
 from flashrecovery.redundancy.checkpoint.convert import LooseShard, convert
 from flashrecovery.redundancy.checkpoint.published import newest
-from flashrecovery.redundancy.checkpoint.reader import load
 from flashrecovery.redundancy.checkpoint.writer import CheckpointFallback
 from flashrecovery.runtime import naming
 from flashrecovery.state.spec import ShardSpec, TensorSpec
 from flashrecovery.worker.registry import Registry
 from flashrecovery.worker.replication.copies import Copies
 from flashrecovery.worker.reshard.reshard import Reshaping, _change, _Divisions, _Stand
+from tests.support.checkpoints import load
 from tests.unit.test_reshaping import ROWS, InRows, Kept, OneAdapter
 from tests.unit.test_reshaping import Rows as RowsShard
 

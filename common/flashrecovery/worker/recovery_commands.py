@@ -11,6 +11,7 @@ import json
 import logging
 import os
 from collections.abc import Collection, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NoReturn, Protocol
 
 from flashrecovery import groups
@@ -20,6 +21,7 @@ from flashrecovery.groups.accelerator import on_device
 from flashrecovery.kinds import NoticeKind
 from flashrecovery.plan import Kind
 from flashrecovery.proto import flashrecovery_pb2 as pb
+from flashrecovery.redundancy.checkpoint.manifest import StoredCheckpoint
 from flashrecovery.redundancy.checkpoint.published import published
 from flashrecovery.runtime.environment import in_changed_layout
 from flashrecovery.state.digest import shard_digests
@@ -319,8 +321,9 @@ class RecoveryExecutor:
         if restore.checkpoint:
             worker.gate.torn()
             otherwise = self._reshaping.begin(worker.members)  # what there is of another division is given up
-            own = self._loop.adopt_own(self._loop.copies.own_in(restore.checkpoint))
-            other = self._loop.copies.load_checkpoint(restore.checkpoint, version)
+            checkpoint = StoredCheckpoint.open(Path(restore.checkpoint))
+            own = self._loop.adopt_own(checkpoint.own_shards)
+            other = self._loop.copies.load_checkpoint(checkpoint, version)
             if otherwise:
                 self._loop.replaced()
             if otherwise or own:

@@ -21,6 +21,7 @@ import xxhash
 
 from flashrecovery.errors import DamagedCheckpointError
 from flashrecovery.plan.reshard.boxes import Box, chunks
+from flashrecovery.redundancy.checkpoint.dcp import Index
 from flashrecovery.redundancy.checkpoint.manifest import UNREADABLE
 
 BLOCK = 1 << 20
@@ -110,19 +111,13 @@ class StoredTensors:
         nbytes: of tensors that have been read so far.
     """
 
-    def __init__(self, path: Path) -> None:
-        """Raises DamagedCheckpointError if the checkpoint's metadata cannot be read."""
-        from torch.distributed.checkpoint.filesystem import FileSystemReader
-
-        self._path = path
+    def __init__(self, index: Index) -> None:
+        self._path = index.directory
         self.nbytes = 0
         self._places: dict[str, _Place] = {}
         self._blocks: OrderedDict[str, tuple[int, bytearray]] = OrderedDict()  # by tensor, the one that was read last
-        try:
-            stored = FileSystemReader(path).read_metadata().storage_data or {}
-        except UNREADABLE as e:
-            raise DamagedCheckpointError(f"checkpoint {path} cannot be read: {type(e).__name__}: {e}") from e
-        self._stored = {index.fqn: info for index, info in stored.items()}
+        stored = index.metadata.storage_data or {}
+        self._stored = {place.fqn: info for place, info in stored.items()}
 
     def read(self, key: str, start: int, stop: int, total: int, known: bytes) -> bytearray:
         """Bytes ``start`` up to ``stop`` of a tensor of ``total`` bytes. ``known``: the digests of its blocks.

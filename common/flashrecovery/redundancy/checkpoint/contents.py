@@ -8,7 +8,7 @@ from pathlib import Path
 
 from flashrecovery.plan.reshard.boxes import Box
 from flashrecovery.plan.reshard.rules import shards_at
-from flashrecovery.redundancy.checkpoint.manifest import Manifest, manifests_of
+from flashrecovery.redundancy.checkpoint.manifest import Manifest, StoredCheckpoint
 from flashrecovery.state.spec import decode_spec
 
 
@@ -54,8 +54,9 @@ class Contents:
 
 def contents(path: Path) -> Contents:
     """Raises RestoreError if the checkpoint cannot be read."""
-    ranks = manifests_of(path, [0])[0].ranks
-    manifests = manifests_of(path, range(ranks))
+    checkpoint = StoredCheckpoint.open(path)
+    ranks = checkpoint.first.ranks
+    manifests = checkpoint.manifests(range(ranks))
     first = manifests[0]
     return Contents(
         path,

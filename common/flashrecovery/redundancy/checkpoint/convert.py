@@ -14,7 +14,7 @@ import torch
 from flashrecovery.errors import ConfigError, RestoreError
 from flashrecovery.plan.reshard.rules import shards_at
 from flashrecovery.redundancy.checkpoint.keys import writer_of
-from flashrecovery.redundancy.checkpoint.manifest import Manifest, manifests_of
+from flashrecovery.redundancy.checkpoint.manifest import Manifest, StoredCheckpoint
 from flashrecovery.redundancy.checkpoint.published import newest
 from flashrecovery.redundancy.checkpoint.reader import load
 from flashrecovery.redundancy.checkpoint.writer import CheckpointFallback
@@ -63,8 +63,9 @@ def convert(source: Path, directory: Path, ranks: int) -> Path:
         RestoreError: it is damaged, or how it is divided in another size is not known, or its replicas have several
             ranks.
     """
-    manifests = manifests_of(source, range(manifests_of(source, [0])[0].ranks))
-    first = manifests[0]
+    checkpoint = StoredCheckpoint.open(source)
+    first = checkpoint.first
+    manifests = checkpoint.manifests(range(first.ranks))
     if first.form or first.rules is None:
         why = f"it has the format {first.form!r}" if first.form else "no elastic job has written it"
         raise RestoreError(
@@ -82,7 +83,7 @@ def convert(source: Path, directory: Path, ranks: int) -> Path:
         raise ConfigError(f"{directory} is not empty: a new directory is allowed")
     for rank in range(ranks):
         shards = list(_shards(first, manifests, rank, ranks))
-        plain = load(source, shards, rank=rank, world=ranks, elastic=True)
+        plain = load(checkpoint, shards, rank=rank, world=ranks, elastic=True)
         writing = CheckpointFallback(directory, rank=rank, world=ranks, keep=_ALL)
         writing.commit(
             first.version, shards, capsule=plain.capsule, common=plain.common, generation=0, rules=first.rules

@@ -8,7 +8,8 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -53,29 +54,61 @@ def join_parts(directory: Path, parts: Sequence[str]) -> None:
     FileSystemWriter(directory, sync_files=True).finish(joined, [results])
 
 
-def read_into(tensors: Mapping[str, Any], directory: Path, planner: Any = None) -> None:
-    """Fill ``tensors`` in place. Raises RuntimeError or KeyError for what the checkpoint does not have."""
+@dataclass(frozen=True)
+class Index:
+    """DCP's index of a checkpoint: which tensors there are, and where in which file. ``metadata``: DCP's."""
+
+    directory: Path
+    metadata: Any
+
+    @staticmethod
+    def read(directory: Path) -> Index:
+        """Raises what reading files that are damaged or missing can raise."""
+        from torch.distributed.checkpoint.filesystem import FileSystemReader
+
+        return Index(directory, FileSystemReader(directory).read_metadata())
+
+
+@lru_cache(maxsize=1)
+def _reader_class() -> type[Any]:
     from torch.distributed.checkpoint.filesystem import FileSystemReader
+
+    class IndexReader(FileSystemReader):
+        """Reads tensors of which the index has been read."""
+
+        def __init__(self, index: Index) -> None:
+            super().__init__(index.directory)
+            self._index = index
+
+        def read_metadata(self, *_: Any, **__: Any) -> Any:
+            return self._index.metadata
+
+    return IndexReader
+
+
+def read_into(tensors: Mapping[str, Any], source: Path | Index, planner: Any = None) -> None:
+    """Fill ``tensors`` in place. Raises RuntimeError or KeyError for what the checkpoint does not have."""
     from torch.distributed.checkpoint.state_dict_loader import load
 
     if tensors:
+        index = Index.read(source) if isinstance(source, Path) else source
         with _own_errors():
-            load(_exact(tensors), storage_reader=FileSystemReader(directory), planner=planner, no_dist=True)
+            load(_exact(tensors), storage_reader=_reader_class()(index), planner=planner, no_dist=True)
 
 
-def read_whole(keys: Sequence[str], directory: Path) -> dict[str, torch.Tensor]:
+def read_whole(keys: Sequence[str], source: Path | Index) -> dict[str, torch.Tensor]:
     """Tensors of a checkpoint in the shape in which they were written. Raises KeyError, OSError."""
-    from torch.distributed.checkpoint.filesystem import FileSystemReader
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-    stored = FileSystemReader(directory).read_metadata().state_dict_metadata
+    index = Index.read(source) if isinstance(source, Path) else source
+    stored = index.metadata.state_dict_metadata
     tensors = {}
     for key in keys:
         entry = stored[key]
         if not isinstance(entry, TensorStorageMetadata):
             raise KeyError(f"{key} is not a tensor")
         tensors[key] = torch.empty(entry.size, dtype=entry.properties.dtype)
-    read_into(tensors, directory)
+    read_into(tensors, index)
     return tensors
 
 

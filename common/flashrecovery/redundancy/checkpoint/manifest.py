@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from flashrecovery.errors import DamagedCheckpointError, ProtocolError, RestoreE
 from flashrecovery.plan.elastic.replicas import ReplicaShape, Sharing
 from flashrecovery.plan.reshard.placements import Rows, Whole
 from flashrecovery.plan.reshard.rules import TensorRule, from_plain, to_plain
-from flashrecovery.redundancy.checkpoint.dcp import read_whole, unreadable
+from flashrecovery.redundancy.checkpoint.dcp import Index, read_whole, unreadable
 from flashrecovery.state import codec
 
 FORMAT = 6
@@ -161,16 +161,56 @@ def as_tensor(data: bytes) -> torch.Tensor:
     return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 
-def manifests_of(path: Path, ranks: Sequence[int]) -> dict[int, Manifest]:
+@dataclass(frozen=True)
+class StoredCheckpoint:
+    """A checkpoint on disk. Its index is read and compared with its digest once, and each manifest once, when it is
+    first asked for.
+
+    Attributes:
+        index: DCP's.
+    """
+
+    path: Path
+    index: Index
+    _read: dict[int, Manifest] = field(default_factory=dict, repr=False, compare=False)
+
+    @staticmethod
+    def open(path: Path) -> StoredCheckpoint:
+        """Raises DamagedCheckpointError if the index cannot be read, or is not what was written."""
+        try:
+            _check_index(path)
+            return StoredCheckpoint(path, Index.read(path))
+        except UNREADABLE as e:
+            raise DamagedCheckpointError(f"checkpoint {path} cannot be read: {type(e).__name__}: {e}") from e
+
+    def manifests(self, ranks: Iterable[int]) -> dict[int, Manifest]:
+        """What these ranks have said of what they wrote. Raises DamagedCheckpointError if it cannot be read."""
+        wanted = list(ranks)
+        keys = {rank: manifest_key(rank) for rank in wanted if rank not in self._read}
+        try:
+            raw = read_whole([*keys.values()], self.index)
+            for rank, key in keys.items():
+                self._read[rank] = Manifest.decode(raw[key].numpy().tobytes(), self.path)
+        except (*UNREADABLE, ProtocolError) as e:
+            where = unreadable([*keys.values()], self.path, UNREADABLE)
+            raise DamagedCheckpointError(
+                f"checkpoint {self.path} cannot be read: {where}{type(e).__name__}: {e}"
+            ) from e
+        return {rank: self._read[rank] for rank in wanted}
+
+    @property
+    def first(self) -> Manifest:
+        """The manifest of rank 0. Raises DamagedCheckpointError."""
+        return self.manifests([0])[0]
+
+    @property
+    def own_shards(self) -> list[str]:
+        """Which shards had turned out to be each rank's own, by the names that they had had before. Raises
+        DamagedCheckpointError."""
+        found: list[str] = codec.loads(self.first.common)["habits"].get("own_shards", [])
+        return found
+
+
+def manifests_of(path: Path, ranks: Iterable[int]) -> dict[int, Manifest]:
     """What these ranks have said of what they wrote. Raises DamagedCheckpointError if it cannot be read."""
-    keys = [manifest_key(r) for r in ranks]
-    try:
-        _check_index(path)
-    except (OSError, ValueError) as e:
-        raise DamagedCheckpointError(f"checkpoint {path} cannot be read: {type(e).__name__}: {e}") from e
-    try:
-        raw = read_whole(keys, path)
-        return {r: Manifest.decode(raw[key].numpy().tobytes(), path) for r, key in zip(ranks, keys, strict=True)}
-    except (*UNREADABLE, ProtocolError) as e:
-        where = unreadable(keys, path, UNREADABLE)
-        raise DamagedCheckpointError(f"checkpoint {path} cannot be read: {where}{type(e).__name__}: {e}") from e
+    return StoredCheckpoint.open(path).manifests(ranks)

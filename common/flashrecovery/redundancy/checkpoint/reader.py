@@ -14,9 +14,8 @@ from flashrecovery.plan.elastic.replicas import ReplicaShape, Sharing
 from flashrecovery.plan.reshard.rules import TensorRule, shards_at, unlike
 from flashrecovery.redundancy.checkpoint.dcp import read_into, unreadable
 from flashrecovery.redundancy.checkpoint.keys import tensor_prefix, writer_of
-from flashrecovery.redundancy.checkpoint.manifest import UNREADABLE, Manifest, manifests_of
+from flashrecovery.redundancy.checkpoint.manifest import UNREADABLE, Manifest, StoredCheckpoint
 from flashrecovery.redundancy.checkpoint.resharded_reader import Taken, read_divided
-from flashrecovery.state import codec
 from flashrecovery.state.checkpoint_format import CheckpointFormat
 from flashrecovery.state.digest import shard_digest
 from flashrecovery.state.shard import Shard
@@ -37,7 +36,7 @@ class PlainState:
 
 
 def load(
-    path: Path,
+    checkpoint: StoredCheckpoint,
     shards: Sequence[Shard],
     *,
     rank: int,
@@ -60,14 +59,13 @@ def load(
 
     Of what ranks of another layout have written, ``form`` alone decides; there are no digests for it.
     """
-    path = Path(path)
-    (first,) = manifests_of(path, [0]).values()
+    path, first = checkpoint.path, checkpoint.first
     _check_format(path, first, form)
     of = shape or ReplicaShape(world)
     here = Sharing(of, stands or (of.stand(rank),))
     if elastic and form is None:
         _check_replicas(path, first, of)
-        first = _of_first(path, first, here)
+        first = _of_first(checkpoint, here)
     _check_rules(path, rules, first.rules)
     if form is not None and _other_layout(first, form):
         form.load(path.parent, path.name)
@@ -75,9 +73,9 @@ def load(
     if first.ranks != world:
         if not elastic or form is not None:
             raise RestoreError(f"checkpoint {path} was written by {first.ranks} ranks, this job has {world}")
-        read = _load_resized(path, shards, first, rank, here)
-        return replace(read, lent=_capsule_at(path, first, of.stand(rank))) if lend else read
-    manifests = manifests_of(path, sorted({rank, *map(writer_of, shards)}))
+        read = _load_resized(checkpoint, shards, first, rank, here)
+        return replace(read, lent=_capsule_at(checkpoint, first, of.stand(rank))) if lend else read
+    manifests = checkpoint.manifests(sorted({rank, *map(writer_of, shards)}))
     mine = manifests[rank]
     if mine.capsule is None and not elastic:
         raise RestoreError(
@@ -91,19 +89,9 @@ def load(
         if entry.shared or writer == rank
     }
     _check_names(path, {s.name for s in shards}, entries, rank)
-    live = _read_tensors(path, shards, entries) if form is None else _load_as(form, path, shards)
+    live = _read_tensors(checkpoint, shards, entries) if form is None else _load_as(form, path, shards)
     _check_digests(path, live, entries)
     return PlainState(mine.capsule, mine.common)
-
-
-def own_shards(path: Path) -> list[str]:
-    """Which shards had turned out to be each rank's own, by the names that they had had before.
-
-    Raises DamagedCheckpointError if the checkpoint is not whole.
-    """
-    (first,) = manifests_of(path, [0]).values()
-    found: list[str] = codec.loads(first.common)["habits"].get("own_shards", [])
-    return found
 
 
 def _check_replicas(path: Path, first: Manifest, here: ReplicaShape) -> None:
@@ -115,36 +103,38 @@ def _check_replicas(path: Path, first: Manifest, here: ReplicaShape) -> None:
         )
 
 
-def _of_first(path: Path, first: Manifest, here: Sharing) -> Manifest:
-    """The manifest of the first of those that stand where this rank does, or share the state with it; ``first``: of
-    rank 0."""
-    number = Sharing(first.shape, here.stands).ranks[0]
-    found = first if number == 0 else manifests_of(path, [number])[number]
+def _of_first(checkpoint: StoredCheckpoint, here: Sharing) -> Manifest:
+    """The manifest of the first of those that stand where this rank does, or share the state with it."""
+    number = Sharing(checkpoint.first.shape, here.stands).ranks[0]
+    found = checkpoint.manifests([number])[number]
     there = found.sharing(here.stands[0])
     if there.stands != here.stands and found.rules:
         raise RestoreError(
-            f"checkpoint {path}: its state was divided among the places {list(there.stands)} of each replica together, "
-            f"and this job's is among {list(here.stands)}: the same kinds of parallelism within a replica can read it"
+            f"checkpoint {checkpoint.path}: its state was divided among the places {list(there.stands)} of each "
+            f"replica together, and this job's is among {list(here.stands)}: the same kinds of "
+            "parallelism within a replica can read it"
         )
     return found
 
 
-def _capsule_at(path: Path, first: Manifest, stand: int) -> bytes | None:
+def _capsule_at(checkpoint: StoredCheckpoint, first: Manifest, stand: int) -> bytes | None:
     """That of the first rank of those that stood there. ``first``: any manifest."""
     number = Sharing(first.shape, (stand,)).ranks[0]
-    return manifests_of(path, [number])[number].capsule
+    return checkpoint.manifests([number])[number].capsule
 
 
-def _load_resized(path: Path, shards: Sequence[Shard], first: Manifest, rank: int, here: Sharing) -> PlainState:
+def _load_resized(
+    checkpoint: StoredCheckpoint, shards: Sequence[Shard], first: Manifest, rank: int, here: Sharing
+) -> PlainState:
     """The part of this rank of what another number of ranks has written: boxes of what was divided among them, and of
     all else one of the copies. ``first``: the manifest of the first of those that share its state with it."""
-    rules, there = first.rules or (), first.sharing(here.stands[0])
+    path, rules, there = checkpoint.path, first.rules or (), first.sharing(here.stands[0])
     divided = {*shards_at(rules, here.place(rank), here.size)}
     _check_names(path, divided, {s.name: None for s in shards}, rank, "this job has no")
     parts = [s for s in shards if s.name in divided]
     others = [s for s in shards if s.name not in divided]
     if others:
-        manifests = manifests_of(path, range(first.ranks))
+        manifests = checkpoint.manifests(range(first.ranks))
         known = {name for place in range(there.size) for name in shards_at(rules, place, there.size)}
         entries = {
             name: Taken(writer, entry)
@@ -158,18 +148,15 @@ def _load_resized(path: Path, shards: Sequence[Shard], first: Manifest, rank: in
                 "state is divided in another size has not been written down with it; elastic jobs do that"
             )
         _check_names(path, {s.name for s in others}, entries, rank)
-        _check_digests(path, _read_tensors(path, others, entries), entries)
-    read_divided(path, parts, first, rank, here.shape.world, sharing=here)
+        _check_digests(path, _read_tensors(checkpoint, others, entries), entries)
+    read_divided(checkpoint, parts, first, rank, here.shape.world, sharing=here)
     return PlainState(None, first.common)
 
 
-def checkpoint_layout_mismatch(path: Path, form: CheckpointFormat) -> str:
+def checkpoint_layout_mismatch(checkpoint: StoredCheckpoint, form: CheckpointFormat) -> str:
     """In words, the layout of the ranks that wrote a checkpoint, if ``form`` has another one now and can load it; else
     "". It is the same on all ranks. Raises RestoreError if it cannot be read."""
-    if not form.layout():
-        return ""
-    (first,) = manifests_of(Path(path), [0]).values()
-    return _other_layout(first, form)
+    return _other_layout(checkpoint.first, form) if form.layout() else ""
 
 
 def _other_layout(first: Manifest, form: CheckpointFormat) -> str:
@@ -180,7 +167,7 @@ def _other_layout(first: Manifest, form: CheckpointFormat) -> str:
 _Live = dict[str, tuple[ShardSpec, list[torch.Tensor]]]
 
 
-def _read_tensors(path: Path, shards: Sequence[Shard], entries: Mapping[str, Taken]) -> _Live:
+def _read_tensors(checkpoint: StoredCheckpoint, shards: Sequence[Shard], entries: Mapping[str, Taken]) -> _Live:
     wanted: dict[str, torch.Tensor] = {}
     live: _Live = {}
     for shard in shards:
@@ -191,10 +178,10 @@ def _read_tensors(path: Path, shards: Sequence[Shard], entries: Mapping[str, Tak
         prefix = tensor_prefix(shard.name, taken.entry.shared, taken.writer)
         wanted.update(zip((f"{prefix}{key}" for key in spec.tensors), live[shard.name][1], strict=True))
     try:
-        read_into(wanted, path)
+        read_into(wanted, checkpoint.index)
     except UNREADABLE as e:
-        where = unreadable(list(wanted), path, UNREADABLE)
-        raise DamagedCheckpointError(f"checkpoint {path} cannot be read: {where}{e}") from e
+        where = unreadable(list(wanted), checkpoint.path, UNREADABLE)
+        raise DamagedCheckpointError(f"checkpoint {checkpoint.path} cannot be read: {where}{e}") from e
     return live
 
 

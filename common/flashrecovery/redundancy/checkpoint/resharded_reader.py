@@ -25,7 +25,7 @@ from flashrecovery.plan.reshard.rules import TensorRule, by_shard
 from flashrecovery.plan.reshard.schedule import timetable
 from flashrecovery.redundancy.checkpoint.blocks import StoredTensors, runs
 from flashrecovery.redundancy.checkpoint.keys import tensor_prefix, writer_among
-from flashrecovery.redundancy.checkpoint.manifest import Manifest, ShardEntry, manifests_of
+from flashrecovery.redundancy.checkpoint.manifest import Manifest, ShardEntry, StoredCheckpoint
 from flashrecovery.state.exact import exact_copy
 from flashrecovery.state.shard import Shard
 from flashrecovery.state.spec import ShardSpec, TensorSpec, decode_spec, encode_spec
@@ -45,7 +45,7 @@ class Taken:
 
 
 def read_divided(
-    path: Path,
+    checkpoint: StoredCheckpoint,
     shards: Sequence[Shard],
     first: Manifest,
     rank: int,
@@ -69,7 +69,7 @@ def read_divided(
     place, size = here.place(rank), here.size
     portions = _portions(rules, there.size, place, size, limit)
     sources = {there.ranks[source]: source for source in sorted({portion.source for portion in portions} - {0})}
-    found = manifests_of(path, [*sources])
+    path, found = checkpoint.path, checkpoint.manifests(sources)
     manifests = {0: first, **{source: found[number] for number, source in sources.items()}}
     for writer, manifest in manifests.items():
         said = (manifest.version, manifest.ranks, manifest.shape, manifest.stands, manifest.rules)
@@ -79,7 +79,7 @@ def read_divided(
     into = _allocated(path, shards, rules, manifests, there.size, place, size)
     by_name = {rule.name: rule for rule in rules}
     mine = {rule.name: rule.parts(place, size) for rule in rules}
-    stored, filled = StoredTensors(path), dict.fromkeys(by_name, 0)
+    stored, filled = StoredTensors(checkpoint.index), dict.fromkeys(by_name, 0)
     written: dict[tuple[str, int], _Written] = {}
     for portion in portions:
         rule = by_name[portion.tensor]

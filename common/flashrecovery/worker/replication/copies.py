@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -23,8 +22,9 @@ from flashrecovery.errors import RestoreError, UnsupportedError
 from flashrecovery.groups.pace import PacedNetwork
 from flashrecovery.plan import Kind
 from flashrecovery.proto import flashrecovery_pb2 as pb
-from flashrecovery.redundancy.checkpoint import reader, writer
+from flashrecovery.redundancy.checkpoint import writer
 from flashrecovery.redundancy.checkpoint.keys import writer_of
+from flashrecovery.redundancy.checkpoint.manifest import StoredCheckpoint
 from flashrecovery.redundancy.memory.flat_buffer import Beside
 from flashrecovery.redundancy.memory.own_copy import PreStepCopy, write_back
 from flashrecovery.redundancy.memory.peer_exchange import CopyContext, PeerCopies
@@ -324,11 +324,6 @@ class Copies:
         self._ring.stop_outliving()
         self._own.drop_snapshot()
 
-    def own_in(self, path: str) -> Sequence[str]:
-        """Which shards had turned out to be each rank's own when this checkpoint was written, by the names that they
-        had had before. Raises DamagedCheckpointError if it is not whole."""
-        return reader.own_shards(Path(path))
-
     # -- recovery ---------------------------------------------------------------------------------
 
     def stop(self) -> None:
@@ -381,9 +376,9 @@ class Copies:
         self._ring.begin(shards, place, members)
         self._own.begin_anew(in_ring=self._ring.copies is not None)
 
-    def load_checkpoint(self, path: str, version: int) -> str:
+    def load_checkpoint(self, checkpoint: StoredCheckpoint, version: int) -> str:
         """See :meth:`.fallback.FallbackCheckpoints.load`."""
-        return self._fallback.load(path, version)
+        return self._fallback.load(checkpoint, version)
 
     def close(self) -> None:
         """The job is over."""

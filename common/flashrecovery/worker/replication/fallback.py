@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 
 from flashrecovery.config import Settings
 from flashrecovery.errors import RestoreError
 from flashrecovery.redundancy.checkpoint import reader, writer
+from flashrecovery.redundancy.checkpoint.manifest import StoredCheckpoint
 from flashrecovery.redundancy.memory.own_copy import PreStepCopy
 from flashrecovery.worker.registry import Registry
 
@@ -74,17 +74,17 @@ class FallbackCheckpoints:
         if self.checkpoint is not None:
             self.checkpoint.resize(self._registry.rank, self._registry.shape.now(members))
 
-    def load(self, path: str, version: int) -> str:
+    def load(self, checkpoint: StoredCheckpoint, version: int) -> str:
         """Load everything of this rank from a checkpoint. Returns the layout of the ranks that wrote it if that is
         another one: then this rank's own state is that of the script's start. Raises RestoreError if it is damaged or
         of another job."""
         registry, form = self._registry, self.form
         of_calls = self._elastic and registry.batches is not None and registry.batches.of_calls
-        other = "" if form is None else reader.checkpoint_layout_mismatch(Path(path), form)
+        other = "" if form is None else reader.checkpoint_layout_mismatch(checkpoint, form)
         if other:
             registry.begin_anew()
         plain = reader.load(
-            Path(path),
+            checkpoint,
             registry.tensor_shards(),
             rank=registry.rank,
             world=registry.world_size,
@@ -98,8 +98,8 @@ class FallbackCheckpoints:
         capsule = plain.lent if plain.capsule is None else plain.capsule
         if capsule is None and of_calls:
             raise RestoreError(
-                f"checkpoint {path} has been converted, and has nothing of the framework's own loop: where its samples "
-                "and its log stand; that which it was made of can be read by any number of ranks"
+                f"checkpoint {checkpoint.path} has been converted, and has nothing of the framework's own loop: "
+                "where its samples and its log stand; that which it was made of can be read by any number of ranks"
             )
         registry.capsule.keep(version, registry.capture_capsule(registry.drawn()) if capsule is None else capsule)
         registry.common.keep(version, plain.common)

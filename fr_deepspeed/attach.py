@@ -23,7 +23,7 @@ def attach(engine: Any) -> Recovery:
         RegistrationError: the engine has taken a step already, or has another attribute of this name.
     """
     from flashrecovery import Recovery, init
-    from flashrecovery.adapter import Forwards
+    from flashrecovery.adapter.elastic import Forwards
     from fr_deepspeed.elastic import batch_of
 
     known = vars(engine).get("recovery")

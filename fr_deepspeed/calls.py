@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from flashrecovery import Recovery
-from flashrecovery.adapter import DataStream, RngState, restore_rng
+from flashrecovery.adapter.loop import DataStream, RngState, restore_rng
 from flashrecovery.errors import RegistrationError
 
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from flashrecovery.adapter import CheckpointFormat, groups
+from flashrecovery.adapter import CheckpointFormat, is_communication_error
 from flashrecovery.errors import RestoreError
 
 _UNREADABLE = (OSError, RuntimeError, KeyError, ValueError, AssertionError, EOFError, pickle.UnpicklingError)
@@ -53,7 +53,7 @@ class EngineCheckpoint(CheckpointFormat):
         try:
             path, _ = type(self._engine).load_checkpoint(self._engine, str(directory), tag=tag)
         except _UNREADABLE as e:
-            if groups.is_communication_error(e):
+            if is_communication_error(e):
                 raise
             raise RestoreError(f"checkpoint {directory / tag} cannot be loaded: {type(e).__name__}: {e}") from e
         if path is None:

@@ -16,18 +16,18 @@ import torch
 import xxhash
 from torch.optim import Optimizer
 
-from flashrecovery.adapter import (
+from flashrecovery.adapter import ParamShard, hand_over_state, settle_state
+from flashrecovery.adapter.elastic import (
     DivisionPlace,
+    EqualRanges,
     Naming,
-    ParamShard,
+    Pattern,
     Prepared,
     ReadyTensors,
     RuledDivision,
     TensorRule,
-    hand_over_state,
+    Whole,
     padded,
-    placements,
-    settle_state,
 )
 from flashrecovery.errors import UnsupportedError
 
@@ -113,13 +113,13 @@ class PartitionDivision(RuledDivision):
         found = []
         for number, group in enumerate(description["groups"]):
             length = group["length"]
-            found += partition_rules(number, group, (length,), placements.EqualRanges(_ALIGNMENT))
+            found += partition_rules(number, group, (length,), EqualRanges(_ALIGNMENT))
             dtype = dtype_of(group["weights"])
             whole = TensorRule(
                 f"{number}/weights",
                 (length,),
                 dtype.itemsize,
-                placements.Whole(),
+                Whole(),
                 shard=weights_beginning(number),
                 key=DATA,
                 naming=Naming.SIZE,
@@ -195,7 +195,7 @@ def check_state(tensors: Mapping[str, torch.Tensor]) -> None:
 
 
 def partition_rules(
-    number: int, group: Mapping[str, Any], shape: tuple[int, ...], pattern: placements.Pattern
+    number: int, group: Mapping[str, Any], shape: tuple[int, ...], pattern: Pattern
 ) -> list[tuple[TensorRule, torch.dtype]]:
     """Of the tensors of a partition: what is as long as it lies as ``pattern`` says, numbers are on all ranks."""
     found = []
@@ -206,7 +206,7 @@ def partition_rules(
             f"{number}/{key}",
             shape if flat else (),
             dtype.itemsize,
-            pattern if flat else placements.Whole(),
+            pattern if flat else Whole(),
             shard=partition_beginning(number),
             key=key,
             content=group["content"] if flat else "",

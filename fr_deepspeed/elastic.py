@@ -12,7 +12,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from flashrecovery.adapter import FrameworkBatch
+from flashrecovery.adapter.elastic import FrameworkBatch
 from flashrecovery.errors import ConfigError
 from fr_deepspeed import offload, slices
 from fr_deepspeed.capabilities import REFORM, REFORM3, RESIZE

@@ -25,9 +25,6 @@ from torch.optim import Optimizer
 
 from flashrecovery.adapter import (
     CheckpointFormat,
-    Division,
-    DivisionPlace,
-    ElasticAdapter,
     GradientWatch,
     Method,
     OptimizerAttributes,
@@ -44,6 +41,7 @@ from flashrecovery.adapter import (
     replicated,
     world_size,
 )
+from flashrecovery.adapter.elastic import Division, DivisionPlace, ElasticAdapter
 from flashrecovery.errors import UnsupportedError
 from fr_deepspeed.activation import reset_checkpointing
 from fr_deepspeed.beta_powers import beta_powers

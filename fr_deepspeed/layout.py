@@ -13,7 +13,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from flashrecovery.adapter import DivisionPlace, ParamRecord, constant, global_rank, world_size
+from flashrecovery.adapter import ParamRecord, constant, global_rank, world_size
+from flashrecovery.adapter.elastic import DivisionPlace
 
 
 def ranks_of(engine: Any, parameter: torch.Tensor) -> Sequence[int]:

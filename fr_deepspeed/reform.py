@@ -15,7 +15,8 @@ from typing import Any
 
 from torch import nn
 
-from flashrecovery.adapter import DivisionPlace, give_up_state
+from flashrecovery.adapter import give_up_state
+from flashrecovery.adapter.elastic import DivisionPlace
 
 
 def reform(engine: Any, place: DivisionPlace) -> None:

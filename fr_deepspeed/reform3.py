@@ -14,7 +14,8 @@ from typing import Any
 
 import torch
 
-from flashrecovery.adapter import DivisionPlace, give_up_state
+from flashrecovery.adapter import give_up_state
+from flashrecovery.adapter.elastic import DivisionPlace
 from fr_deepspeed.reform import standing_at
 
 

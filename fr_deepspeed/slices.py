@@ -17,15 +17,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from flashrecovery.adapter import (
-    DivisionPlace,
-    ParamShard,
-    Prepared,
-    ReadyTensors,
-    RuledDivision,
-    TensorRule,
-    placements,
-)
+from flashrecovery.adapter import ParamShard
+from flashrecovery.adapter.elastic import DivisionPlace, Prepared, ReadyTensors, RuledDivision, Slices, TensorRule
 from fr_deepspeed.division import (
     DATA,
     PARAM,
@@ -102,9 +95,9 @@ class SliceDivision(RuledDivision):
         found = []
         for number, group in enumerate(description["groups"]):
             numels = tuple(group["numels"])
-            found += partition_rules(number, group, (sum(numels),), placements.Slices(numels))
+            found += partition_rules(number, group, (sum(numels),), Slices(numels))
         for fqn, numel, dtype_name in description["frozen"]:
-            dtype, pattern = dtype_of(dtype_name), placements.Slices((numel,))
+            dtype, pattern = dtype_of(dtype_name), Slices((numel,))
             rule = TensorRule(frozen_name(fqn), (numel,), dtype.itemsize, pattern, shard=slice_beginning(fqn), key=DATA)
             found.append((rule, dtype))
         return found
@@ -114,7 +107,7 @@ class SliceDivision(RuledDivision):
         tensors: dict[str, torch.Tensor] = {}
         values: dict[str, Mapping[str, Any]] = {}
         for number, group in enumerate(description["groups"]):
-            length = sum(placements.Slices.length(numel, size) for numel in group["numels"])
+            length = sum(Slices.length(numel, size) for numel in group["numels"])
             for key in group["order"]:
                 if key in group["flat"]:
                     tensor = torch.zeros(length, dtype=dtype_of(group["flat"][key]), device=device)
@@ -123,7 +116,7 @@ class SliceDivision(RuledDivision):
                 tensors[f"{number}/{key}"] = tensor
             values[partition_name(number, place, size)] = group["values"]
         for fqn, numel, dtype_name in description["frozen"]:
-            tensor = torch.zeros(placements.Slices.length(numel, size), dtype=dtype_of(dtype_name), device=device)
+            tensor = torch.zeros(Slices.length(numel, size), dtype=dtype_of(dtype_name), device=device)
             tensors[frozen_name(fqn)] = tensor
         return ReadyTensors(tensors, values, lambda: self._install(DivisionPlace(place, size), tensors, description))
 

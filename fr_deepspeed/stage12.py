@@ -14,15 +14,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from flashrecovery.adapter import (
-    DivisionPlace,
-    FixedShard,
-    Method,
-    ParamRecord,
-    ParamShard,
-    Shard,
-    world_size,
-)
+from flashrecovery.adapter import FixedShard, Method, ParamRecord, ParamShard, Shard, world_size
+from flashrecovery.adapter.elastic import DivisionPlace
 from fr_deepspeed.backward import reset_backward_hooks
 from fr_deepspeed.capabilities import BUCKET_EVENTS, BUCKETS, FLAT_GRADIENTS, REFORM
 from fr_deepspeed.division import PartitionDivision, fill, length_of, weights_name

@@ -15,15 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from flashrecovery.adapter import (
-    DivisionPlace,
-    FixedShard,
-    Method,
-    ParamRecord,
-    ParamShard,
-    Shard,
-    settle_state,
-)
+from flashrecovery.adapter import FixedShard, Method, ParamRecord, ParamShard, Shard, settle_state
+from flashrecovery.adapter.elastic import DivisionPlace
 from flashrecovery.errors import UnsupportedError
 from fr_deepspeed.backward import reset_backward_hooks
 from fr_deepspeed.capabilities import (

@@ -25,22 +25,19 @@ from torch import nn
 
 from flashrecovery.adapter import (
     CheckpointFormat,
-    Division,
-    DivisionPlace,
-    ElasticAdapter,
     GradientWatch,
-    LogicalState,
     Method,
     ParamRecord,
     ParamShard,
-    RelayoutAdapter,
     Shard,
     StepHooks,
     TorchAdapter,
-    groups,
+    numbers_now,
     owners_of,
     plain_fields,
 )
+from flashrecovery.adapter.elastic import Division, DivisionPlace, ElasticAdapter
+from flashrecovery.adapter.relayout import LogicalState, RelayoutAdapter
 from flashrecovery.errors import UnsupportedError
 from fr_megatron import elastic
 from fr_megatron.buckets import Buckets, forget_answers
@@ -179,7 +176,7 @@ class MegatronAdapter(TorchAdapter, ElasticAdapter, RelayoutAdapter):
         return replica_group()
 
     def resized(self) -> None:
-        lists = {name: groups.numbers_now(ranks) for name, ranks in self._launched.items()}
+        lists = {name: numbers_now(ranks) for name, ranks in self._launched.items()}
         elastic.resize(self._chunks, lists)
 
     def division(self) -> Division | None:

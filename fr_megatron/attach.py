@@ -9,7 +9,8 @@ from typing import Any
 import torch.distributed as dist
 
 from flashrecovery import Recovery, init
-from flashrecovery.adapter import Forwards, check_equal
+from flashrecovery.adapter.elastic import Forwards
+from flashrecovery.adapter.loop import check_equal
 from fr_megatron.elastic import batch_of, membership
 from fr_megatron.support import check_inside
 

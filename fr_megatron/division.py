@@ -18,14 +18,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from flashrecovery.adapter import (
+from flashrecovery.adapter import ParamShard
+from flashrecovery.adapter.elastic import (
+    BufferRange,
     DivisionPlace,
+    FlatBuffer,
+    InBuffer,
     Naming,
-    ParamShard,
     ReadyTensors,
     RuledDivision,
     TensorRule,
-    placements,
+    WithRange,
 )
 from flashrecovery.errors import UnsupportedError
 from fr_megatron.optimizers import part_beginning, part_name, weights_beginning
@@ -62,7 +65,7 @@ class Stored:
 class FlatLayout:
     """All buffers of a model, and what is in them. ``stored``: in the order of buffers and buckets."""
 
-    buffers: tuple[placements.FlatBuffer, ...]
+    buffers: tuple[FlatBuffer, ...]
     stored: tuple[Stored, ...]
 
     @cached_property
@@ -77,13 +80,13 @@ class FlatLayout:
         """A parameter's first element in its buffer."""
         return self.in_buffer(one).first(size)
 
-    def pattern(self, one: Stored) -> placements.BufferRange:
+    def pattern(self, one: Stored) -> BufferRange:
         """How what is stepped on is divided."""
-        return placements.BufferRange(self.buffers[one.buffer], one.bucket, one.start)
+        return BufferRange(self.buffers[one.buffer], one.bucket, one.start)
 
-    def in_buffer(self, one: Stored) -> placements.InBuffer:
+    def in_buffer(self, one: Stored) -> InBuffer:
         """Where the weights lie."""
-        return placements.InBuffer(self.buffers[one.buffer], one.bucket, one.start)
+        return InBuffer(self.buffers[one.buffer], one.bucket, one.start)
 
     @cached_property
     def in_order(self) -> Sequence[str]:
@@ -133,7 +136,7 @@ def layout_of(chunks: Sequence[Any], membership: Mapping[str, int], *, expert: b
         for parameter, (start, stop, bucket) in buffer.param_index_map.items()
         for fqn, of_bucket in [(names[id(parameter)], buffer.buckets[bucket].offset)]
     ]
-    buffers = [placements.FlatBuffer(tuple(b.numel_unpadded for b in of.buckets), multiple) for of in all_buffers]
+    buffers = [FlatBuffer(tuple(b.numel_unpadded for b in of.buckets), multiple) for of in all_buffers]
     return FlatLayout(tuple(buffers), tuple(stored))
 
 
@@ -248,7 +251,7 @@ class OptimizerDivision(RuledDivision):
                 f"{one.fqn}/{key}",
                 shape=() if single else (one.length,),
                 itemsize=dtype.itemsize,
-                pattern=placements.WithRange(of_part, one.length) if single else of_part,
+                pattern=WithRange(of_part, one.length) if single else of_part,
                 shard=part_beginning(one.fqn),
                 key=key,
                 naming=Naming.PLACE_UNLESS_ALONE,

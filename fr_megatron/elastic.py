@@ -26,7 +26,8 @@ import torch
 import torch.distributed as dist
 import xxhash
 
-from flashrecovery.adapter import FrameworkBatch, union
+from flashrecovery.adapter.elastic import FrameworkBatch
+from flashrecovery.adapter.loop import union
 from fr_megatron.capabilities import FOLLOWED, REFORM
 from fr_megatron.division import buffers_of, names_of
 from fr_megatron.layout import is_expert

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from flashrecovery.adapter import DivisionPlace
+from flashrecovery.adapter.elastic import DivisionPlace
 
 
 @dataclass(frozen=True)

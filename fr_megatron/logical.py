@@ -24,20 +24,18 @@ from typing import Any
 
 import torch
 
-from flashrecovery.adapter import (
-    Box,
-    FixedShard,
+from flashrecovery.adapter import FixedShard, ParamShard, Shard, ShardSpec, TensorSpec, settle_state
+from flashrecovery.adapter.elastic import Box
+from flashrecovery.adapter.relayout import (
+    PARAM,
+    Description,
+    LogicalPart,
     LogicalState,
-    ParamShard,
-    Shard,
-    ShardSpec,
+    ShardParts,
     Stash,
-    TensorSpec,
     Wanted,
     forms,
-    settle_state,
 )
-from flashrecovery.adapter import logical as words
 from flashrecovery.errors import UnsupportedError
 from fr_megatron import stand_ins
 from fr_megatron.capabilities import CHECKPOINTS
@@ -72,12 +70,12 @@ class MegatronLogical(LogicalState):
         self._inner = inner_optimizers(optimizer)
         self._place = 0 if places is None else places.first
 
-    def describe(self) -> words.Description:
+    def describe(self) -> Description:
         self._check()
         leaves = self._leaves()
         stepped = find_stepped(self._inner, Names(self._chunks))
         shards = self._shards()
-        found: dict[str, words.ShardParts] = {}
+        found: dict[str, ShardParts] = {}
         for own, shard in zip(stepped, shards, strict=False):
             found[shard.name] = self._of_stepped(own, leaves)
         weights = dict(self._of_weights(leaves))
@@ -88,9 +86,9 @@ class MegatronLogical(LogicalState):
                 found[shard.name] = self._of_frozen(shard, leaves)
         return found
 
-    def divided(self) -> Mapping[str, words.ShardParts]:
+    def divided(self) -> Mapping[str, ShardParts]:
         leaves, names = self._leaves(), names_of(self._chunks)
-        found: dict[str, words.ShardParts] = {}
+        found: dict[str, ShardParts] = {}
         for expert in (False, True):
             for buffer in buffers_of(self._chunks, expert=expert):
                 for parameter in buffer.param_index_map:
@@ -98,8 +96,8 @@ class MegatronLogical(LogicalState):
                     parts = tuple(_parts(self._leaf(parameter, leaves), flat, 0, 0))
                     fqn = names[id(parameter)]
                     name = experts_tensor(self._place, fqn) if expert else fqn
-                    found[f"{name}/{words.PARAM}"] = words.ShardParts(f"{STATE}.param.", _STATE, parts)
-                    found[name + WEIGHTS] = words.ShardParts("", _STATE, parts)
+                    found[f"{name}/{PARAM}"] = ShardParts(f"{STATE}.param.", _STATE, parts)
+                    found[name + WEIGHTS] = ShardParts("", _STATE, parts)
         return found
 
     def facts(self) -> Mapping[str, Any]:
@@ -207,7 +205,7 @@ class MegatronLogical(LogicalState):
             )
         return leaf
 
-    def _of_stepped(self, own: Stepped, leaves: Mapping[int, Any]) -> words.ShardParts:
+    def _of_stepped(self, own: Stepped, leaves: Mapping[int, Any]) -> ShardParts:
         leaf = self._leaf(own.model, leaves)
         if own.main is own.model:
             prefix = ""
@@ -218,25 +216,25 @@ class MegatronLogical(LogicalState):
             raise UnsupportedError(
                 f"another layout with {leaf.key!r}: Megatron does not say of all of it where it lies"
             )
-        return words.ShardParts(prefix, _STATE, parts)
+        return ShardParts(prefix, _STATE, parts)
 
-    def _of_frozen(self, shard: Shard, leaves: Mapping[int, Any]) -> words.ShardParts:
+    def _of_frozen(self, shard: Shard, leaves: Mapping[int, Any]) -> ShardParts:
         (live,) = shard.tensors().values()
         parameters = (p for chunk in self._chunks for p in chunk.parameters())
         parameter = next(p for p in parameters if p.data_ptr() == live.data_ptr() and p.shape == live.shape)
-        return words.ShardParts("", _STATE, tuple(_parts(self._leaf(parameter, leaves), live, 0, 0)))
+        return ShardParts("", _STATE, tuple(_parts(self._leaf(parameter, leaves), live, 0, 0)))
 
-    def _of_weights(self, leaves: Mapping[int, Any]) -> Iterator[tuple[str, words.ShardParts]]:
+    def _of_weights(self, leaves: Mapping[int, Any]) -> Iterator[tuple[str, ShardParts]]:
         """Of the flat buffers, by the beginnings of their shards' names."""
         for number, chunk in enumerate(self._chunks):
             for kind, buffers in (("dense", chunk.buffers), ("expert", chunk.expert_parallel_buffers)):
                 for index, buffer in enumerate(buffers):
-                    parts: list[words.LogicalPart] = []
+                    parts: list[LogicalPart] = []
                     for parameter, (start, _, _) in buffer.param_index_map.items():
                         leaf = self._leaf(parameter, leaves)
                         parts += _parts(leaf, parameter.detach().reshape(-1), 0, start)
                     name = weights_name(number, kind, index, buffer.data_parallel_world_size)
-                    yield name, words.ShardParts("", _STATE, tuple(parts))
+                    yield name, ShardParts("", _STATE, tuple(parts))
 
 
 def _dense_layers(config: Any) -> int:
@@ -299,13 +297,13 @@ def _device_bytes() -> int:
     return int(torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory)
 
 
-def _parts(leaf: Any, tensor: torch.Tensor, start: int, begin: int) -> Iterator[words.LogicalPart]:
+def _parts(leaf: Any, tensor: torch.Tensor, start: int, begin: int) -> Iterator[LogicalPart]:
     """Of ``tensor``, which lies in the local tensor ``leaf`` from its element ``start`` on, and in the shard's tensor
     from ``begin`` on."""
     for piece in cut(leaf, "", tensor, start):
         high = tuple(o + s for o, s in zip(piece.offset, piece.shape, strict=True))
         box = Box(piece.offset, high)
-        yield words.LogicalPart(piece.key, piece.whole, box, begin + piece.begin, piece.flexible)
+        yield LogicalPart(piece.key, piece.whole, box, begin + piece.begin, piece.flexible)
 
 
 def _spec(shard: Shard, kinds: Mapping[str, tuple[str, str, bool]], places: dict[str, int]) -> ShardSpec:
@@ -314,8 +312,8 @@ def _spec(shard: Shard, kinds: Mapping[str, tuple[str, str, bool]], places: dict
     own = shard.spec()
     if not isinstance(shard, ParamShard) or not shard.optimizers:
         return own
-    like = own.tensors[words.PARAM]
-    tensors, layout, at = {words.PARAM: like}, {}, {}
+    like = own.tensors[PARAM]
+    tensors, layout, at = {PARAM: like}, {}, {}
     ((prefix, _),) = shard.optimizers
     for key, (dtype, kept, number) in kinds.items():
         mine = prefix + key.partition("/")[2]

@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-from flashrecovery.adapter import DivisionPlace, give_up_state, hand_over_state, settle_state
+from flashrecovery.adapter import give_up_state, hand_over_state, settle_state
+from flashrecovery.adapter.elastic import DivisionPlace
 from fr_megatron import elastic
 from fr_megatron.buckets import bucket_groups
 from fr_megatron.capabilities import REFORM

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from flashrecovery.adapter import Prepared, ReadyTensors, RuledDivision, TensorRule, placements
+from flashrecovery.adapter.elastic import EveryNth, Prepared, ReadyTensors, RuledDivision, TensorRule
 from fr_megatron.division import OptimizerDivision
 
 
@@ -68,7 +68,7 @@ class SharedDivision(RuledDivision):
 
     def _of_place(self, rule: TensorRule, first: int) -> TensorRule:
         """Of this rank's experts, as one of those at another place in a replica."""
-        lies = rule.pattern if self._each == 1 else placements.EveryNth(rule.pattern, self._each, first)
+        lies = rule.pattern if self._each == 1 else EveryNth(rule.pattern, self._each, first)
         return replace(rule, name=experts_tensor(first, rule.name), pattern=lies, suffix=self._groups[first])
 
     def prepare(self, description: Mapping[str, Any], place: int, size: int) -> Prepared:

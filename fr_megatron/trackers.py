@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from flashrecovery.adapter import groups, named_group
+from flashrecovery.adapter import named_group, own_groups
 from flashrecovery.errors import RestoreError
 from fr_megatron.capabilities import METRICS
 
@@ -156,14 +156,14 @@ def _plain(value: Any) -> Any:
     launched."""
     if not isinstance(value, dist.ProcessGroup):
         return value.clone() if isinstance(value, torch.Tensor) else value
-    for number, group in enumerate(groups.groups()):
+    for number, group in enumerate(own_groups()):
         if group.name == value.group_name:
             return group.name, number, list(group.launched)
     return value.group_name, -1, dist.get_process_group_ranks(value)
 
 
 def _group(name: str, number: int, ranks: list[int]) -> dist.ProcessGroup:
-    mine = groups.groups()
+    mine = own_groups()
     known = [group for group in mine if group.name == name]
     if not known and 0 <= number < len(mine) and len(mine[number].launched) == len(ranks):
         found: dist.ProcessGroup | None = mine[number].process_group()

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from flashrecovery import Recovery, init
-from flashrecovery.adapter import check_equal
+from flashrecovery.adapter.loop import check_equal
 from flashrecovery.errors import ConfigError, UnsupportedError
 from fr_megatron.adapter import adapter_for
 from fr_megatron.digest import state_digest

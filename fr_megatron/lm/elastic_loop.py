@@ -23,7 +23,7 @@ from typing import Any
 import torch.distributed as dist
 
 from flashrecovery import Recovery
-from flashrecovery.adapter import CallBatches
+from flashrecovery.adapter.loop import CallBatches
 from flashrecovery.errors import ConfigError
 from fr_megatron.elastic import resize_calculator, schedule_of, seed_tracked
 from fr_megatron.lm.arguments import given

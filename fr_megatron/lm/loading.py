@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from flashrecovery.adapter import union
+from flashrecovery.adapter.loop import union
 from flashrecovery.errors import UnsupportedError
 
 _TRACKER = "latest_checkpointed_iteration.txt"

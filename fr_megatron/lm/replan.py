@@ -28,7 +28,8 @@ import torch
 import torch.distributed as dist
 
 from flashrecovery import ParallelLayout, Recovery, layout
-from flashrecovery.adapter import STASH_ENV, take_sizes, union
+from flashrecovery.adapter.loop import union
+from flashrecovery.adapter.relayout import STASH_ENV, take_sizes
 from flashrecovery.errors import ConfigError, JobFailedError, UnsupportedError
 from fr_megatron.capabilities import METRICS
 from fr_megatron.elastic import interleaves

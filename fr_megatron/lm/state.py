@@ -16,7 +16,10 @@ from typing import Any
 
 import torch
 
-from flashrecovery.adapter import ElasticAdapter, LoopAdapter, RelayoutAdapter, plain_fields
+from flashrecovery.adapter import plain_fields
+from flashrecovery.adapter.elastic import ElasticAdapter
+from flashrecovery.adapter.loop import LoopAdapter
+from flashrecovery.adapter.relayout import RelayoutAdapter
 from flashrecovery.errors import ConfigError
 from fr_megatron import trackers
 from fr_megatron.lm.elastic_loop import ElasticLoop

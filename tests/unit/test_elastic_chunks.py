@@ -13,7 +13,8 @@ import pytest
 import torch
 from torch.utils.data import TensorDataset
 
-from flashrecovery.adapter import CallBatches, Forwards, FrameworkBatch
+from flashrecovery.adapter.elastic import Forwards, FrameworkBatch
+from flashrecovery.adapter.loop import CallBatches
 from flashrecovery.errors import ConfigError, RegistrationError, UnsupportedError
 from flashrecovery.plan.elastic.sample_order import exact_sizes
 from flashrecovery.worker.data import global_batches as batches_of

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from flashrecovery.adapter import CallBatches
+from flashrecovery.adapter.loop import CallBatches
 from flashrecovery.config import ElasticSettings, Settings
 from flashrecovery.errors import ConfigError, RegistrationError, UnsupportedError
 from flashrecovery.worker.reshard import elastic_checks

@@ -599,7 +599,7 @@ def test_calls_that_lie_far_back_are_made_again(version: int, printed: list[tupl
 
 
 def test_its_calls_can_be_made_again_from_any_version_on() -> None:
-    from flashrecovery.adapter import LoopAdapter
+    from flashrecovery.adapter.loop import LoopAdapter
 
     assert LMLoopAdapter(_loop(0, 0)).makes_any_call_again()
     other = SimpleNamespace(save=None, load=None, restored=None, resume=None)

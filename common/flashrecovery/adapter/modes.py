@@ -257,3 +257,10 @@ def _is_of_library(kind: type) -> bool:
     these (FSDP2's)."""
     classes = [one for one in kind.__mro__ if one is not object]
     return not any(map(is_own, classes)) and any(one.__module__.partition(".")[0] not in FRAMEWORKS for one in classes)
+
+
+def plain_fields(thing: Any) -> dict[str, Any]:
+    """The attributes of ``thing``, an object of a framework, that are plain values: counters, flags, scales.
+    ``vars(thing).update(...)`` restores them."""
+    plain = (bool, int, float, str, type(None))
+    return {name: value for name, value in vars(thing).items() if isinstance(value, plain)}

@@ -12,16 +12,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from flashrecovery.adapter import (
-    ElasticAdapter,
-    ParamRecord,
-    TorchAdapter,
-    constant,
-    group_of,
-    replicated,
-    unsynchronised,
-    world_size,
-)
+from flashrecovery.adapter import ParamRecord, TorchAdapter, constant, replicated, unsynchronised, world_size
+from flashrecovery.adapter.elastic import ElasticAdapter, group_of
 from flashrecovery.errors import UnsupportedError
 from flashrecovery.torch_native import ddp_reducer
 

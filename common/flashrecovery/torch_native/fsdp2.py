@@ -13,8 +13,6 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from flashrecovery.adapter import (
-    Division,
-    ElasticAdapter,
     ParamRecord,
     ParamShard,
     StepHooks,
@@ -26,6 +24,7 @@ from flashrecovery.adapter import (
     placed_on_mesh,
     unsynchronised,
 )
+from flashrecovery.adapter.elastic import Division, ElasticAdapter
 from flashrecovery.adapter.fsdp2_division import Divided, FSDP2Division, replicates
 from flashrecovery.adapter.fsdp2_replicas import FSDP2Replicas
 from flashrecovery.errors import UnsupportedError

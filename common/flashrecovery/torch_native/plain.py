@@ -8,16 +8,8 @@ from collections.abc import Callable, Mapping
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from flashrecovery.adapter import (
-    ElasticAdapter,
-    ParamRecord,
-    StepHooks,
-    TorchAdapter,
-    constant,
-    placed_on_mesh,
-    replicated,
-    world_size,
-)
+from flashrecovery.adapter import ParamRecord, StepHooks, TorchAdapter, constant, placed_on_mesh, replicated, world_size
+from flashrecovery.adapter.elastic import ElasticAdapter
 
 
 class PlainAdapter(TorchAdapter, ElasticAdapter):

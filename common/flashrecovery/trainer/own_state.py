@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 
-from flashrecovery.adapter import codec
 from flashrecovery.errors import UnsupportedError
+from flashrecovery.state import codec
 from flashrecovery.trainer.own_values import MISSING, NOTHING, ValueReader, ValueWriter, of_transformers
 from flashrecovery.worker.script_text.script_frames import is_own
 

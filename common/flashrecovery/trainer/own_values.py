@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from flashrecovery.adapter import codec
+from flashrecovery.state import codec
 from flashrecovery.worker.local_state.generators import as_stateful
 from flashrecovery.worker.script_text.script_frames import is_own, is_own_file
 

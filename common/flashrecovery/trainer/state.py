@@ -12,8 +12,10 @@ from typing import Any
 
 import torch
 
-from flashrecovery.adapter import InspectableAdapter, LoopAdapter, codec
+from flashrecovery.adapter import InspectableAdapter
+from flashrecovery.adapter.loop import LoopAdapter
 from flashrecovery.errors import UnsupportedError
+from flashrecovery.state import codec
 from flashrecovery.trainer.own_state import OwnState
 from flashrecovery.trainer.running_loss import RunningLoss, running_loss
 

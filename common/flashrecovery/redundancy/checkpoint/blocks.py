@@ -21,7 +21,7 @@ import xxhash
 
 from flashrecovery.errors import DamagedCheckpointError
 from flashrecovery.plan.reshard.boxes import Box, chunks
-from flashrecovery.redundancy.checkpoint.dcp import Index
+from flashrecovery.redundancy.checkpoint.dcp import CheckpointIndex
 from flashrecovery.redundancy.checkpoint.manifest import UNREADABLE
 
 BLOCK = 1 << 20
@@ -111,7 +111,7 @@ class StoredTensors:
         nbytes: of tensors that have been read so far.
     """
 
-    def __init__(self, index: Index) -> None:
+    def __init__(self, index: CheckpointIndex) -> None:
         self._path = index.directory
         self.nbytes = 0
         self._places: dict[str, _Place] = {}

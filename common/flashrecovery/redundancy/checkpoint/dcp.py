@@ -55,52 +55,52 @@ def join_parts(directory: Path, parts: Sequence[str]) -> None:
 
 
 @dataclass(frozen=True)
-class Index:
+class CheckpointIndex:
     """DCP's index of a checkpoint: which tensors there are, and where in which file. ``metadata``: DCP's."""
 
     directory: Path
     metadata: Any
 
     @staticmethod
-    def read(directory: Path) -> Index:
+    def read(directory: Path) -> CheckpointIndex:
         """Raises what reading files that are damaged or missing can raise."""
         from torch.distributed.checkpoint.filesystem import FileSystemReader
 
-        return Index(directory, FileSystemReader(directory).read_metadata())
+        return CheckpointIndex(directory, FileSystemReader(directory).read_metadata())
 
 
 @lru_cache(maxsize=1)
 def _reader_class() -> type[Any]:
     from torch.distributed.checkpoint.filesystem import FileSystemReader
 
-    class IndexReader(FileSystemReader):
+    class IndexedReader(FileSystemReader):
         """Reads tensors of which the index has been read."""
 
-        def __init__(self, index: Index) -> None:
+        def __init__(self, index: CheckpointIndex) -> None:
             super().__init__(index.directory)
             self._index = index
 
         def read_metadata(self, *_: Any, **__: Any) -> Any:
             return self._index.metadata
 
-    return IndexReader
+    return IndexedReader
 
 
-def read_into(tensors: Mapping[str, Any], source: Path | Index, planner: Any = None) -> None:
+def read_into(tensors: Mapping[str, Any], source: Path | CheckpointIndex, planner: Any = None) -> None:
     """Fill ``tensors`` in place. Raises RuntimeError or KeyError for what the checkpoint does not have."""
     from torch.distributed.checkpoint.state_dict_loader import load
 
     if tensors:
-        index = Index.read(source) if isinstance(source, Path) else source
+        index = CheckpointIndex.read(source) if isinstance(source, Path) else source
         with _own_errors():
             load(_exact(tensors), storage_reader=_reader_class()(index), planner=planner, no_dist=True)
 
 
-def read_whole(keys: Sequence[str], source: Path | Index) -> dict[str, torch.Tensor]:
+def read_whole(keys: Sequence[str], source: Path | CheckpointIndex) -> dict[str, torch.Tensor]:
     """Tensors of a checkpoint in the shape in which they were written. Raises KeyError, OSError."""
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-    index = Index.read(source) if isinstance(source, Path) else source
+    index = CheckpointIndex.read(source) if isinstance(source, Path) else source
     stored = index.metadata.state_dict_metadata
     tensors = {}
     for key in keys:

@@ -15,7 +15,7 @@ from flashrecovery.errors import DamagedCheckpointError, ProtocolError, RestoreE
 from flashrecovery.plan.elastic.replicas import ReplicaShape, Sharing
 from flashrecovery.plan.reshard.placements import Rows, Whole
 from flashrecovery.plan.reshard.rules import TensorRule, from_plain, to_plain
-from flashrecovery.redundancy.checkpoint.dcp import Index, read_whole, unreadable
+from flashrecovery.redundancy.checkpoint.dcp import CheckpointIndex, read_whole, unreadable
 from flashrecovery.state import codec
 
 FORMAT = 6
@@ -171,7 +171,7 @@ class StoredCheckpoint:
     """
 
     path: Path
-    index: Index
+    index: CheckpointIndex
     _read: dict[int, Manifest] = field(default_factory=dict, repr=False, compare=False)
 
     @staticmethod
@@ -179,7 +179,7 @@ class StoredCheckpoint:
         """Raises DamagedCheckpointError if the index cannot be read, or is not what was written."""
         try:
             _check_index(path)
-            return StoredCheckpoint(path, Index.read(path))
+            return StoredCheckpoint(path, CheckpointIndex.read(path))
         except UNREADABLE as e:
             raise DamagedCheckpointError(f"checkpoint {path} cannot be read: {type(e).__name__}: {e}") from e
 

@@ -43,7 +43,6 @@ from flashrecovery.adapter import (
 )
 from flashrecovery.adapter.elastic import Division, DivisionPlace, ElasticAdapter
 from flashrecovery.errors import UnsupportedError
-from fr_deepspeed.activation import reset_checkpointing
 from fr_deepspeed.beta_powers import beta_powers
 from fr_deepspeed.capabilities import BACKWARD, ENGINE_STEP, UNMANAGED, is_managed
 from fr_deepspeed.checkpoint import EngineCheckpoint
@@ -53,7 +52,7 @@ from fr_deepspeed.layout import ranks_of
 from fr_deepspeed.muon import before_momentum, is_muon, reset_muon
 from fr_deepspeed.offload import offloads
 from fr_deepspeed.pipeline import capture_pipeline, reset_schedule, restore_pipeline
-from fr_deepspeed.random import capture_tracker, restore_tracker
+from fr_deepspeed.random import capture_tracker, reset_checkpointing, restore_tracker
 
 _COUNTERS = (
     "global_steps",

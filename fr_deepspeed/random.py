@@ -1,4 +1,5 @@
-"""The random streams that DeepSpeed's activation checkpointing tracks: each rank's own, part of its capsule.
+"""The random streams that DeepSpeed's activation checkpointing tracks: each rank's own, part of its capsule. And its
+buffers, which an interrupted step leaves behind.
 
 Recomputing a layer sets all random streams back to its forward pass, and forward again at its end: an interruption
 leaves them anywhere. The core restores the process's own streams; the tracker's (``get_cuda_rng_tracker()``, on a CPU
@@ -23,3 +24,11 @@ def restore_tracker(states: dict[str, Any]) -> None:
     from deepspeed.runtime.activation_checkpointing import checkpointing
 
     checkpointing.get_cuda_rng_tracker().set_states(dict(states))
+
+
+def reset_checkpointing() -> None:
+    """Drop what an interrupted forward or backward pass has put aside in activation checkpointing's own buffers."""
+    from deepspeed.runtime.activation_checkpointing import checkpointing
+
+    checkpointing.reset()
+    checkpointing.timers = None

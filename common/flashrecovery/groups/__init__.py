@@ -8,8 +8,16 @@ user's script from the top with detached groups and attaches at the same point. 
 """
 
 from flashrecovery.groups.device_group import DeviceGroup, device_group
-from flashrecovery.groups.exchange import AttachReport, DrainReport, abandon, attach, detach_all, drain
-from flashrecovery.groups.failures import follows_communication_error, is_communication_error
+from flashrecovery.groups.exchange import (
+    AttachReport,
+    DrainReport,
+    abandon,
+    attach,
+    detach_all,
+    drain,
+    follows_communication_error,
+    is_communication_error,
+)
 from flashrecovery.groups.native_build import build
 from flashrecovery.groups.registry import (
     EVERYBODY,

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import torch.distributed as dist
+
 from flashrecovery.errors import RegroupError
 from flashrecovery.groups import native_build, torch_private
 from flashrecovery.groups.accelerator import accelerator
@@ -247,3 +249,20 @@ def _at_exit() -> None:
 
 
 process_end.at_last(_at_exit)
+
+
+def is_communication_error(error: BaseException) -> bool:
+    """True if a collective, a connection or a store failed: a dead peer, or :func:`~.abandon`.
+
+    Our backend turns gloo's plain ``RuntimeError`` into ``DistBackendError``, so the type tells. Misuse (wrong shapes,
+    unknown ranks) has other types.
+    """
+    return isinstance(error, dist.DistError)
+
+
+def follows_communication_error(error: BaseException) -> bool:
+    """True if it is one, or has been raised where one was handled."""
+    seen: BaseException | None = error
+    while seen is not None and not is_communication_error(seen):
+        seen = seen.__cause__ or seen.__context__
+    return seen is not None

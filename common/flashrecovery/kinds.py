@@ -298,6 +298,12 @@ class NoticeKind(_Word):
 
     Do: have the node checked; see nodes.md#nodes-that-have-failed-before.
     """
+    FILE_KEPT = "file_kept"
+    """The set-up of a replacement opens a file with "w" that has been written to since. It is kept and goes on at its
+    end.
+
+    Do: nothing; see recipes.md#logs-and-runs.
+    """
     FENCE_TIMEOUT = "fence_timeout"
     """A process that is to be replaced has not ended yet, or its GPU memory is not free yet.
 
@@ -372,6 +378,12 @@ class NoticeKind(_Word):
     """A rank could not go on after its state was restored.
 
     Do: read the reason; the rank is replaced, or the job ends if that cannot help.
+    """
+    SETUP_DIFFERS = "setup_differs"
+    """The set-up of a replacement draws values, or cuts off files, as the process before it did not. The text says
+    where.
+
+    Do: make names and logs in the same way in each process; see recipes.md#logs-and-runs.
     """
     SETUP_LOG_LOST = "setup_log_lost"
     """The record of a rank's set-up collectives is lost. Its replacement does not see what they returned.

@@ -163,6 +163,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
         "local_state transfer",
         "preimport",
         "script_text",
+        "setup_replay",
         "data",
         "script_checks",
         "connection registry",

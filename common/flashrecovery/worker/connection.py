@@ -10,6 +10,7 @@ from flashrecovery.worker.local_state.fast_forward import Ahead
 from flashrecovery.worker.preimport.environment_watch import EnvironmentWatch
 from flashrecovery.worker.preimport.start_profile import StartProfile
 from flashrecovery.worker.script_checks.unprotected_steps import UnprotectedSteps
+from flashrecovery.worker.setup_replay.replay import SetupReplay
 
 
 class Connection:
@@ -29,6 +30,7 @@ class Connection:
         place: int | None = None,
         ahead: Ahead = Ahead(),  # noqa: B008 - frozen
         unprotected_steps: UnprotectedSteps | None = None,
+        setup: SetupReplay | None = None,
     ) -> None:
         self.channel = channel
         self.page = page
@@ -40,4 +42,5 @@ class Connection:
         self.start_profile = start_profile
         self.ahead = ahead
         self.unprotected_steps = unprotected_steps
+        self.setup = setup
         self.at_script_end: list[Callable[[], None]] = []

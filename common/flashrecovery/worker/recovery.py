@@ -53,6 +53,18 @@ class Recovery:
         return self._session is not None
 
     @property
+    def is_replacement(self) -> bool:
+        """True in a process that has come into a job that had begun: for a dead rank, for one that has moved, for one
+        that joins an elastic job, or after a change of parallelism. It never changes. False without recovery."""
+        return self._session is not None and self._session.is_replacement
+
+    @property
+    def first_launch(self) -> bool:
+        """True in the first processes of a job that begins anew, where files and folders of the run are made. False in
+        replacements (:attr:`is_replacement`) and with ``--resume``. It never changes. True without recovery."""
+        return self._session is None or self._session.first_launch
+
+    @property
     def generation(self) -> int:
         """Number of recoveries so far."""
         return self._session.gate.generation if self._session is not None else 0

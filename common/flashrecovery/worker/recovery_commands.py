@@ -96,9 +96,12 @@ class RecoveryExecutor:
     def join(self, num_steps: int | None) -> None:
         """Report this worker's shards at its first step, and wait until it may begin."""
         worker = self._worker
-        page = worker.connection.page
+        page, setup = worker.connection.page, worker.connection.setup
+        if setup is not None:
+            setup.stop(worker.notice)
         if not worker.connection.detached:
-            if not page.write_setup_log(groups.take_setup_log()):
+            log = groups.take_setup_log()
+            if not page.write_setup_log(log if setup is None else setup.record.behind(log)):
                 worker.notice(
                     NoticeKind.SETUP_LOG_TOO_LARGE,
                     "a replacement will not see what set-up collectives had returned here",

@@ -69,6 +69,16 @@ class Session:
         return self._loop is not None
 
     @property
+    def is_replacement(self) -> bool:
+        """See :attr:`.recovery.Recovery.is_replacement`."""
+        return self._worker.connection.detached or in_changed_layout()
+
+    @property
+    def first_launch(self) -> bool:
+        """See :attr:`.recovery.Recovery.first_launch`."""
+        return not self.is_replacement and not self.settings.resume
+
+    @property
     def registry(self) -> Registry:
         return self._worker.registry
 

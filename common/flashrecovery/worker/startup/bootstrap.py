@@ -36,6 +36,9 @@ from flashrecovery.worker.preimport.preimport_script import ScriptPreimport
 from flashrecovery.worker.preimport.script_imports import ScriptFacts
 from flashrecovery.worker.preimport.start_profile import LAUNCH_PERIOD_S, PERIOD_S, StartProfile
 from flashrecovery.worker.script_checks.unprotected_steps import UnprotectedSteps
+from flashrecovery.worker.setup_replay import record as setup_record
+from flashrecovery.worker.setup_replay.record import SetupRecord
+from flashrecovery.worker.setup_replay.replay import SetupReplay
 from flashrecovery.worker.startup import inductor_files
 from flashrecovery.worker.startup.import_time_hooks import (
     install_adapter_hooks,
@@ -138,18 +141,27 @@ def _prepare(channel: Channel, page: Page, assign: pb.Assign, command: list[str]
     global _connection
     process_end.reserve()
     detached, ahead = assign.detached, Ahead.of(assign.ahead)
-    setup_log = page.read_setup_log() if detached else None
+    setup_log, drawn = _predecessors_setup(page) if detached else (None, None)
     install_group_hook(detached, setup_log)
     installed = Installed.beside(command)
+    setup = None if detached and drawn is None else SetupReplay(installed, drawn)
     watch = EnvironmentWatch(installed)
     profile = _start_profile(installed, channel, page, assign)
     place = int(assign.env.get("RANK", assign.rank))
     unprotected = _unprotected_steps(channel, assign)
     _connection = Connection(
-        channel, page, assign.rank, assign.generation, detached, watch, profile, place, ahead, unprotected
+        channel, page, assign.rank, assign.generation, detached, watch, profile, place, ahead, unprotected, setup
     )
     watch.start()
     profile.start()
+    if setup is not None:
+        setup.start()
+
+
+def _predecessors_setup(page: Page) -> tuple[bytes | None, SetupRecord | None]:
+    """What its collectives have returned, and what its script has drawn and written."""
+    log = page.read_setup_log()
+    return (None, None) if log is None else setup_record.split(log)
 
 
 def _start_profile(installed: Installed, channel: Channel, page: Page, assign: pb.Assign) -> StartProfile:

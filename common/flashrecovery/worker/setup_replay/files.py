@@ -1,0 +1,166 @@
+"""Files that a script opens to write, and folders that it makes, before its first step: a replacement loses nothing.
+
+A replacement runs ``open("log.csv", "w")`` once more, which would cut off what its predecessor has logged. So it is
+recorded which files the script's own lines have opened so, and how each was left at the first step. Where a file has
+changed since, a replacement keeps it: what set-up writes goes nowhere, since it is there already, and from the first
+step on it is added at the end. A file that is as set-up has left it (a configuration) is written as ever.
+"""
+
+from __future__ import annotations
+
+import builtins
+import fcntl
+import functools
+import io
+import os
+import sys
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from flashrecovery.runtime import process_end
+from flashrecovery.worker.setup_replay.call_sites import CallSites
+from flashrecovery.worker.setup_replay.record import SetupRecord
+
+_MOST = 1024
+"""Files, and folders, that are recorded."""
+_PLAIN = frozenset({"logging", "logging.handlers", "pathlib", "codecs", "contextlib"})
+"""Modules of Python's own that open a file as it is for the script; others write a format that nothing is added to."""
+
+
+class WrittenFiles:
+    """Records into ``record``, or with ``replays`` keeps what is there, between :meth:`start` and :meth:`stop`."""
+
+    def __init__(self, record: SetupRecord, sites: CallSites, *, replays: bool) -> None:
+        self._record, self._sites, self._replays = record, sites, replays
+        self._opened: list[str] = []
+        self._kept: list[tuple[weakref.ref[Any], str]] = []
+        self._undo: Callable[[], None] = lambda: None
+        self._on = False
+        self.kept: list[str] = []
+        """Where a file was kept, and which."""
+        self.truncated: list[str] = []
+        """Where one that had been written to was cut off, and which."""
+
+    def start(self) -> None:
+        open_before, mkdir_before = io.open, os.mkdir
+        self._on = True
+
+        @functools.wraps(open_before)
+        def open_(file: Any, mode: str = "r", *arguments: Any, **more: Any) -> Any:
+            cuts = isinstance(mode, str) and ("w" in mode or "x" in mode)
+            if not cuts or not self._on or process_end.is_fork() or not isinstance(file, (str, os.PathLike)):
+                return open_before(file, mode, *arguments, **more)
+            return self._open(open_before, file, mode, *arguments, **more)
+
+        @functools.wraps(mkdir_before)
+        def mkdir(path: Any, mode: int = 0o777, *, dir_fd: int | None = None) -> None:
+            try:
+                mkdir_before(path, mode, dir_fd=dir_fd)
+            except FileExistsError:
+                if dir_fd is not None or not self._made_before(path):
+                    raise
+            else:
+                if dir_fd is None:
+                    self._note_folder(path)
+
+        def undo() -> None:
+            for module, name, ours, before in (
+                (builtins, "open", open_, open_before),
+                (io, "open", open_, open_before),
+                (os, "mkdir", mkdir, mkdir_before),
+            ):
+                if getattr(module, name) is ours:
+                    setattr(module, name, before)
+
+        builtins.open = io.open = open_
+        os.mkdir = mkdir
+        self._undo = undo
+
+    def stop(self) -> None:
+        """The first step begins. Idempotent."""
+        if not self._on:
+            return
+        self._on = False
+        self._undo()
+        for reference, path in self._kept:
+            _go_on_at_end(reference(), path)
+        for path in self._opened:
+            found = _state(path)
+            if found is not None:
+                self._record.files[path] = found
+
+    # -- files ------------------------------------------------------------------------------------
+
+    def _open(self, before: Callable[..., Any], file: Any, mode: str, *arguments: Any, **more: Any) -> Any:
+        frame = sys._getframe(2)
+        caller = self._sites.own(frame)
+        path = None if caller is None else _absolute(file)
+        if caller is None or path is None:
+            return before(file, mode, *arguments, **more)
+        if not self._replays:
+            if len(self._opened) < _MOST:
+                self._opened.append(path)
+            return before(file, mode, *arguments, **more)
+        left, now = self._record.files.get(path), _state(path)
+        if left is None or now is None:
+            return before(file, mode, *arguments, **more)
+        mode = mode.replace("x", "w")  # it is the predecessor's
+        said = f"{Path(caller.f_code.co_filename).name}:{caller.f_lineno} ({os.path.basename(path)})"
+        if now == left:
+            return before(file, mode, *arguments, **more)
+        plain = caller is frame or frame.f_globals.get("__name__") in _PLAIN
+        if not plain or len(arguments) > 5 or more.get("opener") is not None:
+            self.truncated.append(said)
+            return before(file, mode, *arguments, **more)
+        opened = before(file, mode, *arguments, **more, opener=_nowhere)
+        self._kept.append((weakref.ref(opened), path))
+        self.kept.append(said)
+        return opened
+
+    # -- folders ----------------------------------------------------------------------------------
+
+    def _made_before(self, path: Any) -> bool:
+        """Whether the predecessor's set-up has made this folder, and this line would have made it."""
+        if not self._on or not self._replays or self._sites.own(sys._getframe(2)) is None:
+            return False
+        found = _absolute(path)
+        return found in self._record.folders and os.path.isdir(found)
+
+    def _note_folder(self, path: Any) -> None:
+        if not self._on or self._replays or process_end.is_fork() or len(self._record.folders) >= _MOST:
+            return
+        found = _absolute(path)
+        if found is not None and self._sites.own(sys._getframe(2)) is not None:
+            self._record.folders.append(found)
+
+
+def _nowhere(_path: str, flags: int) -> int:
+    return os.open(os.devnull, (flags & (os.O_WRONLY | os.O_RDWR)) | os.O_CLOEXEC)
+
+
+def _go_on_at_end(file: Any, path: str) -> None:
+    """What ``file`` writes from now on is added to what is there."""
+    if file is None or file.closed:
+        return
+    file.flush()
+    fd = file.fileno()
+    both = fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_RDWR
+    end = os.open(path, (both or os.O_WRONLY) | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    os.dup2(end, fd, inheritable=False)
+    os.close(end)
+
+
+def _absolute(file: Any) -> str | None:
+    path = os.fspath(file)
+    return os.path.abspath(path) if isinstance(path, str) else None
+
+
+def _state(path: str) -> tuple[int, int] | None:
+    """Size and time of the last change; None if it is no file."""
+    try:
+        found = os.stat(path)
+    except OSError:
+        return None
+    return found.st_size, found.st_mtime_ns

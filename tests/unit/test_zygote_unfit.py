@@ -55,3 +55,33 @@ def test_what_all_forks_would_share(left: str, said: str, tmp_path: Path) -> Non
     command = [sys.executable, "-c", CODE.format(left=left), str(tmp_path / "data.bin")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
     assert said in done.stdout, done.stdout
+
+
+WATCHED = """
+import os, sys
+from flashrecovery.worker.startup.zygote import ThreadWatch, why_unfit
+watch = ThreadWatch()
+sys.meta_path.insert(0, watch)
+import {module}
+print(why_unfit({{}}, frozenset(map(int, os.listdir("/proc/self/fd"))), watch.look("{module}")))
+"""
+THREAD = "import threading, time\nthreading.Thread(target=time.sleep, args=(60,), daemon=True).start()\n"
+
+
+@pytest.mark.parametrize(
+    ("module", "said"),
+    [
+        ("uses_it", "library.lib, which it imports, has started a thread: "),
+        ("library", "library.lib, which it imports, has started a thread: "),
+        ("library.lib", "it has started a thread: "),
+    ],
+)
+def test_the_module_is_named_whose_import_has_started_a_thread(module: str, said: str, tmp_path: Path) -> None:
+    """Not the one that happens to import it."""
+    (tmp_path / "library").mkdir()
+    (tmp_path / "library" / "__init__.py").write_text("import string\nfrom library import lib\nimport wave\n")
+    (tmp_path / "library" / "lib.py").write_text(THREAD)
+    (tmp_path / "uses_it.py").write_text("import colorsys\nimport library\nimport plistlib\n")
+    command = [sys.executable, "-c", WATCHED.format(module=module)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True, cwd=tmp_path)
+    assert done.stdout.startswith(said), done.stdout

@@ -22,9 +22,9 @@ import socket
 import struct
 import sys
 import time
-from collections.abc import Iterable, Set
+from collections.abc import Iterable, Mapping, Set
 from pathlib import Path
-from types import ModuleType
+from types import MappingProxyType, ModuleType
 
 from flashrecovery.errors import ProtocolError
 from flashrecovery.proto import flashrecovery_pb2 as pb
@@ -51,6 +51,7 @@ _ADOPTED_S = 10.0
 _LENGTH = struct.Struct("<I")
 _PID = struct.Struct("<i")
 _DESCRIPTORS = 3
+_TASKS = Path("/proc/self/task")
 _NAME = "fr-zygote"
 """What the kernel calls this process's threads."""
 
@@ -96,9 +97,10 @@ def _grow(
     left_out = set(grow.leave_out) | not_forked.keys()
 
     before = frozenset(_open_files())
+    begun = ThreadWatch()
 
     def tried(module: str, error: BaseException | None) -> None:
-        reason = why_unfit(not_forked, before)
+        reason = why_unfit(not_forked, before, begun.look(module))
         if reason is None and error is not None and not _is_missing(error):
             module = not_imported(module)
             reason = f"its import ended in its middle: {type(error).__name__}: {error}"
@@ -106,11 +108,14 @@ def _grow(
             raise UnfitError(module, reason)
 
     script = ScriptPreimport(command, left_out, tried, imported, facts)
+    sys.meta_path.insert(0, begun)
     try:
         script.import_all(grow.learned)
     except UnfitError as e:
         _send(sock, pb.FromZygote(unforkable=pb.Unforkable(module=e.module, reason=e.reason)))
         return script.facts
+    finally:
+        sys.meta_path.remove(begun)
     # What is there now lives as long as the process. The collector need not look at it, and write to it, in each child.
     gc.collect()
     gc.freeze()
@@ -123,9 +128,45 @@ def _is_missing(error: BaseException) -> bool:
     return isinstance(error, ModuleNotFoundError) and error.__cause__ is None and error.__context__ is None
 
 
-def why_unfit(not_forked: dict[str, str], before: Set[int]) -> str | None:
+class ThreadWatch:
+    """Among the finders of modules, of which it finds none: in which module's import has each thread begun?
+
+    A module that is imported imports others, and a thread may be of any of them. Costs a few microseconds a module.
+    """
+
+    def __init__(self) -> None:
+        self._last = ""  # module that was looked for
+        self._count = _count_tasks()
+        self._begun: dict[str, str] = {}
+
+    def find_spec(self, fullname: str, path: object = None, target: object = None) -> None:
+        """A module is about to be looked for."""
+        self._look()
+        self._last = fullname
+
+    def look(self, outermost: str) -> dict[str, str]:
+        """By number of the thread. Those of the module ``outermost`` itself, which has just been imported, are left
+        out."""
+        self._look()
+        return {task: module for task, module in self._begun.items() if module not in ("", outermost)}
+
+    def _look(self) -> None:
+        count = _count_tasks()
+        if count != self._count:
+            self._count = count
+            for task in os.listdir(_TASKS):
+                self._begun.setdefault(task, self._last if self._last in sys.modules else "")
+
+
+def _count_tasks() -> int:
+    return _TASKS.stat().st_nlink
+
+
+def why_unfit(
+    not_forked: dict[str, str], before: Set[int], begun: Mapping[str, str] = MappingProxyType({})
+) -> str | None:
     """Why a fork of this process would not be like a fresh one; None if it would be. ``before``: the descriptors that
-    it had before it imported anything."""
+    it had before it imported anything. ``begun``: see :class:`ThreadWatch`."""
     loaded = sorted(not_forked.keys() & sys.modules.keys())
     if loaded:
         return f"{loaded[0]}: {not_forked[loaded[0]]}"
@@ -147,16 +188,18 @@ def why_unfit(not_forked: dict[str, str], before: Set[int]) -> str | None:
         os.waitpid(child, 0)
         threads = _threads()
         if threads:
-            return "it has started a thread: " + ", ".join(sorted(threads))
+            modules = sorted({begun[task] for task in threads.keys() & begun.keys()})
+            who = f"{', '.join(modules)}, which it imports," if modules else "it"
+            return f"{who} has started a thread: {', '.join(sorted({*threads.values()}))}"
     return None
 
 
-def _threads() -> set[str]:
-    """Names of this process's threads but the main one. Who has not been given a name has the process's own."""
+def _threads() -> dict[str, str]:
+    """This process's threads but the main one, by number: their names. Who has not been given a name has the process's
+    own."""
     own = str(os.getpid())
-    tasks = [task for task in Path("/proc/self/task").iterdir() if task.name != own]
-    names = {(task / "comm").read_text().strip() for task in tasks}
-    return {name if name != _NAME else "one without a name" for name in names}
+    names = {task.name: (task / "comm").read_text().strip() for task in _TASKS.iterdir() if task.name != own}
+    return {task: name if name != _NAME else "one without a name" for task, name in names.items()}
 
 
 def _open_files() -> dict[int, str]:

@@ -238,6 +238,11 @@ class NoticeKind(_Word):
 
     Do: have the device checked at the next chance; see health.md.
     """
+    INTERNAL_INCONSISTENCY = "internal_inconsistency"
+    """What the controller knows of the job contradicts itself. Training goes on; a recovery would fail by name.
+
+    Do: report the bug with `events.jsonl`; start the job again with `--resume` at the next chance.
+    """
     LAST_SAVE = "last_save"
     """The job ends before its last step. The text says which step is kept whole, or what is missing.
 

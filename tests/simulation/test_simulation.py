@@ -19,6 +19,8 @@ from flashrecovery.controller.elastic.resizing import Resizing
 from flashrecovery.controller.machine import Machine
 from flashrecovery.controller.state import custody
 from flashrecovery.controller.state.crashes import Crashes
+from flashrecovery.controller.state.job_state import JobState
+from flashrecovery.controller.state.rank_record import Place
 from tests.simulation import content, patches
 from tests.simulation.content import Script
 from tests.simulation.elastic import draw_elastic
@@ -176,6 +178,24 @@ def test_an_error_in_the_controller_is_seen_as_such(handler: str) -> None:
     assert found.violation is not None and found.violation.law == "handler"
     assert tolerated.violation is not None and tolerated.violation.law == "unjustified"
     assert re.match(r"an error in the controller \(.+\): KeyError", tolerated.violation.text)
+
+
+def test_a_controller_that_contradicts_itself_decides_no_recovery() -> None:
+    """Also where not every event is looked at, as in production."""
+    counted = JobState.move
+
+    def forgets_to_count(self: JobState, rank: int, place: Place) -> None:
+        if place is Place.EMPTY:
+            self.ranks[rank].place = place
+        else:
+            counted(self, rank, place)
+
+    history = calm(Shape(2, 1), Fault(0.5, "kill", (1,)))
+    not_validated = patch.object(Machine, "validate", lambda self: None)
+    with quiet(), simulated(), not_validated, patch.object(JobState, "move", forgets_to_count):
+        found = run(history)
+    assert found.violation is not None and found.violation.law == "unjustified"
+    assert "no recovery is decided on what contradicts itself: ranks are in" in found.violation.text
 
 
 @pytest.mark.parametrize("seed", [4901])

@@ -7,9 +7,11 @@ from typing import Any
 import pytest
 
 from flashrecovery import events as ev
+from flashrecovery.controller.service.status import job_status
 from flashrecovery.controller.state.nodes import NodeState
 from flashrecovery.plan.elastic.drain import HandOffWay, Parting, hand_off
 from flashrecovery.plan.elastic.resize import ReplicaRange
+from flashrecovery.plan.membership.liveness import Liveness
 from flashrecovery.plan.membership.placement import Room
 from flashrecovery.plan.transitions import State
 from flashrecovery.proto import flashrecovery_pb2 as pb
@@ -104,6 +106,21 @@ def test_its_ranks_move_and_it_leaves() -> None:
     assert [entry.node for entry in world.tables[-1].entries] == ["spare", "spare"] or world.tables
     assert world.machine.job.nodes["node1"].state is NodeState.LOST and not world.of(ev.NodeLost)
     assert world.run() is State.FINISHED
+
+
+def test_status_says_what_is_under_way() -> None:
+    world = HandoffWorld()
+    liveness = Liveness(world.machine.job.config.timeouts, "")
+
+    def told() -> list[str]:
+        return list(job_status(world.machine, liveness, (0, 0), world.now, world.now).changes)
+
+    for node in world.machine.job.nodes:
+        liveness.heard(node, world.now)
+    assert told() == []
+    assert world.leave("node1") == "" and told() == ["join: starting", "drain of node1: moving"]
+    world.go_on(8)
+    assert told() == []
 
 
 def test_what_nobody_else_has_stays_where_it_is() -> None:

@@ -16,7 +16,9 @@ from flashrecovery.controller.state.job_state import JobState
 from flashrecovery.controller.state.outbox import Emit, Publish, Send
 from flashrecovery.controller.state.rank_record import JoiningProcess, Place, RankRecord
 from flashrecovery.controller.state.rank_table import RankTable
+from flashrecovery.controller.state.self_check import change_laws
 from flashrecovery.errors import ProtocolError
+from flashrecovery.kinds import NoticeKind
 from flashrecovery.plan.transitions import (
     CHANGES,
     RECOVERY_STATES,
@@ -27,8 +29,9 @@ from flashrecovery.plan.transitions import (
     RelayoutState,
     SizeState,
     State,
-    check_change,
+    at_rest,
     check_transition,
+    wrong_change,
 )
 from flashrecovery.proto import flashrecovery_pb2 as pb
 
@@ -500,9 +503,12 @@ def test_the_tables_of_changes_name_every_state_and_refuse_the_rest() -> None:
     assert set(CHANGES) == {state for kind in kinds for state in kind}
     for state, following in CHANGES.items():
         assert all(type(other) is type(state) and other is not state for other in following)
-        check_change(state, state)
-    with pytest.raises(ProtocolError, match="JoinState: none -> taking over"):
-        check_change(JoinState.NONE, JoinState.TAKING_OVER)
+        assert wrong_change(state, state) == ""
+    assert wrong_change(JoinState.NONE, JoinState.TAKING_OVER) == "JoinState: none -> taking over is not a transition"
+    assert [at_rest(next(iter(kind))) for kind in kinds] == [next(iter(kind)) for kind in kinds]
+    assert list(change_laws({}, {"drain of a": DrainState.MOVING, "size": SizeState.ORDERED})) == []
+    assert len(list(change_laws({"join": JoinState.PAUSING}, {"join": JoinState.TAKING_OVER}))) == 1
+    assert len(list(change_laws({"size": SizeState.PUT_ASIDE}, {"relayout": RelayoutState.WRITING}))) == 1
 
 
 CONTRADICTIONS: dict[str, Callable[[JobState], object]] = {
@@ -533,6 +539,64 @@ def test_a_state_that_contradicts_itself_is_seen_after_the_event(said: str) -> N
     CONTRADICTIONS[said](world.machine.job)
     with pytest.raises(ProtocolError, match=f"job state: .*{said}"):
         world.machine.validate()
+
+
+def training(size: int = 2) -> World:
+    world = World(size)
+    world.launch()
+    while world.machine.job.state is not State.RUNNING or world.inbox:
+        world.step()
+    world.machine.check_before_acting()
+    assert not world.machine.job.outbox.actions
+    return world
+
+
+def told_of_contradictions(job: JobState) -> list[str]:
+    events = [action.event for action in job.outbox.actions if isinstance(action, Emit)]
+    return [e.text for e in events if isinstance(e, ev.Notice) and e.kind == NoticeKind.INTERNAL_INCONSISTENCY]
+
+
+def test_a_job_that_trains_does_not_end_because_of_a_contradiction() -> None:
+    world = training()
+    job = world.machine.job
+    job.places[Place.RUNNING] += 1
+    for _ in range(3):
+        world.machine.check_before_acting()
+    (text,) = told_of_contradictions(job)
+    assert text.startswith("2 ranks, of which 2 are in order, are counted as") and job.state is State.RUNNING
+    job.places[Place.RUNNING] -= 1
+    assert world.run() is State.FINISHED
+
+
+@pytest.mark.parametrize("said", ["ranks are in", "of a later generation", "have left", "state is sharded among"])
+def test_no_recovery_is_decided_on_a_contradiction(said: str) -> None:
+    world = training(3)
+    job = world.machine.job
+    CONTRADICTIONS[said](job)
+    if said == "state is sharded among":
+        job.membership.sharded_anew((0, 1, 2, 3))
+    failure = pb.Failure(rank=1, pid=job.ranks[1].pid, kind="killed", evidence="test")
+    with pytest.raises(ProtocolError, match=said):  # only in tests
+        world.machine.on_failure(failure, world.now)
+    assert job.state is State.QUIESCING
+    world.machine.check_before_acting()
+    assert job.state is State.FAILED and said in job.failure_reason and len(told_of_contradictions(job)) <= 1
+    assert job.failure_reason.startswith(
+        "an error in the controller: no recovery is decided on what contradicts itself"
+    )
+    sent = [action.command for action in job.take_actions() if isinstance(action, Send)]
+    assert sent and not any(command.HasField("hold") for command in sent), "nothing that was decided goes out"
+
+
+@pytest.mark.parametrize("said", ["without a recovery", "not decided what is restored"])
+def test_a_recovery_that_contradicts_itself_fails(said: str) -> None:
+    world = training()
+    job = world.machine.job
+    CONTRADICTIONS[said](job)
+    world.machine.check_before_acting()
+    assert job.state is State.FAILED and said in job.failure_reason
+    world.machine.check_before_acting()
+    assert job.state is State.FAILED
 
 
 def test_an_answer_of_an_older_generation_acknowledges_nothing() -> None:

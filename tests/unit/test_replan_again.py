@@ -17,7 +17,7 @@ from flashrecovery.plan.strategy.relayout import StayingFacts, why_another_job
 from flashrecovery.plan.transitions import State
 from flashrecovery.proto import flashrecovery_pb2 as pb
 from tests.unit.test_found_layout import came, found
-from tests.unit.test_generation_file import LAUNCH, a_service, numbers_in, of_launch, until
+from tests.unit.test_generation_file import LAUNCH, a_service, numbers_in, of_launch
 from tests.unit.test_replan import World
 from tests.unit.test_replan_elastic import FACTS, Both
 from tests.unit.test_takeover import found as found_ranks
@@ -35,7 +35,8 @@ def test_starts_that_only_the_disk_knew_stay_written_down(tmp_path: Path) -> Non
             service.machine.on_tick(1000.0)
             with patch.object(service._agents, "post_batches", lambda *_: None):
                 service.act()
-            await until(lambda: numbers_in(tmp_path / "run")[LAUNCH].generation == 9)
+            while numbers_in(tmp_path / "run")[LAUNCH].generation < 9:  # a thread writes it
+                await asyncio.sleep(0.01)
             assert numbers_in(tmp_path / "run")[LAUNCH].attempts == 3
             await service.stop()
 

@@ -293,16 +293,16 @@ def test_a_rank_that_is_replaced_while_state_is_written_leaves_the_command_as_it
     world.machine.on_paused(pb.Paused(rank=0, generation=world.job.generation, version=7), 3.0)
     world.collect()
     world.stop()
-    assert world.machine.changes()["relayout"] is RelayoutState.WRITING
+    assert world.machine.under_way()["relayout"] is RelayoutState.WRITING
     dead = pb.Failure(rank=3, pid=world.job.ranks[3].pid, kind="killed", evidence="signal 9")
     world.machine.on_failure(dead, 3.0, "n1")
     world.collect()
-    assert world.machine.changes()["relayout"] is RelayoutState.ORDERED
+    assert world.machine.under_way()["relayout"] is RelayoutState.ORDERED
     world.start()
     world.stop()
     world.reply("stash")
     assert [event.layout for event in world.replanned()] == ["tp=1,pp=2,dp=1"]
-    assert world.machine.changes()["relayout"] is RelayoutState.STARTED
+    assert world.machine.under_way()["relayout"] is RelayoutState.STARTED
 
 
 def test_a_node_that_comes_back_drops_what_it_still_has() -> None:

@@ -77,7 +77,7 @@ class JobView:
     """One look at a job. ``live``: told by its controller just now; otherwise read from what it left behind.
 
     ``state`` is the controller's (starting, running, quiescing ... failed), or ``lost`` for a job whose
-    launcher ended without a word.
+    launcher ended without a word. ``changes``: of size, members, nodes and parallel layout that are under way.
     """
 
     state: str
@@ -91,6 +91,7 @@ class JobView:
     recoveries: tuple[RecoveryView, ...]
     last_failure: str
     reason: str
+    changes: tuple[str, ...] = ()
     course: Course | None = None
 
 
@@ -220,6 +221,7 @@ def ask(address: str, access: Access) -> JobView | None:
         ),
         last_failure=found.last_failure,
         reason=found.failure_reason,
+        changes=tuple(found.changes),
         course=Course.model_validate_json(found.course) if found.course else None,
     )
 
@@ -308,6 +310,8 @@ def render(view: JobView) -> Group:
         head.append("\nIts launcher ended without a word; the log is what it left.", style="red")
     if view.reason:
         head.append(f"\nReason: {view.reason}", style="red")
+    if view.changes:
+        head.append(f"\nUnder way: {'; '.join(view.changes)}")
     if view.last_failure:
         head.append(f"\nLast interruption: {view.last_failure}")
     parts: list[Text | Table | Group] = [head]

@@ -62,6 +62,7 @@ from flashrecovery.controller.state.rank_record import (
     unequal_steps,
     who_has_left,
 )
+from flashrecovery.controller.state.self_check import SelfCheck
 from flashrecovery.controller.takeover import TakeOver
 from flashrecovery.errors import DamagedCheckpointError
 from flashrecovery.kinds import FailureKind, NoticeKind, Ordered, failed
@@ -69,7 +70,7 @@ from flashrecovery.plan.elastic.resize import why_too_few
 from flashrecovery.plan.hang import VerdictKind, victims_of
 from flashrecovery.plan.ownership import renamed, turned_out_own
 from flashrecovery.plan.strategy.relayout import layout_text
-from flashrecovery.plan.transitions import RECOVERY_STATES, ChangeState, State, check_change
+from flashrecovery.plan.transitions import RECOVERY_STATES, ChangeState, State, at_rest
 from flashrecovery.plan.words import HOW_TO_PROTECT, failed_text, raised_text, ranks_text
 from flashrecovery.proto import flashrecovery_pb2 as pb
 
@@ -99,26 +100,25 @@ class Machine:
         self.takeover = TakeOver(self.job, self._staffing, self._starting, self._steps, self._replanning)
         self.watch = HangWatch(self.job)
         self.conduct = NodePolicy(self.job)
-        self._validated: dict[str, ChangeState] = {}
+        self._self_check = SelfCheck(self.job)
 
-    def changes(self) -> dict[str, ChangeState]:
-        """Where each change of size, members, nodes and parallel layout is."""
-        nodes: dict[str, ChangeState] = {f"drain of {name}": self.handoff.state(name) for name in self.job.nodes}
-        return {
+    def under_way(self) -> dict[str, ChangeState]:
+        """Where each change of size, members, nodes and parallel layout is that is under way."""
+        found: dict[str, ChangeState] = {
             "size": self._resizing.state,
             "join": self._coming.state,
             "relayout": self._replanning.state,
-            **nodes,
         }
+        changing = {name: state for name, state in found.items() if state is not at_rest(state)}
+        return {**changing, **{f"drain of {name}": state for name, state in self.handoff.states().items()}}
 
     def validate(self) -> None:
-        """Call after an event, and never amid one. Raises ProtocolError: what is known contradicts itself, or an event
-        has led from one state of a change to another that is not in the table."""
-        self.job.validate()
-        now = self.changes()
-        for name, state in now.items():
-            check_change(self._validated.get(name, state), state)
-        self._validated = now
+        """Call after an event, and never amid one: see :meth:`.state.self_check.SelfCheck.validate`."""
+        self._self_check.validate(self.under_way())
+
+    def check_before_acting(self) -> None:
+        """Call before the actions are taken: see :meth:`.state.self_check.SelfCheck.before_acting`."""
+        self._self_check.before_acting()
 
     def on_register(self, message: pb.Register, now: float) -> None:
         """A node has come, or its agent has connected again."""

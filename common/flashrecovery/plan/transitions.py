@@ -137,6 +137,13 @@ CHANGES: dict[ChangeState, frozenset[ChangeState]] = {
     RelayoutState.STARTED: frozenset({RelayoutState.STABLE, RelayoutState.FORCED}),
 }
 
+_AT_REST: dict[type, ChangeState] = {
+    SizeState: SizeState.STABLE,
+    JoinState: JoinState.NONE,
+    DrainState: DrainState.NONE,
+    RelayoutState: RelayoutState.STABLE,
+}
+
 
 def check_transition(old: State, new: State) -> None:
     """Raises ProtocolError if ``old -> new`` is not in the table."""
@@ -144,7 +151,13 @@ def check_transition(old: State, new: State) -> None:
         raise ProtocolError(f"state machine: {old.value} -> {new.value} is not a transition")
 
 
-def check_change(old: ChangeState, new: ChangeState) -> None:
-    """Raises ProtocolError if no event leads from ``old`` to ``new``."""
-    if new is not old and new not in CHANGES[old]:
-        raise ProtocolError(f"{type(new).__name__}: {old.value} -> {new.value} is not a transition")
+def at_rest(state: ChangeState) -> ChangeState:
+    """The state in which such a change is not under way."""
+    return _AT_REST[type(state)]
+
+
+def wrong_change(old: ChangeState, new: ChangeState) -> str:
+    """What is said of it if no event leads from ``old`` to ``new``; "" if one does."""
+    if new is old or new in CHANGES[old]:
+        return ""
+    return f"{type(new).__name__}: {old.value} -> {new.value} is not a transition"

@@ -4533,6 +4533,7 @@ class JobStatus(_message.Message):
     UPTIME_S_FIELD_NUMBER: _builtins.int
     FAILURE_REASON_FIELD_NUMBER: _builtins.int
     NODES_FIELD_NUMBER: _builtins.int
+    CHANGES_FIELD_NUMBER: _builtins.int
     COURSE_FIELD_NUMBER: _builtins.int
     state: _builtins.str
     generation: _builtins.int
@@ -4550,6 +4551,10 @@ class JobStatus(_message.Message):
     def recoveries(self) -> _containers.RepeatedCompositeFieldContainer[Global___RecoverySummary]: ...
     @_builtins.property
     def nodes(self) -> _containers.RepeatedCompositeFieldContainer[Global___NodeStatus]: ...
+    @_builtins.property
+    def changes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """of size, members, nodes and layout that are under way, as "drain of node1: moving" """
+
     def __init__(
         self,
         *,
@@ -4564,11 +4569,12 @@ class JobStatus(_message.Message):
         uptime_s: _builtins.float = ...,
         failure_reason: _builtins.str = ...,
         nodes: _abc.Iterable[Global___NodeStatus] | None = ...,
+        changes: _abc.Iterable[_builtins.str] | None = ...,
         course: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["course", b"course", "failure_reason", b"failure_reason", "generation", b"generation", "last_failure", b"last_failure", "nodes", b"nodes", "ranks", b"ranks", "recoveries", b"recoveries", "run_dir", b"run_dir", "standby_ready", b"standby_ready", "standby_starting", b"standby_starting", "state", b"state", "uptime_s", b"uptime_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["changes", b"changes", "course", b"course", "failure_reason", b"failure_reason", "generation", b"generation", "last_failure", b"last_failure", "nodes", b"nodes", "ranks", b"ranks", "recoveries", b"recoveries", "run_dir", b"run_dir", "standby_ready", b"standby_ready", "standby_starting", b"standby_starting", "state", b"state", "uptime_s", b"uptime_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

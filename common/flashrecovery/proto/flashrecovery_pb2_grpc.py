@@ -27,7 +27,7 @@ if _version_not_supported:
 
 class EntranceStub:
     """Served by controllers and agents alike: the listener proves that it knows the job's token, before it is asked anything
-    else. Every other call carries a ticket, and its messages are sealed (flashrecovery/handshake.py, sealed.py). The
+    else. Every other call carries a ticket, and its messages are sealed (flashrecovery/rpc/handshake.py, sealed.py). The
     challenge travels as metadata (flashrecovery-challenge-bin), so that no message of an unknown caller has to be received.
     """
 
@@ -46,7 +46,7 @@ class EntranceStub:
 
 class EntranceServicer:
     """Served by controllers and agents alike: the listener proves that it knows the job's token, before it is asked anything
-    else. Every other call carries a ticket, and its messages are sealed (flashrecovery/handshake.py, sealed.py). The
+    else. Every other call carries a ticket, and its messages are sealed (flashrecovery/rpc/handshake.py, sealed.py). The
     challenge travels as metadata (flashrecovery-challenge-bin), so that no message of an unknown caller has to be received.
     """
 
@@ -74,7 +74,7 @@ def add_EntranceServicer_to_server(servicer, server):
  # This class is part of an EXPERIMENTAL API.
 class Entrance:
     """Served by controllers and agents alike: the listener proves that it knows the job's token, before it is asked anything
-    else. Every other call carries a ticket, and its messages are sealed (flashrecovery/handshake.py, sealed.py). The
+    else. Every other call carries a ticket, and its messages are sealed (flashrecovery/rpc/handshake.py, sealed.py). The
     challenge travels as metadata (flashrecovery-challenge-bin), so that no message of an unknown caller has to be received.
     """
 

@@ -78,12 +78,9 @@ class Drain:
         if self._nodes.pop(name, None) is not None:
             give_up_all(self._job, f"node {name} is lost before its ranks were handed over")
 
-    def state(self, name: str) -> DrainState:
-        """Where a node is on its way out."""
-        drain = self._nodes.get(name)
-        if drain is None:
-            return DrainState.NONE
-        return DrainState.MOVING if drain.moves else DrainState.ASKED
+    def states(self) -> dict[str, DrainState]:
+        """Where each node is that is on its way out."""
+        return {name: DrainState.MOVING if drain.moves else DrainState.ASKED for name, drain in self._nodes.items()}
 
     def tick(self, now: float) -> None:
         """Do what can be done now for the first of them."""

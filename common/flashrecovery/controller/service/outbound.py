@@ -65,6 +65,7 @@ class Actions:
         """All that the machine has put into its outbox, in order; as long as the generation's number is not on disk,
         only up to the first word that has somebody act in that generation."""
         job = self._machine.job
+        self._machine.check_before_acting()
         in_use = job.launched and not self.over_for_all
         actions = job.take_actions()
         # Also the numbers of starts of which nobody that lives has heard stay written down.

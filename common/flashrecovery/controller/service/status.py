@@ -63,6 +63,7 @@ def job_status(
             for x in job.history
         ],
         nodes=_nodes(machine, liveness, lease_now),
+        changes=[f"{what}: {state.value}" for what, state in machine.under_way().items()],
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -17,15 +17,14 @@ from flashrecovery.controller.state.iteration_numbers import Counting
 from flashrecovery.controller.state.membership import ChangedLayout, Membership
 from flashrecovery.controller.state.nodes import NodeRecord
 from flashrecovery.controller.state.outbox import Action, Blame, Outbox
-from flashrecovery.controller.state.rank_record import BUILT_UP, Place, RankRecord
+from flashrecovery.controller.state.rank_record import Place, RankRecord
 from flashrecovery.controller.state.recovery_round import RecoveryRound, RecoveryTries, StartRound
-from flashrecovery.errors import ProtocolError
 from flashrecovery.kinds import NoticeKind, Ordered
 from flashrecovery.plan.elastic.replicas import ReplicaShape
 from flashrecovery.plan.membership.node_failures import SLOW, WEIGHTS
 from flashrecovery.plan.membership.placement import ring_of
 from flashrecovery.plan.ownership import renamed, turned_out_own
-from flashrecovery.plan.transitions import RECOVERY_STATES, State, check_transition
+from flashrecovery.plan.transitions import State, check_transition
 from flashrecovery.proto import flashrecovery_pb2 as pb
 from flashrecovery.snapshot.files import LAST_CHECKPOINT
 
@@ -146,7 +145,6 @@ class JobState:
 
     in_order: list[RankRecord] = field(default_factory=list)
     crashes: Crashes = field(default_factory=Crashes)
-    _validated: int = 0  # the generation then
     _blamed: set[tuple[str, bool, int, int]] = field(default_factory=set)
     _homes: list[str] = field(default_factory=list)  # of the ranks in order, as they were for ...
     _ranks_of: dict[str, list[int]] = field(default_factory=dict)  # ... this, by home
@@ -160,14 +158,7 @@ class JobState:
 
     def take_actions(self) -> list[Action]:
         """What is to be done because of the events so far, in order."""
-        assert sum(self.places.values()) == len(self.ranks), f"each rank is in one place: {self.places}"
         return self.outbox.take()
-
-    def validate(self) -> None:
-        """Call after an event. Raises ProtocolError if what is known contradicts itself."""
-        for text in contradictions(self, self._validated):
-            raise ProtocolError(f"job state: {text}")
-        self._validated = self.generation
 
     def move(self, rank: int, place: Place) -> None:
         """The process of this rank is there now."""
@@ -469,33 +460,3 @@ class JobState:
 
     def emit(self, event: ev.Event) -> None:
         self.outbox.emit(event)
-
-
-def contradictions(job: JobState, generation: int) -> Iterator[str]:
-    """What cannot be true of a job at the same time, each as text. ``generation``: that was true of it before."""
-    places, members, state = Counter(record.place for record in job.ranks.values()), job.membership, job.state
-    if places != +job.places:
-        yield f"ranks are in {places}, and counted as {job.places}"
-    if [*job.ranks.items()] != [(record.rank, record) for record in job.in_order] or sorted(job.ranks) != [*job.ranks]:
-        yield f"ranks {list(job.ranks)} are not in order: {[record.rank for record in job.in_order]}"
-    if job.generation < generation:
-        yield f"generation {job.generation} comes after {generation}"
-    for record in job.ranks.values():
-        if max(record.filled, record.joined_generation) > job.generation:
-            yield f"rank {record.rank} is of a later generation than {job.generation}"
-        if record.place is not Place.EMPTY and not record.home:
-            yield f"rank {record.rank} is {record.place.value} on no node"
-    if not members.departed.keys().isdisjoint(job.ranks):
-        yield f"of ranks {list(job.ranks)} have left {list(members.departed)}"
-    if not {*job.ranks, *members.departed}.issuperset(members.sharded_among):
-        yield f"state is sharded among {members.sharded_among}, and the ranks are {list(job.ranks)}"
-    if any(rank != one.record.rank or one.record.place not in BUILT_UP for rank, one in members.joining.items()):
-        yield f"{members.joining} have come to their loop, and are no members yet"
-    if state in (State.QUIESCING, State.REPLACING, State.REGROUPING) and job.recovery is None:
-        yield f"the job is {state.value} without a recovery"
-    if state in (State.REGROUPING, State.RESTORING, State.VERIFYING) and job.round.restoring is None:
-        yield f"the job is {state.value}, and it is not decided what is restored"
-    if job.round.retry_at is not None and state not in RECOVERY_STATES:
-        yield f"the job is {state.value}, and something is to be tried again"
-    if (state is State.FAILED) != bool(job.failure_reason) or (job.ending.saving and state is not State.FAILED):
-        yield f"the job is {state.value}, because of {job.failure_reason!r}; saving: {job.ending.saving}"

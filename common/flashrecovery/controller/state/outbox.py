@@ -94,6 +94,10 @@ class Outbox:
         """These have been taken, and have to wait."""
         self.actions[:0] = actions
 
+    def drop_commands(self) -> None:
+        """Nothing that was to be sent is sent."""
+        self.actions = [action for action in self.actions if not isinstance(action, Send)]
+
     def blame(self, blame: Blame) -> None:
         """Have a failure of a node remembered."""
         self.actions.append(blame)

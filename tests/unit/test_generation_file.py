@@ -16,6 +16,7 @@ from flashrecovery.controller.service.batches import Batches
 from flashrecovery.controller.service.service import ControllerService
 from flashrecovery.controller.state.outbox import Publish, Send
 from flashrecovery.controller.state.rank_table import Parts
+from flashrecovery.controller.state.restore_plan import RestoreRound
 from flashrecovery.controller.storage import generation_file
 from flashrecovery.controller.storage.generation_file import (
     FILE_NAME,
@@ -219,6 +220,7 @@ def test_nobody_acts_in_a_generation_before(again: bool, tmp_path: Path) -> None
                 job.command(0, pb.Command(regroup=pb.Regroup()))
                 if again:
                     job.state = State.REGROUPING
+                    job.round.restoring = RestoreRound.from_checkpoint(0, job.ranks)
                 job.notice(NoticeKind.DEADLOCK_SUSPECTED, "after it")
                 service.act()
                 service.act()

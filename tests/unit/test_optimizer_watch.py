@@ -80,3 +80,26 @@ def test_where_none_is_registered_the_first_step_on_the_model_is_refused() -> No
             torch.optim.SGD(model.parameters()).step()
     finally:
         watch.stop()
+
+
+def test_parameters_that_come_amid_training_are_named_once() -> None:
+    model, more = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+    mine, other = torch.optim.SGD(model.parameters()), torch.optim.SGD([torch.zeros(2, requires_grad=True)])
+    told: list[str] = []
+    watch = OptimizerWatch([other, mine], [model], lambda: 0, told.append)
+    watch.start()
+    try:
+        for _ in range(2):
+            mine.step()
+        assert told == []
+        mine.add_param_group({"params": more.parameters()})
+        for _ in range(2):
+            mine.step()
+            other.step()
+        (text,) = told
+        assert "test_optimizer_watch.py" in text and "SGD" in text and "[2], now [2, 2]" in text
+        mine.param_groups[0]["params"].append(torch.zeros(1, requires_grad=True))
+        mine.step()
+        assert len(told) == 2 and "[2, 2], now [3, 2]" in told[1]
+    finally:
+        watch.stop()

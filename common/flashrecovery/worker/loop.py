@@ -87,7 +87,10 @@ class Loop:
         frameworks = any(adapter.whole_framework for adapter in worker.registry.adapters)
         self._unregistered = None if worker.rank else self._first_to_look(frameworks)  # what they have is alike
         self._optimizers = OptimizerWatch(
-            worker.registry.stepping(), worker.registry.models, lambda: worker.gate.version
+            worker.registry.stepping(),
+            worker.registry.models,
+            lambda: worker.gate.version,
+            None if worker.rank else self._tell_not_registered,
         )
         if not frameworks:
             self._optimizers.start()
@@ -494,10 +497,10 @@ class Loop:
         self._worker.send(pb.FromWorker(modules=imported_so_far(watch.changed)))
 
     def _first_to_look(self, frameworks: bool) -> Unregistered:
-        def tell(text: str) -> None:
-            self._worker.notice(NoticeKind.NOT_REGISTERED, text)
+        return Unregistered(self._registry.known(), frameworks, self._tell_not_registered, calls=self._own_calls)
 
-        return Unregistered(self._registry.known(), frameworks, tell, calls=self._own_calls)
+    def _tell_not_registered(self, text: str) -> None:
+        self._worker.notice(NoticeKind.NOT_REGISTERED, text)
 
     # -- recovery ---------------------------------------------------------------------------------
 

@@ -163,7 +163,7 @@ async def run_job(config: RunConfig, command: list[str], path: Path, places: Pla
             serving.push_async_callback(peers.stop)
             peer_port = peers.port
             await stack.enter_async_context(lead.looking_elsewhere(session))
-            await stack.enter_async_context(lead.hearing_notices())
+        await stack.enter_async_context(lead.hearing_notices())
         reason = await session.run(peer_port)
         if lead.service is None:
             return (0, "") if reason is None else (1, reason)
@@ -256,6 +256,7 @@ class Leadership:
     def _warned(self, seen: str) -> bool:
         if self.service is None:
             return self._agent.warned(seen)
+        self._agent.tell_leaving()
         why = "it has the job's controller, which has to stay"
         text = f"node {self._agent.node} is to leave, because {seen}; but {why}"
         self._agent.notice(-1, NoticeKind.NODE_LEAVES, text)

@@ -255,6 +255,39 @@ def children_of(pid: int) -> list[int]:
 
 
 @pytest.mark.parametrize(
+    ("number", "whom"),
+    [
+        (signal.SIGTERM, "launcher"),
+        (signal.SIGUSR1, "launcher"),
+        pytest.param(signal.SIGUSR1, "rank", marks=pytest.mark.grid),
+        pytest.param(signal.SIGUSR2, "loader", marks=pytest.mark.grid),
+        pytest.param(signal.SIGTERM, "loader", marks=pytest.mark.grid),
+        pytest.param(0, "file", marks=pytest.mark.grid),
+    ],
+)
+def test_a_script_asks_whether_its_node_leaves(number: int, whom: str, tmp_path: Path) -> None:
+    """All ranks leave in one step, since they agree on it. ``rank`` and ``loader``: rank 1 and one of its loader's
+    workers, before anybody else is told."""
+    notice = tmp_path / "preempted"
+    config = {"timeouts": {"signal_grace_s": 60.0}, "notice": {"file": str(notice), "poll_s": 0.1}}
+    asks = {"FLASHRECOVERY_TEST_HANDLES": str(HELD)}
+    running = start(tmp_path / "run", "loader", 2, config=config, env=asks)
+    running.wait_for_step(HELD - 1, LONG_S)
+    rank = running.ranks()[1]
+    if whom == "file":
+        notice.touch()
+    else:
+        os.kill({"launcher": running.popen.pid, "rank": rank, "loader": children_of(rank)[0]}[whom], number)
+    job = running.wait(LONG_S)
+    assert job.output.count(f"leaving in step {HELD}") == 2, job.explain()
+    told_to_end = number == signal.SIGTERM and whom == "launcher"
+    assert job.code == told_to_end, job.explain()
+    assert ("all ranks have ended by themselves" in job.output) == told_to_end
+    assert not job.of("failure_detected")
+    check_clean(job)
+
+
+@pytest.mark.parametrize(
     "order",
     [
         "ranks, launcher",

@@ -7,6 +7,7 @@ import hashlib
 import os
 import signal
 import sys
+import time
 
 import torch
 import torch.distributed as dist
@@ -23,7 +24,8 @@ BUG = int(os.environ.get("FLASHRECOVERY_TEST_BUG", "-1"))
 
 
 HANDLES = os.environ.get("FLASHRECOVERY_TEST_HANDLES", "")
-"""``say``: signals are printed; ``leave``: and all ranks leave their loops after one."""
+"""``say``: signals are printed; ``leave``: and all ranks leave their loops after one; ``STEP``: they ask
+``recovery.leaving``, for which rank 1 waits in this step, and leave together."""
 _told: list[int] = []
 
 
@@ -67,8 +69,10 @@ def main() -> None:
     model = fully_shard(inner) if kind == "fsdp" else nn.parallel.DistributedDataParallel(inner)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     recovery.register(model=model, optimizer=optimizer)
-    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1) if HANDLES else ():
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1) if HANDLES in ("say", "leave") else ():
         signal.signal(number, _handle)
+    asks = int(HANDLES) if HANDLES.isdigit() else -1
+    assert asks < 0 or not recovery.leaving
     torch.manual_seed(100 + rank)
     data = recovery.data(DataLoader(Numbers(), batch_size=8, num_workers=2)) if kind == "loader" else None
     for step in recovery.steps(steps):
@@ -79,11 +83,19 @@ def main() -> None:
             if data is not None:
                 x = x + next(data)
             loss = ((model(x) - x.sin()) ** 2).mean()
+            while asks == step.index and rank == 1 and not recovery.leaving:
+                time.sleep(0.01)
+            leaving = torch.tensor(float(asks >= 0 and recovery.leaving))
+            if asks >= 0:
+                dist.all_reduce(leaving)
             optimizer.zero_grad()
             loss.backward()
             take_time(milliseconds, step.index)
             optimizer.step()
         print(f"step={step.index} rank={rank} loss_hex={loss.item().hex()}", flush=True)
+        if leaving.item():
+            print(f"leaving in step {step.index}", flush=True)
+            break
         if HANDLES == "leave":
             anybody = torch.tensor(len(_told))
             dist.all_reduce(anybody)

@@ -378,19 +378,27 @@ class Agent:
         """This node is to end: have its ranks handed over before, if there is a controller who can do that. False if
         there is none, or it has been asked already."""
         self._terminated = True
+        self.tell_leaving()
         if not self._hears or self._departs_for or self._processes.ending or not self.in_job:
             return False
         self._departs_for = reason
         self._send(pb.AgentMessage(departing=pb.Departing(within_s=self._config.timeouts.handoff_s, reason=reason)))
         return True
 
+    def tell_leaving(self) -> None:
+        """A notice of preemption has reached this node: its ranks, also those to come, may ask for it."""
+        self._processes.tell_leaving()
+
     def pass_on(self, number: int) -> list[int]:
-        """Give this node's ranks a signal, those that have a handler for it. Returns which; the others would end."""
+        """Give this node's ranks a signal, those that have a handler for it. Returns which, and those that ask for
+        notices instead; the others would end."""
         self._terminated = self._terminated or number == signal.SIGTERM
+        self.tell_leaving()
         having = [p for p in self.workers() if handles(p.pid, number) and not _only_notes(p, number)]
         for process in having:
             process.signal(number)
-        return sorted(process.place for process in having)
+        asking = [p for p in self.workers() if p.page.asks_leaving and p not in having]
+        return sorted(process.place for process in (*having, *asking))
 
     def warning(self) -> str:
         """What a device plugin has warned of last; "" if of nothing."""
@@ -399,6 +407,7 @@ class Agent:
     def warned(self, reason: str) -> bool:
         """This node is about to be taken away: have its ranks handed over, if that is possible. False if there is no
         controller now."""
+        self.tell_leaving()
         if not self._hears:
             return False
         departing = pb.Departing(within_s=self._config.notice.within_s, reason=reason, stays=True)

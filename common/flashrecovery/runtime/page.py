@@ -56,6 +56,7 @@ _SETUP_WORDS = 16 + 8 * VERSIONS_KEPT  # length + 1 (0: none), digest
 TERMINATIONS_WORD = _SETUP_WORDS + 2
 """Counts the SIGTERMs which have been noted in place of ending the process."""
 _NOTES = TERMINATIONS_WORD + 1
+_LEAVING, _ASKS_LEAVING = _NOTES + 1, _NOTES + 2
 
 
 @dataclass(frozen=True)
@@ -188,6 +189,23 @@ class Page:
 
     def set_notes_terminations(self, notes: bool) -> None:
         self._words[_NOTES] = notes
+
+    @property
+    def leaving(self) -> bool:
+        """Whether a notice of preemption has reached this node or this process."""
+        return bool(self._words[_LEAVING]) or self._words[TERMINATIONS_WORD] > 0
+
+    def set_leaving(self) -> None:
+        """Called by the agent, or by the process itself, with such a notice. It is never taken back."""
+        self._words[_LEAVING] = True
+
+    @property
+    def asks_leaving(self) -> bool:
+        """Whether the script has asked for :attr:`leaving`: it deals with notices, as one that handles signals does."""
+        return bool(self._words[_ASKS_LEAVING])
+
+    def set_asks_leaving(self) -> None:
+        self._words[_ASKS_LEAVING] = True
 
     # -- lease ------------------------------------------------------------------------------------
 

@@ -153,6 +153,11 @@ class Loop:
         return behind or self._collectives.stood_in_for
 
     @property
+    def loaders_told_to_end(self) -> bool:
+        """Whether SIGTERM has ended a worker of one of the data loaders."""
+        return self._termination.has_come
+
+    @property
     def outside(self) -> bool:
         """Whether the script is between two steps, and what it does there is done again if it is cut short."""
         return self._gate.stands_in

@@ -65,6 +65,16 @@ class Recovery:
         return self._session is None or self._session.first_launch
 
     @property
+    def leaving(self) -> bool:
+        """True once a notice of preemption has reached this node, in any phase: a signal to the launcher, the setting
+        ``notice``, or a signal to this process or its data loader's workers. It stays True. False without recovery.
+
+        The other ranks see it at another moment, and those of other nodes perhaps never. What all of them decide by it
+        they agree on in the block (an ``all_reduce`` with MAX); see docs/howto/preemption.md. Cheap enough for each
+        step. A script that has asked for it once has ``timeouts.signal_grace_s`` to end by itself after SIGTERM."""
+        return self._session is not None and self._session.leaving
+
+    @property
     def generation(self) -> int:
         """Number of recoveries so far."""
         return self._session.gate.generation if self._session is not None else 0

@@ -22,6 +22,7 @@ from flashrecovery.worker.context import Worker
 from flashrecovery.worker.control.gate import Gate
 from flashrecovery.worker.data.global_batches import GlobalBatches
 from flashrecovery.worker.data.stream import DataStream
+from flashrecovery.worker.exit.termination import LeavingNotice
 from flashrecovery.worker.local_state.fast_forward import Ahead
 from flashrecovery.worker.loop import Loop
 from flashrecovery.worker.registry import AdapterFactory, ModuleAdapterFactory, Registry, in_words
@@ -44,6 +45,7 @@ class Session:
         module_adapter_for: ModuleAdapterFactory,
     ) -> None:
         self._loop: Loop | None = None
+        self._notice = LeavingNotice(connection.page)
         naming.by_stand(settings.elastic is not None)
         self._worker = Worker(connection, settings, adapter_for, module_adapter_for, self._announce_checkpoint)
         goes_on = connection.detached or settings.resume
@@ -77,6 +79,11 @@ class Session:
     def first_launch(self) -> bool:
         """See :attr:`.recovery.Recovery.first_launch`."""
         return not self.is_replacement and not self.settings.resume
+
+    @property
+    def leaving(self) -> bool:
+        """See :attr:`.recovery.Recovery.leaving`."""
+        return self._notice.has_come or (self._loop is not None and self._loop.loaders_told_to_end)
 
     @property
     def registry(self) -> Registry:

@@ -104,6 +104,7 @@ class ProcessManager:
         self._providers: list[ProcessProvider] = [*forked, Spawned(command)]
         self._orphans = Orphans()
         self._leaving: list[WorkerProcess] = []
+        self._node_leaves = False  # as far as the node has been told
         self._orders: dict[int, int] = {}  # how often each rank was to be filled
         self._before: dict[int, WorkerProcess] = {}  # killed; filled these ranks, which no other process fills yet
         self._goes_on: set[int] = set()  # ranks whose next processes inherit the pages of the ones before
@@ -183,6 +184,8 @@ class ProcessManager:
         process.store, process.attempt = (replace.store_host, replace.store_port), replace.attempt
         process.beside, process.log = replace.beside > 0, str(log)
         self.ranks[rank] = process
+        if self._node_leaves:
+            process.page.set_leaving()
         others = self._enter_gpu(process)
         if self._config.log == "all" or (self._config.log == "0" and rank == 0):
             self._tail.follow(log, f"[rank{rank}]")
@@ -409,6 +412,12 @@ class ProcessManager:
         """See :meth:`flashrecovery.runtime.page.Page.lend`."""
         for process in self.living():
             process.page.lend(until)
+
+    def tell_leaving(self) -> None:
+        """See :meth:`flashrecovery.runtime.page.Page.set_leaving`."""
+        self._node_leaves = True
+        for process in self.living():
+            process.page.set_leaving()
 
     def dismiss(self) -> None:
         """The ranks of this node have been given away: end every process, standbys too."""

@@ -9,12 +9,45 @@ that has been waited for.
 from __future__ import annotations
 
 import signal
+import threading
 from collections.abc import Callable, Sequence
+from types import FrameType
 
 from flashrecovery.groups.native_build import loaded
 from flashrecovery.runtime.page import TERMINATIONS_WORD, Page
 from flashrecovery.worker.data.stream import DataStream
 from flashrecovery.worker.exit.undisturbed import Outside
+
+
+class LeavingNotice:
+    """Has a notice of preemption come, to this node or to this process? For scripts that ask.
+
+    From the first time on that it is asked, SIGUSR1 and SIGUSR2 are noted in place of ending the process, also in
+    processes that it forks later (workers of data loaders), unless the script has handlers of its own for them.
+    """
+
+    def __init__(self, page: Page) -> None:
+        self._page = page
+        self._asked = False
+
+    @property
+    def has_come(self) -> bool:
+        """Two looks at memory."""
+        if not self._asked:
+            self._begin()
+        return self._page.leaving
+
+    def _begin(self) -> None:
+        self._asked = True
+        self._page.set_asks_leaving()
+        if threading.current_thread() is not threading.main_thread():
+            return
+        for number in (signal.SIGUSR1, signal.SIGUSR2):
+            if signal.getsignal(number) is signal.SIG_DFL:
+                signal.signal(number, self._note)
+
+    def _note(self, _number: int, _frame: FrameType | None) -> None:
+        self._page.set_leaving()
 
 
 class Termination:
@@ -34,7 +67,11 @@ class Termination:
             self._page.set_notes_terminations(self._notes())
         handler = signal.getsignal(signal.SIGCHLD)
         if callable(handler) and not isinstance(handler, Outside):
-            signal.signal(signal.SIGCHLD, Outside(handler))
+            signal.signal(signal.SIGCHLD, Outside(handler, self._script_sees_to_it))
+
+    def _script_sees_to_it(self) -> bool:
+        """A script that asks for notices has the rest of its step to do so, when a loader's worker is told to end."""
+        return self._page.asks_leaving and self.has_come
 
     @property
     def has_come(self) -> bool:

@@ -18,12 +18,19 @@ def undisturbed(method: _Method) -> _Method:
 
 class Outside:
     """A handler of SIGCHLD. torch's raises for each data loader's worker that has been killed, wherever the training
-    thread is just then, perhaps where it deals with the error to which the death of the first one has led."""
+    thread is just then, perhaps where it deals with the error to which the death of the first one has led.
 
-    def __init__(self, handler: Callable[[int, FrameType | None], Any]) -> None:
+    Args:
+        quiet: whether none is to raise now.
+    """
+
+    def __init__(self, handler: Callable[[int, FrameType | None], Any], quiet: Callable[[], bool]) -> None:
         self._handler = handler
+        self._quiet = quiet
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
+        if self._quiet():
+            return
         at = frame
         while at is not None:
             if at.f_code in _undisturbed:

@@ -391,7 +391,7 @@ class Laws:
         and may have them finish their step."""
         for record in service.machine.job.ranks.values():
             if record.place is not Place.EMPTY:
-                self.given_away.pop(record.pid, None)
+                self.given_away.pop(record.process.pid, None)
 
     def _together(self, event: ev.Event) -> None:
         """Whoever is silenced by one fault is one recovery's."""

@@ -258,7 +258,7 @@ def test_a_rank_that_cannot_be_filled_in_time() -> None:
 
 def test_what_a_rank_that_has_left_still_says() -> None:
     world = elastic_world()
-    pid = world.machine.job.ranks[1].pid
+    pid = world.machine.job.ranks[1].process.pid
     world.kill(1)
     machine, now = world.machine, world.now
     machine.on_started(pb.WorkerStarted(rank=1, pid=7, generation=1), "node0", "h")

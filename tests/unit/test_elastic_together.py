@@ -35,7 +35,7 @@ def fails_for_good(world: ReplicaWorld, rank: int) -> None:
     record = world.machine.job.ranks[rank]
     record.irreplaceable = True
     world.inbox = [(other, command) for other, command in world.inbox if other != rank]
-    failure = pb.Failure(rank=rank, pid=record.pid, kind="killed", evidence="test", step=world.version[rank])
+    failure = pb.Failure(rank=rank, pid=record.process.pid, kind="killed", evidence="test", step=world.version[rank])
     world.machine.on_failure(failure, world.now, record.home)
     world.collect()
 

@@ -59,7 +59,7 @@ class GrowingWorld(World):
             if command.HasField("replace") and self.inherited.get(rank):
                 self.version[rank] = self.inherited[rank][0]  # its page is inherited once more
             if rank in self.machine.job.ranks:
-                self.pids[rank] = self.machine.job.ranks[rank].pid
+                self.pids[rank] = self.machine.job.ranks[rank].process.pid
             super().answer(rank, command)
 
     def _build_up(self, rank: int, command: pb.Command) -> None:
@@ -101,7 +101,7 @@ class GrowingWorld(World):
     def kill_newcomer(self, rank: int) -> None:
         record = self.machine.job.membership.joining[rank].record
         self.inbox = [(r, c) for r, c in self.inbox if r != rank]
-        failure = pb.Failure(rank=rank, pid=record.pid or 7, kind="killed", evidence="test")
+        failure = pb.Failure(rank=rank, pid=record.process.pid or 7, kind="killed", evidence="test")
         self.machine.on_failure(failure, self.now, record.home)
         self.collect()
 

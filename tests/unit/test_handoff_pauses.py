@@ -31,7 +31,8 @@ class PausingWorld(HandoffWorld):
         for rank, version in committed.items():
             self.version[rank] = version
         ranks = [
-            pb.RankHealth(rank=rank, pid=self.machine.job.ranks[rank].pid, committed=v) for rank, v in committed.items()
+            pb.RankHealth(rank=rank, pid=self.machine.job.ranks[rank].process.pid, committed=v)
+            for rank, v in committed.items()
         ]
         self.machine.on_heartbeat(pb.Heartbeat(generation=self.machine.job.generation, ranks=ranks), self.now)
 
@@ -121,7 +122,7 @@ class ComingWorld(PausingWorld):
 
     def fails(self, rank: int, node: str, pid: int | None = None) -> None:
         if pid is None:
-            pid = self.machine.job.ranks[rank].pid
+            pid = self.machine.job.ranks[rank].process.pid
             self.inbox = [(r, c) for r, c in self.inbox if r != rank]
         failure = pb.Failure(rank=rank, pid=pid, kind="killed", evidence="test", step=self.version[rank])
         self.machine.on_failure(failure, self.now, node)
@@ -182,7 +183,7 @@ def test_old_ones_that_have_died_meanwhile_do_not_come_back() -> None:
     """Their node has ended sooner than it was to; the others have copies of what they had."""
     world = ComingWorld()
     old = world.machine._coming.relieved._old
-    world.fails(2, "node1", old[2].pid)
+    world.fails(2, "node1", old[2].process.pid)
     assert world.machine.job.state is State.REGROUPING and sorted(old) == [3]
     world.machine.on_node_lost("node1", "silent", 0.5, world.now)
     world.collect()

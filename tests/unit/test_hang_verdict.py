@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from flashrecovery import events as ev
 from flashrecovery.config import Timeouts
 from flashrecovery.controller.hang import HangDetector, OwnWork, Stragglers, slow, usual_of
-from flashrecovery.controller.state.rank_record import Place, RankRecord
+from flashrecovery.controller.state.rank_record import HeartbeatHealth, Place, RankProcess, RankRecord
 from flashrecovery.groups.registry import CONTROL_GROUP
 from flashrecovery.plan.hang import (
     UNKNOWN,
@@ -224,7 +224,13 @@ LIMITS = Timeouts(hang_floor_s=5.0, ping_s=1.0)
 
 def records(*ages: float, step_s: float = 0.1) -> list[RankRecord]:
     return [
-        RankRecord(r, place=Place.RUNNING, pid=r, home="n", progress_age_s=age, heard_at=0.0, step_s=step_s)
+        RankRecord(
+            r,
+            place=Place.RUNNING,
+            process=RankProcess(r),
+            home="n",
+            health=HeartbeatHealth(progress_age_s=age, heard_at=0.0, step_s=step_s),
+        )
         for r, age in enumerate(ages)
     ]
 
@@ -321,7 +327,7 @@ def test_a_hang_across_nodes_is_recovered_from() -> None:
     for _ in range(40):
         world.now += 0.25
         health = [
-            pb.RankHealth(rank=r.rank, pid=r.pid, committed=1, progress_age_s=world.now, step_s=0.1)
+            pb.RankHealth(rank=r.rank, pid=r.process.pid, committed=1, progress_age_s=world.now, step_s=0.1)
             for r in m.job.ranks.values()
         ]
         m.on_heartbeat(pb.Heartbeat(ranks=health), world.now)
@@ -333,7 +339,7 @@ def test_a_hang_across_nodes_is_recovered_from() -> None:
             replies = []
             for rank in ranks:
                 reply = answer(rank, 3 if rank == 2 else 4, waits=rank != 2)
-                reply.pid, reply.age_s, reply.groups[0].size = m.job.ranks[rank].pid, world.now, 4
+                reply.pid, reply.age_s, reply.groups[0].size = m.job.ranks[rank].process.pid, world.now, 4
                 replies.append(reply)
             m.watch.on_hang_reports(node, pb.HangReports(look=looks[0].number, ranks=replies))
         m.on_tick(world.now)
@@ -363,8 +369,8 @@ def test_a_slow_rank_is_told_once_until_it_is_fast_again() -> None:
 
     def look(own_s: float, now: float) -> list[int]:
         ranks = [
-            RankRecord(r, step_s=0.1, own_s=own_s if r == 1 else 0.03, own_least_s=own_s if r == 1 else 0.03)
-            for r in range(4)
+            RankRecord(r, health=HeartbeatHealth(step_s=0.1, own_s=own, own_least_s=own))
+            for r, own in enumerate((0.03, own_s, 0.03, 0.03))
         ]
         return [rank for rank, _ in stragglers.check(ranks, now)]
 

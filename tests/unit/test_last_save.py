@@ -202,7 +202,7 @@ def test_a_rank_whose_data_has_ended_leaves_what_the_others_hold() -> None:
     error = "flashrecovery.errors.DataEndedError"
     words = pb.LastWords(exception=error, message="the data of rank 1 has ended.", fatal=True, refused=True)
     record = world.machine.job.ranks[1]
-    failure = pb.Failure(rank=1, pid=record.pid, kind="exception", evidence="x", last_words=words, step=2)
+    failure = pb.Failure(rank=1, pid=record.process.pid, kind="exception", evidence="x", last_words=words, step=2)
     world.machine.on_failure(failure, world.now)
     world.collect()
     last = world.end()
@@ -216,7 +216,7 @@ def come_apart(world: Ending, diverged: pb.Diverged | None = None) -> str:
     words = pb.LastWords(
         exception="flashrecovery.errors.DivergedError", message="the ranks do not agree", fatal=True, diverged=diverged
     )
-    failure = pb.Failure(rank=1, pid=record.pid, kind="exception", evidence="x", last_words=words, step=2)
+    failure = pb.Failure(rank=1, pid=record.process.pid, kind="exception", evidence="x", last_words=words, step=2)
     world.machine.on_failure(failure, world.now)
     world.collect()
     assert not world.machine.job.ending.saving

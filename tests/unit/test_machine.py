@@ -115,7 +115,9 @@ class World:
         for record in running:
             self.version[record.rank] += 1
         health = [
-            pb.RankHealth(rank=r.rank, pid=r.pid, committed=self.version[r.rank], step_s=self.step_s * (1 + r.rank))
+            pb.RankHealth(
+                rank=r.rank, pid=r.process.pid, committed=self.version[r.rank], step_s=self.step_s * (1 + r.rank)
+            )
             for r in running
         ]
         self.machine.on_heartbeat(pb.Heartbeat(generation=self.machine.job.generation, ranks=health), self.now)
@@ -130,10 +132,16 @@ class World:
     def kill(self, rank: int, kind: str = "killed", signal: int = 0) -> None:
         record = self.machine.job.ranks[rank]
         self.inbox = [(r, c) for r, c in self.inbox if r != rank or c.HasField("replace")]
-        if record.pid and record.place is not Place.EMPTY:
+        if record.process.pid and record.place is not Place.EMPTY:
             self.machine.on_failure(
                 pb.Failure(
-                    rank=rank, pid=record.pid, kind=kind, evidence="test", failed_at=self.now, signal=signal, step=0
+                    rank=rank,
+                    pid=record.process.pid,
+                    kind=kind,
+                    evidence="test",
+                    failed_at=self.now,
+                    signal=signal,
+                    step=0,
                 ),
                 self.now,
             )
@@ -236,7 +244,7 @@ def test_a_heartbeat_of_the_last_generation_confirms_no_recovery() -> None:
     world = World(4, steps=9)
     resumed_at(world, 2)
     for generation, ranks in ((0, (0, 1, 3)), (1, (2,))):
-        health = [pb.RankHealth(rank=r, pid=world.machine.job.ranks[r].pid, committed=3) for r in ranks]
+        health = [pb.RankHealth(rank=r, pid=world.machine.job.ranks[r].process.pid, committed=3) for r in ranks]
         world.machine.on_heartbeat(pb.Heartbeat(generation=generation, ranks=health), world.now)
         world.collect()
     assert not world.of(ev.RecoveryFinished)
@@ -250,8 +258,8 @@ def test_a_heartbeat_of_a_process_that_has_been_replaced_counts_for_nothing() ->
     world = World(4, steps=9)
     resumed_at(world, 2)
     machine = world.machine
-    health = [pb.RankHealth(rank=r, pid=machine.job.ranks[r].pid, committed=3) for r in (0, 1, 3)]
-    health.append(pb.RankHealth(rank=2, pid=machine.job.ranks[2].pid - 1, committed=3))
+    health = [pb.RankHealth(rank=r, pid=machine.job.ranks[r].process.pid, committed=3) for r in (0, 1, 3)]
+    health.append(pb.RankHealth(rank=2, pid=machine.job.ranks[2].process.pid - 1, committed=3))
     machine.on_heartbeat(pb.Heartbeat(generation=1, ranks=health), world.now)
     world.collect()
     assert not world.of(ev.RecoveryFinished) and machine.job.ranks[2].committed < 3
@@ -261,7 +269,7 @@ def test_the_end_of_a_process_that_has_been_replaced_is_nobodys_failure() -> Non
     world = World(4, steps=9)
     resumed_at(world, 2)
     machine = world.machine
-    machine.on_exited(pb.Exited(rank=2, pid=machine.job.ranks[2].pid - 1), world.now)
+    machine.on_exited(pb.Exited(rank=2, pid=machine.job.ranks[2].process.pid - 1), world.now)
     world.collect()
     assert machine.job.state is State.RUNNING and machine.job.ranks[2].place is Place.RUNNING
     assert world.run() is State.FINISHED and len(world.of(ev.RecoveryStarted)) == 1
@@ -575,7 +583,7 @@ def test_no_recovery_is_decided_on_a_contradiction(said: str) -> None:
     CONTRADICTIONS[said](job)
     if said == "state is sharded among":
         job.membership.sharded_anew((0, 1, 2, 3))
-    failure = pb.Failure(rank=1, pid=job.ranks[1].pid, kind="killed", evidence="test")
+    failure = pb.Failure(rank=1, pid=job.ranks[1].process.pid, kind="killed", evidence="test")
     with pytest.raises(ProtocolError, match=said):  # only in tests
         world.machine.on_failure(failure, world.now)
     assert job.state is State.QUIESCING
@@ -619,7 +627,7 @@ def test_a_collective_that_does_not_end_is_begun_anew_with_the_same_ranks() -> N
     world.launch()
     while world.machine.job.state is not State.RUNNING:
         world.step()
-    pids = {r.rank: r.pid for r in world.machine.job.ranks.values()}
+    pids = {r.rank: r.process.pid for r in world.machine.job.ranks.values()}
     world.machine._all_again("every rank has come to all_reduce #5", world.now)
     assert world.machine.job.state is State.QUIESCING
     assert world.run() is State.FINISHED
@@ -628,7 +636,7 @@ def test_a_collective_that_does_not_end_is_begun_anew_with_the_same_ranks() -> N
         [],
         "deadlock_suspected",
     )
-    assert {r.rank: r.pid for r in world.machine.job.ranks.values()} == pids
+    assert {r.rank: r.process.pid for r in world.machine.job.ranks.values()} == pids
 
     world = World(2, steps=4)
     world.launch()
@@ -793,7 +801,7 @@ class OfCalls(World):
             rank, generation = record.rank, self.machine.job.generation
             if self.version[rank] < self.ends[rank]:
                 self.version[rank] += 1
-                health = pb.RankHealth(rank=rank, pid=record.pid, committed=self.version[rank])
+                health = pb.RankHealth(rank=rank, pid=record.process.pid, committed=self.version[rank])
                 self.machine.on_heartbeat(pb.Heartbeat(generation=generation, ranks=[health]), self.now)
             if self.version[rank] >= self.ends[rank]:
                 done = pb.Done(rank=rank, generation=generation, version=self.version[rank])

@@ -405,7 +405,9 @@ def raises(world: World, rank: int, exception: str, step: int = 2, *, refused: b
     record = world.machine.job.ranks[rank]
     message = "the loader has no more"
     words = pb.LastWords(exception=exception, message=message, place="train.py:7", refused=refused)
-    failure = pb.Failure(rank=rank, pid=record.pid, kind="exception", evidence=exception, last_words=words, step=step)
+    failure = pb.Failure(
+        rank=rank, pid=record.process.pid, kind="exception", evidence=exception, last_words=words, step=step
+    )
     mute(world, rank) if record.place is not Place.EMPTY else None
     world.machine.on_failure(failure, world.now)
     world.collect()

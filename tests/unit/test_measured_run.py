@@ -170,7 +170,7 @@ def test_the_controller_writes_what_was_measured(tmp_path: Path) -> None:
     with EventLog(run_dir.events_path) as log:
         service = ControllerService(RunConfig(nproc_per_node=2), Access("the-token-of-this-test-job"), log, run_dir)
         for rank, record in service.machine.job.ranks.items():
-            record.step_s = 2.0 + rank
+            record.health.step_s = 2.0 + rank
         saved = pb.CheckpointSaved(version=7, path="c/7", seconds=5.0, k0_s=0.25)
         service.deliver(pb.AgentMessage(checkpoint=saved), "node")
     run_dir.close()

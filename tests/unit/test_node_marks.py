@@ -257,8 +257,8 @@ def test_a_drill_says_nothing_of_the_node() -> None:
 def test_a_slow_node_is_remembered() -> None:
     world = training("a", "b")
     for record in world.machine.job.ranks.values():
-        record.own_s = record.own_least_s = 5.0 if record.rank == 3 else 1.0
-        record.step_s = 5.0
+        record.health.own_s = record.health.own_least_s = 5.0 if record.rank == 3 else 1.0
+        record.health.step_s = 5.0
     world.machine.watch.report_stragglers(world.now + 10)
     world.collect()
     assert [(b.node, b.kind) for b in world.blames] == [("b", SLOW)]

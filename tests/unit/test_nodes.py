@@ -419,7 +419,9 @@ def test_a_replacement_goes_on_when_another_node_is_lost() -> None:
 def test_who_keeps_the_copies_of_whom_and_how_old_they_are() -> None:
     world = running()
     ranks = list(world.machine.job.ranks.values())
-    health = [pb.RankHealth(rank=r.rank, pid=r.pid, committed=9, kept=9 - r.rank, kept_age_s=0.5) for r in ranks[:3]]
+    health = [
+        pb.RankHealth(rank=r.rank, pid=r.process.pid, committed=9, kept=9 - r.rank, kept_age_s=0.5) for r in ranks[:3]
+    ]
     world.machine.on_heartbeat(pb.Heartbeat(ranks=health), world.now)
     found = job_status(world.machine, Liveness(LIMITS), (0, 0), world.now + 2, world.now + 2).ranks
     assert [(r.copied, r.copied_by, r.copy_age_s) for r in found] == [(7, 2, 2.5), (0, 0, 0), (9, 0, 2.5), (8, 1, 2.5)]
@@ -506,7 +508,7 @@ def heir(world: World, *, missing: tuple[int, ...] = (), **states: object) -> Wo
         workers = [
             pb.WorkerState(
                 rank=r.rank,
-                pid=r.pid,
+                pid=r.process.pid,
                 local_rank=r.local_rank,
                 joined=pb.Joined(
                     rank=r.rank, steps=r.steps, needs=[pb.ShardNeed(name=n, nbytes=b) for n, b in r.needs.items()]

@@ -27,7 +27,12 @@ def machine(version: int = -1, state: State = State.RUNNING) -> Machine:
     found.job.state = state
     for record in found.job.ranks.values():
         found.job.move(record.rank, Place.RUNNING if state is State.RUNNING else Place.STARTING)
-        record.committed, record.step_s, record.own_s, record.heard_at = version, 0.5, 0.25, time.monotonic()
+        record.committed, record.health.step_s, record.health.own_s, record.health.heard_at = (
+            version,
+            0.5,
+            0.25,
+            time.monotonic(),
+        )
     found.job.tokens_per_step = 100
     found.job.launched = True
     return found
@@ -110,7 +115,7 @@ def test_each_rank_keeps_its_line_when_another_leaves(tmp_path: Path) -> None:
     """And who is on the way in is told."""
     found = machine(7)
     found.job.ranks.pop(0)
-    found.job.ranks[1].own_s = 0.125
+    found.job.ranks[1].health.own_s = 0.125
     record_1 = RankRecord(0)
     record_1.home = "n1"
     found.job.membership.joining[0] = JoiningProcess(record_1, 1, time.monotonic() + 20)

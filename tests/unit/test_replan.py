@@ -235,7 +235,7 @@ class World:
         return sorted(rank for rank, _ in orders)
 
     def kill(self, rank: int) -> None:
-        failure = pb.Failure(rank=rank, pid=self.job.ranks[rank].pid, kind="killed", evidence="SIGKILL", step=7)
+        failure = pb.Failure(rank=rank, pid=self.job.ranks[rank].process.pid, kind="killed", evidence="SIGKILL", step=7)
         self.machine.on_failure(failure, 3.0)
         self.collect()
 
@@ -273,7 +273,7 @@ def test_a_loss_leads_to_another_layout() -> None:
     world.reply("restore")
     assert world.reply("resume") == [0, 1, 2] and world.job.state is State.RUNNING
     assert not world.of("drop_stash")  # nobody has taken a step yet
-    health = [pb.RankHealth(rank=r, pid=world.job.ranks[r].pid, committed=8) for r in range(3)]
+    health = [pb.RankHealth(rank=r, pid=world.job.ranks[r].process.pid, committed=8) for r in range(3)]
     world.machine.on_heartbeat(pb.Heartbeat(generation=world.job.generation, ranks=health), 4.0)
     world.collect()
     assert world.of("drop_stash") and [e for e in world.events if isinstance(e, ev.RecoveryFinished)]

@@ -250,7 +250,9 @@ class Both(World):
         self.of("restore")
         self.reply("resume")
         assert self.job.state is State.RUNNING, self.job.state
-        health = [pb.RankHealth(rank=r, pid=record.pid, committed=version) for r, record in self.job.ranks.items()]
+        health = [
+            pb.RankHealth(rank=r, pid=record.process.pid, committed=version) for r, record in self.job.ranks.items()
+        ]
         self.machine.on_heartbeat(pb.Heartbeat(generation=self.job.generation, ranks=health), 4.0)
         self.collect()
 

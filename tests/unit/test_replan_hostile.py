@@ -59,7 +59,7 @@ def test_a_death_on_the_way_to_the_new_layouts_first_step() -> None:
     world.start(three())
     assert world.reply("restore") == [0, 1, 2]
     assert world.reply("resume") == [0, 1, 2] and world.job.state is State.RUNNING
-    health = [pb.RankHealth(rank=r, pid=world.job.ranks[r].pid, committed=8) for r in range(3)]
+    health = [pb.RankHealth(rank=r, pid=world.job.ranks[r].process.pid, committed=8) for r in range(3)]
     world.machine.on_heartbeat(pb.Heartbeat(generation=world.job.generation, ranks=health), 4.0)
     world.collect()
     assert world.of("drop_stash")
@@ -104,7 +104,7 @@ def begins(world: World) -> list[int]:
     world.start(planned(world))
     ranks = world.reply("restore")
     assert world.reply("resume") == ranks and world.job.state is State.RUNNING
-    health = [pb.RankHealth(rank=r, pid=world.job.ranks[r].pid, committed=8) for r in ranks]
+    health = [pb.RankHealth(rank=r, pid=world.job.ranks[r].process.pid, committed=8) for r in ranks]
     world.machine.on_heartbeat(pb.Heartbeat(generation=world.job.generation, ranks=health), 4.0)
     world.collect()
     assert world.of("drop_stash") and [e for e in world.events if isinstance(e, ev.RecoveryFinished)]
@@ -127,7 +127,9 @@ def raises(world: World, rank: int = 0) -> None:
         started = pb.WorkerStarted(rank=place, generation=command.generation, pid=next(world.pids))
         world.machine.on_started(started, "n", "h")
     words = pb.LastWords(exception="ValueError", message="sequence parallelism without tensor parallelism")
-    failure = pb.Failure(rank=rank, pid=world.job.ranks[rank].pid, kind="exception", evidence="it", last_words=words)
+    failure = pb.Failure(
+        rank=rank, pid=world.job.ranks[rank].process.pid, kind="exception", evidence="it", last_words=words
+    )
     world.machine.on_failure(failure, 4.0)
     world.collect()
 
@@ -301,7 +303,7 @@ def test_a_script_that_ends_before_the_new_layouts_first_step() -> None:
             started = pb.WorkerStarted(rank=rank, generation=command.generation, pid=pid)
             world.machine.on_started(started, "n", "h")
         for record in list(world.job.in_order):
-            world.machine.on_exited(pb.Exited(rank=record.rank, pid=record.pid), 5.0)
+            world.machine.on_exited(pb.Exited(rank=record.rank, pid=record.process.pid), 5.0)
         world.collect()
     assert world.job.state is State.FAILED and "ended with code 0" in world.job.failure_reason
 

@@ -294,7 +294,7 @@ def test_a_rank_that_is_replaced_while_state_is_written_leaves_the_command_as_it
     world.collect()
     world.stop()
     assert world.machine.under_way()["relayout"] is RelayoutState.WRITING
-    dead = pb.Failure(rank=3, pid=world.job.ranks[3].pid, kind="killed", evidence="signal 9")
+    dead = pb.Failure(rank=3, pid=world.job.ranks[3].process.pid, kind="killed", evidence="signal 9")
     world.machine.on_failure(dead, 3.0, "n1")
     world.collect()
     assert world.machine.under_way()["relayout"] is RelayoutState.ORDERED
@@ -343,7 +343,7 @@ def test_a_node_that_a_commanded_layout_needs_has_gone() -> None:
     world.start()
     world.reply("restore")
     world.reply("resume")
-    health = [pb.RankHealth(rank=r, pid=world.job.ranks[r].pid, committed=8) for r in range(2)]
+    health = [pb.RankHealth(rank=r, pid=world.job.ranks[r].process.pid, committed=8) for r in range(2)]
     world.machine.on_heartbeat(pb.Heartbeat(generation=world.job.generation, ranks=health), 4.0)
     world.collect()
     assert world.of("drop_stash") and world.job.recovery is None

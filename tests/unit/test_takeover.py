@@ -352,7 +352,7 @@ def test_a_process_counts_more_than_a_page_of_its_own_generation() -> None:
     machine.on_register(found("a", 0, 1), 0.1)
     assert machine.job.ranks[1].home == "a" and not fenced(machine)
     machine.on_register(with_page(found("late"), 1), 0.2)
-    assert machine.job.ranks[1].home == "a" and machine.job.ranks[1].pid == 101
+    assert machine.job.ranks[1].home == "a" and machine.job.ranks[1].process.pid == 101
 
 
 def test_the_first_page_of_a_generation_counts() -> None:

@@ -71,7 +71,7 @@ class Stragglers:
         if not self.due(now):
             return []
         self._next_at = now + _PERIOD_S
-        paces = [OwnWork(r.rank, r.own_s, r.own_least_s, r.step_s) for r in ranks]
+        paces = [OwnWork(r.rank, r.health.own_s, r.health.own_least_s, r.health.step_s) for r in ranks]
         usual_s = usual_of(paces)
         found = {p.rank: p for p in paces if slow(p, usual_s, CLEAR if p.rank in self.slow else FACTOR)}
         new = [p for rank, p in found.items() if rank not in self.slow]
@@ -134,7 +134,7 @@ class HangDetector:
         if any(self._suspected(r, now) for r in ranks):
             return True
         if self.ended:
-            return any(r.place is Place.RUNNING and r.progress_age_s + now - r.heard_at >= _ENDED_S for r in ranks)
+            return any(r.place is Place.RUNNING and r.health.idle_s(now) >= _ENDED_S for r in ranks)
         self.forget()
         return False
 
@@ -162,7 +162,9 @@ class HangDetector:
         self._look = None
         running = {r.rank: r for r in ranks if r.place is Place.RUNNING}
         stands = [
-            self._stand(running[a.rank], a) for a in look.answers if a.rank in running and running[a.rank].pid == a.pid
+            self._stand(running[a.rank], a)
+            for a in look.answers
+            if a.rank in running and running[a.rank].process.pid == a.pid
         ]
         done = len(ranks) - len(running)
         absent = len(running) - len(stands)
@@ -185,10 +187,10 @@ class HangDetector:
         return found
 
     def _suspected(self, record: RankRecord, now: float) -> bool:
-        if record.place is not Place.RUNNING or not record.progress_age_s:
+        if record.place is not Place.RUNNING or not record.health.progress_age_s:
             return False
-        age_s = record.progress_age_s + now - record.heard_at
-        return age_s >= record.hang_floor_s and age_s >= self._limit(record, record.step_s)
+        age_s = record.health.idle_s(now)
+        return age_s >= record.hang_floor_s and age_s >= self._limit(record, record.health.step_s)
 
     def _limit(self, record: RankRecord, step_s: float) -> float:
         """Seconds without progress that make a suspect."""

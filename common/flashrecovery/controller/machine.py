@@ -54,6 +54,7 @@ from flashrecovery.controller.state.nodes import NodeRecord, NodeState
 from flashrecovery.controller.state.rank_record import (
     HeldAt,
     Place,
+    RankProcess,
     RankRecord,
     left_behind,
     registration_differs,
@@ -242,13 +243,14 @@ class Machine:
         if (
             record is None
             or record.filled not in (_ELSEWHERE, message.generation)
-            or not (record.place is Place.EMPTY or (record.place is Place.STARTING and record.pid == message.pid))
+            or not (
+                record.place is Place.EMPTY or (record.place is Place.STARTING and record.process.pid == message.pid)
+            )
         ):
             return  # of a process that has been replaced since
         self.job.move(record.rank, Place.STARTING)
-        record.pid, record.node, record.host = message.pid, node, host
+        record.process = RankProcess(message.pid, node, host, self.job.generation)
         record.page_on = record.home
-        record.joined_generation = self.job.generation
         record.capsules, record.early = tuple(message.capsules), frozenset(message.early)
         if not self.job.places[Place.EMPTY]:
             self._staffing.publish_rank_table()
@@ -317,12 +319,12 @@ class Machine:
     def _is_lost(self, message: pb.Failure, now: float, node: str) -> bool:
         """Note a failure; returns whether the rank is to be filled again for that."""
         record = self.job.ranks.get(message.rank)
-        if record is not None and record.pid == message.pid and self.job.ending.saving:
+        if record is not None and record.process.pid == message.pid and self.job.ending.saving:
             self._last_save.lost([record.rank])
         if (
             record is None
             or self.job.state in (State.FAILED, State.FINISHED)
-            or record.pid != message.pid
+            or record.process.pid != message.pid
             or record.place is Place.EMPTY
             or node not in ("", record.home)
         ):
@@ -516,9 +518,9 @@ class Machine:
         record = self.job.ranks.get(message.rank)
         if record is not None and node not in ("", record.home):
             return
-        if record is not None and record.pid == message.pid and self.job.ending.saving:
+        if record is not None and record.process.pid == message.pid and self.job.ending.saving:
             self._last_save.lost([record.rank])
-        if record is None or record.pid != message.pid or self.job.state in (State.FAILED, State.FINISHED):
+        if record is None or record.process.pid != message.pid or self.job.state in (State.FAILED, State.FINISHED):
             return
         finished = record.place in (Place.RELEASED, Place.DONE) or (
             self.job.state is State.STARTING
@@ -551,12 +553,12 @@ class Machine:
         counts = (Place.RUNNING, Place.RECOVERING) if message.generation == self.job.generation else ()
         for health in message.ranks:
             record = self.job.ranks.get(health.rank)
-            if record is None or record.pid != health.pid or node not in ("", record.home):
+            if record is None or record.process.pid != health.pid or node not in ("", record.home):
                 continue
-            record.heard(health, now)
+            record.health.heard(health, now)
             if record.place in counts:
                 record.committed = max(record.committed, health.committed)
-                record.entered = health.entered - 1
+                record.health.entered = health.entered - 1
         self._replace_left_behind(now)
         self._steps.confirm(now)
 
@@ -699,9 +701,7 @@ class Machine:
         if left:
             first, end, stack = evidence.partition("\n")
             evidence = f"{first}; {left}{end}{stack}"
-        return self._found(
-            record, FailureKind.HANG, evidence, now, late_s=record.progress_age_s + now - record.heard_at
-        )
+        return self._found(record, FailureKind.HANG, evidence, now, late_s=record.health.idle_s(now))
 
     def _void(self, recovery: HistoryEntry, text: str) -> None:
         """The ranks do not run the same code since they have gone on. What decides on it is in the memory of some and
@@ -797,7 +797,7 @@ class Machine:
         """A failure that the controller itself has found, ``late_s`` seconds after it happened."""
         return pb.Failure(
             rank=record.rank,
-            pid=record.pid,
+            pid=record.process.pid,
             kind=kind,
             evidence=evidence,
             detect_s=late_s,

@@ -10,6 +10,7 @@ go back: the newest that any agent has seen counts, or that a controller before 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from flashrecovery.controller.membership.launch import LaunchSequence
 from flashrecovery.controller.membership.placement import RankPlacement
@@ -19,7 +20,7 @@ from flashrecovery.controller.relayout.relayout import ParallelismChange
 from flashrecovery.controller.state.history import HistoryEntry
 from flashrecovery.controller.state.job_state import AGENT, JobState
 from flashrecovery.controller.state.nodes import NodeRecord, NodeState
-from flashrecovery.controller.state.rank_record import BUILT_UP, THROUGH, Place, RankRecord, unequal_ends
+from flashrecovery.controller.state.rank_record import BUILT_UP, THROUGH, Place, RankProcess, RankRecord, unequal_ends
 from flashrecovery.controller.storage.generation_file import Numbers
 from flashrecovery.kinds import FailureKind, NoticeKind, Ordered
 from flashrecovery.plan.membership.placement import neighbour_stride
@@ -88,7 +89,7 @@ class TakeOver:
         for worker in message.workers:
             record = self._job.ranks[worker.rank]
             lives = record.place is not Place.EMPTY
-            if record.home and record.joined_generation >= message.generation + (not lives):
+            if record.home and record.process.joined_generation >= message.generation + (not lives):
                 self._staffing.fence(
                     node, f"rank {worker.rank} {'lives' if lives else 'was last'} on node {record.home}"
                 )
@@ -145,7 +146,7 @@ class TakeOver:
         loop, it is the one that ends, and takes no node's other ranks with it."""
         for worker in list(message.workers):
             record = self._job.ranks[worker.rank]
-            if record.place is Place.EMPTY or record.joined_generation != message.generation:
+            if record.place is Place.EMPTY or record.process.joined_generation != message.generation:
                 continue
             if not worker.resumed and record.place not in BUILT_UP:
                 self._job.tell_to_leave(worker.rank, node.name)
@@ -166,7 +167,7 @@ class TakeOver:
 
     def _adopt_page(self, record: RankRecord, page: pb.PageOf, node: NodeRecord, generation: int) -> None:
         """The rank's process has died there. Filled again on that node, it finds its capsules."""
-        if record.place is not Place.EMPTY or (record.home and record.joined_generation >= generation):
+        if record.place is not Place.EMPTY or (record.home and record.process.joined_generation >= generation):
             return
         self._is_at_home(record, page, node, generation)
 
@@ -174,12 +175,13 @@ class TakeOver:
     def _is_at_home(record: RankRecord, said: pb.WorkerState | pb.PageOf, node: NodeRecord, generation: int) -> None:
         """The rank belongs to ``node``, with what that says of its page."""
         record.home = record.page_on = node.name
-        record.local_rank, record.joined_generation, record.committed = said.local_rank, generation, said.committed
+        record.process = replace(record.process, joined_generation=generation)
+        record.local_rank, record.committed = said.local_rank, said.committed
         record.capsules, record.early = tuple(said.capsules), frozenset(said.early)
 
     def _adopt_worker(self, record: RankRecord, worker: pb.WorkerState, node: NodeRecord, generation: int) -> None:
         self._is_at_home(record, worker, node, generation)
-        record.pid, record.node, record.host = worker.pid, node.name, node.host
+        record.process = RankProcess(worker.pid, node.name, node.host, generation)
         record.store = (worker.store_host, worker.store_port)
         place = Place.STARTING
         if worker.HasField("joined"):
@@ -230,7 +232,9 @@ class TakeOver:
                 node.state = NodeState.ACTIVE if node.name in homes else NodeState.SPARE
         records = list(self._job.ranks.values())
         missing = [r.rank for r in records if r.place is Place.EMPTY]
-        behind = [r.rank for r in records if r.joined_generation < self._job.generation and r.rank not in missing]
+        behind = [
+            r.rank for r in records if r.process.joined_generation < self._job.generation and r.rank not in missing
+        ]
         said = f"a new controller has found {len(records) - len(missing)} of {len(records)} ranks"
         lost = self._layout.why_lost()
         if lost:

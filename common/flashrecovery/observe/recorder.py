@@ -128,7 +128,7 @@ class Recorder:
         if record is None or record.ledger.doing == "down":
             return
         trains = job.state is State.RUNNING
-        own = {r.rank: r.own_s for r in job.ranks.values()}
+        own = {r.rank: r.health.own_s for r in job.ranks.values()}
         launched = max(job.config.world_size, job.in_order[-1].rank + 1)
         passed = 0.0 if self._looked_at is None else now - self._looked_at
         self._looked_at = now
@@ -141,7 +141,7 @@ class Recorder:
                 version=-1 if job.counting.used and iteration < 0 else version,
                 iteration=iteration,
                 tokens=job.tokens_per_step,
-                step=band_of({r.rank: r.step_s for r in job.ranks.values()}) if trains else None,
+                step=band_of({r.rank: r.health.step_s for r in job.ranks.values()}) if trains else None,
                 own=band_of(own) if trains else None,
                 ranks=_of_each(own, launched) if trains and launched <= ONE_BY_ONE and all(own.values()) else (),
             )
@@ -152,8 +152,8 @@ class Recorder:
         job, now, record = self._machine.job, time.monotonic(), self._record
         if record is None or now - self._shown[0] < _SHOWN_S:
             return self._shown[1]
-        own = {r.rank: r.own_s for r in job.ranks.values()}
-        steps = {r.rank: r.step_s for r in job.ranks.values()}
+        own = {r.rank: r.health.own_s for r in job.ranks.values()}
+        steps = {r.rank: r.health.step_s for r in job.ranks.values()}
         coming = [
             Coming(rank=rank, node=newcomer.record.home, here=newcomer.here, left_s=max(newcomer.due - now, 0.0))
             for rank, newcomer in job.membership.joining.items()

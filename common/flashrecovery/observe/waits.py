@@ -50,7 +50,9 @@ def waits(job: JobState, told: Mapping[int, SaidLine], began: float, now: float)
         slow = _in_a_long_step(job.ranks.values(), job.start_version, now)
         if slow is not None:
             record, seconds, first = slow
-            what = job.counting.text(record.tag) + (", the first one (models are compiled in it)" if first else "")
+            what = job.counting.text(record.health.tag) + (
+                ", the first one (models are compiled in it)" if first else ""
+            )
             where = told.get(record.rank) or (told.get(0) if first else None)
             found.append(Wait(what=what, seconds=seconds, rank=record.rank, where=where.text if where else ""))
     return [wait for wait in found if wait.seconds >= SHOWN_S]
@@ -88,11 +90,11 @@ def _in_a_long_step(
     """The rank that has made no progress for longest, if that is long; whether no step was committed yet."""
     longest: tuple[RankRecord, float] | None = None
     for record in records:
-        age = record.progress_age_s + max(now - record.heard_at, 0.0)
+        age = record.health.progress_age_s + max(now - record.health.heard_at, 0.0)
         if record.place is Place.RUNNING and (longest is None or age > longest[1]):
             longest = (record, age)
-    if longest is None or longest[0].heard_at == 0.0:
+    if longest is None or longest[0].health.heard_at == 0.0:
         return None
     record, age = longest
     first = record.committed <= start_version
-    return (record, age, first) if age > max(SHOWN_S if first else LONG_S, STEPS * record.step_s) else None
+    return (record, age, first) if age > max(SHOWN_S if first else LONG_S, STEPS * record.health.step_s) else None

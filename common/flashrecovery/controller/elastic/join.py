@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from flashrecovery.controller.elastic.released_processes import RelievedProcesses
 from flashrecovery.controller.membership.joining_processes import JoiningProcesses, give_up, give_up_all
@@ -284,7 +284,8 @@ class Joining:
             return decision, []
         for rank, record in coming.items():
             del job.membership.joining[rank]
-            record.joined_generation, record.page_on = job.generation, record.home
+            record.process = replace(record.process, joined_generation=job.generation)
+            record.page_on = record.home
             if rank in job.ranks:
                 self.relieved.keep(job.depart(rank))
             job.enrol(record)

@@ -69,7 +69,7 @@ class ReleasedProcesses:
     def on_ended(self, rank: int, pid: int, node: str) -> bool:
         """A process has ended. Returns whether it was one of these."""
         record, _ = self._there.get(rank, (None, 0.0))
-        if record is None or record.home != node or record.pid != pid:
+        if record is None or record.home != node or record.process.pid != pid:
             return False
         del self._there[rank]
         return True
@@ -119,7 +119,7 @@ class RelievedProcesses:
     def on_ended(self, message: pb.Failure | pb.Exited, node: str) -> bool:
         """One has died. Returns whether it was one of these."""
         record = self._old.get(message.rank)
-        if record is None or record.home != node or record.pid != message.pid:
+        if record is None or record.home != node or record.process.pid != message.pid:
             return False
         del self._old[message.rank]
         return True

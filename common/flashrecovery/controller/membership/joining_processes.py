@@ -12,6 +12,7 @@ from flashrecovery.controller.state.job_state import JobState
 from flashrecovery.controller.state.rank_record import (
     JoiningProcess,
     Place,
+    RankProcess,
     RankRecord,
     capsule_name,
     registration_differs,
@@ -72,7 +73,7 @@ class JoiningProcesses:
         found = self._of(message.rank, node)
         if message.beside and found is not None and found.number == message.beside:
             record = found.record
-            record.place, record.pid, record.node, record.host = Place.STARTING, message.pid, node, host
+            record.place, record.process = Place.STARTING, RankProcess(message.pid, node, host)
         return bool(message.beside)  # else it was given up, and is ending
 
     def on_joined(self, message: pb.Joined, node: str) -> bool:
@@ -99,7 +100,7 @@ class JoiningProcesses:
     def on_failure(self, message: pb.Failure, node: str) -> bool:
         """Its process has died."""
         found = self._of(message.rank, node)
-        if found is None or found.record.pid not in (0, message.pid):
+        if found is None or found.record.process.pid not in (0, message.pid):
             return False
         give_up(self._job, message.rank, f"{message.kind}: {message.evidence}")
         return True
@@ -107,7 +108,7 @@ class JoiningProcesses:
     def on_exited(self, message: pb.Exited, node: str) -> bool:
         """Its script has ended before its first step."""
         found = self._of(message.rank, node)
-        if found is None or found.record.pid != message.pid:
+        if found is None or found.record.process.pid != message.pid:
             return False
         give_up(self._job, message.rank, "its script has ended before a first step")
         return True

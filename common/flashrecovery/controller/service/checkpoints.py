@@ -50,7 +50,7 @@ class Checkpoints:
         """What to tell each rank of this launch now, while all are training; mostly nothing."""
         if not self._wanted or not self._schedule.is_due(now):
             return []
-        version = self._schedule.announce(max(r.committed for r in ranks), max(r.step_s for r in ranks), now=now)
+        version = self._schedule.announce(max(r.committed for r in ranks), max(r.health.step_s for r in ranks), now=now)
         if version is None:
             return []
         return [pb.Command(rank=r.rank, checkpoint=pb.TakeCheckpoint(version=version, launch=launch)) for r in ranks]

@@ -70,22 +70,22 @@ def job_status(
 def _rank(machine: Machine, r: RankRecord, keeper: RankRecord | None, now: float) -> pb.RankStatus:
     found = pb.RankStatus(
         rank=r.rank,
-        pid=r.pid,
-        node=r.node,
+        pid=r.process.pid,
+        node=r.process.node,
         state=r.place.value,
-        tag=r.tag,
-        progress_age_s=r.progress_age_s,
-        generation=r.joined_generation,
+        tag=r.health.tag,
+        progress_age_s=r.health.progress_age_s,
+        generation=r.process.joined_generation,
         committed=r.committed,
-        step_s=r.step_s,
-        own_s=r.own_s,
+        step_s=r.health.step_s,
+        own_s=r.health.own_s,
         straggler=r.rank in machine.watch.stragglers.slow,
-        overhead_s=r.overhead_s,
-        iteration=machine.job.counting.iteration(max(r.tag, r.committed)) + 1,
+        overhead_s=r.health.overhead_s,
+        iteration=machine.job.counting.iteration(max(r.health.tag, r.committed)) + 1,
     )
-    if keeper is not None and keeper.kept >= 0:
-        found.copied, found.copied_by = keeper.kept + 1, keeper.rank
-        found.copy_age_s = keeper.kept_age_s + max(now - keeper.heard_at, 0.0)
+    if keeper is not None and keeper.health.kept >= 0:
+        found.copied, found.copied_by = keeper.health.kept + 1, keeper.rank
+        found.copy_age_s = keeper.health.kept_age_s + max(now - keeper.health.heard_at, 0.0)
     return found
 
 

@@ -184,7 +184,7 @@ class JobState:
     @property
     def step_s(self) -> float:
         """What a step takes, on the slowest rank; 0: not known."""
-        return max((record.step_s for record in self.ranks.values()), default=0.0)
+        return max((record.health.step_s for record in self.ranks.values()), default=0.0)
 
     @property
     def committed(self) -> int:

@@ -58,11 +58,73 @@ class HeldAt:
     version: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class RankProcess:
+    """The process that fills a rank, or has filled it last. Made anew with each process.
+
+    Attributes:
+        pid: 0: none has filled it.
+        node, host: where it runs, as its agent has said.
+        joined_generation: the generation in which it has come.
+    """
+
+    pid: int = 0
+    node: str = ""
+    host: str = ""
+    joined_generation: int = 0
+
+
+@dataclass(slots=True)
+class HeartbeatHealth:
+    """What the last heartbeat said of a rank.
+
+    Attributes:
+        tag: its step, or what it does between two of them.
+        progress_age_s: for so long it had made no progress.
+        heard_at: when it came, CLOCK_MONOTONIC seconds.
+        step_s: what its last steps have taken; 0: not known.
+        own_s, own_least_s: its own work in a step, and the least of its last steps; 0: not known yet.
+        overhead_s: what recovery takes of a step; 0: not known yet.
+        kept, kept_age_s: newest version of which it keeps a whole copy for another rank (-1: none), and for how long
+            it had.
+        entered: the step that it has begun; -1: not known, or of another generation.
+    """
+
+    tag: int = -2
+    progress_age_s: float = 0.0
+    heard_at: float = 0.0
+    step_s: float = 0.0
+    own_s: float = 0.0
+    own_least_s: float = 0.0
+    overhead_s: float = 0.0
+    kept: int = -1
+    kept_age_s: float = 0.0
+    entered: int = -1
+
+    def idle_s(self, now: float) -> float:
+        """For so long the rank has made no progress, as far as is known."""
+        return self.progress_age_s + now - self.heard_at
+
+    def heard(self, said: pb.RankHealth, now: float) -> None:
+        """A heartbeat has come, which says everything but what follows from the generation."""
+        self.tag, self.step_s = said.tag, said.step_s
+        self.progress_age_s, self.heard_at = said.progress_age_s, now
+        self.own_s, self.own_least_s = said.own_s, said.own_least_s
+        self.overhead_s, self.kept, self.kept_age_s = said.overhead_s, said.kept - 1, said.kept_age_s
+        self.entered = -1
+
+    def forget_process(self) -> None:
+        """The process of which it told is gone; how fast the rank is stays known."""
+        self.tag, self.kept = -2, -1
+
+
 @dataclass
 class RankRecord:
     """One place in the world and the process in it.
 
     Attributes:
+        process: that fills it, or has filled it last.
+        health: what its heartbeats say.
         place: of a rank of the job, only :meth:`~flashrecovery.controller.state.job_state.JobState.move` changes it.
         home: name of the node that holds the rank, or is to; "" while no node has room for it.
         store: host and port of the TCPStore that its process was told to use.
@@ -89,24 +151,17 @@ class RankRecord:
         shape: which ranks make up the replicas of an elastic job; None: it has not said.
         sizes: the numbers of replicas with which an elastic job can go on; empty: all.
         hang_floor_s: no progress for less than this is never a hang of this rank; 0: as launched.
-        heard_at: when the last heartbeat told of it, CLOCK_MONOTONIC seconds.
-        own_s, own_least_s: its own work in a step, and the least of its last steps; 0: not known yet.
-        overhead_s: what recovery takes of a step; 0: not known yet.
         parity: what it has said of parity; None: it keeps none, or has not said so yet.
-        kept, kept_age_s: newest version of which it keeps a whole copy for another rank (-1: none), and for how long
-            it had when last heard.
     """
 
     rank: int
+    process: RankProcess = field(default_factory=RankProcess)
+    health: HeartbeatHealth = field(default_factory=HeartbeatHealth)
     place: Place = Place.EMPTY
-    pid: int = 0
-    node: str = ""
-    host: str = ""
     home: str = ""
     page_on: str = ""
     store: tuple[str, int] = ("", 0)
     local_rank: int = 0
-    joined_generation: int = 0
     filled: int = -1
     on_its_way: bool = False
     irreplaceable: bool = False
@@ -130,20 +185,10 @@ class RankRecord:
     capsules: tuple[int, ...] = ()
     early: frozenset[int] = frozenset()
     late: frozenset[int] = frozenset()
-    tag: int = -2
     committed: int = -1
-    progress_age_s: float = 0.0
-    step_s: float = 0.0
     hang_floor_s: float = 0.0
-    heard_at: float = 0.0
-    own_s: float = 0.0
-    own_least_s: float = 0.0
-    overhead_s: float = 0.0
     parity: ParityHeld | None = None
-    entered: int = -1
     left_at: float = 0.0
-    kept: int = -1
-    kept_age_s: float = 0.0
     held_at: HeldAt = field(default_factory=HeldAt)
     crashes: Crashes = field(default_factory=Crashes)
     _said: list[pb.Held] = field(default_factory=list)  # what it holds besides its live state, in its own words
@@ -156,21 +201,21 @@ class RankRecord:
         self.live = -1
         self._said = []
         self.parity = None
-        self.tag = -2
-        self.kept = -1
+        self.health.forget_process()
 
     def entry(self, peer: str) -> pb.RankEntry:
         """The rank's entry in the rank table, the same object for as long as it says the same. ``peer``: its node's
         agent."""
-        says = (self.host, self.pid, self.node, self.joined_generation, peer)
+        process = self.process
+        says = (process, peer)
         if says != self._entry_says:
             self._entry_says = says
             self._entry = pb.RankEntry(
                 rank=self.rank,
-                host=self.host,
-                pid=self.pid,
-                node=self.node,
-                joined_generation=self.joined_generation,
+                host=process.host,
+                pid=process.pid,
+                node=process.node,
+                joined_generation=process.joined_generation,
                 peer=peer,
             )
         return self._entry
@@ -223,14 +268,6 @@ class RankRecord:
     def need_no_part(self) -> None:
         """It has no part of what is divided yet, and gets its part when that is divided anew."""
         self.needs, self.divided = self.common_needs(), frozenset()
-
-    def heard(self, health: pb.RankHealth, now: float) -> None:
-        """A heartbeat has come, which says everything but what follows from the generation."""
-        self.tag, self.step_s = health.tag, health.step_s
-        self.progress_age_s, self.heard_at = health.progress_age_s, now
-        self.own_s, self.own_least_s = health.own_s, health.own_least_s
-        self.overhead_s, self.kept, self.kept_age_s = health.overhead_s, health.kept - 1, health.kept_age_s
-        self.entered = -1
 
     def take_inventory(self, live: int, held: Iterable[pb.Held], parity: pb.Parity | None = None) -> None:
         """Replace what is known of this rank's versions by its own word. It is read only as far as somebody asks."""
@@ -436,7 +473,7 @@ def left_behind(records: Iterable[RankRecord], now: float) -> dict[int, str]:
             continue
         if record.place is Place.DONE and now < record.left_at + _LAST_WORDS_S:
             continue
-        others = [r.rank for r in goes_on if r.entered >= record.committed]
+        others = [r.rank for r in goes_on if r.health.entered >= record.committed]
         if others:
             what = "ended (exit code 0)" if record.place is Place.FINISHED else "left its loop"
             when = f"after step {record.committed - 1}" if record.committed else "before step 0"

@@ -103,7 +103,7 @@ def rank_laws(job: JobState) -> Iterator[str]:
         if record is not other or record.rank != rank or rank <= before:
             yield f"ranks {list(job.ranks)} are not in order: {[record.rank for record in job.in_order]}"
         before = rank
-        if record.filled > generation or record.joined_generation > generation:
+        if record.filled > generation or record.process.joined_generation > generation:
             yield f"rank {rank} is of a later generation than {generation}"
         if not record.home and place is not Place.EMPTY:
             yield f"rank {rank} is {place.value} on no node"

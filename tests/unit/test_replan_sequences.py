@@ -23,7 +23,7 @@ def facts_of_worker(of: LayoutFacts) -> LayoutFacts:
     rest = {name: value for name, value in vars(of).items() if name not in {**batches, "takes": "", "elastic": False}}
     worker = Stashing.__new__(Stashing)
     worker._state = SimpleNamespace(facts=lambda: rest)  # type: ignore[assignment]
-    worker._registry = SimpleNamespace(batches=SimpleNamespace(settings=batches))  # type: ignore[assignment]
+    worker._batches = SimpleNamespace(settings=batches)  # type: ignore[assignment]
     return worker._gather_facts(elastic=of.elastic)
 
 

@@ -43,7 +43,7 @@ _SHORTEST = _HEADER.size + _DIGEST_BYTES
 
 
 class Stream(Protocol):
-    """The :class:`~flashrecovery.runtime.link.Link` whose acknowledgements the datagrams carry."""
+    """The :class:`~flashrecovery.runtime.link.Link` whose acknowledgements the datagrams carry. It is a layer above."""
 
     @property
     def sent(self) -> int:

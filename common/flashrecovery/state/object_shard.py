@@ -48,6 +48,10 @@ class ObjectShard(Shard):
     def at(self, version: int) -> bytes | None:
         return self._versions.get(version)
 
+    def kept_at(self, version: int) -> bytes:
+        """The content at ``version``. Raises KeyError if it is not kept."""
+        return self._versions[version]
+
     def versions(self) -> list[int]:
         return sorted(self._versions)
 

@@ -42,7 +42,7 @@ log = logging.getLogger("flashrecovery")
 
 
 class Restorable(Protocol):
-    """What the recoverer needs of the loop."""
+    """What the commands need of the loop above, which makes their executor."""
 
     copies: Copies
     sealing: Sealing[Drawn]

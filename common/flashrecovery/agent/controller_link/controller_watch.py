@@ -35,7 +35,8 @@ Leave = Callable[[], Awaitable[None]]
 
 
 class ControllerConnection(Protocol):
-    """What the lookout knows of the connection to the controller, and may do to it."""
+    """What the watch knows of the connection to the controller, and may do to it. A protocol, as the session that has
+    it makes the watch (:class:`.session.ControllerSession`)."""
 
     @property
     def joined(self) -> bool:

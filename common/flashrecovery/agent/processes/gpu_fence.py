@@ -25,7 +25,8 @@ _LOOK_S = 0.005
 
 
 class Listed(Protocol):
-    """A source of the processes on a GPU."""
+    """A source of the processes on a GPU: :class:`~flashrecovery.health.gpu_processes.GpuProcesses`. A protocol, so
+    that tests have one where there is no GPU."""
 
     def on(self, local_rank: int) -> frozenset[int]:
         """The pids of the processes on a GPU. May take long."""

@@ -37,7 +37,7 @@ LAST_WORDS_S = 0.2
 
 
 class ProcessObserver(Protocol):
-    """Whoever the processes work for: the agent."""
+    """For whom the processes work: the agent above, which makes their manager."""
 
     def said(self, process: WorkerProcess, message: pb.FromWorker) -> None:
         """A process has sent a message."""

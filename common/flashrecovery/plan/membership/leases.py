@@ -19,7 +19,7 @@ from typing import Protocol
 
 
 class Limits(Protocol):
-    """What the configuration says (:class:`flashrecovery.config.Timeouts`), in seconds."""
+    """What the configuration says (:class:`flashrecovery.config.Timeouts`, a layer above), in seconds."""
 
     @property
     def node_silence_s(self) -> float: ...

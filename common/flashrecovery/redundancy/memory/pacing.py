@@ -15,7 +15,8 @@ from flashrecovery.plan import pacing
 
 
 class Network(Protocol):
-    """What holds messages back. Messages with tags from ``first_tag`` on are."""
+    """What holds messages back. Messages with tags from ``first_tag`` on are. A protocol, as process groups lie in
+    another folder of the same layer (:class:`flashrecovery.groups.pace.PacedNetwork`)."""
 
     first_tag: int
 

@@ -181,7 +181,8 @@ class Wanted:
 
 
 class Elsewhere(Protocol):
-    """What ranks have written on other nodes."""
+    """What ranks have written on other nodes. A protocol, as the worker above brings it
+    (:mod:`flashrecovery.worker.reshard.remote_stash`)."""
 
     @property
     def ranks(self) -> Collection[int]:

@@ -198,8 +198,7 @@ class Copies:
         """The live state is ``version``: copy it, and send what only this rank has, beside the next step."""
         self._own.start(version, self._beside)
         if self._peers is not None:
-            capsule = self._registry.capsule.at(version)
-            assert capsule is not None
+            capsule = self._registry.capsule.kept_at(version)
             self._peers.commit(version, capsule, beside=self._beside(version))
 
     def _beside(self, version: int) -> Beside:

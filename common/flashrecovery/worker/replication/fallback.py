@@ -47,8 +47,7 @@ class FallbackCheckpoints:
         """The live state is ``version``. ``copies``: makes a copy of it next, of at least what this rank writes; None:
         the checkpoint makes its own."""
         if self.checkpoint is not None and self.checkpoint.due(version):
-            capsule, common = self._registry.capsule.at(version), self._registry.common.at(version)
-            assert capsule is not None and common is not None
+            capsule, common = self._registry.capsule.kept_at(version), self._registry.common.kept_at(version)
             rules = self._registry.rules() if self._elastic else None
             if copies is None:
                 shards = self._registry.tensor_shards()

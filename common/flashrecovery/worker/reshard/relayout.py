@@ -35,6 +35,7 @@ from flashrecovery.runtime.parallel_layout import taken
 from flashrecovery.state import codec
 from flashrecovery.state.shard import ShardSource
 from flashrecovery.worker.consistency import all_equal
+from flashrecovery.worker.data.global_batches import GlobalBatches
 from flashrecovery.worker.registry import Registry
 from flashrecovery.worker.replication.policy import all_optimizers, most, placement, ranks_of_node, state_to_come
 from flashrecovery.worker.reshard.elastic_checks import refuse_tied_buffers, refuse_unequal
@@ -87,7 +88,7 @@ class Stashing:
         if registry.batches is None or registry.streams:
             raise UnsupportedError(f"another parallel layout of a job with batches of each rank's own: {_TAKE}")
         refuse_unequal([*registry.habits.own, *own])
-        self._registry, self._agent = registry, agent
+        self._registry, self._agent, self._batches = registry, agent, registry.batches
         self._state: LogicalState = states[0]
         (self._number,) = numbers  # of the adapter
         self.facts = self._gather_facts(elastic=settings.elastic is not None)
@@ -97,8 +98,7 @@ class Stashing:
         self.warning = "" if in_changed_layout() else _check_room(registry)  # else what is read may still be there
 
     def _gather_facts(self, *, elastic: bool) -> LayoutFacts:
-        batches = self._registry.batches
-        assert batches is not None
+        batches = self._batches
         all_equal.check_equal("the arguments of elastic_batches()", batches.settings)
         sizes = {name: batches.settings[name] for name in ("global_batch", "micro_batch")}
         facts = LayoutFacts(**self._state.facts(), **sizes, takes=",".join(sorted(taken())), elastic=elastic)
@@ -146,7 +146,7 @@ class Stashing:
 
     def step_rules(self) -> ReplanRules:
         """What each step keeps to from now on."""
-        return ReplanRules(self._registry)
+        return ReplanRules(self._registry, self._batches)
 
     def _in(self, replicas: int) -> Description:
         """Of all shards in so many replicas."""
@@ -244,8 +244,8 @@ def _check_calls(registry: Registry, settings: Settings) -> None:
 class ReplanRules:
     """What each step of a job must keep to whose layout may change."""
 
-    def __init__(self, registry: Registry) -> None:
-        self._registry = registry
+    def __init__(self, registry: Registry, batches: GlobalBatches) -> None:
+        self._registry, self._batches = registry, batches
         self._told = self._modes()
 
     def check_step(self, step: int) -> None:
@@ -258,9 +258,8 @@ class ReplanRules:
             ConfigError: the framework has another batch now.
         """
         registry = self._registry
-        assert registry.batches is not None
-        registry.batches.refuse_unread(step)
-        registry.batches.check_framework()
+        self._batches.refuse_unread(step)
+        self._batches.check_framework()
         refuse_unequal(registry.habits.own)
         refuse_tied_buffers(registry)
         if self._modes() != self._told:

@@ -41,7 +41,7 @@ ADVICE = "ask `step.committed` below the block for what is not to be done twice"
 
 
 class Below(Protocol):
-    """What is asked of the loop."""
+    """What is asked of the loop above."""
 
     @property
     def void(self) -> bool:

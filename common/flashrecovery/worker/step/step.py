@@ -13,7 +13,7 @@ from flashrecovery.worker.exit.undisturbed import undisturbed
 
 
 class Protected(Protocol):
-    """What a step needs of the loop."""
+    """What a step needs of the loop above, which yields it."""
 
     @property
     def overhead(self) -> Overhead:

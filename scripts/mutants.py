@@ -23,6 +23,8 @@ import psutil
 
 ROOT = Path(__file__).resolve().parent.parent
 PARTS = ("common", "tests", "fr_deepspeed", "fr_megatron", "examples", "patches", "docs", "pyproject.toml")
+CHOSEN = "not slow and not soak and not chaos and not libraries and (not grid or mutants)"
+"""What `make test` runs, and what is too dear for it and kills mutants."""
 SURVIVED, TOO_LONG = "survived", "too long"
 INVALID = "proves nothing: "
 _BROKEN = ("flashrecovery.errors.BuildError: compiling", "ERROR: not found: ", "ERROR: file or directory not found: ")
@@ -115,7 +117,8 @@ class Trial:
 
     def _status(self, tests: Sequence[str], out: Path, limit_s: float) -> int | None:
         """pytest's, None if it has taken too long."""
-        command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "--no-header", *tests]
+        options = ["-x", "-q", "-p", "no:cacheprovider", "--no-header", "-m", CHOSEN]
+        command = [sys.executable, "-m", "pytest", *options, *tests]
         with open(out, "w") as file:
             process = subprocess.Popen(
                 command, cwd=self.folder, env=self._env, stdout=file, stderr=file, start_new_session=True

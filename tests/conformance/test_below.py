@@ -156,10 +156,16 @@ WAYS: list[tuple[str, ...]] = [
     ("flags", "kill", "ranks"),
     [
         ((), "4:1:before-reduce", 2),
-        (("--by", "future"), "4:1:before-reduce", 2),
         *(
             pytest.param(("--by", by), f"4:{rank}:before-reduce", ranks, marks=pytest.mark.grid)
-            for by, rank, ranks in [("then", 1, 2), ("then", 0, 3), ("polled", 0, 2), ("polled", 1, 3), ("sends", 1, 2)]
+            for by, rank, ranks in [
+                ("future", 1, 2),
+                ("then", 1, 2),
+                ("then", 0, 3),
+                ("polled", 0, 2),
+                ("polled", 1, 3),
+                ("sends", 1, 2),
+            ]
         ),
         *(
             pytest.param(flags, f"4:{rank}:{place}", 2, marks=pytest.mark.grid)

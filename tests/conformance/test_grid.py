@@ -104,10 +104,10 @@ def test_second_failure_in_a_recovery_state(layout: Layout, state: str, tmp_path
 @pytest.mark.parametrize(
     ("layout", "victims"),
     [
-        pytest.param(DDP, (0, 1), id="ddp-0-1", marks=pytest.mark.grid),
+        pytest.param(DDP, (0, 1), id="ddp-0-1"),
         pytest.param(DDP, (0, 2, 3), id="ddp-three-of-four", marks=pytest.mark.grid),
         pytest.param(FSDP, (0, 2), id="fsdp-not-neighbours", marks=pytest.mark.grid),
-        pytest.param(HSDP, (0, 1), id="hsdp-same-shard-group"),
+        pytest.param(HSDP, (0, 1), id="hsdp-same-shard-group", marks=pytest.mark.grid),
         pytest.param(HSDP, (1, 2), id="hsdp-different-groups", marks=pytest.mark.grid),
     ],
 )

@@ -87,7 +87,6 @@ LAYOUTS = (
     ("megatron-fsdp", "pretrain_gpt.py", ("--bf16", "--use-megatron-fsdp")),
     ("megatron-torch-fsdp2", "pretrain_gpt.py", ("--bf16", "--use-torch-fsdp2")),
 )
-QUICK = LAYOUTS[0]
 
 pytestmark = pytest.mark.timeout(2 * TIMEOUT_S)
 
@@ -95,8 +94,7 @@ pytestmark = pytest.mark.timeout(2 * TIMEOUT_S)
 def _case(name: str, script: str, flags: tuple[str, ...]) -> object:
     """With the marker by which ``make grid-deepspeed`` or ``make grid-megatron``, and not ``make grid``, chooses it."""
     framework = {"train_deepspeed.py": "deepspeed", "pretrain_gpt.py": "megatron"}.get(script)
-    marks = [getattr(pytest.mark, framework)] if framework else []
-    marks += [] if name == QUICK[0] else [pytest.mark.grid]
+    marks = [pytest.mark.grid, *([getattr(pytest.mark, framework)] if framework else [])]
     return pytest.param(script, flags, id=name, marks=marks)
 
 

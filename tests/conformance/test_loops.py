@@ -167,6 +167,8 @@ def test_what_inductor_has_learned_of_sizes(tmp_path: Path) -> None:
     check_loop(job, run_loop(tmp_path / "reference", layout, 4, timeout_s=280), kills)
 
 
+@pytest.mark.grid
+@pytest.mark.mutants
 def test_an_object_that_begins_to_differ_in_a_redone_step_is_named(tmp_path: Path) -> None:
     """It may just as well be the trace of a variable that nobody has registered."""
     job = run_loop(tmp_path / "run", _layout("differs-later", "ddp"), 9, [Kill(1, 0, "backward", 0)])
@@ -337,6 +339,8 @@ def test_the_first_step_that_changes_tensors_above_the_block_has_no_copy(
     assert job.code == 0 and not differences(job, reference(layout)), job.explain()
 
 
+@pytest.mark.grid
+@pytest.mark.mutants
 def test_a_collective_above_the_block_costs_nothing_and_is_not_named(tmp_path: Path) -> None:
     job = run_loop(tmp_path / "run", _layout("reduce-above", "ddp"), 6)
     assert job.code == 0, job.explain()
@@ -346,7 +350,7 @@ def test_a_collective_above_the_block_costs_nothing_and_is_not_named(tmp_path: P
 @pytest.mark.parametrize(
     ("slow", "moment"),
     [
-        pytest.param("below", "below", id="after the commit"),
+        pytest.param("below", "below", id="after the commit", marks=[pytest.mark.grid, pytest.mark.mutants]),
         pytest.param("after", "optimizer", id="before it", marks=pytest.mark.grid),
     ],
 )
@@ -459,6 +463,8 @@ def test_before_that_comparison_it_is_named(step: int, tmp_path: Path) -> None:
     assert "'codebook'" in job.output and "torch.no_grad()" in job.output, job.explain()
 
 
+@pytest.mark.grid
+@pytest.mark.mutants
 def test_a_compiled_optimizer(tmp_path: Path) -> None:
     """What is done before and after its step is no part of the graph."""
     layout = Layout("compiled", "", ("--optimizer", "adamw-compiled"), nproc=2)

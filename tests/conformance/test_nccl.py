@@ -86,6 +86,8 @@ def test_connections_break_and_nobody_has_died(tmp_path: Path, reference: Callab
     assert failures, job.explain()
 
 
+@pytest.mark.grid
+@pytest.mark.mutants
 def test_a_kernel_fails_and_the_process_can_never_use_its_device_again(
     tmp_path: Path, reference: Callable[[Layout], Job]
 ) -> None:
@@ -96,6 +98,8 @@ def test_a_kernel_fails_and_the_process_can_never_use_its_device_again(
     assert failure["rank"] == 1 and "illegal memory access" in json.dumps(failure), failure
 
 
+@pytest.mark.grid
+@pytest.mark.mutants
 def test_a_replica_is_restored_from_device_to_device(tmp_path: Path, reference: Callable[[Layout], Job]) -> None:
     """All but what lies in host memory: the capsule and common state. A bit that is damaged on this way is found."""
     inject = ["rank=1,fault=sigkill,at=backward,step=3", "rank=1,fault=corrupt,at=recovery:restoring"]

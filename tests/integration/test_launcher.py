@@ -21,6 +21,7 @@ from tests.support.jobs import Job, Layout, References, RunningJob, check_clean,
 
 TINY = Path(__file__).parent.parent / "scripts" / "tiny.py"
 TWO = Layout("two", "tiny.py", nproc=2)
+LONG = Layout("plain", "", ("--steps", "30"))
 STORE = "flashrecovery.agent.stores.store_server"
 EXIT_HANDLER = """
 import atexit
@@ -93,7 +94,7 @@ def test_wrong_options_are_named(args: list[str], expected: list[str]) -> None:
 @pytest.mark.parametrize(
     "options",
     [
-        ["--standalone", "--nproc_per_node=1"],
+        pytest.param(["--standalone", "--nproc_per_node=1"], marks=[pytest.mark.grid, pytest.mark.mutants]),
         ["--rdzv_backend=c10d", "--rdzv_id=7", "--master_addr", "localhost", "--master_port", "0", "--nnodes=1"],
     ],
 )
@@ -140,15 +141,6 @@ def test_a_script_that_takes_no_protected_step_is_told_in_its_first_steps(tmp_pa
     assert f"{tmp_path / 'script.py'}:8, and none of them is protected" in first["text"], first
     assert "has ended without a protected step" in last["text"]
     check_clean(job)
-
-
-def test_run_directory_of_a_live_job_is_refused(tmp_path: Path) -> None:
-    job = RunningJob(tmp_path / "run", TWO, script=TINY, flags=["--steps", "2000"], standby=0)
-    job.wait_for("job_started")
-    done = run_cli("run", "--run-dir", str(tmp_path / "run"), str(TINY))
-    assert done.returncode == 2 and "live job" in done.stderr
-    job.popen.send_signal(signal.SIGTERM)
-    check_clean(job.wait(10))
 
 
 # -- misbehaving scripts ------------------------------------------------------------------------------
@@ -201,24 +193,28 @@ def test_unstable_data_is_refused_and_never_resumed_wrongly(tmp_path: Path) -> N
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Layout], Job]:
-    """The launch without a fault, once a mode (the layout's name)."""
+    """The launch without a fault, once a mode (the layout's name) and its flags."""
     return References(
-        lambda: tmp_path_factory.mktemp("undisturbed"), lambda path, layout: tiny(path, "--mode", layout.name)
+        lambda: tmp_path_factory.mktemp("undisturbed"),
+        lambda path, layout: tiny(path, "--mode", layout.name, *layout.flags),
     )
 
 
 MODES = ("plain", "swallow", "reduce-after", "swallow-after", "poll-after", "future-after", "evaluate-after")
 MODES += ("random-after", "idle-steps", "calls")
-QUICK_CASES = {
-    ("random-after", "optimizer"),
-    ("calls", "commit"),
-}
+QUICK_CASES = {("calls", "commit")}
+
+
+def _marks(mode: str, phase: str) -> list[pytest.MarkDecorator]:
+    if (mode, phase) in QUICK_CASES:
+        return []
+    return [pytest.mark.grid, *([pytest.mark.mutants] if (mode, phase) == ("random-after", "optimizer") else [])]
 
 
 @pytest.mark.parametrize(
     ("mode", "phase"),
     [
-        pytest.param(mode, phase, marks=() if (mode, phase) in QUICK_CASES else (pytest.mark.grid,))
+        pytest.param(mode, phase, marks=_marks(mode, phase))
         for mode in MODES
         for phase in ("backward", "optimizer", "commit")
     ],
@@ -251,9 +247,11 @@ def test_a_rank_dies_in_a_step_without_an_optimizer_step(
 
 
 @pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.grid), 1])
-def test_a_rank_dies_in_the_last_call_while_the_other_destroys_its_groups(rank: int, tmp_path: Path) -> None:
+def test_a_rank_dies_in_the_last_call_while_the_other_destroys_its_groups(
+    rank: int, tmp_path: Path, undisturbed: Callable[[Layout], Job]
+) -> None:
     """Eight steps and two evaluations, then the end of the script: the survivor waits there with its groups alive."""
-    reference = tiny(tmp_path / "reference", "--mode", "calls")
+    reference = undisturbed(Layout("calls", ""))
     job = tiny(tmp_path / "run", "--mode", "calls", inject=[f"rank={rank},at=commit,step=9"])
     assert job.code == 0, job.explain()
     check_fired(job)
@@ -275,11 +273,12 @@ def test_a_rank_dies_in_its_first_step_while_the_other_has_not_heard_that_it_may
     check_clean(job)
 
 
-def test_a_survivor_whose_collective_fails_before_it_hears_why_is_not_lost(tmp_path: Path) -> None:
+def test_a_survivor_whose_collective_fails_before_it_hears_why_is_not_lost(
+    tmp_path: Path, undisturbed: Callable[[Layout], Job]
+) -> None:
     """The launcher, with agent and controller, stands still while a rank dies."""
-    flags = ["--steps", "30", "--sleep", "0.1"]
-    reference = tiny(tmp_path / "reference", *flags)
-    running = RunningJob(tmp_path / "run", TWO, script=TINY, flags=flags, standby=0)
+    reference = undisturbed(LONG)
+    running = RunningJob(tmp_path / "run", TWO, script=TINY, flags=[*LONG.flags, "--sleep", "0.1"], standby=0)
     running.wait_for("job_started")
     os.kill(running.popen.pid, signal.SIGSTOP)
     running.kill(1)
@@ -292,11 +291,10 @@ def test_a_survivor_whose_collective_fails_before_it_hears_why_is_not_lost(tmp_p
     check_clean(job)
 
 
-def test_the_store_dies_and_then_a_rank(tmp_path: Path) -> None:
+def test_the_store_dies_and_then_a_rank(tmp_path: Path, undisturbed: Callable[[Layout], Job]) -> None:
     """The groups meet in the store that has been started anew, at the same address."""
-    flags = ["--steps", "60", "--sleep", "0.1"]
-    reference = tiny(tmp_path / "reference", *flags)
-    running = RunningJob(tmp_path / "run", TWO, script=TINY, flags=flags, standby=0)
+    reference = undisturbed(LONG)
+    running = RunningJob(tmp_path / "run", TWO, script=TINY, flags=[*LONG.flags, "--sleep", "0.1"], standby=0)
     running.wait_for("job_started")
     (store,) = (p for p in psutil.Process(running.popen.pid).children() if STORE in p.cmdline())
     store.kill()
@@ -335,14 +333,16 @@ def test_the_store_of_a_job_on_one_node_listens_there_only(tmp_path: Path) -> No
     check_clean(job)
 
 
+@pytest.mark.grid
+@pytest.mark.mutants
 def test_break_on_all_ranks_ends_the_job_well(tmp_path: Path) -> None:
     job = tiny(tmp_path / "run", "--mode", "break")
     assert job.code == 0 and len(ends(job)) == 2, job.explain()
     check_clean(job)
 
 
-def test_a_deadlocked_rank_is_found_and_replaced(tmp_path: Path) -> None:
-    reference = tiny(tmp_path / "reference")
+def test_a_deadlocked_rank_is_found_and_replaced(tmp_path: Path, undisturbed: Callable[[Layout], Job]) -> None:
+    reference = undisturbed(Layout("plain", ""))
     job = tiny(tmp_path / "run", "--mode", "deadlock", options=["--hang-timeout", "1.5"])
     assert job.code == 0, job.explain()
     (failure,) = job.of("failure_detected")
@@ -354,8 +354,10 @@ def test_a_deadlocked_rank_is_found_and_replaced(tmp_path: Path) -> None:
 
 
 @pytest.mark.grid
-def test_ranks_that_wait_for_each_other_are_told_apart_from_ranks_that_loop(tmp_path: Path) -> None:
-    reference = tiny(tmp_path / "reference")
+def test_ranks_that_wait_for_each_other_are_told_apart_from_ranks_that_loop(
+    tmp_path: Path, undisturbed: Callable[[Layout], Job]
+) -> None:
+    reference = undisturbed(Layout("plain", ""))
     job = tiny(tmp_path / "run", "--mode", "crossed", options=["--hang-timeout", "1.5"])
     assert job.code == 0, job.explain()
     (failure,) = job.of("failure_detected")
@@ -374,8 +376,10 @@ def test_a_slow_rank_is_reported_and_nothing_else_happens(tmp_path: Path) -> Non
     check_clean(job)
 
 
-def test_an_exception_between_two_steps_is_a_failure_like_any_other(tmp_path: Path) -> None:
-    reference = tiny(tmp_path / "reference")
+def test_an_exception_between_two_steps_is_a_failure_like_any_other(
+    tmp_path: Path, undisturbed: Callable[[Layout], Job]
+) -> None:
+    reference = undisturbed(Layout("plain", ""))
     job = tiny(tmp_path / "run", "--mode", "raise-between")
     assert job.code == 0, job.explain()
     (failure,) = job.of("failure_detected")
@@ -415,16 +419,34 @@ def test_a_replacement_gets_the_set_up_values_of_its_predecessor(tmp_path: Path)
 # -- ends -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("number", [pytest.param(signal.SIGINT, marks=pytest.mark.grid), signal.SIGTERM])
-def test_signals_end_everything_within_five_seconds(number: int, tmp_path: Path) -> None:
-    job = RunningJob(tmp_path / "run", TWO, script=TINY, flags=["--steps", "5000"], standby=1)
-    job.wait_for("standby_ready")
+def _ends_within_five_seconds(job: RunningJob, number: signal.Signals) -> None:
     began = time.monotonic()
     job.popen.send_signal(number)
     ended = job.wait(10)
     assert time.monotonic() - began < 5.0
-    assert ended.code == 1 and signal.Signals(number).name in ended.output, ended.explain()
+    assert ended.code == 1 and number.name in ended.output, ended.explain()
     check_clean(ended)
+
+
+@pytest.mark.grid
+def test_ctrl_c_ends_everything_within_five_seconds(tmp_path: Path) -> None:
+    job = RunningJob(tmp_path / "run", TWO, script=TINY, flags=["--steps", "5000"], standby=1)
+    job.wait_for("standby_ready")
+    _ends_within_five_seconds(job, signal.SIGINT)
+
+
+def test_a_live_job_keeps_its_directory_replenishes_its_standby_and_ends_at_a_signal(tmp_path: Path) -> None:
+    job = RunningJob(tmp_path / "run", TWO, script=TINY, flags=["--steps", "5000"], standby=1)
+    job.wait_for("standby_ready")
+    done = run_cli("run", "--run-dir", str(tmp_path / "run"), str(TINY))
+    assert done.returncode == 2 and "live job" in done.stderr
+    before = job.ranks()
+    os.kill(before[1], signal.SIGKILL)
+    job.wait_for("recovery_finished")
+    after = job.ranks()
+    assert after[0] == before[0] and after[1] != before[1]
+    job.wait_for("standby_ready", generation=1, ready=1)
+    _ends_within_five_seconds(job, signal.SIGTERM)
 
 
 def test_ctrl_c_in_the_first_moment_of_a_launch_ends_it_in_order(tmp_path: Path) -> None:
@@ -449,25 +471,6 @@ def test_a_killed_launcher_takes_its_processes_with_it(tmp_path: Path) -> None:
     check_clean(ended)
 
 
-def test_a_used_standby_is_replenished(tmp_path: Path) -> None:
-    job = RunningJob(tmp_path / "run", TWO, script=TINY, flags=["--steps", "5000"], standby=1)
-    job.wait_for("standby_ready", count=1)
-    before = job.ranks()
-    os.kill(before[1], signal.SIGKILL)
-    job.wait_for("recovery_finished")
-    after = job.ranks()
-    assert after[0] == before[0] and after[1] != before[1]
-    deadline = time.monotonic() + 30
-    while time.monotonic() < deadline:
-        if [e for e in job.events() if e["event"] == "standby_ready" and e["generation"] == 1 and e["ready"] == 1]:
-            break
-        time.sleep(0.1)
-    else:
-        raise AssertionError(job.events())
-    job.popen.send_signal(signal.SIGTERM)
-    check_clean(job.wait(10))
-
-
 def test_all_ranks_killed_at_once_is_a_clear_error(tmp_path: Path) -> None:
     job = RunningJob(tmp_path / "run", TWO, script=TINY, flags=["--steps", "5000"], standby=0)
     job.wait_for("job_started")
@@ -479,7 +482,7 @@ def test_all_ranks_killed_at_once_is_a_clear_error(tmp_path: Path) -> None:
     check_clean(ended)
 
 
-def test_the_same_script_under_python_and_torchrun(tmp_path: Path) -> None:
+def test_the_same_script_under_python_and_torchrun(tmp_path: Path, undisturbed: Callable[[Layout], Job]) -> None:
     env = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
     alone = {**env, "RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
     done = subprocess.run(
@@ -492,7 +495,7 @@ def test_the_same_script_under_python_and_torchrun(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *files]
     done = subprocess.run([*command, str(TINY)], capture_output=True, text=True, timeout=90, env=env, check=False)
     assert done.returncode == 0 and done.stderr.count("recovery is off") == 1, done.stderr
-    ours = tiny(tmp_path / "run")
+    ours = undisturbed(Layout("plain", ""))
     outputs = [file.read_text() for file in (tmp_path / "torchrun").rglob("stdout.log")]
     torchrun = {int(m[1]): (m[2], m[4]) for output in outputs for m in _END.finditer(output)}
     assert ends(ours) == torchrun  # recovery changes nothing of a healthy run

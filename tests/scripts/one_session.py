@@ -4,6 +4,7 @@ of the loop without a stop. Not a test of recovery between ranks; those start re
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import json
 import os
@@ -343,6 +344,7 @@ def main() -> None:
             continue
         for place in PLACES:
             undisturbed, end, _ = train(part, place, None)
+            gc.freeze()  # as in a rank: each session looks through all objects of its process that are not frozen
             for moment in MOMENTS:
                 steps, other_end, notices = train(part, place, moment)
                 same_steps = [i for i in undisturbed if steps.get(i) != undisturbed[i]]

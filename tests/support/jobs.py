@@ -251,19 +251,19 @@ def run_job(run_dir: Path, layout: Layout, *, timeout_s: float = 120, **kwargs: 
 
 
 class References:
-    """The same launches without a fault, each made once. ``folder``: gives a new directory; ``launch``: runs a layout
-    in the given run directory."""
+    """The same launches without a fault, each layout's made once. ``folder``: gives a new directory; ``launch``: runs a
+    layout in the given run directory."""
 
     def __init__(self, folder: Callable[[], Path], launch: Callable[[Path, Layout], Job]) -> None:
         self._folder = folder
         self._launch = launch
-        self._jobs: dict[str, Job] = {}
+        self._jobs: dict[Layout, Job] = {}
 
     def __call__(self, layout: Layout) -> Job:
-        if layout.name not in self._jobs:
-            self._jobs[layout.name] = self._launch(self._folder() / layout.name, layout)
-            check_clean(self._jobs[layout.name])
-        return self._jobs[layout.name]
+        if layout not in self._jobs:
+            self._jobs[layout] = self._launch(self._folder() / layout.name, layout)
+            check_clean(self._jobs[layout])
+        return self._jobs[layout]
 
 
 def check_clean(job: Job) -> None:

@@ -53,7 +53,7 @@ def test_a_run_that_loses_the_rank_that_logs(tmp_path: Path) -> None:
 
 @pytest.mark.grid
 @pytest.mark.deepspeed
-@pytest.mark.parametrize("at", ["forward", "backward", "optimizer", "commit", "below"])
+@pytest.mark.parametrize("at", ["forward", "backward", "optimizer", "commit"])
 def test_each_phase_with_deepspeed(at: str, tmp_path: Path) -> None:
     reference, there = run(tmp_path / "reference", flags=["--framework", "deepspeed"])
     job, files = run(tmp_path / "run", [f"rank=0,fault=sigkill,at={at},step=3"], ["--framework", "deepspeed"])

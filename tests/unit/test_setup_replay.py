@@ -119,11 +119,13 @@ with open("run/plain.csv", "w") as file:
     file.write("step,loss\\n")
 held = open("run/held.log", "w", buffering=1)
 held.write("header\\n")
+pathed = Path("run/pathed.log").open("x", buffering=1)
 logging.basicConfig(filename="run/logged.log", filemode="w", force=True, format="%(message)s", level="INFO")
 logging.info("header")
 def step():
     held.write("step\\n")
     logging.info("step")
+    pathed.write("step\\n")
     with open("run/plain.csv", "a") as file:
         file.write("0,1\\n")
     os._exit(0)
@@ -133,10 +135,12 @@ def step():
 def test_logs_are_not_cut_off(tmp_path: Path) -> None:
     first, second = both(tmp_path, LOG)
     read = {
-        name: (tmp_path / "run" / name).read_text() for name in ("plain.csv", "held.log", "logged.log", "config.json")
+        name: (tmp_path / "run" / name).read_text()
+        for name in ("plain.csv", "held.log", "logged.log", "config.json", "pathed.log")
     }
     assert read["held.log"] == read["logged.log"] == "header\nstep\nstep\n"
     assert read["plain.csv"] == "step,loss\n0,1\n0,1\n" and read["config.json"] == "{}"
+    assert read["pathed.log"] == "step\nstep\n"
     assert first == "" and "file_kept" in second and "train.py:10 (held.log)" in second and "pid" not in second
 
 

@@ -13,6 +13,7 @@ import fcntl
 import functools
 import io
 import os
+import pathlib
 import sys
 import weakref
 from collections.abc import Callable
@@ -25,7 +26,7 @@ from flashrecovery.worker.setup_replay.record import SetupRecord
 
 _MOST = 1024
 """Files, and folders, that are recorded."""
-_PLAIN = frozenset({"logging", "logging.handlers", "pathlib", "codecs", "contextlib"})
+_PLAIN = frozenset({"logging", "pathlib", "codecs", "contextlib"})
 """Modules of Python's own that open a file as it is for the script; others write a format that nothing is added to."""
 
 
@@ -65,17 +66,18 @@ class WrittenFiles:
                 if dir_fd is None:
                     self._note_folder(path)
 
+        accessor = getattr(pathlib, "_normal_accessor", None)  # of Python 3.10, which asks it and not io and os
+        of_paths = [] if accessor is None else [(accessor, "open", open_), (accessor, "mkdir", mkdir)]
+        places = [(builtins, "open", open_), (io, "open", open_), (os, "mkdir", mkdir), *of_paths]
+        replaced = [(module, name, ours, getattr(module, name)) for module, name, ours in places]
+
         def undo() -> None:
-            for module, name, ours, before in (
-                (builtins, "open", open_, open_before),
-                (io, "open", open_, open_before),
-                (os, "mkdir", mkdir, mkdir_before),
-            ):
+            for module, name, ours, before in replaced:
                 if getattr(module, name) is ours:
                     setattr(module, name, before)
 
-        builtins.open = io.open = open_
-        os.mkdir = mkdir
+        for module, name, ours in places:
+            setattr(module, name, ours)
         self._undo = undo
 
     def stop(self) -> None:
@@ -110,7 +112,7 @@ class WrittenFiles:
         said = f"{Path(caller.f_code.co_filename).name}:{caller.f_lineno} ({os.path.basename(path)})"
         if now == left:
             return before(file, mode, *arguments, **more)
-        plain = caller is frame or frame.f_globals.get("__name__") in _PLAIN
+        plain = caller is frame or str(frame.f_globals.get("__name__")).partition(".")[0] in _PLAIN
         if not plain or len(arguments) > 5 or more.get("opener") is not None:
             self.truncated.append(said)
             return before(file, mode, *arguments, **more)

@@ -156,6 +156,27 @@ except FileExistsError:
     assert both(tmp_path, text) == ("was there\n", "was there\n")
 
 
+def test_locks_and_guards_stay_the_scripts_own(tmp_path: Path) -> None:
+    """A file or folder whose being there tells that somebody has been faster is no name of a run."""
+    text = """
+import contextlib, os, uuid
+from pathlib import Path
+try:
+    os.mkdir("built")
+    print("first")
+except FileExistsError:
+    print("later")
+with contextlib.suppress(OSError):
+    open("built/lock", "x").close()
+    print("locked")
+run = Path(uuid.uuid4().hex)
+run.mkdir()
+os.symlink("../built", run / "link")
+(run / "link2").symlink_to("../built")
+"""
+    assert both(tmp_path, text) == ("first\nlocked\n", "later\n")
+
+
 def test_a_compressed_log_is_named(tmp_path: Path) -> None:
     text = """
 import gzip

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import ast
+import functools
 import os
+from collections.abc import Set
+from pathlib import Path
 from types import FrameType
 
 from flashrecovery.worker.preimport.preimport import Installed
@@ -12,6 +16,15 @@ TRACKER_MODULES = ("wandb", "trackio", "torch.utils.tensorboard", "transformers.
 """Installed packages that draw the ids of runs, and name folders by the time, in the script's place."""
 _STDLIB = os.path.dirname(os.path.realpath(os.__file__)) + os.sep
 _FRAMES = 6
+
+
+@functools.lru_cache(maxsize=64)
+def text_of(file: str) -> ast.Module | None:
+    """The text of a script's file; None for a notebook's cell, or code that was made by a program."""
+    try:
+        return ast.parse(Path(file).read_bytes())
+    except (OSError, SyntaxError, ValueError):
+        return None
 
 
 class CallSites:
@@ -34,10 +47,15 @@ class CallSites:
             return None
         return caller
 
-    def naming(self, frame: FrameType | None) -> FrameType | None:
-        """The caller, if it is in one of the script's own files, or in a tracker of experiments."""
-        caller = self.caller(frame)
-        if caller is None or not self._installed.has_file(caller.f_code.co_filename):
+    def naming(self, frame: FrameType | None, through: Set[str]) -> FrameType | None:
+        """Who has called by way of these modules of Python's own, if it is one of the script's own files, or a tracker
+        of experiments."""
+        caller = frame
+        while caller is not None and str(caller.f_globals.get("__name__")) in through:
+            caller = caller.f_back
+        if caller is None or self._is_python(caller.f_code.co_filename):
+            return None
+        if not self._installed.has_file(caller.f_code.co_filename):
             return caller
         module = str(caller.f_globals.get("__name__", ""))
         tracks = module.partition(".")[0] in TRACKERS or module.startswith(TRACKER_MODULES)

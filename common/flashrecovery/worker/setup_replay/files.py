@@ -18,10 +18,12 @@ import sys
 import weakref
 from collections.abc import Callable
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from flashrecovery.runtime import process_end
-from flashrecovery.worker.setup_replay.call_sites import CallSites
+from flashrecovery.worker.script_text.caught_errors import catches_existing
+from flashrecovery.worker.setup_replay.call_sites import CallSites, text_of
 from flashrecovery.worker.setup_replay.record import SetupRecord
 
 _MOST = 1024
@@ -45,7 +47,7 @@ class WrittenFiles:
         """Where one that had been written to was cut off, and which."""
 
     def start(self) -> None:
-        open_before, mkdir_before = io.open, os.mkdir
+        open_before, mkdir_before, symlink_before = io.open, os.mkdir, os.symlink
         self._on = True
 
         @functools.wraps(open_before)
@@ -66,9 +68,27 @@ class WrittenFiles:
                 if dir_fd is None:
                     self._note_folder(path)
 
+        @functools.wraps(symlink_before)
+        def symlink(source: Any, path: Any, *arguments: Any, **more: Any) -> None:
+            try:
+                symlink_before(source, path, *arguments, **more)
+            except FileExistsError:
+                if not self._made_before(path):
+                    raise
+            else:
+                self._note_folder(path)
+
         accessor = getattr(pathlib, "_normal_accessor", None)  # of Python 3.10, which asks it and not io and os
-        of_paths = [] if accessor is None else [(accessor, "open", open_), (accessor, "mkdir", mkdir)]
-        places = [(builtins, "open", open_), (io, "open", open_), (os, "mkdir", mkdir), *of_paths]
+        of_names = (("open", open_), ("mkdir", mkdir), ("symlink", symlink))
+        of_paths: list[tuple[Any, str, Any]]
+        of_paths = [] if accessor is None else [(accessor, n, f) for n, f in of_names]
+        places: list[tuple[Any, str, Any]] = [
+            (builtins, "open", open_),
+            (io, "open", open_),
+            (os, "mkdir", mkdir),
+            (os, "symlink", symlink),
+        ]
+        places += of_paths
         replaced = [(module, name, ours, getattr(module, name)) for module, name, ours in places]
 
         def undo() -> None:
@@ -108,6 +128,8 @@ class WrittenFiles:
         left, now = self._record.files.get(path), _state(path)
         if left is None or now is None:
             return before(file, mode, *arguments, **more)
+        if "x" in mode and _catches(caller):
+            return before(file, mode, *arguments, **more)
         mode = mode.replace("x", "w")  # it is the predecessor's
         said = f"{Path(caller.f_code.co_filename).name}:{caller.f_lineno} ({os.path.basename(path)})"
         if now == left:
@@ -124,11 +146,13 @@ class WrittenFiles:
     # -- folders ----------------------------------------------------------------------------------
 
     def _made_before(self, path: Any) -> bool:
-        """Whether the predecessor's set-up has made this folder, and this line would have made it."""
-        if not self._on or not self._replays or self._sites.own(sys._getframe(2)) is None:
+        """Whether the predecessor's set-up has made this folder or link, and this line would have made it."""
+        if not self._on or not self._replays:
             return False
-        found = _absolute(path)
-        return found in self._record.folders and os.path.isdir(found)
+        caller, found = self._sites.own(sys._getframe(2)), _absolute(path)
+        if caller is None or _catches(caller):
+            return False
+        return found in self._record.folders and os.path.lexists(found)
 
     def _note_folder(self, path: Any) -> None:
         if not self._on or self._replays or process_end.is_fork() or len(self._record.folders) >= _MOST:
@@ -136,6 +160,12 @@ class WrittenFiles:
         found = _absolute(path)
         if found is not None and self._sites.own(sys._getframe(2)) is not None:
             self._record.folders.append(found)
+
+
+def _catches(caller: FrameType) -> bool:
+    """Whether the script's own text deals with what is there already."""
+    tree = text_of(caller.f_code.co_filename)
+    return tree is not None and catches_existing(tree, caller.f_lineno)
 
 
 def _nowhere(_path: str, flags: int) -> int:

@@ -16,7 +16,6 @@ Where a replacement asks more often, or from another line, it draws anew. Clocks
 
 from __future__ import annotations
 
-import ast
 import ctypes
 import datetime
 import functools
@@ -36,7 +35,7 @@ from typing import Any, TypeVar
 from flashrecovery.runtime import process_end
 from flashrecovery.util.import_hooks import install
 from flashrecovery.worker.script_text.clock_names import ClockNames
-from flashrecovery.worker.setup_replay.call_sites import CallSites
+from flashrecovery.worker.setup_replay.call_sites import CallSites, text_of
 from flashrecovery.worker.setup_replay.record import SetupRecord
 
 T = TypeVar("T")
@@ -44,6 +43,8 @@ _MOST = 4096
 """Draws that are recorded, and bytes of one."""
 _OF_FOLDERS = frozenset({"now", "utcnow", "strftime"})
 """What trackers name folders with. Files they name by ``time.time()``, and each process needs its own."""
+_BETWEEN = frozenset({"uuid", "secrets", "random", "tempfile"})
+"""Other modules of Python's own draw for themselves: names of sockets, keys."""
 _UTC = datetime.timezone.utc
 
 
@@ -109,7 +110,7 @@ class DrawnValues:
     def _caller(self, frame: FrameType) -> FrameType | None:
         if not self._on or process_end.is_fork():
             return None
-        return self._sites.naming(frame)
+        return self._sites.naming(frame, _BETWEEN)
 
     # -- randomness -------------------------------------------------------------------------------
 
@@ -195,11 +196,11 @@ class DrawnValues:
 
     def _naming_caller(self, frame: FrameType, function: str) -> FrameType | None:
         caller = self._caller(frame)
-        if caller is None or caller is not frame:  # a module of Python's own asks for itself
+        if caller is None or caller is not frame:
             return None
         if function not in _OF_FOLDERS and not self._sites.is_own(caller):
             return None
-        text = _text_of(caller.f_code.co_filename)
+        text = _clock_names(caller.f_code.co_filename)
         return caller if text is not None and text.names(caller.f_lineno, function) else None
 
     def _replace_dates(self) -> None:
@@ -277,11 +278,9 @@ def _seconds_of(name: str) -> Callable[[time.struct_time], str]:
 
 
 @functools.lru_cache(maxsize=64)
-def _text_of(file: str) -> ClockNames | None:
-    try:
-        return ClockNames(ast.parse(Path(file).read_bytes()))
-    except (OSError, SyntaxError, ValueError):  # a notebook's cell, or code that was made by a program
-        return None
+def _clock_names(file: str) -> ClockNames | None:
+    tree = text_of(file)
+    return None if tree is None else ClockNames(tree)
 
 
 def _within(frame: FrameType | None, kind: str) -> bool:

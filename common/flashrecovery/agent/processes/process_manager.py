@@ -154,6 +154,46 @@ class ProcessManager:
         finally:
             self._coming_in.remove(command.rank)
 
+    def _fence_old(self, rank: int, *, detached: bool) -> WorkerProcess | None:
+        """First step of filling a rank: nothing of the old process runs on. Returns what was there before; it has the
+        rank's page until another one has taken it over."""
+        filling = self.ranks.pop(rank, None)
+        if filling is not None:
+            filling.dead = True
+            filling.kill()
+            self._before[rank] = filling
+        (self._goes_on.add if detached else self._goes_on.discard)(rank)
+        old = self._before.get(rank)
+        self._snapshots.filled(rank, detached=detached, was_here=old is not None)
+        return old
+
+    def _take_rank(self, process: WorkerProcess, command: pb.Command, log: str) -> list[WorkerProcess]:
+        """``process`` fills the rank from now on. Returns those whose memory on its GPU must be free before it runs."""
+        rank, replace = command.rank, command.replace
+        self._before.pop(rank, None)
+        process.rank, process.local_rank, process.generation = rank, replace.local_rank, command.generation
+        process.store, process.attempt = (replace.store_host, replace.store_port), replace.attempt
+        process.beside, process.log = replace.beside > 0, log
+        self.ranks[rank] = process
+        if self._node_leaves:
+            process.page.set_leaving()
+        others = self._enter_gpu(process)
+        if self._config.log == "all" or (self._config.log == "0" and rank == 0):
+            self._tail.follow(Path(log), f"[rank{rank}]")
+        if self._places is not None:
+            self._places.filled(process, log)
+        return others
+
+    async def _bury_old(self, rank: int, old: WorkerProcess, *, hear_out: bool) -> None:
+        """Returns when the old process has ended and its GPU memory is free."""
+        while not await old.gone(self._config.timeouts.fence_s):
+            waits = f"pid {old.pid} has not ended after SIGKILL; its rank is not filled before that"
+            self._foreman.notice(rank, NoticeKind.FENCE_TIMEOUT, waits)
+        await self._free_gpu(rank, old)
+        if hear_out:
+            await old.hear_out(LAST_WORDS_S)
+        self._tasks.start(self._bury(old))
+
     async def _fill(self, command: pb.Command, *, hear_out: bool) -> tuple[WorkerProcess, pb.WorkerStarted] | None:
         rank, replace = command.rank, command.replace
         self._orders[rank] = order = self._orders.get(rank, 0) + 1
@@ -164,14 +204,7 @@ class ProcessManager:
                 return None
         there = {} if self._places is None else self._places.env(replace.local_rank, rank)
         env = {**there, **self._env(), **rank_env(self._config, rank, command.generation, replace)}
-        old = self.ranks.pop(rank, None)
-        if old is not None:
-            old.dead = True
-            old.kill()  # the fence: nothing of the old process runs on once the rank is filled again
-            self._before[rank] = old
-        (self._goes_on.add if replace.detached else self._goes_on.discard)(rank)
-        old = self._before.get(rank)
-        self._snapshots.filled(rank, detached=replace.detached, was_here=old is not None)
+        old = self._fence_old(rank, detached=replace.detached)
         # Who is built up beside training takes part in the next generation at the earliest.
         log = self._run_dir.log_path(rank, command.generation + (replace.beside > 0))
         standby = self.pool.take(replace.local_rank) if replace.detached and own else None
@@ -179,18 +212,7 @@ class ProcessManager:
         process = standby or await self._start(new, lambda: self._orders[rank] == order)
         if process is None:
             return None
-        self._before.pop(rank, None)
-        process.rank, process.local_rank, process.generation = rank, replace.local_rank, command.generation
-        process.store, process.attempt = (replace.store_host, replace.store_port), replace.attempt
-        process.beside, process.log = replace.beside > 0, str(log)
-        self.ranks[rank] = process
-        if self._node_leaves:
-            process.page.set_leaving()
-        others = self._enter_gpu(process)
-        if self._config.log == "all" or (self._config.log == "0" and rank == 0):
-            self._tail.follow(log, f"[rank{rank}]")
-        if self._places is not None:
-            self._places.filled(process, str(log))
+        others = self._take_rank(process, command, str(log))
         if old is not None and replace.detached:
             process.page.inherit(old.page)
         if replace.beside:
@@ -202,13 +224,7 @@ class ProcessManager:
         if standby is None and not self._is_over(process):
             await self._take_on(process)
         if old is not None:
-            while not await old.gone(self._config.timeouts.fence_s):
-                waits = f"pid {old.pid} has not ended after SIGKILL; its rank is not filled before that"
-                self._foreman.notice(rank, NoticeKind.FENCE_TIMEOUT, waits)
-            await self._free_gpu(rank, old)
-            if hear_out:
-                await old.hear_out(LAST_WORDS_S)
-            self._tasks.start(self._bury(old))
+            await self._bury_old(rank, old, hear_out=hear_out)
         for other in others:
             if other is not old:
                 await self._free_gpu(rank, other)

@@ -22,29 +22,30 @@ def records(
     found = {}
     for rank in range(size):
         record = RankRecord(rank)
-        record.needs = {f"w#shard={rank}/{size}": 100, "common": 10, f"capsule@{rank}": 5}
-        record.divided = frozenset({f"w#shard={rank}/{size}"})
+        record.inventory.needs = {f"w#shard={rank}/{size}": 100, "common": 10, f"capsule@{rank}": 5}
+        record.inventory.divided = frozenset({f"w#shard={rank}/{size}"})
         kept = (version,) if copies is None else copies.get(rank, ())
         owner = (rank - 1) % size
         names = [f"w#shard={owner}/{size}", f"capsule@{owner}"]
         held = [pb.Held(kind=Kind.COPY.value, version=v, shards=names, nbytes=[100, 5]) for v in kept]
-        record.take_inventory(version, held)
+        record.inventory.take(version, held)
         found[rank] = record
     return found
 
 
 def without(everybody: dict[int, RankRecord], *ranks: int) -> dict[int, dict[str, int]]:
-    return {rank: everybody.pop(rank).needs for rank in ranks}
+    return {rank: everybody.pop(rank).inventory.needs for rank in ranks}
 
 
 def test_whether_state_is_divided() -> None:
     everybody = records()
     assert divided(list(everybody.values()))
-    everybody[2].need_no_part()
+    everybody[2].inventory.need_no_part()
     assert divided(list(everybody.values()))
     assert divided(list(records(1).values()))  # it has all parts, and others are to get theirs
     for record in everybody.values():
-        record.needs, record.divided = {"w": 100, "common": 10, f"capsule@{record.rank}": 5}, frozenset()
+        record.inventory.needs = {"w": 100, "common": 10, f"capsule@{record.rank}": 5}
+        record.inventory.divided = frozenset()
     assert not divided(list(everybody.values()))
 
 
@@ -52,7 +53,7 @@ def test_what_nobody_else_needs_is_left_behind() -> None:
     everybody = records()
     departed = without(everybody, 1)
     assert [(n.rank, n.shard) for n in left_behind(departed, everybody.values())] == [(1, "w#shard=1/4")]
-    everybody[2].needs["w#shard=1/4"] = 100  # a replica
+    everybody[2].inventory.needs["w#shard=1/4"] = 100  # a replica
     assert left_behind(departed, everybody.values()) == []
 
 
@@ -86,8 +87,8 @@ def test_all_go_back_to_the_version_of_the_copies() -> None:
     """The others have their own of it, too."""
     everybody = records(copies=dict.fromkeys(range(4), (6,)))
     for record in everybody.values():
-        own = [pb.Held(kind=Kind.UNDO.value, version=6, shards=list(record.needs))]
-        record.take_inventory(7, [*own, pb.Held(kind="copy", version=6, shards=[f"w#shard={(record.rank - 1) % 4}/4"])])
+        own = [pb.Held(kind=Kind.UNDO.value, version=6, shards=list(record.inventory.needs))]
+        record.inventory.take(7, [*own, pb.Held(kind="copy", version=6, shards=[f"w#shard={(record.rank - 1) % 4}/4"])])
     departed = without(everybody, 1)
     round_ = decide(everybody, None, range(4), departed).round
     assert round_.version == 6 and round_.reshape is not None
@@ -112,7 +113,7 @@ def test_the_last_ones_leave_as_far_as_their_state_is_elsewhere() -> None:
 def test_of_replicas_the_last_ones_leave() -> None:
     everybody = records()
     for record in everybody.values():
-        record.needs = {"w": 100, "common": 10, f"capsule@{record.rank}": 5}
+        record.inventory.needs = {"w": 100, "common": 10, f"capsule@{record.rank}": 5}
     assert choose_leaving(everybody, {}, 3, 7) == [1, 2, 3]
 
 
@@ -127,8 +128,8 @@ def test_a_capsule_that_nobody_has_is_another_ranks_in_an_elastic_job() -> None:
     """What each rank has for itself there is as good as equal. In any other job it is lost."""
     everybody = records(2, copies={})
     for record in everybody.values():
-        record.needs = {"w": 100, "common": 10, f"capsule@{record.rank}": 5}
-    everybody[1].take_inventory(-1, [])
+        record.inventory.needs = {"w": 100, "common": 10, f"capsule@{record.rank}": 5}
+    everybody[1].inventory.take(-1, [])
     with pytest.raises(JobFailedError, match="capsule@1"):
         decide(everybody, None)
     round_ = decide(everybody, None, (0, 1)).round
@@ -143,8 +144,8 @@ def test_a_capsule_that_nobody_has_is_another_ranks_in_an_elastic_job() -> None:
 def test_who_has_nothing_does_not_stay_alone() -> None:
     everybody = records()
     for record in everybody.values():
-        record.needs = {"w": 100, "common": 10, f"capsule@{record.rank}": 5}
-        record.take_inventory(7 if record.rank == 3 else -1, [])
+        record.inventory.needs = {"w": 100, "common": 10, f"capsule@{record.rank}": 5}
+        record.inventory.take(7 if record.rank == 3 else -1, [])
     assert choose_leaving(everybody, {}, 3, 7) == [0, 1, 2]
     assert choose_leaving(everybody, {}, 3, 7, on_disk=True) == [1, 2, 3]
     assert choose_leaving(everybody, {}, 1, 7, named=[3]) is None
@@ -170,8 +171,9 @@ def test_a_rank_of_which_nothing_is_known_has_had_its_part() -> None:
         decide(everybody, None, range(4), departed)
     assert decide(everybody, (5, "step-5"), range(4), departed).checkpoint == "step-5"
     for record in everybody.values():
-        record.needs, record.divided = {"w": 100, "common": 10, f"capsule@{record.rank}": 5}, frozenset()
-        record.take_inventory(7, [])
+        record.inventory.needs = {"w": 100, "common": 10, f"capsule@{record.rank}": 5}
+        record.inventory.divided = frozenset()
+        record.inventory.take(7, [])
     assert left_behind(departed, everybody.values()) == []
 
 
@@ -180,7 +182,7 @@ def test_only_a_copy_is_served() -> None:
     everybody = records(copies={})
     departed = without(everybody, 1)
     own = pb.Held(kind=Kind.UNDO.value, version=7, shards=["w#shard=1/4"], nbytes=[100])
-    everybody[2].take_inventory(7, [own])
+    everybody[2].inventory.take(7, [own])
     assert custody(left_behind(departed, everybody.values()), everybody.values(), 7) is None
 
 

@@ -7,7 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from flashrecovery.controller.state.rank_record import RankRecord, capsule_name
+from flashrecovery.controller.state.rank_inventory import capsule_name
+from flashrecovery.controller.state.rank_record import RankRecord
 from flashrecovery.controller.state.restore_plan import decide
 from flashrecovery.errors import JobFailedError
 from flashrecovery.plan import Kind, NoCut, newest_cut, plan_restore
@@ -21,16 +22,16 @@ def some_world(pick: random.Random) -> dict[int, RankRecord]:
     records = {}
     for rank in range(world):
         record = records[rank] = RankRecord(rank)
-        record.needs = {f"model/{rank % 3}": 100, "common": 10, capsule_name(rank): 5}
-        record.live = pick.choice([7, 7, 7, 7, 6, 8, -1])
-        record.capsules = tuple(v for v in (5, 6, 7, 8) if pick.random() < 0.6)
+        record.inventory.needs = {f"model/{rank % 3}": 100, "common": 10, capsule_name(rank): 5}
+        record.inventory.live = pick.choice([7, 7, 7, 7, 6, 8, -1])
+        record.inventory.capsules = tuple(v for v in (5, 6, 7, 8) if pick.random() < 0.6)
         held = []
         for name in ("common", f"model/{rank % 3}", capsule_name((rank - 1) % world), "nobody needs it"):
             if pick.random() < 0.4:
                 kind = Kind.COPY if name.startswith("capsule") else Kind.UNDO
                 version = pick.choice([6, 7, 7, 8])
                 held.append(pb.Held(kind=kind.value, version=version, shards=[name], nbytes=[5]))
-        record.take_inventory(record.live, held)
+        record.inventory.take(record.inventory.live, held)
     return records
 
 
@@ -39,8 +40,8 @@ def test_the_short_way_is_the_long_one() -> None:
     plain = 0
     for _ in range(2000):
         records = some_world(pick)
-        needs = [n for r in records.values() for n in r.need_list()]
-        holdings = [h for r in records.values() for h in r.holdings()]
+        needs = [n for r in records.values() for n in r.inventory.need_list()]
+        holdings = [h for r in records.values() for h in r.inventory.holdings()]
         cut = newest_cut(needs, holdings)
         if isinstance(cut, NoCut):
             with pytest.raises(JobFailedError):
@@ -58,10 +59,10 @@ def test_of_thousands_of_equal_holders_as_many_are_looked_at_as_can_make_a_diffe
     records = {}
     for rank in range(world):
         record = records[rank] = RankRecord(rank)
-        record.needs = {f"model/{rank % 1000}": 100, "common": 10, capsule_name(rank): 5}
+        record.inventory.needs = {f"model/{rank % 1000}": 100, "common": 10, capsule_name(rank): 5}
         kept = capsule_name((rank - 8) % world)
         held = [] if rank in lost else [pb.Held(kind="copy", version=7, shards=[kept], nbytes=[5])]
-        record.take_inventory(-1 if rank in lost else 7, held)
+        record.inventory.take(-1 if rank in lost else 7, held)
     found = decide(records, None).round
     assert found.version == 7 and len(found.holdings) < 300
     sources = {(t.dest, t.shard): t.source for t in found.plan.transfers}
@@ -81,7 +82,7 @@ def protected(world: int, losses: int, newest: int = 7) -> dict[int, RankRecord]
     records = {}
     for rank in ranks:
         record = records[rank] = RankRecord(rank)
-        record.needs = {f"own#{rank}": SHARD, "common": 10, capsule_name(rank): 5}
+        record.inventory.needs = {f"own#{rank}": SHARD, "common": 10, capsule_name(rank): 5}
         before = [(rank - step) % world for step in range(1, losses + 1)]
         kept = [pb.Held(kind="copy", version=v, shards=[capsule_name(r)], nbytes=[5]) for r in before for v in versions]
         kept += [pb.Held(kind="undo", version=newest - 1, shards=[f"own#{rank}", "common", capsule_name(rank)])]
@@ -95,7 +96,7 @@ def protected(world: int, losses: int, newest: int = 7) -> dict[int, RankRecord]
             encodings=[encoding],
             told=[pb.Told(owner=r, version=v, shards=[f"own#{r}"], nbytes=[SHARD]) for r in before for v in versions],
         )
-        record.take_inventory(newest, kept, parity)
+        record.inventory.take(newest, kept, parity)
     return records
 
 
@@ -121,10 +122,10 @@ def test_a_version_that_some_have_not_made_parity_of_yet_is_not_gone_to() -> Non
     records = protected(4, 1)
     records[2].forget_process()
     for rank in (0, 1, 3):
-        parity = records[rank].parity
+        parity = records[rank].inventory.parity
         assert parity is not None
         old = [EncodingHeld(3, (SHARD,) * 4, 1, 64, frozenset({6}), frozenset()) for _ in parity.encodings]
-        records[rank].parity = replace(parity, encodings=tuple(old))
+        records[rank].inventory.parity = replace(parity, encodings=tuple(old))
     found = decide(records, None).round
     assert found.version == 6 and [o.version for o in found.decodes] == [6]
 

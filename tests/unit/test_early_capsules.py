@@ -18,22 +18,22 @@ NEEDS = {"param/w": 16, "common": 10}
 
 def survivor(rank: int, live: int, late: Sequence[int] = (), undo: Sequence[int] = ()) -> RankRecord:
     record = RankRecord(rank)
-    record.needs = {**NEEDS, f"capsule@{rank}": 1}
+    record.inventory.needs = {**NEEDS, f"capsule@{rank}": 1}
     held = [pb.Held(kind="undo", version=v) for v in undo]
-    record.take_inventory(live, held)
-    record.late = frozenset(late)
+    record.inventory.take(live, held)
+    record.inventory.late = frozenset(late)
     record.place = Place.STOPPED
     return record
 
 
 def victim(rank: int, final: Sequence[int], early: Sequence[int], *, joined: bool = False) -> RankRecord:
     record = RankRecord(rank)
-    record.needs = {**NEEDS, f"capsule@{rank}": 1}
-    record.capsules, record.early = (*final, *early), frozenset(early)
+    record.inventory.needs = {**NEEDS, f"capsule@{rank}": 1}
+    record.inventory.capsules, record.inventory.early = (*final, *early), frozenset(early)
     if joined:
         pages = [(v, False) for v in final] + [(v, True) for v in early]
         held = [pb.Held(kind="page", version=v, shards=[f"capsule@{rank}"], nbytes=[1], early=e) for v, e in pages]
-        record.take_inventory(-1, held)
+        record.inventory.take(-1, held)
     return record
 
 
@@ -79,8 +79,8 @@ def test_without_a_checkpoint_the_job_says_why_it_ends() -> None:
 def test_a_neighbours_copy_of_it_does_not_count_either() -> None:
     neighbour = survivor(0, 6, late=[6])
     copy = pb.Held(kind="copy", version=6, shards=["capsule@1"], nbytes=[1], early=True)
-    neighbour.take_inventory(6, [copy])
-    neighbour.late = frozenset([6])
+    neighbour.inventory.take(6, [copy])
+    neighbour.inventory.late = frozenset([6])
     assert decided(neighbour, victim(1, [], [])).checkpoint == "/checkpoint"
 
 

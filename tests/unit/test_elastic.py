@@ -326,18 +326,19 @@ def test_a_replacement_in_another_size_is_compared_with_the_process_before(said:
     while not world.of(ev.RecoveryFinished):
         assert world.step()
     record = job.ranks[1]
-    record.needs, record.divided = {**record.needs, "part#dp=1/3": 20}, frozenset({"part#dp=1/3"})
+    record.inventory.needs = {**record.inventory.needs, "part#dp=1/3": 20}
+    record.inventory.divided = frozenset({"part#dp=1/3"})
     world.kill(1)
     joined = pb.Joined(rank=1, generation=job.generation, steps=world.steps)
-    known = {**record.common_needs(), "part#dp=1/4": 15}
+    known = {**record.inventory.common_needs(), "part#dp=1/4": 15}
     joined.needs.extend(pb.ShardNeed(name=n, nbytes=b, divided=n.startswith("part")) for n, b in known.items())
     joined.MergeFrom(pb.Joined(**said))
     world.machine.on_started(pb.WorkerStarted(rank=1, generation=job.generation, pid=999), record.home, "host")
     world.machine.on_joined(joined, world.now)
     assert job.state is (State.FAILED if why else State.QUIESCING) and why in job.failure_reason
     if not why:
-        assert record.needs == {**record.common_needs(), "part#dp=1/3": 20}
-        assert record.divided == {"part#dp=1/3"}
+        assert record.inventory.needs == {**record.inventory.common_needs(), "part#dp=1/3": 20}
+        assert record.inventory.divided == {"part#dp=1/3"}
 
 
 @pytest.mark.parametrize("replicas", [1, 2, 3])
@@ -365,8 +366,8 @@ def test_where_state_is_divided_a_rank_that_does_not_pause_is_not_waited_for_for
     """It had begun the step when it heard of the command."""
     world = elastic_world(replace="auto")
     for record in world.machine.job.in_order:
-        record.needs[f"w#shard={record.rank}/4"] = 100
-        record.divided = frozenset({f"w#shard={record.rank}/4"})
+        record.inventory.needs[f"w#shard={record.rank}/4"] = 100
+        record.inventory.divided = frozenset({f"w#shard={record.rank}/4"})
     assert world.machine.resize(3, -1, world.now) == ""
     pause(world, 1)
     assert world.machine.job.state is State.RUNNING
@@ -380,8 +381,8 @@ def test_where_those_who_are_to_leave_cannot_all_pause_again_and_then_it_is_said
     """Nobody keeps copies of what each rank has alone."""
     world = elastic_world(replace="auto")
     for record in world.machine.job.in_order:
-        record.needs[f"w#shard={record.rank}/4"] = 100
-        record.divided = frozenset({f"w#shard={record.rank}/4"})
+        record.inventory.needs[f"w#shard={record.rank}/4"] = 100
+        record.inventory.divided = frozenset({f"w#shard={record.rank}/4"})
     assert world.machine.resize(3, -1, world.now) == ""
     for attempt in range(3):
         assert not notices(world, "not_resized"), attempt
@@ -1013,7 +1014,9 @@ def test_a_new_controller_asks_how_state_is_divided(
     said: list[tuple[tuple[int, ...], tuple[int, ...]]], found: tuple[int, ...]
 ) -> None:
     for order in permutations(said):
-        records = [RankRecord(rank, layout=layout, ready=ready) for rank, (layout, ready) in enumerate(order)]
+        records = [RankRecord(rank) for rank in range(len(order))]
+        for record, (layout, ready) in zip(records, order, strict=True):
+            record.inventory.layout, record.inventory.ready = layout, ready
         assert division_of(records) == found
 
 

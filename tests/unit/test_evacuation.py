@@ -146,7 +146,7 @@ def test_without_a_spare_node_it_keeps_its_ranks() -> None:
 def test_it_keeps_its_ranks_if_the_dead_rank_leaves_it_with_the_only_copy() -> None:
     world = warned()
     world.kill(0)
-    world.machine.job.ranks[0].capsules = ()
+    world.machine.job.ranks[0].inventory.capsules = ()
     assert world.run() is State.FINISHED
     (finished,) = world.of(ev.RecoveryFinished)
     assert isinstance(finished, ev.RecoveryFinished) and finished.victims == [0]

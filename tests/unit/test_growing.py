@@ -499,20 +499,20 @@ def test_who_comes_needs_no_part_of_what_is_divided() -> None:
     record = RankRecord(3)
     names = [("param/w#shard=3/4", True), ("buffer", False), ("common", False), ("capsule@3", False)]
     needs = [pb.ShardNeed(name=name, nbytes=1, divided=divided) for name, divided in names]
-    record.take_needs(needs)
-    assert record.divided == {"param/w#shard=3/4"} and len(record.needs) == 4
-    record.need_no_part()
-    assert [*record.needs] == ["buffer", "common", "capsule@3"] and not record.divided
+    record.inventory.take_needs(needs)
+    assert record.inventory.divided == {"param/w#shard=3/4"} and len(record.inventory.needs) == 4
+    record.inventory.need_no_part()
+    assert [*record.inventory.needs] == ["buffer", "common", "capsule@3"] and not record.inventory.divided
 
     world = shrunk(3)
     assert world.resize(4) == ""
     while 3 not in world.machine.job.ranks:
         assert world.step()
     newcomer = world.machine.job.ranks[3]
-    known = dict(newcomer.needs)
+    known = dict(newcomer.inventory.needs)
     stopped = pb.Reply(rank=3, generation=world.machine.job.generation, needs=needs, live_version=-1)
     world.machine._carried_out([newcomer], Ordered.STOP, stopped)
-    assert newcomer.needs == known and 3 not in world.machine.job.membership.sharded_among
+    assert newcomer.inventory.needs == known and 3 not in world.machine.job.membership.sharded_among
 
 
 # -- beyond the launch --------------------------------------------------------------------------------
@@ -579,7 +579,7 @@ def test_one_beyond_the_launch_is_filled_again_before_it_has_a_part() -> None:
     world.join("more", slots=2)
     while 5 not in job.ranks:
         assert world.step()
-    record, known = job.ranks[5], dict(job.ranks[5].needs)
+    record, known = job.ranks[5], dict(job.ranks[5].inventory.needs)
     assert job.membership.sharded_among == (0, 1, 2, 3)
     world.kill(5)
     joined = pb.Joined(rank=5, generation=job.generation, steps=world.steps)
@@ -588,7 +588,7 @@ def test_one_beyond_the_launch_is_filled_again_before_it_has_a_part() -> None:
     world.machine.on_started(pb.WorkerStarted(rank=5, generation=job.generation, pid=999), record.home, "host")
     world.machine.on_joined(joined, world.now)
     assert job.state is not State.FAILED, job.failure_reason
-    assert record.needs == known and not record.divided
+    assert record.inventory.needs == known and not record.inventory.divided
 
 
 @pytest.mark.parametrize(("launched", "most"), [(4, 4), (2, 4)])
@@ -619,7 +619,7 @@ def test_newcomers_do_not_make_it_a_number_that_is_not_allowed(launched: int, mo
 def test_it_is_said_if_a_node_has_divided_state_and_its_copies(slots: int, alone: bool) -> None:
     world = world_of(1, nnodes=2, controller="h:1", most=6)
     for record in world.machine.job.in_order:
-        record.divided = frozenset({f"part#dp={record.rank}/2"})
+        record.inventory.divided = frozenset({f"part#dp={record.rank}/2"})
     world.join("more", slots=slots)
     while not world.resized():
         assert world.step()

@@ -22,8 +22,8 @@ from tests.unit.test_machine import World
 
 def record(rank: int, live: int, *held: tuple[int, str]) -> RankRecord:
     found = RankRecord(rank)
-    found.needs = {"param/w": 100, "common": 10, f"capsule@{rank}": 5}
-    found.take_inventory(live, [pb.Held(kind="undo", version=v, shards=[name], nbytes=[1]) for v, name in held])
+    found.inventory.needs = {"param/w": 100, "common": 10, f"capsule@{rank}": 5}
+    found.inventory.take(live, [pb.Held(kind="undo", version=v, shards=[name], nbytes=[1]) for v, name in held])
     return found
 
 
@@ -38,18 +38,18 @@ def test_the_newest_version_of_which_everything_is_there() -> None:
 def test_a_rank_that_is_gone_is_written_by_one_that_has_all_that_it_had() -> None:
     """Also what only it had, if a neighbour keeps copies of that; not its own state, which comes from its page."""
     gone = RankRecord(2)
-    gone.needs = {"param/w": 100, "common": 10, "capsule@2": 5}
+    gone.inventory.needs = {"param/w": 100, "common": 10, "capsule@2": 5}
     assert writers([record(0, 7), record(1, 7)], [gone], 7) == {2: 0}
     assert writers([record(0, 8), record(1, 7)], [gone], 7) == {2: 1}
     assert writers([record(0, 8)], [gone], 7) == {}
-    gone.needs["part/w#2"] = 50
+    gone.inventory.needs["part/w#2"] = 50
     neighbour = record(1, 7, (7, "part/w#2"))
     assert writers([record(0, 7), neighbour], [gone], 7) == {2: 1}
     assert newest_whole([record(0, 7), neighbour], [gone]) == 7
     assert newest_whole([record(0, 7), record(1, 7)], [gone]) == -1
     third = RankRecord(3)
-    third.needs = {"param/w": 100, "common": 10, "capsule@3": 5}
-    del gone.needs["part/w#2"]
+    third.inventory.needs = {"param/w": 100, "common": 10, "capsule@3": 5}
+    del gone.inventory.needs["part/w#2"]
     assert writers([record(0, 7), record(1, 7)], [gone, third], 7) == {2: 0, 3: 1}, "the work is divided"
 
 
@@ -81,7 +81,9 @@ class Ending(World):
                 reply.capsule = self.capsule
             if order.directory and self.refused:
                 reply.error_type, reply.error = "RestoreError", self.refused
-            elif order.directory and len(self.written) == sum(r.live >= 0 for r in self.machine.job.ranks.values()):
+            elif order.directory and len(self.written) == sum(
+                r.inventory.live >= 0 for r in self.machine.job.ranks.values()
+            ):
                 self.machine.on_checkpoint(order.version, f"{order.directory}/step-{order.version}")
             if self.error and command.keep_last.gone:
                 reply.error_type, reply.error = "RestoreError", self.error

@@ -278,13 +278,13 @@ def test_the_end_of_a_process_that_has_been_replaced_is_nobodys_failure() -> Non
 def test_what_a_page_held_when_its_process_started_is_not_what_it_holds_now() -> None:
     world = World(4, steps=9)
     resumed_at(world, 2)
-    assert world.machine.job.ranks[2].capsules
+    assert world.machine.job.ranks[2].inventory.capsules
     world.train()
     world.collect()
     world.kill(1)
     while any(c.HasField("hold") or c.HasField("stop") for _, c in world.inbox):
         world.step()
-    versions = {h.version for h in world.machine.job.ranks[2].holdings() if h.shard == "capsule@2"}
+    versions = {h.version for h in world.machine.job.ranks[2].inventory.holdings() if h.shard == "capsule@2"}
     assert versions == {world.version[2], world.version[2] + 1}
 
 

@@ -511,7 +511,9 @@ def heir(world: World, *, missing: tuple[int, ...] = (), **states: object) -> Wo
                 pid=r.process.pid,
                 local_rank=r.local_rank,
                 joined=pb.Joined(
-                    rank=r.rank, steps=r.steps, needs=[pb.ShardNeed(name=n, nbytes=b) for n, b in r.needs.items()]
+                    rank=r.rank,
+                    steps=r.steps,
+                    needs=[pb.ShardNeed(name=n, nbytes=b) for n, b in r.inventory.needs.items()],
                 ),
                 **{"resumed": True, "stepping": True, **states},  # type: ignore[arg-type]
             )

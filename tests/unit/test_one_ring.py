@@ -52,7 +52,7 @@ def test_both_come_to_the_same_ring(
             members = sorted(rank for replica in replicas for rank in shape.ranks(replica))
             for record in job.in_order:
                 record.shape = shape
-                record.divided = frozenset(["part"]) if divided else frozenset()
+                record.inventory.divided = frozenset(["part"]) if divided else frozenset()
             for rank in set(job.ranks).difference(members):
                 job.depart(rank)
             job.settle_layout()
@@ -73,11 +73,11 @@ def test_beyond_the_launch_too(shape: ReplicaShape, divided: bool, monkeypatch: 
         job = job_of(shape, 1, ("a",), monkeypatch)
         for record in job.in_order:
             record.shape = shape
-            record.divided = frozenset(["part"]) if divided else frozenset()
+            record.inventory.divided = frozenset(["part"]) if divided else frozenset()
         wanted = {rank for replica in replicas for rank in shape.ranks(replica)}
         for rank in wanted.difference(job.ranks):
             record = RankRecord(rank)
-            record.shape, record.divided = shape, frozenset(["part"]) if divided else frozenset()
+            record.shape, record.inventory.divided = shape, frozenset(["part"]) if divided else frozenset()
             job.enrol(record)
         for rank in set(job.ranks).difference(wanted):
             job.depart(rank)
@@ -99,7 +99,7 @@ def test_two_replicas_that_both_lack_a_rank() -> None:
     shape = ReplicaShape(4, 2)
     job = JobState(RunConfig.model_validate({"nproc_per_node": 8, "elastic": {"min": 1, "max": 4}}))
     for record in job.in_order:
-        record.shape, record.divided = shape, frozenset(["part"])
+        record.shape, record.inventory.divided = shape, frozenset(["part"])
     before = job.keepers_of_copies()
     for rank in (0, 3):
         job.depart(rank)

@@ -80,12 +80,14 @@ def test_the_replica_that_lacks_fewest_is_filled_first() -> None:
 
 def test_replicas_are_chosen_to_leave() -> None:
     shape = ReplicaShape(3, 1, 2)  # (0, 3), (1, 4), (2, 5)
-    records = {rank: RankRecord(rank, shape=shape, live=7, needs={f"part{shape.stand(rank)}": 8}) for rank in range(6)}
+    records = {rank: RankRecord(rank, shape=shape) for rank in range(6)}
+    for rank, record in records.items():
+        record.inventory.live, record.inventory.needs = 7, {f"part{shape.stand(rank)}": 8}
     assert choose_leaving(records, {}, 1, 7, shape=shape) == [2, 5]
     assert choose_leaving(records, {}, 2, 7, shape=shape) == [1, 2, 4, 5]
     assert choose_leaving(records, {}, 1, 7, named=[4], shape=shape) == [1, 4]
     for record in (records[0], records[3]):
-        record.live = -1
+        record.inventory.live = -1
     assert choose_leaving(records, {}, 2, 7, shape=shape) == [0, 2, 3, 5], "who alone has it stays"
 
 

@@ -120,8 +120,8 @@ def test_settings_that_do_not_go_together(more: Mapping[str, object], reason: st
 
 def record(rank: int, live: int, needs: Sequence[str], held: Sequence[pb.Held] = ()) -> RankRecord:
     found = RankRecord(rank, home="node")
-    found.needs = dict.fromkeys((*needs, "common", f"capsule@{rank}"), 100)
-    found.take_inventory(live, held)
+    found.inventory.needs = dict.fromkeys((*needs, "common", f"capsule@{rank}"), 100)
+    found.inventory.take(live, held)
     return found
 
 

@@ -262,9 +262,9 @@ def test_a_process_that_waits_for_a_replica_that_leaves_ends() -> None:
 def test_a_capsule_is_lent_by_all_at_the_same_place_and_nobody_else(shape: ReplicaShape) -> None:
     """What each rank has for itself is alike only there: a loader's position, a tensor-parallel rank's streams."""
     came = set(shape.ranks(1))
-    records = [
-        RankRecord(rank, new=rank in came, shape=shape, live=-1 if rank in came else 7) for rank in range(shape.world)
-    ]
+    records = [RankRecord(rank, new=rank in came, shape=shape) for rank in range(shape.world)]
+    for record in records:
+        record.inventory.live = -1 if record.new else 7
     lent: dict[str, set[int]] = {}
     for holding in restore_plan._lent(records, [7]):
         lent.setdefault(holding.shard, set()).add(holding.rank)
@@ -274,11 +274,13 @@ def test_a_capsule_is_lent_by_all_at_the_same_place_and_nobody_else(shape: Repli
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_who_stays_has_all_only_if_each_place_has_a_capsule(shape: ReplicaShape) -> None:
     """For a rank that has just been filled again."""
-    records = [RankRecord(rank, shape=shape, live=7, needs={f"capsule@{rank}": 5}) for rank in range(shape.world)]
-    records[0].live = -1
+    records = [RankRecord(rank, shape=shape) for rank in range(shape.world)]
+    for record in records:
+        record.inventory.live, record.inventory.needs = 7, {f"capsule@{record.rank}": 5}
+    records[0].inventory.live = -1
     assert have(records, 7)
     for record in records:
-        record.live = -1 if shape.stand(record.rank) == shape.stand(0) else 7
+        record.inventory.live = -1 if shape.stand(record.rank) == shape.stand(0) else 7
     assert not have(records, 7)
 
 

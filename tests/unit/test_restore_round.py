@@ -15,9 +15,9 @@ VERSION, LOST = 6, 3
 def record(rank: int) -> RankRecord:
     """Ranks 0 to 2 hold everything of VERSION; rank LOST has been filled anew and has its capsule's page only."""
     one = RankRecord(rank)
-    one.needs = {"a": 16, "b": 16, f"capsule@{rank}": 1}
+    one.inventory.needs = {"a": 16, "b": 16, f"capsule@{rank}": 1}
     own = [pb.Held(kind="page", version=VERSION, shards=[f"capsule@{rank}"], nbytes=[1])]
-    one.take_inventory(-1 if rank == LOST else VERSION, own if rank == LOST else [])
+    one.inventory.take(-1 if rank == LOST else VERSION, own if rank == LOST else [])
     one.place = Place.STOPPED
     return one
 

@@ -191,8 +191,8 @@ def job_of_three(*, divided: bool) -> JobState:
     for record in job.in_order:
         job.move(record.rank, Place.RUNNING)
         record.shape = ReplicaShape(3, 2)
-        record.needs = {f"w#shard={record.rank // 2}/3,stand={record.rank % 2}": 9}
-        record.divided = frozenset(record.needs if divided else ())
+        record.inventory.needs = {f"w#shard={record.rank // 2}/3,stand={record.rank % 2}": 9}
+        record.inventory.divided = frozenset(record.inventory.needs if divided else ())
     return job
 
 
@@ -241,22 +241,22 @@ def members(shape: ReplicaShape, live: int = 7, late: Collection[int] = ()) -> d
         record = RankRecord(rank)
         record.shape = shape
         part = f"w#shard={shape.replica(rank)}/{shape.replicas},stand={shape.stand(rank)}"
-        record.needs = {part: 100, "common": 10, f"capsule@{rank}": 5}
-        record.divided = frozenset({part})
+        record.inventory.needs = {part: 100, "common": 10, f"capsule@{rank}": 5}
+        record.inventory.divided = frozenset({part})
         owner = ring.index(rank)
         copied = f"w#shard={shape.replica(owner)}/{shape.replicas},stand={shape.stand(owner)}"
-        held = [pb.Held(kind=Kind.UNDO.value, version=v, shards=list(record.needs)) for v in (live - 1,)]
+        held = [pb.Held(kind=Kind.UNDO.value, version=v, shards=list(record.inventory.needs)) for v in (live - 1,)]
         for version in (live - 1, live):
             if owner not in late or version < live:
                 names = [copied, f"capsule@{owner}"]
                 held.append(pb.Held(kind=Kind.COPY.value, version=version, shards=names, nbytes=[100, 5]))
-        record.take_inventory(live, held)
+        record.inventory.take(live, held)
         found[rank] = record
     return found
 
 
 def without(everybody: dict[int, RankRecord], shape: ReplicaShape, *replicas: int) -> dict[int, dict[str, int]]:
-    return {rank: everybody.pop(rank).needs for replica in replicas for rank in shape.ranks(replica)}
+    return {rank: everybody.pop(rank).inventory.needs for replica in replicas for rank in shape.ranks(replica)}
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=text)

@@ -104,7 +104,7 @@ def test_a_dead_ranks_part_is_known_from_its_copies() -> None:
     assert world.machine.job.state is State.RESTORING, world.of(ev.JobFailed)
     assert world.restored() == {2: {"w#shard=2/3", "common", "capsule@2"}}
     record = world.machine.job.ranks[2]
-    assert record.divided == {"w#shard=2/3"} and not record.as_launched
+    assert record.inventory.divided == {"w#shard=2/3"} and not record.inventory.as_launched
 
 
 def test_it_dies_once_more_before_all_are_stopped() -> None:

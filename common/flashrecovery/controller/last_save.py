@@ -18,7 +18,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 
 from flashrecovery import events as ev
 from flashrecovery.controller.state.job_state import JobState
-from flashrecovery.controller.state.rank_record import BUILT_UP, Place, RankRecord, capsule_name
+from flashrecovery.controller.state.rank_inventory import capsule_name
+from flashrecovery.controller.state.rank_record import BUILT_UP, Place, RankRecord
 from flashrecovery.kinds import NoticeKind, Ordered
 from flashrecovery.plan.words import ranks_text
 from flashrecovery.proto import flashrecovery_pb2 as pb
@@ -32,9 +33,11 @@ _OF_HOLDING = 0.2
 def newest_whole(records: Sequence[RankRecord], gone: Sequence[RankRecord] = ()) -> int:
     """The newest version of which these ranks together have everything that they need, each its own state included, and
     all shards that those need which are ``gone``; -1 if there is none."""
-    needed = {name for record in records for name in record.needs}
-    needed |= {name for record in gone for name in record.needs if name != capsule_name(record.rank)}
-    for version in sorted({record.newest for record in records} | {record.live for record in records}, reverse=True):
+    needed = {name for record in records for name in record.inventory.needs}
+    needed |= {name for record in gone for name in record.inventory.needs if name != capsule_name(record.rank)}
+    for version in sorted(
+        {record.inventory.newest for record in records} | {record.inventory.live for record in records}, reverse=True
+    ):
         there = {name for record in records for name in names_at(record, version)}
         if version >= 0 and needed <= there:
             return version
@@ -43,12 +46,12 @@ def newest_whole(records: Sequence[RankRecord], gone: Sequence[RankRecord] = ())
 
 def names_at(record: RankRecord, version: int) -> set[str]:
     """The shards that this rank has at ``version``, its own and others'."""
-    return {*(record.needs if record.live == version else ()), *record.kept_at(version)}
+    return {*(record.inventory.needs if record.inventory.live == version else ()), *record.inventory.kept_at(version)}
 
 
 def has_all(record: RankRecord, version: int) -> bool:
     """Whether this rank has everything of its own at ``version``."""
-    return record.needs.keys() <= names_at(record, version)
+    return record.inventory.needs.keys() <= names_at(record, version)
 
 
 def writers(stopped: Sequence[RankRecord], gone: Sequence[RankRecord], version: int) -> dict[int, int]:
@@ -57,7 +60,7 @@ def writers(stopped: Sequence[RankRecord], gone: Sequence[RankRecord], version: 
     there = {record.rank: names_at(record, version) for record in stopped}
     found: dict[int, int] = {}
     for record in gone:
-        needed = record.needs.keys() - {capsule_name(record.rank)}
+        needed = record.inventory.needs.keys() - {capsule_name(record.rank)}
         able = [rank for rank, names in there.items() if needed <= names]
         if able:
             found[record.rank] = min(able, key=lambda rank: (list(found.values()).count(rank), rank))
@@ -166,14 +169,14 @@ class LastSave:
     def _keep_of(self, stopped: Sequence[RankRecord], gone: Sequence[RankRecord], deadline: float) -> None:
         """Have the agents keep what there is of ranks that are gone."""
         job = self._job
-        there = {name for record in stopped for name in record.needs}
-        late = {version for record in stopped for version in record.late}
+        there = {name for record in stopped for name in record.inventory.needs}
+        late = {version for record in stopped for version in record.inventory.late}
         for record in gone:
             node = record.page_on or record.home
             order = pb.KeepLast(
                 version=self._version,
                 gone=True,
-                tensors=not record.needs.keys() - {capsule_name(record.rank)} <= there,
+                tensors=not record.inventory.needs.keys() - {capsule_name(record.rank)} <= there,
                 early=self._version not in late,
                 send=bool(job.last_directory),
             )
@@ -192,7 +195,11 @@ class LastSave:
         for record in gone:
             if record.rank not in found or not (alike or record.rank in self._capsules):
                 self._not_written[record.rank] = f"what it alone had of step {self._version} is gone with its process"
-        if alike and any(record.divided for record in stopped) and set(job.membership.sharded_among) != set(job.ranks):
+        if (
+            alike
+            and any(record.inventory.divided for record in stopped)
+            and set(job.membership.sharded_among) != set(job.ranks)
+        ):
             self._not_written = dict.fromkeys(job.ranks, "the job was about to change its size")
         if self._not_written:
             return
@@ -200,7 +207,7 @@ class LastSave:
             pb.LostPart(
                 rank=record.rank,
                 writer=found[record.rank],
-                shards=sorted(record.needs.keys() - {capsule_name(record.rank)}),
+                shards=sorted(record.inventory.needs.keys() - {capsule_name(record.rank)}),
                 capsule=self._capsules.get(record.rank, b""),
             )
             for record in gone

@@ -204,7 +204,7 @@ class Machine:
             for record in lost:  # found, but not taken over yet
                 if record.place is not Place.FINISHED:
                     self.job.vacate(record.rank)
-                    record.home, record.capsules = "", ()
+                    record.home, record.inventory.capsules = "", ()
             return
         if not lost and self._replanning.on_node_lost((), now):
             return
@@ -216,7 +216,7 @@ class Machine:
         for record in lost:
             self._emit_failure(record, FailureKind.NODE_LOST, self.job.last_failure, silent_s)
             self.job.vacate(record.rank)
-            record.home, record.capsules = "", ()
+            record.home, record.inventory.capsules = "", ()
         if released:
             self.job.fail(f"{self.job.last_failure}, after the last step of ranks {released}: their end state is lost")
             return
@@ -251,7 +251,7 @@ class Machine:
         self.job.move(record.rank, Place.STARTING)
         record.process = RankProcess(message.pid, node, host, self.job.generation)
         record.page_on = record.home
-        record.capsules, record.early = tuple(message.capsules), frozenset(message.early)
+        record.inventory.capsules, record.inventory.early = tuple(message.capsules), frozenset(message.early)
         if not self.job.places[Place.EMPTY]:
             self._staffing.publish_rank_table()
 
@@ -270,13 +270,13 @@ class Machine:
             return  # of a process that has been replaced since
         if node not in ("", record.home):
             return  # of a process that was to take the rank over, and has been given up
-        known, divided, steps = dict(record.needs), record.divided, record.steps
-        sure = not record.as_launched
-        before = record.registration(known if sure else record.common_needs(), steps=False)
+        known, divided, steps = dict(record.inventory.needs), record.inventory.divided, record.steps
+        sure = not record.inventory.as_launched
+        before = record.registration(known if sure else record.inventory.common_needs(), steps=False)
         self.job.move(record.rank, Place.JOINED)
         record.joined(message)
-        record.needs = renamed(record.needs, record.rank, turned_out_own(known))
-        record.as_launched = not known or not sure
+        record.inventory.needs = renamed(record.inventory.needs, record.rank, turned_out_own(known))
+        record.inventory.as_launched = not known or not sure
         another = self._replanning.another_job(message)
         if another:
             why = f"rank {record.rank}: {another}"
@@ -287,9 +287,9 @@ class Machine:
         self.job.outbox.forget(Ordered.REPLACE, record.rank)
         if known and sure and not self.job.begins_as_divided(record.rank):
             # it has divided its state as at the launch, and takes on the others' division, if it has a part of that
-            record.needs = {**record.common_needs(), **{name: known[name] for name in divided}}
-            record.divided = divided
-        now_said = record.registration(record.needs if sure else record.common_needs(), steps=False)
+            record.inventory.needs = {**record.inventory.common_needs(), **{name: known[name] for name in divided}}
+            record.inventory.divided = divided
+        now_said = record.registration(record.inventory.needs if sure else record.inventory.common_needs(), steps=False)
         differs = registration_differs(before, now_said, "the process that it replaces") if known else ""
         if differs:
             self.job.fail(f"rank {record.rank}: the replacement is another one: {differs}")
@@ -445,12 +445,12 @@ class Machine:
                 self.job.move(record.rank, Place.STOPPED)
                 has_part = record.rank in self.job.membership.sharded_among
                 if message.needs and has_part:  # else it has no part of what is divided yet
-                    record.take_needs(message.needs)
-                record.as_launched = False
-                record.take_inventory(message.live_version, message.held, message.parity)
-                record.late = frozenset(message.late)
-                record.layout, record.ready = tuple(message.layout), tuple(message.ready)
-                record.capsules = ()  # as its page was when it started; the process knows what is in it now
+                    record.inventory.take_needs(message.needs)
+                record.inventory.as_launched = False
+                record.inventory.take(message.live_version, message.held, message.parity)
+                record.inventory.late = frozenset(message.late)
+                record.inventory.layout, record.inventory.ready = tuple(message.layout), tuple(message.ready)
+                record.inventory.capsules = ()  # as its page was when it started; the process knows what is in it now
         elif what is Ordered.RESTORE and (restoring := self.job.round.restoring) is not None:
             for record in records:
                 restoring.report(record.rank, message)
@@ -458,7 +458,7 @@ class Machine:
             for record in records:
                 self.job.move(record.rank, Place.RUNNING)
                 record.on_its_way = record.new = False
-                record.live, record.as_launched = -1, False
+                record.inventory.live, record.inventory.as_launched = -1, False
 
     def on_done(self, message: pb.Done, now: float) -> None:
         """A worker has taken all its steps; it is let go when every rank has."""

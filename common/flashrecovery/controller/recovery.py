@@ -446,8 +446,10 @@ class RecoverySteps:
         again what they need and hold: it is not as this controller has thought, or not yet the same on all."""
         self._job.membership.unsure = False
         layout = division_of(self._job.in_order)
-        as_thought = layout == self._job.elastic_layout() and all(r.layout in ((), layout) for r in self._job.in_order)
-        if not layout or (as_thought and not any(r.ready for r in self._job.in_order)):
+        as_thought = layout == self._job.elastic_layout() and all(
+            r.inventory.layout in ((), layout) for r in self._job.in_order
+        )
+        if not layout or (as_thought and not any(r.inventory.ready for r in self._job.in_order)):
             return False
         self._job.divided_among(layout)
         other = ready_for(self._job.in_order)
@@ -474,7 +476,7 @@ class RecoverySteps:
         """The parity groups from now on, where members of those of the launch have come to be on one failure domain.
         Empty: those of the launch, also where there is no way to have better ones."""
         records, nnodes = self._job.ranks, self._job.config.nnodes
-        told = [r.parity for r in records.values() if r.parity is not None]
+        told = [r.inventory.parity for r in records.values() if r.inventory.parity is not None]
         if not told or nnodes == 1:
             return ()
         losses, max_size = told[0].losses, told[0].max_size
@@ -504,7 +506,11 @@ class RecoverySteps:
         """Ranks that had committed ``version``, and died before they came to its hand-out: nobody can tell what their
         script had still to do there. It is not silently left out."""
         for record in (self._job.ranks[rank] for rank in victims if rank in self._job.ranks):
-            if record.committed >= version and version in record.early and version in record.capsules:
+            if (
+                record.committed >= version
+                and version in record.inventory.early
+                and version in record.inventory.capsules
+            ):
                 text = (
                     f"rank {record.rank} died between the block of step {version - 1} and the next one; what only this "
                     "rank does there (an evaluation, say) is not done again, and random numbers that it has drawn "
@@ -544,7 +550,7 @@ class RecoverySteps:
         if not wrong:
             # From here on every rank goes over to what has been made ready, whatever else happens.
             for rank, needs in restored.next_needs().items():
-                self._job.ranks[rank].take_needs(needs)
+                self._job.ranks[rank].inventory.take_needs(needs)
             self._job.settle_layout()
             self._resizing.all_have_what_they_need()
             self._resizing.goes_on_at(restored.version)

@@ -177,7 +177,7 @@ class TakeOver:
         record.home = record.page_on = node.name
         record.process = replace(record.process, joined_generation=generation)
         record.local_rank, record.committed = said.local_rank, said.committed
-        record.capsules, record.early = tuple(said.capsules), frozenset(said.early)
+        record.inventory.capsules, record.inventory.early = tuple(said.capsules), frozenset(said.early)
 
     def _adopt_worker(self, record: RankRecord, worker: pb.WorkerState, node: NodeRecord, generation: int) -> None:
         self._is_at_home(record, worker, node, generation)
@@ -187,7 +187,9 @@ class TakeOver:
         if worker.HasField("joined"):
             place = Place.JOINED
             record.joined(worker.joined)
-            record.as_launched = self._job.config.elastic is not None  # perhaps it has not said anything since
+            record.inventory.as_launched = (
+                self._job.config.elastic is not None
+            )  # perhaps it has not said anything since
             self._job.parallel.facts = worker.joined.facts or self._job.parallel.facts
         if worker.released:
             place = Place.FINISHED if worker.exited else Place.RELEASED

@@ -266,9 +266,12 @@ class Joining:
         coming = {rank: newcomer.record for rank, newcomer in job.membership.joining.items()}
         for rank, record in coming.items():
             if rank in job.ranks:
-                record.needs, record.divided = dict(job.ranks[rank].needs), job.ranks[rank].divided
+                record.inventory.needs, record.inventory.divided = (
+                    dict(job.ranks[rank].inventory.needs),
+                    job.ranks[rank].inventory.divided,
+                )
             else:
-                record.need_no_part()
+                record.inventory.need_no_part()
         everybody = dict(sorted({**job.ranks, **coming}.items()))
         found: Decision | None = None
         try:

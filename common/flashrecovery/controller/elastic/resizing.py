@@ -111,7 +111,7 @@ class Resizing:
         if job.checkpoint is not None or never_replaced(job) or not lost or not of_their_own(job.in_order):
             return []
         staying = {rank: record for rank, record in job.ranks.items() if rank not in useless}
-        gone = {**job.membership.departed, **{rank: job.ranks[rank].needs for rank in useless}}
+        gone = {**job.membership.departed, **{rank: job.ranks[rank].inventory.needs for rank in useless}}
         if any(self._since.lost[r].irreplaceable for r in lost) or self._in_memory(staying, gone):
             return []
         if not self._in_memory(job.ranks, job.membership.departed):
@@ -121,7 +121,7 @@ class Resizing:
             job.enrol(record)  # counted where it was when it left, and without a process after that
             job.vacate(rank)
             record.home = record.page_on = ""
-            record.capsules, record.early = (), frozenset()
+            record.inventory.capsules, record.inventory.early = (), frozenset()
             self._not_told.left.remove(rank)
         job.membership.awaited.update(lost)
         return lost
@@ -174,7 +174,7 @@ class Resizing:
         record = self._job.ranks[rank]
         self._job.tell_to_leave(rank, record.home)
         self._job.vacate(rank)
-        record.home, record.capsules = "", ()
+        record.home, record.inventory.capsules = "", ()
 
     # -- a command --------------------------------------------------------------------------------
 

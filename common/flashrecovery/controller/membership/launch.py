@@ -168,7 +168,7 @@ class LaunchSequence:
         self._job.start = StartRound()
         for record in self._job.ranks.values():
             self._job.vacate(record.rank)
-            record.needs, record.committed = {}, -1
+            record.inventory.needs, record.committed = {}, -1
         self._job.tell_staged()
         for record in self._job.ranks.values():
             if record.home:

@@ -48,8 +48,8 @@ class ProactiveReplacement:
         records = self._job.ranks.values()
         warned = [Warned(n.name, n.domain, tuple(r.rank for r in records if r.home == n.name)) for n in marked]
         free = rooms(self._job.nodes.values(), [r.home for r in records if r.home])
-        needs = [n for r in records for n in r.need_list()]
-        holdings = [h for r in records for h in r.holdings()]
+        needs = [n for r in records for n in r.inventory.need_list()]
+        holdings = [h for r in records for h in r.inventory.holdings()]
         for name, spare in evacuations(warned, free, needs, holdings).items():
             self._move_out(self._job.nodes[name], spare, now)
 
@@ -64,7 +64,7 @@ class ProactiveReplacement:
             record.page_on = "" if record.page_on == node.name else record.page_on
         for record in moved:
             self._job.vacate(record.rank)
-            record.home, record.capsules = "", ()
+            record.home, record.inventory.capsules = "", ()
             if self._job.recovery is not None:
                 self._job.recovery.add_victim(record.rank, FailureKind.WARNING, self._job.generation)
         self._staffing.settle(ranks, now, node.domain)

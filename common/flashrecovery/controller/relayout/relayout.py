@@ -263,7 +263,7 @@ class ParallelismChange:
             rank for rank, needs in self._job.membership.departed.items() if not needs and not kept_for(rank, records)
         ]
         if self._elastic and not facts.sharded:  # who stands where it did has the same
-            stands = {record.stand for record in records if record.needs}
+            stands = {record.stand for record in records if record.inventory.needs}
             nobody = [rank for rank in nobody if self._job.shape.stand(rank) not in stands]
         if not nobody:
             return ""

@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from flashrecovery.controller.state.custody import left_behind
-from flashrecovery.controller.state.rank_record import RankRecord, capsule_name
+from flashrecovery.controller.state.rank_inventory import capsule_name
+from flashrecovery.controller.state.rank_record import RankRecord
 from flashrecovery.errors import JobFailedError
 from flashrecovery.plan import Kind
 from flashrecovery.plan.strategy.stash_room import COPIES
@@ -32,18 +33,20 @@ def assigned(
     Raises JobFailedError if somebody has said that it has a shard, and nobody has.
     """
     capsules = {capsule_name(rank) for rank in (*records, *departed)}
-    sizes = {name: nbytes for record in records.values() for name, nbytes in record.needs.items()}
+    sizes = {name: nbytes for record in records.values() for name, nbytes in record.inventory.needs.items()}
     sizes |= {need.shard: need.nbytes for need in left_behind(departed, records.values())}
     names = {name for name in sizes if name not in capsules and name != COMMON}
     holders: dict[str, dict[int, Kind]] = {name: {} for name in names}
     for record in records.values():
-        found = [*record.live_at(version, names), *record.copies_at(version, names)]
+        found = [*record.inventory.live_at(version, names), *record.inventory.copies_at(version, names)]
         for holding in sorted(found, key=lambda h: _PREFERRED.index(h.kind) if h.kind in _PREFERRED else 9):
             if holding.kind in _PREFERRED:
                 holders[holding.shard].setdefault(record.rank, holding.kind)
     load: Counter[int] = Counter()
     # Who has anything writes, if only what all should have alike: so it is compared.
-    orders: dict[int, list[pb.StashItem]] = {rank: [] for rank, record in records.items() if record.newest >= 0}
+    orders: dict[int, list[pb.StashItem]] = {
+        rank: [] for rank, record in records.items() if record.inventory.newest >= 0
+    }
     for name in sorted(names, key=lambda name: (-sizes[name], name)):
         if not holders[name]:
             raise JobFailedError(f"nobody has shard {name!r} at version {version}")

@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 
-from flashrecovery.controller.state.rank_record import RankRecord, capsule_name
+from flashrecovery.controller.state.rank_inventory import capsule_name
+from flashrecovery.controller.state.rank_record import RankRecord
 from flashrecovery.plan import Kind, Need
 from flashrecovery.plan.elastic.replicas import ReplicaShape, singles
 from flashrecovery.proto import flashrecovery_pb2 as pb
@@ -19,21 +20,23 @@ from flashrecovery.proto import flashrecovery_pb2 as pb
 def divided(records: Collection[RankRecord]) -> bool:
     """Whether ranks have parts of state that is divided among them, in their own words. One that has just come in has
     none yet; and a single rank has all parts."""
-    return any(record.divided for record in records)
+    return any(record.inventory.divided for record in records)
 
 
 def of_their_own(records: Collection[RankRecord]) -> bool:
     """Whether ranks have shards that others do not have, besides what each of them has for itself: parts of divided
     state, or their places' in replicas of several ranks. One that has just come in has said nothing yet."""
-    names = [record.needs.keys() - {capsule_name(record.rank)} for record in records if record.needs]
+    names = [
+        record.inventory.needs.keys() - {capsule_name(record.rank)} for record in records if record.inventory.needs
+    ]
     return divided(records) or any(other != names[0] for other in names[1:])
 
 
 def division_of(records: Collection[RankRecord]) -> tuple[int, ...]:
     """The ranks among which state is divided, as these ranks have said: the newest division to which somebody has gone
     over, for which the others are ready then. () if none of them has said anything."""
-    said = Counter(record.layout for record in records if record.layout)
-    newer = [layout for layout in said if any(record.ready == layout for record in records)]
+    said = Counter(record.inventory.layout for record in records if record.inventory.layout)
+    newer = [layout for layout in said if any(record.inventory.ready == layout for record in records)]
     return max(newer or said, key=lambda layout: said[layout], default=())
 
 
@@ -43,7 +46,7 @@ def left_behind(departed: Mapping[int, Mapping[str, int]], records: Collection[R
     state is divided: its capsule, which nobody has, stands for its part."""
     if not departed:
         return []
-    staying = set[str]().union(*(record.needs for record in records))
+    staying = set[str]().union(*(record.inventory.needs for record in records))
     found: dict[str, Need] = {}
     for rank, needs in departed.items():
         known = needs or kept_for(rank, records)
@@ -59,7 +62,7 @@ def kept_for(rank: int, records: Collection[RankRecord]) -> dict[str, int]:
     """What somebody keeps copies of for a rank that had died before this controller came: who keeps its capsule, keeps
     all that it had."""
     for record in records:
-        copies = record.copies()
+        copies = record.inventory.copies()
         if capsule_name(rank) in copies:
             return copies
     return {}
@@ -68,7 +71,7 @@ def kept_for(rank: int, records: Collection[RankRecord]) -> dict[str, int]:
 def ready_for(records: Collection[RankRecord]) -> tuple[int, ...]:
     """The ranks for which all that have a part of what is divided have made it ready, as they have said; () if they
     have not."""
-    said = {record.ready for record in records if record.layout}
+    said = {record.inventory.ready for record in records if record.inventory.layout}
     return said.pop() if len(said) == 1 else ()
 
 
@@ -78,11 +81,11 @@ def take_on_parts(records: Collection[RankRecord], layout: Collection[int]) -> N
     ``layout`` needs no part yet."""
     members = [record for record in records if record.rank in layout]
     for record in records:
-        if record.as_launched and record.rank not in layout:
-            record.need_no_part()
-        kept = kept_for(record.rank, members) if record.as_launched and record.divided else {}
+        if record.inventory.as_launched and record.rank not in layout:
+            record.inventory.need_no_part()
+        kept = kept_for(record.rank, members) if record.inventory.as_launched and record.inventory.divided else {}
         if kept:
-            record.need_part(kept)
+            record.inventory.need_part(kept)
 
 
 def custody(wanted: Sequence[Need], records: Collection[RankRecord], version: int) -> list[pb.Custody] | None:
@@ -91,7 +94,7 @@ def custody(wanted: Sequence[Need], records: Collection[RankRecord], version: in
     names = {need.shard for need in wanted}
     holders: dict[str, list[int]] = {shard: [] for shard in names}
     for record in records:
-        for holding in record.copies_at(version, names):
+        for holding in record.inventory.copies_at(version, names):
             if holding.kind is Kind.COPY:
                 holders[holding.shard].append(record.rank)
     load: Counter[int] = Counter()
@@ -110,11 +113,13 @@ def have(records: Collection[RankRecord], version: int) -> bool:
     have nothing, and whoever has the same may be about to leave."""
     held: set[str] = set()
     for record in records:
-        held.update(record.kept_at(version), record.needs if record.live == version else ())
-    lending = {record.stand for record in records if record.has_capsule(version)}
+        held.update(
+            record.inventory.kept_at(version), record.inventory.needs if record.inventory.live == version else ()
+        )
+    lending = {record.stand for record in records if record.inventory.has_capsule(version)}
     # of an elastic job, anybody's serves who stands at the same place
     held.update(capsule_name(record.rank) for record in records if record.stand in lending)
-    return all(held.issuperset(record.needs) for record in records)
+    return all(held.issuperset(record.inventory.needs) for record in records)
 
 
 def choose_leaving(
@@ -140,7 +145,7 @@ def choose_leaving(
             break
         leaving = [*chosen, *by_replica[replica]]
         staying = [record for other, record in records.items() if other not in leaving]
-        gone = {**departed, **{other: records[other].needs for other in leaving}}
+        gone = {**departed, **{other: records[other].inventory.needs for other in leaving}}
         if custody(left_behind(gone, staying), staying, version) is not None and (on_disk or have(staying, version)):
             chosen, found = leaving, found + 1
     return sorted(chosen) if found == count and set(named) <= set(chosen) else None

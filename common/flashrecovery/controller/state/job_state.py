@@ -357,8 +357,8 @@ class JobState:
     def depart(self, rank: int) -> RankRecord:
         """The rank belongs to the job no longer. Returns what was known of it."""
         record = self.ranks.pop(rank)
-        known = not (record.divided and record.as_launched)
-        self.membership.departed[rank] = dict(record.needs) if known else {}
+        known = not (record.inventory.divided and record.inventory.as_launched)
+        self.membership.departed[rank] = dict(record.inventory.needs) if known else {}
         self.places[record.place] -= 1
         self._members_changed()
         self.outbox.keep(lambda _, other: other != rank)
@@ -387,9 +387,9 @@ class JobState:
         """Shards that have turned out to be each rank's own, as ranks have said, are so for all of them: also for one
         that has not come to hear of it, and for one that has just been filled again. Returns the names that they
         had."""
-        own = turned_out_own(name for record in self.ranks.values() for name in record.needs)
+        own = turned_out_own(name for record in self.ranks.values() for name in record.inventory.needs)
         for record in self.ranks.values() if own else ():
-            record.needs = renamed(record.needs, record.rank, own)
+            record.inventory.needs = renamed(record.inventory.needs, record.rank, own)
         return sorted(own)
 
     def divided_among(self, layout: tuple[int, ...]) -> None:
@@ -398,9 +398,9 @@ class JobState:
         gone = (rank for rank in layout if rank not in self.ranks)
         self.membership.departed.update((rank, {}) for rank in gone)  # what is known may be of another one
         for record in self.in_order:
-            record.as_launched = record.place is Place.JOINED
+            record.inventory.as_launched = record.place is Place.JOINED
             if record.rank not in layout:
-                record.need_no_part()
+                record.inventory.need_no_part()
 
     def enrol(self, record: RankRecord) -> None:
         """The rank belongs to the job from now on, in its place by number."""

@@ -9,7 +9,8 @@ from functools import cached_property
 from types import MappingProxyType
 
 from flashrecovery.controller.state.custody import custody, left_behind
-from flashrecovery.controller.state.rank_record import RankRecord, capsule_name
+from flashrecovery.controller.state.rank_inventory import capsule_name
+from flashrecovery.controller.state.rank_record import RankRecord
 from flashrecovery.errors import JobFailedError
 from flashrecovery.plan import Cut, Holding, Kind, Need, NoCut, RestorePlan, newest_cut, plain_reason, plan_restore
 from flashrecovery.plan.parity.decodable import Decodable, DecodeOrder, decodable, needed, why_not
@@ -163,7 +164,9 @@ def decide(
     if alike:  # in an elastic job a lost capsule is as good as equal to another rank's
         cut = _any_cut(records, parity, left, alike=True)
     if isinstance(cut, NoCut):
-        because = why_not([record.parity for record in records.values() if record.parity is not None])
+        because = why_not(
+            [record.inventory.parity for record in records.values() if record.inventory.parity is not None]
+        )
         reason = cut.reason + forgotten + (f"; {because}" if because else "")
         if checkpoint is None:
             raise JobFailedError(f"the job cannot be recovered: {reason}; and there is no checkpoint")
@@ -191,14 +194,14 @@ def _counted(records: Mapping[int, RankRecord]) -> list[int]:
 
 def _decodable(records: Mapping[int, RankRecord]) -> list[Decodable]:
     """What parity can give back."""
-    return decodable([record.parity for record in records.values() if record.parity is not None])
+    return decodable([record.inventory.parity for record in records.values() if record.inventory.parity is not None])
 
 
 def _from_memory(
     cut: Cut, records: Mapping[int, RankRecord], parity: Collection[Decodable], *, alike: bool = False
 ) -> Decision:
     # Whoever is live at the version needs nothing: mostly all but a few ranks.
-    needs = [n for r in records.values() if r.live != cut.version for n in r.need_list()]
+    needs = [n for r in records.values() if r.inventory.live != cut.version for n in r.inventory.need_list()]
     holdings = list(_sources(records.values(), cut.version, Counter(n.shard for n in needs)))
     holdings += [h for one in parity if one.order.version == cut.version for h in one.holdings]
     holdings += _lent(records.values(), [cut.version], alike=alike)
@@ -212,7 +215,7 @@ def _from_memory(
 def from_snapshots(records: Mapping[int, RankRecord]) -> Decision | NoCut | None:
     """Before the first step: what all ranks have found of an earlier launch. None if they have found nothing, NoCut if
     that is not one whole version."""
-    if all(record.newest <= 0 for record in records.values()):
+    if all(record.inventory.newest <= 0 for record in records.values()):
         return None
     parity = _decodable(records)
     cut = _any_cut(records, parity)
@@ -222,10 +225,10 @@ def from_snapshots(records: Mapping[int, RankRecord]) -> Decision | NoCut | None
 def _forget_early(records: Collection[RankRecord]) -> str:
     """A capsule that was sealed early counts unless a living rank says that the step before its version was late.
     Returns whose capsules do not count, in words."""
-    late = frozenset[int]().union(*(record.late for record in records))
+    late = frozenset[int]().union(*(record.inventory.late for record in records))
     if not late:
         return ""
-    ranks = [record.rank for record in records if record.forget_early(late)]
+    ranks = [record.rank for record in records if record.inventory.forget_early(late)]
     if not ranks:
         return ""
     return (
@@ -240,12 +243,12 @@ def _sources(records: Iterable[RankRecord], version: int, lacking: Mapping[str, 
     wanted = {shard: 2 * ranks + _SPARE_SOURCES for shard, ranks in lacking.items()}
     of_any, short = lacking.keys(), set(lacking)
     for record in records:
-        for holding in record.live_at(version, short):
+        for holding in record.inventory.live_at(version, short):
             wanted[holding.shard] -= 1
             if wanted[holding.shard] == 0:
                 short.discard(holding.shard)
             yield holding
-        yield from record.copies_at(version, of_any)
+        yield from record.inventory.copies_at(version, of_any)
 
 
 def _lent(records: Iterable[RankRecord], versions: Iterable[int], *, alike: bool = False) -> list[Holding]:
@@ -259,7 +262,7 @@ def _lent(records: Iterable[RankRecord], versions: Iterable[int], *, alike: bool
     own: dict[int, list[tuple[int, int]]] = {}
     for version in versions:
         for record in records:
-            if record.has_capsule(version):
+            if record.inventory.has_capsule(version):
                 own.setdefault(record.stand, []).append((record.rank, version))
     return [
         Holding(rank, capsule_name(record.rank), version, Kind.LENT, 0)
@@ -271,8 +274,8 @@ def _lent(records: Iterable[RankRecord], versions: Iterable[int], *, alike: bool
 def _any_cut(
     records: Mapping[int, RankRecord], parity: Iterable[Decodable], left: Sequence[Need] = (), *, alike: bool = False
 ) -> Cut | NoCut:
-    needs = [n for r in records.values() for n in r.need_list()] + list(left)
-    holdings = [h for r in records.values() for h in r.holdings()]
+    needs = [n for r in records.values() for n in r.inventory.need_list()] + list(left)
+    holdings = [h for r in records.values() for h in r.inventory.holdings()]
     holdings += [h for one in parity for h in one.holdings]
     holdings += _lent(records.values(), {h.version for h in holdings}, alike=alike)
     return newest_cut(needs, holdings)
@@ -281,11 +284,11 @@ def _any_cut(
 def _plain_cut(records: Mapping[int, RankRecord], parity: Iterable[Decodable], left: Sequence[Need] = ()) -> Cut | None:
     """The usual case, found without writing down who holds what: everything exists at one version, and nothing at a
     newer one. None in every other case."""
-    newest = max((r.newest for r in records.values()), default=-1)
-    others = [r for r in records.values() if r.live != newest]
-    if newest < 0 or not any(r.needs for r in records.values()):
+    newest = max((r.inventory.newest for r in records.values()), default=-1)
+    others = [r for r in records.values() if r.inventory.live != newest]
+    if newest < 0 or not any(r.inventory.needs for r in records.values()):
         return None
-    lacking = {shard for r in others for shard in r.needs}  # what the ranks that are live need, they have
+    lacking = {shard for r in others for shard in r.inventory.needs}  # what the ranks that are live need, they have
     lacking.update(need.shard for need in left)
     for one in parity:
         if one.order.version == newest:
@@ -293,8 +296,8 @@ def _plain_cut(records: Mapping[int, RankRecord], parity: Iterable[Decodable], l
     for record in records.values():
         if not lacking:
             break
-        if record.live == newest:
-            lacking.difference_update(record.needs)
-        lacking.difference_update(record.kept_at(newest))
+        if record.inventory.live == newest:
+            lacking.difference_update(record.inventory.needs)
+        lacking.difference_update(record.inventory.kept_at(newest))
     lacking.difference_update(h.shard for h in _lent(records.values(), [newest]))
     return None if lacking else Cut(newest, plain_reason(newest))

@@ -1,0 +1,157 @@
+"""Which state a rank needs and holds, and how that becomes input for :mod:`flashrecovery.plan`."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping, Set
+from dataclasses import dataclass, field
+
+from flashrecovery.plan import Holding, Kind, Need
+from flashrecovery.plan.parity.decodable import ParityHeld
+from flashrecovery.proto import flashrecovery_pb2 as pb
+from flashrecovery.rpc.parity_messages import parity_held
+
+
+def capsule_name(rank: int) -> str:
+    """Shard name of the rank-only state of ``rank``."""
+    return f"capsule@{rank}"
+
+
+@dataclass(slots=True)
+class RankInventory:
+    """Of one rank.
+
+    Attributes:
+        needs: size in bytes by shard.
+        divided: those of its needs that belong to what is divided among the ranks; each is of one size of the job.
+        as_launched: what it has said that it needs of divided state may be of the launch's division: it came, or was
+            found, and has not been stopped since, and what the rank needs was not known.
+        layout, ready: the ranks among which its state is divided, and for which it has been made ready, as it has said
+            to a controller that did not know.
+        live: the version that its tensors have; -1: no whole one.
+        capsules, early: versions of its capsule that its last process's page has, and those of them that are not final.
+        late: versions whose capsule, on this rank, was not what it had been early.
+        parity: what it has said of parity; None: it keeps none, or has not said so yet.
+    """
+
+    rank: int
+    needs: dict[str, int] = field(default_factory=dict)
+    divided: frozenset[str] = frozenset()
+    as_launched: bool = False
+    layout: tuple[int, ...] = ()
+    ready: tuple[int, ...] = ()
+    live: int = -1
+    capsules: tuple[int, ...] = ()
+    early: frozenset[int] = frozenset()
+    late: frozenset[int] = frozenset()
+    parity: ParityHeld | None = None
+    _said: list[pb.Held] = field(default_factory=list)  # what it holds besides its live state, in its own words
+
+    def forget_process(self) -> None:
+        """What its last process had is gone; what the rank needs stays known."""
+        self.live = -1
+        self._said = []
+        self.parity = None
+
+    def take_needs(self, needs: Collection[pb.ShardNeed]) -> None:
+        """What the rank needs, in its own words."""
+        self.needs = {need.name: need.nbytes for need in needs}
+        self.divided = frozenset(need.name for need in needs if need.divided)
+
+    def common_needs(self) -> dict[str, int]:
+        """What it needs in any size of the job."""
+        return {name: nbytes for name, nbytes in self.needs.items() if name not in self.divided}
+
+    def need_part(self, kept: Mapping[str, int]) -> None:
+        """Of what is divided it needs what others keep for its rank."""
+        common = self.common_needs()
+        self.divided, self.as_launched = frozenset(kept.keys() - common.keys()), False
+        self.needs = {**common, **{name: kept[name] for name in self.divided}}
+
+    def need_no_part(self) -> None:
+        """It has no part of what is divided yet, and gets its part when that is divided anew."""
+        self.needs, self.divided = self.common_needs(), frozenset()
+
+    def take(self, live: int, held: Iterable[pb.Held], parity: pb.Parity | None = None) -> None:
+        """Replace what is known of this rank's versions by its own word. It is read only as far as somebody asks."""
+        self.live = live
+        self._said = list(held)
+        self.parity = None if parity is None else parity_held(self.rank, parity)
+        self.late = frozenset()
+
+    def forget_early(self, versions: Set[int]) -> bool:
+        """The step before each of these versions was late on another rank: a capsule that was sealed early in it may be
+        wrong. Returns whether there was one."""
+        said = [h for h in self._said if not (h.early and h.version in versions)]
+        capsules = tuple(v for v in self.capsules if not (v in self.early and v in versions))
+        known = len(said) < len(self._said) or len(capsules) < len(self.capsules)
+        self._said, self.capsules = said, capsules
+        return known
+
+    @property
+    def newest(self) -> int:
+        """The newest version of anything that it holds, -1: nothing."""
+        newest = self.live
+        for held in self._said:
+            newest = max(newest, held.version)
+        return max(newest, *self.capsules) if self.capsules else newest
+
+    def _names(self, held: pb.Held) -> Collection[str]:
+        return held.shards or self.needs.keys()
+
+    def _expand(self, held: pb.Held) -> list[Holding]:
+        kind = Kind(held.kind)
+        names = self._names(held)
+        sizes = held.nbytes or [self.needs.get(n, 0) for n in names]
+        return [Holding(self.rank, n, held.version, kind, b) for n, b in zip(names, sizes, strict=True)]
+
+    def holdings(self) -> list[Holding]:
+        """Everything that this rank's process, or the agent for it, holds."""
+        found = [h for message in self._said for h in self._expand(message)]
+        if self.live >= 0:
+            found += [Holding(self.rank, n, self.live, Kind.LIVE, b) for n, b in self.needs.items()]
+        return found + self._pages()
+
+    def live_at(self, version: int, shards: Set[str]) -> list[Holding]:
+        """Those of ``shards`` that the rank's tensors hold at ``version``."""
+        if self.live != version or shards.isdisjoint(self.needs):
+            return []
+        return [Holding(self.rank, n, version, Kind.LIVE, self.needs[n]) for n in shards & self.needs.keys()]
+
+    def copies_at(self, version: int, shards: Set[str]) -> Iterator[Holding]:
+        """Those of ``shards`` that the rank keeps at ``version`` besides its tensors. In a large job most ranks have
+        none or one."""
+        for held in self._said:
+            if held.version == version and not shards.isdisjoint(self._names(held)):
+                yield from (h for h in self._expand(held) if h.shard in shards)
+        if self.capsules:
+            yield from (h for h in self._pages() if h.version == version and h.shard in shards)
+
+    def copies(self) -> dict[str, int]:
+        """Shards that it keeps for another rank, and their sizes, of any version."""
+        copies = [held for held in self._said if held.kind == Kind.COPY]
+        return {holding.shard: holding.nbytes for held in copies for holding in self._expand(held)}
+
+    def _pages(self) -> list[Holding]:
+        if not self.capsules:
+            return []
+        capsule = capsule_name(self.rank)
+        return [Holding(self.rank, capsule, v, Kind.PAGE, self.needs.get(capsule, 0)) for v in self.capsules]
+
+    def kept_at(self, version: int) -> Iterator[str]:
+        """The shards that it holds at this version besides its live state; some perhaps twice."""
+        for held in self._said:
+            if held.version == version:
+                yield from self._names(held)
+        if version in self.capsules:
+            yield capsule_name(self.rank)
+
+    def has_capsule(self, version: int) -> bool:
+        """Whether its process has its own capsule of this version, in its final form."""
+        if version < 0 or self.live == version:
+            return version >= 0
+        name = capsule_name(self.rank)
+        kept = (h for h in self._said if h.version == version and h.kind == Kind.UNDO and not h.early)
+        return any(name in self._names(h) for h in kept)
+
+    def need_list(self) -> list[Need]:
+        return [Need(self.rank, n, b) for n, b in self.needs.items()]

@@ -65,6 +65,7 @@ class Job:
 
     def turn(self, what: str) -> None:
         """What the machine wants goes out, every agent answers, the answers come in."""
+        self.timed(f"{what} out", self.machine.check_before_acting)
         actions = self.machine.job.take_actions()
         sent = self.timed(f"{what} out", lambda: self._pack(a for a in actions if isinstance(a, Send)))
         for action in actions:

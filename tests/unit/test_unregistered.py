@@ -513,3 +513,28 @@ def test_numbers_of_a_module_around_the_registered_one_are_named() -> None:
         it.step()
         around[0](around.extra(torch.ones(2)))
     assert "around.extra.calls" in it.told[-1] and "inside.calls" not in it.told[-1], it.told
+
+
+def test_hooks_that_come_or_go_amid_training_are_named_once() -> None:
+    mine = Registered()
+    first = mine.model.register_forward_hook(lambda *_: None)  # of the set-up
+    for number in range(30):
+        if number == 7:
+            mine.model.register_full_backward_hook(lambda *_: None)
+        if number == 13:
+            first.remove()
+        mine.step()
+    told = [text for text in mine.told if "hooks of modules have changed" in text]
+    assert len(told) == 2 and all("model (Linear)" in text and "test_unregistered.py" in text for text in told)
+
+
+def test_hooks_that_a_library_puts_on_in_the_first_step_are_none_of_the_scripts() -> None:
+    mine, theirs = Registered(), Registered(frameworks=True)
+    for number in range(30):
+        mine.step()
+        theirs.step()
+        if number == 0:
+            mine.model.register_forward_hook(lambda *_: None)
+        if number == 9:
+            theirs.model.register_forward_hook(lambda *_: None)  # a framework's own
+    assert not [text for text in (*mine.told, *theirs.told) if "hooks" in text]

@@ -50,6 +50,7 @@ from flashrecovery.worker.local_state.fingerprints import (
     plain_mark,
 )
 from flashrecovery.worker.local_state.generators import as_stateful
+from flashrecovery.worker.script_checks.hooks import HookWatch
 from flashrecovery.worker.script_text.loop_carried import CarriedByClass, LoopCarried
 from flashrecovery.worker.script_text.script_frames import (
     STATIC,
@@ -116,6 +117,7 @@ class Unregistered:
         self._known, self._parameters = _known(things)
         self._objects_known, _ = _known(thing for thing in things if not isinstance(thing, DataStream))
         self._things = [thing for thing in things if isinstance(thing, (torch.nn.Module, Optimizer))]
+        self._hooks = HookWatch([thing for thing in things if isinstance(thing, torch.nn.Module) and not frameworks])
         self._storages: frozenset[int] = frozenset()
         self._frameworks = frameworks
         self._tell = tell
@@ -136,6 +138,9 @@ class Unregistered:
         told, place = self._count, ""
         if self._steps > 1 and (recovered or is_looked_at(self._steps)) and not self._given_up:
             place = self._look_from(frame)
+            changed = self._hooks.changed()
+            if changed:
+                self._tell(f"{place}: {self._hooks.text(changed)}")
         if recovered and self._count:
             self._tell(self._text(" After this recovery they may not be what they would have been."))
         elif self._count > told:

@@ -102,10 +102,10 @@ def _arrived(self: ElectorSet, node: str, sent_at: float) -> None:
 def _believes(judge: Callable[..., Any]) -> Callable[..., Any]:
     """A broken connection, and a refusal, is proof."""
 
-    def judged(self: Liveness, name: str, last: Any, now: float) -> Any:
+    def judged(self: Liveness, name: str, last: Any, asked_at: float, now: float) -> Any:
         if not last.connected:
             last.heard_at = min(last.heard_at, now - self._limits.node_silence_s)
-        return judge(self, name, last, now)
+        return judge(self, name, last, asked_at, now)
 
     return judged
 

@@ -131,7 +131,7 @@ def test_an_answer_that_nobody_asked_for_passes() -> None:
 def test_the_outbox_knows_what_is_pending_without_looking_through_it() -> None:
     outbox = Outbox()
     for rank in range(4):
-        outbox.send("n", pb.Command(rank=rank), 10.0 + rank, "hold" if rank % 2 else "replace")
+        outbox.order("n", pb.Command(rank=rank), 10.0 + rank, "hold" if rank % 2 else "replace")
     outbox.expect(0, "replace", 5.0)
     assert outbox.waits_for("hold") and outbox.waits_for("replace") and not outbox.waits_for("stop")
     outbox.forget("replace", 0)
@@ -140,7 +140,7 @@ def test_the_outbox_knows_what_is_pending_without_looking_through_it() -> None:
     assert outbox.expired(11.5) == [("hold", 1)] and outbox.expired(11.5) == []
     outbox.keep(lambda _, rank: rank == 1)
     assert not outbox.pending and not outbox.waits_for("hold")
-    outbox.send("n", pb.Command(rank=7), 12.0, "stop")
+    outbox.order("n", pb.Command(rank=7), 12.0, "stop")
     assert outbox.waits_for("stop")
     outbox.clear()
     assert not outbox.waits_for("stop") and outbox.expired(99.0) == []

@@ -184,7 +184,7 @@ class LastSave:
                 self._missing[record.rank] = "its node is gone"
                 continue
             command = pb.Command(generation=job.generation, rank=record.rank, keep_last=order)
-            job.outbox.send(node, command, deadline, Ordered.KEEP_LAST)
+            job.outbox.order(node, command, deadline, Ordered.KEEP_LAST)
 
     def _write(self, deadline: float) -> None:
         """A checkpoint of the version."""

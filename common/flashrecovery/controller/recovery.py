@@ -374,9 +374,10 @@ class RecoverySteps:
     def _next_move(self, found: Decision | NothingLeft, now: float, *, settled: bool = True) -> Move:
         """See :func:`.next_move.next_move`. A change of the parallel layout that is not made may be given up here."""
         relayout = self._replanning.next_step(found)
-        if isinstance(relayout, NothingLeft):
-            found, relayout = relayout, self._replanning.next_step(relayout)
-        assert not isinstance(relayout, NothingLeft)  # of nothing there is nothing to write
+        why = self._replanning.why_not_written(relayout)
+        if why:
+            found = NothingLeft(why)
+            relayout = self._replanning.next_step(found)
         move = next_move(StoppedFacts(found, relayout, self._resizing.can_take_back, settled))
         undecided = isinstance(move, TakeBack) or (isinstance(move, Settle) and isinstance(found, NothingLeft))
         if isinstance(relayout, KeepLayout) and not undecided:
@@ -521,8 +522,7 @@ class RecoverySteps:
     def _restore_idle(self, regrouped_by: float) -> None:
         """A rank that has nothing to transfer goes on from its own state as soon as it has regrouped: mostly all ranks
         but a few, which saves a message to each of them and its answer."""
-        restoring = self._job.round.restoring
-        assert restoring is not None
+        restoring = self._job.round.decided
         busy, limit = restoring.busy, self._job.config.timeouts.restore_s
         idle = [self._job.ranks[rank] for rank in restoring.ranks if rank not in busy]
         command = pb.Command(restore=restoring.command(None, "", limit))
@@ -530,20 +530,18 @@ class RecoverySteps:
 
     def send_restore(self, now: float) -> None:
         """The transfers; from a checkpoint, every rank reads its own part."""
-        restoring, checkpoint = self._job.round.restoring, self._job.round.checkpoint
-        assert restoring is not None
+        restoring, checkpoint = self._job.round.decided, self._job.round.checkpoint
         limit = self._job.config.timeouts.restore_s
         if checkpoint:
             command = pb.Command(restore=restoring.command(None, checkpoint, limit))
             self._job.command_all(self._job.ranks.values(), command, now + 1.5 * limit, Ordered.RESTORE)
         for rank in restoring.busy:
             command = pb.Command(restore=restoring.command(rank, "", limit))
-            self._job.command(rank, command, now + 1.5 * limit, Ordered.RESTORE)
+            self._job.order(rank, command, now + 1.5 * limit, Ordered.RESTORE)
 
     def _verify(self, now: float) -> None:
         """Every restored shard must have its source's digest; if not, it is taken from the next source."""
-        restored = self._job.round.restoring
-        assert restored is not None
+        restored = self._job.round.decided
         wrong = restored.mismatches() if self._job.config.verify else []
         if self._job.recovery is not None:
             self._job.recovery.add_round(restored)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from flashrecovery.config import ElasticSettings
 from flashrecovery.controller.elastic.join import Joining
 from flashrecovery.controller.membership.placement import RankPlacement
 from flashrecovery.controller.state.job_state import JobState
@@ -46,14 +47,14 @@ class Growing:
         self._most = None
         self._coming.expect(-1)
 
-    def ask(self, replicas: int, step: int, now: float) -> str:
+    def ask(self, elastic: ElasticSettings, replicas: int, step: int, now: float) -> str:
         """Have the job grown to so many replicas from ``step`` on (-1: as soon as they are there). Returns why not, ""
         if they are being built up."""
-        job, elastic = self._job, self._job.config.elastic
-        assert elastic is not None
+        job = self._job
         size, shape, sizes = job.replicas, job.shape, allowed_sizes(job)
         if replicas > sizes.most:
-            whence = f"has changed to {job.parallel.text}" if job.parallel.text else f"was launched with {elastic.text}"
+            launched = f"was launched with {elastic.text}"
+            whence = f"has changed to {job.parallel.text}" if job.parallel.text else launched
             return f"--to {replicas}: the job {whence}; {sizes.most} at most is allowed"
         if self._coming.in_last_step:
             return "ranks have taken their last step; nobody can come in any more"
@@ -68,7 +69,7 @@ class Growing:
             return (
                 f"--to {replicas}: the job has {size} replicas{each}, and there is room for {more} ({where}); {least}"
             )
-        self._build_up(replicas - size, free, step, now)
+        self._build_up(replicas - size, elastic.max, free, step, now)
         return ""
 
     def on_node(self, name: str) -> None:
@@ -98,12 +99,11 @@ class Growing:
         if size < most and new:
             # Of replicas of several ranks some may have their place where the others of them have left.
             room = min(sum(room.free for room in free), sum(room.free for room in new) * job.shape.each)
-            self._build_up(coming(size, room, sizes, job.shape.each), free, -1, now)
+            self._build_up(coming(size, room, sizes, job.shape.each), elastic.max, free, -1, now)
 
-    def _build_up(self, count: int, free: list[Room], step: int, now: float) -> None:
+    def _build_up(self, count: int, most: int, free: list[Room], step: int, now: float) -> None:
         job, shape = self._job, self._job.shape
-        assert job.config.elastic is not None
-        replicas = missing(shape, job.ranks, job.config.elastic.max)[:count]
+        replicas = missing(shape, job.ranks, most)[:count]
         ranks = sorted(rank for replica in replicas for rank in shape.ranks(replica))
         homes = {record.rank: record.home for record in job.in_order}
         per_node = job.world_size if job.parallel.text else job.config.nproc_per_node  # where they were is not known

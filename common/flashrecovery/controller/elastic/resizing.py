@@ -212,7 +212,7 @@ class Resizing:
         if steps is not None and 0 <= steps <= step:  # -1: the script's end is the end of the steps
             return f"--at-step {step}: the job takes {steps} steps; an earlier one is allowed"
         if replicas > size:
-            why_not = self._growing.ask(replicas, step, now)
+            why_not = self._growing.ask(elastic, replicas, step, now)
             if not why_not:
                 self._order.wanted = self._order.put_aside = None
                 self._growing.commanded(replicas)

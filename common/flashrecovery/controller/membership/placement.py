@@ -154,7 +154,7 @@ class RankPlacement:
         replace = self._order(record, detached=detached)
         limits = self._job.config.timeouts
         deadline = now + limits.fence_s + (limits.replacement_s if detached else limits.startup_s)
-        self._job.command(record.rank, pb.Command(replace=replace), deadline, Ordered.REPLACE)
+        self._job.order(record.rank, pb.Command(replace=replace), deadline, Ordered.REPLACE)
 
     def _order(self, record: RankRecord, *, detached: bool) -> pb.Replace:
         """What the node is told about the process that it is to start."""

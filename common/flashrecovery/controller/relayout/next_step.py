@@ -117,11 +117,9 @@ def _once_more(facts: RelayoutFacts, found: Decision | NothingLeft) -> RelayoutS
     other nodes, not a third time: one that has died breaks connections at once, and is found to be lost later."""
     kept = facts.readable
     tries = 2 if kept is not None and kept.place.sources else 1
-    if isinstance(found, Decision) and (kept is None or kept.checkpoint or facts.retries >= tries):
-        return StartLayout(SavedState(found.round.version, pb.StashPlace(), found.checkpoint), once_more=True)
-    if kept is not None and not kept.checkpoint:
+    tried_enough = isinstance(found, Decision) and facts.retries >= tries
+    if kept is not None and not kept.checkpoint and not tried_enough:
         return StartLayout(replace(kept, written=0), once_more=True)
-    if kept is None:
-        return CannotChange(f"{facts.lost_with}; and there is no checkpoint")
-    assert isinstance(found, NothingLeft)
-    return CannotChange(found.reason)
+    if isinstance(found, Decision):
+        return StartLayout(SavedState(found.round.version, pb.StashPlace(), found.checkpoint), once_more=True)
+    return CannotChange(found.reason if kept is not None else f"{facts.lost_with}; and there is no checkpoint")

@@ -71,7 +71,9 @@ class ParallelismChange:
         self._rooms = RelayoutSlots(job)
         self._next: NextLayout | None = None
         self._memory = StagedState(job)
+        self._least = job.config.world_size  # ranks of a layout
         if job.config.replan is not None:
+            self._least = job.config.replan.min
             step_cost.get_ready()
         self._tried: list[str] = []  # layouts in which the script could not begin
 
@@ -107,17 +109,15 @@ class ParallelismChange:
 
     def _chosen(self, text: str, facts: LayoutFacts) -> tuple[Strategy, tuple[str, ...]]:
         """Raises ConfigError or UnsupportedError."""
-        config = self._job.config
-        assert config.replan is not None
         rooms = self._rooms.open_all()
         if text:
             found = parse_layout(text, facts, sum(rooms))
-            if found.ranks < config.replan.min:
+            if found.ranks < self._least:
                 raise ConfigError(
-                    f"--layout {text}: {found.ranks} ranks; {config.replan.min} (replan.min) or more are allowed"
+                    f"--layout {text}: {found.ranks} ranks; {self._least} (replan.min) or more are allowed"
                 )
             return found, ("commanded",)
-        choice = best(facts, rooms, config.replan.min, self._job.step_s)
+        choice = best(facts, rooms, self._least, self._job.step_s)
         return choice.best.strategy, choice.lines
 
     def _facts(self) -> LayoutFacts | str:
@@ -137,7 +137,6 @@ class ParallelismChange:
         facts = self._facts()
         if isinstance(facts, str) or self._job.state is State.STARTING:
             return False
-        assert self._job.config.replan is not None
         rooms = self._rooms.narrow(lost)
         left = sum(rooms)
         wanted = self._next
@@ -145,7 +144,7 @@ class ParallelismChange:
             chosen = replace(wanted, step=-1, lost=True)
         else:
             try:
-                choice = best(facts, rooms, self._job.config.replan.min, self._job.step_s)
+                choice = best(facts, rooms, self._least, self._job.step_s)
             except UnsupportedError as e:
                 raise JobFailedError(
                     f"{ranks_text(sorted(lost))} cannot be replaced, and no parallel layout fits the {left} ranks that "
@@ -195,8 +194,9 @@ class ParallelismChange:
         return pb.Pause(step=max(wanted.step, 0), copies=False)
 
     def why_paused(self, version: int) -> str:
-        """In words, for those who are stopped."""
-        assert self._next is not None
+        """In words, for those who are stopped; "" if the layout does not change."""
+        if self._next is None:
+            return ""
         return f"the job goes on in the layout {layout_text(self._next.strategy)} from step {version} on"
 
     # -- the state --------------------------------------------------------------------------------
@@ -205,9 +205,8 @@ class ParallelismChange:
         """Somebody has died: what was being written is of no use."""
         self._memory.interrupted()
 
-    def next_step(self, found: Decision | NothingLeft) -> RelayoutStep | NothingLeft:
-        """All that live are stopped, and this is what they could go on from: what becomes of the change. NothingLeft:
-        the state cannot be written, because of something that nobody has."""
+    def next_step(self, found: Decision | NothingLeft) -> RelayoutStep:
+        """All that live are stopped, and this is what they could go on from: what becomes of the change."""
         memory, job = self._memory, self._job
         facts = RelayoutFacts(
             found=found,
@@ -221,9 +220,11 @@ class ParallelismChange:
             rooms=0 if self._next is None else sum(self._rooms.rooms()),
             elastic=self._elastic,
         )
-        step = relayout_step(facts)
-        why = memory.why_not_written(step.version) if isinstance(step, WriteState) else ""
-        return NothingLeft(why) if why else step
+        return relayout_step(facts)
+
+    def why_not_written(self, step: RelayoutStep) -> str:
+        """Why the state cannot be written, if that is the next step: what nobody has; "" if it can."""
+        return self._memory.why_not_written(step.version) if isinstance(step, WriteState) else ""
 
     def carry_out(self, step: RelayoutStep, now: float) -> None:
         """Do that."""
@@ -273,8 +274,7 @@ class ParallelismChange:
         )
 
     def _same(self) -> NextLayout:
-        facts = self._facts()
-        assert not isinstance(facts, str)
+        facts = facts_now(self._job)
         now = facts.now  # with the replicas that are left, which may be no number that is allowed
         same = with_most_replicas(facts, now, now.ranks)
         return NextLayout(same, ("the layout stays; not all of its ranks have had the state yet",))
@@ -295,7 +295,8 @@ class ParallelismChange:
         of the change before, or goes back to a checkpoint that any layout reads, or ends."""
         wanted = self._next
         self.interrupted()
-        assert wanted is not None
+        if wanted is None:
+            return True
         if not wanted.lost:
             self._give_up(wanted, f"rank {rank}: {why}")
             return True
@@ -319,10 +320,9 @@ class ParallelismChange:
 
     def go_on(self, now: float) -> None:
         """If all is written, start the new layout."""
-        kept = self._memory.written()
-        if kept is not None:
-            assert self._next is not None
-            self._start(self._next, kept, now)
+        kept, wanted = self._memory.written(), self._next
+        if kept is not None and wanted is not None:
+            self._start(wanted, kept, now)
 
     # -- the new layout ---------------------------------------------------------------------------
 
@@ -425,9 +425,8 @@ class ParallelismChange:
     def _best_or_fail(self, facts: LayoutFacts, rooms: Sequence[int]) -> StrategyChoice | None:
         """The layout to go on with after a further loss. None: there is none, and the job has failed."""
         job = self._job
-        assert job.config.replan is not None
         try:
-            return best(facts, rooms, job.config.replan.min, job.step_s)
+            return best(facts, rooms, self._least, job.step_s)
         except UnsupportedError as e:
             job.fail(f"{job.last_failure}, and no parallel layout fits what is left: {e}")
             return None
@@ -486,7 +485,7 @@ class ParallelismChange:
         rooms = self._rooms.rooms()
         self._tried.append(job.parallel.text)
         try:
-            ranked = best(staying.facts, rooms, job.config.replan.min, job.step_s).ranked
+            ranked = best(staying.facts, rooms, self._least, job.step_s).ranked
         except UnsupportedError:
             ranked = ()
         options = [] if why_not(staying.facts, before, sum(rooms)) else [before]  # replicas may have been lost of it

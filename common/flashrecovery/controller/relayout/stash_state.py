@@ -51,7 +51,7 @@ class StagedState:
         deadline = now + 1.5 * job.config.timeouts.restore_s
         for rank, items in orders.items():
             stash = pb.Stash(version=version, directory=directory, items=items)
-            job.command(rank, pb.Command(stash=stash), deadline, Ordered.STASH)
+            job.order(rank, pb.Command(stash=stash), deadline, Ordered.STASH)
 
     def _assigned(self, version: int) -> dict[int, list[pb.StashItem]]:
         job = self._job

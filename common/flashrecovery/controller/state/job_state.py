@@ -436,14 +436,18 @@ class JobState:
         saved = pb.CheckpointSaved(version=version, path=path)
         return pb.Command(generation=self.generation, rank=AGENT, saved=saved)
 
-    def command(
-        self, rank: int, command: pb.Command, deadline: float | None = None, what: Ordered | None = None
-    ) -> None:
+    def command(self, rank: int, command: pb.Command) -> None:
+        """Tell a rank, or (AGENT) all agents; nobody waits for an answer."""
         command.generation, command.rank = self.generation, rank
-        self.outbox.send(None if rank == AGENT else self.ranks[rank].home, command, deadline, what)
+        self.outbox.send(None if rank == AGENT else self.ranks[rank].home, command)
+
+    def order(self, rank: int, command: pb.Command, deadline: float, what: Ordered) -> None:
+        """Tell a rank, and wait until ``deadline`` for its answer."""
+        command.generation, command.rank = self.generation, rank
+        self.outbox.order(self.ranks[rank].home, command, deadline, what)
 
     def command_all(self, records: Iterable[RankRecord], command: pb.Command, deadline: float, what: Ordered) -> None:
-        """Send the same command to all of these ranks."""
+        """Send the same command to all of these ranks, and wait until ``deadline`` for their answers."""
         homes = [record.home for record in self.ranks.values()]
         if homes != self._homes:
             self._homes, self._ranks_of = homes, {}

@@ -79,9 +79,10 @@ def left_of_replicas(job: JobState) -> list[int]:
 
 def allowed_sizes(job: JobState) -> ReplicaRange:
     """How many replicas an elastic job may have: as it was launched, or has changed its parallel layout last, and as
-    its ranks have said its batch, or a framework's configuration, allows."""
+    its ranks have said its batch, or a framework's configuration, allows. Another job has those that it has."""
     elastic = job.config.elastic
-    assert elastic is not None
+    if elastic is None:
+        return ReplicaRange(job.replicas, job.replicas)
     said = next((record.sizes for record in job.in_order if record.sizes), None)
     sizes = ReplicaRange(elastic.min, elastic.max, said)
     return sizes.of_layout(job.shape.replicas) if job.parallel.text else sizes

@@ -108,16 +108,16 @@ class Outbox:
     def publish(self, generation: int, table: RankTable) -> None:
         self.actions.append(Publish(generation, table))
 
-    def send(
-        self, node: str | None, command: pb.Command, deadline: float | None = None, what: Ordered | None = None
-    ) -> None:
-        """Send ``command``; with a deadline its acknowledgement by the command's rank is waited for."""
+    def send(self, node: str | None, command: pb.Command) -> None:
+        """Send ``command``; nobody waits for an answer."""
         self._serial += 1
         command.serial = self._serial
-        if deadline is not None:
-            assert what is not None
-            self._await(what, deadline, {command.rank})
         self.actions.append(Send(node, command))
+
+    def order(self, node: str, command: pb.Command, deadline: float, what: Ordered) -> None:
+        """Send ``command``, and wait for its acknowledgement by the command's rank."""
+        self.send(node, command)
+        self._await(what, deadline, {command.rank})
 
     def send_all(
         self, ranks_of: Mapping[str, Sequence[int]], command: pb.Command, deadline: float, what: Ordered

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from flashrecovery.controller.state.restore_plan import RestoreRound
+from flashrecovery.errors import ProtocolError
 from flashrecovery.proto import flashrecovery_pb2 as pb
 
 
@@ -25,6 +26,13 @@ class RecoveryRound:
     retry_at: float | None = None
     retry_for: str = ""
     confirmed: int = 0
+
+    @property
+    def decided(self) -> RestoreRound:
+        """What is restored. Raises ProtocolError before that is decided."""
+        if self.restoring is None:
+            raise ProtocolError("it is not decided yet what is restored")
+        return self.restoring
 
 
 @dataclass

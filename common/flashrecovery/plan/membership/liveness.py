@@ -128,12 +128,11 @@ class Liveness:
                 last.asked = dict.fromkeys(itertools.islice(following(name, heard), OBSERVERS))
                 found += [Ask(observer, name) for observer in last.asked]
             else:
-                found += self._judge(name, last, now)
+                found += self._judge(name, last, last.asked_at, now)
         return found
 
-    def _judge(self, name: str, last: _LastHeard, now: float) -> list[Ask | Lost | Unheard]:
-        assert last.asked_at is not None
-        late = now - last.asked_at >= self._limits.node_probe_s
+    def _judge(self, name: str, last: _LastHeard, asked_at: float, now: float) -> list[Ask | Lost | Unheard]:
+        late = now - asked_at >= self._limits.node_probe_s
         witness = next((o for o, evidence in last.asked.items() if evidence == ""), None)
         if witness is None and now - last.vouched_at < self._limits.node_silence_s:
             witness = last.voucher
@@ -147,7 +146,7 @@ class Liveness:
             return []
         silent_s = now - last.heard_at
         if silent_s < self._limits.node_silence_s:
-            if now - last.asked_at >= self._limits.node_probe_s:
+            if now - asked_at >= self._limits.node_probe_s:
                 last.asked, last.asked_at = {}, None  # what they have said is old by then: ask again
             return []
         if not last.asked and silent_s < self._limits.node_wait_s:

@@ -37,7 +37,10 @@ COVERED: dict[str, tuple[Framework, ...]] = {
 it must, and is not looked at."""
 ELSEWHERE: dict[str, frozenset[str]] = {
     "Python": frozenset(
-        {"_exit", "_getframe", "_current_frames", "_inst", "_make", "_fields", "_option_string_actions"}
+        {
+            *("_exit", "_getframe", "_current_frames", "_inst", "_make", "_fields", "_option_string_actions"),
+            "_get_candidate_names",
+        }
     ),
     "numpy": frozenset({"_rand", "_bit_generator"}),
     "torchdata": frozenset({"_initial_iter_for_state_dict"}),

@@ -27,7 +27,7 @@ class Known:
 @pytest.fixture(autouse=True)
 def of_this_rank(monkeypatch: pytest.MonkeyPatch) -> list[Known]:
     mine = [Known("0", (0, 1, 2, 3)), Known("5", (2, 3)), Known("8", (1, 3))]
-    monkeypatch.setattr(trackers.groups, "groups", lambda: mine)
+    monkeypatch.setattr(trackers, "own_groups", lambda: mine)
     names = {group.name: group.process_group() for group in mine}
     monkeypatch.setattr(trackers, "named_group", names.__getitem__)
     return mine

@@ -46,6 +46,10 @@ def attach(engine: Any) -> Recovery:
             from fr_deepspeed.calls import ProtectedCalls
 
             ProtectedCalls(engine, recovery)
+        else:
+            from fr_deepspeed.own_loops import EngineSteps
+
+            recovery.protect_own_loops(EngineSteps(engine))
     else:
         recovery.register(model=engine)
     engine.recovery = recovery

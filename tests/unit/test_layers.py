@@ -176,7 +176,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
         "recovery_commands",
         "loop",
         "session",
-        "framework_calls",
+        "framework_calls own_loops",
         "recovery",
         "startup",
     ),

@@ -34,7 +34,7 @@ def registry(rank: int = 0, per_rank: tuple[str, ...] = (), **objects: Any) -> R
 
 
 def capsule(made: Registry) -> bytes:
-    return made.capture_capsule(made.drawn())
+    return made.capture_capsule(made.drawn(), 1)
 
 
 @pytest.mark.parametrize("per_rank", [(), ("average",)])

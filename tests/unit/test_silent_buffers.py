@@ -270,11 +270,11 @@ def test_too_large_a_state_of_one_rank_is_refused_by_the_names_of_its_parts() ->
     net.register_buffer("queue", torch.zeros(CAPSULE_LIMIT, dtype=torch.uint8))
     made = Registry(0, 2, adapter_for, ModuleAdapter)
     made.register(net, [], {})
-    made.capture_capsule(made.drawn())
+    made.capture_capsule(made.drawn(), 1)
     net.queue.add_(1)
     size = f"{CAPSULE_LIMIT:,}"
     with pytest.raises(UnsupportedError, match=rf"at most {size} can .*: buffer 'queue' \({size} bytes\)"):
-        made.capture_capsule(made.drawn())
+        made.capture_capsule(made.drawn(), 1)
 
 
 # -- how it is compared ---------------------------------------------------------------------------------

@@ -35,6 +35,7 @@ from flashrecovery.worker.control.overhead import Overhead, TimedHooks
 from flashrecovery.worker.data.accelerate import check_rest
 from flashrecovery.worker.exit.termination import Termination
 from flashrecovery.worker.exit.undisturbed import undisturbed
+from flashrecovery.worker.local_state.plain_values import is_kept
 from flashrecovery.worker.local_state.step_profile import IN_ALL_STEPS, UNTIL_RESEALED
 from flashrecovery.worker.preimport.preimport_script import imported_so_far
 from flashrecovery.worker.recovery_commands import RecoveryExecutor
@@ -63,9 +64,12 @@ class Loop:
 
     Args:
         own_calls: the script's loop makes calls (:mod:`.framework_calls`); nothing of it lies between two steps.
+        own_loops: its own loops are led back (:mod:`.own_loops`): what lies between two steps is cut short by the error
+            of a collective, and no stand-in answers it.
     """
 
-    def __init__(self, worker: Worker, copies: Copies, *, own_calls: bool) -> None:
+    def __init__(self, worker: Worker, copies: Copies, *, own_calls: bool, own_loops: bool = False) -> None:
+        self._own_loops = own_loops
         self.copies = copies
         self.sealing: Sealing[Drawn] = Sealing(worker.registry.habits, _Capsules(worker.registry, worker.gate))
         self._worker = worker
@@ -194,7 +198,7 @@ class Loop:
         future it waits) that has failed between two steps, since a rank has died: what the script does there is done
         again."""
         here = threading.current_thread() is threading.main_thread() and not below.handles_errors()
-        if not elsewhere and not here:
+        if (not elsewhere and not here) or (self._own_loops and not self.void):
             return False
         return self._gate.stands_in and self._stops.wait()
 
@@ -502,7 +506,8 @@ class Loop:
         self._worker.send(pb.FromWorker(modules=imported_so_far(watch.changed)))
 
     def _first_to_look(self, frameworks: bool) -> Unregistered:
-        return Unregistered(self._registry.known(), frameworks, self._tell_not_registered, calls=self._own_calls)
+        kept, tell = is_kept if self._own_loops else None, self._tell_not_registered
+        return Unregistered(self._registry.known(), frameworks, tell, calls=self._own_calls, kept=kept)
 
     def _tell_not_registered(self, text: str) -> None:
         self._worker.notice(NoticeKind.NOT_REGISTERED, text)
@@ -566,6 +571,11 @@ class Loop:
         self._published = False
         self._touches.begin()
 
+    def discard(self) -> None:
+        """What the script does from here to the next hand-out belongs to no version: it goes to where that version
+        is."""
+        self._void_run = DiscardedRun(self._registry.tensor_shards(), self._registry.streams, self._gate.version)
+
     def _take_back(self, void_run: DiscardedRun) -> None:
         """Take back what the script has done from the end of a void attempt to the next hand-out."""
         self._void_run = None
@@ -574,6 +584,7 @@ class Loop:
         void_run.take_back()
         self.restore_plain(self._gate.version, fresh=False)
         void_run.end()
+        self._touches.begin()
 
 
 class _Capsules:
@@ -589,7 +600,7 @@ class _Capsules:
 
     def write(self, version: int, drawn: Drawn, *, early: bool) -> None:
         self._registry.mark_data(version)
-        data = self._registry.capture_capsule(drawn)
+        data = self._registry.capture_capsule(drawn, version)
         self._registry.capsule.keep(version, data, early=early)
         self._page.write_capsule(version, data, early=early)
         self._written = drawn

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from flashrecovery.contract.adapter import Adapter
     from flashrecovery.contract.loop_adapter import LoopState
     from flashrecovery.worker.framework_calls import Calls
+    from flashrecovery.worker.own_loops.loops import Accumulation
     from flashrecovery.worker.session import Session
 
 T = TypeVar("T")
@@ -185,6 +186,13 @@ class Recovery:
         self._registered.append(adapter)
         if self._session is not None:
             self._session.registry.register_adapter(adapter, objects)
+
+    def protect_own_loops(self, accumulation: Accumulation) -> None:
+        """For frameworks whose calls a script's own loop makes (:mod:`.own_loops`)."""
+        if self._session is not None:
+            from flashrecovery.worker.own_loops.loops import LOOPS
+
+            LOOPS.protect(self._session, accumulation)
 
     def tell_not_registered(self, text: str) -> None:
         """For frameworks: say what of theirs is not brought back."""

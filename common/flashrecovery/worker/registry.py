@@ -11,7 +11,7 @@ import json
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import xxhash
@@ -52,6 +52,19 @@ _SHOWN = 5
 """Parts that are named where there is too much."""
 
 
+class ScriptPlace(Protocol):
+    """Where a script stands in its own loops: a part of this rank's own state."""
+
+    def mark(self) -> bytes:
+        """Changes whenever what :meth:`capture` gives does."""
+
+    def capture(self, version: int) -> Any:
+        """In plain values."""
+
+    def restore(self, state: Any, version: int) -> None:
+        """The script is to go there."""
+
+
 class Registry:
     """Models (through adapters), stateful objects and data streams of one worker.
 
@@ -89,6 +102,8 @@ class Registry:
         self._launched: dict[str, tuple[int, ...]] = {}  # holders of the shards, as the job was launched
         self._known: list[tuple[str, object]] = []
         self._digests: dict[int, dict[str, str]] = {}  # of the shared objects, by version
+        self.place: ScriptPlace | None = None
+        """Where the script's own loops stand, if these are taken as they are."""
         self._start = b""
 
     def register(
@@ -313,7 +328,7 @@ class Registry:
         return (
             RngState.now(),
             [s.mark for s in self.streams],
-            [a.capsule_mark() for a in self.adapters],
+            [*(a.capsule_mark() for a in self.adapters), *(() if self.place is None else (self.place.mark(),))],
             {name: _state_of(name, self.objects[name]) for name in self.habits.own},
             self._own_settings(),
         )
@@ -400,7 +415,7 @@ class Registry:
         for name, encoded in state["objects"].items():
             self.objects[name].load_state_dict(codec.loads(encoded))
 
-    def capture_capsule(self, drawn: Drawn) -> bytes:
+    def capture_capsule(self, drawn: Drawn, version: int) -> bytes:
         """State of this rank alone: random number streams, data position, rank-only framework state and objects, and
         what torch.compile has learned here. ``drawn``: as they stand now. Raises UnsupportedError if it is too large to
         be kept."""
@@ -413,6 +428,7 @@ class Registry:
                 "objects": drawn[3],
                 "settings": drawn[4],
                 "compiled": self.learned_sizes.capture(),
+                "place": None if self.place is None else self.place.capture(version),
                 "shared": (newest, self._digests.get(newest, {})),
             }
         )
@@ -440,7 +456,7 @@ class Registry:
 
     def remember_start(self) -> None:
         """Now, before the first step, this rank's own state is what the script has made it."""
-        self._start = self.capture_capsule(self.drawn())
+        self._start = self.capture_capsule(self.drawn(), 0)
 
     def begin_anew(self) -> None:
         """Bring this rank's own state back to the script's start."""
@@ -464,6 +480,8 @@ class Registry:
             adapter.restore_rank(part)
         for name, encoded in state["objects"].items():
             self.objects[name].load_state_dict(codec.loads(encoded))
+        if self.place is not None and state.get("place") is not None:
+            self.place.restore(state["place"], version)
         learned = self.learned_sizes.adopt if fresh else self.learned_sizes.go_back
         learned(state.get("compiled", []))
         restore_rng(state["rng"])  # last: skipping data consumes random numbers

@@ -144,12 +144,14 @@ class Session:
         if self._worker.rank == 0:
             self._worker.notice(NoticeKind.NOT_REGISTERED, text)
 
-    def open(self, num_steps: int | None) -> Loop:
+    def open(self, num_steps: int | None, *, own_calls: bool = True) -> Loop:
         """Called when the script asks for its first step: tell the controller what there is, and wait until the loop
         may begin.
 
         Args:
-            num_steps: None where the script's end is the end of the steps.
+            num_steps: None where it is not known how many there are.
+            own_calls: without ``num_steps``, the steps are calls (:mod:`.framework_calls`), and the script's end is the
+                end of them; else they are rounds of its own loops (:mod:`.own_loops`).
 
         Raises:
             JobFailedError: the loop has been opened already, or the process group is not the launcher's world.
@@ -162,6 +164,7 @@ class Session:
                 "recovery.steps() can be run through only once in a process; take the steps of all epochs in one loop: "
                 "`for step in recovery.steps(epochs * steps_per_epoch):`, with `epoch = step.index // steps_per_epoch`"
             )
+        own_calls = own_calls and num_steps is None
         TORCH.require(STEPS)
         worker, registry = self._worker, self.registry
         registry.close()
@@ -170,9 +173,9 @@ class Session:
         objects, settings = find_own(registry)
         own = [*objects, *map(in_words, settings)]
         if self.settings.elastic is not None:
-            elastic_checks.check_start(registry, self.settings, own, single_calls=num_steps is None)
+            elastic_checks.check_start(registry, self.settings, own, single_calls=own_calls)
         if self.settings.replan is not None:  # after check_start(), which finds the replicas
-            worker.stashing = _stashing(worker, own, single_calls=num_steps is None)
+            worker.stashing = _stashing(worker, own, single_calls=own_calls)
         registry.habits.own = sorted({*registry.habits.own, *objects})
         registry.habits.own_settings = settings
         worker.tell_own(own)
@@ -185,7 +188,7 @@ class Session:
             on_kept,
             lambda text: worker.notice(NoticeKind.REDUNDANCY, text),
         )
-        self._loop = Loop(worker, copies, own_calls=num_steps is None)
+        self._loop = Loop(worker, copies, own_calls=own_calls, own_loops=num_steps is None and not own_calls)
         self._loop.adopt_own(all_equal.union(copies.left_own()))
         if worker.rank == 0 and not worker.connection.detached:
             worker.notice(NoticeKind.REDUNDANCY, copies.describe())

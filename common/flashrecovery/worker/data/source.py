@@ -50,6 +50,9 @@ _PROBED_LENGTH = 5_000_000
 class Source:
     """A loader, a list, a generator: anything iterable.
 
+    Args:
+        set_epochs: the epoch is told to the samplers when it begins; False: the script does it.
+
     Attributes:
         one_shot: it cannot be begun again.
 
@@ -58,10 +61,11 @@ class Source:
             before the first step.
     """
 
-    def __init__(self, loader: Iterable[Any]) -> None:
+    def __init__(self, loader: Iterable[Any], *, set_epochs: bool = True) -> None:
         if not isinstance(loader, Iterable):
             raise DataSourceError(f"recovery.data() needs something iterable, not a {type(loader).__name__}")
         self.loader = loader
+        self._set_epochs = set_epochs
         self.one_shot = isinstance(loader, Iterator) and not _begins_anew(loader)
         self._stateful = is_stateful(loader)
         self._told_persistent = False
@@ -109,7 +113,8 @@ class Source:
     def begin(self, epoch: int, start: Mapping[str, Any] | None = None) -> tuple[Iterator[Any], EpochStart]:
         """The iterator of an epoch; with ``start``, of one that began in that random state."""
         self._renew_workers()
-        self.set_epoch(epoch)
+        if self._set_epochs:
+            self.set_epoch(epoch)
         if start is not None:
             self.restore_generators(start)
         begun = EpochStart(RngState.now(), self.generator_states(), self.samplers.at_start())

@@ -100,7 +100,9 @@ class FallbackCheckpoints:
                 f"checkpoint {checkpoint.path} has been converted, and has nothing of the framework's own loop: "
                 "where its samples and its log stand; that which it was made of can be read by any number of ranks"
             )
-        registry.capsule.keep(version, registry.capture_capsule(registry.drawn()) if capsule is None else capsule)
+        registry.capsule.keep(
+            version, registry.capture_capsule(registry.drawn(), version) if capsule is None else capsule
+        )
         registry.common.keep(version, plain.common)
         return other
 

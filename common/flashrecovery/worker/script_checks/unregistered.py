@@ -108,10 +108,18 @@ class Unregistered:
         frameworks: a framework protects its own optimizers, schedulers and scalers, whichever they are.
         tell: gets a text that names what has been found for the first time.
         calls: steps are calls.
+        kept: where the script's own loops are led back (:mod:`flashrecovery.worker.own_loops`): whether a variable of
+            this value comes back with them.
     """
 
     def __init__(
-        self, known: Iterable[object], frameworks: bool, tell: Callable[[str], None], *, calls: bool = False
+        self,
+        known: Iterable[object],
+        frameworks: bool,
+        tell: Callable[[str], None],
+        *,
+        calls: bool = False,
+        kept: Callable[[object], bool] | None = None,
     ) -> None:
         things = list(known)
         self._known, self._parameters = _known(things)
@@ -122,6 +130,7 @@ class Unregistered:
         self._frameworks = frameworks
         self._tell = tell
         self._calls = calls
+        self._kept = kept
         self._steps = 0
         self._generation = 0
         self._given_up = False
@@ -185,7 +194,7 @@ class Unregistered:
         """``around``: the script's functions that are running, inner ones first."""
         seen = _Seen()
         self._storages = _storages(self._things)
-        if not self._calls:
+        if not self._calls and self._kept is None:
             self._look_at_loop(around[0])
         everything: dict[str, Any] = {}
         anew = set[str]()
@@ -207,7 +216,8 @@ class Unregistered:
             reset |= {id(value): value for value in (resolve(variables, path) for path in carried.reset)}
             everything |= found_here
             if not self._calls:
-                seen.marks |= {name: ("", plain_mark(value)) for name, value in set_elsewhere(one).items()}
+                elsewhere = {name: v for name, v in set_elsewhere(one).items() if not self._comes_back(v)}
+                seen.marks |= {name: ("", plain_mark(value)) for name, value in elsewhere.items()}
         seen.roots = {name: identity(everything[name]) for name in anew}
         self._walk(everything, seen.marks, {*reset})
         for path, (kind, _newest) in seen.marks.items():
@@ -224,11 +234,11 @@ class Unregistered:
             if not self._calls:
                 self._iterators.setdefault(path)
         elif is_plain(value):
-            if not self._holds_known(value):
+            if not self._holds_known(value) and not self._comes_back(value):
                 self._variables.setdefault(path)
         elif is_own(type(value)) and id(value) not in self._known and not isinstance(value, torch.nn.Module):
             for name, part in attributes_of(value).items():  # an object of plain values, made anew in each round
-                if is_plain(part) and not self._holds_known(part):
+                if is_plain(part) and not self._holds_known(part) and not self._comes_back(part):
                     seen.marks[f"{path}.{name}"] = "", plain_mark(part)
 
     def _is_of_registered(self, variables: Mapping[str, Any], path: str) -> bool:
@@ -310,8 +320,11 @@ class Unregistered:
                     continue
                 if self._is_foreign_iterator(value):
                     self._iterators.setdefault(where)
-                elif is_plain(value) and not self._holds_known(value):
+                elif is_plain(value) and not self._holds_known(value) and not self._comes_back(value):
                     seen[where] = "", plain_mark(value)
+
+    def _comes_back(self, value: object) -> bool:
+        return self._kept is not None and self._kept(value)
 
     def _methods(self, kind: type) -> CarriedByClass:
         own = [one for one in kind.__mro__ if is_own(one)]
@@ -336,6 +349,8 @@ class Unregistered:
         return any(id(part) in self._known or id(part) in self._parameters for part in parts)
 
     def _is_foreign_iterator(self, value: object) -> bool:
+        if self._kept is not None:  # what loops run over, and what is asked by ``next()``, is led back
+            return False
         return hasattr(type(value), "__next__") and id(value) not in self._known and not gives_steps(value)
 
     def _holds_known(self, value: object) -> bool:

@@ -48,6 +48,7 @@ from flashrecovery.worker.startup.import_time_hooks import (
     install_spawn_hook,
 )
 from flashrecovery.worker.startup.main_module import run_file, run_module
+from flashrecovery.worker.startup.own_text import find_own_modules, script_is_over
 
 _connection: Connection | None = None
 
@@ -213,6 +214,7 @@ def _script_arguments(command: list[str]) -> list[str]:
 def _run_script(command: list[str], channel: Channel) -> int:
     """``script.py args`` or ``-m module args``, as ``python`` would run it."""
     sys.argv = [with_local_rank(word, os.environ) for word in _script_arguments(command)]
+    find_own_modules(replacement=connection().detached)
     try:
         try:
             if command[0] == "-m":
@@ -222,6 +224,8 @@ def _run_script(command: list[str], channel: Channel) -> int:
         except SystemExit as e:
             if e.code not in (None, 0):
                 raise
+        finally:
+            script_is_over()
         for callback in () if process_end.is_fork() else connection().at_script_end:
             callback()
     except SystemExit as e:

@@ -18,6 +18,9 @@ from importlib.machinery import ModuleSpec, SourceFileLoader, SourcelessFileLoad
 from types import CodeType, ModuleType
 from typing import cast
 
+from flashrecovery.worker.script_text.script_frames import is_own_file
+from flashrecovery.worker.startup.own_text import compiled_text
+
 
 def run_file(path: str) -> None:
     """A script, or a folder or an archive with a ``__main__.py``. Raises what the script raises."""
@@ -31,7 +34,7 @@ def run_file(path: str) -> None:
     else:
         source = SourceFileLoader("__main__", file)
         # as python does, without a compiled copy beside it
-        _run(compile(source.get_data(file), file, "exec", dont_inherit=True), file, None, source, None, None)
+        _run(compiled_text(source.get_data(file), file), file, None, source, None, None)
 
 
 def run_module(name: str) -> None:
@@ -39,8 +42,11 @@ def run_module(name: str) -> None:
     spec = _find(name)
     if spec is not None and spec.submodule_search_locations is not None:
         spec = _find(f"{name}.__main__")
-    get_code = None if spec is None else getattr(spec.loader, "get_code", None)
+    loader = None if spec is None else spec.loader
+    get_code = getattr(loader, "get_code", None)
     code: CodeType | None = None if spec is None or get_code is None else get_code(spec.name)
+    if isinstance(loader, SourceFileLoader) and is_own_file(loader.path):
+        code = compiled_text(loader.get_data(loader.path), loader.path)
     if spec is None or code is None:
         raise ImportError(f"there is no module {name} that can be run")
     sys.argv[0] = spec.origin or name

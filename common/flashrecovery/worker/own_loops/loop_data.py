@@ -1,0 +1,254 @@
+"""What a script's own ``for`` loop runs over, as a stream that rolls back with the step.
+
+Unlike ``recovery.data()`` it ends with the loop, and begins anew with what the ``for`` statement is given the next
+time: an epoch's loader, an ``enumerate()`` of it, a progress bar around it. The script calls ``set_epoch`` itself.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from flashrecovery.errors import DataSourceError
+from flashrecovery.worker.data.batch_digest import Content, copy_of_structure
+from flashrecovery.worker.data.source import Source
+from flashrecovery.worker.data.stream import KEPT_VERSIONS, DataPosition, DataStream
+from flashrecovery.worker.local_state.rng import RngState, restore_rng
+
+_REDRAWN = 3
+
+
+@dataclass(frozen=True)
+class _Place:
+    """After so many rounds of this run of the loop.
+
+    Attributes:
+        run: how often the loop has been begun before.
+        start: random state and generators at the first round of this run.
+        digest: of the last round's element.
+        before: random states before the last fetches, of those that have drawn from them.
+    """
+
+    run: int = 0
+    taken: int = 0
+    total: int = 0
+    start: dict[str, Any] = field(default_factory=dict)
+    digest: str = ""
+    before: tuple[dict[str, Any] | None, ...] = ()
+
+    def plain(self) -> dict[str, Any]:
+        return dict(vars(self))
+
+
+@dataclass
+class _Round:
+    place: _Place
+    element: Any
+    content: Content | None
+    """None: the loop has ended here."""
+    rng_after: dict[str, Any] | None = None
+
+
+class OwnIterator:
+    """``iter(iterable)`` of the script, which can be made again as it was then."""
+
+    def __init__(self, iterable: Iterable[Any]) -> None:
+        self.iterable = iterable
+        self.iterator, begun = Source(iterable, set_epochs=False).begin(0)
+        self.start = begun.plain()
+
+    def __iter__(self) -> OwnIterator:
+        return self
+
+    def __next__(self) -> Any:
+        return next(self.iterator)
+
+
+class LoopData(DataStream):
+    """The elements of one loop, in all its runs. ``iterable``: of its first run.
+
+    Raises DataSourceError as :class:`.Source` does.
+    """
+
+    def __init__(self, iterable: Iterable[Any] = ()) -> None:
+        super().__init__(iterable)
+        self._asked: object = None
+        self._place = _Place()
+        self._rounds: deque[_Round] = deque()
+        self._again: deque[_Round] = deque()
+        self._places: dict[int, _Place] = {}
+        self._seek_to: _Place | None = None
+        self._entered = False
+        self._read_from = False
+        self._begun_at: dict[str, Any] | None = None
+
+    @property
+    def position(self) -> DataPosition:
+        return DataPosition(self._place.run, self._place.taken, self._place.total)
+
+    @property
+    def mark(self) -> Any:
+        return self.position, {}
+
+    @property
+    def can_be_read_again(self) -> bool:
+        return True
+
+    def enter(self, iterable: Iterable[Any]) -> None:
+        """The loop begins a run over ``iterable``, once more if a version in its midst has been restored."""
+        self.loader, self._iterator = iterable, None
+        self._source = Source(iterable, set_epochs=False)
+        self._read_from = False
+        if self._seek_to is None and self._entered:
+            self._place = _Place(self._place.run + 1, 0, self._place.total)
+        self._entered = True
+
+    def next_of(self, asked: Any) -> Any:
+        """``next(asked)``, whichever object that is now. Raises StopIteration at its end."""
+        if asked is not self._asked:
+            going_back = self._seek_to is not None or bool(self._again)
+            self._asked = asked
+            begun = asked if isinstance(asked, OwnIterator) else None
+            if going_back:  # the variable may lead to a later run, or to the first one
+                self._entered = True
+                self.loader = asked if begun is None else begun.iterable
+                self._source = Source(self.loader, set_epochs=False)
+                if begun is None and self._read_from:
+                    raise DataSourceError(
+                        f"the {self._source.name} that the script asks for its next element cannot be read once more"
+                    )
+            else:
+                self.enter(asked if begun is None else begun.iterable)
+                if begun is not None:
+                    self._iterator, self._begun_at = begun.iterator, begun.start
+        return self.fetch()
+
+    def fetch(self) -> Any:
+        """The next round's element. Raises StopIteration at the end of this run."""
+        if self.before_fetch is not None:
+            self.before_fetch()
+        if self._seek_to is not None:
+            place, self._seek_to = self._seek_to, None
+            self._read_to(place)
+        if self._again:
+            one = self._again.popleft()
+        else:
+            one = self._read()
+            self._rounds.append(one)
+        if one.content is None:
+            raise StopIteration
+        if one.rng_after is not None:
+            restore_rng(one.rng_after)
+        self._place = one.place
+        return copy_of_structure(one.element)
+
+    def _read(self) -> _Round:
+        before, start = RngState.now(), self._place.start
+        if self._begun_at is not None:
+            start, self._begun_at = self._begun_at, None
+        begun, self._read_from = self._iterator is None, True
+        if begun:
+            self._iterator, at = self._source.begin(self._place.run)
+            start = at.plain()
+        try:
+            element = next(self._iterator)  # type: ignore[arg-type]
+        except StopIteration:
+            return _Round(self._place, None, None)
+        after = RngState.now()
+        content = Content.of(element)
+        drawn = before.plain() if after != before and not begun else None
+        older = () if begun else self._place.before
+        states = (*older, drawn)[-_REDRAWN:] if not begun else ()
+        place = _Place(
+            self._place.run,
+            self._place.taken + 1,
+            self._place.total + 1,
+            start,
+            content.digest,
+            states if any(states) else (),
+        )
+        return _Round(place, element, content, after.plain() if after != before else None)
+
+    def _read_to(self, place: _Place) -> None:
+        """Read a run of the loop once more, up to ``place``. Random numbers are left as they are."""
+        now = RngState.now()
+        self._place = place
+        self._rounds.clear()
+        if not place.taken:
+            return
+        self._read_from = True
+        self._iterator, _ = self._source.begin(place.run, place.start)
+        done, digest = self._source.skip_indices(self._iterator, place.taken - 1), ""
+        states = dict(zip(range(place.taken - len(place.before), place.taken), place.before, strict=True))
+        while done < place.taken:
+            if (state := states.get(done)) is not None:
+                restore_rng(state)
+            try:
+                element = next(self._iterator)
+            except StopIteration:
+                raise DataSourceError(
+                    f"the {self._source.name} of this loop ended after {done} rounds; the failed process had made "
+                    f"{place.taken}"
+                ) from None
+            digest = Content.of(element).digest
+            done += 1
+        if digest != place.digest:
+            raise DataSourceError(
+                f"the {self._source.name} of this loop gives other elements than before: that of round "
+                f"{place.taken - 1} now has digest {digest}; {self._source.how_to_repeat}, and do not modify batches "
+                "in place"
+            )
+        if RngState.now() != now:
+            restore_rng(now.plain())
+
+    # -- versions -----------------------------------------------------------------------------------
+
+    def commit(self, version: int) -> None:
+        self._places = {v: place for v, place in self._places.items() if version - KEPT_VERSIONS < v < version}
+        self._places[version] = self._place
+        oldest = min(place.total for place in self._places.values())
+        run = min(place.run for place in self._places.values())
+        while self._rounds and self._is_behind(self._rounds[0], run, oldest):
+            self._rounds.popleft()
+
+    @staticmethod
+    def _is_behind(one: _Round, run: int, total: int) -> bool:
+        return one.place.run < run if one.content is None else one.place.total <= total
+
+    @property
+    def must_be_entered(self) -> bool:
+        """What the loop runs over cannot be read once more: the ``for`` statement must be given it anew."""
+        return self._seek_to is not None and self._read_from and isinstance(self.loader, Iterator)
+
+    def rollback(self, version: int) -> None:
+        if version not in self._places:
+            raise DataSourceError(f"the loop cannot go back to version {version}, only to {sorted(self._places)}")
+        place = self._places[version]
+        self._places = {v: place for v, place in self._places.items() if v <= version}
+        if self._seek_to is not None:
+            self._seek_to = place
+            return
+        again = deque(one for one in self._rounds if one.place.total > place.total)
+        ended = any(one.content is None for one in self._rounds) or self._place.run != place.run
+        if ended or not all(one.content is not None and one.content.still_in(one.element) for one in again):
+            self._rounds.clear()
+            self._again.clear()
+            self._seek_to, self._place = place, place
+            return
+        self._again, self._place = again, place
+
+    def capture(self) -> dict[str, Any]:
+        return self._place.plain()
+
+    def restore(self, state: dict[str, Any]) -> None:
+        self._places.clear()
+        self._rounds.clear()
+        self._again.clear()
+        self._iterator = None
+        state = {**state, "before": tuple(state["before"])}
+        self._place = self._seek_to = _Place(**state)
+
+    def leave_samplers(self) -> None:
+        """The script's own loop sets them."""

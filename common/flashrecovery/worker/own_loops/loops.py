@@ -1,0 +1,526 @@
+"""What the rewritten loops of a script call (:mod:`.rewrite`): where its steps begin and end, and the way back.
+
+A round of a step loop begins with a hand-out (:class:`flashrecovery.worker.loop.Loop`), takes its element, and is a
+step from there to the call after the optimizer's. Rounds that take no step (gradient accumulation) leave the step open.
+What comes after a loop's last element, and before the first round of its next run, lies above the block of the next
+step.
+
+*The place* of a version is the round of each loop that is running, with the variables of its function. A rank that does
+not stand there, because it was in the next epoch already or has just been started, goes there: the loop around begins
+the round of that place once more, in the random state and with the variables that it had then, and the loops in it do
+the same. All that happens on the way belongs to no version (:class:`.step.discarded_run.DiscardedRun`).
+
+Without recovery the loops run as they are.
+"""
+
+from __future__ import annotations
+
+import sys
+import types
+from collections import deque
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from flashrecovery.errors import RegistrationError, UnsupportedError
+from flashrecovery.state import codec
+from flashrecovery.worker.local_state.rng import RngState, restore_rng
+from flashrecovery.worker.loop import Loop
+from flashrecovery.worker.own_loops.loop_data import LoopData, OwnIterator
+from flashrecovery.worker.own_loops.output import Output
+from flashrecovery.worker.own_loops.rewrite import LoopText, Rewritten
+from flashrecovery.worker.own_loops.variables import LoopVariables, Saved, put_back, take_down
+from flashrecovery.worker.session import Session
+from flashrecovery.worker.step.step import Step
+
+_ENDLESS = 1 << 62
+_ROUNDS_KEPT = 2
+
+
+@dataclass(frozen=True)
+class _Level:
+    """One of the running loops, in a place.
+
+    Attributes:
+        key: file and line.
+        index: which round of an outer loop.
+        rng, start: its random state and variables as that round began.
+        now: its variables.
+    """
+
+    key: tuple[str, int]
+    index: int
+    rng: dict[str, Any] | None
+    start: Saved
+    now: Saved
+
+    def plain(self) -> dict[str, Any]:
+        return {**vars(self), "start": self.start.plain(), "now": self.now.plain()}
+
+    @staticmethod
+    def of(plain: dict[str, Any]) -> _Level:
+        return _Level(
+            tuple(plain["key"]), plain["index"], plain["rng"], Saved.of(plain["start"]), Saved.of(plain["now"])
+        )
+
+
+class _Leave(BaseException):
+    """Leaves what is running, up to the round of the loop at ``level``, or that loop itself if ``loop`` is set. No
+    handler of the script's for errors catches it."""
+
+    def __init__(self, level: int, *, loop: bool = False) -> None:
+        super().__init__()
+        self.level = level
+        self.loop = loop
+
+
+class Accumulation(Protocol):
+    """How many rounds a step has, where a framework counts them."""
+
+    def is_whole(self) -> bool:
+        """Whether the call of the optimizer's step that has just been made was the last one of a step."""
+
+    def rounds(self) -> int:
+        """Of a step."""
+
+
+class ScriptLoops:
+    """The loops of one process. :data:`LOOPS` is the only one."""
+
+    def __init__(self) -> None:
+        self.texts: dict[tuple[str, int], LoopText] = {}
+        """Of all files that were rewritten."""
+        self.iterators: set[tuple[str, str]] = set()
+        """File, and what is written in its calls of ``next()``."""
+        self.stack: list[ScriptLoop] = []
+        self._asked: dict[tuple[str, str], LoopData] = {}
+        self._session: Session | None = None
+        self._accumulation: Accumulation | None = None
+        self._known_ids: frozenset[int] | None = None
+        self._loop: Loop | None = None
+        self._step: Step | None = None
+        self._handed_out = False
+        self._cut_short = False
+        """What the script did between two steps was cut short: a rank has died."""
+        self._finished: ScriptLoop | None = None
+        self._data: dict[tuple[str, int], LoopData] = {}
+        self._target: list[_Level] | None = None
+        self.output = Output()
+        self._seeking = False
+
+    # -- set-up -----------------------------------------------------------------------------------
+
+    def protect(self, session: Session, accumulation: Accumulation) -> None:
+        """From now on these loops are protected."""
+        self._session, self._accumulation = session, accumulation
+        session.registry.place = self
+        self.output.protect()
+
+    @property
+    def active(self) -> bool:
+        return self._session is not None
+
+    def take(self, rewritten: Rewritten, file: str, *, replacement: bool) -> None:
+        """The loops of one more file. ``replacement``: this process is not the first one of its rank."""
+        self.output.take(replacement=replacement)
+        self.texts |= {(file, line): text for line, text in rewritten.loops.items()}
+        self.iterators |= {(file, name) for name in rewritten.iterators}
+
+    def enter(self, file: str, line: int) -> ScriptLoop:
+        return ScriptLoop(self, (file, line), self.texts[file, line])
+
+    @property
+    def known(self) -> frozenset[int]:
+        """Identities of what is protected otherwise."""
+        if self._known_ids is None:
+            assert self._session is not None
+            self._known_ids = frozenset(id(thing) for thing in self._session.registry.known())
+        return self._known_ids
+
+    # -- steps ------------------------------------------------------------------------------------
+
+    @property
+    def step_is_open(self) -> bool:
+        return self._step is not None
+
+    def hand_out(self, loop: ScriptLoop) -> None:
+        """``loop``, a step loop, begins a round: the step begins with it, or goes on."""
+        if self._step is not None:
+            return
+        if self._finished is not None:
+            raise UnsupportedError(
+                f"{loop.place}: the job's steps have ended with the loop at {self._finished.place}, and this one takes "
+                "more; only one loop of a script, with all loops in it, can be protected"
+            )
+        own = self._loop
+        if own is None:
+            own = self._loop = self._open(loop)
+        if self._handed_out and not own.gate.stopped:
+            return
+        own.finished(_ENDLESS)
+        self._handed_out, self._cut_short = True, False
+        if self._target is not None:
+            self._go(own)
+        self.output.handed_out(own.gate.version)
+
+    def catch_up(self) -> None:
+        """An outer loop goes on after what was cut short between two steps."""
+        if self._cut_short and self._loop is not None:
+            self._loop.finished(_ENDLESS)
+            self._cut_short, self._seeking = False, self._target is not None
+            self._handed_out = not self._seeking
+            if self._seeking:
+                self._loop.discard()
+                self.output.drop()
+
+    def _open(self, loop: ScriptLoop) -> Loop:
+        assert self._session is not None
+        for key in sorted(self.iterators):
+            self._session.refuse_streams()
+            self._asked[key] = LoopData()
+            self._session.add_stream(self._asked[key])
+        return self._session.open(None, own_calls=False)
+
+    def begin(self) -> None:
+        """The body of a round begins."""
+        if self._step is not None:
+            return
+        assert self._loop is not None
+        self._step = Step(self._loop.gate.version, self._loop)
+        self._step.__enter__()
+
+    def step_taken(self) -> None:
+        """The optimizer's step has been called."""
+        if self._step is None or (self._accumulation is not None and not self._accumulation.is_whole()):
+            return
+        step, self._step, self._handed_out = self._step, None, False
+        step.__exit__(None, None, None)
+        if not step.committed:
+            raise _Leave(len(self.stack) - 1)
+
+    def interrupted(self, error: BaseException) -> bool:
+        """A round has raised ``error``. Returns whether it was only the consequence of a stop."""
+        if isinstance(error, _Leave):
+            return False
+        if self._step is not None:
+            step, self._step, self._handed_out = self._step, None, False
+            return step.__exit__(type(error), error, error.__traceback__)
+        own = self._loop
+        if own is None or not isinstance(error, Exception) or not (own.void or own.explains(error)):
+            return False
+        own.stood_in()
+        self._cut_short = True
+        return True
+
+    def finish(self, loop: ScriptLoop) -> bool:
+        """The outermost loop has ended. False: steps of it are done again."""
+        if self._loop is None or self._finished is not None:
+            return True
+        if self._step is not None:
+            raise self._unfinished(loop)
+        self._handed_out = False
+        if self._loop.finished(self._loop.gate.version):
+            self._finished = loop
+            self.output.show_all()
+            return True
+        self._handed_out, self._seeking = False, True
+        return False
+
+    @staticmethod
+    def _unfinished(loop: ScriptLoop) -> UnsupportedError:
+        return UnsupportedError(
+            f"{loop.place}: the loop ends in the middle of an accumulation of gradients, and the rest of that step is "
+            "made elsewhere; make the number of its rounds a multiple of the accumulation (drop_last, or a shorter "
+            "sampler), or hand out the steps with recovery.steps()"
+        )
+
+    # -- the way to a place -----------------------------------------------------------------------
+
+    def target_of(self, loop: ScriptLoop) -> _Level | None:
+        """Where ``loop`` is to begin, if all loops around it stand where they should."""
+        level = self.stack.index(loop)
+        if self._target is None or not self._seeking or level >= len(self._target):
+            return None
+        there = self._target[level]
+        return there if there.key == loop.key else None
+
+    def _go(self, own: Loop) -> None:
+        """A version has been restored. If this is not its place, go there."""
+        assert self._target is not None
+        target, was_seeking = self._target, self._seeking
+        for level, (loop, there) in enumerate(zip(self.stack, target, strict=False)):
+            if loop.key != there.key:
+                if level == 0:
+                    raise UnsupportedError(
+                        f"{loop.place}: the steps that are restored were taken in the loop at line {there.key[1]} of "
+                        f"{there.key[0]}; only one loop of a script, with all loops in it, can be protected"
+                    )
+                raise self._leave(own, level if was_seeking else level - 1, loop=was_seeking)
+            if loop.index != there.index:
+                raise self._leave(own, level)
+        if len(self.stack) != len(target):
+            raise self._leave(own, min(len(self.stack), len(target)) - 1)
+        data = self._data.get(self.stack[-1].key)
+        if data is not None and data.must_be_entered:
+            raise self._leave(own, len(self.stack) - 2)
+        self._target, self._seeking = None, False
+        for number, (loop, there) in enumerate(zip(self.stack, target, strict=True)):
+            if not any(inner.is_in_function_of(loop) for inner in self.stack[number + 1 :]):  # else that one does it
+                loop.arrived(there.now)
+
+    def _leave(self, own: Loop, level: int, *, loop: bool = False) -> _Leave:
+        self._seeking, self._handed_out = True, False
+        own.discard()
+        self.output.drop()
+        return _Leave(level, loop=loop)
+
+    # -- a part of each version -------------------------------------------------------------------
+
+    def mark(self) -> bytes:
+        variables = [(loop.index, saved.plain()) for loop, saved in self._variables()]
+        return codec.dumps((variables, self.output.printed()))
+
+    def capture(self, version: int) -> dict[str, Any]:
+        """Where the loops stand, in plain values."""
+        levels = self._target
+        if levels is None:
+            levels = [loop.level(saved) for loop, saved in self._variables()]
+        return {"levels": [level.plain() for level in levels], "printed": self.output.newest(version)}
+
+    def _variables(self) -> list[tuple[ScriptLoop, Saved]]:
+        """As they are now; of loops in one function the innermost has them."""
+        found = []
+        for number, loop in enumerate(self.stack):
+            has_them = not any(inner.is_in_function_of(loop) for inner in self.stack[number + 1 :])
+            found.append((loop, loop.variables() if has_them else Saved()))
+        return found
+
+    def restore(self, state: dict[str, Any], version: int) -> None:
+        self._target = [_Level.of(level) for level in state["levels"]]
+        self.output.restore(version, state["printed"])
+
+    # -- data -------------------------------------------------------------------------------------
+
+    def data_of(self, loop: ScriptLoop, iterable: Iterable[Any]) -> LoopData:
+        known = self._data.get(loop.key)
+        if known is None:
+            assert self._session is not None
+            if self._loop is not None:
+                raise UnsupportedError(
+                    f"{loop.place}: this loop takes its first step after others have been taken in another loop; only "
+                    "one step loop of a script can be protected"
+                )
+            self._session.refuse_streams()
+            self._check_length(loop, iterable)
+            known = self._data[loop.key] = LoopData(iterable)
+            self._session.add_stream(known)
+        known.enter(iterable)
+        return known
+
+    def iterator(self, *iterable: Any) -> Any:
+        """``iter(iterable)`` of the script."""
+        if len(iterable) != 1 or not self.active or isinstance(iterable[0], Iterator):
+            return iter(*iterable)
+        return OwnIterator(iterable[0])
+
+    def next(self, key: tuple[str, str], asked: Any, *default: Any) -> Any:
+        """``next(asked)`` of the script, in a step."""
+        data = self._asked.get(key) if self._loop is not None and self._finished is None else None
+        if data is None:
+            return next(asked, *default)
+        try:
+            return data.next_of(asked)
+        except StopIteration:
+            if default:
+                return default[0]
+            raise
+
+    def _check_length(self, loop: ScriptLoop, iterable: Iterable[Any]) -> None:
+        """Raises UnsupportedError if an accumulation would go on from one run of the loop to the next."""
+        try:
+            rounds = len(iterable)  # type: ignore[arg-type]
+        except TypeError:
+            return
+        each = 1 if self._accumulation is None else self._accumulation.rounds()
+        if rounds % each:
+            raise UnsupportedError(
+                f"{loop.place}: the loop has {rounds} rounds and a step takes {each} of them, so that a step would "
+                "begin in one run of the loop and end in the next; make the number of rounds a multiple (drop_last, or "
+                "a shorter sampler), or hand out the steps with recovery.steps()"
+            )
+
+
+class ScriptLoop:
+    """One run of a loop of the script."""
+
+    def __init__(self, loops: ScriptLoops, key: tuple[str, int], text: LoopText) -> None:
+        self.key = key
+        self.index = -1
+        self.text = text
+        self.restoring = False
+        self.values: dict[str, Any] = {}
+        self.whole = _Whole(self)
+        self._loops = loops
+        self._names = LoopVariables.of(text)
+        self._active = loops.active
+        self._begun = self._again = False
+        self._frame: types.FrameType | None = None
+        self._rng: dict[str, Any] | None = None
+        self._start = Saved()
+
+    @property
+    def place(self) -> str:
+        return f"{self.key[0]}:{self.key[1]}"
+
+    def runs(self) -> bool:
+        """True once, and each time it has to be begun again."""
+        if self._begun and not self._again:
+            return False
+        self._begun, self._again = True, False
+        if self._active:
+            self._frame = sys._getframe(1)
+            self.index = -1
+            self._loops.stack.append(self)
+        return True
+
+    def ends(self, error: BaseException | None) -> bool:
+        """Returns whether ``error`` is done with."""
+        if not self._active:
+            return False
+        stack = self._loops.stack
+        level = stack.index(self)
+        if isinstance(error, _Leave) and error.level == level and error.loop:
+            del stack[level:]
+            return True
+        if level == 0 and isinstance(error, _Leave) and error.level < 0:
+            del stack[:]
+            self._again = True
+            return True
+        if error is None and self._loops.step_is_open:
+            raise self._loops._unfinished(self)
+        if error is None and level == 0:
+            self._again = not self._loops.finish(self)
+        if error is not None and level == 0:
+            self._loops.output.show_all()
+        del stack[level:]
+        return False
+
+    # -- rounds -----------------------------------------------------------------------------------
+
+    def iterate(self, iterable: Iterable[Any], first: int | None = None) -> Iterator[Any]:
+        """``first``: of numbers that come with the elements, as ``enumerate()`` gives them."""
+        if not self._active:
+            return iter(iterable) if first is None else enumerate(iterable, first)
+        return self._steps(iterable, first) if self.text.steps else self._rounds(iterable)
+
+    def _steps(self, iterable: Iterable[Any], first: int | None) -> Iterator[Any]:
+        data = self._loops.data_of(self, iterable)
+        while True:
+            self._loops.hand_out(self)
+            try:
+                element = data.fetch()
+            except StopIteration:
+                return
+            yield element if first is None else (first + data.position.batch - 1, element)
+
+    def _rounds(self, iterable: Iterable[Any]) -> Iterator[Any]:
+        source, kept = iter(iterable), deque[tuple[int, Any]](maxlen=_ROUNDS_KEPT)
+        reached = -1
+        while True:
+            self._loops.catch_up()
+            there = self._loops.target_of(self)
+            wanted = self.index + 1 if there is None else there.index
+            known = dict(kept)
+            if wanted < reached and wanted not in known:
+                if isinstance(iterable, Iterator):
+                    raise RegistrationError(f"{self.place}: this loop cannot go back to its round {wanted}")
+                source, reached = iter(iterable), -1
+            if wanted in known:
+                element = known[wanted]
+            else:
+                element = _END
+                while reached < wanted:
+                    element = next(source, _END)
+                    if element is _END:
+                        return
+                    reached += 1
+                kept.append((reached, element))
+            self._round_begins(wanted, there)
+            yield element
+
+    def goes_on(self) -> bool:
+        """A round of a ``while`` loop begins."""
+        if self._active:
+            if self.text.steps:
+                self._loops.hand_out(self)
+            else:
+                self._loops.catch_up()
+                there = self._loops.target_of(self)
+                self._round_begins(self.index + 1 if there is None else there.index, there)
+        return True
+
+    def _round_begins(self, index: int, there: _Level | None) -> None:
+        """Of an outer loop."""
+        assert self._frame is not None
+        self.index = index
+        if there is not None:
+            restore_rng(there.rng or {})
+            self._rng, self._start = there.rng, there.start
+            self.arrived(there.start)
+            return
+        self._rng = RngState.now().plain()
+        self._start = take_down(self._frame, self._names, self._loops.known)
+
+    def arrived(self, variables: Saved) -> None:
+        """The variables are to be these."""
+        assert self._frame is not None
+        self.values = put_back(self._frame, self._names, self._loops.known, variables)
+        self.restoring = True
+
+    def is_in_function_of(self, other: ScriptLoop) -> bool:
+        return self._frame is other._frame
+
+    def restored(self) -> None:
+        self.restoring = False
+
+    def __enter__(self) -> None:
+        if self._active and self.text.steps:
+            self._loops.begin()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: types.TracebackType | None
+    ) -> bool:
+        if not self._active or error is None:
+            return False
+        if isinstance(error, _Leave):
+            return not error.loop and error.level == self._loops.stack.index(self)
+        return self._loops.interrupted(error)
+
+    def level(self, variables: Saved) -> _Level:
+        return _Level(self.key, self.index, self._rng, self._start, variables)
+
+    def variables(self) -> Saved:
+        """As they are now."""
+        assert self._frame is not None
+        return take_down(self._frame, self._names, self._loops.known)
+
+
+_END: Any = object()
+
+
+@dataclass
+class _Whole:
+    """Around all rounds of a loop."""
+
+    loop: ScriptLoop = field(repr=False)
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: types.TracebackType | None
+    ) -> bool:
+        return self.loop.ends(error)
+
+
+LOOPS = ScriptLoops()

@@ -1,0 +1,486 @@
+"""Puts the loops of a script under recovery by rewriting its text before it runs. Pure.
+
+A *step loop* is the innermost loop whose rounds make the calls of an optimizer step (``loss.backward()`` and
+``optimizer.step()``, or ``engine.backward(loss)`` and ``engine.step()``), directly or in functions of the same file. A
+loop around it, or around a call of a function that has it, is an *outer loop*: that of the epochs. Both are rewritten::
+
+    for x, y in loader:                  __loop__ = LOOPS.enter(place)
+        loss = engine(x)                 while __loop__.runs():
+        engine.backward(loss)                with __loop__.whole:
+        engine.step()                            for x, y in __loop__.iterate(loader):
+        print(loss.item())                           with __loop__:
+                                                         if __loop__.restoring: total = __loop__.values["total"]
+                                                         loss = engine(x)
+                                                         engine.backward(loss)
+                                                         engine.step()
+                                                         __loop__.step_taken()
+                                                         print(loss.item())
+
+Every statement keeps its line. What the objects do: :mod:`.loops`.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from flashrecovery.worker.script_text.loop_carried import AnyFunction, LoopCarried, carried_by_loop
+
+PlainLoop = ast.For | ast.While
+_FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
+HANDLE = "__flashrecovery_loops__"
+_MODULE = "flashrecovery.worker.own_loops.loops"
+_NO_STEPS = ("sched", "ema", "profiler", "prof", "env", "writer", "logger", "bar", "timer")
+"""What is called so has a ``step()`` that is no optimizer's."""
+
+
+@dataclass(frozen=True)
+class LoopText:
+    """What the text says of one loop.
+
+    Attributes:
+        line: of its first statement.
+        steps: it is a step loop; else an outer loop.
+        carried: what it changes, and carries from round to round; of the outermost loop of its function.
+        local: names that its rounds may set, for which the rewritten text has an assignment.
+        shared: names that functions of the file set by ``global``.
+        read_after: names that are read below it, in its function.
+        read: names that the file reads anywhere.
+        refused: why it cannot be protected; "" if it can.
+    """
+
+    line: int
+    steps: bool
+    carried: LoopCarried = field(default_factory=LoopCarried)
+    local: frozenset[str] = frozenset()
+    shared: frozenset[str] = frozenset()
+    read_after: frozenset[str] = frozenset()
+    read: frozenset[str] = frozenset()
+    refused: str = ""
+
+
+@dataclass
+class Rewritten:
+    """A file's text.
+
+    Attributes:
+        loops: by line; none if nothing was to be rewritten.
+        iterators: what its steps call ``next()`` on, as it is written there.
+    """
+
+    tree: ast.Module
+    loops: dict[int, LoopText] = field(default_factory=dict)
+    iterators: frozenset[str] = frozenset()
+
+
+def rewrite(text: bytes | str, file: str) -> Rewritten:
+    """Raises SyntaxError as the compiler does."""
+    tree = ast.parse(text, file)
+    if _hands_out_steps(tree):
+        return Rewritten(tree)
+    calls = _Calls(tree)
+    if not calls.loops:
+        return Rewritten(tree)
+    texts = {loop.lineno: _text_of(tree, loop, calls) for loop in calls.loops}
+    iterators = _Iterators(file, calls)
+    iterators.rewrite(tree)
+    _Rewriter(file, calls, texts).visit(tree)
+    _import_loops(tree)
+    return Rewritten(ast.fix_missing_locations(tree), texts, frozenset(iterators.names))
+
+
+def _hands_out_steps(tree: ast.AST) -> bool:
+    """The script takes its steps from ``recovery.steps()``, or its calls are protected one by one."""
+    return any(
+        isinstance(node, ast.Attribute) and node.attr in ("steps", "train_batch", "protect") for node in ast.walk(tree)
+    )
+
+
+# -- which loops ------------------------------------------------------------------------------------
+
+
+class _Calls:
+    """Which functions of a file make the calls of a step, and which loops are step loops and outer loops."""
+
+    def __init__(self, tree: ast.Module) -> None:
+        self.functions: dict[str, list[AnyFunction]] = {}
+        for node in ast.walk(tree):
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                self.functions.setdefault(node.name, []).append(node)
+        self.loops: dict[PlainLoop, bool] = {}
+        """All that are rewritten; True: a step loop."""
+        self._looping: set[str] = set()  # functions that have a step loop, or call one that has
+        self._optimizers = _optimizers(tree)
+        places: list[ast.AST] = [tree, *(one for same in self.functions.values() for one in same)]
+        while True:
+            before = len(self._looping), len(self.loops)
+            self._backward = self._closure(self._is_backward)
+            self._step = self._closure(self._is_step)
+            self.loops = {}
+            for place in places:
+                self._find(place)
+            for name, same in self.functions.items():
+                if any(self._loops_in(one) for one in same):
+                    self._looping.add(name)
+            if (len(self._looping), len(self.loops)) == before:
+                return
+
+    def _closure(self, direct: object) -> set[str]:
+        """Functions that make such a call, but for those that have a loop of their own for it."""
+        found: set[str] = set()
+        while True:
+            more = {
+                name
+                for name, same in self.functions.items()
+                if name not in found | self._looping and any(self._makes(one, direct, found) for one in same)
+            }
+            if not more:
+                return found
+            found |= more
+
+    @staticmethod
+    def _makes(place: ast.AST, direct: object, functions: set[str]) -> bool:
+        assert callable(direct)
+        return any(direct(call) or called(call) in functions for call in calls_in(place))
+
+    def _is_backward(self, call: ast.Call) -> bool:
+        return isinstance(call.func, ast.Attribute) and call.func.attr == "backward"
+
+    def _is_step(self, call: ast.Call) -> bool:
+        if not isinstance(call.func, ast.Attribute) or call.func.attr != "step":
+            return False
+        receiver = ast.unparse(call.func.value)
+        return receiver in self._optimizers or not any(word in receiver.lower() for word in _NO_STEPS)
+
+    def takes_step(self, node: ast.AST) -> bool:
+        """Whether ``node`` calls what takes an optimizer's step."""
+        return self._makes(node, self._is_step, self._step)
+
+    def comes_to_a_loop(self, node: ast.AST) -> bool:
+        """Whether a call in ``node`` comes to a step loop."""
+        return any(called(call) in self._looping for call in calls_in(node))
+
+    def _find(self, place: ast.AST) -> None:
+        for loop in (node for node in own_nodes(place) if isinstance(node, (ast.For, ast.While))):
+            inner = [node for node in own_nodes(loop) if isinstance(node, (ast.For, ast.While)) and node is not loop]
+            if self._loops_in(loop) or any(self._whole_step(one) for one in inner):
+                self.loops[loop] = False
+            elif self._whole_step(loop):
+                self.loops[loop] = True
+
+    def _whole_step(self, loop: PlainLoop) -> bool:
+        return self._makes(loop, self._is_backward, self._backward) and self.takes_step(loop)
+
+    def _loops_in(self, place: ast.AST) -> bool:
+        """Whether a call in ``place`` comes to a step loop, or a step loop is in it."""
+        return self.comes_to_a_loop(place) or any(node in self.loops and node is not place for node in own_nodes(place))
+
+
+def _optimizers(tree: ast.AST) -> set[str]:
+    """What ``zero_grad()`` is called on, too."""
+    return {
+        ast.unparse(call.func.value)
+        for call in ast.walk(tree)
+        if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and call.func.attr == "zero_grad"
+    }
+
+
+def called(call: ast.Call) -> str:
+    """The name of the function, or of the method."""
+    if isinstance(call.func, ast.Name):
+        return call.func.id
+    if isinstance(call.func, ast.Attribute) and call.func.attr not in ("step", "backward", "forward", "__call__"):
+        return call.func.attr
+    return ""
+
+
+def own_nodes(place: ast.AST) -> Iterator[ast.AST]:
+    """``place`` and what is in it, but not what is in functions and classes in it."""
+    yield place
+    waiting = list(ast.iter_child_nodes(place))
+    while waiting:
+        node = waiting.pop(0)
+        yield node
+        if not isinstance(node, (*_FUNCTIONS, ast.ClassDef)):
+            waiting += ast.iter_child_nodes(node)
+
+
+def calls_in(place: ast.AST) -> Iterator[ast.Call]:
+    return (node for node in own_nodes(place) if isinstance(node, ast.Call))
+
+
+# -- what the text says of a loop -------------------------------------------------------------------
+
+
+def _text_of(tree: ast.Module, loop: PlainLoop, calls: _Calls) -> LoopText:
+    function = _function_around(tree, loop)
+    place: ast.AST = tree if function is None else function
+    outermost = next(node for node in own_nodes(place) if node in calls.loops and loop in set(own_nodes(node)))
+    assert isinstance(outermost, (ast.For, ast.While))
+    return LoopText(
+        loop.lineno,
+        calls.loops[loop],
+        carried_by_loop(tree, outermost),
+        frozenset(_names_set(place if function is not None else outermost)),
+        frozenset(name for node in ast.walk(tree) if isinstance(node, ast.Global) for name in node.names),
+        frozenset(_names_read_after(place, loop)),
+        frozenset(n.id for n in ast.walk(tree) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load)),
+        _refusal(loop, function),
+    )
+
+
+def _refusal(loop: PlainLoop, function: AnyFunction | None) -> str:
+    if function is not None and (isinstance(function, ast.AsyncFunctionDef) or _is_generator(function)):
+        return f"{function.name}() is a generator or a coroutine, and goes on elsewhere between two of its rounds"
+    if any(isinstance(node, (ast.Break, ast.Continue)) for node in _own_jumps(loop.orelse)):
+        return "its else clause leaves another loop"
+    return ""
+
+
+def _is_generator(function: AnyFunction) -> bool:
+    return any(isinstance(node, (ast.Yield, ast.YieldFrom)) for node in own_nodes(function))
+
+
+def _own_jumps(body: Iterable[ast.AST]) -> Iterator[ast.AST]:
+    """Statements in ``body`` that are not in a loop or function in it."""
+    for node in body:
+        yield node
+        if not isinstance(node, (ast.For, ast.While, ast.AsyncFor, *_FUNCTIONS, ast.ClassDef)):
+            yield from _own_jumps(ast.iter_child_nodes(node))
+
+
+def _function_around(tree: ast.AST, loop: PlainLoop) -> AnyFunction | None:
+    found = None
+    for node in ast.walk(tree):  # outer ones first
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and loop in set(own_nodes(node)):
+            found = node
+    return found
+
+
+def _names_set(place: ast.AST) -> set[str]:
+    """Names that statements in ``place`` set, and arguments of it."""
+    names = {
+        node.id
+        for node in own_nodes(place)
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) and not _in_comprehension(place, node)
+    }
+    if isinstance(place, (ast.FunctionDef, ast.AsyncFunctionDef)):
+        arguments = place.args
+        every = [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs]
+        names |= {one.arg for one in every if one.arg not in ("self", "cls")}
+    return names
+
+
+def _names_read_after(place: ast.AST, loop: PlainLoop) -> Iterator[str]:
+    end = loop.end_lineno or loop.lineno
+    for node in own_nodes(place):
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load) and node.lineno > end:
+            yield node.id
+
+
+def _in_comprehension(place: ast.AST, name: ast.Name) -> bool:
+    kinds = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
+    return any(
+        name in set(ast.walk(generator.target))
+        for node in own_nodes(place)
+        if isinstance(node, kinds)
+        for generator in node.generators
+    )
+
+
+class _Iterators:
+    """``next(batches)`` in a step, and the ``iter()`` whose result that is."""
+
+    def __init__(self, file: str, calls: _Calls) -> None:
+        self._file = file
+        self._places: list[ast.AST] = [loop for loop, steps in calls.loops.items() if steps]
+        waiting, seen = [*self._places], set[str]()
+        while waiting:
+            for call in calls_in(waiting.pop()):
+                name = called(call)
+                if name in calls.functions and name not in seen:
+                    seen.add(name)
+                    more = [one for one in calls.functions[name] if not _is_generator(one)]
+                    self._places += more
+                    waiting += more
+        self._calls = [call for place in self._places for call in calls_in(place) if self._name(call)]
+        self.names = {self._name(call) for call in self._calls}
+
+    @staticmethod
+    def _name(call: ast.Call) -> str:
+        """What is asked for its next element, if it is a variable."""
+        named = isinstance(call.func, ast.Name) and call.func.id == "next" and bool(call.args)
+        return ast.unparse(call.args[0]) if named and isinstance(call.args[0], (ast.Name, ast.Attribute)) else ""
+
+    def rewrite(self, tree: ast.Module) -> None:
+        for call in self._calls:
+            if isinstance(call.func, ast.Name):  # a function may be in two of the places
+                key = ast.parse(repr((self._file, self._name(call))), mode="eval").body
+                for part in ast.walk(key):
+                    ast.copy_location(part, call)
+                call.func, call.args = _attribute("next", call), [key, *call.args]
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Assign) and any(ast.unparse(target) in self.names for target in node.targets):
+                made = node.value
+                if isinstance(made, ast.Call) and isinstance(made.func, ast.Name) and made.func.id == "iter":
+                    made.func = _attribute("iterator", made)
+
+
+def _attribute(name: str, at: ast.expr) -> ast.expr:
+    """``LOOPS.name``."""
+    owner = ast.copy_location(ast.Name(HANDLE, ast.Load()), at)
+    return ast.copy_location(ast.Attribute(owner, name, ast.Load()), at)
+
+
+# -- the new text -----------------------------------------------------------------------------------
+
+
+class _Rewriter(ast.NodeTransformer):
+    def __init__(self, file: str, calls: _Calls, texts: dict[int, LoopText]) -> None:
+        self._file = file
+        self._calls = calls
+        self._texts = texts
+
+    def visit_For(self, node: ast.For) -> ast.AST | list[ast.stmt]:
+        return self._loop(node)
+
+    def visit_While(self, node: ast.While) -> ast.AST | list[ast.stmt]:
+        return self._loop(node)
+
+    def _loop(self, loop: PlainLoop) -> ast.AST | list[ast.stmt]:
+        text = self._texts.get(loop.lineno) if loop in self._calls.loops else None
+        handle = f"__flashrecovery_loop_{loop.lineno}__"
+        if text is not None and not text.refused:
+            if text.steps:
+                _after_the_step(loop.body, self._calls)
+            else:
+                self._after_calls(loop, loop.body, handle, text)
+        self.generic_visit(loop)
+        if text is None or text.refused:
+            return loop
+        round_ = self._at(loop, f"with {handle}:\n    pass")
+        assert isinstance(round_, ast.With)
+        round_.body = [*self._restored(loop, handle, text), *loop.body]
+        inner: list[ast.stmt]
+        if isinstance(loop, ast.For):
+            call = self._at(loop, f"{handle}.iterate(None)")
+            assert isinstance(call, ast.Expr) and isinstance(call.value, ast.Call)
+            call.value.args = _numbered(loop.iter) if text.steps else [loop.iter]
+            loop.iter, loop.body = call.value, [round_]
+            loop.orelse = [*self._restored(loop, handle, text, whole=True), *loop.orelse]
+            inner = [loop]
+        else:
+            more = self._at(loop, f"while {handle}.goes_on():\n    if not None:\n        break")
+            assert isinstance(more, ast.While) and isinstance(more.body[0], ast.If)
+            test = more.body[0]
+            assert isinstance(test.test, ast.UnaryOp)
+            test.test.operand = loop.test
+            test.body = [*loop.orelse, *test.body]
+            more.body = [*self._restored(loop, handle, text), test, round_]
+            round_.body = loop.body
+            inner = [more]
+        entered = self._at(loop, f"{handle} = {HANDLE}.enter({self._file!r}, {loop.lineno})")
+        again = self._at(loop, f"while {handle}.runs():\n    with {handle}.whole:\n        pass")
+        assert isinstance(again, ast.While) and isinstance(again.body[0], ast.With)
+        again.body[0].body = inner
+        return [entered, again]
+
+    def _after_calls(self, loop: PlainLoop, body: list[ast.stmt], handle: str, text: LoopText) -> None:
+        """Once more after each statement that comes to a step loop in another function: what led there was void, but
+        for what the statement itself sets."""
+        for number, statement in reversed([*enumerate(body)]):
+            if isinstance(statement, (ast.For, ast.While, ast.AsyncFor)):
+                continue
+            blocks = [block for block in _blocks(statement) if block]
+            if blocks:
+                for block in blocks:
+                    self._after_calls(loop, block, handle, text)
+            elif self._calls.comes_to_a_loop(statement):
+                body[number + 1 : number + 1] = self._restored(loop, handle, text, _names_set(statement))
+
+    def _restored(
+        self, loop: PlainLoop, handle: str, text: LoopText, but: Collection[str] = (), *, whole: bool = False
+    ) -> list[ast.stmt]:
+        """Assignments of what has been brought back; at the beginning of a round not of what the loop has just set."""
+        target = _names_set(loop.target) if isinstance(loop, ast.For) and not whole else set()
+        names = sorted(text.local - target - {*but})
+        if not names:
+            return []
+        lines = [f"if {handle}.restoring:"]
+        lines += [f"    if {name!r} in {handle}.values: {name} = {handle}.values[{name!r}]" for name in names]
+        return [self._at(loop, "\n".join(lines)), self._at(loop, f"{handle}.restored()")]
+
+    def _at(self, loop: PlainLoop, text: str) -> ast.stmt:
+        """Statements of ours, in the line of the loop."""
+        (statement,) = ast.parse(text).body
+        for node in ast.walk(statement):
+            if hasattr(node, "lineno"):
+                ast.copy_location(node, loop)
+                node.end_lineno, node.end_col_offset = loop.lineno, loop.col_offset  # type: ignore[attr-defined]
+        return statement
+
+
+def _after_the_step(body: list[ast.stmt], calls: _Calls) -> None:
+    """Put the end of the step after the last statement that takes it, in the smallest block that has all of them."""
+    taking = [number for number, statement in enumerate(body) if calls.takes_step(statement)]
+    only = body[taking[0]] if len(taking) == 1 else None
+    if only is not None:
+        blocks = [block for block in _blocks(only) if any(calls.takes_step(statement) for statement in block)]
+        if len(blocks) == 1 and not any(calls.takes_step(part) for part in _head(only)):
+            _after_the_step(blocks[0], calls)
+            return
+    body.insert(taking[-1] + 1, _Taken.like(body[taking[-1]]))
+
+
+def _blocks(statement: ast.stmt) -> list[list[ast.stmt]]:
+    if isinstance(statement, ast.If):
+        return [statement.body, statement.orelse]
+    if isinstance(statement, ast.With):
+        return [statement.body]
+    return []
+
+
+def _head(statement: ast.stmt) -> Sequence[ast.AST]:
+    if isinstance(statement, ast.If):
+        return [statement.test]
+    return [item.context_expr for item in statement.items] if isinstance(statement, ast.With) else []
+
+
+def _numbered(iterable: ast.expr) -> list[ast.expr]:
+    """What the loop runs over and, of an ``enumerate()`` of that, the first number: so that its length is known, and it
+    can be read once more."""
+    if isinstance(iterable, ast.Call) and isinstance(iterable.func, ast.Name) and iterable.func.id == "enumerate":
+        first = [*iterable.args[1:], *(keyword.value for keyword in iterable.keywords if keyword.arg == "start")]
+        plain = len(iterable.args) in (1, 2) and not any(isinstance(part, ast.Starred) for part in iterable.args)
+        if plain and len(first) == len(iterable.args) - 1 + len(iterable.keywords) <= 1:
+            zero = ast.copy_location(ast.Constant(0), iterable)
+            return [iterable.args[0], first[0] if first else zero]
+    return [iterable]
+
+
+class _Taken:
+    """``LOOPS.step_taken()``."""
+
+    @staticmethod
+    def like(statement: ast.stmt) -> ast.stmt:
+        (made,) = ast.parse(f"{HANDLE}.step_taken()").body
+        for node in ast.walk(made):
+            if hasattr(node, "lineno"):
+                ast.copy_location(node, statement)
+                node.lineno = node.end_lineno = statement.end_lineno or statement.lineno  # type: ignore[attr-defined]
+                node.end_col_offset = node.col_offset  # type: ignore[attr-defined]
+        return made
+
+
+def _import_loops(tree: ast.Module) -> None:
+    """After the docstring and what comes from ``__future__``."""
+    number = 0
+    for statement in tree.body:
+        docstring = isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)
+        future = isinstance(statement, ast.ImportFrom) and statement.module == "__future__"
+        if not docstring and not future:
+            break
+        number += 1
+    (imported,) = ast.parse(f"from {_MODULE} import LOOPS as {HANDLE}").body
+    tree.body.insert(number, imported)

@@ -1,0 +1,124 @@
+"""DeepSpeed scripts without a line of ours, by the key in their config alone: killed, they end with the same state, and
+have printed each line once."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from tests.support.installed import skip_module_without
+from tests.support.jobs import ENVIRONMENT, ROOT, Job, Layout, check_clean, check_fired, check_recovered, run_job
+
+skip_module_without("deepspeed")
+
+SCRIPT = ROOT / "tests" / "scripts" / "own_loops.py"
+TIMEOUT_S = 300
+SHAPES = ("epochs", "while_next", "random_batches", "trainer", "generator", "zipped", "early", "shuffled", "module")
+PHASES = ("between", "data", "forward", "backward", "grad-sync", "optimizer", "commit", "below")
+
+pytestmark = [pytest.mark.timeout(3 * TIMEOUT_S), pytest.mark.deepspeed]
+
+
+def run(path: Path, shape: str, flags: Sequence[str] = (), inject: Sequence[str] = ()) -> Job:
+    layout = Layout(shape, "", nproc=2)
+    return run_job(path, layout, script=SCRIPT, flags=(shape, *flags), inject=inject, timeout_s=TIMEOUT_S)
+
+
+def lines(text: str) -> list[str]:
+    return [line for line in text.splitlines() if line.startswith("rank=")]
+
+
+def printed(job: Job, rank: int) -> list[str]:
+    """By all processes of a rank, one after the other."""
+    logs = sorted((job.run_dir / "logs").glob(f"rank{rank}.gen*.log"), key=lambda log: log.stat().st_mtime)
+    return [line for log in logs for line in lines(log.read_text())]
+
+
+def check_same(job: Job, reference: Job) -> None:
+    assert reference.code == job.code == 0, job.explain()
+    assert reference.digests and job.digests == reference.digests, job.explain()
+    for rank in reference.digests:
+        assert printed(job, rank) == printed(reference, rank), job.explain()
+    assert not job.notices("not_registered") and not job.notices("unprotected"), job.explain()
+    check_clean(job)
+
+
+def test_epochs_with_an_accumulation(tmp_path: Path) -> None:
+    """Two deaths: in the midst of an accumulation, and of the other rank right after an epoch's last step."""
+    flags = ("--accumulation", "2")
+    reference = run(tmp_path / "reference", "epochs", flags)
+    inject = ["rank=1,fault=sigkill,at=backward,step=2", "rank=0,fault=sigkill,at=forward,step=8"]
+    job = run(tmp_path / "run", "epochs", flags, inject)
+    check_same(job, reference)
+    check_fired(job, 2)
+    check_recovered(job, (0, 1))
+
+
+def test_rounds_that_do_not_fill_an_accumulation_are_refused_before_the_first_step(tmp_path: Path) -> None:
+    job = run(tmp_path / "run", "epochs", ("--accumulation", "3"))
+    assert job.code != 0
+    assert "own_loops.py:" in job.output and "has 8 rounds and a step takes 3 of them" in job.output, job.explain()
+    check_clean(job)
+
+
+@pytest.mark.grid
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_each_shape(shape: str, zero: int, tmp_path: Path) -> None:
+    flags = ("--zero", str(zero))
+    reference = run(tmp_path / "reference", shape, flags)
+    inject = [
+        "rank=1,fault=sigkill,at=backward,step=3",
+        "rank=0,fault=sigkill,at=forward,step=8",
+        "rank=1,fault=sigkill,at=below,step=10",
+        "rank=0,fault=sigkill,at=optimizer,step=13",
+    ]
+    job = run(tmp_path / "run", shape, flags, inject)
+    check_same(job, reference)
+    check_fired(job, 4)
+
+
+@pytest.mark.grid
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("at", PHASES)
+@pytest.mark.parametrize("zero", [0, 2, 3])
+def test_each_phase(zero: int, at: str, rank: int, tmp_path: Path) -> None:
+    """Twice in a row, at the end of an epoch and within one."""
+    flags = ("--zero", str(zero), "--accumulation", "2")
+    reference = run(tmp_path / "reference", "epochs", flags)
+    inject = [f"rank={rank},fault=sigkill,at={at},step={step}" for step in (3, 4, 9)]
+    job = run(tmp_path / "run", "epochs", flags, inject)
+    check_same(job, reference)
+    check_fired(job, 3)
+
+
+@pytest.mark.grid
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_same_as_under_torchrun(shape: str, tmp_path: Path) -> None:
+    reference = run(tmp_path / "reference", shape)
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--log-dir", str(tmp_path)]
+    command += ["--redirects", "3", "--master-port", "0", "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
+    subprocess.run([*command, str(SCRIPT), shape], check=True, timeout=TIMEOUT_S, env={**os.environ, **ENVIRONMENT})
+    for rank in (0, 1):
+        (log,) = tmp_path.glob(f"*/attempt_0/{rank}/stdout.log")
+        text = log.read_text()
+        assert lines(text) == printed(reference, rank)
+        assert f"digest rank={rank} {reference.digests[rank]}" in text
+
+
+@pytest.mark.grid
+@pytest.mark.parametrize("at", ["backward", "below", "forward"])
+def test_checkpoints_and_a_log(at: str, tmp_path: Path) -> None:
+    jobs = []
+    for name, inject in (("reference", []), ("run", [f"rank=0,fault=sigkill,at={at},step=8"])):
+        (files := tmp_path / f"{name}.files").mkdir()
+        jobs.append(run(tmp_path / name, "checkpoints", ("--files", str(files)), inject))
+    reference, job = jobs
+    check_same(job, reference)
+    logs = [(tmp_path / f"{name}.files" / "log.txt").read_text() for name in ("reference", "run")]
+    assert dict(line.split() for line in logs[1].splitlines()) == dict(line.split() for line in logs[0].splitlines())

@@ -1,0 +1,277 @@
+"""DeepSpeed's three calls in loops as people write them, without a line of ours: ``own_loops.py SHAPE [OPTIONS]``.
+
+Each rank prints what its script keeps (losses, sums, counters, the best of something), and at the end the digest of all
+that it has.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import itertools
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("DS_ACCELERATOR", "cpu")
+
+import deepspeed
+import own_loops_module
+import torch
+import torch.distributed as dist
+from deepspeed.utils import RepeatingLoader, safe_get_full_fp32_param, safe_get_full_optimizer_state
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+parser = argparse.ArgumentParser()
+parser.add_argument("shape")
+parser.add_argument("--zero", type=int, default=2)
+parser.add_argument("--accumulation", type=int, default=1)
+parser.add_argument("--epochs", type=int, default=3)
+parser.add_argument("--samples", type=int, default=128)
+parser.add_argument("--files", type=Path)
+args = parser.parse_args()
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.drop, self.last = nn.Linear(32, 64), nn.Dropout(0.1), nn.Linear(64, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.last(self.drop(torch.relu(self.first(x))))
+        return out
+
+
+deepspeed.init_distributed("gloo")
+rank = dist.get_rank()
+torch.manual_seed(0)
+net = Net()
+config = {
+    "train_micro_batch_size_per_gpu": 8,
+    "gradient_accumulation_steps": args.accumulation,
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}},
+    "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 10}},
+    "zero_optimization": {"stage": args.zero},
+    "flash_recovery": {"enabled": True},
+}
+numbers = torch.Generator().manual_seed(1)
+x = torch.randn(args.samples, 32, generator=numbers)
+y = x.sin().sum(1, keepdim=True)
+dataset = TensorDataset(x, y)
+engine, _, training_loader, _ = deepspeed.initialize(
+    model=net, model_parameters=net.parameters(), config=config, training_data=dataset
+)
+sampler: DistributedSampler[Any] = DistributedSampler(dataset)
+loader = DataLoader(dataset, batch_size=8, sampler=sampler, drop_last=True)
+torch.manual_seed(100 + rank)
+
+
+def say(*words: object) -> None:
+    print(f"rank={rank}", *words, flush=True)
+
+
+def loss_of(batch: Any) -> Any:
+    return nn.functional.mse_loss(engine(batch[0]), batch[1])
+
+
+def train_step(batch: Any) -> float:
+    loss = loss_of(batch)
+    engine.backward(loss)
+    engine.step()
+    return float(loss.item())
+
+
+def evaluate() -> float:
+    engine.eval()
+    with torch.no_grad():
+        loss = loss_of((x[:32], y[:32]))
+    dist.all_reduce(loss)
+    engine.train()
+    return float(loss.item())
+
+
+def epochs() -> None:
+    seen, best, losses = 0, None, []
+    for epoch in range(args.epochs):
+        sampler.set_epoch(epoch)
+        running = 0.0
+        for number, (inputs, targets) in enumerate(loader):
+            loss = nn.functional.mse_loss(engine(inputs), targets)
+            engine.backward(loss)
+            engine.step()
+            running += loss.item()
+            seen += len(inputs)
+            losses.append(loss.item())
+            if number % 3 == 0:
+                say("epoch", epoch, "batch", number, loss.item().hex(), "seen", seen)
+        value = evaluate()
+        if best is None or value < best:
+            best = value
+        mean = running / (number + 1)
+        say("epoch", epoch, mean.hex(), value.hex(), best.hex(), "seen", seen, "losses", len(losses), loss.item().hex())
+
+
+def while_next() -> None:
+    batches = iter(RepeatingLoader(loader))
+    step, total = 0, 0.0
+    while step < 16:
+        loss = train_step(next(batches))
+        total += loss
+        step += 1
+        if step % 4 == 0:
+            say("step", step, loss.hex(), total.hex())
+    say("end", step)
+
+
+def random_batches() -> None:
+    history = []
+    for step in range(16):
+        chosen = torch.randint(0, args.samples, (8,))
+        history.append(train_step((x[chosen], y[chosen])))
+        if step % 4 == 0:
+            say("step", step, history[-1].hex())
+    say("history", sum(history).hex(), len(history))
+
+
+class Meter:
+    def __init__(self) -> None:
+        self.sum, self.count = 0.0, 0
+
+    def update(self, value: float) -> None:
+        self.sum += value
+        self.count += 1
+
+
+class Trainer:
+    def __init__(self) -> None:
+        self.step, self.best, self.meter = 0, float("inf"), Meter()
+
+    def run_batch(self, batch: Any) -> float:
+        loss = train_step(batch)
+        self.step += 1
+        self.meter.update(loss)
+        return loss
+
+    def run_epoch(self, epoch: int) -> None:
+        sampler.set_epoch(epoch)
+        for batch in loader:
+            loss = self.run_batch(batch)
+            if self.step % 3 == 0:
+                say("step", self.step, loss.hex(), self.meter.sum.hex())
+
+    def run(self) -> None:
+        for epoch in range(args.epochs):
+            self.run_epoch(epoch)
+            value = evaluate()
+            if value < self.best:
+                self.best = value
+            say("epoch", epoch, value.hex(), self.best.hex(), self.meter.count)
+
+
+def trainer() -> None:
+    Trainer().run()
+
+
+def generator() -> None:
+    def batches() -> Iterator[Any]:
+        for epoch in itertools.count():
+            sampler.set_epoch(epoch)
+            yield from loader
+
+    taken = 0
+    for number, batch in enumerate(batches()):
+        loss = train_step(batch)
+        taken += 1
+        if number % 5 == 4:
+            say(number, loss.hex(), taken)
+        if taken == 16:
+            break
+    say("taken", taken)
+
+
+def zipped() -> None:
+    for epoch in range(args.epochs):
+        for batch, number in zip(training_loader, itertools.count(), strict=False):
+            loss = train_step(batch)
+            if number % 3 == 0:
+                say(epoch, number, loss.hex())
+
+
+def early() -> None:
+    best, bad, stop = float("inf"), 0, False
+    for epoch in range(2 * args.epochs):
+        sampler.set_epoch(epoch)
+        for batch in loader:
+            if train_step(batch) > 500:
+                continue
+        value = evaluate()
+        say(epoch, value.hex(), bad, best.hex())
+        if value < best - 2.0:
+            best, bad = value, 0
+        else:
+            bad += 1
+            stop = bad >= 2
+        if stop:
+            break
+    say("stopped", epoch, bad)
+
+
+def shuffled() -> None:
+    for epoch in range(args.epochs):
+        order = torch.randperm(args.samples)[:64]
+        for start in range(0, 64, 8):
+            chosen = order[start : start + 8]
+            loss = train_step((x[chosen], y[chosen]))
+        say(epoch, loss.hex(), order[:4].tolist())
+
+
+def module() -> None:
+    own_loops_module.fit(engine, loader, sampler, args.epochs, say)
+
+
+def checkpoints() -> None:
+    """A best checkpoint and a log, as people keep them."""
+    best = float("inf")
+    for epoch in range(args.epochs):
+        sampler.set_epoch(epoch)
+        for batch in loader:
+            loss = train_step(batch)
+        value = evaluate()
+        if value < best:
+            best = value
+            engine.save_checkpoint(str(args.files / "best"), tag="best", client_state={"epoch": epoch, "best": best})
+        if rank == 0:
+            with (args.files / "log.txt").open("a") as log:
+                log.write(f"{epoch} {value.hex()}\n")
+        say(epoch, loss.hex(), best.hex())
+
+
+def first_moment(parameter: Tensor) -> Any:
+    return safe_get_full_optimizer_state(parameter, "exp_avg")
+
+
+def second_moment(parameter: Tensor) -> Any:
+    return safe_get_full_optimizer_state(parameter, "exp_avg_sq")
+
+
+def digest() -> str:
+    """Of all that the engine has on this rank, and of the random streams."""
+    found = hashlib.sha256()
+    tensors: list[Any] = [*net.parameters()]
+    if args.zero:  # partitions end in memory that nobody has set
+        tensors = [
+            read(p) for p in net.parameters() for read in (safe_get_full_fp32_param, first_moment, second_moment)
+        ]
+    else:
+        tensors += [value for p in net.parameters() for _, value in sorted(engine.optimizer.state[p].items())]
+    for tensor in tensors:
+        found.update(torch.as_tensor(tensor).detach().float().contiguous().numpy().tobytes())
+    counters = [getattr(engine, name) for name in ("global_steps", "micro_steps", "global_samples", "skipped_steps")]
+    found.update(repr([counters, engine.lr_scheduler.state_dict(), torch.rand(2).tolist()]).encode())
+    return found.hexdigest()
+
+
+globals()[args.shape]()
+print(f"digest rank={rank} {digest()}", flush=True)

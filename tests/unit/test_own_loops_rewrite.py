@@ -1,0 +1,252 @@
+"""Which loops of a script's text are put under recovery, and that the rewritten text does what it did."""
+
+from __future__ import annotations
+
+import ast
+import io
+import textwrap
+from contextlib import redirect_stdout
+from typing import Any
+
+import pytest
+
+from flashrecovery.worker.own_loops.rewrite import HANDLE, Rewritten, rewrite
+
+CALLS = """
+class Engine:
+    def __init__(self):
+        self.calls = []
+    def __call__(self, x):
+        return x
+    def backward(self, loss):
+        self.calls.append(("backward", loss))
+    def step(self):
+        self.calls.append("step")
+engine = Engine()
+"""
+
+
+def rewritten(text: str) -> Rewritten:
+    return rewrite(textwrap.dedent(text), "train.py")
+
+
+def lines(text: str) -> dict[int, bool]:
+    """Line of each loop that is rewritten, and whether it is a step loop."""
+    return {line: loop.steps for line, loop in rewritten(text).loops.items()}
+
+
+def test_the_innermost_loop_with_a_whole_step_and_the_loops_around_it() -> None:
+    assert lines("""
+        for epoch in range(3):
+            for x in loader:
+                engine.backward(engine(x))
+                engine.step()
+            for x in evaluation:
+                engine(x)
+    """) == {2: False, 3: True}
+
+
+def test_micro_batches_in_a_loop_of_their_own_are_a_part_of_the_step() -> None:
+    assert lines("""
+        while step < 10:
+            for x in batches:
+                model(x).backward()
+            optimizer.step()
+    """) == {2: True}
+
+
+def test_functions_and_methods_are_followed() -> None:
+    assert lines("""
+        def train_step(x):
+            loss = engine(x)
+            engine.backward(loss)
+            engine.step()
+        class Trainer:
+            def run_epoch(self):
+                for x in loader:
+                    train_step(x)
+            def run(self):
+                for epoch in range(3):
+                    self.run_epoch()
+                    self.evaluate()
+            def evaluate(self):
+                for x in loader:
+                    engine(x)
+    """) == {8: True, 11: False}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "for x in loader:\n    engine(x)\n",
+        "for x in loader:\n    engine.backward(engine(x))\n",
+        "for x in loader:\n    loss.backward()\n    scheduler.step()\n",
+        "for step in engine.recovery.steps(9):\n    engine.backward(x)\n    engine.step()\n",
+        "for _ in range(9):\n    engine.train_batch(data)\n",
+        "engine.backward(x)\nengine.step()\n",
+    ],
+)
+def test_what_is_left_as_it_is(text: str) -> None:
+    found = rewrite(text, "train.py")
+    assert not found.loops and ast.dump(found.tree) == ast.dump(ast.parse(text))
+
+
+@pytest.mark.parametrize(
+    ("body", "below"),
+    [
+        ("engine.backward(x)\nengine.step()\nlog(x)", "log(x)"),
+        ("loss.backward()\nif i % 2:\n    optimizer.step()\n    log(x)", "log(x)"),
+        ("loss.backward()\nwith ctx():\n    scaler.step(optimizer)\n    scaler.update()", "scaler.update()"),
+        ("loss.backward()\ndisc.step()\nif i % 5 == 0:\n    gen.step()\nlog(x)", "log(x)"),
+        ("loss.backward()\noptimizer.step()\nscheduler.step()", "scheduler.step()"),
+    ],
+)
+def test_a_step_ends_behind_the_last_call_that_belongs_to_it(body: str, below: str) -> None:
+    text = f"for x in loader:\n{textwrap.indent(body, '    ')}\n"
+    new = ast.unparse(rewrite(text, "train.py").tree).splitlines()
+    end = next(number for number, line in enumerate(new) if line.strip() == f"{HANDLE}.step_taken()")
+    assert new[end + 1].strip() == below
+
+
+def test_what_cannot_be_led_back_is_named() -> None:
+    found = rewritten("""
+        def losses():
+            for x in loader:
+                engine.backward(x)
+                engine.step()
+                yield x
+    """)
+    assert "generator" in found.loops[3].refused
+    assert HANDLE not in {node.id for node in ast.walk(found.tree) if isinstance(node, ast.Name)} - {HANDLE}
+
+
+def test_iterators_that_a_step_asks_are_known_by_their_name() -> None:
+    found = rewritten("""
+        it = iter(loader)
+        other = iter(loader)
+        def batches():
+            source = iter(loader)
+            while True:
+                yield next(source)
+        def step():
+            engine.backward(next(it))
+            engine.step()
+        for _ in range(9):
+            step()
+    """)
+    assert found.iterators == {"it"}
+    text = ast.unparse(found.tree)
+    assert f"it = {HANDLE}.iterator(loader)" in text and "other = iter(loader)" in text
+    assert "yield next(source)" in text
+
+
+SCRIPTS = {
+    "else and continue": """
+        out = []
+        for number, x in enumerate([3, 1, 4, 1, 5], start=7):
+            if x == 4:
+                continue
+            engine.backward(x)
+            engine.step()
+            out.append((number, x))
+        else:
+            out.append("else")
+    """,
+    "break": """
+        out = []
+        for epoch in range(3):
+            for x in range(5):
+                engine.backward(x)
+                engine.step()
+                if x == 2:
+                    break
+            else:
+                out.append("never")
+            out.append(epoch)
+            if epoch == 1:
+                break
+        out.append(x)
+    """,
+    "while with else": """
+        out, n = [], 0
+        while n < 4:
+            engine.backward(n)
+            engine.step()
+            n += 1
+        else:
+            out.append(("else", n))
+    """,
+    "return": """
+        def train():
+            for x in range(9):
+                engine.backward(x)
+                engine.step()
+                if x == 3:
+                    return x
+        out = [train()]
+    """,
+    "an error": """
+        out = []
+        try:
+            for x in range(9):
+                engine.backward(x)
+                engine.step()
+                if x == 3:
+                    raise ValueError(x)
+        except ValueError as e:
+            out.append(str(e))
+    """,
+    "next": """
+        out = []
+        it = iter([1, 2])
+        for _ in range(5):
+            x = next(it, None)
+            if x is None:
+                it = iter([7, 8])
+                x = next(it)
+            engine.backward(x)
+            engine.step()
+            out.append(x)
+    """,
+    "closures and globals": """
+        count = 0
+        def train():
+            total = 0
+            def add(x):
+                nonlocal total
+                global count
+                total += x
+                count += 1
+            for x in range(4):
+                engine.backward(x)
+                engine.step()
+                add(x)
+            return total
+        out = [train(), count]
+    """,
+}
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_without_recovery_it_does_what_it_did(name: str) -> None:
+    text = CALLS + textwrap.dedent(SCRIPTS[name])
+    found = rewrite(text, "train.py")
+    assert found.loops
+    from flashrecovery.worker.own_loops.loops import LOOPS
+
+    LOOPS.texts |= {("train.py", line): loop for line, loop in found.loops.items()}
+    plain: dict[str, Any] = {}
+    led: dict[str, Any] = {}
+    with redirect_stdout(io.StringIO()):
+        exec(compile(text, "train.py", "exec"), plain)
+        exec(compile(found.tree, "train.py", "exec"), led)
+    assert led["out"] == plain["out"] and led["engine"].calls == plain["engine"].calls
+
+
+def test_every_statement_keeps_its_line() -> None:
+    text = CALLS + textwrap.dedent(SCRIPTS["break"])
+    found = rewrite(text, "train.py")
+    lines_of = {ast.unparse(n): n.lineno for n in ast.walk(ast.parse(text)) if isinstance(n, (ast.Expr, ast.AugAssign))}
+    for node in ast.walk(found.tree):
+        if isinstance(node, (ast.Expr, ast.AugAssign)) and ast.unparse(node) in lines_of:
+            assert node.lineno == lines_of[ast.unparse(node)]

@@ -1,0 +1,181 @@
+"""Variables of a script's own loops, what they run over, and what is printed: taken down, and put back."""
+
+from __future__ import annotations
+
+import io
+import sys
+import types
+from collections import deque
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from flashrecovery.errors import DataSourceError
+from flashrecovery.state import codec
+from flashrecovery.worker.local_state.rng import RngState, restore_rng
+from flashrecovery.worker.own_loops.loop_data import LoopData, OwnIterator
+from flashrecovery.worker.own_loops.output import Output
+from flashrecovery.worker.own_loops.variables import LoopVariables, Saved, put_back, take_down
+
+
+class Meter:
+    def __init__(self) -> None:
+        self.sum, self.values, self.inner = 1.5, [1, 2], None
+
+
+def names(*own: str, remade: tuple[str, ...] = (), read_after: tuple[str, ...] = ()) -> LoopVariables:
+    return LoopVariables(frozenset(own), frozenset(remade), frozenset(read_after))
+
+
+def frame_with(**variables: Any) -> types.FrameType:
+    return types.SimpleNamespace(f_locals=variables, f_globals=variables)  # type: ignore[return-value]
+
+
+def test_numbers_containers_tensors_and_attributes_come_back() -> None:
+    history, recent, meter = [1.0], deque([1], maxlen=3), Meter()
+    frame = frame_with(n=3, history=history, recent=recent, mean=torch.ones(2), meter=meter, other=open)
+    wanted = names("n", "history", "recent", "mean", "meter", "other")
+    saved = Saved.of(codec.loads(codec.dumps(take_down(frame, wanted, frozenset()).plain())))
+    assert saved.variables.keys() == {"n", "history", "recent", "mean"}
+    history.append(2.0)
+    recent.append(2)
+    meter.sum, meter.values = 9.0, [7]
+    frame.f_locals["n"] = 4
+    values = put_back(frame, wanted, frozenset(), saved)
+    assert values["n"] == 3 and torch.equal(values["mean"], torch.ones(2))
+    assert values["history"] is history and history == [1.0], "others may hold the same list"
+    assert values["recent"] is recent and [*recent] == [1]
+    assert (meter.sum, meter.values) == (1.5, [1, 2])
+
+
+def test_a_tensor_that_each_round_makes_is_taken_down_only_if_it_is_read_below() -> None:
+    frame = frame_with(loss=torch.ones(1))
+    assert not take_down(frame, names("loss", remade=("loss",)), frozenset()).variables
+    assert take_down(frame, names("loss", remade=("loss",), read_after=("loss",)), frozenset()).variables
+
+
+def take(data: LoopData, count: int) -> list[Any]:
+    return [data.fetch() for _ in range(count)]
+
+
+def loader() -> DataLoader[Any]:
+    return DataLoader(range(12), batch_size=2, shuffle=True)  # type: ignore[arg-type]
+
+
+def test_rounds_are_given_again_to_a_survivor_and_read_again_by_a_replacement() -> None:
+    torch.manual_seed(3)
+    data = LoopData(one := loader())
+    data.enter(one)
+    first = take(data, 3)
+    data.commit(1)
+    at, rng = data.capture(), RngState.now().plain()
+    rest = take(data, 3)
+    after = RngState.now()
+    with pytest.raises(StopIteration):
+        data.fetch()
+    data.rollback(1)
+    data.enter(loader())  # the loop around has begun its round once more
+    restore_rng(rng)
+    assert [t.tolist() for t in take(data, 3)] == [t.tolist() for t in rest]
+    torch.manual_seed(77)
+    other = LoopData(two := loader())
+    other.restore(codec.loads(codec.dumps(at)))
+    other.enter(two)
+    restore_rng(rng)
+    assert [t.tolist() for t in take(other, 3)] == [t.tolist() for t in rest]
+    assert RngState.now() == after
+    assert len(first) == 3
+
+
+def test_within_a_run_a_survivor_gets_the_same_objects_again() -> None:
+    data = LoopData(values := [[1], [2], [3]])
+    data.enter(values)
+    take(data, 1)
+    data.commit(1)
+    second = take(data, 1)
+    data.rollback(1)
+    assert take(data, 2) == [*second, [3]]
+
+
+def test_other_elements_than_before_are_refused() -> None:
+    data = LoopData([1, 2, 3])
+    data.enter([1, 2, 3])
+    take(data, 2)
+    state = data.capture()
+    other = LoopData([1, 7, 3])
+    other.restore(state)
+    other.enter([1, 7, 3])
+    with pytest.raises(DataSourceError, match="other elements"):
+        other.fetch()
+
+
+def test_an_iterator_of_a_later_run_is_made_again() -> None:
+    torch.manual_seed(5)
+    data, source = LoopData(), loader()
+    got, asked = [], OwnIterator(source)
+    for _ in range(8):
+        try:
+            got.append(data.next_of(asked).tolist())
+        except StopIteration:
+            asked = OwnIterator(source)
+            got.append(data.next_of(asked).tolist())
+        if len(got) == 7:
+            state, rng = data.capture(), RngState.now().plain()
+    torch.manual_seed(99)
+    other, first = LoopData(), OwnIterator(loader())
+    other.restore(state)
+    restore_rng(rng)
+    assert other.next_of(first).tolist() == got[7]
+
+
+def taken(monkeypatch: pytest.MonkeyPatch, *, replacement: bool) -> Output:
+    monkeypatch.setattr(sys, "stdout", io.StringIO())
+    monkeypatch.setattr(sys, "stderr", io.StringIO())
+    output = Output()
+    output.take(replacement=replacement)
+    return output
+
+
+def shown(output: Output) -> str:
+    return str(output._streams[0].real.getvalue())  # type: ignore[attr-defined]
+
+
+def test_each_line_is_shown_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    output = taken(monkeypatch, replacement=False)
+    print("set-up")
+    output.handed_out(0)
+    print("step 0")
+    output.handed_out(1)
+    print("step 1, in vain")
+    output.restore(1, output.newest(1))
+    output.handed_out(1)
+    print("step 1")
+    output.handed_out(2)
+    assert shown(output) == "set-up\nstep 0\n"
+    output.show_all()
+    print("after")
+    assert shown(output) == "set-up\nstep 0\nstep 1\nafter\n"
+
+
+def test_a_replacement_shows_what_its_predecessor_had_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    output = taken(monkeypatch, replacement=True)
+    print("set-up")
+    output.protect()
+    print("on the way")
+    output.restore(5, [(0, "step 4\n")])
+    output.drop()
+    print("the epoch begins")
+    output.restore(5, [(0, "step 4\n")])
+    output.handed_out(5)
+    print("step 5")
+    output.show_all()
+    assert shown(output) == "step 4\nstep 5\n"
+
+
+def test_what_a_replacement_prints_before_it_fails_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    output = taken(monkeypatch, replacement=True)
+    print("set-up")
+    output.show_all()
+    assert shown(output) == "set-up\n"

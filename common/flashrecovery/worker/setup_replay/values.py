@@ -39,8 +39,8 @@ from flashrecovery.worker.setup_replay.call_sites import CallSites, text_of
 from flashrecovery.worker.setup_replay.record import SetupRecord
 
 T = TypeVar("T")
-_MOST = 4096
-"""Draws that are recorded, and bytes of one."""
+_MOST, _BYTES = 4096, 256
+"""Draws that are recorded, and bytes of one; what is longer is no name."""
 _OF_FOLDERS = frozenset({"now", "utcnow", "strftime"})
 """What trackers name folders with. Files they name by ``time.time()``, and each process needs its own."""
 _BETWEEN = frozenset({"uuid", "secrets", "random", "tempfile"})
@@ -140,7 +140,7 @@ class DrawnValues:
         before = os.urandom
 
         def urandom(size: int, /) -> bytes:
-            caller = self._caller(sys._getframe(1)) if 0 < size <= _MOST else None
+            caller = self._caller(sys._getframe(1)) if 0 < size <= _BYTES else None
             if caller is None:
                 return before(size)
             return self._draw(f"urandom({size})", caller, lambda: before(size), bytes.hex, bytes.fromhex)

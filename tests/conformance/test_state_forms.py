@@ -19,7 +19,7 @@ def _layout(framework: str, *flags: str) -> Layout:
     return Layout(framework, "", ("--framework", framework, *flags), nproc=2)
 
 
-@pytest.mark.parametrize("framework", ["ddp", "fsdp2"])
+@pytest.mark.parametrize("framework", [pytest.param("ddp", marks=pytest.mark.grid), "fsdp2"])
 def test_is_brought_back(framework: str, tmp_path: Path) -> None:
     layout = _layout(framework)
     kills = [Kill(1, 2, "backward", 0), Kill(0, 4, "data", 1), Kill(1, 5, "optimizer", 2)]

@@ -47,8 +47,12 @@ def check_whole(job: Job, name: str) -> None:
     dcp.FileSystemReader(files_of(job) / name).read_metadata()
 
 
-def test_files_and_objects_below_the_block_of_a_void_attempt(tmp_path: Path) -> None:
-    reference = run(tmp_path / "reference")
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Job:
+    return run(tmp_path_factory.mktemp("reference") / "run")
+
+
+def test_files_and_objects_below_the_block_of_a_void_attempt(tmp_path: Path, reference: Job) -> None:
     job = run(tmp_path / "run", inject=["rank=1,fault=sigkill,at=backward,step=5"])
     check_same(job, reference)
     (finished,) = job.of("recovery_finished")
@@ -62,9 +66,10 @@ def test_files_and_objects_below_the_block_of_a_void_attempt(tmp_path: Path) -> 
     check_whole(job, "latest")
 
 
-def test_scripts_that_leave_their_loops_below_a_void_attempt_do_not_cut_each_others_short(tmp_path: Path) -> None:
+def test_scripts_that_leave_their_loops_below_a_void_attempt_do_not_cut_each_others_short(
+    tmp_path: Path, reference: Job
+) -> None:
     """A replacement whose first attempt is cut short has no ``loss`` below it, and leaves its loop with a NameError."""
-    reference = run(tmp_path / "reference")
     job = run(tmp_path / "run", ["--kill-again", "5:0"], inject=["rank=1,fault=sigkill,at=backward,step=5"])
     check_same(job, reference)
     failed = [(event["rank"], event["kind"]) for event in job.of("failure_detected")]

@@ -54,7 +54,7 @@ def _run(
 @pytest.fixture(scope="session")
 def reference(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Layout], Job]:
     fake_nccl.build()
-    return References(lambda: tmp_path_factory.mktemp("reference"), lambda path, layout: _run(path, layout))
+    return References(lambda: tmp_path_factory.mktemp("reference"), lambda path, layout: _run(path, layout, standby=0))
 
 
 def _cases() -> list[object]:

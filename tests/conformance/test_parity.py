@@ -40,7 +40,7 @@ def run(run_dir: Path, layout: Layout, *options: str, inject: list[str] | None =
         options=options,
         env=environment(layout),
         timeout_s=TIMEOUT_S,
-        standby=1,
+        standby=1 if inject else 0,
     )
 
 

@@ -19,7 +19,7 @@ STEPS = 40
 
 
 def test_a_rank_dies_while_the_controller_is_away(tmp_path: Path) -> None:
-    reference = run_job(tmp_path / "reference", DDP, steps=STEPS)
+    reference = run_job(tmp_path / "reference", DDP, steps=STEPS, standby=0)
     with socket.create_server(("127.0.0.1", 0)) as free:
         address = f"127.0.0.1:{free.getsockname()[1]}"
     known = tmp_path / "controller"

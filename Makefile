@@ -96,7 +96,7 @@ test-cuda-build:  ## an environment with a CUDA build of torch (5.5 GB; needs no
 	CUDA_VENV=$(CUDA_VENV) PYTHON=$(PYTHON) CUDA_TORCH_VERSION=$(CUDA_TORCH_VERSION) CUDA_TORCH_INDEX='$(CUDA_TORCH_INDEX)' \
 	    scripts/cuda-venv.sh
 	$(CUDA_VENV)/bin/python -m pytest --durations=10 $(PYTEST_ARGS) tests/unit/test_groups_build.py tests/unit/test_torch_native.py \
-	    tests/integration/test_nccl_build.py tests/integration/test_nccl.py tests/integration/test_groups_*.py \
+	    tests/integration/groups/test_nccl_build.py tests/integration/groups/test_nccl.py tests/integration/groups/test_groups_*.py \
 	    tests/conformance/test_nccl.py tests/conformance/test_grid.py
 
 # Not `make setup`: an environment of its own, of which every version stands in constraints-new.txt.
@@ -115,7 +115,7 @@ matrix: setup $(BIN)/.frameworks-done  ## chosen tests with each supported versi
 	$(BIN)/python scripts/matrix.py $(MATRIX_ARGS) $(if $(MATRIX),"$(MATRIX)")
 
 test-slurm: setup  ## the example on a real Slurm cluster of one machine (root; Debian: slurmctld slurmd slurm-client munge)
-	$(BIN)/python -m pytest -m slurm --durations=15 $(PYTEST_ARGS) tests/integration/test_slurm.py tests/integration/test_slurm_tasks.py
+	$(BIN)/python -m pytest -m slurm --durations=15 $(PYTEST_ARGS) tests/integration/launchers/test_slurm.py tests/integration/launchers/test_slurm_tasks.py
 
 grid: setup  ## the whole conformance grid with plain PyTorch, and all slow tests
 	$(BIN)/python -m pytest -m "(grid or slow) and not deepspeed and not megatron and not slurm" --durations=15 $(PYTEST_ARGS)

@@ -48,7 +48,7 @@ def units(*files: str) -> Selection:
     return Selection("units", tuple(f"tests/unit/test_{name}.py" for name in ("capabilities", *files)))
 
 
-GROUPS = "tests/integration/test_groups_"
+GROUPS = "tests/integration/groups/test_groups_"
 SMALL = "tests/conformance/test_versions.py::test_one_of_two_ranks_is_killed"
 GRID = "tests/conformance/test_grid.py::test_fault_in_phase"
 ZERO = "tests/conformance/test_deepspeed_grid.py::"
@@ -77,7 +77,7 @@ MEGATRON_CORE = (
     Selection("distributed optimizer, DP4, a rank killed in each phase", (f"{MEGATRON}[dp4-distributed-sigkill-0]",)),
 )
 FAILURES = "tests/conformance/test_megatron_failures.py::"
-ELASTIC = "tests/integration/test_elastic_megatron.py::test_killed_and_not_replaced"
+ELASTIC = "tests/integration/elastic/test_elastic_megatron.py::test_killed_and_not_replaced"
 NEW_CORE = (  # 0.18 and 0.19 ask for Python 3.12
     units("megatron_flags", "megatron_pieces", "megatron_buckets", "megatron_support", "megatron_doctor"),
     *MEGATRON_CORE[2:],

@@ -52,8 +52,8 @@ MEGATRON = "fr_megatron/support.py"
 TRANSFER, LANES = f"{CORE}/worker/transfer/transfer.py", f"{CORE}/worker/transfer/device_lanes.py"
 DIGEST = f"{CORE}/state/digest.py"
 
-FAKE = "tests/integration/test_nccl.py"
-FAKE_JOBS, DEVICE_TRANSFER = "tests/conformance/test_nccl.py", "tests/integration/test_device_transfer.py"
+FAKE = "tests/integration/groups/test_nccl.py"
+FAKE_JOBS, DEVICE_TRANSFER = "tests/conformance/test_nccl.py", "tests/integration/worker/test_device_transfer.py"
 
 
 def _unit(name: str, *tests: str) -> tuple[str, ...]:
@@ -450,7 +450,7 @@ ROWS = (
                 PACE,
                 "    if (hurries() || !Traffic::instance().underWay()) return;\n",
                 "    return;\n",
-                "tests/integration/test_pacing.py::test_a_copy_waits_for_the_end_of_a_collective",
+                "tests/integration/redundancy/test_pacing.py::test_a_copy_waits_for_the_end_of_a_collective",
             ),
         ),
     ),

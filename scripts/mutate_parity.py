@@ -31,8 +31,8 @@ TESTS = (
         f"tests/unit/test_{name}.py"
         for name in ("parity_decisions", "plan_decoding", "plan_choice", "plan_placement", "plan_sources", "flat")
     ),
-    "tests/integration/test_parity_copies.py",
-    "tests/integration/test_copies_recovery.py",
+    "tests/integration/redundancy/test_parity_copies.py",
+    "tests/integration/redundancy/test_copies_recovery.py",
 )
 
 MUTANTS = (

@@ -51,7 +51,7 @@ UNIT = (
     "copy_beside_writes",
     "gradient_watch",
 )
-LAUNCHER = "tests/integration/test_launcher.py"
+LAUNCHER = "tests/integration/launchers/test_launcher.py"
 LOOPS = (*(f"tests/unit/test_{name}.py" for name in UNIT), "tests/conformance/test_loops.py")
 QUICK = (
     *LOOPS,
@@ -61,7 +61,7 @@ QUICK = (
     f"{LAUNCHER}::test_bitwise_whatever_the_body_does",
     f"{LAUNCHER}::test_a_survivor_whose_collective_fails_before_it_hears_why_is_not_lost",
 )
-ALL = (*LOOPS, LAUNCHER, "tests/integration/test_torch_native_recovery.py")
+ALL = (*LOOPS, LAUNCHER, "tests/integration/frameworks/test_torch_native_recovery.py")
 
 MUTANTS = (
     # -- what is registered is more than its tensors and its state_dict() ----------------------------

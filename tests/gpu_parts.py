@@ -2,7 +2,7 @@
 
 A part is a function that raises AssertionError if something is not as it should be, and returns what it has measured.
 :mod:`tests.gpu_check` runs all of them before its jobs. What a device does is asked of ``Gpu``; without one,
-``tests/integration/test_gpu_parts.py`` has stand-ins answer, which tests this program and nothing of CUDA.
+``tests/integration/worker/test_gpu_parts.py`` has stand-ins answer, which tests this program and nothing of CUDA.
 """
 
 from __future__ import annotations

@@ -24,17 +24,17 @@ OPTIONS = {
         ),
     ),
 }
-_LEAKS = "tests/integration/test_groups_leaks.py"
+_LEAKS = "tests/integration/groups/test_groups_leaks.py"
 """The sanitizers' own memory grows."""
 LEFT_OUT = {
     "address": (
         _LEAKS,
         # a forked child inherits the locks of its allocator, held by a thread that the child has not got
-        "tests/integration/test_groups_exit.py::test_a_child_that_is_forked_while_threads_are_busy",
+        "tests/integration/groups/test_groups_exit.py::test_a_child_that_is_forked_while_threads_are_busy",
     ),
     "thread": (_LEAKS,),
 }
-TESTS = ("tests/sanitizers", "tests/integration/test_nccl.py", "tests/integration/test_groups_*.py")
+TESTS = ("tests/sanitizers", "tests/integration/groups/test_nccl.py", "tests/integration/groups/test_groups_*.py")
 
 
 def _library(name: str) -> str:

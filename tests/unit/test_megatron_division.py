@@ -1,5 +1,5 @@
 """How the distributed optimizer's state lies on the ranks, in any size. That it lies so in megatron-core is compared by
-the jobs themselves before their first step, and by tests/integration/test_elastic_megatron.py bit for bit."""
+the jobs themselves before their first step, and by tests/integration/elastic/test_elastic_megatron.py bit for bit."""
 
 from __future__ import annotations
 

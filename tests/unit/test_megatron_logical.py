@@ -1,4 +1,4 @@
-"""What of megatron-core has no other layout, by name. The layouts themselves: ``tests/integration/test_replan.py``."""
+"""What of megatron-core has no other layout, by name. The layouts: ``tests/integration/relayout/test_replan.py``."""
 
 from __future__ import annotations
 

@@ -259,6 +259,7 @@ def test_every_folder_says_what_it_is_for() -> None:
         for f in folders
         if (f.parts[0] in ("fr_megatron", "benchmarks", "examples") and f.as_posix() not in roots)
         or (f.parts[0] == "common" and len(f.parts) > len(Path("common/flashrecovery/worker").parts))
+        or (f.is_relative_to("tests/integration") and f.parts[2:])
     }
     assert [f for f in sorted(folders - inner) if not (ROOT / f / "README.md").exists()] == []
 

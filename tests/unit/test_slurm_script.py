@@ -1,6 +1,6 @@
 """What the example's batch script does when something ends, with stand-ins for Slurm's commands and for flashrecovery.
 
-tests/integration/test_slurm.py runs it on a real Slurm.
+tests/integration/launchers/test_slurm.py runs it on a real Slurm.
 """
 
 from __future__ import annotations

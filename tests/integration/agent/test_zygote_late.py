@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.integration.test_zygote import installed, zygotes
+from tests.integration.agent.test_zygote import installed, zygotes
 from tests.support.jobs import DDP, Job, RunningJob, check_clean, check_recovered, check_same, run_job
 
 pytestmark = pytest.mark.grid

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.test_nodes_handoff import told_to_leave
+from tests.integration.nodes.test_nodes_handoff import told_to_leave
 from tests.support import hosts
 from tests.support.elastic_megatron_lm import SCRIPT as ELASTIC
 from tests.support.elastic_megatron_lm import Resized, Training, check_goes_on_alike, resized_once

@@ -200,6 +200,6 @@ def test_a_peer_that_dies_while_connecting() -> None:
 )
 def test_a_child_that_is_forked_while_threads_are_busy(script: str) -> None:
     """As a data loader's worker is: it inherits no lock that a thread of its parent holds."""
-    path = Path(__file__).resolve().parents[1] / "scripts" / script
+    path = Path(__file__).resolve().parents[2] / "scripts" / script
     done = subprocess.run([sys.executable, str(path), "5"], capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0 and "children got through" in done.stdout, done.stdout + done.stderr

@@ -14,7 +14,7 @@ from flashrecovery.groups.pace import PacedNetwork
 from flashrecovery.redundancy.memory.neighbor_copy import NeighbourCopies, Ring
 from flashrecovery.redundancy.memory.peer_exchange import CopyContext
 from flashrecovery.snapshot import memory
-from tests.integration.test_neighbour import capsule_of, check, shards_of
+from tests.integration.redundancy.test_neighbour import capsule_of, check, shards_of
 from tests.support.groups_ranks import run_ranks
 
 NUMEL = 4 << 20

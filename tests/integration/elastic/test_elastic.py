@@ -44,7 +44,7 @@ def check_shrunk(job: Job, resized: Callable[[int, int], Job], left: list[int]) 
 
 
 def test_the_example_goes_on_with_fewer_ranks(tmp_path: Path) -> None:
-    example = Path(__file__).parents[2] / "examples/gpt/train_elastic.py"
+    example = Path(__file__).parents[3] / "examples/gpt/train_elastic.py"
     job = run_job(
         tmp_path / "run",
         Layout("example", "", nproc=3),

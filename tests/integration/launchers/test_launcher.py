@@ -19,7 +19,7 @@ import pytest
 from flashrecovery.terminal import unwrapped
 from tests.support.jobs import Job, Layout, References, RunningJob, check_clean, check_fired, check_recovered, run_job
 
-TINY = Path(__file__).parent.parent / "scripts" / "tiny.py"
+TINY = Path(__file__).parents[2] / "scripts" / "tiny.py"
 TWO = Layout("two", "tiny.py", nproc=2)
 LONG = Layout("plain", "", ("--steps", "30"))
 STORE = "flashrecovery.agent.stores.store_server"

@@ -13,7 +13,7 @@ from flashrecovery.plan.parity.code import StripePart
 from flashrecovery.plan.parity.decodable import Decodable, decodable
 from flashrecovery.redundancy.memory.peer_exchange import CopyContext
 from flashrecovery.redundancy.parity.copies import GroupMember, ParityCopies
-from tests.integration.test_neighbour import Owned, capsule_of, shards_of
+from tests.integration.redundancy.test_neighbour import Owned, capsule_of, shards_of
 from tests.support.parity_group import naive_parity
 from tests.support.ranks import results, run_ranks
 

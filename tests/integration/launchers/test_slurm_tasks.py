@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.test_slurm import KILL_AFTER, SlurmJob, idle
+from tests.integration.launchers.test_slurm import KILL_AFTER, SlurmJob, idle
 from tests.support import slurm
 from tests.support.jobs import GPT, Job, check_recovered, check_same
 from tests.support.slurm import Cluster

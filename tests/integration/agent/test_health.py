@@ -7,7 +7,7 @@ import os
 import time
 from pathlib import Path
 
-from tests.integration.test_launcher import TINY, ends, run_cli
+from tests.integration.launchers.test_launcher import TINY, ends, run_cli
 from tests.support.jobs import ROOT, Layout, RunningJob, check_clean, check_recovered, run_job
 
 TWO = Layout("two", "", nproc=2)

@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 
 from flashrecovery.observe.server import serve
-from tests.integration.test_observe import TINY, url_of
+from tests.integration.observe.test_observe import TINY, url_of
 from tests.support.jobs import Layout, RunningJob, check_clean
 from tests.support.observe_samples import NASTY, big_job, job
 

@@ -15,7 +15,7 @@ import pytest
 from flashrecovery.cli.status import look_at
 from flashrecovery.events import RunFiles
 from flashrecovery.observe.course import Wait
-from tests.integration.test_observe import TINY, TWO, get, url_of
+from tests.integration.observe.test_observe import TINY, TWO, get, url_of
 from tests.support.jobs import DDP, RunningJob, check_clean
 
 TOKENS = 4 * 2 * 32

@@ -21,7 +21,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from flashrecovery.events import RunFiles
 from tests.support.jobs import FSDP, Layout, RunningJob, check_clean
 
-TINY = Path(__file__).parent.parent / "scripts" / "tiny.py"
+TINY = Path(__file__).parents[2] / "scripts" / "tiny.py"
 TWO = Layout("two", "tiny.py", nproc=2)
 
 

@@ -38,7 +38,7 @@ from flashrecovery.snapshot import memory
 from flashrecovery.state.object_shard import ObjectShard
 from flashrecovery.state.shard import ShardSource
 from flashrecovery.worker.transfer.transfer import exchange
-from tests.integration.test_neighbour import capsule_of, shards_of
+from tests.integration.redundancy.test_neighbour import capsule_of, shards_of
 
 WORLD = 5
 WHOLE = 2

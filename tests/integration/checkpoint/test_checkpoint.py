@@ -29,7 +29,7 @@ from flashrecovery.redundancy.checkpoint.reader import checkpoint_layout_mismatc
 from flashrecovery.redundancy.checkpoint.writer import CheckpointFallback, Published
 from flashrecovery.runtime import durable
 from flashrecovery.state.checkpoint_format import CheckpointFormat
-from tests.integration.test_neighbour import Owned, capsule_of, shards_of
+from tests.integration.redundancy.test_neighbour import Owned, capsule_of, shards_of
 from tests.support.checkpoints import load
 from tests.support.ranks import die, results, run_ranks
 

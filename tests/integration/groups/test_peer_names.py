@@ -14,7 +14,7 @@ from tests.support import hosts
 from tests.support.hosts import Host
 from tests.support.jobs import ROOT
 
-SCRIPT = Path(__file__).parent.parent / "scripts" / "count_name_queries.py"
+SCRIPT = Path(__file__).parents[2] / "scripts" / "count_name_queries.py"
 
 pytestmark = pytest.mark.skipif(not hosts.available(), reason="network namespaces need CAP_NET_ADMIN")
 

@@ -261,7 +261,9 @@ def test_gradients_that_live_across_steps_are_refused(tmp_path: Path) -> None:
 @pytest.mark.grid
 def test_parameter_groups_that_are_added_later_are_named(tmp_path: Path) -> None:
     job = run_loop(tmp_path / "run", _layout("group-later", "ddp"), 12, [Kill(1, 8, "backward", 0)])
-    assert any("the parameter groups of AdamW have changed" in told["text"] for told in job.notices("not_registered")), job.explain()
+    assert any(
+        "the parameter groups of AdamW have changed" in told["text"] for told in job.notices("not_registered")
+    ), job.explain()
     assert job.code not in (0, -1000), f"it went on without them\n{job.explain()}"
     (failed,) = job.of("job_failed")
     assert "(AdamW) had 2 parameter groups, it has 1; groups that a script adds" in failed["reason"], job.explain()
@@ -270,7 +272,10 @@ def test_parameter_groups_that_are_added_later_are_named(tmp_path: Path) -> None
 @pytest.mark.grid
 def test_what_is_put_into_the_model_later_is_named(tmp_path: Path) -> None:
     job = run_loop(tmp_path / "run", _layout("pruned-later", "ddp"), 12, [Kill(1, 8, "backward", 0)])
-    assert any("hooks of modules have changed since the first step: model.module.down" in told["text"] for told in job.notices("not_registered")), job.explain()
+    assert any(
+        "hooks of modules have changed since the first step: model.module.down" in told["text"]
+        for told in job.notices("not_registered")
+    ), job.explain()
     assert job.code not in (0, -1000), f"it went on without it\n{job.explain()}"
     (failed,) = job.of("job_failed")
     assert "down.weight_orig'" in failed["reason"] and "a replacement has not" in failed["reason"], job.explain()

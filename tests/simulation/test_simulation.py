@@ -203,6 +203,12 @@ def test_a_history_that_was_found_later(seed: int) -> None:
     assert of(draw(seed)).violation is None
 
 
+@pytest.mark.parametrize("seed", [7014])
+def test_a_node_that_was_cut_off_goes_on_once_all_have_been_gathered(seed: int) -> None:
+    """Also where the new controller may decide nothing for as long as it gathers: it tells nothing in that time."""
+    assert of(draw_elastic(seed)).violation is None
+
+
 def calm(shape: Shape, *faults: Fault, steps: int = 40) -> History:
     """One that has been found, without what does not matter."""
     return History(1, shape, Script(steps=steps, forward_s=0.05, backward_s=0.05), Weather(), faults)

@@ -64,6 +64,11 @@ class TakeOver:
         return self._job.found_since is not None and not self._job.launched
 
     @property
+    def gathered(self) -> bool:
+        """Whether the job ran already, and all of its agents have come, or the others are given up."""
+        return self._job.found_since is not None and self._job.launched
+
+    @property
     def begun(self) -> bool:
         """Whether the job runs under this controller, as far as it knows: launched by it, or found."""
         return self._job.launched or self._job.found_since is not None

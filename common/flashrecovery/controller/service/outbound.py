@@ -55,7 +55,7 @@ class Actions:
         self._numbers = numbers
         self._record = record
         self._go_on = go_on
-        self._gathering = False
+        self._gathered = False  # who was told that this controller gathers knows that it does no longer
         self._dismissed = False
         self._absent: set[str] = set()
         self.over = asyncio.Event()
@@ -100,10 +100,10 @@ class Actions:
             else:
                 batches.add(action.node, action.command)
         self._agents.post_batches(batches, len(self._machine.job.nodes))
-        if self._gathering and not self._machine.takeover.gathering:
-            # from now on the ranks of a failed collective can be stopped
+        if self._machine.takeover.gathered and not self._gathered:
+            # From now on the ranks of a failed collective can be stopped, and a node that was cut off goes on.
+            self._gathered = True
             self._agents.post(None, self._own_heartbeats.message(gathering=False))
-        self._gathering = self._machine.takeover.gathering
         if self._machine.job.state is State.FINISHED and not self._dismissed:
             self._dismissed = True
             self._agents.post(None, self.last_word())

@@ -20,13 +20,12 @@ pytestmark = pytest.mark.timeout(TIMEOUT_S)
 
 
 def _cases() -> list[object]:
-    quick = ("zero2",)
     return [
         pytest.param(
             layout,
             options,
             id=layout.name,
-            marks=marks(layout, quick=layout.name in quick),
+            marks=marks(layout, quick=False),
         )
         for layout, options in [*((layout, ()) for layout in FRAMEWORKS), (REPLICATED, ALWAYS), (HSDP, ALWAYS)]
     ]
@@ -44,9 +43,7 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Layout], Jo
     return References(lambda: tmp_path_factory.mktemp("reference"), launch)
 
 
-@pytest.mark.parametrize(
-    "launcher", [pytest.param(False, id="ranks", marks=pytest.mark.grid), pytest.param(True, id="launcher")]
-)
+@pytest.mark.parametrize("launcher", [False, True], ids=["ranks", "launcher"])
 @pytest.mark.parametrize(("layout", "options"), _cases())
 def test_everybody_dies_at_once(
     layout: Layout, options: tuple[str, ...], launcher: bool, tmp_path: Path, reference: Callable[[Layout], Job]

@@ -104,7 +104,7 @@ def test_a_second_death_during_the_change(state: str, tmp_path: Path, resized: C
     check_ends_as_resized(job, resized, [1, 3])
 
 
-@pytest.mark.parametrize("state", often(("quiescing", "regrouping"), ("regrouping",)))
+@pytest.mark.parametrize("state", often(("quiescing", "regrouping"), ()))
 def test_a_death_during_a_command(state: str, tmp_path: Path, resized: Callable[[int, int], Job]) -> None:
     faults = [f"rank=1,fault=sigkill,at=recovery:{state}"]
     running = start(tmp_path / "run", None, "--step-time", "100", inject=faults)

@@ -18,7 +18,14 @@ def train(tmp_path: Path, world: int, job: Job) -> list[tuple[list[float], dict[
     return results(run_ranks(run, world, tmp_path, folder, job, group=False, deadline_s=80))
 
 
-@pytest.mark.parametrize(("layout", "world"), [("ddp", 3), ("fsdp2", 3), ("hsdp", 4)])
+CASES = [
+    ("ddp", 3),
+    ("fsdp2", 3),
+    pytest.param("hsdp", 4, marks=[pytest.mark.grid, pytest.mark.mutants]),
+]
+
+
+@pytest.mark.parametrize(("layout", "world"), CASES)
 def test_every_phase_in_one_run(tmp_path: Path, layout: str, world: int) -> None:
     phases = ["forward", "backward", "grad-sync", "optimizer"]
     phases += ["param-gather"] if layout != "ddp" else []

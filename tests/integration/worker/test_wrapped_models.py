@@ -36,7 +36,7 @@ def _run(path: Path, what: str, **kwargs: object) -> Job:
 @pytest.mark.parametrize(
     "what",
     [
-        "raw",
+        pytest.param("raw", marks=pytest.mark.grid),
         pytest.param("compiled", marks=pytest.mark.grid),
         *(pytest.param(f"fabric{kind}", marks=pytest.mark.libraries) for kind in ("", "-inner", "-module", "-fsdp2")),
     ],

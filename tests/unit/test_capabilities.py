@@ -39,7 +39,7 @@ ELSEWHERE: dict[str, frozenset[str]] = {
     "Python": frozenset(
         {
             *("_exit", "_getframe", "_current_frames", "_inst", "_make", "_fields", "_option_string_actions"),
-            "_get_candidate_names",
+            *("_get_candidate_names", "_normal_accessor"),
         }
     ),
     "numpy": frozenset({"_rand", "_bit_generator"}),

@@ -56,7 +56,8 @@ def say(what: str, when: float | None = None) -> None:
 
 
 class SimulatedRank:
-    """A rank whose shards have one replica each, half the world away, and whose capsule its neighbour keeps."""
+    """A rank whose shards have one replica each, half the world away, and whose rank-local state its neighbour
+    keeps."""
 
     def __init__(self, rank: int, world: int) -> None:
         self.rank, self.world = rank, world
@@ -83,8 +84,8 @@ class SimulatedRank:
 
     def held(self) -> list[pb.Held]:
         kept = (self.rank - 8) % self.world
-        capsule = f"capsule@{kept}"
-        return [pb.Held(kind="copy", version=self.version, shards=[capsule], nbytes=[1000])]
+        local_state = f"capsule@{kept}"
+        return [pb.Held(kind="copy", version=self.version, shards=[local_state], nbytes=[1000])]
 
     def committed(self) -> int:
         return self.version + int((time.monotonic() - self.resumed_at) / STEP_S) if self.running else self.version

@@ -40,7 +40,7 @@ def main() -> None:
     args = flags.parse_args()
     calls, repeats = (20_000, 5) if args.quick else (200_000, 15)
     page = Page.create("benchmark")
-    capsule = bytes(6 << 10)
+    local_state = bytes(6 << 10)
 
     def step(i: int) -> None:
         page.set_tag(i)
@@ -51,7 +51,9 @@ def main() -> None:
     measured = {
         "one step tag": nanoseconds(page.set_tag, calls, repeats),
         "all tags of a step": nanoseconds(step, calls, repeats),
-        "a capsule of 6 KiB": nanoseconds(lambda i: page.write_capsule(i, capsule), calls // 10, repeats),
+        "rank-local state of 6 KiB": nanoseconds(
+            lambda i: page.write_local_state(i, local_state), calls // 10, repeats
+        ),
     }
     page.close()
     rows = [(name, harness.spread(values, 1e-3, 3)) for name, values in measured.items()]

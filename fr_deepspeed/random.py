@@ -1,5 +1,5 @@
-"""The random streams that DeepSpeed's activation checkpointing tracks: each rank's own, part of its capsule. And its
-buffers, which an interrupted step leaves behind.
+"""The random streams that DeepSpeed's activation checkpointing tracks: each rank's own, part of its rank-local state.
+And its buffers, which an interrupted step leaves behind.
 
 Recomputing a layer sets all random streams back to its forward pass, and forward again at its end: an interruption
 leaves them anywhere. The core restores the process's own streams; the tracker's (``get_cuda_rng_tracker()``, on a CPU

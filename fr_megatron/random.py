@@ -1,4 +1,5 @@
-"""Megatron's tracked random streams (data-, model- and expert-parallel): each rank's own, part of its capsule."""
+"""Megatron's tracked random streams (data-, model- and expert-parallel): each rank's own, part of its rank-local
+state."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 PLAN_TESTS = ("test_plan_*.py", "test_nodes.py", "test_decide.py", "test_evacuation.py", "test_electors.py")
-RESTORE_TESTS = ("test_early_capsules.py", "test_restore_round.py")
+RESTORE_TESTS = ("test_early_local_state.py", "test_restore_round.py")
 MACHINE_TESTS = (
     "test_machine*.py",
     "test_next_move.py",
@@ -49,7 +49,7 @@ TARGETS = {
     "session": (
         tuple(
             f"flashrecovery/worker/{name}.py"
-            for name in ("session", "loop", "step/transaction", "step/capsule", "local_state/step_profile")
+            for name in ("session", "loop", "step/transaction", "step/sealing", "local_state/step_profile")
         ),
         ("test_versions.py", "test_sealing.py", "test_data_stream.py", "test_calls.py"),
     ),

@@ -72,7 +72,7 @@ MUTANTS = (
     Mutant("decoded-though-it-is-there", SOURCES, "{Kind.PARITY: 1, Kind.CHECKPOINT: 2}", "{Kind.CHECKPOINT: 2}"),
     # -- a recovery -------------------------------------------------------------------------------
     Mutant("void-parity-stays", COPIES, "            encoding.member.drop_after(version)\n", "            pass\n"),
-    Mutant("void-capsules-stay", COPIES, "            slot.drop_after(version)\n", "            pass\n"),
+    Mutant("void-local_states-stay", COPIES, "            slot.drop_after(version)\n", "            pass\n"),
     Mutant("old-group-stays", COPIES, "        self._change_group()\n", ""),
     Mutant(
         "group-changes-at-once",

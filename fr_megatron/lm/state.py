@@ -424,7 +424,7 @@ class LMLoop:
 
 
 class LMLoopAdapter(LoopAdapter, ElasticAdapter, RelayoutAdapter):
-    """Its part of the capsule changes when ``train_step`` returns."""
+    """Its part of the rank-local state changes when ``train_step`` returns."""
 
     name = "megatron-lm-loop"
 
@@ -435,7 +435,7 @@ class LMLoopAdapter(LoopAdapter, ElasticAdapter, RelayoutAdapter):
     def capture_rank(self) -> dict[str, Any]:
         return {name: value for name, value in self._state.save().items() if name != "functions"}
 
-    def capsule_mark(self) -> int:
+    def local_state_mark(self) -> int:
         return self._state.changes
 
     def in_any_layout(self) -> bool:

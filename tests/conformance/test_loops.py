@@ -292,7 +292,7 @@ def test_a_plain_variable_that_decides_something_later(loop: str, tmp_path: Path
 
 @pytest.mark.grid
 def test_an_object_that_begins_to_differ_just_before_the_death_is_named(tmp_path: Path) -> None:
-    """No comparison has found it yet. What the dead rank's was like is in the last bytes of its capsule."""
+    """No comparison has found it yet. What the dead rank's was like is in the last bytes of its rank-local state."""
     layout = _layout("found-by-rank-zero", "ddp")
     paused = Layout(layout.name, "", (*layout.flags, *PAUSE), nproc=WORLD)
     job = run_loop(tmp_path / "run", paused, 12, [Kill(0, 6, "backward", 0)])
@@ -418,7 +418,7 @@ def test_the_first_late_step_of_a_job_is_not_taken_for_one_like_any_other(tmp_pa
 def test_own_state_that_has_changed_after_the_forward_pass_is_sealed_again(
     tmp_path: Path, reference: Reference
 ) -> None:
-    """Its peers complete the step, and have the capsule of its version from before they did."""
+    """Its peers complete the step, and have the rank-local state of its version from before they did."""
     _check(_layout("checkpointed-batch-norm", "ddp"), [Kill(1, 12, "optimizer", 0)], tmp_path, reference)
 
 
@@ -462,7 +462,7 @@ def test_a_buffer_that_becomes_silent_is_watched_from_the_next_comparison_on(tmp
 @pytest.mark.parametrize("step", [6, 8])
 def test_before_that_comparison_it_is_named(step: int, tmp_path: Path) -> None:
     """In the recovery, or in the comparison of this very step, the survivors find their buffers written, which were not
-    in the first step. No capsule says what they were like when the step began."""
+    in the first step. No rank-local state says what they were like when the step began."""
     layout = _layout("silent-later", "ddp")
     paused = Layout(layout.name, "", (*layout.flags, *PAUSE), nproc=WORLD)
     job = run_loop(tmp_path / "run", paused, 12, [Kill(1, step, "backward", 0)])

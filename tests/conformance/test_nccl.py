@@ -101,7 +101,8 @@ def test_a_kernel_fails_and_the_process_can_never_use_its_device_again(
 @pytest.mark.grid
 @pytest.mark.mutants
 def test_a_replica_is_restored_from_device_to_device(tmp_path: Path, reference: Callable[[Layout], Job]) -> None:
-    """All but what lies in host memory: the capsule and common state. A bit that is damaged on this way is found."""
+    """All but what lies in host memory: the rank-local state and common state. A bit that is damaged on this way is
+    found."""
     inject = ["rank=1,fault=sigkill,at=backward,step=3", "rank=1,fault=corrupt,at=recovery:restoring"]
     # Half a second later: the first recovery is over when the controller hears of a step that all have committed.
     inject += ["rank=2,fault=sigkill,at=optimizer,step=18"]

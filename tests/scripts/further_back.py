@@ -99,7 +99,7 @@ class Run:
         self.coming.start()
 
     def in_page(self) -> list[int]:
-        """Versions of its capsule that it has offered out of its page when it was stopped."""
+        """Versions of its rank-local state that it has offered out of its page when it was stopped."""
         return sorted(h.version for h in self.held if h.kind == "page")
 
     def _go_back(self, peer: Run) -> None:
@@ -120,7 +120,7 @@ class Run:
 
     def restore(self, generation: int, version: int) -> None:
         agent = self.agent
-        local = [self.registry.capsule.name]
+        local = [self.registry.local_state.name]
         agent._tell(generation, restore=pb.Restore(version=version, local=local, deadline_s=20))
         reply = agent._wait("reply")
         if reply.error_type:

@@ -11,7 +11,7 @@ import struct
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-_CAPSULE = struct.Struct("<qqq")
+_LOCAL_STATE = struct.Struct("<qqq")
 _BATCH = struct.Struct("<qqq")
 
 
@@ -75,20 +75,20 @@ class Script:
 
 @dataclass(frozen=True)
 class Own:
-    """State of one rank alone, which goes into its capsule."""
+    """State of one rank alone, which goes into its rank-local state."""
 
     random: int
     position: int
     buffer: int
 
     def pack(self) -> bytes:
-        return _CAPSULE.pack(self.random, self.position, self.buffer)
+        return _LOCAL_STATE.pack(self.random, self.position, self.buffer)
 
-    SIZE: ClassVar[int] = _CAPSULE.size
+    SIZE: ClassVar[int] = _LOCAL_STATE.size
 
     @staticmethod
     def unpack(data: bytes) -> Own:
-        return Own(*_CAPSULE.unpack(data[: Own.SIZE]))
+        return Own(*_LOCAL_STATE.unpack(data[: Own.SIZE]))
 
 
 @dataclass(frozen=True)

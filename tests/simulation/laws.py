@@ -593,9 +593,11 @@ class Laws:
                         for name in names.keys() & set(held.shards):
                             names[name].add(held.version)
                 names["common"] |= set(model.common.at)
-                names[f"capsule@{model.rank}"] |= {v for v in model.capsule.at if v not in model.capsule.early}
+                names[f"capsule@{model.rank}"] |= {v for v in model.local_state.at if v not in model.local_state.early}
             page = process.page
-            names[f"capsule@{process.place}"] |= set(page.capsule_versions()) - (set(page.early_capsules()) & late)
+            names[f"capsule@{process.place}"] |= set(page.local_state_versions()) - (
+                set(page.early_local_states()) & late
+            )
         common = set.intersection(*names.values())
         return max(common, default=-1)
 

@@ -152,7 +152,7 @@ async def _agreed(self: ModelWorker, mine: object) -> None:
 
 REMOVED: dict[str, Callable[[], Any]] = {
     "hold remembers its generation": lambda: instead(Gate, "hold", _hold),
-    "capsules of late steps do not count": lambda: instead(restore_plan, "_forget_early", lambda records: ""),
+    "rank-local states of late steps do not count": lambda: instead(restore_plan, "_forget_early", lambda records: ""),
     "own copies in steps that may be late": lambda: instead(
         StepProfile, "needs_undo", property(lambda self: self.undo)
     ),

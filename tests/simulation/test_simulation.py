@@ -98,7 +98,7 @@ def test_whoever_alone_has_the_state_does_not_leave(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", [76, 1041, 1106])
-def test_a_capsule_that_is_lost_is_another_ranks_in_an_elastic_job(seed: int) -> None:
+def test_a_local_state_that_is_lost_is_another_ranks_in_an_elastic_job(seed: int) -> None:
     with quiet(), simulated():
         assert run(draw_elastic(seed)).state == "finished"
 

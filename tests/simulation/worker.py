@@ -22,7 +22,7 @@ from flashrecovery.state.version import VERSIONS_KEPT
 from flashrecovery.worker.consistency import divergence_check
 from flashrecovery.worker.control.gate import Gate
 from flashrecovery.worker.local_state.step_profile import StepProfile
-from flashrecovery.worker.step.capsule import Sealing
+from flashrecovery.worker.step.sealing import Sealing
 from tests.simulation import content
 from tests.simulation.content import Content, Own
 from tests.simulation.fabric import PeerLost, Port
@@ -93,11 +93,11 @@ class Copies:
             self._become(tuple(range(world)))
         else:
             self.neighbour = self._between_nodes
-        self.capsules_only = self.neighbour and not unique
+        self.local_states_only = self.neighbour and not unique
         self.next_members: tuple[int, ...] = ()
         self.undo: dict[int, Content] = {}
         self.kept: dict[int, tuple[bytes, int, bool, int]] = {}
-        self.own_copies = self.neighbour and not self.capsules_only
+        self.own_copies = self.neighbour and not self.local_states_only
         self.undo_on = self.own_copies
         self._exchange: asyncio.Task[None] | None = None
         self._error: BaseException | None = None
@@ -119,20 +119,22 @@ class Copies:
 
     def start(self, version: int) -> None:
         if self.neighbour:
-            self._commit(version, self._w.capsule.at[version])
+            self._commit(version, self._w.local_state.at[version])
 
-    def _commit(self, version: int, capsule: bytes | None, *, early: bool = False) -> None:
+    def _commit(self, version: int, local_state: bytes | None, *, early: bool = False) -> None:
         if self.own_copies:
             self.hold(version)
         before, self._rounds = self._exchange, self._rounds + 1
-        self._exchange = asyncio.get_running_loop().create_task(self._run(version, capsule, early, before))
+        self._exchange = asyncio.get_running_loop().create_task(self._run(version, local_state, early, before))
 
-    async def _run(self, version: int, capsule: bytes | None, early: bool, before: asyncio.Task[None] | None) -> None:
+    async def _run(
+        self, version: int, local_state: bytes | None, early: bool, before: asyncio.Task[None] | None
+    ) -> None:
         port, w, key = self._w.port, self._w, ("copy", version, self._rounds)
         if before is not None:
             await asyncio.wait({before})
         try:
-            port.send(self.target, key, (capsule, w.now.unique if self.own_copies else 0, early))
+            port.send(self.target, key, (local_state, w.now.unique if self.own_copies else 0, early))
             while len(self.kept) >= 2:  # the oldest is overwritten
                 del self.kept[min(self.kept)]
             theirs, unique, their_early = await port.receive(self.owner, key)
@@ -141,9 +143,9 @@ class Copies:
         except PeerLost as e:
             self._error = e
 
-    async def send_capsule(self, version: int, *, sealed: bool) -> None:
+    async def send_local_state(self, version: int, *, sealed: bool) -> None:
         await self.wait()
-        self._commit(version, self._w.capsule.at[version] if sealed else None, early=True)
+        self._commit(version, self._w.local_state.at[version] if sealed else None, early=True)
         await self.wait()
 
     async def wait(self) -> None:
@@ -177,7 +179,7 @@ class Copies:
     def resumed(self, version: int) -> None:
         if self.next_members:
             self._become(self.next_members)
-            self.capsules_only, self.next_members = self.neighbour, ()
+            self.local_states_only, self.next_members = self.neighbour, ()
         self._halted, self._error, self._rounds = False, None, 0
         self.kept = {v: k for v, k in self.kept.items() if v <= version}
         self.undo = {v: k for v, k in self.undo.items() if v <= version}
@@ -216,7 +218,7 @@ class ModelWorker:
         self.param = "param" if self.shape.each == 1 else f"param#{self.shape.stand(self.rank)}"
         self.now: Content = content.start(self.script, self._like)
         self.plain = 0
-        self.common, self.capsule = Kept(), Kept()
+        self.common, self.local_state = Kept(), Kept()
         self.habits = StepProfile()
         self.copies = Copies(
             self, int(assign.env["FLASHRECOVERY_NEIGHBOUR_STRIDE"]), int(assign.env["GROUP_WORLD_SIZE"])
@@ -473,8 +475,8 @@ class ModelWorker:
     def _publish(self, version: int) -> None:
         if self._committed and self.world.disk is not None and self._announced == version:
             self._save(version)
-        if not self._committed and version in self.capsule.at:
-            self.page.write_capsule(version, self.capsule.at[version])
+        if not self._committed and version in self.local_state.at:
+            self.page.write_local_state(version, self.local_state.at[version])
         self.copies.start(version)
 
     # -- a step ---------------------------------------------------------------------------------------
@@ -568,12 +570,12 @@ class ModelWorker:
     async def _before_mutation(self, step: int) -> None:
         habits = self.habits
         sealed = self.sealing.mutation_begins(step + 1)
-        if self.copies.capsules_only:
-            await self._waiting(self.copies.send_capsule(step + 1, sealed=sealed))
+        if self.copies.local_states_only:
+            await self._waiting(self.copies.send_local_state(step + 1, sealed=sealed))
         needs_undo = habits.needs_undo
         if divergence_check.is_due(step):
             await self._barrier(self._compare_habits())
-        elif self.copies.capsules_only or (self.script.unique and not self.copies.undo_on) or habits.reseal:
+        elif self.copies.local_states_only or (self.script.unique and not self.copies.undo_on) or habits.reseal:
             await self._barrier(self.port.gather("barrier", 0))
         self.copies.before_mutation(step, needs_undo=needs_undo or habits.needs_undo)
 
@@ -626,18 +628,18 @@ class ModelWorker:
     # -- plain state --------------------------------------------------------------------------------
 
     def write(self, version: int, drawn: Drawn, *, early: bool) -> None:
-        """Its capsule of ``version``."""
+        """Its rank-local state of ``version``."""
         newest = max(self._digests, default=-1)
         shared = (newest, self._digests.get(newest, 0))
         thing = self.now.thing if self.habits.own else None
         data = self.now.own.pack() + json.dumps([thing, *shared]).encode()
-        self.capsule.keep(version, data, early=early)
-        self.page.write_capsule(version, data, early=early)
+        self.local_state.keep(version, data, early=early)
+        self.page.write_local_state(version, data, early=early)
 
     def finish(self, version: int) -> None:
         """What was written early is what it is."""
-        self.capsule.early.discard(version)
-        self.page.finish_capsule(version)
+        self.local_state.early.discard(version)
+        self.page.finish_local_state(version)
 
     def _keep_common(self, version: int) -> None:
         """With the registered object, and its digests of this version and the one before, while it is taken for
@@ -665,13 +667,13 @@ class ModelWorker:
 
     def _held(self) -> list[pb.Held]:
         held = []
-        for name, kept in (("common", self.common), (f"capsule@{self.rank}", self.capsule)):
+        for name, kept in (("common", self.common), (f"capsule@{self.rank}", self.local_state)):
             held += [
                 pb.Held(kind="undo", version=v, shards=[name], nbytes=[10], early=v in kept.early)
                 for v in sorted(kept.at)
                 if v != self.gate.live
             ]
-        early = self.page.early_capsules()
+        early = self.page.early_local_states()
         held += [
             pb.Held(
                 kind="page",
@@ -686,8 +688,8 @@ class ModelWorker:
 
     def _in_page(self) -> list[int]:
         """As the real one: also after this process has come into the loop, what is from before that."""
-        versions = self.page.capsule_versions()
-        return versions if self.detached else [v for v in versions if v < self.came_at and v not in self.capsule.at]
+        versions = self.page.local_state_versions()
+        return versions if self.detached else [v for v in versions if v < self.came_at and v not in self.local_state.at]
 
     # -- commands -----------------------------------------------------------------------------------
 
@@ -753,7 +755,7 @@ class ModelWorker:
     def _save(self, version: int) -> None:
         """This rank's part of a checkpoint, written in the background."""
         self._announced = -1
-        part = self.now, self.common.at[version], self.capsule.at[version]
+        part = self.now, self.common.at[version], self.local_state.at[version]
         self.process.call(0.02 + 0.2 * self.world.random.random(), self._saved, version, part)
 
     def _saved(self, version: int, part: Any) -> None:
@@ -769,23 +771,23 @@ class ModelWorker:
         assert disk is not None
         self.gate.torn()
         self._fresh = True
-        self.now, common, capsule = disk.published[path][self.rank]
+        self.now, common, local_state = disk.published[path][self.rank]
         self.common.keep(version, common)
-        self.capsule.keep(version, capsule)
+        self.local_state.keep(version, local_state)
 
     async def _restore(self, restore: pb.Restore, reply: pb.Reply) -> None:
         version = restore.version
         if restore.checkpoint:
             self._load(restore.checkpoint, version)
         now = self.now
-        own_capsule = f"capsule@{self.rank}"
+        own_local_state = f"capsule@{self.rank}"
         for name in restore.local:
-            if name == own_capsule:
-                if version not in self.capsule.at:
-                    data = self.page.read_capsule(version)
+            if name == own_local_state:
+                if version not in self.local_state.at:
+                    data = self.page.read_local_state(version)
                     if data is None:
                         raise PeerLost(f"{name} at version {version} is no longer in the page")
-                    self.capsule.keep(version, data)
+                    self.local_state.keep(version, data)
             elif name != "common":
                 self.gate.torn()
                 copy = self.copies.undo[version]
@@ -803,8 +805,8 @@ class ModelWorker:
             reply.received_digests[item.shard] = repr(value)
             if item.shard == "common":
                 self.common.keep(version, value)
-            elif item.shard == own_capsule:
-                self.capsule.keep(version, value)
+            elif item.shard == own_local_state:
+                self.local_state.keep(version, value)
             else:
                 now = self._with(now, item.shard, value)
         self.now = now
@@ -817,19 +819,19 @@ class ModelWorker:
         if item.shard == "common":
             return self.common.at[version]
         if item.kind == "lent":
-            return self.capsule.at[version]
+            return self.local_state.at[version]
         if item.kind == "copy":
-            capsule, unique, _, _ = self.copies.kept[version]
-            return capsule if item.shard.startswith("capsule@") else unique
+            local_state, unique, _, _ = self.copies.kept[version]
+            return local_state if item.shard.startswith("capsule@") else unique
         now = self.copies.undo[version] if item.kind == "undo" and version in self.copies.undo else self.now
         return now.weights if item.shard == self.param else now.unique
 
     def _plain_state(self, version: int) -> None:
-        common, capsule = self.common.at.get(version), self.capsule.at.get(version)
-        if common is None or capsule is None:
+        common, local_state = self.common.at.get(version), self.local_state.at.get(version)
+        if common is None or local_state is None:
             raise PeerLost(f"the plain state of version {version} is missing on rank {self.rank}")
         rate, habits, thing, digest, before = json.loads(common)
-        own, (own_thing, at, mine) = Own.unpack(capsule), json.loads(capsule[Own.SIZE :])
+        own, (own_thing, at, mine) = Own.unpack(local_state), json.loads(local_state[Own.SIZE :])
         theirs = digest if at == version else before if at == version - 1 else None
         if own_thing is None and theirs is not None and mine != theirs:
             raise DivergedError("the registered objects ['thing'] are not equal on all ranks")
@@ -839,7 +841,7 @@ class ModelWorker:
             self.now = replace(self.now, thing=self.now.thing if found is None else found)
         self.now = replace(self.now, rate=rate, own=own)
         self.common.drop_after(version)
-        self.capsule.drop_after(version)
+        self.local_state.drop_after(version)
 
     async def _told_to_resume(self, version: int, generation: int) -> bool:
         always, chance = self.script.read_amid, self.world.random

@@ -2,9 +2,9 @@
 
 A step is sealed, mutated, committed. Who has sealed has synchronised; a rank may mutate version v only when every rank
 has sealed it, so neighbouring ranks are never more than a step apart, as in a job. What a worker holds is a version for
-each shard: its live state, capsules and common state of its last versions, copies for the rank before it, perhaps a
-pre-step copy. So a wrong version in any shard is seen when training goes on. What the controller may decide is worked
-out here a second time, from nothing but the answers that it has been given.
+each shard: its live state, rank-local states and common state of its last versions, copies for the rank before it,
+perhaps a pre-step copy. So a wrong version in any shard is seen when training goes on. What the controller may decide
+is worked out here a second time, from nothing but the answers that it has been given.
 """
 
 from __future__ import annotations
@@ -67,10 +67,10 @@ class Worker:
     @property
     def shards(self) -> list[str]:
         own = [f"own/{self.rank}"] if self.layout.unique else []
-        return ["w", *own, "common", self.capsule]
+        return ["w", *own, "common", self.local_state]
 
     @property
-    def capsule(self) -> str:
+    def local_state(self) -> str:
         return f"capsule@{self.rank}"
 
     @property
@@ -89,7 +89,7 @@ class Model:
         self.machine = Machine(self.config)
         self.now = 0.0
         self.workers: dict[int, Worker] = {}
-        self.pages: dict[int, set[int]] = defaultdict(set)  # capsules in the agent's page of each rank
+        self.pages: dict[int, set[int]] = defaultdict(set)  # rank-local states in the agent's page of each rank
         self.down: dict[int, deque[pb.Command]] = defaultdict(deque)
         self.up: dict[int, deque[object]] = defaultdict(deque)
         self.past: list[object] = []
@@ -362,9 +362,9 @@ class Model:
         worker.fresh = command.replace.detached
         if not worker.fresh:
             self.pages[rank].clear()
-        capsules = sorted(self.pages[rank])
+        local_states = sorted(self.pages[rank])
         self.up[rank].append(
-            pb.WorkerStarted(rank=rank, generation=command.generation, pid=self.pid, capsules=capsules)
+            pb.WorkerStarted(rank=rank, generation=command.generation, pid=self.pid, local_states=local_states)
         )
 
     def _come(self, worker: Worker) -> None:
@@ -374,12 +374,12 @@ class Model:
         if worker.fresh:
             worker.torn = True
             joined.held.extend(
-                pb.Held(kind="page", version=v, shards=[worker.capsule], nbytes=[5])
+                pb.Held(kind="page", version=v, shards=[worker.local_state], nbytes=[5])
                 for v in sorted(self.pages[worker.rank])
             )
         else:
             worker.live = dict.fromkeys(worker.shards, 0)
-            worker.kept = {("common", 0), (worker.capsule, 0)}
+            worker.kept = {("common", 0), (worker.local_state, 0)}
             self.pages[worker.rank] = {0}
         self.up[worker.rank].append(joined)
 
@@ -409,12 +409,12 @@ class Model:
         rank, version = worker.rank, worker.version
         if not worker.sealed:
             worker.sealed = True
-            self._keep(worker, worker.capsule, version + 1)
+            self._keep(worker, worker.local_state, version + 1)
             pages = self.pages[rank] | {version + 1}
             self.pages[rank] = set(sorted(pages)[-3:])
             keeper = self.workers.get((rank + 1) % self.layout.ranks)
             if self.layout.unique and keeper is not None and not keeper.mute:
-                mine = {(f"own/{rank}", version), (worker.capsule, version)}
+                mine = {(f"own/{rank}", version), (worker.local_state, version)}
                 keeper.copies = {c for c in keeper.copies if c[1] >= version - 1} | mine
         elif not worker.mutating:
             worker.mutating = worker.torn = True
@@ -462,7 +462,7 @@ class Model:
             if shard in worker.shards and version != worker.live_version:
                 reply.held.add(kind="undo", version=version, shards=[shard], nbytes=[5])
         for version in sorted(self.pages[worker.rank]) if worker.fresh else ():
-            reply.held.add(kind="page", version=version, shards=[worker.capsule], nbytes=[5])
+            reply.held.add(kind="page", version=version, shards=[worker.local_state], nbytes=[5])
         for shard, version in sorted(worker.copies):
             reply.held.add(kind="copy", version=version, shards=[shard], nbytes=[5])
         self.up[worker.rank].append(reply)
@@ -476,7 +476,7 @@ class Model:
         if restore.checkpoint:
             assert version in self.checkpoints and restore.checkpoint == f"/c/{version}"
             worker.live, worker.torn = dict.fromkeys(worker.shards, version), False
-            worker.kept = {("common", version), (worker.capsule, version)}
+            worker.kept = {("common", version), (worker.local_state, version)}
             self.pages[worker.rank] = {version}
             worker.version = version
             self._answer(worker, command)
@@ -485,7 +485,7 @@ class Model:
         if worker.live_version == version:
             worker.live = dict.fromkeys(worker.shards, version)
         for name in restore.local:
-            held = worker.kept | {(worker.capsule, v) for v in self.pages[worker.rank]}
+            held = worker.kept | {(worker.local_state, v) for v in self.pages[worker.rank]}
             assert (name, version) in held, f"rank {worker.rank} does not hold {name} at {version}"
             worker.torn = True
             worker.live[name] = version
@@ -508,7 +508,7 @@ class Model:
                     reply.received_digests[item.shard] = f"{item.shard} at {worker.live[item.shard]}"
         if all(worker.live.get(s) == version for s in worker.shards):
             worker.torn, worker.version = False, version
-            worker.kept |= {("common", version), (worker.capsule, version)}
+            worker.kept |= {("common", version), (worker.local_state, version)}
             self.pages[worker.rank] = {v for v in self.pages[worker.rank] if v <= version} | {version}
         self.up[worker.rank].append(reply)
 
@@ -516,7 +516,7 @@ class Model:
         if item.kind == "live":
             assert worker.live.get(item.shard) == version, f"rank {worker.rank} is asked for {item}"
         else:
-            pages = {(worker.capsule, v) for v in self.pages[worker.rank]}
+            pages = {(worker.local_state, v) for v in self.pages[worker.rank]}
             assert (item.shard, version) in worker.kept | worker.copies | pages, f"rank {worker.rank}: {item}"
 
     def _resume(self, worker: Worker, command: pb.Command) -> None:

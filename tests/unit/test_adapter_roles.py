@@ -14,7 +14,7 @@ from flashrecovery.contract.adapter import Adapter, InspectableAdapter
 from flashrecovery.contract.elastic_adapter import ElasticAdapter
 from flashrecovery.contract.loop_adapter import LoopAdapter
 from flashrecovery.contract.relayout_adapter import RelayoutAdapter
-from flashrecovery.errors import UnsupportedError
+from flashrecovery.errors import RegistrationError, UnsupportedError
 from flashrecovery.worker.registry import Registry
 from flashrecovery.worker.reshard.elastic_checks import _refuse_tied
 from tests.support.adapters import AdapterStandIn
@@ -89,3 +89,15 @@ def test_only_loops_make_calls_again() -> None:
     assert not roles.make_any_call_again([example(None), loop])
     loop.makes_any_call_again = lambda: True  # type: ignore[method-assign]
     assert roles.make_any_call_again([example(None), loop])
+
+
+def test_an_adapter_of_before_the_first_release_is_refused_with_the_new_name() -> None:
+    """Its method would never be called, and what it has to say would be missed without a word."""
+
+    class Old(AdapterStandIn):
+        def capsule_mark(self) -> int:
+            return 1
+
+    registry = Registry(0, 1, _never, _never)
+    with pytest.raises(RegistrationError, match=r"capsule_mark\(\) is called local_state_mark\(\) now"):
+        registry.register_adapter(Old(), {})

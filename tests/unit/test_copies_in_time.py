@@ -27,7 +27,7 @@ def step(told: Told, *, barrier: bool = False, in_every_step: bool = True) -> Tr
     worker.registry.habits.reseal = worker.registry.habits.needs_undo = False
     worker.gate.mutate.side_effect = lambda: told.append("mutated")
     copies.wait.side_effect = lambda: told.append("copied")
-    copies.capsules_only, copies.in_every_step = False, in_every_step
+    copies.local_states_only, copies.in_every_step = False, in_every_step
     touches.seen.return_value = False
     return Step(worker, copies, MagicMock(), touches, _quiet(), MagicMock(), MagicMock())
 

@@ -124,7 +124,7 @@ def test_one_who_has_just_left_counts() -> None:
     assert choose_leaving(everybody, departed, 1, 7) == [2]
 
 
-def test_a_capsule_that_nobody_has_is_another_ranks_in_an_elastic_job() -> None:
+def test_a_local_state_that_nobody_has_is_another_ranks_in_an_elastic_job() -> None:
     """What each rank has for itself there is as good as equal. In any other job it is lost."""
     everybody = records(2, copies={})
     for record in everybody.values():

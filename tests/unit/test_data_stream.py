@@ -108,7 +108,7 @@ class Taken:
     """One rank's steps: what it saw, and what it would have written to its page."""
 
     batches: list[Any]
-    capsules: list[bytes]
+    local_states: list[bytes]
     after: list[float]
 
 
@@ -125,7 +125,7 @@ def reference(make: Callable[[], Any], steps: int) -> Taken:
     taken = Taken([], [], [])
     for version in range(steps + 1):
         stream.commit(version)
-        taken.capsules.append(codec.dumps({"data": stream.capture(), "rng": RngState.now().plain()}))
+        taken.local_states.append(codec.dumps({"data": stream.capture(), "rng": RngState.now().plain()}))
         if version < steps:
             batch, number = step(stream)
             taken.batches.append(batch)
@@ -137,9 +137,9 @@ def equal(a: Any, b: Any) -> bool:
     return codec.dumps(a) == codec.dumps(b)
 
 
-def comparable(capsule: bytes) -> bytes:
+def comparable(local_state: bytes) -> bytes:
     """Without the state that stateful loaders give: it is not the same after it has been loaded."""
-    state = codec.loads(capsule)
+    state = codec.loads(local_state)
     state["data"].pop("anchor")
     return codec.dumps(state)
 
@@ -153,14 +153,14 @@ def test_a_replacement_gets_the_same_batches(name: str) -> None:
         torch.manual_seed(1000)  # the script starts from the top with other numbers drawn
         random.seed(1000)
         stream = DataStream(LOADERS[name]())
-        capsule = codec.loads(expected.capsules[version])
-        stream.restore(capsule["data"])
-        restore_rng(capsule["rng"])
+        local_state = codec.loads(expected.local_states[version])
+        stream.restore(local_state["data"])
+        restore_rng(local_state["rng"])
         assert stream.position.total == version
         for i in range(version, steps):
             stream.commit(i)
             assert comparable(codec.dumps({"data": stream.capture(), "rng": RngState.now().plain()})) == comparable(
-                expected.capsules[i]
+                expected.local_states[i]
             ), i
             batch, number = step(stream)
             assert equal(batch, expected.batches[i]), (version, i)
@@ -178,7 +178,7 @@ def test_a_survivor_gets_the_same_batches_again(name: str) -> None:
     while version < 9:
         stream.commit(version)
         states[version] = RngState.now().plain()
-        assert equal(stream.capture()["position"], codec.loads(expected.capsules[version])["data"]["position"])
+        assert equal(stream.capture()["position"], codec.loads(expected.local_states[version])["data"]["position"])
         batch, number = step(stream)
         assert equal(batch, expected.batches[version]), version
         assert number == expected.after[version]
@@ -213,7 +213,7 @@ def test_epochs_call_set_epoch_once() -> None:
 def test_a_shuffled_plain_loader_is_skipped_without_loading() -> None:
     expected = reference(LOADERS["shuffled"], 5)
     loader = LOADERS["shuffled"]()
-    DataStream(loader).restore(codec.loads(expected.capsules[5])["data"])
+    DataStream(loader).restore(codec.loads(expected.local_states[5])["data"])
     assert loader.dataset.loaded == 2  # the last batch alone, to compare it
 
 
@@ -261,22 +261,22 @@ def test_empty() -> None:
 
 
 def test_another_order_is_refused() -> None:
-    capsule = reference(lambda: DataLoader(Items(), 2, shuffle=True), 4).capsules[4]
+    local_state = reference(lambda: DataLoader(Items(), 2, shuffle=True), 4).local_states[4]
     stream = DataStream(DataLoader(Items(), 2))
     with pytest.raises(DataSourceError, match=r"other samples.*batch 3 of epoch 0"):
-        stream.restore(codec.loads(capsule)["data"])
+        stream.restore(codec.loads(local_state)["data"])
 
 
 def test_an_early_end_is_refused() -> None:
-    capsule = reference(generator, 30).capsules[30]
+    local_state = reference(generator, 30).local_states[30]
     with pytest.raises(DataSourceError, match=r"ended after 20 batches.*had fetched 30"):
-        DataStream(generator(20)).restore(codec.loads(capsule)["data"])
+        DataStream(generator(20)).restore(codec.loads(local_state)["data"])
 
 
 def test_a_stateful_source_must_be_one_again() -> None:
-    capsule = reference(LOADERS["stateful"], 4).capsules[4]
+    local_state = reference(LOADERS["stateful"], 4).local_states[4]
     with pytest.raises(DataSourceError, match="was stateful"):
-        DataStream(DataLoader(Items(noise=True), 2, shuffle=True)).restore(codec.loads(capsule)["data"])
+        DataStream(DataLoader(Items(noise=True), 2, shuffle=True)).restore(codec.loads(local_state)["data"])
 
 
 @pytest.mark.parametrize("name", [n for n in FAST if n not in ("generator", "list")])
@@ -415,10 +415,10 @@ def test_back_to_the_beginning(name: str, back: int, came_at: int | None) -> Non
     random.seed(3)
     stream = DataStream(STATEFUL[name]())
     for version in [*([] if came_at is None else [came_at]), back, 9, back]:
-        capsule = codec.loads(expected.capsules[version])
+        local_state = codec.loads(expected.local_states[version])
         if version != 9:
-            stream.restore(capsule["data"])
-            restore_rng(capsule["rng"])
+            stream.restore(local_state["data"])
+            restore_rng(local_state["rng"])
         for i in range(stream.position.total, 9):
             stream.commit(i)
             batch, number = step(stream)
@@ -432,11 +432,11 @@ def test_a_source_that_cannot_go_back_says_so(back: int, came_at: int | None) ->
     expected = reference(GoesOn, 9)
     stream = DataStream(GoesOn())
     if came_at is not None:
-        stream.restore(codec.loads(expected.capsules[came_at])["data"])
+        stream.restore(codec.loads(expected.local_states[came_at])["data"])
     for _ in range(2):
         next(stream)
     with pytest.raises(DataSourceError, match=r"other samples than before: batch \d of epoch 0"):
-        stream.restore(codec.loads(expected.capsules[back])["data"])
+        stream.restore(codec.loads(expected.local_states[back])["data"])
         next(stream)
 
 
@@ -519,9 +519,9 @@ def test_workers_that_draw_are_not_trusted_after_one_equal_batch(name: str, vers
     expected = reference(LOADERS[name], steps)
     torch.manual_seed(1000)
     stream = DataStream(LOADERS[name]())
-    capsule = codec.loads(expected.capsules[version])
-    stream.restore(capsule["data"])
-    restore_rng(capsule["rng"])
+    local_state = codec.loads(expected.local_states[version])
+    stream.restore(local_state["data"])
+    restore_rng(local_state["rng"])
     for i in range(version, steps):
         assert equal(step(stream)[0], expected.batches[i]), i
 

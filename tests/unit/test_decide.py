@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from flashrecovery.controller.state.rank_inventory import capsule_name
+from flashrecovery.controller.state.rank_inventory import local_state_name
 from flashrecovery.controller.state.rank_record import RankRecord
 from flashrecovery.controller.state.restore_plan import decide
 from flashrecovery.errors import JobFailedError
@@ -17,18 +17,18 @@ from flashrecovery.proto import flashrecovery_pb2 as pb
 
 
 def some_world(pick: random.Random) -> dict[int, RankRecord]:
-    """Replicas, capsules, neighbour copies, undo copies; a few ranks dead, torn or behind."""
+    """Replicas, rank-local states, neighbour copies, undo copies; a few ranks dead, torn or behind."""
     world = pick.randrange(2, 9)
     records = {}
     for rank in range(world):
         record = records[rank] = RankRecord(rank)
-        record.inventory.needs = {f"model/{rank % 3}": 100, "common": 10, capsule_name(rank): 5}
+        record.inventory.needs = {f"model/{rank % 3}": 100, "common": 10, local_state_name(rank): 5}
         record.inventory.live = pick.choice([7, 7, 7, 7, 6, 8, -1])
-        record.inventory.capsules = tuple(v for v in (5, 6, 7, 8) if pick.random() < 0.6)
+        record.inventory.local_states = tuple(v for v in (5, 6, 7, 8) if pick.random() < 0.6)
         held = []
-        for name in ("common", f"model/{rank % 3}", capsule_name((rank - 1) % world), "nobody needs it"):
+        for name in ("common", f"model/{rank % 3}", local_state_name((rank - 1) % world), "nobody needs it"):
             if pick.random() < 0.4:
-                kind = Kind.COPY if name.startswith("capsule") else Kind.UNDO
+                kind = Kind.COPY if name.startswith("local_state") else Kind.UNDO
                 version = pick.choice([6, 7, 7, 8])
                 held.append(pb.Held(kind=kind.value, version=version, shards=[name], nbytes=[5]))
         record.inventory.take(record.inventory.live, held)
@@ -59,15 +59,15 @@ def test_of_thousands_of_equal_holders_as_many_are_looked_at_as_can_make_a_diffe
     records = {}
     for rank in range(world):
         record = records[rank] = RankRecord(rank)
-        record.inventory.needs = {f"model/{rank % 1000}": 100, "common": 10, capsule_name(rank): 5}
-        kept = capsule_name((rank - 8) % world)
+        record.inventory.needs = {f"model/{rank % 1000}": 100, "common": 10, local_state_name(rank): 5}
+        kept = local_state_name((rank - 8) % world)
         held = [] if rank in lost else [pb.Held(kind="copy", version=7, shards=[kept], nbytes=[5])]
         record.inventory.take(-1 if rank in lost else 7, held)
     found = decide(records, None).round
     assert found.version == 7 and len(found.holdings) < 300
     sources = {(t.dest, t.shard): t.source for t in found.plan.transfers}
     assert sources[700, "model/700"] in (1700, 2700) and sources[701, "model/701"] in (1701, 2701)
-    assert sources[700, capsule_name(700)] == 708 and sources[700, "common"] not in lost
+    assert sources[700, local_state_name(700)] == 708 and sources[700, "common"] not in lost
     assert len(sources) == 6
 
 
@@ -82,10 +82,12 @@ def protected(world: int, losses: int, newest: int = 7) -> dict[int, RankRecord]
     records = {}
     for rank in ranks:
         record = records[rank] = RankRecord(rank)
-        record.inventory.needs = {f"own#{rank}": SHARD, "common": 10, capsule_name(rank): 5}
+        record.inventory.needs = {f"own#{rank}": SHARD, "common": 10, local_state_name(rank): 5}
         before = [(rank - step) % world for step in range(1, losses + 1)]
-        kept = [pb.Held(kind="copy", version=v, shards=[capsule_name(r)], nbytes=[5]) for r in before for v in versions]
-        kept += [pb.Held(kind="undo", version=newest - 1, shards=[f"own#{rank}", "common", capsule_name(rank)])]
+        kept = [
+            pb.Held(kind="copy", version=v, shards=[local_state_name(r)], nbytes=[5]) for r in before for v in versions
+        ]
+        kept += [pb.Held(kind="undo", version=newest - 1, shards=[f"own#{rank}", "common", local_state_name(rank)])]
         encoding = pb.Encoding(key=3, sizes=[SHARD] * world, losses=losses, bucket=64, p=versions)
         encoding.q.extend(versions if losses == 2 else [])
         parity = pb.Parity(
@@ -111,7 +113,7 @@ def test_what_only_lost_ranks_had_is_decoded_where_it_is_needed(losses: int, los
     assert [order.ranks[m] for m in order.lost] == lost and found.busy == {0, 1, 2, 3}
     assert {(i.rank, i.shard) for i in found.plan.local if i.kind is Kind.PARITY} == {(r, f"own#{r}") for r in lost}
     assert {(t.dest, t.shard) for t in found.plan.transfers} == {
-        (r, name) for r in lost for name in ("common", capsule_name(r))
+        (r, name) for r in lost for name in ("common", local_state_name(r))
     }
     assert all(found.command(rank, "", 1.0).HasField("decode") for rank in records)
     assert not found.retry([("common", 0)]).decodes, "what has been decoded stays"

@@ -16,11 +16,11 @@ SPARE = Room("x", "s2", 2, spare=True)
 NEEDS = [Need(r, "w", 100) for r in range(4)] + [Need(r, f"capsule@{r}", 5) for r in range(4)]
 
 
-def held(live: tuple[int, ...], capsules: dict[int, tuple[int, ...]], version: int = 7) -> list[Holding]:
-    """``live``: ranks that hold the replicated shard; ``capsules``: whose capsules each rank holds."""
+def held(live: tuple[int, ...], local_states: dict[int, tuple[int, ...]], version: int = 7) -> list[Holding]:
+    """``live``: ranks that hold the replicated shard; ``local_states``: whose rank-local states each rank holds."""
     found = [Holding(r, "w", version, Kind.LIVE, 100) for r in live]
     return found + [
-        Holding(r, f"capsule@{of}", version, Kind.COPY, 5) for r, owners in capsules.items() for of in owners
+        Holding(r, f"capsule@{of}", version, Kind.COPY, 5) for r, owners in local_states.items() for of in owners
     ]
 
 
@@ -44,7 +44,7 @@ def test_it_stays_where_no_healthy_spare_node_has_room() -> None:
 
 
 def test_it_stays_if_it_has_the_only_copy_of_anything() -> None:
-    """Rank 0 has died; its capsule, and rank 2's own, are left on rank 2's node only."""
+    """Rank 0 has died; its rank-local state, and rank 2's own, are left on rank 2's node only."""
     after_death = held((1, 2, 3), {1: (1, 3), 2: (2, 0), 3: (3, 1)})
     assert evacuations([Warned("b", "s1", (2, 3))], [SPARE], NEEDS, after_death) == {}
     # Rank 3 has died, on the warned node itself: what it holds, the others hold, too.
@@ -81,7 +81,7 @@ def test_it_moves_to_another_domain_if_it_can() -> None:
 
 
 class Copies(World):
-    """Every rank keeps the capsule of a rank of the node before."""
+    """Every rank keeps the rank-local state of a rank of the node before."""
 
     def answer(self, rank: int, command: pb.Command) -> None:
         if command.WhichOneof("body") != "stop":
@@ -146,7 +146,7 @@ def test_without_a_spare_node_it_keeps_its_ranks() -> None:
 def test_it_keeps_its_ranks_if_the_dead_rank_leaves_it_with_the_only_copy() -> None:
     world = warned()
     world.kill(0)
-    world.machine.job.ranks[0].inventory.capsules = ()
+    world.machine.job.ranks[0].inventory.local_states = ()
     assert world.run() is State.FINISHED
     (finished,) = world.of(ev.RecoveryFinished)
     assert isinstance(finished, ev.RecoveryFinished) and finished.victims == [0]

@@ -29,7 +29,7 @@ def process(name: str) -> Any:
     it.connect = AsyncMock(return_value=MagicMock())
     it.ready, it.dead, it.failed, it.rank, it.attempt, it.beside = True, False, False, None, 0, False
     it.exited, it.local_rank, it.place, it.pid = False, 0, 0, 7
-    it.page.capsule_versions.return_value, it.page.early_capsules.return_value = [5], []
+    it.page.local_state_versions.return_value, it.page.early_local_states.return_value = [5], []
     it.page.committed, it.page.read_setup_log.return_value = 5, b"set-up"
     return it
 
@@ -312,7 +312,7 @@ def test_a_controller_that_comes_meanwhile_hears_of_the_dead_ones_page(tmp_path:
             filling = asyncio.create_task(manager.fill(command, hear_out=False))
             await soon()
             message = agent.register()
-            assert not message.workers and [(page.rank, [*page.capsules]) for page in message.pages] == [(0, [5])]
+            assert not message.workers and [(page.rank, [*page.local_states]) for page in message.pages] == [(0, [5])]
             new = slow.give(0, process("new"))
             await filling
             message = agent.register()

@@ -134,7 +134,7 @@ def test_a_rank_is_assigned_only_after_the_fence(tmp_path: Path, monkeypatch: py
     old, new = MagicMock(), MagicMock()
     old.gone, old.hear_out, old.end = AsyncMock(return_value=True), AsyncMock(), AsyncMock()
     new.connect, new.dead, new.pid = AsyncMock(), False, 7
-    new.page.capsule_versions.return_value, new.page.early_capsules.return_value = [], []
+    new.page.local_state_versions.return_value, new.page.early_local_states.return_value = [], []
     new.send.side_effect = lambda message: order.append("assigned")
     monkeypatch.setattr(Spawned, "start", AsyncMock(return_value=new))
 
@@ -173,7 +173,7 @@ def test_a_rank_goes_to_a_gpu_only_after_the_other_rank_that_was_there(
         one = MagicMock(pid=pid, dead=False, local_rank=local_rank)
         one.configure_mock(name=name)
         one.gone, one.end, one.connect, one.hear_out = (AsyncMock(return_value=v) for v in (True, 0, MagicMock(), None))
-        one.page.capsule_versions.return_value, one.page.early_capsules.return_value = [], []
+        one.page.local_state_versions.return_value, one.page.early_local_states.return_value = [], []
         one.send.side_effect = lambda message: done.append(one.name)
         one.kill.side_effect = lambda: held.discard(one.name)
         return one

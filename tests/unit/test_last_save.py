@@ -61,7 +61,7 @@ class Ending(World):
         self.kept: dict[int, pb.KeepLast] = {}
         self.written: dict[int, pb.KeepLast] = {}
         self.refused = ""
-        self.capsule = b""
+        self.local_state = b""
         self.told: list[pb.Shutdown] = []
         self.silent: set[int] = set()
         self.error = ""
@@ -78,7 +78,7 @@ class Ending(World):
             (self.written if order.directory else self.kept)[rank] = order
             reply = pb.Reply(serial=command.serial, generation=command.generation, rank=rank)
             if order.gone and order.send:
-                reply.capsule = self.capsule
+                reply.local_state = self.local_state
             if order.directory and self.refused:
                 reply.error_type, reply.error = "RestoreError", self.refused
             elif order.directory and len(self.written) == sum(
@@ -302,12 +302,12 @@ def test_with_a_directory_a_last_checkpoint_is_written() -> None:
 
 def test_the_part_of_a_rank_that_is_gone_is_written_by_another_one() -> None:
     world = checkpointing()
-    world.capsule = b"random numbers"
+    world.local_state = b"random numbers"
     world.machine.job.vacate(1)
     world.machine.on_stop_request("stopped by SIGTERM", world.now)
     assert world.end().saved == "ck/step-2"
     (lost,) = world.written[0].lost
-    assert (lost.rank, lost.writer, lost.capsule) == (1, 0, b"random numbers")
+    assert (lost.rank, lost.writer, lost.local_state) == (1, 0, b"random numbers")
     assert "capsule@1" not in lost.shards
 
 

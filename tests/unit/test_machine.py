@@ -50,7 +50,7 @@ class World:
         self.tables: list[RankTable] = []
         self.version = dict.fromkeys(range(self.config.world_size), -1)
         self.pids: dict[int, int] = {}
-        self.inherited: dict[int, list[int]] = {}  # capsules in the page of a replacement, until it goes on
+        self.inherited: dict[int, list[int]] = {}  # rank-local states in the page of a replacement, until it goes on
         self.next_pid = 100
         self.trace: list[State] = []
         self.digest_errors = 0
@@ -157,7 +157,7 @@ class World:
             old = max(self.version[rank], 0)
             started = pb.WorkerStarted(rank=rank, generation=command.generation, pid=self.next_pid)
             if command.replace.detached:
-                started.capsules.extend([old, old + 1])
+                started.local_states.extend([old, old + 1])
                 self.inherited[rank] = [old, old + 1]
             self.pids[rank] = self.next_pid
             m.on_started(started, m.job.ranks[rank].home, "host")
@@ -278,7 +278,7 @@ def test_the_end_of_a_process_that_has_been_replaced_is_nobodys_failure() -> Non
 def test_what_a_page_held_when_its_process_started_is_not_what_it_holds_now() -> None:
     world = World(4, steps=9)
     resumed_at(world, 2)
-    assert world.machine.job.ranks[2].inventory.capsules
+    assert world.machine.job.ranks[2].inventory.local_states
     world.train()
     world.collect()
     world.kill(1)

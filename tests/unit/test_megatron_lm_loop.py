@@ -744,9 +744,9 @@ def test_a_call_that_is_made_again_has_hooks_that_gather_as_it_had() -> None:
         assert bool(chunk.remove_forward_pre_hook_handles) is (saved is following)
         assert chunk.config.param_sync_func is (print if saved is following else None)
     loop.load(following)
-    in_capsule = codec.loads(codec.dumps(LMLoopAdapter(loop).capture_rank()))
+    in_local_state = codec.loads(codec.dumps(LMLoopAdapter(loop).capture_rank()))
     loop.load(evaluation)
-    loop.restored(in_capsule)
+    loop.restored(in_local_state)
     loop.resume()  # in a replacement: its script has come there itself
     assert not chunk.remove_forward_pre_hook_handles and chunk.config.param_sync_func is None
     del evaluation["hooked"]  # of a version before this

@@ -426,7 +426,7 @@ def loop() -> LMLoop:
 
 
 def test_a_process_of_another_layout_gets_what_all_ranks_have_alike(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its own capsule is that of its script's start, and is restored last."""
+    """Its own rank-local state is that of its script's start, and is restored last."""
     before, after = LMLoopAdapter(loop()), LMLoopAdapter(loop())
     old, new = before._state, after._state
     old.finished(3, ({"lm loss": torch.tensor(2.5)}, True, False, False, 0, 1.5, 0, 0))

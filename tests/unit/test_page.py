@@ -1,4 +1,4 @@
-"""The shared page: a capsule is held whole or not at all."""
+"""The shared page: rank-local state is held whole or not at all."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 from flashrecovery import Recovery
 from flashrecovery.errors import ConfigError
-from flashrecovery.runtime.page import CAPSULE_LIMIT, TAG_NONE, Page
+from flashrecovery.runtime.page import LOCAL_STATE_LIMIT, TAG_NONE, Page
 
 
 @pytest.fixture
@@ -21,18 +21,18 @@ def page():  # type: ignore[no-untyped-def]
 
 
 def test_three_versions_are_kept_and_the_oldest_is_replaced(page: Page) -> None:
-    assert page.capsule_versions() == [] and page.tag == TAG_NONE and page.committed == -1
+    assert page.local_state_versions() == [] and page.tag == TAG_NONE and page.committed == -1
     for version in range(5):
-        page.write_capsule(version, b"v%d" % version * 100)
-    assert page.capsule_versions() == [2, 3, 4]
-    assert page.read_capsule(4) == b"v4" * 100
-    assert page.read_capsule(1) is None
+        page.write_local_state(version, b"v%d" % version * 100)
+    assert page.local_state_versions() == [2, 3, 4]
+    assert page.read_local_state(4) == b"v4" * 100
+    assert page.read_local_state(1) is None
 
 
 def test_tokens_of_a_step(page: Page) -> None:
     assert page.tokens_per_step == 0
     page.set_tokens_per_step((1 << 63) - 1)
-    assert page.tokens_per_step == (1 << 63) - 1 and page.capsule_versions() == []
+    assert page.tokens_per_step == (1 << 63) - 1 and page.local_state_versions() == []
     plain = Recovery(None)
     plain.report(tokens_per_step=4096)
     for wrong in (-1, 1 << 63, 2.5, True, "4096", None):
@@ -40,15 +40,15 @@ def test_tokens_of_a_step(page: Page) -> None:
             plain.report(tokens_per_step=wrong)  # type: ignore[arg-type]
 
 
-def test_a_capsule_cut_off_while_it_was_written_is_not_held(page: Page) -> None:
-    page.write_capsule(6, b"a" * 1000)
+def test_a_local_state_cut_off_while_it_was_written_is_not_held(page: Page) -> None:
+    page.write_local_state(6, b"a" * 1000)
     page._map[4096 + 500] = 0  # what a process killed in the middle of writing leaves
-    assert page.capsule_versions() == []
+    assert page.local_state_versions() == []
 
 
-def test_a_capsule_over_the_limit_is_named(page: Page) -> None:
+def test_a_local_state_over_the_limit_is_named(page: Page) -> None:
     with pytest.raises(ValueError, match="data loader state"):
-        page.write_capsule(1, b"x" * (CAPSULE_LIMIT + 1))
+        page.write_local_state(1, b"x" * (LOCAL_STATE_LIMIT + 1))
 
 
 def test_tags_are_seen_by_another_process_and_outlive_it(page: Page) -> None:
@@ -57,7 +57,7 @@ def test_tags_are_seen_by_another_process_and_outlive_it(page: Page) -> None:
         child = Page(page.fd)
         child.set_tag(7)
         child.set_committed(8, 5_000_000)
-        child.write_capsule(8, b"rank-only")
+        child.write_local_state(8, b"rank-only")
         child.write_setup_log(b"log")
         os.kill(os.getpid(), signal.SIGKILL)
     os.waitpid(pid, 0)
@@ -66,7 +66,7 @@ def test_tags_are_seen_by_another_process_and_outlive_it(page: Page) -> None:
     assert abs(health.progress_at - time.monotonic()) < 5
     heir = Page.create("heir")
     heir.inherit(page)
-    assert heir.read_capsule(8) == b"rank-only" and heir.read_setup_log() == b"log"
+    assert heir.read_local_state(8) == b"rank-only" and heir.read_setup_log() == b"log"
     heir.close()
 
 

@@ -50,7 +50,7 @@ def test_torn_rank_holds_nothing_live() -> None:
     assert newest_cut(world, holdings) == Cut(7, "every shard exists at 7, and none at a newer version")
 
 
-def test_capsule_of_a_dead_rank_comes_from_its_page() -> None:
+def test_local_state_of_a_dead_rank_comes_from_its_page() -> None:
     world = [Need(0, "model", 8), Need(1, "model", 8), Need(0, "capsule@0", 1), Need(1, "capsule@1", 1)]
     holdings = [
         *held(0, 5, LIVE, "model", "capsule@0"),

@@ -65,9 +65,9 @@ class Stopped:
         worker.gate.live, worker.gate.version, loop.touched = 3, 3, False
         worker.gate.outdated.return_value = False
         worker.registry.shards, worker.registry.adapters = {}, [adapter]
-        worker.registry.common.versions.return_value = worker.registry.capsule.versions.return_value = []
-        worker.connection.page.capsule_versions.return_value = []
-        worker.connection.page.early_capsules.return_value = []
+        worker.registry.common.versions.return_value = worker.registry.local_state.versions.return_value = []
+        worker.connection.page.local_state_versions.return_value = []
+        worker.connection.page.early_local_states.return_value = []
         loop.sealing.late, loop.copies.inventory.return_value = {}, []
         worker.send.side_effect = self._hear
         loop.let_go.side_effect = lambda: self.order.append("let go")

@@ -33,8 +33,8 @@ def registry(rank: int = 0, per_rank: tuple[str, ...] = (), **objects: Any) -> R
     return made
 
 
-def capsule(made: Registry) -> bytes:
-    return made.capture_capsule(made.drawn(), 1)
+def local_state(made: Registry) -> bytes:
+    return made.capture_local_state(made.drawn(), 1)
 
 
 @pytest.mark.parametrize("per_rank", [(), ("average",)])
@@ -53,7 +53,7 @@ def test_a_list_of_models_is_refused_with_the_line_to_write() -> None:
 def test_a_replacement_gets_its_peers_object() -> None:
     dead, peer, new = (registry(rank, count=Kept(3)) for rank in (1, 0, 1))
     dead.capture_common(7)
-    mine, theirs = capsule(dead), peer.capture_common(7)
+    mine, theirs = local_state(dead), peer.capture_common(7)
     new.objects["count"].load_state_dict({"value": 0})
     new.restore_plain(theirs, mine, 7, fresh=True)
     assert new.objects["count"].state_dict() == {"value": 3}
@@ -69,10 +69,10 @@ def test_another_object_than_the_dead_ranks_is_refused_by_name() -> None:
     with pytest.raises(
         DivergedError, match=r"\['best'\] are not equal on all ranks: at version 7 .*per_rank=\['best'\]"
     ):
-        new.restore_plain(peer.capture_common(7), capsule(dead), 7, fresh=True)
+        new.restore_plain(peer.capture_common(7), local_state(dead), 7, fresh=True)
 
 
-def test_also_if_the_capsule_was_sealed_before_the_end_of_the_step() -> None:
+def test_also_if_the_local_state_was_sealed_before_the_end_of_the_step() -> None:
     """It says what the object was like when the step was handed out, and the peer's common state says the same."""
     dead, peer, new = (
         registry(1, best=Kept(2.5)),
@@ -82,14 +82,14 @@ def test_also_if_the_capsule_was_sealed_before_the_end_of_the_step() -> None:
     dead.capture_common(6)
     peer.capture_common(6)
     with pytest.raises(DivergedError, match="at version 6"):
-        new.restore_plain(peer.capture_common(7), capsule(dead), 7, fresh=True)
+        new.restore_plain(peer.capture_common(7), local_state(dead), 7, fresh=True)
     alike = registry(1, best=Kept(9.0))
     alike.capture_common(6)
-    new.restore_plain(peer.capture_common(7), capsule(alike), 7, fresh=True)
+    new.restore_plain(peer.capture_common(7), local_state(alike), 7, fresh=True)
 
 
 def test_the_witness_says_what_an_object_was_like_when_the_version_was_complete() -> None:
-    """The capsule was sealed before that; both sides were alike then."""
+    """The rank-local state was sealed before that; both sides were alike then."""
     dead, peer, new = (
         registry(1, best=Kept(9.0)),
         registry(0, best=Kept(9.0)),
@@ -97,7 +97,7 @@ def test_the_witness_says_what_an_object_was_like_when_the_version_was_complete(
     )
     dead.capture_common(6)
     peer.capture_common(6)
-    sealed = capsule(dead)
+    sealed = local_state(dead)
     dead.objects["best"].load_state_dict({"value": 2.5})
     dead.capture_common(7)
     ended = witness.put(sealed, dead.witness(7))
@@ -112,7 +112,7 @@ def test_an_own_object_is_the_dead_ranks() -> None:
     dead, peer, new = (registry(rank, ("best",), best=Kept(rank + 0.5)) for rank in (1, 0, 1))
     new.objects["best"].load_state_dict({"value": None})
     dead.capture_common(7)
-    new.restore_plain(peer.capture_common(7), capsule(dead), 7, fresh=True)
+    new.restore_plain(peer.capture_common(7), local_state(dead), 7, fresh=True)
     assert new.objects["best"].state_dict() == {"value": 1.5}
 
 
@@ -122,7 +122,7 @@ def test_an_object_that_was_found_to_differ_is_the_dead_ranks_too() -> None:
         made.habits.own = ["best"]
     new.objects["best"].load_state_dict({"value": None})
     dead.capture_common(7)
-    new.restore_plain(peer.capture_common(7), capsule(dead), 7, fresh=True)
+    new.restore_plain(peer.capture_common(7), local_state(dead), 7, fresh=True)
     assert new.objects["best"].state_dict() == {"value": 1.5} and new.habits.own == ["best"]
 
 
@@ -141,7 +141,7 @@ def test_generators_are_each_ranks_own(make: Any, draw: Any) -> None:
     draw(generator)
     marks = made.drawn()
     made.capture_common(3)
-    saved, common = capsule(made), made.capture_common(3)
+    saved, common = local_state(made), made.capture_common(3)
     following = draw(generator)
     assert made.drawn() != marks, "a draw is seen"
     new.restore_plain(common, saved, 3, fresh=True)

@@ -259,7 +259,7 @@ def test_a_process_that_waits_for_a_replica_that_leaves_ends() -> None:
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_a_capsule_is_lent_by_all_at_the_same_place_and_nobody_else(shape: ReplicaShape) -> None:
+def test_a_local_state_is_lent_by_all_at_the_same_place_and_nobody_else(shape: ReplicaShape) -> None:
     """What each rank has for itself is alike only there: a loader's position, a tensor-parallel rank's streams."""
     came = set(shape.ranks(1))
     records = [RankRecord(rank, new=rank in came, shape=shape) for rank in range(shape.world)]
@@ -272,7 +272,7 @@ def test_a_capsule_is_lent_by_all_at_the_same_place_and_nobody_else(shape: Repli
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_who_stays_has_all_only_if_each_place_has_a_capsule(shape: ReplicaShape) -> None:
+def test_who_stays_has_all_only_if_each_place_has_a_local_state(shape: ReplicaShape) -> None:
     """For a rank that has just been filled again."""
     records = [RankRecord(rank, shape=shape) for rank in range(shape.world)]
     for record in records:

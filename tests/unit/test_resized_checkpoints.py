@@ -99,14 +99,14 @@ def filled(whole: Model, rank: int, world: int, *, transposed: bool = False) -> 
 
 
 def save(
-    folder: Path, whole: Model, world: int, *, rules: bool = True, transposed: bool = False, capsule: bytes = b"own"
+    folder: Path, whole: Model, world: int, *, rules: bool = True, transposed: bool = False, local_state: bytes = b"own"
 ) -> Path:
     """Written by each of the ranks in turn."""
     for rank in range(world):
         mine = filled(whole, rank, world, transposed=transposed)
         writing = CheckpointFallback(folder, rank=rank, world=world, keep=100)
         told = rules_of(whole) if rules else None
-        writing.commit(VERSION, mine, capsule=capsule, common=COMMON, generation=0, rules=told)
+        writing.commit(VERSION, mine, local_state=local_state, common=COMMON, generation=0, rules=told)
         assert writing.wait(30) and writing.close(5)
     last = newest(folder)
     assert last is not None and last[0] == VERSION
@@ -159,7 +159,7 @@ def test_a_change_of_size_while_the_parts_are_written(
             write_part(*args)
 
         monkeypatch.setattr(fallback, "write_part", resized_meanwhile)
-        plain = {"capsule": b"own", "common": COMMON, "generation": 0, "rules": rules_of(whole)}
+        plain = {"local_state": b"own", "common": COMMON, "generation": 0, "rules": rules_of(whole)}
         if rank == dead:
             continue
         if copied:
@@ -272,7 +272,7 @@ def test_every_byte_is_checked(at: float, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("world", [4, 3])
 def test_every_bit_of_what_a_rank_says_is_checked(world: int, tmp_path: Path) -> None:
-    """Common state, capsule, values and digests stand in the manifest."""
+    """Common state, rank-local state, values and digests stand in the manifest."""
     whole = model()
     path = save(tmp_path / "c", whole, 4)
     file, start, nbytes = place_of(path, "manifest/0")
@@ -315,7 +315,7 @@ def test_the_format_before_is_read(tmp_path: Path) -> None:
         entries = {name: (entry.shared, entry.spec, entry.digest) for name, entry in manifest.entries.items()}
         old = codec.dumps((4, VERSION, 4, entries, b"own", COMMON, "", ""))
         found = Manifest.decode(old, path)
-        assert (found.ranks, found.capsule, found.common, found.rules) == (4, b"own", COMMON, None), rank
+        assert (found.ranks, found.local_state, found.common, found.rules) == (4, b"own", COMMON, None), rank
         assert all(not entry.blocks for entry in found.entries.values())
     with pytest.raises(RestoreError, match="has format 3"):
         Manifest.decode(codec.dumps((3, VERSION)), path)
@@ -404,7 +404,7 @@ def test_there_and_back_again_is_the_same(before: int, between: int, tmp_path: P
 def test_a_converted_one_has_no_ranks_own_state(tmp_path: Path) -> None:
     whole = model()
     there = convert(save(tmp_path / "c", whole, 4), tmp_path / "there", 3)
-    assert load(there, shards_of(rules_of(whole), 1, 3), rank=1, world=3, elastic=True).capsule is None
+    assert load(there, shards_of(rules_of(whole), 1, 3), rank=1, world=3, elastic=True).local_state is None
     with pytest.raises(RestoreError, match="has been converted from another number of ranks"):
         load(there, shards_of(rules_of(whole), 1, 3), rank=1, world=3)
 
@@ -447,7 +447,7 @@ def test_a_ranks_own_state_may_be_that_of_one_that_stood_where_it_does(
     there, here = (ReplicaShape(number, inner, 2 // inner) for number in (before, after))
     for rank in range(there.world):
         writing = CheckpointFallback(tmp_path, rank=rank, world=there.world, shape=there)
-        writing.commit(VERSION, [], capsule=f"stands at {there.stand(rank)}".encode(), common=COMMON, generation=0)
+        writing.commit(VERSION, [], local_state=f"stands at {there.stand(rank)}".encode(), common=COMMON, generation=0)
         assert writing.wait(30) and writing.close(5)
     found = newest(tmp_path)
     assert found is not None
@@ -455,7 +455,7 @@ def test_a_ranks_own_state_may_be_that_of_one_that_stood_where_it_does(
         more: dict[str, Any] = {"rank": rank, "world": here.world, "elastic": True, "shape": here, "rules": ()}
         assert load(found[1], [], **more).lent is None
         read = load(found[1], [], **more, lend=True)
-        assert (read.capsule, read.lent) == (None, f"stands at {here.stand(rank)}".encode())
+        assert (read.local_state, read.lent) == (None, f"stands at {here.stand(rank)}".encode())
 
 
 def test_the_oldest_version_that_a_job_may_go_back_to(tmp_path: Path) -> None:
@@ -465,13 +465,13 @@ def test_the_oldest_version_that_a_job_may_go_back_to(tmp_path: Path) -> None:
     (tmp_path / "step-0000009000").mkdir()  # another run's
     seen = []
     for version in (10, 20, 30, 40, 50, 60, 70):
-        writing.commit(version, [], capsule=b"", common=COMMON, generation=0)
+        writing.commit(version, [], local_state=b"", common=COMMON, generation=0)
         assert writing.wait(30)
         seen.append(writing.oldest)
     assert seen == [10, 10, 10, 10, 20, 30, 40]
     slow = CheckpointFallback(tmp_path, rank=0, world=2, keep=2)  # nobody publishes these
     for version in (80, 90, 100, 110, 120, 130):
-        slow.commit(version, [], capsule=b"", common=COMMON, generation=0)
+        slow.commit(version, [], local_state=b"", common=COMMON, generation=0)
         assert slow.wait(30)
     assert slow.oldest == 60
     assert writing.close(5) and slow.close(5)

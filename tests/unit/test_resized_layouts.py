@@ -184,7 +184,7 @@ def save(folder: Path, name: str, size: int) -> Path:
             for key, live in shard.allocate(spec).items():
                 live.copy_(tensors[key])
         writing = CheckpointFallback(folder, rank=rank, world=size, keep=100)
-        writing.commit(7, mine, capsule=b"own", common=b"common", generation=0, rules=rules)
+        writing.commit(7, mine, local_state=b"own", common=b"common", generation=0, rules=rules)
         assert writing.wait(30) and writing.close(5)
     last = newest(folder)
     assert last is not None and last[0] == 7

@@ -154,7 +154,7 @@ def save(folder: Path, kind: Kind, replicas: int) -> Path:
             folder, rank=rank, world=shape.world, keep=100, shape=shape, stands=stands_of(kind, stand)
         )
         rules = tuple(rules_of(kind, stand))
-        writing.commit(7, mine, capsule=b"own", common=b"common", generation=0, rules=rules)
+        writing.commit(7, mine, local_state=b"own", common=b"common", generation=0, rules=rules)
         assert writing.wait(30) and writing.close(5)
     last = newest(folder)
     assert last is not None and last[0] == 7

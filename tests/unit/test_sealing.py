@@ -1,5 +1,5 @@
-"""What is written of a rank's own state, and when: whatever moments a script changes it at, the last capsule is right,
-and an early one is right unless the step is said to have been late."""
+"""What is written of a rank's own state, and when: whatever moments a script changes it at, the last rank-local state
+is right, and an early one is right unless the step is said to have been late."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from flashrecovery.state.version import VERSIONS_KEPT
 from flashrecovery.worker.local_state.step_profile import IN_ALL_STEPS, TOUCHED, UNTIL_RESEALED, StepProfile
-from flashrecovery.worker.step.capsule import Sealing
+from flashrecovery.worker.step.sealing import Sealing
 
 MOMENTS = ("forward", "backward", "optimizer", "below")
 
@@ -39,7 +39,7 @@ class Rank:
 
 
 @given(st.lists(st.tuples(st.sets(st.sampled_from(MOMENTS)), st.booleans()), min_size=1, max_size=12))
-def test_the_last_capsule_is_right_and_an_early_one_unless_it_is_late(steps: list[tuple[set[str], bool]]) -> None:
+def test_the_last_local_state_is_right_and_an_early_one_unless_it_is_late(steps: list[tuple[set[str], bool]]) -> None:
     """Of each step: the moments at which it changes something, and whether the ranks compare their habits in it."""
     rank, habits = Rank(), StepProfile()
     sealing = Sealing(habits, rank)
@@ -66,7 +66,7 @@ def test_the_last_capsule_is_right_and_an_early_one_unless_it_is_late(steps: lis
         assert shown.late == (not changes.isdisjoint({"optimizer", "below"}))
         assert shown.changed == ("backward" in changes)
         if sealed and early is not None and early[0] != rank.state:
-            assert sealing.late[version], "a wrong early capsule would be taken for the version"
+            assert sealing.late[version], "a wrong early rank-local state would be taken for the version"
         sealing.complete(version)
         assert rank.written[version] == (rank.state, False)
         habits.learn(version - 1, quiet=True, late=shown.late, changed=shown.changed)

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from flashrecovery.adapter.buffers import COMPARED_BYTES, BufferTracker, all_equal, equal_on_device
 from flashrecovery.errors import DivergedError, UnsupportedError
-from flashrecovery.runtime.page import CAPSULE_LIMIT
+from flashrecovery.runtime.page import LOCAL_STATE_LIMIT
 from flashrecovery.state import codec
 from flashrecovery.torch_native import ModuleAdapter, adapter_for
 from flashrecovery.worker.registry import Registry
@@ -40,13 +40,13 @@ class Looked:
         self.start = self.captured()
 
     def captured(self) -> dict[str, Any]:
-        """What a capsule says, sealed after a look."""
+        """What rank-local state says, sealed after a look."""
         self.tracker.mark()
         state: dict[str, Any] = codec.loads(codec.dumps(self.tracker.capture()))
         return state
 
     def step(self, *, closely: bool, writes: bool = True) -> dict[str, Any]:
-        """The capsule of a step that writes the codebook in its forward pass."""
+        """The rank-local state of a step that writes the codebook in its forward pass."""
         self.tracker.look_closely(closely)
         if writes:
             self.net.write()
@@ -145,7 +145,7 @@ def test_a_survivor_goes_back_though_nobody_has_looked_since_the_write() -> None
     assert it.captured()["changed"] == {}
 
 
-def test_a_replacement_gets_content_and_knowledge_from_the_capsule() -> None:
+def test_a_replacement_gets_content_and_knowledge_from_the_local_state() -> None:
     it, new = Looked(), Looked()
     state = it.step(closely=True)
     new.tracker.restore(state)
@@ -157,7 +157,7 @@ def test_a_replacement_gets_content_and_knowledge_from_the_capsule() -> None:
     assert it.net.codebook.eq(1).all()
 
 
-def test_a_capsule_of_an_older_release_says_nothing_of_silent_buffers() -> None:
+def test_a_local_state_of_an_older_release_says_nothing_of_silent_buffers() -> None:
     it = Looked()
     state = {name: part for name, part in it.start.items() if name not in ("silent", "sure")}
     it.tracker.look_closely(True)
@@ -199,7 +199,7 @@ def test_also_if_a_close_look_of_the_step_has_found_it() -> None:
     assert it.net.codebook.eq(2).all(), "what was sealed after the look is right"
 
 
-def test_a_capsule_sealed_after_a_close_look_is_right_whatever_is_found_later() -> None:
+def test_a_local_state_sealed_after_a_close_look_is_right_whatever_is_found_later() -> None:
     """As that of a checkpoint."""
     it = Looked()
     checkpoint = it.step(closely=True, writes=False)
@@ -267,14 +267,14 @@ def test_the_registry_adopts_by_the_adapters_number_and_remembers_it_with_the_co
 
 def test_too_large_a_state_of_one_rank_is_refused_by_the_names_of_its_parts() -> None:
     net = Net()
-    net.register_buffer("queue", torch.zeros(CAPSULE_LIMIT, dtype=torch.uint8))
+    net.register_buffer("queue", torch.zeros(LOCAL_STATE_LIMIT, dtype=torch.uint8))
     made = Registry(0, 2, adapter_for, ModuleAdapter)
     made.register(net, [], {})
-    made.capture_capsule(made.drawn(), 1)
+    made.capture_local_state(made.drawn(), 1)
     net.queue.add_(1)
-    size = f"{CAPSULE_LIMIT:,}"
+    size = f"{LOCAL_STATE_LIMIT:,}"
     with pytest.raises(UnsupportedError, match=rf"at most {size} can .*: buffer 'queue' \({size} bytes\)"):
-        made.capture_capsule(made.drawn(), 1)
+        made.capture_local_state(made.drawn(), 1)
 
 
 # -- how it is compared ---------------------------------------------------------------------------------

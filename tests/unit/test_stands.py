@@ -356,7 +356,7 @@ def saved(folder: Path, shape: ReplicaShape) -> Path:
         writing.commit(
             VERSION,
             shards(shape, rank, filled=True),
-            capsule=b"own",
+            local_state=b"own",
             common=b"common",
             generation=0,
             rules=(rule(shape.stand(rank)),),

@@ -32,7 +32,7 @@ class Step:
         self.collectives.failed = self.collectives.raised = False
         self.collectives.quiet, self.collectives.abandoned = quiet, abandoned
         copies, touches = MagicMock(), MagicMock()
-        copies.capsules_only, copies.in_every_step, touches.seen.return_value = False, False, False
+        copies.local_states_only, copies.in_every_step, touches.seen.return_value = False, False, False
         others = MagicMock(), touches, self.collectives, MagicMock(), self.stops
         self.transaction = Transaction(self.worker, copies, *others)
         self.transaction.begin()

@@ -169,7 +169,7 @@ def test_of_two_nodes_with_the_same_rank_the_one_of_the_newer_generation_has_it(
 
 def with_page(register: pb.Register, rank: int, committed: int = STEP) -> pb.Register:
     """Its process has died, and the controller that was to hear of it is gone."""
-    register.pages.add(rank=rank, local_rank=rank % 2, capsules=[committed, committed + 1], committed=committed)
+    register.pages.add(rank=rank, local_rank=rank % 2, local_states=[committed, committed + 1], committed=committed)
     return register
 
 

@@ -826,31 +826,31 @@ def test_which_parameters_are_trained_comes_back() -> None:
     adapter, other = adapter_for(model, []), Annealed()
     other.linear.bias.requires_grad_(False)
     replacement = adapter_for(other, [])
-    start, mark = codec.dumps(adapter.capture_rank()), adapter.capsule_mark()
+    start, mark = codec.dumps(adapter.capture_rank()), adapter.local_state_mark()
     model.linear.weight.requires_grad_(False)
     model.linear.bias.requires_grad_(True)
     later = codec.dumps(adapter.capture_rank())
-    assert adapter.capsule_mark() != mark
+    assert adapter.local_state_mark() != mark
     replacement.restore_rank(codec.loads(later))
     assert not other.linear.weight.requires_grad and other.linear.bias.requires_grad
     adapter.restore_rank(codec.loads(start))
     assert model.linear.weight.requires_grad and not model.linear.bias.requires_grad
-    assert adapter.capsule_mark() == mark
+    assert adapter.local_state_mark() == mark
 
 
 def test_numbers_and_texts_of_modules_come_back() -> None:
     model = Annealed()
     adapter, replacement = adapter_for(model, []), adapter_for(other := Annealed(), [])
-    start, mark = codec.dumps(adapter.capture_rank()), adapter.capsule_mark()
+    start, mark = codec.dumps(adapter.capture_rank()), adapter.local_state_mark()
     model(torch.ones(2)), model(torch.ones(2))
     model.dropout.p, model.kind, model.limit, model._private = 0.25, "hot", 3.5, 2
-    assert adapter.capsule_mark() != mark
+    assert adapter.local_state_mark() != mark
     later = codec.dumps(adapter.capture_rank())
     replacement.restore_rank(codec.loads(later))
     assert (other.calls, other.dropout.p, other.kind, other.limit) == (2, 0.25, "hot", 3.5) and other._private == 1
     adapter.restore_rank(codec.loads(start))
     assert (model.calls, model.dropout.p, model.kind, model.limit) == (0, 0.5, "warm", None) and model._private == 2
-    assert adapter.capsule_mark() == mark
+    assert adapter.local_state_mark() == mark
 
 
 def test_an_attribute_may_be_deleted_or_become_something_else() -> None:
@@ -859,9 +859,9 @@ def test_an_attribute_may_be_deleted_or_become_something_else() -> None:
     start = adapter.capture_rank()
     del model.kind
     model.limit = torch.ones(2)
-    mark = adapter.capsule_mark()
+    mark = adapter.local_state_mark()
     model.limit = torch.zeros(2)
-    assert adapter.capsule_mark() == mark
+    assert adapter.local_state_mark() == mark
     adapter.restore_rank(start)
     assert model.kind == "warm" and isinstance(model.limit, torch.Tensor)
 

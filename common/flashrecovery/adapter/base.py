@@ -335,7 +335,7 @@ class TorchAdapter(InspectableAdapter):
         streams = self._tracked_streams()
         return own if streams is None else {**own, "rng_tracker": streams}
 
-    def capsule_mark(self) -> Any:
+    def local_state_mark(self) -> Any:
         own = (self._buffers.mark(), self._modes.mark(), self._attributes.mark())
         streams = self._tracked_streams()
         return own if streams is None else (own, {name: bytes(state.numpy()) for name, state in streams.items()})

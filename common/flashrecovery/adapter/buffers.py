@@ -1,8 +1,10 @@
-"""Module buffers: rank-only state (a BatchNorm's running statistics differ between ranks), part of the capsule.
+"""Module buffers: rank-only state (a BatchNorm's running statistics differ between ranks), part of the rank-local
+state.
 
 Most buffers never change (masks, rotary tables). Only those that have changed since the start travel; for the others
-the capsule holds a digest, which proves that a replacement's script has built the same ones. The start values are kept
-(one copy of all buffers), so that a survivor can also roll back to a version at which a buffer was still unchanged.
+the rank-local state holds a digest, which proves that a replacement's script has built the same ones. The start values
+are kept (one copy of all buffers), so that a survivor can also roll back to a version at which a buffer was still
+unchanged.
 
 That a buffer has changed is mostly seen by its version counter. A script that writes by way of ``.data`` (an average
 over time in a forward pass, say) does not advance that, and to compare all buffers in every step would take too long.

@@ -190,8 +190,8 @@ class Agent:
         return pb.PageOf(
             rank=process.place,
             local_rank=process.local_rank,
-            capsules=page.capsule_versions(),
-            early=page.early_capsules(),
+            local_states=page.local_state_versions(),
+            early=page.early_local_states(),
             committed=page.committed,
         )
 
@@ -206,8 +206,8 @@ class Agent:
             stepping=process.stepping and here,
             joined=process.joined,
             done=process.done if process.done is not None and process.done.generation == self._generation else None,
-            capsules=process.page.capsule_versions(),
-            early=process.page.early_capsules(),
+            local_states=process.page.local_state_versions(),
+            early=process.page.early_local_states(),
             store_host=process.store[0],
             store_port=process.store[1],
             committed=process.page.committed,
@@ -451,12 +451,12 @@ class Agent:
             self._relay(command)
             return
         page = self._processes.page_of(command.rank)
-        usable = page is not None and (order.early or order.version not in page.early_capsules())
-        capsule = page.read_capsule(order.version) if page is not None and usable else None
-        missing = self._snapshots.keep_for(command.rank, order.version, capsule, tensors=order.tensors)
+        usable = page is not None and (order.early or order.version not in page.early_local_states())
+        local_state = page.read_local_state(order.version) if page is not None and usable else None
+        missing = self._snapshots.keep_for(command.rank, order.version, local_state, tensors=order.tensors)
         reply = pb.Reply(serial=command.serial, generation=command.generation, rank=command.rank)
-        if order.send and capsule is not None:
-            reply.capsule = capsule
+        if order.send and local_state is not None:
+            reply.local_state = local_state
         if missing:
             reply.error_type, reply.error = "RestoreError", missing
         self._send(pb.AgentMessage(reply=reply))

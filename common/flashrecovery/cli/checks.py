@@ -179,7 +179,7 @@ def _lifeline_works() -> bool:
 
 
 def kernel() -> list[Finding]:
-    """The kernel features that detection and the capsule pages are made of."""
+    """The kernel features that detection and the rank-local state pages are made of."""
     findings = []
     statm = Path(f"/proc/{os.getpid()}/statm")
     readable = statm.exists() and statm.read_text().split()[1:2] != []
@@ -212,10 +212,10 @@ def kernel() -> list[Finding]:
             mmap.mmap(fd, mmap.PAGESIZE).close()
         finally:
             os.close(fd)
-        findings.append(Finding("memfd", Level.OK, "works", "step tags and capsules survive their process"))
+        findings.append(Finding("memfd", Level.OK, "works", "step tags and rank-local states survive their process"))
     except (OSError, AttributeError) as e:
         advice = "allow memfd_create in the container's seccomp profile"
-        findings.append(Finding("memfd", Level.FAIL, str(e), "step tags and capsules have no place", advice))
+        findings.append(Finding("memfd", Level.FAIL, str(e), "step tags and rank-local states have no place", advice))
     return findings
 
 

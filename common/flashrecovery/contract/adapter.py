@@ -1,7 +1,7 @@
 """The adapter contract: what the recovery core needs to know about a framework for a plain recovery.
 
 An adapter says which *shards* this rank has, when a step seals, mutates and ends, how half-finished state is
-reset, and what rank-only state belongs to the *capsule*. Everything else (tags, planning, interrupting,
+reset, and what rank-only state belongs to the *rank-local state*. Everything else (tags, planning, interrupting,
 regrouping, transfers, digests, data rollback) is the core's.
 
 The moments of a step, in order, as an adapter reports them through :class:`StepHooks`::
@@ -90,13 +90,13 @@ class Adapter(ABC):
         """Adopt what ``capture_common`` returned on some rank. Called after ``reset``; must not communicate."""
 
     def capture_rank(self) -> dict[str, Any]:
-        """Rank-only state that belongs to the capsule (e.g. persistent buffers that differ between ranks)."""
+        """Rank-only state that belongs to the rank-local state (e.g. persistent buffers that differ between ranks)."""
         return {}
 
     def restore_rank(self, state: dict[str, Any]) -> None:  # noqa: B027 - optional
         """Adopt what ``capture_rank`` returned on this rank."""
 
-    def capsule_mark(self) -> Any:
+    def local_state_mark(self) -> Any:
         """Compared between a step's seal, its mutation and the next hand-out: another value says that ``capture_rank``
         would return something else by now. Steps that change it after their mutation need an own pre-step copy
         on every rank. Must be cheap."""
@@ -116,7 +116,7 @@ class InspectableAdapter(Adapter):
         return None
 
     def look_closely(self, closely: bool) -> None:
-        """A step begins. ``closely``: in it, :meth:`capsule_mark` may take its time, and has to learn what of the
+        """A step begins. ``closely``: in it, :meth:`local_state_mark` may take its time, and has to learn what of the
         rank-only state changes in a way that it does not see else."""
 
     def silent(self) -> list[str]:

@@ -18,7 +18,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 
 from flashrecovery import events as ev
 from flashrecovery.controller.state.job_state import JobState
-from flashrecovery.controller.state.rank_inventory import capsule_name
+from flashrecovery.controller.state.rank_inventory import local_state_name
 from flashrecovery.controller.state.rank_record import BUILT_UP, Place, RankRecord
 from flashrecovery.kinds import NoticeKind, Ordered
 from flashrecovery.plan.words import ranks_text
@@ -34,7 +34,7 @@ def newest_whole(records: Sequence[RankRecord], gone: Sequence[RankRecord] = ())
     """The newest version of which these ranks together have everything that they need, each its own state included, and
     all shards that those need which are ``gone``; -1 if there is none."""
     needed = {name for record in records for name in record.inventory.needs}
-    needed |= {name for record in gone for name in record.inventory.needs if name != capsule_name(record.rank)}
+    needed |= {name for record in gone for name in record.inventory.needs if name != local_state_name(record.rank)}
     for version in sorted(
         {record.inventory.newest for record in records} | {record.inventory.live for record in records}, reverse=True
     ):
@@ -60,7 +60,7 @@ def writers(stopped: Sequence[RankRecord], gone: Sequence[RankRecord], version: 
     there = {record.rank: names_at(record, version) for record in stopped}
     found: dict[int, int] = {}
     for record in gone:
-        needed = record.inventory.needs.keys() - {capsule_name(record.rank)}
+        needed = record.inventory.needs.keys() - {local_state_name(record.rank)}
         able = [rank for rank, names in there.items() if needed <= names]
         if able:
             found[record.rank] = min(able, key=lambda rank: (list(found.values()).count(rank), rank))
@@ -81,7 +81,7 @@ class LastSave:
         self._began: float | None = None
         self._version = -1
         self._missing: dict[int, str] = {}
-        self._capsules: dict[int, bytes] = {}  # of ranks that are gone
+        self._local_states: dict[int, bytes] = {}  # of ranks that are gone
         self._writes = False  # a checkpoint is being written
         self._not_written: dict[int, str] = {}
 
@@ -123,8 +123,8 @@ class LastSave:
         for rank in ranks:
             if message.error_type:
                 self._note(rank, message.error)
-            if message.capsule:
-                self._capsules[rank] = message.capsule
+            if message.local_state:
+                self._local_states[rank] = message.local_state
 
     def _note(self, rank: int, why: str) -> None:
         """What is missing of it."""
@@ -176,7 +176,7 @@ class LastSave:
             order = pb.KeepLast(
                 version=self._version,
                 gone=True,
-                tensors=not record.inventory.needs.keys() - {capsule_name(record.rank)} <= there,
+                tensors=not record.inventory.needs.keys() - {local_state_name(record.rank)} <= there,
                 early=self._version not in late,
                 send=bool(job.last_directory),
             )
@@ -193,7 +193,7 @@ class LastSave:
         found = writers(stopped, gone, self._version)
         alike = job.config.elastic is not None  # there anybody's own state serves
         for record in gone:
-            if record.rank not in found or not (alike or record.rank in self._capsules):
+            if record.rank not in found or not (alike or record.rank in self._local_states):
                 self._not_written[record.rank] = f"what it alone had of step {self._version} is gone with its process"
         if (
             alike
@@ -207,8 +207,8 @@ class LastSave:
             pb.LostPart(
                 rank=record.rank,
                 writer=found[record.rank],
-                shards=sorted(record.inventory.needs.keys() - {capsule_name(record.rank)}),
-                capsule=self._capsules.get(record.rank, b""),
+                shards=sorted(record.inventory.needs.keys() - {local_state_name(record.rank)}),
+                local_state=self._local_states.get(record.rank, b""),
             )
             for record in gone
         ]

@@ -204,7 +204,7 @@ class Machine:
             for record in lost:  # found, but not taken over yet
                 if record.place is not Place.FINISHED:
                     self.job.vacate(record.rank)
-                    record.home, record.inventory.capsules = "", ()
+                    record.home, record.inventory.local_states = "", ()
             return
         if not lost and self._replanning.on_node_lost((), now):
             return
@@ -216,7 +216,7 @@ class Machine:
         for record in lost:
             self._emit_failure(record, FailureKind.NODE_LOST, self.job.last_failure, silent_s)
             self.job.vacate(record.rank)
-            record.home, record.inventory.capsules = "", ()
+            record.home, record.inventory.local_states = "", ()
         if released:
             self.job.fail(f"{self.job.last_failure}, after the last step of ranks {released}: their end state is lost")
             return
@@ -251,7 +251,7 @@ class Machine:
         self.job.move(record.rank, Place.STARTING)
         record.process = RankProcess(message.pid, node, host, self.job.generation)
         record.page_on = record.home
-        record.inventory.capsules, record.inventory.early = tuple(message.capsules), frozenset(message.early)
+        record.inventory.local_states, record.inventory.early = tuple(message.local_states), frozenset(message.early)
         if not self.job.places[Place.EMPTY]:
             self._staffing.publish_rank_table()
 
@@ -450,7 +450,7 @@ class Machine:
                 record.inventory.take(message.live_version, message.held, message.parity)
                 record.inventory.late = frozenset(message.late)
                 record.inventory.layout, record.inventory.ready = tuple(message.layout), tuple(message.ready)
-                record.inventory.capsules = ()  # as its page was when it started; the process knows what is in it now
+                record.inventory.local_states = ()  # as its page was at its start; the process knows what is in it now
         elif what is Ordered.RESTORE and (restoring := self.job.round.restoring) is not None:
             for record in records:
                 restoring.report(record.rank, message)

@@ -510,7 +510,7 @@ class RecoverySteps:
             if (
                 record.committed >= version
                 and version in record.inventory.early
-                and version in record.inventory.capsules
+                and version in record.inventory.local_states
             ):
                 text = (
                     f"rank {record.rank} died between the block of step {version - 1} and the next one; what only this "

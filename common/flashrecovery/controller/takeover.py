@@ -171,7 +171,7 @@ class TakeOver:
                     message.workers.remove(worker)
 
     def _adopt_page(self, record: RankRecord, page: pb.PageOf, node: NodeRecord, generation: int) -> None:
-        """The rank's process has died there. Filled again on that node, it finds its capsules."""
+        """The rank's process has died there. Filled again on that node, it finds its rank-local states."""
         if record.place is not Place.EMPTY or (record.home and record.process.joined_generation >= generation):
             return
         self._is_at_home(record, page, node, generation)
@@ -182,7 +182,7 @@ class TakeOver:
         record.home = record.page_on = node.name
         record.process = replace(record.process, joined_generation=generation)
         record.local_rank, record.committed = said.local_rank, said.committed
-        record.inventory.capsules, record.inventory.early = tuple(said.capsules), frozenset(said.early)
+        record.inventory.local_states, record.inventory.early = tuple(said.local_states), frozenset(said.early)
 
     def _adopt_worker(self, record: RankRecord, worker: pb.WorkerState, node: NodeRecord, generation: int) -> None:
         self._is_at_home(record, worker, node, generation)

@@ -9,7 +9,7 @@ rule:
     resume = the newest version k such that for every shard of every rank some living holder has (shard, k)
 
 A rank that stops in step ``i`` before its mutation holds its shards LIVE at i; one that was caught while it
-changed them is torn and holds nothing live; undo copies, a neighbour's copies, the agent's capsule pages and
+changed them is torn and holds nothing live; undo copies, a neighbour's copies, the agent's rank-local state pages and
 checkpoints add further versions. In plain data parallelism this is the paper's rule. With ZeRO or FSDP a survivor
 that is already at i+1 goes back to its own undo copy of i when a victim's unique shard exists only at i. With expert
 groups nothing changes: a shard is a name, and whoever holds that name at that version is a replica.

@@ -376,7 +376,7 @@ class WorkerState(_message.Message):
     STEPPING_FIELD_NUMBER: _builtins.int
     JOINED_FIELD_NUMBER: _builtins.int
     DONE_FIELD_NUMBER: _builtins.int
-    CAPSULES_FIELD_NUMBER: _builtins.int
+    LOCAL_STATES_FIELD_NUMBER: _builtins.int
     STORE_HOST_FIELD_NUMBER: _builtins.int
     STORE_PORT_FIELD_NUMBER: _builtins.int
     COMMITTED_FIELD_NUMBER: _builtins.int
@@ -408,10 +408,10 @@ class WorkerState(_message.Message):
         """of this generation, else unset"""
 
     @_builtins.property
-    def capsules(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def local_states(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
     def early(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """those of the capsules that are not final"""
+        """those of the rank-local states that are not final"""
 
     def __init__(
         self,
@@ -423,7 +423,7 @@ class WorkerState(_message.Message):
         stepping: _builtins.bool = ...,
         joined: Global___Joined | None = ...,
         done: Global___Done | None = ...,
-        capsules: _abc.Iterable[_builtins.int] | None = ...,
+        local_states: _abc.Iterable[_builtins.int] | None = ...,
         store_host: _builtins.str = ...,
         store_port: _builtins.int = ...,
         committed: _builtins.int = ...,
@@ -433,7 +433,7 @@ class WorkerState(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["done", b"done", "joined", b"joined"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["capsules", b"capsules", "committed", b"committed", "done", b"done", "early", b"early", "exited", b"exited", "joined", b"joined", "local_rank", b"local_rank", "pid", b"pid", "rank", b"rank", "released", b"released", "resumed", b"resumed", "stepping", b"stepping", "store_host", b"store_host", "store_port", b"store_port"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["committed", b"committed", "done", b"done", "early", b"early", "exited", b"exited", "joined", b"joined", "local_rank", b"local_rank", "local_states", b"local_states", "pid", b"pid", "rank", b"rank", "released", b"released", "resumed", b"resumed", "stepping", b"stepping", "store_host", b"store_host", "store_port", b"store_port"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -441,12 +441,12 @@ Global___WorkerState: _TypeAlias = WorkerState  # noqa: Y015
 
 @_typing.final
 class PageOf(_message.Message):
-    """What the agent has of a rank whose process is no more: the capsules in its page, and what it had committed (-1: none)."""
+    """What the agent has of a rank whose process is no more: the rank-local states in its page, and what it had committed (-1: none)."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     RANK_FIELD_NUMBER: _builtins.int
-    CAPSULES_FIELD_NUMBER: _builtins.int
+    LOCAL_STATES_FIELD_NUMBER: _builtins.int
     EARLY_FIELD_NUMBER: _builtins.int
     COMMITTED_FIELD_NUMBER: _builtins.int
     LOCAL_RANK_FIELD_NUMBER: _builtins.int
@@ -454,21 +454,21 @@ class PageOf(_message.Message):
     committed: _builtins.int
     local_rank: _builtins.int
     @_builtins.property
-    def capsules(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def local_states(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
     def early(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     def __init__(
         self,
         *,
         rank: _builtins.int = ...,
-        capsules: _abc.Iterable[_builtins.int] | None = ...,
+        local_states: _abc.Iterable[_builtins.int] | None = ...,
         early: _abc.Iterable[_builtins.int] | None = ...,
         committed: _builtins.int = ...,
         local_rank: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["capsules", b"capsules", "committed", b"committed", "early", b"early", "local_rank", b"local_rank", "rank", b"rank"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["committed", b"committed", "early", b"early", "local_rank", b"local_rank", "local_states", b"local_states", "rank", b"rank"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -848,7 +848,7 @@ class WorkerStarted(_message.Message):
     RANK_FIELD_NUMBER: _builtins.int
     GENERATION_FIELD_NUMBER: _builtins.int
     PID_FIELD_NUMBER: _builtins.int
-    CAPSULES_FIELD_NUMBER: _builtins.int
+    LOCAL_STATES_FIELD_NUMBER: _builtins.int
     EARLY_FIELD_NUMBER: _builtins.int
     BESIDE_FIELD_NUMBER: _builtins.int
     rank: _builtins.int
@@ -857,8 +857,8 @@ class WorkerStarted(_message.Message):
     beside: _builtins.int
     """as in Replace"""
     @_builtins.property
-    def capsules(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """versions of the rank's capsule that the agent keeps in the page"""
+    def local_states(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """versions of the rank's rank-local state that the agent keeps in the page"""
 
     @_builtins.property
     def early(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
@@ -870,13 +870,13 @@ class WorkerStarted(_message.Message):
         rank: _builtins.int = ...,
         generation: _builtins.int = ...,
         pid: _builtins.int = ...,
-        capsules: _abc.Iterable[_builtins.int] | None = ...,
+        local_states: _abc.Iterable[_builtins.int] | None = ...,
         early: _abc.Iterable[_builtins.int] | None = ...,
         beside: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["beside", b"beside", "capsules", b"capsules", "early", b"early", "generation", b"generation", "pid", b"pid", "rank", b"rank"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["beside", b"beside", "early", b"early", "generation", b"generation", "local_states", b"local_states", "pid", b"pid", "rank", b"rank"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -901,7 +901,7 @@ class LastWords(_message.Message):
     traceback: _builtins.str
     communication: _builtins.bool
     fatal: _builtins.bool
-    """replacing the process cannot help: the job ends"""
+    """replacing the process cannot help: the job ends; without `refused`, because its ranks differ"""
     place: _builtins.str
     """file and line of the script"""
     refused: _builtins.bool
@@ -1173,7 +1173,7 @@ class Held(_message.Message):
     kind: _builtins.str
     version: _builtins.int
     early: _builtins.bool
-    """a capsule that is not final: right unless the step that leads to this version changes it later"""
+    """rank-local state that is not final: right unless the step that leads to this version changes it later"""
     @_builtins.property
     def shards(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
     @_builtins.property
@@ -1662,7 +1662,7 @@ class Reply(_message.Message):
     STASHED_BYTES_FIELD_NUMBER: _builtins.int
     LAYOUT_FIELD_NUMBER: _builtins.int
     READY_FIELD_NUMBER: _builtins.int
-    CAPSULE_FIELD_NUMBER: _builtins.int
+    LOCAL_STATE_FIELD_NUMBER: _builtins.int
     serial: _builtins.int
     generation: _builtins.int
     rank: _builtins.int
@@ -1682,7 +1682,7 @@ class Reply(_message.Message):
     lacking_bytes: _builtins.int
     stashed_bytes: _builtins.int
     """of a stash: bytes of tensors that were written"""
-    capsule: _builtins.bytes
+    local_state: _builtins.bytes
     """of a KeepLast to an agent"""
     @_builtins.property
     def held(self) -> _containers.RepeatedCompositeFieldContainer[Global___Held]: ...
@@ -1708,7 +1708,7 @@ class Reply(_message.Message):
 
     @_builtins.property
     def late(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """of a stop: versions whose capsule, here, was not what it had been early"""
+        """of a stop: versions whose rank-local state, here, was not what it had been early"""
 
     @_builtins.property
     def next_needs(self) -> _containers.RepeatedCompositeFieldContainer[Global___ShardNeed]:
@@ -1749,11 +1749,11 @@ class Reply(_message.Message):
         stashed_bytes: _builtins.int = ...,
         layout: _abc.Iterable[_builtins.int] | None = ...,
         ready: _abc.Iterable[_builtins.int] | None = ...,
-        capsule: _builtins.bytes = ...,
+        local_state: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["parity", b"parity", "position", b"position"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["also", b"also", "bytes_on_device", b"bytes_on_device", "bytes_received", b"bytes_received", "capsule", b"capsule", "error", b"error", "error_type", b"error_type", "fatal", b"fatal", "generation", b"generation", "held", b"held", "lacking_bytes", b"lacking_bytes", "late", b"late", "layout", b"layout", "live_version", b"live_version", "needs", b"needs", "next_needs", b"next_needs", "outside", b"outside", "parity", b"parity", "position", b"position", "rank", b"rank", "ready", b"ready", "received_digests", b"received_digests", "reshaped_bytes", b"reshaped_bytes", "sent_digests", b"sent_digests", "serial", b"serial", "stashed_bytes", b"stashed_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["also", b"also", "bytes_on_device", b"bytes_on_device", "bytes_received", b"bytes_received", "error", b"error", "error_type", b"error_type", "fatal", b"fatal", "generation", b"generation", "held", b"held", "lacking_bytes", b"lacking_bytes", "late", b"late", "layout", b"layout", "live_version", b"live_version", "local_state", b"local_state", "needs", b"needs", "next_needs", b"next_needs", "outside", b"outside", "parity", b"parity", "position", b"position", "rank", b"rank", "ready", b"ready", "received_digests", b"received_digests", "reshaped_bytes", b"reshaped_bytes", "sent_digests", b"sent_digests", "serial", b"serial", "stashed_bytes", b"stashed_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -3025,7 +3025,7 @@ class KeepLast(_message.Message):
     if it was sealed early); with tensors, what the rank itself had kept must be there, too.
     With a directory: write its part of a checkpoint instead, there or where the job's checkpoints go, and those of "lost"
     ranks that it is to write. launch: whose it is, so that no part of an earlier launch is taken for one. members: the ranks of
-    an elastic job as they are counted. To an agent (send): answer with the capsule, too.
+    an elastic job as they are counted. To an agent (send): answer with the rank-local state, too.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -3077,17 +3077,17 @@ Global___KeepLast: _TypeAlias = KeepLast  # noqa: Y015
 
 @_typing.final
 class LostPart(_message.Message):
-    """shards: of tensors, that the rank needs. No capsule: another rank's serves."""
+    """shards: of tensors, that the rank needs. No rank-local state: another rank's serves."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     RANK_FIELD_NUMBER: _builtins.int
     WRITER_FIELD_NUMBER: _builtins.int
     SHARDS_FIELD_NUMBER: _builtins.int
-    CAPSULE_FIELD_NUMBER: _builtins.int
+    LOCAL_STATE_FIELD_NUMBER: _builtins.int
     rank: _builtins.int
     writer: _builtins.int
-    capsule: _builtins.bytes
+    local_state: _builtins.bytes
     @_builtins.property
     def shards(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
     def __init__(
@@ -3096,11 +3096,11 @@ class LostPart(_message.Message):
         rank: _builtins.int = ...,
         writer: _builtins.int = ...,
         shards: _abc.Iterable[_builtins.str] | None = ...,
-        capsule: _builtins.bytes = ...,
+        local_state: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["capsule", b"capsule", "rank", b"rank", "shards", b"shards", "writer", b"writer"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["local_state", b"local_state", "rank", b"rank", "shards", b"shards", "writer", b"writer"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1,17 +1,19 @@
-"""The shared-memory page of one worker: step tag, progress, lifeline, capsule slots, set-up log.
+"""The shared-memory page of one worker: step tag, progress, lifeline, rank-local state slots, set-up log.
 
 The agent makes the page (a memfd: it has no name, so nothing can be left behind) and the worker inherits it. Steady
 state costs a few aligned 8-byte stores per step; no system call, no lock, nothing on the wire. After the worker's
-death the agent still has the page, and with it the dead rank's capsule: the rank-only state that no peer holds.
+death the agent still has the page, and with it the dead rank's rank-local state: the rank-only state that no peer
+holds.
 
-Three capsules are kept. A rank in the backward pass of step i has published version i+1, while a slower rank may still
-be waiting for the last gradients of step i-1: whichever rank dies, the others may need version i-1, i or i+1 of it.
+Three rank-local states are kept. A rank in the backward pass of step i has published version i+1, while a slower rank
+may still be waiting for the last gradients of step i-1: whichever rank dies, the others may need version i-1, i or i+1
+of it.
 
-A capsule is written to slot ``version % 3``: first the slot is invalidated, then data, length and digest are stored,
-then the version. A worker killed in between leaves a slot that does not verify, never a wrong one.
+Rank-local state is written to slot ``version % 3``: first the slot is invalidated, then data, length and digest are
+stored, then the version. A worker killed in between leaves a slot that does not verify, never a wrong one.
 
-A capsule is *early* from the end of the forward pass of step i, when it says what version i+1 will be unless the step
-draws or changes something later, to the moment when step i+1 is handed out, when it is final. Its last bytes
+Rank-local state is *early* from the end of the forward pass of step i, when it says what version i+1 will be unless the
+step draws or changes something later, to the moment when step i+1 is handed out, when it is final. Its last bytes
 (:mod:`flashrecovery.state.witness`) are known only then; they are kept beside it.
 """
 
@@ -36,11 +38,11 @@ TAG_NONE = -2
 """Tag of a worker that has not begun a step."""
 TAG_MUTATING = -1
 
-CAPSULE_LIMIT = 64 << 20
+LOCAL_STATE_LIMIT = 64 << 20
 SETUP_LIMIT = 40 << 20
 _HEADER = 4096
-_SLOTS = tuple(_HEADER + i * CAPSULE_LIMIT for i in range(VERSIONS_KEPT))
-_SETUP = _HEADER + VERSIONS_KEPT * CAPSULE_LIMIT
+_SLOTS = tuple(_HEADER + i * LOCAL_STATE_LIMIT for i in range(VERSIONS_KEPT))
+_SETUP = _HEADER + VERSIONS_KEPT * LOCAL_STATE_LIMIT
 PAGE_BYTES = _SETUP + SETUP_LIMIT
 """Sparse: only what is written takes memory."""
 
@@ -263,13 +265,13 @@ class Page:
             if w[_GENERATION] == generation:
                 return generation, committed
 
-    # -- capsule ----------------------------------------------------------------------------------
+    # -- rank-local state ----------------------------------------------------------------------------------
 
-    def write_capsule(self, version: int, data: bytes, *, early: bool = False) -> None:
-        """Store the capsule of ``version``. Raises ValueError past CAPSULE_LIMIT bytes."""
-        if len(data) > CAPSULE_LIMIT:
+    def write_local_state(self, version: int, data: bytes, *, early: bool = False) -> None:
+        """Store the rank-local state of ``version``. Raises ValueError past LOCAL_STATE_LIMIT bytes."""
+        if len(data) > LOCAL_STATE_LIMIT:
             raise ValueError(
-                f"the rank-only state of this rank takes {len(data):,} bytes; at most {CAPSULE_LIMIT:,} fit "
+                f"the rank-only state of this rank takes {len(data):,} bytes; at most {LOCAL_STATE_LIMIT:,} fit "
                 "(data loader state, persistent buffers, extra objects)"
             )
         slot = version % VERSIONS_KEPT
@@ -282,8 +284,9 @@ class Page:
         self._words[word + 6] = 0
         self._words[word] = version + 1
 
-    def finish_capsule(self, version: int, end: bytes = witness.UNKNOWN) -> None:
-        """The capsule of ``version`` that the page holds is final, with ``end`` in the place of its last bytes."""
+    def finish_local_state(self, version: int, end: bytes = witness.UNKNOWN) -> None:
+        """The rank-local state of ``version`` that the page holds is final, with ``end`` in the place of its last
+        bytes."""
         word = _SLOT_WORDS[version % VERSIONS_KEPT]
         if self._words[word] != version + 1:
             return
@@ -292,8 +295,8 @@ class Page:
             self._words[word + 6] = 1
         self._words[word + 3] = 1
 
-    def read_capsule(self, version: int) -> bytes | None:
-        """The capsule of ``version`` if the page holds it whole."""
+    def read_local_state(self, version: int) -> bytes | None:
+        """The rank-local state of ``version`` if the page holds it whole."""
         slot = version % VERSIONS_KEPT
         word = _SLOT_WORDS[slot]
         if self._words[word] != version + 1:
@@ -303,14 +306,14 @@ class Page:
             return None
         return witness.put(data, _END.pack(*self._words[word + 4 : word + 6])) if self._words[word + 6] else data
 
-    def capsule_versions(self) -> list[int]:
-        """Versions whose capsule the page holds whole."""
+    def local_state_versions(self) -> list[int]:
+        """Versions whose rank-local state the page holds whole."""
         stored = (self._words[word] - 1 for word in _SLOT_WORDS)
-        return sorted(v for v in stored if v >= 0 and self.read_capsule(v) is not None)
+        return sorted(v for v in stored if v >= 0 and self.read_local_state(v) is not None)
 
-    def early_capsules(self) -> list[int]:
-        """The versions among :meth:`capsule_versions` that are not final."""
-        return [v for v in self.capsule_versions() if not self._words[_SLOT_WORDS[v % VERSIONS_KEPT] + 3]]
+    def early_local_states(self) -> list[int]:
+        """The versions among :meth:`local_state_versions` that are not final."""
+        return [v for v in self.local_state_versions() if not self._words[_SLOT_WORDS[v % VERSIONS_KEPT] + 3]]
 
     # -- set-up log -------------------------------------------------------------------------------
 
@@ -332,12 +335,12 @@ class Page:
         return data if _digest(data) == self._words[_SETUP_WORDS + 1] else None
 
     def inherit(self, old: Page) -> None:
-        """Take over the capsules and the set-up log of the page of a dead worker."""
-        early = old.early_capsules()
-        for version in old.capsule_versions():
-            data = old.read_capsule(version)
+        """Take over the rank-local states and the set-up log of the page of a dead worker."""
+        early = old.early_local_states()
+        for version in old.local_state_versions():
+            data = old.read_local_state(version)
             if data is not None:
-                self.write_capsule(version, data, early=version in early)
+                self.write_local_state(version, data, early=version in early)
         log = old.read_setup_log()
         if log is not None:
             self.write_setup_log(log)

@@ -1,6 +1,6 @@
 """Plain state to bytes and back: compact, fast, and safe to read from another process.
 
-``dumps`` is pickle restricted to an allow list of types, so a capsule (a few KB of counters, RNG states,
+``dumps`` is pickle restricted to an allow list of types, so rank-local state (a few KB of counters, RNG states,
 cursors) takes tens of microseconds; ``loads`` refuses every global that ``dumps`` does not write, so a byte
 string can build data and nothing else. What is not on the list is refused by name, with the place where it
 stands.

@@ -1,7 +1,7 @@
-"""Small plain state as shards: the *common* state (equal on all ranks) and the *capsule* (this rank's own).
+"""Small plain state as shards: the *common* state (equal on all ranks) and the *rank-local state* (this rank's own).
 
-Both are byte strings per version, kept for the last three versions in this process; the capsule is also in the shared
-page, where it outlives the process.
+Both are byte strings per version, kept for the last three versions in this process; the rank-local state is also in the
+shared page, where it outlives the process.
 """
 
 from __future__ import annotations

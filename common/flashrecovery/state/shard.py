@@ -35,7 +35,7 @@ class Shard(ABC):
         return list(self.tensors().values())
 
     def values(self) -> dict[str, Any]:
-        """Small plain values by key that belong to this shard (not to the capsule)."""
+        """Small plain values by key that belong to this shard (not to the rank-local state)."""
         return {}
 
     def tensors_and_values(self) -> tuple[Mapping[str, torch.Tensor], dict[str, Any]]:

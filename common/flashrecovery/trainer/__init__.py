@@ -225,7 +225,8 @@ class _Protected:
         return result
 
     def backward(self, loss: Any, **kwargs: Any) -> Any:
-        """The loss is known, and the gradients' synchronisation has not begun: the capsule can contain the loss."""
+        """The loss is known, and the gradients' synchronisation has not begun: the rank-local state can contain the
+        loss."""
         if self._in_call and self._loop.adapter is not None:
             self._loop.step.losses.append(loss.detach())
             if self._trainer.accelerator.gradient_state.sync_gradients:

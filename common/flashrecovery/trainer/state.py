@@ -1,6 +1,7 @@
 """What the Trainer's own loop keeps between two calls, and how it gets into a replacement.
 
-It is saved when a call begins, for a survivor that has to make the call again, and it is part of the capsule, for a
+It is saved when a call begins, for a survivor that has to make the call again, and it is part of the rank-local state,
+for a
 replacement whose loop has only skipped: when its last skipped call returns, all is as it was in the dead process.
 """
 
@@ -189,7 +190,7 @@ class TrainerLoopAdapter(LoopAdapter, InspectableAdapter):
         self._trainer_loop = loop
         self._own = loop.own
 
-    def capsule_mark(self) -> Any:
+    def local_state_mark(self) -> Any:
         return self._own.mark(), self._trainer_loop.flags()
 
     def known(self) -> Sequence[object]:

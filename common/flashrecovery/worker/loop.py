@@ -50,9 +50,9 @@ from flashrecovery.worker.script_text.post_step_collectives import communicates_
 from flashrecovery.worker.script_text.script_frames import check_loop, texts_of
 from flashrecovery.worker.step import activation_release
 from flashrecovery.worker.step import post_step_code as below
-from flashrecovery.worker.step.capsule import Sealing
 from flashrecovery.worker.step.collectives import CollectiveWatch
 from flashrecovery.worker.step.discarded_run import DiscardedRun
+from flashrecovery.worker.step.sealing import Sealing
 from flashrecovery.worker.step.transaction import Transaction
 from flashrecovery.worker.step.unwinding import Unwinding
 
@@ -71,7 +71,7 @@ class Loop:
     def __init__(self, worker: Worker, copies: Copies, *, own_calls: bool, own_loops: bool = False) -> None:
         self._own_loops = own_loops
         self.copies = copies
-        self.sealing: Sealing[Drawn] = Sealing(worker.registry.habits, _Capsules(worker.registry, worker.gate))
+        self.sealing: Sealing[Drawn] = Sealing(worker.registry.habits, _LocalStates(worker.registry, worker.gate))
         self._worker = worker
         self._gate = worker.gate
         self._gate.of_calls = own_calls
@@ -446,9 +446,9 @@ class Loop:
         if self._committed:
             self.copies.save_checkpoint_if_due(version, self._gate.generation)
         else:
-            capsule = self._registry.capsule.at(version)
-            if capsule is not None:
-                self._gate.page.write_capsule(version, capsule)
+            local_state = self._registry.local_state.at(version)
+            if local_state is not None:
+                self._gate.page.write_local_state(version, local_state)
         self.copies.start(version)
         habits = self._registry.habits
         if habits.touched or not habits.known:
@@ -553,11 +553,11 @@ class Loop:
         """Schedulers, random numbers, data position and the like, as they were at ``version``. ``fresh``: the data
         sources stand at their beginning. Raises RestoreError if this rank does not hold them."""
         registry = self._registry
-        common, capsule = registry.common.at(version), registry.capsule.at(version)
-        if common is None or capsule is None:
+        common, local_state = registry.common.at(version), registry.local_state.at(version)
+        if common is None or local_state is None:
             raise RestoreError(f"the plain state of version {version} is missing on rank {self._worker.rank}")
-        registry.restore_plain(common, capsule, version, fresh=fresh)
-        for shard in (registry.common, registry.capsule):
+        registry.restore_plain(common, local_state, version, fresh=fresh)
+        for shard in (registry.common, registry.local_state):
             shard.drop_after(version)
 
     def resumed(self) -> None:
@@ -587,8 +587,8 @@ class Loop:
         self._touches.begin()
 
 
-class _Capsules:
-    """Where capsules are kept: in this process, and in the page that outlives it."""
+class _LocalStates:
+    """Where rank-local states are kept: in this process, and in the page that outlives it."""
 
     def __init__(self, registry: Registry, gate: Gate) -> None:
         self._registry = registry
@@ -600,14 +600,14 @@ class _Capsules:
 
     def write(self, version: int, drawn: Drawn, *, early: bool) -> None:
         self._registry.mark_data(version)
-        data = self._registry.capture_capsule(drawn, version)
-        self._registry.capsule.keep(version, data, early=early)
-        self._page.write_capsule(version, data, early=early)
+        data = self._registry.capture_local_state(drawn, version)
+        self._registry.local_state.keep(version, data, early=early)
+        self._page.write_local_state(version, data, early=early)
         self._written = drawn
 
     def finish(self, version: int) -> None:
         if self._registry.learned_sizes.stale and self._written is not None:  # compiled after it was written
             self.write(version, self._written, early=True)
         end = self._registry.witness(version)
-        self._registry.capsule.finish(version, end)
-        self._page.finish_capsule(version, end)
+        self._registry.local_state.finish(version, end)
+        self._page.finish_local_state(version, end)

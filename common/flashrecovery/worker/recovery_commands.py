@@ -32,7 +32,7 @@ from flashrecovery.worker.context import Worker
 from flashrecovery.worker.registry import Drawn
 from flashrecovery.worker.replication.copies import Copies
 from flashrecovery.worker.reshard.reshard import Reshaping
-from flashrecovery.worker.step.capsule import Sealing
+from flashrecovery.worker.step.sealing import Sealing
 from flashrecovery.worker.transfer.transfer import exchange, within
 
 if TYPE_CHECKING:
@@ -383,7 +383,7 @@ class RecoveryExecutor:
             shard = worker.registry.shards[name]
             if isinstance(shard, ObjectShard):
                 if shard.at(version) is None:
-                    data = worker.connection.page.read_capsule(version)
+                    data = worker.connection.page.read_local_state(version)
                     if data is None:
                         raise RestoreError(f"{name!r} at version {version} is no longer in the page")
                     shard.keep(version, data)
@@ -438,7 +438,7 @@ class RecoveryExecutor:
 
     def _source(self, kind: str, name: str, version: int) -> ShardSource:
         if kind == Kind.LENT:
-            return ShardSource(name, *self._worker.registry.capsule.tensors_at(version))
+            return ShardSource(name, *self._worker.registry.local_state.tensors_at(version))
         shard = self._worker.registry.shards.get(name)
         if isinstance(shard, ObjectShard):
             return ShardSource(name, *shard.tensors_at(version))
@@ -490,7 +490,7 @@ class RecoveryExecutor:
         """What this rank holds besides its live state, for the report."""
         worker = self._worker
         held = []
-        for shard in (worker.registry.common, worker.registry.capsule):
+        for shard in (worker.registry.common, worker.registry.local_state):
             held += [
                 pb.Held(
                     kind=Kind.UNDO,
@@ -502,23 +502,25 @@ class RecoveryExecutor:
                 for v in shard.versions()
                 if v != worker.gate.live
             ]
-        in_page, capsule = self._in_page(), worker.registry.capsule.name
-        early = worker.connection.page.early_capsules() if in_page else []
-        held += [pb.Held(kind=Kind.PAGE, version=v, shards=[capsule], nbytes=[0], early=v in early) for v in in_page]
+        in_page, local_state = self._in_page(), worker.registry.local_state.name
+        early = worker.connection.page.early_local_states() if in_page else []
+        held += [
+            pb.Held(kind=Kind.PAGE, version=v, shards=[local_state], nbytes=[0], early=v in early) for v in in_page
+        ]
         return held + self._loop.copies.inventory()
 
     def _in_page(self) -> list[int]:
-        """Versions whose capsule stands only in this process's page, where the process before it has left it: all of
-        them before this process has come into the loop; later those from before that, for as long as others hold
+        """Versions whose rank-local state stands only in this process's page, where the process before it has left it:
+        all of them before this process has come into the loop; later those from before that, for as long as others hold
         them."""
         worker = self._worker
-        page, capsule = worker.connection.page, worker.registry.capsule
+        page, local_state = worker.connection.page, worker.registry.local_state
         if worker.connection.detached:
-            return page.capsule_versions()
+            return page.local_state_versions()
         recently = 0 < self._came_at <= worker.gate.version < self._came_at + VERSIONS_KEPT
         if not recently or not self._loop.can_go_back_anywhere:
             return []
-        return [v for v in page.capsule_versions() if v < self._came_at and capsule.at(v) is None]
+        return [v for v in page.local_state_versions() if v < self._came_at and local_state.at(v) is None]
 
 
 def _seconds(interval: float | Literal["auto"]) -> float:

@@ -1,8 +1,8 @@
 """Everything that a script registered, and the plain state that goes with it: what there is to protect on this rank.
 
-Plain state is *common* (taken to be equal on all ranks, so that a replacement gets its peers') or the *capsule* (this
-rank's own). Registered objects are common until they turn out to differ between the ranks, and the capsule says what
-this rank's were like: a replacement notices if its predecessor's had been others.
+Plain state is *common* (taken to be equal on all ranks, so that a replacement gets its peers') or the *rank-local
+state* (this rank's own). Registered objects are common until they turn out to differ between the ranks, and the
+rank-local state says what this rank's were like: a replacement notices if its predecessor's had been others.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from flashrecovery.plan.elastic.new_ranks import members_of
 from flashrecovery.plan.elastic.replicas import ReplicaShape, shape_of
 from flashrecovery.plan.ownership import own_name
 from flashrecovery.plan.reshard.rules import TensorRule
-from flashrecovery.runtime.page import CAPSULE_LIMIT
+from flashrecovery.runtime.page import LOCAL_STATE_LIMIT
 from flashrecovery.state import codec, witness
 from flashrecovery.state.checkpoint_format import CheckpointFormat
 from flashrecovery.state.object_shard import COMMON, ObjectShard
@@ -96,7 +96,7 @@ class Registry:
         self.learned_sizes = DynamicShapes()
         self.batches: GlobalBatches | None = None
         self.common = ObjectShard(COMMON, tuple(range(world_size)))
-        self.capsule = ObjectShard(f"capsule@{self._number}", (rank,))
+        self.local_state = ObjectShard(f"capsule@{self._number}", (rank,))
         self.shape = ReplicaShape(world_size)
         self.members = tuple(range(world_size))
         self._launched: dict[str, tuple[int, ...]] = {}  # holders of the shards, as the job was launched
@@ -133,6 +133,8 @@ class Registry:
 
     def register_adapter(self, adapter: Adapter, objects: dict[str, Any], per_rank: Collection[str] = ()) -> None:
         """Protect what a framework's own adapter describes."""
+        if hasattr(adapter, "capsule_mark"):
+            raise RegistrationError(f"{adapter.name}: capsule_mark() is called local_state_mark() now")
         self._check_objects(objects)
         self.adapters.append(adapter)
         self._add_objects(objects, per_rank)
@@ -178,10 +180,10 @@ class Registry:
                     shard.name = f"model{number}/{shard.name}"
             for shard in shards:
                 self.shards[shard.name] = shard
-        for objects in (self.common, self.capsule):
+        for objects in (self.common, self.local_state):
             self.shards[objects.name] = objects
         self._launched = {name: tuple(shard.holders) for name, shard in self.shards.items()}
-        self._launched[self.capsule.name] = (self._number,)
+        self._launched[self.local_state.name] = (self._number,)
 
     def replicas(self) -> dist.ProcessGroup | None:
         """The data-parallel group, as the adapters say; None: each rank is a replica.
@@ -278,7 +280,7 @@ class Registry:
         numbers = [layout.index(peer) for peer in self.sharers(layout, self.members[self.rank])]
         for name in self.divided():
             self.shards[name].holders = tuple(numbers[place] for place in self.shards[name].holders)
-        for objects in (self.common, self.capsule):
+        for objects in (self.common, self.local_state):
             self.shards[objects.name] = objects
         self.resize(self.members, self.members[self.rank])
 
@@ -311,7 +313,7 @@ class Registry:
     def unique_shards(self) -> list[Shard]:
         """Shards of tensors that no other rank holds."""
         mine = (self.rank,)
-        return [s for s in self.shards.values() if s.holders == mine and s is not self.capsule]
+        return [s for s in self.shards.values() if s.holders == mine and s is not self.local_state]
 
     def tensor_shards(self) -> list[Shard]:
         return [s for s in self.shards.values() if not isinstance(s, ObjectShard)]
@@ -324,11 +326,11 @@ class Registry:
     # -- plain state ------------------------------------------------------------------------------
 
     def drawn(self) -> Drawn:
-        """Changes whenever random numbers or data are drawn, or another part of the capsule changes."""
+        """Changes whenever random numbers or data are drawn, or another part of the rank-local state changes."""
         return (
             RngState.now(),
             [s.mark for s in self.streams],
-            [*(a.capsule_mark() for a in self.adapters), *(() if self.place is None else (self.place.mark(),))],
+            [*(a.local_state_mark() for a in self.adapters), *(() if self.place is None else (self.place.mark(),))],
             {name: _state_of(name, self.objects[name]) for name in self.habits.own},
             self._own_settings(),
         )
@@ -415,7 +417,7 @@ class Registry:
         for name, encoded in state["objects"].items():
             self.objects[name].load_state_dict(codec.loads(encoded))
 
-    def capture_capsule(self, drawn: Drawn, version: int) -> bytes:
+    def capture_local_state(self, drawn: Drawn, version: int) -> bytes:
         """State of this rank alone: random number streams, data position, rank-only framework state and objects, and
         what torch.compile has learned here. ``drawn``: as they stand now. Raises UnsupportedError if it is too large to
         be kept."""
@@ -433,7 +435,7 @@ class Registry:
             }
         )
         data += witness.UNKNOWN
-        if len(data) > CAPSULE_LIMIT:
+        if len(data) > LOCAL_STATE_LIMIT:
             raise UnsupportedError(self._too_large(len(data), drawn[3], drawn[4]))
         return data
 
@@ -445,9 +447,9 @@ class Registry:
         largest = sorted(parts.items(), key=lambda part: -part[1])[:_SHOWN]
         named = ", ".join(f"{name} ({nbytes:,} bytes)" for name, nbytes in largest)
         return (
-            f"the state that rank {self.rank} alone has takes {size:,} bytes; at most {CAPSULE_LIMIT:,} can be kept in "
-            f"each step. The largest parts: {named}. Of buffers, only those that change count; what is equal on all "
-            "ranks can be a parameter with requires_grad=False instead (docs/limits.md)"
+            f"the state that rank {self.rank} alone has takes {size:,} bytes; at most {LOCAL_STATE_LIMIT:,} "
+            f"can be kept in each step. The largest parts: {named}. Of buffers, only those that change count; what "
+            "is equal on all ranks can be a parameter with requires_grad=False instead (docs/limits.md)"
         )
 
     def witness(self, version: int) -> bytes:
@@ -456,19 +458,20 @@ class Registry:
 
     def remember_start(self) -> None:
         """Now, before the first step, this rank's own state is what the script has made it."""
-        self._start = self.capture_capsule(self.drawn(), 0)
+        self._start = self.capture_local_state(self.drawn(), 0)
 
     def begin_anew(self) -> None:
         """Bring this rank's own state back to the script's start."""
-        self.restore_capsule(self._start, 0, fresh=True)
+        self.restore_local_state(self._start, 0, fresh=True)
 
     def mark_data(self, version: int) -> None:
         """The data fetched so far belongs to steps before ``version``."""
         for stream in self.streams:
             stream.commit(version)
 
-    def restore_capsule(self, data: bytes, version: int, *, fresh: bool) -> None:
-        """Adopt a capsule. ``fresh``: this process is a replacement, its data sources stand at their beginning."""
+    def restore_local_state(self, data: bytes, version: int, *, fresh: bool) -> None:
+        """Adopt rank-local state. ``fresh``: this process is a replacement, its data sources stand at their
+        beginning."""
         state = codec.loads(data)
         for stream, part in zip(self.streams, state["data"], strict=True):
             if fresh:
@@ -486,24 +489,24 @@ class Registry:
         learned(state.get("compiled", []))
         restore_rng(state["rng"])  # last: skipping data consumes random numbers
 
-    def restore_plain(self, common: bytes, capsule: bytes, version: int, *, fresh: bool) -> None:
+    def restore_plain(self, common: bytes, local_state: bytes, version: int, *, fresh: bool) -> None:
         """Bring all plain state to ``version``.
 
         Raises:
             DivergedError: an object that was taken to be equal on all ranks was not.
         """
-        mine = codec.loads(capsule)
-        self._compare(codec.loads(common), mine, witness.found(capsule), version)
+        mine = codec.loads(local_state)
+        self._compare(codec.loads(common), mine, witness.found(local_state), version)
         self._digests = {v: digests for v, digests in self._digests.items() if v <= version}
         self.restore_common(common, mine.get("settings", {}))
-        self.restore_capsule(capsule, version, fresh=fresh)
+        self.restore_local_state(local_state, version, fresh=fresh)
 
-    def _compare(self, common: dict[str, Any], capsule: dict[str, Any], seen: bytes, version: int) -> None:
+    def _compare(self, common: dict[str, Any], local_state: dict[str, Any], seen: bytes, version: int) -> None:
         """What the common state says of the registered objects must be what this rank's own had been like: when the
-        capsule was sealed and, as far as it is known, when the version was complete (``seen``)."""
-        at, mine = capsule["shared"]
+        rank-local state was sealed and, as far as it is known, when the version was complete (``seen``)."""
+        at, mine = local_state["shared"]
         theirs = common["digests"] if at == version else common["before"] if at == version - 1 else {}
-        odd = sorted(n for n in mine.keys() & theirs.keys() if mine[n] != theirs[n] and n not in capsule["objects"])
+        odd = sorted(n for n in mine.keys() & theirs.keys() if mine[n] != theirs[n] and n not in local_state["objects"])
         if not odd and seen not in (witness.UNKNOWN, witness.of(common["digests"])):
             at, odd = version, sorted(common["digests"])
         if odd:

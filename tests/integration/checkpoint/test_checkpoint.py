@@ -29,7 +29,7 @@ from flashrecovery.redundancy.checkpoint.reader import checkpoint_layout_mismatc
 from flashrecovery.redundancy.checkpoint.writer import CheckpointFallback, Published
 from flashrecovery.runtime import durable
 from flashrecovery.state.checkpoint_format import CheckpointFormat
-from tests.integration.redundancy.test_neighbour import Owned, capsule_of, shards_of
+from tests.integration.redundancy.test_neighbour import Owned, local_state_of, shards_of
 from tests.support.checkpoints import load
 from tests.support.ranks import die, results, run_ranks
 
@@ -55,7 +55,7 @@ def _save(rank: int, world: int, folder: Path, versions: list[int], keep: int = 
         advance(mine, version)
         fallback.announce(version, 0)
         assert not fallback.due(version - 1) and fallback.due(version) and not fallback.due(version)
-        k0 = fallback.commit(version, mine, capsule=capsule_of(rank, version), common=COMMON, generation=0)
+        k0 = fallback.commit(version, mine, local_state=local_state_of(rank, version), common=COMMON, generation=0)
         advance(mine, version + 1)  # training goes on while the checkpoint is written
         assert 0 <= k0 < 10
         assert fallback.wait(30)
@@ -75,7 +75,7 @@ def check(folder: Path, version: int, world: int = WORLD) -> None:
     for rank in range(world):
         mine = shards(rank, world)
         state = load(found[1], mine, rank=rank, world=world)
-        assert (state.capsule, state.common) == (capsule_of(rank, version), COMMON)
+        assert (state.local_state, state.common) == (local_state_of(rank, version), COMMON)
         for s in mine:
             expected = s.expected(version)
             assert list(s.live) == list(expected) and s.extra == {"count": version}
@@ -129,7 +129,7 @@ def test_index_and_manifests_are_read_once_for_all_that_a_restore_asks(
     checkpoint = StoredCheckpoint.open(folder / step_name(4))
     assert checkpoint.first.common == checkpoint.manifests([0])[0].common == COMMON
     mine = shards(2)
-    assert reader.load(checkpoint, mine, rank=2, world=WORLD).capsule == capsule_of(2, 4)
+    assert reader.load(checkpoint, mine, rank=2, world=WORLD).local_state == local_state_of(2, 4)
     assert opened.count(".metadata") == 1
     assert len(decoded) == WORLD
 
@@ -163,7 +163,7 @@ def _die_while_writing(rank: int, world: int, folder: Path) -> None:
     advance(mine, 12)
     if rank == 1:
         die()
-    fallback.commit(12, mine, capsule=b"", common=COMMON, generation=0)
+    fallback.commit(12, mine, local_state=b"", common=COMMON, generation=0)
     fallback.wait(30)
 
 
@@ -189,7 +189,7 @@ def _save_in_launch(rank: int, world: int, folder: Path, launch: str, writing: l
         die()
     fallback.announce(12, 1, launch)
     assert fallback.due(12)
-    fallback.commit(12, mine, capsule=launch.encode(), common=COMMON, generation=1)
+    fallback.commit(12, mine, local_state=launch.encode(), common=COMMON, generation=1)
     fallback.wait(30)
     return [p.version for p in published]
 
@@ -203,7 +203,9 @@ def test_what_a_killed_launch_has_left_becomes_no_part_of_the_next_ones_checkpoi
     assert results([alone[1]]) == [[]] and newest(folder) is None
     published = results(run_ranks(_save_in_launch, WORLD, tmp_path, folder, "third", [0, 1, 2], group=False))
     assert sorted(v for of_rank in published for v in of_rank) == [12]
-    assert {load(folder / step_name(12), shards(r), rank=r, world=WORLD).capsule for r in range(WORLD)} == {b"third"}
+    assert {load(folder / step_name(12), shards(r), rank=r, world=WORLD).local_state for r in range(WORLD)} == {
+        b"third"
+    }
     assert not list(folder.glob(".pending*"))
 
 
@@ -255,7 +257,7 @@ def test_a_whole_one_is_there_whenever_a_writer_is_killed_that_replaces_it(excha
         (saved,) = verify.checkpoints_in(folder)
         assert not saved.wrong
     assert end.error is None and killed >= (6 if exchanges else 7)
-    assert load(folder / step_name(12), shards(0, 1), rank=0, world=1).capsule == f"launch{killed + 1}".encode()
+    assert load(folder / step_name(12), shards(0, 1), rank=0, world=1).local_state == f"launch{killed + 1}".encode()
     assert not list(folder.glob(".pending*"))
 
 
@@ -338,11 +340,11 @@ def test_an_error_while_writing_is_reported_and_training_goes_on(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("flashrecovery.redundancy.checkpoint.writer.write_part", full)
-    fallback.commit(3, shards(0, 1), capsule=b"", common=b"", generation=0)
+    fallback.commit(3, shards(0, 1), local_state=b"", common=b"", generation=0)
     assert fallback.wait(10)
     assert isinstance(errors[0], OSError) and newest(tmp_path) is None
     monkeypatch.undo()
-    fallback.commit(4, shards(0, 1), capsule=b"", common=b"", generation=0)
+    fallback.commit(4, shards(0, 1), local_state=b"", common=b"", generation=0)
     assert fallback.wait(10) and len(errors) == 1
     assert newest(tmp_path) == (4, tmp_path / "step-0000000004")
     fallback.close(5)
@@ -354,7 +356,7 @@ def _slow(rank: int, world: int, folder: Path) -> bool:
     advance(mine, 1)
     fallback = CheckpointFallback(folder, rank=rank, world=world)
     began = time.monotonic()
-    k0 = fallback.commit(1, mine, capsule=b"", common=b"", generation=0)
+    k0 = fallback.commit(1, mine, local_state=b"", common=b"", generation=0)
     committed = time.monotonic() - began
     fallback.wait()
     return committed < k0 + 0.5 and os.path.exists(folder / "step-0000000001")
@@ -390,7 +392,7 @@ def _save_plain(rank: int, world: int, folder: Path) -> None:
     mine = shards(rank, world)
     advance(mine, 4)
     fallback = CheckpointFallback(folder, rank=rank, world=world, form=Plain(mine, rank))
-    fallback.commit(4, mine, capsule=capsule_of(rank, 4), common=COMMON, generation=0)
+    fallback.commit(4, mine, local_state=local_state_of(rank, 4), common=COMMON, generation=0)
     advance(mine, 5)
     assert fallback.wait(30) and fallback.close(5)
 
@@ -404,7 +406,7 @@ def test_a_frameworks_own_format_takes_the_place_of_the_tensors(tmp_path: Path) 
     for rank in range(WORLD):
         mine = shards(rank)
         state = load(found[1], mine, rank=rank, world=WORLD, form=Plain(mine, rank))
-        assert state.capsule == capsule_of(rank, 4)
+        assert state.local_state == local_state_of(rank, 4)
         assert all(torch.equal(s.live[k], v) for s in mine for k, v in s.expected(4).items())
     mine = shards(0)
     with pytest.raises(RestoreError, match="digests"):
@@ -440,7 +442,7 @@ def _save_divided(rank: int, world: int, folder: Path) -> None:
     mine = shards(rank, world)
     advance(mine, 4)
     fallback = CheckpointFallback(folder, rank=rank, world=world, form=Divided(mine, rank, world))
-    fallback.commit(4, mine, capsule=capsule_of(rank, 4), common=COMMON, generation=0)
+    fallback.commit(4, mine, local_state=local_state_of(rank, 4), common=COMMON, generation=0)
     assert fallback.wait(30) and fallback.close(5)
 
 
@@ -453,7 +455,7 @@ def test_ranks_of_another_layout_load_what_the_format_can_give_them(tmp_path: Pa
         form = Divided(shards(rank, WORLD - 1), rank, WORLD - 1)
         assert checkpoint_layout_mismatch(StoredCheckpoint.open(found[1]), form) == f"ranks={WORLD}"
         state = load(found[1], form.mine, rank=rank, world=WORLD - 1, form=form)
-        assert (found[0], state.capsule, state.common) == (4, None, COMMON)
+        assert (found[0], state.local_state, state.common) == (4, None, COMMON)
         assert [t.tolist() for t in form.loaded] == [shards(r)[0].expected(4)["param"].tolist() for r in range(WORLD)]
     assert checkpoint_layout_mismatch(StoredCheckpoint.open(found[1]), Divided(shards(0), 0, WORLD)) == ""
     with pytest.raises(RestoreError, match="format 'divided'"):

@@ -38,7 +38,7 @@ from flashrecovery.snapshot import memory
 from flashrecovery.state.object_shard import ObjectShard
 from flashrecovery.state.shard import ShardSource
 from flashrecovery.worker.transfer.transfer import exchange
-from tests.integration.redundancy.test_neighbour import capsule_of, shards_of
+from tests.integration.redundancy.test_neighbour import local_state_of, shards_of
 
 WORLD = 5
 WHOLE = 2
@@ -60,7 +60,7 @@ class Rank:
         assert group is not None
         context = CopyContext(group, generation)
         self.shards = shards_of(rank, WORLD, NUMEL)
-        self.capsule = ObjectShard(f"capsule@{rank}", (rank,))
+        self.local_state = ObjectShard(f"capsule@{rank}", (rank,))
         self.parity: ParityCopies | None = None
         if how in (PARITY_1, PARITY_2):
             losses = 1 if how == PARITY_1 else 2
@@ -117,9 +117,9 @@ class Rank:
         return f"ok at {self.live}"
 
     def commit(self) -> None:
-        capsule = capsule_of(self.rank, self.live)
-        self.capsule.keep(self.live, capsule)
-        self.copies.commit(self.live, capsule)
+        local_state = local_state_of(self.rank, self.live)
+        self.local_state.keep(self.live, local_state)
+        self.copies.commit(self.live, local_state)
 
     def step(self) -> None:
         self.copies.wait()
@@ -154,7 +154,7 @@ class Rank:
                 self.pipe.send(("refused", f"{type(e).__name__}: {e}"))
                 os._exit(1)
         for name in local:
-            if name != self.capsule.name:
+            if name != self.local_state.name:
                 decoded = None if self.parity is None else self.parity.decoded(name, version)
                 if decoded is not None:
                     write_back(decoded, mine[name])
@@ -167,10 +167,10 @@ class Rank:
                 outgoing.setdefault(t.dest, []).append(self.source(t, version))
             if t.dest == self.rank:
                 incoming.setdefault(t.source, []).append(t.shard)
-        report = exchange(groups.control_group(), outgoing, incoming, {**mine, self.capsule.name: self.capsule})
+        report = exchange(groups.control_group(), outgoing, incoming, {**mine, self.local_state.name: self.local_state})
         assert not report.mismatched
-        self.capsule.adopt(version)
-        self.capsule.drop_after(version)
+        self.local_state.adopt(version)
+        self.local_state.drop_after(version)
         self.check(version)
         self.pipe.send(("restored", report.bytes_received))
         self.inbox_until("resume")
@@ -207,7 +207,7 @@ class Rank:
             held += [Holding(self.rank, s.name, v, Kind.UNDO, 0) for v in self.copies.undo.versions()]
             if self.live >= 0:
                 held.append(Holding(self.rank, s.name, self.live, Kind.LIVE, 0))
-        held += [Holding(self.rank, self.capsule.name, v, Kind.UNDO, 0) for v in self.capsule.versions()]
+        held += [Holding(self.rank, self.local_state.name, v, Kind.UNDO, 0) for v in self.local_state.versions()]
         held += [Holding(self.rank, h.shard, h.version, Kind.COPY, 0) for h in self.copies.holdings()]
         return held
 
@@ -225,7 +225,7 @@ class Rank:
             assert list(shard.live) == list(expected), shard.name
             assert all(torch.equal(shard.live[k], v) for k, v in expected.items()), (shard.name, version)
             assert shard.extra == {"count": version}
-        assert self.capsule.at(version) == capsule_of(self.rank, version)
+        assert self.local_state.at(version) == local_state_of(self.rank, version)
 
 
 def _rank_main(rank: int, pipe: Any, folder: Path, generation: int, how: str) -> None:

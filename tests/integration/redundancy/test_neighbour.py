@@ -84,8 +84,8 @@ def check(copies: NeighbourCopies, owner: int, version: int, world: int, numel: 
                     version,
                     key,
                 )
-    capsule = copies.source(f"capsule@{owner}", version).tensors[0]
-    assert capsule.numpy().tobytes() == capsule_of(owner, version)
+    local_state = copies.source(f"capsule@{owner}", version).tensors[0]
+    assert local_state.numpy().tobytes() == local_state_of(owner, version)
 
 
 def on_hosts(apart: bool, rank: int) -> None:
@@ -94,7 +94,7 @@ def on_hosts(apart: bool, rank: int) -> None:
         memory.host_id = lambda: rank
 
 
-def capsule_of(rank: int, version: int) -> bytes:
+def local_state_of(rank: int, version: int) -> bytes:
     return f"{rank}:{version}".encode() * (version % 3)
 
 
@@ -106,7 +106,7 @@ def _steady(rank: int, world: int, shift: int, apart: bool) -> int:
     assert (copies.source_rank, copies.destination) == (owner, (rank + shift) % world)
     memory = 0
     for version in range(6):
-        copies.commit(version, capsule_of(rank, version))
+        copies.commit(version, local_state_of(rank, version))
         copies.wait()
         held = copies.holdings()
         assert sorted({h.version for h in held}) == sorted({max(0, version - 1), version})
@@ -149,7 +149,7 @@ def _overlap(rank: int, world: int, apart: bool) -> tuple[float, float]:
     committed, waited = 0.0, 0.0
     for version in range(4):
         began = time.monotonic()
-        copies.commit(version, capsule_of(rank, version))
+        copies.commit(version, local_state_of(rank, version))
         committed = max(committed, time.monotonic() - began)
         copies.before_mutation()
         for shard in mine:
@@ -176,7 +176,7 @@ def _again(rank: int, world: int, apart: bool) -> None:
     for version in range(6):
         for shard in mine:
             shard.advance(version)
-        copies.commit(version, capsule_of(rank, version))
+        copies.commit(version, local_state_of(rank, version))
         copies.wait()
     copies.halt(1.0)
     with pytest.raises(StepInterrupted):
@@ -188,7 +188,7 @@ def _again(rank: int, world: int, apart: bool) -> None:
         copies.undo.restore(4, shard)
         assert all(torch.equal(shard.live[k], v) for k, v in shard.expected(4).items())
     before = [copies.source(f"w#{owner}", 4).tensors[0].data_ptr()]
-    copies.commit(4, capsule_of(rank, 4))
+    copies.commit(4, local_state_of(rank, 4))
     copies.wait()
     assert copies.source(f"w#{owner}", 4).tensors[0].data_ptr() in [
         *before,
@@ -197,7 +197,7 @@ def _again(rank: int, world: int, apart: bool) -> None:
     assert sorted(s.version for s in copies._slots) == ([4, 4] if apart else [-1, 4])
     for shard in mine:
         shard.advance(5)
-    copies.commit(5, capsule_of(rank, 5))
+    copies.commit(5, local_state_of(rank, 5))
     copies.wait()
     assert sorted(s.version for s in copies._slots) == [4, 5]
     check(copies, owner, 5, world)
@@ -235,7 +235,7 @@ def test_a_map_that_is_no_permutation_is_refused() -> None:
 def _close_at_once(rank: int, world: int) -> bool:
     """The end of a job: close right after the last commit, one rank late. Nobody is left waiting in an operation."""
     copies = NeighbourCopies(CopyContext(dist.group.WORLD), Ring.of_world(rank, world), shards_of(rank, world, 1 << 20))
-    copies.commit(0, b"capsule")
+    copies.commit(0, b"local_state")
     if rank == 1:
         time.sleep(0.2)
     return copies.close(20.0)
@@ -250,7 +250,7 @@ def _torn(rank: int, world: int) -> list[int]:
     mine = shards_of(rank, world)
     copies = NeighbourCopies(CopyContext(dist.group.WORLD), Ring.of_world(rank, world), mine)
     for version in range(2):
-        copies.commit(version, capsule_of(rank, version))
+        copies.commit(version, local_state_of(rank, version))
         copies.wait()
         copies.before_mutation()
         for shard in mine:

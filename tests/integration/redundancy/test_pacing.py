@@ -14,7 +14,7 @@ from flashrecovery.groups.pace import PacedNetwork
 from flashrecovery.redundancy.memory.neighbor_copy import NeighbourCopies, Ring
 from flashrecovery.redundancy.memory.peer_exchange import CopyContext
 from flashrecovery.snapshot import memory
-from tests.integration.redundancy.test_neighbour import capsule_of, check, shards_of
+from tests.integration.redundancy.test_neighbour import check, local_state_of, shards_of
 from tests.support.groups_ranks import run_ranks
 
 NUMEL = 4 << 20
@@ -50,7 +50,7 @@ class Pair:
     def commit(self, version: int) -> None:
         for shard in self.shards:
             shard.advance(version)
-        self.copies.commit(version, capsule_of(self.rank, version))
+        self.copies.commit(version, local_state_of(self.rank, version))
 
     def has(self, version: int) -> bool:
         """Whether this rank holds the peer's copy."""

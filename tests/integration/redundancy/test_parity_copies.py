@@ -13,7 +13,7 @@ from flashrecovery.plan.parity.code import StripePart
 from flashrecovery.plan.parity.decodable import Decodable, decodable
 from flashrecovery.redundancy.memory.peer_exchange import CopyContext
 from flashrecovery.redundancy.parity.copies import GroupMember, ParityCopies
-from tests.integration.redundancy.test_neighbour import Owned, capsule_of, shards_of
+from tests.integration.redundancy.test_neighbour import Owned, local_state_of, shards_of
 from tests.support.parity_group import naive_parity
 from tests.support.ranks import results, run_ranks
 
@@ -29,7 +29,7 @@ def made(
 
 
 def step(copies: ParityCopies, rank: int, version: int) -> None:
-    copies.commit(version, capsule_of(rank, version))
+    copies.commit(version, local_state_of(rank, version))
     copies.wait()
 
 
@@ -62,7 +62,7 @@ def check(copies: ParityCopies, version: int) -> None:
     assert {t.owner for t in copies.held(-1).told if t.version == version} == before
     for owner in before:
         source = copies.source(f"capsule@{owner}", version)
-        assert source.tensors[0].numpy().tobytes() == capsule_of(owner, version)
+        assert source.tensors[0].numpy().tobytes() == local_state_of(owner, version)
     assert {h.shard for h in copies.holdings() if h.version == version} == {f"capsule@{owner}" for owner in before}
 
 
@@ -109,7 +109,7 @@ def _without_one(rank: int, world: int) -> None:
     copies, mine = made(rank, world, range(world), 1)
     for version in range(5):
         whole = version != 2 or rank != 1
-        copies.commit(version, capsule_of(rank, version) if whole else None)
+        copies.commit(version, local_state_of(rank, version) if whole else None)
         copies.wait()
         assert clean(copies)[-1] == (1 if version == 2 else version)
         check(copies, clean(copies)[-1] if version != 2 else 1)

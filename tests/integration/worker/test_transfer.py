@@ -74,7 +74,7 @@ def equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
 
 
 def _two_victims(rank: int, world: int, strided: bool) -> Any:
-    """Ranks 0 and 1 restore ranks 2 and 3; both destinations get from both sources; the capsule too."""
+    """Ranks 0 and 1 restore ranks 2 and 3; both destinations get from both sources; the rank-local state too."""
     group = dist.group.WORLD
     mine = {f"s{i}": DictShard(f"s{i}", content(i) if rank < 2 else None, strided=strided) for i in range(4)}
     mine["big"] = DictShard("big", {"x": torch.arange(PACK_BYTES // 4 + 1000)} if rank == 0 else None, strided=strided)

@@ -97,8 +97,8 @@ class FakeDevice:
         self._module.synchronize()
 
     def holds(self, tensor: torch.Tensor, device: torch.device) -> bool:
-        """What torch has allocated itself. What was made of bytes, or maps memory, plays the host's: capsules, and the
-        copies that processes share.
+        """What torch has allocated itself. What was made of bytes, or maps memory, plays the host's: rank-local states,
+        and the copies that processes share.
 
         (``resizable()`` of the storage is no answer: it turns false when somebody has looked at the tensor by numpy.)
         """

@@ -243,8 +243,8 @@ class ProcessManager:
             rank=rank,
             generation=command.generation,
             pid=process.pid,
-            capsules=process.page.capsule_versions(),
-            early=process.page.early_capsules(),
+            local_states=process.page.local_state_versions(),
+            early=process.page.early_local_states(),
             beside=replace.beside,
         )
         return process, started

@@ -153,21 +153,21 @@ class NodeSnapshots:
             "of all processes at once would go back to a checkpoint"
         )
 
-    def keep_for(self, rank: int, version: int, capsule: bytes | None, *, tensors: bool) -> str:
-        """A rank is gone whose page had this ``capsule`` of ``version`` (None: it had none). ``tensors``: the rank had
-        more that nobody else has. Returns what is missing, in words; "": nothing."""
+    def keep_for(self, rank: int, version: int, local_state: bytes | None, *, tensors: bool) -> str:
+        """A rank is gone whose page had this ``local_state`` of ``version`` (None: it had none). ``tensors``: the rank
+        had more that nobody else has. Returns what is missing, in words; "": nothing."""
         if self._host is None:
             return "its node has no snapshot process"
         try:
             held = any(one.rank == rank and one.version == version for one in self._host.held())
             if held:
                 return ""
-            if capsule is None:
+            if local_state is None:
                 return f"its own state (random numbers, data position) of step {version} is gone with its process"
             if tensors:
                 return f"what it alone had of step {version} is gone with its process"
-            memory = SharedMemory.create(len(capsule))
-            memory.map[HEADER : HEADER + len(capsule)] = capsule
+            memory = SharedMemory.create(len(local_state))
+            memory.map[HEADER : HEADER + len(local_state)] = local_state
             memory.version = version
             self._host.keep(rank, memory_name(OF_PAGE, self._world_size), memory)
         except OSError as e:

@@ -121,7 +121,7 @@ class Resizing:
             job.enrol(record)  # counted where it was when it left, and without a process after that
             job.vacate(rank)
             record.home = record.page_on = ""
-            record.inventory.capsules, record.inventory.early = (), frozenset()
+            record.inventory.local_states, record.inventory.early = (), frozenset()
             self._not_told.left.remove(rank)
         job.membership.awaited.update(lost)
         return lost
@@ -174,7 +174,7 @@ class Resizing:
         record = self._job.ranks[rank]
         self._job.tell_to_leave(rank, record.home)
         self._job.vacate(rank)
-        record.home, record.inventory.capsules = "", ()
+        record.home, record.inventory.local_states = "", ()
 
     # -- a command --------------------------------------------------------------------------------
 

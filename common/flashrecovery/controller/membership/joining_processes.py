@@ -9,7 +9,7 @@ and that is said. Once all are there, the ranks pause, and in the recovery that 
 from __future__ import annotations
 
 from flashrecovery.controller.state.job_state import JobState
-from flashrecovery.controller.state.rank_inventory import capsule_name
+from flashrecovery.controller.state.rank_inventory import local_state_name
 from flashrecovery.controller.state.rank_record import (
     JoiningProcess,
     Place,
@@ -92,8 +92,8 @@ class JoiningProcesses:
         """How it differs from the ranks that there are, in words; "" if it does not."""
         alike = (r for r in self._job.in_order if r.stand == record.stand)  # a replica's ranks differ from each other
         other = self._job.ranks.get(record.rank) or next(alike, self._job.in_order[0])
-        here = {*map(base_name, record.inventory.common_needs())} - {capsule_name(record.rank)}
-        there = {*map(base_name, other.inventory.common_needs())} - {capsule_name(other.rank)}
+        here = {*map(base_name, record.inventory.common_needs())} - {local_state_name(record.rank)}
+        there = {*map(base_name, other.inventory.common_needs())} - {local_state_name(other.rank)}
         old, new = other.registration(there, steps=True), record.registration(here, steps=True)
         return registration_differs(old, new, f"rank {other.rank}")
 

@@ -64,7 +64,7 @@ class ProactiveReplacement:
             record.page_on = "" if record.page_on == node.name else record.page_on
         for record in moved:
             self._job.vacate(record.rank)
-            record.home, record.inventory.capsules = "", ()
+            record.home, record.inventory.local_states = "", ()
             if self._job.recovery is not None:
                 self._job.recovery.add_victim(record.rank, FailureKind.WARNING, self._job.generation)
         self._staffing.settle(ranks, now, node.domain)

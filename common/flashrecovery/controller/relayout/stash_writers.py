@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from flashrecovery.controller.state.custody import left_behind
-from flashrecovery.controller.state.rank_inventory import capsule_name
+from flashrecovery.controller.state.rank_inventory import local_state_name
 from flashrecovery.controller.state.rank_record import RankRecord
 from flashrecovery.errors import JobFailedError
 from flashrecovery.plan import Kind
@@ -32,10 +32,10 @@ def assigned(
 
     Raises JobFailedError if somebody has said that it has a shard, and nobody has.
     """
-    capsules = {capsule_name(rank) for rank in (*records, *departed)}
+    local_states = {local_state_name(rank) for rank in (*records, *departed)}
     sizes = {name: nbytes for record in records.values() for name, nbytes in record.inventory.needs.items()}
     sizes |= {need.shard: need.nbytes for need in left_behind(departed, records.values())}
-    names = {name for name in sizes if name not in capsules and name != COMMON}
+    names = {name for name in sizes if name not in local_states and name != COMMON}
     holders: dict[str, dict[int, Kind]] = {name: {} for name in names}
     for record in records.values():
         found = [*record.inventory.live_at(version, names), *record.inventory.copies_at(version, names)]

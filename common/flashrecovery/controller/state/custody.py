@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 
-from flashrecovery.controller.state.rank_inventory import capsule_name
+from flashrecovery.controller.state.rank_inventory import local_state_name
 from flashrecovery.controller.state.rank_record import RankRecord
 from flashrecovery.plan import Kind, Need
 from flashrecovery.plan.elastic.replicas import ReplicaShape, singles
@@ -27,7 +27,7 @@ def of_their_own(records: Collection[RankRecord]) -> bool:
     """Whether ranks have shards that others do not have, besides what each of them has for itself: parts of divided
     state, or their places' in replicas of several ranks. One that has just come in has said nothing yet."""
     names = [
-        record.inventory.needs.keys() - {capsule_name(record.rank)} for record in records if record.inventory.needs
+        record.inventory.needs.keys() - {local_state_name(record.rank)} for record in records if record.inventory.needs
     ]
     return divided(records) or any(other != names[0] for other in names[1:])
 
@@ -43,7 +43,7 @@ def division_of(records: Collection[RankRecord]) -> tuple[int, ...]:
 def left_behind(departed: Mapping[int, Mapping[str, int]], records: Collection[RankRecord]) -> list[Need]:
     """The shards that ranks have needed that have left (``departed``: their names and sizes, by rank; {}: this
     controller has never heard of them), and nobody needs who stays. Of a rank of which nothing at all is known, where
-    state is divided: its capsule, which nobody has, stands for its part."""
+    state is divided: its rank-local state, which nobody has, stands for its part."""
     if not departed:
         return []
     staying = set[str]().union(*(record.inventory.needs for record in records))
@@ -51,19 +51,19 @@ def left_behind(departed: Mapping[int, Mapping[str, int]], records: Collection[R
     for rank, needs in departed.items():
         known = needs or kept_for(rank, records)
         if not known and divided(records):
-            found[capsule_name(rank)] = Need(rank, capsule_name(rank), 0)
+            found[local_state_name(rank)] = Need(rank, local_state_name(rank), 0)
         for shard, nbytes in known.items():
-            if shard not in staying and shard != capsule_name(rank):
+            if shard not in staying and shard != local_state_name(rank):
                 found.setdefault(shard, Need(rank, shard, nbytes))
     return list(found.values())
 
 
 def kept_for(rank: int, records: Collection[RankRecord]) -> dict[str, int]:
-    """What somebody keeps copies of for a rank that had died before this controller came: who keeps its capsule, keeps
-    all that it had."""
+    """What somebody keeps copies of for a rank that had died before this controller came: who keeps its rank-local
+    state, keeps all that it had."""
     for record in records:
         copies = record.inventory.copies()
-        if capsule_name(rank) in copies:
+        if local_state_name(rank) in copies:
             return copies
     return {}
 
@@ -116,9 +116,9 @@ def have(records: Collection[RankRecord], version: int) -> bool:
         held.update(
             record.inventory.kept_at(version), record.inventory.needs if record.inventory.live == version else ()
         )
-    lending = {record.stand for record in records if record.inventory.has_capsule(version)}
+    lending = {record.stand for record in records if record.inventory.has_local_state(version)}
     # of an elastic job, anybody's serves who stands at the same place
-    held.update(capsule_name(record.rank) for record in records if record.stand in lending)
+    held.update(local_state_name(record.rank) for record in records if record.stand in lending)
     return all(held.issuperset(record.inventory.needs) for record in records)
 
 

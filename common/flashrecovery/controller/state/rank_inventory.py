@@ -11,7 +11,7 @@ from flashrecovery.proto import flashrecovery_pb2 as pb
 from flashrecovery.rpc.parity_messages import parity_held
 
 
-def capsule_name(rank: int) -> str:
+def local_state_name(rank: int) -> str:
     """Shard name of the rank-only state of ``rank``."""
     return f"capsule@{rank}"
 
@@ -28,8 +28,9 @@ class RankInventory:
         layout, ready: the ranks among which its state is divided, and for which it has been made ready, as it has said
             to a controller that did not know.
         live: the version that its tensors have; -1: no whole one.
-        capsules, early: versions of its capsule that its last process's page has, and those of them that are not final.
-        late: versions whose capsule, on this rank, was not what it had been early.
+        local_states, early: versions of its rank-local state that its last process's page has, and those of them that
+        are not final.
+        late: versions whose rank-local state, on this rank, was not what it had been early.
         parity: what it has said of parity; None: it keeps none, or has not said so yet.
     """
 
@@ -40,7 +41,7 @@ class RankInventory:
     layout: tuple[int, ...] = ()
     ready: tuple[int, ...] = ()
     live: int = -1
-    capsules: tuple[int, ...] = ()
+    local_states: tuple[int, ...] = ()
     early: frozenset[int] = frozenset()
     late: frozenset[int] = frozenset()
     parity: ParityHeld | None = None
@@ -79,12 +80,12 @@ class RankInventory:
         self.late = frozenset()
 
     def forget_early(self, versions: Set[int]) -> bool:
-        """The step before each of these versions was late on another rank: a capsule that was sealed early in it may be
-        wrong. Returns whether there was one."""
+        """The step before each of these versions was late on another rank: rank-local state that was sealed early in it
+        may be wrong. Returns whether there was one."""
         said = [h for h in self._said if not (h.early and h.version in versions)]
-        capsules = tuple(v for v in self.capsules if not (v in self.early and v in versions))
-        known = len(said) < len(self._said) or len(capsules) < len(self.capsules)
-        self._said, self.capsules = said, capsules
+        local_states = tuple(v for v in self.local_states if not (v in self.early and v in versions))
+        known = len(said) < len(self._said) or len(local_states) < len(self.local_states)
+        self._said, self.local_states = said, local_states
         return known
 
     @property
@@ -93,7 +94,7 @@ class RankInventory:
         newest = self.live
         for held in self._said:
             newest = max(newest, held.version)
-        return max(newest, *self.capsules) if self.capsules else newest
+        return max(newest, *self.local_states) if self.local_states else newest
 
     def _names(self, held: pb.Held) -> Collection[str]:
         return held.shards or self.needs.keys()
@@ -123,7 +124,7 @@ class RankInventory:
         for held in self._said:
             if held.version == version and not shards.isdisjoint(self._names(held)):
                 yield from (h for h in self._expand(held) if h.shard in shards)
-        if self.capsules:
+        if self.local_states:
             yield from (h for h in self._pages() if h.version == version and h.shard in shards)
 
     def copies(self) -> dict[str, int]:
@@ -132,24 +133,26 @@ class RankInventory:
         return {holding.shard: holding.nbytes for held in copies for holding in self._expand(held)}
 
     def _pages(self) -> list[Holding]:
-        if not self.capsules:
+        if not self.local_states:
             return []
-        capsule = capsule_name(self.rank)
-        return [Holding(self.rank, capsule, v, Kind.PAGE, self.needs.get(capsule, 0)) for v in self.capsules]
+        local_state = local_state_name(self.rank)
+        return [
+            Holding(self.rank, local_state, v, Kind.PAGE, self.needs.get(local_state, 0)) for v in self.local_states
+        ]
 
     def kept_at(self, version: int) -> Iterator[str]:
         """The shards that it holds at this version besides its live state; some perhaps twice."""
         for held in self._said:
             if held.version == version:
                 yield from self._names(held)
-        if version in self.capsules:
-            yield capsule_name(self.rank)
+        if version in self.local_states:
+            yield local_state_name(self.rank)
 
-    def has_capsule(self, version: int) -> bool:
-        """Whether its process has its own capsule of this version, in its final form."""
+    def has_local_state(self, version: int) -> bool:
+        """Whether its process has its own rank-local state of this version, in its final form."""
         if version < 0 or self.live == version:
             return version >= 0
-        name = capsule_name(self.rank)
+        name = local_state_name(self.rank)
         kept = (h for h in self._said if h.version == version and h.kind == Kind.UNDO and not h.early)
         return any(name in self._names(h) for h in kept)
 

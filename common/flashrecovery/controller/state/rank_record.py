@@ -126,7 +126,8 @@ class RankRecord:
         filled: the generation in which it was last ordered to be filled; -1: another controller has ordered it.
         on_its_way: the process has not been let into its loop yet.
         irreplaceable: its replacements have failed so often that an elastic job goes on without it.
-        new: it has come into a running job and nobody has a capsule of it; in an elastic job another rank's serves.
+        new: it has come into a running job and nobody has rank-local state of it; in an elastic job another rank's
+        serves.
         batches: of an elastic job, what the rank's batches are made of.
         outline: of what is divided, the same in every process that runs the same script; "" if nothing is.
         steps: that it will take; :data:`ENDLESS` when the script's end is the end of its steps, None as long as it has

@@ -9,7 +9,7 @@ from functools import cached_property
 from types import MappingProxyType
 
 from flashrecovery.controller.state.custody import custody, left_behind
-from flashrecovery.controller.state.rank_inventory import capsule_name
+from flashrecovery.controller.state.rank_inventory import local_state_name
 from flashrecovery.controller.state.rank_record import RankRecord
 from flashrecovery.errors import JobFailedError
 from flashrecovery.plan import Cut, Holding, Kind, Need, NoCut, RestorePlan, newest_cut, plain_reason, plan_restore
@@ -161,7 +161,7 @@ def decide(
     left = left_behind(departed, records.values())
     cut = _plain_cut(records, parity, left) or _any_cut(records, parity, left)
     alike = bool(layout) and isinstance(cut, NoCut)
-    if alike:  # in an elastic job a lost capsule is as good as equal to another rank's
+    if alike:  # in an elastic job what a lost rank had for itself is as good as equal to another rank's
         cut = _any_cut(records, parity, left, alike=True)
     if isinstance(cut, NoCut):
         because = why_not(
@@ -223,8 +223,8 @@ def from_snapshots(records: Mapping[int, RankRecord]) -> Decision | NoCut | None
 
 
 def _forget_early(records: Collection[RankRecord]) -> str:
-    """A capsule that was sealed early counts unless a living rank says that the step before its version was late.
-    Returns whose capsules do not count, in words."""
+    """Rank-local state that was sealed early counts unless a living rank says that the step before its version was
+    late. Returns whose rank-local states do not count, in words."""
     late = frozenset[int]().union(*(record.inventory.late for record in records))
     if not late:
         return ""
@@ -252,8 +252,9 @@ def _sources(records: Iterable[RankRecord], version: int, lacking: Mapping[str, 
 
 
 def _lent(records: Iterable[RankRecord], versions: Iterable[int], *, alike: bool = False) -> list[Holding]:
-    """A rank that has come into an elastic job has no capsule anywhere. What each rank has for itself there is as good
-    as equal on all that stand at the same place in their replicas (docs/elastic.md), so that anybody's of these serves.
+    """A rank that has come into an elastic job has no rank-local state anywhere. What each rank has for itself there is
+    as good as equal on all that stand at the same place in their replicas (docs/elastic.md), so that anybody's of these
+    serves.
     ``alike``: so it does for all ranks."""
     records = list(records)
     new = [record for record in records if record.new or alike]
@@ -262,10 +263,10 @@ def _lent(records: Iterable[RankRecord], versions: Iterable[int], *, alike: bool
     own: dict[int, list[tuple[int, int]]] = {}
     for version in versions:
         for record in records:
-            if record.inventory.has_capsule(version):
+            if record.inventory.has_local_state(version):
                 own.setdefault(record.stand, []).append((record.rank, version))
     return [
-        Holding(rank, capsule_name(record.rank), version, Kind.LENT, 0)
+        Holding(rank, local_state_name(record.rank), version, Kind.LENT, 0)
         for record in new
         for rank, version in own.get(record.stand, ())
     ]

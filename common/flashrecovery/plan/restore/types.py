@@ -26,9 +26,9 @@ class Kind(str, Enum):
     PARITY = "parity"
     """Not there, but what is left of the rank's parity group gives it. Decoded only if nobody else has it."""
     PAGE = "page"
-    """A capsule in the shared page that the agent keeps of that rank, also when the process is dead."""
+    """Rank-local state in the shared page that the agent keeps of that rank, also when the process is dead."""
     LENT = "lent"
-    """The capsule of another rank of an elastic job, where it serves as well."""
+    """The rank-local state of another rank of an elastic job, where it serves as well."""
     CHECKPOINT = "checkpoint"
     """A saved shard that the rank can read."""
 
@@ -48,8 +48,8 @@ _WORDS: Mapping[Kind, str] = {
     Kind.UNDO: "undo copy",
     Kind.COPY: "neighbour copy",
     Kind.PARITY: "parity",
-    Kind.PAGE: "capsule page",
-    Kind.LENT: "another rank's capsule",
+    Kind.PAGE: "rank-local state page",
+    Kind.LENT: "another rank's rank-local state",
     Kind.CHECKPOINT: "checkpoint",
 }
 _ORDER: Mapping[Kind, int] = {kind: i for i, kind in enumerate(Kind)}

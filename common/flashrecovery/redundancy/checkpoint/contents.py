@@ -64,7 +64,7 @@ def contents(path: Path) -> Contents:
         ranks,
         first.form,
         first.rules is not None,
-        all(manifest.capsule is not None for manifest in manifests.values()),
+        all(manifest.local_state is not None for manifest in manifests.values()),
         (*_divided(manifests), *_others(manifests)),
     )
 

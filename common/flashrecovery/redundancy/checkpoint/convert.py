@@ -86,7 +86,7 @@ def convert(source: Path, directory: Path, ranks: int) -> Path:
         plain = load(checkpoint, shards, rank=rank, world=ranks, elastic=True)
         writing = CheckpointFallback(directory, rank=rank, world=ranks, keep=_ALL)
         writing.commit(
-            first.version, shards, capsule=plain.capsule, common=plain.common, generation=0, rules=first.rules
+            first.version, shards, local_state=plain.local_state, common=plain.common, generation=0, rules=first.rules
         )
         writing.wait()
         writing.close(_CLOSE_S)

@@ -57,7 +57,7 @@ class Manifest:
         version: of the state.
         ranks: how many have written the checkpoint.
         entries: the rank's shards, by name.
-        capsule: the rank's own state; None in a checkpoint that has been converted from another number of ranks.
+        local_state: the rank's own state; None in a checkpoint that has been converted from another number of ranks.
         common: the state that is the same on all ranks.
         form, layout: name of the framework's own format, and the layout in it; "" for the core's.
         rules: how the tensors that are divided among the ranks are divided in any number of them, and all else is the
@@ -71,7 +71,7 @@ class Manifest:
     version: int
     ranks: int
     entries: Mapping[str, ShardEntry]
-    capsule: bytes | None
+    local_state: bytes | None
     common: bytes
     form: str = ""
     layout: str = ""
@@ -91,7 +91,7 @@ class Manifest:
     def encode(self) -> bytes:
         entries = {n: (e.shared, e.spec, e.digest, dict(e.blocks)) for n, e in self.entries.items()}
         rules = None if self.rules is None else to_plain(self.rules)
-        fields = (self.version, self.ranks, entries, self.capsule, self.common, self.form, self.layout, rules)
+        fields = (self.version, self.ranks, entries, self.local_state, self.common, self.form, self.layout, rules)
         shape = self.shape
         more: tuple[Any, ...] = ()
         if shape.each > 1:
@@ -114,13 +114,13 @@ class Manifest:
             fields = codec.loads(content)
         elif number != _BEFORE:
             raise RestoreError(f"checkpoint {path} has format {number}, this version reads {_BEFORE} to {_SHARED}")
-        version, ranks, entries, capsule, common, form, layout, *more = fields
+        version, ranks, entries, local_state, common, form, layout, *more = fields
         rules = more[0] if more else None
         return Manifest(
             version,
             ranks,
             {name: ShardEntry(*entry) for name, entry in entries.items()},
-            capsule,
+            local_state,
             common,
             form,
             layout,

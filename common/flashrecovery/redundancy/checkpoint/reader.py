@@ -26,11 +26,11 @@ _MISSING = (OSError, KeyError, EOFError, pickle.UnpicklingError)
 
 @dataclass(frozen=True)
 class PlainState:
-    """What a checkpoint has besides shards: this rank's capsule and the common state, as they were given. No capsule:
-    the ranks that wrote it had another layout, or were others; then ``lent`` is that of one which stood where this rank
-    does, if it was asked for and there is one."""
+    """What a checkpoint has besides shards: this rank's rank-local state and the common state, as they were given. No
+    rank-local state: the ranks that wrote it had another layout, or were others; then ``lent`` is that of one which
+    stood where this rank does, if it was asked for and there is one."""
 
-    capsule: bytes | None
+    local_state: bytes | None
     common: bytes
     lent: bytes | None = None
 
@@ -74,10 +74,10 @@ def load(
         if not elastic or form is not None:
             raise RestoreError(f"checkpoint {path} was written by {first.ranks} ranks, this job has {world}")
         read = _load_resized(checkpoint, shards, first, rank, here)
-        return replace(read, lent=_capsule_at(checkpoint, first, of.stand(rank))) if lend else read
+        return replace(read, lent=_local_state_at(checkpoint, first, of.stand(rank))) if lend else read
     manifests = checkpoint.manifests(sorted({rank, *map(writer_of, shards)}))
     mine = manifests[rank]
-    if mine.capsule is None and not elastic:
+    if mine.local_state is None and not elastic:
         raise RestoreError(
             f"checkpoint {path} has been converted from another number of ranks, and so it has no rank's own random "
             "numbers and data position: an elastic job can go on from it"
@@ -91,7 +91,7 @@ def load(
     _check_names(path, {s.name for s in shards}, entries, rank)
     live = _read_tensors(checkpoint, shards, entries) if form is None else _load_as(form, path, shards)
     _check_digests(path, live, entries)
-    return PlainState(mine.capsule, mine.common)
+    return PlainState(mine.local_state, mine.common)
 
 
 def _check_replicas(path: Path, first: Manifest, here: ReplicaShape) -> None:
@@ -117,10 +117,10 @@ def _of_first(checkpoint: StoredCheckpoint, here: Sharing) -> Manifest:
     return found
 
 
-def _capsule_at(checkpoint: StoredCheckpoint, first: Manifest, stand: int) -> bytes | None:
+def _local_state_at(checkpoint: StoredCheckpoint, first: Manifest, stand: int) -> bytes | None:
     """That of the first rank of those that stood there. ``first``: any manifest."""
     number = Sharing(first.shape, (stand,)).ranks[0]
-    return checkpoint.manifests([number])[number].capsule
+    return checkpoint.manifests([number])[number].local_state
 
 
 def _load_resized(

@@ -11,7 +11,7 @@ newest ``keep`` stay.
 The published directory is one ordinary DCP checkpoint. Keys: ``rank<r>/<shard>/<tensor>`` for what only rank
 r holds, ``shared/<shard>/<tensor>`` for replicated shards, written once by one of their holders (spread over
 the holders by name), and ``manifest/<r>``: structure, small values and digests of what rank r wrote, its
-capsule, the common state. The directory must be on storage that all ranks share.
+rank-local state, the common state. The directory must be on storage that all ranks share.
 
 A framework's own format (:class:`~flashrecovery.contract.adapter.CheckpointFormat`) takes the place of the tensors; the
 manifests with their digests stay, so that a load is verified like any other. It may write DCP checkpoints into further
@@ -79,7 +79,7 @@ class _Part:
 
     rank: int
     shape: ReplicaShape
-    capsule: bytes | None
+    local_state: bytes | None
     common: bytes
     rules: tuple[TensorRule, ...] | None
     stands: tuple[int, ...]
@@ -100,7 +100,7 @@ class LastPart:
 
     rank: int
     sources: Sequence[tuple[ShardSource, bool]]
-    capsule: bytes
+    local_state: bytes
     common: bytes
 
 
@@ -187,7 +187,7 @@ class CheckpointFallback:
         version: int,
         shards: Sequence[Shard],
         *,
-        capsule: bytes | None,
+        local_state: bytes | None,
         common: bytes,
         generation: int,
         rules: tuple[TensorRule, ...] | None = None,
@@ -207,7 +207,7 @@ class CheckpointFallback:
         k0_s = time.monotonic() - began
         owned = [(s.name, len(s.holders) > 1, specs[s.name]) for s in mine]
 
-        of = _Part(self._rank, self._shape, capsule, common, rules, self._stands)
+        of = _Part(self._rank, self._shape, local_state, common, rules, self._stands)
         attempt = self._attempt(generation)
 
         def job() -> None:
@@ -240,7 +240,7 @@ class CheckpointFallback:
         copy: Callable[[], Callable[[str], ShardSource] | None],
         release: Callable[[], None],
         *,
-        capsule: bytes,
+        local_state: bytes,
         common: bytes,
         generation: int,
         rules: tuple[TensorRule, ...] | None = None,
@@ -258,7 +258,7 @@ class CheckpointFallback:
             later = LaterCopies(shards)
             write = self._form.capture(self.directory, step_name(version), later)
             k0_s = time.monotonic() - began
-        of = _Part(self._rank, self._shape, capsule, common, rules, self._stands)
+        of = _Part(self._rank, self._shape, local_state, common, rules, self._stands)
         attempt = self._attempt(generation)
 
         def job() -> None:
@@ -296,7 +296,7 @@ class CheckpointFallback:
                 for key, tensor in zip(source.spec.tensors, source.tensors, strict=True)
             }
             owned = [(source.name, shared, source.spec) for source, shared in part.sources]
-            of = _Part(part.rank, self._shape, part.capsule, part.common, rules, self._stands)
+            of = _Part(part.rank, self._shape, part.local_state, part.common, rules, self._stands)
             self._write(version, attempt, owned, tensors, write, of, began, 0.0)
 
     def wait(self, timeout_s: float | None = None) -> bool:
@@ -337,7 +337,7 @@ class CheckpointFallback:
                 of_blocks[key] = blocks.digests(tensors[f"{prefix}{key}"])
             entries[name] = ShardEntry(shared, encode_spec(spec), digest, of_blocks)
         form = ("", "") if self._form is None else (self._form.name, self._form.layout())
-        manifest = Manifest(version, of.world, entries, of.capsule, of.common, *form, rules, of.shape, of.stands)
+        manifest = Manifest(version, of.world, entries, of.local_state, of.common, *form, rules, of.shape, of.stands)
         pending = self.directory / f".pending-{version}.{attempt}"
         part = pending / f"part-{of.rank}"
         try:

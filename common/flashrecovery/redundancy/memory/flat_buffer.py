@@ -154,7 +154,7 @@ Keep = Callable[[str], Outliving]
 @dataclass(frozen=True)
 class Beside:
     """What is kept of a version beside tensors: ``plain`` state by shard name, and of which rank it is. ``early``: the
-    capsule among it is not final."""
+    rank-local state among it is not final."""
 
     owner: int = -1
     plain: Mapping[str, bytes] = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""Neighbour copies: what no other rank holds, and the capsule, on the next rank's host memory, every step.
+"""Neighbour copies: what no other rank holds, and the rank-local state, on the next rank's host memory, every step.
 
 At each commit the live shards are copied to this rank's own undo buffer (the two newest versions) and from
 there sent to the neighbour, while the next forward pass runs; at the same time the copies of another rank
@@ -10,7 +10,7 @@ have arrived before anybody changes its state to i+1. Until then version i-1 is 
 
 One exchange, on a process group of its own, to the destination and from the source at once::
 
-    frame (generation, version, layout, sizes, address)  header (capsule, small values, the layout if new)
+    frame (generation, version, layout, sizes, address)  header (rank-local state, small values, the layout if new)
     tensors
 
 The tensors are one contiguous range of the undo buffer and arrive in one contiguous range: no packing. On one host they
@@ -164,15 +164,15 @@ class NeighbourCopies:
 
     # -- each step --------------------------------------------------------------------------------
 
-    def commit(self, version: int, capsule: bytes | None, *, early: bool = False, beside: Beside = NOTHING) -> None:
+    def commit(self, version: int, local_state: bytes | None, *, early: bool = False, beside: Beside = NOTHING) -> None:
         """The live state is ``version`` and does not change before :meth:`before_mutation`. Starts the
-        exchange. Without a ``capsule`` this rank only takes its turn in it, and nothing of it is kept. ``early``: the
-        capsule is not final. ``beside``: what belongs to the own copy.
+        exchange. Without a ``local_state`` this rank only takes its turn in it, and nothing of it is kept. ``early``:
+        the rank-local state is not final. ``beside``: what belongs to the own copy.
 
         Also to be called when training resumes after a recovery: it makes whole again what the lost rank
         held. Every rank must call it for the same versions. Raises what the previous exchange raised.
         """
-        self._talk.commit(version, beside, lambda v, own: self._exchange(v, capsule, early, own))
+        self._talk.commit(version, beside, lambda v, own: self._exchange(v, local_state, early, own))
 
     def before_mutation(self) -> None:
         """Returns when the live tensors may be changed: they have been copied."""
@@ -275,8 +275,8 @@ class NeighbourCopies:
 
     # -- the exchange, in the background thread ---------------------------------------------------
 
-    def _exchange(self, version: int, capsule: bytes | None, early: bool, own: Slot) -> None:
-        capsule = capsule if own.version == version else None
+    def _exchange(self, version: int, local_state: bytes | None, early: bool, own: Slot) -> None:
+        local_state = local_state if own.version == version else None
         memory, address = self._offer(own)
         nbytes = self._sent.of(own.layout).nbytes
         paced: AbstractContextManager[None] = nullcontext()
@@ -284,15 +284,15 @@ class NeighbourCopies:
         if pacing is not None and memory is _Memory.SENT and nbytes:
             paced = pacing.sending(nbytes, len(_parts(own.buffer[:nbytes])[:STREAMS]))
         with paced:
-            self._send_and_receive(version, capsule, early, own, memory, address)
+            self._send_and_receive(version, local_state, early, own, memory, address)
 
     def _send_and_receive(
-        self, version: int, capsule: bytes | None, early: bool, own: Slot, memory: _Memory, address: MemoryAddress
+        self, version: int, local_state: bytes | None, early: bool, own: Slot, memory: _Memory, address: MemoryAddress
     ) -> None:
         layout = self._sent.of(own.layout)
         values = {name: v for name, v in own.values.items() if name in self._sent.names}
         new_layout = layout.encoded if layout.ident != self._sent_layout else None
-        header = byte_tensor(codec.dumps((capsule, early, values, new_layout)))
+        header = byte_tensor(codec.dumps((local_state, early, values, new_layout)))
         sizes = (layout.ident, layout.nbytes, header.numel())
         words = [_MAGIC, self._talk.generation, version, *sizes, memory, *astuple(address)]
         frame = torch.tensor(words, dtype=torch.int64)
@@ -346,7 +346,7 @@ class NeighbourCopies:
             )
         header = torch.empty(header_nbytes, dtype=torch.uint8)
         self._wait(self._recv(header))
-        capsule, early, values, new_layout = codec.loads(header.numpy().tobytes())
+        local_state, early, values, new_layout = codec.loads(header.numpy().tobytes())
         if new_layout is not None:
             self._received_layout = Layout.decode(new_layout)
         layout = self._received_layout
@@ -360,7 +360,9 @@ class NeighbourCopies:
         return (
             slot,
             not mapped,
-            None if capsule is None else Beside(owner, {f"capsule@{self._ring.members[owner]}": capsule}, early),
+            None
+            if local_state is None
+            else Beside(owner, {f"capsule@{self._ring.members[owner]}": local_state}, early),
         )
 
     def _slot_for(self, address: MemoryAddress, layout: Layout, memory: _Memory) -> tuple[Slot, bool]:

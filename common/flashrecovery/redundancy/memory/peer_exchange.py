@@ -175,7 +175,7 @@ class Exchange:
 @dataclass(frozen=True)
 class CopyHolding:
     """One shard of another rank that this rank holds whole at ``version``. ``nbytes`` of payload. ``early``: a
-    capsule that is not final."""
+    rank-local state that is not final."""
 
     shard: str
     version: int
@@ -184,11 +184,11 @@ class CopyHolding:
 
 
 class PeerCopies(Protocol):
-    """What other ranks hold for a rank: copies or parity of some of its shards, and its capsule."""
+    """What other ranks hold for a rank: copies or parity of some of its shards, and its rank-local state."""
 
     undo: PreStepCopy
 
-    def commit(self, version: int, capsule: bytes | None, *, early: bool = False, beside: Beside = ...) -> None:
+    def commit(self, version: int, local_state: bytes | None, *, early: bool = False, beside: Beside = ...) -> None:
         """The live state is ``version``: begin the exchange."""
 
     def before_mutation(self) -> None:

@@ -2,8 +2,8 @@
 
 At each commit the live shards are copied to this rank's own memory (the two newest versions), as with neighbour copies.
 What differs from the version before then goes to the members that hold parity of it (:mod:`.rounds`), beside
-the next step. With what belongs to a version besides tensors (the capsule, small values, the layout of the tensors) the
-next ``losses`` members of the group are told, so that it is left wherever the parity is of use.
+the next step. With what belongs to a version besides tensors (the rank-local state, small values, the layout of the
+tensors) the next ``losses`` members of the group are told, so that it is left wherever the parity is of use.
 
 **What an exchange begins with.** Each member tells every other one how long its shards are, which version it has
 besides, and which versions its parity is of. All of them draw the same conclusions from that: which parities are to be
@@ -53,7 +53,7 @@ from flashrecovery.state.shard import Shard, ShardSource
 _MAGIC = 0x46525059
 _TAG = 0x5043
 _LAYOUT = "parity/layout"
-"""Under this name a member's layout is kept beside its capsule."""
+"""Under this name a member's layout is kept beside its rank-local state."""
 
 
 @dataclass
@@ -176,14 +176,14 @@ class ParityCopies:
 
     # -- each step --------------------------------------------------------------------------------
 
-    def commit(self, version: int, capsule: bytes | None, *, early: bool = False, beside: Beside = NOTHING) -> None:
+    def commit(self, version: int, local_state: bytes | None, *, early: bool = False, beside: Beside = NOTHING) -> None:
         """The live state is ``version`` and does not change before :meth:`before_mutation`. Starts the exchange, in
-        which every member of the group takes part. Without a ``capsule``, or if the script changes its state
+        which every member of the group takes part. Without a ``local_state``, or if the script changes its state
         meanwhile, nothing is made of this version. ``beside``: what belongs to the own copy.
 
         Also to be called when training resumes after a recovery. Raises what the previous exchange raised.
         """
-        self._talk.commit(version, beside, lambda v, own: self._exchange(v, capsule, early, own))
+        self._talk.commit(version, beside, lambda v, own: self._exchange(v, local_state, early, own))
 
     def before_mutation(self) -> None:
         """Returns when the live tensors may be changed: they have been copied."""
@@ -266,7 +266,7 @@ class ParityCopies:
         return parity_message(self.held(live))
 
     def holdings(self) -> list[CopyHolding]:
-        """The capsules of other ranks that this rank holds."""
+        """The rank-local states of other ranks that this rank holds."""
         found: dict[tuple[str, int], CopyHolding] = {}
         for slot in self._told_slots():
             if slot.version >= 0:
@@ -276,8 +276,8 @@ class ParityCopies:
         return sorted(found.values(), key=lambda h: (h.version, h.shard))
 
     def source(self, shard: str, version: int) -> ShardSource:
-        """A capsule that is held, or what was decoded, in the form of a transfer's source. Raises RestoreError if it is
-        not held."""
+        """Rank-local state that is held, or what was decoded, in the form of a transfer's source. Raises RestoreError
+        if it is not held."""
         decoded = self.decoded(shard, version)
         if decoded is not None:
             return decoded
@@ -416,12 +416,12 @@ class ParityCopies:
 
     # -- the exchange, in the background thread ---------------------------------------------------
 
-    def _exchange(self, version: int, capsule: bytes | None, early: bool, own: Slot) -> None:
+    def _exchange(self, version: int, local_state: bytes | None, early: bool, own: Slot) -> None:
         layout = self._copied.of(own.layout)
-        whole = own.version == version and capsule is not None
+        whole = own.version == version and local_state is not None
         new_layout = layout.encoded if layout.ident != self._sent_layout else None
         values = {name: v for name, v in own.values.items() if name in self._copied.names}
-        described = byte_tensor(codec.dumps((capsule, early, values, new_layout)) if whole else b"")
+        described = byte_tensor(codec.dumps((local_state, early, values, new_layout)) if whole else b"")
         self._retire()
         mine = MemberState(
             whole=whole,
@@ -481,7 +481,7 @@ class ParityCopies:
                 self._hear(version, member, data.numpy().tobytes(), states[member])
 
     def _hear(self, version: int, member: int, data: bytes, state: MemberState) -> None:
-        capsule, early, values, layout = codec.loads(data)
+        local_state, early, values, layout = codec.loads(data)
         if layout is not None:
             self._layouts[member] = (Layout.decode(layout).ident, layout)
         ident, encoded = self._layouts.get(member, (-1, b""))
@@ -492,7 +492,7 @@ class ParityCopies:
         slot = next((s for s in slots if s.version == version), None) or min(slots, key=lambda s: s.version)
         slot.shape(_WITHOUT_TENSORS, pin=False)
         slot.values = values
-        slot.finish(version, Beside(owner, {_local_state_of(owner): capsule, _LAYOUT: encoded}, early))
+        slot.finish(version, Beside(owner, {_local_state_of(owner): local_state, _LAYOUT: encoded}, early))
 
     def _look_at_domains(self, states: Sequence[MemberState]) -> None:
         """Whoever shares a failure domain with another member is lost with it."""

@@ -36,7 +36,7 @@ _NO_STATE = (Dataset, DataLoader, Sampler, torch.nn.Module, type)
 
 
 SamplerRows = list[tuple[int, str, Any]]
-"""The same as plain values, as a capsule has it."""
+"""The same as plain values, as rank-local state has it."""
 
 
 def rows_of(values: SamplerValues) -> SamplerRows:

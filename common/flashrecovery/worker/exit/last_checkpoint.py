@@ -68,12 +68,12 @@ def save_last(
 
 
 def _own_part(registry: Registry, version: int, source: ContentOf, form: CheckpointFormat | None) -> LastPart:
-    capsule, common = registry.capsule.at(version), registry.common.at(version)
-    if capsule is None or common is None:
+    local_state, common = registry.local_state.at(version), registry.common.at(version)
+    if local_state is None or common is None:
         raise RestoreError(f"rank {registry.rank} has no state of its own of version {version}")
     shards = _written_by(registry.rank, registry.tensor_shards())
     content = [(source(shard.name), len(shard.holders) > 1) for shard in shards]
-    return LastPart(registry.rank, content, capsule, common)
+    return LastPart(registry.rank, content, local_state, common)
 
 
 def _part_of(
@@ -81,15 +81,15 @@ def _part_of(
 ) -> LastPart:
     """Of a rank that is gone; ``place``: its number among the ranks that write."""
     common = registry.common.at(version)
-    capsule = lost.capsule or (registry.capsule.at(version) if elastic else None)
-    if capsule is None or common is None:
+    local_state = lost.local_state or (registry.local_state.at(version) if elastic else None)
+    if local_state is None or common is None:
         raise RestoreError(f"what rank {lost.rank} alone had of version {version} is gone")
     known, own, copied = registry.shards, *sources
     named = [name for name in lost.shards if not isinstance(known.get(name), ObjectShard)]
     alike = _written_by(place, [known[name] for name in named if name in known])
     content = [(own(shard.name), True) for shard in alike]
     content += [(copied(name), False) for name in named if name not in known]
-    return LastPart(place, content, capsule, common)
+    return LastPart(place, content, local_state, common)
 
 
 def _written_by(place: int, shards: Sequence[Shard | ObjectShard]) -> Iterator[Shard]:

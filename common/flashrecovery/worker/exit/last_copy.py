@@ -25,14 +25,14 @@ class LastCopy:
         self._page = page
         self._page_left = page.left
 
-    def left(self, capsule: str) -> list[tuple[int, dict[str, bytes]]]:
-        """(version, plain state by shard) of what an earlier launch has left. ``capsule``: name of that shard."""
+    def left(self, local_state: str) -> list[tuple[int, dict[str, bytes]]]:
+        """(version, plain state by shard) of what an earlier launch has left. ``local_state``: name of that shard."""
         found = []
         if self._slot.version >= 0:
             found.append((self._slot.version, dict(self._slot.beside.plain)))
         page = self._page_left
         if page is not None and page.version >= 0:
-            found.append((page.version, {capsule: bytes(page.map[HEADER : HEADER + page.nbytes])}))
+            found.append((page.version, {local_state: bytes(page.map[HEADER : HEADER + page.nbytes])}))
         return found
 
     @property

@@ -2,8 +2,8 @@
 
 Dynamo compiles a function for the sizes that it meets first and, when another one comes, for any ("automatic
 dynamic"). The two kernels may round differently. A replacement that begins to learn with the step it comes into would
-go on with other bits than the process before it, so what that one had learned is a part of its capsule, and the
-replacement compiles from the first for what varies. A step that is done again must not begin with what the attempt
+go on with other bits than the process before it, so what that one had learned is a part of its rank-local state, and
+the replacement compiles from the first for what varies. A step that is done again must not begin with what the attempt
 before it has learned, either. Kernels themselves are not brought: docs/limits.md.
 
 Private to torch is ``torch._dynamo.pgo``, where all of it stands; tested with 2.13 and 2.14.

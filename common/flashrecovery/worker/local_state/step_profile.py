@@ -1,10 +1,10 @@
 """What the core has learned about the steps of this script, and what follows for the next step. Pure.
 
-A capsule is sealed when the forward pass ends, long before the step is over. A step that changes a rank's own state
-after that (it draws random numbers, fetches data, updates a buffer) is *late*. Before the mutation, sealing once more
-and waiting for all ranks makes up for it. After it (in the block or below it) nothing can: the step must be undone if a
-rank dies in it, so every rank keeps its own pre-step copy from then on: it is not known which
-step will be the next late one, and a wrong guess would lose the job.
+Rank-local state is sealed when the forward pass ends, long before the step is over. A step that changes a rank's own
+state after that (it draws random numbers, fetches data, updates a buffer) is *late*. Before the mutation, sealing once
+more and waiting for all ranks makes up for it. After it (in the block or below it) nothing can: the step must be undone
+if a rank dies in it, so every rank keeps its own pre-step copy from then on: it is not known which step will be the
+next late one, and a wrong guess would lose the job.
 """
 
 from __future__ import annotations

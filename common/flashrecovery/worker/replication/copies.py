@@ -174,7 +174,7 @@ class Copies:
         )
 
     def _describe_copies(self) -> str:
-        if self.capsules_only:
+        if self.local_states_only:
             return (
                 f"replicas: every shard lives on several ranks ({_COMPARED}); each rank's own state (random numbers, "
                 "data position) is kept by a rank of another node; survives all but one of a replica set, and the loss "
@@ -198,19 +198,19 @@ class Copies:
         """The live state is ``version``: copy it, and send what only this rank has, beside the next step."""
         self._own.start(version, self._beside)
         if self._peers is not None:
-            capsule = self._registry.capsule.kept_at(version)
-            self._peers.commit(version, capsule, beside=self._beside(version))
+            local_state = self._registry.local_state.kept_at(version)
+            self._peers.commit(version, local_state, beside=self._beside(version))
 
     def _beside(self, version: int) -> Beside:
         """The plain state of ``version``."""
         registry = self._registry
-        plain = {s.name: data for s in (registry.common, registry.capsule) if (data := s.at(version)) is not None}
+        plain = {s.name: data for s in (registry.common, registry.local_state) if (data := s.at(version)) is not None}
         return Beside(registry.rank, plain)
 
     @property
-    def capsules_only(self) -> bool:
-        """Nothing but capsules goes to the neighbour, and there are no own pre-step copies (see
-        :meth:`send_capsule`)."""
+    def local_states_only(self) -> bool:
+        """Nothing but rank-local states goes to the neighbour, and there are no own pre-step copies (see
+        :meth:`send_local_state`)."""
         return self._ring.local_state_only
 
     @property
@@ -223,15 +223,16 @@ class Copies:
         """What this rank has to add to the job's state is in memory that outlives all of its processes."""
         return self._kept is not None
 
-    def send_capsule(self, version: int, *, sealed: bool) -> None:
-        """Send this rank's capsule before the mutation that makes ``version``, on every rank; returns when its exchange
-        is complete.
+    def send_local_state(self, version: int, *, sealed: bool) -> None:
+        """Send this rank's rank-local state before the mutation that makes ``version``, on every rank; returns when its
+        exchange is complete.
 
         Where survivors keep no copy of the version before, whoever dies in the mutation is brought to the *new*
-        version: its capsule must have left it by then. Not ``sealed``: it is not known yet, and nothing is kept of it.
+        version: its rank-local state must have left it by then. Not ``sealed``: it is not known yet, and nothing is
+        kept of it.
         """
         assert self._peers is not None
-        self._peers.commit(version, self._registry.capsule.at(version) if sealed else None, early=True)
+        self._peers.commit(version, self._registry.local_state.at(version) if sealed else None, early=True)
         self._peers.wait()
 
     def save_checkpoint_if_due(self, version: int, generation: int) -> None:
@@ -259,7 +260,7 @@ class Copies:
         own copy that is made only now would not be one of ``version``."""
         if self._own.snapshot is not None:
             self._own.snapshot.before_mutation()
-        if self._peers is not None and not self.capsules_only:
+        if self._peers is not None and not self.local_states_only:
             self._peers.before_mutation()
         else:
             self._own.before_mutation(version, touched=touched)
@@ -394,7 +395,7 @@ class Copies:
     @property
     def _own_copies(self) -> bool:
         """Whether the neighbour copies include own ones."""
-        return self._peers is not None and not self.capsules_only
+        return self._peers is not None and not self.local_states_only
 
     @property
     def _every_step(self) -> PreStepCopy | None:

@@ -47,18 +47,18 @@ class FallbackCheckpoints:
         """The live state is ``version``. ``copies``: makes a copy of it next, of at least what this rank writes; None:
         the checkpoint makes its own."""
         if self.checkpoint is not None and self.checkpoint.due(version):
-            capsule, common = self._registry.capsule.kept_at(version), self._registry.common.kept_at(version)
+            local_state, common = self._registry.local_state.kept_at(version), self._registry.common.kept_at(version)
             rules = self._registry.rules() if self._elastic else None
             if copies is None:
                 shards = self._registry.tensor_shards()
                 self.checkpoint.commit(
-                    version, shards, capsule=capsule, common=common, generation=generation, rules=rules
+                    version, shards, local_state=local_state, common=common, generation=generation, rules=rules
                 )
                 return
             copies.reserve(version)
             self.checkpoint.commit_copy(
                 *(version, copies.shards, copies.reserved, copies.release),
-                capsule=capsule,
+                local_state=local_state,
                 common=common,
                 generation=generation,
                 rules=rules,
@@ -94,14 +94,14 @@ class FallbackCheckpoints:
             stands=registry.stands() if self._elastic else (),
             lend=of_calls,
         )
-        capsule = plain.lent if plain.capsule is None else plain.capsule
-        if capsule is None and of_calls:
+        local_state = plain.lent if plain.local_state is None else plain.local_state
+        if local_state is None and of_calls:
             raise RestoreError(
                 f"checkpoint {checkpoint.path} has been converted, and has nothing of the framework's own loop: "
                 "where its samples and its log stand; that which it was made of can be read by any number of ranks"
             )
-        registry.capsule.keep(
-            version, registry.capture_capsule(registry.drawn(), version) if capsule is None else capsule
+        registry.local_state.keep(
+            version, registry.capture_local_state(registry.drawn(), version) if local_state is None else local_state
         )
         registry.common.keep(version, plain.common)
         return other

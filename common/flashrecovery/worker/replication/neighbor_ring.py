@@ -118,7 +118,7 @@ class NeighborRing:
         place, members = ring
         self._ready = self._among(members, place, shards, generation)
         if self._ready is not None:
-            self._ready.commit(version, beside.plain.get(self._registry.capsule.name), beside=beside)
+            self._ready.commit(version, beside.plain.get(self._registry.local_state.name), beside=beside)
             self._ready.wait()
 
     def drop_ready(self, timeout_s: float) -> None:

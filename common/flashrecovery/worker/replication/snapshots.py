@@ -56,9 +56,9 @@ class RankSnapshots:
         registry = self._registry
         found = [] if kept is None else [(version, beside.plain) for version, _, beside in kept.held()]
         if self._last is not None:
-            found += self._last.left(registry.capsule.name)
+            found += self._last.left(registry.local_state.name)
         for version, plain in found:
-            for shard in (registry.common, registry.capsule):
+            for shard in (registry.common, registry.local_state):
                 data = plain.get(shard.name)
                 if data is not None and shard.at(version) is None:
                     shard.keep(version, data)
@@ -76,8 +76,8 @@ class RankSnapshots:
         registry = self._registry
         if self._last is None:
             raise RestoreError("this node has no snapshot process")
-        missing = [s.name for s in (registry.capsule, registry.common) if s.at(version) is None]
-        if registry.capsule.name in missing or (missing and registry.rank in holders):
+        missing = [s.name for s in (registry.local_state, registry.common) if s.at(version) is None]
+        if registry.local_state.name in missing or (missing and registry.rank in holders):
             raise RestoreError(f"rank {registry.rank} has no {missing[0]!r} of version {version}")
         part = _part_among(registry, holders) if registry.rank in holders else []
         slot = None if kept is None else kept.slot(version)

@@ -203,7 +203,7 @@ class Stashing:
         stash = Stash(self._directory(place.directory), place.ranks, version, elsewhere)
         registry.begin_anew()
         nbytes = self._state.read(stash)
-        registry.capsule.keep(version, registry.capture_capsule(registry.drawn(), version))
+        registry.local_state.keep(version, registry.capture_local_state(registry.drawn(), version))
         registry.common.keep(version, stash.common)
         return nbytes
 

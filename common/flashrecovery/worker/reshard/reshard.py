@@ -179,7 +179,7 @@ class Reshaping:
         shards = self._ready_shards(of_all, prepared, new)
         self._copies.make_ready(shards, version, generation, number, after)
         self._ready = _Ready(after, version, list(prepared.values()))
-        plain = [self._registry.common, self._registry.capsule]
+        plain = [self._registry.common, self._registry.local_state]
         needs = [pb.ShardNeed(name=s.name, nbytes=s.spec().nbytes, divided=isinstance(s, ReadyShard)) for s in shards]
         return moved, needs + [pb.ShardNeed(name=s.name, nbytes=s.nbytes()) for s in plain]
 

@@ -26,8 +26,8 @@ from flashrecovery.worker.registry import Drawn, in_words
 from flashrecovery.worker.replication.copies import Copies
 from flashrecovery.worker.replication.policy import anywhere
 from flashrecovery.worker.reshard.elastic_checks import refuse_unequal
-from flashrecovery.worker.step.capsule import Sealing
 from flashrecovery.worker.step.collectives import CollectiveWatch
+from flashrecovery.worker.step.sealing import Sealing
 
 _SHOWN = 3
 _UNDO = "from now on each rank copies its state before a step, so that it can go back (memory for one more copy of it)"
@@ -85,7 +85,7 @@ class Transaction(StepHooks):
     # -- StepHooks --------------------------------------------------------------------------------
 
     def sealed(self, *, recheck: bool = False) -> None:
-        """The forward pass is over: publish the capsule of version i+1."""
+        """The forward pass is over: publish the rank-local state of version i+1."""
         if not self._gate.in_block:
             return  # the script calls its model between two steps
         self._gate.check()
@@ -133,9 +133,9 @@ class Transaction(StepHooks):
             where = self._gate.page.step_text(version)
             self.tell_undo(f"{where} changes registered tensors before its optimizer step", TOUCHED)
         sealed = self._sealing.mutation_begins(version + 1)
-        if copies.capsules_only:
+        if copies.local_states_only:
             # What is sealed goes to another node, before anybody can need it.
-            copies.send_capsule(version + 1, sealed=sealed)
+            copies.send_local_state(version + 1, sealed=sealed)
         # The step in which all begin to seal again was not sealed itself.
         needs_undo = habits.needs_undo
         if divergence_check.is_due(version):
@@ -151,8 +151,8 @@ class Transaction(StepHooks):
 
     def _compare_habits(self) -> bool:
         """Compare what the ranks have learned of their steps, which is a barrier, too. Returns whether something
-        belongs to the capsule only from now on (objects that are each rank's own, buffers that change unseen); the same
-        on all ranks."""
+        belongs to the rank-local state only from now on (objects that are each rank's own, buffers that change unseen);
+        the same on all ranks."""
         known = self._habits.silent
         try:
             with self._gate.in_barrier():
@@ -171,11 +171,11 @@ class Transaction(StepHooks):
         return bool(differing or more_silent)
 
     def _seal_more(self, version: int, sealed: bool) -> None:
-        """Seal once more, because more has just turned out to belong to the capsule. Every rank does so before any of
-        them changes its state."""
+        """Seal once more, because more has just turned out to belong to the rank-local state. Every rank does so before
+        any of them changes its state."""
         self._sealing.more_belongs(version, sealed=sealed)
-        if self._copies.capsules_only:
-            self._copies.send_capsule(version, sealed=sealed)
+        if self._copies.local_states_only:
+            self._copies.send_local_state(version, sealed=sealed)
         else:
             self._barrier()
 
@@ -188,8 +188,8 @@ class Transaction(StepHooks):
         all of its shards, or can go back.
         """
         registry, copies = self._registry, self._copies
-        # Who passes it knows that every rank's capsule has arrived.
-        behind = (apart and not copies.keeps_undo) or copies.capsules_only
+        # Who passes it knows that every rank's rank-local state has arrived.
+        behind = (apart and not copies.keeps_undo) or copies.local_states_only
         return registry.world_size > 1 and (behind or not all(a.sync_spans_world() for a in registry.adapters))
 
     def _barrier(self) -> None:

@@ -2,8 +2,8 @@
 
 *Version i is everything as it is when step i is handed out.* What only this rank has of it is written down (sealed) at
 the end of the forward pass of the step before, once more before its mutation if it has changed since, and at the
-hand-out if it has changed after that. A rank that dies in between leaves what was sealed last: an *early* capsule. It
-is right unless the step was *late*, which its peers know of theirs
+hand-out if it has changed after that. A rank that dies in between leaves what was sealed last: an *early* rank-local
+state. It is right unless the step was *late*, which its peers know of theirs
 (:mod:`flashrecovery.worker.local_state.step_profile`).
 """
 
@@ -18,8 +18,8 @@ from flashrecovery.worker.local_state.step_profile import StepProfile
 Mark = TypeVar("Mark")
 
 
-class Capsules(Protocol[Mark]):
-    """Where capsules are kept, and where a replacement finds them."""
+class LocalStates(Protocol[Mark]):
+    """Where rank-local states are kept, and where a replacement finds them."""
 
     def drawn(self) -> Mark:
         """Equal to an earlier one if nothing of this rank's own state has changed since."""
@@ -44,13 +44,13 @@ class Sealing(Generic[Mark]):
     """Seals one rank's own state. Each method is called at the moment of a step after which it is named.
 
     Attributes:
-        late: of each recent version, whether its capsule was another one in the end than it had been early.
+        late: of each recent version, whether its rank-local state was another one in the end than it had been early.
     """
 
-    def __init__(self, habits: StepProfile, capsules: Capsules[Mark]) -> None:
+    def __init__(self, habits: StepProfile, local_states: LocalStates[Mark]) -> None:
         self.late: dict[int, bool] = {}
         self._habits = habits
-        self._capsules = capsules
+        self._local_states = local_states
         self._written: Mark | None = None  # what has been written, in this step
         self._at_seal: Mark | None = None
         self._at_mutation: Mark | None = None
@@ -58,14 +58,14 @@ class Sealing(Generic[Mark]):
 
     def start(self) -> None:
         """Seal version 0: what the script has set up."""
-        self._write(0, self._capsules.drawn(), early=False)
+        self._write(0, self._local_states.drawn(), early=False)
 
     def step_begins(self) -> None:
         self._written = self._at_seal = self._at_mutation = None
 
     def forward_ends(self, version: int, *, recheck: bool = False) -> None:
         """Seal early. ``version``: which the step makes. ``recheck``: no forward pass has ended since the last call."""
-        now = self._capsules.drawn()
+        now = self._local_states.drawn()
         if recheck and now == self._at_seal:
             return
         self._at_seal = now
@@ -73,18 +73,19 @@ class Sealing(Generic[Mark]):
             self._write(version, now, early=True)
 
     def mutation_begins(self, version: int) -> bool:
-        """Returns whether a capsule of ``version`` is written, which counts if this rank dies in the mutation."""
-        now = self._at_mutation = self._capsules.drawn()
+        """Returns whether rank-local state of ``version`` is written, which counts if this rank dies in the
+        mutation."""
+        now = self._at_mutation = self._local_states.drawn()
         sealed = self._habits.seals_early
         if sealed and self._written != now:
             self._write(version, now, early=True)
         return sealed
 
     def more_belongs(self, version: int, *, sealed: bool) -> None:
-        """Called between the two: more has turned out to belong to the capsule. ``sealed``: what
+        """Called between the two: more has turned out to belong to the rank-local state. ``sealed``: what
         :meth:`mutation_begins` returned."""
         unchanged = self._at_seal == self._at_mutation
-        now = self._at_mutation = self._capsules.drawn()
+        now = self._at_mutation = self._local_states.drawn()
         if unchanged:
             self._at_seal = now
         if sealed:
@@ -92,7 +93,7 @@ class Sealing(Generic[Mark]):
 
     def shown(self, version: int) -> Shown:
         """The step that has made ``version`` is over, with all that the script has done below it."""
-        now = self._at_end = self._capsules.drawn()
+        now = self._at_end = self._local_states.drawn()
         before = self._at_mutation if self._habits.reseal else self._at_seal
         self.late = {v: late for v, late in self.late.items() if v > version - VERSIONS_KEPT}
         self.late[version] = now != before
@@ -100,13 +101,13 @@ class Sealing(Generic[Mark]):
 
     def complete(self, version: int) -> None:
         """Called after :meth:`shown`, when the common state of ``version`` has been captured: writes the last
-        capsule."""
+        rank-local state."""
         assert self._at_end is not None
         if self._written == self._at_end:
-            self._capsules.finish(version)
+            self._local_states.finish(version)
         else:
             self._write(version, self._at_end, early=False)
 
     def _write(self, version: int, drawn: Mark, *, early: bool) -> None:
-        self._capsules.write(version, drawn, early=early)
+        self._local_states.write(version, drawn, early=early)
         self._written = drawn

@@ -1,4 +1,4 @@
-"""A capsule that was sealed early counts unless a living rank says that the step was late after all."""
+"""Rank-local state that was sealed early counts unless a living rank says that the step was late after all."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def survivor(rank: int, live: int, late: Sequence[int] = (), undo: Sequence[int]
 def victim(rank: int, final: Sequence[int], early: Sequence[int], *, joined: bool = False) -> RankRecord:
     record = RankRecord(rank)
     record.inventory.needs = {**NEEDS, f"capsule@{rank}": 1}
-    record.inventory.capsules, record.inventory.early = (*final, *early), frozenset(early)
+    record.inventory.local_states, record.inventory.early = (*final, *early), frozenset(early)
     if joined:
         pages = [(v, False) for v in final] + [(v, True) for v in early]
         held = [pb.Held(kind="page", version=v, shards=[f"capsule@{rank}"], nbytes=[1], early=e) for v, e in pages]
@@ -60,12 +60,12 @@ def test_then_all_go_back_a_step_where_they_can() -> None:
     assert (decision.round.version, decision.checkpoint) == (5, "")
 
 
-def test_a_late_step_is_no_reason_against_another_ones_capsule() -> None:
+def test_a_late_step_is_no_reason_against_another_ones_local_state() -> None:
     decision = decided(survivor(0, 6, late=[5]), victim(1, [4, 5], [6], joined=True))
     assert (decision.round.version, decision.checkpoint) == (6, "")
 
 
-def test_a_final_capsule_counts_although_the_step_was_late() -> None:
+def test_a_final_local_state_counts_although_the_step_was_late() -> None:
     decision = decided(survivor(0, 6, late=[6]), victim(1, [5, 6], [], joined=True))
     assert (decision.round.version, decision.checkpoint) == (6, "")
 
@@ -84,36 +84,36 @@ def test_a_neighbours_copy_of_it_does_not_count_either() -> None:
     assert decided(neighbour, victim(1, [], [])).checkpoint == "/checkpoint"
 
 
-def test_a_page_says_which_of_its_capsules_are_final_and_so_does_its_heirs() -> None:
+def test_a_page_says_which_of_its_local_states_are_final_and_so_does_its_heirs() -> None:
     page, heir = Page.create("early"), Page.create("heir")
     try:
-        page.write_capsule(4, b"four")
-        page.write_capsule(5, b"five", early=True)
-        page.write_capsule(6, b"six", early=True)
-        assert page.early_capsules() == [5, 6]
-        page.finish_capsule(5)
-        page.finish_capsule(7)  # not there
-        assert page.capsule_versions() == [4, 5, 6] and page.early_capsules() == [6]
+        page.write_local_state(4, b"four")
+        page.write_local_state(5, b"five", early=True)
+        page.write_local_state(6, b"six", early=True)
+        assert page.early_local_states() == [5, 6]
+        page.finish_local_state(5)
+        page.finish_local_state(7)  # not there
+        assert page.local_state_versions() == [4, 5, 6] and page.early_local_states() == [6]
         heir.inherit(page)
-        assert heir.capsule_versions() == [4, 5, 6] and heir.early_capsules() == [6]
-        heir.write_capsule(6, b"six, later")
-        assert heir.early_capsules() == []
+        assert heir.local_state_versions() == [4, 5, 6] and heir.early_local_states() == [6]
+        heir.write_local_state(6, b"six, later")
+        assert heir.early_local_states() == []
     finally:
         page.close()
         heir.close()
 
 
-def test_a_page_keeps_the_end_of_a_capsule_that_was_sealed_before_its_end_was_known() -> None:
+def test_a_page_keeps_the_end_of_a_local_state_that_was_sealed_before_its_end_was_known() -> None:
     page, heir = Page.create("early"), Page.create("heir")
     sealed, end = b"sealed" + witness.UNKNOWN, witness.of({"best": "0"})
     try:
-        page.write_capsule(4, sealed, early=True)
-        page.finish_capsule(4, end)
-        assert page.read_capsule(4) == b"sealed" + end and page.early_capsules() == []
+        page.write_local_state(4, sealed, early=True)
+        page.finish_local_state(4, end)
+        assert page.read_local_state(4) == b"sealed" + end and page.early_local_states() == []
         heir.inherit(page)
-        assert heir.read_capsule(4) == b"sealed" + end
-        page.write_capsule(7, sealed)  # in the same place
-        assert page.read_capsule(7) == sealed
+        assert heir.read_local_state(4) == b"sealed" + end
+        page.write_local_state(7, sealed)  # in the same place
+        assert page.read_local_state(7) == sealed
     finally:
         page.close()
         heir.close()

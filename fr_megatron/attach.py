@@ -38,7 +38,7 @@ def attach(model: Any, optimizer: Any, scheduler: Any = None, **settings: Any) -
     """
     chunks = list(model) if isinstance(model, Sequence) else [model]
     recovery = init(**settings)
-    changes = recovery.elastic is not None or recovery.replan is not None
+    changes = recovery.elastic is not None or recovery.parallelism is not None
     forwards = Forwards(chunks) if changes else None
     recovery.take_framework_batch(partial(batch_of, chunks, forwards))
     if not recovery.enabled:

@@ -244,7 +244,7 @@ class ElasticSettings(_Model):
         return f"{self.min}:{self.max}"
 
 
-class ReplanSettings(_Model):
+class ParallelismSettings(_Model):
     """A job that goes on in another parallel layout, with fewer ranks, where a rank cannot be replaced."""
 
     min: int = Field(1, ge=1, description="ranks with which the job still goes on")
@@ -268,7 +268,9 @@ class Settings(_Model):
     snapshots: SnapshotSettings = Field(SnapshotSettings(), description="copies that outlive the job's processes")
     timeouts: Timeouts = Field(Timeouts(), description="all timeouts")
     elastic: ElasticSettings | None = Field(None, description="how many replicas there may be; none: always all")
-    replan: ReplanSettings | None = Field(None, description="whether the parallel layout may change; none: it does not")
+    parallelism: ParallelismSettings | None = Field(
+        None, description="whether the parallel layout may change; none: it does not"
+    )
     resume: bool = Field(
         False,
         description="go on from the newest of living snapshots, snapshots on disk and fallback checkpoints, if any",
@@ -527,32 +529,32 @@ def run_config(values: dict[str, Any], where: str) -> RunConfig:
 
 def _check_replan(config: RunConfig) -> None:
     """What goes together with a layout that may change. Raises ConfigError."""
-    replan = config.replan
-    if replan is None:
+    parallelism = config.parallelism
+    if parallelism is None:
         return
-    if replan.min > config.world_size:
+    if parallelism.min > config.world_size:
         raise ConfigError(
-            f"replan.min = {replan.min}: at most the ranks of the launch ({config.world_size}) is allowed"
+            f"parallelism.min = {parallelism.min}: at most the ranks of the launch ({config.world_size}) is allowed"
         )
     if config.elastic is not None and config.elastic.max > config.world_size:
         raise ConfigError(
-            f"elastic = {config.elastic.text} with replan: a job whose parallel layout may change does not grow beyond "
-            f"its launch; elastic.max of at most the replicas of the launch, which has {config.world_size} ranks, is "
-            "allowed"
+            f"elastic = {config.elastic.text} with parallelism: a job whose parallel layout may change does not grow "
+            f"beyond its launch; elastic.max of at most the replicas of the launch, which has {config.world_size} "
+            "ranks, is allowed"
         )
     if config.redundancy in ("parity", "replica"):
         raise ConfigError(
-            f"redundancy: {config.redundancy!r} with replan: not every layout has it; 'auto', 'neighbor', 'none' are "
-            "allowed"
+            f"redundancy: {config.redundancy!r} with parallelism: not every layout has it; 'auto', 'neighbor', 'none' "
+            "are allowed"
         )
-    if config.redundancy == "neighbor" and replan.min < 2:
+    if config.redundancy == "neighbor" and parallelism.min < 2:
         raise ConfigError(
-            "redundancy: 'neighbor' with replan.min = 1: a world of one rank has nobody to hold a copy; 2 or more, or "
-            "redundancy: 'auto' is allowed"
+            "redundancy: 'neighbor' with parallelism.min = 1: a world of one rank has nobody to hold a copy; 2 or "
+            "more, or redundancy: 'auto' is allowed"
         )
     if config.snapshots.keep == "always":
         raise ConfigError(
-            "snapshots.keep: 'always' with replan: snapshots are of one layout; 'auto' and 'never' are allowed"
+            "snapshots.keep: 'always' with parallelism: snapshots are of one layout; 'auto' and 'never' are allowed"
         )
 
 
@@ -649,6 +651,7 @@ RENAMED: dict[str, str] = {
     "unforkable": "fork_denylist",
     "direct_agents": "max_direct_agents",
     "outside_s": "between_steps_s",
+    "replan": "parallelism",
 }
 """Keys that had another name before the first release."""
 

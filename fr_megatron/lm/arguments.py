@@ -61,11 +61,11 @@ def _add(group: Any) -> None:
         help="go on with fewer data-parallel replicas when one is lost for good; as the launcher's --elastic",
     )
     group.add_argument(
-        "--flash-recovery-replan",
+        "--flash-recovery-parallelism",
         type=int,
         metavar="MIN",
         help="go on in another parallel layout, of so many ranks at least, when one is lost; as the launcher's "
-        "--replan",
+        "--parallelism",
     )
     group.add_argument(
         "--flash-recovery-checkpoint-dir", metavar="DIR", help="where fallback checkpoints are kept; default: none"

@@ -87,7 +87,7 @@ class ProtectedLoop:
             made = self._original["setup_model_and_optimizer"](*args, **kwargs)
         chunks, optimizer, scheduler = made
         if optimizer is not None:
-            elastic, layouts = self._recovery.elastic is not None, self._recovery.replan is not None
+            elastic, layouts = self._recovery.elastic is not None, self._recovery.parallelism is not None
             groups = membership(chunks, optimizer) if elastic else None
             if layouts:
                 replan.check_model(chunks)

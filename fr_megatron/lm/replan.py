@@ -1,4 +1,4 @@
-"""Megatron-LM's loop in a job that goes on in another parallel layout (``--flash-recovery-replan MIN``).
+"""Megatron-LM's loop in a job that goes on in another parallel layout (``--flash-recovery-parallelism MIN``).
 
 Its workers are started anew for another layout, so Megatron's own arguments have to say that layout before Megatron
 validates them; all that is derived from them follows by itself. The loop then goes round from its first iteration
@@ -190,23 +190,24 @@ def check_flags(args: Any, recovery: Recovery) -> None:
     """Whether a job with these flags can change its layout, if it is one whose layout may change.
 
     Raises:
-        ConfigError: ``--flash-recovery-replan`` says something else than the launcher does.
+        ConfigError: ``--flash-recovery-parallelism`` says something else than the launcher does.
         UnsupportedError: it cannot; with all flags that stand against it, and why.
     """
-    said, launched = given(args, "replan"), recovery.replan
+    said, launched = given(args, "parallelism"), recovery.parallelism
     if said is not None and launched is None:
         raise ConfigError(
-            f"--flash-recovery-replan {said}: the layout of the job is fixed as it was launched; start it with "
-            f"`flashrecovery run --replan {said}`"
+            f"--flash-recovery-parallelism {said}: the layout of the job is fixed as it was launched; start it with "
+            f"`flashrecovery run --parallelism {said}`"
         )
     if said is not None and launched is not None and launched.min != said:
         raise ConfigError(
-            f"--flash-recovery-replan {said}, and the launcher says --replan {launched.min}: the same is allowed"
+            f"--flash-recovery-parallelism {said}, and the launcher says --parallelism {launched.min}: the same is "
+            "allowed"
         )
     if launched is not None and launched.min < 2 and given(args, "redundancy") == "neighbor":
         raise ConfigError(
-            "--flash-recovery-redundancy neighbor with --replan 1: a world of one rank has nobody to hold a copy; 2 or "
-            "more, or auto, is allowed"
+            "--flash-recovery-redundancy neighbor with --parallelism 1: a world of one rank has nobody to hold a copy; "
+            "2 or more, or auto, is allowed"
         )
     if launched is not None and (found := list(refused(args))):
         raise UnsupportedError(f"another parallel layout of Megatron-LM's loop with {'; '.join(found)}")

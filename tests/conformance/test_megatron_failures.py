@@ -146,7 +146,7 @@ def test_an_optimizer_whose_ranks_own_whole_parameters(layout: Layout, tmp_path:
     assert said.startswith("neighbour copies"), said
 
 
-@pytest.mark.parametrize("elastic", [("--elastic", "1:2"), ("--replan", "1")], ids=["elastic", "replan"])
+@pytest.mark.parametrize("elastic", [("--elastic", "1:2"), ("--parallelism", "1")], ids=["elastic", "replan"])
 def test_such_an_optimizer_in_a_job_of_another_size_is_refused(elastic: tuple[str, ...], tmp_path: Path) -> None:
     script = SCRIPTS / "megatron_layer_wise.py"
     job = mg.run(tmp_path / "run", LAYER_WISE, standby=0, script=script, options=elastic, flags=["--elastic-loop"])

@@ -120,7 +120,7 @@ class Training:
 
 
 def never(least: int = 1, **timeouts: float) -> dict[str, Any]:
-    return {"replan": {"min": least, "replace": "never"}, "timeouts": timeouts}
+    return {"parallelism": {"min": least, "replace": "never"}, "timeouts": timeouts}
 
 
 def start(

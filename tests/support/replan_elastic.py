@@ -36,10 +36,10 @@ class Compared:
 
 
 def both(training: LaidOut, *, least: int = 1, ranks: int = 1, **settings: str) -> dict[str, Any]:
-    """``--elastic`` and ``--replan`` of a job of this training. ``settings``: of both (replace)."""
+    """``--elastic`` and ``--parallelism`` of a job of this training. ``settings``: of both (replace)."""
     return {
         "elastic": {"min": least, "max": training.sizes.replicas, **settings},
-        "replan": {"min": ranks, **settings},
+        "parallelism": {"min": ranks, **settings},
     }
 
 

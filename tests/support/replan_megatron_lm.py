@@ -31,7 +31,7 @@ from tests.support.replan_elastic import Compared, Stage, check_stages
 
 SCRIPT = ROOT / "tests" / "scripts" / "replan_megatron_lm.py"
 SLOWLY = "--step-time=300"
-AUTO: dict[str, Any] = {"replan": {"min": 1}}
+AUTO: dict[str, Any] = {"parallelism": {"min": 1}}
 """Lost ranks are replaced; the layout changes by command."""
 _LOGGED = re.compile(
     r" iteration +(\d+)/ +\d+ \| consumed samples: +(\d+) \|.*? learning rate: (\S+) .*?lm loss: (\S+)"
@@ -67,7 +67,7 @@ class Training(LoopTraining):
             Layout("replan", "", nproc=sizes.ranks),
             standby=0,
             inject=inject,
-            config={"replan": {"min": 1, "replace": "never"}} if config is None else config,
+            config={"parallelism": {"min": 1, "replace": "never"}} if config is None else config,
             script=SCRIPT,
             flags=[f"--steps={self.iterations}", *self.arguments(sizes), *flags],
             env=loop_environment(),

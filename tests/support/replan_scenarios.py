@@ -13,7 +13,7 @@ from tests.support.jobs import Job, RunningJob, check_fired
 from tests.support.replan import AT, TIMEOUT_S, Saved, Sizes, Training, check_goes_on, command, replanned, start
 
 SLOWLY = ("--step-time", "150")
-AUTO: dict[str, Any] = {"replan": {"min": 1}}
+AUTO: dict[str, Any] = {"parallelism": {"min": 1}}
 """Lost ranks are replaced; the layout changes by command."""
 FIRST, THEN = 3, 6
 """Steps of what happens one after another."""

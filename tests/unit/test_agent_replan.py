@@ -23,7 +23,7 @@ from flashrecovery.rpc.channel import Access
 @asynccontextmanager
 async def agent_of(path: Path, **changes: object) -> AsyncIterator[Agent]:
     """An agent with a controller that hears nothing; it starts no process. ``changes``: how the job may change."""
-    given = {"nproc_per_node": 1, "health": "none", "start_method": "spawn", **(changes or {"replan": {"min": 1}})}
+    given = {"nproc_per_node": 1, "health": "none", "start_method": "spawn", **(changes or {"parallelism": {"min": 1}})}
     config, access = validate(RunConfig, given, "test"), Access("the-token-of-this-test-job")
     with closing(RunDir(path / "run")) as run_dir:
         agent = Agent(config, ["train.py"], run_dir, Identity.of(config, "127.0.0.1"), access)
@@ -55,7 +55,9 @@ def test_a_node_that_gets_its_first_rank_of_a_layout_still_keeps_set_up_logs_of_
     assert asyncio.run(kept()) == {0: 2, 1: 2}
 
 
-@pytest.mark.parametrize("changes", [{"replan": {"min": 1}}, {"nproc_per_node": 2, "elastic": {"min": 1, "max": 2}}])
+@pytest.mark.parametrize(
+    "changes", [{"parallelism": {"min": 1}}, {"nproc_per_node": 2, "elastic": {"min": 1, "max": 2}}]
+)
 def test_where_all_start_again_nobody_has_left(changes: dict[str, object], tmp_path: Path) -> None:
     """Else the next controller has those leave that had before, and are there again."""
 

@@ -210,6 +210,6 @@ def test_what_may_not(registry: Any, most: int, said: str) -> None:
 
 
 def test_nor_where_the_layout_may_change() -> None:
-    settings = Settings.model_validate({"elastic": {"min": 1, "max": 3}, "replan": {"min": 2}})
+    settings = Settings.model_validate({"elastic": {"min": 1, "max": 3}, "parallelism": {"min": 2}})
     with pytest.raises(UnsupportedError, match="a parallel layout that may change"):
         _check_beyond(launched(ReplicaShape(2, 2), 1), 3, settings)

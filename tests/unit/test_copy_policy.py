@@ -23,7 +23,7 @@ FIXED = CopyFacts(
     world=4,
     redundancy="auto",
     elastic=False,
-    replan=False,
+    parallelism=False,
     changed_layout=False,
     sharded=False,
     shape=ReplicaShape(4),
@@ -34,7 +34,7 @@ FIXED = CopyFacts(
 TWO_NODES = replace(FIXED, nodes=2)
 ELASTIC = replace(FIXED, elastic=True)
 SHARDED = replace(ELASTIC, sharded=True)
-ACROSS = replace(ELASTIC, replan=True, shape=ReplicaShape(2, 2))
+ACROSS = replace(ELASTIC, parallelism=True, shape=ReplicaShape(2, 2))
 PARITY = CopyChoice(parity=True, fits=True, reason="it is smaller")
 
 
@@ -45,7 +45,7 @@ PARITY = CopyChoice(parity=True, fits=True, reason="it is smaller")
         (TWO_NODES, False, PeerProtection.LOCAL_STATE, True),
         (FIXED, False, PeerProtection.NOTHING, True),  # for what may turn out to be each rank's own
         (replace(FIXED, redundancy="replica"), False, PeerProtection.NOTHING, False),
-        (replace(FIXED, replan=True), False, PeerProtection.NOTHING, False),
+        (replace(FIXED, parallelism=True), False, PeerProtection.NOTHING, False),
         (replace(FIXED, world=1), False, PeerProtection.NOTHING, False),
         (replace(TWO_NODES, redundancy="none"), True, PeerProtection.NOTHING, False),
         (ELASTIC, False, PeerProtection.NOTHING, False),
@@ -89,7 +89,7 @@ def test_state_of_one_node_is_refused_at_the_launch_and_a_risk_afterwards() -> N
     later = replace(facts, changed_layout=True)
     assert "must not be lost" in one_node_risk(later, True) and choose_policy(later, True).risks
     assert not one_node_risk(facts, False) and not one_node_risk(replace(facts, sharded=True), True)
-    assert not one_node_risk(replace(facts, replan=True, shape=ReplicaShape(1, 4)), True)
+    assert not one_node_risk(replace(facts, parallelism=True, shape=ReplicaShape(1, 4)), True)
 
 
 def test_a_keeper_on_the_owners_node_is_refused() -> None:

@@ -17,7 +17,7 @@ PLAN = "tp=1,pp=2,dp=1"
 
 
 def found(nodes: int = 2, **settings: object) -> Machine:
-    given = {"nnodes": nodes, "nproc_per_node": 2, "controller": "h:1", "replan": {"min": 1}}
+    given = {"nnodes": nodes, "nproc_per_node": 2, "controller": "h:1", "parallelism": {"min": 1}}
     return Machine(validate(RunConfig, {**given, **settings}, "test"))
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from flashrecovery.config import ElasticSettings, ReplanSettings
+from flashrecovery.config import ElasticSettings, ParallelismSettings
 from flashrecovery.errors import ConfigError, JobFailedError, UnsupportedError
 from flashrecovery.runtime import parallel_layout
 from flashrecovery.runtime.environment import LAYOUT_ENV, STASH_ENV
@@ -36,7 +36,7 @@ FITTING = {
     "pipeline_model_parallel_size": 2,
     "global_batch_size": 24,
     "dataloader_type": None,
-    "flash_recovery_replan": None,
+    "flash_recovery_parallelism": None,
 }
 
 
@@ -52,7 +52,7 @@ def flags(**others: Any) -> Any:
 
 
 def launched(least: int | None, elastic: ElasticSettings | None = None) -> Any:
-    return SimpleNamespace(replan=None if least is None else ReplanSettings(min=least), elastic=elastic)
+    return SimpleNamespace(parallelism=None if least is None else ParallelismSettings(min=least), elastic=elastic)
 
 
 def test_arguments_say_the_layout_that_the_job_has_changed_to(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -188,18 +188,18 @@ def test_a_checkpoint_that_was_loaded_at_the_launch_is_not_loaded_again(
 
 @pytest.mark.parametrize(
     ("said", "least", "words"),
-    [(2, None, "start it with `flashrecovery run --replan 2`"), (2, 1, "the launcher says --replan 1")],
+    [(2, None, "start it with `flashrecovery run --parallelism 2`"), (2, 1, "the launcher says --parallelism 1")],
 )
 def test_a_flag_that_says_something_else(said: int, least: int | None, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
-        check_flags(flags(flash_recovery_replan=said), launched(least))
+        check_flags(flags(flash_recovery_parallelism=said), launched(least))
 
 
 def test_with_replicas_that_leave() -> None:
     """Both flags together, with all that each of them allows alone."""
     elastic = ElasticSettings(min=1, max=2)
     for others in (
-        {"flash_recovery_replan": 2},
+        {"flash_recovery_parallelism": 2},
         {"num_experts": 2, "expert_model_parallel_size": 2},
         {"context_parallel_size": 2},
         {"num_virtual_stages_per_pipeline_rank": 2},
@@ -214,7 +214,7 @@ def test_copies_that_a_single_rank_has_nobody_for() -> None:
 
 
 def test_flags_that_fit() -> None:
-    check_flags(flags(flash_recovery_replan=2), launched(2))
+    check_flags(flags(flash_recovery_parallelism=2), launched(2))
     check_flags(flags(load="there", dataloader_type="single", context_parallel_size=2), launched(1))
     check_flags(flags(sequence_parallel=True, num_attention_heads=6, seq_length=16), launched(1))  # the planner knows
     check_flags(flags(num_experts=2, expert_model_parallel_size=2), launched(1))

@@ -6,9 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import pytest
+from click.testing import CliRunner
 
 from flashrecovery import events as ev
 from flashrecovery import layout
+from flashrecovery.cli.main import cli
 from flashrecovery.config import RunConfig, run_config, validate
 from flashrecovery.controller.machine import Machine
 from flashrecovery.controller.relayout.stash_writers import assigned
@@ -107,12 +109,19 @@ def test_a_script_asks_for_its_layout(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ({"redundancy": "parity"}, "parity"),
         ({"snapshots": {"keep": "always"}}, "snapshots are of one layout"),
-        ({"replan": {"min": 5}}, "at most the ranks of the launch"),
+        ({"parallelism": {"min": 5}}, "at most the ranks of the launch"),
     ],
 )
 def test_settings_that_do_not_go_together(more: Mapping[str, object], reason: str) -> None:
     with pytest.raises(ConfigError, match=reason):
-        run_config({"nproc_per_node": 4, "replan": {"min": 1}, **more}, "test")
+        run_config({"nproc_per_node": 4, "parallelism": {"min": 1}, **more}, "test")
+
+
+def test_the_names_of_before_the_first_release_are_refused_with_the_new_ones() -> None:
+    with pytest.raises(ConfigError, match=r"unknown key 'replan'.*it is called 'parallelism' now"):
+        run_config({"nproc_per_node": 4, "replan": {"min": 1}}, "test")
+    done = CliRunner().invoke(cli, ["run", "--replan", "2", "train.py"])
+    assert done.exit_code == 2 and "--replan 2: this option is called --parallelism now" in done.output
 
 
 # -- who writes what --------------------------------------------------------------------------------
@@ -161,7 +170,7 @@ class World:
         self.reply("resume")
 
     def _config(self, settings: dict[str, object]) -> dict[str, object]:
-        return {"nproc_per_node": 4, "replan": {"min": 1, "replace": "never", **settings}}
+        return {"nproc_per_node": 4, "parallelism": {"min": 1, "replace": "never", **settings}}
 
     @property
     def job(self):  # type: ignore[no-untyped-def]
@@ -321,7 +330,7 @@ def test_too_few_ranks_end_the_job_with_the_reasons() -> None:
     world.kill(1)
     assert world.job.state is State.FAILED
     assert "no parallel layout fits the 3 ranks" in world.job.failure_reason
-    assert "fewer than 4 ranks (replan.min)" in world.job.failure_reason
+    assert "fewer than 4 ranks (parallelism.min)" in world.job.failure_reason
 
 
 def test_a_command() -> None:
@@ -344,7 +353,7 @@ def test_a_command() -> None:
 
 def test_a_command_needs_the_setting() -> None:
     machine = Machine(validate(RunConfig, {"nproc_per_node": 2}, "test"))
-    assert "launch it with --replan" in machine.replan("", -1)[0]
+    assert "launch it with --parallelism" in machine.replan("", -1)[0]
 
 
 def test_memory_that_cannot_be_written() -> None:

@@ -98,7 +98,7 @@ def test_what_a_rank_has_not_told_yet_is_not_what_the_job_was(silent: set[int]) 
 
 def one_is_missing(*, sharded: bool) -> Machine:
     """A controller is started again; of two replicas of two ranks (and at least two of them) one rank has died."""
-    settings = {"elastic": {"min": 2, "max": 2, "replace": "never"}, "replan": {"min": 1, "replace": "never"}}
+    settings = {"elastic": {"min": 2, "max": 2, "replace": "never"}, "parallelism": {"min": 1, "replace": "never"}}
     machine = found(**settings)
     facts = replace(FACTS, layout={"tp": 2, "pp": 1, "cp": 1, "ep": 1, "dp": 2}, sharded=sharded)
     for name, ranks in (("a", [0, 1]), ("b", [3])):

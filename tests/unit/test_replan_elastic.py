@@ -46,13 +46,13 @@ def test_min_and_max_are_replicas_of_whatever_layout(
 
 
 def test_both_may_be_asked_for() -> None:
-    config = run_config({"nproc_per_node": 4, "replan": {"min": 1}, "elastic": {"min": 1, "max": 2}}, "test")
-    assert config.replan is not None and config.elastic is not None
+    config = run_config({"nproc_per_node": 4, "parallelism": {"min": 1}, "elastic": {"min": 1, "max": 2}}, "test")
+    assert config.parallelism is not None and config.elastic is not None
 
 
 @pytest.mark.parametrize(("elastic", "replan"), [("never", "auto"), ("auto", "never"), ("auto", "auto")])
 def test_either_may_say_that_no_rank_is_replaced(elastic: str, replan: str) -> None:
-    settings = {"elastic": {"min": 1, "max": 2, "replace": elastic}, "replan": {"min": 1, "replace": replan}}
+    settings = {"elastic": {"min": 1, "max": 2, "replace": elastic}, "parallelism": {"min": 1, "replace": replan}}
     job = Machine(validate(RunConfig, {"nproc_per_node": 4, **settings}, "test")).job
     job.state = State.RUNNING
     assert never_replaced(job) is ("never" in (elastic, replan))
@@ -198,7 +198,7 @@ class Both(World):
 
     def _config(self, settings: dict[str, object]) -> dict[str, object]:
         elastic = settings.pop("elastic")
-        return {"nproc_per_node": 4, "replan": {"min": 1, "replace": "never", **settings}, "elastic": elastic}
+        return {"nproc_per_node": 4, "parallelism": {"min": 1, "replace": "never", **settings}, "elastic": elastic}
 
     def joined(self, rank: int, command: pb.Command, steps: int, facts: LayoutFacts) -> pb.Joined:
         dp = facts.layout["dp"]

@@ -206,7 +206,7 @@ def launched(layout: dict[str, int], seed: int, divided: bool) -> tuple[Historie
     never, replicas = rng.choice(("auto", "never")), shape_of_layout(layout).replicas
     config = {
         "elastic": {"min": rng.choice((1, 1, replicas)), "max": replicas, "replace": never},
-        "replan": {"min": 1, "replace": never},
+        "parallelism": {"min": 1, "replace": never},
     }
     world = Histories(layout, divided=divided, seed=seed, single=single, **config)
     world.launch()

@@ -24,8 +24,10 @@ from tests.unit.test_replan_known import KEPT, WORDS, sent, told
 
 def test_such_a_job_does_not_grow_beyond_its_launch() -> None:
     """A layout that it has changed to has at most as many ranks as the launch, so there is nothing to go back to."""
-    values = {"nproc_per_node": 2, "replan": {"min": 1}}
-    with pytest.raises(ConfigError, match=r"elastic = 1:4 with replan: .* does not grow beyond its launch; .* 2 ranks"):
+    values = {"nproc_per_node": 2, "parallelism": {"min": 1}}
+    with pytest.raises(
+        ConfigError, match=r"elastic = 1:4 with parallelism: .* does not grow beyond its launch; .* 2 ranks"
+    ):
         run_config({**values, "elastic": {"min": 1, "max": 4}}, "test")
     assert run_config({**values, "elastic": {"min": 1, "max": 2}}, "test").elastic is not None
 
@@ -74,7 +76,9 @@ def test_who_leaves_by_command_comes_back_before_the_layout_changes(checkpoint: 
     """Of three replicas the last one leaves, and keeps the copies of the second one's parts, of which a rank dies:
     with fewer than two (MIN) there is another layout, for three ranks. It begins with what all five have."""
     elastic, replan = {"min": 2, "max": 3, "replace": "never"}, {"min": 1, "replace": "never"}
-    world = Histories({"tp": 2, "pp": 1, "dp": 3}, divided=True, seed=1, single=False, elastic=elastic, replan=replan)
+    world = Histories(
+        {"tp": 2, "pp": 1, "dp": 3}, divided=True, seed=1, single=False, elastic=elastic, parallelism=replan
+    )
     world.launch()
     world.go_on()
     job = world.machine.job

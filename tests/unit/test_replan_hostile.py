@@ -215,7 +215,7 @@ def workers(facts: str = "") -> list[pb.WorkerState]:
 
 
 def taken_over(found: list[pb.WorkerState], **settings: object) -> Machine:
-    config = {"nproc_per_node": 4, "replan": {"min": 1, "replace": "never", **settings}}
+    config = {"nproc_per_node": 4, "parallelism": {"min": 1, "replace": "never", **settings}}
     machine = Machine(validate(RunConfig, config, "test"))
     register = pb.Register(node="n", host="h", slots=4, incarnation="i", generation=3, stride=1, workers=found)
     machine.on_register(register, 0.0)
@@ -289,8 +289,8 @@ def test_a_damaged_checkpoint_is_not_read_again_and_again() -> None:
 @pytest.mark.parametrize(("redundancy", "least"), [("neighbor", 1), ("replica", 2), ("parity", 2)])
 def test_copies_that_not_every_layout_has_room_for(redundancy: str, least: int) -> None:
     """A layout without them would end the job, whose state nobody would have then."""
-    with pytest.raises(ConfigError, match=f"redundancy: '{redundancy}' with replan"):
-        run_config({"nproc_per_node": 4, "replan": {"min": least}, "redundancy": redundancy}, "test")
+    with pytest.raises(ConfigError, match=f"redundancy: '{redundancy}' with parallelism"):
+        run_config({"nproc_per_node": 4, "parallelism": {"min": least}, "redundancy": redundancy}, "test")
 
 
 def test_a_script_that_ends_before_the_new_layouts_first_step() -> None:

@@ -177,7 +177,7 @@ def test_a_number_of_a_start_is_not_used_again() -> None:
 
 
 def test_numbers_go_on_by_one_otherwise() -> None:
-    job = JobState(validate(RunConfig, {"nproc_per_node": 2, "replan": {"min": 1}}, "test"))
+    job = JobState(validate(RunConfig, {"nproc_per_node": 2, "parallelism": {"min": 1}}, "test"))
     job.restarts += 1
     job.begin_attempt()
     job.lay_out("tp=1,pp=1,dp=1", [])

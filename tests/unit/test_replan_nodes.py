@@ -29,7 +29,7 @@ class Nodes:
         self.size, self.copies = 2 * nodes, copies
         given = {"nnodes": nodes, "spare_nodes": spare, "nproc_per_node": 2, "controller": "h:1"}
         self.machine = Machine(
-            validate(RunConfig, {**given, "replan": {"min": 1, "replace": "never", **settings}}, "test")
+            validate(RunConfig, {**given, "parallelism": {"min": 1, "replace": "never", **settings}}, "test")
         )
         self.sent: list[tuple[str | None, pb.Command]] = []
         self.events: list[ev.Event] = []
@@ -362,7 +362,7 @@ def test_a_node_that_a_commanded_layout_needs_has_gone() -> None:
 def test_a_job_of_another_layout_is_not_handed_over() -> None:
     world = Nodes(spare=1, replace="auto")
     refused, _ = world.machine.handoff.ask("n1", 60.0, 3.0)
-    assert "parallel layout may change (replan) are not handed over yet" in refused
+    assert "parallel layout may change (parallelism) are not handed over yet" in refused
 
 
 def test_facts_of_the_test() -> None:

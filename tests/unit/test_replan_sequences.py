@@ -58,7 +58,7 @@ def filled_again(world: World) -> pb.Replace:
 
 @pytest.mark.parametrize("seen", [True, False])
 def test_another_controller_has_it_from_the_ranks(seen: bool) -> None:
-    machine = found(replan={"min": 1, "replace": "never"})
+    machine = found(parallelism={"min": 1, "replace": "never"})
     message = came("a", [0, 1, 2], plan="tp=1,pp=1,dp=3", attempt=1)
     for worker in message.workers:
         layout = {"tp": 1, "pp": 1, "cp": 1, "ep": 1, "dp": 3}

@@ -73,6 +73,6 @@ def test_what_a_job_asks_for_is_imported_ahead_of_its_script() -> None:
     plain = Settings().model_dump_json()
     assert asked_for(plain) == asked_for("{}") == []
     assert asked_for(Settings(redundancy="parity").model_dump_json()) == [OF_SETTINGS["parity"]]
-    replan = Settings.model_validate({"replan": {}}).model_dump_json()
-    assert asked_for(replan) == [OF_SETTINGS["replan"]]
+    parallelism = Settings.model_validate({"parallelism": {}}).model_dump_json()
+    assert asked_for(parallelism) == [OF_SETTINGS["parallelism"]]
     assert all(importlib.util.find_spec(module) is not None for module in OF_SETTINGS.values())

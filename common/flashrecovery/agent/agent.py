@@ -182,7 +182,7 @@ class Agent:
 
     def _is_of_another_layout(self, process: WorkerProcess) -> bool:
         """It has been left from before the job changed its parallel layout."""
-        return self._config.replan is not None and process.attempt < self._attempt
+        return self._config.parallelism is not None and process.attempt < self._attempt
 
     @staticmethod
     def _page_of(process: WorkerProcess) -> pb.PageOf:

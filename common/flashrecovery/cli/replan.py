@@ -20,8 +20,8 @@ from flashrecovery.proto import flashrecovery_pb2 as pb
     "--at-step", "step", type=click.IntRange(min=1), default=None, help="From this step on; default: the next one."
 )
 def replan(run_dir: Path, layout: str, step: int | None) -> None:
-    """Change the parallel layout of a running job that was launched with --replan. Its workers are started anew, and
-    get their state from the node's memory."""
+    """Change the parallel layout of a running job that was launched with --parallelism. Its workers are started anew,
+    and get their state from the node's memory."""
     request = pb.ReplanRequest(layout=layout, step=-1 if step is None else step)
     reply: pb.ReplanReply = ask(run_dir, str(run_dir), lambda stub: stub.Replan(request, timeout=ANSWER_S))
     if reply.error:

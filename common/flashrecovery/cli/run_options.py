@@ -45,12 +45,13 @@ PLACES = (
     _option("--spare", is_flag=True, default=None, help="This node is a spare one."),
     _option("--slots", type=int, default=None, help="Ranks that this node can hold."),
     _option(
-        "--replan",
+        "--parallelism",
         default=None,
         type=click.IntRange(min=1),
         metavar="MIN",
         help="Where a rank cannot be replaced, go on in another parallel layout with at least MIN ranks.",
     ),
+    _renamed("--replan", "--parallelism"),
     _option("--elastic", default=None, help="MIN:MAX replicas: where a rank cannot be replaced, go on without it."),
     _option("--log", type=click.Choice(["0", "all", "none"]), default=None, help="Ranks whose output is shown live."),
 )
@@ -140,8 +141,8 @@ def settings(options: dict[str, Any]) -> dict[str, Any]:
         values["inject"] = [parse_fault(text).model_dump() for text in inject]
     if "hang_timeout" in values:
         values["timeouts"] = {**values.get("timeouts", {}), "hang_floor_s": values.pop("hang_timeout")}
-    if "replan" in values:
-        values["replan"] = {"min": values.pop("replan")}
+    if "parallelism" in values:
+        values["parallelism"] = {"min": values.pop("parallelism")}
     if "elastic" in values:
         sizes = ReplicaRange.parse(values.pop("elastic"))
         values["elastic"] = {"min": sizes.least, "max": sizes.most}

@@ -158,7 +158,8 @@ class Machine:
             self._staffing.fence(node, "its ranks belong to others")
         elif self.job.launched:
             node.state = NodeState.SPARE
-            if self.job.config.replan is not None:  # it was away when that was to be dropped; this is another process
+            # It was away when that was to be dropped; this is another process.
+            if self.job.config.parallelism is not None:
                 self.job.outbox.send(
                     node.name, pb.Command(generation=self.job.generation, rank=AGENT, drop_stash=pb.DropStash())
                 )
@@ -494,7 +495,7 @@ class Machine:
             self.job.last_failure = self._replanning.why_paused(version)
             self._steps.recover([], FailureKind.REPLAN, now, 0.0, now)
             return
-        if self.job.config.replan is not None and self.job.config.elastic is None:
+        if self.job.config.parallelism is not None and self.job.config.elastic is None:
             text = "the layout does not change: what a controller before this one was commanded is not known any more"
             self.job.notice(NoticeKind.NOT_REPLANNED, text)
         self.job.last_failure = self._resizing.why_paused(version)

@@ -83,7 +83,7 @@ class TakeOver:
             self._job.found_since = self._job.started_at = now
         if self._found_at is not None:
             self._found_at = now
-        if self._job.config.replan is not None:
+        if self._job.config.parallelism is not None:
             newest, older = self._layout.hear(message)
             for name in [*older, *([] if newest else [node.name])]:
                 self._staffing.fence(self._job.nodes[name], "the job has changed its parallel layout since")
@@ -230,7 +230,7 @@ class TakeOver:
             self._job.membership.told_size = len(self._job.ranks)
         if self._job.checkpoint is not None:
             self._job.command(AGENT, self._job.saved())
-        replanned = self._job.config.replan is not None
+        replanned = self._job.config.parallelism is not None
         if replanned and not self._replanning.inherit(self._stash):  # else nobody will read what was written there
             self._job.command(AGENT, pb.Command(drop_stash=pb.DropStash()))
         homes = {r.home for r in self._job.ranks.values()}

@@ -22,7 +22,7 @@ from flashrecovery.worker.script_checks.wrapped_module import wrapper_of
 from flashrecovery.worker.step.step import Step
 
 if TYPE_CHECKING:
-    from flashrecovery.config import ElasticSettings, ReplanSettings
+    from flashrecovery.config import ElasticSettings, ParallelismSettings
     from flashrecovery.contract.adapter import Adapter
     from flashrecovery.contract.loop_adapter import LoopState
     from flashrecovery.worker.framework_calls import Calls
@@ -102,9 +102,9 @@ class Recovery:
         return self._session is not None and self._session.has_checkpoints
 
     @property
-    def replan(self) -> ReplanSettings | None:
+    def parallelism(self) -> ParallelismSettings | None:
         """Whether the job's parallel layout may change; None: it does not."""
-        return self._session.settings.replan if self._session is not None else None
+        return self._session.settings.parallelism if self._session is not None else None
 
     def check_settings(self, wanted: Mapping[str, Any]) -> None:
         """Raises ConfigError if this object was made with other values than ``wanted``."""
@@ -281,7 +281,7 @@ class Recovery:
             collate=collate,
             models=lambda: [thing for thing in self._registered if isinstance(thing, torch.nn.Module)],
             framework=next(iter(self._framework_batches), None),
-            watched=self.elastic is not None or self.replan is not None,
+            watched=self.elastic is not None or self.parallelism is not None,
         )
         if self._session is not None:
             self._session.take_batches(batches)

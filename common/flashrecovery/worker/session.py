@@ -174,7 +174,7 @@ class Session:
         own = [*objects, *map(in_words, settings)]
         if self.settings.elastic is not None:
             elastic_checks.check_start(registry, self.settings, own, single_calls=own_calls)
-        if self.settings.replan is not None:  # after check_start(), which finds the replicas
+        if self.settings.parallelism is not None:  # after check_start(), which finds the replicas
             worker.stashing = _stashing(worker, own, single_calls=own_calls)
         registry.habits.own = sorted({*registry.habits.own, *objects})
         registry.habits.own_settings = settings

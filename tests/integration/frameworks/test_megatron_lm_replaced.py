@@ -13,7 +13,7 @@ from tests.support.jobs import ROOT, Layout, RunningJob, check_clean, check_fire
 from tests.support.megatron_lm import CHECKOUT, FLAGS, MODEL, TIMEOUT_S, environment, needs_checkout
 
 SCRIPT = ROOT / "tests" / "scripts" / "ending_megatron_lm.py"
-LAYOUTS: dict[str, Any] = {"replan": {"min": 1, "replace": "never"}}
+LAYOUTS: dict[str, Any] = {"parallelism": {"min": 1, "replace": "never"}}
 pytestmark = [pytest.mark.megatron, pytest.mark.grid, pytest.mark.timeout(3 * TIMEOUT_S), needs_checkout]
 
 
@@ -32,7 +32,7 @@ def start(folder: Path, *flags: str, config: Any = None, **more: Any) -> Running
     )
 
 
-@pytest.mark.parametrize("config", [{}, {"replan": {"min": 1}}], ids=["plain", "replan"])
+@pytest.mark.parametrize("config", [{}, {"parallelism": {"min": 1}}], ids=["plain", "replan"])
 @pytest.mark.parametrize("before", ["nothing", "a checkpoint"])
 def test_the_job_has_saved_since_its_launch(before: str, config: dict[str, Any], tmp_path: Path) -> None:
     """The flags of most scripts: it goes on from what it has saved, if it has."""

@@ -30,7 +30,7 @@ STAGES = Training("tp2-pp2", Sizes(2, 2, 1), ("--bf16",))
 PARTS = Training("tp2-dp2-distributed", Sizes(2, 1, 2), SHARDED)
 THREE = Training("pp3-layers3", Sizes(1, 3, 1), ("--layers", "3", "--bf16"))
 FOUR = Training("pp2-dp2", Sizes(1, 2, 2), ("--bf16",))
-AUTO = {"replan": {"min": 1}}
+AUTO = {"parallelism": {"min": 1}}
 
 two_hosts, three_hosts, four_hosts = hosts_of_a_test(2), hosts_of_a_test(3), hosts_of_a_test(4)
 

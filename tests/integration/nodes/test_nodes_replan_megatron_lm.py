@@ -42,7 +42,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
 
 def start(net: Network, folder: Path, training: Training, replan: Mapping[str, Any]) -> NodesJob:
     file = folder / "job.json"
-    file.write_text(json.dumps({"replan": replan}))
+    file.write_text(json.dumps({"parallelism": replan}))
     return NodesJob(
         net,
         folder / "run",

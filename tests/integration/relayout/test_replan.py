@@ -176,7 +176,9 @@ def test_no_layout_fits(tmp_path: Path) -> None:
     job = start(tmp_path / "run", STAGES, inject=[killed(1, "backward")], config=never(4)).wait(TIMEOUT_S)
     assert job.code != 0, job.explain()
     (failed,) = job.of("job_failed")
-    assert "no parallel layout fits the 3 ranks" in failed["reason"] and "replan.min" in failed["reason"], job.explain()
+    assert "no parallel layout fits the 3 ranks" in failed["reason"] and "parallelism.min" in failed["reason"], (
+        job.explain()
+    )
 
 
 def test_what_is_refused(tmp_path: Path, saved: Saved) -> None:

@@ -117,7 +117,7 @@ def check_went_on(running: Running, history: History) -> None:
 @pytest.mark.parametrize("config", ["replan", "both"])
 def test_on_their_way_to_the_first_step(config: str, tmp_path: Path, history: History) -> None:
     """No rank is in its loop yet: all begin again, with what the nodes' memory has."""
-    settings = {"replan": {"min": 1}} if config == "replan" else both(PARTS)
+    settings = {"parallelism": {"min": 1}} if config == "replan" else both(PARTS)
     running = changed(Running(tmp_path, settings, "--step-time", "150", "--mode", "late"))
     time.sleep(3.0)  # they are asleep before their first step
     running.kill()

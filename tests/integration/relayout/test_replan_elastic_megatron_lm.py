@@ -254,7 +254,7 @@ def check_same_content(one: Path, other: Path, folder: Path) -> None:
 _OWN = ("/rng_state", "/rerun_state_machine")
 REFUSED: list[tuple[tuple[str, ...], dict[str, Any], str]] = [
     (("--flash-recovery-elastic=2:2",), {}, "the launcher says --elastic 1:2"),
-    (("--flash-recovery-replan=3",), {}, "the launcher says --replan 1"),
+    (("--flash-recovery-parallelism=3",), {}, "the launcher says --parallelism 1"),
     (("--flash-recovery-checkpoint-dir=/nowhere",), {}, "checkpoint.dir"),
     ((), {"elastic": {"min": 1, "max": 4}}, "elastic.max"),
 ]

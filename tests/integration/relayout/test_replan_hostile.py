@@ -67,7 +67,7 @@ def test_no_process_of_the_old_layout_lives_on(victim: int, tmp_path: Path, save
 
 def test_a_script_that_cannot_begin_in_the_layout_that_is_commanded(tmp_path: Path, saved: Saved) -> None:
     """It goes on in the layout before, as if nothing had been commanded."""
-    running = start(tmp_path / "run", PARTS, *SLOWLY, "--mode", "needs-tp", config={"replan": {"min": 1}})
+    running = start(tmp_path / "run", PARTS, *SLOWLY, "--mode", "needs-tp", config={"parallelism": {"min": 1}})
     running.wait_for("job_started", TIMEOUT_S)
     assert command(running, Sizes(1, 2, 2), AT) == ""
     job = running.wait(TIMEOUT_S)
@@ -102,7 +102,7 @@ GATED = ("--gated", "--heads", "4")
     ids=str,
 )
 def test_gated_layers_and_fp16(training: Training, sizes: Sizes, tmp_path: Path, saved: Saved) -> None:
-    running = start(tmp_path / "run", training, *SLOWLY, config={"replan": {"min": 1}})
+    running = start(tmp_path / "run", training, *SLOWLY, config={"parallelism": {"min": 1}})
     running.wait_for("job_started", TIMEOUT_S)
     assert command(running, sizes, AT) == ""
     check_goes_on(running.wait(TIMEOUT_S), training, saved, [(AT, sizes)])

@@ -238,7 +238,7 @@ REFUSED = [
     ("--dataloader-type=cyclic", "--dataloader-type cyclic"),
     ("--finetune", "--finetune"),
     ("--moe-use-upcycling", "--moe-use-upcycling"),
-    ("--flash-recovery-replan=3", "the launcher says --replan 1"),
+    ("--flash-recovery-parallelism=3", "the launcher says --parallelism 1"),
     ("--flash-recovery-checkpoint-dir=/nowhere", "checkpoint.dir"),
 ]
 

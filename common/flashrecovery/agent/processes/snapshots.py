@@ -50,7 +50,7 @@ class NodeSnapshots:
         self._started_at = float("-inf")
         self._here: set[int] = set()  # ranks that have been filled on this node
         self._host: SnapshotHost | None = None
-        if self._config.keep == "never" or config.replan is not None:  # they are of one layout
+        if self._config.keep == "never" or config.parallelism is not None:  # they are of one layout
             return
         self._host = SnapshotHost.find(self._name)
         on_disk = self._host is None and bool(listed(self._folder))

@@ -28,12 +28,12 @@ class StagingArea:
         self.kept: pb.StashKept | None = None
         self._memory: StashMemory | None = None
         self._transfer: StashTransfer | None = None
-        if config.replan is None:
+        if config.parallelism is None:
             return
         if not own_processes:
             raise ConfigError(
-                "replan where a launcher has started the ranks (adopt, Ray): ranks that `flashrecovery run` starts "
-                "itself are allowed"
+                "parallelism where a launcher has started the ranks (adopt, Ray): ranks that `flashrecovery run` "
+                "starts itself are allowed"
             )
         self._memory = StashMemory()
         self._transfer = StashTransfer(self._memory.path, access)

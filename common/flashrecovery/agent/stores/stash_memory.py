@@ -28,7 +28,9 @@ class StashMemory:
     def __init__(self, root: Path = ROOT) -> None:
         """Raises ConfigError if there is no such memory."""
         if not os.access(root, os.W_OK):
-            raise ConfigError(f"replan: {root}, where the state is kept while the layout changes, cannot be written")
+            raise ConfigError(
+                f"parallelism: {root}, where the state is kept while the layout changes, cannot be written"
+            )
         self.path = root / f"{_PREFIX}-{os.getuid()}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
         making = root / f".{self.path.name}"
         for left in root.glob(f"{_PREFIX}-{os.getuid()}-*-*"):
@@ -39,7 +41,7 @@ class StashMemory:
             fcntl.flock(self._lock, fcntl.LOCK_EX)
             making.rename(self.path)  # others look at it only from here on
         except OSError as e:
-            raise ConfigError(f"replan: {self.path} cannot be made: {e.strerror}") from e
+            raise ConfigError(f"parallelism: {self.path} cannot be made: {e.strerror}") from e
 
     def env(self) -> Mapping[str, str]:
         """For the workers."""

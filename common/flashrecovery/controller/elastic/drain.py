@@ -113,8 +113,8 @@ class Drain:
         unable = ""
         if never_replaced(job):
             unable = "no rank gets another process (replace: never)"
-        elif job.config.replan is not None:
-            unable = "ranks of a job whose parallel layout may change (replan) are not handed over yet"
+        elif job.config.parallelism is not None:
+            unable = "ranks of a job whose parallel layout may change (parallelism) are not handed over yet"
         elif job.config.redundancy == "none" and elastic is None:
             unable = "no other node has what only this one's ranks have (redundancy: none)"
         return hand_off(

@@ -79,7 +79,7 @@ def facts_now(job: JobState) -> LayoutFacts:
 
 def laid_out_without(job: JobState, lost: Collection[int]) -> bool:
     """Whether there is a parallel layout for a job without these ranks, which cannot be replaced."""
-    settings = job.config.replan
+    settings = job.config.parallelism
     if settings is None or not job.parallel.facts or not lost or job.state is State.STARTING:
         return False
     facts = facts_now(job)

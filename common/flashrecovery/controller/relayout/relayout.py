@@ -72,8 +72,8 @@ class ParallelismChange:
         self._next: NextLayout | None = None
         self._memory = StagedState(job)
         self._least = job.config.world_size  # ranks of a layout
-        if job.config.replan is not None:
-            self._least = job.config.replan.min
+        if job.config.parallelism is not None:
+            self._least = job.config.parallelism.min
             step_cost.get_ready()
         self._tried: list[str] = []  # layouts in which the script could not begin
 
@@ -114,7 +114,7 @@ class ParallelismChange:
             found = parse_layout(text, facts, sum(rooms))
             if found.ranks < self._least:
                 raise ConfigError(
-                    f"--layout {text}: {found.ranks} ranks; {self._least} (replan.min) or more are allowed"
+                    f"--layout {text}: {found.ranks} ranks; {self._least} (parallelism.min) or more are allowed"
                 )
             return found, ("commanded",)
         choice = best(facts, rooms, self._least, self._job.step_s)
@@ -122,8 +122,8 @@ class ParallelismChange:
 
     def _facts(self) -> LayoutFacts | str:
         """What there is to lay out; or why it cannot be laid out otherwise."""
-        if self._job.config.replan is None:
-            return "the job's layout is fixed: launch it with --replan MIN"
+        if self._job.config.parallelism is None:
+            return "the job's layout is fixed: launch it with --parallelism MIN"
         if not self._job.parallel.facts:
             return "the job's workers have not come to their first step yet"
         return facts_now(self._job)
@@ -451,7 +451,7 @@ class ParallelismChange:
         their way to their first step, the job begins once more, with what there is. Returns whether that has been seen
         to, which may be that it has failed."""
         job, kept = self._job, self._memory.kept
-        if kept is None or job.config.replan is None or job.state is not State.STARTING:
+        if kept is None or job.config.parallelism is None or job.state is not State.STARTING:
             return False
         again = kept.now(job.nodes)
         if again is not None and not lost:
@@ -479,7 +479,7 @@ class ParallelismChange:
         """The script cannot begin in the layout that the job has changed to: it begins in the one before, if there are
         ranks enough, or the next best. Returns whether it does."""
         job, staged = self._job, self._job.parallel.staged
-        if staged is None or job.config.replan is None:
+        if staged is None or job.config.parallelism is None:
             return False
         kept, before, staying = staged.kept, staged.layout_before, staged.staying
         rooms = self._rooms.rooms()

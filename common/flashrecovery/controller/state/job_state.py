@@ -239,7 +239,7 @@ class JobState:
     @property
     def changes(self) -> bool:
         """Its size or its layout may change: what a rank's memory has is of one of them."""
-        return self.config.elastic is not None or self.config.replan is not None
+        return self.config.elastic is not None or self.config.parallelism is not None
 
     @property
     def keeps_last(self) -> bool:
@@ -279,7 +279,7 @@ class JobState:
             return {rank: rank for rank in ranks}
         if self.parallel.text and self.config.elastic is None:  # nodes need not have equally many ranks there
             return {rank: (rank + self.stride) % self.world_size for rank in ranks}
-        alone = self.config.replan is not None and len(shape.by_replica(ranks)) == 1  # they keep each other's then
+        alone = self.config.parallelism is not None and len(shape.by_replica(ranks)) == 1  # they keep each other's then
         if shape.each > 1 and divided(self.in_order) and not alone:
             if len(shape.whole(ranks)) * shape.each < len(ranks):  # some of a replica are leaving
                 keepers = self.keepers_of_parts()

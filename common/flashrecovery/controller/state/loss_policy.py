@@ -12,8 +12,9 @@ from flashrecovery.plan.transitions import State
 
 
 def never_replaced(job: JobState) -> bool:
-    """Whether no rank that is lost gets another process (``elastic.replace: never``, ``replan.replace: never``)."""
-    settings = (job.config.elastic, job.config.replan)
+    """Whether no rank that is lost gets another process (``elastic.replace: never``, ``parallelism.replace:
+    never``)."""
+    settings = (job.config.elastic, job.config.parallelism)
     never = any(one is not None and one.replace == "never" for one in settings)
     return never and job.state is not State.STARTING
 

@@ -305,7 +305,7 @@ def best(facts: LayoutFacts, rooms: int | Sequence[int], least: int, step_s: flo
         elif fitting is None:
             excluded.add("its tensor-parallel ranks would not be on one node each", str(one))
         elif fitting.ranks < least:
-            excluded.add(f"fewer than {least} ranks (replan.min)", str(fitting))
+            excluded.add(f"fewer than {least} ranks (parallelism.min)", str(fitting))
         else:
             found.append(fitting)
     prices = Prices()

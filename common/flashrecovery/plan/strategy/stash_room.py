@@ -8,7 +8,7 @@ COPIES = 2
 """So many nodes have each shard in their memory, if it is on so many: one of them may be lost."""
 _ALLOWED = (
     "allowed: a larger /dev/shm (docker run --shm-size, an emptyDir with medium: Memory in Kubernetes, mount -o "
-    "remount,size=), or no --replan"
+    "remount,size=), or no --parallelism"
 )
 
 
@@ -47,7 +47,7 @@ class StashRoom:
         if each <= self.free:
             return ""
         return (
-            f"replan: while the layout changes, the state is in the nodes' memory (/dev/shm): {_size(each)} on a "
+            f"parallelism: while the layout changes, the state is in the nodes' memory (/dev/shm): {_size(each)} on a "
             f"node, and {_size(self.free)} are free on the node with least; {_ALLOWED}"
         )
 

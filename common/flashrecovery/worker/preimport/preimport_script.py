@@ -40,7 +40,7 @@ the engines of both frameworks bring the compiler; together up to a thousand mod
 environment, which the script may set before, in whatever function."""
 OF_SETTINGS = {
     "parity": "flashrecovery.redundancy.parity.copies",
-    "replan": "flashrecovery.worker.reshard.relayout",
+    "parallelism": "flashrecovery.worker.reshard.relayout",
 }
 """What only jobs import that ask for it, when their first step comes."""
 _READ_LATER = re.compile("TORCH|TRITON|INDUCTOR")
@@ -51,7 +51,7 @@ Tried = Callable[[str, "BaseException | None"], None]
 def asked_for(settings: str) -> list[str]:
     """The modules in :data:`OF_SETTINGS` that a job with these settings (JSON, as workers get them) needs."""
     values = json.loads(settings)
-    wanted = {"parity": values.get("redundancy") == "parity", "replan": values.get("replan") is not None}
+    wanted = {"parity": values.get("redundancy") == "parity", "parallelism": values.get("parallelism") is not None}
     return [module for what, module in OF_SETTINGS.items() if wanted[what]]
 
 

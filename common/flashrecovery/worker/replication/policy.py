@@ -58,7 +58,7 @@ class CopyFacts:
         rank, world: of the launch.
         redundancy: the setting.
         elastic: the job can change its size.
-        replan: it can change its parallelism.
+        parallelism: it can change its parallelism.
         changed_layout: it has done so before this process began.
         sharded: adapters shard state among replicas, and shard it again in each size.
         shape: the replicas. most_replicas: how many the job may have; None: as many as at the launch.
@@ -72,7 +72,7 @@ class CopyFacts:
     world: int
     redundancy: str
     elastic: bool
-    replan: bool
+    parallelism: bool
     changed_layout: bool
     sharded: bool
     shape: ReplicaShape
@@ -85,7 +85,7 @@ class CopyFacts:
     @property
     def across(self) -> bool:
         """Another layout answers the loss of a rank of the last replica, so that the others of it keep copies."""
-        return self.elastic and self.replan and self.shape.each > 1
+        return self.elastic and self.parallelism and self.shape.each > 1
 
     @property
     def ring_of_each_size(self) -> bool:
@@ -141,7 +141,7 @@ def facts_of(registry: Registry, settings: Settings) -> CopyFacts:
         world=world,
         redundancy=settings.redundancy,
         elastic=elastic,
-        replan=settings.replan is not None,
+        parallelism=settings.parallelism is not None,
         changed_layout=changed,
         sharded=sharded,
         shape=shape,
@@ -212,7 +212,7 @@ def choose_policy(
         protection = PeerProtection.RING_OF_EACH_SIZE
     else:
         protection = PeerProtection.NEIGHBOUR if copied_somewhere else PeerProtection.LOCAL_STATE
-    fixed = several and not facts.elastic and not facts.replan
+    fixed = several and not facts.elastic and not facts.parallelism
     later = protection is PeerProtection.NOTHING and fixed and facts.redundancy in ("auto", "neighbor")
     risks = [one_node_risk(facts, copied_somewhere)] if several and facts.redundancy != "none" else []
     if not chosen.fits:
@@ -248,7 +248,7 @@ def choice(registry: Registry, settings: Settings) -> tuple[CopyChoice, Groups]:
     """
     several = placement()[1] > 1
     found: Groups | str = ()
-    auto = settings.redundancy == "auto" and several and settings.replan is None  # parity is of one layout
+    auto = settings.redundancy == "auto" and several and settings.parallelism is None  # parity is of one layout
     if settings.redundancy == "parity" or auto:
         found = parity_groups(registry, settings)
     if settings.redundancy == "parity" and isinstance(found, str):

@@ -128,8 +128,8 @@ def _check_beyond(registry: Registry, most: int, settings: Settings) -> None:
     """Whether the job can have so many replicas, more than it is launched with."""
     shape, batches = registry.shape, registry.batches
     fixed = [reason for adapter in roles.elastic(registry.adapters) if (reason := adapter.only_as_launched(most))]
-    if settings.replan is not None:
-        fixed.append("a parallel layout that may change (replan)")
+    if settings.parallelism is not None:
+        fixed.append("a parallel layout that may change (parallelism)")
     if shape.each > 1 and not tells_apart(shape):
         fixed.append(
             f"one replica of {shape.each} ranks at the launch, where process groups of all ranks and those of a "

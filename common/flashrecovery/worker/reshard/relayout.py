@@ -74,7 +74,7 @@ class Stashing:
                 nodes' memory while the layout changes.
         """
         if STASH_ENV not in os.environ:
-            raise UnsupportedError("another parallel layout without `flashrecovery run --replan`")
+            raise UnsupportedError("another parallel layout without `flashrecovery run --parallelism`")
         if single_calls:
             _check_calls(registry, settings)
         numbers = [number for number, adapter in enumerate(registry.adapters) if not roles.in_any_layout(adapter)]
@@ -144,9 +144,9 @@ class Stashing:
             )
         return tuple(found)
 
-    def step_rules(self) -> ReplanRules:
+    def step_rules(self) -> ParallelismRules:
         """What each step keeps to from now on."""
-        return ReplanRules(self._registry, self._batches)
+        return ParallelismRules(self._registry, self._batches)
 
     def _in(self, replicas: int) -> Description:
         """Of all shards in so many replicas."""
@@ -241,7 +241,7 @@ def _check_calls(registry: Registry, settings: Settings) -> None:
         )
 
 
-class ReplanRules:
+class ParallelismRules:
     """What each step of a job must keep to whose layout may change."""
 
     def __init__(self, registry: Registry, batches: GlobalBatches) -> None:

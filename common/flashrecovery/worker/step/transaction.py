@@ -248,7 +248,7 @@ class Transaction(StepHooks):
             return
         settings = self._worker.settings
         named = [in_words(name) for name in unequal.settings]
-        if settings.elastic is not None or settings.replan is not None:
+        if settings.elastic is not None or settings.parallelism is not None:
             refuse_unequal([*unequal.shards, *named])
         self._habits.own_settings = sorted({*self._habits.own_settings, *unequal.settings})
         self._worker.tell_own(named)

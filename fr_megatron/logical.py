@@ -32,7 +32,7 @@ from flashrecovery.adapter.relayout import (
     LogicalPart,
     LogicalState,
     ShardParts,
-    Stash,
+    StagedFiles,
     Wanted,
     forms,
 )
@@ -138,10 +138,10 @@ class MegatronLogical(LogicalState):
     def check_common(self, common: Mapping[str, Any]) -> None:
         check_alike(common["hyperparameters"], common["scalers"])
 
-    def read(self, stash: Stash) -> int:
+    def read(self, staging: StagedFiles) -> int:
         self._check()
         described = self.describe()
-        kinds = forms(stash)
+        kinds = forms(staging)
         wanted: list[Wanted] = []
         places: dict[str, int] = {}
         with torch.no_grad():
@@ -152,7 +152,7 @@ class MegatronLogical(LogicalState):
                     Wanted(tensor, tuple(described[shard.name].of(key, tuple(tensor.shape), like)))
                     for key, tensor in live.items()
                 ]
-            nbytes = stash.fill(wanted)
+            nbytes = staging.fill(wanted)
             for inner in self._inner:
                 settle_state(inner.optimizer)
                 if not is_distributed(inner) and hasattr(inner, "_copy_main_params_to_model_params"):

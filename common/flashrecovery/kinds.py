@@ -144,7 +144,7 @@ class Ordered(_Word):
     REPLACE = "replace"
     REGROUP = "regroup"
     RESTORE = "restore"
-    STASH = "stash"
+    STAGING = "staging"
     RESUME = "resume"
     KEEP_LAST = "keep_last"
 
@@ -425,7 +425,7 @@ class NoticeKind(_Word):
 
     Do: read the failure; if it comes back, correct the script or the environment.
     """
-    STASH_FAILED = "stash_failed"
+    STAGING_FAILED = "staging_failed"
     """A rank could not write its state to its node's memory for a change of parallelism.
 
     Do: check the free memory of the node; see layouts.md.

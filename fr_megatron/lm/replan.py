@@ -29,7 +29,7 @@ import torch.distributed as dist
 
 from flashrecovery import ParallelLayout, Recovery, layout
 from flashrecovery.adapter.loop import union
-from flashrecovery.adapter.relayout import STASH_ENV, take_sizes
+from flashrecovery.adapter.relayout import STAGING_ENV, take_sizes
 from flashrecovery.errors import ConfigError, JobFailedError, UnsupportedError
 from fr_megatron.capabilities import METRICS
 from fr_megatron.elastic import interleaves
@@ -299,7 +299,7 @@ def begin(args: Any) -> None:
 
     Raises UnsupportedError: on no node of the job is anything known of the launch."""
     training: Any = importlib.import_module("megatron.training.training")
-    path = Path(os.environ[STASH_ENV]) / _BEGUN
+    path = Path(os.environ[STAGING_ENV]) / _BEGUN
     if not layout().changed:
         if not path.exists():
             loaded = {name: getattr(args, name, None) for name in _LOADED}

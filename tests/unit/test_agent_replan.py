@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from flashrecovery.agent.agent import Agent
-from flashrecovery.agent.stores import stash_memory
+from flashrecovery.agent.stores import staging_memory
 from flashrecovery.agent.stores.identity import Identity
 from flashrecovery.config import RunConfig, validate
 from flashrecovery.events import RunDir
@@ -101,9 +101,9 @@ def test_nobody_waits_until_memory_is_given_back(tmp_path: Path, monkeypatch: py
             assert agent.staging is not None
             root = agent.staging
             (root / "5-1-7").mkdir()
-            monkeypatch.setattr(stash_memory.shutil, "rmtree", slowly)
+            monkeypatch.setattr(staging_memory.shutil, "rmtree", slowly)
             began = time.monotonic()
-            agent.handle(pb.Command(drop_stash=pb.DropStash()))
+            agent.handle(pb.Command(drop_staging=pb.DropStaging()))
             await asyncio.sleep(0)
             took = time.monotonic() - began
             assert not (root / "5-1-7").exists()

@@ -12,7 +12,7 @@ import torch
 from flashrecovery.errors import RestoreError
 from flashrecovery.plan.reshard.boxes import Box, flat_boxes
 from flashrecovery.plan.reshard.logical import DATA, PARAM, LogicalPart, ShardParts, fitted
-from flashrecovery.redundancy.memory.stash import Index, Stash, Wanted, forms, write
+from flashrecovery.redundancy.memory.staged_files import Index, StagedFiles, Wanted, forms, write
 from flashrecovery.state.shard import ShardSource
 from flashrecovery.state.spec import ShardSpec, TensorSpec
 
@@ -60,12 +60,14 @@ def shard(
     return source, ShardParts("", STATE, tuple(parts))
 
 
-def written(folder: Path, ranks: int, dims: dict[str, int], values: dict[str, torch.Tensor], version: int = 3) -> Stash:
+def written(
+    folder: Path, ranks: int, dims: dict[str, int], values: dict[str, torch.Tensor], version: int = 3
+) -> StagedFiles:
     for rank in range(ranks):
         made = [shard(name, rank, ranks, dims[name], values) for name in SHAPES]
         described = {source.name: parts for source, parts in made}
         write(folder, rank, version, [source for source, _ in made], described, b"common")
-    return Stash(folder, range(ranks), version)
+    return StagedFiles(folder, range(ranks), version)
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -74,7 +76,7 @@ def test_any_layout_is_read_in_any_other(seed: int, tmp_path: Path) -> None:
     choose = random.Random(seed)
     values, folder = whole(seed), tmp_path / "0"
     before = {name: choose.choice([-1, *range(len(SHAPES[name]))]) for name in SHAPES}
-    stash = written(folder, choose.choice([1, 2, 3, 4]), before, values)
+    staging = written(folder, choose.choice([1, 2, 3, 4]), before, values)
     for turn in range(1, 3):
         ranks = choose.choice([1, 2, 3, 4])
         after = {name: choose.choice([-1, *range(len(SHAPES[name]))]) for name in SHAPES}
@@ -85,22 +87,22 @@ def test_any_layout_is_read_in_any_other(seed: int, tmp_path: Path) -> None:
                 for source, parts in made
                 for key, tensor in zip(source.spec.tensors, source.tensors, strict=True)
             ]
-            stash.fill(wanted, limit=choose.choice([4, 20, 1 << 20]))
+            staging.fill(wanted, limit=choose.choice([4, 20, 1 << 20]))
             for (source, _), name in zip(made, SHAPES, strict=True):
                 expected, _ = shard(name, rank, ranks, after[name], values)
                 for mine, theirs in zip(source.tensors, expected.tensors, strict=True):
                     assert torch.equal(mine, theirs), (name, rank, ranks)
             described = {source.name: parts for source, parts in made}
             write(tmp_path / str(turn), rank, 3, [source for source, _ in made], described, b"common")
-        stash = Stash(tmp_path / str(turn), range(ranks), 3)
-    assert stash.common == b"common"
+        staging = StagedFiles(tmp_path / str(turn), range(ranks), 3)
+    assert staging.common == b"common"
 
 
 def test_only_what_is_needed_is_read(tmp_path: Path) -> None:
     values = whole()
-    stash = written(tmp_path, 2, dict.fromkeys(SHAPES, 0), values)
+    staging = written(tmp_path, 2, dict.fromkeys(SHAPES, 0), values)
     into = torch.zeros(3, 4)
-    nbytes = stash.fill([Wanted(into, (LogicalPart("rows", (12, 4), Box((5, 0), (8, 4)), 0),))])
+    nbytes = staging.fill([Wanted(into, (LogicalPart("rows", (12, 4), Box((5, 0), (8, 4)), 0),))])
     assert torch.equal(into, values["rows"][5:8]) and nbytes == into.nbytes
 
 
@@ -110,22 +112,22 @@ def test_what_optimizer_state_there_is(tmp_path: Path) -> None:
 
 
 def test_a_part_that_nobody_has_is_named(tmp_path: Path) -> None:
-    stash = written(tmp_path, 2, dict.fromkeys(SHAPES, 0), whole())
-    alone = Stash(tmp_path, [0], 3)
+    staging = written(tmp_path, 2, dict.fromkeys(SHAPES, 0), whole())
+    alone = StagedFiles(tmp_path, [0], 3)
     with pytest.raises(RestoreError, match=r"nobody alive holds \[6:12, 0:4\] of tensor 'rows'"):
         alone.fill([Wanted(torch.zeros(12, 4), (LogicalPart("rows", (12, 4), Box.whole((12, 4)), 0),))])
     with pytest.raises(RestoreError, match="nobody has written logical tensor 'other'"):
-        stash.fill([Wanted(torch.zeros(2), (LogicalPart("other", (2,), Box.whole((2,)), 0),))])
+        staging.fill([Wanted(torch.zeros(2), (LogicalPart("other", (2,), Box.whole((2,)), 0),))])
 
 
 def test_another_kind_or_shape_is_refused(tmp_path: Path) -> None:
-    stash = written(tmp_path, 2, dict.fromkeys(SHAPES, 0), whole())
+    staging = written(tmp_path, 2, dict.fromkeys(SHAPES, 0), whole())
     with pytest.raises(RestoreError, match=r"is float32 in the state, and torch\.bfloat16 here"):
-        stash.fill([Wanted(torch.zeros(8, dtype=torch.bfloat16), (LogicalPart("norm", (8,), Box.whole((8,)), 0),))])
+        staging.fill([Wanted(torch.zeros(8, dtype=torch.bfloat16), (LogicalPart("norm", (8,), Box.whole((8,)), 0),))])
     with pytest.raises(RestoreError, match=r"shape \(9,\) here and \(8,\) there"):
-        stash.fill([Wanted(torch.zeros(9), (LogicalPart("norm", (9,), Box.whole((9,)), 0),))])
+        staging.fill([Wanted(torch.zeros(9), (LogicalPart("norm", (9,), Box.whole((9,)), 0),))])
     with pytest.raises(RestoreError, match="not contiguous"):
-        stash.fill([Wanted(torch.zeros(4, 12).t(), (LogicalPart("rows", (12, 4), Box.whole((12, 4)), 0),))])
+        staging.fill([Wanted(torch.zeros(4, 12).t(), (LogicalPart("rows", (12, 4), Box.whole((12, 4)), 0),))])
 
 
 def test_numbers_that_differ_are_refused(tmp_path: Path) -> None:
@@ -136,7 +138,7 @@ def test_numbers_that_differ_are_refused(tmp_path: Path) -> None:
         write(tmp_path, rank, 1, [source], {source.name: parts}, b"c")
     number = LogicalPart("optimizer.state.step", (), Box((), ()), 0)
     with pytest.raises(RestoreError, match=r"'optimizer\.state\.step' is not the same of all parameters"):
-        Stash(tmp_path, [0, 1], 1).fill([Wanted(torch.zeros(()), (number,))])
+        StagedFiles(tmp_path, [0, 1], 1).fill([Wanted(torch.zeros(()), (number,))])
 
 
 def test_a_flipped_bit_is_noticed(tmp_path: Path) -> None:
@@ -148,24 +150,24 @@ def test_a_flipped_bit_is_noticed(tmp_path: Path) -> None:
         data[3 if what.endswith("data") else -9] ^= 4
         (folder / what).write_bytes(bytes(data))
         with pytest.raises(RestoreError, match=said):
-            stash = Stash(folder, range(2), 3)
+            staging = StagedFiles(folder, range(2), 3)
             for name, shape in SHAPES.items():
                 for prefix in ("", "optimizer.state.exp_avg."):
                     part = LogicalPart(prefix + name, shape, Box.whole(shape), 0)
-                    stash.fill([Wanted(torch.zeros(shape), (part,))])
+                    staging.fill([Wanted(torch.zeros(shape), (part,))])
             number = LogicalPart("optimizer.state.step", (), Box((), ()), 0)
-            stash.fill([Wanted(torch.zeros(()), (number,))])
+            staging.fill([Wanted(torch.zeros(()), (number,))])
 
 
 def test_half_of_it_or_another_version_is_noticed(tmp_path: Path) -> None:
     written(tmp_path, 2, dict.fromkeys(SHAPES, 0), whole())
     rows = [Wanted(torch.zeros(12, 4), (LogicalPart("rows", (12, 4), Box.whole((12, 4)), 0),))]
     with pytest.raises(RestoreError, match="of rank 0 and version 3, not of 4"):
-        Stash(tmp_path, range(2), 4)
-    Stash(tmp_path, range(3), 3).fill(rows)  # what a third one should have written, the others have, too
+        StagedFiles(tmp_path, range(2), 4)
+    StagedFiles(tmp_path, range(3), 3).fill(rows)  # what a third one should have written, the others have, too
     (tmp_path / "rank1.data").write_bytes(b"")
     with pytest.raises(RestoreError):
-        Stash(tmp_path, range(2), 3).fill(
+        StagedFiles(tmp_path, range(2), 3).fill(
             [Wanted(torch.zeros(12, 4), (LogicalPart("rows", (12, 4), Box.whole((12, 4)), 0),))]
         )
 
@@ -176,13 +178,13 @@ def test_padding_may_be_another_one(tmp_path: Path) -> None:
     parts = ShardParts("", STATE, (LogicalPart("words", (8, 2), Box.whole((8, 2)), 0, padded=True),))
     source = ShardSource("weights", ShardSpec({DATA: TensorSpec((16,), torch.float32)}), [table.reshape(-1)])
     write(tmp_path, 0, 1, [source], {"weights": parts}, b"")
-    stash = Stash(tmp_path, [0], 1)
+    staging = StagedFiles(tmp_path, [0], 1)
     for rows in (7, 8, 10):
         into = torch.full((rows, 2), torch.nan)
-        stash.fill([Wanted(into, (LogicalPart("words", (rows, 2), Box.whole((rows, 2)), 0, padded=True),))])
+        staging.fill([Wanted(into, (LogicalPart("words", (rows, 2), Box.whole((rows, 2)), 0, padded=True),))])
         assert torch.equal(into[: min(rows, 8)], table[:rows]) and bool((into[8:] == 0).all())
     lower = torch.full((5, 2), torch.nan)
-    stash.fill([Wanted(lower, (LogicalPart("words", (10, 2), Box((5, 0), (10, 2)), 0, padded=True),))])
+    staging.fill([Wanted(lower, (LogicalPart("words", (10, 2), Box((5, 0), (10, 2)), 0, padded=True),))])
     assert torch.equal(lower[:3], table[5:]) and bool((lower[3:] == 0).all())
 
 

@@ -14,7 +14,7 @@ import torch
 from flashrecovery.config import ElasticSettings, ParallelismSettings
 from flashrecovery.errors import ConfigError, JobFailedError, UnsupportedError
 from flashrecovery.runtime import parallel_layout
-from flashrecovery.runtime.environment import LAYOUT_ENV, STASH_ENV
+from flashrecovery.runtime.environment import LAYOUT_ENV, STAGING_ENV
 from fr_megatron import trackers
 from fr_megatron.lm import replan
 from fr_megatron.lm.layer_losses import LayerLosses
@@ -158,7 +158,7 @@ def test_a_checkpoint_that_was_loaded_at_the_launch_is_not_loaded_again(
     module = SimpleNamespace(_TRAIN_START_TIME=1.0)
     monkeypatch.setitem(sys.modules, "megatron.training.training", module)
     monkeypatch.setenv("WORLD_SIZE", "4")
-    monkeypatch.setenv(STASH_ENV, str(tmp_path))
+    monkeypatch.setenv(STAGING_ENV, str(tmp_path))
     loaded = {"iteration": 7, "consumed_train_samples": 168, "skipped_train_samples": 0}
     loaded |= {"consumed_valid_samples": 12, "num_floating_point_operations_so_far": 9}
     first = flags(load="there")
@@ -175,7 +175,7 @@ def test_a_checkpoint_that_was_loaded_at_the_launch_is_not_loaded_again(
     begin(args)
     assert module._TRAIN_START_TIME == 1.0
     assert args.load == "there" and {name: getattr(args, name) for name in loaded} == loaded
-    monkeypatch.setenv(STASH_ENV, str(tmp_path / "another node"))
+    monkeypatch.setenv(STAGING_ENV, str(tmp_path / "another node"))
     with pytest.raises(UnsupportedError, match="no rank at the launch"):
         begin(args)
     known = next(tmp_path.iterdir()).read_text()

@@ -17,7 +17,7 @@ from flashrecovery.plan.reshard.boxes import Box
 from flashrecovery.plan.reshard.logical import DividedParts, LogicalPart, ShardParts, divided_description
 from flashrecovery.plan.reshard.placements import FlatBuffer
 from flashrecovery.worker.reshard import relayout
-from flashrecovery.worker.reshard.relayout import Stashing
+from flashrecovery.worker.reshard.relayout import RankStaging
 from fr_megatron.division import DATA, WEIGHTS, FlatLayout, OptimizerDivision, Stored, state_of
 from fr_megatron.shared_division import SharedDivision, experts_tensor
 from tests.support.adapters import AdapterStandIn
@@ -135,7 +135,9 @@ def giving(thing: Any) -> Callable[[], Any]:
     return lambda: thing
 
 
-def gather(each: int, ranks: int, said: dict[int, dict[str, ShardParts]], monkeypatch: pytest.MonkeyPatch) -> Stashing:
+def gather(
+    each: int, ranks: int, said: dict[int, dict[str, ShardParts]], monkeypatch: pytest.MonkeyPatch
+) -> RankStaging:
     """Of rank 0, which is the last one that tells the others."""
     told: set[str] = set()
 
@@ -147,7 +149,7 @@ def gather(each: int, ranks: int, said: dict[int, dict[str, ShardParts]], monkey
     divisions = [shared(number, each, ranks) for number in range(ranks)]
     own = [(number, rule) for number, division in enumerate(divisions) for rule in division.rules(NOTHING)]
     known = {(r.name, r.suffix): DividedParts(r, said[n][r.name], each) for n, r in own if r.name in said[n]}
-    made = Stashing.__new__(Stashing)
+    made = RankStaging.__new__(RankStaging)
     made._described, made._in_size = divided_description(known.values(), ranks // each), {}
     for number, division in reversed([*enumerate(divisions)]):
         monkeypatch.setattr(division, "describe", lambda: NOTHING)

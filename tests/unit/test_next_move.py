@@ -37,7 +37,7 @@ MEMORY = Decision(RestoreRound.from_checkpoint(7, {}, "all have it"))
 DISK = Decision(RestoreRound.from_checkpoint(5, {}, "nobody has it"), "/checkpoints/5")
 NOTHING = NothingLeft("nobody has it; and there is no checkpoint")
 KEEP = KeepLayout()
-START = StartLayout(SavedState(5, pb.StashPlace(), "/checkpoints/5"))
+START = StartLayout(SavedState(5, pb.StagingPlace(), "/checkpoints/5"))
 WRITE = WriteState(7)
 
 
@@ -71,9 +71,9 @@ def test_it_is_decided_in_every_case_and_settled_members_are_not_settled_again()
 
 WANTED = NextLayout(Strategy(dp=4), ("commanded",), step=6)
 LOST = replace(WANTED, step=-1, lost=True)
-KEPT = SavedState(3, pb.StashPlace(directory="3-1-3"))
+KEPT = SavedState(3, pb.StagingPlace(directory="3-1-3"))
 WRITTEN = replace(KEPT, written=100)
-ON_OTHERS = SavedState(3, pb.StashPlace(directory="3-1-3", sources=[pb.StashSource(rank=1)]))
+ON_OTHERS = SavedState(3, pb.StagingPlace(directory="3-1-3", sources=[pb.StagingSource(rank=1)]))
 
 
 def facts(found: Decision | NothingLeft, wanted: NextLayout | None, **known: Any) -> RelayoutFacts:

@@ -13,7 +13,7 @@ from flashrecovery import layout
 from flashrecovery.cli.main import cli
 from flashrecovery.config import RunConfig, run_config, validate
 from flashrecovery.controller.machine import Machine
-from flashrecovery.controller.relayout.stash_writers import assigned
+from flashrecovery.controller.relayout.staging_writers import assigned
 from flashrecovery.controller.state.outbox import Emit, Send
 from flashrecovery.controller.state.rank_record import RankRecord
 from flashrecovery.errors import ConfigError, JobFailedError
@@ -223,7 +223,7 @@ class World:
 
     def has_no_room(self) -> None:
         """For what the first rank is to write into the node's memory."""
-        (rank, command), *_ = self.of("stash")
+        (rank, command), *_ = self.of("staging")
         fields = {"serial": command.serial, "generation": command.generation, "rank": rank}
         self.machine.on_reply(pb.Reply(error_type="RestoreError", error="No space left", **fields), 3.0)
         self.collect()
@@ -261,11 +261,11 @@ def test_a_loss_leads_to_another_layout() -> None:
     world.kill(1)
     world.stop()
     assert world.job.state is State.REPLACING and not world.of("replace")
-    stashes = world.of("stash")
-    items = {(rank, item.shard, item.kind) for rank, c in stashes for item in c.stash.items}
+    stagings = world.of("staging")
+    items = {(rank, item.shard, item.kind) for rank, c in stagings for item in c.staging.items}
     assert items == {(0, "part0", "live"), (2, "part2", "live"), (3, "part3", "live"), (2, "part1", "copy")}
-    world.sent += [command for _, command in stashes]
-    assert world.reply("stash", stashed_bytes=10) == [0, 2, 3]
+    world.sent += [command for _, command in stagings]
+    assert world.reply("staging", staged_bytes=10) == [0, 2, 3]
     (event,) = world.replanned()
     assert (event.step, event.before, event.ranks, event.bytes) == (7, "tp=2,pp=2,dp=1", 3, 30)
     assert list(world.job.ranks) == [0, 1, 2] and world.job.state is State.STARTING
@@ -275,33 +275,33 @@ def test_a_loss_leads_to_another_layout() -> None:
     world.start(replace(FACTS, layout={"tp": 1, "pp": 1, "cp": 1, "ep": 1, "dp": 3}))
     restores = world.of("restore")
     assert sorted(rank for rank, _ in restores) == [0, 1, 2]
-    assert {(c.restore.version, c.restore.stash.directory, tuple(c.restore.stash.ranks)) for _, c in restores} == {
+    assert {(c.restore.version, c.restore.staging.directory, tuple(c.restore.staging.ranks)) for _, c in restores} == {
         (7, "1-1-7", (0, 2, 3))
     }
     world.sent += [command for _, command in restores]
     world.reply("restore")
     assert world.reply("resume") == [0, 1, 2] and world.job.state is State.RUNNING
-    assert not world.of("drop_stash")  # nobody has taken a step yet
+    assert not world.of("drop_staging")  # nobody has taken a step yet
     health = [pb.RankHealth(rank=r, pid=world.job.ranks[r].process.pid, committed=8) for r in range(3)]
     world.machine.on_heartbeat(pb.Heartbeat(generation=world.job.generation, ranks=health), 4.0)
     world.collect()
-    assert world.of("drop_stash") and [e for e in world.events if isinstance(e, ev.RecoveryFinished)]
+    assert world.of("drop_staging") and [e for e in world.events if isinstance(e, ev.RecoveryFinished)]
 
 
 def test_a_second_loss_while_the_state_is_written() -> None:
     world = World()
     world.kill(0)
     world.stop()
-    old = world.of("stash")
-    assert {c.stash.directory for _, c in old} == {"1-1-7"}
+    old = world.of("staging")
+    assert {c.staging.directory for _, c in old} == {"1-1-7"}
     world.kill(2)
-    new = world.of("stash")
-    assert {c.stash.directory for _, c in new} == {"1-2-7"} and sorted(rank for rank, _ in new) == [1, 3]
+    new = world.of("staging")
+    assert {c.staging.directory for _, c in new} == {"1-2-7"} and sorted(rank for rank, _ in new) == [1, 3]
     for rank, command in old:  # late answers to what is void
         world.machine.on_reply(pb.Reply(serial=command.serial, generation=command.generation, rank=rank), 3.0)
     assert not world.replanned()
     world.sent += [command for _, command in new]
-    world.reply("stash")
+    world.reply("staging")
     assert [event.ranks for event in world.replanned()] == [2]
 
 
@@ -309,7 +309,7 @@ def test_who_has_not_got_the_state_gets_it_from_the_memory_once_more() -> None:
     world = World()
     world.kill(1)
     world.stop()
-    world.reply("stash")
+    world.reply("staging")
     world.start(replace(FACTS, layout={"tp": 1, "pp": 1, "cp": 1, "ep": 1, "dp": 3}))
     world.kill(2)
     world.reply("hold")
@@ -318,11 +318,11 @@ def test_who_has_not_got_the_state_gets_it_from_the_memory_once_more() -> None:
         reply = pb.Reply(serial=command.serial, generation=command.generation, rank=rank, live_version=-1)
         world.machine.on_reply(reply, 3.0)
     world.collect()
-    assert not world.of("stash")
+    assert not world.of("staging")
     assert [(event.ranks, event.step) for event in world.replanned()] == [(3, 7), (2, 7)]
     assert world.job.state is State.STARTING
     world.start(replace(FACTS, layout={"tp": 1, "pp": 1, "cp": 1, "ep": 1, "dp": 2}))
-    assert {tuple(c.restore.stash.ranks) for _, c in world.of("restore")} == {(0, 2, 3)}
+    assert {tuple(c.restore.staging.ranks) for _, c in world.of("restore")} == {(0, 2, 3)}
 
 
 def test_too_few_ranks_end_the_job_with_the_reasons() -> None:
@@ -345,7 +345,7 @@ def test_a_command() -> None:
     world.machine.on_paused(paused, 3.0)
     world.collect()
     world.stop()  # at 7, before the step: not yet
-    assert world.job.state is State.REGROUPING and not world.of("stash")
+    assert world.job.state is State.REGROUPING and not world.of("staging")
     world.reply("regroup")
     world.reply("restore")
     assert {c.resume.pause.step for _, c in world.of("resume")} == {9}
@@ -388,7 +388,7 @@ def test_there_is_no_room_and_the_layout_has_to_change(checkpoint: bool) -> None
         return
     (fallback,) = [event for event in world.events if isinstance(event, ev.FallbackStarted)]
     assert (fallback.version, fallback.path) == (5, "/checkpoints/5") and "No space left" in fallback.reason
-    assert world.of("drop_stash"), "what others have written is given back"
+    assert world.of("drop_staging"), "what others have written is given back"
     world.start(replace(FACTS, layout={"tp": 1, "pp": 1, "cp": 1, "ep": 1, "dp": 3}))
     assert {(c.restore.version, c.restore.checkpoint) for _, c in world.of("restore")} == {(5, "/checkpoints/5")}
 
@@ -399,7 +399,7 @@ def test_there_is_no_room_before_all_have_taken_a_step_in_the_layout_before() ->
     world.machine.on_checkpoint(5, "/checkpoints/5")
     world.kill(1)
     world.stop()
-    world.reply("stash")
+    world.reply("staging")
     world.start(replace(FACTS, layout={"tp": 1, "pp": 1, "cp": 1, "ep": 1, "dp": 3}))
     world.reply("restore")
     world.reply("resume")
@@ -413,9 +413,9 @@ def test_there_is_no_room_before_all_have_taken_a_step_in_the_layout_before() ->
     world.has_no_room()
     assert [(event.step, event.ranks) for event in world.replanned()] == [(7, 3), (7, 2)]
     assert not [event for event in world.events if isinstance(event, ev.FallbackStarted)]
-    assert not world.of("drop_stash") and world.job.state is State.STARTING
+    assert not world.of("drop_staging") and world.job.state is State.STARTING
     world.start(replace(FACTS, layout={"tp": 1, "pp": 1, "cp": 1, "ep": 1, "dp": 2}))
-    assert {tuple(c.restore.stash.ranks) for _, c in world.of("restore")} == {(0, 2, 3)}
+    assert {tuple(c.restore.staging.ranks) for _, c in world.of("restore")} == {(0, 2, 3)}
 
 
 def test_who_differs_has_no_checkpoint_to_go_back_to() -> None:
@@ -424,7 +424,7 @@ def test_who_differs_has_no_checkpoint_to_go_back_to() -> None:
     world.machine.on_checkpoint(5, "/checkpoints/5")
     world.kill(1)
     world.stop()
-    for number, (rank, command) in enumerate(world.of("stash")):
+    for number, (rank, command) in enumerate(world.of("staging")):
         reply = pb.Reply(serial=command.serial, generation=command.generation, rank=rank)
         reply.sent_digests["the registered object 'x'"] = str(number)
         world.machine.on_reply(reply, 3.0)

@@ -48,19 +48,19 @@ def test_agents_are_told_again_when_all_start_again_in_the_new_layout() -> None:
     world = World()
     world.kill(1)
     world.stop()
-    world.reply("stash")
-    ((_, first),) = world.of("stash_kept")
+    world.reply("staging")
+    ((_, first),) = world.of("staging_kept")
     for rank, command in world.of("replace"):
         started = pb.WorkerStarted(rank=rank, generation=command.generation, pid=next(world.pids))
         world.machine.on_started(started, "n", "h")
     world.kill(0)
     assert world.job.state is State.STARTING and world.job.restarts == 1
     bodies = [c.WhichOneof("body") for c in world.sent]
-    assert bodies.index("stash_kept") < bodies.index("replace")
-    ((_, told),) = world.of("stash_kept")
-    words = StagedLayout.parse(told.stash_kept.content)
+    assert bodies.index("staging_kept") < bodies.index("replace")
+    ((_, told),) = world.of("staging_kept")
+    words = StagedLayout.parse(told.staging_kept.content)
     (attempt,) = {c.replace.attempt for _, c in world.of("replace")}
-    assert words == replace(StagedLayout.parse(first.stash_kept.content), attempt=attempt) and attempt == 2
+    assert words == replace(StagedLayout.parse(first.staging_kept.content), attempt=attempt) and attempt == 2
 
 
 def test_the_ranks_of_the_last_replica_keep_each_others_copies() -> None:
@@ -85,8 +85,8 @@ def test_what_a_rank_has_not_told_yet_is_not_what_the_job_was(silent: set[int]) 
         record.batches = "" if record.rank in silent else '{"global_batch": 12}'
         record.steps = None if record.rank in silent else 100
     world.command("tp=1,pp=1,dp=4")
-    world.reply("stash")
-    (told,) = {command.stash_kept.content for _, command in world.of("stash_kept")}
+    world.reply("staging")
+    (told,) = {command.staging_kept.content for _, command in world.of("staging_kept")}
     staying = StagedLayout.parse(told).staying
     assert (staying.batches, staying.steps) == (("", None) if len(silent) == 4 else ('{"global_batch": 12}', 100))
     told_alike = replace(staying, batches="")
@@ -125,8 +125,10 @@ def test_who_stands_at_the_same_place_has_what_a_rank_had_of_which_nothing_is_kn
                 reply.position.CopyFrom(pb.Position(settled=True, version=7))
                 machine.on_reply(reply, 1.0)
     assert (machine.job.state is State.FAILED) is sharded, machine.job.failure_reason
-    stashes = [a.command for a in machine.job.take_actions() if hasattr(a, "command") and a.command.HasField("stash")]
-    assert bool(stashes) is not sharded
+    stagings = [
+        a.command for a in machine.job.take_actions() if hasattr(a, "command") and a.command.HasField("staging")
+    ]
+    assert bool(stagings) is not sharded
 
 
 def test_a_checkpoint_that_comes_late_is_of_the_layout_before() -> None:
@@ -135,7 +137,7 @@ def test_a_checkpoint_that_comes_late_is_of_the_layout_before() -> None:
     world.command("tp=1,pp=1,dp=4")
     world.machine.on_checkpoint(5, "/checkpoints/5")
     assert world.job.checkpoint == (5, "/checkpoints/5")
-    world.reply("stash")
+    world.reply("staging")
     assert world.job.state is State.STARTING and world.job.checkpoint is None
     world.sent.clear()
     world.machine.on_checkpoint(6, "/checkpoints/6")

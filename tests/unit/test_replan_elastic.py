@@ -270,7 +270,7 @@ def test_first_a_replica_leaves_and_then_the_layout_changes() -> None:
     assert list(world.job.ranks) == [0, 1] and world.job.recovery is None
     world.kill(0)
     world.stop()
-    items = {(rank, item.shard, item.kind) for rank, c in world.of("stash") for item in c.stash.items}
+    items = {(rank, item.shard, item.kind) for rank, c in world.of("staging") for item in c.staging.items}
     assert items == {(1, "stand1", "live"), (1, "stand0", "copy")}
 
 
@@ -280,7 +280,7 @@ def test_the_other_ranks_of_a_lost_replica_have_a_part_in_another_layout() -> No
     world.kill(1)
     world.stop()
     assert not world.resized() and [rank for rank, _ in world.of("leave")] == [1]
-    assert sorted(rank for rank, _ in world.of("stash")) == [0, 2, 3]
+    assert sorted(rank for rank, _ in world.of("staging")) == [0, 2, 3]
     assert list(world.job.ranks) == [0, 2, 3]
 
 
@@ -290,12 +290,12 @@ def test_a_second_loss_takes_what_is_left_of_both_replicas() -> None:
     world.kill(0)
     world.stop()
     assert not world.resized()
-    assert sorted(rank for rank, _ in world.of("stash")) == [1, 2]
+    assert sorted(rank for rank, _ in world.of("staging")) == [1, 2]
 
 
 def changed(world: Both, layout: str, facts: LayoutFacts) -> None:
     world.command(layout)
-    world.reply("stash")
+    world.reply("staging")
     world.start(facts)
     world.go_on()
 
@@ -338,5 +338,5 @@ def test_who_is_on_the_way_in_is_given_up_when_the_layout_changes() -> None:
     world.kill(0)
     assert world.job.state is State.QUIESCING
     world.stop()
-    world.reply("stash")
+    world.reply("staging")
     assert not world.job.membership.joining and world.replanned()[-1].ranks == 1

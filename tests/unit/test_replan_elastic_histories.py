@@ -35,7 +35,7 @@ class Histories(DividedWorld):
         of = EXPERTS if "ep" in layout else replace(FACTS, takes="cp")
         self.facts = replace(of, layout={"cp": 1, "ep": 1, **layout}, sharded=divided, elastic=True)
         self.divided = divided
-        self.stashed: dict[str, set[str]] = {}
+        self.staged: dict[str, set[str]] = {}
         self.whole: dict[str, set[str]] = {}
         shape = shape_of_layout(layout)
         places = {"nproc": 1, "nnodes": shape.world, "controller": "h:1"} if single else {"nproc": shape.world}
@@ -122,7 +122,7 @@ class Histories(DividedWorld):
         if order.layout and not (order.beside or order.detached):
             self.facts = replace(self.facts, layout={"cp": 1, "ep": 1, **layout_sizes(order.layout)})
             self.shape = shape_of_layout(dict(self.facts.layout))
-        if command.HasField("stash"):
+        if command.HasField("staging"):
             self._write(rank, command)
             return
         super().answer(rank, command)
@@ -130,20 +130,20 @@ class Histories(DividedWorld):
     def _write(self, rank: int, command: pb.Command) -> None:
         if rank not in self.living or command.generation != self.machine.job.generation:
             return
-        stash, layout = command.stash, self.layout[rank]
+        staging, layout = command.staging, self.layout[rank]
         owner, version = self.kept.get(rank, (-1, -1))
-        for item in stash.items:
-            mine = item.shard in [*self.all_of(rank, layout), "common"] and self.version[rank] == stash.version
-            copy = owner >= 0 and version == stash.version and item.shard in self.all_of(owner, layout)
+        for item in staging.items:
+            mine = item.shard in [*self.all_of(rank, layout), "common"] and self.version[rank] == staging.version
+            copy = owner >= 0 and version == staging.version and item.shard in self.all_of(owner, layout)
             if not (mine if item.kind == "live" else copy if item.kind == "copy" else False):
-                self.odd.append(f"rank {rank} is to write {item.kind} {item.shard!r} at {stash.version}, and has not")
-        self.stashed.setdefault(stash.directory, set()).update(item.shard for item in stash.items)
-        if stash.items:
+                self.odd.append(f"rank {rank} is to write {item.kind} {item.shard!r} at {staging.version}, and has not")
+        self.staged.setdefault(staging.directory, set()).update(item.shard for item in staging.items)
+        if staging.items:
             stands = range(self.shape.each)
             peers = [self.shape.peers(layout, self.shape.rank(0, stand)) for stand in stands]
             every = {name for some in peers for peer in some for name in self.all_of(peer, layout)}
-            self.whole.setdefault(stash.directory, set()).update(every)
-        reply = pb.Reply(serial=command.serial, generation=command.generation, rank=rank, stashed_bytes=9)
+            self.whole.setdefault(staging.directory, set()).update(every)
+        reply = pb.Reply(serial=command.serial, generation=command.generation, rank=rank, staged_bytes=9)
         self.machine.on_reply(reply, self.now)
 
     def _restored(self, rank: int, restore: pb.Restore, reply: pb.Reply) -> None:
@@ -151,9 +151,9 @@ class Histories(DividedWorld):
             super()._restored(rank, restore, reply)
         elif restore.HasField("reshape"):
             self.ready[rank] = tuple(restore.reshape.after)
-        name = restore.stash.directory
-        if restore.HasField("stash") and not self.stashed.get(name, set()) >= self.whole[name]:
-            self.odd.append(f"{name} lacks {sorted(self.whole[name] - self.stashed[name])}")
+        name = restore.staging.directory
+        if restore.HasField("staging") and not self.staged.get(name, set()) >= self.whole[name]:
+            self.odd.append(f"{name} lacks {sorted(self.whole[name] - self.staged[name])}")
 
     def check_counted(self) -> None:
         job = self.machine.job

@@ -68,7 +68,7 @@ def test_nor_does_the_script_begin_in_that_layout_when_it_cannot_in_the_next_one
 def test_words_of_no_layout_are_named(before: str) -> None:
     machine = found()
     machine.on_register(told(came("a", [0, 1]), replace(WORDS, before=before)), 0.0)
-    assert [command for command in sent(machine) if command.HasField("drop_stash")]
+    assert [command for command in sent(machine) if command.HasField("drop_staging")]
 
 
 @pytest.mark.parametrize("checkpoint", [False, True])
@@ -135,7 +135,7 @@ def test_a_layout_that_begins_once_more_has_a_number_of_replicas_that_is_allowed
     """One of four is lost while they read the state, so that nobody has it."""
     world = kind()
     world.command(text)
-    world.reply("stash")
+    world.reply("staging")
     world.start(replace(FACTS, layout={"cp": 1, "ep": 1, **layout_sizes(text)}))
     assert world.job.state is State.RESTORING
     world.kill(3)

@@ -26,7 +26,7 @@ def changed(world: World, *lost: int) -> None:
     for rank in lost:
         world.kill(rank)
     world.stop()
-    world.reply("stash")
+    world.reply("staging")
 
 
 @pytest.mark.parametrize("lost", [(0,), (1,), (2,), (3,), (0, 2)], ids=str)
@@ -62,7 +62,7 @@ def test_a_death_on_the_way_to_the_new_layouts_first_step() -> None:
     health = [pb.RankHealth(rank=r, pid=world.job.ranks[r].process.pid, committed=8) for r in range(3)]
     world.machine.on_heartbeat(pb.Heartbeat(generation=world.job.generation, ranks=health), 4.0)
     world.collect()
-    assert world.of("drop_stash")
+    assert world.of("drop_staging")
     assert [e for e in world.events if isinstance(e, ev.RecoveryFinished)]
 
 
@@ -96,7 +96,7 @@ def test_a_script_that_makes_another_job_of_it(changes: dict[str, object], reaso
 
 def commanded(world: World, layout: str = "tp=1,pp=2,dp=1") -> None:
     world.command(layout)
-    world.reply("stash")
+    world.reply("staging")
 
 
 def begins(world: World) -> list[int]:
@@ -107,7 +107,7 @@ def begins(world: World) -> list[int]:
     health = [pb.RankHealth(rank=r, pid=world.job.ranks[r].process.pid, committed=8) for r in ranks]
     world.machine.on_heartbeat(pb.Heartbeat(generation=world.job.generation, ranks=health), 4.0)
     world.collect()
-    assert world.of("drop_stash") and [e for e in world.events if isinstance(e, ev.RecoveryFinished)]
+    assert world.of("drop_staging") and [e for e in world.events if isinstance(e, ev.RecoveryFinished)]
     return ranks
 
 
@@ -182,7 +182,7 @@ def test_a_command_that_is_given_up_leaves_no_memory_behind() -> None:
     world.has_no_room()
     world.stop()
     assert world.job.state is State.REGROUPING
-    assert world.of("drop_stash")
+    assert world.of("drop_staging")
 
 
 def test_who_has_another_state_of_what_all_should_have_alike() -> None:
@@ -190,7 +190,7 @@ def test_who_has_another_state_of_what_all_should_have_alike() -> None:
     world = World()
     world.kill(1)
     world.stop()
-    for rank, command in world.of("stash"):
+    for rank, command in world.of("staging"):
         reply = pb.Reply(serial=command.serial, generation=command.generation, rank=rank)
         reply.sent_digests["the registered object 'history'"] = f"of rank {rank}"
         world.machine.on_reply(reply, 3.0)
@@ -227,7 +227,7 @@ def took_over(found: list[pb.WorkerState]) -> World:
     world.machine, world.events, world.sent, world.pids = taken_over(found), [], [], iter(range(100, 200))
     world.machine.on_tick(10_000.0)
     world.collect()
-    assert world.of("drop_stash")  # what the controller before had written, if anything
+    assert world.of("drop_staging")  # what the controller before had written, if anything
     return world
 
 
@@ -263,7 +263,7 @@ def test_a_controller_that_takes_over_without_a_rank(survivors: tuple[int, ...],
     if not copied:
         assert world.job.state is State.FAILED and f"what rank {lost} had" in world.job.failure_reason
         return
-    items = {(rank, item.shard) for rank, c in world.of("stash") for item in c.stash.items}
+    items = {(rank, item.shard) for rank, c in world.of("staging") for item in c.staging.items}
     assert items == {*((rank, f"part{rank}") for rank in survivors), ((lost + 1) % 4, f"part{lost}")}
 
 
@@ -312,7 +312,7 @@ def test_a_second_loss_while_the_state_is_written_leaves_no_memory_behind() -> N
     world = World()
     world.kill(0)
     world.stop()
-    assert not world.of("drop_stash")
+    assert not world.of("drop_staging")
     world.kill(2)
-    order = [c.WhichOneof("body") for c in world.sent if c.WhichOneof("body") in ("stash", "drop_stash")]
-    assert order == ["stash", "stash", "stash", "drop_stash", "stash", "stash"]
+    order = [c.WhichOneof("body") for c in world.sent if c.WhichOneof("body") in ("staging", "drop_staging")]
+    assert order == ["staging", "staging", "staging", "drop_staging", "staging", "staging"]

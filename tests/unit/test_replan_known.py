@@ -18,7 +18,7 @@ from flashrecovery.errors import ProtocolError, RestoreError
 from flashrecovery.plan.strategy.relayout import StayingFacts
 from flashrecovery.plan.transitions import State
 from flashrecovery.proto import flashrecovery_pb2 as pb
-from flashrecovery.redundancy.memory.stash import Stash, write
+from flashrecovery.redundancy.memory.staged_files import StagedFiles, write
 from tests.unit.test_found_layout import PLAN, came, found
 from tests.unit.test_logical import shard, whole
 from tests.unit.test_replan import FACTS, World
@@ -26,7 +26,7 @@ from tests.unit.test_replan import FACTS, World
 # -- where the state is -----------------------------------------------------------------------------
 
 HOMES = {0: ("a", "i"), 1: ("a", "i")}
-KEPT = SavedState(7, pb.StashPlace(directory="3-1-7", ranks=[0, 1]), "", 90, {"x": (0,), "y": (0, 1)}, HOMES)
+KEPT = SavedState(7, pb.StagingPlace(directory="3-1-7", ranks=[0, 1]), "", 90, {"x": (0,), "y": (0, 1)}, HOMES)
 WORDS = StagedLayout(KEPT, StayingFacts(FACTS, '{"seed": 3}', 100), "tp=2,pp=2,dp=1", 1)
 
 
@@ -41,7 +41,7 @@ def test_other_words_are_named(text: str) -> None:
 
 
 def told(message: pb.Register, words: StagedLayout = WORDS, generation: int = 5) -> pb.Register:
-    message.stash.CopyFrom(pb.StashKept(generation=generation, content=words.text()))
+    message.staging.CopyFrom(pb.StagingKept(generation=generation, content=words.text()))
     return message
 
 
@@ -56,8 +56,8 @@ def test_the_layout_begins_again_with_it() -> None:
     assert job.state is State.STARTING and job.parallel.text == PLAN, job.failure_reason
     commands = sent(machine)
     assert {(c.replace.attempt, c.replace.layout) for c in commands if c.HasField("replace")} == {(2, PLAN)}
-    assert not [c for c in commands if c.HasField("drop_stash")]
-    (kept,) = [c.stash_kept for c in commands if c.HasField("stash_kept")]
+    assert not [c for c in commands if c.HasField("drop_staging")]
+    (kept,) = [c.staging_kept for c in commands if c.HasField("staging_kept")]
     assert StagedLayout.parse(kept.content).attempt == 2 and kept.generation == job.generation
     for rank, record in job.ranks.items():
         machine.on_started(pb.WorkerStarted(rank=rank, generation=job.generation, pid=100 + rank), "a", "a")
@@ -66,7 +66,7 @@ def test_the_layout_begins_again_with_it() -> None:
         machine.on_joined(joined, 1.0)
         assert record.rank == rank
     restores = [c.restore for c in sent(machine) if c.HasField("restore")]
-    assert {(r.version, r.stash.directory, tuple(r.stash.ranks)) for r in restores} == {(7, "3-1-7", (0, 1))}
+    assert {(r.version, r.staging.directory, tuple(r.staging.ranks)) for r in restores} == {(7, "3-1-7", (0, 1))}
 
 
 @pytest.mark.parametrize("kind", ["another start", "its memory is gone", "damaged"])
@@ -78,7 +78,7 @@ def test_what_is_not_of_these_ranks_is_not_taken(kind: str) -> None:
     elif kind == "its memory is gone":
         told(message, replace(WORDS, kept=replace(KEPT, homes={0: ("a", "another"), 1: ("a", "another")})))
     else:
-        message.stash.CopyFrom(pb.StashKept(generation=5, content="{}"))
+        message.staging.CopyFrom(pb.StagingKept(generation=5, content="{}"))
     machine.on_register(message, 0.0)
     assert machine.job.state is State.FAILED
     expected = "was in the memory of a alone" if kind == "its memory is gone" else "no node that is left has heard"
@@ -101,10 +101,10 @@ def test_it_is_needed_until_every_rank_has_taken_a_step() -> None:
         worker.committed = 7
     machine.on_register(message, 0.0)
     assert machine.job.state is State.RUNNING
-    assert not [c for c in sent(machine) if c.HasField("drop_stash")]
+    assert not [c for c in sent(machine) if c.HasField("drop_staging")]
     ranks = [pb.RankHealth(rank=rank, pid=10 + rank, committed=8) for rank in (0, 1)]
     machine.on_heartbeat(pb.Heartbeat(generation=machine.job.generation, ranks=ranks), 1.0)
-    assert [c for c in sent(machine) if c.HasField("drop_stash")]
+    assert [c for c in sent(machine) if c.HasField("drop_staging")]
 
 
 def test_a_node_that_has_not_heard_that_all_have_had_it() -> None:
@@ -114,7 +114,7 @@ def test_a_node_that_has_not_heard_that_all_have_had_it() -> None:
     for worker in message.workers:
         worker.committed = 9
     machine.on_register(message, 0.0)
-    assert [c for c in sent(machine) if c.HasField("drop_stash")] and machine.job.recovery is None
+    assert [c for c in sent(machine) if c.HasField("drop_staging")] and machine.job.recovery is None
 
 
 def test_one_of_those_that_are_let_in_has_not_come() -> None:
@@ -142,11 +142,11 @@ def test_agents_are_told_before_ranks_are_started() -> None:
     world = World()
     world.kill(1)
     world.stop()
-    world.reply("stash", stashed_bytes=10)
+    world.reply("staging", staged_bytes=10)
     bodies = [c.WhichOneof("body") for c in world.sent]
-    assert bodies.index("stash_kept") < bodies.index("replace")
-    ((_, told_),) = world.of("stash_kept")
-    words = StagedLayout.parse(told_.stash_kept.content)
+    assert bodies.index("staging_kept") < bodies.index("replace")
+    ((_, told_),) = world.of("staging_kept")
+    words = StagedLayout.parse(told_.staging_kept.content)
     assert words.kept.version == 7 and words.before == "tp=2,pp=2,dp=1" and words.attempt == 1
     assert words.kept.homes == dict.fromkeys((0, 2, 3), ("n", "i"))
 
@@ -207,19 +207,19 @@ def test_another_rank_that_has_written_the_same_stands_in(how: str, tmp_path: Pa
     else:
         made = shard("rows", 0, 1, 0, whole())
         write(tmp_path, 1, 4, [made[0]], {made[0].name: made[1]}, b"")
-    stash = Stash(tmp_path, [0, 1], 3)
-    assert {*stash.indexes} == {0} and stash.common == b"common"
+    staging = StagedFiles(tmp_path, [0, 1], 3)
+    assert {*staging.indexes} == {0} and staging.common == b"common"
     intact = tmp_path / "intact"
     written(intact, {0: ["rows", "columns"], 1: ["rows"]})
-    assert stash.names() == Stash(intact, [0, 1], 3).names()
+    assert staging.names() == StagedFiles(intact, [0, 1], 3).names()
 
 
 def test_what_only_that_rank_had_is_missing_by_name(tmp_path: Path) -> None:
     written(tmp_path, {0: ["rows"], 1: ["columns"]})
     (tmp_path / "rank0.index").write_bytes(b"nothing")
-    stash = Stash(tmp_path, [0, 1], 3)
+    staging = StagedFiles(tmp_path, [0, 1], 3)
     with pytest.raises(RestoreError, match=r"nobody has written the state that is no tensor; .*rank0\.index"):
-        _ = stash.common
+        _ = staging.common
     (tmp_path / "rank1.index").unlink()
     with pytest.raises(RestoreError, match=r"rank0\.index.*rank1\.index"):
-        Stash(tmp_path, [0, 1], 3)
+        StagedFiles(tmp_path, [0, 1], 3)

@@ -10,7 +10,7 @@ import pytest
 from flashrecovery import events as ev
 from flashrecovery.config import RunConfig, validate
 from flashrecovery.controller.machine import Machine
-from flashrecovery.controller.relayout.stash_writers import assigned
+from flashrecovery.controller.relayout.staging_writers import assigned
 from flashrecovery.controller.state.nodes import NodeState
 from flashrecovery.controller.state.outbox import Emit, Send
 from flashrecovery.plan.strategy.relayout import LayoutFacts
@@ -116,7 +116,7 @@ class Nodes:
         self.machine.on_paused(pb.Paused(rank=0, generation=self.job.generation, version=7), 3.0)
         self.collect()
         self.stop()
-        self.reply("stash")
+        self.reply("staging")
 
     def replanned(self) -> list[ev.JobReplanned]:
         return [event for event in self.events if isinstance(event, ev.JobReplanned)]
@@ -130,11 +130,11 @@ def test_the_ranks_of_a_lost_node_are_done_without() -> None:
     world.lose(1)
     assert world.job.homeless_since is None and "waiting_for_node" not in world.notices()
     world.stop()
-    world.reply("stash")
+    world.reply("staging")
     (event,) = world.replanned()
     assert event.ranks == 2
     assert set(world.start().values()) == {"n0"}
-    places = {tuple(c.restore.stash.ranks) for _, _, c in world.of("restore")}
+    places = {tuple(c.restore.staging.ranks) for _, _, c in world.of("restore")}
     assert places == {(0, 1)}
 
 
@@ -148,8 +148,8 @@ def test_readers_are_told_whose_agents_have_it() -> None:
     assert {(o.nodes, o.stride, tuple(o.domains)) for o in orders} == {(1, 1, ())}
     assert world.start() == {0: "n0", 1: "n0"}
     for _, _, command in world.of("restore"):
-        assert {source.rank: source.peer for source in command.restore.stash.sources} == {
-            rank: f"h{rank // 2}:7" for rank in command.restore.stash.ranks
+        assert {source.rank: source.peer for source in command.restore.staging.sources} == {
+            rank: f"h{rank // 2}:7" for rank in command.restore.staging.ranks
         }
 
 
@@ -158,7 +158,7 @@ def test_a_rank_that_goes_to_another_node_ends_where_it_was() -> None:
     world = Nodes(nodes=3)
     world.lose(0)
     world.stop()
-    world.reply("stash")
+    world.reply("staging")
     left = {(rank, node) for rank, node, _ in world.of("leave")}
     homes = {rank: node for rank, node, _ in world.of("replace")}
     old = {2: "n1", 3: "n1", 4: "n2", 5: "n2"}
@@ -194,9 +194,9 @@ def test_two_nodes_that_have_a_shard_otherwise() -> None:
     world.collect()
     world.stop()
     written: dict[str, list[int]] = {}
-    for rank, _, command in world.of("stash"):
+    for rank, _, command in world.of("staging"):
         reply = pb.Reply(serial=command.serial, generation=command.generation, rank=rank)
-        for item in command.stash.items:
+        for item in command.staging.items:
             written.setdefault(item.shard, []).append(rank)
             reply.sent_digests[f"shard {item.shard!r}"] = f"{item.shard} of rank {rank}"
         world.machine.on_reply(reply, 3.0)
@@ -214,7 +214,7 @@ def test_the_only_node_with_something_is_lost_before_the_first_step(checkpoint: 
         world.machine.on_checkpoint(4, "path")
     world.lose(0)  # of stages (0, 1, 2) and (3, 4, 5)
     world.stop()
-    world.reply("stash")
+    world.reply("staging")
     assert world.job.state is State.STARTING
     world.of("replace")
     world.lose(2)
@@ -273,7 +273,7 @@ def test_who_serves_dies_and_is_found_to_be_lost_later() -> None:
     assert [event.step for event in world.replanned()] == [7, 7]
     world.lose(2)
     world.start()
-    places = [c.restore.stash for _, _, c in world.of("restore")]
+    places = [c.restore.staging for _, _, c in world.of("restore")]
     assert places and all(set(place.ranks) == {0, 1, 2, 3} for place in places)
 
 
@@ -300,7 +300,7 @@ def test_a_rank_that_is_replaced_while_state_is_written_leaves_the_command_as_it
     assert world.machine.under_way()["relayout"] is RelayoutState.ORDERED
     world.start()
     world.stop()
-    world.reply("stash")
+    world.reply("staging")
     assert [event.layout for event in world.replanned()] == ["tp=1,pp=2,dp=1"]
     assert world.machine.under_way()["relayout"] is RelayoutState.STARTED
 
@@ -309,9 +309,9 @@ def test_a_node_that_comes_back_drops_what_it_still_has() -> None:
     """It was away when that was given back on all nodes."""
     world = Nodes(replace="auto")
     world.lose(1)
-    assert not world.of("drop_stash")
+    assert not world.of("drop_staging")
     world.come(1, incarnation="another")
-    assert [node for _, node, _ in world.of("drop_stash")] == ["n1"]
+    assert [node for _, node, _ in world.of("drop_staging")] == ["n1"]
 
 
 def test_who_keeps_copies_in_another_layout() -> None:
@@ -326,7 +326,7 @@ def test_who_keeps_copies_in_another_layout() -> None:
 def test_free_places_of_other_nodes_count_where_ranks_are_replaced() -> None:
     world = Nodes(nodes=3, spare=1, replace="auto")
     world.lose(2)  # the spare node takes them
-    assert world.job.state is not State.FAILED and not world.of("stash")
+    assert world.job.state is not State.FAILED and not world.of("staging")
     assert {world.job.ranks[rank].home for rank in (4, 5)} == {"n3"}
 
 
@@ -346,14 +346,14 @@ def test_a_node_that_a_commanded_layout_needs_has_gone() -> None:
     health = [pb.RankHealth(rank=r, pid=world.job.ranks[r].process.pid, committed=8) for r in range(2)]
     world.machine.on_heartbeat(pb.Heartbeat(generation=world.job.generation, ranks=health), 4.0)
     world.collect()
-    assert world.of("drop_stash") and world.job.recovery is None
+    assert world.of("drop_staging") and world.job.recovery is None
     assert world.machine.replan("tp=1,pp=2,dp=2", -1)[0] == ""
     world.lose(1)
     world.machine.on_paused(pb.Paused(rank=0, generation=world.job.generation, version=8), 5.0)
     world.collect()
     world.reply("hold")
     world.reply("stop", live=8)
-    assert world.job.state is State.REGROUPING and not world.of("stash")
+    assert world.job.state is State.REGROUPING and not world.of("staging")
     assert [e.text for e in world.events if isinstance(e, ev.Notice) and e.kind == "not_replanned"] == [
         "the layout does not change to tp=1,pp=2,dp=2: a node has gone, and there is room for 2 ranks"
     ]

@@ -11,7 +11,7 @@ import pytest
 from flashrecovery.plan.strategy.relayout import LayoutFacts, StayingFacts, best, why_another_job
 from flashrecovery.proto import flashrecovery_pb2 as pb
 from flashrecovery.runtime.environment import SEQUENCE_PARALLEL_ENV, rank_env
-from flashrecovery.worker.reshard.relayout import Stashing
+from flashrecovery.worker.reshard.relayout import RankStaging
 from tests.unit.test_found_layout import came, found
 from tests.unit.test_replan import FACTS, World
 from tests.unit.test_replan_experts import EXPERTS
@@ -21,7 +21,7 @@ def facts_of_worker(of: LayoutFacts) -> LayoutFacts:
     """What a worker says whose framework says this."""
     batches = {"global_batch": of.global_batch, "micro_batch": of.micro_batch}
     rest = {name: value for name, value in vars(of).items() if name not in {**batches, "takes": "", "elastic": False}}
-    worker = Stashing.__new__(Stashing)
+    worker = RankStaging.__new__(RankStaging)
     worker._state = SimpleNamespace(facts=lambda: rest)  # type: ignore[assignment]
     worker._batches = SimpleNamespace(settings=batches)  # type: ignore[assignment]
     return worker._gather_facts(elastic=of.elastic)
@@ -34,7 +34,7 @@ def test_what_was_seen_with_tensor_parallelism_stays_known_without(seen: bool, m
     world.job.parallel.facts = replace(FACTS, sequence_parallel=seen).text()
     world.kill(1)
     world.stop()
-    world.reply("stash")
+    world.reply("staging")
     orders = [command.replace for command in world.sent if command.HasField("replace")]
     assert orders and {order.sequence_parallel for order in orders} == {seen}
     environ = rank_env(world.job.config, 0, 2, orders[0])

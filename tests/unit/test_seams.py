@@ -36,8 +36,12 @@ PARITY = (
     *("flashrecovery.plan.parity.decode", "flashrecovery.plan.parity.decodable"),
 )
 RELAYOUT = (
-    *("flashrecovery.worker.reshard.relayout", "flashrecovery.worker.reshard.remote_stash"),
-    *("flashrecovery.plan.strategy", "flashrecovery.plan.reshard.logical", "flashrecovery.redundancy.memory.stash"),
+    *("flashrecovery.worker.reshard.relayout", "flashrecovery.worker.reshard.remote_staging"),
+    *(
+        "flashrecovery.plan.strategy",
+        "flashrecovery.plan.reshard.logical",
+        "flashrecovery.redundancy.memory.staged_files",
+    ),
     *("flashrecovery.contract.logical_state", "flashrecovery.adapter.relayout"),
 )
 ALWAYS = (*PLANNING, *CHARTS, *OTHER_LAUNCHERS)

@@ -7,19 +7,19 @@ docs/adapters.md has the table of all names. Only adapters of such jobs import t
 from flashrecovery.contract.logical_state import LogicalState
 from flashrecovery.contract.relayout_adapter import RelayoutAdapter
 from flashrecovery.plan.reshard.logical import PARAM, Description, LogicalPart, ShardParts
-from flashrecovery.redundancy.memory.stash import Stash, Wanted, forms
-from flashrecovery.runtime.environment import STASH_ENV
+from flashrecovery.redundancy.memory.staged_files import StagedFiles, Wanted, forms
+from flashrecovery.runtime.environment import STAGING_ENV
 from flashrecovery.runtime.parallel_layout import take_sizes
 
 __all__ = [
     "PARAM",
-    "STASH_ENV",
+    "STAGING_ENV",
     "Description",
     "LogicalPart",
     "LogicalState",
     "RelayoutAdapter",
     "ShardParts",
-    "Stash",
+    "StagedFiles",
     "Wanted",
     "forms",
     "take_sizes",

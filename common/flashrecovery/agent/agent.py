@@ -177,7 +177,7 @@ class Agent:
         if self.checkpoint is not None:
             message.checkpoint.CopyFrom(self.checkpoint)
         if self._staging.kept is not None:
-            message.stash.CopyFrom(self._staging.kept)
+            message.staging.CopyFrom(self._staging.kept)
         return message
 
     def _is_of_another_layout(self, process: WorkerProcess) -> bool:
@@ -281,10 +281,10 @@ class Agent:
                 self._on_modules(command.modules)
             case "saved":
                 self._worker_messages.remember(command.saved)
-            case "drop_stash":
+            case "drop_staging":
                 self._staging.drop()
-            case "stash_kept":
-                self._staging.kept = command.stash_kept
+            case "staging_kept":
+                self._staging.kept = command.staging_kept
             case "fault":
                 self._faults.deliver(command, self._ranks.get(command.rank))
             case "heartbeat" | "fence":

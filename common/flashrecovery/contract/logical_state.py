@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from flashrecovery.plan.reshard.logical import Description, ShardParts
-from flashrecovery.redundancy.memory.stash import Stash
+from flashrecovery.redundancy.memory.staged_files import StagedFiles
 
 __all__ = ["LogicalState"]
 
@@ -43,7 +43,7 @@ class LogicalState(ABC):
         layout. Raises RestoreError if something of it could not be everybody's there."""
 
     @abstractmethod
-    def read(self, stash: Stash) -> int:
+    def read(self, staging: StagedFiles) -> int:
         """Bring all shards of this rank to what another layout's ranks have written. Returns how many bytes were read.
 
         Raises RestoreError.

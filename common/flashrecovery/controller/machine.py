@@ -149,7 +149,7 @@ class Machine:
             self._hear_of_checkpoint(node, message.checkpoint)
         had_ranks = bool(message.workers or message.pages)
         if not self.job.launched:
-            self.takeover.hear_of_stash(message)
+            self.takeover.hear_of_staging(message)
         if not self.job.launched and (had_ranks or message.stride):
             self.takeover.hear_of_launch(message)
         if had_ranks and not self.job.launched:
@@ -161,7 +161,7 @@ class Machine:
             # It was away when that was to be dropped; this is another process.
             if self.job.config.parallelism is not None:
                 self.job.outbox.send(
-                    node.name, pb.Command(generation=self.job.generation, rank=AGENT, drop_stash=pb.DropStash())
+                    node.name, pb.Command(generation=self.job.generation, rank=AGENT, drop_staging=pb.DropStaging())
                 )
             self._settle_homeless(now)
             self._staffing.publish_others()
@@ -404,7 +404,7 @@ class Machine:
         if message.error_type:
             self._refused(self.job.ranks[ranks[0]], what, message, now)
             return
-        odd = self._replanning.wrote(ranks[0], message) if what is Ordered.STASH else ""
+        odd = self._replanning.wrote(ranks[0], message) if what is Ordered.STAGING else ""
         if odd:
             self._could_not_write(self.job.ranks[ranks[0]], odd, now, differs=True)
             return
@@ -782,7 +782,7 @@ class Machine:
             if self.job.round.retry_at is None:
                 self.job.round.retry_at = now + _RETRY_AFTER_S
             return
-        if what is Ordered.STASH:
+        if what is Ordered.STAGING:
             self._could_not_write(record, error, now, differs=False)
             return
         self.on_failure(self._found(record, FailureKind.COMMAND, f"{what}: {error}", now), now)

@@ -45,7 +45,7 @@ class TakeOver:
     ) -> None:
         self._job = job
         self._replanning = replanning
-        self._stash: pb.StashKept | None = None  # the newest that a node has heard of
+        self._staging: pb.StagingKept | None = None  # the newest that a node has heard of
         self._staffing = staffing
         self._starting = starting
         self._steps = steps
@@ -115,11 +115,13 @@ class TakeOver:
         if all(r.home for r in self._job.ranks.values()):
             self._take_over(now)
 
-    def hear_of_stash(self, message: pb.Register) -> None:
+    def hear_of_staging(self, message: pb.Register) -> None:
         """A node has been told where the state is that the ranks of another layout begin with."""
-        if message.HasField("stash") and (self._stash is None or message.stash.generation > self._stash.generation):
-            self._stash = pb.StashKept()
-            self._stash.CopyFrom(message.stash)
+        if message.HasField("staging") and (
+            self._staging is None or message.staging.generation > self._staging.generation
+        ):
+            self._staging = pb.StagingKept()
+            self._staging.CopyFrom(message.staging)
 
     def hear_of_launch(self, message: pb.Register) -> None:
         """A node names the launch of which it has heard with the newest generation that it knows."""
@@ -231,8 +233,8 @@ class TakeOver:
         if self._job.checkpoint is not None:
             self._job.command(AGENT, self._job.saved())
         replanned = self._job.config.parallelism is not None
-        if replanned and not self._replanning.inherit(self._stash):  # else nobody will read what was written there
-            self._job.command(AGENT, pb.Command(drop_stash=pb.DropStash()))
+        if replanned and not self._replanning.inherit(self._staging):  # else nobody will read what was written there
+            self._job.command(AGENT, pb.Command(drop_staging=pb.DropStaging()))
         homes = {r.home for r in self._job.ranks.values()}
         for node in self._job.nodes.values():
             if node.alive:

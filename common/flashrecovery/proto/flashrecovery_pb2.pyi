@@ -261,7 +261,7 @@ class Register(_message.Message):
     MEMBERS_FIELD_NUMBER: _builtins.int
     REGROUPED_FIELD_NUMBER: _builtins.int
     LAYOUT_FIELD_NUMBER: _builtins.int
-    STASH_FIELD_NUMBER: _builtins.int
+    STAGING_FIELD_NUMBER: _builtins.int
     LAUNCH_FIELD_NUMBER: _builtins.int
     BESIDE_FIELD_NUMBER: _builtins.int
     SETTINGS_FIELD_NUMBER: _builtins.int
@@ -315,7 +315,7 @@ class Register(_message.Message):
         """of an elastic job, as its newest Regroup has said; none: there was none here"""
 
     @_builtins.property
-    def stash(self) -> Global___StashKept:
+    def staging(self) -> Global___StagingKept:
         """what this node was told last of the state that is kept for another layout"""
 
     @_builtins.property
@@ -350,14 +350,14 @@ class Register(_message.Message):
         members: _abc.Iterable[_builtins.int] | None = ...,
         regrouped: _builtins.int = ...,
         layout: _builtins.str = ...,
-        stash: Global___StashKept | None = ...,
+        staging: Global___StagingKept | None = ...,
         launch: _builtins.str = ...,
         beside: _abc.Iterable[_builtins.int] | None = ...,
         settings: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["checkpoint", b"checkpoint", "stash", b"stash"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["checkpoint", b"checkpoint", "staging", b"staging"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "beside", b"beside", "checkpoint", b"checkpoint", "command", b"command", "domain", b"domain", "domains", b"domains", "generation", b"generation", "host", b"host", "incarnation", b"incarnation", "launch", b"launch", "layout", b"layout", "members", b"members", "node", b"node", "node_rank", b"node_rank", "pages", b"pages", "peer_port", b"peer_port", "regrouped", b"regrouped", "settings", b"settings", "slots", b"slots", "spare", b"spare", "stash", b"stash", "store_port", b"store_port", "stride", b"stride", "suspect", b"suspect", "workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "beside", b"beside", "checkpoint", b"checkpoint", "command", b"command", "domain", b"domain", "domains", b"domains", "generation", b"generation", "host", b"host", "incarnation", b"incarnation", "launch", b"launch", "layout", b"layout", "members", b"members", "node", b"node", "node_rank", b"node_rank", "pages", b"pages", "peer_port", b"peer_port", "regrouped", b"regrouped", "settings", b"settings", "slots", b"slots", "spare", b"spare", "staging", b"staging", "store_port", b"store_port", "stride", b"stride", "suspect", b"suspect", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1659,7 +1659,7 @@ class Reply(_message.Message):
     NEXT_NEEDS_FIELD_NUMBER: _builtins.int
     RESHAPED_BYTES_FIELD_NUMBER: _builtins.int
     LACKING_BYTES_FIELD_NUMBER: _builtins.int
-    STASHED_BYTES_FIELD_NUMBER: _builtins.int
+    STAGED_BYTES_FIELD_NUMBER: _builtins.int
     LAYOUT_FIELD_NUMBER: _builtins.int
     READY_FIELD_NUMBER: _builtins.int
     LOCAL_STATE_FIELD_NUMBER: _builtins.int
@@ -1680,8 +1680,8 @@ class Reply(_message.Message):
     """of a stop: heard, but the script is in its own code between two steps; the answer follows"""
     reshaped_bytes: _builtins.int
     lacking_bytes: _builtins.int
-    stashed_bytes: _builtins.int
-    """of a stash: bytes of tensors that were written"""
+    staged_bytes: _builtins.int
+    """of a Stage: bytes of tensors that were written"""
     local_state: _builtins.bytes
     """of a KeepLast to an agent"""
     @_builtins.property
@@ -1746,14 +1746,14 @@ class Reply(_message.Message):
         next_needs: _abc.Iterable[Global___ShardNeed] | None = ...,
         reshaped_bytes: _builtins.int = ...,
         lacking_bytes: _builtins.int = ...,
-        stashed_bytes: _builtins.int = ...,
+        staged_bytes: _builtins.int = ...,
         layout: _abc.Iterable[_builtins.int] | None = ...,
         ready: _abc.Iterable[_builtins.int] | None = ...,
         local_state: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["parity", b"parity", "position", b"position"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["also", b"also", "bytes_on_device", b"bytes_on_device", "bytes_received", b"bytes_received", "error", b"error", "error_type", b"error_type", "fatal", b"fatal", "generation", b"generation", "held", b"held", "lacking_bytes", b"lacking_bytes", "late", b"late", "layout", b"layout", "live_version", b"live_version", "local_state", b"local_state", "needs", b"needs", "next_needs", b"next_needs", "outside", b"outside", "parity", b"parity", "position", b"position", "rank", b"rank", "ready", b"ready", "received_digests", b"received_digests", "reshaped_bytes", b"reshaped_bytes", "sent_digests", b"sent_digests", "serial", b"serial", "stashed_bytes", b"stashed_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["also", b"also", "bytes_on_device", b"bytes_on_device", "bytes_received", b"bytes_received", "error", b"error", "error_type", b"error_type", "fatal", b"fatal", "generation", b"generation", "held", b"held", "lacking_bytes", b"lacking_bytes", "late", b"late", "layout", b"layout", "live_version", b"live_version", "local_state", b"local_state", "needs", b"needs", "next_needs", b"next_needs", "outside", b"outside", "parity", b"parity", "position", b"position", "rank", b"rank", "ready", b"ready", "received_digests", b"received_digests", "reshaped_bytes", b"reshaped_bytes", "sent_digests", b"sent_digests", "serial", b"serial", "staged_bytes", b"staged_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1820,9 +1820,9 @@ class Command(_message.Message):
     SAVED_FIELD_NUMBER: _builtins.int
     PAUSE_FIELD_NUMBER: _builtins.int
     LEAVE_FIELD_NUMBER: _builtins.int
-    STASH_FIELD_NUMBER: _builtins.int
-    DROP_STASH_FIELD_NUMBER: _builtins.int
-    STASH_KEPT_FIELD_NUMBER: _builtins.int
+    STAGING_FIELD_NUMBER: _builtins.int
+    DROP_STAGING_FIELD_NUMBER: _builtins.int
+    STAGING_KEPT_FIELD_NUMBER: _builtins.int
     KEEP_LAST_FIELD_NUMBER: _builtins.int
     REFUSED_FIELD_NUMBER: _builtins.int
     sequence: _builtins.int
@@ -1897,13 +1897,13 @@ class Command(_message.Message):
         """agent and worker: the rank leaves the job"""
 
     @_builtins.property
-    def stash(self) -> Global___Stash: ...
+    def staging(self) -> Global___Stage: ...
     @_builtins.property
-    def drop_stash(self) -> Global___DropStash:
+    def drop_staging(self) -> Global___DropStaging:
         """to an agent"""
 
     @_builtins.property
-    def stash_kept(self) -> Global___StashKept:
+    def staging_kept(self) -> Global___StagingKept:
         """to an agent, for the next controller"""
 
     @_builtins.property
@@ -1950,17 +1950,17 @@ class Command(_message.Message):
         saved: Global___CheckpointSaved | None = ...,
         pause: Global___Pause | None = ...,
         leave: Global___Leave | None = ...,
-        stash: Global___Stash | None = ...,
-        drop_stash: Global___DropStash | None = ...,
-        stash_kept: Global___StashKept | None = ...,
+        staging: Global___Stage | None = ...,
+        drop_staging: Global___DropStaging | None = ...,
+        staging_kept: Global___StagingKept | None = ...,
         keep_last: Global___KeepLast | None = ...,
         refused: Global___Refused | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["batch", b"batch", "body", b"body", "checkpoint", b"checkpoint", "drop_stash", b"drop_stash", "electors", b"electors", "fault", b"fault", "fence", b"fence", "go_through", b"go_through", "heartbeat", b"heartbeat", "hold", b"hold", "keep_last", b"keep_last", "keep_undo", b"keep_undo", "leave", b"leave", "look", b"look", "modules", b"modules", "pause", b"pause", "ping", b"ping", "probe", b"probe", "rank_table", b"rank_table", "refused", b"refused", "regroup", b"regroup", "release", b"release", "replace", b"replace", "restore", b"restore", "resume", b"resume", "saved", b"saved", "shutdown", b"shutdown", "stash", b"stash", "stash_kept", b"stash_kept", "stop", b"stop", "vouched", b"vouched"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["batch", b"batch", "body", b"body", "checkpoint", b"checkpoint", "drop_staging", b"drop_staging", "electors", b"electors", "fault", b"fault", "fence", b"fence", "go_through", b"go_through", "heartbeat", b"heartbeat", "hold", b"hold", "keep_last", b"keep_last", "keep_undo", b"keep_undo", "leave", b"leave", "look", b"look", "modules", b"modules", "pause", b"pause", "ping", b"ping", "probe", b"probe", "rank_table", b"rank_table", "refused", b"refused", "regroup", b"regroup", "release", b"release", "replace", b"replace", "restore", b"restore", "resume", b"resume", "saved", b"saved", "shutdown", b"shutdown", "staging", b"staging", "staging_kept", b"staging_kept", "stop", b"stop", "vouched", b"vouched"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["acknowledged", b"acknowledged", "batch", b"batch", "body", b"body", "checkpoint", b"checkpoint", "drop_stash", b"drop_stash", "echo", b"echo", "electors", b"electors", "fault", b"fault", "fence", b"fence", "generation", b"generation", "go_through", b"go_through", "heartbeat", b"heartbeat", "hold", b"hold", "keep_last", b"keep_last", "keep_undo", b"keep_undo", "leave", b"leave", "look", b"look", "modules", b"modules", "pause", b"pause", "ping", b"ping", "probe", b"probe", "rank", b"rank", "rank_table", b"rank_table", "ranks", b"ranks", "refused", b"refused", "regroup", b"regroup", "release", b"release", "replace", b"replace", "restore", b"restore", "resume", b"resume", "saved", b"saved", "sent_at", b"sent_at", "sequence", b"sequence", "serial", b"serial", "shutdown", b"shutdown", "stash", b"stash", "stash_kept", b"stash_kept", "stop", b"stop", "vouched", b"vouched"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["acknowledged", b"acknowledged", "batch", b"batch", "body", b"body", "checkpoint", b"checkpoint", "drop_staging", b"drop_staging", "echo", b"echo", "electors", b"electors", "fault", b"fault", "fence", b"fence", "generation", b"generation", "go_through", b"go_through", "heartbeat", b"heartbeat", "hold", b"hold", "keep_last", b"keep_last", "keep_undo", b"keep_undo", "leave", b"leave", "look", b"look", "modules", b"modules", "pause", b"pause", "ping", b"ping", "probe", b"probe", "rank", b"rank", "rank_table", b"rank_table", "ranks", b"ranks", "refused", b"refused", "regroup", b"regroup", "release", b"release", "replace", b"replace", "restore", b"restore", "resume", b"resume", "saved", b"saved", "sent_at", b"sent_at", "sequence", b"sequence", "serial", b"serial", "shutdown", b"shutdown", "staging", b"staging", "staging_kept", b"staging_kept", "stop", b"stop", "vouched", b"vouched"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["replace", "stop", "regroup", "restore", "resume", "release", "fault", "shutdown", "ping", "rank_table", "checkpoint", "keep_undo", "hold", "heartbeat", "probe", "fence", "modules", "electors", "batch", "look", "go_through", "vouched", "saved", "pause", "leave", "stash", "drop_stash", "stash_kept", "keep_last", "refused"]  # noqa: Y015
+    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["replace", "stop", "regroup", "restore", "resume", "release", "fault", "shutdown", "ping", "rank_table", "checkpoint", "keep_undo", "hold", "heartbeat", "probe", "fence", "modules", "electors", "batch", "look", "go_through", "vouched", "saved", "pause", "leave", "staging", "drop_staging", "staging_kept", "keep_last", "refused"]  # noqa: Y015
     _WhichOneofArgType_body: _TypeAlias = _typing.Literal["body", b"body"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_body) -> _WhichOneofReturnType_body | None: ...
 
@@ -2611,7 +2611,7 @@ class Restore(_message.Message):
     DECODE_FIELD_NUMBER: _builtins.int
     DEADLINE_S_FIELD_NUMBER: _builtins.int
     RESHAPE_FIELD_NUMBER: _builtins.int
-    STASH_FIELD_NUMBER: _builtins.int
+    STAGING_FIELD_NUMBER: _builtins.int
     version: _builtins.int
     checkpoint: _builtins.str
     """directory; set: restore everything from it"""
@@ -2634,7 +2634,7 @@ class Restore(_message.Message):
         """after all else"""
 
     @_builtins.property
-    def stash(self) -> Global___StashPlace:
+    def staging(self) -> Global___StagingPlace:
         """set: everything is read from there"""
 
     def __init__(
@@ -2647,18 +2647,18 @@ class Restore(_message.Message):
         decode: Global___Decode | None = ...,
         deadline_s: _builtins.float = ...,
         reshape: Global___Reshape | None = ...,
-        stash: Global___StashPlace | None = ...,
+        staging: Global___StagingPlace | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["decode", b"decode", "reshape", b"reshape", "stash", b"stash"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["decode", b"decode", "reshape", b"reshape", "staging", b"staging"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint", b"checkpoint", "deadline_s", b"deadline_s", "decode", b"decode", "local", b"local", "reshape", b"reshape", "stash", b"stash", "transfers", b"transfers", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint", b"checkpoint", "deadline_s", b"deadline_s", "decode", b"decode", "local", b"local", "reshape", b"reshape", "staging", b"staging", "transfers", b"transfers", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Restore: _TypeAlias = Restore  # noqa: Y015
 
 @_typing.final
-class Stash(_message.Message):
+class Stage(_message.Message):
     """The job is to be laid out in another way: write these shards, of this version, into a directory of the node's memory.
     Then this process ends.
     """
@@ -2671,13 +2671,13 @@ class Stash(_message.Message):
     version: _builtins.int
     directory: _builtins.str
     @_builtins.property
-    def items(self) -> _containers.RepeatedCompositeFieldContainer[Global___StashItem]: ...
+    def items(self) -> _containers.RepeatedCompositeFieldContainer[Global___StagingItem]: ...
     def __init__(
         self,
         *,
         version: _builtins.int = ...,
         directory: _builtins.str = ...,
-        items: _abc.Iterable[Global___StashItem] | None = ...,
+        items: _abc.Iterable[Global___StagingItem] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
@@ -2685,10 +2685,10 @@ class Stash(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___Stash: _TypeAlias = Stash  # noqa: Y015
+Global___Stage: _TypeAlias = Stage  # noqa: Y015
 
 @_typing.final
-class StashItem(_message.Message):
+class StagingItem(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     SHARD_FIELD_NUMBER: _builtins.int
@@ -2707,10 +2707,10 @@ class StashItem(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___StashItem: _TypeAlias = StashItem  # noqa: Y015
+Global___StagingItem: _TypeAlias = StagingItem  # noqa: Y015
 
 @_typing.final
-class StashPlace(_message.Message):
+class StagingPlace(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     DIRECTORY_FIELD_NUMBER: _builtins.int
@@ -2722,7 +2722,7 @@ class StashPlace(_message.Message):
         """of the old layout that have written"""
 
     @_builtins.property
-    def sources(self) -> _containers.RepeatedCompositeFieldContainer[Global___StashSource]:
+    def sources(self) -> _containers.RepeatedCompositeFieldContainer[Global___StagingSource]:
         """of a job of several nodes: whose agents have that in their nodes' memory"""
 
     def __init__(
@@ -2730,7 +2730,7 @@ class StashPlace(_message.Message):
         *,
         directory: _builtins.str = ...,
         ranks: _abc.Iterable[_builtins.int] | None = ...,
-        sources: _abc.Iterable[Global___StashSource] | None = ...,
+        sources: _abc.Iterable[Global___StagingSource] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
@@ -2738,10 +2738,10 @@ class StashPlace(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___StashPlace: _TypeAlias = StashPlace  # noqa: Y015
+Global___StagingPlace: _TypeAlias = StagingPlace  # noqa: Y015
 
 @_typing.final
-class StashSource(_message.Message):
+class StagingSource(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     RANK_FIELD_NUMBER: _builtins.int
@@ -2760,11 +2760,11 @@ class StashSource(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___StashSource: _TypeAlias = StashSource  # noqa: Y015
+Global___StagingSource: _TypeAlias = StagingSource  # noqa: Y015
 
 @_typing.final
-class DropStash(_message.Message):
-    """What stashes of this node there are is of no use any more."""
+class DropStaging(_message.Message):
+    """What staging areas of this node there are is of no use any more."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -2777,10 +2777,10 @@ class DropStash(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___DropStash: _TypeAlias = DropStash  # noqa: Y015
+Global___DropStaging: _TypeAlias = DropStaging  # noqa: Y015
 
 @_typing.final
-class StashKept(_message.Message):
+class StagingKept(_message.Message):
     """Where the state is that the ranks of another layout begin with, as JSON (controller/kept_text.py), and the generation
     in which they are started.
     """
@@ -2803,7 +2803,7 @@ class StashKept(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___StashKept: _TypeAlias = StashKept  # noqa: Y015
+Global___StagingKept: _TypeAlias = StagingKept  # noqa: Y015
 
 @_typing.final
 class Reshape(_message.Message):
@@ -3366,7 +3366,7 @@ class ControllerHeard(_message.Message):
 Global___ControllerHeard: _TypeAlias = ControllerHeard  # noqa: Y015
 
 @_typing.final
-class StashThere(_message.Message):
+class StagingThere(_message.Message):
     """The agent has done what a worker has asked for; ``error`` set: it could not."""
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -3387,7 +3387,7 @@ class StashThere(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___StashThere: _TypeAlias = StashThere  # noqa: Y015
+Global___StagingThere: _TypeAlias = StagingThere  # noqa: Y015
 
 @_typing.final
 class ToWorker(_message.Message):
@@ -3397,7 +3397,7 @@ class ToWorker(_message.Message):
     WARM_FIELD_NUMBER: _builtins.int
     ASSIGN_FIELD_NUMBER: _builtins.int
     CONTROLLER_FIELD_NUMBER: _builtins.int
-    STASH_THERE_FIELD_NUMBER: _builtins.int
+    STAGING_THERE_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def command(self) -> Global___Command: ...
     @_builtins.property
@@ -3407,7 +3407,7 @@ class ToWorker(_message.Message):
     @_builtins.property
     def controller(self) -> Global___ControllerHeard: ...
     @_builtins.property
-    def stash_there(self) -> Global___StashThere: ...
+    def staging_there(self) -> Global___StagingThere: ...
     def __init__(
         self,
         *,
@@ -3415,13 +3415,13 @@ class ToWorker(_message.Message):
         warm: Global___Warm | None = ...,
         assign: Global___Assign | None = ...,
         controller: Global___ControllerHeard | None = ...,
-        stash_there: Global___StashThere | None = ...,
+        staging_there: Global___StagingThere | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["assign", b"assign", "body", b"body", "command", b"command", "controller", b"controller", "stash_there", b"stash_there", "warm", b"warm"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["assign", b"assign", "body", b"body", "command", b"command", "controller", b"controller", "staging_there", b"staging_there", "warm", b"warm"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["assign", b"assign", "body", b"body", "command", b"command", "controller", b"controller", "stash_there", b"stash_there", "warm", b"warm"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["assign", b"assign", "body", b"body", "command", b"command", "controller", b"controller", "staging_there", b"staging_there", "warm", b"warm"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["command", "warm", "assign", "controller", "stash_there"]  # noqa: Y015
+    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["command", "warm", "assign", "controller", "staging_there"]  # noqa: Y015
     _WhichOneofArgType_body: _TypeAlias = _typing.Literal["body", b"body"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_body) -> _WhichOneofReturnType_body | None: ...
 
@@ -3532,7 +3532,7 @@ class FromWorker(_message.Message):
     NOTICE_FIELD_NUMBER: _builtins.int
     HANG_REPORT_FIELD_NUMBER: _builtins.int
     PAUSED_FIELD_NUMBER: _builtins.int
-    STASH_WANTED_FIELD_NUMBER: _builtins.int
+    STAGING_WANTED_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def warmed(self) -> Global___Warmed: ...
     @_builtins.property
@@ -3554,7 +3554,7 @@ class FromWorker(_message.Message):
     @_builtins.property
     def paused(self) -> Global___Paused: ...
     @_builtins.property
-    def stash_wanted(self) -> Global___StashWanted: ...
+    def staging_wanted(self) -> Global___StagingWanted: ...
     def __init__(
         self,
         *,
@@ -3568,20 +3568,20 @@ class FromWorker(_message.Message):
         notice: Global___Notice | None = ...,
         hang_report: Global___HangReport | None = ...,
         paused: Global___Paused | None = ...,
-        stash_wanted: Global___StashWanted | None = ...,
+        staging_wanted: Global___StagingWanted | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "checkpoint", b"checkpoint", "done", b"done", "hang_report", b"hang_report", "joined", b"joined", "last_words", b"last_words", "modules", b"modules", "notice", b"notice", "paused", b"paused", "reply", b"reply", "stash_wanted", b"stash_wanted", "warmed", b"warmed"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "checkpoint", b"checkpoint", "done", b"done", "hang_report", b"hang_report", "joined", b"joined", "last_words", b"last_words", "modules", b"modules", "notice", b"notice", "paused", b"paused", "reply", b"reply", "staging_wanted", b"staging_wanted", "warmed", b"warmed"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "checkpoint", b"checkpoint", "done", b"done", "hang_report", b"hang_report", "joined", b"joined", "last_words", b"last_words", "modules", b"modules", "notice", b"notice", "paused", b"paused", "reply", b"reply", "stash_wanted", b"stash_wanted", "warmed", b"warmed"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "checkpoint", b"checkpoint", "done", b"done", "hang_report", b"hang_report", "joined", b"joined", "last_words", b"last_words", "modules", b"modules", "notice", b"notice", "paused", b"paused", "reply", b"reply", "staging_wanted", b"staging_wanted", "warmed", b"warmed"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["warmed", "modules", "joined", "reply", "done", "last_words", "checkpoint", "notice", "hang_report", "paused", "stash_wanted"]  # noqa: Y015
+    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["warmed", "modules", "joined", "reply", "done", "last_words", "checkpoint", "notice", "hang_report", "paused", "staging_wanted"]  # noqa: Y015
     _WhichOneofArgType_body: _TypeAlias = _typing.Literal["body", b"body"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_body) -> _WhichOneofReturnType_body | None: ...
 
 Global___FromWorker: _TypeAlias = FromWorker  # noqa: Y015
 
 @_typing.final
-class StashWanted(_message.Message):
+class StagingWanted(_message.Message):
     """This worker needs what ranks of the old layout have written on other nodes, within so many seconds."""
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -3592,12 +3592,12 @@ class StashWanted(_message.Message):
     number: _builtins.int
     within_s: _builtins.float
     @_builtins.property
-    def files(self) -> _containers.RepeatedCompositeFieldContainer[Global___StashFile]: ...
+    def files(self) -> _containers.RepeatedCompositeFieldContainer[Global___StagingFile]: ...
     def __init__(
         self,
         *,
         number: _builtins.int = ...,
-        files: _abc.Iterable[Global___StashFile] | None = ...,
+        files: _abc.Iterable[Global___StagingFile] | None = ...,
         within_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
@@ -3606,22 +3606,22 @@ class StashWanted(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___StashWanted: _TypeAlias = StashWanted  # noqa: Y015
+Global___StagingWanted: _TypeAlias = StagingWanted  # noqa: Y015
 
 @_typing.final
-class StashFile(_message.Message):
+class StagingFile(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     PEER_FIELD_NUMBER: _builtins.int
     READ_FIELD_NUMBER: _builtins.int
     peer: _builtins.str
     @_builtins.property
-    def read(self) -> Global___StashRead: ...
+    def read(self) -> Global___StagingRead: ...
     def __init__(
         self,
         *,
         peer: _builtins.str = ...,
-        read: Global___StashRead | None = ...,
+        read: Global___StagingRead | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["read", b"read"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
@@ -3629,7 +3629,7 @@ class StashFile(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___StashFile: _TypeAlias = StashFile  # noqa: Y015
+Global___StagingFile: _TypeAlias = StagingFile  # noqa: Y015
 
 @_typing.final
 class Fork(_message.Message):
@@ -4339,7 +4339,7 @@ class FetchRequest(_message.Message):
 Global___FetchRequest: _TypeAlias = FetchRequest  # noqa: Y015
 
 @_typing.final
-class StashRead(_message.Message):
+class StagingRead(_message.Message):
     """what a rank of the old layout has written in the memory of that agent's node"""
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -4370,10 +4370,10 @@ class StashRead(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___StashRead: _TypeAlias = StashRead  # noqa: Y015
+Global___StagingRead: _TypeAlias = StagingRead  # noqa: Y015
 
 @_typing.final
-class StashPart(_message.Message):
+class StagingPart(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     DATA_FIELD_NUMBER: _builtins.int
@@ -4392,7 +4392,7 @@ class StashPart(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___StashPart: _TypeAlias = StashPart  # noqa: Y015
+Global___StagingPart: _TypeAlias = StagingPart  # noqa: Y015
 
 @_typing.final
 class StatusRequest(_message.Message):

@@ -509,10 +509,10 @@ class PeerStub:
                 request_serializer=flashrecovery_dot_proto_dot_flashrecovery__pb2.VoteRequest.SerializeToString,
                 response_deserializer=flashrecovery_dot_proto_dot_flashrecovery__pb2.VoteReply.FromString,
                 _registered_method=True)
-        self.ReadStash = channel.unary_stream(
-                '/flashrecovery.v1.Peer/ReadStash',
-                request_serializer=flashrecovery_dot_proto_dot_flashrecovery__pb2.StashRead.SerializeToString,
-                response_deserializer=flashrecovery_dot_proto_dot_flashrecovery__pb2.StashPart.FromString,
+        self.ReadStaging = channel.unary_stream(
+                '/flashrecovery.v1.Peer/ReadStaging',
+                request_serializer=flashrecovery_dot_proto_dot_flashrecovery__pb2.StagingRead.SerializeToString,
+                response_deserializer=flashrecovery_dot_proto_dot_flashrecovery__pb2.StagingPart.FromString,
                 _registered_method=True)
         self.Relay = channel.stream_stream(
                 '/flashrecovery.v1.Peer/Relay',
@@ -549,7 +549,7 @@ class PeerServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def ReadStash(self, request, context):
+    def ReadStaging(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -585,10 +585,10 @@ def add_PeerServicer_to_server(servicer, server):
                     request_deserializer=flashrecovery_dot_proto_dot_flashrecovery__pb2.VoteRequest.FromString,
                     response_serializer=flashrecovery_dot_proto_dot_flashrecovery__pb2.VoteReply.SerializeToString,
             ),
-            'ReadStash': grpc.unary_stream_rpc_method_handler(
-                    servicer.ReadStash,
-                    request_deserializer=flashrecovery_dot_proto_dot_flashrecovery__pb2.StashRead.FromString,
-                    response_serializer=flashrecovery_dot_proto_dot_flashrecovery__pb2.StashPart.SerializeToString,
+            'ReadStaging': grpc.unary_stream_rpc_method_handler(
+                    servicer.ReadStaging,
+                    request_deserializer=flashrecovery_dot_proto_dot_flashrecovery__pb2.StagingRead.FromString,
+                    response_serializer=flashrecovery_dot_proto_dot_flashrecovery__pb2.StagingPart.SerializeToString,
             ),
             'Relay': grpc.stream_stream_rpc_method_handler(
                     servicer.Relay,
@@ -716,7 +716,7 @@ class Peer:
             _registered_method=True)
 
     @staticmethod
-    def ReadStash(request,
+    def ReadStaging(request,
             target,
             options=(),
             channel_credentials=None,
@@ -729,9 +729,9 @@ class Peer:
         return grpc.experimental.unary_stream(
             request,
             target,
-            '/flashrecovery.v1.Peer/ReadStash',
-            flashrecovery_dot_proto_dot_flashrecovery__pb2.StashRead.SerializeToString,
-            flashrecovery_dot_proto_dot_flashrecovery__pb2.StashPart.FromString,
+            '/flashrecovery.v1.Peer/ReadStaging',
+            flashrecovery_dot_proto_dot_flashrecovery__pb2.StagingRead.SerializeToString,
+            flashrecovery_dot_proto_dot_flashrecovery__pb2.StagingPart.FromString,
             options,
             channel_credentials,
             insecure,

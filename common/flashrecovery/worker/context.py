@@ -18,7 +18,7 @@ from flashrecovery.worker.control.gate import Gate
 from flashrecovery.worker.registry import AdapterFactory, ModuleAdapterFactory, Registry
 
 if TYPE_CHECKING:
-    from flashrecovery.worker.reshard.relayout import Stashing
+    from flashrecovery.worker.reshard.relayout import RankStaging
 
 _SHOWN = 8
 """Names in one notice."""
@@ -30,7 +30,7 @@ class Worker:
     Attributes:
         rank: its place in the job, as that was launched.
         members: the ranks of which the job consists now, in order; their places here are their numbers in the groups.
-        stashing: of a job whose parallel layout may change, from its first step on.
+        own_staging: of a job whose parallel layout may change, from its first step on.
 
     Args:
         adapter_for: for a registered model and its optimizers.
@@ -53,7 +53,7 @@ class Worker:
         self.gate.generation = connection.generation
         world_size = int(os.environ.get("WORLD_SIZE", "1"))
         self.members = tuple(range(world_size))
-        self.stashing: Stashing | None = None
+        self.own_staging: RankStaging | None = None
         self.registry = Registry(connection.place, world_size, adapter_for, module_adapter_for, self.rank)
         self.faults = Faults(self.notice, connection.page.step_text)
         self.device = DeviceClock()

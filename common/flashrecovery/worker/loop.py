@@ -117,8 +117,8 @@ class Loop:
         self._rules: list[StepRules] = []
         if worker.settings.elastic is not None:
             self._rules.append(ElasticRules(worker.registry))
-        if worker.stashing is not None:
-            self._rules.append(worker.stashing.step_rules())
+        if worker.own_staging is not None:
+            self._rules.append(worker.own_staging.step_rules())
         self._published = False  # the version that is handed out; its own pre-step copy, too, where touched
         self._unsettled = False  # a version has come about and is not complete yet
         self._committed = False  # ... by a step

@@ -36,7 +36,7 @@ from flashrecovery.worker.step.sealing import Sealing
 from flashrecovery.worker.transfer.transfer import exchange, within
 
 if TYPE_CHECKING:
-    from flashrecovery.worker.reshard.relayout import Stashing
+    from flashrecovery.worker.reshard.relayout import RankStaging
 
 log = logging.getLogger("flashrecovery")
 
@@ -130,7 +130,7 @@ class RecoveryExecutor:
             parity=self._loop.copies.parity(-1),
             sizes=() if worker.registry.batches is None else worker.registry.batches.sizes,
             batches="" if worker.registry.batches is None else json.dumps(worker.registry.batches.settings),
-            facts="" if worker.stashing is None else worker.stashing.facts.text(),
+            facts="" if worker.own_staging is None else worker.own_staging.facts.text(),
         )
         if worker.settings.elastic is not None:
             shape = worker.registry.shape
@@ -197,8 +197,8 @@ class RecoveryExecutor:
             elif body == "restore":
                 self._generation = command.generation
                 self._restore(command.restore, reply)
-            elif body == "stash":
-                self._stash(command.stash, reply)
+            elif body == "staging":
+                self._staging(command.staging, reply)
             elif body == "resume":
                 resumed = self._resume(command)
             elif body == "keep_last":
@@ -261,12 +261,12 @@ class RecoveryExecutor:
             adapter.reset()
         self._worker.device.make_room()
 
-    def _stash(self, stash: pb.Stash, reply: pb.Reply) -> None:
+    def _staging(self, staging: pb.Stage, reply: pb.Reply) -> None:
         """Write what another layout needs of this rank; then this process ends."""
         worker = self._worker
         worker.faults.hit("recovery:stashing", worker.gate.version)
-        reply.stashed_bytes, alike = self._stashing().write(
-            stash,
+        reply.staged_bytes, alike = self._own_staging().write(
+            staging,
             lambda item, version: self._source(item.kind, item.shard, version),
             self._reshaping.replicas,
         )
@@ -282,11 +282,11 @@ class RecoveryExecutor:
             self._loop.restore_plain(order.version, fresh=False)
         self._loop.copies.save_last(order, generation, live=live)
 
-    def _stashing(self) -> Stashing:
+    def _own_staging(self) -> RankStaging:
         """Raises RestoreError."""
-        if self._worker.stashing is None:
+        if self._worker.own_staging is None:
             raise RestoreError("this rank's job cannot be laid out in another way")
-        return self._worker.stashing
+        return self._worker.own_staging
 
     def _regroup(self, command: pb.Command) -> None:
         worker = self._worker
@@ -337,9 +337,9 @@ class RecoveryExecutor:
                     f"{restore.checkpoint} was written with {other}: random numbers and data begin as in a new job",
                 )
             self._fresh = self._loop.from_checkpoint = True  # the data stands somewhere else, too
-        elif restore.HasField("stash"):
+        elif restore.HasField("staging"):
             worker.gate.torn()
-            reply.bytes_received += self._stashing().read(restore.stash, version, restore.deadline_s)
+            reply.bytes_received += self._own_staging().read(restore.staging, version, restore.deadline_s)
             self._fresh = True
         else:
             if restore.HasField("decode"):

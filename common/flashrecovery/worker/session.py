@@ -30,7 +30,7 @@ from flashrecovery.worker.replication.copies import Copies
 from flashrecovery.worker.reshard import elastic_checks
 
 if TYPE_CHECKING:
-    from flashrecovery.worker.reshard.relayout import Stashing
+    from flashrecovery.worker.reshard.relayout import RankStaging
 
 
 class Session:
@@ -175,7 +175,7 @@ class Session:
         if self.settings.elastic is not None:
             elastic_checks.check_start(registry, self.settings, own, single_calls=own_calls)
         if self.settings.parallelism is not None:  # after check_start(), which finds the replicas
-            worker.stashing = _stashing(worker, own, single_calls=own_calls)
+            worker.own_staging = _own_staging(worker, own, single_calls=own_calls)
         registry.habits.own = sorted({*registry.habits.own, *objects})
         registry.habits.own_settings = settings
         worker.tell_own(own)
@@ -192,8 +192,8 @@ class Session:
         self._loop.adopt_own(all_equal.union(copies.left_own()))
         if worker.rank == 0 and not worker.connection.detached:
             worker.notice(NoticeKind.REDUNDANCY, copies.describe())
-            if worker.stashing is not None and worker.stashing.warning:
-                worker.notice(NoticeKind.UNPROTECTED, worker.stashing.warning)
+            if worker.own_staging is not None and worker.own_staging.warning:
+                worker.notice(NoticeKind.UNPROTECTED, worker.own_staging.warning)
             for text in untested():
                 worker.notice(NoticeKind.UNTESTED, text)
         self._loop.join(num_steps)
@@ -222,14 +222,14 @@ class Session:
         self._worker.notice(NoticeKind.CHECKPOINT_FAILED, failed_text(self.settings.checkpoint.dir, error))
 
 
-def _stashing(worker: Worker, own: Sequence[str], *, single_calls: bool) -> Stashing:
+def _own_staging(worker: Worker, own: Sequence[str], *, single_calls: bool) -> RankStaging:
     """What only a job needs whose parallel layout may change is imported here, before its first step."""
-    from flashrecovery.worker.reshard.relayout import Stashing
-    from flashrecovery.worker.reshard.remote_stash import AgentStash
+    from flashrecovery.worker.reshard.relayout import RankStaging
+    from flashrecovery.worker.reshard.remote_staging import AgentStaging
 
     control = worker.control
-    agent = AgentStash(worker.send, control.stash_answers, lambda: not control.inbox.empty())
-    return Stashing(worker.registry, worker.settings, own, agent, single_calls=single_calls)
+    agent = AgentStaging(worker.send, control.staging_answers, lambda: not control.inbox.empty())
+    return RankStaging(worker.registry, worker.settings, own, agent, single_calls=single_calls)
 
 
 def failed_text(folder: Path | None, error: BaseException) -> str:

@@ -74,8 +74,8 @@ class WorkerMessages:
                 self._on_checkpoint(message.checkpoint)
             case "notice":
                 self._on_notice(message.notice)
-            case "stash_wanted":
-                self._tasks.start(self._bring(process, message.stash_wanted))
+            case "staging_wanted":
+                self._tasks.start(self._bring(process, message.staging_wanted))
             case None:
                 pass  # of a newer version
             case _:
@@ -121,11 +121,11 @@ class WorkerMessages:
             self._faults.fired(notice.rank, notice.fault)
         self._send(pb.AgentMessage(notice=notice))
 
-    async def _bring(self, process: WorkerProcess, wanted: pb.StashWanted) -> None:
+    async def _bring(self, process: WorkerProcess, wanted: pb.StagingWanted) -> None:
         """Get what a worker of the new layout needs from where the old one's ranks have written it."""
         there = await self._staging.bring(wanted)
         if there is not None:
-            process.send(pb.ToWorker(stash_there=there))
+            process.send(pb.ToWorker(staging_there=there))
 
 
 def _counts(process: WorkerProcess) -> bool:

@@ -14,7 +14,7 @@ import grpc
 from flashrecovery.agent.peers.client import CONTROLLER_KEY, Asking, log_parts
 from flashrecovery.agent.peers.election import Election
 from flashrecovery.agent.peers.relay import Relay
-from flashrecovery.agent.peers.stash_transfer import served
+from flashrecovery.agent.peers.staging_transfer import served
 from flashrecovery.errors import ConfigError, ProtocolError
 from flashrecovery.proto import flashrecovery_pb2 as pb
 from flashrecovery.proto import flashrecovery_pb2_grpc as rpc
@@ -115,7 +115,7 @@ class PeerService(rpc.PeerServicer):  # type: ignore[misc]
         for part in log_parts(request.rank, data):
             yield part
 
-    async def ReadStash(self, request: pb.StashRead, context: Context) -> AsyncIterator[pb.StashPart]:
+    async def ReadStaging(self, request: pb.StagingRead, context: Context) -> AsyncIterator[pb.StagingPart]:
         """What a rank of this node has written for another layout."""
         if self._duties.staging is None:
             await context.abort(grpc.StatusCode.NOT_FOUND, "the layout of this job does not change")

@@ -6,9 +6,9 @@ import asyncio
 from collections.abc import Mapping
 from pathlib import Path
 
-from flashrecovery.agent.peers.stash_transfer import StashTransfer
+from flashrecovery.agent.peers.staging_transfer import StagingTransfer
 from flashrecovery.agent.processes.tasks import Tasks
-from flashrecovery.agent.stores.stash_memory import StashMemory
+from flashrecovery.agent.stores.staging_memory import StagingMemory
 from flashrecovery.config import RunConfig
 from flashrecovery.errors import ConfigError
 from flashrecovery.proto import flashrecovery_pb2 as pb
@@ -25,9 +25,9 @@ class StagingArea:
     def __init__(self, config: RunConfig, access: Access, tasks: Tasks, *, own_processes: bool) -> None:
         """``own_processes``: the agent starts the ranks itself. Raises ConfigError."""
         self._tasks = tasks
-        self.kept: pb.StashKept | None = None
-        self._memory: StashMemory | None = None
-        self._transfer: StashTransfer | None = None
+        self.kept: pb.StagingKept | None = None
+        self._memory: StagingMemory | None = None
+        self._transfer: StagingTransfer | None = None
         if config.parallelism is None:
             return
         if not own_processes:
@@ -35,8 +35,8 @@ class StagingArea:
                 "parallelism where a launcher has started the ranks (adopt, Ray): ranks that `flashrecovery run` "
                 "starts itself are allowed"
             )
-        self._memory = StashMemory()
-        self._transfer = StashTransfer(self._memory.path, access)
+        self._memory = StagingMemory()
+        self._transfer = StagingTransfer(self._memory.path, access)
 
     @property
     def path(self) -> Path | None:
@@ -47,11 +47,11 @@ class StagingArea:
         """For the workers."""
         return {} if self._memory is None else self._memory.env()
 
-    async def bring(self, wanted: pb.StashWanted) -> pb.StashThere | None:
+    async def bring(self, wanted: pb.StagingWanted) -> pb.StagingThere | None:
         """Get what a worker of the new layout needs from where the old one's ranks have written it."""
         if self._transfer is None:
             return None
-        return pb.StashThere(number=wanted.number, error=await self._transfer.bring(wanted))
+        return pb.StagingThere(number=wanted.number, error=await self._transfer.bring(wanted))
 
     def start_again(self) -> None:
         """All ranks start again: what has come damaged is not taken once more."""

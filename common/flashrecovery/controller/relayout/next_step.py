@@ -109,7 +109,7 @@ def relayout_step(facts: RelayoutFacts) -> RelayoutStep:
         return KeepLayout()
     if not wanted.lost and wanted.strategy.ranks > facts.rooms:
         return KeepLayout(given_up=f"a node has gone, and there is room for {facts.rooms} ranks")
-    return StartLayout(SavedState(version, pb.StashPlace(), checkpoint)) if checkpoint else WriteState(version)
+    return StartLayout(SavedState(version, pb.StagingPlace(), checkpoint)) if checkpoint else WriteState(version)
 
 
 def _once_more(facts: RelayoutFacts, found: Decision | NothingLeft) -> RelayoutStep:
@@ -121,5 +121,5 @@ def _once_more(facts: RelayoutFacts, found: Decision | NothingLeft) -> RelayoutS
     if kept is not None and not kept.checkpoint and not tried_enough:
         return StartLayout(replace(kept, written=0), once_more=True)
     if isinstance(found, Decision):
-        return StartLayout(SavedState(found.round.version, pb.StashPlace(), found.checkpoint), once_more=True)
+        return StartLayout(SavedState(found.round.version, pb.StagingPlace(), found.checkpoint), once_more=True)
     return CannotChange(found.reason if kept is not None else f"{facts.lost_with}; and there is no checkpoint")

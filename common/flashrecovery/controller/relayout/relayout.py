@@ -2,8 +2,8 @@
 
 There are two reasons: a command, for which all ranks pause before a step, and ranks that cannot be replaced. All that
 live are stopped, and the version to go on from is decided as in any recovery, with what the lost ranks have needed.
-Then each shard is written into its node's memory by one of those who have it (:class:`Stash`), all processes end, and
-those of the new layout are started from the script's first line, on the nodes that live
+Then each shard is written into its node's memory by one of those who have it (:class:`StagedFiles`), all processes end,
+and those of the new layout are started from the script's first line, on the nodes that live
 (:mod:`flashrecovery.controller.membership.relayout_slots`), and read what they need from there. What is in the memory
 stays until all of them have taken a step: whoever dies until then, the job begins once more from it, as long as a node
 lives that has it.
@@ -28,7 +28,7 @@ from flashrecovery.controller.relayout.next_step import (
     WriteState,
     relayout_step,
 )
-from flashrecovery.controller.relayout.stash_state import StagedState
+from flashrecovery.controller.relayout.staging_state import StagedState
 from flashrecovery.controller.state.custody import kept_for
 from flashrecovery.controller.state.history import HistoryEntry
 from flashrecovery.controller.state.job_state import AGENT, JobState
@@ -285,7 +285,7 @@ class ParallelismChange:
         return self._memory.writing
 
     def wrote(self, rank: int, reply: pb.Reply) -> str:
-        """See :meth:`.stash_state.StagedState.wrote`."""
+        """See :meth:`.staging_state.StagedState.wrote`."""
         return self._memory.wrote(rank, reply)
 
     def could_not(self, rank: int, why: str, now: float, *, differs: bool) -> bool:
@@ -309,7 +309,7 @@ class ParallelismChange:
             return False
         self._memory.drop()
         version, path = self._checkpoint
-        self._start(wanted, SavedState(version, pb.StashPlace(), path), now, because=f"rank {rank}: {why}")
+        self._start(wanted, SavedState(version, pb.StagingPlace(), path), now, because=f"rank {rank}: {why}")
         return False
 
     def _give_up(self, wanted: NextLayout, why: str) -> None:
@@ -384,12 +384,12 @@ class ParallelismChange:
 
     # -- another controller -----------------------------------------------------------------------
 
-    def inherit(self, told: pb.StashKept | None) -> bool:
-        """See :meth:`.stash_state.StagedState.inherit`."""
+    def inherit(self, told: pb.StagingKept | None) -> bool:
+        """See :meth:`.staging_state.StagedState.inherit`."""
         return self._memory.inherit(told)
 
     def await_confirmation(self, now: float) -> None:
-        """See :meth:`.stash_state.StagedState.await_confirmation`."""
+        """See :meth:`.staging_state.StagedState.await_confirmation`."""
         self._memory.await_confirmation(now)
 
     def begin_again(self, now: float) -> bool:
@@ -401,7 +401,7 @@ class ParallelismChange:
         kept, staying = staged.kept, staged.staying
         again = kept.now(job.nodes)
         if again is None and self._checkpoint is not None:
-            again = SavedState(self._checkpoint[0], pb.StashPlace(), self._checkpoint[1])
+            again = SavedState(self._checkpoint[0], pb.StagingPlace(), self._checkpoint[1])
         if again is None:
             job.fail(f"{kept.lost_with(job.nodes)}; and there is no checkpoint")
             return True
@@ -457,7 +457,7 @@ class ParallelismChange:
         if again is not None and not lost:
             return False
         if again is None and self._checkpoint is not None:
-            again = SavedState(self._checkpoint[0], pb.StashPlace(), self._checkpoint[1])
+            again = SavedState(self._checkpoint[0], pb.StagingPlace(), self._checkpoint[1])
         if again is None:
             job.fail(f"{kept.lost_with(job.nodes)}; and there is no checkpoint")
             return True
@@ -518,7 +518,7 @@ class ParallelismChange:
         if kept is None:
             return None
         found = RestoreRound.from_checkpoint(kept.version, self._job.ranks)
-        found.stash = None if kept.checkpoint else kept.place
+        found.staging = None if kept.checkpoint else kept.place
         return Decision(found, kept.checkpoint)
 
     def confirmed(self) -> None:

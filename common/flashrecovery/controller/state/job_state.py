@@ -329,8 +329,8 @@ class JobState:
         """Have the agents keep in mind what all processes of a changed layout begin with, for the next controller."""
         if self.parallel.staged is not None:
             told = replace(self.parallel.staged, attempt=self.attempt)
-            kept = pb.StashKept(generation=self.generation, content=told.text())
-            self.command(AGENT, pb.Command(stash_kept=kept))
+            kept = pb.StagingKept(generation=self.generation, content=told.text())
+            self.command(AGENT, pb.Command(staging_kept=kept))
 
     def begin_attempt(self) -> None:
         """All processes are started anew, which has been counted: under a number that no start has had."""

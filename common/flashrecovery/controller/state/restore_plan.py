@@ -26,7 +26,7 @@ _SPARE_SOURCES = 256
 class RestoreRound:
     """One execution of a plan: who takes part, what they reported. ``needs``, ``holdings``: what the plan is about.
     ``decodes``: what is decoded before, group by group. ``reshape``: how state is divided otherwise afterwards; all
-    ranks take part in it. ``stash``: where all ranks read everything, which others have left there."""
+    ranks take part in it. ``staging``: where all ranks read everything, which others have left there."""
 
     version: int
     reason: str
@@ -37,7 +37,7 @@ class RestoreRound:
     excluded: frozenset[tuple[str, int]] = frozenset()
     decodes: tuple[DecodeOrder, ...] = ()
     reshape: pb.Reshape | None = None
-    stash: pb.StashPlace | None = None
+    staging: pb.StagingPlace | None = None
     reports: dict[int, pb.Reply] = field(default_factory=dict)
 
     @staticmethod
@@ -62,7 +62,7 @@ class RestoreRound:
             checkpoint=checkpoint,
             deadline_s=deadline_s,
             reshape=self.reshape,
-            stash=self.stash,
+            staging=self.staging,
         )
 
     @cached_property

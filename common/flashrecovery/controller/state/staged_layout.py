@@ -29,7 +29,7 @@ class SavedState:
     """
 
     version: int
-    place: pb.StashPlace
+    place: pb.StagingPlace
     checkpoint: str = ""
     written: int = 0
     writers: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
@@ -39,7 +39,7 @@ class SavedState:
     def of(
         version: int,
         directory: str,
-        orders: Mapping[int, list[pb.StashItem]],
+        orders: Mapping[int, list[pb.StagingItem]],
         records: Mapping[int, RankRecord],
         nodes: Mapping[str, NodeRecord],
     ) -> SavedState:
@@ -49,7 +49,7 @@ class SavedState:
             for item in items:
                 writers[item.shard] = (*writers.get(item.shard, ()), rank)
         homes = {rank: (name, nodes[name].incarnation) for rank in orders if (name := records[rank].home) in nodes}
-        place = pb.StashPlace(directory=directory, ranks=sorted(orders))
+        place = pb.StagingPlace(directory=directory, ranks=sorted(orders))
         return SavedState(version, place, writers=writers, homes=homes)
 
     def now(self, nodes: Mapping[str, NodeRecord]) -> SavedState | None:
@@ -59,9 +59,9 @@ class SavedState:
         there = {rank: nodes[home[0]] for rank, home in self.homes.items() if _is_there(home, nodes)}
         if not there or any(not there.keys() & ranks for ranks in self.writers.values()):
             return None
-        place = pb.StashPlace(directory=self.place.directory, ranks=sorted(there))
+        place = pb.StagingPlace(directory=self.place.directory, ranks=sorted(there))
         if len(nodes) > 1:
-            place.sources.extend(pb.StashSource(rank=rank, peer=node.peer) for rank, node in sorted(there.items()))
+            place.sources.extend(pb.StagingSource(rank=rank, peer=node.peer) for rank, node in sorted(there.items()))
         return replace(self, place=place)
 
     def lost_with(self, nodes: Mapping[str, NodeRecord]) -> str:
@@ -124,7 +124,7 @@ class StagedLayout:
             said = json.loads(text)
             if said["format"] != _FORMAT:
                 raise ProtocolError(f"where state is kept for another layout, in format {said['format']}")
-            place = pb.StashPlace(directory=said["directory"], ranks=said["ranks"])
+            place = pb.StagingPlace(directory=said["directory"], ranks=said["ranks"])
             kept = SavedState(
                 said["version"],
                 place,

@@ -74,7 +74,7 @@ log = logging.getLogger("flashrecovery")
 
 class Control:
     """Owns the channel's reading side. ``inbox`` holds the commands that the training thread carries out;
-    ``stash_answers`` what the agent says to its requests."""
+    ``staging_answers`` what the agent says to its requests."""
 
     def __init__(
         self,
@@ -87,7 +87,7 @@ class Control:
         on_keep_undo: Callable[[int], None],
     ) -> None:
         self.inbox: queue.Queue[pb.Command] = queue.Queue()
-        self.stash_answers: queue.Queue[pb.StashThere] = queue.Queue()
+        self.staging_answers: queue.Queue[pb.StagingThere] = queue.Queue()
         self._channel = channel
         self._gate = gate
         self._limits = limits
@@ -120,8 +120,8 @@ class Control:
             if message.HasField("controller"):
                 self.controller_heard = message.controller.heard
                 continue
-            if message.HasField("stash_there"):
-                self.stash_answers.put(message.stash_there)
+            if message.HasField("staging_there"):
+                self.staging_answers.put(message.staging_there)
                 continue
             command = message.command
             body = command.WhichOneof("body")

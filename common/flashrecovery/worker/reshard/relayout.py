@@ -26,10 +26,10 @@ from flashrecovery.errors import ConfigError, RestoreError, UnsupportedError
 from flashrecovery.plan.reshard.logical import Description, DividedParts, ShardParts, divided_description
 from flashrecovery.plan.reshard.rules import from_plain, to_plain
 from flashrecovery.plan.strategy.relayout import LayoutFacts
-from flashrecovery.plan.strategy.stash_room import StashRoom
+from flashrecovery.plan.strategy.staging_room import StagingRoom
 from flashrecovery.proto import flashrecovery_pb2 as pb
-from flashrecovery.redundancy.memory.stash import Stash, write
-from flashrecovery.runtime.environment import SEQUENCE_PARALLEL_ENV, STASH_ENV, in_changed_layout
+from flashrecovery.redundancy.memory.staged_files import StagedFiles, write
+from flashrecovery.runtime.environment import SEQUENCE_PARALLEL_ENV, STAGING_ENV, in_changed_layout
 from flashrecovery.runtime.host_memory import available_memory
 from flashrecovery.runtime.parallel_layout import taken
 from flashrecovery.state import codec
@@ -39,32 +39,32 @@ from flashrecovery.worker.data.global_batches import GlobalBatches
 from flashrecovery.worker.registry import Registry
 from flashrecovery.worker.replication.policy import all_optimizers, most, placement, ranks_of_node, state_to_come
 from flashrecovery.worker.reshard.elastic_checks import refuse_tied_buffers, refuse_unequal
-from flashrecovery.worker.reshard.remote_stash import AgentStash, Fetched
+from flashrecovery.worker.reshard.remote_staging import AgentStaging, Fetched
 
 
-def stash_room(registry: Registry) -> StashRoom:
+def staging_room(registry: Registry) -> StagingRoom:
     """Of the whole job, before its first step. A collective of all ranks (a replacement gets the recorded answer)."""
     shards = [(shard.spec().nbytes, shard.holders[0] == registry.rank) for shard in registry.tensor_shards()]
     own = sum(nbytes for nbytes, _ in shards)
     now = sum(nbytes for nbytes, first in shards if first)
     expected = now + state_to_come(all_optimizers(registry)) * now // max(own, 1)
-    free = min(shutil.disk_usage(Path(os.environ[STASH_ENV])).free, available_memory())
+    free = min(shutil.disk_usage(Path(os.environ[STAGING_ENV])).free, available_memory())
     totals = torch.tensor([now, expected, free // ranks_of_node()])  # all ranks of a node count the same memory
     group = groups.control_group()
     if group is not None:
         dist.all_reduce(totals, group=group)
     (lacking,) = most([-free])
-    return StashRoom(int(totals[0]), int(totals[1]), placement()[1], -lacking, int(totals[2]))
+    return StagingRoom(int(totals[0]), int(totals[1]), placement()[1], -lacking, int(totals[2]))
 
 
 _TAKE = "recovery.elastic_batches(dataset, global_batch=..., micro_batch=...) are allowed (docs/elastic.md)"
 
 
-class Stashing:
+class RankStaging:
     """Of one worker whose job may change its layout."""
 
     def __init__(
-        self, registry: Registry, settings: Settings, own: Sequence[str], agent: AgentStash, *, single_calls: bool
+        self, registry: Registry, settings: Settings, own: Sequence[str], agent: AgentStaging, *, single_calls: bool
     ) -> None:
         """Whether the layout can change; a collective, when everything is registered.
 
@@ -73,7 +73,7 @@ class Stashing:
             ConfigError: the ranks say different things of model, layout or batch; or the state does not fit into the
                 nodes' memory while the layout changes.
         """
-        if STASH_ENV not in os.environ:
+        if STAGING_ENV not in os.environ:
             raise UnsupportedError("another parallel layout without `flashrecovery run --parallelism`")
         if single_calls:
             _check_calls(registry, settings)
@@ -157,7 +157,7 @@ class Stashing:
         return self._in_size[replicas]
 
     def write(
-        self, stash: pb.Stash, source: Callable[[pb.StashItem, int], ShardSource], replicas: int
+        self, staging: pb.Stage, source: Callable[[pb.StagingItem, int], ShardSource], replicas: int
     ) -> tuple[int, Mapping[str, str]]:
         """Write what this rank was told to. ``source``: gives a shard's content. ``replicas``: among so many state is
         divided. Returns how many bytes of tensors, and digests of what all ranks should have alike that have it: those
@@ -165,15 +165,15 @@ class Stashing:
 
         Raises RestoreError.
         """
-        common = self._registry.common.at(stash.version) or b""
-        sources = (source(item, stash.version) for item in stash.items)
+        common = self._registry.common.at(staging.version) or b""
+        sources = (source(item, staging.version) for item in staging.items)
         if common:
             self._state.check_common(codec.loads(codec.loads(common)["adapters"][self._number]))
-        directory = self._directory(stash.directory)
+        directory = self._directory(staging.directory)
         # The controller, and so whoever reads it, knows this rank by its number as the job was launched.
         rank = self._registry.members[self._registry.rank]
         try:
-            written = write(directory, rank, stash.version, sources, self._in(replicas), common)
+            written = write(directory, rank, staging.version, sources, self._in(replicas), common)
         except OSError as e:
             raise RestoreError(f"the state cannot be written to {directory}: {e.strerror}") from e
         alike = self._alike(common)
@@ -193,23 +193,23 @@ class Stashing:
                 found[f"what {adapter.name} keeps"] = xxhash.xxh3_128_hexdigest(part)
         return found
 
-    def read(self, place: pb.StashPlace, version: int, within_s: float) -> int:
+    def read(self, place: pb.StagingPlace, version: int, within_s: float) -> int:
         """Bring this rank to ``version``, as ranks of another layout have written it. Its own state is that of the
         script's start. ``within_s``: so long it may take to bring what they have written on other nodes. Returns how
         many bytes of tensors were read. Raises RestoreError."""
         registry = self._registry
-        root = Path(os.environ[STASH_ENV])
+        root = Path(os.environ[STAGING_ENV])
         elsewhere = Fetched(root, place, self._agent, within_s) if place.sources else None
-        stash = Stash(self._directory(place.directory), place.ranks, version, elsewhere)
+        staging = StagedFiles(self._directory(place.directory), place.ranks, version, elsewhere)
         registry.begin_anew()
-        nbytes = self._state.read(stash)
+        nbytes = self._state.read(staging)
         registry.local_state.keep(version, registry.capture_local_state(registry.drawn(), version))
-        registry.common.keep(version, stash.common)
+        registry.common.keep(version, staging.common)
         return nbytes
 
     @staticmethod
     def _directory(name: str) -> Path:
-        return Path(os.environ[STASH_ENV]) / name
+        return Path(os.environ[STAGING_ENV]) / name
 
 
 def _in_order(found: ShardParts | None) -> ShardParts | None:
@@ -220,7 +220,7 @@ def _in_order(found: ShardParts | None) -> ShardParts | None:
 def _check_room(registry: Registry) -> str:
     """Returns in words what will not fit once optimizers have made their state. Raises ConfigError if what there is
     does not."""
-    room = stash_room(registry)
+    room = staging_room(registry)
     if room.refusal:
         raise ConfigError(room.refusal)
     return room.warning

@@ -11,7 +11,7 @@ from flashrecovery.controller.state.rank_inventory import local_state_name
 from flashrecovery.controller.state.rank_record import RankRecord
 from flashrecovery.errors import JobFailedError
 from flashrecovery.plan import Kind
-from flashrecovery.plan.strategy.stash_room import COPIES
+from flashrecovery.plan.strategy.staging_room import COPIES
 from flashrecovery.proto import flashrecovery_pb2 as pb
 
 COMMON = "common"
@@ -24,7 +24,7 @@ def assigned(
     departed: Mapping[int, Mapping[str, int]],
     version: int,
     domains: Mapping[str, str] = MappingProxyType({}),
-) -> dict[int, list[pb.StashItem]]:
+) -> dict[int, list[pb.StagingItem]]:
     """Who writes which shard at ``version``, and from what it has of it: of those who have it for themselves, or else
     keep copies of it, whoever writes the least so far; and where somebody on another node has it, too, one of these
     besides, in another failure domain (``domains``: of the nodes) if there is one. All shards that the ranks need, and
@@ -44,7 +44,7 @@ def assigned(
                 holders[holding.shard].setdefault(record.rank, holding.kind)
     load: Counter[int] = Counter()
     # Who has anything writes, if only what all should have alike: so it is compared.
-    orders: dict[int, list[pb.StashItem]] = {
+    orders: dict[int, list[pb.StagingItem]] = {
         rank: [] for rank, record in records.items() if record.inventory.newest >= 0
     }
     for name in sorted(names, key=lambda name: (-sizes[name], name)):
@@ -57,6 +57,6 @@ def assigned(
                 rank = min(left, key=lambda rank: (near[rank], left[rank] is Kind.COPY, load[rank], rank))
                 used.add(domains.get(records[rank].home, ""))
                 load[rank] += sizes[name]
-                orders.setdefault(rank, []).append(pb.StashItem(shard=name, kind=left[rank].value))
+                orders.setdefault(rank, []).append(pb.StagingItem(shard=name, kind=left[rank].value))
                 left = {other: kind for other, kind in left.items() if records[other].home != records[rank].home}
     return orders

@@ -12,16 +12,16 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from flashrecovery.agent.stores.stash_memory import StashMemory
+from flashrecovery.agent.stores.staging_memory import StagingMemory
 from flashrecovery.errors import RestoreError
 from flashrecovery.plan.reshard.boxes import Box
 from flashrecovery.plan.reshard.logical import DATA, LogicalPart, ShardParts
 from flashrecovery.proto import flashrecovery_pb2 as pb
-from flashrecovery.redundancy.memory.stash import Stash, write
-from flashrecovery.runtime.environment import STASH_ENV
+from flashrecovery.redundancy.memory.staged_files import StagedFiles, write
+from flashrecovery.runtime.environment import STAGING_ENV
 from flashrecovery.state.shard import ShardSource
 from flashrecovery.state.spec import ShardSpec, TensorSpec
-from flashrecovery.worker.reshard.relayout import Stashing
+from flashrecovery.worker.reshard.relayout import RankStaging
 from tests.unit.test_logical import STATE, shard, whole
 
 # -- what is written --------------------------------------------------------------------------------
@@ -74,13 +74,13 @@ def test_what_two_write_of_a_shard_can_be_compared(tmp_path: Path) -> None:
 
 
 def test_a_worker_says_what_it_has_written_of_each_shard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(STASH_ENV, str(tmp_path))
+    monkeypatch.setenv(STAGING_ENV, str(tmp_path))
     source, parts = shard("rows", 0, 2, 0, whole())
-    stashing = object.__new__(Stashing)
-    stashing._registry = SimpleNamespace(rank=0, members=(0,), common=SimpleNamespace(at=lambda version: None))  # type: ignore[assignment]
-    stashing._described, stashing._divided = {source.name: parts}, ()
-    order = pb.Stash(version=3, directory="5-1-3", items=[pb.StashItem(shard=source.name)])
-    _, alike = stashing.write(order, lambda item, version: source, 1)
+    own_staging = object.__new__(RankStaging)
+    own_staging._registry = SimpleNamespace(rank=0, members=(0,), common=SimpleNamespace(at=lambda version: None))  # type: ignore[assignment]
+    own_staging._described, own_staging._divided = {source.name: parts}, ()
+    order = pb.Stage(version=3, directory="5-1-3", items=[pb.StagingItem(shard=source.name)])
+    _, alike = own_staging.write(order, lambda item, version: source, 1)
     assert alike[f"shard {source.name!r}"] and (tmp_path / "5-1-3" / "rank0.index").exists()
 
 
@@ -89,22 +89,22 @@ def test_a_rank_of_a_smaller_job_writes_under_the_number_that_the_controller_kno
 ) -> None:
     """Replica 0, ranks 0 and 1, has left: rank 3 is counted as the second one in the groups, and is rank 3 for who asks
     for what it has written."""
-    monkeypatch.setenv(STASH_ENV, str(tmp_path))
+    monkeypatch.setenv(STAGING_ENV, str(tmp_path))
     source, parts = shard("rows", 0, 2, 0, whole())
-    stashing = object.__new__(Stashing)
-    stashing._registry = SimpleNamespace(rank=1, members=(2, 3), common=SimpleNamespace(at=lambda version: b""))  # type: ignore[assignment]
-    stashing._described, stashing._divided = {source.name: parts}, ()
-    stashing.write(
-        pb.Stash(version=3, directory="5-1-3", items=[pb.StashItem(shard=source.name)]), lambda *_: source, 1
+    own_staging = object.__new__(RankStaging)
+    own_staging._registry = SimpleNamespace(rank=1, members=(2, 3), common=SimpleNamespace(at=lambda version: b""))  # type: ignore[assignment]
+    own_staging._described, own_staging._divided = {source.name: parts}, ()
+    own_staging.write(
+        pb.Stage(version=3, directory="5-1-3", items=[pb.StagingItem(shard=source.name)]), lambda *_: source, 1
     )
-    assert Stash(tmp_path / "5-1-3", [3], 3).indexes[3].tensors
+    assert StagedFiles(tmp_path / "5-1-3", [3], 3).indexes[3].tensors
 
 
 # -- the directory ----------------------------------------------------------------------------------
 
 
 def hold(root: Path, say: multiprocessing.connection.Connection) -> None:
-    memory = StashMemory(root)
+    memory = StagingMemory(root)
     (memory.path / "1-7").mkdir()
     say.send(str(memory.path))
     signal.pause()
@@ -118,13 +118,13 @@ def test_nobody_removes_what_a_living_agent_has(tmp_path: Path) -> None:
     try:
         living = Path(here.recv())
         elsewhere = living.rename(living.with_name(living.name.replace(f"-{process.pid}-", "-999999-")))
-        StashMemory(tmp_path).close()
+        StagingMemory(tmp_path).close()
         assert (elsewhere / "1-7").exists()
     finally:
         process.kill()
         process.join()
-    mine = StashMemory(tmp_path)
-    assert [*tmp_path.iterdir()] == [mine.path] and mine.env() == {STASH_ENV: str(mine.path)}
+    mine = StagingMemory(tmp_path)
+    assert [*tmp_path.iterdir()] == [mine.path] and mine.env() == {STAGING_ENV: str(mine.path)}
     (mine.path / "1-7").mkdir()
     (mine.path / "1-7" / "rank0.data").write_bytes(b"state")
     give_back = mine.drop()

@@ -1,7 +1,7 @@
 """The state that ranks of another layout begin with: written into the nodes' memory, and kept there until they have it.
 
-Each shard is written by one of those who have it, or by two on different nodes (:mod:`.stash_writers`). From the start
-of the new ranks on, agents know where it is, for a controller that comes in between
+Each shard is written by one of those who have it, or by two on different nodes (:mod:`.staging_writers`). From the
+start of the new ranks on, agents know where it is, for a controller that comes in between
 (:class:`~flashrecovery.controller.state.staged_layout.StagedLayout`).
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from flashrecovery.controller.relayout.stash_writers import assigned
+from flashrecovery.controller.relayout.staging_writers import assigned
 from flashrecovery.controller.state.history import HistoryEntry
 from flashrecovery.controller.state.job_state import AGENT, JobState
 from flashrecovery.controller.state.staged_layout import SavedState, StagedLayout
@@ -50,10 +50,10 @@ class StagedState:
         self._writing = SavedState.of(version, directory, orders, job.ranks, job.nodes)
         deadline = now + 1.5 * job.config.timeouts.restore_s
         for rank, items in orders.items():
-            stash = pb.Stash(version=version, directory=directory, items=items)
-            job.order(rank, pb.Command(stash=stash), deadline, Ordered.STASH)
+            staging = pb.Stage(version=version, directory=directory, items=items)
+            job.order(rank, pb.Command(staging=staging), deadline, Ordered.STAGING)
 
-    def _assigned(self, version: int) -> dict[int, list[pb.StashItem]]:
+    def _assigned(self, version: int) -> dict[int, list[pb.StagingItem]]:
         job = self._job
         domains = {node.name: node.domain for node in job.nodes.values()}
         return assigned(job.ranks, job.membership.departed, version, domains)
@@ -75,13 +75,13 @@ class StagedState:
         """Somebody has died: what was being written is of no use."""
         if self._writing is not None:
             self._writing = None
-            self._job.outbox.keep(lambda what, _: what is not Ordered.STASH)
+            self._job.outbox.keep(lambda what, _: what is not Ordered.STAGING)
 
     def wrote(self, rank: int, reply: pb.Reply) -> str:
         """A rank has written its part. Returns in words what it has otherwise than another one, though one state of it
         will be everybody's; "" if nothing."""
         if self._writing is not None:
-            self._writing = replace(self._writing, written=self._writing.written + reply.stashed_bytes)
+            self._writing = replace(self._writing, written=self._writing.written + reply.staged_bytes)
         for what, digest in sorted(reply.sent_digests.items()):
             first, whose = self._said.setdefault(what, (digest, rank))
             if first != digest:
@@ -90,7 +90,7 @@ class StagedState:
 
     def written(self) -> SavedState | None:
         """What has been written, once all is."""
-        if self._job.outbox.waits_for(Ordered.STASH):
+        if self._job.outbox.waits_for(Ordered.STAGING):
             return None
         kept, self._writing = self._writing, None
         return kept
@@ -118,7 +118,7 @@ class StagedState:
     def drop(self) -> None:
         """What there is in memory is of no use."""
         self.litter = False
-        self._job.command(AGENT, pb.Command(drop_stash=pb.DropStash()))
+        self._job.command(AGENT, pb.Command(drop_staging=pb.DropStaging()))
 
     def had(self) -> bool:
         """Every rank has taken a step: it is not needed any more. Returns whether it was until now."""
@@ -130,7 +130,7 @@ class StagedState:
 
     # -- another controller -----------------------------------------------------------------------
 
-    def inherit(self, told: pb.StashKept | None) -> bool:
+    def inherit(self, told: pb.StagingKept | None) -> bool:
         """A controller before this one had ranks of a new layout started, and has told so. Returns whether it was about
         those that there are."""
         job = self._job

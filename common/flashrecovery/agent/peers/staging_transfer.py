@@ -1,6 +1,6 @@
 """What state of the old layout goes from agent to agent, while the layout changes: each node reads what it lacks.
 
-It lies in the memory of the nodes whose ranks have written it (:mod:`flashrecovery.agent.stores.stash_memory`). An
+It lies in the memory of the nodes whose ranks have written it (:mod:`flashrecovery.agent.stores.staging_memory`). An
 agent reads from another one what workers of its own node need, once for all of them, into files that have the same
 bytes at the same places; what nobody here needs is a hole in them. The connection is that of all agents: both ends
 prove that they belong to the job, and what goes over it is sealed (:mod:`flashrecovery.rpc.channel`).
@@ -19,7 +19,7 @@ from flashrecovery.errors import ProtocolError
 from flashrecovery.proto import flashrecovery_pb2 as pb
 from flashrecovery.proto import flashrecovery_pb2_grpc as rpc
 from flashrecovery.rpc.channel import Access, agent_at
-from flashrecovery.runtime.environment import STASH_ELSEWHERE
+from flashrecovery.runtime.environment import STAGING_ELSEWHERE
 
 _DIRECTORY = re.compile(r"[0-9]+(-[0-9]+)*")
 _PART_BYTES = 1 << 20
@@ -27,7 +27,7 @@ _AT_ONCE = 16
 """Files that are read at a time: each takes a connection of its own."""
 
 
-def served(root: Path, read: pb.StashRead) -> Iterator[pb.StashPart]:
+def served(root: Path, read: pb.StagingRead) -> Iterator[pb.StagingPart]:
     """What a rank of this node has written. Raises ProtocolError if it is not there; the other side has no say in
     where else it might be."""
     if not _DIRECTORY.fullmatch(read.directory) or len(read.starts) != len(read.sizes):
@@ -43,10 +43,10 @@ def served(root: Path, read: pb.StashRead) -> Iterator[pb.StashPart]:
                     data = file.read(part)
                     if len(data) != part:
                         raise ProtocolError(f"{path.name} of {read.directory} is shorter than that")
-                    yield pb.StashPart(data=data)
+                    yield pb.StagingPart(data=data)
     except OSError as e:
         raise ProtocolError(f"{path.name} of {read.directory} cannot be read: {e.strerror}") from e
-    yield pb.StashPart(last=True)
+    yield pb.StagingPart(last=True)
 
 
 def _sizes(nbytes: int) -> Iterator[int]:
@@ -56,7 +56,7 @@ def _sizes(nbytes: int) -> Iterator[int]:
         nbytes -= part
 
 
-class StashTransfer:
+class StagingTransfer:
     """Of one agent. ``root``: its directory in the node's memory."""
 
     def __init__(self, root: Path, access: Access) -> None:
@@ -67,7 +67,7 @@ class StashTransfer:
         self._some = asyncio.Semaphore(_AT_ONCE)
         self._drops = 0
 
-    async def bring(self, wanted: pb.StashWanted) -> str:
+    async def bring(self, wanted: pb.StagingWanted) -> str:
         """Have all of that in this node's memory. Returns why not, in words; "" if it is there."""
         files = [self._bring(file, wanted.within_s, self._drops, self._some) for file in wanted.files]
         found = await asyncio.gather(*files)
@@ -83,12 +83,12 @@ class StashTransfer:
         self._drops += 1
         self.forget()
 
-    async def _bring(self, file: pb.StashFile, within_s: float, drops: int, some: asyncio.Semaphore) -> str:
+    async def _bring(self, file: pb.StagingFile, within_s: float, drops: int, some: asyncio.Semaphore) -> str:
         read = file.read
         if not _DIRECTORY.fullmatch(read.directory):
             return f"no state is kept as {read.directory!r}"
         kind = "data" if read.starts else "index"
-        path = self._root / STASH_ELSEWHERE / read.directory / f"rank{read.rank}.{kind}"
+        path = self._root / STAGING_ELSEWHERE / read.directory / f"rank{read.rank}.{kind}"
         ranges = list(zip(read.starts, read.sizes, strict=True)) or [(0, 0)]
         try:
             async with self._locks.setdefault(path, asyncio.Lock()), some:
@@ -106,17 +106,17 @@ class StashTransfer:
     async def _read(
         self,
         peer: str,
-        read: pb.StashRead,
+        read: pb.StagingRead,
         path: Path,
         ranges: Sequence[tuple[int, int]],
         within_s: float,
         drops: int,
     ) -> None:
-        request = pb.StashRead(directory=read.directory, rank=read.rank)
+        request = pb.StagingRead(directory=read.directory, rank=read.rank)
         request.starts.extend(start for start, _ in ranges)
         request.sizes.extend(nbytes for _, nbytes in ranges)
         async with self._access.dial(peer, agent_at(peer), within_s) as channel:
-            call = rpc.PeerStub(channel).ReadStash(request, timeout=within_s)
+            call = rpc.PeerStub(channel).ReadStaging(request, timeout=within_s)
             if not ranges:  # the index: as a whole, or not at all
                 whole = b"".join([part async for part in _data(call)])
                 self._make_room(path, drops)
@@ -138,7 +138,7 @@ class StashTransfer:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
 
 
-async def _data(call: AsyncIterator[pb.StashPart]) -> AsyncIterator[bytes]:
+async def _data(call: AsyncIterator[pb.StagingPart]) -> AsyncIterator[bytes]:
     """Raises ProtocolError if it does not come to its end: that a stream has ended proves nothing."""
     last = False
     async for part in call:

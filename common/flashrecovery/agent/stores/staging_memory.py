@@ -16,13 +16,13 @@ from functools import partial
 from pathlib import Path
 
 from flashrecovery.errors import ConfigError
-from flashrecovery.runtime.environment import STASH_ENV
+from flashrecovery.runtime.environment import STAGING_ENV
 
 ROOT = Path("/dev/shm")
 _PREFIX = "flashrecovery-stash"
 
 
-class StashMemory:
+class StagingMemory:
     """Of one agent. ``root``: in memory."""
 
     def __init__(self, root: Path = ROOT) -> None:
@@ -45,7 +45,7 @@ class StashMemory:
 
     def env(self) -> Mapping[str, str]:
         """For the workers."""
-        return {STASH_ENV: str(self.path)}
+        return {STAGING_ENV: str(self.path)}
 
     def drop(self) -> Callable[[], None]:
         """What is there is of no use any more: nobody finds it from here on. Returns what gives the memory back, which

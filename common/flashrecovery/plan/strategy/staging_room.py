@@ -13,7 +13,7 @@ _ALLOWED = (
 
 
 @dataclass(frozen=True, slots=True)
-class StashRoom:
+class StagingRoom:
     """Bytes of a job's state, each shard once, which its nodes keep when the layout changes.
 
     Attributes:

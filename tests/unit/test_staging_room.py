@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from flashrecovery.plan.strategy.stash_room import StashRoom
+from flashrecovery.plan.strategy.staging_room import StagingRoom
 
 GB = 10**9
 
@@ -24,10 +24,10 @@ GB = 10**9
     ],
 )
 def test_what_each_node_has_to_keep(nodes: int, free: int, refused: bool, warned: bool) -> None:
-    room = StashRoom(now=10 * GB, expected=40 * GB, nodes=nodes, free=free * GB, free_in_all=nodes * free * GB)
+    room = StagingRoom(now=10 * GB, expected=40 * GB, nodes=nodes, free=free * GB, free_in_all=nodes * free * GB)
     assert (bool(room.refusal), bool(room.warning)) == (refused, warned)
 
 
 def test_the_numbers_are_told() -> None:
-    why = StashRoom(now=10 * GB, expected=40 * GB, nodes=4, free=2 * GB, free_in_all=9 * GB).refusal
+    why = StagingRoom(now=10 * GB, expected=40 * GB, nodes=4, free=2 * GB, free_in_all=9 * GB).refusal
     assert "2.50 GB on a node" in why and "2.00 GB are free on the node with least" in why and "--shm-size" in why

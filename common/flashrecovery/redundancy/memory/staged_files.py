@@ -182,7 +182,7 @@ class Wanted:
 
 class Elsewhere(Protocol):
     """What ranks have written on other nodes. A protocol, as the worker above brings it
-    (:mod:`flashrecovery.worker.reshard.remote_stash`)."""
+    (:mod:`flashrecovery.worker.reshard.remote_staging`)."""
 
     @property
     def ranks(self) -> Collection[int]:
@@ -214,7 +214,7 @@ class _Piece:
         return self.box.size * _itemsize(self.stored)
 
 
-class Stash:
+class StagedFiles:
     """What ranks of an old layout have written, to be read."""
 
     def __init__(self, directory: Path, ranks: Sequence[int], version: int, elsewhere: Elsewhere | None = None) -> None:
@@ -407,14 +407,14 @@ def _itemsize(stored: StoredTensor) -> int:
     return dtype.itemsize
 
 
-def forms(stash: Stash) -> Mapping[str, tuple[str, str, bool]]:
+def forms(staging: StagedFiles) -> Mapping[str, tuple[str, str, bool]]:
     """Of the optimizer's state, what each kind is (by the key of a shard's tensor): its dtype, its layout as
     :class:`~flashrecovery.adapter.ParamShard` says it, and whether it is one number.
 
     Raises RestoreError where shards differ in that, or have state that is no tensor and not alike.
     """
     found: dict[str, tuple[str, str, bool]] = {}
-    for name, encoded in stash.specs():
+    for name, encoded in staging.specs():
         spec = decode_spec(encoded)
         like = spec.tensors[PARAM].shape if PARAM in spec.tensors else ()
         for key, tensor in spec.tensors.items():

@@ -16,14 +16,14 @@ from pathlib import Path
 
 from flashrecovery.errors import RestoreError
 from flashrecovery.proto import flashrecovery_pb2 as pb
-from flashrecovery.runtime.environment import STASH_ELSEWHERE
+from flashrecovery.runtime.environment import STAGING_ELSEWHERE
 
 _LOOK_S = 0.05
 _numbers = itertools.count(1)
 
 
 @dataclass(frozen=True)
-class AgentStash:
+class AgentStaging:
     """A worker's way to its agent, which brings what other nodes have.
 
     Attributes:
@@ -32,15 +32,15 @@ class AgentStash:
     """
 
     send: Callable[[pb.FromWorker], None]
-    answers: queue.Queue[pb.StashThere]
+    answers: queue.Queue[pb.StagingThere]
     called_off: Callable[[], bool]
 
 
 class Fetched:
     """What a change of the layout has left on other nodes:
-    :class:`~flashrecovery.redundancy.memory.stash.Elsewhere`."""
+    :class:`~flashrecovery.redundancy.memory.staged_files.Elsewhere`."""
 
-    def __init__(self, root: Path, place: pb.StashPlace, agent: AgentStash, within_s: float) -> None:
+    def __init__(self, root: Path, place: pb.StagingPlace, agent: AgentStaging, within_s: float) -> None:
         """
         Args:
             root: of this node's agent.
@@ -51,20 +51,20 @@ class Fetched:
             source.rank: source.peer for source in place.sources if not (own / f"rank{source.rank}.index").exists()
         }
         self.ranks = frozenset(self._peers)
-        self.directory = root / STASH_ELSEWHERE / place.directory
+        self.directory = root / STAGING_ELSEWHERE / place.directory
         self._name = place.directory
         self._agent = agent
         self._until = time.monotonic() + within_s
 
     def bring(self, wanted: Mapping[int, Sequence[tuple[int, int]]]) -> None:
         """Raises RestoreError."""
-        message = pb.StashWanted(number=next(_numbers), within_s=max(self._until - time.monotonic(), 0.0))
+        message = pb.StagingWanted(number=next(_numbers), within_s=max(self._until - time.monotonic(), 0.0))
         for rank, ranges in wanted.items():
-            read = pb.StashRead(directory=self._name, rank=rank)
+            read = pb.StagingRead(directory=self._name, rank=rank)
             read.starts.extend(start for start, _ in ranges)
             read.sizes.extend(nbytes for _, nbytes in ranges)
             message.files.add(peer=self._peers[rank], read=read)
-        self._agent.send(pb.FromWorker(stash_wanted=message))
+        self._agent.send(pb.FromWorker(staging_wanted=message))
         error = self._answer(message.number)
         if error:
             raise RestoreError(f"what ranks have written on other nodes did not come: {error}")

@@ -81,8 +81,8 @@ class Script:
         for step in self.recovery.steps(self.args.steps):
             assert not step.committed
             with step:
-                self.die_again(step)
                 dist.barrier()  # a rank that dies from here on makes this attempt void in all ranks
+                self.die_again(step)
                 loss = self.train()
                 assert not step.committed
             self.below(step, loss)

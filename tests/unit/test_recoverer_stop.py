@@ -69,6 +69,7 @@ class Stopped:
         worker.connection.page.local_state_versions.return_value = []
         worker.connection.page.early_local_states.return_value = []
         loop.sealing.late, loop.copies.inventory.return_value = {}, []
+        loop.copies.parity.return_value = pb.Parity()
         worker.send.side_effect = self._hear
         loop.let_go.side_effect = lambda: self.order.append("let go")
         adapter.reset.side_effect = lambda: self.order.append("reset")

@@ -353,6 +353,10 @@ class RecoveryExecutor:
         self._loop.restore_plain(version, fresh=self._fresh or version < self._came_at)
         if restore.HasField("reshape"):
             self._reshape(restore, reply, corrupt)
+        elif not restore.checkpoint and not restore.HasField("stash") and worker.gate.live != version:
+            # All of it is here, and compared. Whoever sent it may be gone before this rank is told to go on.
+            worker.gate.placed(version)
+            self._loop.replaced()
         worker.faults.hit("recovery:verifying", worker.gate.version)
 
     def _reshape(self, restore: pb.Restore, reply: pb.Reply, corrupt: bool) -> None:

@@ -353,7 +353,7 @@ class RecoveryExecutor:
         self._loop.restore_plain(version, fresh=self._fresh or version < self._came_at)
         if restore.HasField("reshape"):
             self._reshape(restore, reply, corrupt)
-        elif not restore.checkpoint and not restore.HasField("stash") and worker.gate.live != version:
+        elif not restore.checkpoint and not restore.HasField("staging") and worker.gate.live != version:
             # All of it is here, and compared. Whoever sent it may be gone before this rank is told to go on.
             worker.gate.placed(version)
             self._loop.replaced()

@@ -1,10 +1,10 @@
-"""What a stop does on a rank that has a device, and in which order."""
+"""What a rank does on the controller's commands: a stop on one that has a device, in which order; a restore."""
 
 from __future__ import annotations
 
 import threading
 from typing import Any
-from unittest.mock import MagicMock
+from unittest.mock import MagicMock, call
 
 import pytest
 
@@ -98,3 +98,16 @@ def test_memory_is_made_free_after_the_answer(monkeypatch: pytest.MonkeyPatch) -
 def test_a_device_that_is_not_aborted_is_waited_for_no_longer_than_the_drain(monkeypatch: pytest.MonkeyPatch) -> None:
     stopped = Stopped(monkeypatch, quiet=False)
     assert stopped.reply.error_type == DrainError.__name__ and not stopped.reply.fatal
+
+
+@pytest.mark.parametrize(("order", "placed"), [(pb.Restore(version=5), True), (pb.Restore(version=3), False)])
+def test_what_is_restored_whole_is_held_before_the_word_to_go_on(order: pb.Restore, placed: bool) -> None:
+    """Another rank, which has given it, may be gone before that word has come."""
+    worker, loop = MagicMock(), MagicMock()
+    worker.gate.live = worker.gate.version = 3
+    worker.gate.outdated.return_value = False
+    worker.faults.hit.return_value = None
+    RecoveryExecutor(worker, loop)._carry_out(pb.Command(serial=1, generation=1, restore=order))
+    assert worker.gate.placed.mock_calls == ([call(5)] if placed else [])
+    assert loop.replaced.called == placed
+    loop.restore_plain.assert_called_once()

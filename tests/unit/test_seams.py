@@ -80,3 +80,9 @@ def test_what_a_job_asks_for_is_imported_ahead_of_its_script() -> None:
     parallelism = Settings.model_validate({"parallelism": {}}).model_dump_json()
     assert asked_for(parallelism) == [OF_SETTINGS["parallelism"]]
     assert all(importlib.util.find_spec(module) is not None for module in OF_SETTINGS.values())
+
+
+def test_a_process_begins_without_torch() -> None:
+    """A zygote imports nothing before it has forked the next one, and a script may set what torch reads."""
+    found = imported("flashrecovery.worker.startup.bootstrap")
+    assert behind(("torch", "numpy", "flashrecovery.groups"), found) == []

@@ -21,7 +21,8 @@ from torch import nn
 
 from flashrecovery.errors import RestoreError
 from flashrecovery.worker.local_state.fingerprints import KEPT_NUMBERS
-from flashrecovery.worker.script_text.script_frames import FRAMEWORKS, is_own
+from flashrecovery.worker.preimport.own_files import FRAMEWORKS
+from flashrecovery.worker.script_text.script_frames import is_own
 
 # Asked of all modules and parameters several times a step: twice as fast as an expression.
 _TRAINING, _TRAINED = operator.attrgetter("training"), operator.attrgetter("requires_grad")

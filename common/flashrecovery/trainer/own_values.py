@@ -23,7 +23,8 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 from flashrecovery.state import codec
 from flashrecovery.worker.local_state.generators import as_stateful
-from flashrecovery.worker.script_text.script_frames import is_own, is_own_file
+from flashrecovery.worker.preimport.own_files import is_own_file
+from flashrecovery.worker.script_text.script_frames import is_own
 
 GLANCED_BYTES = 64 << 10
 """Up to this size the content of a tensor says whether it has changed; of larger ones the version counter."""

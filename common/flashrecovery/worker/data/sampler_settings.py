@@ -18,7 +18,8 @@ from flashrecovery.errors import UnsupportedError
 from flashrecovery.state import codec
 from flashrecovery.worker.local_state.fingerprints import PLAIN, plain_mark
 from flashrecovery.worker.local_state.generators import as_stateful
-from flashrecovery.worker.script_text.script_frames import FRAMEWORKS, is_own
+from flashrecovery.worker.preimport.own_files import FRAMEWORKS
+from flashrecovery.worker.script_text.script_frames import is_own
 
 SamplerValues = dict[tuple[int, str], Any]
 """(which of the script's own samplers, name of an attribute) -> its value; what is not plain, encoded, as a tuple."""

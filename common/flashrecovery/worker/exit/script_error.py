@@ -29,7 +29,7 @@ def text_of(error: BaseException) -> str:
 
 def place_of(error: BaseException) -> str:
     """``file.py:line`` of the innermost frame of the script; "" if there is none."""
-    from flashrecovery.worker.script_text.script_frames import is_own_file  # with torch
+    from flashrecovery.worker.preimport.own_files import is_own_file
 
     own = [frame for frame in traceback.extract_tb(error.__traceback__) if is_own_file(frame.filename)]
     return f"{own[-1].filename}:{own[-1].lineno}" if own else ""

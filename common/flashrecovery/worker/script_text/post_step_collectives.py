@@ -15,7 +15,8 @@ from typing import Any
 
 import torch
 
-from flashrecovery.worker.script_text.script_frames import FRAMEWORKS, frames, is_own_file, loop_at, tree_of
+from flashrecovery.worker.preimport.own_files import FRAMEWORKS, is_own_file
+from flashrecovery.worker.script_text.script_frames import frames, loop_at, tree_of
 
 _COLLECTIVES = (
     frozenset(

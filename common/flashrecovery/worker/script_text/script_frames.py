@@ -14,7 +14,7 @@ from typing import Any
 
 from flashrecovery.errors import RegistrationError
 from flashrecovery.worker.local_state.fingerprints import PLAIN, attributes_of
-from flashrecovery.worker.preimport.preimport import Installed
+from flashrecovery.worker.preimport.own_files import FRAMEWORKS, is_own_file
 from flashrecovery.worker.script_text.data_flow import AnyLoop
 from flashrecovery.worker.script_text.loop_carried import (
     CarriedByClass,
@@ -65,10 +65,6 @@ def _calls(node: ast.expr) -> Iterator[ast.Call]:
 
 STATIC = (types.ModuleType, types.FunctionType, types.BuiltinFunctionType, types.MethodType, type)
 """What a script's variables hold besides its state."""
-FRAMEWORKS = frozenset(
-    ("accelerate", "deepspeed", "lightning", "lightning_fabric", "megatron", "pytorch_lightning", "torch")
-) | frozenset(("transformers", "trl", "flashrecovery", "fr_deepspeed", "fr_megatron"))
-"""Packages whose own loops are no script, wherever they lie: a checkout counts as installed, too."""
 _FRAMES = 8
 _HERE = os.path.dirname(__file__)
 
@@ -187,15 +183,6 @@ def place_of(frame: types.FrameType, line: int) -> str:
 def is_own(kind: type) -> bool:
     """Of a class: defined by the script, and by nothing that is installed."""
     return kind.__module__.partition(".")[0] not in FRAMEWORKS and is_own_file(file_of(kind))
-
-
-def is_own_file(file: str) -> bool:
-    return bool(file) and not file.startswith("<") and not _installed().has_file(file)
-
-
-@functools.cache
-def _installed() -> Installed:
-    return Installed()
 
 
 def file_of(kind: type) -> str:

@@ -18,7 +18,7 @@ from importlib.machinery import ModuleSpec, SourceFileLoader, SourcelessFileLoad
 from types import CodeType, ModuleType
 from typing import cast
 
-from flashrecovery.worker.script_text.script_frames import is_own_file
+from flashrecovery.worker.preimport.own_files import is_own_file
 from flashrecovery.worker.startup.own_text import compiled_text
 
 

@@ -13,7 +13,7 @@ from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from types import CodeType, ModuleType
 
-from flashrecovery.worker.script_text.script_frames import FRAMEWORKS, is_own_file
+from flashrecovery.worker.preimport.own_files import FRAMEWORKS, is_own_file
 
 _CALLS = (b".backward(", b".step(", b"epoch")
 _replacement = False

@@ -66,9 +66,6 @@ def test_files_and_objects_below_the_block_of_a_void_attempt(tmp_path: Path, ref
     check_whole(job, "latest")
 
 
-# Open: the job may end with "no version exists for every shard" (3 of 7 runs under load). By its events, rank 1 leaves
-# its loop, and its state with it, after it has sent rank 0's replacement what it needs and before that is verified.
-@pytest.mark.grid
 def test_scripts_that_leave_their_loops_below_a_void_attempt_do_not_cut_each_others_short(
     tmp_path: Path, reference: Job
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 
@@ -12,10 +13,13 @@ class EngineSteps:
     def __init__(self, engine: Any) -> None:
         self._engine = engine
         self._whole = False
+        self.before_step: Callable[[], None] | None = None
         step = engine.step
 
         @functools.wraps(step)
         def stepped(*args: Any, **kwargs: Any) -> Any:
+            if self.before_step is not None:
+                self.before_step()
             self._whole = bool(engine.is_gradient_accumulation_boundary())
             return step(*args, **kwargs)
 

@@ -13,22 +13,35 @@ _NUMBERS = frozenset((*KEPT_NUMBERS, complex, bytes))
 _DEPTH = 3
 _ELEMENTS = 4096
 """In a container or tensor that is taken down."""
+_DICTIONARIES = (dict, collections.OrderedDict, collections.defaultdict, collections.Counter)
 
 
 def is_kept(value: Any, known: frozenset[int] = frozenset(), depth: int = _DEPTH) -> bool:
-    """Numbers, texts, small tensors, and containers of these. ``known``: identities of tensors that are protected."""
+    """Numbers, texts, small tensors, and containers of these. ``known``: identities of what is protected otherwise:
+    tensors, their storages (:func:`storage_of`), containers."""
     if type(value) in _NUMBERS:
         return True
+    if id(value) in known:
+        return False
     if isinstance(value, torch.Tensor):
-        return value.numel() <= _ELEMENTS and id(value) not in known and type(value) is torch.Tensor
-    if type(value) in (list, tuple, set, frozenset, dict, collections.deque):
+        return value.numel() <= _ELEMENTS and type(value) is torch.Tensor and storage_of(value) not in known
+    if type(value) in (list, tuple, set, frozenset, collections.deque, *_DICTIONARIES):
         if not depth or len(value) > _ELEMENTS:
             return False
-        parts = [*value.keys(), *value.values()] if type(value) is dict else value
+        parts = [*value.keys(), *value.values()] if isinstance(value, dict) else value
         if _NUMBERS.issuperset(map(type, parts)):
             return True
         return all(is_kept(part, known, depth - 1) for part in parts)
     return False
+
+
+def storage_of(tensor: torch.Tensor) -> int:
+    """Identity of its memory; of a DTensor, that of its part."""
+    local = getattr(tensor, "_local_tensor", tensor)
+    try:
+        return int(local.untyped_storage()._cdata)
+    except (NotImplementedError, RuntimeError):  # one without a storage of its own
+        return id(tensor)
 
 
 def copy_of(value: Any) -> Any:
@@ -37,7 +50,7 @@ def copy_of(value: Any) -> Any:
         return value.detach().clone()
     if type(value) is list and _NUMBERS.issuperset(map(type, value)):
         return value.copy()
-    if type(value) is dict:
+    if type(value) in _DICTIONARIES:
         return {key: copy_of(part) for key, part in value.items()}
     if type(value) is collections.deque:
         return collections.deque((copy_of(part) for part in value), value.maxlen)
@@ -49,12 +62,16 @@ def copy_of(value: Any) -> Any:
 def put(now: Any, saved: Any) -> Any:
     """``saved``, in the object that is there now if it is a container of this kind: others may hold it, too."""
     value = copy_of(saved)
+    if type(value) is dict and type(now) in _DICTIONARIES:
+        now.clear()
+        now.update(value)
+        return now
     if type(now) is not type(value):
         return value
     if type(value) is list:
         now[:] = value
         return now
-    if type(value) in (dict, set):
+    if type(value) is set:
         now.clear()
         now.update(value)
         return now

@@ -83,6 +83,8 @@ class LoopData(DataStream):
         self._entered = False
         self._read_from = False
         self._begun_at: dict[str, Any] | None = None
+        self._made_at: dict[str, Any] | None = None
+        """Random state in which the script has made the iterator that it asks."""
 
     @property
     def position(self) -> DataPosition:
@@ -111,6 +113,7 @@ class LoopData(DataStream):
             going_back = self._seek_to is not None or bool(self._again)
             self._asked = asked
             begun = asked if isinstance(asked, OwnIterator) else None
+            self._made_at = None if begun is None else begun.start
             if going_back:  # the variable may lead to a later run, or to the first one
                 self._entered = True
                 self.loader = asked if begun is None else begun.iterable
@@ -150,8 +153,10 @@ class LoopData(DataStream):
             start, self._begun_at = self._begun_at, None
         begun, self._read_from = self._iterator is None, True
         if begun:
-            self._iterator, at = self._source.begin(self._place.run)
+            self._iterator, at = self._source.begin(self._place.run, self._made_at)
             start = at.plain()
+            if self._made_at is not None:  # the numbers that it takes were drawn then
+                restore_rng(before.plain())
         try:
             element = next(self._iterator)  # type: ignore[arg-type]
         except StopIteration:

@@ -18,7 +18,7 @@ from __future__ import annotations
 import sys
 import types
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -29,10 +29,18 @@ from flashrecovery.worker.loop import Loop
 from flashrecovery.worker.own_loops.loop_data import LoopData, OwnIterator
 from flashrecovery.worker.own_loops.output import Output
 from flashrecovery.worker.own_loops.rewrite import LoopText, Rewritten
-from flashrecovery.worker.own_loops.variables import LoopVariables, Saved, put_back, take_down
+from flashrecovery.worker.own_loops.variables import LoopVariables, Saved, protected, put_back, take_down
+from flashrecovery.worker.preimport.own_files import is_own_file
+from flashrecovery.worker.script_text.loop_carried import loops_around
+from flashrecovery.worker.script_text.script_frames import tree_of
 from flashrecovery.worker.session import Session
 from flashrecovery.worker.step.step import Step
 
+BY_HAND = (
+    "write the three lines by hand: recovery = engine.recovery; for step in recovery.steps(total): with step: (the "
+    "calls of one step, with its data from recovery.data(loader))"
+)
+_COMPREHENSIONS = ("<listcomp>", "<setcomp>", "<dictcomp>", "<genexpr>")
 _ENDLESS = 1 << 62
 _ROUNDS_KEPT = 2
 
@@ -75,7 +83,13 @@ class _Leave(BaseException):
 
 
 class Accumulation(Protocol):
-    """How many rounds a step has, where a framework counts them."""
+    """How many rounds a step has, where a framework counts them.
+
+    Attributes:
+        before_step: to be called before each call of the optimizer's step.
+    """
+
+    before_step: Callable[[], None] | None
 
     def is_whole(self) -> bool:
         """Whether the call of the optimizer's step that has just been made was the last one of a step."""
@@ -96,7 +110,7 @@ class ScriptLoops:
         self._asked: dict[tuple[str, str], LoopData] = {}
         self._session: Session | None = None
         self._accumulation: Accumulation | None = None
-        self._known_ids: frozenset[int] | None = None
+        self._known_ids: tuple[int, frozenset[int]] | None = None
         self._loop: Loop | None = None
         self._step: Step | None = None
         self._handed_out = False
@@ -131,11 +145,14 @@ class ScriptLoops:
 
     @property
     def known(self) -> frozenset[int]:
-        """Identities of what is protected otherwise."""
-        if self._known_ids is None:
-            assert self._session is not None
-            self._known_ids = frozenset(id(thing) for thing in self._session.registry.known())
-        return self._known_ids
+        """Identities of what is protected otherwise: see :func:`.variables.protected`."""
+        assert self._session is not None
+        step = self._loop is not None and min(self._loop.gate.version, 2)  # optimizers make their state in a first step
+        if self._known_ids is None or self._known_ids[0] != step:
+            registry = self._session.registry
+            tensors = [tensor for shard in registry.tensor_shards() for tensor in shard.tensors().values()]
+            self._known_ids = step, protected(registry.known(), tensors)
+        return self._known_ids[1]
 
     # -- steps ------------------------------------------------------------------------------------
 
@@ -175,11 +192,50 @@ class ScriptLoops:
 
     def _open(self, loop: ScriptLoop) -> Loop:
         assert self._session is not None
+        self._check_loops_around(loop)
         for key in sorted(self.iterators):
             self._session.refuse_streams()
             self._asked[key] = LoopData()
             self._session.add_stream(self._asked[key])
         return self._session.open(None, own_calls=False)
+
+    def _check_loops_around(self, step_loop: ScriptLoop) -> None:
+        """Raises UnsupportedError if the script is in a loop that is not led back."""
+        led = {loop.key for loop in self.stack}
+        around: types.FrameType | None = step_loop.frame
+        while around is not None:
+            file, line = around.f_code.co_filename, around.f_lineno
+            tree = tree_of(file) if is_own_file(file) else None
+            lines = [] if tree is None else [loop.lineno for loop in loops_around(tree, line)]
+            if around.f_code.co_name in _COMPREHENSIONS and tree is not None:
+                lines.append(line)
+            for number in lines:
+                if (file, number) not in led:
+                    raise UnsupportedError(
+                        f"{file}:{number}: the steps of the loop at {step_loop.place} are taken in this loop, which "
+                        f"cannot be led back{self._because(file, number)}; {BY_HAND}"
+                    )
+            around = around.f_back
+
+    def _because(self, file: str, line: int) -> str:
+        text = self.texts.get((file, line))
+        return "" if text is None or not text.refused else f": {text.refused}"
+
+    def check_call(self) -> None:
+        """The optimizer's step is called. Raises UnsupportedError if that is in no loop that is led back."""
+        if self._step is not None or self._finished is not None or self._session is None or self._session.begun:
+            return
+        around: types.FrameType | None = sys._getframe(1)
+        while around is not None and not is_own_file(around.f_code.co_filename):
+            around = around.f_back
+        place = "" if around is None else f"{around.f_code.co_filename}:{around.f_lineno}: "
+        reasons = [
+            f"{file}:{line}{self._because(file, line)}" for file, line in self.texts if self._because(file, line)
+        ]
+        because = f" ({'; '.join(reasons)})" if reasons else ""
+        raise UnsupportedError(
+            f"{place}the optimizer's step is called, and is in no loop that is led back by itself{because}; {BY_HAND}"
+        )
 
     def begin(self) -> None:
         """The body of a round begins."""
@@ -364,7 +420,7 @@ class ScriptLoop:
         self._names = LoopVariables.of(text)
         self._active = loops.active
         self._begun = self._again = False
-        self._frame: types.FrameType | None = None
+        self.frame: types.FrameType | None = None
         self._rng: dict[str, Any] | None = None
         self._start = Saved()
 
@@ -378,7 +434,7 @@ class ScriptLoop:
             return False
         self._begun, self._again = True, False
         if self._active:
-            self._frame = sys._getframe(1)
+            self.frame = sys._getframe(1)
             self.index = -1
             self._loops.stack.append(self)
         return True
@@ -461,7 +517,7 @@ class ScriptLoop:
 
     def _round_begins(self, index: int, there: _Level | None) -> None:
         """Of an outer loop."""
-        assert self._frame is not None
+        assert self.frame is not None
         self.index = index
         if there is not None:
             restore_rng(there.rng or {})
@@ -469,16 +525,16 @@ class ScriptLoop:
             self.arrived(there.start)
             return
         self._rng = RngState.now().plain()
-        self._start = take_down(self._frame, self._names, self._loops.known)
+        self._start = take_down(self.frame, self._names, self._loops.known)
 
     def arrived(self, variables: Saved) -> None:
         """The variables are to be these."""
-        assert self._frame is not None
-        self.values = put_back(self._frame, self._names, self._loops.known, variables)
+        assert self.frame is not None
+        self.values = put_back(self.frame, self._names, self._loops.known, variables)
         self.restoring = True
 
     def is_in_function_of(self, other: ScriptLoop) -> bool:
-        return self._frame is other._frame
+        return self.frame is other.frame
 
     def restored(self) -> None:
         self.restoring = False
@@ -501,8 +557,8 @@ class ScriptLoop:
 
     def variables(self) -> Saved:
         """As they are now."""
-        assert self._frame is not None
-        return take_down(self._frame, self._names, self._loops.known)
+        assert self.frame is not None
+        return take_down(self.frame, self._names, self._loops.known)
 
 
 _END: Any = object()

@@ -22,8 +22,9 @@ Every statement keeps its line. What the objects do: :mod:`.loops`.
 from __future__ import annotations
 
 import ast
+import builtins
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from flashrecovery.worker.script_text.loop_carried import AnyFunction, LoopCarried, carried_by_loop
 
@@ -33,6 +34,9 @@ HANDLE = "__flashrecovery_loops__"
 _MODULE = "flashrecovery.worker.own_loops.loops"
 _NO_STEPS = ("sched", "ema", "profiler", "prof", "env", "writer", "logger", "bar", "timer")
 """What is called so has a ``step()`` that is no optimizer's."""
+
+_CHANGE_NOTHING = frozenset(("torch", "nn", "F", "dist", "math", "json", "logging", "logger", *dir(builtins)))
+"""Functions and modules of functions that leave lists and dictionaries that they are given as they are."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +49,8 @@ class LoopText:
         carried: what it changes, and carries from round to round; of the outermost loop of its function.
         local: names that its rounds may set, for which the rewritten text has an assignment.
         shared: names that functions of the file set by ``global``.
-        read_after: names that are read below it, in its function.
+        read_after: names that are read below it, in its function, or that functions in that one read.
+        passed: names that are handed to functions of other files, which may change what they lead to.
         read: names that the file reads anywhere.
         refused: why it cannot be protected; "" if it can.
     """
@@ -56,6 +61,7 @@ class LoopText:
     local: frozenset[str] = frozenset()
     shared: frozenset[str] = frozenset()
     read_after: frozenset[str] = frozenset()
+    passed: frozenset[str] = frozenset()
     read: frozenset[str] = frozenset()
     refused: str = ""
 
@@ -74,17 +80,46 @@ class Rewritten:
     iterators: frozenset[str] = frozenset()
 
 
-def rewrite(text: bytes | str, file: str) -> Rewritten:
-    """Raises SyntaxError as the compiler does."""
+@dataclass(frozen=True)
+class Makes:
+    """Names of functions and methods that make the calls of a step.
+
+    Attributes:
+        backward, step: the one or the other call.
+        looping: they have a step loop, or come to one.
+    """
+
+    backward: frozenset[str] = frozenset()
+    step: frozenset[str] = frozenset()
+    looping: frozenset[str] = frozenset()
+
+    def __or__(self, other: Makes) -> Makes:
+        return Makes(self.backward | other.backward, self.step | other.step, self.looping | other.looping)
+
+
+NONE = Makes()
+
+
+def made_in(tree: ast.Module, elsewhere: Makes = NONE) -> Makes:
+    """By the functions of a file. ``elsewhere``: by those of the modules that it imports."""
+    return _Calls(tree, elsewhere).makes
+
+
+def rewrite(text: bytes | str, file: str, elsewhere: Makes = NONE) -> Rewritten:
+    """``elsewhere``: functions of the script's own modules that this file imports.
+
+    Raises SyntaxError as the compiler does."""
     tree = ast.parse(text, file)
     if _hands_out_steps(tree):
         return Rewritten(tree)
-    calls = _Calls(tree)
-    if not calls.loops:
+    calls = _Calls(tree, elsewhere)
+    if not calls.loops and not calls.whole_steps:
         return Rewritten(tree)
     texts = {loop.lineno: _text_of(tree, loop, calls) for loop in calls.loops}
     iterators = _Iterators(file, calls)
     iterators.rewrite(tree)
+    if not texts and not iterators.names:
+        return Rewritten(tree)
     _Rewriter(file, calls, texts).visit(tree)
     _import_loops(tree)
     return Rewritten(ast.fix_missing_locations(tree), texts, frozenset(iterators.names))
@@ -103,20 +138,22 @@ def _hands_out_steps(tree: ast.AST) -> bool:
 class _Calls:
     """Which functions of a file make the calls of a step, and which loops are step loops and outer loops."""
 
-    def __init__(self, tree: ast.Module) -> None:
+    def __init__(self, tree: ast.Module, elsewhere: Makes) -> None:
+        self._elsewhere = elsewhere
         self.functions: dict[str, list[AnyFunction]] = {}
         for node in ast.walk(tree):
             if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
                 self.functions.setdefault(node.name, []).append(node)
         self.loops: dict[PlainLoop, bool] = {}
         """All that are rewritten; True: a step loop."""
-        self._looping: set[str] = set()  # functions that have a step loop, or call one that has
+        # functions that have a step loop, or call one that has
+        self._looping: set[str] = {*elsewhere.looping} - self.functions.keys()
         self._optimizers = _optimizers(tree)
         places: list[ast.AST] = [tree, *(one for same in self.functions.values() for one in same)]
         while True:
             before = len(self._looping), len(self.loops)
-            self._backward = self._closure(self._is_backward)
-            self._step = self._closure(self._is_step)
+            self._backward = self._closure(self._is_backward, elsewhere.backward)
+            self._step = self._closure(self._is_step, elsewhere.step)
             self.loops = {}
             for place in places:
                 self._find(place)
@@ -126,9 +163,19 @@ class _Calls:
             if (len(self._looping), len(self.loops)) == before:
                 return
 
-    def _closure(self, direct: object) -> set[str]:
+    @property
+    def makes(self) -> Makes:
+        return Makes(frozenset(self._backward), frozenset(self._step), frozenset(self._looping))
+
+    @property
+    def whole_steps(self) -> list[AnyFunction]:
+        """Functions that make all calls of a step, for a loop that may be elsewhere."""
+        names = (self._backward & self._step & self.functions.keys()) - self._looping
+        return [one for name in sorted(names) for one in self.functions[name]]
+
+    def _closure(self, direct: object, elsewhere: frozenset[str]) -> set[str]:
         """Functions that make such a call, but for those that have a loop of their own for it."""
-        found: set[str] = set()
+        found = {*elsewhere} - self.functions.keys()
         while True:
             more = {
                 name
@@ -190,9 +237,10 @@ def called(call: ast.Call) -> str:
     """The name of the function, or of the method."""
     if isinstance(call.func, ast.Name):
         return call.func.id
-    if isinstance(call.func, ast.Attribute) and call.func.attr not in ("step", "backward", "forward", "__call__"):
-        return call.func.attr
-    return ""
+    if not isinstance(call.func, ast.Attribute):
+        return ""
+    own = isinstance(call.func.value, ast.Name) and call.func.value.id == "self"
+    return call.func.attr if own or call.func.attr not in ("step", "backward", "forward", "__call__") else ""
 
 
 def own_nodes(place: ast.AST) -> Iterator[ast.AST]:
@@ -218,13 +266,17 @@ def _text_of(tree: ast.Module, loop: PlainLoop, calls: _Calls) -> LoopText:
     place: ast.AST = tree if function is None else function
     outermost = next(node for node in own_nodes(place) if node in calls.loops and loop in set(own_nodes(node)))
     assert isinstance(outermost, (ast.For, ast.While))
+    carried = carried_by_loop(tree, outermost)
+    # what each round of an outer loop makes anew, rounds of this one may still add to
+    carried = replace(carried, remade=carried.remade & carried_by_loop(tree, loop).remade)
     return LoopText(
         loop.lineno,
         calls.loops[loop],
-        carried_by_loop(tree, outermost),
+        carried,
         frozenset(_names_set(place if function is not None else outermost)),
         frozenset(name for node in ast.walk(tree) if isinstance(node, ast.Global) for name in node.names),
         frozenset(_names_read_after(place, loop)),
+        frozenset(_names_passed(tree, calls)),
         frozenset(n.id for n in ast.walk(tree) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load)),
         _refusal(loop, function),
     )
@@ -273,10 +325,26 @@ def _names_set(place: ast.AST) -> set[str]:
 
 
 def _names_read_after(place: ast.AST, loop: PlainLoop) -> Iterator[str]:
+    """Below it, in its ``else`` clause, and in functions, which may be called there."""
     end = loop.end_lineno or loop.lineno
     for node in own_nodes(place):
         if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load) and node.lineno > end:
             yield node.id
+    functions = [node for node in own_nodes(place) if isinstance(node, _FUNCTIONS) and node is not place]
+    for part in (*loop.orelse, *functions):
+        for node in ast.walk(part):
+            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
+                yield node.id
+
+
+def _names_passed(tree: ast.Module, calls: _Calls) -> Iterator[str]:
+    for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call)):
+        root = ast.unparse(call.func).partition(".")[0]
+        if root in _CHANGE_NOTHING or called(call) in calls.functions:
+            continue
+        for argument in (*call.args, *(keyword.value for keyword in call.keywords)):
+            if isinstance(argument, ast.Name):
+                yield argument.id
 
 
 def _in_comprehension(place: ast.AST, name: ast.Name) -> bool:
@@ -295,7 +363,8 @@ class _Iterators:
     def __init__(self, file: str, calls: _Calls) -> None:
         self._file = file
         self._places: list[ast.AST] = [loop for loop, steps in calls.loops.items() if steps]
-        waiting, seen = [*self._places], set[str]()
+        self._places += calls.whole_steps
+        waiting, seen = [*self._places], {function.name for function in calls.whole_steps}
         while waiting:
             for call in calls_in(waiting.pop()):
                 name = called(call)

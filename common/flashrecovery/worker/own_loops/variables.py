@@ -1,27 +1,27 @@
 """What the functions around a script's own loop keep in their variables: taken down with each version, and put back.
 
 Of numbers, texts, small tensors and containers of these the value comes back; of objects of the script's own classes
-their attributes of these kinds. Nothing of the script's code runs for it.
+their attributes of these kinds; of generators of random numbers their state. Nothing of the script's code runs for it.
 """
 
 from __future__ import annotations
 
 import collections
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, Dataset
 
 from flashrecovery.worker.local_state.fingerprints import CONTAINERS, ELEMENTS, KEPT_NUMBERS, attributes_of
-from flashrecovery.worker.local_state.plain_values import copy_of, is_kept, put
+from flashrecovery.worker.local_state.generators import as_stateful
+from flashrecovery.worker.local_state.plain_values import copy_of, is_kept, put, storage_of
 from flashrecovery.worker.own_loops.rewrite import LoopText
+from flashrecovery.worker.preimport.own_files import is_own_file
 from flashrecovery.worker.script_text.script_frames import STATIC, is_own
 
 _DEPTH = 3
-_LEAVES = (*STATIC, *KEPT_NUMBERS, torch.Tensor, torch.nn.Module, Dataset, DataLoader)
 _OBJECTS = 1000
 
 
@@ -33,19 +33,37 @@ class LoopVariables:
         own: set or changed in it.
         remade: of these, those that each round sets before it reads them.
         read_after: of these, those that are read below the loop.
+        passed: handed to functions that may change them: containers among them belong to the loop, too.
         read: all that may lead to an object whose attributes change.
     """
 
     own: frozenset[str]
     remade: frozenset[str]
     read_after: frozenset[str]
+    passed: frozenset[str] = frozenset()
     read: frozenset[str] = frozenset()
 
     @staticmethod
     def of(text: LoopText) -> LoopVariables:
         carried = text.carried
         own = {path.partition(".")[0] for path in carried.names | carried.set_here | carried.remade}
-        return LoopVariables(frozenset(own) | text.local | text.shared, carried.remade, text.read_after, text.read)
+        own |= text.local | text.shared
+        return LoopVariables(frozenset(own), carried.remade, text.read_after, text.passed - own, text.read)
+
+
+def protected(things: Iterable[object], tensors: Iterable[torch.Tensor]) -> frozenset[int]:
+    """Identities of ``things`` and of their parameter groups, and of the storages of ``tensors`` and of theirs: a
+    variable that leads to one of them is none of the loop's own state."""
+    ids, every = set[int](), list(tensors)
+    for thing in things:
+        ids.add(id(thing))
+        if isinstance(thing, torch.nn.Module):
+            every += (*thing.parameters(), *thing.buffers())
+        groups = getattr(thing, "param_groups", None)
+        for group in groups if isinstance(groups, list) else ():
+            ids |= {id(groups), id(group), id(group["params"])}
+            every += (tensor for tensor in group["params"] if isinstance(tensor, torch.Tensor))
+    return frozenset(ids | {storage_of(tensor) for tensor in every})
 
 
 @dataclass
@@ -74,8 +92,16 @@ def take_down(frame: types.FrameType, names: LoopVariables, known: frozenset[int
         value = variables.get(name, types)
         if is_kept(value, known) and (name in names.read_after or not _is_passing(name, value, names)):
             saved.variables[name] = copy_of(value)
+    for name in sorted(names.passed):
+        value = variables.get(name, types)
+        if isinstance(value, CONTAINERS) and is_kept(value, known):
+            saved.variables[name] = copy_of(value)
     for path, thing in _objects(variables, names, known):
-        for name, value in attributes_of(thing).items():
+        generator = as_stateful(thing)
+        if generator is not None:
+            saved.attributes[path] = generator.state_dict()
+            continue
+        for name, value in _attributes(thing).items():
             if is_kept(value, known):
                 saved.attributes[f"{path}.{name}"] = copy_of(value)
     return saved
@@ -86,7 +112,11 @@ def put_back(frame: types.FrameType, names: LoopVariables, known: frozenset[int]
     assigns."""
     variables = variables_in(frame)
     for path, thing in _objects(variables, names, known):
-        attributes = attributes_of(thing)
+        generator = as_stateful(thing)
+        if generator is not None and path in saved.attributes:
+            generator.load_state_dict(saved.attributes[path])
+            continue
+        attributes = _attributes(thing)
         for name in attributes:
             where = f"{path}.{name}"
             if where in saved.attributes:
@@ -105,19 +135,81 @@ def _is_passing(name: str, value: Any, names: LoopVariables) -> bool:
 
 
 def _objects(variables: Mapping[str, Any], names: LoopVariables, known: frozenset[int]) -> Iterator[tuple[str, object]]:
-    """Objects of the script's own classes, each with the shortest of its paths."""
-    roots = sorted(names.own | names.read)
-    waiting = collections.deque((name, variables[name], _DEPTH) for name in roots if name in variables)
+    """Generators of random numbers, functions with variables of others, and objects of the script's own classes, each
+    with the shortest of its paths; paths from variables that the loop sets come last, for they may not be set yet."""
     seen: set[int] = set()
+    for own in (False, True):
+        roots = {
+            name: variables[name]
+            for name in sorted(names.own | names.read)
+            if name in variables and (name in names.own) is own
+        }
+        yield from _objects_from(roots, known, seen)
+
+
+def _objects_from(roots: Mapping[str, Any], known: frozenset[int], seen: set[int]) -> Iterator[tuple[str, object]]:
+    waiting = collections.deque((name, value, _DEPTH) for name, value in roots.items())
     while waiting and len(seen) < _OBJECTS:
         path, thing, depth = waiting.popleft()
-        if isinstance(thing, _LEAVES) or id(thing) in seen or id(thing) in known:
+        closure = isinstance(thing, types.FunctionType) and _has_own_closure(thing)
+        static = isinstance(thing, (*STATIC, *KEPT_NUMBERS, torch.Tensor)) and not closure
+        if static or id(thing) in seen or id(thing) in known:
             continue
         seen.add(id(thing))
-        if isinstance(thing, CONTAINERS) and len(thing) <= ELEMENTS:
-            parts = thing.items() if isinstance(thing, dict) else enumerate(thing)
-            waiting.extend((f"{path}[{key!r}]", part, depth - 1) for key, part in parts if depth)
-        elif is_own(type(thing)) or type(thing) is types.SimpleNamespace:
+        if isinstance(thing, (torch.nn.Module, torch.utils.data.Dataset, torch.utils.data.DataLoader)):
+            continue
+        parts: dict[str, Any] = {}
+        if as_stateful(thing) is not None:
             yield path, thing
-            if depth:
-                waiting.extend((f"{path}.{name}", part, depth - 1) for name, part in attributes_of(thing).items())
+        elif type(thing) in (list, tuple, dict) and len(thing) <= ELEMENTS:
+            pairs = thing.items() if isinstance(thing, dict) else enumerate(thing)
+            parts = {f"{path}[{key!r}]": part for key, part in pairs if isinstance(key, (int, str))}
+        elif closure or _has_plain_state(type(thing)):
+            yield path, thing
+            parts = {f"{path}.{name}": part for name, part in _attributes(thing).items()}
+        if depth:
+            waiting.extend((where, part, depth - 1) for where, part in parts.items())
+
+
+def _attributes(thing: object) -> MutableMapping[str, Any]:
+    """Of a function, what it has from the functions around it."""
+    return _Cells(thing) if isinstance(thing, types.FunctionType) else attributes_of(thing)
+
+
+class _Cells(MutableMapping[str, Any]):
+    def __init__(self, function: types.FunctionType) -> None:
+        cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+        self._cells = {name: cell for name, cell in cells if _is_filled(cell)}
+
+    def __getitem__(self, name: str) -> Any:
+        return self._cells[name].cell_contents
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        self._cells[name].cell_contents = value
+
+    def __delitem__(self, name: str) -> None:
+        del self._cells[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._cells)
+
+    def __len__(self) -> int:
+        return len(self._cells)
+
+
+def _has_own_closure(function: types.FunctionType) -> bool:
+    return bool(function.__closure__) and is_own_file(function.__code__.co_filename)
+
+
+def _is_filled(cell: types.CellType) -> bool:
+    try:
+        _ = cell.cell_contents
+    except ValueError:
+        return False
+    return True
+
+
+def _has_plain_state(kind: type) -> bool:
+    """Classes of the script's own, and those that scripts keep numbers of theirs in: a parser's arguments, a progress
+    bar."""
+    return is_own(kind) or kind is types.SimpleNamespace or kind.__module__.partition(".")[0] in ("argparse", "tqdm")

@@ -50,6 +50,7 @@ from flashrecovery.worker.local_state.fingerprints import (
     plain_mark,
 )
 from flashrecovery.worker.local_state.generators import as_stateful
+from flashrecovery.worker.local_state.plain_values import storage_of
 from flashrecovery.worker.script_checks.hooks import HookWatch
 from flashrecovery.worker.script_text.loop_carried import CarriedByClass, LoopCarried
 from flashrecovery.worker.script_text.script_frames import (
@@ -277,10 +278,13 @@ class Unregistered:
                 continue
             visited.add(id(thing))
             if isinstance(thing, torch.Tensor):
-                if id(thing) not in self._parameters and _storage_of(thing) not in self._storages:
+                own = id(thing) not in self._parameters and storage_of(thing) not in self._storages
+                if own and (path.endswith("]") or not self._comes_back(thing)):
                     seen.setdefault(path, ("", InPlace(thing)))
                 continue
             if isinstance(thing, CONTAINERS):
+                if not path.endswith("]") and self._comes_back(thing):
+                    continue
                 parts = thing.items() if isinstance(thing, dict) else enumerate(thing)
                 found: Iterable[tuple[str, Any]] = (
                     (f"{path}[{key!r}]", part) for key, part in itertools.islice(parts, ELEMENTS)
@@ -338,7 +342,9 @@ class Unregistered:
             return "" if self._shares(thing) else type(thing).__name__
         if self._calls:
             return ""
-        if as_stateful(thing) is not None or isinstance(thing, (LRScheduler, GradScaler)):
+        if as_stateful(thing) is not None:
+            return "" if self._kept is not None else type(thing).__name__
+        if isinstance(thing, (LRScheduler, GradScaler)):
             return type(thing).__name__
         stateful = all(callable(getattr(type(thing), name, None)) for name in ("state_dict", "load_state_dict"))
         return type(thing).__name__ if stateful and is_own(type(thing)) else ""
@@ -393,20 +399,11 @@ def _storages(things: Iterable[object]) -> frozenset[int]:
         elif isinstance(thing, Optimizer):
             tensors += (part for state in list(thing.state.values()) for part in _values(state))
             tensors += (parameter for group in thing.param_groups for parameter in group["params"])
-    return frozenset(_storage_of(t) for t in tensors if isinstance(t, torch.Tensor))
+    return frozenset(storage_of(t) for t in tensors if isinstance(t, torch.Tensor))
 
 
 def _values(state: object) -> Iterable[object]:
     return list(state.values()) if isinstance(state, dict) else ()
-
-
-def _storage_of(tensor: torch.Tensor) -> int:
-    """Of a DTensor, that of its part."""
-    local = getattr(tensor, "_local_tensor", tensor)
-    try:
-        return int(local.untyped_storage()._cdata)
-    except (NotImplementedError, RuntimeError):  # one without a storage of its own
-        return id(tensor)
 
 
 def _parts(thing: object, depth: int) -> Iterator[object]:

@@ -67,6 +67,17 @@ def loop_around(tree: ast.AST, line: int) -> AnyLoop | None:
     return inner if isinstance(inner, LOOPS) else None
 
 
+def loops_around(tree: ast.AST, line: int) -> list[AnyLoop]:
+    """All loops around ``line`` within the function that has it, outer ones first."""
+    found: list[AnyLoop] = []
+    for node in ast.walk(tree):  # outer ones first
+        if isinstance(node, _DEFINITIONS) and _spans(node, line):
+            found.clear()
+        elif isinstance(node, LOOPS) and _spans(node, line):
+            found.append(node)
+    return found
+
+
 @dataclass(frozen=True)
 class CarriedByClass:
     """Of the methods of a class, as names of attributes.

@@ -6,31 +6,141 @@ engine is protected, the rewritten text does what it did before. Nothing of it i
 
 from __future__ import annotations
 
+import ast
+import contextlib
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from types import CodeType, ModuleType
+from typing import TYPE_CHECKING
 
 from flashrecovery.worker.preimport.own_files import FRAMEWORKS, is_own_file
 
-_CALLS = (b".backward(", b".step(", b"epoch")
+if TYPE_CHECKING:
+    from flashrecovery.worker.own_loops.rewrite import Makes
+
+_CALLS = (b".backward(", b".step(")
+_PACKAGE = "__init__.py"
+_FILES = 500
+"""Of a script's own modules that are read to see what they call."""
 _replacement = False
+_folders: list[str] = []
+_sources: OwnSources | None = None
 
 
 def compiled_text(text: bytes, file: str) -> CodeType:
-    """Raises SyntaxError as the compiler does."""
-    if b"deepspeed" in text.lower() or (b"engine" in text and any(call in text for call in _CALLS)):
-        from flashrecovery.worker.own_loops.rewrite import rewrite
+    """Of the script. Raises SyntaxError as the compiler does."""
+    global _sources
+    if _sources is None:
+        _sources = OwnSources(text, file)
+    return _rewritten(text, file) or compile(text, file, "exec", dont_inherit=True)
 
-        rewritten = rewrite(text, file)
-        if rewritten.loops or rewritten.iterators:
-            from flashrecovery.worker.own_loops.loops import LOOPS
 
-            LOOPS.take(rewritten, file, replacement=_replacement)
-            return compile(rewritten.tree, file, "exec", dont_inherit=True)
-    return compile(text, file, "exec", dont_inherit=True)
+def _rewritten(text: bytes, file: str) -> CodeType | None:
+    if _sources is None or not _sources.speak_of_deepspeed:
+        return None
+    from flashrecovery.worker.own_loops.rewrite import rewrite
+
+    rewritten = rewrite(text, file, _sources.made_in_imported(text, file))
+    if not rewritten.loops and not rewritten.iterators:
+        return None
+    from flashrecovery.worker.own_loops.loops import LOOPS
+
+    LOOPS.take(rewritten, file, replacement=_replacement)
+    return compile(rewritten.tree, file, "exec", dont_inherit=True)
+
+
+class OwnSources:
+    """The texts of the script and of its own modules, as far as import statements lead to them. ``file``: of the
+    script."""
+
+    def __init__(self, text: bytes, file: str) -> None:
+        self._made: dict[str, Makes] = {}
+        self._texts: dict[str, bytes] = {}
+        self._imported: dict[str, list[str]] = {}
+        self._read(text, file)
+        texts = self._texts.values()
+        self.speak_of_deepspeed = any(b"deepspeed" in one.lower() for one in texts) and all(
+            any(call in one for one in texts) for call in _CALLS
+        )
+        if not self.speak_of_deepspeed:
+            self._texts.clear()
+
+    def _read(self, text: bytes, file: str) -> None:
+        waiting = [(text, file)]
+        while waiting and len(self._texts) < _FILES:
+            text, file = waiting.pop()
+            self._texts[file] = text
+            self._imported[file] = [*_imported_by(text, file)]
+            for path in self._imported[file]:
+                if path not in self._texts:
+                    with contextlib.suppress(OSError), open(path, "rb") as source:
+                        waiting.append((source.read(), path))
+
+    def made_in_imported(self, text: bytes, file: str) -> Makes:
+        """By functions of the modules that this one imports, and of those that these import."""
+        from flashrecovery.worker.own_loops.rewrite import Makes
+
+        if file not in self._texts:
+            self._read(text, file)
+        made = Makes()
+        for path in self._imported[file]:
+            made |= self._made_in(path)
+        return made
+
+    def _made_in(self, file: str) -> Makes:
+        from flashrecovery.worker.own_loops.rewrite import Makes, made_in
+
+        if file not in self._made:
+            self._made[file] = made = Makes()  # of modules that import each other
+            for path in self._imported.get(file, ()):
+                made |= self._made_in(path)
+            with contextlib.suppress(SyntaxError):
+                made |= made_in(ast.parse(self._texts.get(file, b"")), made)
+            self._made[file] = made
+        return self._made[file]
+
+
+def _imported_by(text: bytes, file: str) -> Iterator[str]:
+    """Files of the script's own modules."""
+    try:
+        tree = ast.parse(text)
+    except (SyntaxError, ValueError):
+        return
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield from _files_of(alias.name, _own_folders(file))
+        elif isinstance(node, ast.ImportFrom):
+            folder = os.path.dirname(file)
+            for _ in range(node.level - 1):
+                folder = os.path.dirname(folder)
+            places = [folder] if node.level else _own_folders(file)
+            for alias in node.names:
+                yield from _files_of(".".join(filter(None, (node.module, alias.name))), places)
+
+
+def _own_folders(file: str) -> list[str]:
+    return [os.path.dirname(file), *_folders]
+
+
+def _files_of(name: str, folders: Sequence[str]) -> Iterator[str]:
+    """Of a dotted name: the module, the packages around it, and the module that may hold its last part."""
+    parts = name.split(".")
+    if parts[0] in FRAMEWORKS:
+        return
+    for folder in folders:
+        found = [
+            path
+            for number in range(1, len(parts) + 1)
+            for path in (f"{os.path.join(folder, *parts[:number])}.py", os.path.join(folder, *parts[:number], _PACKAGE))
+            if os.path.isfile(path) and is_own_file(path)
+        ]
+        if found:
+            yield from found
+            return
 
 
 class OwnModules(MetaPathFinder):
@@ -54,18 +164,15 @@ class OwnModules(MetaPathFinder):
 
 class _OwnText(SourceFileLoader):
     def get_code(self, fullname: str) -> CodeType | None:
-        text = self.get_data(self.path)
-        return (
-            compiled_text(text, self.path) if all(call in text for call in _CALLS[:2]) else super().get_code(fullname)
-        )
+        return _rewritten(self.get_data(self.path), self.path) or super().get_code(fullname)
 
 
 def find_own_modules(*, replacement: bool) -> None:
     """From now on, before the script's first line. ``replacement``: this is not the first process of its rank."""
-    global _replacement
+    global _replacement, _folders
     _replacement = replacement
-    own = [place for place in sys.path if place and is_own_file(os.path.join(place, "x")) and os.path.isdir(place)]
-    sys.meta_path.insert(0, OwnModules(own))
+    _folders = [place for place in sys.path if place and is_own_file(os.path.join(place, "x")) and os.path.isdir(place)]
+    sys.meta_path.insert(0, OwnModules(_folders))
 
 
 def script_is_over() -> None:

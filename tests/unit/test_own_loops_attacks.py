@@ -1,0 +1,199 @@
+"""What scripts do in their loops: variables that lead to protected state, generators, functions of other modules."""
+
+from __future__ import annotations
+
+import ast
+import collections
+import random
+import types
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from flashrecovery.worker.own_loops.rewrite import LoopText, made_in, rewrite
+from flashrecovery.worker.own_loops.variables import LoopVariables, protected, put_back, take_down
+from flashrecovery.worker.script_text.loop_carried import loops_around
+from flashrecovery.worker.startup.own_text import OwnSources
+
+EPOCH = """
+def train_one_epoch(model, loader):
+    for x, y in loader:
+        loss = model(x)
+        model.backward(loss)
+        model.step()
+"""
+STEP = """
+def train_step(model, x):
+    model.backward(model(x))
+    model.step()
+"""
+
+
+READ = frozenset(("a", "b", "c", "d", "increment", "callbacks"))
+"""What the script of a test reads."""
+
+
+def names(*own: str) -> LoopVariables:
+    return LoopVariables.of(LoopText(1, True, local=frozenset(own), read=READ))
+
+
+def frame_with(**variables: object) -> types.FrameType:
+    return types.SimpleNamespace(f_locals=variables, f_globals=variables)  # type: ignore[return-value]
+
+
+def test_a_variable_that_leads_to_parameter_groups_is_left_alone() -> None:
+    weight = torch.nn.Parameter(torch.zeros(4))
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    flat = torch.zeros(8)
+    (group,) = optimizer.param_groups
+    frame = frame_with(group=group, view=flat[:4], own=torch.zeros(2))
+    known = protected([optimizer], [flat])
+    saved = take_down(frame, names("group", "view", "own"), known)
+    assert {*saved.variables} == {"own"}
+    put_back(frame, names("group", "view", "own"), known, saved)
+    assert group["params"][0] is weight
+
+
+def test_generators_come_back() -> None:
+    kinds: dict[str, Any] = {
+        "a": torch.Generator(),
+        "b": random.Random(1),
+        "c": np.random.default_rng(2),
+        "d": [random.Random(3)],
+    }
+    frame = frame_with(**kinds)
+
+    def drawn() -> list[float]:
+        a, b, c, d = kinds.values()
+        return [torch.rand(1, generator=a).item(), b.random(), c.random(), d[0].random()]
+
+    saved = take_down(frame, names(), frozenset())
+    first = drawn()
+    put_back(frame, names(), frozenset(), saved)
+    assert drawn() == first
+
+
+def test_a_tensor_that_rounds_of_the_inner_loop_add_to_is_kept() -> None:
+    text = """
+for epoch in range(3):
+    total = torch.zeros(1)
+    for x in loader:
+        loss = engine(x)
+        engine.backward(loss)
+        engine.step()
+        total = total + loss.detach()
+        print(total)
+"""
+    loops = rewrite(text, "train.py").loops
+    assert "total" in loops[2].carried.remade and "total" not in loops[4].carried.remade
+    assert "loss" in loops[4].carried.remade
+
+
+def test_what_an_else_clause_and_functions_read_is_read_after() -> None:
+    text = """
+def report():
+    print(last)
+for x in loader:
+    last = shown = engine(x)
+    engine.backward(last)
+    engine.step()
+else:
+    print(shown)
+report()
+"""
+    assert {"last", "shown"} <= rewrite(text, "train.py").loops[4].read_after
+
+
+def test_a_loop_over_an_imported_function_is_an_outer_loop() -> None:
+    text = "for epoch in range(3):\n    train_one_epoch(engine, loader)\n"
+    assert not rewrite(text, "train.py").loops
+    assert not rewrite(text, "train.py", made_in(ast.parse(EPOCH))).loops[1].steps
+    text = "for x in loader:\n    train_step(engine, x)\n"
+    assert rewrite(text, "train.py", made_in(ast.parse(STEP))).loops[1].steps
+
+
+def test_imported_modules_are_read(tmp_path: Path) -> None:
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package" / "__init__.py").write_text("from .epochs import train_one_epoch\n")
+    (tmp_path / "package" / "epochs.py").write_text(EPOCH)
+    text = b"import deepspeed\nfrom package import train_one_epoch\n"
+    sources = OwnSources(text, str(tmp_path / "train.py"))
+    assert sources.speak_of_deepspeed
+    assert "train_one_epoch" in sources.made_in_imported(text, str(tmp_path / "train.py")).looping
+
+
+def test_loops_around_a_line() -> None:
+    tree = ast.parse("for a in b:\n    while c:\n        d()\n        def e():\n            f()\n")
+    assert [loop.lineno for loop in loops_around(tree, 3)] == [1, 2]
+    assert not loops_around(tree, 5)
+
+
+def test_a_list_that_a_library_shuffles_belongs_to_the_loop() -> None:
+    text = """
+for epoch in range(3):
+    random.shuffle(order)
+    print(sum(numbers))
+    for i in order:
+        engine.backward(engine(i))
+        engine.step()
+"""
+    passed = rewrite(text, "train.py").loops[2].passed
+    assert "order" in passed and "numbers" not in passed
+    order, count = [1, 2, 3], 4
+    frame = frame_with(order=order, count=count)
+    wanted = LoopVariables(frozenset(), frozenset(), frozenset(), frozenset(("order", "count")))
+    saved = take_down(frame, wanted, frozenset())
+    assert saved.variables == {"order": [1, 2, 3]}
+    order.reverse()
+    put_back(frame, wanted, frozenset(), saved)
+    assert order == [1, 2, 3]
+
+
+def test_a_method_of_its_own_may_be_called_step() -> None:
+    text = """
+class Trainer:
+    def step(self, batch):
+        self.engine.backward(self.engine(batch))
+        self.engine.step()
+
+    def train(self, epochs):
+        for epoch in range(epochs):
+            for batch in loader:
+                self.step(batch)
+"""
+    loops = rewrite(text, "train.py").loops
+    assert (loops[8].steps, loops[9].steps) == (False, True)
+
+
+def test_what_a_closure_counts_and_dictionaries_of_other_kinds_come_back() -> None:
+    count = 0
+
+    def increment() -> int:
+        nonlocal count
+        count += 1
+        return count
+
+    found: collections.Counter[str] = collections.Counter(a=1)
+    frame = frame_with(increment=increment, found=found)
+    saved = take_down(frame, names("found"), frozenset())
+    increment()
+    found["a"] += 1
+    put_back(frame, names("found"), frozenset(), saved)
+    assert increment() == 1
+    assert type(found) is collections.Counter and found == {"a": 1}
+
+
+class Counting:
+    def __init__(self) -> None:
+        self.count = 0
+
+
+def test_an_object_is_found_where_the_loop_has_not_set_its_variable_yet() -> None:
+    one = Counting()
+    one.count = 3
+    saved = take_down(frame_with(callbacks=[one], callback=one), names("callback"), frozenset())
+    new = Counting()
+    put_back(frame_with(callbacks=[new]), names("callback"), frozenset(), saved)
+    assert new.count == 3

@@ -23,7 +23,8 @@ from __future__ import annotations
 
 import ast
 import builtins
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections import deque
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from flashrecovery.worker.script_text.loop_carried import AnyFunction, LoopCarried, carried_by_loop
@@ -115,7 +116,8 @@ def rewrite(text: bytes | str, file: str, elsewhere: Makes = NONE) -> Rewritten:
     calls = _Calls(tree, elsewhere)
     if not calls.loops and not calls.whole_steps:
         return Rewritten(tree)
-    texts = {loop.lineno: _text_of(tree, loop, calls) for loop in calls.loops}
+    names = _FileNames.of(tree, calls)
+    texts = {loop.lineno: _text_of(tree, loop, calls, names) for loop in calls.loops}
     iterators = _Iterators(file, calls)
     iterators.rewrite(tree)
     if not texts and not iterators.names:
@@ -246,9 +248,9 @@ def called(call: ast.Call) -> str:
 def own_nodes(place: ast.AST) -> Iterator[ast.AST]:
     """``place`` and what is in it, but not what is in functions and classes in it."""
     yield place
-    waiting = list(ast.iter_child_nodes(place))
+    waiting = deque(ast.iter_child_nodes(place))
     while waiting:
-        node = waiting.pop(0)
+        node = waiting.popleft()
         yield node
         if not isinstance(node, (*_FUNCTIONS, ast.ClassDef)):
             waiting += ast.iter_child_nodes(node)
@@ -261,23 +263,44 @@ def calls_in(place: ast.AST) -> Iterator[ast.Call]:
 # -- what the text says of a loop -------------------------------------------------------------------
 
 
-def _text_of(tree: ast.Module, loop: PlainLoop, calls: _Calls) -> LoopText:
-    function = _function_around(tree, loop)
+@dataclass(frozen=True)
+class _FileNames:
+    """Names of a file, and the function around each of its loops."""
+
+    shared: frozenset[str]
+    passed: frozenset[str]
+    read: frozenset[str]
+    around: Mapping[ast.AST, AnyFunction]
+
+    @staticmethod
+    def of(tree: ast.Module, calls: _Calls) -> _FileNames:
+        nodes = list(ast.walk(tree))
+        functions = [node for node in nodes if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))]
+        return _FileNames(
+            frozenset(name for node in nodes if isinstance(node, ast.Global) for name in node.names),
+            frozenset(_names_passed(tree, calls)),
+            frozenset(node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)),
+            {node: one for one in functions for node in own_nodes(one) if isinstance(node, (ast.For, ast.While))},
+        )
+
+
+def _text_of(tree: ast.Module, loop: PlainLoop, calls: _Calls, names: _FileNames) -> LoopText:
+    function = names.around.get(loop)
     place: ast.AST = tree if function is None else function
     outermost = next(node for node in own_nodes(place) if node in calls.loops and loop in set(own_nodes(node)))
     assert isinstance(outermost, (ast.For, ast.While))
     carried = carried_by_loop(tree, outermost)
-    # what each round of an outer loop makes anew, rounds of this one may still add to
-    carried = replace(carried, remade=carried.remade & carried_by_loop(tree, loop).remade)
+    if loop is not outermost:  # what each round of that one makes anew, rounds of this one may still add to
+        carried = replace(carried, remade=carried.remade & carried_by_loop(tree, loop).remade)
     return LoopText(
         loop.lineno,
         calls.loops[loop],
         carried,
         frozenset(_names_set(place if function is not None else outermost)),
-        frozenset(name for node in ast.walk(tree) if isinstance(node, ast.Global) for name in node.names),
+        names.shared,
         frozenset(_names_read_after(place, loop)),
-        frozenset(_names_passed(tree, calls)),
-        frozenset(n.id for n in ast.walk(tree) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load)),
+        names.passed,
+        names.read,
         _refusal(loop, function),
     )
 
@@ -302,20 +325,13 @@ def _own_jumps(body: Iterable[ast.AST]) -> Iterator[ast.AST]:
             yield from _own_jumps(ast.iter_child_nodes(node))
 
 
-def _function_around(tree: ast.AST, loop: PlainLoop) -> AnyFunction | None:
-    found = None
-    for node in ast.walk(tree):  # outer ones first
-        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and loop in set(own_nodes(node)):
-            found = node
-    return found
-
-
 def _names_set(place: ast.AST) -> set[str]:
     """Names that statements in ``place`` set, and arguments of it."""
+    inner = set(_set_by_comprehensions(place))
     names = {
         node.id
         for node in own_nodes(place)
-        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) and not _in_comprehension(place, node)
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) and node not in inner
     }
     if isinstance(place, (ast.FunctionDef, ast.AsyncFunctionDef)):
         arguments = place.args
@@ -347,14 +363,11 @@ def _names_passed(tree: ast.Module, calls: _Calls) -> Iterator[str]:
                 yield argument.id
 
 
-def _in_comprehension(place: ast.AST, name: ast.Name) -> bool:
-    kinds = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
-    return any(
-        name in set(ast.walk(generator.target))
-        for node in own_nodes(place)
-        if isinstance(node, kinds)
-        for generator in node.generators
-    )
+def _set_by_comprehensions(place: ast.AST) -> Iterator[ast.AST]:
+    for node in own_nodes(place):
+        if isinstance(node, (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)):
+            for generator in node.generators:
+                yield from ast.walk(generator.target)
 
 
 class _Iterators:

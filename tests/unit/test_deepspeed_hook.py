@@ -27,6 +27,9 @@ class FakeEngine:
         self.pipeline_parallelism = False
         vars(self).update(attributes)
 
+    def step(self) -> None:
+        pass
+
 
 class FakeRecovery(Recovery):
     """Live, without a launcher."""

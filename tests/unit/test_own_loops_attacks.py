@@ -36,7 +36,7 @@ READ = frozenset(("a", "b", "c", "d", "increment", "callbacks"))
 
 
 def names(*own: str) -> LoopVariables:
-    return LoopVariables.of(LoopText(1, True, local=frozenset(own), read=READ))
+    return LoopVariables.of(LoopText(True, local=frozenset(own), read=READ))
 
 
 def frame_with(**variables: object) -> types.FrameType:

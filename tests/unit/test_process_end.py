@@ -46,7 +46,7 @@ from flashrecovery.runtime import process_end
 from flashrecovery.worker.startup import bootstrap
 def say(*what): print(*what, flush=True)
 channel = types.SimpleNamespace(send=lambda message: say("words", message.last_words.message))
-bootstrap._connection = types.SimpleNamespace(at_script_end=[lambda: say("told the end")])
+bootstrap._connection = types.SimpleNamespace(detached=False, at_script_end=[lambda: say("told the end")])
 process_end.reserve()
 code = bootstrap._run_script([sys.argv[1]], channel)
 say("child" if process_end.is_fork() else "rank", code)

@@ -45,7 +45,6 @@ class LoopText:
     """What the text says of one loop.
 
     Attributes:
-        line: of its first statement.
         steps: it is a step loop; else an outer loop.
         carried: what it changes, and carries from round to round; of the outermost loop of its function.
         local: names that its rounds may set, for which the rewritten text has an assignment.
@@ -56,7 +55,6 @@ class LoopText:
         refused: why it cannot be protected; "" if it can.
     """
 
-    line: int
     steps: bool
     carried: LoopCarried = field(default_factory=LoopCarried)
     local: frozenset[str] = frozenset()
@@ -293,7 +291,6 @@ def _text_of(tree: ast.Module, loop: PlainLoop, calls: _Calls, names: _FileNames
     if loop is not outermost:  # what each round of that one makes anew, rounds of this one may still add to
         carried = replace(carried, remade=carried.remade & carried_by_loop(tree, loop).remade)
     return LoopText(
-        loop.lineno,
         calls.loops[loop],
         carried,
         frozenset(_names_set(place if function is not None else outermost)),

@@ -124,6 +124,16 @@ def test_imported_modules_are_read(tmp_path: Path) -> None:
     assert "train_one_epoch" in sources.made_in_imported(text, str(tmp_path / "train.py")).looping
 
 
+def test_imports_of_several_lines_are_read(tmp_path: Path) -> None:
+    for name in ("one", "two", "three"):
+        (tmp_path / f"{name}.py").write_text(EPOCH.replace("train_one_epoch", name))
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package" / "__init__.py").write_text("from ..one import (  # the first\n    one as first,\n)\n")
+    text = b"import deepspeed, two as second  # a comment\nif True:\n    from package import (\n    one,\n)\nimport three\n"
+    made = OwnSources(text, str(tmp_path / "train.py")).made_in_imported(text, str(tmp_path / "train.py"))
+    assert {"one", "two", "three"} <= made.looping
+
+
 def test_loops_around_a_line() -> None:
     tree = ast.parse("for a in b:\n    while c:\n        d()\n        def e():\n            f()\n")
     assert [loop.lineno for loop in loops_around(tree, 3)] == [1, 2]

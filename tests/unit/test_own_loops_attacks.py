@@ -129,7 +129,8 @@ def test_imports_of_several_lines_are_read(tmp_path: Path) -> None:
         (tmp_path / f"{name}.py").write_text(EPOCH.replace("train_one_epoch", name))
     (tmp_path / "package").mkdir()
     (tmp_path / "package" / "__init__.py").write_text("from ..one import (  # the first\n    one as first,\n)\n")
-    text = b"import deepspeed, two as second  # a comment\nif True:\n    from package import (\n    one,\n)\nimport three\n"
+    text = b"import deepspeed, two as second  # a comment\nif True:\n    from package import (\n    one,\n)\n"
+    text += b"import three\n"
     made = OwnSources(text, str(tmp_path / "train.py")).made_in_imported(text, str(tmp_path / "train.py"))
     assert {"one", "two", "three"} <= made.looping
 

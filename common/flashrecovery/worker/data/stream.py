@@ -39,7 +39,7 @@ KEPT_VERSIONS = 3
 _SETTINGS = 1000
 """Changes of samplers within one epoch that are kept."""
 _SAY_EVERY_S = 5.0
-_REDRAWN = 3
+REDRAWN = 3
 """Fetches of a source that may look ahead that are made again with the same random numbers: what it draws for a batch,
 it draws in the fetch of an earlier one."""
 
@@ -326,7 +326,7 @@ class DataStream:
     def _states_before(self, newest: dict[str, Any] | None, begun: bool) -> tuple[dict[str, Any] | None, ...]:
         """The first batch of an epoch is fetched in the state of the epoch's start."""
         older = () if begun else self._cursor.rng_before
-        states = (*older, newest)[-(_REDRAWN if self._source.may_look_ahead else 1) :]
+        states = (*older, newest)[-(REDRAWN if self._source.may_look_ahead else 1) :]
         return states if any(states) else ()
 
     def _tell_opaque(self, kind: str) -> None:

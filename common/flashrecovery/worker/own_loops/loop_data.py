@@ -14,10 +14,8 @@ from typing import Any
 from flashrecovery.errors import DataSourceError
 from flashrecovery.worker.data.batch_digest import Content, copy_of_structure
 from flashrecovery.worker.data.source import Source
-from flashrecovery.worker.data.stream import KEPT_VERSIONS, DataPosition, DataStream
+from flashrecovery.worker.data.stream import KEPT_VERSIONS, REDRAWN, DataPosition, DataStream
 from flashrecovery.worker.local_state.rng import RngState, restore_rng
-
-_REDRAWN = 3
 
 
 @dataclass(frozen=True)
@@ -163,9 +161,8 @@ class LoopData(DataStream):
             return _Round(self._place, None, None)
         after = RngState.now()
         content = Content.of(element)
-        drawn = before.plain() if after != before and not begun else None
-        older = () if begun else self._place.before
-        states = (*older, drawn)[-_REDRAWN:] if not begun else ()
+        drawn = before.plain() if after != before else None
+        states = () if begun else (*self._place.before, drawn)[-REDRAWN:]
         place = _Place(
             self._place.run,
             self._place.taken + 1,

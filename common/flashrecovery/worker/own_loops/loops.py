@@ -273,7 +273,7 @@ class ScriptLoops:
         if self._loop is None or self._finished is not None:
             return True
         if self._step is not None:
-            raise self._unfinished(loop)
+            raise self.unfinished(loop)
         self._handed_out = False
         if self._loop.finished(self._loop.gate.version):
             self._finished = loop
@@ -283,7 +283,7 @@ class ScriptLoops:
         return False
 
     @staticmethod
-    def _unfinished(loop: ScriptLoop) -> UnsupportedError:
+    def unfinished(loop: ScriptLoop) -> UnsupportedError:
         return UnsupportedError(
             f"{loop.place}: the loop ends in the middle of an accumulation of gradients, and the rest of that step is "
             "made elsewhere; make the number of its rounds a multiple of the accumulation (drop_last, or a shorter "
@@ -453,7 +453,7 @@ class ScriptLoop:
             self._again = True
             return True
         if error is None and self._loops.step_is_open:
-            raise self._loops._unfinished(self)
+            raise self._loops.unfinished(self)
         if error is None and level == 0:
             self._again = not self._loops.finish(self)
         if error is not None and level == 0:

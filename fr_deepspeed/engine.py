@@ -41,7 +41,7 @@ from flashrecovery.adapter import (
     replicated,
     world_size,
 )
-from flashrecovery.adapter.elastic import Division, DivisionPlace, ElasticAdapter
+from flashrecovery.adapter.elastic import ElasticAdapter, ShardLayout, ShardPlace
 from flashrecovery.errors import UnsupportedError
 from fr_deepspeed.beta_powers import beta_powers
 from fr_deepspeed.capabilities import BACKWARD, ENGINE_STEP, UNMANAGED, is_managed
@@ -75,8 +75,8 @@ class EngineAdapter(TorchAdapter, ElasticAdapter):
 
     whole_framework = True
     framework_packages = frozenset({"deepspeed"})
-    _division: Division | None = None
-    """Of what the optimizer has divided, if it has."""
+    _shard_layout: ShardLayout | None = None
+    """Of what the optimizer has sharded, if it has."""
 
     def __init__(self, engine: Any, optimizer: Optimizer) -> None:
         self.engine = engine
@@ -84,7 +84,7 @@ class EngineAdapter(TorchAdapter, ElasticAdapter):
         self._param_groups = list(optimizer.param_groups)
         self._weights = [p for group in optimizer.param_groups for p in group["params"]]
         self._all_shards: list[Shard] | None = None
-        self._place: DivisionPlace | None = None  # None: that in the groups of the launch
+        self._place: ShardPlace | None = None  # None: that in the groups of the launch
         self._powers = beta_powers(engine.basic_optimizer)
         self._muon = is_muon(engine.basic_optimizer) and engine.zero_optimization_stage() > 0
         self._counted = (engine.micro_steps, engine.global_steps)
@@ -193,12 +193,12 @@ class EngineAdapter(TorchAdapter, ElasticAdapter):
         if self.engine.zero_optimization_stage() > 0:
             kept = [type(beside.optimizer).__name__ for beside in self._besides if beside.read()[1]]
             found += [f"ZeRO and the tensors that {kind} keeps in its attributes" for kind in kept]
-        if not found and self._division is not None:
-            self._division.check()
+        if not found and self._shard_layout is not None:
+            self._shard_layout.check()
         return tuple(found)
 
-    def division(self) -> Division | None:
-        return self._division
+    def shard_layout(self) -> ShardLayout | None:
+        return self._shard_layout
 
     def resized(self) -> None:
         self._ranks = dist.get_process_group_ranks(self.engine.data_parallel_group)

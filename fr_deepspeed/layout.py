@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from flashrecovery.adapter import ParamRecord, constant, global_rank, world_size
-from flashrecovery.adapter.elastic import DivisionPlace
+from flashrecovery.adapter.elastic import ShardPlace
 
 
 def ranks_of(engine: Any, parameter: torch.Tensor) -> Sequence[int]:
@@ -28,14 +28,14 @@ def ranks_of(engine: Any, parameter: torch.Tensor) -> Sequence[int]:
 
 
 def partition_record(
-    name: str, partition: torch.Tensor, group: Any, division: DivisionPlace | None = None
+    name: str, partition: torch.Tensor, group: Any, shard_layout: ShardPlace | None = None
 ) -> ParamRecord:
     """The record of this rank's partition of something that ``group`` shards: ``<name>#dp=1/4``, or
-    ``<name>#dp=1/2,group=2`` for a group that is not the world (and whose lowest rank is 2). ``division``: the place of
-    this rank in what its state has been divided for, if that need not be as its groups."""
-    if division is not None:
-        own = f"{name}#dp={division.number}/{division.ranks}"
-        return ParamRecord(name, own, (division.number,), constant(partition))  # type: ignore[arg-type]
+    ``<name>#dp=1/2,group=2`` for a group that is not the world (and whose lowest rank is 2). ``sharding``: the place of
+    this rank in what its state has been sharded for, if that need not be as its groups."""
+    if shard_layout is not None:
+        own = f"{name}#dp={shard_layout.number}/{shard_layout.ranks}"
+        return ParamRecord(name, own, (shard_layout.number,), constant(partition))  # type: ignore[arg-type]
     ranks = dist.get_process_group_ranks(group)
     place = f"{name}#dp={dist.get_rank(group)}/{len(ranks)}"
     if len(ranks) < world_size():

@@ -16,10 +16,10 @@ from typing import Any
 from torch import nn
 
 from flashrecovery.adapter import give_up_state
-from flashrecovery.adapter.elastic import DivisionPlace
+from flashrecovery.adapter.elastic import ShardPlace
 
 
-def reform(engine: Any, place: DivisionPlace) -> None:
+def reform(engine: Any, place: ShardPlace) -> None:
     """Build the engine's ZeRO optimizer for this ``place``, which need not be that in its groups. No communication.
 
     The engine's own numbers of ranks must be right already (:func:`fr_deepspeed.elastic.resize_engine`), and nothing
@@ -57,7 +57,7 @@ _KEPT = ("loss_scaler", "dynamic_loss_scale", "custom_loss_scaler", "external_lo
 
 
 @contextmanager
-def standing_at(place: DivisionPlace, *modules: Any) -> Iterator[None]:
+def standing_at(place: ShardPlace, *modules: Any) -> Iterator[None]:
     """To these modules of DeepSpeed every process group is one in which this rank has this ``place``. And they wait for
     nobody, as they do while they make partitions, without exchanging anything: here each rank makes its own when it is
     told to."""
@@ -74,7 +74,7 @@ def standing_at(place: DivisionPlace, *modules: Any) -> Iterator[None]:
 class _AtPlace(ModuleType):
     """A module as it is, but for rank, size and the barrier."""
 
-    def __init__(self, module: ModuleType, place: DivisionPlace) -> None:
+    def __init__(self, module: ModuleType, place: ShardPlace) -> None:
         super().__init__(module.__name__)
         self._module, self._place = module, place
 

@@ -15,11 +15,11 @@ from typing import Any
 import torch
 
 from flashrecovery.adapter import give_up_state
-from flashrecovery.adapter.elastic import DivisionPlace
+from flashrecovery.adapter.elastic import ShardPlace
 from fr_deepspeed.reform import standing_at
 
 
-def reform3(engine: Any, place: DivisionPlace) -> None:
+def reform3(engine: Any, place: ShardPlace) -> None:
     """Make all of the engine's slices and partitions anew, for this ``place``, which need not be that in its groups. No
     communication.
 
@@ -54,7 +54,7 @@ _LISTS = (
 """What the methods that are called add to."""
 
 
-def _slice_anew(parameter: Any, place: DivisionPlace) -> None:
+def _slice_anew(parameter: Any, place: ShardPlace) -> None:
     """Have DeepSpeed cut a whole parameter, of any content, for this ``place``."""
     from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
@@ -68,7 +68,7 @@ def _slice_anew(parameter: Any, place: DivisionPlace) -> None:
     parameter.partition(has_been_updated=True)
 
 
-def _resize_maker(parameter: Any, place: DivisionPlace) -> None:
+def _resize_maker(parameter: Any, place: ShardPlace) -> None:
     """What has made the parameter one of ZeRO-3 (``deepspeed.zero.Init``) cuts and gathers it."""
     maker = inspect.getclosurevars(parameter.partition_numel).nonlocals["self"]
     maker.rank = maker.rank_in_group = place.number

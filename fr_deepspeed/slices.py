@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 
 from flashrecovery.adapter import ParamShard
-from flashrecovery.adapter.elastic import DivisionPlace, Prepared, ReadyTensors, RuledDivision, Slices, TensorRule
-from fr_deepspeed.division import (
+from flashrecovery.adapter.elastic import Prepared, ReadyTensors, RuledShardLayout, ShardPlace, Slices, TensorRule
+from fr_deepspeed.shard_layout import (
     DATA,
     PARAM,
     check_state,
@@ -38,12 +38,12 @@ def slice_beginning(fqn: str) -> str:
 
 
 def frozen_name(fqn: str) -> str:
-    """The name, in the division, of a frozen parameter."""
+    """The name, in the sharding, of a frozen parameter."""
     return f"frozen/{fqn}"
 
 
-class SliceDivision(RuledDivision):
-    """The division of one engine.
+class SliceShardLayout(RuledShardLayout):
+    """The sharding of one engine.
 
     Args:
         shards: gives the shard of each sub-group's partition on this rank.
@@ -56,7 +56,7 @@ class SliceDivision(RuledDivision):
         zero: Any,
         shards: Callable[[], Sequence[ParamShard]],
         frozen: Callable[[], Mapping[str, Any]],
-        install: Callable[[DivisionPlace, Mapping[str, torch.Tensor], Mapping[str, Any]], None],
+        install: Callable[[ShardPlace, Mapping[str, torch.Tensor], Mapping[str, Any]], None],
     ) -> None:
         self._zero = zero
         self._shards = shards
@@ -74,7 +74,7 @@ class SliceDivision(RuledDivision):
 
     def describe(self) -> dict[str, Any]:
         """Raises UnsupportedError if there is optimizer state that is neither a number nor as long as the partition:
-        how it would be divided is not known."""
+        how it would be sharded is not known."""
         groups = [
             {
                 "numels": [int(p.ds_numel) for p in group],
@@ -118,7 +118,7 @@ class SliceDivision(RuledDivision):
         for fqn, numel, dtype_name in description["frozen"]:
             tensor = torch.zeros(Slices.length(numel, size), dtype=dtype_of(dtype_name), device=device)
             tensors[frozen_name(fqn)] = tensor
-        return ReadyTensors(tensors, values, lambda: self._install(DivisionPlace(place, size), tensors, description))
+        return ReadyTensors(tensors, values, lambda: self._install(ShardPlace(place, size), tensors, description))
 
 
 def tied_to_size(engine: Any) -> Iterator[str]:
@@ -142,4 +142,4 @@ def tied_to_size(engine: Any) -> Iterator[str]:
         )
     world = dist.get_world_size()
     if any(dist.get_world_size(p.ds_process_group) != world for p in engine.module.parameters()):
-        yield "parameters that are divided among some of the ranks only"
+        yield "parameters that are sharded among some of the ranks only"

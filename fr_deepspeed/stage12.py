@@ -15,16 +15,16 @@ from torch import nn
 from torch.optim import Optimizer
 
 from flashrecovery.adapter import FixedShard, Method, ParamRecord, ParamShard, Shard, world_size
-from flashrecovery.adapter.elastic import DivisionPlace
+from flashrecovery.adapter.elastic import ShardPlace
 from fr_deepspeed.backward import reset_backward_hooks
 from fr_deepspeed.capabilities import BUCKET_EVENTS, BUCKETS, FLAT_GRADIENTS, REFORM
-from fr_deepspeed.division import PartitionDivision, fill, length_of, weights_name
 from fr_deepspeed.elastic import resize_engine
 from fr_deepspeed.engine import EngineAdapter
 from fr_deepspeed.layout import partition_record
 from fr_deepspeed.muon import make_momentum
 from fr_deepspeed.offload import check_gradients, reset_accumulation
 from fr_deepspeed.reform import reform
+from fr_deepspeed.shard_layout import PartitionShardLayout, fill, length_of, weights_name
 
 _NO_MICRO_STEP = -1
 """``micro_step_id`` between two steps (deepspeed's INITIAL_MICRO_STEP_ID)."""
@@ -39,7 +39,7 @@ class Stage12Adapter(EngineAdapter):
         super().__init__(engine, optimizer)
         if self._muon:
             make_momentum(engine.optimizer)
-        self._division = PartitionDivision(engine.optimizer, self._partitions, self._install)
+        self._shard_layout = PartitionShardLayout(engine.optimizer, self._partitions, self._install)
 
     @property
     def _optimized(self) -> Sequence[nn.Parameter]:
@@ -73,9 +73,7 @@ class Stage12Adapter(EngineAdapter):
     def _partitions(self) -> Sequence[ParamShard]:
         return [shard for shard in self.shards() if isinstance(shard, ParamShard)][: len(self._records)]
 
-    def _install(
-        self, place: DivisionPlace, tensors: Mapping[str, torch.Tensor], description: Mapping[str, Any]
-    ) -> None:
+    def _install(self, place: ShardPlace, tensors: Mapping[str, torch.Tensor], description: Mapping[str, Any]) -> None:
         """Go on with these partitions, which are those of this place."""
         zero = self.engine.optimizer
         self._place = place

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 from flashrecovery.adapter import FixedShard, Method, ParamRecord, ParamShard, Shard, settle_state
-from flashrecovery.adapter.elastic import DivisionPlace
+from flashrecovery.adapter.elastic import ShardPlace
 from flashrecovery.errors import UnsupportedError
 from fr_deepspeed.backward import reset_backward_hooks
 from fr_deepspeed.capabilities import (
@@ -27,13 +27,13 @@ from fr_deepspeed.capabilities import (
     PARTITION_RANK,
     REDUCED3,
 )
-from fr_deepspeed.division import fill_partition
 from fr_deepspeed.elastic import resize_engine
 from fr_deepspeed.engine import EngineAdapter
 from fr_deepspeed.layout import partition_record
 from fr_deepspeed.learned3 import ExternalParameters
 from fr_deepspeed.reform3 import reform3
-from fr_deepspeed.slices import SliceDivision, frozen_name
+from fr_deepspeed.shard_layout import fill_partition
+from fr_deepspeed.slices import SliceShardLayout, frozen_name
 
 
 class Stage3Adapter(EngineAdapter):
@@ -56,7 +56,7 @@ class Stage3Adapter(EngineAdapter):
         super().__init__(engine, optimizer)
         self._weights = self._partitions
         self._external = ExternalParameters(engine.module)
-        self._division = SliceDivision(engine.optimizer, self._partition_shards, self._frozen, self._install)
+        self._shard_layout = SliceShardLayout(engine.optimizer, self._partition_shards, self._frozen, self._install)
 
     @property
     def _optimized(self) -> Sequence[nn.Parameter]:
@@ -91,9 +91,7 @@ class Stage3Adapter(EngineAdapter):
     def _partition_shards(self) -> Sequence[ParamShard]:
         return [shard for shard in self.shards() if isinstance(shard, ParamShard)]
 
-    def _install(
-        self, place: DivisionPlace, tensors: Mapping[str, torch.Tensor], description: Mapping[str, Any]
-    ) -> None:
+    def _install(self, place: ShardPlace, tensors: Mapping[str, torch.Tensor], description: Mapping[str, Any]) -> None:
         """Go on with these slices, which are those of this place."""
         zero = self.engine.optimizer
         self._place = place

@@ -36,16 +36,16 @@ from flashrecovery.adapter import (
     owners_of,
     plain_fields,
 )
-from flashrecovery.adapter.elastic import Division, DivisionPlace, ElasticAdapter
+from flashrecovery.adapter.elastic import ElasticAdapter, ShardLayout, ShardPlace
 from flashrecovery.adapter.relayout import LogicalState, RelayoutAdapter
 from flashrecovery.errors import UnsupportedError
 from fr_megatron import elastic
 from fr_megatron.buckets import Buckets, forget_answers
 from fr_megatron.checkpoint import MegatronCheckpoint
-from fr_megatron.division import FlatLayout, OptimizerDivision, buffers_of
 from fr_megatron.expert_groups import groups_for, scalers_for
 from fr_megatron.fsdp2 import TorchFSDP2
-from fr_megatron.layout import DividedParameters
+from fr_megatron.joint_shard_layout import JointShardLayout
+from fr_megatron.layout import ShardedParameters
 from fr_megatron.logical import MegatronLogical
 from fr_megatron.megatron_fsdp import MegatronFSDP
 from fr_megatron.optimizers import dealt, inner_optimizers, pairs, scalers, torch_optimizers, trains_experts
@@ -53,7 +53,7 @@ from fr_megatron.own_loop import OwnLoop
 from fr_megatron.random import capture_tracker, restore_tracker
 from fr_megatron.reform import fill, reform
 from fr_megatron.replicas import SharedPlaces, experts_or_context, replica_group
-from fr_megatron.shared_division import SharedDivision
+from fr_megatron.shard_layout import FlatLayout, OptimizerShardLayout, buffers_of
 from fr_megatron.support import check
 from fr_megatron.wrapper import Wrapper
 
@@ -117,7 +117,7 @@ class MegatronAdapter(TorchAdapter, ElasticAdapter, RelayoutAdapter):
         self._launched = elastic.lists_of_ranks()
         divisible = self._membership and isinstance(self._wrapper, Buckets)
         self._places = SharedPlaces.of(self._chunks[0]) if divisible else None
-        self._division: Division | None = None
+        self._shard_layout: ShardLayout | None = None
 
     # -- shards -----------------------------------------------------------------------------------
 
@@ -162,14 +162,14 @@ class MegatronAdapter(TorchAdapter, ElasticAdapter, RelayoutAdapter):
             return f"{self.name} with MoE layers or context parallelism"
         if len(self._chunks) > 1:
             return f"{self.name} with several model chunks on a rank (virtual pipelines)"
-        division = self.division()
-        return division.too_small_for(most) if isinstance(division, OptimizerDivision) else ""
+        shard_layout = self.shard_layout()
+        return shard_layout.too_small_for(most) if isinstance(shard_layout, OptimizerShardLayout) else ""
 
     def tied_to_size(self) -> Sequence[str]:
         found = tuple(elastic.tied_to_size(self._chunks, self._optimizer))
-        division = None if found else self.division()
-        if division is not None:
-            division.check()
+        shard_layout = None if found else self.shard_layout()
+        if shard_layout is not None:
+            shard_layout.check()
         return found
 
     def replicas(self) -> dist.ProcessGroup | None:
@@ -179,21 +179,21 @@ class MegatronAdapter(TorchAdapter, ElasticAdapter, RelayoutAdapter):
         lists = {name: numbers_now(ranks) for name, ranks in self._launched.items()}
         elastic.resize(self._chunks, lists)
 
-    def division(self) -> Division | None:
-        if self._division is None and self._places is not None and isinstance(self._wrapper, Buckets):
-            self._division = self._divided(self._wrapper, self._places)
-        return self._division
+    def shard_layout(self) -> ShardLayout | None:
+        if self._shard_layout is None and self._places is not None and isinstance(self._wrapper, Buckets):
+            self._shard_layout = self._sharded(self._wrapper, self._places)
+        return self._shard_layout
 
-    def _divided(self, wrapper: Buckets, places: SharedPlaces) -> Division:
+    def _sharded(self, wrapper: Buckets, places: SharedPlaces) -> ShardLayout:
         """As the job was launched.
 
         Raises UnsupportedError if this rank trains experts alone, which divide nothing with all data-parallel ranks."""
-        found: dict[bool, OptimizerDivision] = {}
+        found: dict[bool, OptimizerShardLayout] = {}
         for number, inner in enumerate(self._inner):
             expert = trains_experts(inner)
             if not buffers_of(self._chunks, expert=expert):
                 continue  # another stage has such parameters: here there is an optimizer of none
-            found[expert] = OptimizerDivision(
+            found[expert] = OptimizerShardLayout(
                 *(self._chunks, inner, self._membership, wrapper.group(expert=expert), self._parts),
                 partial(self._install, inner, expert, places),
                 expert=expert,
@@ -206,7 +206,7 @@ class MegatronAdapter(TorchAdapter, ElasticAdapter, RelayoutAdapter):
             )
         if True not in found and places.one_each:
             return found[False]
-        return SharedDivision(found[False], found.get(True), places.sharers, places.number, places.groups)
+        return JointShardLayout(found[False], found.get(True), places.sharers, places.number, places.groups)
 
     def logical(self) -> LogicalState | None:
         return MegatronLogical(self._chunks, self._optimizer, self.shards, places=self._places, known=self._known)
@@ -221,7 +221,7 @@ class MegatronAdapter(TorchAdapter, ElasticAdapter, RelayoutAdapter):
         inner: Any,
         expert: bool,
         places: SharedPlaces,
-        place: DivisionPlace,
+        place: ShardPlace,
         tensors: Mapping[str, torch.Tensor],
         description: Mapping[str, Any],
         layout: FlatLayout,
@@ -232,7 +232,7 @@ class MegatronAdapter(TorchAdapter, ElasticAdapter, RelayoutAdapter):
         fill(self._chunks, inner, tensors, description, layout, expert=expert)
         if isinstance(self._wrapper, Buckets):
             group = self._wrapper.group(expert=expert)
-            self._wrapper.divided_for(DividedParameters(place, group, each, first), expert=expert)
+            self._wrapper.sharded_for(ShardedParameters(place, group, each, first), expert=expert)
         self._records = self._find_parameters()
         self._all_shards = None
         self._looks = 0

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from flashrecovery.adapter import ParamRecord, ParamShard, Shard, faults, global_rank
 from fr_megatron.capabilities import BUCKETS
-from fr_megatron.layout import DividedParameters, holders
+from fr_megatron.layout import ShardedParameters, holders
 from fr_megatron.optimizers import (
     Names,
     SteppedPair,
@@ -34,12 +34,12 @@ class Buckets(Wrapper):
         super().__init__(chunks)
         self._dealt = {id(parameter): parameter for parameter in dealt(optimizer)}
         self._names = Names(chunks)
-        self._divided: dict[bool, DividedParameters] = {}  # by whether it is of the experts
+        self._sharded: dict[bool, ShardedParameters] = {}  # by whether it is of the experts
         self._groups = {expert: group_text(holders(chunks[0], expert=expert)) for expert in (False, True)}
 
-    def divided_for(self, divided: DividedParameters, *, expert: bool) -> None:
-        self._divided[expert] = divided
-        self._names = Names(self.chunks, self._divided)
+    def sharded_for(self, sharded: ShardedParameters, *, expert: bool) -> None:
+        self._sharded[expert] = sharded
+        self._names = Names(self.chunks, self._sharded)
 
     def stepped(self, pair: SteppedPair) -> ParamRecord:
         return owned(pair, self._names, global_rank()) if id(pair[0]) in self._dealt else record(pair, self._names)
@@ -52,7 +52,7 @@ class Buckets(Wrapper):
         return self._groups[expert]
 
     def weights(self) -> Iterator[Shard]:
-        yield from weights(self.chunks, self._divided)
+        yield from weights(self.chunks, self._sharded)
         for parameter in self._dealt.values():
             yield ParamShard(self.kept(parameter), {})
 

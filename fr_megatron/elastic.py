@@ -29,10 +29,10 @@ import xxhash
 from flashrecovery.adapter.elastic import FrameworkBatch
 from flashrecovery.adapter.loop import union
 from fr_megatron.capabilities import FOLLOWED, REFORM
-from fr_megatron.division import buffers_of, names_of
 from fr_megatron.layout import is_expert
 from fr_megatron.optimizers import dealt, inner_optimizers, trains_experts
 from fr_megatron.replicas import computing, data_parallel_group, sharers, unknown_replicas
+from fr_megatron.shard_layout import buffers_of, names_of
 
 _LISTS = "_RANKS"
 """How the names of ``parallel_state``'s lists of ranks end."""
@@ -227,7 +227,7 @@ def resize(chunks: Sequence[Any], lists: Mapping[str, Sequence[int]]) -> None:
     for chunk in chunks:
         _follow_peers(chunk)
         if chunk.ddp_config.use_distributed_optimizer:
-            continue  # its buffers are made anew with the state that is divided
+            continue  # its buffers are made anew with the state that is sharded
         size, each = chunk.dp_cp_group.size(), chunk.dp_cp_group.size() // chunk.expt_dp_group.size()
         for expert in (False, True):
             factor = scaling(chunk, size, each if expert else 1)

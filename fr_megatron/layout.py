@@ -25,7 +25,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from flashrecovery.adapter.elastic import DivisionPlace
+from flashrecovery.adapter.elastic import ShardPlace
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Holders:
             optimizer.
         owners: ranks that hold the same part.
         group: what names say of the replicas, as the job was launched; "" if they are all ranks. Replicas and owners
-            are places in a division that need not be among as many as there are in the groups; None: they are ranks.
+            are places in a sharding that need not be among as many as there are in the groups; None: they are ranks.
     """
 
     replicas: tuple[int, ...]
@@ -49,18 +49,18 @@ class Holders:
 
 
 @dataclass(frozen=True)
-class DividedParameters:
-    """The place of this rank in what the state of the dense or of the expert parameters has been divided for, if that
+class ShardedParameters:
+    """The place of this rank in what the state of the dense or of the expert parameters has been sharded for, if that
     need not be as its groups.
 
     Attributes:
         place: among those who divide it.
         group: what names say of these.
-        each, first: experts of one place in the replicas are divided among every ``each``-th of those who divide the
+        each, first: experts of one place in the replicas are sharded among every ``each``-th of those who divide the
             dense parameters, from the ``first`` one on.
     """
 
-    place: DivisionPlace
+    place: ShardPlace
     group: str
     each: int = 1
     first: int = 0
@@ -75,13 +75,13 @@ def is_expert(parameter: torch.Tensor) -> bool:
     return not getattr(parameter, "allreduce", True)
 
 
-def holders(chunk: Any, *, expert: bool, divided: DividedParameters | None = None) -> Holders:
+def holders(chunk: Any, *, expert: bool, sharded: ShardedParameters | None = None) -> Holders:
     """Of the dense or the expert parameters of ``chunk``, a model chunk in Megatron's DistributedDataParallel.
-    ``divided``: None if all is as its groups are."""
-    if divided is not None:
-        number, ranks = divided.place.number, divided.place.ranks
-        places = tuple(map(divided.of_all, range(ranks)))
-        return Holders(places, number, ranks, (places[number],), divided.group)
+    ``sharded``: None if all is as its groups are."""
+    if sharded is not None:
+        number, ranks = sharded.place.number, sharded.place.ranks
+        places = tuple(map(sharded.of_all, range(ranks)))
+        return Holders(places, number, ranks, (places[number],), sharded.group)
     replicas = _ranks(chunk.expt_dp_group if expert else chunk.dp_cp_group)
     if not chunk.ddp_config.use_distributed_optimizer:
         return Holders(replicas, 0, 1, replicas)

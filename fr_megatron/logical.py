@@ -40,13 +40,13 @@ from flashrecovery.errors import UnsupportedError
 from fr_megatron import stand_ins
 from fr_megatron.capabilities import CHECKPOINTS
 from fr_megatron.checkpoint import METADATA
-from fr_megatron.division import WEIGHTS, buffers_of, names_of
 from fr_megatron.elastic import of_calculator, of_experts, of_several
 from fr_megatron.expert_groups import check_alike
+from fr_megatron.joint_shard_layout import experts_tensor
 from fr_megatron.optimizers import Names, dealt, inner_optimizers, is_distributed, weights_name
 from fr_megatron.pieces import STATE, Stepped, cut, described, find_stepped
 from fr_megatron.replicas import SharedPlaces, other_slices
-from fr_megatron.shared_division import experts_tensor
+from fr_megatron.shard_layout import WEIGHTS, buffers_of, names_of
 
 _STATE = STATE + ".{}."
 
@@ -86,7 +86,7 @@ class MegatronLogical(LogicalState):
                 found[shard.name] = self._of_frozen(shard, leaves)
         return found
 
-    def divided(self) -> Mapping[str, ShardParts]:
+    def sharded(self) -> Mapping[str, ShardParts]:
         leaves, names = self._leaves(), names_of(self._chunks)
         found: dict[str, ShardParts] = {}
         for expert in (False, True):

@@ -21,7 +21,7 @@ import torch
 from torch.optim import Optimizer
 
 from flashrecovery.adapter import FixedShard, ParamRecord, constant, of_group, replicated, world_size
-from fr_megatron.layout import DividedParameters, Holders, holders, is_expert
+from fr_megatron.layout import Holders, ShardedParameters, holders, is_expert
 
 SteppedPair = tuple[torch.nn.Parameter, torch.nn.Parameter]
 
@@ -72,12 +72,12 @@ def _zipped(models: Sequence[Any], mains: Sequence[Any]) -> Iterator[SteppedPair
 class Names:
     """The fully qualified names of all parameters of the chunks (``0.module.decoder...``), and their places."""
 
-    def __init__(self, chunks: Sequence[Any], divided: Mapping[bool, DividedParameters] | None = None) -> None:
-        """``divided``: by whether it is of the experts; none: all is as the groups are."""
+    def __init__(self, chunks: Sequence[Any], sharded: Mapping[bool, ShardedParameters] | None = None) -> None:
+        """``sharded``: by whether it is of the experts; none: all is as the groups are."""
         self._known: dict[int, tuple[str, Holders]] = {}
         for index, chunk in enumerate(chunks):
-            known = divided or {}
-            places = {expert: holders(chunk, expert=expert, divided=known.get(expert)) for expert in (False, True)}
+            known = sharded or {}
+            places = {expert: holders(chunk, expert=expert, sharded=known.get(expert)) for expert in (False, True)}
             for name, parameter in chunk.named_parameters():
                 self._known.setdefault(id(parameter), (f"{index}.{name}", places[is_expert(parameter)]))
 
@@ -138,7 +138,7 @@ def weights_name(chunk: int, kind: str, buffer: int, parts: int, group: str = ""
     return ",".join([f"{weights_beginning(chunk, kind, buffer)}{parts}", *([group] if group else [])])
 
 
-def weights(chunks: Sequence[Any], divided: Mapping[bool, DividedParameters]) -> Iterator[FixedShard]:
+def weights(chunks: Sequence[Any], sharded: Mapping[bool, ShardedParameters]) -> Iterator[FixedShard]:
     """With the distributed optimizer: the flat parameters, equal on all replicas once they have been all-gathered.
 
     With ``overlap_param_gather`` a step ends before that, and the next forward pass gathers: they are no state then.
@@ -149,7 +149,7 @@ def weights(chunks: Sequence[Any], divided: Mapping[bool, DividedParameters]) ->
             continue
         for kind, buffers in (("dense", chunk.buffers), ("expert", chunk.expert_parallel_buffers)):
             expert = kind == "expert"
-            where = holders(chunk, expert=expert, divided=divided.get(expert))
+            where = holders(chunk, expert=expert, sharded=sharded.get(expert))
             for number, buffer in enumerate(buffers):
                 name = weights_name(index, kind, number, where.parts, group_text(where))
                 yield FixedShard(name, where.replicas, buffer.param_data)

@@ -14,22 +14,22 @@ from typing import Any
 import torch
 
 from flashrecovery.adapter import give_up_state, hand_over_state, settle_state
-from flashrecovery.adapter.elastic import DivisionPlace
+from flashrecovery.adapter.elastic import ShardPlace
 from fr_megatron import elastic
 from fr_megatron.buckets import bucket_groups
 from fr_megatron.capabilities import REFORM
-from fr_megatron.division import PARAM, WEIGHTS, FlatLayout, buffers_of, names_of
 from fr_megatron.layout import is_expert
 from fr_megatron.optimizers import pairs
+from fr_megatron.shard_layout import PARAM, WEIGHTS, FlatLayout, buffers_of, names_of
 
 
 def reform(
-    chunks: Sequence[Any], inner: Any, membership: Mapping[str, int], place: DivisionPlace, *, expert: bool, each: int
+    chunks: Sequence[Any], inner: Any, membership: Mapping[str, int], place: ShardPlace, *, expert: bool, each: int
 ) -> None:
     """Build the buffers of all ``chunks``, of their dense parameters or their experts, and their optimizer ``inner``
     for this ``place``. No communication. ``each``: so many data-parallel ranks have the experts together.
 
-    It need not be the one in the process groups: a replacement takes on the division that the others have before all of
+    It need not be the one in the process groups: a replacement takes on the sharding that the others have before all of
     them go over to another one. So the place stands for the group while they are built."""
     basic = inner.optimizer
     for _, main in pairs(inner):
@@ -61,7 +61,7 @@ def reform(
             group.intra_distributed_optimizer_instance_group = inner.data_parallel_group
 
 
-def _rebuild(chunk: Any, buffer: Any, place: DivisionPlace, factor: float) -> None:
+def _rebuild(chunk: Any, buffer: Any, place: ShardPlace, factor: float) -> None:
     from megatron.core.process_groups_config import ProcessGroupCollection
 
     for parameter in buffer.params:

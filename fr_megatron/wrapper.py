@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from flashrecovery.adapter import ParamRecord, ParamShard, Shard, constant, placed_on_mesh
-from fr_megatron.layout import DividedParameters
+from fr_megatron.layout import ShardedParameters
 from fr_megatron.optimizers import SteppedPair
 
 FaultPoint = Callable[[Callable[[], None]], None]
@@ -33,8 +33,8 @@ class Wrapper(ABC):
         self.chunks = chunks
         self._parameters = list(nn.ModuleList(chunks).parameters())  # now: Megatron-FSDP shows others during a step
 
-    def divided_for(self, divided: DividedParameters, *, expert: bool) -> None:  # noqa: B027 - optional
-        """The state of the dense parameters, or of the experts, is divided otherwise now."""
+    def sharded_for(self, sharded: ShardedParameters, *, expert: bool) -> None:  # noqa: B027 - optional
+        """The state of the dense parameters, or of the experts, is sharded otherwise now."""
 
     @abstractmethod
     def stepped(self, pair: SteppedPair) -> ParamRecord:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from tests.support.elastic import changes, command, sizes_of
-from tests.support.elastic_divided import DDP, FSDP2, Kind, check_as_commanded, megatron, zero
+from tests.support.elastic_sharded import DDP, FSDP2, Kind, check_as_commanded, megatron, zero
 from tests.support.jobs import Job, check_fired
 from tests.support.replan import Saved, Sizes, Training
 from tests.support.replan_scenarios import check_changed_around, killed

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from tests.support.elastic import command, never
-from tests.support.elastic_divided import DDP
+from tests.support.elastic_sharded import DDP
 from tests.support.jobs import Job, RunningJob, check_clean
 from tests.support.soak import SEED
 

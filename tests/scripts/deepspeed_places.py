@@ -1,5 +1,5 @@
-"""An engine, alone in its groups, takes on divisions among more ranks than there are, as a replacement does whose peers
-still have another division than the one that the groups are for. Fails if a partition is not what it is to be."""
+"""An engine, alone in its groups, takes on shardings among more ranks than there are, as a replacement does whose peers
+still have another sharding than the one that the groups are for. Fails if a partition is not what it is to be."""
 
 from __future__ import annotations
 
@@ -45,18 +45,18 @@ def main(stage: int) -> None:
     engine.optimizer.offloaded_states.add("hp_params")
     assert any("offload_states" in name for name in adapter.tied_to_size())
     engine.optimizer.offloaded_states.clear()
-    division = adapter.division()
-    assert division is not None and division.size == 1
-    described = division.describe()
+    shard_layout = adapter.shard_layout()
+    assert shard_layout is not None and shard_layout.size == 1
+    described = shard_layout.describe()
     for number, size in ((1, 3), (3, 4), (0, 2), (0, 1)):
-        ready = division.prepare(described, number, size)
+        ready = shard_layout.prepare(described, number, size)
         for count, tensor in enumerate(ready.tensors.values(), 1):
             tensor.copy_(torch.arange(tensor.numel()).view(tensor.shape) % 100 + count)
         ready.install()
-        assert division.size == size and engine.dp_world_size == 1
+        assert shard_layout.size == size and engine.dp_world_size == 1
         found = {shard.name: shard for shard in adapter.shards()}
         holders = 0
-        for tensor in division.tensors(described, size):
+        for tensor in shard_layout.tensors(described, size):
             shard = found[tensor.shards[number]]
             held = tuple(place for place in range(size) if tensor.shards[place] == shard.name)
             assert shard.holders == held, (shard.name, shard.holders, held)

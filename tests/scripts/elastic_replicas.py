@@ -53,7 +53,7 @@ class _Copy(torch.autograd.Function):
         return gradient, None
 
 
-class Divided(torch.nn.Module):
+class Sharded(torch.nn.Module):
     """Two linear layers, of which each rank of a replica has a part; as Megatron does it."""
 
     def __init__(self, group: Any) -> None:
@@ -86,7 +86,7 @@ def mesh_of(args: argparse.Namespace) -> Any:
 def build(args: argparse.Namespace, mesh: Any) -> torch.nn.Module:
     torch.manual_seed(5)
     if args.kind == "tensor":
-        model: torch.nn.Module = torch.nn.Sequential(*(Divided(mesh.get_group("shard")) for _ in range(2)))
+        model: torch.nn.Module = torch.nn.Sequential(*(Sharded(mesh.get_group("shard")) for _ in range(2)))
         return DistributedDataParallel(model, process_group=mesh.get_group("replicate"), bucket_cap_mb=0.002)
     model = Net(args.tied, is_newcomer() and args.newcomer == "other-model")
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if args.mixed else MixedPrecisionPolicy()

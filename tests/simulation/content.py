@@ -148,7 +148,7 @@ def gradient(script: Script, rank: int, now: Content, seen: int) -> int:
     return mix(now.weights, now.unique if script.unique else 0, now.rate, own.random, seen, own.buffer, rank)
 
 
-def division(script: Script, place: int, size: int) -> range:
+def batch_split(script: Script, place: int, size: int) -> range:
     """Of an elastic job's micro-batches, those of the replica at this place."""
     return range(place, script.micro_batches, size)
 

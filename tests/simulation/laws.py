@@ -168,17 +168,17 @@ class Laws:
         self._check_content(worker, worker.gate.version, "commit")
         self._alone(worker)
 
-    def divided(self, worker: ModelWorker, of_all: Mapping[int, Sequence[tuple[int, int]]]) -> list[int]:
+    def split(self, worker: ModelWorker, of_all: Mapping[int, Sequence[tuple[int, int]]]) -> list[int]:
         """Each micro-batch of a step is computed once, by all ranks of one replica. Returns their gradients, in
         order."""
         computed: list[tuple[int, int]] = []
         for replica, ranks in worker.shape.by_replica(of_all).items():
             computed += of_all[ranks[0]]
             if any(of_all[rank] != of_all[ranks[0]] for rank in ranks):
-                self.broken("division", f"the ranks of replica {replica} do not compute the same: {of_all}")
+                self.broken("batch_split", f"the ranks of replica {replica} do not compute the same: {of_all}")
         numbers = sorted(number for number, _ in computed)
         if numbers != list(range(self.world.script.micro_batches)):
-            self.broken("division", f"rank {worker.rank}, of {worker.members}: micro-batches {numbers}")
+            self.broken("batch_split", f"rank {worker.rank}, of {worker.members}: micro-batches {numbers}")
         return [gradient for _, gradient in sorted(computed)]
 
     def _in_one_size(self, worker: ModelWorker) -> None:

@@ -107,9 +107,9 @@ def test_a_division_that_leaves_something_out_is_noticed() -> None:
     def less(script: Script, place: int, size: int) -> range:
         return range(place, script.micro_batches - (size == 3), size)
 
-    with quiet(), simulated(), patch.object(content, "division", less):
+    with quiet(), simulated(), patch.object(content, "batch_split", less):
         violation = run(calm_elastic(Fault(0.5, "resize", (3, -1)))).violation
-    assert violation is not None and violation.law == "division"
+    assert violation is not None and violation.law == "batch_split"
 
 
 def calm_elastic(*faults: Fault, nodes: int = 1, nproc: int = 4) -> History:

@@ -552,10 +552,10 @@ class ModelWorker:
         if not script.micro_batches:
             mine = content.gradient(script, self.rank, self.now, seen)
             return list(await self._waiting(self.port.gather("sync", mine)))
-        numbers = content.division(script, place, size)
+        numbers = content.batch_split(script, place, size)
         computed = {n: content.micro_gradient(script, self.now, seen, n) for n in numbers}
         of_all = await self._waiting(self.port.gather("sync", tuple(computed.items())))
-        return self.world.laws.divided(self, dict(zip(self.members, of_all, strict=True)))
+        return self.world.laws.split(self, dict(zip(self.members, of_all, strict=True)))
 
     def _fetch(self, position: int) -> bytes:
         """The next batch; after a void attempt, the one that was handed out then."""

@@ -17,7 +17,7 @@ from click.testing import CliRunner
 
 from flashrecovery.cli.inject import inject as inject_command
 from flashrecovery.cli.resize import resize
-from flashrecovery.plan.elastic.sample_order import BatchDivision, SampleOrder
+from flashrecovery.plan.elastic.sample_order import BatchSplit, SampleOrder
 from tests.support.jobs import ROOT, Job, Layout, RunningJob, check_clean
 
 SCRIPT = ROOT / "tests" / "scripts" / "elastic.py"
@@ -61,7 +61,7 @@ def command(job: RunningJob, replicas: int, step: int | None = None) -> str:
 
 
 AHEAD = 8
-"""So many steps before a growth the ranks are held until all are there that come: where state is divided, the ranks are
+"""So many steps before a growth the ranks are held until all are there that come: where state is sharded, the ranks are
 told of it some steps before."""
 
 
@@ -191,12 +191,12 @@ def commanded(
     launched: int = 4,
     script: Path = SCRIPT,
     timeout_s: float = 120,
-    divided: bool = False,
+    sharded: bool = False,
     started: bool = True,
     env: Mapping[str, str] | None = None,
 ) -> Job:
     """A job of so many ranks that is resized by command, undisturbed: from ``step`` on to ``size``. It is itself
-    compared with a job that was started in the new size from that step's state. ``divided``: its state is, and who
+    compared with a job that was started in the new size from that step's state. ``sharded``: its state is, and who
     leaves need not be the last ones. ``started``: False leaves out the comparison."""
     folder.mkdir(exist_ok=True)
     elastic = {"elastic": {"min": 1, "max": launched}}
@@ -207,7 +207,7 @@ def commanded(
     job = running.wait(timeout_s)
     assert job.code == 0, job.explain()
     (event,) = job.of("job_resized")
-    left = event["left"] if divided else list(range(size, launched))
+    left = event["left"] if sharded else list(range(size, launched))
     assert len(left) == launched - size, job.explain()
     assert (event["step"], event["before"], event["replicas"], event["left"]) == (step, launched, size, left), (
         job.explain()
@@ -297,10 +297,10 @@ def check_batches(job: Job, until: int) -> None:
             seen[int(step), int(size), int(rank)].add(shown)
     whole = set()
     for (step, size, rank), shown in seen.items():
-        division = BatchDivision(GLOBAL, MICRO, size)
+        batch_split = BatchSplit(GLOBAL, MICRO, size)
         expected = [
             f"{number}:{'/'.join(_first_number(ORDER.sample(position)) for position in positions)}"
-            for number, positions in division.schedule(step, rank)
+            for number, positions in batch_split.schedule(step, rank)
         ]
         assert shown == {" ".join(expected)}, f"step {step}, rank {rank} of {size}: {shown}, not {expected}"
         if (step + 1, size) in states and all((step, size, other) in seen for other in range(size)):
@@ -318,18 +318,18 @@ def sizes_of(job: Job) -> list[tuple[int, int]]:
 
 
 def check_ends_as_resized(
-    job: Job, at: int, left: Sequence[int], resized: Callable[[int, int], Job], *, divided: bool
+    job: Job, at: int, left: Sequence[int], resized: Callable[[int, int], Job], *, sharded: bool
 ) -> None:
     """These ranks have left, since something has happened in step ``at``, and the others go on as if that had been
-    commanded: as ``resized`` from a step on to a size. Where state is divided a second death can take the newest copies
+    commanded: as ``resized`` from a step on to a size. Where state is sharded a second death can take the newest copies
     with it, before the change: then it comes a step earlier than the first decision has said."""
     assert job.code == 0, job.explain()
     events = job.of("job_resized")
     assert sorted(rank for event in events for rank in event["left"]) == sorted(left), job.explain()
     step, size = events[-1]["step"], 4 - len(left)
-    assert all(event["step"] in (step, step + divided) for event in events), job.explain()
+    assert all(event["step"] in (step, step + sharded) for event in events), job.explain()
     assert events[-1]["replicas"] == size, job.explain()
-    assert step in ((at - 1, at, at + 1) if divided else (at, at + 1)), job.explain()
+    assert step in ((at - 1, at, at + 1) if sharded else (at, at + 1)), job.explain()
     check_goes_on_alike(job, resized(step, size), step, size)
     check_clean(job)
 

@@ -1,4 +1,4 @@
-"""Elastic jobs of :class:`~tests.support.elastic_divided.Kind` that are launched with two replicas and grow beyond
+"""Elastic jobs of :class:`~tests.support.elastic_sharded.Kind` that are launched with two replicas and grow beyond
 that: each as a job that was resized by command at the same steps."""
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from flashrecovery.plan.elastic.replicas import ReplicaShape
 from tests.support import elastic_replicas
 from tests.support.controllers import WithController
 from tests.support.elastic import AHEAD, changes, command, grow, inject, sizes_of
-from tests.support.elastic_divided import END, Kind, Resized, check_as_commanded, resized_once
+from tests.support.elastic_sharded import END, Kind, Resized, check_as_commanded, resized_once
 from tests.support.jobs import Job, RunningJob, check_clean, check_fired, marked_processes
 
 LAUNCHED = 2

@@ -87,7 +87,7 @@ def check_steps_alike(job: Job, other: Job, step: int, until: int, size: int) ->
 
 
 def check_moved(job: Job) -> None:
-    """State has been divided otherwise, and each byte that somebody lacked has gone once."""
+    """State has been sharded otherwise, and each byte that somebody lacked has gone once."""
     finished = job.of("recovery_finished")[-1]
     assert 0 < finished["lacking_bytes"] <= finished["reshaped_bytes"] <= 1.05 * finished["lacking_bytes"], finished
 

@@ -37,8 +37,8 @@ class Training:
         return self.name
 
     @property
-    def divided(self) -> bool:
-        """Whether state is divided among the replicas."""
+    def sharded(self) -> bool:
+        """Whether state is sharded among the replicas."""
         return "--use-distributed-optimizer" in self.flags
 
     def ranks(self, victim: int) -> list[int]:
@@ -108,7 +108,7 @@ def check_left(job: Job, training: Training, victims: Sequence[int], resized: Re
     assert sorted(rank for event in events for rank in event["left"]) == left, job.explain()
     step, replicas = events[-1]["step"], training.replicas - len(left) // training.each
     assert {event["step"] for event in events} <= {step, step - 1}, job.explain()
-    assert step in range(AT - training.divided, AT + 2) and events[-1]["replicas"] == replicas, job.explain()
+    assert step in range(AT - training.sharded, AT + 2) and events[-1]["replicas"] == replicas, job.explain()
     check_steps_alike(job, resized(training, step, replicas), step, STEPS, training.each * replicas)
     for event in job.of("recovery_finished"):
         assert event["reshaped_bytes"] == event["lacking_bytes"], job.explain()

@@ -46,7 +46,7 @@ class Training(LoopTraining):
     each: int = 1
 
     @property
-    def divided(self) -> bool:
+    def sharded(self) -> bool:
         """Whether ranks have what others do not."""
         return "--use-distributed-optimizer" in self.flags
 
@@ -168,7 +168,7 @@ def check_ends_as_resized(job: Job, at: int, left: Sequence[int], training: Trai
     assert sorted(rank for event in events for rank in event["left"]) == sorted(left), job.explain()
     call, replicas = events[-1]["step"], (training.launched - len(left)) // training.each
     assert events[-1]["replicas"] == replicas, job.explain()
-    assert call in ((at - 1, at, at + 1) if training.divided else (at, at + 1)), job.explain()
+    assert call in ((at - 1, at, at + 1) if training.sharded else (at, at + 1)), job.explain()
     check_goes_on_alike(job, resized(training, call, replicas), call, replicas, training)
     check_experts_logged(job, training, training.sizes(call, replicas))
     check_clean(job)

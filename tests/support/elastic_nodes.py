@@ -1,4 +1,4 @@
-"""Elastic jobs on several hosts (:mod:`tests.support.hosts`) whose state is divided, or whose replicas have several
+"""Elastic jobs on several hosts (:mod:`tests.support.hosts`) whose state is sharded, or whose replicas have several
 ranks, and what they are compared with: a job of one host that was resized by command at the same steps."""
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import pytest
 
 from tests.support import elastic, elastic_fsdp2, elastic_replicas
 from tests.support.elastic import command
-from tests.support.elastic_divided import needing_framework_of
+from tests.support.elastic_sharded import needing_framework_of
 from tests.support.hosts import Host, Network
 from tests.support.jobs import ROOT, Job, Layout, check_clean
 from tests.support.megatron import ENVIRONMENT
@@ -70,7 +70,7 @@ TENSOR = Kind("tensor", elastic_replicas.SCRIPT, ("--kind", "tensor"), elastic_f
 _TP2 = ("--tensor-model-parallel-size", "2")
 TP2 = _megatron("megatron-tp2", *_TP2, each=2)
 TP2_DISTRIBUTED = _megatron("megatron-tp2-distributed", *_TP2, "--use-distributed-optimizer", "--bf16", each=2)
-DIVIDED = (FSDP2, ZERO1, ZERO2, ZERO3, DISTRIBUTED)
+SHARDED = (FSDP2, ZERO1, ZERO2, ZERO3, DISTRIBUTED)
 REPLICAS = (HSDP, TP2, TP2_DISTRIBUTED)
 
 

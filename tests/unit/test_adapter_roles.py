@@ -53,7 +53,7 @@ def test_all_parts_but_the_first_have_defaults() -> None:
 
     assert not isabstract(Everything) and isabstract(ElasticAdapter)
     adapters: list[Adapter] = [Everything("one")]
-    assert roles.tied_to_size(adapters) == [] and roles.divisions(adapters) == {}
+    assert roles.tied_to_size(adapters) == [] and roles.shard_layouts(adapters) == {}
     assert not roles.in_any_layout(adapters[0]) and roles.logical(adapters[0]) is None
     assert roles.touch_mark(adapters[0]) is None
 
@@ -79,9 +79,13 @@ def test_an_elastic_job_refuses_an_adapter_that_is_not_elastic_by_name() -> None
         _refuse_tied(registry)
 
 
-def test_divisions_have_the_numbers_of_their_adapters() -> None:
-    adapters = [example(None), AdapterStandIn(division=lambda: None), AdapterStandIn(division=lambda: "sharded")]
-    assert roles.divisions(adapters) == {2: "sharded"}
+def test_shard_layouts_have_the_numbers_of_their_adapters() -> None:
+    adapters = [
+        example(None),
+        AdapterStandIn(shard_layout=lambda: None),
+        AdapterStandIn(shard_layout=lambda: "sharded"),
+    ]
+    assert roles.shard_layouts(adapters) == {2: "sharded"}
 
 
 def test_only_loops_make_calls_again() -> None:

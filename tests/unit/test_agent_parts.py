@@ -372,7 +372,7 @@ def test_a_process_says_what_it_needs_now() -> None:
     process = WorkerProcess(popen, Page.create("test"), ours)
 
     def need(name: str, digest: str = "") -> pb.ShardNeed:
-        return pb.ShardNeed(name=name, nbytes=1, digest=digest, divided=True)
+        return pb.ShardNeed(name=name, nbytes=1, digest=digest, sharded=True)
 
     def known() -> dict[str, str]:
         assert process.joined is not None

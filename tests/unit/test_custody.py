@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import pytest
 
-from flashrecovery.controller.state.custody import choose_leaving, custody, divided, left_behind
+from flashrecovery.controller.state.custody import choose_leaving, custody, left_behind, sharded
 from flashrecovery.controller.state.rank_record import RankRecord
 from flashrecovery.controller.state.restore_plan import decide
 from flashrecovery.errors import JobFailedError
@@ -23,7 +23,7 @@ def records(
     for rank in range(size):
         record = RankRecord(rank)
         record.inventory.needs = {f"w#shard={rank}/{size}": 100, "common": 10, f"capsule@{rank}": 5}
-        record.inventory.divided = frozenset({f"w#shard={rank}/{size}"})
+        record.inventory.sharded = frozenset({f"w#shard={rank}/{size}"})
         kept = (version,) if copies is None else copies.get(rank, ())
         owner = (rank - 1) % size
         names = [f"w#shard={owner}/{size}", f"capsule@{owner}"]
@@ -37,16 +37,16 @@ def without(everybody: dict[int, RankRecord], *ranks: int) -> dict[int, dict[str
     return {rank: everybody.pop(rank).inventory.needs for rank in ranks}
 
 
-def test_whether_state_is_divided() -> None:
+def test_whether_state_is_sharded() -> None:
     everybody = records()
-    assert divided(list(everybody.values()))
+    assert sharded(list(everybody.values()))
     everybody[2].inventory.need_no_part()
-    assert divided(list(everybody.values()))
-    assert divided(list(records(1).values()))  # it has all parts, and others are to get theirs
+    assert sharded(list(everybody.values()))
+    assert sharded(list(records(1).values()))  # it has all parts, and others are to get theirs
     for record in everybody.values():
         record.inventory.needs = {"w": 100, "common": 10, f"capsule@{record.rank}": 5}
-        record.inventory.divided = frozenset()
-    assert not divided(list(everybody.values()))
+        record.inventory.sharded = frozenset()
+    assert not sharded(list(everybody.values()))
 
 
 def test_what_nobody_else_needs_is_left_behind() -> None:
@@ -96,7 +96,7 @@ def test_all_go_back_to_the_version_of_the_copies() -> None:
     assert [(c.owner, c.holder) for c in round_.reshape.custody] == [(1, 2)]
 
 
-def test_nothing_is_divided_otherwise_among_the_same_ranks() -> None:
+def test_nothing_is_sharded_otherwise_among_the_same_ranks() -> None:
     everybody = records()
     assert decide(everybody, None, range(4), {}).round.reshape is None
     assert decide(everybody, None).round.reshape is None
@@ -172,13 +172,13 @@ def test_a_rank_of_which_nothing_is_known_has_had_its_part() -> None:
     assert decide(everybody, (5, "step-5"), range(4), departed).checkpoint == "step-5"
     for record in everybody.values():
         record.inventory.needs = {"w": 100, "common": 10, f"capsule@{record.rank}": 5}
-        record.inventory.divided = frozenset()
+        record.inventory.sharded = frozenset()
         record.inventory.take(7, [])
     assert left_behind(departed, everybody.values()) == []
 
 
 def test_only_a_copy_is_served() -> None:
-    """What somebody has of its own, from before, may be of another division."""
+    """What somebody has of its own, from before, may be of another sharding."""
     everybody = records(copies={})
     departed = without(everybody, 1)
     own = pb.Held(kind=Kind.UNDO.value, version=7, shards=["w#shard=1/4"], nbytes=[100])

@@ -12,8 +12,8 @@ import torch
 from flashrecovery.adapter.shards import ParamRecord, ParamShard, constant
 from flashrecovery.errors import UnsupportedError
 from flashrecovery.plan.reshard.rules import unlike
-from fr_deepspeed.division import PartitionDivision, partition_name, ranges, weights_name
 from fr_deepspeed.elastic import _moved_away, in_this_size
+from fr_deepspeed.shard_layout import PartitionShardLayout, partition_name, ranges, weights_name
 
 BATCH = {"train_batch_size": 24, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 3}
 
@@ -53,7 +53,7 @@ def test_ranges_are_those_of_deepspeed(length: int, size: int) -> None:
     assert ranges(length, size) == [(place * each, (place + 1) * each) for place in range(size)]
 
 
-def division(length: int, place: int, size: int, names: str = "ab", **odd: torch.Tensor) -> PartitionDivision:
+def shard_layout(length: int, place: int, size: int, names: str = "ab", **odd: torch.Tensor) -> PartitionShardLayout:
     """Of one parameter group of so many elements, whose flat tensor is 0, 1, 2, ..."""
     start, stop = ranges(length, size)[place]
     whole = torch.zeros(stop * size)
@@ -73,13 +73,13 @@ def division(length: int, place: int, size: int, names: str = "ab", **odd: torch
         bit16_groups_flat=[whole.bfloat16()],
         device="cpu",
     )
-    return PartitionDivision(zero, lambda: [shard], lambda *_: None)
+    return PartitionShardLayout(zero, lambda: [shard], lambda *_: None)
 
 
 @pytest.mark.parametrize("length", [3, 97])
 @pytest.mark.parametrize(("before", "after"), [(4, 3), (4, 2), (3, 4), (2, 1)])
 def test_every_element_is_at_one_place_and_padding_at_none(length: int, before: int, after: int) -> None:
-    olds = [division(length, place, before) for place in range(before)]
+    olds = [shard_layout(length, place, before) for place in range(before)]
     described = olds[0].describe()
     assert all(old.describe() == described and old.size == before for old in olds)
     for size in (before, after):
@@ -95,16 +95,18 @@ def test_every_element_is_at_one_place_and_padding_at_none(length: int, before: 
 
 def test_parameters_in_another_order_are_others() -> None:
     """They are as long together, so that nothing else would tell."""
-    one, other = division(97, 0, 4), division(97, 0, 4, names="ba")
+    one, other = shard_layout(97, 0, 4), shard_layout(97, 0, 4, names="ba")
     described, odd = one.describe(), other.describe()
-    assert one.outline(described) == division(97, 1, 3).outline(division(97, 1, 3).describe()) != one.outline(odd)
-    assert unlike(one.rules(described), one.rules(division(97, 2, 3).describe())) == []
+    assert (
+        one.outline(described) == shard_layout(97, 1, 3).outline(shard_layout(97, 1, 3).describe()) != one.outline(odd)
+    )
+    assert unlike(one.rules(described), one.rules(shard_layout(97, 2, 3).describe())) == []
     moments = ["0/state/exp_avg", "0/state/exp_avg_sq"]
     assert unlike(one.rules(described), one.rules(odd)) == ["0/param", *moments, "0/weights"]
 
 
 def test_what_is_prepared_is_as_long_as_the_partition_and_zero() -> None:
-    old = division(97, 0, 4)
+    old = shard_layout(97, 0, 4)
     for place in range(3):
         ready = old.prepare(old.describe(), place, 3)
         start, stop = ranges(97, 3)[place]
@@ -117,4 +119,4 @@ def test_what_is_prepared_is_as_long_as_the_partition_and_zero() -> None:
 
 def test_state_of_another_shape_is_refused() -> None:
     with pytest.raises(UnsupportedError, match=r"'state/rows' has the shape \(7,\)"):
-        division(97, 0, 4, rows=torch.zeros(7)).describe()
+        shard_layout(97, 0, 4, rows=torch.zeros(7)).describe()

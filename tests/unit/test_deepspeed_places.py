@@ -1,4 +1,4 @@
-"""An engine takes on the division that its peers have, whatever the size of its process groups is by then."""
+"""An engine takes on the sharding that its peers have, whatever the size of its process groups is by then."""
 
 from __future__ import annotations
 

@@ -13,8 +13,8 @@ from flashrecovery.adapter.shards import ParamRecord, ParamShard, constant
 from flashrecovery.errors import UnsupportedError
 from flashrecovery.plan.reshard.placements import Slices
 from flashrecovery.plan.reshard.rules import unlike
-from fr_deepspeed.division import partition_name
-from fr_deepspeed.slices import SliceDivision, frozen_name, slice_beginning
+from fr_deepspeed.shard_layout import partition_name
+from fr_deepspeed.slices import SliceShardLayout, frozen_name, slice_beginning
 
 GROUPS = ((97, 3, 16), (5,))
 FROZEN = {"lin.bias": 7}
@@ -32,7 +32,7 @@ def cut(parameter: torch.Tensor, place: int, size: int) -> torch.Tensor:
     return padded[place * each : (place + 1) * each]
 
 
-def division(place: int, size: int, prefix: str = "", **odd: torch.Tensor) -> SliceDivision:
+def shard_layout(place: int, size: int, prefix: str = "", **odd: torch.Tensor) -> SliceShardLayout:
     shards, groups, names = [], [], {}
     for number, numels in enumerate(GROUPS):
         parameters = whole(numels)
@@ -46,7 +46,7 @@ def division(place: int, size: int, prefix: str = "", **odd: torch.Tensor) -> Sl
         names |= {p: f"{prefix}{number}.{place}" for place, p in enumerate(groups[-1])}
     frozen = {fqn: sliced(whole((numel,))[0], place, size) for fqn, numel in FROZEN.items()}
     zero = SimpleNamespace(partition_count=size, fp16_groups=groups, device="cpu", param_names=names)
-    return SliceDivision(zero, lambda: shards, lambda: frozen, lambda *_: None)
+    return SliceShardLayout(zero, lambda: shards, lambda: frozen, lambda *_: None)
 
 
 class Sliced(SimpleNamespace):
@@ -63,8 +63,8 @@ def sliced(parameter: torch.Tensor, place: int, size: int) -> Any:
 
 @pytest.mark.parametrize(("before", "after"), [(4, 3), (4, 2), (3, 4), (2, 1), (1, 8), (8, 3)])
 def test_every_element_goes_where_deepspeed_has_it(before: int, after: int) -> None:
-    """All boxes of the old division, put into those of the new one, are what DeepSpeed would cut: padding is 0."""
-    olds = [division(place, before) for place in range(before)]
+    """All boxes of the old sharding, put into those of the new one, are what DeepSpeed would cut: padding is 0."""
+    olds = [shard_layout(place, before) for place in range(before)]
     described = olds[0].describe()
     assert all(old.describe() == described and old.size == before for old in olds)
     tensors = {t.name: t for t in olds[0].tensors(described, before)}
@@ -85,20 +85,20 @@ def test_every_element_goes_where_deepspeed_has_it(before: int, after: int) -> N
             for part in olds[0].parts(tensor, place, ready.tensors[tensor.name]):
                 index = tuple(slice(low, high) for low, high in zip(part.box.low, part.box.high, strict=True))
                 part.data.copy_(found[tensor.name][index])
-        new = division(place, after)
+        new = shard_layout(place, after)
         for name, local in ready.tensors.items():
             assert torch.equal(local, held(new, name, place)), f"{name} at place {place}"
             assert local.dtype == held(new, name, place).dtype
         assert set(ready.values) == {partition_name(number, place, after) for number in range(len(GROUPS))}
 
 
-def held(division: SliceDivision, name: str, place: int) -> torch.Tensor:
-    """What a rank has, by the name in the division."""
+def held(shard_layout: SliceShardLayout, name: str, place: int) -> torch.Tensor:
+    """What a rank has, by the name in the sharding."""
     number, _, key = name.partition("/")
     if number == "frozen":
-        tensor: torch.Tensor = division._frozen()[key].ds_tensor
+        tensor: torch.Tensor = shard_layout._frozen()[key].ds_tensor
         return tensor
-    return division._shards()[int(number)].tensors()[key].detach()
+    return shard_layout._shards()[int(number)].tensors()[key].detach()
 
 
 @pytest.mark.parametrize("size", range(1, 9))
@@ -122,7 +122,7 @@ def test_pieces_begin_where_slices_do(numels: tuple[int, ...], size: int) -> Non
 
 
 def test_names_say_which_division_they_are_of() -> None:
-    old = division(0, 4)
+    old = shard_layout(0, 4)
     tensors = {tensor.name: tensor for tensor in old.tensors(old.describe(), 3)}
     assert list(tensors["1/state/exp_avg"].shards) == [partition_name(1, place, 3) for place in range(3)]
     frozen = tensors[frozen_name("lin.bias")]
@@ -132,7 +132,7 @@ def test_names_say_which_division_they_are_of() -> None:
 
 
 def test_another_model_has_another_outline() -> None:
-    one, other = division(0, 4), division(1, 3)
+    one, other = shard_layout(0, 4), shard_layout(1, 3)
     assert one.outline(one.describe()) == other.outline(other.describe())
     described = one.describe()
     described["frozen"][0][1] += 1
@@ -141,14 +141,14 @@ def test_another_model_has_another_outline() -> None:
 
 def test_state_of_another_shape_is_refused() -> None:
     with pytest.raises(UnsupportedError, match=r"'state/rows' has the shape \(7,\)"):
-        division(0, 4, rows=torch.zeros(7)).describe()
+        shard_layout(0, 4, rows=torch.zeros(7)).describe()
 
 
 def test_parameters_of_other_names_are_others() -> None:
     """They lie alike, so that nothing else would tell."""
-    one, other = division(0, 4), division(0, 4, prefix="x")
+    one, other = shard_layout(0, 4), shard_layout(0, 4, prefix="x")
     described, odd = one.describe(), other.describe()
-    assert one.outline(described) == division(1, 4).outline(division(1, 4).describe()) != one.outline(odd)
-    assert unlike(one.rules(described), one.rules(division(2, 4).describe())) == []
+    assert one.outline(described) == shard_layout(1, 4).outline(shard_layout(1, 4).describe()) != one.outline(odd)
+    assert unlike(one.rules(described), one.rules(shard_layout(2, 4).describe())) == []
     moments = [f"{group}/state/{key}" for group in range(len(GROUPS)) for key in ("exp_avg", "exp_avg_sq")]
     assert unlike(one.rules(described), one.rules(odd)) == sorted([*moments, "0/param", "1/param"])

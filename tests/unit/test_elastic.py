@@ -19,7 +19,7 @@ from flashrecovery import events as ev
 from flashrecovery.cli.run_options import settings
 from flashrecovery.config import RunConfig, Settings, run_config
 from flashrecovery.controller.elastic.join import Joining
-from flashrecovery.controller.state.custody import division_of
+from flashrecovery.controller.state.custody import sharding_of
 from flashrecovery.controller.state.job_state import JobState
 from flashrecovery.controller.state.nodes import NodeState
 from flashrecovery.controller.state.rank_record import Place, RankRecord
@@ -317,7 +317,7 @@ def test_a_failure_before_the_step_does_not_forget_the_command() -> None:
     ],
 )
 def test_a_replacement_in_another_size_is_compared_with_the_process_before(said: dict[str, Any], why: str) -> None:
-    """But for what is divided, of which it has a part as at the launch."""
+    """But for what is sharded, of which it has a part as at the launch."""
     world = elastic_world(replace="auto")
     job = world.machine.job
     assert world.machine.resize(3, -1, world.now) == ""
@@ -327,18 +327,18 @@ def test_a_replacement_in_another_size_is_compared_with_the_process_before(said:
         assert world.step()
     record = job.ranks[1]
     record.inventory.needs = {**record.inventory.needs, "part#dp=1/3": 20}
-    record.inventory.divided = frozenset({"part#dp=1/3"})
+    record.inventory.sharded = frozenset({"part#dp=1/3"})
     world.kill(1)
     joined = pb.Joined(rank=1, generation=job.generation, steps=world.steps)
     known = {**record.inventory.common_needs(), "part#dp=1/4": 15}
-    joined.needs.extend(pb.ShardNeed(name=n, nbytes=b, divided=n.startswith("part")) for n, b in known.items())
+    joined.needs.extend(pb.ShardNeed(name=n, nbytes=b, sharded=n.startswith("part")) for n, b in known.items())
     joined.MergeFrom(pb.Joined(**said))
     world.machine.on_started(pb.WorkerStarted(rank=1, generation=job.generation, pid=999), record.home, "host")
     world.machine.on_joined(joined, world.now)
     assert job.state is (State.FAILED if why else State.QUIESCING) and why in job.failure_reason
     if not why:
         assert record.inventory.needs == {**record.inventory.common_needs(), "part#dp=1/3": 20}
-        assert record.inventory.divided == {"part#dp=1/3"}
+        assert record.inventory.sharded == {"part#dp=1/3"}
 
 
 @pytest.mark.parametrize("replicas", [1, 2, 3])
@@ -362,12 +362,12 @@ def test_a_rank_that_dies_while_all_pause_leaves_instead() -> None:
     assert resized(world).left == [0] and resized(world).ranks == [1, 2, 3]
 
 
-def test_where_state_is_divided_a_rank_that_does_not_pause_is_not_waited_for_for_ever() -> None:
+def test_where_state_is_sharded_a_rank_that_does_not_pause_is_not_waited_for_for_ever() -> None:
     """It had begun the step when it heard of the command."""
     world = elastic_world(replace="auto")
     for record in world.machine.job.in_order:
         record.inventory.needs[f"w#shard={record.rank}/4"] = 100
-        record.inventory.divided = frozenset({f"w#shard={record.rank}/4"})
+        record.inventory.sharded = frozenset({f"w#shard={record.rank}/4"})
     assert world.machine.resize(3, -1, world.now) == ""
     pause(world, 1)
     assert world.machine.job.state is State.RUNNING
@@ -382,7 +382,7 @@ def test_where_those_who_are_to_leave_cannot_all_pause_again_and_then_it_is_said
     world = elastic_world(replace="auto")
     for record in world.machine.job.in_order:
         record.inventory.needs[f"w#shard={record.rank}/4"] = 100
-        record.inventory.divided = frozenset({f"w#shard={record.rank}/4"})
+        record.inventory.sharded = frozenset({f"w#shard={record.rank}/4"})
     assert world.machine.resize(3, -1, world.now) == ""
     for attempt in range(3):
         assert not notices(world, "not_resized"), attempt
@@ -1007,22 +1007,22 @@ OLD, NEW = (0, 1, 2, 3), (0, 1, 2)
         pytest.param([(NEW, ()), (OLD, NEW), (OLD, NEW)], NEW, id="one has gone over"),
         pytest.param([(NEW, ()), (NEW, ()), (NEW, ())], NEW, id="all have"),
         pytest.param([(OLD, NEW), ((), NEW), ((), ())], OLD, id="who comes has none"),
-        pytest.param([((), ()), ((), ())], (), id="nothing is divided"),
+        pytest.param([((), ()), ((), ())], (), id="nothing is sharded"),
     ],
 )
-def test_a_new_controller_asks_how_state_is_divided(
+def test_a_new_controller_asks_how_state_is_sharded(
     said: list[tuple[tuple[int, ...], tuple[int, ...]]], found: tuple[int, ...]
 ) -> None:
     for order in permutations(said):
         records = [RankRecord(rank) for rank in range(len(order))]
         for record, (layout, ready) in zip(records, order, strict=True):
             record.inventory.layout, record.inventory.ready = layout, ready
-        assert division_of(records) == found
+        assert sharding_of(records) == found
 
 
 def test_a_controller_that_is_elected_in_the_middle_of_a_change() -> None:
     """Of five nodes the fourth was lost, and the job was about to go on without it when the first one was lost, with
-    the controller: the state is still divided among five."""
+    the controller: the state is still sharded among five."""
     world = World(1, nnodes=5, controller="h:1", elastic={"min": 1, "max": 5})
     machine, everybody = world.machine, [0, 1, 2, 3, 4]
     keeps = {1: 0, 2: 1, 4: 3}  # whose copies each one has
@@ -1045,7 +1045,7 @@ def test_a_controller_that_is_elected_in_the_middle_of_a_change() -> None:
         elif command.HasField("stop"):
             stops.append((command.stop.unsure, tuple(command.stop.layout)))
             reply.live_version = 7
-            reply.needs.extend(pb.ShardNeed(name=name, nbytes=8, divided=name[0] == "p") for name in shards[rank])
+            reply.needs.extend(pb.ShardNeed(name=name, nbytes=8, sharded=name[0] == "p") for name in shards[rank])
             for name in shards[keeps[rank]]:
                 reply.held.add(kind="copy", version=7, shards=[name], nbytes=[8])
             reply.layout.extend(everybody if command.stop.unsure else ())

@@ -18,9 +18,9 @@ from flashrecovery.adapter.loop import CallBatches
 from flashrecovery.errors import ConfigError, RegistrationError, UnsupportedError
 from flashrecovery.plan.elastic.sample_order import exact_sizes
 from flashrecovery.worker.data import global_batches as batches_of
-from fr_megatron import division, elastic
-from fr_megatron.division import OptimizerDivision, layout_of, names_of, numbered_buffers
+from fr_megatron import elastic, shard_layout
 from fr_megatron.optimizers import weights_name
+from fr_megatron.shard_layout import OptimizerShardLayout, layout_of, names_of, numbered_buffers
 
 GLOBAL, MICRO = 12, 1
 
@@ -255,9 +255,9 @@ def test_parameters_of_chunks_have_names_and_places_of_their_own() -> None:
         ("2.w0", 1, 0),
     ]
     assert layout.in_order == ["0.w0", "2.w0", "0.w1"]  # groups go through all chunks
-    parts = OptimizerDivision(chunks, None, membership, "stand=1", dict, lambda *_: None)
-    assert parts.size == 2 and division.WEIGHTS == "/weights"
-    names = {rule.name: rule.shard_at(0, 3) for rule in parts.rules({"state": []}) if rule.key == division.DATA}
+    parts = OptimizerShardLayout(chunks, None, membership, "stand=1", dict, lambda *_: None)
+    assert parts.size == 2 and shard_layout.WEIGHTS == "/weights"
+    names = {rule.name: rule.shard_at(0, 3) for rule in parts.rules({"state": []}) if rule.key == shard_layout.DATA}
     assert names == {
         "0.w0/weights": weights_name(0, "dense", 0, 3, "stand=1"),
         "0.w1/weights": weights_name(0, "dense", 0, 3, "stand=1"),
@@ -308,7 +308,7 @@ def test_growth_beyond_the_launch(
 ) -> None:
     adapter = pytest.importorskip("fr_megatron.adapter")
     monkeypatch.setattr(adapter, "experts_or_context", lambda: False)
-    monkeypatch.setattr(adapter.MegatronAdapter, "division", lambda _: None)
+    monkeypatch.setattr(adapter.MegatronAdapter, "shard_layout", lambda _: None)
     made = adapter.MegatronAdapter.__new__(adapter.MegatronAdapter)
     made._chunks = [SimpleNamespace(config=SimpleNamespace(num_moe_experts=experts))] * chunks
     found = made.only_as_launched(3)
@@ -357,9 +357,9 @@ def test_a_stage_without_experts_divides_the_rest(dense: bool, experts: bool) ->
     places = module.SharedPlaces((0, 1, 2, 3), 1, ("stand=0", "stand=1"), one_each=False)
     if not dense:
         with pytest.raises(UnsupportedError, match="trains nothing but experts"):
-            adapter._divided(wrapper, places)
+            adapter._sharded(wrapper, places)
         return
-    made = adapter._divided(wrapper, places)
+    made = adapter._sharded(wrapper, places)
     names = {rule.name for rule in made.rules({"dense": {"state": []}, "experts": {"state": []}})}
     assert made.size == 2 and bool([name for name in names if name.startswith("experts")]) is experts
     assert (made._experts is not None) is experts  # one of nothing has no size

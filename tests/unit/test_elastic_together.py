@@ -8,9 +8,9 @@ import pytest
 from flashrecovery.plan.elastic.replicas import ReplicaShape
 from flashrecovery.plan.transitions import State
 from flashrecovery.proto import flashrecovery_pb2 as pb
-from tests.unit.test_divided_replicas import launched
 from tests.unit.test_handoff_pauses import ComingWorld
 from tests.unit.test_replicas import ReplicaWorld, world_of
+from tests.unit.test_sharded_replicas import launched
 
 ACROSS = ReplicaShape(3, 1, 2)
 """Replicas 0 and 3, 1 and 4, 2 and 5; on three nodes of two ranks the second one has ranks 2 and 3."""
@@ -70,7 +70,7 @@ def test_a_warned_node_stays_while_ranks_leave(shape: ReplicaShape) -> None:
 
 
 @pytest.mark.parametrize("unsure", [False, True])
-def test_a_warned_node_stays_until_it_is_known_how_state_is_divided(unsure: bool) -> None:
+def test_a_warned_node_stays_until_it_is_known_how_state_is_sharded(unsure: bool) -> None:
     """The controller before this one may have been in the middle of a change: parts of ranks that have left, of whom
     this one has not heard, may be there alone."""
     world = launched(ReplicaShape(5), replace="auto", single=True)

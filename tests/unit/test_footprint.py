@@ -99,7 +99,7 @@ def test_parity_keeps_less_and_sends_as_much() -> None:
     assert alone.node_network_bytes == 0, "one node sends nothing"
 
 
-def test_experts_are_divided_and_count_as_unique_where_they_have_no_replica() -> None:
+def test_experts_are_sharded_and_count_as_unique_where_they_have_no_replica() -> None:
     dense = JobShape(10e9, 64, Sharding.OPTIMIZER, 1.0)
     experts = dataclasses.replace(dense, expert_parallel=8, expert_parameters=8e9)
     assert footprint(experts).unique_bytes == footprint(dense).unique_bytes

@@ -493,16 +493,16 @@ def test_another_model_is_given_up() -> None:
     assert "its model has other parameters" in text and len(world.resized()) == 1
 
 
-def test_who_comes_needs_no_part_of_what_is_divided() -> None:
+def test_who_comes_needs_no_part_of_what_is_sharded() -> None:
     """It names its shards as in the launch's size, of which the others have none any more; and says so again when it is
     stopped before it has got its part."""
     record = RankRecord(3)
     names = [("param/w#shard=3/4", True), ("buffer", False), ("common", False), ("capsule@3", False)]
-    needs = [pb.ShardNeed(name=name, nbytes=1, divided=divided) for name, divided in names]
+    needs = [pb.ShardNeed(name=name, nbytes=1, sharded=sharded) for name, sharded in names]
     record.inventory.take_needs(needs)
-    assert record.inventory.divided == {"param/w#shard=3/4"} and len(record.inventory.needs) == 4
+    assert record.inventory.sharded == {"param/w#shard=3/4"} and len(record.inventory.needs) == 4
     record.inventory.need_no_part()
-    assert [*record.inventory.needs] == ["buffer", "common", "capsule@3"] and not record.inventory.divided
+    assert [*record.inventory.needs] == ["buffer", "common", "capsule@3"] and not record.inventory.sharded
 
     world = shrunk(3)
     assert world.resize(4) == ""
@@ -572,7 +572,7 @@ def test_a_spare_node_of_the_launch_is_for_growth_if_there_may_be_any(most: int,
 
 
 def test_one_beyond_the_launch_is_filled_again_before_it_has_a_part() -> None:
-    """State is still divided as at the launch, and its process begins with the part of the rank in whose place it runs:
+    """State is still sharded as at the launch, and its process begins with the part of the rank in whose place it runs:
     that is not what it needs."""
     world = world_of(2, nnodes=2, controller="h:1", most=6, replace="auto")
     job = world.machine.job
@@ -584,11 +584,11 @@ def test_one_beyond_the_launch_is_filled_again_before_it_has_a_part() -> None:
     world.kill(5)
     joined = pb.Joined(rank=5, generation=job.generation, steps=world.steps)
     parts = {**known, "part#dp=1/4": 15}
-    joined.needs.extend(pb.ShardNeed(name=n, nbytes=b, divided=n.startswith("part")) for n, b in parts.items())
+    joined.needs.extend(pb.ShardNeed(name=n, nbytes=b, sharded=n.startswith("part")) for n, b in parts.items())
     world.machine.on_started(pb.WorkerStarted(rank=5, generation=job.generation, pid=999), record.home, "host")
     world.machine.on_joined(joined, world.now)
     assert job.state is not State.FAILED, job.failure_reason
-    assert record.inventory.needs == known and not record.inventory.divided
+    assert record.inventory.needs == known and not record.inventory.sharded
 
 
 @pytest.mark.parametrize(("launched", "most"), [(4, 4), (2, 4)])
@@ -616,10 +616,10 @@ def test_newcomers_do_not_make_it_a_number_that_is_not_allowed(launched: int, mo
 
 
 @pytest.mark.parametrize(("slots", "alone"), [(1, False), (3, True)])
-def test_it_is_said_if_a_node_has_divided_state_and_its_copies(slots: int, alone: bool) -> None:
+def test_it_is_said_if_a_node_has_sharded_state_and_its_copies(slots: int, alone: bool) -> None:
     world = world_of(1, nnodes=2, controller="h:1", most=6)
     for record in world.machine.job.in_order:
-        record.inventory.divided = frozenset({f"part#dp={record.rank}/2"})
+        record.inventory.sharded = frozenset({f"part#dp={record.rank}/2"})
     world.join("more", slots=slots)
     while not world.resized():
         assert world.step()

@@ -10,8 +10,8 @@ from flashrecovery import events as ev
 from flashrecovery.plan.elastic.replicas import ReplicaShape
 from flashrecovery.plan.transitions import State
 from flashrecovery.proto import flashrecovery_pb2 as pb
-from tests.unit.test_divided_replicas import DividedWorld, launched
 from tests.unit.test_handoff import HandoffWorld
+from tests.unit.test_sharded_replicas import ShardedWorld, launched
 
 
 class JustHandedOver(HandoffWorld):
@@ -87,7 +87,7 @@ def test_if_the_old_node_is_lost_as_well_the_job_ends_by_name() -> None:
     assert world.run() is State.FAILED and "capsule@0" in world.machine.job.failure_reason
 
 
-def changing() -> DividedWorld:
+def changing() -> ShardedWorld:
     """Of four ranks the last one leaves by command, and keeps the copies of rank 2's part."""
     world = launched(ReplicaShape(4), replace="auto")
     assert world.resize(3) == ""

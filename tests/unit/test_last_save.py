@@ -50,7 +50,7 @@ def test_a_rank_that_is_gone_is_written_by_one_that_has_all_that_it_had() -> Non
     third = RankRecord(3)
     third.inventory.needs = {"param/w": 100, "common": 10, "capsule@3": 5}
     del gone.inventory.needs["part/w#2"]
-    assert writers([record(0, 7), record(1, 7)], [gone, third], 7) == {2: 0, 3: 1}, "the work is divided"
+    assert writers([record(0, 7), record(1, 7)], [gone, third], 7) == {2: 0, 3: 1}, "the work is shared"
 
 
 class Ending(World):

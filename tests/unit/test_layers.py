@@ -141,7 +141,7 @@ def test_no_imports_go_round() -> None:
 
 ROOMS: dict[str, tuple[str, ...]] = {
     "agent": ("peers", "processes", "stores", "monitoring", "agent", "controller_link"),
-    "contract": ("adapter division logical_state", "elastic_adapter loop_adapter relayout_adapter", "roles"),
+    "contract": ("adapter shard_layout logical_state", "elastic_adapter loop_adapter relayout_adapter", "roles"),
     "controller": (
         "state",
         "storage hang membership last_save divergence_advice",
@@ -291,7 +291,7 @@ SHARED_FILES: dict[str, dict[str, tuple[str, ...]]] = {
     "attach.py": dict.fromkeys(ADAPTERS[1:], ("attach",)),
     "checkpoint.py": dict.fromkeys(ADAPTERS[1:], ()),
     "layout.py": dict.fromkeys(ADAPTERS[1:], ()),
-    "division.py": dict.fromkeys(ADAPTERS[1:], ()),
+    "shard_layout.py": dict.fromkeys(ADAPTERS[1:], ()),
     "elastic.py": dict.fromkeys(ADAPTERS[1:], ("tied_to_size", "batch_of")),
     "reform.py": dict.fromkeys(ADAPTERS[1:], ("reform",)),
     "random.py": dict.fromkeys(ADAPTERS[1:], ("capture_tracker", "restore_tracker")),

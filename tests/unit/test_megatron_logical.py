@@ -102,11 +102,11 @@ def test_what_is_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
         MegatronLogical([DistributedDataParallel() for _ in range(chunks)], optimizer, list)._check()
 
 
-@pytest.mark.parametrize(("experts", "tp", "divided"), [(4, 2, False), (4, 2, True), (4, 1, False), (None, 2, False)])
+@pytest.mark.parametrize(("experts", "tp", "sharded"), [(4, 2, False), (4, 2, True), (4, 1, False), (None, 2, False)])
 def test_experts_with_tensor_parallelism_need_divided_sequences(
-    experts: int | None, tp: int, divided: bool, monkeypatch: pytest.MonkeyPatch
+    experts: int | None, tp: int, sharded: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """megatron-core says so in the first step only, when it is too late for another layout."""
     monkeypatch.setattr(parallel_state, "get_tensor_model_parallel_world_size", lambda: tp)
-    found = list(_of_sizes(SimpleNamespace(num_moe_experts=experts, sequence_parallel=divided)))
-    assert bool(found) == bool(experts and tp > 1 and not divided)
+    found = list(_of_sizes(SimpleNamespace(num_moe_experts=experts, sequence_parallel=sharded)))
+    assert bool(found) == bool(experts and tp > 1 and not sharded)

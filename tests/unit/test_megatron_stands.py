@@ -12,8 +12,8 @@ import torch
 from flashrecovery.plan.reshard.placements import FlatBuffer
 from flashrecovery.plan.reshard.rules import TensorRule
 from fr_megatron import elastic, replicas
-from fr_megatron.division import FlatLayout, OptimizerDivision, Stored
 from fr_megatron.optimizers import part_name, weights_name
+from fr_megatron.shard_layout import FlatLayout, OptimizerShardLayout, Stored
 
 STATE = [["state/exp_avg", "float32", False, False], ["state/step", "float32", True, True]]
 
@@ -21,10 +21,10 @@ STATE = [["state/exp_avg", "float32", False, False], ["state/step", "float32", T
 def rules(group: str) -> list[TensorRule]:
     """Of a parameter that is long enough for three ranks."""
     layout = FlatLayout((FlatBuffer((1024,), 128),), (Stored("0.w", 0, 0, 0, 1000, 0, False),))
-    division = OptimizerDivision.__new__(OptimizerDivision)
+    shard_layout = OptimizerShardLayout.__new__(OptimizerShardLayout)
     given: dict[str, Any] = {"_buffers": [SimpleNamespace(param_dtype=torch.bfloat16)], "_numbers": [(0, 0)]}
-    vars(division).update(given, _layout=layout, _group=group, _expert=False)
-    return list(division.rules({"state": STATE}))
+    vars(shard_layout).update(given, _layout=layout, _group=group, _expert=False)
+    return list(shard_layout.rules({"state": STATE}))
 
 
 @pytest.mark.parametrize("group", ["", "stand=1", "stand=11"])

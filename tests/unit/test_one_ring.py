@@ -36,14 +36,14 @@ def job_of(shape: ReplicaShape, nodes: int, domains: tuple[str, ...], monkeypatc
     return job
 
 
-@pytest.mark.parametrize("divided", [False, True])
+@pytest.mark.parametrize("sharded", [False, True])
 @pytest.mark.parametrize(
     ("shape", "domains"),
     [(shape, tuple(domains)) for shape in SHAPES for domains in DOMAINS if shape.world % len(domains) == 0],
     ids=str,
 )
 def test_both_come_to_the_same_ring(
-    shape: ReplicaShape, domains: tuple[str, ...], divided: bool, monkeypatch: pytest.MonkeyPatch
+    shape: ReplicaShape, domains: tuple[str, ...], sharded: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     nodes = len(domains)
     for size in range(2, shape.replicas + 1):
@@ -52,32 +52,32 @@ def test_both_come_to_the_same_ring(
             members = sorted(rank for replica in replicas for rank in shape.ranks(replica))
             for record in job.in_order:
                 record.shape = shape
-                record.inventory.divided = frozenset(["part"]) if divided else frozenset()
+                record.inventory.sharded = frozenset(["part"]) if sharded else frozenset()
             for rank in set(job.ranks).difference(members):
                 job.depart(rank)
             job.settle_layout()
-            ring = ring_among(members, shape if divided else None)
+            ring = ring_among(members, shape if sharded else None)
             keepers = {rank: members[place] for rank, place in zip(members, ring, strict=True)}
             assert job.keepers_of_copies() == keepers
-            if divided:
+            if sharded:
                 assert job.keepers_of_parts() == keepers
             elif len(members) == shape.world:  # as a process has it that has seen no change
                 assert keepers == {rank: neighbour_of(rank, shape.world) for rank in members}
 
 
-@pytest.mark.parametrize("divided", [False, True])
+@pytest.mark.parametrize("sharded", [False, True])
 @pytest.mark.parametrize("shape", [s for s in SHAPES if s.each > 1], ids=str)
-def test_beyond_the_launch_too(shape: ReplicaShape, divided: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_beyond_the_launch_too(shape: ReplicaShape, sharded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """And nobody keeps its own: with replicas that the launch did not have, whichever of it are left."""
     for replicas in ((0, shape.replicas), (*range(shape.replicas), shape.replicas + 1), (shape.replicas, 0, 1)):
         job = job_of(shape, 1, ("a",), monkeypatch)
         for record in job.in_order:
             record.shape = shape
-            record.inventory.divided = frozenset(["part"]) if divided else frozenset()
+            record.inventory.sharded = frozenset(["part"]) if sharded else frozenset()
         wanted = {rank for replica in replicas for rank in shape.ranks(replica)}
         for rank in wanted.difference(job.ranks):
             record = RankRecord(rank)
-            record.shape, record.inventory.divided = shape, frozenset(["part"]) if divided else frozenset()
+            record.shape, record.inventory.sharded = shape, frozenset(["part"]) if sharded else frozenset()
             job.enrol(record)
         for rank in set(job.ranks).difference(wanted):
             job.depart(rank)
@@ -88,10 +88,10 @@ def test_beyond_the_launch_too(shape: ReplicaShape, divided: bool, monkeypatch: 
             sorted(members)
         )  # of a controller that does not know yet what they make up
         assert job.elastic_layout() == members
-        ring = ring_among(members, shape if divided else None)
+        ring = ring_among(members, shape if sharded else None)
         keepers = {rank: members[place] for rank, place in zip(members, ring, strict=True)}
         assert job.keepers_of_copies() == keepers and all(rank != keeper for rank, keeper in keepers.items())
-        assert not divided or all(shape.stand(rank) == shape.stand(keeper) for rank, keeper in keepers.items())
+        assert not sharded or all(shape.stand(rank) == shape.stand(keeper) for rank, keeper in keepers.items())
 
 
 def test_two_replicas_that_both_lack_a_rank() -> None:
@@ -99,7 +99,7 @@ def test_two_replicas_that_both_lack_a_rank() -> None:
     shape = ReplicaShape(4, 2)
     job = JobState(RunConfig.model_validate({"nproc_per_node": 8, "elastic": {"min": 1, "max": 4}}))
     for record in job.in_order:
-        record.shape, record.inventory.divided = shape, frozenset(["part"])
+        record.shape, record.inventory.sharded = shape, frozenset(["part"])
     before = job.keepers_of_copies()
     for rank in (0, 3):
         job.depart(rank)

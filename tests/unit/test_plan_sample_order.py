@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flashrecovery.plan.elastic.sample_order import BatchDivision, SampleOrder, exact_sizes, stream_seed
+from flashrecovery.plan.elastic.sample_order import BatchSplit, SampleOrder, exact_sizes, stream_seed
 
 BATCHES = st.tuples(st.integers(1, 6), st.integers(1, 30)).map(lambda t: (t[0], t[0] * t[1]))
 
@@ -20,36 +20,36 @@ def test_all_sizes_compute_the_same_samples(
 ) -> None:
     micro_batch, global_batch = batch
     order = SampleOrder(samples, global_batch, seed)
-    division = BatchDivision(global_batch, micro_batch, replicas)
-    lines = [line for replica in range(replicas) for line in division.schedule(step, replica)]
-    assert [number for number, _ in lines] == list(range(division.micro_batches))
+    batch_split = BatchSplit(global_batch, micro_batch, replicas)
+    lines = [line for replica in range(replicas) for line in batch_split.schedule(step, replica)]
+    assert [number for number, _ in lines] == list(range(batch_split.micro_batches))
     assert [p for _, positions in lines for p in positions] == list(order.positions(step))
-    alone = BatchDivision(global_batch, micro_batch, 1)
+    alone = BatchSplit(global_batch, micro_batch, 1)
     assert lines == list(alone.schedule(step, 0)), "what a micro-batch is does not depend on the size"
-    counts = [division.count(replica) for replica in range(replicas)]
-    assert max(counts) == division.accumulation and max(counts) - min(counts) <= 1
-    assert division.even == (max(counts) == min(counts))
-    assert all(division.owner(number) == r for r in range(replicas) for number in division.of(r))
+    counts = [batch_split.count(replica) for replica in range(replicas)]
+    assert max(counts) == batch_split.accumulation and max(counts) - min(counts) <= 1
+    assert batch_split.even == (max(counts) == min(counts))
+    assert all(batch_split.owner(number) == r for r in range(replicas) for number in batch_split.of(r))
 
 
 @settings(deadline=None)
 @given(BATCHES, st.integers(1, 40), st.data())
 def test_all_samples_weigh_the_same(batch: tuple[int, int], replicas: int, data: st.DataObject) -> None:
     micro_batch, global_batch = batch
-    division = BatchDivision(global_batch, micro_batch, replicas)
+    batch_split = BatchSplit(global_batch, micro_batch, replicas)
     values = data.draw(st.lists(st.integers(-99, 99), min_size=global_batch, max_size=global_batch))
     mean = Fraction(sum(values), global_batch)
 
     def of(number: int) -> Fraction:
-        some = [values[p] for p in division.positions(0, number)]
+        some = [values[p] for p in batch_split.positions(0, number)]
         return Fraction(sum(some), len(some))
 
     for averaged in (False, True):
-        parts = [sum(of(m) * division.weight(averaged=averaged) for m in division.of(r)) for r in range(replicas)]
+        parts = [sum(of(m) * batch_split.weight(averaged=averaged) for m in batch_split.of(r)) for r in range(replicas)]
         assert sum(parts) / (replicas if averaged else 1) == mean
-    own = [sum(map(of, division.of(r)), Fraction(0)) / max(1, division.count(r)) for r in range(replicas)]
-    assert sum(own[r] * division.correction(r) for r in range(replicas)) / replicas == mean
-    assert not division.even or all(division.correction(r) == 1 for r in range(replicas))
+    own = [sum(map(of, batch_split.of(r)), Fraction(0)) / max(1, batch_split.count(r)) for r in range(replicas)]
+    assert sum(own[r] * batch_split.correction(r) for r in range(replicas)) / replicas == mean
+    assert not batch_split.even or all(batch_split.correction(r) == 1 for r in range(replicas))
 
 
 @settings(max_examples=60, deadline=None)
@@ -90,8 +90,8 @@ def test_sizes_that_divide_and_others() -> None:
     with pytest.raises(ValueError, match="micro_batch = 3: a divisor of the global batch"):
         exact_sizes(64, 3, 5)
     with pytest.raises(ValueError, match="replica = 4: 0 to 3"):
-        BatchDivision(8, 1, 4).of(4)
+        BatchSplit(8, 1, 4).of(4)
     with pytest.raises(ValueError, match="samples = 0"):
         SampleOrder(0, 1)
     with pytest.raises(ValueError, match="replicas = 0"):
-        BatchDivision(8, 1, 0)
+        BatchSplit(8, 1, 0)

@@ -69,9 +69,9 @@ def test_all_candidates_divide_what_they_must(
     for s in found:
         assert s.ranks <= ranks and s.tp <= per_node and s.cp <= most_cp
         assert model.heads % s.tp == model.kv_heads % s.tp == model.layers % s.pp == batch % s.micro_batch == 0
-        division = work.division(s)
-        assert sum(division.count(r) for r in range(s.dp)) * s.micro_batch == batch, "the global batch is exact"
-        assert min(division.count(r) for r in range(s.dp)) > 0 and (uneven or division.even)
+        batch_split = work.batch_split(s)
+        assert sum(batch_split.count(r) for r in range(s.dp)) * s.micro_batch == batch, "the global batch is exact"
+        assert min(batch_split.count(r) for r in range(s.dp)) > 0 and (uneven or batch_split.even)
         assert s.ep == 1 or (model.experts % s.ep == 0 and s.dp * s.cp % s.ep == 0)
     assert Strategy(dp=1) in found or ranks > 1, "one rank is always a candidate"
 

@@ -1,4 +1,4 @@
-"""State that is divided otherwise: several ranks in threads of one process, over a gloo group each."""
+"""State that is sharded otherwise: several ranks in threads of one process, over a gloo group each."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from flashrecovery.contract.division import LocalBox
+from flashrecovery.contract.shard_layout import LocalBox
 from flashrecovery.errors import RestoreError
 from flashrecovery.plan.reshard.boxes import NobodyHoldsError, Space
 from flashrecovery.plan.reshard.layouts import Placement, Share, chunked, replicated, sharded

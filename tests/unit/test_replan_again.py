@@ -68,7 +68,7 @@ def test_the_ranks_of_the_last_replica_keep_each_others_copies() -> None:
     world = Both()
     job = world.job
     for record in job.in_order:
-        record.inventory.divided = frozenset({"part"})
+        record.inventory.sharded = frozenset({"part"})
     assert job.keepers_of_copies() == {0: 2, 1: 3, 2: 0, 3: 1}
     job.depart(2)
     job.depart(3)

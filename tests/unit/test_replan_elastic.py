@@ -18,7 +18,7 @@ from flashrecovery.controller.state.loss_policy import allowed_sizes, never_repl
 from flashrecovery.plan.elastic.resize import ReplicaRange
 from flashrecovery.plan.reshard import placements
 from flashrecovery.plan.reshard.boxes import flat_boxes
-from flashrecovery.plan.reshard.logical import Box, DividedParts, LogicalPart, ShardParts, divided_description, ranged
+from flashrecovery.plan.reshard.logical import Box, LogicalPart, ShardedParts, ShardParts, ranged, sharded_description
 from flashrecovery.plan.reshard.rules import Naming, TensorRule
 from flashrecovery.plan.strategy.relayout import LayoutFacts
 from flashrecovery.plan.transitions import State
@@ -119,7 +119,7 @@ def test_every_element_is_in_one_place_in_any_number_of_replicas(seed: int) -> N
             naming=Naming.PLACE_UNLESS_ALONE,
             **given,  # type: ignore[arg-type]
         )
-        tensors.append(DividedParts(rule, ShardParts("main.", "state.{}.", own)))
+        tensors.append(ShardedParts(rule, ShardParts("main.", "state.{}.", own)))
         in_buffer = placements.InBuffer(bucket, 0, start)
         rule = TensorRule(
             f"{name}/w",
@@ -129,10 +129,10 @@ def test_every_element_is_in_one_place_in_any_number_of_replicas(seed: int) -> N
             naming=Naming.SIZE,
             **given,  # type: ignore[arg-type]
         )
-        tensors.append(DividedParts(rule, ShardParts("", "state.{}.", own)))
+        tensors.append(ShardedParts(rule, ShardParts("", "state.{}.", own)))
     rng.shuffle(tensors)
     for size in (1, 2, 3, 5):
-        described = divided_description(tensors, size)
+        described = sharded_description(tensors, size)
         weights = described[f"weights#dp={size},stand=1"]
         assert [part.name for part in weights.parts] == [f"p{n}" for n in range(len(lengths))]
         assert [part.begin for part in weights.parts] == [int(s) for s in starts[:-1]]
@@ -165,9 +165,9 @@ def test_experts_are_in_one_place_in_any_number_of_replicas(each: int, replicas:
         parted = Naming.PLACE_UNLESS_ALONE
         part = TensorRule("e/param", pattern=of_part, shard="param/e#part=", key="param", naming=parted, **given)
         flat = TensorRule("e/w", pattern=in_buffer, shard="weights#dp=", key="data", naming=Naming.SIZE, **given)
-        tensors.append(DividedParts(part, ShardParts("main.", "state.{}.", own), each))
-        tensors.append(DividedParts(flat, ShardParts("", "state.{}.", own), each))
-    described = divided_description(tensors, replicas)
+        tensors.append(ShardedParts(part, ShardParts("main.", "state.{}.", own), each))
+        tensors.append(ShardedParts(flat, ShardParts("", "state.{}.", own), each))
+    described = sharded_description(tensors, replicas)
     for first in range(each):
         name = f"experts{first}"
         weights = described[f"weights#dp={replicas},stand={first}"]

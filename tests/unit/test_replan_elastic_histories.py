@@ -18,8 +18,8 @@ from flashrecovery.plan.membership.placement import ring_of
 from flashrecovery.plan.transitions import State
 from flashrecovery.proto import flashrecovery_pb2 as pb
 from flashrecovery.runtime.parallel_layout import layout_sizes
-from tests.unit.test_divided_replicas import OVER, DividedWorld
 from tests.unit.test_replan import FACTS
+from tests.unit.test_sharded_replicas import OVER, ShardedWorld
 
 
 def shape_of_layout(layout: dict[str, int]) -> ReplicaShape:
@@ -30,11 +30,11 @@ def shape_of_layout(layout: dict[str, int]) -> ReplicaShape:
     return ReplicaShape(replicas, layout["tp"] * cp * layout["dp"] // replicas, layout["pp"])
 
 
-class Histories(DividedWorld):
-    def __init__(self, layout: dict[str, int], *, divided: bool, seed: int, single: bool, **config: Any) -> None:
+class Histories(ShardedWorld):
+    def __init__(self, layout: dict[str, int], *, sharded: bool, seed: int, single: bool, **config: Any) -> None:
         of = EXPERTS if "ep" in layout else replace(FACTS, takes="cp")
-        self.facts = replace(of, layout={"cp": 1, "ep": 1, **layout}, sharded=divided, elastic=True)
-        self.divided = divided
+        self.facts = replace(of, layout={"cp": 1, "ep": 1, **layout}, sharded=sharded, elastic=True)
+        self.sharded = sharded
         self.staged: dict[str, set[str]] = {}
         self.whole: dict[str, set[str]] = {}
         shape = shape_of_layout(layout)
@@ -47,7 +47,7 @@ class Histories(DividedWorld):
         """Of the dense parameters, which all data-parallel and context-parallel ranks divide, several of each replica;
         and of the experts, which those at the same place in every replica do (with context parallelism perhaps those
         of several places)."""
-        if not self.divided:
+        if not self.sharded:
             return []
         found = []
         for kind, peers in self.sharing(rank, layout):
@@ -93,7 +93,7 @@ class Histories(DividedWorld):
         per_node = 1 if job.parallel.text else job.config.nproc_per_node
         if self._alone(layout):
             ring = ring_of(layout, job.stride, per_node, job.domains)
-        elif self.divided:
+        elif self.sharded:
             ring = self.shape.ring(layout, job.stride, per_node, job.domains)
         else:
             return
@@ -104,10 +104,10 @@ class Histories(DividedWorld):
     def _say_more(self, reply: pb.Reply) -> None:
         rank, command = self._told
         kept, before = self.kept.get(rank), len(reply.held)
-        if not self.divided:
+        if not self.sharded:
             self.kept.pop(rank, None)  # all that others may keep is said below
         super()._say_more(reply)
-        if not self.divided and kept is not None:
+        if not self.sharded and kept is not None:
             self.kept.setdefault(rank, kept)
         if command.HasField("stop") and rank in self.kept and self._alone(self.layout[rank]):
             owner, version = self.kept[rank]
@@ -147,7 +147,7 @@ class Histories(DividedWorld):
         self.machine.on_reply(reply, self.now)
 
     def _restored(self, rank: int, restore: pb.Restore, reply: pb.Reply) -> None:
-        if self.divided:
+        if self.sharded:
             super()._restored(rank, restore, reply)
         elif restore.HasField("reshape"):
             self.ready[rank] = tuple(restore.reshape.after)
@@ -199,7 +199,7 @@ def texts_for(layout: dict[str, int]) -> list[str]:
     return TEXTS + (_MORE if {"cp", "ep"} & layout.keys() else []) + (_EXPERTS if "ep" in layout else [])
 
 
-def launched(layout: dict[str, int], seed: int, divided: bool) -> tuple[Histories, random.Random, bool]:
+def launched(layout: dict[str, int], seed: int, sharded: bool) -> tuple[Histories, random.Random, bool]:
     """A job that trains, what its history is drawn from, and whether each rank has a node of its own."""
     rng = random.Random(seed)
     single = rng.random() < 0.5
@@ -208,14 +208,14 @@ def launched(layout: dict[str, int], seed: int, divided: bool) -> tuple[Historie
         "elastic": {"min": rng.choice((1, 1, replicas)), "max": replicas, "replace": never},
         "parallelism": {"min": 1, "replace": never},
     }
-    world = Histories(layout, divided=divided, seed=seed, single=single, **config)
+    world = Histories(layout, sharded=sharded, seed=seed, single=single, **config)
     world.launch()
     world.go_on()
     return world, rng, single
 
 
-def run(layout: dict[str, int], seed: int, divided: bool) -> Histories:
-    world, rng, single = launched(layout, seed, divided)
+def run(layout: dict[str, int], seed: int, sharded: bool) -> Histories:
+    world, rng, single = launched(layout, seed, sharded)
     job, extra = world.machine.job, 0
     for _ in range(rng.randint(2, 5)):
         for _ in range(rng.choice((0, 1, 2, 3, 5, 8, 13, 30))):
@@ -261,10 +261,10 @@ def run(layout: dict[str, int], seed: int, divided: bool) -> Histories:
     return world
 
 
-@pytest.mark.parametrize("divided", [False, True])
+@pytest.mark.parametrize("sharded", [False, True])
 @pytest.mark.parametrize(("layout", "seed"), HISTORIES, ids=str)
-def test_all_of_the_state_is_there_in_every_layout(layout: dict[str, int], seed: int, divided: bool) -> None:
-    run(layout, seed, divided)
+def test_all_of_the_state_is_there_in_every_layout(layout: dict[str, int], seed: int, sharded: bool) -> None:
+    run(layout, seed, sharded)
 
 
 def settle(world: Histories) -> bool:
@@ -281,9 +281,9 @@ def settle(world: Histories) -> bool:
     return quiet > 2
 
 
-def one_loss_after_the_other(layout: dict[str, int], seed: int, divided: bool) -> Histories:
+def one_loss_after_the_other(layout: dict[str, int], seed: int, sharded: bool) -> Histories:
     """Of a rank, or of a node with one rank, each when all have taken steps since the last change."""
-    world, rng, single = launched(layout, seed, divided)
+    world, rng, single = launched(layout, seed, sharded)
     job = world.machine.job
     while settle(world) and len(job.ranks) > 1:
         what, victim = rng.random(), rng.choice(sorted(job.ranks))
@@ -299,10 +299,10 @@ def one_loss_after_the_other(layout: dict[str, int], seed: int, divided: bool) -
     return world
 
 
-@pytest.mark.parametrize("divided", [False, True])
+@pytest.mark.parametrize("sharded", [False, True])
 @pytest.mark.parametrize(("layout", "seed"), HISTORIES, ids=str)
-def test_one_loss_after_the_other_never_ends_a_job(layout: dict[str, int], seed: int, divided: bool) -> None:
-    job = one_loss_after_the_other(layout, seed, divided).machine.job
+def test_one_loss_after_the_other_never_ends_a_job(layout: dict[str, int], seed: int, sharded: bool) -> None:
+    job = one_loss_after_the_other(layout, seed, sharded).machine.job
     assert job.state is State.FINISHED or len(job.ranks) == 1, job.failure_reason
 
 

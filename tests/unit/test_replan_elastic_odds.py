@@ -77,7 +77,7 @@ def test_who_leaves_by_command_comes_back_before_the_layout_changes(checkpoint: 
     with fewer than two (MIN) there is another layout, for three ranks. It begins with what all five have."""
     elastic, replan = {"min": 2, "max": 3, "replace": "never"}, {"min": 1, "replace": "never"}
     world = Histories(
-        {"tp": 2, "pp": 1, "dp": 3}, divided=True, seed=1, single=False, elastic=elastic, parallelism=replan
+        {"tp": 2, "pp": 1, "dp": 3}, sharded=True, seed=1, single=False, elastic=elastic, parallelism=replan
     )
     world.launch()
     world.go_on()

@@ -1,4 +1,4 @@
-"""Another division of state on one rank: made ready, put in place or dropped, as the controller has decided."""
+"""Another sharding of state on one rank: made ready, put in place or dropped, as the controller has decided."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from flashrecovery.contract.adapter import Shard, ShardSpec
-from flashrecovery.contract.division import DividedTensor, Division, Prepared
 from flashrecovery.contract.elastic_adapter import ElasticAdapter
+from flashrecovery.contract.shard_layout import Prepared, ShardedTensor, ShardLayout
 from flashrecovery.errors import JobFailedError, RestoreError
 from flashrecovery.plan import Kind
 from flashrecovery.plan.reshard.boxes import NobodyHoldsError
@@ -41,7 +41,7 @@ class Rows(Shard):
         return self.tensors()
 
 
-class InRows(Division):
+class InRows(ShardLayout):
     def __init__(self, shard: Rows, size: int) -> None:
         self.shard, self._size = shard, size
 
@@ -55,27 +55,27 @@ class InRows(Division):
     def outline(self, description: Mapping[str, Any]) -> list[Any]:
         return [description["rows"]]
 
-    def tensors(self, description: Mapping[str, Any], size: int) -> Sequence[DividedTensor]:
+    def tensors(self, description: Mapping[str, Any], size: int) -> Sequence[ShardedTensor]:
         places = [(place,) for place in range(size)]
         names = [f"rows#shard={place}/{size}" for place in range(size)]
         placement = sharded((7, 2), 0, chunked(description["rows"], size), places)
-        return [DividedTensor("rows", (7, 2), torch.float32, placement, names, "data")]
+        return [ShardedTensor("rows", (7, 2), torch.float32, placement, names, "data")]
 
     def prepare(self, description: Mapping[str, Any], place: int, size: int) -> Prepared:
         return NewRows(self, place, size)
 
 
 class NewRows(Prepared):
-    def __init__(self, division: InRows, place: int, size: int) -> None:
+    def __init__(self, shard_layout: InRows, place: int, size: int) -> None:
         low, high = chunked(7, size)[place]
-        self.division, self.place, self.size = division, place, size
+        self.shard_layout, self.place, self.size = shard_layout, place, size
         self.tensors, self.values = {"rows": torch.zeros(high - low, 2)}, {}
 
     def install(self) -> None:
-        shard = self.division.shard
+        shard = self.shard_layout.shard
         shard.be(self.place, self.size)
         shard.data = self.tensors["rows"]
-        self.division._size = self.size
+        self.shard_layout._size = self.size
 
 
 class OneAdapter(ElasticAdapter):
@@ -83,7 +83,7 @@ class OneAdapter(ElasticAdapter):
 
     def __init__(self, place: int, size: int) -> None:
         self.shard = Rows(place, size)
-        self._division = InRows(self.shard, size)
+        self._shard_layout = InRows(self.shard, size)
 
     def watch(self, hooks: Any) -> None: ...
 
@@ -95,8 +95,8 @@ class OneAdapter(ElasticAdapter):
 
     def reset(self) -> None: ...
 
-    def division(self) -> Division:
-        return self._division
+    def shard_layout(self) -> ShardLayout:
+        return self._shard_layout
 
 
 class Kept:
@@ -183,7 +183,7 @@ def test_dropped_with_any_other_stop(layout: tuple[int, ...]) -> None:
     assert torch.equal(adapter.shard.data, ROWS[:4])
     reshaping.put_in_place()
     assert torch.equal(adapter.shard.data, ROWS[:4])
-    with pytest.raises(JobFailedError, match=r"divided among ranks \[0, 1\], and the job is to go on with \[0\]"):
+    with pytest.raises(JobFailedError, match=r"sharded among ranks \[0, 1\], and the job is to go on with \[0\]"):
         reshaping.check((0,))
 
 

@@ -36,7 +36,7 @@ from tests.support.checkpoints import load
 
 COMMON, VERSION = b"common state", 7
 Model = dict[str, tuple[torch.Tensor, bool]]
-"""By shard and key (``weight/param``): a tensor without any division, and whether its rows are divided."""
+"""By shard and key (``weight/param``): a tensor without any sharding, and whether its rows are sharded."""
 
 
 def model(seed: int = 0, big: int = 0) -> Model:
@@ -188,11 +188,11 @@ def test_tensors_that_lie_in_another_order_in_memory(tmp_path: Path) -> None:
 def test_in_small_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """More pieces than blocks, and more blocks than pieces, in every way of lying across each other."""
     whole = model(big=9)
-    defaults = resharded_reader.read_divided.__defaults__
+    defaults = resharded_reader.read_sharded.__defaults__
     for limit, content in ((4, model()), (1000, whole), (6000, whole)):
-        monkeypatch.setattr(resharded_reader.read_divided, "__defaults__", (limit,))
+        monkeypatch.setattr(resharded_reader.read_sharded, "__defaults__", (limit,))
         check(save(tmp_path / f"l{limit}", content, 4), content, 3)
-    monkeypatch.setattr(resharded_reader.read_divided, "__defaults__", defaults)
+    monkeypatch.setattr(resharded_reader.read_sharded, "__defaults__", defaults)
     for block in (8, 4096):
         monkeypatch.setattr(blocks, "BLOCK", block)
         check(save(tmp_path / f"c{block}", whole, 4), whole, 3)
@@ -217,7 +217,7 @@ def read_by(path: Path, whole: Model, rank: int, world: int) -> int:
     rules = rules_of(whole)
     mine = shards_of(rules, rank, world, everywhere=False)
     checkpoint = StoredCheckpoint.open(path)
-    return resharded_reader.read_divided(checkpoint, mine, checkpoint.first, rank, world)
+    return resharded_reader.read_sharded(checkpoint, mine, checkpoint.first, rank, world)
 
 
 def test_only_what_is_needed_is_read(tmp_path: Path) -> None:
@@ -246,7 +246,7 @@ def test_no_more_than_the_limit_is_in_memory_at_a_time(tmp_path: Path, monkeypat
         return original(self, key, start, stop, total, known)
 
     monkeypatch.setattr(blocks.StoredTensors, "read", seen)
-    monkeypatch.setattr(resharded_reader.read_divided, "__defaults__", (1 << 20,))
+    monkeypatch.setattr(resharded_reader.read_sharded, "__defaults__", (1 << 20,))
     check(path, whole, 3)
     assert 0 < most <= 1 << 20
 
@@ -308,7 +308,7 @@ def test_an_index_that_has_changed_is_not_read(world: int, tmp_path: Path) -> No
 
 
 def test_the_format_before_is_read(tmp_path: Path) -> None:
-    """By as many ranks as have written it; how its state is divided in another size is not known."""
+    """By as many ranks as have written it; how its state is sharded in another size is not known."""
     whole = model()
     path = save(tmp_path / "c", whole, 4)
     for rank, manifest in manifests_of(path, range(4)).items():

@@ -332,7 +332,7 @@ def test_another_model_that_lies_alike_is_refused(case: str, size: int, tmp_path
         )
         assert own == others, "its shards tell that it is another one"
         shards = shards_of(rules, rank, size)
-        with pytest.raises(RestoreError, match="of another model, or of one whose state is divided otherwise"):
+        with pytest.raises(RestoreError, match="of another model, or of one whose state is sharded otherwise"):
             load(path, shards, rank=rank, world=size, elastic=True, rules=rules)
         fresh = [rule for rule in LAYOUTS[name][1]() if not rule.of_optimizer]
         load(path, shards, rank=rank, world=size, elastic=True, rules=fresh)  # it has taken no step yet

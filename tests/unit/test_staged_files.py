@@ -78,7 +78,7 @@ def test_a_worker_says_what_it_has_written_of_each_shard(tmp_path: Path, monkeyp
     source, parts = shard("rows", 0, 2, 0, whole())
     own_staging = object.__new__(RankStaging)
     own_staging._registry = SimpleNamespace(rank=0, members=(0,), common=SimpleNamespace(at=lambda version: None))  # type: ignore[assignment]
-    own_staging._described, own_staging._divided = {source.name: parts}, ()
+    own_staging._described, own_staging._sharded = {source.name: parts}, ()
     order = pb.Stage(version=3, directory="5-1-3", items=[pb.StagingItem(shard=source.name)])
     _, alike = own_staging.write(order, lambda item, version: source, 1)
     assert alike[f"shard {source.name!r}"] and (tmp_path / "5-1-3" / "rank0.index").exists()
@@ -93,7 +93,7 @@ def test_a_rank_of_a_smaller_job_writes_under_the_number_that_the_controller_kno
     source, parts = shard("rows", 0, 2, 0, whole())
     own_staging = object.__new__(RankStaging)
     own_staging._registry = SimpleNamespace(rank=1, members=(2, 3), common=SimpleNamespace(at=lambda version: b""))  # type: ignore[assignment]
-    own_staging._described, own_staging._divided = {source.name: parts}, ()
+    own_staging._described, own_staging._sharded = {source.name: parts}, ()
     own_staging.write(
         pb.Stage(version=3, directory="5-1-3", items=[pb.StagingItem(shard=source.name)]), lambda *_: source, 1
     )

@@ -1,4 +1,4 @@
-"""State that is divided among replicas of several ranks: each place in a replica divides its own, among those who stand
+"""State that is sharded among replicas of several ranks: each place in a replica divides its own, among those who stand
 there."""
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from flashrecovery.runtime import naming
 from flashrecovery.state.spec import ShardSpec, TensorSpec
 from flashrecovery.worker.registry import Registry
 from flashrecovery.worker.replication.copies import Copies
-from flashrecovery.worker.reshard.reshard import Reshaping, _change, _Divisions, _Stand
+from flashrecovery.worker.reshard.reshard import Reshaping, _change, _ShardLayouts, _Stand
 from tests.support.checkpoints import load
 from tests.unit.test_reshaping import ROWS, InRows, Kept, OneAdapter
 from tests.unit.test_reshaping import Rows as RowsShard
@@ -94,7 +94,7 @@ def test_peers_and_their_shape() -> None:
     assert not shape.unlike(ReplicaShape(2, 2, 2)) and not shape.unlike(ReplicaShape(1, 4, 1))
 
 
-# -- one rank's part in dividing anew -------------------------------------------------------------------
+# -- one rank's part in sharding anew -------------------------------------------------------------------
 
 
 def of_four(rank: int, mate: int) -> tuple[Reshaping, Registry, OneAdapter, Kept]:
@@ -127,7 +127,7 @@ def test_who_stays_takes_the_part_of_the_one_who_stood_there(rank: int, mate: in
     assert kept.said[-1] == "ready rows#shard=0/1" and torch.equal(adapter.shard.data, RowsShard(rank // 2, 2).data)
     reshaping.put_in_place()
     assert torch.equal(adapter.shard.data, ROWS) and reshaping.layout == tuple(after)
-    assert adapter.shard.holders == (after.index(rank),), "its number in the group, and not its place in the division"
+    assert adapter.shard.holders == (after.index(rank),), "its number in the group, and not its place in the sharding"
     assert reshaping.settle(tuple(range(4))) == -1
 
 
@@ -146,7 +146,7 @@ def test_a_replacement_takes_on_the_division_of_its_own_place() -> None:
     said: list[tuple[int, tuple[int, ...]]] = []
 
     class Begins(Kept):
-        def begin_divided(self, shards: Sequence[Any], place: int, members: tuple[int, ...]) -> None:
+        def begin_sharded(self, shards: Sequence[Any], place: int, members: tuple[int, ...]) -> None:
             said.append((place, members))
 
     reshaping = Reshaping(registry, cast(Copies, Begins(0, 2)), 5, range(6))
@@ -166,8 +166,8 @@ def test_nothing_goes_from_one_place_to_another(shape: ReplicaShape) -> None:
         after = [member for member in everybody if shape.replica(member) != gone]
         ring, number_of = shape.ring(range(shape.world), 1, shape.world), {member: n for n, member in enumerate(after)}
         old, new = (_Stand.of(shape.peers(some, rank), some, rank) for some in (everybody, after))
-        division = InRows(RowsShard(old.place, old.size), old.size)
-        of_all = _Divisions({0: division}, {0: division.describe()})
+        shard_layout = InRows(RowsShard(old.place, old.size), old.size)
+        of_all = _ShardLayouts({0: shard_layout}, {0: shard_layout.describe()})
         leaver = shape.rank(gone, shape.stand(rank))
         item = pb.Custody(shard=f"rows#shard={gone}/{old.size}", owner=leaver, holder=ring[leaver])
         change = _change(of_all, old, new, number_of, {(leaver, item.shard): item})
@@ -185,34 +185,34 @@ def test_nothing_goes_from_one_place_to_another(shape: ReplicaShape) -> None:
 # -- who leaves -----------------------------------------------------------------------------------------
 
 
-def job_of_three(*, divided: bool) -> JobState:
+def job_of_three(*, sharded: bool) -> JobState:
     """Three replicas of two ranks, all of which train; each part has copies with the next one of its place."""
     job = JobState(RunConfig(nproc_per_node=6, elastic=ElasticSettings(min=1, max=3)), state=State.RUNNING)
     for record in job.in_order:
         job.move(record.rank, Place.RUNNING)
         record.shape = ReplicaShape(3, 2)
         record.inventory.needs = {f"w#shard={record.rank // 2}/3,stand={record.rank % 2}": 9}
-        record.inventory.divided = frozenset(record.inventory.needs if divided else ())
+        record.inventory.sharded = frozenset(record.inventory.needs if sharded else ())
     return job
 
 
-@pytest.mark.parametrize("divided", [True, False])
-def test_who_keeps_the_only_copies_of_what_is_being_filled_does_not_leave(divided: bool) -> None:
+@pytest.mark.parametrize("sharded", [True, False])
+def test_who_keeps_the_only_copies_of_what_is_being_filled_does_not_leave(sharded: bool) -> None:
     """Rank 1 is being filled again; rank 3, healthy, keeps the copies of its part. Then rank 2 is lost, for which there
     is no room, and rank 3 would leave with it."""
-    job = job_of_three(divided=divided)
+    job = job_of_three(sharded=sharded)
     job.vacate(1)
     job.vacate(2)
-    assert leaving_without(job, [2]) == (() if divided else (2,))
-    assert job.keepers_of_copies()[1] == (3 if divided else 2) and job.keepers_of_parts()[1] == 3
+    assert leaving_without(job, [2]) == (() if sharded else (2,))
+    assert job.keepers_of_copies()[1] == (3 if sharded else 2) and job.keepers_of_parts()[1] == 3
     job.depart(3)
-    assert (job.keepers_of_copies()[1] in job.ranks) is not divided
+    assert (job.keepers_of_copies()[1] in job.ranks) is not sharded
 
 
 @pytest.mark.parametrize("filled", [3, None])
 def test_it_leaves_where_it_keeps_nobodys(filled: int | None) -> None:
     """Copies of rank 3's part are with rank 5, those of rank 5's with rank 1; and who is lost keeps nothing anyway."""
-    job = job_of_three(divided=True)
+    job = job_of_three(sharded=True)
     job.vacate(2)
     if filled is not None:
         job.vacate(filled)
@@ -224,7 +224,7 @@ def test_it_leaves_where_it_keeps_nobodys(filled: int | None) -> None:
 def test_a_healthy_rank_does_not_leave_while_it_alone_has_its_part() -> None:
     """Copies of rank 3's part were with rank 5, which is being filled again. Once rank 3 is lost, too, nothing is won
     by waiting."""
-    job = job_of_three(divided=True)
+    job = job_of_three(sharded=True)
     job.vacate(2)
     job.vacate(5)
     assert leaving_without(job, [2]) == ()
@@ -242,7 +242,7 @@ def members(shape: ReplicaShape, live: int = 7, late: Collection[int] = ()) -> d
         record.shape = shape
         part = f"w#shard={shape.replica(rank)}/{shape.replicas},stand={shape.stand(rank)}"
         record.inventory.needs = {part: 100, "common": 10, f"capsule@{rank}": 5}
-        record.inventory.divided = frozenset({part})
+        record.inventory.sharded = frozenset({part})
         owner = ring.index(rank)
         copied = f"w#shard={shape.replica(owner)}/{shape.replicas},stand={shape.stand(owner)}"
         held = [pb.Held(kind=Kind.UNDO.value, version=v, shards=list(record.inventory.needs)) for v in (live - 1,)]

@@ -10,11 +10,11 @@ import pytest
 from flashrecovery.controller.state.rank_record import BUILT_UP, Place
 from flashrecovery.plan.elastic.replicas import ReplicaShape
 from flashrecovery.plan.transitions import State
-from tests.unit.test_divided_replicas import OVER, DividedWorld, launched
 from tests.unit.test_replicas import NEIGHBOURS, world_of
+from tests.unit.test_sharded_replicas import OVER, ShardedWorld, launched
 
 
-def check_counted(world: DividedWorld) -> None:
+def check_counted(world: ShardedWorld) -> None:
     """What is waited for is counted by places."""
     job = world.machine.job
     found = Counter(record.place for record in job.ranks.values())
@@ -60,7 +60,7 @@ def test_a_node_is_not_waited_for_for_ever() -> None:
 
 
 def test_a_replica_stays_whose_healthy_rank_alone_has_what_a_later_victim_had() -> None:
-    """Nothing is divided, and each place in a replica has a state of its own. Of two replicas the second one is about
+    """Nothing is sharded, and each place in a replica has a state of its own. Of two replicas the second one is about
     to leave, because rank 2 has lost its node; then rank 1 dies, and rank 3 alone stands where it did."""
     places = {"nproc": 1, "nnodes": 4, "controller": "h:1", "timeouts": {"node_wait_s": 5.0}}
     world = world_of(ReplicaShape(2, 2), replace="auto", **places)

@@ -1,19 +1,19 @@
 """What an adapter needs besides, so that its jobs may be resized: the declared API.
 
-:class:`ElasticAdapter` is the contract. State that is sharded among the ranks is a :class:`Division`, and where rules
-say how it is sharded, a :class:`RuledDivision`. docs/adapters.md has the table of all names.
+:class:`ElasticAdapter` is the contract. State that is sharded among the ranks is a :class:`ShardLayout`, and where
+rules say how it is sharded, a :class:`RuledShardLayout`. docs/adapters.md has the table of all names.
 """
 
-from flashrecovery.contract.division import (
-    DividedTensor,
-    Division,
-    DivisionPlace,
+from flashrecovery.contract.elastic_adapter import ElasticAdapter
+from flashrecovery.contract.shard_layout import (
     LocalBox,
     Prepared,
     ReadyTensors,
-    RuledDivision,
+    RuledShardLayout,
+    ShardedTensor,
+    ShardLayout,
+    ShardPlace,
 )
-from flashrecovery.contract.elastic_adapter import ElasticAdapter
 from flashrecovery.plan.reshard.boxes import Box
 from flashrecovery.plan.reshard.layouts import padded
 from flashrecovery.plan.reshard.placements import (
@@ -35,9 +35,6 @@ from flashrecovery.worker.data.global_batches import FrameworkBatch
 __all__ = [
     "Box",
     "BufferRange",
-    "DividedTensor",
-    "Division",
-    "DivisionPlace",
     "ElasticAdapter",
     "EqualRanges",
     "EveryNth",
@@ -50,7 +47,10 @@ __all__ = [
     "Pattern",
     "Prepared",
     "ReadyTensors",
-    "RuledDivision",
+    "RuledShardLayout",
+    "ShardLayout",
+    "ShardPlace",
+    "ShardedTensor",
     "Slices",
     "TensorRule",
     "Whole",

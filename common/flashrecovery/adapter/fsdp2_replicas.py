@@ -1,6 +1,6 @@
 """HSDP with another number of replicas: ``fully_shard`` on a mesh of (replicate, shard).
 
-A replica is the ranks of one shard group. Every other replica has all the rows, so nothing is divided otherwise: the
+A replica is the ranks of one shard group. Every other replica has all the rows, so nothing is sharded otherwise: the
 parameters, their optimizer state and the memory for gathered parameters stay as they are. What follows the number of
 replicas is the mesh, what FSDP2 has read from it, and the averages, which FSDP2 takes from the groups' sizes each time.
 """
@@ -13,7 +13,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from flashrecovery import groups
 from flashrecovery.adapter import fsdp2_state, meshes
-from flashrecovery.adapter.fsdp2_division import forget_dispatch, mesh_infos, meshes_of, refuse_unresizable
+from flashrecovery.adapter.fsdp2_shard_layout import forget_dispatch, mesh_infos, meshes_of, refuse_unresizable
 
 
 class FSDP2Replicas:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch.distributed as dist
 
 from flashrecovery.contract.adapter import Adapter
-from flashrecovery.contract.division import Division
+from flashrecovery.contract.shard_layout import ShardLayout
 
 __all__ = ["ElasticAdapter"]
 
@@ -31,9 +31,9 @@ class ElasticAdapter(Adapter):
         the size of the launch. The group itself is resized by the core."""
         return None
 
-    def division(self) -> Division | None:
-        """How the state is divided among the ranks, so that the job can change its size; None: all of it is on all
-        ranks. Always the same object. Raises UnsupportedError, by name, if it is divided in a way that cannot be
+    def shard_layout(self) -> ShardLayout | None:
+        """How the state is sharded among the ranks, so that the job can change its size; None: all of it is on all
+        ranks. Always the same object. Raises UnsupportedError, by name, if it is sharded in a way that cannot be
         changed."""
         return None
 

@@ -27,9 +27,9 @@ class LogicalState(ABC):
         Raises UnsupportedError, which names what cannot be described.
         """
 
-    def divided(self) -> Mapping[str, ShardParts]:
-        """Of which logical tensors, without that division, each tensor is that the replicas divide among themselves
-        (:class:`~.division.Division`), what is no optimizer state: by the tensors' names. Without
+    def sharded(self) -> Mapping[str, ShardParts]:
+        """Of which logical tensors, without that sharding, each tensor is that the replicas divide among themselves
+        (:class:`~.shard_layout.ShardLayout`), what is no optimizer state: by the tensors' names. Without
         communication, before the first step."""
         return {}
 

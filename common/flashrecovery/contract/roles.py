@@ -9,10 +9,10 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from flashrecovery.contract.adapter import Adapter, InspectableAdapter
-from flashrecovery.contract.division import Division
 from flashrecovery.contract.elastic_adapter import ElasticAdapter
 from flashrecovery.contract.loop_adapter import LoopAdapter
 from flashrecovery.contract.relayout_adapter import RelayoutAdapter
+from flashrecovery.contract.shard_layout import ShardLayout
 
 if TYPE_CHECKING:
     from flashrecovery.contract.logical_state import LogicalState
@@ -41,12 +41,12 @@ def tied_to_size(adapters: Iterable[Adapter]) -> list[str]:
     return tied
 
 
-def divisions(adapters: Sequence[Adapter]) -> dict[int, Division]:
+def shard_layouts(adapters: Sequence[Adapter]) -> dict[int, ShardLayout]:
     """How their state is sharded among the ranks, by number; without those whose state is on all ranks.
 
     Raises UnsupportedError, by name, where it is sharded in a way that cannot be changed."""
-    asked = ((n, one.division()) for n, one in enumerate(adapters) if isinstance(one, ElasticAdapter))
-    return {number: division for number, division in asked if division is not None}
+    asked = ((n, one.shard_layout()) for n, one in enumerate(adapters) if isinstance(one, ElasticAdapter))
+    return {number: shard_layout for number, shard_layout in asked if shard_layout is not None}
 
 
 def in_any_layout(adapter: Adapter) -> bool:

@@ -197,7 +197,7 @@ class LastSave:
                 self._not_written[record.rank] = f"what it alone had of step {self._version} is gone with its process"
         if (
             alike
-            and any(record.inventory.divided for record in stopped)
+            and any(record.inventory.sharded for record in stopped)
             and set(job.membership.sharded_among) != set(job.ranks)
         ):
             self._not_written = dict.fromkeys(job.ranks, "the job was about to change its size")

@@ -271,7 +271,7 @@ class Machine:
             return  # of a process that has been replaced since
         if node not in ("", record.home):
             return  # of a process that was to take the rank over, and has been given up
-        known, divided, steps = dict(record.inventory.needs), record.inventory.divided, record.steps
+        known, sharded, steps = dict(record.inventory.needs), record.inventory.sharded, record.steps
         sure = not record.inventory.as_launched
         before = record.registration(known if sure else record.inventory.common_needs(), steps=False)
         self.job.move(record.rank, Place.JOINED)
@@ -286,10 +286,10 @@ class Machine:
             return
         self.job.parallel.facts = message.facts or self.job.parallel.facts
         self.job.outbox.forget(Ordered.REPLACE, record.rank)
-        if known and sure and not self.job.begins_as_divided(record.rank):
-            # it has divided its state as at the launch, and takes on the others' division, if it has a part of that
-            record.inventory.needs = {**record.inventory.common_needs(), **{name: known[name] for name in divided}}
-            record.inventory.divided = divided
+        if known and sure and not self.job.begins_as_sharded(record.rank):
+            # it has sharded its state as at the launch, and takes on the others' sharding, if it has a part of that
+            record.inventory.needs = {**record.inventory.common_needs(), **{name: known[name] for name in sharded}}
+            record.inventory.sharded = sharded
         now_said = record.registration(record.inventory.needs if sure else record.inventory.common_needs(), steps=False)
         differs = registration_differs(before, now_said, "the process that it replaces") if known else ""
         if differs:
@@ -445,7 +445,7 @@ class Machine:
             for record in records:
                 self.job.move(record.rank, Place.STOPPED)
                 has_part = record.rank in self.job.membership.sharded_among
-                if message.needs and has_part:  # else it has no part of what is divided yet
+                if message.needs and has_part:  # else it has no part of what is sharded yet
                     record.inventory.take_needs(message.needs)
                 record.inventory.as_launched = False
                 record.inventory.take(message.live_version, message.held, message.parity)

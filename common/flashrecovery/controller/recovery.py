@@ -26,7 +26,7 @@ from flashrecovery.controller.next_move import (
 )
 from flashrecovery.controller.relayout.next_step import KeepLayout
 from flashrecovery.controller.relayout.relayout import ParallelismChange
-from flashrecovery.controller.state.custody import division_of, ready_for, take_on_parts
+from flashrecovery.controller.state.custody import ready_for, sharding_of, take_on_parts
 from flashrecovery.controller.state.history import HistoryEntry, start_lines
 from flashrecovery.controller.state.job_state import JobState
 from flashrecovery.controller.state.rank_record import (
@@ -348,7 +348,7 @@ class RecoverySteps:
 
     def _decide(self, now: float) -> None:
         """All ranks are stopped: decide which version they go to, and from whom they get it."""
-        if self._job.membership.unsure and self._another_division():
+        if self._job.membership.unsure and self._another_sharding():
             self.enter(FailureKind.CONTROLLER, now)
             return
         self._job.start.needs_known = self._job.generation
@@ -439,23 +439,23 @@ class RecoverySteps:
 
     @property
     def _as_launched(self) -> bool:
-        """Whether the state of every rank is divided as in the launch's size."""
-        return self._job.begins_as_divided(self._job.in_order[-1].rank)
+        """Whether the state of every rank is sharded as in the launch's size."""
+        return self._job.begins_as_sharded(self._job.in_order[-1].rank)
 
-    def _another_division(self) -> bool:
-        """The ranks have said how their state is divided. Returns whether that is to be told to them, and all asked
+    def _another_sharding(self) -> bool:
+        """The ranks have said how their state is sharded. Returns whether that is to be told to them, and all asked
         again what they need and hold: it is not as this controller has thought, or not yet the same on all."""
         self._job.membership.unsure = False
-        layout = division_of(self._job.in_order)
+        layout = sharding_of(self._job.in_order)
         as_thought = layout == self._job.elastic_layout() and all(
             r.inventory.layout in ((), layout) for r in self._job.in_order
         )
         if not layout or (as_thought and not any(r.inventory.ready for r in self._job.in_order)):
             return False
-        self._job.divided_among(layout)
+        self._job.sharded_among(layout)
         other = ready_for(self._job.in_order)
         if other and set(other) < set(layout) and not self._all_there():
-            self._job.divided_among(other)  # which takes nothing away: they could not go on from the old one
+            self._job.sharded_among(other)  # which takes nothing away: they could not go on from the old one
         self._job.start.needs_known = 0
         return True
 

@@ -1131,29 +1131,29 @@ Global___Notice: _TypeAlias = Notice  # noqa: Y015
 
 @_typing.final
 class ShardNeed(_message.Message):
-    """divided: of an elastic job, it belongs to what is divided among the ranks, and is of one size of the job."""
+    """sharded: of an elastic job, it belongs to what is sharded among the ranks, and is of one size of the job."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     NAME_FIELD_NUMBER: _builtins.int
     NBYTES_FIELD_NUMBER: _builtins.int
     DIGEST_FIELD_NUMBER: _builtins.int
-    DIVIDED_FIELD_NUMBER: _builtins.int
+    SHARDED_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     nbytes: _builtins.int
     digest: _builtins.str
-    divided: _builtins.bool
+    sharded: _builtins.bool
     def __init__(
         self,
         *,
         name: _builtins.str = ...,
         nbytes: _builtins.int = ...,
         digest: _builtins.str = ...,
-        divided: _builtins.bool = ...,
+        sharded: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "divided", b"divided", "name", b"name", "nbytes", b"nbytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "name", b"name", "nbytes", b"nbytes", "sharded", b"sharded"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1457,7 +1457,7 @@ class Joined(_message.Message):
     batches: _builtins.str
     """of an elastic job: what its batches are made of, JSON, the same on all ranks"""
     outline: _builtins.str
-    """of an elastic job: a digest of what is divided among the ranks, the same on all"""
+    """of an elastic job: a digest of what is sharded among the ranks, the same on all"""
     replicas: _builtins.int
     """Of an elastic job: how many replicas it was launched with, of how many ranks each, and how many of these follow on
     each other by number (plan/elastic/replicas.py). 0: each rank is a replica.
@@ -1712,13 +1712,13 @@ class Reply(_message.Message):
 
     @_builtins.property
     def next_needs(self) -> _containers.RepeatedCompositeFieldContainer[Global___ShardNeed]:
-        """Of a restore in which state was divided otherwise: what this rank needs once that is in place, how many bytes it has
+        """Of a restore in which state was sharded otherwise: what this rank needs once that is in place, how many bytes it has
         received for it, and how many of what it needs it did not hold.
         """
 
     @_builtins.property
     def layout(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Of a stop that is unsure: the ranks among which this one's state is divided, and those for which it has made it ready."""
+        """Of a stop that is unsure: the ranks among which this one's state is sharded, and those for which it has made it ready."""
 
     @_builtins.property
     def ready(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
@@ -2477,11 +2477,11 @@ class Stop(_message.Message):
     """the generation whose stop everybody has answered, 0: none; needs that are as then are left out"""
     unsure: _builtins.bool
     """A controller that has come in the middle of a recovery does not know that yet: nothing is put in place or dropped, and
-    each rank says how its state is divided.
+    each rank says how its state is sharded.
     """
     @_builtins.property
     def layout(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Of an elastic job: the ranks among which its state is divided from now on. What a rank has made ready for these takes
+        """Of an elastic job: the ranks among which its state is sharded from now on. What a rank has made ready for these takes
         the place of what it had; what it has made ready for others is dropped.
         """
 
@@ -2528,7 +2528,7 @@ class Regroup(_message.Message):
     def members(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
     def layout(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """of an elastic job: the ranks among which state is divided that the others have"""
+        """of an elastic job: the ranks among which state is sharded that the others have"""
 
     @_builtins.property
     def own(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
@@ -2807,7 +2807,7 @@ Global___StagingKept: _TypeAlias = StagingKept  # noqa: Y015
 
 @_typing.final
 class Reshape(_message.Message):
-    """State that is divided among the ranks "before" is to be divided among those "after"; made ready, and put in place with
+    """State that is sharded among the ranks "before" is to be sharded among those "after"; made ready, and put in place with
     the resume. Both are ranks as the job was launched, in the order of their numbers in the groups.
     """
 

@@ -24,9 +24,9 @@ from flashrecovery.adapter import (
     placed_on_mesh,
     unsynchronised,
 )
-from flashrecovery.adapter.elastic import Division, ElasticAdapter
-from flashrecovery.adapter.fsdp2_division import Divided, FSDP2Division, replicates
+from flashrecovery.adapter.elastic import ElasticAdapter, ShardLayout
 from flashrecovery.adapter.fsdp2_replicas import FSDP2Replicas
+from flashrecovery.adapter.fsdp2_shard_layout import FSDP2ShardLayout, Sharded, replicates
 from flashrecovery.errors import UnsupportedError
 
 
@@ -45,7 +45,7 @@ class FSDP2Adapter(TorchAdapter, ElasticAdapter):
         self.fsdp: FSDPModule = model
         fsdp2_state.check(model)
         fsdp2_state.initialise(model)
-        self._division: FSDP2Division | None = None
+        self._shard_layout: FSDP2ShardLayout | None = None
         self._replicas: FSDP2Replicas | None = None
         super().__init__(model, optimizers)
 
@@ -58,18 +58,18 @@ class FSDP2Adapter(TorchAdapter, ElasticAdapter):
         group: dist.ProcessGroup = mesh.get_group(dimension)
         return group
 
-    def division(self) -> Division | None:
+    def shard_layout(self) -> ShardLayout | None:
         if replicates(self.fsdp):  # every replica has all of it
             if self._replicas is None:
                 self._replicas = FSDP2Replicas(self.fsdp)
             return None
-        if self._division is None:
+        if self._shard_layout is None:
             shards = {shard.name: shard for shard in self.shards() if isinstance(shard, ParamShard)}
             of_fqn = {record.fqn: shards[record.name] for record in self._records}
-            sharded = fsdp2_state.sharded_parameters(self.fsdp).items()
-            divided = [Divided(fqn, entry, of_fqn[fqn]) for fqn, entry in sharded]
-            self._division = FSDP2Division(self.fsdp, self.optimizers, divided, self._look_again)
-        return self._division
+            entries = fsdp2_state.sharded_parameters(self.fsdp).items()
+            sharded = [Sharded(fqn, entry, of_fqn[fqn]) for fqn, entry in entries]
+            self._shard_layout = FSDP2ShardLayout(self.fsdp, self.optimizers, sharded, self._look_again)
+        return self._shard_layout
 
     def tied_to_size(self) -> Sequence[str]:
         """What an optimizer keeps in its attributes is a rank's own part of it, in a shape that nobody knows."""

@@ -323,7 +323,7 @@ class RecoveryExecutor:
         corrupt = worker.faults.hit("recovery:restoring", worker.gate.version) == "corrupt"
         if restore.checkpoint:
             worker.gate.torn()
-            otherwise = self._reshaping.begin(worker.members)  # what there is of another division is given up
+            otherwise = self._reshaping.begin(worker.members)  # what there is of another sharding is given up
             checkpoint = StoredCheckpoint.open(Path(restore.checkpoint))
             own = self._loop.adopt_own(checkpoint.own_shards)
             other = self._loop.copies.load_checkpoint(checkpoint, version)
@@ -360,7 +360,7 @@ class RecoveryExecutor:
         worker.faults.hit("recovery:verifying", worker.gate.version)
 
     def _reshape(self, restore: pb.Restore, reply: pb.Reply, corrupt: bool) -> None:
-        """Make ready what this rank has when the job's state is divided among its members."""
+        """Make ready what this rank has when the job's state is sharded among its members."""
         worker = self._worker
         worker.faults.hit("recovery:reshaping", worker.gate.version)
         with within(restore.deadline_s):
@@ -486,7 +486,7 @@ class RecoveryExecutor:
                 needs.append(pb.ShardNeed(name=shard.name, nbytes=shard.nbytes()))
                 continue
             need = pb.ShardNeed(name=shard.name, nbytes=shard.spec().nbytes, digest=found.get(shard.name, ""))
-            need.divided = shard.name in self._worker.registry.divided_shards
+            need.sharded = shard.name in self._worker.registry.sharded_shards
             needs.append(need)
         return needs
 

@@ -91,7 +91,7 @@ class Registry:
         self.objects: dict[str, Stateful] = {}
         self.streams: list[DataStream] = []
         self.shards: dict[str, Shard] = {}
-        self.divided_shards: frozenset[str] = frozenset()  # as :meth:`divided` has found last
+        self.sharded_shards: frozenset[str] = frozenset()  # as :meth:`sharded` has found last
         self.habits = StepProfile()
         self.learned_sizes = DynamicShapes()
         self.batches: GlobalBatches | None = None
@@ -221,64 +221,65 @@ class Registry:
         self.shape = shape
 
     def sharers(self, members: Sequence[int], rank: int) -> list[int]:
-        """Those of ``members`` among whom the divided state of this process, which is ``rank`` as the job was launched,
-        is divided, in the order of their places: of those at its place in every replica, or of several places."""
+        """Those of ``members`` among whom the sharded state of this process, which is ``rank`` as the job was launched,
+        is sharded, in the order of their places: of those at its place in every replica, or of several places."""
         stands = self.stands() or (self.shape.stand(rank),)
         return [member for member in self.shape.in_order(members) if self.shape.stand(member) in stands]
 
     def stands(self) -> tuple[int, ...]:
         """The places in a replica at which those stand that this rank divides its state with; none: its own alone."""
-        divisions = roles.divisions(self.adapters).values()
-        said = next((found for division in divisions if (found := division.sharers()) is not None), ())
+        shard_layouts = roles.shard_layouts(self.adapters).values()
+        said = next((found for shard_layout in shard_layouts if (found := shard_layout.sharers()) is not None), ())
         stands = tuple(sorted({self.shape.stand(sharer) for sharer in said}))
         return stands if len(stands) > 1 else ()
 
     def resize(self, members: Sequence[int], rank: int) -> None:
         """The job consists of these ranks now, as it was launched, of which this process is ``rank``: it has another
         number, in a world of another size. Of those that hold a shard, the members go on to do so; but of what is
-        divided among the ranks :meth:`divided_otherwise` says who holds it."""
+        sharded among the ranks :meth:`sharded_otherwise` says who holds it."""
         number = {member: place for place, member in enumerate(members)}
         self.members, self.rank, self.world_size = tuple(members), number[rank], len(members)
-        divided = self.divided()
+        sharded = self.sharded()
         for shard in self.shards.values():
-            if shard.name not in divided:
+            if shard.name not in sharded:
                 launched = self._launched.get(shard.name, self.members)
                 shard.holders = tuple(number[holder] for holder in members_of(launched, members, rank, self.shape))
 
-    def divided(self) -> set[str]:
-        """Names of this rank's shards that belong to an adapter's division."""
+    def sharded(self) -> set[str]:
+        """Names of this rank's shards that belong to an adapter's sharding."""
         found: set[str] = set()
-        for number, division in roles.divisions(self.adapters).items():
+        for number, shard_layout in roles.shard_layouts(self.adapters).items():
             names = {shard.name for shard in self.adapters[number].shards()}
-            tensors = division.tensors(division.describe(), division.size)
+            tensors = shard_layout.tensors(shard_layout.describe(), shard_layout.size)
             found |= names & {name for tensor in tensors for name in tensor.shards}
-        self.divided_shards = frozenset(found)
+        self.sharded_shards = frozenset(found)
         return found
 
     def rules(self) -> tuple[TensorRule, ...] | None:
-        """How what is divided among the ranks of an elastic job is divided in any number of them; None if there is
+        """How what is sharded among the ranks of an elastic job is sharded in any number of them; None if there is
         something of which that is not known."""
         found: list[TensorRule] = []
-        for number, division in roles.divisions(self.adapters).items():
-            rules = division.rules(division.describe())
+        for number, shard_layout in roles.shard_layouts(self.adapters).items():
+            rules = shard_layout.rules(shard_layout.describe())
             if rules is None:
                 return None
             found += [replace(rule, name=f"{number}/{rule.name}") for rule in rules]
         return tuple(found)
 
     def outline(self) -> str:
-        """A digest of what is divided among the ranks of an elastic job, the same on all of them and in all sizes; ""
+        """A digest of what is sharded among the ranks of an elastic job, the same on all of them and in all sizes; ""
         if nothing is."""
-        outlines = [division.outline(division.describe()) for division in roles.divisions(self.adapters).values()]
+        shard_layouts = roles.shard_layouts(self.adapters).values()
+        outlines = [layout.outline(layout.describe()) for layout in shard_layouts]
         return xxhash.xxh3_128_hexdigest(json.dumps(outlines).encode()) if outlines else ""
 
-    def divided_otherwise(self, layout: Sequence[int]) -> None:
-        """The adapters have put another division of their state in place, among those of ``layout`` who share it with
-        this rank (:meth:`sharers`): their shards have other names, and as holders places in that division. Numbers in
+    def sharded_otherwise(self, layout: Sequence[int]) -> None:
+        """The adapters have put another sharding of their state in place, among those of ``layout`` who share it with
+        this rank (:meth:`sharers`): their shards have other names, and as holders places in that sharding. Numbers in
         the layout are in their stead from now on."""
         self.shards = {shard.name: shard for adapter in self.adapters for shard in adapter.shards()}
         numbers = [layout.index(peer) for peer in self.sharers(layout, self.members[self.rank])]
-        for name in self.divided():
+        for name in self.sharded():
             self.shards[name].holders = tuple(numbers[place] for place in self.shards[name].holders)
         for objects in (self.common, self.local_state):
             self.shards[objects.name] = objects

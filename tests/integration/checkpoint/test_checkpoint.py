@@ -415,10 +415,10 @@ def test_a_frameworks_own_format_takes_the_place_of_the_tensors(tmp_path: Path) 
         load(found[1], mine, rank=0, world=WORLD)
 
 
-class Divided(Plain):
+class Sharded(Plain):
     """Each rank's file, as DCP, which ranks of any layout can read."""
 
-    name = "divided"
+    name = "sharded"
 
     def __init__(self, mine: list[Owned], rank: int, world: int) -> None:
         super().__init__(mine, rank)
@@ -432,31 +432,31 @@ class Divided(Plain):
         self, directory: Path, tag: str, copy: Callable[[torch.Tensor], torch.Tensor]
     ) -> Callable[[Path], None]:
         tensor = copy(self.mine[0].live["param"])
-        return lambda path: write_part({f"first/{self.rank}": tensor}, path / f"divided-{self.rank}")
+        return lambda path: write_part({f"first/{self.rank}": tensor}, path / f"sharded-{self.rank}")
 
     def load(self, directory: Path, tag: str) -> None:
         self.loaded = list(read_whole([f"first/{r}" for r in range(WORLD)], directory / tag).values())
 
 
-def _save_divided(rank: int, world: int, folder: Path) -> None:
+def _save_sharded(rank: int, world: int, folder: Path) -> None:
     mine = shards(rank, world)
     advance(mine, 4)
-    fallback = CheckpointFallback(folder, rank=rank, world=world, form=Divided(mine, rank, world))
+    fallback = CheckpointFallback(folder, rank=rank, world=world, form=Sharded(mine, rank, world))
     fallback.commit(4, mine, local_state=local_state_of(rank, 4), common=COMMON, generation=0)
     assert fallback.wait(30) and fallback.close(5)
 
 
 def test_ranks_of_another_layout_load_what_the_format_can_give_them(tmp_path: Path) -> None:
     folder = tmp_path / "c"
-    results(run_ranks(_save_divided, WORLD, tmp_path, folder, group=False))
+    results(run_ranks(_save_sharded, WORLD, tmp_path, folder, group=False))
     found = newest(folder)
     assert found is not None
     for rank in range(WORLD - 1):
-        form = Divided(shards(rank, WORLD - 1), rank, WORLD - 1)
+        form = Sharded(shards(rank, WORLD - 1), rank, WORLD - 1)
         assert checkpoint_layout_mismatch(StoredCheckpoint.open(found[1]), form) == f"ranks={WORLD}"
         state = load(found[1], form.mine, rank=rank, world=WORLD - 1, form=form)
         assert (found[0], state.local_state, state.common) == (4, None, COMMON)
         assert [t.tolist() for t in form.loaded] == [shards(r)[0].expected(4)["param"].tolist() for r in range(WORLD)]
-    assert checkpoint_layout_mismatch(StoredCheckpoint.open(found[1]), Divided(shards(0), 0, WORLD)) == ""
-    with pytest.raises(RestoreError, match="format 'divided'"):
+    assert checkpoint_layout_mismatch(StoredCheckpoint.open(found[1]), Sharded(shards(0), 0, WORLD)) == ""
+    with pytest.raises(RestoreError, match="format 'sharded'"):
         load(found[1], shards(0), rank=0, world=WORLD, form=Plain(shards(0), 0))

@@ -107,7 +107,7 @@ def test_too_many_are_lost_at_once(victims: tuple[int, ...], tmp_path: Path, res
 @pytest.mark.grid
 @pytest.mark.parametrize("left", [3, 0])
 def test_one_is_left(left: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In size 1 nothing is divided any more. (By command it is not possible: of what three have alone one has copies of
+    """In size 1 nothing is sharded any more. (By command it is not possible: of what three have alone one has copies of
     what one of them has.) A job of one rank has as many threads as there are cores unless it is told otherwise, and the
     gradient of LayerNorm's weight is added up in another order by two threads than by one."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")

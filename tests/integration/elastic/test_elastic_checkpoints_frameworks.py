@@ -14,13 +14,13 @@ from click.testing import CliRunner
 from flashrecovery.cli.checkpoint import checkpoint as checkpoint_command
 from tests.support.elastic import command
 from tests.support.elastic_checkpoints import dead_job, fell_back, launched, of_ranks, saving, spoil, started
-from tests.support.elastic_divided import END, Kind, megatron, needing, resized_by_command, zero
+from tests.support.elastic_sharded import END, Kind, megatron, needing, resized_by_command, zero
 from tests.support.jobs import Job, RunningJob, check_clean, check_fired
 
 DISTRIBUTED = ("--use-distributed-optimizer", "--bf16")
 ZERO = [zero(stage) for stage in range(4)]
 MEGATRON = [megatron("megatron-plain"), megatron("megatron-distributed", *DISTRIBUTED)]
-DIVIDED = [*ZERO[1:], MEGATRON[1]]
+SHARDED = [*ZERO[1:], MEGATRON[1]]
 OTHERS = [
     zero(2, "--precision", "fp16"),
     zero(2, "--precision", "fp32"),
@@ -69,7 +69,7 @@ def test_other_trainings(kind: Kind, tmp_path: Path) -> None:
     check_launched(kind, job, resized_by_command(kind, tmp_path / "resized", [(version, 3)]), version, 3)
 
 
-@pytest.mark.parametrize("kind", kinds(*DIVIDED))
+@pytest.mark.parametrize("kind", kinds(*SHARDED))
 def test_converted_it_is_the_same(kind: Kind, tmp_path: Path) -> None:
     """Written anew for three ranks without a job, and read by a job of three."""
     version, path = dead_job(tmp_path, begin=kind.start)[-1]
@@ -86,7 +86,7 @@ def test_converted_it_is_the_same(kind: Kind, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", ["missing", "bit", "short", "metadata"])
-@pytest.mark.parametrize("kind", kinds(*DIVIDED))
+@pytest.mark.parametrize("kind", kinds(*SHARDED))
 def test_a_damaged_file_is_named_and_the_checkpoint_before_it_is_taken(kind: Kind, damage: str, tmp_path: Path) -> None:
     *_, (older, _), (_, newest) = dead_job(tmp_path, checkpoints=2, begin=kind.start)
     named = spoil(newest, damage)
@@ -107,7 +107,7 @@ def running_job(kind: Kind, tmp_path: Path, nproc: int, **options: Any) -> Runni
 
 
 @pytest.mark.parametrize("victims", [(1, 2), (0, 3), (0, 1)])
-@pytest.mark.parametrize("kind", kinds(*DIVIDED))
+@pytest.mark.parametrize("kind", kinds(*SHARDED))
 def test_too_many_are_lost_at_once(kind: Kind, victims: tuple[int, ...], tmp_path: Path) -> None:
     """Nobody has what one of them had: the others go back to a checkpoint of all four."""
     running = running_job(kind, tmp_path, 4)
@@ -135,7 +135,7 @@ def test_one_more_dies_while_they_go_back(kind: Kind, state: str, tmp_path: Path
 def test_the_last_one_goes_back_once_more(
     kind: Kind, state: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two go back to a checkpoint of four, and one of them dies on the way: the other one has state that is divided
+    """Two go back to a checkpoint of four, and one of them dies on the way: the other one has state that is sharded
     among two, half of it read, and goes on alone."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")  # as a job of several ranks has it
     config = {"elastic": {"min": 1, "max": 4, "replace": "never"}, **saving(tmp_path / "checkpoints")}
@@ -166,11 +166,11 @@ def test_another_order_of_parameters_is_refused(kind: Kind, size: int, tmp_path:
     dead_job(tmp_path, begin=kind.start)
     job = launched(tmp_path, "again", size, "--reverse", begin=kind.start)
     assert job.code != 0 and not job.of("recovery_finished"), job.explain()
-    assert "of another model, or of one whose state is divided otherwise" in job.of("job_failed")[0]["reason"]
+    assert "of another model, or of one whose state is sharded otherwise" in job.of("job_failed")[0]["reason"]
     check_clean(job)
 
 
-@pytest.mark.parametrize("kind", kinds(*DIVIDED, ZERO[0], MEGATRON[0]))
+@pytest.mark.parametrize("kind", kinds(*SHARDED, ZERO[0], MEGATRON[0]))
 def test_all_die_in_a_smaller_size_before_it_has_a_checkpoint(kind: Kind, tmp_path: Path) -> None:
     """All are replaced, and go back to a checkpoint of more ranks than they are."""
     config = {"elastic": {"min": 2, "max": 4}, **saving(tmp_path / "checkpoints", 6.0)}

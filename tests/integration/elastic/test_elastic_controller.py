@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support import elastic, elastic_divided, elastic_fsdp2
+from tests.support import elastic, elastic_fsdp2, elastic_sharded
 from tests.support.controllers import WithController
 from tests.support.elastic import changes, commanded
 from tests.support.jobs import Job, check_clean
@@ -40,9 +40,9 @@ def check_as_commanded(kind: str, job: Job, folder: Path) -> None:
     """From the change on, it is the job that was resized by command at that step."""
     (change,) = changes(job)
     assert job.code == 0 and change.ranks == (0, 1, 2), job.explain()
-    divided = kind == "fsdp2"
-    other = commanded(folder, change.step, 3, script=SCRIPTS[kind], divided=divided, started=False)
-    alike = elastic_fsdp2.check_goes_on_alike if divided else elastic.check_goes_on_alike
+    sharded = kind == "fsdp2"
+    other = commanded(folder, change.step, 3, script=SCRIPTS[kind], sharded=sharded, started=False)
+    alike = elastic_fsdp2.check_goes_on_alike if sharded else elastic.check_goes_on_alike
     alike(job, other, change.step, 3)
     check_clean(job)
 
@@ -102,11 +102,11 @@ def test_who_is_on_the_way_is_ended(tmp_path: Path) -> None:
     check_as_commanded("ddp", ended, tmp_path / "reference")
 
 
-@pytest.mark.parametrize("kind", [elastic_divided.FSDP2, elastic_divided.zero(2)], ids=lambda kind: kind.name)
-def test_a_rank_is_lost_long_after_it(kind: elastic_divided.Kind, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", [elastic_sharded.FSDP2, elastic_sharded.zero(2)], ids=lambda kind: kind.name)
+def test_a_rank_is_lost_long_after_it(kind: elastic_sharded.Kind, tmp_path: Path) -> None:
     """The job has changed its size, and its controller dies while all train. The next one knows what each rank has in
     the present size, also of one that dies before it has been stopped."""
-    flags = ("--steps", str(elastic_divided.END), *kind.flags)
+    flags = ("--steps", str(elastic_sharded.END), *kind.flags)
     job = WithController(tmp_path / "job", kind.script, NEVER, *flags)
     job.wait_for("job_started")
     job.wait_for_step(3)
@@ -120,6 +120,6 @@ def test_a_rank_is_lost_long_after_it(kind: elastic_divided.Kind, tmp_path: Path
     os.kill(job.pid(1), signal.SIGKILL)
     ended = job.result()
     assert ended.notices("taken_over") and len(ended.of("job_resized")) == 2, ended.explain()
-    elastic_divided.check_as_commanded(
-        kind, ended, lambda kind, sizes: elastic_divided.resized_by_command(kind, tmp_path / "reference", sizes)
+    elastic_sharded.check_as_commanded(
+        kind, ended, lambda kind, sizes: elastic_sharded.resized_by_command(kind, tmp_path / "reference", sizes)
     )

@@ -43,7 +43,7 @@ class Engine:
         return self.name
 
     @property
-    def divided(self) -> bool:
+    def sharded(self) -> bool:
         """Whether ranks have what others do not. Then a death in a step may come before the copies of its version are
         complete, and the step before is done again, too."""
         return "--zero" in self.flags
@@ -103,7 +103,7 @@ def resized(tmp_path_factory: pytest.TempPathFactory) -> Resized:
             *(folder, step, size, *engine.flags),
             script=SCRIPT,
             timeout_s=TIMEOUT_S,
-            divided=engine.divided,
+            sharded=engine.sharded,
             started=not {*FUSED_ADAM} <= {*engine.flags},
         )
 
@@ -115,7 +115,7 @@ def launch(folder: Path, engine: Engine, *flags: str, inject: Sequence[str] = ()
 
 
 def check_ends_as_resized(job: Job, engine: Engine, resized: Resized, left: Sequence[int]) -> None:
-    elastic.check_ends_as_resized(job, AT, left, partial(resized, engine), divided=engine.divided)
+    elastic.check_ends_as_resized(job, AT, left, partial(resized, engine), sharded=engine.sharded)
 
 
 def kills() -> list[Any]:
@@ -168,7 +168,7 @@ def test_a_step_that_overflows_in_the_old_size_alone(zero: str, phase: str, tmp_
     faults = [f"rank={rank},fault=sigkill,at={phase},step={OVERFLOWS_AT}" for rank in (0, 2)]
     job = launch(tmp_path / "run", engine, inject=faults).wait(TIMEOUT_S)
     check_fired(job, 2)
-    elastic.check_ends_as_resized(job, OVERFLOWS_AT, [0, 2], partial(resized, engine), divided=True)
+    elastic.check_ends_as_resized(job, OVERFLOWS_AT, [0, 2], partial(resized, engine), sharded=True)
     lines = [line for log in job.run_dir.rglob("rank*.log") for line in _SKIPPED.findall(log.read_text())]
     skipped = {(int(step), int(size)): int(count) for step, size, count in lines}
     assert skipped[OVERFLOWS_AT - 1, 4] == skipped[OVERFLOWS_AT, 2] == 3, skipped
@@ -204,7 +204,7 @@ def test_a_size_that_does_not_divide_is_left_out(engine: Engine, tmp_path: Path,
     assert "2 is allowed" in command(running, 3, AT - 2)
     job = running.wait(TIMEOUT_S)
     check_fired(job)
-    check_ends_as_resized(job, engine, resized, [1, 3] if engine.divided else [2, 3])
+    check_ends_as_resized(job, engine, resized, [1, 3] if engine.sharded else [2, 3])
     (finished,) = job.of("recovery_finished")
     assert finished["victims"] == [3], job.explain()
 
@@ -235,9 +235,9 @@ def test_replaced_in_the_new_size(engine: Engine, victim: int, tmp_path: Path, r
 @pytest.mark.parametrize("victim", often((0, 2), (0,)))
 @pytest.mark.parametrize("engine", often(MAIN, ()))
 def test_in_the_very_first_step(engine: Engine, victim: int, tmp_path: Path) -> None:
-    """Then all of it is as in a job that was launched with three ranks. What is divided must have been copied by then;
+    """Then all of it is as in a job that was launched with three ranks. What is sharded must have been copied by then;
     with replicas the others would complete the step."""
-    faults = [f"rank={victim},fault=sigkill,at={'optimizer-start' if engine.divided else 'backward'},step=0"]
+    faults = [f"rank={victim},fault=sigkill,at={'optimizer-start' if engine.sharded else 'backward'},step=0"]
     job = launch(tmp_path / "run", engine, inject=faults).wait(TIMEOUT_S)
     check_fired(job)
     (event,) = job.of("job_resized")

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.elastic import AHEAD, changes, grow
-from tests.support.elastic_divided import (
+from tests.support.elastic_sharded import (
     DDP,
     FSDP2,
     Kind,

@@ -1,5 +1,5 @@
 """One job of each kind of change whose other tests are all in the grid: a replica of several ranks leaves, or a node
-with state that is divided among such replicas, another parallel layout, a framework's state read from a checkpoint in
+with state that is sharded among such replicas, another parallel layout, a framework's state read from a checkpoint in
 another size."""
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import pytest
 
 from tests.support import elastic_nodes, elastic_replicas, hosts, replan
 from tests.support.elastic_checkpoints import dead_job, launched
-from tests.support.elastic_divided import END, resized_by_command, zero
+from tests.support.elastic_sharded import END, resized_by_command, zero
 from tests.support.hosts import Network
 from tests.support.jobs import check_clean, check_fired
 from tests.support.nodes import hosts_of_a_test
@@ -35,8 +35,8 @@ def test_a_rank_takes_its_replica_with_it(tmp_path: Path, tmp_path_factory: pyte
 def test_a_node_takes_its_replica_with_it(
     two_hosts: Network, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """Tensor 2 x data 2 with the distributed optimizer, a replica on each of two hosts (test_nodes_elastic_divided.py,
-    test_elastic_megatron_replicas_divided.py)."""
+    """Tensor 2 x data 2 with the distributed optimizer, a replica on each of two hosts (test_nodes_elastic_sharded.py,
+    test_elastic_megatron_replicas_sharded.py)."""
     kind, (first, lost) = elastic_nodes.TP2_DISTRIBUTED, two_hosts.hosts
     job = elastic_nodes.launch(two_hosts, tmp_path, kind, faults=[f"rank=3,fault=sigstop,at=backward,step={AT}"])
     elastic_nodes.wait_until_frozen(job, lost)

@@ -43,7 +43,7 @@ class Training:
         return self.name
 
     @property
-    def divided(self) -> bool:
+    def sharded(self) -> bool:
         """Whether ranks have what others do not. Then a death in a step may come before the copies of its version are
         complete, and the step before is done again, too."""
         return "--use-distributed-optimizer" in self.flags
@@ -86,7 +86,7 @@ def resized(tmp_path_factory: pytest.TempPathFactory) -> Resized:
             *(folder, step, size, *training.flags),
             script=SCRIPT,
             timeout_s=TIMEOUT_S,
-            divided=training.divided,
+            sharded=training.sharded,
             env=ENVIRONMENT,
         )
 
@@ -100,7 +100,7 @@ def launch(
 
 
 def check_ends_as_resized(job: Job, training: Training, resized: Resized, left: Sequence[int]) -> None:
-    elastic.check_ends_as_resized(job, AT, left, partial(resized, training), divided=training.divided)
+    elastic.check_ends_as_resized(job, AT, left, partial(resized, training), sharded=training.sharded)
 
 
 def kills() -> list[Any]:
@@ -112,7 +112,7 @@ def kills() -> list[Any]:
         )
         for training in MAIN
         for phase in PHASES
-        if training.divided or phase != "param-gather"
+        if training.sharded or phase != "param-gather"
         for victim in VICTIMS
     ]
 
@@ -161,7 +161,7 @@ def test_a_size_that_does_not_divide_is_left_out(training: Training, tmp_path: P
     assert "2 is allowed" in command(running, 3, AT - 2)
     job = running.wait(TIMEOUT_S)
     check_fired(job)
-    check_ends_as_resized(job, training, resized, [1, 3] if training.divided else [2, 3])
+    check_ends_as_resized(job, training, resized, [1, 3] if training.sharded else [2, 3])
 
 
 @pytest.mark.parametrize("victim", often((0, 2), ()))
@@ -190,9 +190,9 @@ def test_replaced_in_the_new_size(training: Training, victim: int, tmp_path: Pat
 @pytest.mark.parametrize("victim", often((0, 2), ()))
 @pytest.mark.parametrize("training", often(MAIN, ()))
 def test_in_the_very_first_step(training: Training, victim: int, tmp_path: Path) -> None:
-    """Then all of it is as in a job that was launched with three ranks. What is divided must have been copied by then;
+    """Then all of it is as in a job that was launched with three ranks. What is sharded must have been copied by then;
     with replicas the others would complete the step."""
-    phase = "optimizer-start" if training.divided else "backward"
+    phase = "optimizer-start" if training.sharded else "backward"
     faults = [f"rank={victim},fault=sigkill,at={phase},step=0"]
     job = launch(tmp_path / "run", training, inject=faults).wait(TIMEOUT_S)
     check_fired(job)

@@ -37,7 +37,7 @@ EP = ("--num-experts", "4", "--expert-model-parallel-size", "2")
 CP = ("--context-parallel-size", "2")
 TP, PP = ("--tensor-model-parallel-size", "2"), ("--pipeline-model-parallel-size", "2", "--layers", "2")
 ALL_TO_ALL = ("--moe-token-dispatcher-type", "alltoall")
-DIVIDED = ("--use-distributed-optimizer", "--bf16")
+SHARDED = ("--use-distributed-optimizer", "--bf16")
 EP2, CP2 = Training("ep2", EP), Training("cp2", CP)
 OTHERS = (
     Training("ep2-alltoall-bf16", (*EP, *ALL_TO_ALL, "--bf16")),
@@ -45,7 +45,7 @@ OTHERS = (
     Training("ep2-buckets", (*EP, "--bf16", "--overlap-grad-reduce", "--ddp-bucket-size", "700")),
     Training("ep2-cp2", (*EP, *CP)),
     Training("experts-alone", ("--num-experts", "4"), each=1, replicas=4),
-    Training("experts-alone-divided", ("--num-experts", "4", *DIVIDED), each=1, replicas=4),
+    Training("experts-alone-sharded", ("--num-experts", "4", *SHARDED), each=1, replicas=4),
     Training("cp2-bf16", (*CP, "--bf16")),
 )
 LARGE = (

@@ -82,5 +82,5 @@ def test_a_checkpoint_of_other_places_is_refused(after: int, tmp_path: Path) -> 
     tensor = replace(CP, flags=("--tensor-model-parallel-size", "2", "--use-distributed-optimizer", "--bf16"))
     dead_job(tmp_path, nproc=3 * EACH, begin=by_ranks(tensor))
     job = launched(tmp_path, "again", after * EACH, begin=by_ranks(CP))
-    assert job.code != 0 and "divided among the places [0] of each replica" in job.explain(), job.explain()
+    assert job.code != 0 and "sharded among the places [0] of each replica" in job.explain(), job.explain()
     check_clean(job)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.elastic import AHEAD, changes, command, grow, inject, never, shrink
-from tests.support.elastic_divided import Kind, Resized, check_as_commanded, killed_and_back, megatron, resized_once
+from tests.support.elastic_sharded import Kind, Resized, check_as_commanded, killed_and_back, megatron, resized_once
 from tests.support.installed import skip_module_without
 from tests.support.jobs import RunningJob, check_fired
 
@@ -78,7 +78,7 @@ def test_a_newcomer_dies_on_its_way_in(kind: Kind, state: str, tmp_path: Path, r
 
 @pytest.mark.parametrize("state", ["restoring", "reshaping", "verifying"])
 def test_one_that_dies_on_the_way_in_is_replaced(state: str, tmp_path: Path, resized: Resized) -> None:
-    """A member: its replacement takes on the old division among three, in groups of four, before all of them go over to
+    """A member: its replacement takes on the old sharding among three, in groups of four, before all of them go over to
     the new one."""
     running = SHARDS.start(tmp_path / "run", *SLOWLY, config={"elastic": {"min": 2, "max": 4}})
     shrunk_by_command(running)

@@ -78,7 +78,7 @@ def kills() -> list[Any]:
         pytest.param(training, phase, victim, id=f"{training}-{phase}-{victim}")
         for training in MAIN
         for phase in PHASES
-        if training.divided or phase != "param-gather"
+        if training.sharded or phase != "param-gather"
         for victim in VICTIMS
     ]
 
@@ -207,7 +207,7 @@ def test_a_size_that_does_not_divide_is_left_out(training: Training, tmp_path: P
     assert "2 is allowed" in command(running, 3, AT - 2)
     job = running.wait(TIMEOUT_S)
     check_fired(job)
-    check_ends_as_resized(job, AT, [1, 3] if training.divided else [2, 3], training, resized)
+    check_ends_as_resized(job, AT, [1, 3] if training.sharded else [2, 3], training, resized)
 
 
 @pytest.mark.parametrize("training", MAIN, ids=str)

@@ -178,7 +178,7 @@ def test_what_the_loop_sees_and_says(training: Training, replica: int, tmp_path:
     job = ended(running)
     _, middle, _ = found = changes(job)
     assert set(middle.ranks) == ranks - replica_of(training, victim), job.explain()
-    assert middle.step in ((lost - 1, lost) if training.divided else (lost,)), job.explain()
+    assert middle.step in ((lost - 1, lost) if training.sharded else (lost,)), job.explain()
     other = check_as_commanded(job, how, found, tmp_path)
     check_logged(other, training, found)
     assert logged(job) == logged(other), job.explain()

@@ -1,5 +1,5 @@
 """Fallback checkpoints of elastic jobs on Megatron-LM's unmodified loop with MoE experts (all on each rank, or
-divided), with context parallelism, and with virtual pipeline stages: gone back to, and begun with, in another size. Bit
+sharded), with context parallelism, and with virtual pipeline stages: gone back to, and begun with, in another size. Bit
 for bit as a job that was resized by command at that call, which goes on as one that was started in that size from
 that iteration's state: losses and the whole state of every later iteration, what is logged of it (losses of experts are
 compared with what the layers of all ranks have summed up, too), and evaluations.
@@ -40,7 +40,7 @@ EXPERTS = (
 )
 EP, CP = ("--expert-model-parallel-size=2",), ("--context-parallel-size=2",)
 STAGES = ("--pipeline-model-parallel-size=2", "--num-layers=4", "--num-layers-per-virtual-pipeline-stage=1")
-DIVIDED = (*DISTRIBUTED, "--bf16")
+SHARDED = (*DISTRIBUTED, "--bf16")
 
 
 def experts(name: str, *flags: str, **more: Any) -> Training:
@@ -48,18 +48,18 @@ def experts(name: str, *flags: str, **more: Any) -> Training:
 
 
 EP1 = experts("ep1", "--bf16", launched=4, each=1)
-EP1_PARTS = experts("ep1-distributed", *DIVIDED, launched=4, each=1)
-EP1_LOOP = experts("ep1-loop", *DIVIDED, launched=4, each=1, evaluates=4, logs=3)
+EP1_PARTS = experts("ep1-distributed", *SHARDED, launched=4, each=1)
+EP1_LOOP = experts("ep1-loop", *SHARDED, launched=4, each=1, evaluates=4, logs=3)
 """In which three iterations are in a log, and evaluations are made."""
 EP2 = experts("ep2", *EP, "--bf16")
-EP2_PARTS = experts("ep2-distributed", *EP, *DIVIDED)
-EP2_LOOP = experts("ep2-loop", *EP, *DIVIDED, launched=8, batch=48, evaluates=4, logs=3)
-EP2_CP2 = experts("ep2-cp2", *EP, *CP, *DIVIDED)
+EP2_PARTS = experts("ep2-distributed", *EP, *SHARDED)
+EP2_LOOP = experts("ep2-loop", *EP, *SHARDED, launched=8, batch=48, evaluates=4, logs=3)
+EP2_CP2 = experts("ep2-cp2", *EP, *CP, *SHARDED)
 CP2 = Training("cp2", (*CP, "--bf16"), launched=6, each=2)
-CP2_PARTS = Training("cp2-distributed", (*CP, *DIVIDED), launched=6, each=2)
+CP2_PARTS = Training("cp2-distributed", (*CP, *SHARDED), launched=6, each=2)
 CP2_LOOP = replace(CP2_PARTS, name="cp2-loop", launched=8, batch=48, evaluates=4, logs=3)
 VPP2 = Training("vpp2", (*STAGES, "--bf16"), launched=6, each=2)
-VPP2_PARTS = Training("vpp2-distributed", (*STAGES, *DIVIDED), launched=6, each=2)
+VPP2_PARTS = Training("vpp2-distributed", (*STAGES, *SHARDED), launched=6, each=2)
 VPP2_LOOP = replace(VPP2_PARTS, name="vpp2-loop", launched=8, batch=48, evaluates=4, logs=3)
 BOTH, TRAIN, LOG = ("train", "log"), ("train",), ("log",)
 

@@ -29,13 +29,13 @@ skip_module_without("megatron.core")
 pytestmark = [pytest.mark.megatron, pytest.mark.grid, pytest.mark.timeout(5 * TIMEOUT_S), needs_checkout]
 
 STAGES = ("--pipeline-model-parallel-size=2", "--num-layers=4", "--num-layers-per-virtual-pipeline-stage=1")
-DIVIDED = (*DISTRIBUTED, "--bf16")
+SHARDED = (*DISTRIBUTED, "--bf16")
 OVERLAP = ("--overlap-grad-reduce", "--ddp-bucket-size=700", "--bf16")
 PLAIN = Training("vpp2", STAGES, each=2)
-SHARDS = Training("vpp2-divided", (*STAGES, *DIVIDED), each=2)
+SHARDS = Training("vpp2-sharded", (*STAGES, *SHARDED), each=2)
 OTHERS = (
     Training("vpp2-overlap", (*STAGES, *OVERLAP), each=2),
-    Training("vpp2-divided-overlap", (*STAGES, *DISTRIBUTED, *OVERLAP), each=2),
+    Training("vpp2-sharded-overlap", (*STAGES, *DISTRIBUTED, *OVERLAP), each=2),
     Training(
         "vpp2-recompute",
         (*STAGES, "--recompute-granularity=full", "--recompute-method=uniform", "--recompute-num-layers=1"),
@@ -49,7 +49,7 @@ OTHERS = (
 )
 THREE = (
     Training("vpp2-three", STAGES, launched=6, each=2),
-    Training("vpp2-divided-three", (*STAGES, *DIVIDED), launched=6, each=2),
+    Training("vpp2-sharded-three", (*STAGES, *SHARDED), launched=6, each=2),
 )
 AT = PLAIN.call("train", 4)
 

@@ -31,17 +31,17 @@ pytestmark = [pytest.mark.grid, pytest.mark.megatron, pytest.mark.timeout(4 * TI
 
 DISTRIBUTED = ("--use-distributed-optimizer", "--bf16")
 BUCKETS = ("--overlap-grad-reduce", "--ddp-bucket-size", "700")
-PLAIN, DIVIDED = Training("vpp2", VPP, runs=2), Training("vpp2-divided", (*VPP, *DISTRIBUTED), runs=2)
+PLAIN, SHARDED = Training("vpp2", VPP, runs=2), Training("vpp2-sharded", (*VPP, *DISTRIBUTED), runs=2)
 OTHERS = (
     Training("vpp2-fp16", (*VPP, "--fp16"), runs=2),
     Training("vpp2-bf16-buckets", (*VPP, "--bf16", *BUCKETS), runs=2),
     Training("vpp2-tied", (*VPP, "--tie-head"), runs=2),
-    Training("vpp2-divided-fp32", (*VPP, "--use-distributed-optimizer"), runs=2),
-    Training("vpp2-divided-buckets", (*VPP, *DISTRIBUTED, *BUCKETS), runs=2),
-    Training("vpp2-divided-tied", (*VPP, *DISTRIBUTED, "--tie-head"), runs=2),
-    Training("vpp2-divided-frozen", (*VPP, *DISTRIBUTED, "--mode", "frozen"), runs=2),
+    Training("vpp2-sharded-fp32", (*VPP, "--use-distributed-optimizer"), runs=2),
+    Training("vpp2-sharded-buckets", (*VPP, *DISTRIBUTED, *BUCKETS), runs=2),
+    Training("vpp2-sharded-tied", (*VPP, *DISTRIBUTED, "--tie-head"), runs=2),
+    Training("vpp2-sharded-frozen", (*VPP, *DISTRIBUTED, "--mode", "frozen"), runs=2),
 )
-THREE = (Training("vpp2-three", VPP, 3, runs=2), Training("vpp2-divided-three", (*VPP, *DISTRIBUTED), 3, runs=2))
+THREE = (Training("vpp2-three", VPP, 3, runs=2), Training("vpp2-sharded-three", (*VPP, *DISTRIBUTED), 3, runs=2))
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +51,7 @@ def resized(tmp_path_factory: pytest.TempPathFactory) -> Resized:
 
 @pytest.mark.parametrize("victim", range(4))
 @pytest.mark.parametrize("phase", PHASES)
-@pytest.mark.parametrize("training", (PLAIN, DIVIDED), ids=str)
+@pytest.mark.parametrize("training", (PLAIN, SHARDED), ids=str)
 def test_a_rank_takes_its_replica_with_it(
     training: Training, phase: str, victim: int, tmp_path: Path, resized: Resized
 ) -> None:
@@ -66,7 +66,7 @@ def test_other_trainings(training: Training, tmp_path: Path, resized: Resized) -
 @pytest.mark.parametrize("victim", (0, 3, 5))
 @pytest.mark.parametrize("training", THREE, ids=str)
 def test_one_of_three(training: Training, victim: int, tmp_path: Path, resized: Resized) -> None:
-    """Two are left, among whom the state is divided anew."""
+    """Two are left, among whom the state is sharded anew."""
     check_killed(training, [victim], "backward", tmp_path / "run", resized)
 
 
@@ -77,14 +77,14 @@ def test_a_second_death_during_the_change(state: str, tmp_path: Path, resized: R
 
 
 @pytest.mark.parametrize("state", ["quiescing", "regrouping", "restoring", "reshaping", "verifying", "resuming"])
-def test_a_second_death_where_state_is_divided(state: str, tmp_path: Path, resized: Resized) -> None:
+def test_a_second_death_where_state_is_sharded(state: str, tmp_path: Path, resized: Resized) -> None:
     """Of four replicas two leave, neither of which keeps the other's copies."""
-    training = Training("vpp2-divided-four", (*VPP, *DISTRIBUTED, "--global-batch", "48"), 4, runs=2)
+    training = Training("vpp2-sharded-four", (*VPP, *DISTRIBUTED, "--global-batch", "48"), 4, runs=2)
     check_second_death(training, 1, 7, state, tmp_path / "run", resized)
 
 
 @pytest.mark.parametrize("victim", [0, 3])
-@pytest.mark.parametrize("training", (PLAIN, DIVIDED, *THREE), ids=str)
+@pytest.mark.parametrize("training", (PLAIN, SHARDED, *THREE), ids=str)
 def test_a_replica_comes_back(training: Training, victim: int, tmp_path: Path) -> None:
     check_back(training, victim, tmp_path)
 

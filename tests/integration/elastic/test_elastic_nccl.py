@@ -10,7 +10,7 @@ import pytest
 
 from tests.support import fake_nccl
 from tests.support.elastic import changes, command, often
-from tests.support.elastic_divided import (
+from tests.support.elastic_sharded import (
     DDP,
     FSDP2,
     Kind,

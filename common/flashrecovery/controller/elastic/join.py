@@ -3,9 +3,10 @@
 Ranks that an elastic job did not have come in at any step boundary: what the members hold, they need too. Who takes a
 rank over from a process that lives has to get what only that one had. So there the members pause at a step that all can
 still hear of in time, and say that they have once the copies of its version are complete; the state of those who leave
-is then held by others, as if their node were lost, and no step is done again. So they do where state is divided among
-them: of that a newcomer gets its part when it is divided anew (:mod:`flashrecovery.contract.division`), and a member
-that dies meanwhile shall not take the version with it. :class:`PauseBarrier` says whether all have come to that step.
+is then held by others, as if their node were lost, and no step is done again. So they do where state is sharded among
+them: of that a newcomer gets its part when it is sharded anew (:mod:`flashrecovery.contract.shard_layout`), and a
+member that dies meanwhile shall not take the version with it. :class:`PauseBarrier` says whether all have
+come to that step.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from dataclasses import dataclass, field, replace
 
 from flashrecovery.controller.elastic.released_processes import RelievedProcesses
 from flashrecovery.controller.membership.joining_processes import JoiningProcesses, give_up, give_up_all
-from flashrecovery.controller.state.custody import divided, of_their_own
+from flashrecovery.controller.state.custody import of_their_own, sharded
 from flashrecovery.controller.state.job_state import JobState
 from flashrecovery.controller.state.loss_policy import allowed_sizes
 from flashrecovery.controller.state.nodes import NodeState
@@ -258,7 +259,7 @@ class Joining:
         self._give_up_who_has_left()
         if not self.newcomers.all_here or decision.round.version < self._round.step:
             return decision, []
-        if decision.checkpoint and divided(job.in_order):
+        if decision.checkpoint and sharded(job.in_order):
             return decision, []  # newcomers have no part of what the others give up; they come in later
         self._give_up_who_would_be_too_many()
         if not job.membership.joining:
@@ -266,9 +267,9 @@ class Joining:
         coming = {rank: newcomer.record for rank, newcomer in job.membership.joining.items()}
         for rank, record in coming.items():
             if rank in job.ranks:
-                record.inventory.needs, record.inventory.divided = (
+                record.inventory.needs, record.inventory.sharded = (
                     dict(job.ranks[rank].inventory.needs),
-                    job.ranks[rank].inventory.divided,
+                    job.ranks[rank].inventory.sharded,
                 )
             else:
                 record.inventory.need_no_part()

@@ -18,7 +18,7 @@ from flashrecovery.controller.elastic.growing import Growing
 from flashrecovery.controller.elastic.join import Joining, PauseBarrier, commanded_pause
 from flashrecovery.controller.elastic.released_processes import ReleasedProcesses
 from flashrecovery.controller.membership.joining_processes import give_up_all
-from flashrecovery.controller.state.custody import choose_leaving, divided, of_their_own
+from flashrecovery.controller.state.custody import choose_leaving, of_their_own, sharded
 from flashrecovery.controller.state.job_state import JobState
 from flashrecovery.controller.state.loss_policy import allowed_sizes, leaving_without, left_of_replicas, never_replaced
 from flashrecovery.controller.state.membership import ResizeRequest
@@ -31,7 +31,7 @@ from flashrecovery.plan.words import ranks_text
 from flashrecovery.proto import flashrecovery_pb2 as pb
 
 PATIENCE_S = 2.0
-"""So long ranks of a job whose state is divided are waited for that have not paused before a change."""
+"""So long ranks of a job whose state is sharded are waited for that have not paused before a change."""
 _TRIES = 3
 """Pauses before the same step, until those that are to leave can."""
 
@@ -268,7 +268,7 @@ class Resizing:
 
     def paused(self, rank: int, now: float) -> bool:
         """A rank has come to the step at which the job is to change. Returns whether it changes now. Where state is
-        divided, and ranks leave, the others are waited for: they pause when the copies of what they have are made."""
+        sharded, and ranks leave, the others are waited for: they pause when the copies of what they have are made."""
         if self._order.wanted is None or not of_their_own(self._job.in_order):
             return True
         self._waiting.come(rank, now)
@@ -387,7 +387,7 @@ class Resizing:
         self._since.carried_out = None
         found = self._job.round.restoring
         if found is None or found.reshape is not None or self._job.round.checkpoint:
-            self.last_resort.let_go()  # what they have is of another division, or another version
+            self.last_resort.let_go()  # what they have is of another sharding, or another version
 
     def begins_anew(self) -> None:
         """All ranks are started again, perhaps in another parallel layout: who has left, or was taken back, before that
@@ -493,11 +493,11 @@ class Resizing:
         self._not_told = NotTold()
 
     def _say_what_is_on_one_node(self) -> None:
-        """Of divided state each rank's part has copies on one other rank. Both may be on one node: who keeps what
+        """Of sharded state each rank's part has copies on one other rank. Both may be on one node: who keeps what
         follows from the ranks' numbers, and a node may have more of them than at the launch."""
         job = self._job
         homes = {record.rank: record.home for record in job.in_order}
-        if len({*homes.values()}) == 1 or not divided(job.in_order):
+        if len({*homes.values()}) == 1 or not sharded(job.in_order):
             return
         keepers = job.keepers_of_copies()
         kept = {rank: keeper for rank, keeper in keepers.items() if keeper != rank}  # of the others there are no copies

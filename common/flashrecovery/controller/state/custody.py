@@ -1,8 +1,8 @@
-"""State that is divided among the ranks of an elastic job, and what becomes of the part of those who leave.
+"""State that is sharded among the ranks of an elastic job, and what becomes of the part of those who leave.
 
 A rank that leaves has needed shards that nobody else does. At the version that the others go on from, somebody among
-them must have copies of these; who has them serves them when the state is divided among those who stay
-(:mod:`flashrecovery.contract.division`). Pure.
+them must have copies of these; who has them serves them when the state is sharded among those who stay
+(:mod:`flashrecovery.contract.shard_layout`). Pure.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ from flashrecovery.plan.elastic.replicas import ReplicaShape, singles
 from flashrecovery.proto import flashrecovery_pb2 as pb
 
 
-def divided(records: Collection[RankRecord]) -> bool:
-    """Whether ranks have parts of state that is divided among them, in their own words. One that has just come in has
+def sharded(records: Collection[RankRecord]) -> bool:
+    """Whether ranks have parts of state that is sharded among them, in their own words. One that has just come in has
     none yet; and a single rank has all parts."""
-    return any(record.inventory.divided for record in records)
+    return any(record.inventory.sharded for record in records)
 
 
 def of_their_own(records: Collection[RankRecord]) -> bool:
-    """Whether ranks have shards that others do not have, besides what each of them has for itself: parts of divided
+    """Whether ranks have shards that others do not have, besides what each of them has for itself: parts of sharded
     state, or their places' in replicas of several ranks. One that has just come in has said nothing yet."""
     names = [
         record.inventory.needs.keys() - {local_state_name(record.rank)} for record in records if record.inventory.needs
     ]
-    return divided(records) or any(other != names[0] for other in names[1:])
+    return sharded(records) or any(other != names[0] for other in names[1:])
 
 
-def division_of(records: Collection[RankRecord]) -> tuple[int, ...]:
-    """The ranks among which state is divided, as these ranks have said: the newest division to which somebody has gone
+def sharding_of(records: Collection[RankRecord]) -> tuple[int, ...]:
+    """The ranks among which state is sharded, as these ranks have said: the newest sharding to which somebody has gone
     over, for which the others are ready then. () if none of them has said anything."""
     said = Counter(record.inventory.layout for record in records if record.inventory.layout)
     newer = [layout for layout in said if any(record.inventory.ready == layout for record in records)]
@@ -43,14 +43,14 @@ def division_of(records: Collection[RankRecord]) -> tuple[int, ...]:
 def left_behind(departed: Mapping[int, Mapping[str, int]], records: Collection[RankRecord]) -> list[Need]:
     """The shards that ranks have needed that have left (``departed``: their names and sizes, by rank; {}: this
     controller has never heard of them), and nobody needs who stays. Of a rank of which nothing at all is known, where
-    state is divided: its rank-local state, which nobody has, stands for its part."""
+    state is sharded: its rank-local state, which nobody has, stands for its part."""
     if not departed:
         return []
     staying = set[str]().union(*(record.inventory.needs for record in records))
     found: dict[str, Need] = {}
     for rank, needs in departed.items():
         known = needs or kept_for(rank, records)
-        if not known and divided(records):
+        if not known and sharded(records):
             found[local_state_name(rank)] = Need(rank, local_state_name(rank), 0)
         for shard, nbytes in known.items():
             if shard not in staying and shard != local_state_name(rank):
@@ -69,7 +69,7 @@ def kept_for(rank: int, records: Collection[RankRecord]) -> dict[str, int]:
 
 
 def ready_for(records: Collection[RankRecord]) -> tuple[int, ...]:
-    """The ranks for which all that have a part of what is divided have made it ready, as they have said; () if they
+    """The ranks for which all that have a part of what is sharded have made it ready, as they have said; () if they
     have not."""
     said = {record.inventory.ready for record in records if record.inventory.layout}
     return said.pop() if len(said) == 1 else ()
@@ -83,7 +83,7 @@ def take_on_parts(records: Collection[RankRecord], layout: Collection[int]) -> N
     for record in records:
         if record.inventory.as_launched and record.rank not in layout:
             record.inventory.need_no_part()
-        kept = kept_for(record.rank, members) if record.inventory.as_launched and record.inventory.divided else {}
+        kept = kept_for(record.rank, members) if record.inventory.as_launched and record.inventory.sharded else {}
         if kept:
             record.inventory.need_part(kept)
 

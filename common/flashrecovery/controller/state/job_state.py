@@ -10,7 +10,7 @@ from pathlib import Path
 from flashrecovery import events as ev
 from flashrecovery.config import RunConfig
 from flashrecovery.controller.state.crashes import Crashes
-from flashrecovery.controller.state.custody import divided
+from flashrecovery.controller.state.custody import sharded
 from flashrecovery.controller.state.fault_drills import Asked
 from flashrecovery.controller.state.history import HistoryEntry
 from flashrecovery.controller.state.iteration_numbers import Counting
@@ -280,7 +280,7 @@ class JobState:
         if self.parallel.text and self.config.elastic is None:  # nodes need not have equally many ranks there
             return {rank: (rank + self.stride) % self.world_size for rank in ranks}
         alone = self.config.parallelism is not None and len(shape.by_replica(ranks)) == 1  # they keep each other's then
-        if shape.each > 1 and divided(self.in_order) and not alone:
+        if shape.each > 1 and sharded(self.in_order) and not alone:
             if len(shape.whole(ranks)) * shape.each < len(ranks):  # some of a replica are leaving
                 keepers = self.keepers_of_parts()
                 return {rank: keepers.get(rank, rank) for rank in ranks}
@@ -290,7 +290,7 @@ class JobState:
         return {rank: ranks[place] for rank, place in zip(ranks, ring, strict=True)}
 
     def keepers_of_parts(self) -> dict[int, int]:
-        """The rank that keeps the copies of each one's part of what is divided among the ranks of the layout; it may
+        """The rank that keeps the copies of each one's part of what is sharded among the ranks of the layout; it may
         have left."""
         layout = self.shape.in_order(self.membership.sharded_among)
         ring = self.shape.ring(layout, *self._where_copies_go)
@@ -357,7 +357,7 @@ class JobState:
     def depart(self, rank: int) -> RankRecord:
         """The rank belongs to the job no longer. Returns what was known of it."""
         record = self.ranks.pop(rank)
-        known = not (record.inventory.divided and record.inventory.as_launched)
+        known = not (record.inventory.sharded and record.inventory.as_launched)
         self.membership.departed[rank] = dict(record.inventory.needs) if known else {}
         self.places[record.place] -= 1
         self._members_changed()
@@ -369,13 +369,13 @@ class JobState:
         controller that is started in the middle of a job knows its ranks before it knows what they make up.)"""
         return () if self.config.elastic is None else tuple(self.shape.in_order(self.membership.sharded_among))
 
-    def begins_as_divided(self, rank: int) -> bool:
-        """Whether state is divided as a process of this rank divides it when it begins: as in the launch's size. Of one
+    def begins_as_sharded(self, rank: int) -> bool:
+        """Whether state is sharded as a process of this rank divides it when it begins: as in the launch's size. Of one
         beyond the launch it never is, because it begins with another rank's part."""
         return rank < self.world_size and self.membership.sharded_among == tuple(range(self.world_size))
 
     def settle_layout(self) -> None:
-        """All ranks of the job have what they need of a state that is divided among them alone."""
+        """All ranks of the job have what they need of a state that is sharded among them alone."""
         self.membership.sharded_anew(self.members)
 
     @property
@@ -392,8 +392,8 @@ class JobState:
             record.inventory.needs = renamed(record.inventory.needs, record.rank, own)
         return sorted(own)
 
-    def divided_among(self, layout: tuple[int, ...]) -> None:
-        """State is divided among these ranks, as those who have it have said to a controller that did not know."""
+    def sharded_among(self, layout: tuple[int, ...]) -> None:
+        """State is sharded among these ranks, as those who have it have said to a controller that did not know."""
         self.membership.sharded_anew(layout)
         gone = (rank for rank in layout if rank not in self.ranks)
         self.membership.departed.update((rank, {}) for rank in gone)  # what is known may be of another one

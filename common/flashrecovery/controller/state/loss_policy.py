@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from flashrecovery.controller.state.custody import divided
+from flashrecovery.controller.state.custody import sharded
 from flashrecovery.controller.state.job_state import JobState
 from flashrecovery.controller.state.rank_record import BUILT_UP
 from flashrecovery.plan.elastic.resize import ReplicaRange, filling, leaving
@@ -46,7 +46,7 @@ def _others_have_all(job: JobState, lost: Collection[int]) -> bool:
     left = {record.stand for record in living if shape.replica(record.rank) not in going}
     if not left.issuperset(record.stand for record in living):
         return False
-    if not divided(job.in_order) or shape.each == 1:
+    if not sharded(job.in_order) or shape.each == 1:
         return True
     # Of a part that nobody else has, copies are with one rank: it and its owner must not both be gone afterwards.
     alive = {record.rank for record in living}

@@ -56,7 +56,7 @@ class Membership:
     Attributes:
         size: what is commanded of it.
         joining: processes that are built up beside training, by the rank that they are to fill.
-        sharded_among: the ranks among which sharded state is divided, as all of them have it or can have it at once.
+        sharded_among: the ranks among which sharded state is sharded, as all of them have it or can have it at once.
         unsure: a controller before this one may have been in the middle of a change of these ranks.
         departed: those of these ranks that have left the job, and what they needed: size in bytes by shard.
         awaited: ranks that had left, and were taken back since the version was decided on: they do not leave again.

@@ -22,10 +22,10 @@ class RankInventory:
 
     Attributes:
         needs: size in bytes by shard.
-        divided: those of its needs that belong to what is divided among the ranks; each is of one size of the job.
-        as_launched: what it has said that it needs of divided state may be of the launch's division: it came, or was
+        sharded: those of its needs that belong to what is sharded among the ranks; each is of one size of the job.
+        as_launched: what it has said that it needs of sharded state may be of the launch's sharding: it came, or was
             found, and has not been stopped since, and what the rank needs was not known.
-        layout, ready: the ranks among which its state is divided, and for which it has been made ready, as it has said
+        layout, ready: the ranks among which its state is sharded, and for which it has been made ready, as it has said
             to a controller that did not know.
         live: the version that its tensors have; -1: no whole one.
         local_states, early: versions of its rank-local state that its last process's page has, and those of them that
@@ -36,7 +36,7 @@ class RankInventory:
 
     rank: int
     needs: dict[str, int] = field(default_factory=dict)
-    divided: frozenset[str] = frozenset()
+    sharded: frozenset[str] = frozenset()
     as_launched: bool = False
     layout: tuple[int, ...] = ()
     ready: tuple[int, ...] = ()
@@ -56,21 +56,21 @@ class RankInventory:
     def take_needs(self, needs: Collection[pb.ShardNeed]) -> None:
         """What the rank needs, in its own words."""
         self.needs = {need.name: need.nbytes for need in needs}
-        self.divided = frozenset(need.name for need in needs if need.divided)
+        self.sharded = frozenset(need.name for need in needs if need.sharded)
 
     def common_needs(self) -> dict[str, int]:
         """What it needs in any size of the job."""
-        return {name: nbytes for name, nbytes in self.needs.items() if name not in self.divided}
+        return {name: nbytes for name, nbytes in self.needs.items() if name not in self.sharded}
 
     def need_part(self, kept: Mapping[str, int]) -> None:
-        """Of what is divided it needs what others keep for its rank."""
+        """Of what is sharded it needs what others keep for its rank."""
         common = self.common_needs()
-        self.divided, self.as_launched = frozenset(kept.keys() - common.keys()), False
-        self.needs = {**common, **{name: kept[name] for name in self.divided}}
+        self.sharded, self.as_launched = frozenset(kept.keys() - common.keys()), False
+        self.needs = {**common, **{name: kept[name] for name in self.sharded}}
 
     def need_no_part(self) -> None:
-        """It has no part of what is divided yet, and gets its part when that is divided anew."""
-        self.needs, self.divided = self.common_needs(), frozenset()
+        """It has no part of what is sharded yet, and gets its part when that is sharded anew."""
+        self.needs, self.sharded = self.common_needs(), frozenset()
 
     def take(self, live: int, held: Iterable[pb.Held], parity: pb.Parity | None = None) -> None:
         """Replace what is known of this rank's versions by its own word. It is read only as far as somebody asks."""

@@ -129,7 +129,7 @@ class RankRecord:
         new: it has come into a running job and nobody has rank-local state of it; in an elastic job another rank's
         serves.
         batches: of an elastic job, what the rank's batches are made of.
-        outline: of what is divided, the same in every process that runs the same script; "" if nothing is.
+        outline: of what is sharded, the same in every process that runs the same script; "" if nothing is.
         steps: that it will take; :data:`ENDLESS` when the script's end is the end of its steps, None as long as it has
             not said so.
         ended: the script of its process has come to its end after so many calls; 0: it has not, or it takes steps.

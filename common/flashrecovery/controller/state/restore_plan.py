@@ -25,7 +25,7 @@ _SPARE_SOURCES = 256
 @dataclass
 class RestoreRound:
     """One execution of a plan: who takes part, what they reported. ``needs``, ``holdings``: what the plan is about.
-    ``decodes``: what is decoded before, group by group. ``reshape``: how state is divided otherwise afterwards; all
+    ``decodes``: what is decoded before, group by group. ``reshape``: how state is sharded otherwise afterwards; all
     ranks take part in it. ``staging``: where all ranks read everything, which others have left there."""
 
     version: int
@@ -117,7 +117,7 @@ class RestoreRound:
         return replace(self, plan=plan, excluded=excluded, decodes=(), reports={})
 
     def next_needs(self) -> dict[int, Collection[pb.ShardNeed]]:
-        """What each rank needs once state is divided otherwise."""
+        """What each rank needs once state is sharded otherwise."""
         return {rank: r.next_needs for rank, r in self.reports.items() if r.next_needs}
 
 
@@ -151,7 +151,7 @@ def decide(
     """Which version all ranks go to, and from whom they get it.
 
     Args:
-        layout: of an elastic job, the ranks among which state is divided now.
+        layout: of an elastic job, the ranks among which state is sharded now.
         departed: what those of them need who have left.
 
     Raises JobFailedError if neither a cut nor a checkpoint exists.

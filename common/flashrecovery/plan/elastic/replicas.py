@@ -3,7 +3,7 @@
 As the job was launched, ranks are numbered along axes: some within a replica (tensor parallelism, HSDP's shards), then
 the data-parallel one, then perhaps others (pipeline stages). So three numbers say who belongs to whom, and they are the
 same on all ranks. A rank's *stand* is where in its replica it is: ranks with the same stand have the same state, apart
-from what is divided among them. Replicas leave and come as a whole, so stands never change.
+from what is sharded among them. Replicas leave and come as a whole, so stands never change.
 """
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ class ReplicaShape:
 @dataclass(frozen=True)
 class Sharing:
     """The ranks of a job, counted without a gap, that divide state among themselves: all that stand at certain places
-    in their replicas. Their places in the division follow the order of their numbers.
+    in their replicas. Their places in the sharding follow the order of their numbers.
 
     Attributes:
         shape: of the job.

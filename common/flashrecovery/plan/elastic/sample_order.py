@@ -85,7 +85,7 @@ def stream_seed(seed: int, step: int, micro_batch: int, purpose: str = "") -> in
 
 
 @dataclass(frozen=True, slots=True)
-class BatchDivision:
+class BatchSplit:
     """A step's micro-batches on so many replicas.
 
     Attributes:
@@ -178,7 +178,7 @@ def exact_sizes(
     replicas may compute one micro-batch more than others. ``each``: so many ranks of a replica have micro-batches of
     their own, and ``most`` and ``least`` are numbers of such ranks. ``runs``: says of a number of micro-batches whether
     such a rank can compute so many in a step; None: any."""
-    micro_batches = BatchDivision(global_batch, micro_batch, 1).micro_batches
+    micro_batches = BatchSplit(global_batch, micro_batch, 1).micro_batches
     sizes = range(min(most, micro_batches), least - 1, -1)
     found = [size for size in sizes if size % each == 0 and (uneven or micro_batches % size == 0)]
     return [size // each for size in found if runs is None or runs(micro_batches // size)]

@@ -1,1 +1,1 @@
-"""From one division of tensors to another: boxes, layouts, who sends what and when. Pure."""
+"""From one sharding of tensors to another: boxes, layouts, who sends what and when. Pure."""

@@ -109,12 +109,12 @@ Description = Mapping[str, ShardParts]
 
 
 @dataclass(frozen=True, slots=True)
-class DividedParts:
+class ShardedParts:
     """What a tensor is of that the replicas of a job divide among themselves, in whatever number.
 
     Attributes:
-        rule: how it is divided; it has one dimension.
-        whole: what it is of without that division.
+        rule: how it is sharded; it has one dimension.
+        whole: what it is of without that sharding.
         each: so many ranks of a replica divide it with those of the others (with context and expert parallelism it is
             several).
     """
@@ -124,7 +124,7 @@ class DividedParts:
     each: int = 1
 
 
-def divided_description(tensors: Iterable[DividedParts], replicas: int) -> Description:
+def sharded_description(tensors: Iterable[ShardedParts], replicas: int) -> Description:
     """Of all shards of so many ``replicas``, at all places; their parts in the order in which they lie there."""
     found: dict[str, list[LogicalPart]] = {}
     of: dict[str, ShardParts] = {}

@@ -1,4 +1,4 @@
-"""Ways in which a tensor is divided among places, each for any number of them. Pure.
+"""Ways in which a tensor is sharded among places, each for any number of them. Pure.
 
 A *pattern* says which boxes of a tensor a place has, and where they lie in what is stored there: ZeRO and Megatron
 store ranges of several parameters end to end, with padding between or behind them, which belongs to nobody. It consists
@@ -41,7 +41,7 @@ class StoredBox:
 
 
 class Pattern(ABC):
-    """One way. ``shape``: of the tensor without any division."""
+    """One way. ``shape``: of the tensor without any sharding."""
 
     @property
     def divides(self) -> bool:

@@ -1,4 +1,4 @@
-"""How a tensor is divided among ranks, as a rule that holds for any number of them. Pure.
+"""How a tensor is sharded among ranks, as a rule that holds for any number of them. Pure.
 
 A rule needs no model and no framework, so it can be written into a checkpoint: who reads that one later, in whatever
 size, knows from the rules which box of which tensor is in which rank's files.
@@ -35,9 +35,9 @@ class TensorRule:
 
     Attributes:
         name: the same in all sizes.
-        shape: without any division.
+        shape: without any sharding.
         itemsize: bytes of an element.
-        pattern: how it is divided.
+        pattern: how it is sharded.
         shard: what the names of the shards begin with in which the places have their parts.
         key: of the part among the tensors of these shards. Several tensors of different rules may lie in one.
         naming: how the names of the shards go on.

@@ -95,7 +95,7 @@ class _Amounts:
 
 def _amounts(work: Workload, machines: Machines, strategy: Strategy) -> _Amounts:
     model, s = work.model, strategy
-    slots = work.division(s).accumulation
+    slots = work.batch_split(s).accumulation
     tokens = s.micro_batch * work.sequence
     per_token = 6 * model.active_parameters + 6 * model.layers * model.hidden * work.sequence
     operations = per_token * tokens / (s.tp * s.pp * s.cp) * (4 / 3 if work.recompute else 1)
@@ -143,7 +143,7 @@ def memory_bytes(work: Workload, strategy: Strategy, prices: Prices) -> float:
     tokens = s.micro_batch * work.sequence / s.cp
     layer_bytes = tokens * model.hidden * _ACTIVATION_BYTES / s.tp
     kept = tokens * model.hidden * _RECOMPUTED_BYTES if work.recompute else layer_bytes
-    under_way = min(s.pp, work.division(s).accumulation)
+    under_way = min(s.pp, work.batch_split(s).accumulation)
     activations = kept * model.layers / s.pp * under_way + (layer_bytes if work.recompute else 0.0)
     logits = tokens * work.padded_vocab(s.tp) / s.tp * _LOGIT_BYTES
     return state + prices.activations * (activations + logits) + _RESERVED_BYTES

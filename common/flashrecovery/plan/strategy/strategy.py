@@ -17,7 +17,7 @@ from functools import lru_cache
 from typing import Any
 
 from flashrecovery.errors import UnsupportedError
-from flashrecovery.plan.elastic.sample_order import BatchDivision
+from flashrecovery.plan.elastic.sample_order import BatchSplit
 from flashrecovery.plan.model_state import Sharding
 from flashrecovery.plan.words import shortened
 
@@ -160,8 +160,8 @@ class Workload:
     also_cp: int = 1
     micro_batch: int = 0
 
-    def division(self, strategy: Strategy) -> BatchDivision:
-        return BatchDivision(self.global_batch, strategy.micro_batch, strategy.dp)
+    def batch_split(self, strategy: Strategy) -> BatchSplit:
+        return BatchSplit(self.global_batch, strategy.micro_batch, strategy.dp)
 
     def padded_vocab(self, tp: int) -> int:
         unit = _VOCAB_UNIT * tp
@@ -344,15 +344,15 @@ def _words(
     fitting: int,
     excluded: Excluded,
 ) -> Iterator[str]:
-    division = work.division(best.strategy)
+    batch_split = work.batch_split(best.strategy)
     yield (
         f"{best.strategy}: {best.strategy.ranks:,} of {machines.ranks:,} ranks, {best.step_s:.2f} s a step, "
         f"{best.memory_bytes / 2**30:.0f} of {machines.memory_bytes / 2**30:.0f} GiB on a GPU."
     )
     share = (
-        f"every replica computes {division.accumulation} micro-batches"
-        if division.even
-        else f"replicas compute {division.accumulation} or {division.accumulation - 1} micro-batches"
+        f"every replica computes {batch_split.accumulation} micro-batches"
+        if batch_split.even
+        else f"replicas compute {batch_split.accumulation} or {batch_split.accumulation - 1} micro-batches"
     )
     yield f"The global batch stays {work.global_batch} samples: {share}."
     parts = {

@@ -17,8 +17,8 @@ class TensorFacts:
     """One tensor.
 
     Attributes:
-        name: of it; of one that is not known to be divided, its shard's and its own.
-        shape: without any division.
+        name: of it; of one that is not known to be sharded, its shard's and its own.
+        shape: without any sharding.
         dtype: as torch names it.
         boxes: by rank, what that rank has written of it; none of them is empty.
     """
@@ -65,11 +65,11 @@ def contents(path: Path) -> Contents:
         first.form,
         first.rules is not None,
         all(manifest.local_state is not None for manifest in manifests.values()),
-        (*_divided(manifests), *_others(manifests)),
+        (*_sharded(manifests), *_others(manifests)),
     )
 
 
-def _divided(manifests: Mapping[int, Manifest]) -> Iterator[TensorFacts]:
+def _sharded(manifests: Mapping[int, Manifest]) -> Iterator[TensorFacts]:
     shape = manifests[0].shape
     for sharing in dict.fromkeys(manifests[rank].sharing(shape.stand(rank)) for rank in range(shape.world)):
         for rule in manifests[sharing.ranks[0]].rules or ():

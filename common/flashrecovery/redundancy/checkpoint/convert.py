@@ -60,7 +60,7 @@ def convert(source: Path, directory: Path, ranks: int) -> Path:
 
     Raises:
         ConfigError: it has this number of ranks, or the directory is not empty.
-        RestoreError: it is damaged, or how it is divided in another size is not known, or its replicas have several
+        RestoreError: it is damaged, or how it is sharded in another size is not known, or its replicas have several
             ranks.
     """
     checkpoint = StoredCheckpoint.open(source)
@@ -70,7 +70,7 @@ def convert(source: Path, directory: Path, ranks: int) -> Path:
         why = f"it has the format {first.form!r}" if first.form else "no elastic job has written it"
         raise RestoreError(
             f"checkpoint {source} cannot be converted: {why}, so that it is not known how its state, and each rank's "
-            "own random numbers and data position, are divided in another size; those of elastic jobs can"
+            "own random numbers and data position, are sharded in another size; those of elastic jobs can"
         )
     if first.shape.each > 1:
         raise RestoreError(
@@ -96,7 +96,7 @@ def convert(source: Path, directory: Path, ranks: int) -> Path:
 
 
 def _shards(first: Manifest, manifests: dict[int, Manifest], rank: int, ranks: int) -> Iterator[LooseShard]:
-    """What a rank of the new size writes: its parts of what is divided, and its share of what all have."""
+    """What a rank of the new size writes: its parts of what is sharded, and its share of what all have."""
     rules = first.rules or ()
     everybody = tuple(range(ranks))
     for name, shared in shards_at(rules, rank, ranks).items():

@@ -60,9 +60,9 @@ class Manifest:
         local_state: the rank's own state; None in a checkpoint that has been converted from another number of ranks.
         common: the state that is the same on all ranks.
         form, layout: name of the framework's own format, and the layout in it; "" for the core's.
-        rules: how the tensors that are divided among the ranks are divided in any number of them, and all else is the
+        rules: how the tensors that are sharded among the ranks are sharded in any number of them, and all else is the
             same on all ranks; None: that is not known, and only as many ranks can read it. Where replicas have several
-            ranks: how what this rank's stand has is divided among the replicas, and all else is the same in these.
+            ranks: how what this rank's stand has is sharded among the replicas, and all else is the same in these.
         said: which ranks made up the replicas; None: each was one.
         stands: the places in a replica at which this rank and those stand that it divides its state with; none: its own
             alone.
@@ -80,7 +80,7 @@ class Manifest:
     stands: tuple[int, ...] = ()
 
     def sharing(self, stand: int) -> Sharing:
-        """Among whom the state is divided of the rank that has written this, which stands at this place."""
+        """Among whom the state is sharded of the rank that has written this, which stands at this place."""
         return Sharing(self.shape, self.stands or (stand,))
 
     @property

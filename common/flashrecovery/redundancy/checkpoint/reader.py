@@ -15,7 +15,7 @@ from flashrecovery.plan.reshard.rules import TensorRule, shards_at, unlike
 from flashrecovery.redundancy.checkpoint.dcp import read_into, unreadable
 from flashrecovery.redundancy.checkpoint.keys import tensor_prefix, writer_of
 from flashrecovery.redundancy.checkpoint.manifest import UNREADABLE, Manifest, StoredCheckpoint
-from flashrecovery.redundancy.checkpoint.resharded_reader import Taken, read_divided
+from flashrecovery.redundancy.checkpoint.resharded_reader import Taken, read_sharded
 from flashrecovery.state.checkpoint_format import CheckpointFormat
 from flashrecovery.state.digest import shard_digest
 from flashrecovery.state.shard import Shard
@@ -50,7 +50,7 @@ def load(
 ) -> PlainState:
     """Write a checkpoint into the live shards of this rank. Each rank reads for itself, without a collective unless
     ``form`` has some. ``elastic``: another number of ranks may have written it, if they were an elastic job, too.
-    ``rules``: how this job's state is divided; None: that is not known. ``shape``: which ranks make up replicas; None:
+    ``rules``: how this job's state is sharded; None: that is not known. ``shape``: which ranks make up replicas; None:
     each is one. ``stands``: at which places in these those stand that this rank divides its state with; none: its own
     alone. ``lend``: a rank's own state is that of any other one that stands where it does.
 
@@ -110,7 +110,7 @@ def _of_first(checkpoint: StoredCheckpoint, here: Sharing) -> Manifest:
     there = found.sharing(here.stands[0])
     if there.stands != here.stands and found.rules:
         raise RestoreError(
-            f"checkpoint {checkpoint.path}: its state was divided among the places {list(there.stands)} of each "
+            f"checkpoint {checkpoint.path}: its state was sharded among the places {list(there.stands)} of each "
             f"replica together, and this job's is among {list(here.stands)}: the same kinds of "
             "parallelism within a replica can read it"
         )
@@ -126,13 +126,13 @@ def _local_state_at(checkpoint: StoredCheckpoint, first: Manifest, stand: int) -
 def _load_resized(
     checkpoint: StoredCheckpoint, shards: Sequence[Shard], first: Manifest, rank: int, here: Sharing
 ) -> PlainState:
-    """The part of this rank of what another number of ranks has written: boxes of what was divided among them, and of
+    """The part of this rank of what another number of ranks has written: boxes of what was sharded among them, and of
     all else one of the copies. ``first``: the manifest of the first of those that share its state with it."""
     path, rules, there = checkpoint.path, first.rules or (), first.sharing(here.stands[0])
-    divided = {*shards_at(rules, here.place(rank), here.size)}
-    _check_names(path, divided, {s.name: None for s in shards}, rank, "this job has no")
-    parts = [s for s in shards if s.name in divided]
-    others = [s for s in shards if s.name not in divided]
+    sharded = {*shards_at(rules, here.place(rank), here.size)}
+    _check_names(path, sharded, {s.name: None for s in shards}, rank, "this job has no")
+    parts = [s for s in shards if s.name in sharded]
+    others = [s for s in shards if s.name not in sharded]
     if others:
         manifests = checkpoint.manifests(range(first.ranks))
         known = {name for place in range(there.size) for name in shards_at(rules, place, there.size)}
@@ -145,11 +145,11 @@ def _load_resized(
         if first.rules is None and not {s.name for s in others} <= entries.keys():
             raise RestoreError(
                 f"checkpoint {path} was written by {first.ranks} ranks, and this job has {here.shape.world}: how its "
-                "state is divided in another size has not been written down with it; elastic jobs do that"
+                "state is sharded in another size has not been written down with it; elastic jobs do that"
             )
         _check_names(path, {s.name for s in others}, entries, rank)
         _check_digests(path, _read_tensors(checkpoint, others, entries), entries)
-    read_divided(checkpoint, parts, first, rank, here.shape.world, sharing=here)
+    read_sharded(checkpoint, parts, first, rank, here.shape.world, sharing=here)
     return PlainState(None, first.common)
 
 
@@ -216,7 +216,7 @@ def _check_rules(path: Path, mine: Sequence[TensorRule] | None, found: Sequence[
     other = [] if mine is None or found is None else unlike(mine, found)
     if other:
         raise RestoreError(
-            f"checkpoint {path} is of another model, or of one whose state is divided otherwise (parameters of other "
+            f"checkpoint {path} is of another model, or of one whose state is sharded otherwise (parameters of other "
             f"names, shapes or order, other buckets): {_some(other, 'tensors')} differ"
         )
 

@@ -44,7 +44,7 @@ class Taken:
     entry: ShardEntry
 
 
-def read_divided(
+def read_sharded(
     checkpoint: StoredCheckpoint,
     shards: Sequence[Shard],
     first: Manifest,
@@ -75,7 +75,7 @@ def read_divided(
         said = (manifest.version, manifest.ranks, manifest.shape, manifest.stands, manifest.rules)
         if said != (first.version, first.ranks, first.shape, first.stands, rules):
             ranks = f"{there.ranks[0]} and {there.ranks[writer]}"
-            raise RestoreError(f"checkpoint {path}: ranks {ranks} say different things of how it is divided")
+            raise RestoreError(f"checkpoint {path}: ranks {ranks} say different things of how it is sharded")
     into = _allocated(path, shards, rules, manifests, there.size, place, size)
     by_name = {rule.name: rule for rule in rules}
     mine = {rule.name: rule.parts(place, size) for rule in rules}
@@ -138,15 +138,15 @@ def _optimizer(rules: Sequence[TensorRule]) -> str:
 def _portions(rules: Sequence[TensorRule], ranks: int, rank: int, world: int, limit: int) -> list[Portion]:
     """What this rank reads, and from whose files. What several have written comes from files that it reads anyway, if
     it can."""
-    divided = [rule for rule in rules if rule.pattern.divides and rule.parts(rank, world)]
+    sharded = [rule for rule in rules if rule.pattern.divides and rule.parts(rank, world)]
     mine: dict[tuple[Any, ...], Placement] = {}
-    for rule in divided:
+    for rule in sharded:
         if (rule.shape, rule.pattern) not in mine:
             shares = (Share(part.box, (rank,)) for part in rule.parts(rank, world))
             mine[rule.shape, rule.pattern] = tuple(shares)
-    old = {rule.name: rule.placement(ranks) for rule in divided}
-    new = {rule.name: mine[rule.shape, rule.pattern] for rule in divided}
-    plan = plan_reshard([rule.space for rule in divided], old, new, becomes={})
+    old = {rule.name: rule.placement(ranks) for rule in sharded}
+    new = {rule.name: mine[rule.shape, rule.pattern] for rule in sharded}
+    plan = plan_reshard([rule.space for rule in sharded], old, new, becomes={})
     table = timetable(plan, max([limit, *(rule.itemsize for rule in rules)]))
     found = [portion for _, portion in table.messages(dest=rank)]
     read_anyway = {portion.source: None for portion in found}

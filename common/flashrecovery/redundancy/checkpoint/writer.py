@@ -86,7 +86,7 @@ class _Part:
 
     @property
     def sharing(self) -> Sharing:
-        """Among whom its state is divided."""
+        """Among whom its state is sharded."""
         return Sharing(self.shape, self.stands or (self.shape.stand(self.rank),))
 
     @property
@@ -195,7 +195,7 @@ class CheckpointFallback:
         """The live state is ``version``: copy this rank's part of it, and write it in the background.
 
         Returns k0, the seconds this took of training. The previous checkpoint must have been written
-        (:meth:`due`). ``rules``: how what is divided among the ranks is divided in any number of them, and all else is
+        (:meth:`due`). ``rules``: how what is sharded among the ranks is sharded in any number of them, and all else is
         the same on all ranks; None: that is not so.
         """
         began = time.monotonic()
@@ -325,14 +325,14 @@ class CheckpointFallback:
         began: float,
         k0_s: float,
     ) -> None:
-        rules = of.rules if write is None else None  # a framework's format is divided in its own way
-        divided = shards_at(rules or (), of.sharing.place(of.rank), of.sharing.size)
+        rules = of.rules if write is None else None  # a framework's format is sharded in its own way
+        sharded = shards_at(rules or (), of.sharing.place(of.rank), of.sharing.size)
         entries = {}
         for name, shared, spec in owned:
             prefix = tensor_prefix(name, shared, of.rank)
             digest = shard_digest([tensors[f"{prefix}{key}"] for key in spec.tensors], spec)
             of_blocks = {}
-            for key in spec.tensors if name in divided else ():
+            for key in spec.tensors if name in sharded else ():
                 tensors[f"{prefix}{key}"] = tensors[f"{prefix}{key}"].contiguous()  # as it will lie in the file
                 of_blocks[key] = blocks.digests(tensors[f"{prefix}{key}"])
             entries[name] = ShardEntry(shared, encode_spec(spec), digest, of_blocks)

@@ -1,4 +1,4 @@
-"""Who stands at this rank's place in the other replicas of a plain model, and among whom its batches are divided.
+"""Who stands at this rank's place in the other replicas of a plain model, and among whom its batches are sharded.
 
 These are two questions. What leaves and comes as a whole is what has the whole state together. In tensor parallelism
 the same ranks compute a micro-batch together; those of an HSDP replica have the state together, and each of them
@@ -28,7 +28,7 @@ def data_parallel_group(models: Sequence[torch.nn.Module]) -> dist.ProcessGroup 
     """The ranks that take samples of their own; the others in a replica take the same as one of them. None: all ranks
     of the job do.
 
-    Raises UnsupportedError if a model of FSDP2 is divided otherwise, too, or over some of the ranks only."""
+    Raises UnsupportedError if a model of FSDP2 is sharded otherwise, too, or over some of the ranks only."""
     for model in models:
         _refuse_other_dimensions(model)
     return next((group for model in models if (group := group_of(model)) is not None), None)

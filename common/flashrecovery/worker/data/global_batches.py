@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import default_collate
 
 from flashrecovery.errors import ConfigError, RegistrationError
-from flashrecovery.plan.elastic.sample_order import BatchDivision, SampleOrder, exact_sizes, stream_seed
+from flashrecovery.plan.elastic.sample_order import BatchSplit, SampleOrder, exact_sizes, stream_seed
 from flashrecovery.worker.data.data_parallel import communicates, data_parallel_group
 from flashrecovery.worker.data.forwards import Forwards
 
@@ -197,7 +197,7 @@ class ElasticBatches:
         self._through: set[tuple[int, int]] = set()  # (step, chunk) whose micro-batches have all been handed out
         try:
             self._order = SampleOrder(len(dataset), global_batch, seed if shuffle else None)
-            micro_batches = BatchDivision(global_batch, micro_batch, 1).micro_batches
+            micro_batches = BatchSplit(global_batch, micro_batch, 1).micro_batches
         except ValueError as e:
             raise ConfigError(f"elastic_batches(): {e}") from e
         replicas = self._place()[1]
@@ -254,7 +254,7 @@ class ElasticBatches:
     @property
     def micro_batches(self) -> int:
         """Of a step, on all replicas together."""
-        return self.division().micro_batches
+        return self.batch_split().micro_batches
 
     def check_framework(self) -> None:
         """Raises ConfigError if the framework's batch is not the one that it was."""
@@ -335,9 +335,9 @@ class ElasticBatches:
         self._look()
         return self._late
 
-    def division(self) -> BatchDivision:
+    def batch_split(self) -> BatchSplit:
         """Of a step, on the replicas that there are now."""
-        return BatchDivision(self._shape["global_batch"], self._shape["micro_batch"], self._place()[1])
+        return BatchSplit(self._shape["global_batch"], self._shape["micro_batch"], self._place()[1])
 
     def _place(self) -> tuple[int, int]:
         """This rank's number among those among whom the micro-batches are divided, and how many there are. The others
@@ -347,19 +347,19 @@ class ElasticBatches:
         return _place(self._group)
 
     def _weight(self) -> float:
-        division = self.division()
+        batch_split = self.batch_split()
         if self._framework is None:
-            return float(division.weight(averaged=self._averaged))
-        return float(division.correction(self._place()[0]))  # 1: every replica has as many
+            return float(batch_split.weight(averaged=self._averaged))
+        return float(batch_split.correction(self._place()[0]))  # 1: every replica has as many
 
     def schedule(self, step: int) -> list[Turn]:
         """This replica's micro-batches of a step. Where all replicas must compute equally many, those that have fewer
         begin with one of their own, as often as it takes: with weight 0, to which it adds nothing."""
-        division = self.division()
-        own = [Turn(*turn) for turn in division.schedule(self._first_step + step, self._place()[0])]
+        batch_split = self.batch_split()
+        own = [Turn(*turn) for turn in batch_split.schedule(self._first_step + step, self._place()[0])]
         if own and any(communicates(model) for model in self._models()):
             again = replace(own[0], repeated=True)
-            own = [again] * (division.accumulation - len(own)) + own
+            own = [again] * (batch_split.accumulation - len(own)) + own
         return own
 
     def batch(self, step: int, turn: Turn, *, last: bool, chunk: int = 0) -> MicroBatch:

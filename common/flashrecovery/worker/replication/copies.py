@@ -371,7 +371,7 @@ class Copies:
         self._ring.put_in_place(shards)
         self._own.begin_anew(in_ring=self._ring.copies is not None)
 
-    def begin_divided(self, shards: Sequence[Shard], place: int, members: Sequence[int]) -> None:
+    def begin_sharded(self, shards: Sequence[Shard], place: int, members: Sequence[int]) -> None:
         """This process has just come into a job of ``members``, with ``shards`` that have no content yet."""
         self._ring.begin(shards, place, members)
         self._own.begin_anew(in_ring=self._ring.copies is not None)

@@ -130,7 +130,7 @@ def facts_of(registry: Registry, settings: Settings) -> CopyFacts:
     """Of this rank."""
     nodes, shape, world = placement()[1], registry.shape, registry.world_size
     elastic, changed = settings.elastic is not None, in_changed_layout()
-    sharded = elastic and bool(roles.divisions(registry.adapters))
+    sharded = elastic and bool(roles.shard_layouts(registry.adapters))
     keepers: Sequence[int] = ()
     domains: Sequence[str] = ()
     several = world > 1 and nodes > 1 and settings.redundancy != "none"

@@ -1,1 +1,1 @@
-"""State is divided otherwise: in another size, or in another parallel layout."""
+"""State is sharded otherwise: in another size, or in another parallel layout."""

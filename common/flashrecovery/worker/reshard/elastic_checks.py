@@ -1,6 +1,6 @@
 """What an elastic job must be like, so that it can go on in another size; everything else is refused by name.
 
-All of its state is equal on all ranks that stand at the same place in their replicas, or divided among these in a way
+All of its state is equal on all ranks that stand at the same place in their replicas, or sharded among these in a way
 that is known: then those that stay have it, or copies of it, whoever leaves. And nothing of a step may depend
 on how many there are, but who computes which micro-batch.
 """
@@ -66,11 +66,11 @@ def check_start(registry: Registry, settings: Settings, own: Sequence[str], *, s
     _check_replicas(registry, settings)
     _refuse_collectives_of_micro_batches(registry)
     refuse_unequal([*registry.habits.own, *own])
-    divided = registry.divided()
-    if divided:
-        _check_divided(settings)
+    sharded = registry.sharded()
+    if sharded:
+        _check_sharded(settings)
     for shard in registry.tensor_shards():
-        if shard.name not in divided and not registry.shape.everywhere(shard.holders, range(registry.world_size)):
+        if shard.name not in sharded and not registry.shape.everywhere(shard.holders, range(registry.world_size)):
             where = (
                 f"not on all {registry.world_size} ranks"
                 if registry.shape.each == 1
@@ -79,7 +79,7 @@ def check_start(registry: Registry, settings: Settings, own: Sequence[str], *, s
             )
             raise UnsupportedError(
                 f"an elastic job in which {shard.name!r} is {where} (tensor "
-                "parallelism, experts, parameters that nothing keeps equal): it is not known how that is divided in "
+                "parallelism, experts, parameters that nothing keeps equal): it is not known how that is sharded in "
                 "another size; replicated modules (DistributedDataParallel), FSDP2, ZeRO-1 to 3 and Megatron's "
                 "distributed optimizer are allowed"
             )
@@ -110,18 +110,19 @@ def _check_replicas(registry: Registry, settings: Settings) -> None:
         {"groups": groups.described(shape)},
         among="" if shape.each == 1 else f"place {stand}",
     )
-    divisions = roles.divisions(registry.adapters)
+    shard_layouts = roles.shard_layouts(registry.adapters)
     sharers = registry.sharers(range(registry.world_size), registry.rank)
-    for number, division in divisions.items():
-        shared, name = division.sharers(), registry.adapters[number].name
-        if division.size != len(sharers) or (shared is not None and list(shared) != sharers):
+    for number, layout in shard_layouts.items():
+        shared, name = layout.sharers(), registry.adapters[number].name
+        if layout.size != len(sharers) or (shared is not None and list(shared) != sharers):
             # of another model the replicas have other ranks
             raise UnsupportedError(
-                f"an elastic job of {shape.text} in which the state of {name} is divided among {division.size} ranks: "
-                "state that is divided among the replicas is allowed, each place in them its own (Megatron's "
+                f"an elastic job of {shape.text} in which the state of {name} is sharded among {layout.size} ranks: "
+                "state that is sharded among the replicas is allowed, each place in them its own (Megatron's "
                 "distributed optimizer), and FSDP2 and ZeRO where all models have replicas of one rank each"
             )
-    all_equal.check_equal("how many models have state that is divided among the replicas", {"models": len(divisions)})
+    what = "how many models have state that is sharded among the replicas"
+    all_equal.check_equal(what, {"models": len(shard_layouts)})
 
 
 def _check_beyond(registry: Registry, most: int, settings: Settings) -> None:
@@ -166,11 +167,11 @@ def _refuse_tied(registry: Registry) -> None:
         )
 
 
-def _check_divided(settings: Settings) -> None:
+def _check_sharded(settings: Settings) -> None:
     """What a rank has alone must be on another one, too, so that it can leave."""
     if settings.redundancy != "auto":
         raise UnsupportedError(
-            f"an elastic job whose state is divided among the ranks, with redundancy = {settings.redundancy!r}: when a "
+            f"an elastic job whose state is sharded among the ranks, with redundancy = {settings.redundancy!r}: when a "
             "rank leaves, the others need copies of what it alone has; allowed here: auto"
         )
 
@@ -214,7 +215,7 @@ class ElasticRules:
         Raises:
             RegistrationError: it has not gone through its micro-batches.
             UnsupportedError: it has changed state that is each rank's own, or is tied to the number of ranks now, or
-                has made some that cannot be divided otherwise.
+                has made some that cannot be sharded otherwise.
             ConfigError: the framework has another batch now.
         """
         registry = self._registry
@@ -224,8 +225,8 @@ class ElasticRules:
         registry.batches.check_framework()
         if not self._described:
             self._described = True
-            for division in roles.divisions(registry.adapters).values():
-                division.describe()
+            for shard_layout in roles.shard_layouts(registry.adapters).values():
+                shard_layout.describe()
         refuse_unequal(registry.habits.own)
         refuse_tied_buffers(registry)
 

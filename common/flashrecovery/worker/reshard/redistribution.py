@@ -1,4 +1,4 @@
-"""From one division of tensors to another, over a process group: this rank's part of a
+"""From one sharding of tensors to another, over a process group: this rank's part of a
 :class:`~flashrecovery.plan.reshard.plan.Reshard`.
 
 Every rank makes the same plan from the same facts, so nothing is talked over. Within a round of the timetable a rank
@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 import xxhash
 
-from flashrecovery.contract.division import LocalBox
+from flashrecovery.contract.shard_layout import LocalBox
 from flashrecovery.errors import RestoreError
 from flashrecovery.plan.reshard.boxes import Box, Space, part_with
 from flashrecovery.plan.reshard.layouts import RankLayout
@@ -57,7 +57,7 @@ class Moved:
 
 @dataclass(frozen=True)
 class Change:
-    """What is to be divided otherwise: the tensors, and the layouts by the numbers of ranks in the group."""
+    """What is to be sharded otherwise: the tensors, and the layouts by the numbers of ranks in the group."""
 
     spaces: Sequence[Space]
     old: RankLayout
@@ -162,7 +162,7 @@ class _Talk:
         for peer, theirs in expected.items():
             if theirs.numpy().tobytes() != self._hashes[False, peer].digest():
                 raise RestoreError(
-                    f"state that is divided otherwise did not arrive as it was sent: from number {peer} to {self._me}"
+                    f"state that is sharded otherwise did not arrive as it was sent: from number {peer} to {self._me}"
                 )
 
     def _check_complete(self) -> None:

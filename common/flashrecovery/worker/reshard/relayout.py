@@ -23,7 +23,7 @@ from flashrecovery.config import Settings
 from flashrecovery.contract import roles
 from flashrecovery.contract.logical_state import LogicalState
 from flashrecovery.errors import ConfigError, RestoreError, UnsupportedError
-from flashrecovery.plan.reshard.logical import Description, DividedParts, ShardParts, divided_description
+from flashrecovery.plan.reshard.logical import Description, ShardedParts, ShardParts, sharded_description
 from flashrecovery.plan.reshard.rules import from_plain, to_plain
 from flashrecovery.plan.strategy.relayout import LayoutFacts
 from flashrecovery.plan.strategy.staging_room import StagingRoom
@@ -93,7 +93,7 @@ class RankStaging:
         (self._number,) = numbers  # of the adapter
         self.facts = self._gather_facts(elastic=settings.elastic is not None)
         self._described = self._gather()
-        self._divided = self._gather_divided()
+        self._sharded = self._gather_sharded()
         self._in_size: dict[int, Description] = {}
         self.warning = "" if in_changed_layout() else _check_room(registry)  # else what is read may still be there
 
@@ -116,16 +116,16 @@ class RankStaging:
                 raise UnsupportedError(f"another parallel layout: ranks say different things of shard {name!r}")
         return found
 
-    def _gather_divided(self) -> tuple[DividedParts, ...]:
-        """Of all places in a replica, what is divided among the replicas, and how: in another number of them the shards
+    def _gather_sharded(self) -> tuple[ShardedParts, ...]:
+        """Of all places in a replica, what is sharded among the replicas, and how: in another number of them the shards
         have other names, and what copies are of that a rank keeps, nobody else may be there to tell."""
-        registry, wholes = self._registry, self._state.divided()
+        registry, wholes = self._registry, self._state.sharded()
         mine: list[str] = []
-        for division in roles.divisions(registry.adapters).values():
-            rules = division.rules(division.describe())
+        for shard_layout in roles.shard_layouts(registry.adapters).values():
+            rules = shard_layout.rules(shard_layout.describe())
             if rules is None:
-                raise UnsupportedError("another parallel layout of an elastic job whose state is divided without rules")
-            each = division.size // registry.shape.replicas
+                raise UnsupportedError("another parallel layout of an elastic job whose state is sharded without rules")
+            each = shard_layout.size // registry.shape.replicas
             # Of what other ranks have that plan the same (other experts), these say of what it is.
             for rule in [rule for rule in rules if not rule.of_optimizer and rule.name in wholes]:
                 mine.append(codec.dumps((to_plain([rule]), wholes[rule.name].plain(), each)).hex())
@@ -133,10 +133,10 @@ class RankStaging:
         for text in all_equal.union(mine):
             (table, rows), whole, each = codec.loads(bytes.fromhex(text))
             (rule,) = from_plain(table, rows)
-            found.append(DividedParts(rule, ShardParts.from_plain(whole), each))
-        computed = divided_description(found, registry.shape.replicas) if found else {}
+            found.append(ShardedParts(rule, ShardParts.from_plain(whole), each))
+        computed = sharded_description(found, registry.shape.replicas) if found else {}
         odd = sorted(name for name, parts in computed.items() if _in_order(self._described.get(name)) != parts)
-        odd = odd or sorted(registry.divided().difference(computed))
+        odd = odd or sorted(registry.sharded().difference(computed))
         if odd:
             raise UnsupportedError(
                 f"another parallel layout of an elastic job in which shard {odd[0]!r} does not lie as it is computed "
@@ -150,17 +150,17 @@ class RankStaging:
 
     def _in(self, replicas: int) -> Description:
         """Of all shards in so many replicas."""
-        if not self._divided:
+        if not self._sharded:
             return self._described
         if replicas not in self._in_size:
-            self._in_size = {replicas: {**self._described, **divided_description(self._divided, replicas)}}
+            self._in_size = {replicas: {**self._described, **sharded_description(self._sharded, replicas)}}
         return self._in_size[replicas]
 
     def write(
         self, staging: pb.Stage, source: Callable[[pb.StagingItem, int], ShardSource], replicas: int
     ) -> tuple[int, Mapping[str, str]]:
         """Write what this rank was told to. ``source``: gives a shard's content. ``replicas``: among so many state is
-        divided. Returns how many bytes of tensors, and digests of what all ranks should have alike that have it: those
+        sharded. Returns how many bytes of tensors, and digests of what all ranks should have alike that have it: those
         of the new layout get one rank's.
 
         Raises RestoreError.

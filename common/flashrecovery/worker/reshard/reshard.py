@@ -1,19 +1,19 @@
-"""A job changes its size, and its state is divided among the ranks: this rank's part of dividing it otherwise.
+"""A job changes its size, and its state is sharded among the ranks: this rank's part of sharding it otherwise.
 
-Three moves. *Make ready* (with the restore, when every rank has its own shards of the version in the old division): the
+Three moves. *Make ready* (with the restore, when every rank has its own shards of the version in the old sharding): the
 core plans who sends what to whom, each rank fills memory that its adapters have prepared, and copies of it go to the
-new neighbour. Nothing of the old division changes, neither the live tensors nor the copies of them. *Put in place*
+new neighbour. Nothing of the old sharding changes, neither the live tensors nor the copies of them. *Put in place*
 (with the resume, or with the stop of a later recovery if the controller had decided for it): the adapters exchange
 their tensors; the old ones, and the copies of them, go. *Drop*: a rank has failed before all were ready; the old state
 is still there.
 
 Where replicas consist of several ranks, each *stand* in them has a state of its own, which those that stand there
-divide among themselves: places in a division are counted among these, in the order of the replicas. (An adapter may say
-that several stands divide their state together, :meth:`.Division.sharers`.) All ranks talk over the group of all of
+divide among themselves: places in a sharding are counted among these, in the order of the replicas. (An adapter may say
+that several stands divide their state together, :meth:`.ShardLayout.sharers`.) All ranks talk over the group of all of
 them, in which they are known by their numbers there.
 
 Which of the two comes is the controller's decision alone, made when all ranks are ready: a stop says for which members
-it was made last. So of all ranks none goes on in the old division while another one is in the new one.
+it was made last. So of all ranks none goes on in the old sharding while another one is in the new one.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ import xxhash
 from flashrecovery import groups
 from flashrecovery.contract import roles
 from flashrecovery.contract.adapter import Shard, ShardSpec
-from flashrecovery.contract.division import DividedTensor, Division, LocalBox, Prepared
+from flashrecovery.contract.shard_layout import LocalBox, Prepared, ShardedTensor, ShardLayout
 from flashrecovery.errors import JobFailedError, RestoreError, UnsupportedError
 from flashrecovery.plan.reshard.boxes import Space
 from flashrecovery.plan.reshard.layouts import Placement, Ranks, Share
@@ -44,7 +44,7 @@ _TAG = 0x4656
 
 
 class ReadyShard(Shard):
-    """A shard of the division that has been made ready, before the framework has it."""
+    """A shard of the sharding that has been made ready, before the framework has it."""
 
     def __init__(
         self, name: str, holders: tuple[int, ...], tensors: dict[str, torch.Tensor], values: dict[str, Any]
@@ -65,10 +65,10 @@ class ReadyShard(Shard):
 
 @dataclass(frozen=True)
 class _Stand:
-    """Those of a layout among whom this rank's state is divided: mostly, who stand where it does.
+    """Those of a layout among whom this rank's state is sharded: mostly, who stand where it does.
 
     Attributes:
-        ranks: as the job was launched, by their places in the division.
+        ranks: as the job was launched, by their places in the sharding.
         numbers: of these in the layout.
         rank: this one, as the job was launched.
     """
@@ -102,31 +102,31 @@ class _Ready:
 
 
 @dataclass(frozen=True)
-class _Divisions:
-    """The divisions of a job's adapters, as one: their tensors' names are told apart by the adapters' numbers."""
+class _ShardLayouts:
+    """The shardings of a job's adapters, as one: their tensors' names are told apart by the adapters' numbers."""
 
-    divisions: Mapping[int, Division]
+    shard_layouts: Mapping[int, ShardLayout]
     descriptions: Mapping[int, dict[str, Any]]
-    cache: dict[int, list[tuple[int, DividedTensor]]] = field(default_factory=dict)
+    cache: dict[int, list[tuple[int, ShardedTensor]]] = field(default_factory=dict)
 
-    def tensors(self, size: int) -> list[tuple[int, DividedTensor]]:
+    def tensors(self, size: int) -> list[tuple[int, ShardedTensor]]:
         if size not in self.cache:
             self.cache[size] = [
                 (number, tensor)
-                for number, division in self.divisions.items()
-                for tensor in division.tensors(self.descriptions[number], size)
+                for number, shard_layout in self.shard_layouts.items()
+                for tensor in shard_layout.tensors(self.descriptions[number], size)
             ]
         return self.cache[size]
 
-    def parts(self, number: int, tensor: DividedTensor, place: int, local: torch.Tensor) -> list[LocalBox]:
-        return self.divisions[number].parts(tensor, place, local)
+    def parts(self, number: int, tensor: ShardedTensor, place: int, local: torch.Tensor) -> list[LocalBox]:
+        return self.shard_layouts[number].parts(tensor, place, local)
 
 
 class Reshaping:
-    """Changes of the division on one rank.
+    """Changes of the sharding on one rank.
 
     Attributes:
-        layout: the ranks (as the job was launched) among which this rank's state is divided.
+        layout: the ranks (as the job was launched) among which this rank's state is sharded.
     """
 
     def __init__(self, registry: Registry, copies: Copies, rank: int, members: Sequence[int]) -> None:
@@ -136,7 +136,7 @@ class Reshaping:
 
     @property
     def replicas(self) -> int:
-        """Among so many this rank's state is divided."""
+        """Among so many this rank's state is sharded."""
         return len(self._registry.shape.by_replica(self.layout))
 
     # -- make ready -------------------------------------------------------------------------------
@@ -151,8 +151,8 @@ class Reshaping:
         """
         self.drop()
         before, after = tuple(message.before), tuple(message.after)
-        divisions = roles.divisions(self._registry.adapters)
-        if not divisions:
+        shard_layouts = roles.shard_layouts(self._registry.adapters)
+        if not shard_layouts:
             if self._copies.across:
                 self._copies.make_ready(
                     self._registry.tensor_shards(), version, generation, after.index(self._rank), after
@@ -162,13 +162,13 @@ class Reshaping:
         number = after.index(self._rank)
         old, new = self._sharing(before), self._sharing(after)
         group = groups.control_group() if len(after) > 1 else None
-        mine = {n: division.describe() for n, division in divisions.items()} if self._rank in before else None
-        of_all = _Divisions(divisions, _agree(group, mine, old, new, len(after)))
+        mine = {n: layout.describe() for n, layout in shard_layouts.items()} if self._rank in before else None
+        of_all = _ShardLayouts(shard_layouts, _agree(group, mine, old, new, len(after)))
         custody = {(c.owner, c.shard): c for c in message.custody if c.owner in old.ranks}
         if mine is None:
             _refuse_unlike(of_all)
         change = _change(of_all, old, new, {rank: n for n, rank in enumerate(after)}, custody)
-        prepared = {n: d.prepare(of_all.descriptions[n], new.place, new.size) for n, d in divisions.items()}
+        prepared = {n: d.prepare(of_all.descriptions[n], new.place, new.size) for n, d in shard_layouts.items()}
         into = {
             _name(n, tensor): of_all.parts(n, tensor, new.place, prepared[n].tensors[tensor.name])
             for n, tensor in of_all.tensors(new.size)
@@ -180,17 +180,17 @@ class Reshaping:
         self._copies.make_ready(shards, version, generation, number, after)
         self._ready = _Ready(after, version, list(prepared.values()))
         plain = [self._registry.common, self._registry.local_state]
-        needs = [pb.ShardNeed(name=s.name, nbytes=s.spec().nbytes, divided=isinstance(s, ReadyShard)) for s in shards]
+        needs = [pb.ShardNeed(name=s.name, nbytes=s.spec().nbytes, sharded=isinstance(s, ReadyShard)) for s in shards]
         return moved, needs + [pb.ShardNeed(name=s.name, nbytes=s.nbytes()) for s in plain]
 
     def _sharing(self, layout: Sequence[int]) -> _Stand:
         return _Stand.of(self._registry.sharers(layout, self._rank), layout, self._rank)
 
     def _held(
-        self, of_all: _Divisions, old: _Stand, custody: Iterable[pb.Custody], version: int
+        self, of_all: _ShardLayouts, old: _Stand, custody: Iterable[pb.Custody], version: int
     ) -> dict[str, list[LocalBox]]:
-        """What this rank has of the old division: its own, and copies of those who have left."""
-        by_shard: dict[tuple[int, str], list[tuple[int, DividedTensor]]] = {}
+        """What this rank has of the old sharding: its own, and copies of those who have left."""
+        by_shard: dict[tuple[int, str], list[tuple[int, ShardedTensor]]] = {}
         for number, tensor in of_all.tensors(old.size):
             for place, shard in enumerate(tensor.shards):
                 by_shard.setdefault((place, shard), []).append((number, tensor))
@@ -213,8 +213,8 @@ class Reshaping:
                 add(old.ranks.index(item.owner), item.shard, tensors)
         return found
 
-    def _ready_shards(self, of_all: _Divisions, prepared: Mapping[int, Prepared], new: _Stand) -> list[Shard]:
-        """All shards of tensors that this rank will have: of the adapters whose state is divided the new ones."""
+    def _ready_shards(self, of_all: _ShardLayouts, prepared: Mapping[int, Prepared], new: _Stand) -> list[Shard]:
+        """All shards of tensors that this rank will have: of the adapters whose state is sharded the new ones."""
         tensors: dict[int, dict[str, dict[str, torch.Tensor]]] = {}
         holders: dict[str, tuple[int, ...]] = {}
         for number, tensor in of_all.tensors(new.size):
@@ -224,10 +224,10 @@ class Reshaping:
                 tensors.setdefault(number, {}).setdefault(name, {})[tensor.key] = local
                 holders[name] = tuple(n for n, of in zip(new.numbers, tensor.shards, strict=True) if of == name)
         shards: list[Shard] = []
-        was = self._registry.divided()
+        was = self._registry.sharded()
         for number, adapter in enumerate(self._registry.adapters):
             shards += [shard for shard in adapter.shards() if shard.name not in was]
-            if number in of_all.divisions:
+            if number in of_all.shard_layouts:
                 values = prepared[number].values
                 shards += [
                     ReadyShard(name, holders[name], keyed, dict(values.get(name, {})))
@@ -236,39 +236,39 @@ class Reshaping:
         return shards
 
     def begin(self, layout: tuple[int, ...]) -> bool:
-        """The others' state is divided among the members of ``layout``: take on that division, without any content,
+        """The others' state is sharded among the members of ``layout``: take on that sharding, without any content,
         which is restored like any other. This process has just come into the place of a rank, as the job was launched;
         or all go back to a checkpoint in another size than the one in which they are. A rank that is not among the
-        members has no part of it, until that is divided anew. Returns whether this one has another division now."""
+        members has no part of it, until that is sharded anew. Returns whether this one has another sharding now."""
         if self.layout == layout:
             return False
         if self._rank not in layout:
             self.layout = ()
             return False
-        divisions = roles.divisions(self._registry.adapters).values()
-        if not divisions and not self._copies.across:
+        shard_layouts = roles.shard_layouts(self._registry.adapters).values()
+        if not shard_layouts and not self._copies.across:
             return False
         self.drop()
         stand = self._sharing(layout)
-        for prepared in [division.prepare(division.describe(), stand.place, stand.size) for division in divisions]:
+        for prepared in [one.prepare(one.describe(), stand.place, stand.size) for one in shard_layouts]:
             prepared.install()
-        self._registry.divided_otherwise(layout)
-        self._copies.begin_divided(self._registry.tensor_shards(), layout.index(self._rank), layout)
+        self._registry.sharded_otherwise(layout)
+        self._copies.begin_sharded(self._registry.tensor_shards(), layout.index(self._rank), layout)
         self.layout = layout
-        return bool(divisions)
+        return bool(shard_layouts)
 
     # -- put in place, or drop --------------------------------------------------------------------
 
     def say(self, reply: pb.Reply) -> None:
-        """How this rank's state is divided, and for whom it is ready; nothing if none is divided, or this rank has no
+        """How this rank's state is sharded, and for whom it is ready; nothing if none is sharded, or this rank has no
         part of it."""
-        divided = bool(roles.divisions(self._registry.adapters))
-        if self.layout and (divided or self._copies.across):
+        sharded = bool(roles.shard_layouts(self._registry.adapters))
+        if self.layout and (sharded or self._copies.across):
             reply.layout.extend(self.layout)
             reply.ready.extend(self._ready.members if self._ready is not None else ())
 
     def settle(self, members: Sequence[int]) -> int:
-        """The controller has decided last for a division among ``members``: what was made ready for these is put in
+        """The controller has decided last for a sharding among ``members``: what was made ready for these is put in
         place, all else is dropped. Returns the version of what was put in place, -1 if nothing was."""
         ready = self._ready
         if ready is None or ready.members != tuple(members):
@@ -285,7 +285,7 @@ class Reshaping:
         self._ready = None
         for prepared in ready.prepared:
             prepared.install()
-        self._registry.divided_otherwise(ready.members)
+        self._registry.sharded_otherwise(ready.members)
         self._copies.put_in_place(self._registry.tensor_shards())
         self.layout = ready.members
 
@@ -295,23 +295,23 @@ class Reshaping:
         self._copies.drop_ready()
 
     def check(self, members: Sequence[int]) -> None:
-        """Raises JobFailedError if this rank's state is divided among others than ``members``, with whom it is to go
+        """Raises JobFailedError if this rank's state is sharded among others than ``members``, with whom it is to go
         on."""
-        if self.layout != tuple(members) and roles.divisions(self._registry.adapters):
+        if self.layout != tuple(members) and roles.shard_layouts(self._registry.adapters):
             raise JobFailedError(
-                f"the state of rank {self._rank} is divided among ranks {list(self.layout)}, and the job is to go on "
+                f"the state of rank {self._rank} is sharded among ranks {list(self.layout)}, and the job is to go on "
                 f"with {list(members)}: the controller was lost in the middle of the change, and no "
                 "checkpoint is there"
             )
         self.layout = tuple(members)
 
 
-def _name(number: int, tensor: DividedTensor) -> str:
+def _name(number: int, tensor: ShardedTensor) -> str:
     return f"{number}/{tensor.name}"
 
 
 def _change(
-    of_all: _Divisions,
+    of_all: _ShardLayouts,
     before: _Stand,
     after: _Stand,
     number_of: Mapping[int, int],
@@ -343,8 +343,8 @@ def _change(
 
 
 def _numbered(
-    tensors: Sequence[tuple[int, DividedTensor]], numbers: Sequence[int]
-) -> Iterator[tuple[int, DividedTensor, Placement]]:
+    tensors: Sequence[tuple[int, ShardedTensor]], numbers: Sequence[int]
+) -> Iterator[tuple[int, ShardedTensor, Placement]]:
     """Their placements with numbers in the place of places; one object remains one."""
     known: dict[int, Placement] = {}
     for number, tensor in tensors:
@@ -363,8 +363,8 @@ def _agree(
     after: _Stand,
     world: int,
 ) -> dict[int, dict[str, Any]]:
-    """The descriptions of the divisions: those of the first rank of this stand that has state, which all others with
-    state must have alike. Raises RestoreError if they differ."""
+    """The descriptions of the shard layouts: those of the first rank of this stand that has state, which all others
+    with state must have alike. Raises RestoreError if they differ."""
     encoded = b"" if mine is None else codec.dumps(list(mine.items()))
     rank_of = dict(zip(after.numbers, after.ranks, strict=True))
     holders = [number for number, rank in rank_of.items() if rank in before.ranks]
@@ -379,18 +379,18 @@ def _agree(
         if odd:
             raise RestoreError(
                 f"ranks {[rank_of[number] for number in odd]} have other optimizer state than rank "
-                f"{rank_of[holders[0]]}: it cannot be divided otherwise"
+                f"{rank_of[holders[0]]}: it cannot be sharded otherwise"
             )
         encoded = _tell(group, encoded, holders[0], newcomers, after.numbers[after.place])
     descriptions: dict[int, dict[str, Any]] = dict(codec.loads(encoded))
     return descriptions
 
 
-def _refuse_unlike(of_all: _Divisions) -> None:
+def _refuse_unlike(of_all: _ShardLayouts) -> None:
     """Raises UnsupportedError if this process, which has no part of the state yet, has another model than the others.
     The controller has compared them, if it has known them."""
-    for number, division in of_all.divisions.items():
-        mine, theirs = (division.outline(d) for d in (division.describe(), of_all.descriptions[number]))
+    for number, shard_layout in of_all.shard_layouts.items():
+        mine, theirs = (shard_layout.outline(d) for d in (shard_layout.describe(), of_all.descriptions[number]))
         if mine != theirs:
             raise UnsupportedError(
                 "a process that comes into the job has a model with other parameters, shapes or types than the "

@@ -1,4 +1,4 @@
-"""Elastic jobs with megatron-core whose replicas have several ranks, and whose optimizer's state is divided among the
+"""Elastic jobs with megatron-core whose replicas have several ranks, and whose optimizer's state is sharded among the
 replicas: tensor and pipeline parallelism with the distributed optimizer. Those that stand at the same place in their
 replicas divide what they have alike, anew in each size. As jobs that are resized by command at the same step, bit for
 bit, which go on as jobs that are started in that size from that step's state."""
@@ -44,7 +44,7 @@ TRAININGS = {
     "pp-frozen": (*PP, "--bf16", "--mode", "frozen"),
 }
 PLAIN = {"tp-plain": ("--tensor-model-parallel-size", "2"), "pp-plain": PP[:-1]}
-"""Whose state is not divided."""
+"""Whose state is not sharded."""
 TRAININGS |= PLAIN
 MAIN = ("tp", "pp")
 Resized = Callable[..., Job]
@@ -135,7 +135,7 @@ def test_one_of_two(training: str, phase: str, victim: int, tmp_path: Path, resi
 @pytest.mark.parametrize("phase", ("backward", "optimizer", "commit"))
 @pytest.mark.parametrize("training", MAIN)
 def test_one_of_three(training: str, phase: str, victim: int, tmp_path: Path, resized: Resized) -> None:
-    """Two are left, among whom the state is divided anew."""
+    """Two are left, among whom the state is sharded anew."""
     faults = (f"rank={victim},fault=sigkill,at={phase},step={AT}",)
     job = launch(tmp_path / "run", training, replicas=3, faults=faults).wait(TIMEOUT_S)
     check_fired(job)
@@ -245,7 +245,7 @@ def test_a_newcomer_dies_on_its_way_in(training: str, state: str, tmp_path: Path
 @pytest.mark.parametrize("state", ["restoring", "reshaping", "verifying"])
 @pytest.mark.parametrize("training", MAIN)
 def test_one_that_dies_on_the_way_in_is_replaced(training: str, state: str, tmp_path: Path, resized: Resized) -> None:
-    """A member: its replacement takes on the old division among two, in groups of three replicas, before all of them go
+    """A member: its replacement takes on the old sharding among two, in groups of three replicas, before all of them go
     over to the new one."""
     config = {"elastic": {"min": 1, "max": 3}}
     running = launch(tmp_path / "run", training, *SLOWLY, replicas=3, config=config)

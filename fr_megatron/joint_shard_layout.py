@@ -1,8 +1,8 @@
-"""The state of one rank's distributed optimizers as one division: of the dense parameters, and of the experts.
+"""The state of one rank's distributed optimizers as one sharding: of the dense parameters, and of the experts.
 
 Who divides the dense parameters are all data-parallel ranks (with context parallelism, these times the context-parallel
-ones); with experts or context parallelism that is several ranks of each replica. Experts are divided among those of
-them that have the same ones, every second one for two places of experts. So the places of this division are those of
+ones); with experts or context parallelism that is several ranks of each replica. Experts are sharded among those of
+them that have the same ones, every second one for two places of experts. So the places of this sharding are those of
 the dense parameters, and experts of the n-th place in a replica lie on every ``each``-th of them, from the n-th one on.
 The experts of all places are in the plan, and are laid out alike: so all who divide the dense parameters plan the same.
 """
@@ -15,15 +15,15 @@ from typing import Any
 
 import torch
 
-from flashrecovery.adapter.elastic import EveryNth, Prepared, ReadyTensors, RuledDivision, TensorRule
-from fr_megatron.division import OptimizerDivision
+from flashrecovery.adapter.elastic import EveryNth, Prepared, ReadyTensors, RuledShardLayout, TensorRule
+from fr_megatron.shard_layout import OptimizerShardLayout
 
 
-class SharedDivision(RuledDivision):
+class JointShardLayout(RuledShardLayout):
     """Of the dense parameters, and perhaps of the experts.
 
     Args:
-        dense, experts: the divisions of either; None: this rank has no experts.
+        dense, experts: the shardings of either; None: this rank has no experts.
         sharers: who divides the dense parameters, as the job was launched, in the order of their places.
         number: of this rank among them.
         groups: what names say of those who have the experts of each place in a replica, in order.
@@ -31,8 +31,8 @@ class SharedDivision(RuledDivision):
 
     def __init__(
         self,
-        dense: OptimizerDivision,
-        experts: OptimizerDivision | None,
+        dense: OptimizerShardLayout,
+        experts: OptimizerShardLayout | None,
         sharers: Sequence[int],
         number: int,
         groups: Sequence[str],
@@ -49,8 +49,8 @@ class SharedDivision(RuledDivision):
         return self._sharers
 
     def check(self) -> None:
-        for division in filter(None, (self._dense, self._experts)):
-            division.check()
+        for shard_layout in filter(None, (self._dense, self._experts)):
+            shard_layout.check()
 
     def describe(self) -> dict[str, Any]:
         return {"dense": self._dense.describe(), "experts": {} if self._experts is None else self._experts.describe()}
@@ -86,5 +86,5 @@ class SharedDivision(RuledDivision):
 
 
 def experts_tensor(place: int, tensor: str) -> str:
-    """The name of a divided ``tensor`` of the experts at this place in a replica."""
+    """The name of a sharded ``tensor`` of the experts at this place in a replica."""
     return f"experts {place}/{tensor}"

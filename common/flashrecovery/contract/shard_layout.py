@@ -1,14 +1,14 @@
-"""How an adapter's state is divided among the ranks of a job, so that it can be divided among others.
+"""How an adapter's state is sharded among the ranks of a job, so that it can be sharded among others.
 
-State that no single rank has as a whole consists of *divided tensors*: what a tensor is without any division, and which
+State that no single rank has as a whole consists of *sharded tensors*: what a tensor is without any sharding, and which
 boxes of it each place (0 .. size - 1, a rank's number in the process groups) holds, for any size. From that the core
 plans who sends what to whom (:mod:`flashrecovery.plan.reshard.plan`), and carries it out. An adapter only says where
 its tensors lie and puts new ones in the place of the old ones; it does not communicate.
 
-The order of things, on each rank: :meth:`Division.describe` (where there is state to describe),
-:meth:`Division.prepare`, the core fills the tensors that were prepared, and later, once all ranks have all of theirs,
-:meth:`Prepared.install`. Until then nothing of the old state may be touched: if a rank dies in between, the old state
-is what is gone on from.
+The order of things, on each rank: :meth:`ShardLayout.describe` (where there is state to describe),
+:meth:`ShardLayout.prepare`, the core fills the tensors that were prepared, and later, once all ranks have theirs,
+:meth:`Prepared.install`. Until then nothing of the old state may be touched: if a rank dies in between, training goes
+on from the old state.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from flashrecovery.plan.reshard.rules import TensorRule
 
 
 @dataclass(frozen=True)
-class DividedTensor:
-    """One tensor of a division, in one size.
+class ShardedTensor:
+    """One tensor of a sharding, in one size.
 
     Attributes:
         name: the same in all sizes.
-        shape, dtype: without any division.
+        shape, dtype: without any sharding.
         placement: which boxes are at which places. Replicas are several places in one share; padding is in none.
         shards: by place, the name of the shard in which that place has its part; "" where it has none. A shard's name
-            must say which division it is of, as ``...#shard=1/4``.
+            must say which sharding it is of, as ``...#shard=1/4``.
         key: of the part among the tensors of these shards.
     """
 
@@ -59,10 +59,10 @@ class LocalBox:
 
 
 @dataclass(frozen=True)
-class DivisionPlace:
-    """A rank's number among so many that state is divided among. It stands for their process group where only number
+class ShardPlace:
+    """A rank's number among so many that state is sharded among. It stands for their process group where only number
     and size are asked for. In the group itself the rank may have another number, of more or fewer: a replacement takes
-    on the division that the others have before all of them go over to another one."""
+    on the sharding that the others have before all of them go over to another one."""
 
     number: int
     ranks: int
@@ -75,10 +75,10 @@ class DivisionPlace:
 
 
 class Prepared(ABC):
-    """Another division, made ready on one rank.
+    """Another shard_layout, made ready on one rank.
 
     Attributes:
-        tensors: what this rank will hold, by the names of the divided tensors: local tensors as shards show them. The
+        tensors: what this rank will hold, by the names of the sharded tensors: local tensors as shards show them. The
             core fills their parts; all else of them (padding) is as it has to be.
         values: the small plain values of the shards that they will be in, by the shards' names.
     """
@@ -109,22 +109,22 @@ class ReadyTensors(Prepared):
         self._put()
 
 
-class Division(ABC):
-    """How the state of one adapter is divided."""
+class ShardLayout(ABC):
+    """How the state of one adapter is sharded."""
 
     @property
     @abstractmethod
     def size(self) -> int:
-        """Among how many ranks the state is divided now."""
+        """Among how many ranks the state is sharded now."""
 
     def sharers(self) -> Sequence[int] | None:
-        """The ranks among which this rank's state is divided, as the job was launched, in the order of their places:
+        """The ranks among which this rank's state is sharded, as the job was launched, in the order of their places:
         whole stands of replicas of several ranks (:mod:`flashrecovery.plan.elastic.replicas`). None: those at the same
         place in every replica."""
         return None
 
     def check(self) -> None:  # noqa: B027 - optional
-        """Raises UnsupportedError if the state, as it is now, cannot be divided otherwise."""
+        """Raises UnsupportedError if the state, as it is now, cannot be sharded otherwise."""
 
     @abstractmethod
     def describe(self) -> dict[str, Any]:
@@ -138,7 +138,7 @@ class Division(ABC):
         parameters with their shapes and dtypes, and no optimizer state. Plain values."""
 
     @abstractmethod
-    def tensors(self, description: Mapping[str, Any], size: int) -> Sequence[DividedTensor]:
+    def tensors(self, description: Mapping[str, Any], size: int) -> Sequence[ShardedTensor]:
         """All of them, in one order, for a job of so many ranks. Shards of the adapter that are in none of them must
         be on all ranks; the core leaves them alone. Tensors that lie alike should share one placement object:
         that makes planning cheap."""
@@ -153,7 +153,7 @@ class Division(ABC):
         """Memory for what the rank at ``place`` of ``size`` ranks holds. Changes nothing. Raises UnsupportedError if
         that size is not possible."""
 
-    def parts(self, tensor: DividedTensor, place: int, local: torch.Tensor) -> list[LocalBox]:
+    def parts(self, tensor: ShardedTensor, place: int, local: torch.Tensor) -> list[LocalBox]:
         """Where the boxes of a place lie in its local tensor. By default one after another from its beginning, row by
         row; what follows is padding."""
         flat, found, at = local.view(-1), [], 0
@@ -164,14 +164,14 @@ class Division(ABC):
 
 
 @dataclass(frozen=True)
-class RuledTensor(DividedTensor):
+class RuledTensor(ShardedTensor):
     """A tensor that lies as a rule says."""
 
     rule: TensorRule
 
 
-class RuledDivision(Division):
-    """A division that rules describe wholly: which boxes are where, in which shards, and where in their tensors."""
+class RuledShardLayout(ShardLayout):
+    """A sharding that rules describe wholly: which boxes are where, in which shards, and where in their tensors."""
 
     @abstractmethod
     def ruled(self, description: Mapping[str, Any]) -> Sequence[tuple[TensorRule, torch.dtype]]:
@@ -180,7 +180,7 @@ class RuledDivision(Division):
     def rules(self, description: Mapping[str, Any]) -> Sequence[TensorRule]:
         return [rule for rule, _ in self.ruled(description)]
 
-    def tensors(self, description: Mapping[str, Any], size: int) -> Sequence[DividedTensor]:
+    def tensors(self, description: Mapping[str, Any], size: int) -> Sequence[ShardedTensor]:
         return [
             RuledTensor(
                 rule.name,
@@ -194,7 +194,7 @@ class RuledDivision(Division):
             for rule, dtype in self.ruled(description)
         ]
 
-    def parts(self, tensor: DividedTensor, place: int, local: torch.Tensor) -> list[LocalBox]:
+    def parts(self, tensor: ShardedTensor, place: int, local: torch.Tensor) -> list[LocalBox]:
         assert isinstance(tensor, RuledTensor)
         flat = local.view(-1)
         return [

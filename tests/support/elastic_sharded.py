@@ -1,4 +1,4 @@
-"""Elastic jobs whose state is divided among the ranks, in several sizes one after the other: FSDP2 and ZeRO."""
+"""Elastic jobs whose state is sharded among the ranks, in several sizes one after the other: FSDP2 and ZeRO."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Kind:
 Resized = Callable[[Kind, Sequence[tuple[int, int]]], Job]
 """Gives the job of a kind that is resized by command at these steps to these sizes, in ranks."""
 DDP = Kind("ddp", elastic.SCRIPT, (), elastic.check_steps_alike, elastic.check_goes_on_alike)
-"""Whose state is not divided."""
+"""Whose state is not sharded."""
 FSDP2 = Kind("fsdp2", elastic_fsdp2.SCRIPT, (), elastic_fsdp2.check_steps_alike, elastic_fsdp2.check_goes_on_alike)
 
 

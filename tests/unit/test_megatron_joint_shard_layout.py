@@ -1,4 +1,4 @@
-"""The state of the distributed optimizers of dense parameters and of experts as one division: who has what, in any
+"""The state of the distributed optimizers of dense parameters and of experts as one sharding: who has what, in any
 number of replicas, and that all who share it plan the same."""
 
 from __future__ import annotations
@@ -14,22 +14,22 @@ import torch
 from flashrecovery.errors import UnsupportedError
 from flashrecovery.plan.elastic.replicas import ReplicaShape
 from flashrecovery.plan.reshard.boxes import Box
-from flashrecovery.plan.reshard.logical import DividedParts, LogicalPart, ShardParts, divided_description
+from flashrecovery.plan.reshard.logical import LogicalPart, ShardedParts, ShardParts, sharded_description
 from flashrecovery.plan.reshard.placements import FlatBuffer
 from flashrecovery.worker.reshard import relayout
 from flashrecovery.worker.reshard.relayout import RankStaging
-from fr_megatron.division import DATA, WEIGHTS, FlatLayout, OptimizerDivision, Stored, state_of
-from fr_megatron.shared_division import SharedDivision, experts_tensor
+from fr_megatron.joint_shard_layout import JointShardLayout, experts_tensor
+from fr_megatron.shard_layout import DATA, WEIGHTS, FlatLayout, OptimizerShardLayout, Stored, state_of
 from tests.support.adapters import AdapterStandIn
 
 DENSE, EXPERTS = ({"state": [[f"state{n}/exp_avg", "float32", False, False]], "layout": {}} for n in ("", 1))
 DESCRIPTION = {"dense": DENSE, "experts": EXPERTS}
 
 
-def of(kind: str, length: int, group: str, size: int) -> OptimizerDivision:
+def of(kind: str, length: int, group: str, size: int) -> OptimizerShardLayout:
     """Of one parameter of this length."""
     layout = FlatLayout((FlatBuffer((length,), 128),), (Stored(f"0.{kind}", 0, 0, 0, length, 0, False),))
-    division = OptimizerDivision.__new__(OptimizerDivision)
+    shard_layout = OptimizerShardLayout.__new__(OptimizerShardLayout)
     flat = torch.zeros(0, dtype=torch.bfloat16)
     buffers = [SimpleNamespace(param_dtype=torch.bfloat16, param_data=flat, data_parallel_world_size=size)]
     expert = kind == "expert"
@@ -41,15 +41,15 @@ def of(kind: str, length: int, group: str, size: int) -> OptimizerDivision:
         "_buffers": buffers,
         "_numbers": [(0, 0)],
     }
-    vars(division).update(given, _install=lambda *_: None)
-    return division
+    vars(shard_layout).update(given, _install=lambda *_: None)
+    return shard_layout
 
 
-def shared(number: int, each: int, ranks: int) -> SharedDivision:
+def shared(number: int, each: int, ranks: int) -> JointShardLayout:
     """Of the rank with this number among so many; ``each`` have all experts together."""
     groups = [f"stand={first}" for first in range(each)]
     experts = of("expert", 700, groups[number % each], ranks // each)
-    return SharedDivision(of("dense", 1000, "", ranks), experts, range(ranks), number, groups)
+    return JointShardLayout(of("dense", 1000, "", ranks), experts, range(ranks), number, groups)
 
 
 CASES = [(1, 1), (1, 3), (2, 2), (2, 4), (2, 6), (4, 8)]
@@ -57,10 +57,10 @@ CASES = [(1, 1), (1, 3), (2, 2), (2, 4), (2, 6), (4, 8)]
 
 @pytest.mark.parametrize(("each", "ranks"), CASES)
 def test_every_element_is_stepped_on_once_of_each_place_of_experts(each: int, ranks: int) -> None:
-    division = shared(0, each, ranks)
-    assert division.size == ranks and list(division.sharers()) == list(range(ranks))
+    shard_layout = shared(0, each, ranks)
+    assert shard_layout.size == ranks and list(shard_layout.sharers()) == list(range(ranks))
     seen: Counter[tuple[str, int]] = Counter()
-    for tensor in division.tensors(DESCRIPTION, ranks):
+    for tensor in shard_layout.tensors(DESCRIPTION, ranks):
         for share in tensor.placement:
             for place in share.ranks:
                 assert tensor.shards[place], (tensor.name, place)
@@ -83,11 +83,11 @@ def test_all_who_share_it_plan_the_same_and_name_their_own(each: int, ranks: int
     unique = [{name for tensor in plans[0] if tensor.key != DATA if (name := tensor.shards[n])} for n in range(ranks)]
     assert sum(map(len, unique)) == len(set().union(*unique))
     for number in range(ranks):
-        division = shared(number, each, ranks)
-        prepared = division.prepare(DESCRIPTION, number, ranks)
-        for tensor in division.tensors(DESCRIPTION, ranks):
+        shard_layout = shared(number, each, ranks)
+        prepared = shard_layout.prepare(DESCRIPTION, number, ranks)
+        for tensor in shard_layout.tensors(DESCRIPTION, ranks):
             if tensor.shards[number]:
-                parts = division.parts(tensor, number, prepared.tensors[tensor.name])
+                parts = shard_layout.parts(tensor, number, prepared.tensors[tensor.name])
                 assert [part.box for part in parts] == tensor.boxes(number)
             else:
                 assert not tensor.boxes(number)
@@ -97,16 +97,16 @@ def test_all_who_share_it_plan_the_same_and_name_their_own(each: int, ranks: int
 
 def test_without_experts() -> None:
     """Context parallelism alone."""
-    division = SharedDivision(of("dense", 1000, "", 4), None, range(4), 2, ["", "stand=1"])
-    names = {tensor.name for tensor in division.tensors(DESCRIPTION, 4)}
+    shard_layout = JointShardLayout(of("dense", 1000, "", 4), None, range(4), 2, ["", "stand=1"])
+    names = {tensor.name for tensor in shard_layout.tensors(DESCRIPTION, 4)}
     assert names == {"0.dense/param", "0.dense/state/exp_avg", "0.dense/weights"}
-    assert set(division.prepare(DESCRIPTION, 2, 4).tensors) == names
+    assert set(shard_layout.prepare(DESCRIPTION, 2, 4).tensors) == names
 
 
 def test_tensors_that_lie_alike_have_one_object() -> None:
-    division = shared(0, 2, 4)
+    shard_layout = shared(0, 2, 4)
     placements: dict[str, set[int]] = {}
-    for tensor in division.tensors(DESCRIPTION, 4):
+    for tensor in shard_layout.tensors(DESCRIPTION, 4):
         placements.setdefault(f"{tensor.name.split('/')[0]} {tensor.key == DATA}", set()).add(id(tensor.placement))
     assert {len(ids) for ids in placements.values()} == {1}
 
@@ -146,19 +146,19 @@ def gather(
         return sorted(told)
 
     monkeypatch.setattr(relayout.all_equal, "union", union)
-    divisions = [shared(number, each, ranks) for number in range(ranks)]
-    own = [(number, rule) for number, division in enumerate(divisions) for rule in division.rules(NOTHING)]
-    known = {(r.name, r.suffix): DividedParts(r, said[n][r.name], each) for n, r in own if r.name in said[n]}
+    shard_layouts = [shared(number, each, ranks) for number in range(ranks)]
+    own = [(number, rule) for number, shard_layout in enumerate(shard_layouts) for rule in shard_layout.rules(NOTHING)]
+    known = {(r.name, r.suffix): ShardedParts(r, said[n][r.name], each) for n, r in own if r.name in said[n]}
     made = RankStaging.__new__(RankStaging)
-    made._described, made._in_size = divided_description(known.values(), ranks // each), {}
-    for number, division in reversed([*enumerate(divisions)]):
-        monkeypatch.setattr(division, "describe", lambda: NOTHING)
-        names = {name for tensor in division.tensors(NOTHING, ranks) if (name := tensor.shards[number])}
-        adapter = AdapterStandIn(division=giving(division))
+    made._described, made._in_size = sharded_description(known.values(), ranks // each), {}
+    for number, shard_layout in reversed([*enumerate(shard_layouts)]):
+        monkeypatch.setattr(shard_layout, "describe", lambda: NOTHING)
+        names = {name for tensor in shard_layout.tensors(NOTHING, ranks) if (name := tensor.shards[number])}
+        adapter = AdapterStandIn(shard_layout=giving(shard_layout))
         shape = ReplicaShape(ranks // each, each)
-        made._registry = SimpleNamespace(adapters=[adapter], shape=shape, divided=names.copy)  # type: ignore[assignment]
-        made._state = SimpleNamespace(divided=said[number].copy)  # type: ignore[assignment]
-        made._divided = made._gather_divided()
+        made._registry = SimpleNamespace(adapters=[adapter], shape=shape, sharded=names.copy)  # type: ignore[assignment]
+        made._state = SimpleNamespace(sharded=said[number].copy)  # type: ignore[assignment]
+        made._sharded = made._gather_sharded()
     return made
 
 

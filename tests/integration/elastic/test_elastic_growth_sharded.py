@@ -1,4 +1,4 @@
-"""Elastic jobs whose state is divided among the ranks (FSDP2, ZeRO-1 to 3) grow again: as a job that was resized by
+"""Elastic jobs whose state is sharded among the ranks (FSDP2, ZeRO-1 to 3) grow again: as a job that was resized by
 command at the same steps, bit for bit, which goes on as a job that was started in that size from that step's state. And
 who dies on the way in, or meanwhile, takes nothing with it."""
 
@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.elastic import changes, command, inject, never, often
-from tests.support.elastic_divided import (
+from tests.support.elastic_sharded import (
     FSDP2,
     Kind,
     Resized,
@@ -50,7 +50,7 @@ def shrunk_by_command(running: RunningJob) -> None:
 
 
 def check_moved(job: Job) -> None:
-    """At the growth state has been divided otherwise, and each byte that somebody lacked has gone once."""
+    """At the growth state has been sharded otherwise, and each byte that somebody lacked has gone once."""
     (event,) = [e for e in job.of("recovery_finished") if e["cause"] == "resize" and not e["left"]]
     assert event["victims"] == [], event
     assert 0 < event["lacking_bytes"] <= event["reshaped_bytes"] <= 1.05 * event["lacking_bytes"], event
@@ -145,7 +145,7 @@ def test_one_that_dies_on_the_way_in_is_replaced(
     kind: Kind, victim: int, state: str, tmp_path: Path, resized: Resized
 ) -> None:
     """A member, or who comes: where there is room it is filled again, in the old size or in the new one. A member's
-    replacement takes on the old division among three, in groups of four."""
+    replacement takes on the old sharding among three, in groups of four."""
     faults = [f"rank=3,fault=sigkill,at=recovery:{state}"] if victim == 3 else []
     running = kind.start(tmp_path / "run", *SLOWLY, config={"elastic": {"min": 2, "max": 4}}, inject=faults)
     shrunk_by_command(running)

@@ -1,4 +1,4 @@
-"""A controller that comes to an elastic job whose state is divided, in a size that is not the launch's, and does not
+"""A controller that comes to an elastic job whose state is sharded, in a size that is not the launch's, and does not
 know what a rank that has died needs."""
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ VERSION = 7
 
 def needs(rank: int, part: str) -> list[pb.ShardNeed]:
     return [
-        pb.ShardNeed(name=f"w#shard={part}", nbytes=100, divided=True),
+        pb.ShardNeed(name=f"w#shard={part}", nbytes=100, sharded=True),
         pb.ShardNeed(name="common", nbytes=10),
         pb.ShardNeed(name=f"capsule@{rank}", nbytes=5),
     ]
@@ -104,7 +104,7 @@ def test_a_dead_ranks_part_is_known_from_its_copies() -> None:
     assert world.machine.job.state is State.RESTORING, world.of(ev.JobFailed)
     assert world.restored() == {2: {"w#shard=2/3", "common", "capsule@2"}}
     record = world.machine.job.ranks[2]
-    assert record.inventory.divided == {"w#shard=2/3"} and not record.inventory.as_launched
+    assert record.inventory.sharded == {"w#shard=2/3"} and not record.inventory.as_launched
 
 
 def test_it_dies_once_more_before_all_are_stopped() -> None:

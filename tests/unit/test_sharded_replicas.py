@@ -1,4 +1,4 @@
-"""Jobs whose state is divided among replicas of several ranks: what is refused, and histories of losses through the
+"""Jobs whose state is sharded among replicas of several ranks: what is refused, and histories of losses through the
 controller's machine, whose workers keep account of who has which part and whose copies."""
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ OVER = (State.FAILED, State.FINISHED)
 def test_copies_on_the_owners_node_are_refused(
     shape: ReplicaShape, nodes: int, stride: int, refused: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    adapter = AdapterStandIn(division=lambda: "some", touch_mark=lambda: None, shards=list)
+    adapter = AdapterStandIn(shard_layout=lambda: "some", touch_mark=lambda: None, shards=list)
     of_rank: Any = SimpleNamespace(
         rank=0,
         world_size=shape.world,
@@ -75,7 +75,7 @@ def test_a_division_among_others_than_the_replicas_is_refused(
     size: int, refused: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """FSDP2 over all ranks, beside a model whose replicas have two."""
-    adapter = AdapterStandIn(name="one", division=lambda: SimpleNamespace(size=size, sharers=lambda: None))
+    adapter = AdapterStandIn(name="one", shard_layout=lambda: SimpleNamespace(size=size, sharers=lambda: None))
     of_rank: Any = SimpleNamespace(
         rank=0,
         world_size=6,
@@ -91,7 +91,7 @@ def test_a_division_among_others_than_the_replicas_is_refused(
     if not refused:
         elastic_checks._check_replicas(of_rank, settings)
         return
-    with pytest.raises(UnsupportedError, match=f"the state of one is divided among {size} ranks"):
+    with pytest.raises(UnsupportedError, match=f"the state of one is sharded among {size} ranks"):
         elastic_checks._check_replicas(of_rank, settings)
 
 
@@ -111,7 +111,7 @@ def test_two_models_of_one_kind_with_other_replicas_are_refused(monkeypatch: pyt
 # -- histories ----------------------------------------------------------------------------------------
 
 
-class DividedWorld(ReplicaWorld):
+class ShardedWorld(ReplicaWorld):
     """Workers with a part each of what those at their place have, and copies of another one's. ``odd``: what was wrong
     with what they were told."""
 
@@ -144,9 +144,9 @@ class DividedWorld(ReplicaWorld):
         return self.part(rank, layout)[:1]
 
     def needs(self, rank: int, layout: tuple[int, ...]) -> list[pb.ShardNeed]:
-        divided = self.part(rank, layout) if rank in layout else []
+        sharded = self.part(rank, layout) if rank in layout else []
         alike = [f"param/w#{self.shape.stand(rank)}", "common", f"capsule@{rank}"]
-        return [pb.ShardNeed(name=name, nbytes=9, divided=name in divided) for name in [*divided, *alike]]
+        return [pb.ShardNeed(name=name, nbytes=9, sharded=name in sharded) for name in [*sharded, *alike]]
 
     def joined(self, rank: int, generation: int) -> pb.Joined:
         found = super().joined(rank, generation)
@@ -246,11 +246,11 @@ class DividedWorld(ReplicaWorld):
         reply.next_needs.extend(self.needs(rank, after))
 
 
-def launched(shape: ReplicaShape, *, replace: str, seed: int | None = None, single: bool = False) -> DividedWorld:
+def launched(shape: ReplicaShape, *, replace: str, seed: int | None = None, single: bool = False) -> ShardedWorld:
     """``single``: each rank has a node of its own."""
     places = {"nproc": 1, "nnodes": shape.world, "controller": "h:1"} if single else {"nproc": shape.world}
     elastic = {"min": 1, "max": shape.replicas, "replace": replace}
-    world = DividedWorld(shape, steps=60, seed=seed, elastic=elastic, timeouts={"node_wait_s": 5.0}, **places)
+    world = ShardedWorld(shape, steps=60, seed=seed, elastic=elastic, timeouts={"node_wait_s": 5.0}, **places)
     world.launch()
     world.go_on()
     return world

@@ -27,7 +27,7 @@ from flashrecovery.adapter.placement import like_placed, mesh_spans_world
 from flashrecovery.adapter.shards import PARAM, ParamShard
 from flashrecovery.adapter.state_order import StateOrder
 from flashrecovery.capabilities.of_torch import FSDP2_RESIZING, TORCH
-from flashrecovery.contract.division import Prepared, RuledDivision
+from flashrecovery.contract.shard_layout import Prepared, RuledShardLayout
 from flashrecovery.errors import UnsupportedError
 from flashrecovery.plan.reshard.layouts import chunked
 from flashrecovery.plan.reshard.placements import Rows, Whole
@@ -97,7 +97,7 @@ def _refused(what: str, allowed: str) -> UnsupportedError:
 
 
 @dataclass(frozen=True)
-class Divided:
+class Sharded:
     """One parameter: its name, FSDP2's object for it, and its shard."""
 
     fqn: str
@@ -105,35 +105,35 @@ class Divided:
     shard: ParamShard
 
 
-class FSDP2Division(RuledDivision):
-    """How the parameters of one model are divided. ``forget``: called when they have been replaced.
+class FSDP2ShardLayout(RuledShardLayout):
+    """How the parameters of one model are sharded. ``forget``: called when they have been replaced.
 
-    Raises UnsupportedError for what cannot be divided otherwise.
+    Raises UnsupportedError for what cannot be sharded otherwise.
     """
 
     def __init__(
-        self, root: FSDPModule, optimizers: Sequence[Optimizer], divided: Sequence[Divided], forget: Callable[[], None]
+        self, root: FSDPModule, optimizers: Sequence[Optimizer], sharded: Sequence[Sharded], forget: Callable[[], None]
     ) -> None:
         refuse_unresizable(root)
         self._root = root
         self._optimizers = optimizers
-        self._divided = {one.fqn: one for one in divided}
+        self._sharded = {one.fqn: one for one in sharded}
         self._forget = forget
 
     @property
     def size(self) -> int:
-        return int(next(iter(self._divided.values())).entry.mesh_info.shard_mesh_size)
+        return int(next(iter(self._sharded.values())).entry.mesh_info.shard_mesh_size)
 
     def describe(self) -> dict[str, Any]:
         """By parameter: its tensors (key, shape, dtype, and where optimizer state lies), and the shard's values."""
         found = {}
-        for fqn, one in self._divided.items():
+        for fqn, one in self._sharded.items():
             tensors, values = one.shard.tensors_and_values()
             where = values.get("layout", {})
             for key, form in values.get("forms", {}).items():
                 raise UnsupportedError(
                     f"an elastic job with FSDP2 and {key!r} of {fqn!r}, a {form.get('class', 'DTensor')}: it is not "
-                    "known how what it consists of is divided in another size; numbers and ordinary tensors that are "
+                    "known how what it consists of is sharded in another size; numbers and ordinary tensors that are "
                     "sharded like their parameter are allowed"
                 )
             lines = []
@@ -142,7 +142,7 @@ class FSDP2Division(RuledDivision):
                 if not placed and tensor.ndim:
                     raise UnsupportedError(
                         f"an elastic job with FSDP2 and optimizer state {key!r} of {fqn!r}, of shape "
-                        f"{tuple(tensor.shape)} on each rank: it is not known how that is divided in another size; "
+                        f"{tuple(tensor.shape)} on each rank: it is not known how that is sharded in another size; "
                         "numbers and what is sharded like its parameter are allowed"
                     )
                 shape = tuple(one.entry.sharded_param.shape) if placed else ()
@@ -170,7 +170,7 @@ class FSDP2Division(RuledDivision):
         return found
 
     def _shard_prefix(self, fqn: str) -> str:
-        names = self._divided[fqn].entry.mesh_info.mesh.mesh_dim_names
+        names = self._sharded[fqn].entry.mesh_info.mesh.mesh_dim_names
         return f"param/{fqn}#{names[0] if names else 'shard'}="
 
     def _shard_name(self, fqn: str, place: int, size: int) -> str:
@@ -179,7 +179,7 @@ class FSDP2Division(RuledDivision):
     def prepare(self, description: Mapping[str, Any], place: int, size: int) -> Prepared:
         parameters = {}
         for fqn, of_parameter in description.items():
-            entry = self._divided[fqn].entry
+            entry = self._sharded[fqn].entry
             length, chunk = _lengths(entry._orig_size[0], place, size)
             reference = entry._sharded_param_data
             padded = reference.new_zeros((chunk, *entry._orig_size[1:]))
@@ -201,7 +201,7 @@ class FSDP2Division(RuledDivision):
         for info in infos:
             info.shard_mesh_size, info.shard_mesh_rank = size, place
         for fqn, new in parameters.items():
-            one = self._divided[fqn]
+            one = self._sharded[fqn]
             _exchange(one.entry, new.padded, new.length)
             self._put_state(one, new)
             one.shard.name, one.shard.holders = self._shard_name(fqn, place, size), (place,)
@@ -210,7 +210,7 @@ class FSDP2Division(RuledDivision):
         forget_dispatch()
         self._forget()
 
-    def _put_state(self, one: Divided, new: _NewParameter) -> None:
+    def _put_state(self, one: Sharded, new: _NewParameter) -> None:
         """The optimizers' state of a parameter, in the same order as it was."""
         parameter = one.entry.sharded_param
         values = new.description["values"]
@@ -244,17 +244,19 @@ class _NewParameter:
 
 
 class _PreparedFSDP2(Prepared):
-    def __init__(self, division: FSDP2Division, place: int, size: int, parameters: Mapping[str, _NewParameter]) -> None:
-        self._division, self._place, self._size, self._parameters = division, place, size, parameters
+    def __init__(
+        self, shard_layout: FSDP2ShardLayout, place: int, size: int, parameters: Mapping[str, _NewParameter]
+    ) -> None:
+        self._shard_layout, self._place, self._size, self._parameters = shard_layout, place, size, parameters
         self.tensors = {}
         self.values = {}
         for fqn, new in parameters.items():
             self.tensors[f"{fqn}/{PARAM}"] = new.padded.narrow(0, 0, new.length)
             self.tensors |= {f"{fqn}/{key}": tensor for key, tensor in new.states.items()}
-            self.values[division._shard_name(fqn, place, size)] = new.description["values"]
+            self.values[shard_layout._shard_name(fqn, place, size)] = new.description["values"]
 
     def install(self) -> None:
-        self._division.install(self._place, self._size, self._parameters)
+        self._shard_layout.install(self._place, self._size, self._parameters)
 
 
 def _lengths(rows: int, place: int, size: int) -> tuple[int, int]:

@@ -18,13 +18,13 @@ from torch.optim import Optimizer
 
 from flashrecovery.adapter import ParamShard, hand_over_state, settle_state
 from flashrecovery.adapter.elastic import (
-    DivisionPlace,
     EqualRanges,
     Naming,
     Pattern,
     Prepared,
     ReadyTensors,
-    RuledDivision,
+    RuledShardLayout,
+    ShardPlace,
     TensorRule,
     Whole,
     padded,
@@ -65,8 +65,8 @@ def ranges(length: int, size: int) -> list[tuple[int, int]]:
     return padded(length, size, _ALIGNMENT)
 
 
-class PartitionDivision(RuledDivision):
-    """The division of one engine.
+class PartitionShardLayout(RuledShardLayout):
+    """The sharding of one engine.
 
     Args:
         shards: gives the shard of each group's partition on this rank.
@@ -77,7 +77,7 @@ class PartitionDivision(RuledDivision):
         self,
         zero: Any,
         shards: Callable[[], Sequence[ParamShard]],
-        install: Callable[[DivisionPlace, Mapping[str, torch.Tensor], Mapping[str, Any]], None],
+        install: Callable[[ShardPlace, Mapping[str, torch.Tensor], Mapping[str, Any]], None],
     ) -> None:
         self._zero = zero
         self._shards = shards
@@ -89,7 +89,7 @@ class PartitionDivision(RuledDivision):
 
     def describe(self) -> dict[str, Any]:
         """Raises UnsupportedError if there is optimizer state that is neither a number nor as long as the partition:
-        how it would be divided is not known."""
+        how it would be sharded is not known."""
         return {"groups": [self._describe(number, shard) for number, shard in enumerate(self._shards())]}
 
     def check(self) -> None:
@@ -142,7 +142,7 @@ class PartitionDivision(RuledDivision):
             weights = self._zero.bit16_groups_flat[number]
             tensors[f"{number}/weights"] = torch.zeros(group["length"], dtype=weights.dtype, device=weights.device)
             values[partition_name(number, place, size)] = group["values"]
-        return ReadyTensors(tensors, values, lambda: self._install(DivisionPlace(place, size), tensors, description))
+        return ReadyTensors(tensors, values, lambda: self._install(ShardPlace(place, size), tensors, description))
 
 
 def fill(zero: Any, basic: Optimizer, tensors: Mapping[str, torch.Tensor], description: Mapping[str, Any]) -> None:

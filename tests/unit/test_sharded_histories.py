@@ -1,8 +1,8 @@
-"""Random histories of elastic jobs whose state is divided, on nodes of one rank each: nodes and ranks die, the
+"""Random histories of elastic jobs whose state is sharded, on nodes of one rank each: nodes and ranks die, the
 controller dies in the middle of anything, nodes come. The controller's machine is the real one; workers are models that
-know which part of which division they have, and whose.
+know which part of which sharding they have, and whose.
 
-What must hold: nobody is told to get, or to divide anew, what is not there; nobody goes on in another division than the
+What must hold: nobody is told to get, or to divide anew, what is not there; nobody goes on in another sharding than the
 others; and the job is not lost while those who have taken steps have everything, live or in copies.
 """
 
@@ -26,7 +26,7 @@ Members = tuple[int, ...]
 
 def needs(rank: int, part: str) -> list[pb.ShardNeed]:
     others = [pb.ShardNeed(name="common", nbytes=1), pb.ShardNeed(name=f"capsule@{rank}", nbytes=1)]
-    return [pb.ShardNeed(name=part, nbytes=8, divided=True), *others]
+    return [pb.ShardNeed(name=part, nbytes=8, sharded=True), *others]
 
 
 def part_of(rank: int, layout: Members) -> str:
@@ -314,7 +314,7 @@ class Job:
         return True
 
     def all_there(self) -> bool:
-        """Whether those who have taken steps have all of one division, live or in copies."""
+        """Whether those who have taken steps have all of one sharding, live or in copies."""
         told = [worker for worker in self.workers() if worker.resumed and not worker.beside]
 
         def there(rank: int, layout: Members, version: int) -> bool:
@@ -386,7 +386,7 @@ class Job:
 
 
 FOUND = (363,)
-"""Histories in which jobs were lost: the old division was not whole any more, and all were ready for the new one."""
+"""Histories in which jobs were lost: the old sharding was not whole any more, and all were ready for the new one."""
 
 
 @pytest.mark.parametrize("seed", FOUND)

@@ -1,4 +1,4 @@
-"""Elastic jobs on several hosts whose state is divided among the ranks, or whose replicas have several ranks: a whole
+"""Elastic jobs on several hosts whose state is sharded among the ranks, or whose replicas have several ranks: a whole
 node is lost or leaves, there is no spare one, and the others go on, bit for bit as a job of one host that was resized
 by command at the same step. The hosts are network namespaces.
 
@@ -17,11 +17,11 @@ from tests.support import hosts
 from tests.support.elastic_nodes import (
     DDP,
     DISTRIBUTED,
-    DIVIDED,
     FSDP2,
     HSDP,
     LONG,
     REPLICAS,
+    SHARDED,
     TENSOR,
     TP2,
     ZERO2,
@@ -61,7 +61,7 @@ def resized(tmp_path_factory: pytest.TempPathFactory) -> Resized:
 
 @pytest.mark.parametrize("how", ["killed", "cut"])
 @pytest.mark.parametrize("phase", PHASES)
-@pytest.mark.parametrize("kind", of_kinds(*DIVIDED, *REPLICAS))
+@pytest.mark.parametrize("kind", of_kinds(*SHARDED, *REPLICAS))
 def test_a_node_of_two(kind: Kind, phase: str, how: str, two_hosts: Network, tmp_path: Path, resized: Resized) -> None:
     """Half of the job: what its two ranks had is on the other node. Those that stay are neighbours on one node."""
     first, lost = two_hosts.hosts
@@ -74,7 +74,7 @@ def test_a_node_of_two(kind: Kind, phase: str, how: str, two_hosts: Network, tmp
     assert ended.of("node_lost") and not ended.notices("waiting_for_node"), ended.explain()
 
 
-@pytest.mark.parametrize("kind", of_kinds(*DIVIDED, *REPLICAS))
+@pytest.mark.parametrize("kind", of_kinds(*SHARDED, *REPLICAS))
 def test_one_after_the_other(kind: Kind, three_hosts: Network, tmp_path: Path, resized: Resized) -> None:
     """The copies of those that stay are on other nodes in the new size, too: a second node can be lost."""
     first, second, third = three_hosts.hosts
@@ -112,7 +112,7 @@ def test_a_second_node_during_the_change(
     assert {rank for event in ended.of("job_resized") for rank in event["left"]} == {1, 3}, ended.explain()
 
 
-@pytest.mark.parametrize("kind", of_kinds(*DIVIDED, *REPLICAS))
+@pytest.mark.parametrize("kind", of_kinds(*SHARDED, *REPLICAS))
 def test_the_node_with_the_controller(kind: Kind, three_hosts: Network, tmp_path: Path, resized: Resized) -> None:
     """The others elect another one, which knows what the lost ranks had from their copies."""
     first, second, third = three_hosts.hosts
@@ -162,7 +162,7 @@ def test_the_node_with_the_controller_during_the_change(
 
 
 @pytest.mark.parametrize("how", ["killed", "cut"])
-@pytest.mark.parametrize("kind", of_kinds(*DIVIDED, *REPLICAS))
+@pytest.mark.parametrize("kind", of_kinds(*SHARDED, *REPLICAS))
 def test_a_node_returns(kind: Kind, how: str, two_hosts: Network, tmp_path: Path, resized: Resized) -> None:
     """Its ranks are built up there, and get their parts over the network."""
     _, lost = two_hosts.hosts
@@ -188,7 +188,7 @@ def test_a_node_returns(kind: Kind, how: str, two_hosts: Network, tmp_path: Path
     assert [size * kind.each for _, size in sizes] == [2, 4], ended.explain()
     (growth,) = [e for e in ended.of("recovery_finished") if e["cause"] == "resize"]
     assert growth["victims"] == [] and growth["bytes"] > 0, growth
-    if kind in DIVIDED:  # each byte that somebody lacked has gone once
+    if kind in SHARDED:  # each byte that somebody lacked has gone once
         assert 0 < growth["lacking_bytes"] <= growth["reshaped_bytes"] <= 1.05 * growth["lacking_bytes"], growth
     print(f"{kind}: pause of the growth {growth['total_s']:.2f} s, {growth['phases']}")
 
@@ -266,7 +266,7 @@ def of_three_with_a_spare_node(net: Network, folder: Path, kind: Kind) -> NodesJ
     return job
 
 
-@pytest.mark.parametrize("kind", of_kinds(DDP, *DIVIDED))
+@pytest.mark.parametrize("kind", of_kinds(DDP, *SHARDED))
 def test_replaced_in_the_new_size_on_another_node(
     kind: Kind, four_hosts: Network, tmp_path: Path, resized: Resized
 ) -> None:
@@ -284,7 +284,7 @@ def test_replaced_in_the_new_size_on_another_node(
     assert [e["left"] for e in ended.of("job_resized")] == [[3]], ended.explain()
 
 
-@pytest.mark.parametrize("kind", of_kinds(DDP, *DIVIDED))
+@pytest.mark.parametrize("kind", of_kinds(DDP, *SHARDED))
 def test_the_node_with_the_controller_is_replaced_in_the_new_size(
     kind: Kind, four_hosts: Network, tmp_path: Path, resized: Resized
 ) -> None:

@@ -21,12 +21,12 @@ import torch.distributed as dist
 from flashrecovery.adapter import ParamShard
 from flashrecovery.adapter.elastic import (
     BufferRange,
-    DivisionPlace,
     FlatBuffer,
     InBuffer,
     Naming,
     ReadyTensors,
-    RuledDivision,
+    RuledShardLayout,
+    ShardPlace,
     TensorRule,
     WithRange,
 )
@@ -36,7 +36,7 @@ from fr_megatron.optimizers import part_beginning, part_name, weights_beginning
 PARAM, DATA = "param", "data"
 """Keys of the tensors of a :class:`ParamShard` and of a fixed one."""
 WEIGHTS = "/weights"
-"""How the names of divided tensors end that are parts of a flat buffer."""
+"""How the names of sharded tensors end that are parts of a flat buffer."""
 _ALIGNMENT, _BANDWIDTH = 128, 1 << 16
 """Elements of which a bucket's length is a multiple, and with ``pad_buckets_for_high_nccl_busbw``."""
 
@@ -81,7 +81,7 @@ class FlatLayout:
         return self.in_buffer(one).first(size)
 
     def pattern(self, one: Stored) -> BufferRange:
-        """How what is stepped on is divided."""
+        """How what is stepped on is sharded."""
         return BufferRange(self.buffers[one.buffer], one.bucket, one.start)
 
     def in_buffer(self, one: Stored) -> InBuffer:
@@ -140,11 +140,11 @@ def layout_of(chunks: Sequence[Any], membership: Mapping[str, int], *, expert: b
     return FlatLayout(tuple(buffers), tuple(stored))
 
 
-class OptimizerDivision(RuledDivision):
-    """The division of all chunks' dense parameters, or of their experts, and their distributed optimizer.
+class OptimizerShardLayout(RuledShardLayout):
+    """The sharding of all chunks' dense parameters, or of their experts, and their distributed optimizer.
 
     Args:
-        group: what names say of those among whom the state is divided (:func:`.optimizers.group_text`).
+        group: what names say of those among whom the state is sharded (:func:`.optimizers.group_text`).
         shards: gives what this rank steps on, by the parameters' names.
         install: puts prepared tensors in the place of those that there are.
         expert: it is of the experts.
@@ -158,7 +158,7 @@ class OptimizerDivision(RuledDivision):
         membership: Mapping[str, int],
         group: str,
         shards: Callable[[], Mapping[str, ParamShard]],
-        install: Callable[[DivisionPlace, Mapping[str, torch.Tensor], Mapping[str, Any], FlatLayout], None],
+        install: Callable[[ShardPlace, Mapping[str, torch.Tensor], Mapping[str, Any], FlatLayout], None],
         *,
         expert: bool = False,
         number: int = 0,
@@ -178,7 +178,7 @@ class OptimizerDivision(RuledDivision):
         return int(self._buffers[0].data_parallel_world_size)
 
     def check(self) -> None:
-        """Raises UnsupportedError if the state cannot be divided otherwise, or is not divided as it is known here."""
+        """Raises UnsupportedError if the state cannot be sharded otherwise, or is not sharded as it is known here."""
         self.describe()
         if self._largest >= self.size:
             return
@@ -188,7 +188,7 @@ class OptimizerDivision(RuledDivision):
             raise UnsupportedError(f"an elastic job with {why}")
 
     def too_small_for(self, most: int) -> str:
-        """Why the state cannot be divided among so many ranks, or fewer, in words; "" if it can."""
+        """Why the state cannot be sharded among so many ranks, or fewer, in words; "" if it can."""
         found = self._layout.without_part(most)
         if found is None:
             return ""
@@ -297,7 +297,7 @@ class OptimizerDivision(RuledDivision):
                     "places": places,
                 }
         return ReadyTensors(
-            tensors, values, lambda: self._install(DivisionPlace(place, size), tensors, description, self._layout)
+            tensors, values, lambda: self._install(ShardPlace(place, size), tensors, description, self._layout)
         )
 
 

@@ -9,7 +9,7 @@ from itertools import pairwise
 import pytest
 
 from flashrecovery.plan.reshard.placements import FlatBuffer
-from fr_megatron.division import FlatLayout, Stored
+from fr_megatron.shard_layout import FlatLayout, Stored
 
 
 def made(seed: int) -> FlatLayout:

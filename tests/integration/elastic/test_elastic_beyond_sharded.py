@@ -1,4 +1,4 @@
-"""Elastic jobs whose state is divided among the ranks (FSDP2, ZeRO-1 to 3) grow beyond their launch: as a job that was
+"""Elastic jobs whose state is sharded among the ranks (FSDP2, ZeRO-1 to 3) grow beyond their launch: as a job that was
 resized by command at the same steps, bit for bit, which goes on as a job that was started in that size from that step's
 state. And who dies on the way in, or afterwards, takes nothing with it."""
 
@@ -11,7 +11,7 @@ import pytest
 from tests.support.elastic import grow, often
 from tests.support.elastic_beyond import STATES, Beyond
 from tests.support.elastic_checkpoints import fell_back, saving
-from tests.support.elastic_divided import DDP, END, FSDP2, Kind, Resized, megatron, needing, zero
+from tests.support.elastic_sharded import DDP, END, FSDP2, Kind, Resized, megatron, needing, zero
 from tests.support.jobs import check_clean
 
 pytestmark = [pytest.mark.timeout(400), pytest.mark.grid]
@@ -54,7 +54,7 @@ def test_one_beyond_dies_while_it_comes_in(state: str, tmp_path: Path, resized: 
 def test_one_that_dies_on_the_way_in_is_replaced(
     kind: Kind, victim: int, state: str, tmp_path: Path, resized: Resized
 ) -> None:
-    """One of the launch, or one beyond it. One beyond the launch has no part of the old division, although that is the
+    """One of the launch, or one beyond it. One beyond the launch has no part of the old sharding, although that is the
     launch's."""
     BEYOND.one_dies_on_the_way_in_and_is_replaced(kind, victim, state, tmp_path, resized)
 

@@ -114,7 +114,7 @@ def _latent_attention() -> None:
 
 def _gradient_division() -> None:
     """Megatron-FSDP (``param_and_grad_buffer.py``) lets NCCL divide while it sums; gloo only sums. The gradients are
-    sharded before, which is what ``gradient_reduce_div_fusion=False`` asks for."""
+    divided before, which is what ``gradient_reduce_div_fusion=False`` asks for."""
     try:
         from megatron.core.distributed.fsdp.src.megatron_fsdp import param_and_grad_buffer as module
     except ModuleNotFoundError:  # 0.13 has none
@@ -122,12 +122,12 @@ def _gradient_division() -> None:
     patched: Any = module
     original = patched.gradient_reduce_preprocessing
 
-    def sharded_before(grad_data: torch.Tensor, scaling_factor: float | None, ddp_config: Any) -> Any:
+    def divided_before(grad_data: torch.Tensor, scaling_factor: float | None, ddp_config: Any) -> Any:
         unfused = copy.copy(ddp_config)
         unfused.gradient_reduce_div_fusion = False
         return original(grad_data, scaling_factor, unfused)
 
-    patched.gradient_reduce_preprocessing = sharded_before
+    patched.gradient_reduce_preprocessing = divided_before
 
 
 def _sends() -> None:

@@ -87,7 +87,7 @@ class DDPAdapter(TorchAdapter, ElasticAdapter):
     def restore_common(self, state: dict[str, Any]) -> None:
         buckets = state["buckets"]
         layout = None if buckets is None else tuple(tuple(int(i) for i in bucket) for bucket in buckets)
-        # Gradients that exist are views of the buckets if DDP wants them so: sharding by the world size differs.
+        # Gradients that exist are views of the buckets if DDP wants them so: dividing by the world size differs.
         views = self.ddp.gradient_as_bucket_view and state["gradients"] != "none"
         if layout != self._layout or views:
             ddp_reducer.renew(self.ddp, layout, gradients=views)

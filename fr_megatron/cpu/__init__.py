@@ -11,7 +11,7 @@ importing :mod:`fr_megatron` (before megatron) makes these changes, in this proc
                   begin without ``--use-cpu-initialization``
 :mod:`.fallbacks` what megatron-core has only with Transformer Engine or a GPU: a norm under sequence parallelism,
                   attention under context parallelism, names that are bound only with Transformer Engine, NCCL's
-                  sharding while it sums (Megatron-FSDP), memory that a stage frees while it is being sent
+                  division while it sums (Megatron-FSDP), memory that a stage frees while it is being sent
 ================  ===================================================================================================
 
 What this cannot show: host and device streams are one, so nothing is asynchronous to the host; and all random numbers

@@ -34,10 +34,9 @@ def lines(text: str) -> list[str]:
 
 
 def printed(job: Job, rank: int) -> list[str]:
-    """By all processes of a rank, one after the other; a line that came twice once: a rank that died a step ahead of
-    its peers had shown it, and so does its replacement."""
+    """By all processes of a rank, one after the other."""
     logs = sorted((job.run_dir / "logs").glob(f"rank{rank}.gen*.log"), key=lambda log: log.stat().st_mtime)
-    return [*dict.fromkeys(line for log in logs for line in lines(log.read_text()))]
+    return [line for log in logs for line in lines(log.read_text())]
 
 
 def check_same(job: Job, reference: Job) -> None:

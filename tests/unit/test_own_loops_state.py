@@ -130,11 +130,23 @@ def test_an_iterator_of_a_later_run_is_made_again() -> None:
     assert other.next_of(first).tolist() == got[7]
 
 
-def taken(monkeypatch: pytest.MonkeyPatch, *, replacement: bool) -> Output:
+class Mark:
+    """What a page keeps of what was shown."""
+
+    def __init__(self) -> None:
+        self.shown = (0, 0)
+
+    def set_shown(self, step: int, writes: int) -> None:
+        self.shown = step, writes
+
+
+def taken(monkeypatch: pytest.MonkeyPatch, *, replacement: bool, mark: Mark | None = None) -> Output:
     monkeypatch.setattr(sys, "stdout", io.StringIO())
     monkeypatch.setattr(sys, "stderr", io.StringIO())
     output = Output()
     output.take(replacement=replacement)
+    if mark is not None:
+        output.protect(mark)
     return output
 
 
@@ -143,7 +155,7 @@ def shown(output: Output) -> str:
 
 
 def test_each_line_is_shown_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    output = taken(monkeypatch, replacement=False)
+    output = taken(monkeypatch, replacement=False, mark=(mark := Mark()))
     print("set-up")
     output.handed_out(0)
     print("step 0")
@@ -154,6 +166,7 @@ def test_each_line_is_shown_once(monkeypatch: pytest.MonkeyPatch) -> None:
     print("step 1")
     output.handed_out(2)
     assert shown(output) == "set-up\nstep 0\n"
+    assert mark.shown == (1, 0)
     output.show_all()
     print("after")
     assert shown(output) == "set-up\nstep 0\nstep 1\nafter\n"
@@ -162,16 +175,57 @@ def test_each_line_is_shown_once(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_replacement_shows_what_its_predecessor_had_not(monkeypatch: pytest.MonkeyPatch) -> None:
     output = taken(monkeypatch, replacement=True)
     print("set-up")
-    output.protect()
+    output.protect(Mark())
     print("on the way")
-    output.restore(5, [(0, "step 4\n")])
+    output.restore(5, {4: [(0, "step 4\n")]})
     output.drop()
     print("the epoch begins")
-    output.restore(5, [(0, "step 4\n")])
+    output.restore(5, {4: [(0, "step 4\n")]})
     output.handed_out(5)
     print("step 5")
     output.show_all()
     assert shown(output) == "step 4\nstep 5\n"
+
+
+@pytest.mark.parametrize("died_in", [4, 5, 6])
+def test_lines_of_a_rank_that_dies_behind_its_peers_or_ahead_come_once(
+    monkeypatch: pytest.MonkeyPatch, died_in: int
+) -> None:
+    """The job goes on with step 5."""
+    output = taken(monkeypatch, replacement=False, mark=(mark := Mark()))
+    for step in range(died_in + 1):
+        output.handed_out(step)
+        print("step", step)
+        if step == 4:
+            version = output.newest(5)
+    before = shown(output)
+    output = taken(monkeypatch, replacement=True, mark=mark)
+    output.restore(5, version)
+    output.handed_out(5)
+    print("step", 5)
+    output.show_all()
+    assert before + shown(output) == "".join(f"step {step}\n" for step in range(6))
+
+
+def test_steps_that_are_done_again_from_an_old_checkpoint_print_nothing_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    output = taken(monkeypatch, replacement=False, mark=Mark())
+    for step in (0, 1, 2, 3, 1, 2, 3, 4):
+        if step == 1:
+            output.restore(1, {0: [(0, "step 0\n")]})
+        output.handed_out(step)
+        print("step", step)
+    output.show_all()
+    assert shown(output) == "".join(f"step {step}\n" for step in range(5))
+
+
+def test_a_death_between_two_writes_of_one_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    mark, lines = Mark(), [(0, "one\n"), (0, "two\n"), (1, "error\n"), (0, "three\n")]
+    mark.set_shown(4, 1)
+    output = taken(monkeypatch, replacement=True, mark=mark)
+    output.restore(5, {4: lines})
+    output.show_all()
+    assert shown(output) == "three\n"
+    assert mark.shown == (5, 0)
 
 
 def test_what_a_replacement_prints_before_it_fails_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -179,3 +233,24 @@ def test_what_a_replacement_prints_before_it_fails_is_shown(monkeypatch: pytest.
     print("set-up")
     output.show_all()
     assert shown(output) == "set-up\n"
+
+
+def test_what_a_script_prints_before_its_error_may_come_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    output = taken(monkeypatch, replacement=False, mark=(mark := Mark()))
+    output.handed_out(0)
+    print("step 0")
+    output.handed_out(1)
+    print("step 1 until its error")
+    output.failed()
+    assert shown(output) == "step 0\nstep 1 until its error\n"
+    assert mark.shown == (1, 0)
+
+
+def test_a_new_launch_does_not_print_what_the_one_before_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    output = taken(monkeypatch, replacement=False, mark=Mark())
+    print("set-up")
+    output.restore(5, {4: [(0, "step 4\n")]})
+    output.handed_out(5)
+    print("step 5")
+    output.show_all()
+    assert shown(output) == "set-up\nstep 5\n"

@@ -64,9 +64,12 @@ def test_tags_are_seen_by_another_process_and_outlive_it(page: Page) -> None:
     health = page.health()
     assert (health.tag, health.committed, health.step_s) == (8, 8, 0.005)
     assert abs(health.progress_at - time.monotonic()) < 5
+    assert page.shown == (0, 0)
+    page.set_shown(7, 2)
     heir = Page.create("heir")
     heir.inherit(page)
     assert heir.read_local_state(8) == b"rank-only" and heir.read_setup_log() == b"log"
+    assert heir.shown == (7, 2)
     heir.close()
 
 

@@ -59,6 +59,8 @@ TERMINATIONS_WORD = _SETUP_WORDS + 2
 """Counts the SIGTERMs which have been noted in place of ending the process."""
 _NOTES = TERMINATIONS_WORD + 1
 _LEAVING, _ASKS_LEAVING = _NOTES + 1, _NOTES + 2
+_SHOWN = _ASKS_LEAVING + 1
+_WRITES_BITS = 24  # of that word; a step that writes more often is noted once it is through
 
 
 @dataclass(frozen=True)
@@ -209,6 +211,19 @@ class Page:
     def set_asks_leaving(self) -> None:
         self._words[_ASKS_LEAVING] = True
 
+    # -- what the script has printed --------------------------------------------------------------
+
+    @property
+    def shown(self) -> tuple[int, int]:
+        """What :meth:`set_shown` has noted; (0, 0): nothing."""
+        return divmod(self._words[_SHOWN], 1 << _WRITES_BITS)
+
+    def set_shown(self, step: int, writes: int) -> None:
+        """Note that what the script has printed in all steps before ``step`` has been shown, and so many writes of that
+        one. One store: it is never seen in halves."""
+        if writes < 1 << _WRITES_BITS:
+            self._words[_SHOWN] = (step << _WRITES_BITS) + writes
+
     # -- lease ------------------------------------------------------------------------------------
 
     def lend(self, until: float) -> None:
@@ -335,7 +350,8 @@ class Page:
         return data if _digest(data) == self._words[_SETUP_WORDS + 1] else None
 
     def inherit(self, old: Page) -> None:
-        """Take over the rank-local states and the set-up log of the page of a dead worker."""
+        """Take over the rank-local states and the set-up log of the page of a dead worker, and how much it has shown of
+        what it has printed."""
         early = old.early_local_states()
         for version in old.local_state_versions():
             data = old.read_local_state(version)
@@ -344,6 +360,7 @@ class Page:
         log = old.read_setup_log()
         if log is not None:
             self.write_setup_log(log)
+        self.set_shown(*old.shown)
 
 
 def _digest(data: bytes) -> int:

@@ -128,7 +128,7 @@ class ScriptLoops:
         """From now on these loops are protected."""
         self._session, self._accumulation = session, accumulation
         session.registry.place = self
-        self.output.protect()
+        self.output.protect(session.gate.page)
 
     @property
     def active(self) -> bool:
@@ -457,7 +457,7 @@ class ScriptLoop:
         if error is None and level == 0:
             self._again = not self._loops.finish(self)
         if error is not None and level == 0:
-            self._loops.output.show_all()
+            self._loops.output.failed()
         del stack[level:]
         return False
 

@@ -1,15 +1,35 @@
-"""What a script prints while its own loops are led back: each line once, nearly always.
+"""What a script prints while its own loops are led back: each line once.
 
 Lines of a step are held until the step cannot be done again: until the next but one is handed out. A rank that dies
-takes none with it, because the newest ones are a part of its version. What a replacement prints before it has come to
-its place, its predecessor has printed. (A rank that dies a step ahead of its peers may have shown a line that its
-replacement shows again.)
+takes none with it, because those that may still be held are a part of its version. How much of them it had shown stands
+in its page, which outlives it (:meth:`flashrecovery.runtime.page.Page.set_shown`). What a replacement prints before it
+has come to its place, its predecessor has printed.
+
+A process that is killed between a write and the note of it, about a microsecond, has shown lines that are shown again.
 """
 
 from __future__ import annotations
 
+import itertools
 import sys
-from typing import Any, TextIO
+from collections.abc import Iterator
+from typing import Any, Protocol, TextIO
+
+_HELD = 2
+"""Of so many steps before a version lines may not have been shown yet."""
+
+Printed = list[tuple[int, str]]
+"""Texts, each with the number of its stream."""
+
+
+class ShownMark(Protocol):
+    """Where it is noted how much has been shown. Outlives the process."""
+
+    @property
+    def shown(self) -> tuple[int, int]:
+        """All steps before this one, and so many writes of it."""
+
+    def set_shown(self, step: int, writes: int) -> None: ...
 
 
 class Output:
@@ -19,9 +39,9 @@ class Output:
         self._streams: list[_Stream] = []
         self._holding = False
         self._dropping = False
-        self._lines: dict[int, list[tuple[int, str]]] = {}  # by the step in which they were printed: stream, text
+        self._lines: dict[int, Printed] = {}  # by the step in which they were printed
         self._step = -1
-        self._shown = -1  # the newest step of which all has been shown
+        self._mark: ShownMark | None = None
 
     def take(self, *, replacement: bool) -> None:
         """From now on all that the script prints comes here. ``replacement``: it is not the first process of its
@@ -49,8 +69,9 @@ class Output:
         """What comes now has been printed before."""
         self._dropping = True
 
-    def protect(self) -> None:
+    def protect(self, mark: ShownMark) -> None:
         """The script's loops are protected. Of what a replacement has printed so far nothing is shown."""
+        self._mark = mark
         if self._holding:
             self._lines.clear()
             self._dropping = True
@@ -58,23 +79,23 @@ class Output:
     def handed_out(self, version: int) -> None:
         """The step that makes ``version`` + 1 begins, and its rank stands where it should."""
         self._dropping, self._holding, self._step = False, bool(self._streams), version
-        self._show([step for step in sorted(self._lines) if step <= version - 2])
-        self._shown = max(self._shown, version - 2)
+        self._show([step for step in sorted(self._lines) if step <= version - _HELD])
 
     def printed(self) -> int:
         """Changes with each text of the step under way."""
         return len(self._lines.get(self._step, ()))
 
-    def newest(self, version: int) -> list[tuple[int, str]]:
-        """Printed in the step that made ``version``, as a part of that version."""
-        return list(self._lines.get(version - 1, ()))
+    def newest(self, version: int) -> dict[int, Printed]:
+        """What may not have been shown yet, as a part of ``version``: by steps before it."""
+        return {step: list(lines) for step, lines in self._lines.items() if version - _HELD <= step < version}
 
-    def restore(self, version: int, lines: list[tuple[int, str]]) -> None:
-        """All later steps are done again."""
-        self._lines = {step: kept for step, kept in self._lines.items() if step < version - 1}
-        if version - 1 > self._shown and lines:
-            self._lines[version - 1] = [(stream, text) for stream, text in lines]
-        self._step = version
+    def restore(self, version: int, lines: dict[int, Printed]) -> None:
+        """All later steps are done again. What a launch before this one has printed is not shown."""
+        if not self._holding:
+            lines = {}
+        own = {step: kept for step, kept in self._lines.items() if step < version - _HELD}
+        of_version = {step: [(stream, text) for stream, text in kept] for step, kept in lines.items()}
+        self._lines, self._step = own | of_version, version
 
     def show_all(self) -> None:
         """Nothing is done again any more."""
@@ -83,12 +104,36 @@ class Output:
         for stream in self._streams:
             stream.real.flush()
 
+    def failed(self) -> None:
+        """The script ends with an error, and the step under way may be done again: it is shown, and not noted."""
+        self._show([step for step in sorted(self._lines) if step < self._step])
+        self._mark = None
+        self.show_all()
+
     def _show(self, steps: list[int]) -> None:
+        """Each write is noted once it is done; one that has been noted before is left out."""
+        mark = self._mark
+        first, done = (-1, 0) if mark is None else mark.shown
         for step in steps:
-            for number, text in self._lines.pop(step):
-                self._streams[number].real.write(text)
-        for stream in self._streams if steps else ():
-            stream.real.flush()
+            lines = self._lines.pop(step)
+            if step < first:
+                continue
+            for number, (stream, text) in enumerate(_writes(lines)):
+                if step == first and number < done:
+                    continue
+                real = self._streams[stream].real
+                real.write(text)
+                real.flush()
+                if mark is not None:
+                    mark.set_shown(step, number + 1)
+            if mark is not None:
+                mark.set_shown(step + 1, 0)
+
+
+def _writes(lines: Printed) -> Iterator[tuple[int, str]]:
+    """Neighbouring texts of one stream together."""
+    for stream, texts in itertools.groupby(lines, key=lambda one: one[0]):
+        yield stream, "".join(text for _, text in texts)
 
 
 class _Stream:

@@ -16,6 +16,7 @@ from flashrecovery.errors import DataSourceError
 from flashrecovery.state import codec
 from flashrecovery.worker.local_state.rng import RngState, restore_rng
 from flashrecovery.worker.own_loops.loop_data import LoopData, OwnIterator
+from flashrecovery.worker.own_loops.loops import ScriptLoops
 from flashrecovery.worker.own_loops.output import Output
 from flashrecovery.worker.own_loops.variables import LoopVariables, Saved, put_back, take_down
 
@@ -254,3 +255,30 @@ def test_a_new_launch_does_not_print_what_the_one_before_it_has(monkeypatch: pyt
     print("step 5")
     output.show_all()
     assert shown(output) == "set-up\nstep 5\n"
+
+
+def test_where_steps_are_known_to_be_late_variables_are_not_taken_down_to_be_compared() -> None:
+    """The mark says that the step is over, and is the same all through it: a change before the optimizer does not make
+    all ranks seal again."""
+    loops, gate = ScriptLoops(), types.SimpleNamespace(version=3)
+    loops._late, loops._loop = True, types.SimpleNamespace(gate=gate)  # type: ignore[assignment]
+    loops.stack.append(None)  # type: ignore[arg-type] # nothing of it is looked at
+    first, again = loops.mark(), loops.mark()
+    gate.version = 4
+    assert first == again != loops.mark()
+
+
+def test_only_what_may_lead_to_state_is_followed() -> None:
+    given = {
+        "meter": Meter(),
+        "numbers": torch.Generator().manual_seed(3),
+        "listed": [Meter(), torch.nn.Linear(1, 1)],
+        "data": loader(),
+        "module": torch,
+        "function": loader,
+        "other": object(),
+    }
+    which = LoopVariables(frozenset(), frozenset(), frozenset(), read=frozenset(given))
+    saved = take_down(frame_with(**given), which, frozenset())
+    attributes = {f"{where}.{name}" for where in ("meter", "listed[0]") for name in ("sum", "values", "inner")}
+    assert saved.attributes.keys() == {"numbers", *attributes}

@@ -70,6 +70,13 @@ def as_stateful(thing: object) -> Stateful | None:
     return None
 
 
+def is_generator(kind: type) -> bool:
+    """Whether objects of this class are generators of torch, Python or numpy."""
+    numpy = sys.modules.get("numpy.random")
+    of_numpy = () if numpy is None else (numpy.Generator, numpy.RandomState, numpy.BitGenerator)
+    return issubclass(kind, (torch.Generator, random.Random, *of_numpy))
+
+
 def generators_of(things: Iterable[Any]) -> list[Stateful]:
     """The generators among the attributes of ``things``, each once, in a fixed order."""
     seen: list[Any] = []

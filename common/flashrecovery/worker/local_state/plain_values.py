@@ -48,8 +48,8 @@ def copy_of(value: Any) -> Any:
     """Of what :func:`is_kept` says yes to."""
     if isinstance(value, torch.Tensor):
         return value.detach().clone()
-    if type(value) is list and _NUMBERS.issuperset(map(type, value)):
-        return value.copy()
+    if type(value) in (list, tuple) and _NUMBERS.issuperset(map(type, value)):
+        return value.copy() if type(value) is list else value
     if type(value) in _DICTIONARIES:
         return {key: copy_of(part) for key, part in value.items()}
     if type(value) is collections.deque:

@@ -113,6 +113,8 @@ class ScriptLoops:
         self._known_ids: tuple[int, frozenset[int]] | None = None
         self._loop: Loop | None = None
         self._step: Step | None = None
+        self._late = False
+        """Known when the newest step began: steps change variables after the optimizer has begun."""
         self._handed_out = False
         self._cut_short = False
         """What the script did between two steps was cut short: a rank has died."""
@@ -241,7 +243,8 @@ class ScriptLoops:
         """The body of a round begins."""
         if self._step is not None:
             return
-        assert self._loop is not None
+        assert self._loop is not None and self._session is not None
+        self._late = self._session.registry.habits.late
         self._step = Step(self._loop.gate.version, self._loop)
         self._step.__enter__()
 
@@ -333,6 +336,10 @@ class ScriptLoops:
     # -- a part of each version -------------------------------------------------------------------
 
     def mark(self) -> bytes:
+        """Changes with what the loops' functions have in their variables. Where it is known that these change after the
+        optimizer has begun, nothing more follows from it: then it only says that the step is over."""
+        if self._late and self._loop is not None:
+            return b"%d" % self._loop.gate.version
         variables = [(loop.index, saved.plain()) for loop, saved in self._variables()]
         return codec.dumps((variables, self.output.printed()))
 

@@ -7,15 +7,18 @@ their attributes of these kinds; of generators of random numbers their state. No
 from __future__ import annotations
 
 import collections
+import enum
+import functools
 import types
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.utils.data import DataLoader, Dataset
 
 from flashrecovery.worker.local_state.fingerprints import CONTAINERS, ELEMENTS, KEPT_NUMBERS, attributes_of
-from flashrecovery.worker.local_state.generators import as_stateful
+from flashrecovery.worker.local_state.generators import as_stateful, is_generator
 from flashrecovery.worker.local_state.plain_values import copy_of, is_kept, put, storage_of
 from flashrecovery.worker.own_loops.rewrite import LoopText
 from flashrecovery.worker.preimport.own_files import is_own_file
@@ -42,6 +45,11 @@ class LoopVariables:
     read_after: frozenset[str]
     passed: frozenset[str] = frozenset()
     read: frozenset[str] = frozenset()
+
+    @functools.cached_property
+    def in_order(self) -> tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]:
+        """Those that may lead to objects and are not the loop's own, its own, and ``passed``."""
+        return tuple(sorted(self.read - self.own)), tuple(sorted(self.own)), tuple(sorted(self.passed))
 
     @staticmethod
     def of(text: LoopText) -> LoopVariables:
@@ -81,19 +89,29 @@ class Saved:
         return Saved(dict(plain["variables"]), dict(plain["attributes"]))
 
 
-def variables_in(frame: types.FrameType) -> Mapping[str, Any]:
-    return collections.ChainMap(frame.f_locals, frame.f_globals)
+class _Variables:
+    """Those that a function sees."""
+
+    def __init__(self, frame: types.FrameType) -> None:
+        self._local, self._global = frame.f_locals, frame.f_globals
+
+    def of(self, names: Iterable[str]) -> Iterator[tuple[str, Any]]:
+        """Those of ``names`` that are set."""
+        for name in names:
+            if name in self._local:
+                yield name, self._local[name]
+            elif name in self._global:
+                yield name, self._global[name]
 
 
 def take_down(frame: types.FrameType, names: LoopVariables, known: frozenset[int]) -> Saved:
     """``known``: identities of objects that are protected, or are none of the script's state."""
-    variables, saved = variables_in(frame), Saved()
-    for name in sorted(names.own):
-        value = variables.get(name, types)
+    variables, saved = _Variables(frame), Saved()
+    _, own, passed = names.in_order
+    for name, value in variables.of(own):
         if is_kept(value, known) and (name in names.read_after or not _is_passing(name, value, names)):
             saved.variables[name] = copy_of(value)
-    for name in sorted(names.passed):
-        value = variables.get(name, types)
+    for name, value in variables.of(passed):
         if isinstance(value, CONTAINERS) and is_kept(value, known):
             saved.variables[name] = copy_of(value)
     for path, thing in _objects(variables, names, known):
@@ -110,7 +128,7 @@ def take_down(frame: types.FrameType, names: LoopVariables, known: frozenset[int
 def put_back(frame: types.FrameType, names: LoopVariables, known: frozenset[int], saved: Saved) -> dict[str, Any]:
     """Put back what can be put back from outside. Returns the values of variables, which the function's own text
     assigns."""
-    variables = variables_in(frame)
+    variables = _Variables(frame)
     for path, thing in _objects(variables, names, known):
         generator = as_stateful(thing)
         if generator is not None and path in saved.attributes:
@@ -121,7 +139,8 @@ def put_back(frame: types.FrameType, names: LoopVariables, known: frozenset[int]
             where = f"{path}.{name}"
             if where in saved.attributes:
                 attributes[name] = put(attributes[name], saved.attributes[where])
-    found = {name: put(variables.get(name), value) for name, value in saved.variables.items()}
+    now = dict(variables.of(saved.variables))
+    found = {name: put(now.get(name), value) for name, value in saved.variables.items()}
     if frame.f_locals is not frame.f_globals:
         shared = set(frame.f_code.co_varnames) | set(frame.f_code.co_cellvars) | set(frame.f_code.co_freevars)
         for name in found.keys() - shared:  # a global one, which this function may only read
@@ -134,41 +153,67 @@ def _is_passing(name: str, value: Any, names: LoopVariables) -> bool:
     return name in names.remade and isinstance(value, torch.Tensor)
 
 
-def _objects(variables: Mapping[str, Any], names: LoopVariables, known: frozenset[int]) -> Iterator[tuple[str, object]]:
+def _objects(variables: _Variables, names: LoopVariables, known: frozenset[int]) -> Iterator[tuple[str, object]]:
     """Generators of random numbers, functions with variables of others, and objects of the script's own classes, each
     with the shortest of its paths; paths from variables that the loop sets come last, for they may not be set yet."""
     seen: set[int] = set()
-    for own in (False, True):
-        roots = {
-            name: variables[name]
-            for name in sorted(names.own | names.read)
-            if name in variables and (name in names.own) is own
-        }
-        yield from _objects_from(roots, known, seen)
+    for roots in names.in_order[:2]:
+        yield from _objects_from(variables.of(roots), known, seen)
 
 
-def _objects_from(roots: Mapping[str, Any], known: frozenset[int], seen: set[int]) -> Iterator[tuple[str, object]]:
-    waiting = collections.deque((name, value, _DEPTH) for name, value in roots.items())
+def _objects_from(
+    roots: Iterable[tuple[str, Any]], known: frozenset[int], seen: set[int]
+) -> Iterator[tuple[str, object]]:
+    waiting = collections.deque((name, value, _DEPTH) for name, value in roots if _leads_to(value))
     while waiting and len(seen) < _OBJECTS:
         path, thing, depth = waiting.popleft()
-        closure = isinstance(thing, types.FunctionType) and _has_own_closure(thing)
-        static = isinstance(thing, (*STATIC, *KEPT_NUMBERS, torch.Tensor)) and not closure
-        if static or id(thing) in seen or id(thing) in known:
+        kind = _leads_to(thing)
+        if id(thing) in seen or id(thing) in known or (kind is _Kind.FUNCTION and not _has_own_closure(thing)):
             continue
         seen.add(id(thing))
-        if isinstance(thing, (torch.nn.Module, torch.utils.data.Dataset, torch.utils.data.DataLoader)):
-            continue
-        parts: dict[str, Any] = {}
-        if as_stateful(thing) is not None:
+        parts: Iterable[tuple[str, Any]] = ()
+        if kind is _Kind.CONTAINER:
+            assert isinstance(thing, (list, tuple, dict))
+            if len(thing) <= ELEMENTS:
+                pairs = thing.items() if isinstance(thing, dict) else enumerate(thing)
+                parts = [(f"{path}[{key!r}]", part) for key, part in pairs if isinstance(key, (int, str))]
+        elif kind is not _Kind.OTHER:
             yield path, thing
-        elif type(thing) in (list, tuple, dict) and len(thing) <= ELEMENTS:
-            pairs = thing.items() if isinstance(thing, dict) else enumerate(thing)
-            parts = {f"{path}[{key!r}]": part for key, part in pairs if isinstance(key, (int, str))}
-        elif closure or _has_plain_state(type(thing)):
-            yield path, thing
-            parts = {f"{path}.{name}": part for name, part in _attributes(thing).items()}
+            if kind is not _Kind.GENERATOR:
+                parts = [(f"{path}.{name}", part) for name, part in _attributes(thing).items()]
         if depth:
-            waiting.extend((where, part, depth - 1) for where, part in parts.items())
+            waiting.extend((where, part, depth - 1) for where, part in parts if _leads_to(part))
+
+
+class _Kind(enum.Enum):
+    """Of a class, what an object of it may lead to."""
+
+    OTHER = "other"
+    FUNCTION = "function"
+    CONTAINER = "container"
+    GENERATOR = "generator"
+    OWN = "own"
+
+
+_LEAVES = (*STATIC, *KEPT_NUMBERS, torch.Tensor, torch.nn.Module, Dataset, DataLoader)
+
+
+def _leads_to(thing: object) -> _Kind | None:
+    """None: to nothing."""
+    return _kind_of(type(thing))  # type: ignore[arg-type] # a class is hashable
+
+
+@functools.lru_cache(4096)
+def _kind_of(kind: type) -> _Kind | None:
+    if issubclass(kind, types.FunctionType):
+        return _Kind.FUNCTION
+    if issubclass(kind, _LEAVES):
+        return None
+    if is_generator(kind):
+        return _Kind.GENERATOR
+    if kind in (list, tuple, dict):
+        return _Kind.CONTAINER
+    return _Kind.OWN if _has_plain_state(kind) else _Kind.OTHER
 
 
 def _attributes(thing: object) -> MutableMapping[str, Any]:
@@ -197,7 +242,8 @@ class _Cells(MutableMapping[str, Any]):
         return len(self._cells)
 
 
-def _has_own_closure(function: types.FunctionType) -> bool:
+def _has_own_closure(function: object) -> bool:
+    assert isinstance(function, types.FunctionType)
     return bool(function.__closure__) and is_own_file(function.__code__.co_filename)
 
 

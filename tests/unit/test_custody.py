@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 import pytest
 
 from flashrecovery.controller.state.custody import choose_leaving, custody, left_behind, sharded
+from flashrecovery.controller.state.membership import Membership
 from flashrecovery.controller.state.rank_record import RankRecord
 from flashrecovery.controller.state.restore_plan import decide
 from flashrecovery.errors import JobFailedError
@@ -35,6 +36,15 @@ def records(
 
 def without(everybody: dict[int, RankRecord], *ranks: int) -> dict[int, dict[str, int]]:
     return {rank: everybody.pop(rank).inventory.needs for rank in ranks}
+
+
+def test_who_has_a_part_follows_each_change() -> None:
+    members = Membership(sharded_among=(0, 1, 2))
+    assert members.has_part(2) and not members.has_part(3)
+    members.sharded_anew((0, 3))
+    assert members.has_part(3) and not members.has_part(2)
+    members.sharded_among = (2,)
+    assert members.has_part(2) and not members.has_part(0)
 
 
 def test_whether_state_is_sharded() -> None:

@@ -128,6 +128,25 @@ def test_copies_go_to_another_node_and_domain(domains: list[str], stride: int) -
     assert neighbour_stride(domains, 8) == stride
 
 
+class _Rack(str):
+    __slots__ = ()
+    looks = 0
+
+    def __eq__(self, other: object) -> bool:
+        _Rack.looks += 1
+        return str.__eq__(self, other)  # type: ignore[arg-type]
+
+    __hash__ = str.__hash__
+
+
+@pytest.mark.parametrize("rack", [1, 9])
+def test_a_stride_is_found_without_looking_at_all_pairs_of_nodes(rack: int) -> None:
+    domains = [_Rack(node // rack) for node in range(900)]
+    _Rack.looks = 0
+    assert neighbour_stride(domains, 8) == rack * 8
+    assert _Rack.looks == rack * len(domains)
+
+
 def test_a_nodes_observers_are_the_next_in_the_ring() -> None:
     ring = ["a", "b", "c", "d"]
     assert list(following("b", ring)) == ["c", "d", "a"]

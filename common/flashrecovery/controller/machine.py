@@ -444,8 +444,9 @@ class Machine:
         elif what is Ordered.STOP:
             for record in records:
                 self.job.move(record.rank, Place.STOPPED)
-                has_part = record.rank in self.job.membership.sharded_among
-                if message.needs and has_part:  # else it has no part of what is sharded yet
+                if message.needs and self.job.membership.has_part(
+                    record.rank
+                ):  # else it has no part of what is sharded yet
                     record.inventory.take_needs(message.needs)
                 record.inventory.as_launched = False
                 record.inventory.take(message.live_version, message.held, message.parity)

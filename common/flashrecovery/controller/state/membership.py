@@ -70,6 +70,14 @@ class Membership:
     departed: dict[int, dict[str, int]] = field(default_factory=dict)
     awaited: set[int] = field(default_factory=set)
     told_size: int = 0
+    _parts: tuple[tuple[int, ...], frozenset[int]] = ((), frozenset())
+
+    def has_part(self, rank: int) -> bool:
+        """Whether this rank is one of those among which state is sharded. In constant time, as every rank of a large
+        job is asked for in each recovery."""
+        if self._parts[0] is not self.sharded_among:
+            self._parts = self.sharded_among, frozenset(self.sharded_among)
+        return rank in self._parts[1]
 
     def sharded_anew(self, among: tuple[int, ...]) -> None:
         """State is sharded among these ranks, and each of them belongs to the job."""

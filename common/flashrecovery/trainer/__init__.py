@@ -51,17 +51,39 @@ def protect(trainer: Any) -> None:
         RegistrationError: the Trainer has made its engine already, or is protected already.
         UnsupportedError: a version, a training argument or a kind of training that cannot be protected, by name.
     """
-    if isinstance(vars(trainer).get("training_step"), _Step):
+    if _is_protected(trainer):
         raise RegistrationError("this trainer is protected already")
-    by_engine = getattr(trainer.accelerator.state, "deepspeed_plugin", None) is not None
-    kind = DeepSpeedTraining if by_engine else PlainTraining
+    kind: type[DeepSpeedTraining | PlainTraining] = DeepSpeedTraining if _is_by_engine(trainer) else PlainTraining
     if not kind.enabled(trainer):
         return
+    _protect(trainer, kind, trainer.train)
+
+
+def protected_train(trainer: Any, train: Callable[..., Any]) -> Callable[..., Any]:
+    """What is to be called in the place of ``train``, the class's own, bound to ``trainer``: a script that does not
+    call :func:`protect` is protected if the config of its DeepSpeed engine enables ``flash_recovery``.
+
+    Raises what :func:`protect` raises.
+    """
+    if _is_protected(trainer) or not _is_by_engine(trainer) or not DeepSpeedTraining.enabled(trainer):
+        return train
+    return _protect(trainer, DeepSpeedTraining, train).train
+
+
+def _is_protected(trainer: Any) -> bool:
+    return isinstance(vars(trainer).get("training_step"), _Step)
+
+
+def _is_by_engine(trainer: Any) -> bool:
+    return getattr(trainer.accelerator.state, "deepspeed_plugin", None) is not None
+
+
+def _protect(trainer: Any, kind: type[DeepSpeedTraining | PlainTraining], train: Callable[..., Any]) -> _Protected:
     TRANSFORMERS.require()
     ACCELERATE.require((STATE, LOADERS))
     _check_arguments(trainer)
     loop = TrainerLoop(trainer)
-    _Protected(trainer, loop, kind(trainer, loop))
+    return _Protected(trainer, loop, kind(trainer, loop), train)
 
 
 def _check_arguments(trainer: Any) -> None:
@@ -97,13 +119,19 @@ class _Step:
 
 
 class _Protected:
-    """Replaces methods of one Trainer."""
+    """Replaces methods of one Trainer. ``train``: that of its class."""
 
-    def __init__(self, trainer: Any, loop: TrainerLoop, training: DeepSpeedTraining | PlainTraining) -> None:
+    def __init__(
+        self,
+        trainer: Any,
+        loop: TrainerLoop,
+        training: DeepSpeedTraining | PlainTraining,
+        train: Callable[..., Any],
+    ) -> None:
         self._trainer, self._loop, self._training = trainer, loop, training
         self._recovery: Recovery | None = None
         self._source: WatchedLoader | None = None
-        self._train: Callable[..., Any] = trainer.train
+        self._train = train
         self._loader: Callable[..., Any] = trainer.get_train_dataloader
         self._samples: Callable[..., Any] = trainer.get_batch_samples
         self._training_step: Callable[..., Any] = trainer.training_step

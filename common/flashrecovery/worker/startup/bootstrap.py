@@ -46,6 +46,7 @@ from flashrecovery.worker.startup.import_time_hooks import (
     install_lightning_hook,
     install_save_hooks,
     install_spawn_hook,
+    install_trainer_hook,
 )
 from flashrecovery.worker.startup.main_module import run_file, run_module
 from flashrecovery.worker.startup.own_text import find_own_modules, script_is_over
@@ -70,6 +71,7 @@ def main() -> None:
         install_adapter_hooks()
         install_save_hooks()
     install_spawn_hook()
+    install_trainer_hook()
     install_lightning_hook()
     inductor_files.write_whole()
     sys.argv = _script_arguments(command)

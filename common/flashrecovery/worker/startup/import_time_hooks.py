@@ -7,9 +7,12 @@ function that is called with the module once it has been imported.
 
 from __future__ import annotations
 
+import functools
+import importlib
 import importlib.metadata
 import sys
 from types import ModuleType
+from typing import Any
 
 from flashrecovery.util.import_hooks import install
 
@@ -69,6 +72,22 @@ def install_save_hooks() -> None:
     from flashrecovery.worker.step import post_step_code
 
     post_step_code.install_hooks()
+
+
+def install_trainer_hook() -> None:
+    """A Hugging Face Trainer whose DeepSpeed config enables recovery is protected when it begins to train."""
+
+    def replace(module: ModuleType) -> None:
+        own = module.Trainer.train
+
+        @functools.wraps(own)
+        def train(trainer: object, *args: Any, **kwargs: Any) -> Any:
+            protection = importlib.import_module("flashrecovery.trainer")
+            return protection.protected_train(trainer, functools.partial(own, trainer))(*args, **kwargs)
+
+        module.Trainer.train = train
+
+    install({"transformers.trainer": replace})
 
 
 def install_lightning_hook() -> None:

@@ -1,0 +1,148 @@
+"""A Hugging Face Trainer script without a line of ours: ``trainer_unmodified.py --by deepspeed --zero 2 --output DIR``.
+
+Each rank prints what the Trainer logs, and at the end the digest of all there is. ``--off``: with the key switched off.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("DS_ACCELERATOR", "cpu")
+
+import torch
+from torch.utils.data import Dataset
+from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
+
+CONTEXT, VOCABULARY = 16, 64
+_OF_THE_CLOCK = ("runtime", "per_second", "total_flos")
+
+
+class Blocks(Dataset[dict[str, torch.Tensor]]):
+    def __init__(self, count: int, seed: int) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        self._tokens = torch.randint(0, VOCABULARY, (count, CONTEXT), generator=generator)
+
+    def __len__(self) -> int:
+        return len(self._tokens)
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return {"input_ids": self._tokens[index], "labels": self._tokens[index].clone()}
+
+
+class Losses(TrainerCallback):  # type: ignore[misc]
+    """Prints what is logged with all its bits: an evaluation in the line behind its step's."""
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **rest: Any) -> None:
+        for number, name in enumerate(("loss", "eval_loss")):
+            if logs and name in logs:
+                step, value = 2 * state.global_step + number, float(logs[name]).hex()
+                print(f"rank={args.process_index} step={step} loss_hex={value}", flush=True)
+
+
+def write_config(path: Path, zero: int, *, off: bool) -> str:
+    """The JSON file that users have beside their script. Returns its path."""
+    adamw = {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto", "torch_adam": True}
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": "auto",
+        "gradient_accumulation_steps": "auto",
+        "gradient_clipping": "auto",
+        "bf16": {"enabled": "auto"},
+        "optimizer": {"type": "AdamW", "params": adamw},
+        "zero_optimization": {"stage": zero},
+        "flash_recovery": {"enabled": not off},
+    }
+    file = path / f"ds_config{os.environ.get('RANK', '0')}.json"
+    file.write_text(json.dumps(config))
+    return str(file)
+
+
+def optimizer_state(trainer: Any) -> Any:
+    """Of this rank's part."""
+    engine = getattr(trainer, "deepspeed", None)
+    optimizer = trainer.optimizer.optimizer if engine is None else engine.basic_optimizer
+    return [
+        [plain(state) for state in optimizer.state.values()],
+        [{k: plain(v) for k, v in g.items() if k != "params"} for g in optimizer.param_groups],
+    ]
+
+
+def plain(value: Any) -> Any:
+    """What the digest is made of."""
+    if isinstance(value, torch.Tensor):
+        return getattr(value, "_local_tensor", value).float().tolist()
+    if isinstance(value, dict):
+        return {str(key): plain(part) for key, part in value.items() if not any(w in str(key) for w in _OF_THE_CLOCK)}
+    if isinstance(value, (list, tuple)):
+        return [plain(part) for part in value]
+    return value
+
+
+def main() -> None:
+    flags = argparse.ArgumentParser(description=__doc__)
+    flags.add_argument("--by", choices=("deepspeed", "ddp"), default="deepspeed")
+    flags.add_argument("--zero", type=int, default=2)
+    flags.add_argument("--steps", type=int, default=10)
+    flags.add_argument("--off", action="store_true")
+    flags.add_argument("--output", type=Path, required=True)
+    args = flags.parse_args()
+    args.output.mkdir(parents=True, exist_ok=True)
+    arguments = TrainingArguments(
+        output_dir=str(args.output),
+        deepspeed=write_config(args.output, args.zero, off=args.off) if args.by == "deepspeed" else None,
+        max_steps=args.steps,
+        per_device_train_batch_size=2,
+        gradient_accumulation_steps=2,
+        learning_rate=1e-3,
+        warmup_steps=3,
+        logging_steps=2,
+        eval_strategy="steps",
+        eval_steps=4,
+        save_strategy="steps",
+        save_steps=4,
+        save_total_limit=1,
+        bf16=args.zero == 3,
+        use_cpu=not torch.cuda.is_available(),
+        report_to="none",
+        seed=1,
+    )
+    torch.manual_seed(0)
+    sizes = GPT2Config(
+        vocab_size=VOCABULARY,
+        n_positions=CONTEXT,
+        n_embd=32,
+        n_layer=2,
+        n_head=2,
+        bos_token_id=1,
+        eos_token_id=1,
+    )
+    trainer = Trainer(
+        model=GPT2LMHeadModel(sizes),
+        args=arguments,
+        train_dataset=Blocks(30, 1),
+        eval_dataset=Blocks(8, 2),
+        callbacks=[Losses()],
+    )
+    trained = trainer.train()
+    trainer.save_model()
+    metrics = trainer.evaluate()
+    ended = {
+        "model": {name: getattr(p, "ds_tensor", p) for name, p in trainer.model.named_parameters()},
+        "optimizer": optimizer_state(trainer),
+        "history": trainer.state.log_history,
+        "best": trainer.state.best_metric,
+        "loss": trained.training_loss,
+        "metrics": metrics,
+        "next": torch.rand(4),
+    }
+    text = json.dumps(plain(ended), sort_keys=True)
+    (args.output / f"state{arguments.process_index}.json").write_text(text)
+    print(f"digest rank={arguments.process_index} {hashlib.sha256(text.encode()).hexdigest()}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

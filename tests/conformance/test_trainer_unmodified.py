@@ -3,6 +3,7 @@ end with the state that they have with the key switched off, and have logged the
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,17 +19,18 @@ skip_module_without("deepspeed", "transformers", "accelerate")
 
 SCRIPT = ROOT / "tests" / "scripts" / "trainer_unmodified.py"
 TIMEOUT_S = 300
-LOG, EVALUATION, SAVED, AFTER = 2, 5, 16, 17
+LOG, EVALUATION, SAVED, BEST, AFTER = 2, 5, 16, 16, 18
 """Calls: two steps and a log in turn, an evaluation and a checkpoint with every second log. The script's own
-``save_model()`` and ``evaluate()`` come after the count of operations, which is the last call of ``train()``."""
+``save_model()`` and ``evaluate()`` come after the count of operations, which is the last call of ``train()`` unless the
+best model is loaded."""
 
 pytestmark = [pytest.mark.timeout(3 * TIMEOUT_S), pytest.mark.deepspeed]
 Kills = tuple[tuple[int, str, int], ...]
 Reference = Callable[[Layout], Job]
 
 
-def by_key(zero: int) -> Layout:
-    return Layout(f"zero{zero}", str(SCRIPT), ("--zero", str(zero)), nproc=2)
+def by_key(zero: int, *, best: bool = False) -> Layout:
+    return Layout(f"zero{zero}{best}", str(SCRIPT), ("--zero", str(zero), *["--best"] * best), nproc=2)
 
 
 def run(path: Path, layout: Layout, *flags: str, **kwargs: Any) -> Job:
@@ -44,25 +46,36 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
     )
 
 
+def printed(job: Job, rank: int) -> list[str]:
+    """By all processes of a rank, one after the other."""
+    logs = sorted((job.run_dir / "logs").glob(f"rank{rank}.gen*.log"), key=lambda log: log.stat().st_mtime)
+    return [line for log in logs for line in re.findall(rf"rank={rank} step=.*", log.read_text())]
+
+
 @pytest.mark.parametrize(
-    ("zero", "kills"),
+    ("zero", "best", "kills"),
     [
-        pytest.param(2, ((1, "backward", 3), (0, "optimizer", 7)), id="zero2"),
+        pytest.param(2, False, ((1, "backward", 3), (0, "optimizer", 7)), id="zero2"),
         *(
-            pytest.param(zero, kills, id=f"zero{zero}-{name}", marks=pytest.mark.grid)
+            pytest.param(zero, best, kills, id=f"zero{zero}-{name}", marks=pytest.mark.grid)
             for zero in (0, 1, 2, 3)
-            for name, kills in {
-                "steps": ((0, "forward", 0), (1, "backward", 3), (0, "optimizer", 7), (1, "between", 10)),
-                "calls": ((1, "commit", LOG), (0, "forward", EVALUATION), (1, "commit", EVALUATION)),
-                "end": ((0, "backward", 13), (1, "forward", SAVED), (0, "forward", AFTER)),
+            for name, (best, kills) in {
+                "steps": (False, ((0, "forward", 0), (1, "backward", 3), (0, "optimizer", 7), (1, "between", 10))),
+                "calls": (False, ((1, "commit", LOG), (0, "forward", EVALUATION), (1, "commit", EVALUATION))),
+                "end": (False, ((0, "backward", 13), (1, "commit", SAVED))),
+                "best": (True, ((0, "backward", 10), (1, "commit", BEST))),
+                "after": (True, ((0, "forward", AFTER),)),
             }.items()
         ),
     ],
 )
-def test_the_key_alone(zero: int, kills: Kills, tmp_path: Path, reference: Reference) -> None:
-    layout = by_key(zero)
+def test_the_key_alone(zero: int, best: bool, kills: Kills, tmp_path: Path, reference: Reference) -> None:
+    """``best``: with ``load_best_model_at_end``. Each line is printed once, and in its order."""
+    layout = by_key(zero, best=best)
     job = run(tmp_path / "run", layout, inject=faults(*kills))
     check_same(job, reference(layout), printed=Printed.LOGS)
     check_fired(job, len(kills))
     check_recovered(job, {rank for rank, _, _ in kills})
+    for rank in job.digests:
+        assert printed(job, rank) == printed(reference(layout), rank), job.explain()
     assert not job.notices("unprotected") and not job.notices("not_registered"), job.explain()

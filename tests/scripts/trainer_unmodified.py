@@ -87,6 +87,7 @@ def main() -> None:
     flags.add_argument("--by", choices=("deepspeed", "ddp"), default="deepspeed")
     flags.add_argument("--zero", type=int, default=2)
     flags.add_argument("--steps", type=int, default=10)
+    flags.add_argument("--best", action="store_true", help="the best model comes back at the end")
     flags.add_argument("--off", action="store_true")
     flags.add_argument("--output", type=Path, required=True)
     args = flags.parse_args()
@@ -105,6 +106,7 @@ def main() -> None:
         save_strategy="steps",
         save_steps=4,
         save_total_limit=1,
+        load_best_model_at_end=args.best,
         bf16=args.zero == 3,
         use_cpu=not torch.cuda.is_available(),
         report_to="none",

@@ -14,11 +14,18 @@ from flashrecovery.worker.framework_calls import Calls
 from flashrecovery.worker.local_state.fast_forward import Ahead
 
 
+class FakePage:
+    shown = 0, 0
+
+    def set_shown(self, step: int, writes: int) -> None:
+        self.shown = step, writes
+
+
 class FakeSession:
     """And its loop. Commits each step. An exception goes back to version ``back_to``, or to that of the step."""
 
     def __init__(self, version: int = 0) -> None:
-        self.gate = SimpleNamespace(version=version, stopped=False, paused=False)
+        self.gate = SimpleNamespace(version=version, stopped=False, paused=False, page=FakePage())
         self.left = self.from_checkpoint = False
         self.ended_at = 0
         self.has_checkpoints, self.oldest_checkpoint = False, 0
@@ -438,3 +445,33 @@ def test_what_follows_a_skipped_call_that_is_made_again_has_its_result() -> None
     script.loop.kept[6] = (0, [21, 25])
     script.run(8)
     assert script.made[:4] == ["train5", "train4", "train5", "report5"] and script.loop.reported == REPORTED
+
+
+@pytest.mark.parametrize("skipped", [0, 1, 2])
+def test_what_is_let_out_is_let_out_once(skipped: int) -> None:
+    """In a call that is made again, between two calls, and in a process that takes over the page and skips calls."""
+    out: list[str] = []
+
+    def run(session: FakeSession, died_in: list[str]) -> None:
+        calls = Calls(session)  # type: ignore[arg-type]
+
+        def let_out(text: str) -> None:
+            if calls.deliveries.next_is_new():
+                out.append(text)
+            calls.deliveries.made()
+            if text in died_in:
+                died_in.remove(text)
+                raise RuntimeError("a peer has died")
+
+        for number in range(2):
+            calls.run("log", lambda number=number: [let_out(f"{number}{part}") for part in "ab"], list)  # type: ignore[misc]
+            let_out(f"after {number}")
+
+    first = FakeSession()
+    run(first, ["0a", "0b", "1a"])
+    whole = ["0a", "0b", "after 0", "1a", "1b", "after 1"]
+    assert out == whole
+    second = FakeSession(skipped)
+    second.gate.page = first.gate.page
+    run(second, [])
+    assert out == whole

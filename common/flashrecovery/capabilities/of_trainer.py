@@ -11,6 +11,7 @@ _PARTS = (
     Parameters(_TRAINER, "Trainer.get_batch_samples", ("epoch_iterator", "num_batches", "device")),
     Parameters(_TRAINER, "Trainer.training_step", ("model", "inputs", "num_items_in_batch")),
     Defined(_TRAINER, ("Trainer._maybe_log_save_evaluate", "Trainer.store_flos", "Trainer.floating_point_ops")),
+    Defined(_TRAINER, ("Trainer._load_best_model",)),
     Attributes(_TRAINER, "Trainer", ("_globalstep_last_logged", "_total_loss_scalar")),
 )
 LOOP = Capability(

@@ -12,8 +12,8 @@ The Trainer keeps its own loop, so every part of it that communicates becomes on
 ``train:<n>``          fetching ``n`` micro-batches, counting their items, all ``n`` training steps, and what ends them
 ``log:<flags>``        logging, evaluation and saving after a step or an epoch
 ``on_<event>``         callbacks that change what is protected (:mod:`.events`)
-``flops``, ``save``,   counting operations at the end; ``evaluate()`` and ``save_model()`` of the script
-``evaluate``
+``flops``, ``best``,   counting operations at the end, and loading the best model; ``evaluate()`` and ``save_model()``
+``evaluate``, ``save`` of the script
 =====================  ================================================================================
 
 The Trainer fetches all micro-batches of an optimizer step before it trains on the first. So the whole step is made in
@@ -24,15 +24,20 @@ in :mod:`.state`; how a step ends, in :mod:`.plain` and :mod:`.with_deepspeed`.
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import io
+import json
+import os
 from collections.abc import Callable
 from typing import Any
 
 from flashrecovery import Recovery
 from flashrecovery.capabilities.of_trainer import ACCELERATE, LOADERS, STATE, TRANSFORMERS
+from flashrecovery.config import CONFIG_ENV
 from flashrecovery.errors import RegistrationError, UnsupportedError
 from flashrecovery.trainer.data import Epochs, WatchedLoader
-from flashrecovery.trainer.events import BETWEEN, may_change_state
+from flashrecovery.trainer.events import BETWEEN, may_change_state, without_reports
 from flashrecovery.trainer.held_modules import HeldModules
 from flashrecovery.trainer.plain import PlainTraining
 from flashrecovery.trainer.running_loss import running_loss
@@ -61,13 +66,23 @@ def protect(trainer: Any) -> None:
 
 def protected_train(trainer: Any, train: Callable[..., Any]) -> Callable[..., Any]:
     """What is to be called in the place of ``train``, the class's own, bound to ``trainer``: a script that does not
-    call :func:`protect` is protected if the config of its DeepSpeed engine enables ``flash_recovery``.
+    call :func:`protect` is protected if the config of its DeepSpeed engine enables ``flash_recovery``, or, where it
+    trains without an engine, by `flashrecovery run --auto`.
 
     Raises what :func:`protect` raises.
     """
-    if _is_protected(trainer) or not _is_by_engine(trainer) or not DeepSpeedTraining.enabled(trainer):
+    if _is_protected(trainer):
         return train
-    return _protect(trainer, DeepSpeedTraining, train).train
+    if not _is_by_engine(trainer):
+        return (
+            _protect(trainer, PlainTraining, train).train if _wants_all() and PlainTraining.enabled(trainer) else train
+        )
+    return _protect(trainer, DeepSpeedTraining, train).train if DeepSpeedTraining.enabled(trainer) else train
+
+
+def _wants_all() -> bool:
+    """Whether scripts are to be protected as they are."""
+    return json.loads(os.environ.get(CONFIG_ENV, "{}")).get("auto") is True
 
 
 def _is_protected(trainer: Any) -> bool:
@@ -92,7 +107,6 @@ def _check_arguments(trainer: Any) -> None:
         name
         for name, wrong in (
             ("auto_find_batch_size", args.auto_find_batch_size),
-            ("load_best_model_at_end", args.load_best_model_at_end),
             ("include_num_input_tokens_seen", args.include_num_input_tokens_seen not in ("no", False)),
             ("push_to_hub", args.push_to_hub),
             ("past_index", getattr(args, "past_index", -1) >= 0),
@@ -138,6 +152,7 @@ class _Protected:
         self._operations: Callable[..., Any] = trainer.floating_point_ops
         self._log: Callable[..., Any] = trainer._maybe_log_save_evaluate
         self._count: Callable[..., Any] = trainer.store_flos
+        self._load_best: Callable[..., Any] = trainer._load_best_model
         self._evaluate: Callable[..., Any] = trainer.evaluate
         self._save: Callable[..., Any] = trainer.save_model
         self._backward: Callable[..., Any] = trainer.accelerator.backward
@@ -154,6 +169,7 @@ class _Protected:
         trainer.floating_point_ops = lambda inputs: self._loop.step.next_operations()
         trainer._maybe_log_save_evaluate = self.maybe_log_save_evaluate
         trainer.store_flos = self.store_flos
+        trainer._load_best_model = self.load_best_model
         trainer.evaluate = self.evaluate
         trainer.save_model = self.save_model
         trainer.accelerator.backward = self.backward
@@ -324,12 +340,30 @@ class _Protected:
 
         self._call("flops", self._count, skipped)
 
+    def load_best_model(self) -> None:
+        """``load_best_model_at_end``: what is trained is read from a checkpoint, after the last step."""
+
+        def body() -> None:
+            assert self._loop.adapter is not None
+            self._loop.adapter.mutating()
+            self._load_best()
+
+        self._call("best", body, lambda: None)
+
     def log_metrics(self, logs: dict[str, Any], *args: Any, **kwargs: Any) -> None:
         """As the Trainer's ``log``. A replacement that has skipped the end of the training knows the loss of all of it
-        from the process that it replaces."""
+        from the process that it replaces. What was logged before is logged again to callbacks that may keep something
+        of it, and to nobody else."""
         if self._final_loss is not None and "train_loss" in logs:
             logs["train_loss"] = self._final_loss
-        self._report(logs, *args, **kwargs)
+        deliveries = None if self._recovery is None else self._recovery.deliveries
+        if deliveries is None or deliveries.next_is_new():
+            self._report(logs, *args, **kwargs)
+        else:
+            with without_reports(self._trainer.callback_handler), contextlib.redirect_stdout(io.StringIO()):
+                self._report(logs, *args, **kwargs)
+        if deliveries is not None:
+            deliveries.made()
 
     def evaluate(self, *args: Any, **kwargs: Any) -> Any:
         """As the Trainer's. In a replacement, an evaluation that others have behind them returns the newest metrics."""

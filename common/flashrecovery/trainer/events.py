@@ -8,6 +8,7 @@ called as the dead process's were.
 
 from __future__ import annotations
 
+import contextlib
 import dis
 import functools
 import types
@@ -37,6 +38,17 @@ def may_change_state(callback: Any, event: str, *, holds_module: bool) -> bool:
     if of_transformers(kind) or not _overrides(kind, event):
         return False
     return holds_module or _mentions(kind)
+
+
+@contextlib.contextmanager
+def without_reports(handler: Any) -> Iterator[None]:
+    """Those of transformers' callbacks that report to a tracker or on the screen are not called meanwhile."""
+    all_ = handler.callbacks
+    handler.callbacks = [one for one in all_ if not of_transformers(type(one)) or hasattr(one, "state")]
+    try:
+        yield
+    finally:
+        handler.callbacks = all_
 
 
 def _overrides(kind: type, event: str) -> bool:

@@ -27,6 +27,7 @@ from typing import Any, TypeVar
 from flashrecovery import groups
 from flashrecovery.contract.loop_adapter import LoopState, PlacedLoop
 from flashrecovery.errors import RegistrationError
+from flashrecovery.runtime.page import Page
 from flashrecovery.worker.local_state.rng import RngState, restore_rng
 from flashrecovery.worker.loop import Loop
 from flashrecovery.worker.session import Session
@@ -56,6 +57,39 @@ class _Placed:
     place: Any
 
 
+_AFTER = 1 << 16
+"""Numbers of deliveries between a call and the next one begin here."""
+
+
+class Deliveries:
+    """What leaves the process for good, such as a line of a log: each once, however often its call is made. The newest
+    one is noted in the page (:meth:`.page.Page.set_shown`), which a replacement on the same node inherits."""
+
+    def __init__(self, page: Page) -> None:
+        self._page = page
+        self._newest = (0, 0)
+        """Number of the call, and within it."""
+
+    def begin(self, call: int) -> None:
+        """The body of this call is about to be run."""
+        self._newest = call, 0
+
+    def end(self, call: int) -> None:
+        """What comes now belongs to no call; ``call`` was the last one."""
+        self._newest = max(self._newest, (call, _AFTER))
+
+    def next_is_new(self) -> bool:
+        """Whether the next one has not been made, here or by the process before. :meth:`made` must follow."""
+        call, number = self._newest
+        self._newest = call, number + 1
+        return self._newest > self._page.shown
+
+    def made(self) -> None:
+        """It has been."""
+        if self._newest > self._page.shown:
+            self._page.set_shown(*self._newest)
+
+
 class Calls:
     """The calls of one process, in order. ``session``: the one of ``flashrecovery run``."""
 
@@ -70,6 +104,7 @@ class Calls:
         self._skipped_to = 0
         self._restored: RngState | None = None
         self._finished = False
+        self.deliveries = Deliveries(session.gate.page)
         self.running = False
         """A body is being run; a call inside of it is a part of it."""
 
@@ -106,6 +141,7 @@ class Calls:
         saved = None if loop is None else loop.save()
         self._newest[kind] = _Call(body, None, loop, saved)
         self._keep(number, body, loop)
+        self.deliveries.end(number)  # if it is skipped
         if is_ahead:
             return skipped()
         if number < self._skipped_to:
@@ -198,10 +234,12 @@ class Calls:
                 gate.page.set_iteration(number, iteration(self._kinds[number]))
             with Step(number, loop):
                 self.running = True
+                self.deliveries.begin(number)
                 try:
                     result = call.body()
                 finally:
                     self.running = False
+                    self.deliveries.end(number)
                 followed = number + 1
         return result
 

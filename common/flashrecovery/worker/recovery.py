@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from flashrecovery.config import ElasticSettings, ParallelismSettings
     from flashrecovery.contract.adapter import Adapter
     from flashrecovery.contract.loop_adapter import LoopState
-    from flashrecovery.worker.framework_calls import Calls
+    from flashrecovery.worker.framework_calls import Calls, Deliveries
     from flashrecovery.worker.own_loops.loops import Accumulation
     from flashrecovery.worker.session import Session
 
@@ -316,6 +316,11 @@ class Recovery:
     def in_call(self) -> bool:
         """Whether the body of a :meth:`call` is being run."""
         return self._calls is not None and self._calls.running
+
+    @property
+    def deliveries(self) -> Deliveries | None:
+        """What calls have let out of the process; None before the first :meth:`call`, and without recovery."""
+        return None if self._calls is None else self._calls.deliveries
 
     def call(
         self,

@@ -38,8 +38,12 @@ def attach(engine: Any) -> Recovery:
     if recovery.enabled:
         _check_untouched(engine)
         from fr_deepspeed.adapter import adapter_for
+        from fr_deepspeed.own_loops import EngineSteps, accelerate_state
 
-        recovery.register_adapter(adapter_for(engine), **_objects(engine))
+        objects = _objects(engine)
+        if (counters := accelerate_state()) is not None:
+            objects["accelerate"] = counters
+        recovery.register_adapter(adapter_for(engine), **objects)
         if block.sequence_length is not None:
             recovery.report(tokens_per_step=engine.train_batch_size() * block.sequence_length)
         if engine.pipeline_parallelism:
@@ -47,8 +51,6 @@ def attach(engine: Any) -> Recovery:
 
             ProtectedCalls(engine, recovery)
         else:
-            from fr_deepspeed.own_loops import EngineSteps
-
             recovery.protect_own_loops(EngineSteps(engine))
     else:
         recovery.register(model=engine)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import struct
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -58,3 +60,60 @@ def test_each_phase_with_deepspeed(at: str, tmp_path: Path) -> None:
     reference, there = run(tmp_path / "reference", flags=["--framework", "deepspeed"])
     job, files = run(tmp_path / "run", [f"rank=0,fault=sigkill,at={at},step=3"], ["--framework", "deepspeed"])
     assert check_logs(job, files) == check_logs(reference, there)
+
+
+WRITTEN_S = 20.0
+"""W&B 0.31 writes what an offline run has logged every 15 s, so so long after the last step before the death."""
+
+
+def records_of(file: Path) -> Iterator[Any]:
+    """Of an offline run of W&B: blocks of 32 KiB, records in pieces with a header of checksum, length and kind."""
+    from wandb.proto import wandb_internal_pb2 as proto
+
+    data, at, whole = file.read_bytes(), 7, b""
+    while at + 7 <= len(data):
+        left = 32768 - at % 32768
+        if left < 7:
+            at += left
+            continue
+        _, length, kind = struct.unpack_from("<IHB", data, at)
+        whole += data[at + 7 : at + 7 + length]
+        at += 7 + length
+        if kind in (1, 4):  # whole, or the last piece
+            yield proto.Record.FromString(whole)
+            whole = b""
+
+
+def logged_to_wandb(files: Path) -> dict[str, list[int]]:
+    """Steps by run id, in the order of the folders."""
+    found: dict[str, list[int]] = {}
+    for file in sorted(files.glob("wandb/offline-run-*/run-*.wandb")):
+        steps = found.setdefault(file.stem.removeprefix("run-"), [])
+        steps += [
+            record.history.step.num for record in records_of(file) if record.WhichOneof("record_type") == "history"
+        ]
+    return found
+
+
+def logged_to_tensorboard(files: Path) -> dict[str, list[int]]:
+    from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
+
+    found: dict[str, list[int]] = {}
+    for file in sorted(files.glob("runs/*/events*"), key=lambda file: file.stat().st_mtime):
+        steps = found.setdefault(file.parent.name, [])
+        steps += [event.step for event in EventFileLoader(str(file)).Load() if event.HasField("summary")]
+    return found
+
+
+@pytest.mark.libraries
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("tracker", ["wandb", "tensorboard"])
+def test_a_tracker_has_one_run_and_each_step_once(tracker: str, tmp_path: Path) -> None:
+    pytest.importorskip(tracker)
+    wait = ["--wait", str(WRITTEN_S)] if tracker == "wandb" else []
+    kills = ["rank=0,fault=sigkill,at=backward,step=4"]
+    job, files = run(tmp_path / "run", kills, ["--tracker", tracker, *wait])
+    assert [event["victims"] for event in job.of("recovery_finished")] == [[0]], job.explain()
+    found = logged_to_wandb(files) if tracker == "wandb" else logged_to_tensorboard(files)
+    assert [*found.values()] == [[*range(STEPS)]], f"{found}\n{job.explain()}"
+    check_clean(job)

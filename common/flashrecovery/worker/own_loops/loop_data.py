@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from flashrecovery.errors import DataSourceError
+from flashrecovery.worker.data.accelerate import readable
 from flashrecovery.worker.data.batch_digest import Content, copy_of_structure
 from flashrecovery.worker.data.source import Source
 from flashrecovery.worker.data.stream import KEPT_VERSIONS, REDRAWN, DataPosition, DataStream
@@ -98,8 +99,8 @@ class LoopData(DataStream):
 
     def enter(self, iterable: Iterable[Any]) -> None:
         """The loop begins a run over ``iterable``, once more if a version in its midst has been restored."""
-        self.loader, self._iterator = iterable, None
-        self._source = Source(iterable, set_epochs=False)
+        self.loader, self._iterator = readable(iterable), None
+        self._source = Source(self.loader, set_epochs=False)
         self._read_from = False
         if self._seek_to is None and self._entered:
             self._place = _Place(self._place.run + 1, 0, self._place.total)

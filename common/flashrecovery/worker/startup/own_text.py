@@ -22,6 +22,8 @@ from flashrecovery.worker.preimport.own_files import FRAMEWORKS, is_own_file
 if TYPE_CHECKING:
     from flashrecovery.worker.own_loops.rewrite import Makes
 
+_OF_DEEPSPEED = (b"deepspeed", b"accelerate")
+"""accelerate may make the engine without a word of it in the script."""
 _CALLS = (b".backward(", b".step(")
 _IMPORTS = re.compile(
     rb"^[ \t]*(?:from[ \t]+(\.*)([\w.]*)[ \t]+import[ \t]+(\([^)]*\)|[^\n#;]+)|import[ \t]+([^\n#;]+))", re.MULTILINE
@@ -67,7 +69,7 @@ class OwnSources:
         self._imported: dict[str, list[str]] = {}
         self._read(text, file)
         texts = self._texts.values()
-        self.speak_of_deepspeed = any(b"deepspeed" in one.lower() for one in texts) and all(
+        self.speak_of_deepspeed = any(word in one.lower() for one in texts for word in _OF_DEEPSPEED) and all(
             any(call in one for one in texts) for call in _CALLS
         )
         if not self.speak_of_deepspeed:

@@ -3,10 +3,11 @@ have printed each line."""
 
 from __future__ import annotations
 
+import functools
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -27,6 +28,12 @@ pytestmark = [pytest.mark.timeout(3 * TIMEOUT_S), pytest.mark.deepspeed]
 def run(path: Path, shape: str, flags: Sequence[str] = (), inject: Sequence[str] = ()) -> Job:
     layout = Layout(shape, "", nproc=2)
     return run_job(path, layout, script=SCRIPT, flags=(shape, *flags), inject=inject, timeout_s=TIMEOUT_S)
+
+
+@pytest.fixture(scope="module")
+def reference_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Job]:
+    """The healthy job of a shape and its flags, which several tests compare with."""
+    return functools.cache(lambda shape, *flags: run(tmp_path_factory.mktemp("reference"), shape, flags))
 
 
 def lines(text: str) -> list[str]:
@@ -69,9 +76,9 @@ def test_rounds_that_do_not_fill_an_accumulation_are_refused_before_the_first_st
 @pytest.mark.grid
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_each_shape(shape: str, zero: int, tmp_path: Path) -> None:
+def test_each_shape(shape: str, zero: int, tmp_path: Path, reference_of: Callable[..., Job]) -> None:
     flags = ("--zero", str(zero))
-    reference = run(tmp_path / "reference", shape, flags)
+    reference = reference_of(shape, *flags)
     inject = [
         "rank=1,fault=sigkill,at=backward,step=3",
         "rank=0,fault=sigkill,at=forward,step=8",
@@ -87,10 +94,10 @@ def test_each_shape(shape: str, zero: int, tmp_path: Path) -> None:
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("at", PHASES)
 @pytest.mark.parametrize("zero", [0, 2, 3])
-def test_each_phase(zero: int, at: str, rank: int, tmp_path: Path) -> None:
+def test_each_phase(zero: int, at: str, rank: int, tmp_path: Path, reference_of: Callable[..., Job]) -> None:
     """Twice in a row, at the end of an epoch and within one."""
     flags = ("--zero", str(zero), "--accumulation", "2")
-    reference = run(tmp_path / "reference", "epochs", flags)
+    reference = reference_of("epochs", *flags)
     inject = [f"rank={rank},fault=sigkill,at={at},step={step}" for step in (3, 4, 9)]
     job = run(tmp_path / "run", "epochs", flags, inject)
     check_same(job, reference)
@@ -99,8 +106,8 @@ def test_each_phase(zero: int, at: str, rank: int, tmp_path: Path) -> None:
 
 @pytest.mark.grid
 @pytest.mark.parametrize("shape", SHAPES)
-def test_the_same_as_under_torchrun(shape: str, tmp_path: Path) -> None:
-    reference = run(tmp_path / "reference", shape)
+def test_the_same_as_under_torchrun(shape: str, tmp_path: Path, reference_of: Callable[..., Job]) -> None:
+    reference = reference_of(shape, "--zero", "2")
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--log-dir", str(tmp_path)]
     command += ["--redirects", "3", "--master-port", "0", "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
     subprocess.run([*command, str(SCRIPT), shape], check=True, timeout=TIMEOUT_S, env={**os.environ, **ENVIRONMENT})

@@ -74,6 +74,3 @@ class EngineSteps:
         in an accumulation's last round; in between a step may be interrupted, and the engine's count goes back."""
         at, self._whole_at = self._whole_at, None
         return at is not None and at == self._engine.micro_steps
-
-    def rounds(self) -> int:
-        return int(self._engine.gradient_accumulation_steps())

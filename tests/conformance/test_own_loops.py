@@ -19,7 +19,10 @@ skip_module_without("deepspeed")
 
 SCRIPT = ROOT / "tests" / "scripts" / "own_loops.py"
 TIMEOUT_S = 300
-SHAPES = ("epochs", "while_next", "random_batches", "trainer", "generator", "zipped", "early", "shuffled", "module")
+SHAPES = (
+    *("epochs", "while_next", "random_batches", "trainer", "generator", "zipped", "early", "shuffled", "module"),
+    *("phases", "twice"),
+)
 PHASES = ("between", "data", "forward", "backward", "grad-sync", "optimizer", "commit", "below")
 
 pytestmark = [pytest.mark.timeout(3 * TIMEOUT_S), pytest.mark.deepspeed]
@@ -66,11 +69,32 @@ def test_epochs_with_an_accumulation(tmp_path: Path) -> None:
     check_recovered(job, (0, 1))
 
 
-def test_rounds_that_do_not_fill_an_accumulation_are_refused_before_the_first_step(tmp_path: Path) -> None:
-    job = run(tmp_path / "run", "epochs", ("--accumulation", "3"))
-    assert job.code != 0
-    assert "own_loops.py:" in job.output and "has 8 rounds and a step takes 3 of them" in job.output, job.explain()
-    check_clean(job)
+@pytest.mark.grid
+@pytest.mark.parametrize("zero", [1, 3])
+def test_accumulations_that_span_epochs(zero: int, tmp_path: Path) -> None:
+    """The third step begins in one epoch and ends in the next; after the last one a micro-batch is left over."""
+    flags = ("--accumulation", "3", "--epochs", "2", "--zero", str(zero))
+    reference = run(tmp_path / "reference", "epochs", flags)
+    inject = [
+        "rank=0,fault=sigkill,at=backward,step=2",
+        "rank=1,fault=sigkill,at=below,step=2",
+        "rank=1,fault=sigkill,at=forward,step=5",
+    ]
+    job = run(tmp_path / "run", "epochs", flags, inject)
+    check_same(job, reference)
+    check_fired(job, 3)
+
+
+@pytest.mark.grid
+@pytest.mark.parametrize("accumulation", [1, 3])
+def test_a_death_after_the_last_step(accumulation: int, tmp_path: Path) -> None:
+    """All go through the end of the loop once more, with its evaluation."""
+    flags = ("--accumulation", str(accumulation), "--epochs", "2")
+    reference = run(tmp_path / "reference", "ending", flags)
+    (files := tmp_path / "files").mkdir()
+    job = run(tmp_path / "run", "ending", (*flags, "--files", str(files)))
+    check_same(job, reference)
+    check_recovered(job, (0,))
 
 
 @pytest.mark.grid
@@ -83,7 +107,7 @@ def test_each_shape(shape: str, zero: int, tmp_path: Path, reference_of: Callabl
         "rank=1,fault=sigkill,at=backward,step=3",
         "rank=0,fault=sigkill,at=forward,step=8",
         "rank=1,fault=sigkill,at=below,step=10",
-        "rank=0,fault=sigkill,at=optimizer,step=13",
+        f"rank=0,fault=sigkill,at=optimizer,step={11 if shape == 'twice' else 13}",
     ]
     job = run(tmp_path / "run", shape, flags, inject)
     check_same(job, reference)

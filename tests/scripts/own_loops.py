@@ -10,6 +10,9 @@ import argparse
 import hashlib
 import itertools
 import os
+import signal
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -229,6 +232,61 @@ def shuffled() -> None:
 
 def module() -> None:
     own_loops_module.fit(engine, loader, sampler, args.epochs, say)
+
+
+def phases() -> None:
+    """A warm-up and the training, one after the other, with draws in between."""
+    total = 0.0
+    for number, batch in enumerate(loader):
+        total += train_step(batch)
+        if number == 4:
+            break
+    say("warm", number, total.hex(), evaluate().hex())
+    order = torch.randperm(args.samples)
+    main = DataLoader(TensorDataset(x[order], y[order]), batch_size=8, shuffle=True)
+    for epoch in range(args.epochs - 1):
+        for number, batch in enumerate(main):
+            if number == 6:
+                break
+            total += train_step(batch)
+        say("main", epoch, total.hex())
+    say("end", total.hex(), order[:4].tolist())
+
+
+def fit(name: str, batches: Any, rounds: int) -> float:
+    """Called twice."""
+    total = 0.0
+    for number, batch in enumerate(batches):
+        if number == rounds:
+            break
+        total += train_step(batch)
+        if number % 3 == 0:
+            say(name, number, total.hex())
+    return total / number
+
+
+def twice() -> None:
+    first = fit("first", loader, 5)
+    say("between", evaluate().hex())
+    second = fit("second", loader, 7)
+    say(first.hex(), second.hex())
+
+
+def ending() -> None:
+    """With ``--files``: rank 0 is killed when it has ended its loop and rank 1 has not yet."""
+    total = 0.0
+    for epoch in range(args.epochs):
+        sampler.set_epoch(epoch)
+        for batch in loader:
+            total += train_step(batch)
+        say(epoch, total.hex(), evaluate().hex())
+        if args.files and epoch == args.epochs - 1:
+            killed = args.files / "killed"
+            if rank == 0 and not killed.exists():
+                killed.touch()
+                threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGKILL)).start()
+            time.sleep(3.0 * rank)
+    say("end", total.hex())
 
 
 def checkpoints() -> None:

@@ -224,6 +224,25 @@ SCRIPTS = {
             return total
         out = [train(), count]
     """,
+    "one after the other": """
+        total = 0
+        for x in range(3):
+            engine.backward(engine(x))
+            engine.step()
+            total += x
+        else:
+            total += 100
+        def more(n):
+            global total
+            while n:
+                engine.backward(n)
+                engine.step()
+                n -= 1
+                total += 10
+            return n
+        out = [more(2), total]
+        out += [[more(1) for _ in range(1)], total]
+    """,
 }
 
 
@@ -250,3 +269,23 @@ def test_every_statement_keeps_its_line() -> None:
     for node in ast.walk(found.tree):
         if isinstance(node, (ast.Expr, ast.AugAssign)) and ast.unparse(node) in lines_of:
             assert node.lineno == lines_of[ast.unparse(node)]
+
+
+def test_loops_one_after_the_other_are_one_round_of_a_loop_around_them() -> None:
+    text = """
+        def fit(batches):
+            for x in batches:
+                engine.backward(engine(x))
+                engine.step()
+        def main():
+            if warm:
+                fit(a)
+            log()
+            for epoch in range(2):
+                fit(b)
+            log()
+        main()
+    """
+    assert lines(text) == {3: True, -7: False, 10: False}
+    alone = text.replace("if warm:", "if False:").replace("                fit(a)", "                pass")
+    assert lines(alone) == {3: True, 10: False}

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, DistributedSampler
 
 from flashrecovery.errors import DataSourceError
 from flashrecovery.state import codec
@@ -282,3 +282,28 @@ def test_only_what_may_lead_to_state_is_followed() -> None:
     saved = take_down(frame_with(**given), which, frozenset())
     attributes = {f"{where}.{name}" for where in ("meter", "listed[0]") for name in ("sum", "values", "inner")}
     assert saved.attributes.keys() == {"numbers", *attributes}
+
+
+def test_an_iterator_that_lags_behind_its_sampler_is_read_again_in_its_own_epoch() -> None:
+    """The script has told its sampler the next epoch, and has not asked its iterator for what is left."""
+
+    def new() -> tuple[DistributedSampler[Any], DataLoader[Any]]:
+        sampler: DistributedSampler[Any] = DistributedSampler(range(12), num_replicas=1, rank=0)  # type: ignore[arg-type]
+        return sampler, DataLoader(range(12), batch_size=2, sampler=sampler)  # type: ignore[arg-type]
+
+    sampler, source = new()
+    data = LoopData(source)
+    data.enter(source)
+    first = [t.tolist() for t in take(data, 5)]
+    sampler.set_epoch(1)
+    state = data.capture()
+    rest = data.fetch().tolist()
+    sampler, source = new()
+    sampler.set_epoch(1)
+    other = LoopData(source)
+    other.restore(codec.loads(codec.dumps(state)))
+    other.enter(source)
+    assert other.fetch().tolist() == rest
+    assert sampler.epoch == 1
+    other.enter(source)
+    assert [t.tolist() for t in take(other, 5)] != first

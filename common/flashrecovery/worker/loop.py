@@ -332,12 +332,16 @@ class Loop:
     # -- between two steps ------------------------------------------------------------------------
 
     @undisturbed
-    def finished(self, num_steps: int) -> bool:
-        """True when all steps are committed on all ranks (waits for the others, and recovers if one of them fails)."""
+    def finished(self, num_steps: int, *, goes_back: bool = False) -> bool:
+        """True when all steps are committed on all ranks (waits for the others, and recovers if one of them fails).
+        ``goes_back``: False after a recovery, too, since the script then goes to the place of its version."""
+        generation = self._gate.generation
         while True:
             self.settle()
             if self._gate.stopped:
                 self.recover()
+            elif goes_back and self._gate.generation != generation:
+                return False
             elif self._gate.paused:
                 self._recoverer.pause()
             elif self._gate.version < num_steps:

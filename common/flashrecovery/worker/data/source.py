@@ -110,6 +110,18 @@ class Source:
             if callable(set_epoch):
                 set_epoch(epoch)
 
+    def epochs(self) -> list[int]:
+        """Which epochs the script has told its samplers, of those that keep it."""
+        return [thing.epoch for thing in self._telling_epochs()]
+
+    def put_epochs(self, epochs: Iterable[int]) -> None:
+        """As :meth:`epochs` gave them."""
+        for thing, epoch in zip(self._telling_epochs(), epochs, strict=False):
+            thing.epoch = epoch
+
+    def _telling_epochs(self) -> list[Any]:
+        return [thing for thing in self._samplers() if type(getattr(thing, "__dict__", {}).get("epoch")) is int]
+
     def begin(self, epoch: int, start: Mapping[str, Any] | None = None) -> tuple[Iterator[Any], EpochStart]:
         """The iterator of an epoch; with ``start``, of one that began in that random state."""
         self._renew_workers()

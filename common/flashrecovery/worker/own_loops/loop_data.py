@@ -25,7 +25,7 @@ class _Place:
 
     Attributes:
         run: how often the loop has been begun before.
-        start: random state and generators at the first round of this run.
+        start: random state and generators at the first round of this run, and which epochs the samplers had been told.
         digest: of the last round's element.
         before: random states before the last fetches, of those that have drawn from them.
     """
@@ -106,6 +106,13 @@ class LoopData(DataStream):
             self._place = _Place(self._place.run + 1, 0, self._place.total)
         self._entered = True
 
+    def left(self) -> None:
+        """The script has come to its place in another loop. When this one begins once more, that is its next run."""
+        self._seek_to = self._iterator = None
+        self._rounds.clear()
+        self._again.clear()
+        self._entered = self._place.run > 0 or self._place.total > 0
+
     def next_of(self, asked: Any) -> Any:
         """``next(asked)``, whichever object that is now. Raises StopIteration at its end."""
         if asked is not self._asked:
@@ -156,6 +163,8 @@ class LoopData(DataStream):
             start = at.plain()
             if self._made_at is not None:  # the numbers that it takes were drawn then
                 restore_rng(before.plain())
+        if self._place.taken == 0:
+            start = {**start, "epochs": self._source.epochs()}
         try:
             element = next(self._iterator)  # type: ignore[arg-type]
         except StopIteration:
@@ -181,7 +190,8 @@ class LoopData(DataStream):
         self._rounds.clear()
         if not place.taken:
             return
-        self._read_from = True
+        self._read_from, told = True, self._source.epochs()
+        self._source.put_epochs(place.start.get("epochs", told))  # the script may be an epoch ahead of its iterator
         self._iterator, _ = self._source.begin(place.run, place.start)
         done, digest = self._source.skip_indices(self._iterator, place.taken - 1), ""
         states = dict(zip(range(place.taken - len(place.before), place.taken), place.before, strict=True))
@@ -197,6 +207,7 @@ class LoopData(DataStream):
                 ) from None
             digest = Content.of(element).digest
             done += 1
+        self._source.put_epochs(told)
         if digest != place.digest:
             raise DataSourceError(
                 f"the {self._source.name} of this loop gives other elements than before: that of round "

@@ -43,6 +43,22 @@ BY_HAND = (
 _COMPREHENSIONS = ("<listcomp>", "<setcomp>", "<dictcomp>", "<genexpr>")
 _ENDLESS = 1 << 62
 _ROUNDS_KEPT = 2
+_TRIES = 16
+
+
+@dataclass(frozen=True)
+class _Past:
+    """A loop that has ended in the round under way of the loop around it: the random state, and its variables."""
+
+    rng: dict[str, Any]
+    end: Saved
+
+    def plain(self) -> dict[str, Any]:
+        return {"rng": self.rng, "end": self.end.plain()}
+
+    @staticmethod
+    def of(plain: dict[str, Any]) -> _Past:
+        return _Past(plain["rng"], Saved.of(plain["end"]))
 
 
 @dataclass(frozen=True)
@@ -51,24 +67,35 @@ class _Level:
 
     Attributes:
         key: file and line.
+        ordinal: how many loops have come before it in the round under way of the loop around it.
         index: which round of an outer loop.
         rng, start: its random state and variables as that round began.
         now: its variables.
+        past: the loops that have ended in that round.
     """
 
     key: tuple[str, int]
+    ordinal: int
     index: int
     rng: dict[str, Any] | None
     start: Saved
     now: Saved
+    past: tuple[_Past, ...]
 
     def plain(self) -> dict[str, Any]:
-        return {**vars(self), "start": self.start.plain(), "now": self.now.plain()}
+        parts = {"start": self.start.plain(), "now": self.now.plain(), "past": [one.plain() for one in self.past]}
+        return {**vars(self), **parts}
 
     @staticmethod
     def of(plain: dict[str, Any]) -> _Level:
         return _Level(
-            tuple(plain["key"]), plain["index"], plain["rng"], Saved.of(plain["start"]), Saved.of(plain["now"])
+            tuple(plain["key"]),
+            plain["ordinal"],
+            plain["index"],
+            plain["rng"],
+            Saved.of(plain["start"]),
+            Saved.of(plain["now"]),
+            tuple(map(_Past.of, plain["past"])),
         )
 
 
@@ -94,9 +121,6 @@ class Accumulation(Protocol):
     def is_whole(self) -> bool:
         """Whether the call of the optimizer's step that has just been made was the last one of a step."""
 
-    def rounds(self) -> int:
-        """Of a step."""
-
 
 class ScriptLoops:
     """The loops of one process. :data:`LOOPS` is the only one."""
@@ -121,8 +145,15 @@ class ScriptLoops:
         self._finished: ScriptLoop | None = None
         self._data: dict[tuple[str, int], LoopData] = {}
         self._target: list[_Level] | None = None
+        self._target_ended = False
+        self._ending = False
+        """The outermost loop has ended, as it has at the place to go to."""
         self.output = Output()
         self._seeking = False
+        self._tries = (-1, 0)
+        """Of which generation, and how often a round was begun on the way to a place."""
+        self._met: BaseException | None = None
+        """The last error of the script on such a way."""
 
     # -- set-up -----------------------------------------------------------------------------------
 
@@ -158,10 +189,6 @@ class ScriptLoops:
 
     # -- steps ------------------------------------------------------------------------------------
 
-    @property
-    def step_is_open(self) -> bool:
-        return self._step is not None
-
     def hand_out(self, loop: ScriptLoop) -> None:
         """``loop``, a step loop, begins a round: the step begins with it, or goes on."""
         if self._step is not None:
@@ -176,6 +203,8 @@ class ScriptLoops:
             own = self._loop = self._open(loop)
         if self._handed_out and not own.gate.stopped:
             return
+        if self._target_ended:  # no peer begins a step any more
+            raise self._leave(own, 0, loop=True)
         own.finished(_ENDLESS)
         self._handed_out, self._cut_short = True, False
         if self._target is not None:
@@ -186,15 +215,17 @@ class ScriptLoops:
         """An outer loop goes on after what was cut short between two steps."""
         if self._cut_short and self._loop is not None:
             self._loop.finished(_ENDLESS)
-            self._cut_short, self._seeking = False, self._target is not None
-            self._handed_out = not self._seeking
-            if self._seeking:
-                self._loop.discard()
-                self.output.drop()
+            self._cut_short, self._handed_out = False, self._target is None
+            if self._target is not None:
+                self._go_back(self._loop)
 
     def _open(self, loop: ScriptLoop) -> Loop:
         assert self._session is not None
         self._check_loops_around(loop)
+        reading = [key for key, text in self.texts.items() if text.steps and text.reads and not text.refused]
+        for place in sorted(reading):
+            self._session.refuse_streams()
+            self._session.add_stream(self._data.setdefault(place, LoopData()))
         for key in sorted(self.iterators):
             self._session.refuse_streams()
             self._asked[key] = LoopData()
@@ -263,35 +294,36 @@ class ScriptLoops:
             return False
         if self._step is not None:
             step, self._step, self._handed_out = self._step, None, False
+            self._cut_short = True
             return step.__exit__(type(error), error, error.__traceback__)
         own = self._loop
         if own is None or not isinstance(error, Exception) or not (own.void or own.explains(error)):
             return False
+        self._met = error
         own.stood_in()
         self._cut_short = True
         return True
 
     def finish(self, loop: ScriptLoop) -> bool:
         """The outermost loop has ended. False: steps of it are done again."""
-        if self._loop is None or self._finished is not None:
+        own = self._loop
+        if own is None or self._finished is not None:
             return True
-        if self._step is not None:
-            raise self.unfinished(loop)
-        self._handed_out = False
-        if self._loop.finished(self._loop.gate.version):
+        if self._seeking and not self._target_ended:
+            raise self._lost(loop)
+        last = own.gate.version
+        self._ending, self._handed_out = True, False
+        if self._step is not None:  # it takes no step of the optimizer: what is left of an accumulation
+            last += 1
+            step, self._step = self._step, None
+            step.__exit__(None, None, None)
+        if own.finished(last, goes_back=True):
             self._finished = loop
             self.output.show_all()
             return True
-        self._handed_out, self._seeking = False, True
+        self._ending = False
+        self._go_back(own)
         return False
-
-    @staticmethod
-    def unfinished(loop: ScriptLoop) -> UnsupportedError:
-        return UnsupportedError(
-            f"{loop.place}: the loop ends in the middle of an accumulation of gradients, and the rest of that step is "
-            "made elsewhere; make the number of its rounds a multiple of the accumulation (drop_last, or a shorter "
-            "sampler), or hand out the steps with recovery.steps()"
-        )
 
     # -- the way to a place -----------------------------------------------------------------------
 
@@ -301,19 +333,58 @@ class ScriptLoops:
         if self._target is None or not self._seeking or level >= len(self._target):
             return None
         there = self._target[level]
-        return there if there.key == loop.key else None
+        return there if (there.key, there.ordinal) == (loop.key, loop.ordinal) else None
+
+    def passes(self, error: BaseException) -> bool:
+        """A statement between two loops has raised ``error``. Returns whether it belongs to no version: the script is
+        on its way to a loop further on, and stand-ins answer for its peers."""
+        own = self._loop
+        if own is None or not isinstance(error, Exception) or not self._seeking or not own.void or own.gate.stopped:
+            return False
+        self._met = error
+        return True
+
+    def begins_again(self, loop: ScriptLoop) -> None:
+        """``loop`` begins the round of the place once more. Raises UnsupportedError if that leads nowhere."""
+        assert self._loop is not None
+        generation, tries = self._tries
+        self._tries = self._loop.gate.generation, tries + 1 if self._loop.gate.generation == generation else 1
+        if self._tries[1] > _TRIES:
+            raise self._lost(loop)
+
+    def _lost(self, loop: ScriptLoop) -> UnsupportedError:
+        met = "" if self._met is None else f"; on the way it raised {type(self._met).__name__}: {self._met}"
+        error = UnsupportedError(
+            f"{loop.place}: the script does not come again to the loop in which the step that is done again was "
+            f"taken{met}"
+        )
+        error.__cause__ = self._met
+        return error
+
+    def past_of(self, loop: ScriptLoop) -> _Past:
+        """Of a loop that is not begun, since the place is further on in the round of the loop around it, or below all
+        loops."""
+        level = self.stack.index(loop)
+        assert self._target is not None
+        if level == 0:
+            return _Past(RngState.now().plain(), self._target[0].now)
+        past = self._target[level - 1].past[loop.ordinal]
+        self.stack[level - 1].past.append(past)
+        return past
 
     def _go(self, own: Loop) -> None:
         """A version has been restored. If this is not its place, go there."""
         assert self._target is not None
         target, was_seeking = self._target, self._seeking
         for level, (loop, there) in enumerate(zip(self.stack, target, strict=False)):
-            if loop.key != there.key:
-                if level == 0:
-                    raise UnsupportedError(
-                        f"{loop.place}: the steps that are restored were taken in the loop at line {there.key[1]} of "
-                        f"{there.key[0]}; only one loop of a script, with all loops in it, can be protected"
-                    )
+            if level == 0 and loop.key != there.key:
+                raise UnsupportedError(
+                    f"{loop.place}: the steps that are restored were taken in the loop at line {abs(there.key[1])} of "
+                    f"{there.key[0]}; both must be in one block of statements, or in one loop"
+                )
+            if (loop.key, loop.ordinal) != (there.key, there.ordinal):
+                if was_seeking and loop.ordinal >= there.ordinal:
+                    raise self._lost(loop)
                 raise self._leave(own, level if was_seeking else level - 1, loop=was_seeking)
             if loop.index != there.index:
                 raise self._leave(own, level)
@@ -322,16 +393,22 @@ class ScriptLoops:
         data = self._data.get(self.stack[-1].key)
         if data is not None and data.must_be_entered:
             raise self._leave(own, len(self.stack) - 2)
-        self._target, self._seeking = None, False
+        self._target, self._seeking, self._tries, self._met = None, False, (-1, 0), None
+        for key, other in self._data.items():
+            if key != self.stack[-1].key:
+                other.left()
         for number, (loop, there) in enumerate(zip(self.stack, target, strict=True)):
             if not any(inner.is_in_function_of(loop) for inner in self.stack[number + 1 :]):  # else that one does it
                 loop.arrived(there.now)
 
     def _leave(self, own: Loop, level: int, *, loop: bool = False) -> _Leave:
+        self._go_back(own)
+        return _Leave(level, loop=loop)
+
+    def _go_back(self, own: Loop) -> None:
         self._seeking, self._handed_out = True, False
         own.discard()
         self.output.drop()
-        return _Leave(level, loop=loop)
 
     # -- a part of each version -------------------------------------------------------------------
 
@@ -345,10 +422,15 @@ class ScriptLoops:
 
     def capture(self, version: int) -> dict[str, Any]:
         """Where the loops stand, in plain values."""
-        levels = self._target
+        levels, ended = self._target, self._target_ended
         if levels is None:
             levels = [loop.level(saved) for loop, saved in self._variables()]
-        return {"levels": [level.plain() for level in levels], "printed": self.output.newest(version)}
+            ended = self._ending
+        return {
+            "levels": [level.plain() for level in levels],
+            "ended": ended,
+            "printed": self.output.newest(version),
+        }
 
     def _variables(self) -> list[tuple[ScriptLoop, Saved]]:
         """As they are now; of loops in one function the innermost has them."""
@@ -359,7 +441,7 @@ class ScriptLoops:
         return found
 
     def restore(self, state: dict[str, Any], version: int) -> None:
-        self._target = [_Level.of(level) for level in state["levels"]]
+        self._target, self._target_ended = [_Level.of(level) for level in state["levels"]], state["ended"]
         self.output.restore(version, state["printed"])
 
     # -- data -------------------------------------------------------------------------------------
@@ -367,16 +449,12 @@ class ScriptLoops:
     def data_of(self, loop: ScriptLoop, iterable: Iterable[Any]) -> LoopData:
         known = self._data.get(loop.key)
         if known is None:
-            assert self._session is not None
             if self._loop is not None:
                 raise UnsupportedError(
-                    f"{loop.place}: this loop takes its first step after others have been taken in another loop; only "
-                    "one step loop of a script can be protected"
+                    f"{loop.place}: the module of this loop was imported after the first step of another one; import "
+                    "it before, so that what the loop runs over is known from the first step on"
                 )
-            self._session.refuse_streams()
-            self._check_length(loop, iterable)
             known = self._data[loop.key] = LoopData(iterable)
-            self._session.add_stream(known)
         known.enter(iterable)
         return known
 
@@ -398,20 +476,6 @@ class ScriptLoops:
                 return default[0]
             raise
 
-    def _check_length(self, loop: ScriptLoop, iterable: Iterable[Any]) -> None:
-        """Raises UnsupportedError if an accumulation would go on from one run of the loop to the next."""
-        try:
-            rounds = len(iterable)  # type: ignore[arg-type]
-        except TypeError:
-            return
-        each = 1 if self._accumulation is None else self._accumulation.rounds()
-        if rounds % each:
-            raise UnsupportedError(
-                f"{loop.place}: the loop has {rounds} rounds and a step takes {each} of them, so that a step would "
-                "begin in one run of the loop and end in the next; make the number of rounds a multiple (drop_last, or "
-                "a shorter sampler), or hand out the steps with recovery.steps()"
-            )
-
 
 class ScriptLoop:
     """One run of a loop of the script."""
@@ -419,10 +483,13 @@ class ScriptLoop:
     def __init__(self, loops: ScriptLoops, key: tuple[str, int], text: LoopText) -> None:
         self.key = key
         self.index = -1
+        self.ordinal = 0
+        self.past: list[_Past] = []
         self.text = text
         self.restoring = False
         self.values: dict[str, Any] = {}
         self.whole = _Whole(self)
+        self.passing = _Passing(self)
         self._loops = loops
         self._names = LoopVariables.of(text)
         self._active = loops.active
@@ -433,7 +500,7 @@ class ScriptLoop:
 
     @property
     def place(self) -> str:
-        return f"{self.key[0]}:{self.key[1]}"
+        return f"{self.key[0]}:{abs(self.key[1])}"
 
     def runs(self) -> bool:
         """True once, and each time it has to be begun again."""
@@ -442,8 +509,9 @@ class ScriptLoop:
         self._begun, self._again = True, False
         if self._active:
             self.frame = sys._getframe(1)
-            self.index = -1
-            self._loops.stack.append(self)
+            self.index, around = -1, self._loops.stack
+            self.ordinal = len(around[-1].past) if around else 0
+            around.append(self)
         return True
 
     def ends(self, error: BaseException | None) -> bool:
@@ -453,18 +521,23 @@ class ScriptLoop:
         stack = self._loops.stack
         level = stack.index(self)
         if isinstance(error, _Leave) and error.level == level and error.loop:
+            past = self._loops.past_of(self)
+            restore_rng(past.rng)
+            self.arrived(past.end)
+            if level == 0:
+                self._again = not self._loops.finish(self)
             del stack[level:]
             return True
         if level == 0 and isinstance(error, _Leave) and error.level < 0:
             del stack[:]
             self._again = True
             return True
-        if error is None and self._loops.step_is_open:
-            raise self._loops.unfinished(self)
         if error is None and level == 0:
             self._again = not self._loops.finish(self)
         if error is not None and level == 0:
             self._loops.output.failed()
+        if level > 0 and not isinstance(error, _Leave):
+            stack[level - 1].past.append(_Past(RngState.now().plain(), self.variables()))
         del stack[level:]
         return False
 
@@ -526,7 +599,9 @@ class ScriptLoop:
         """Of an outer loop."""
         assert self.frame is not None
         self.index = index
+        self.past.clear()
         if there is not None:
+            self._loops.begins_again(self)
             restore_rng(there.rng or {})
             self._rng, self._start = there.rng, there.start
             self.arrived(there.start)
@@ -559,8 +634,12 @@ class ScriptLoop:
             return not error.loop and error.level == self._loops.stack.index(self)
         return self._loops.interrupted(error)
 
+    def passes(self, error: BaseException | None) -> bool:
+        """Whether an error between two loops is done with."""
+        return error is not None and self._active and self._loops.passes(error)
+
     def level(self, variables: Saved) -> _Level:
-        return _Level(self.key, self.index, self._rng, self._start, variables)
+        return _Level(self.key, self.ordinal, self.index, self._rng, self._start, variables, tuple(self.past))
 
     def variables(self) -> Saved:
         """As they are now."""
@@ -584,6 +663,21 @@ class _Whole:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: types.TracebackType | None
     ) -> bool:
         return self.loop.ends(error)
+
+
+@dataclass
+class _Passing:
+    """Around a statement in which several loops, one after the other, are begun, or between these."""
+
+    loop: ScriptLoop = field(repr=False)
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: types.TracebackType | None
+    ) -> bool:
+        return self.loop.passes(error)
 
 
 LOOPS = ScriptLoops()

@@ -16,6 +16,9 @@ loop around it, or around a call of a function that has it, is an *outer loop*: 
                                                          __loop__.step_taken()
                                                          print(loss.item())
 
+Where statements of one block come to step loops one after the other (a warm-up, then the training), they become the
+one round of an outer loop, so that the way leads from each of these loops to the others.
+
 Every statement keeps its line. What the objects do: :mod:`.loops`.
 """
 
@@ -32,6 +35,7 @@ from flashrecovery.worker.script_text.loop_carried import AnyFunction, LoopCarri
 PlainLoop = ast.For | ast.While
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
 HANDLE = "__flashrecovery_loops__"
+_PHASE = "__flashrecovery_phase__"
 _MODULE = "flashrecovery.worker.own_loops.loops"
 _NO_STEPS = ("sched", "ema", "profiler", "prof", "env", "writer", "logger", "bar", "timer")
 """What is called so has a ``step()`` that is no optimizer's."""
@@ -46,6 +50,7 @@ class LoopText:
 
     Attributes:
         steps: it is a step loop; else an outer loop.
+        reads: it is a ``for`` loop: what it runs over belongs to the step.
         carried: what it changes, and carries from round to round; of the outermost loop of its function.
         local: names that its rounds may set, for which the rewritten text has an assignment.
         shared: names that functions of the file set by ``global``.
@@ -63,6 +68,7 @@ class LoopText:
     passed: frozenset[str] = frozenset()
     read: frozenset[str] = frozenset()
     refused: str = ""
+    reads: bool = False
 
 
 @dataclass
@@ -70,7 +76,7 @@ class Rewritten:
     """A file's text.
 
     Attributes:
-        loops: by line; none if nothing was to be rewritten.
+        loops: by line (see :func:`_key`); none if nothing was to be rewritten.
         iterators: what its steps call ``next()`` on, as it is written there.
     """
 
@@ -114,8 +120,10 @@ def rewrite(text: bytes | str, file: str, elsewhere: Makes = NONE) -> Rewritten:
     calls = _Calls(tree, elsewhere)
     if not calls.loops and not calls.whole_steps:
         return Rewritten(tree)
+    if _join_phases(tree, calls):
+        calls = _Calls(tree, elsewhere)
     names = _FileNames.of(tree, calls)
-    texts = {loop.lineno: _text_of(tree, loop, calls, names) for loop in calls.loops}
+    texts = {_key(loop): _text_of(tree, loop, calls, names) for loop in calls.loops}
     iterators = _Iterators(file, calls)
     iterators.rewrite(tree)
     if not texts and not iterators.names:
@@ -258,6 +266,56 @@ def calls_in(place: ast.AST) -> Iterator[ast.Call]:
     return (node for node in own_nodes(place) if isinstance(node, ast.Call))
 
 
+# -- several loops, one after the other -------------------------------------------------------------
+
+
+class _Phases(ast.For):
+    """A loop of one round, around statements that come to step loops one after the other."""
+
+
+def _key(loop: PlainLoop) -> int:
+    """Its line; of :class:`_Phases`, which begin where their first statement does, the negative one."""
+    return -loop.lineno if isinstance(loop, _Phases) else loop.lineno
+
+
+def _join_phases(tree: ast.Module, calls: _Calls) -> bool:
+    """Make those statements one round of an outer loop. Returns whether there were any."""
+    functions = [one for same in calls.functions.values() for one in same]
+    bodies = [one.body for one in functions if not isinstance(one, ast.AsyncFunctionDef) and not _is_generator(one)]
+    joined = [_join_in(body, calls) for body in (tree.body, *bodies)]
+    return any(joined)
+
+
+def _join_in(body: list[ast.stmt], calls: _Calls) -> bool:
+    looping = [number for number, statement in enumerate(body) if _comes_to_loops(statement, calls)]
+    if len(looping) > 1:
+        first, last = looping[0], looping[-1]
+        (made,) = ast.parse(f"for {_PHASE} in (0,):\n    pass").body
+        assert isinstance(made, ast.For)
+        phases = _Phases(made.target, made.iter, body[first : last + 1], [])
+        for node in (phases, phases.target, *ast.walk(phases.iter)):
+            ast.copy_location(node, body[first])
+        phases.end_lineno = body[last].end_lineno
+        body[first : last + 1] = [phases]
+        return True
+    joined = [_join_in(block, calls) for number in looping for block in _all_blocks(body[number])]
+    return any(joined)
+
+
+def _comes_to_loops(statement: ast.stmt, calls: _Calls) -> bool:
+    if isinstance(statement, (*_FUNCTIONS, ast.ClassDef)):
+        return False
+    return calls.comes_to_a_loop(statement) or any(node in calls.loops for node in own_nodes(statement))
+
+
+def _all_blocks(statement: ast.stmt) -> list[list[ast.stmt]]:
+    """But for those of loops."""
+    if isinstance(statement, ast.Try):
+        handlers = [handler.body for handler in statement.handlers]
+        return [statement.body, *handlers, statement.orelse, statement.finalbody]
+    return _blocks(statement)
+
+
 # -- what the text says of a loop -------------------------------------------------------------------
 
 
@@ -299,6 +357,7 @@ def _text_of(tree: ast.Module, loop: PlainLoop, calls: _Calls, names: _FileNames
         names.passed,
         names.read,
         _refusal(loop, function),
+        isinstance(loop, ast.For),
     )
 
 
@@ -424,13 +483,18 @@ class _Rewriter(ast.NodeTransformer):
     def visit_For(self, node: ast.For) -> ast.AST | list[ast.stmt]:
         return self._loop(node)
 
+    def visit__Phases(self, node: _Phases) -> ast.AST | list[ast.stmt]:
+        return self._loop(node)
+
     def visit_While(self, node: ast.While) -> ast.AST | list[ast.stmt]:
         return self._loop(node)
 
     def _loop(self, loop: PlainLoop) -> ast.AST | list[ast.stmt]:
-        text = self._texts.get(loop.lineno) if loop in self._calls.loops else None
-        handle = f"__flashrecovery_loop_{loop.lineno}__"
+        text = self._texts.get(_key(loop)) if loop in self._calls.loops else None
+        handle = f"__flashrecovery_{'phases' if isinstance(loop, _Phases) else 'loop'}_{loop.lineno}__"
         if text is not None and not text.refused:
+            if isinstance(loop, _Phases):
+                loop.body = [self._passing(handle, statement) for statement in loop.body]
             if text.steps:
                 _after_the_step(loop.body, self._calls)
             else:
@@ -459,11 +523,20 @@ class _Rewriter(ast.NodeTransformer):
             more.body = [*self._restored(loop, handle, text), test, round_]
             round_.body = loop.body
             inner = [more]
-        entered = self._at(loop, f"{handle} = {HANDLE}.enter({self._file!r}, {loop.lineno})")
+        entered = self._at(loop, f"{handle} = {HANDLE}.enter({self._file!r}, {_key(loop)})")
         again = self._at(loop, f"while {handle}.runs():\n    with {handle}.whole:\n        pass")
         assert isinstance(again, ast.While) and isinstance(again.body[0], ast.With)
         again.body[0].body = inner
-        return [entered, again]
+        return [entered, again, *self._restored(loop, handle, text, whole=True)]
+
+    @staticmethod
+    def _passing(handle: str, statement: ast.stmt) -> ast.stmt:
+        (made,) = ast.parse(f"with {handle}.passing:\n    pass").body
+        assert isinstance(made, ast.With)
+        for node in (made, *ast.walk(made.items[0])):
+            ast.copy_location(node, statement)
+        made.body = [statement]
+        return made
 
     def _after_calls(self, loop: PlainLoop, body: list[ast.stmt], handle: str, text: LoopText) -> None:
         """Once more after each statement that comes to a step loop in another function: what led there was void, but

@@ -53,10 +53,14 @@ def _rewritten(text: bytes, file: str) -> CodeType | None:
     rewritten = rewrite(text, file, _sources.made_in_imported(text, file))
     if not rewritten.loops and not rewritten.iterators:
         return None
+    try:
+        code = compile(rewritten.tree, file, "exec", dont_inherit=True)
+    except SyntaxError:  # more blocks in one another than Python has: its steps are refused
+        return None
     from flashrecovery.worker.own_loops.loops import LOOPS
 
     LOOPS.take(rewritten, file, replacement=_replacement)
-    return compile(rewritten.tree, file, "exec", dont_inherit=True)
+    return code
 
 
 class OwnSources:

@@ -52,6 +52,11 @@ def accelerate_state() -> AccelerateState | None:
 class EngineSteps:
     """Tells the last call of ``engine.step()`` of an accumulation from those before."""
 
+    by_hand = (
+        "write the three lines by hand: recovery = engine.recovery; for step in recovery.steps(total): with step: (the "
+        "calls of one step, with its data from recovery.data(loader))"
+    )
+
     def __init__(self, engine: Any) -> None:
         self._engine = engine
         self._whole_at: int | None = None  # the engine's count behind the newest step that was whole
@@ -74,3 +79,6 @@ class EngineSteps:
         in an accumulation's last round; in between a step may be interrupted, and the engine's count goes back."""
         at, self._whole_at = self._whole_at, None
         return at is not None and at == self._engine.micro_steps
+
+    def prepare(self, frame: FrameType, *, last: bool) -> None:
+        """``deepspeed.initialize`` has registered what there is."""

@@ -257,6 +257,11 @@ class ParallelismSettings(_Model):
 class Settings(_Model):
     """What a worker needs to know (handed over in :data:`CONFIG_ENV`)."""
 
+    auto: bool | Literal["print"] = Field(
+        False,
+        description="true: protect a plain PyTorch script that has no line of recovery in it, its loop and all that it "
+        "trains; print: write the patch that does the same by hand, and end",
+    )
     redundancy: Literal["auto", "replica", "neighbor", "parity", "none"] = Field(
         "auto", description="copies, or parity, of what no peer holds"
     )

@@ -178,6 +178,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
         "session",
         "framework_calls own_loops",
         "recovery",
+        "auto",
         "startup",
     ),
 }

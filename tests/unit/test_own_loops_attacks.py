@@ -120,7 +120,7 @@ def test_imported_modules_are_read(tmp_path: Path) -> None:
     (tmp_path / "package" / "epochs.py").write_text(EPOCH)
     text = b"import deepspeed\nfrom package import train_one_epoch\n"
     sources = OwnSources(text, str(tmp_path / "train.py"))
-    assert sources.speak_of_deepspeed
+    assert sources.take_steps
     assert "train_one_epoch" in sources.made_in_imported(text, str(tmp_path / "train.py")).looping
 
 

@@ -55,6 +55,58 @@ def test_micro_batches_in_a_loop_of_their_own_are_a_part_of_the_step() -> None:
     """) == {2: True}
 
 
+def test_a_loop_that_takes_steps_besides_those_of_a_loop_in_it_is_one_step() -> None:
+    assert lines("""
+        for x in loader:
+            for _ in range(2):
+                critic(x).backward()
+                first.step()
+            critic(made(x)).backward()
+            second.step()
+    """) == {2: True}
+
+
+def test_the_rest_of_an_accumulation_is_a_step_in_the_loop_around() -> None:
+    text = rewritten("""
+        for epoch in range(3):
+            for number, x in enumerate(loader):
+                model(x).backward()
+                if number % 3 == 0:
+                    optimizer.step()
+            if rest:
+                optimizer.step()
+            validate()
+    """)
+    assert {line: loop.steps for line, loop in text.loops.items()} == {2: False, 3: True}
+    assert ast.unparse(text.tree).count(f"optimizer.step()\n{' ' * 20}{HANDLE}.step_taken()") == 1
+    assert ast.unparse(text.tree).count("step_taken()") == 2
+
+
+def test_a_number_of_steps_is_no_hand_made_loop() -> None:
+    assert lines("""
+        for _ in range(args.steps):
+            model(next(batches)).backward()
+            optimizer.step()
+    """) == {2: True}
+
+
+def test_a_modules_train_is_not_a_trainers() -> None:
+    assert lines("""
+        class Trainer:
+            def train(self):
+                for x in self.loader:
+                    if evaluate:
+                        self.model.eval()
+                        self.model.train()
+                    self.model(x).backward()
+                    self.optimizer.step()
+        for fold in range(3):
+            trainer.train()
+        for fold in range(3):
+            model.train()
+    """) == {4: True, 10: False}
+
+
 def test_functions_and_methods_are_followed() -> None:
     assert lines("""
         def train_step(x):

@@ -61,6 +61,27 @@ def take(data: LoopData, count: int) -> list[Any]:
     return [data.fetch() for _ in range(count)]
 
 
+def test_a_run_that_begins_after_an_end_begins_anew_for_a_survivor() -> None:
+    """The end of the run before is known still; the iterator of this one has been read from."""
+    data = LoopData(one := [1, 2])
+    data.enter(one)
+    take(data, 2)
+    data.commit(1)
+    with pytest.raises(StopIteration):
+        data.fetch()
+    data.enter([3, 4])
+    data.commit(2)
+    assert take(data, 1) == [3]
+    data.rollback(2)
+    assert take(data, 2) == [3, 4]
+
+
+def test_a_larger_tensor_comes_back_if_the_loop_carries_it() -> None:
+    frame = frame_with(hidden=torch.ones(5000), table=torch.ones(5000))
+    wanted = LoopVariables(frozenset(("hidden", "table")), frozenset(), frozenset(), carried=frozenset(("hidden",)))
+    assert take_down(frame, wanted, frozenset()).variables.keys() == {"hidden"}
+
+
 def loader() -> DataLoader[Any]:
     return DataLoader(range(12), batch_size=2, shuffle=True)  # type: ignore[arg-type]
 

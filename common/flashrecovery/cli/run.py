@@ -21,7 +21,15 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from flashrecovery.cli.closing import closing_line
-from flashrecovery.cli.run_options import ENVIRONMENT, OF_OTHER_LAUNCHERS, OWN, PLACES, SCRIPT, settings
+from flashrecovery.cli.run_options import (
+    ENVIRONMENT,
+    OF_OTHER_LAUNCHERS,
+    OWN,
+    PLACES,
+    SCRIPT,
+    CommandWithAuto,
+    settings,
+)
 from flashrecovery.config import RunConfig, overlaid, read_config, run_config
 from flashrecovery.errors import ConfigError
 from flashrecovery.events import EventLogError, RunFiles
@@ -85,7 +93,7 @@ def _closing(path: Path, began: float) -> str:
     return closing_line([event for event in events if event.time >= began], path)
 
 
-run = click.Command(
+run = CommandWithAuto(
     "run",
     callback=_run,
     help=_run.__doc__,

@@ -510,7 +510,7 @@ class Loop:
         self._worker.send(pb.FromWorker(modules=imported_so_far(watch.changed)))
 
     def _first_to_look(self, frameworks: bool) -> Unregistered:
-        kept, tell = is_kept if self._own_loops else None, self._tell_not_registered
+        kept, tell = _comes_back if self._own_loops else None, self._tell_not_registered
         return Unregistered(self._registry.known(), frameworks, tell, calls=self._own_calls, kept=kept)
 
     def _tell_not_registered(self, text: str) -> None:
@@ -589,6 +589,10 @@ class Loop:
         self.restore_plain(self._gate.version, fresh=False)
         void_run.end()
         self._touches.begin()
+
+
+def _comes_back(value: object, largest: int) -> bool:
+    return is_kept(value, largest=largest)
 
 
 class _LocalStates:

@@ -313,6 +313,16 @@ class Recovery:
             self._looping = False
 
     @property
+    def takes_steps(self) -> bool:
+        """Whether the script, or a framework, takes its steps by :meth:`steps` or :meth:`call`."""
+        return self._looped or self._calls is not None
+
+    @property
+    def registered(self) -> Sequence[object]:
+        """Models, optimizers and objects, as they were given."""
+        return self._registered
+
+    @property
     def in_call(self) -> bool:
         """Whether the body of a :meth:`call` is being run."""
         return self._calls is not None and self._calls.running

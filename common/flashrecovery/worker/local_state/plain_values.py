@@ -11,27 +11,30 @@ from flashrecovery.worker.local_state.fingerprints import KEPT_NUMBERS
 
 _NUMBERS = frozenset((*KEPT_NUMBERS, complex, bytes))
 _DEPTH = 3
-_ELEMENTS = 4096
-"""In a container or tensor that is taken down."""
+SMALL = 4096
+"""Elements of a container or tensor that is taken down."""
+LARGE = 1 << 20
+"""Elements of a tensor that a variable carries from one round of a loop to the next: a hidden state, a batch that was
+read ahead."""
 _DICTIONARIES = (dict, collections.OrderedDict, collections.defaultdict, collections.Counter)
 
 
-def is_kept(value: Any, known: frozenset[int] = frozenset(), depth: int = _DEPTH) -> bool:
-    """Numbers, texts, small tensors, and containers of these. ``known``: identities of what is protected otherwise:
-    tensors, their storages (:func:`storage_of`), containers."""
+def is_kept(value: Any, known: frozenset[int] = frozenset(), depth: int = _DEPTH, *, largest: int = SMALL) -> bool:
+    """Numbers, texts, tensors of at most ``largest`` elements, and containers of these. ``known``: identities of what
+    is protected otherwise: tensors, their storages (:func:`storage_of`), containers."""
     if type(value) in _NUMBERS:
         return True
     if id(value) in known:
         return False
     if isinstance(value, torch.Tensor):
-        return value.numel() <= _ELEMENTS and type(value) is torch.Tensor and storage_of(value) not in known
+        return value.numel() <= largest and type(value) is torch.Tensor and storage_of(value) not in known
     if type(value) in (list, tuple, set, frozenset, collections.deque, *_DICTIONARIES):
-        if not depth or len(value) > _ELEMENTS:
+        if not depth or len(value) > SMALL:
             return False
         parts = [*value.keys(), *value.values()] if isinstance(value, dict) else value
         if _NUMBERS.issuperset(map(type, parts)):
             return True
-        return all(is_kept(part, known, depth - 1) for part in parts)
+        return all(is_kept(part, known, depth - 1, largest=largest) for part in parts)
     return False
 
 

@@ -189,6 +189,7 @@ class LoopData(DataStream):
         self._place = place
         self._rounds.clear()
         if not place.taken:
+            self._iterator = None  # the run begins anew
             return
         self._read_from, told = True, self._source.epochs()
         self._source.put_epochs(place.start.get("epochs", told))  # the script may be an epoch ahead of its iterator

@@ -20,9 +20,11 @@ import types
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from pathlib import Path
+from typing import Any, NoReturn, Protocol
 
 from flashrecovery.errors import RegistrationError, UnsupportedError
+from flashrecovery.plan.words import shortened
 from flashrecovery.state import codec
 from flashrecovery.worker.local_state.rng import RngState, restore_rng
 from flashrecovery.worker.loop import Loop
@@ -36,13 +38,11 @@ from flashrecovery.worker.script_text.script_frames import tree_of
 from flashrecovery.worker.session import Session
 from flashrecovery.worker.step.step import Step
 
-BY_HAND = (
-    "write the three lines by hand: recovery = engine.recovery; for step in recovery.steps(total): with step: (the "
-    "calls of one step, with its data from recovery.data(loader))"
-)
 _COMPREHENSIONS = ("<listcomp>", "<setcomp>", "<dictcomp>", "<genexpr>")
 _ENDLESS = 1 << 62
 _ROUNDS_KEPT = 2
+_SHOWN = 12
+"""Variables that are named."""
 _TRIES = 16
 
 
@@ -110,16 +110,30 @@ class _Leave(BaseException):
 
 
 class Accumulation(Protocol):
-    """How many rounds a step has, where a framework counts them.
+    """What takes the steps of a script's own loops, and which rounds make one.
 
     Attributes:
         before_step: to be called before each call of the optimizer's step.
+        by_hand: which lines a script gets where its loops cannot be led back.
     """
 
     before_step: Callable[[], None] | None
 
+    @property
+    def by_hand(self) -> str: ...
+
+    def prepare(self, frame: types.FrameType, *, last: bool) -> None:
+        """The outermost of the loops begins in ``frame`` or, ``last``, the first step does."""
+
     def is_whole(self) -> bool:
         """Whether the call of the optimizer's step that has just been made was the last one of a step."""
+
+
+class AutoStart(Protocol):
+    """What protects scripts in which no framework does."""
+
+    def begin(self) -> None:
+        """The script comes to the first of its loops."""
 
 
 class ScriptLoops:
@@ -154,6 +168,7 @@ class ScriptLoops:
         """Of which generation, and how often a round was begun on the way to a place."""
         self._met: BaseException | None = None
         """The last error of the script on such a way."""
+        self.auto: AutoStart | None = None
 
     # -- set-up -----------------------------------------------------------------------------------
 
@@ -174,6 +189,7 @@ class ScriptLoops:
         self.iterators |= {(file, name) for name in rewritten.iterators}
 
     def enter(self, file: str, line: int) -> ScriptLoop:
+        self._begin_auto()
         return ScriptLoop(self, (file, line), self.texts[file, line])
 
     @property
@@ -222,6 +238,7 @@ class ScriptLoops:
     def _open(self, loop: ScriptLoop) -> Loop:
         assert self._session is not None
         self._check_loops_around(loop)
+        self._prepare(loop, last=True)
         reading = [key for key, text in self.texts.items() if text.steps and text.reads and not text.refused]
         for place in sorted(reading):
             self._session.refuse_streams()
@@ -231,6 +248,36 @@ class ScriptLoops:
             self._asked[key] = LoopData()
             self._session.add_stream(self._asked[key])
         return self._session.open(None, own_calls=False)
+
+    def _begin_auto(self) -> None:
+        if self._session is None and self.auto is not None:
+            self.auto.begin()
+
+    def entered(self, loop: ScriptLoop) -> None:
+        """``loop`` begins to run."""
+        if not self.stack and self._loop is None:
+            self._prepare(loop, last=False)
+        self.stack.append(loop)
+
+    def _prepare(self, loop: ScriptLoop, *, last: bool) -> None:
+        assert self._accumulation is not None and loop.frame is not None
+        self._accumulation.prepare(loop.frame, last=last)
+        self._known_ids = None
+
+    def loops_around_step(self) -> str:
+        """The place of the outermost loop, if there is one around the loop of steps."""
+        return self.stack[0].place if len(self.stack) > 1 else ""
+
+    def described(self) -> dict[str, str]:
+        """The loops that are running, and their variables that are brought back."""
+        found = {}
+        for loop, saved in self._variables():
+            place = f"{Path(loop.key[0]).name}:{loop.key[1]}"
+            found[place] = "loop of steps, and its data" if loop.text.steps else "loop around it"
+            names = [*saved.variables, *saved.attributes]
+            if names:
+                found[f"variables at {place}"] = shortened(names, _SHOWN)
+        return found
 
     def _check_loops_around(self, step_loop: ScriptLoop) -> None:
         """Raises UnsupportedError if the script is in a loop that is not led back."""
@@ -246,7 +293,7 @@ class ScriptLoops:
                 if (file, number) not in led:
                     raise UnsupportedError(
                         f"{file}:{number}: the steps of the loop at {step_loop.place} are taken in this loop, which "
-                        f"cannot be led back{self._because(file, number)}; {BY_HAND}"
+                        f"cannot be led back{self._because(file, number)}; {self._by_hand}"
                     )
             around = around.f_back
 
@@ -258,7 +305,10 @@ class ScriptLoops:
         """The optimizer's step is called. Raises UnsupportedError if that is in no loop that is led back."""
         if self._step is not None or self._finished is not None or self._session is None or self._session.begun:
             return
-        around: types.FrameType | None = sys._getframe(1)
+        self.refuse_call(sys._getframe(1), self._by_hand)
+
+    def refuse_call(self, around: types.FrameType | None, by_hand: str) -> NoReturn:
+        """The optimizer's step is called in ``around`` or what has called that. Raises UnsupportedError."""
         while around is not None and not is_own_file(around.f_code.co_filename):
             around = around.f_back
         place = "" if around is None else f"{around.f_code.co_filename}:{around.f_lineno}: "
@@ -267,7 +317,7 @@ class ScriptLoops:
         ]
         because = f" ({'; '.join(reasons)})" if reasons else ""
         raise UnsupportedError(
-            f"{place}the optimizer's step is called, and is in no loop that is led back by itself{because}; {BY_HAND}"
+            f"{place}the optimizer's step is called, and is in no loop that is led back by itself{because}; {by_hand}"
         )
 
     def begin(self) -> None:
@@ -324,6 +374,10 @@ class ScriptLoops:
         self._ending = False
         self._go_back(own)
         return False
+
+    @property
+    def _by_hand(self) -> str:
+        return "" if self._accumulation is None else self._accumulation.by_hand
 
     # -- the way to a place -----------------------------------------------------------------------
 
@@ -460,6 +514,7 @@ class ScriptLoops:
 
     def iterator(self, *iterable: Any) -> Any:
         """``iter(iterable)`` of the script."""
+        self._begin_auto()
         if len(iterable) != 1 or not self.active or isinstance(iterable[0], Iterator):
             return iter(*iterable)
         return OwnIterator(iterable[0])
@@ -511,7 +566,7 @@ class ScriptLoop:
             self.frame = sys._getframe(1)
             self.index, around = -1, self._loops.stack
             self.ordinal = len(around[-1].past) if around else 0
-            around.append(self)
+            self._loops.entered(self)
         return True
 
     def ends(self, error: BaseException | None) -> bool:

@@ -40,6 +40,11 @@ _MODULE = "flashrecovery.worker.own_loops.loops"
 _NO_STEPS = ("sched", "ema", "profiler", "prof", "env", "writer", "logger", "bar", "timer")
 """What is called so has a ``step()`` that is no optimizer's."""
 
+_OF_MODULES = ("step", "backward", "forward", "__call__", "train", "eval")
+"""Methods that modules and optimizers have: of what is called so, too, in a script they are not called."""
+_TRAINERS = ("trainer", "runner", "learner")
+"""Of what has one of these in its name ``train()`` trains."""
+
 _CHANGE_NOTHING = frozenset(("torch", "nn", "F", "dist", "math", "json", "logging", "logger", *dir(builtins)))
 """Functions and modules of functions that leave lists and dictionaries that they are given as they are."""
 
@@ -135,9 +140,8 @@ def rewrite(text: bytes | str, file: str, elsewhere: Makes = NONE) -> Rewritten:
 
 def _hands_out_steps(tree: ast.AST) -> bool:
     """The script takes its steps from ``recovery.steps()``, or its calls are protected one by one."""
-    return any(
-        isinstance(node, ast.Attribute) and node.attr in ("steps", "train_batch", "protect") for node in ast.walk(tree)
-    )
+    calls = (node.func for node in ast.walk(tree) if isinstance(node, ast.Call))
+    return any(isinstance(made, ast.Attribute) and made.attr in ("steps", "train_batch", "protect") for made in calls)
 
 
 # -- which loops ------------------------------------------------------------------------------------
@@ -219,10 +223,26 @@ class _Calls:
     def _find(self, place: ast.AST) -> None:
         for loop in (node for node in own_nodes(place) if isinstance(node, (ast.For, ast.While))):
             inner = [node for node in own_nodes(loop) if isinstance(node, (ast.For, ast.While)) and node is not loop]
-            if self._loops_in(loop) or any(self._whole_step(one) for one in inner):
+            whole = [one for one in inner if self._whole_step(one)]
+            if whole and self._has_step_besides(loop, whole):
+                self.loops[loop] = True
+            elif self._loops_in(loop) or whole:
                 self.loops[loop] = False
             elif self._whole_step(loop):
                 self.loops[loop] = True
+        for loop in [one for one, steps in self.loops.items() if steps]:
+            for node in own_nodes(loop):
+                if isinstance(node, (ast.For, ast.While)) and node is not loop:
+                    self.loops.pop(node, None)
+
+    def _has_step_besides(self, loop: PlainLoop, inner: Iterable[PlainLoop]) -> bool:
+        """Whether ``loop`` makes the calls of a step outside of the loops in it, too: those are parts of its step, as
+        where a discriminator takes several of them, and then the generator one."""
+        within = {node for one in inner for node in own_nodes(one)}
+        besides = [node for node in own_nodes(loop) if isinstance(node, ast.Call) and node not in within]
+        return any(self._is_backward(call) or called(call) in self._backward for call in besides) and any(
+            self._is_step(call) or called(call) in self._step for call in besides
+        )
 
     def _whole_step(self, loop: PlainLoop) -> bool:
         return self._makes(loop, self._is_backward, self._backward) and self.takes_step(loop)
@@ -248,7 +268,10 @@ def called(call: ast.Call) -> str:
     if not isinstance(call.func, ast.Attribute):
         return ""
     own = isinstance(call.func.value, ast.Name) and call.func.value.id == "self"
-    return call.func.attr if own or call.func.attr not in ("step", "backward", "forward", "__call__") else ""
+    if own or call.func.attr not in _OF_MODULES:
+        return call.func.attr
+    trains = call.func.attr == "train" and any(w in ast.unparse(call.func.value).lower() for w in _TRAINERS)
+    return call.func.attr if trains else ""
 
 
 def own_nodes(place: ast.AST) -> Iterator[ast.AST]:
@@ -498,6 +521,7 @@ class _Rewriter(ast.NodeTransformer):
             if text.steps:
                 _after_the_step(loop.body, self._calls)
             else:
+                _after_rests(loop.body, self._calls)
                 self._after_calls(loop, loop.body, handle, text)
         self.generic_visit(loop)
         if text is None or text.refused:
@@ -583,6 +607,18 @@ def _after_the_step(body: list[ast.stmt], calls: _Calls) -> None:
             _after_the_step(blocks[0], calls)
             return
     body.insert(taking[-1] + 1, _Taken.like(body[taking[-1]]))
+
+
+def _after_rests(body: list[ast.stmt], calls: _Calls) -> None:
+    """The same in an outer loop, where the rest of an accumulation makes a step."""
+    for number, statement in reversed([*enumerate(body)]):
+        if isinstance(statement, (ast.For, ast.While, ast.AsyncFor)) or not calls.takes_step(statement):
+            continue
+        blocks = [block for block in _blocks(statement) if block]
+        for block in blocks:
+            _after_rests(block, calls)
+        if not blocks:
+            body.insert(number + 1, _Taken.like(statement))
 
 
 def _blocks(statement: ast.stmt) -> list[list[ast.stmt]]:

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from flashrecovery.worker.local_state.fingerprints import CONTAINERS, ELEMENTS, KEPT_NUMBERS, attributes_of
 from flashrecovery.worker.local_state.generators import as_stateful, is_generator
-from flashrecovery.worker.local_state.plain_values import copy_of, is_kept, put, storage_of
+from flashrecovery.worker.local_state.plain_values import LARGE, SMALL, copy_of, is_kept, put, storage_of
 from flashrecovery.worker.own_loops.rewrite import LoopText
 from flashrecovery.worker.preimport.own_files import is_own_file
 from flashrecovery.worker.script_text.script_frames import STATIC, is_own
@@ -36,6 +36,7 @@ class LoopVariables:
         own: set or changed in it.
         remade: of these, those that each round sets before it reads them.
         read_after: of these, those that are read below the loop.
+        carried: of these, those that a round of it may read as the round before has left them.
         passed: handed to functions that may change them: containers among them belong to the loop, too.
         read: all that may lead to an object whose attributes change.
     """
@@ -45,6 +46,7 @@ class LoopVariables:
     read_after: frozenset[str]
     passed: frozenset[str] = frozenset()
     read: frozenset[str] = frozenset()
+    carried: frozenset[str] = frozenset()
 
     @functools.cached_property
     def in_order(self) -> tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]:
@@ -56,7 +58,10 @@ class LoopVariables:
         carried = text.carried
         own = {path.partition(".")[0] for path in carried.names | carried.set_here | carried.remade}
         own |= text.local | text.shared
-        return LoopVariables(frozenset(own), carried.remade, text.read_after, text.passed - own, text.read)
+        over = (carried.names | carried.set_here) - carried.remade
+        return LoopVariables(
+            frozenset(own), carried.remade, text.read_after, text.passed - own, text.read, frozenset(over)
+        )
 
 
 def protected(things: Iterable[object], tensors: Iterable[torch.Tensor]) -> frozenset[int]:
@@ -109,7 +114,8 @@ def take_down(frame: types.FrameType, names: LoopVariables, known: frozenset[int
     variables, saved = _Variables(frame), Saved()
     _, own, passed = names.in_order
     for name, value in variables.of(own):
-        if is_kept(value, known) and (name in names.read_after or not _is_passing(name, value, names)):
+        largest = LARGE if name in names.carried else SMALL
+        if is_kept(value, known, largest=largest) and (name in names.read_after or not _is_passing(name, value, names)):
             saved.variables[name] = copy_of(value)
     for name, value in variables.of(passed):
         if isinstance(value, CONTAINERS) and is_kept(value, known):

@@ -50,7 +50,7 @@ from flashrecovery.worker.local_state.fingerprints import (
     plain_mark,
 )
 from flashrecovery.worker.local_state.generators import as_stateful
-from flashrecovery.worker.local_state.plain_values import storage_of
+from flashrecovery.worker.local_state.plain_values import LARGE, SMALL, storage_of
 from flashrecovery.worker.script_checks.hooks import HookWatch
 from flashrecovery.worker.script_text.loop_carried import CarriedByClass, LoopCarried
 from flashrecovery.worker.script_text.script_frames import (
@@ -110,7 +110,7 @@ class Unregistered:
         tell: gets a text that names what has been found for the first time.
         calls: steps are calls.
         kept: where the script's own loops are led back (:mod:`flashrecovery.worker.own_loops`): whether a variable of
-            this value comes back with them.
+            this value comes back with them; tensors have so many elements at most.
     """
 
     def __init__(
@@ -120,7 +120,7 @@ class Unregistered:
         tell: Callable[[str], None],
         *,
         calls: bool = False,
-        kept: Callable[[object], bool] | None = None,
+        kept: Callable[[object, int], bool] | None = None,
     ) -> None:
         things = list(known)
         self._known, self._parameters = _known(things)
@@ -136,6 +136,7 @@ class Unregistered:
         self._generation = 0
         self._given_up = False
         self._seen = _Seen()
+        self._carried: set[str] = set()
         self._objects: dict[str, str] = {}
         self._iterators: dict[str, None] = {}
         self._variables: dict[str, None] = {}
@@ -208,6 +209,7 @@ class Unregistered:
             if carried != LoopCarried():
                 in_loop = True
                 anew |= carried.remade & found_here.keys()
+                self._carried |= (carried.names | carried.set_here) - carried.remade
             elif not in_loop:  # it is called in each step
                 anew |= local_to_call(one) & found_here.keys()
             reachable = {**{name: v for name, v in one.f_globals.items() if name in carried.names}, **variables}
@@ -235,7 +237,7 @@ class Unregistered:
             if not self._calls:
                 self._iterators.setdefault(path)
         elif is_plain(value):
-            if not self._holds_known(value) and not self._comes_back(value):
+            if not self._holds_known(value) and not self._comes_back(value, path):
                 self._variables.setdefault(path)
         elif is_own(type(value)) and id(value) not in self._known and not isinstance(value, torch.nn.Module):
             for name, part in attributes_of(value).items():  # an object of plain values, made anew in each round
@@ -279,7 +281,7 @@ class Unregistered:
             visited.add(id(thing))
             if isinstance(thing, torch.Tensor):
                 own = id(thing) not in self._parameters and storage_of(thing) not in self._storages
-                if own and (path.endswith("]") or not self._comes_back(thing)):
+                if own and (path.endswith("]") or not self._comes_back(thing, path)):
                     seen.setdefault(path, ("", InPlace(thing)))
                 continue
             if isinstance(thing, CONTAINERS):
@@ -327,8 +329,9 @@ class Unregistered:
                 elif is_plain(value) and not self._holds_known(value) and not self._comes_back(value):
                     seen[where] = "", plain_mark(value)
 
-    def _comes_back(self, value: object) -> bool:
-        return self._kept is not None and self._kept(value)
+    def _comes_back(self, value: object, path: str = "") -> bool:
+        """``path``: of a variable."""
+        return self._kept is not None and self._kept(value, LARGE if path in self._carried else SMALL)
 
     def _methods(self, kind: type) -> CarriedByClass:
         own = [one for one in kind.__mro__ if is_own(one)]

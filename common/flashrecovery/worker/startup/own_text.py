@@ -1,13 +1,15 @@
 """The text of the script and of its own modules, with the loops that take its steps under recovery.
 
-Rewritten is what speaks of DeepSpeed and makes a step's calls (:mod:`flashrecovery.worker.own_loops.rewrite`). Where no
-engine is protected, the rewritten text does what it did before. Nothing of it is kept on disk.
+Rewritten is what speaks of DeepSpeed and makes a step's calls (:mod:`flashrecovery.worker.own_loops.rewrite`); with
+``--auto``, all that makes them. Where nothing is protected, the rewritten text does what it did before. Nothing of it
+is kept on disk.
 """
 
 from __future__ import annotations
 
 import ast
 import contextlib
+import json
 import os
 import re
 import sys
@@ -15,8 +17,10 @@ from collections.abc import Iterator, Sequence
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from types import CodeType, ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from flashrecovery.config import CONFIG_ENV
+from flashrecovery.util.import_hooks import install
 from flashrecovery.worker.preimport.own_files import FRAMEWORKS, is_own_file
 
 if TYPE_CHECKING:
@@ -33,6 +37,9 @@ _PACKAGE = "__init__.py"
 _FILES = 500
 """Of a script's own modules that are read to see what they call."""
 _replacement = False
+_auto = False
+_hook: Any = None
+"""Looks at the steps of torch's optimizers before the first protected one."""
 _folders: list[str] = []
 _sources: OwnSources | None = None
 
@@ -41,12 +48,12 @@ def compiled_text(text: bytes, file: str) -> CodeType:
     """Of the script. Raises SyntaxError as the compiler does."""
     global _sources
     if _sources is None:
-        _sources = OwnSources(text, file)
+        _sources = OwnSources(text, file, any_framework=_auto)
     return _rewritten(text, file) or compile(text, file, "exec", dont_inherit=True)
 
 
 def _rewritten(text: bytes, file: str) -> CodeType | None:
-    if _sources is None or not _sources.speak_of_deepspeed:
+    if _sources is None or not _sources.take_steps:
         return None
     from flashrecovery.worker.own_loops.rewrite import rewrite
 
@@ -59,24 +66,31 @@ def _rewritten(text: bytes, file: str) -> CodeType | None:
         return None
     from flashrecovery.worker.own_loops.loops import LOOPS
 
+    if _auto:
+        from flashrecovery.worker.auto.steps import AUTO
+
+        LOOPS.auto, AUTO.first_step_begins = AUTO, _stop_watching
     LOOPS.take(rewritten, file, replacement=_replacement)
     return code
 
 
 class OwnSources:
-    """The texts of the script and of its own modules, as far as import statements lead to them. ``file``: of the
-    script."""
+    """The texts of the script and of its own modules, as far as import statements lead to them.
 
-    def __init__(self, text: bytes, file: str) -> None:
+    Args:
+        file: of the script.
+        any_framework: they need not speak of DeepSpeed.
+    """
+
+    def __init__(self, text: bytes, file: str, *, any_framework: bool = False) -> None:
         self._made: dict[str, Makes] = {}
         self._texts: dict[str, bytes] = {}
         self._imported: dict[str, list[str]] = {}
         self._read(text, file)
         texts = self._texts.values()
-        self.speak_of_deepspeed = any(word in one.lower() for one in texts for word in _OF_DEEPSPEED) and all(
-            any(call in one for one in texts) for call in _CALLS
-        )
-        if not self.speak_of_deepspeed:
+        of_deepspeed = any(word in one.lower() for one in texts for word in _OF_DEEPSPEED)
+        self.take_steps = (any_framework or of_deepspeed) and all(any(call in one for one in texts) for call in _CALLS)
+        if not self.take_steps:
             self._texts.clear()
 
     def _read(self, text: bytes, file: str) -> None:
@@ -178,10 +192,33 @@ class _OwnText(SourceFileLoader):
 
 def find_own_modules(*, replacement: bool) -> None:
     """From now on, before the script's first line. ``replacement``: this is not the first process of its rank."""
-    global _replacement, _folders
+    global _replacement, _folders, _auto
     _replacement = replacement
+    _auto = bool(json.loads(os.environ.get(CONFIG_ENV, "{}")).get("auto"))
+    if _auto:
+        install({"torch.optim.optimizer": _watch_steps})
     _folders = [place for place in sys.path if place and is_own_file(os.path.join(place, "x")) and os.path.isdir(place)]
     sys.meta_path.insert(0, OwnModules(_folders))
+
+
+def _watch_steps(optimizers: ModuleType) -> None:
+    """torch.optim.optimizer has just been imported, and torch perhaps not yet as a whole."""
+    global _hook
+
+    def stepping(*_: Any) -> None:
+        from flashrecovery.worker.auto.steps import AUTO
+
+        AUTO.check_step(sys._getframe(1))
+
+    _hook = optimizers.register_optimizer_step_pre_hook(stepping)
+
+
+def _stop_watching() -> None:
+    """The first protected step begins."""
+    global _hook
+    if _hook is not None:
+        _hook.remove()
+        _hook = None
 
 
 def script_is_over() -> None:

@@ -1,0 +1,1 @@
+"""``--auto``: plain PyTorch scripts that have no line of recovery in them."""

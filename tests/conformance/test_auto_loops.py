@@ -1,0 +1,129 @@
+"""Plain PyTorch scripts without a line of ours, by ``--auto`` alone: killed, they end with the same state, and have
+printed each line."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from tests.support.jobs import ENVIRONMENT, ROOT, Job, Layout, check_clean, check_fired, check_recovered, run_job
+
+SCRIPT = ROOT / "tests" / "scripts" / "auto_loops.py"
+TIMEOUT_S = 300
+DDP = (
+    *("epochs", "top_break", "accumulation", "flushed", "gan", "averaged", "teacher", "recurrent"),
+    *("nano", "mingpt", "tutorial", "imagenet", "streamed", "skips"),
+)
+SHAPES = (*DDP, "by_hand", "fsdp2", "fsdp2_epochs")
+FEW = ("accumulation", "flushed")
+"""With fewer steps."""
+PHASES = ("between", "data", "forward", "backward", "grad-sync", "optimizer", "commit", "below")
+REFUSED = {
+    "lbfgs": "LBFGS",
+    "comprehension": "cannot be led back",
+    "remade": "made in the loop at",
+    "generator": "is a generator or a coroutine",
+}
+
+pytestmark = pytest.mark.timeout(3 * TIMEOUT_S)
+
+
+def run(path: Path, shape: str, inject: Sequence[str] = (), *, nproc: int = 2, auto: str = "--auto") -> Job:
+    layout = Layout(shape, "", nproc=nproc)
+    return run_job(
+        path, layout, script=SCRIPT, flags=(shape,), inject=inject, options=(auto,), timeout_s=TIMEOUT_S, standby=1
+    )
+
+
+def lines(text: str) -> list[str]:
+    return [line for line in text.splitlines() if line.startswith("rank=")]
+
+
+def printed(job: Job, rank: int) -> list[str]:
+    """By all processes of a rank, one after the other."""
+    logs = sorted((job.run_dir / "logs").glob(f"rank{rank}.gen*.log"), key=lambda log: log.stat().st_mtime)
+    return [line for log in logs for line in lines(log.read_text())]
+
+
+def check_same(job: Job, reference: Job) -> None:
+    assert reference.code == job.code == 0, job.explain()
+    assert reference.digests and job.digests == reference.digests, job.explain()
+    for rank in reference.digests:
+        assert printed(job, rank) == printed(reference, rank), job.explain()
+    assert not job.notices("not_registered") and not job.notices("unprotected"), job.explain()
+    check_clean(job)
+
+
+def kills(shape: str) -> list[str]:
+    """Four, of either rank."""
+    steps = (2, 4, 5, 6) if shape in FEW else (3, 7, 9, 11)
+    places = ((1, "backward"), (0, "forward"), (1, "below"), (0, "optimizer"))
+    return [f"rank={rank},fault=sigkill,at={at},step={i}" for (rank, at), i in zip(places, steps, strict=True)]
+
+
+def test_nanogpts_loop(tmp_path: Path) -> None:
+    """Two deaths: of rank 0 in an accumulation, and of rank 1 between the optimizer's step and the next round."""
+    reference = run(tmp_path / "reference", "nano")
+    inject = ["rank=0,fault=sigkill,at=backward,step=4", "rank=1,fault=sigkill,at=below,step=9"]
+    job = run(tmp_path / "run", "nano", inject)
+    check_same(job, reference)
+    check_fired(job, 2)
+    check_recovered(job, (0, 1))
+    assert "Protected:" in job.output and "model" in job.output
+
+
+@pytest.mark.grid
+@pytest.mark.parametrize("shape", SHAPES)
+def test_each_shape(shape: str, tmp_path: Path) -> None:
+    reference = run(tmp_path / "reference", shape)
+    job = run(tmp_path / "run", shape, kills(shape))
+    check_same(job, reference)
+    check_fired(job, 4)
+
+
+@pytest.mark.grid
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("at", PHASES)
+@pytest.mark.parametrize("shape", ["nano", "accumulation", "fsdp2_epochs"])
+def test_each_phase(shape: str, at: str, rank: int, tmp_path: Path) -> None:
+    """Twice in a row, and once more."""
+    reference = run(tmp_path / "reference", shape)
+    job = run(tmp_path / "run", shape, [f"rank={rank},fault=sigkill,at={at},step={step}" for step in (2, 3, 6)])
+    check_same(job, reference)
+    check_fired(job, 3)
+
+
+@pytest.mark.grid
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_same_as_under_torchrun(shape: str, tmp_path: Path) -> None:
+    reference = run(tmp_path / "reference", shape)
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--log-dir", str(tmp_path)]
+    command += ["--redirects", "3", "--master-port", "0", "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
+    subprocess.run([*command, str(SCRIPT), shape], check=True, timeout=TIMEOUT_S, env={**os.environ, **ENVIRONMENT})
+    for rank in (0, 1):
+        (log,) = tmp_path.glob(f"*/attempt_0/{rank}/stdout.log")
+        assert lines(log.read_text()) == printed(reference, rank)
+        assert f"digest rank={rank} {reference.digests[rank]}" in log.read_text()
+
+
+@pytest.mark.grid
+@pytest.mark.parametrize("shape", REFUSED)
+def test_what_cannot_be_led_back_is_refused_before_the_first_step(shape: str, tmp_path: Path) -> None:
+    job = run(tmp_path / "run", shape)
+    assert job.code != 0, job.explain()
+    assert "auto_loops.py:" in job.output and REFUSED[shape] in job.output, job.explain()
+    assert "recovery.steps(" in job.output, job.explain()
+    assert not any(event.get("step", -1) > 0 for event in job.events if event.get("event") == "committed")
+    check_clean(job)
+
+
+@pytest.mark.grid
+def test_one_process_is_refused(tmp_path: Path) -> None:
+    job = run(tmp_path / "run", "by_hand", nproc=1)
+    assert job.code != 0 and "there is one process" in job.output, job.explain()
+    check_clean(job)

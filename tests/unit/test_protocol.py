@@ -51,7 +51,7 @@ FOR_CALLERS = {
     },  # what tests hold a decision to
     "flashrecovery.worker.data.global_batches": {"MicroBatch"},  # what scripts read
     "flashrecovery.worker.reshard.redistribution": {"Moved.total"},  # what tests hold a plan to
-    "flashrecovery.worker.transfer.transfer": {"TransferReport.bytes_sent"},
+    "flashrecovery.worker.transfer.transfer": {"TransferReport.bytes_sent", "TransferReport.bytes_read"},
 }
 """Fields, or all fields of a dataclass, that no code of the packages reads by name, and why they are not dead."""
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import threading
 import time
 from pathlib import Path
@@ -13,10 +15,13 @@ import torch.distributed as dist
 
 from flashrecovery import groups
 from flashrecovery.errors import RestoreError
+from flashrecovery.runtime import process_memory
 from flashrecovery.state.digest import shard_digest
 from flashrecovery.state.shard import Shard, ShardSource
 from flashrecovery.state.spec import ShardSpec
+from flashrecovery.worker.transfer import direct_reads
 from flashrecovery.worker.transfer.chunks import DIRECT_BYTES, PACK_BYTES
+from flashrecovery.worker.transfer.direct_reads import PIECE
 from flashrecovery.worker.transfer.transfer import exchange, within
 from tests.support.ranks import die, results, run_ranks
 
@@ -144,6 +149,161 @@ def test_other_shards_than_expected_are_an_error(tmp_path: Path) -> None:
     assert run_ranks(_unexpected, 2, tmp_path)[1].value == "ProtocolError"
 
 
+def _slowly(pause_s: float, begun: Path | None = None) -> None:
+    """Every read of this process takes as long. ``begun`` is made when there has been one of a piece."""
+    real = process_memory.read
+
+    def read(pid: int, ranges: Any) -> None:
+        real(pid, ranges)
+        if begun is not None and len(ranges) == 1:
+            begun.touch()
+        time.sleep(pause_s)
+
+    process_memory.read = read
+
+
+def _held(rank: int, world: int) -> int:
+    """The source overwrites everything as soon as its exchange is over; its destination reads slowly."""
+    large = torch.arange(5 * PIECE // 4 + 1000, dtype=torch.int32)
+    shards = {"big": DictShard("big", {"x": large} if rank == 0 else None)}
+    shards |= {f"s{i}": DictShard(f"s{i}", content(i) if rank == 0 else None) for i in range(3)}
+    if rank == 1:
+        _slowly(0.02)
+    outgoing = {1: [shard.source() for shard in shards.values()]} if rank == 0 else {}
+    report = exchange(dist.group.WORLD, outgoing, {0: list(shards)} if rank == 1 else {}, shards)
+    for shard in shards.values():
+        for tensor in shard.content.values():
+            if rank == 0:
+                tensor.detach().zero_()
+    if rank == 1:
+        assert not report.mismatched
+        assert torch.equal(shards["big"].content["x"], large)
+        assert all(equal(shards[f"s{i}"].content, content(i)) for i in range(3))
+    return report.bytes_read
+
+
+def test_a_source_is_read_directly_and_holds_its_memory_meanwhile(tmp_path: Path) -> None:
+    _, read = results(run_ranks(_held, 2, tmp_path))
+    strided = sum(nbytes({k: t for k, t in content(0).items() if not t.is_contiguous()}) for _ in range(3))
+    assert read == 5 * PIECE + 4000 + 3 * nbytes(content(0)) - strided
+
+
+def _another_user(rank: int, world: int) -> Any:
+    shard = DictShard("s0", content(0) if rank == 0 else None)
+    if rank == 1:
+        os.setuid(65534)
+    outgoing = {1: [shard.source()]} if rank == 0 else {}
+    report = exchange(dist.group.WORLD, outgoing, {0: ["s0"]} if rank == 1 else {}, {"s0": shard})
+    return report.bytes_read, report.mismatched, equal(shard.content, content(0))
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="needs root, to be another user")
+def test_a_source_of_another_user_sends(tmp_path: Path) -> None:
+    assert results(run_ranks(_another_user, 2, tmp_path))[1] == (0, [], True)
+
+
+def _unreadable(rank: int, world: int, code: int) -> Any:
+    """Its memory had looked readable."""
+    shard = DictShard("big", {"x": torch.arange(PIECE // 2)} if rank == 0 else None)
+    real = process_memory.read
+
+    def read(pid: int, ranges: Any) -> None:
+        if len(ranges) == 1:  # not the first look
+            raise OSError(code, "not any more")
+        real(pid, ranges)
+
+    process_memory.read = read
+    try:
+        outgoing = {1: [shard.source()]} if rank == 0 else {}
+        exchange(dist.group.WORLD, outgoing, {0: ["big"]} if rank == 1 else {}, {"big": shard})
+    except (RuntimeError, RestoreError) as e:
+        return type(e).__name__, direct_reads.refused()
+    return "none"
+
+
+@pytest.mark.parametrize(("code", "error"), [(errno.EFAULT, "RestoreError"), (errno.ESRCH, "DistBackendError")])
+def test_a_source_that_cannot_be_read_any_more_raises(tmp_path: Path, code: int, error: str) -> None:
+    outcome = run_ranks(_unreadable, 2, tmp_path, code)[1].value
+    assert outcome == (error, code == errno.EFAULT)
+
+
+def _killed_while_read(rank: int, world: int, victim: int) -> Any:
+    """One of the two dies when some of the pieces have been read."""
+    shard = DictShard("big", {"x": torch.ones(12 * PIECE, dtype=torch.uint8)} if rank == 0 else None)
+    began = time.monotonic()
+    if rank == 1:
+        _slowly(0.05)
+    if rank == victim:
+        threading.Timer(0.25, die).start()
+    try:
+        exchange(
+            dist.group.WORLD,
+            {1: [shard.source()]} if rank == 0 else {},
+            {0: ["big"]} if rank == 1 else {},
+            {"big": shard},
+        )
+    except RuntimeError as e:
+        assert time.monotonic() - began < 20
+        assert "flashrecovery-transfer" not in {t.name for t in threading.enumerate()}
+        return type(e).__name__
+    return "none"
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_rank_that_is_killed_while_memory_is_read_raises_at_the_other(tmp_path: Path, victim: int) -> None:
+    outcomes = run_ranks(_killed_while_read, 2, tmp_path, victim)
+    assert outcomes[victim].signal == 9
+    other = outcomes[1 - victim]
+    assert other.error is None and other.value not in ("none", None)
+
+
+def _abandoned_while_read(rank: int, world: int, folder: Path, who: int) -> Any:
+    """One of the two gives up while its memory is read, and the source goes on to change it."""
+    groups.install()
+    store = dist.FileStore(str(folder / "store"), world)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
+    group = groups.control_group()
+    assert group is not None
+    shard = DictShard("big", {"x": torch.ones(12 * PIECE, dtype=torch.uint8)} if rank == 0 else None)
+    if rank == 1:
+        _slowly(0.05, begun=folder / "begun")
+
+    def abandon() -> None:
+        while not (folder / "begun").exists():
+            time.sleep(0.005)
+        groups.abandon("test")
+
+    if rank == who:
+        threading.Thread(target=abandon, daemon=True).start()
+    try:
+        with within(10.0):
+            exchange(
+                group, {1: [shard.source()]} if rank == 0 else {}, {0: ["big"]} if rank == 1 else {}, {"big": shard}
+            )
+        return "none"
+    except (RuntimeError, RestoreError) as e:
+        found = type(e).__name__
+    if rank == 1:
+        before = shard.content["x"].clone()
+        time.sleep(0.3)
+        assert torch.equal(shard.content["x"], before)  # nothing writes any more
+    else:
+        shard.content["x"].zero_()
+        while who == 1 and not (folder / "over").exists():
+            time.sleep(0.01)
+    (folder / "over").touch()
+    assert "flashrecovery-transfer" not in {t.name for t in threading.enumerate()}
+    return found
+
+
+@pytest.mark.parametrize("who", [0, 1])
+def test_an_exchange_that_is_abandoned_while_memory_is_read_raises(tmp_path: Path, who: int) -> None:
+    """What has been read of a source that goes on is never taken for whole."""
+    groups.build()
+    outcomes = results(run_ranks(_abandoned_while_read, 2, tmp_path, tmp_path, who, group=False))
+    assert outcomes[who] == "DistBackendError" and "none" not in outcomes
+
+
 def _source_dies(rank: int, world: int) -> str:
     big = {"x": torch.zeros(8 * PACK_BYTES, dtype=torch.uint8)}
     shard = DictShard("big", big if rank == 0 else None)
@@ -196,7 +356,7 @@ def _abandoned(rank: int, world: int, folder: Path) -> Any:
 
     threading.Thread(target=abandon, daemon=True).start()
     try:
-        exchange(group, {}, {0: ["big"]}, {"big": shard})
+        exchange(group, {}, {0: ["big"]}, {"big": shard}, from_memory=False)
     except RuntimeError as e:
         assert groups.is_communication_error(e)
         assert groups.drain(5.0).quiet

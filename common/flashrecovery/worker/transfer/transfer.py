@@ -14,6 +14,9 @@ They do not go with the payload but from device to device (:mod:`.device_lanes`)
 computed where they lie, take the place of their bytes in the digests. The source decides it for all destinations,
 because a shard has one digest. Without a device nothing is asked.
 
+On one host the destination reads contiguous host tensors from the source's memory (:mod:`.direct_reads`); they do not
+go with the payload either. Whatever way a shard comes, its digest is computed beside what comes behind it.
+
 Each (peer, direction) has its own thread and a window of messages under way: sources and destinations overlap, and no
 order of waits can make two ranks wait for each other. When the group is abandoned every thread raises, and only then
 does ``exchange`` raise: nothing touches a tensor afterwards, but for what a device is still about (``groups.drain``
@@ -23,11 +26,12 @@ and the device's being idle say when that is over).
 from __future__ import annotations
 
 import collections
+import contextlib
 import functools
+import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from concurrent.futures import Future
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -36,6 +40,7 @@ import torch.distributed as dist
 from flashrecovery import groups
 from flashrecovery.errors import ProtocolError, RestoreError
 from flashrecovery.groups.accelerator import accelerator
+from flashrecovery.runtime import process_memory
 from flashrecovery.runtime.side_by_side import run_side_by_side
 from flashrecovery.state import codec
 from flashrecovery.state.digest import shard_digest
@@ -43,12 +48,13 @@ from flashrecovery.state.shard import Shard, ShardSource
 from flashrecovery.state.spec import TensorSpec, decode_spec, encode_spec
 from flashrecovery.worker.transfer.chunks import WINDOW, Message, direct, flip_a_bit, messages, pack, unpack
 from flashrecovery.worker.transfer.device_lanes import Lane, Lanes, Patience, prints_of
+from flashrecovery.worker.transfer.direct_reads import NO, NOT_PERMITTED, YES, Arrivals, Offer, ReadableMemory, Reading
 
 _TAG, _ANSWER_TAG = 0x4652, 0x4653
 _DIGEST_BYTES = 16
 
 
-@contextmanager
+@contextlib.contextmanager
 def within(deadline_s: float) -> Iterator[None]:
     """Transfers that take longer are given up, with all communication of this process: a peer that stands still would
     be waited for as long as it does. It is found in the next generation, in which it does not answer.
@@ -82,7 +88,7 @@ def within(deadline_s: float) -> Iterator[None]:
 @dataclass
 class TransferReport:
     """What this rank has sent and received. Bytes are payload bytes; digests by shard name, hex. ``bytes_on_device``:
-    how many of those received have come from device to device.
+    how many of those received have come from device to device; ``bytes_read``: from a source's memory.
 
     ``mismatched`` names received shards whose content is not what their source had; nothing is raised for it,
     because the controller can take the next source.
@@ -91,6 +97,7 @@ class TransferReport:
     bytes_sent: int = 0
     bytes_received: int = 0
     bytes_on_device: int = 0
+    bytes_read: int = 0
     sent_digests: dict[str, str] = field(default_factory=dict)
     received_digests: dict[str, str] = field(default_factory=dict)
     mismatched: list[str] = field(default_factory=list)
@@ -104,18 +111,20 @@ def exchange(
     *,
     device: groups.DeviceGroup | None = None,
     corrupt: Set[str] = frozenset(),
+    from_memory: bool = True,
 ) -> TransferReport:
     """Send ``outgoing`` (by destination) and receive ``incoming`` (names by source) into ``shards``, all at
     once.
 
     Ranks are ranks of ``group``, and of ``device``, over which tensors travel that lie on its device on both sides.
     A received shard is made room for by its ``allocate`` and filled in place. ``corrupt`` (fault injection) names
-    received shards of which one bit is flipped before the digest is taken.
+    received shards of which one bit is flipped before the digest is taken. ``from_memory``: this rank may read the
+    memory of sources on its host.
 
     Raises ProtocolError if a peer offers other shards than expected, and whatever the group's operations
     raise; a shard may then be partly overwritten.
     """
-    return _Exchange(group, device, outgoing, incoming, shards, corrupt).run()
+    return _Exchange(group, device, outgoing, incoming, shards, corrupt, from_memory).run()
 
 
 class _Exchange:
@@ -129,8 +138,9 @@ class _Exchange:
         incoming: Mapping[int, Sequence[str]],
         shards: Mapping[str, Shard],
         corrupt: Set[str],
+        from_memory: bool,
     ) -> None:
-        self._group, self._device = group, device
+        self._group, self._device, self._from_memory = group, device, from_memory
         self._outgoing = {dest: sources for dest, sources in outgoing.items() if sources}
         self._incoming = {source: names for source, names in incoming.items() if names}
         self._shards, self._corrupt = shards, corrupt
@@ -226,7 +236,15 @@ class _Exchange:
     def _send(self, peer: int) -> None:
         group, sources = self._group, self._outgoing[peer]
         asked = self._agreement.asks(peer)
-        offer = ([(s.name, encode_spec(s.spec)) for s in sources], bytes(asked) if any(asked) else b"")
+        payload = _Payload(
+            [t for s in sources for t in s.spec.tensors.values()], [t.detach() for s in sources for t in s.tensors]
+        )
+        held = ReadableMemory(payload.tensors, asked)
+        offer = (
+            [(s.name, encode_spec(s.spec)) for s in sources],
+            bytes(asked) if any(asked) else b"",
+            held.offer and held.offer.encoded,
+        )
         header = torch.frombuffer(bytearray(codec.dumps(offer)), dtype=torch.uint8)
         length = torch.tensor([header.numel()], dtype=torch.int64)
         pending: collections.deque[tuple[dist.Work, list[torch.Tensor]]] = collections.deque()
@@ -238,9 +256,6 @@ class _Exchange:
 
         post(length)
         post(header)
-        payload = _Payload(
-            [t for s in sources for t in s.spec.tensors.values()], [t.detach() for s in sources for t in s.tensors]
-        )
         matched = [False] * len(asked)
         if any(asked):
             answer = torch.empty(len(asked), dtype=torch.uint8)
@@ -251,15 +266,20 @@ class _Exchange:
             post(torch.tensor(matched, dtype=torch.uint8))
         lane = self._plan(True, peer, payload, matched)
 
-        rest = payload.where([not both for both in matched])
-        sent = lane.nbytes if lane is not None else 0
-        for message in messages(rest.specs):
-            buffer = _in_place(message, rest.tensors)
-            if buffer is None:
-                buffer = _staging(message, rest.tensors)
-                pack(message, rest.tensors, buffer)
-            post(buffer)
-            sent += message.nbytes
+        with contextlib.ExitStack() as until_read:
+            reads = self._reads_of(peer, held, until_read)
+            rest = payload.where([not (both or read) for both, read in zip(matched, reads, strict=True)])
+            sent = lane.nbytes if lane is not None else 0
+            for message in messages(rest.specs):
+                buffer = _in_place(message, rest.tensors)
+                if buffer is None:
+                    buffer = _staging(message, rest.tensors)
+                    pack(message, rest.tensors, buffer)
+                post(buffer)
+                sent += message.nbytes
+            if any(reads):
+                group.recv([torch.empty(1, dtype=torch.uint8)], peer, _ANSWER_TAG).wait()  # all of it has been read
+                sent += sum(spec.nbytes for spec in payload.where(reads).specs)
         raw = b"".join(bytes.fromhex(self._digests[s.name].result()) for s in sources)
         post(torch.frombuffer(bytearray(raw), dtype=torch.uint8))
         while pending:
@@ -267,14 +287,28 @@ class _Exchange:
         with self._lock:
             self._report.bytes_sent += sent
 
+    def _reads_of(self, peer: int, held: ReadableMemory, until_read: contextlib.ExitStack) -> list[bool]:
+        """Which tensors ``peer`` reads from this rank's memory."""
+        if held.offer is None:
+            return [False] * held.count
+        answer = torch.empty(2 + held.count, dtype=torch.int64)
+        self._group.recv([answer], peer, _ANSWER_TAG).wait()
+        can, pid, *taken = answer.tolist()
+        if can == NOT_PERMITTED:
+            declared = until_read.enter_context(process_memory.declared(pid))
+            self._group.send([torch.tensor([declared], dtype=torch.uint8)], peer, _TAG).wait()
+            self._group.recv([answer], peer, _ANSWER_TAG).wait()
+            can, pid, *taken = answer.tolist()
+        return [can == YES and bool(read) for read in taken]
+
     def _receive(self, peer: int) -> None:
         group, names, report = self._group, self._incoming[peer], self._report
         length = torch.zeros(1, dtype=torch.int64)
         group.recv([length], peer, _TAG).wait()
         header = torch.empty(int(length.item()), dtype=torch.uint8)
         group.recv([header], peer, _TAG).wait()
-        offer: tuple[list[tuple[str, bytes]], bytes] = codec.loads(header.numpy().tobytes())
-        offered, asked = offer
+        offer: tuple[list[tuple[str, bytes]], bytes, bytes | None] = codec.loads(header.numpy().tobytes())
+        offered, asked, readable = offer
         if [name for name, _ in offered] != list(names):
             raise ProtocolError(f"rank {peer} sends {[n for n, _ in offered]}, but {list(names)} were expected")
         specs = [decode_spec(data) for _, data in offered]
@@ -288,7 +322,54 @@ class _Exchange:
         damaged = frozenset(_first(ts) + at for name, ts, at in _placed(names, targets) if name in self._corrupt)
         lane = self._plan(False, peer, payload, matched, damaged)
 
-        rest = payload.where([not both for both in matched])
+        reading = self._reading(peer, payload.tensors, readable)
+        reads = reading.taken if reading is not None else [False] * len(matched)
+        rest = payload.where([not (both or read) for both, read in zip(matched, reads, strict=True)])
+        arrivals = Arrivals([0 if both else spec.nbytes for both, spec in zip(matched, payload.specs, strict=True)])
+        trailer = torch.empty(_DIGEST_BYTES * len(names), dtype=torch.uint8)
+        digests: list[str] = []
+
+        def compute_digests() -> None:
+            known: dict[int, bytes] = {}
+            if lane is not None:
+                places = payload.where(matched).places
+                known = {places[number]: found for number, found in lane.arrived.result().items()}
+            for spec, (_, tensors, at) in zip(specs, _placed(names, targets), strict=True):
+                mine = range(at, at + len(tensors))
+                if not arrivals.wait(mine):
+                    return
+                for place in damaged.intersection(mine):
+                    if not matched[place]:
+                        flip_a_bit(payload.tensors[place])
+                digests.append(shard_digest(tensors, spec, {p - at: known[p] for p in mine if p in known}))
+
+        def failing_all(job: Callable[[], None]) -> None:
+            try:
+                job()
+            except BaseException:
+                arrivals.fail()
+                if reading is not None:
+                    reading.stop()
+                raise
+
+        jobs: list[Callable[[], None]] = [lambda: self._take(peer, rest, reading, arrivals, trailer), compute_digests]
+        if reading is not None:
+            jobs += [functools.partial(reading.run, arrivals)] * reading.threads()
+        run_side_by_side([functools.partial(failing_all, job) for job in jobs], "flashrecovery-transfer")
+        raw = trailer.numpy().tobytes()
+        expected = [raw[at : at + _DIGEST_BYTES].hex() for at in range(0, len(raw), _DIGEST_BYTES)]
+        with self._lock:
+            report.received_digests.update(zip(names, digests, strict=True))
+            report.mismatched += [n for n, a, b in zip(names, digests, expected, strict=True) if a != b]
+            report.bytes_received += sum(spec.nbytes for spec in payload.specs)
+            report.bytes_on_device += lane.nbytes if lane is not None else 0
+            report.bytes_read += reading.nbytes if reading is not None else 0
+
+    def _take(
+        self, peer: int, rest: _Payload, reading: Reading | None, arrivals: Arrivals, trailer: torch.Tensor
+    ) -> None:
+        """What comes in messages: ``rest`` of the payload and then, into ``trailer``, the digests."""
+        group = self._group
         pending: collections.deque[tuple[dist.Work, Message, torch.Tensor | None]] = collections.deque()
 
         def settle() -> None:
@@ -296,39 +377,42 @@ class _Exchange:
             work.wait()
             if buffer is not None:
                 unpack(message, rest.tensors, buffer)
+            for piece in message.pieces:
+                arrivals.add(rest.places[piece.index], piece.nbytes)
 
-        received = lane.nbytes if lane is not None else 0
         for message in messages(rest.specs):
             if len(pending) >= WINDOW:
                 settle()
             own = _in_place(message, rest.tensors)
             buffer = own if own is not None else _staging(message, rest.tensors)
             pending.append((group.recv([buffer], peer, _TAG), message, None if own is not None else buffer))
-            received += message.nbytes
-        trailer = torch.empty(_DIGEST_BYTES * len(names), dtype=torch.uint8)
         last = group.recv([trailer], peer, _TAG)
         while pending:
             settle()
+        if reading is not None:
+            if not arrivals.wait(range(arrivals.count)):
+                return  # who reads has raised
+            group.send([torch.ones(1, dtype=torch.uint8)], peer, _ANSWER_TAG).wait()
         last.wait()
 
-        for place in damaged & {*rest.places}:
-            flip_a_bit(payload.tensors[place])
-        known: dict[int, bytes] = {}
-        if lane is not None:
-            places = payload.where(matched).places
-            known = {places[number]: found for number, found in lane.arrived.result().items()}
-        raw = trailer.numpy().tobytes()
-        for i, (name, tensors, at) in enumerate(_placed(names, targets)):
-            mine = {place - at: found for place, found in known.items() if at <= place < at + len(tensors)}
-            digest = shard_digest(tensors, specs[i], mine)
-            expected = raw[i * _DIGEST_BYTES : (i + 1) * _DIGEST_BYTES].hex()
-            with self._lock:
-                report.received_digests[name] = digest
-                if digest != expected:
-                    report.mismatched.append(name)
-        with self._lock:
-            report.bytes_received += received
-            report.bytes_on_device += lane.nbytes if lane is not None else 0
+    def _reading(self, peer: int, targets: Sequence[torch.Tensor], readable: bytes | None) -> Reading | None:
+        """What is read from the memory of ``peer``, after having told it."""
+        if readable is None:
+            return None
+        reading = Reading(Offer.decode(readable), targets, self._patience.check)
+
+        def answer(can: int) -> None:
+            told = torch.tensor([can, os.getpid(), *reading.taken], dtype=torch.int64)
+            self._group.send([told], peer, _ANSWER_TAG).wait()
+
+        can = reading.possible() if self._from_memory else NO
+        answer(can)
+        if can == NOT_PERMITTED:
+            declared = torch.empty(1, dtype=torch.uint8)
+            self._group.recv([declared], peer, _TAG).wait()
+            can = reading.possible() if declared.item() else NO
+            answer(can)
+        return reading if can == YES else None
 
     def _answer(self, peer: int, payload: _Payload, asked: bytes) -> list[bool]:
         """Which tensors are matched, after having said which lie on this rank's device."""

@@ -1,0 +1,190 @@
+"""Speed at which a replacement gets its state back, beside the machine's memory and links. Linux; two hosts as root.
+
+Two ranks train with DDP and Adam, so that all state is replicated. Rank 1 is killed several times in one job, and each
+time rank 0 gives its replacement everything: parameters and both moments. What counts is the phase ``restore`` of the
+recovery: the orders, the transfer, the digests on both sides. Beside it, in the same run, one thread copies as many
+bytes (memory that has been written to before), and with ``--speeds`` the ranks are on two hosts (network namespaces)
+whose links are shaped (``tc``).
+
+``--sizes`` are MB of state. The job takes three times that: 4000 MB need 12 GB.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import statistics
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import harness
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # hosts are the tests'
+from tests.support.hosts import Host, available, network
+
+LAYERS = 24
+OF_PARAMETER = 12
+"""Bytes of state of one parameter: itself and two moments, in fp32."""
+FIRST_KILL, BETWEEN = 3, 3
+GOAL, LINK_GOAL = 0.5, 0.9
+COPIES = 5
+LIMIT_S = 600.0
+
+
+@dataclass(frozen=True)
+class Restored:
+    """Of one recovery: the phase's seconds, and the bytes that came back."""
+
+    seconds: float
+    nbytes: int
+
+    @property
+    def speed(self) -> float:
+        """Bytes a second."""
+        return self.nbytes / self.seconds
+
+
+# -- the script that is measured -------------------------------------------------------------------
+
+
+def work(megabytes: int, kills: int, folder: str) -> None:
+    """What each rank runs."""
+    import flashrecovery
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    recovery = flashrecovery.init()
+    width = max(8, round((megabytes * 1e6 / OF_PARAMETER / LAYERS) ** 0.5))
+    torch.manual_seed(0)
+    layers = [nn.Linear(width, width, bias=False) for _ in range(LAYERS)]
+    model = DistributedDataParallel(nn.Sequential(*layers), gradient_as_bucket_view=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    recovery.register(model=model, optimizer=optimizer)
+    x = torch.ones(1, width)
+    deaths = {FIRST_KILL + BETWEEN * number for number in range(kills)}
+    for step in recovery.steps(FIRST_KILL + BETWEEN * kills):
+        with step:
+            optimizer.zero_grad()
+            model(x).square().mean().backward()
+            mark = Path(folder, f"killed.{step.index}")
+            if dist.get_rank() == 1 and step.index in deaths and not mark.exists():
+                mark.touch()
+                os.kill(os.getpid(), signal.SIGKILL)
+            optimizer.step()
+    dist.destroy_process_group()
+
+
+# -- measuring ---------------------------------------------------------------------------------------
+
+
+def copy_speed(nbytes: int) -> float:
+    """Bytes a second of one thread that copies as many bytes, at most a GB, between memory in use: the median."""
+    nbytes = min(nbytes, 1_000_000_000)
+    source, target = (torch.ones(nbytes, dtype=torch.uint8) for _ in range(2))
+    torch.set_num_threads(1)
+    times = []
+    for _ in range(COPIES):
+        began = time.perf_counter()
+        target.copy_(source)
+        times.append(time.perf_counter() - began)
+    return nbytes / statistics.median(times)
+
+
+def restore(megabytes: int, kills: int, hosts: list[Host]) -> list[Restored]:
+    """One job. Raises RuntimeError if it fails."""
+    with harness.job_directory() as directory:
+        launch = harness.Launch(directory / "output.log")
+        run_dir = directory / "run"
+        script = [__file__, "--work", str(megabytes), str(kills), str(directory)]
+        shared = [sys.executable, "-m", "flashrecovery.cli.main", "run", "--run-dir", str(run_dir), "--standby", "0"]
+        env = {harness.JOB_ENV: json.dumps({"directory": str(directory)})}
+        if not hosts:
+            launch.start([*shared, "--nproc-per-node", "2", *script], **env)
+        else:
+            env |= {"FLASHRECOVERY_TOKEN": "the-token-of-this-benchmark", "GLOO_SOCKET_IFNAME": "eth0"}
+            for number, host in enumerate(hosts):
+                place = ["--node-rank", str(number), "--node-name", host.name]
+                place += ["--controller", f"{hosts[0].address}:29400"]
+                options = ["--nnodes", "2", "--nproc-per-node", "1", *place]
+                launch.start([*host.command, *shared, *options, *script], **env)
+        try:
+            codes = [process.wait(LIMIT_S) for process in launch.processes]
+            if any(codes):
+                raise RuntimeError(f"{megabytes} MB: ended with {codes}\n{launch.tail(30)}")
+        finally:
+            launch.stop()
+        return [
+            Restored(event["phases"]["restore"], event["bytes"])
+            for event in _events(run_dir)
+            if event["event"] == "recovery_finished"
+        ]
+
+
+def _events(run_dir: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run_dir / "events.jsonl").read_text().splitlines()]
+
+
+def row(megabytes: int, kills: int, speed: float, hosts: list[Host]) -> tuple[list[str], bool]:
+    """A row of the table, and whether the goal is met. ``speed``: of the links, MB a second, where there are hosts."""
+    copies = [copy_speed(megabytes * 1_000_000)]
+    found = restore(megabytes, kills, hosts)
+    copies.append(copy_speed(megabytes * 1_000_000))
+    bound = speed * 1e6 if hosts else statistics.median(copies)
+    goal = LINK_GOAL if hosts else GOAL
+    ratio = statistics.median(one.speed for one in found) / bound
+    return [
+        f"{found[0].nbytes / 1e6:.0f}",
+        f"link of {speed:g} MB/s" if hosts else f"memory, {bound / 2**30:.2f} GiB/s",
+        harness.spread([one.seconds for one in found], 1e3, 0),
+        harness.spread([one.speed / 2**30 for one in found], digits=2),
+        f"{ratio:.2f}",
+        f"{goal:g}: " + ("met" if ratio >= goal else "NOT MET"),
+    ], ratio >= goal
+
+
+def main() -> None:
+    """Measure and judge."""
+    flags = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    flags.add_argument("--sizes", type=int, nargs="*", default=[10, 100, 1000, 2000], metavar="MB")
+    flags.add_argument("--kills", type=int, default=3, help="a launch")
+    flags.add_argument("--speeds", type=float, nargs="*", default=[], metavar="MB/S", help="of links between two hosts")
+    flags.add_argument("--quick", action="store_true", help="100 MB on one host, two kills")
+    args = flags.parse_args()
+    if args.quick:
+        args.sizes, args.kills, args.speeds = [100], 2, []
+    if args.speeds and not available():
+        flags.error("--speeds needs root and iproute2, for network namespaces")
+    harness.begin()
+    rows, all_met = [], True
+    for megabytes in args.sizes:
+        found, met = row(megabytes, args.kills, 0.0, [])
+        rows.append(found)
+        all_met = all_met and met
+        for speed in args.speeds:
+            with network(2) as net:
+                for host in net.hosts:
+                    host.shape(speed)
+                found, met = row(megabytes, args.kills, speed, net.hosts)
+            rows.append(found)
+            all_met = all_met and met
+    head = ("MB", "bound", "restore, ms", "GiB/s", "of the bound", "goal")
+    harness.table("State that comes back to a replacement, DDP, 2 ranks", head, rows)
+    sys.exit(0 if all_met else 1)
+
+
+if __name__ == "__main__":
+    if "--work" in sys.argv:
+        size, deaths, place = sys.argv[2:5]
+        work(int(size), int(deaths), place)
+    else:
+        main()

@@ -9,6 +9,10 @@ from fr_deepspeed import config as flash_config
 
 if TYPE_CHECKING:
     from flashrecovery import Recovery
+    from fr_deepspeed.own_loops import EngineSteps
+
+_newest: EngineSteps | None = None
+"""Of the engines that are protected."""
 
 
 def attach(engine: Any) -> Recovery:
@@ -22,6 +26,7 @@ def attach(engine: Any) -> Recovery:
         UnsupportedError: a version or setting that cannot be protected, by name.
         RegistrationError: the engine has taken a step already, or has another attribute of this name.
     """
+    global _newest
     from flashrecovery import Recovery, init
     from flashrecovery.adapter.elastic import Forwards
     from fr_deepspeed.elastic import batch_of
@@ -40,18 +45,20 @@ def attach(engine: Any) -> Recovery:
         from fr_deepspeed.adapter import adapter_for
         from fr_deepspeed.own_loops import EngineSteps, accelerate_state
 
-        objects = _objects(engine)
+        steps = None if engine.pipeline_parallelism else EngineSteps(engine, _newest)
+        objects = _objects(engine, 1 if steps is None else steps.number)
         if (counters := accelerate_state()) is not None:
             objects["accelerate"] = counters
         recovery.register_adapter(adapter_for(engine), **objects)
         if block.sequence_length is not None:
             recovery.report(tokens_per_step=engine.train_batch_size() * block.sequence_length)
-        if engine.pipeline_parallelism:
+        if steps is None:
             from fr_deepspeed.calls import ProtectedCalls
 
             ProtectedCalls(engine, recovery)
         else:
-            recovery.protect_own_loops(EngineSteps(engine))
+            _newest = steps
+            recovery.protect_own_loops(steps)
     else:
         recovery.register(model=engine)
     engine.recovery = recovery
@@ -68,5 +75,7 @@ def _check_untouched(engine: Any) -> None:
         )
 
 
-def _objects(engine: Any) -> dict[str, Any]:
-    return {} if engine.lr_scheduler is None else {"lr_scheduler": engine.lr_scheduler}
+def _objects(engine: Any, number: int) -> dict[str, Any]:
+    """``number``: of this engine among those of the process, from 1 on."""
+    name = "lr_scheduler" if number == 1 else f"lr_scheduler_{number}"
+    return {} if engine.lr_scheduler is None else {name: engine.lr_scheduler}

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
+from flashrecovery.errors import UnsupportedError
 from flashrecovery.worker.data.accelerate import Counters
 
 _TRAINER = "transformers.trainer"
@@ -50,15 +51,31 @@ def accelerate_state() -> AccelerateState | None:
 
 
 class EngineSteps:
-    """Tells the last call of ``engine.step()`` of an accumulation from those before."""
+    """Tells the last call of ``engine.step()`` of an accumulation from those before.
+
+    Args:
+        other: of the engine that was made before this one; a step ends with the steps of both.
+
+    Raises:
+        UnsupportedError: the two accumulate gradients differently: what one of them has accumulated would belong to no
+            step of the other.
+    """
 
     by_hand = (
         "write the three lines by hand: recovery = engine.recovery; for step in recovery.steps(total): with step: (the "
         "calls of one step, with its data from recovery.data(loader))"
     )
 
-    def __init__(self, engine: Any) -> None:
+    def __init__(self, engine: Any, other: EngineSteps | None = None) -> None:
         self._engine = engine
+        self._other = other
+        self.number: int = 1 if other is None else other.number + 1
+        if other is not None and engine.gradient_accumulation_steps() != other.accumulation:
+            raise UnsupportedError(
+                f"two engines, with gradient_accumulation_steps of {other.accumulation} and "
+                f"{engine.gradient_accumulation_steps()}: a step must be one of both; give them the same, or leave "
+                '"flash_recovery" out of the config of one of them'
+            )
         self._whole_at: int | None = None  # the engine's count behind the newest step that was whole
         self.before_step: Callable[[], None] | None = None
         step = engine.step
@@ -74,7 +91,16 @@ class EngineSteps:
 
         engine.step = stepped
 
+    @property
+    def accumulation(self) -> int:
+        return int(self._engine.gradient_accumulation_steps())
+
     def is_whole(self) -> bool:
+        """Of any of the engines that have been stepped."""
+        others = self._other is not None and self._other.is_whole()
+        return self._is_whole() or others
+
+    def _is_whole(self) -> bool:
         """Asked once for each call in the script's text. accelerate makes the engine's call in ``backward()``, and only
         in an accumulation's last round; in between a step may be interrupted, and the engine's count goes back."""
         at, self._whole_at = self._whole_at, None

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import pytest
+
+from flashrecovery.errors import UnsupportedError
 from fr_deepspeed.own_loops import EngineSteps
 
 
@@ -46,3 +49,23 @@ def test_what_was_interrupted_behind_the_engines_call_ends_no_step_that_is_done_
     engine.step()
     engine.micro_steps -= 1  # a recovery has taken it back
     assert not steps.is_whole()
+
+
+def test_a_step_of_two_engines_ends_when_either_has_been_stepped() -> None:
+    first, second = FakeEngine(), FakeEngine()
+    one = EngineSteps(first)
+    both = EngineSteps(second, one)
+    first.step()
+    assert both.is_whole() and not both.is_whole()
+    second.step()
+    assert both.is_whole() and not both.is_whole()
+    assert (one.number, both.number) == (1, 2)
+
+
+def test_two_engines_that_accumulate_differently_are_refused() -> None:
+    class Other(FakeEngine):
+        def gradient_accumulation_steps(self) -> int:
+            return 4
+
+    with pytest.raises(UnsupportedError, match="gradient_accumulation_steps of 2 and 4"):
+        EngineSteps(Other(), EngineSteps(FakeEngine()))

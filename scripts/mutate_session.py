@@ -49,6 +49,7 @@ UNIT = (
     "optimizer_watch",
     "unregistered",
     "copy_beside_writes",
+    "structure_watch",
     "gradient_watch",
 )
 LAUNCHER = "tests/integration/launchers/test_launcher.py"
@@ -71,9 +72,8 @@ MUTANTS = (
     Mutant("attributes-stay", MODES, "copy.deepcopy(state[place])", "attributes.get(key)"),
     Mutant("strangers-step", OPTIMIZERS, "!= version or", "!= version and False or"),
     Mutant("gradients-may-stay", GRADIENTS, " and bool(local_tensor(one.gradient).any())", " and False"),
-    Mutant(
-        "looks-in-the-midst", UNDO, "self.between.ask(lambda: look(capture.watched), bound_s)", "look(capture.watched)"
-    ),
+    Mutant("looks-in-the-midst", UNDO, "self.between.ask(look, bound_s)", "look()"),
+    Mutant("structure-stays", UNDO, "or not known.same()", "or False"),
     Mutant("loop-counts-along", LOOP, "            check_loop(frame)", "            pass"),
     # -- a version is complete when it is handed out ------------------------------------------------
     Mutant("resumed-is-settled", LOOP, "self._unsettled, self._committed = True, False", "self._committed = False"),

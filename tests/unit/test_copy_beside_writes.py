@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -15,13 +15,13 @@ from flashrecovery.adapter.shards import FixedShard
 from flashrecovery.redundancy.memory.own_copy import PreStepCopy
 from flashrecovery.redundancy.memory.safe_points import Between
 from flashrecovery.state.shard import Shard
-from flashrecovery.worker.local_state.version_counters import glance_at_tensors
+from flashrecovery.worker.local_state.version_counters import TensorTable
 
 LARGE = 60_000_000
 
 
-def look(tensors: Sequence[torch.Tensor]) -> int:
-    return glance_at_tensors(tensors, 0)
+def look(tensors: Sequence[torch.Tensor]) -> Callable[[], int]:
+    return TensorTable(tensors).digest
 
 
 def shard_of(tensor: torch.Tensor) -> Shard:

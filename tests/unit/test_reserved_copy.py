@@ -102,7 +102,7 @@ def test_a_version_that_is_held_already_is_reserved_as_it_is(copies: tuple[PreSt
 def test_a_copy_that_the_script_has_changed_meanwhile_is_none() -> None:
     made, tensor = shard()
     looks = iter(range(100))
-    undo = PreStepCopy([made], look=lambda _: next(looks))
+    undo = PreStepCopy([made], look=lambda _: lambda: next(looks))
     undo.reserve(1)
     hold(undo, tensor, 1)
     assert undo.reserved() is None and undo.versions() == []

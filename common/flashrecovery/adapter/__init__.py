@@ -29,7 +29,7 @@ from flashrecovery.adapter.placement import (
     world_size,
 )
 from flashrecovery.adapter.setters import Method, Setters
-from flashrecovery.adapter.shards import FixedShard, ParamRecord, ParamShard, constant, owners_of
+from flashrecovery.adapter.shards import FixedShard, ParamRecord, ParamShard, attribute_of, constant, owners_of
 from flashrecovery.adapter.state_order import give_up_state, hand_over_state, settle_state
 from flashrecovery.contract.adapter import (
     Adapter,
@@ -65,6 +65,7 @@ __all__ = [
     "StepHooks",
     "TensorSpec",
     "TorchAdapter",
+    "attribute_of",
     "constant",
     "give_up_state",
     "global_rank",

@@ -38,12 +38,12 @@ from flashrecovery.adapter.optimizer_state import (
 from flashrecovery.adapter.parts import is_composite, refuse_odd
 from flashrecovery.adapter.placement import like_placed, local_tensor
 from flashrecovery.adapter.setters import Method, Setters
-from flashrecovery.adapter.shards import ParamRecord, ParamShard, owners_of
+from flashrecovery.adapter.shards import ParamRecord, ParamShard, constant, owners_of
 from flashrecovery.adapter.state_order import StateOrder
 from flashrecovery.contract.adapter import InspectableAdapter, Shard, StepHooks
 from flashrecovery.errors import RegistrationError, RestoreError, UnsupportedError
 from flashrecovery.worker.local_state.own_hook import OwnHook, not_traced
-from flashrecovery.worker.local_state.version_counters import count_gradients, glance_at_tensors
+from flashrecovery.worker.local_state.version_counters import ParameterTable, TensorTable
 
 _LOOKS = 128
 """So many looks at the shards' tensors, two in each step, before they are looked up again."""
@@ -69,12 +69,13 @@ class TorchAdapter(InspectableAdapter):
         self.root = root
         self.optimizers = tuple(optimizers)
         self._records = self._find_parameters()
+        self._of_records = self._records, ParameterTable([record.get for record in self._records])
         self._parameters_checked = False
         for record in self._records:
             refuse_odd(record.get(), f"parameter {record.fqn!r}")
         check_optimizers(self.optimizers, [r.get() for r in self._records])
         self._buffers = BufferTracker(self.inner)
-        self._modes = ModeTracker(self.root, self._trainable())
+        self._modes = ModeTracker(self.root, ParameterTable(self._trainable()))
         self._attributes = AttributeTracker(self.inner, self.framework_packages, self.framework_attributes)
         self._besides = [self._attributes_of(o) for o in self.optimizers if self._is_foreign(o)]
         self._beside_shards: dict[int, AttributesShard] = {}
@@ -83,7 +84,7 @@ class TorchAdapter(InspectableAdapter):
         self._handles: list[RemovableHandle] = []
         self._hooked: dict[int, weakref.ref[torch.Tensor]] = {}  # outputs that are there still, by id()
         self._stepped: set[int] = set()
-        self._seen_tensors: list[torch.Tensor] = []
+        self._seen_tensors = TensorTable(())
         self._seen_states: list[int] = []
         self._looks = 0
         self._setters = Setters()
@@ -109,10 +110,9 @@ class TorchAdapter(InspectableAdapter):
         """Of no parameters if the adapter itself sees gradients that live across steps."""
         return GradientWatch(lambda: [p for o in self.optimizers for group in o.param_groups for p in group["params"]])
 
-    def _trainable(self) -> Callable[[], Sequence[nn.Parameter]]:
-        """Gives the parameters that a script freezes and unfreezes by ``requires_grad_()``."""
-        parameters = list(self.inner.parameters())
-        return lambda: parameters
+    def _trainable(self) -> Sequence[Callable[[], nn.Parameter]]:
+        """Give the parameters that a script freezes and unfreezes by ``requires_grad_()``, one each."""
+        return [*map(constant, self.inner.parameters())]
 
     def _computing(self) -> Sequence[torch.Tensor]:
         """What the module computes with, where the shards have its memory under other version counters."""
@@ -299,11 +299,12 @@ class TorchAdapter(InspectableAdapter):
     def _gradient_presence(self) -> str | list[int]:
         """Which parameters have a ``.grad`` at the boundary. A script that zeroes gradients in place makes optimizers
         treat an unused parameter otherwise than one that never had any."""
-        parameters = [r.get() for r in self._records]
-        count = count_gradients(parameters)
-        if count in (0, len(parameters)):
+        if self._of_records[0] is not self._records:
+            self._of_records = self._records, ParameterTable([record.get for record in self._records])
+        count = self._of_records[1].gradients()
+        if count in (0, len(self._records)):
             return "all" if count else "none"
-        return [i for i, p in enumerate(parameters) if p.grad is not None]
+        return [i for i, record in enumerate(self._records) if record.get().grad is not None]
 
     def _restore_gradient_presence(self, presence: str | list[int]) -> None:
         wanted = self._presence_indices(presence)
@@ -368,9 +369,10 @@ class TorchAdapter(InspectableAdapter):
         if self._looks < 0 or states != self._seen_states:
             self._looks, self._seen_states = _LOOKS, states
             stepped = {id(record.get()) for record in self._records}
-            self._seen_tensors = [t for shard in self.shards() for t in shard.watched()]
-            self._seen_tensors += [weight for weight in self._computing() if id(weight) not in stepped]
-        return glance_at_tensors(self._seen_tensors, 0), self._setters.calls
+            seen = [t for shard in self.shards() for t in shard.watched()]
+            seen += [weight for weight in self._computing() if id(weight) not in stepped]
+            self._seen_tensors = TensorTable(seen)
+        return self._seen_tensors.digest(), self._setters.calls
 
     def restore_rank(self, state: dict[str, Any]) -> None:
         self._buffers.restore(state["buffers"])

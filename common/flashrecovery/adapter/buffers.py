@@ -26,7 +26,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from flashrecovery.errors import DivergedError, RestoreError
 from flashrecovery.state.digest import byte_view
 from flashrecovery.state.exact import exact, exact_clone, exact_contiguous, exact_copy
-from flashrecovery.worker.local_state.version_counters import glance_at_tensors
+from flashrecovery.worker.local_state.version_counters import BufferTable
 
 COMPARED_BYTES = 64 << 10
 """Up to this size a buffer's content is always compared; in larger ones a change is seen by the version counter, unless
@@ -115,12 +115,13 @@ class BufferTracker:
                     fqn, module, name, base, digest(base), isinstance(module, _NormBase)
                 )
                 item.looked_at(buffer, item.versions(buffer))
-        self._places = [(i.module._buffers, i.name) for i in self._tracked.values()]
-        self._large_norms = [
+        self._all = BufferTable([(i.module._buffers, i.name) for i in self._tracked.values()])
+        large = [
             (i.module._buffers, i.name)
             for i in self._tracked.values()
             if i.is_norm and i.base is not None and i.base.nbytes > COMPARED_BYTES
         ]
+        self._large_norms = BufferTable(large) if large else None
         self._silent: list[_Tracked] = []
         self._silent_changes = 0
         self._began = False  # what the script does before its first step says nothing of its steps
@@ -158,12 +159,10 @@ class BufferTracker:
         self._silent_changes += self._refresh(self._tracked.values() if self._closely else self._silent, closely=True)
         if self._closely:
             self._looked_closely = self._sure = True
-        seen = glance_at_tensors([buffers.get(name) for buffers, name in self._places], COMPARED_BYTES)
+        seen = self._all.digest(COMPARED_BYTES)
         if self._silent_changes:
             seen = hash((seen, self._silent_changes))
-        if not self._large_norms:
-            return seen
-        return hash((seen, glance_at_tensors([buffers.get(name) for buffers, name in self._large_norms], 1 << 62)))
+        return seen if self._large_norms is None else hash((seen, self._large_norms.digest(1 << 62)))
 
     def capture(self) -> dict[str, Any]:
         """``{"changed": {fqn: tensor or None}, "digests": {fqn: digest of the unchanged}, "silent": [fqn], "sure":

@@ -13,7 +13,7 @@ from __future__ import annotations
 import copy
 import itertools
 import operator
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,11 +21,11 @@ from torch import nn
 
 from flashrecovery.errors import RestoreError
 from flashrecovery.worker.local_state.fingerprints import KEPT_NUMBERS
+from flashrecovery.worker.local_state.version_counters import ItemTable, ParameterTable
 from flashrecovery.worker.preimport.own_files import FRAMEWORKS
 from flashrecovery.worker.script_text.script_frames import is_own
 
-# Asked of all modules and parameters several times a step: twice as fast as an expression.
-_TRAINING, _TRAINED = operator.attrgetter("training"), operator.attrgetter("requires_grad")
+_TRAINING = operator.attrgetter("training")  # twice as fast as an expression
 _OTHER = object()
 """Stands for what is not plain, or not there."""
 _LEFT = [["left"]]
@@ -39,31 +39,61 @@ class ModeTracker:
     """Captures and restores the mode of every module below ``root``, as they are when it is made.
 
     Args:
-        parameters: gives the parameters whose ``requires_grad`` is kept, always as many, in the same order.
+        parameters: those whose ``requires_grad`` is kept.
     """
 
-    def __init__(self, root: nn.Module, parameters: Callable[[], Sequence[nn.Parameter]] = tuple) -> None:
+    def __init__(self, root: nn.Module, parameters: ParameterTable | None = None) -> None:
         self._modules: Sequence[nn.Module] = list(root.modules())
-        self._parameters = parameters
-        self._trained = self._flags()
+        self._parameters = ParameterTable([]) if parameters is None else parameters
+        self._trained = self._parameters.trained()
         self._root = root
         self._tables = [t for m in self._modules for t in (m._parameters, m._buffers, m._modules)]
         self._children = [m._modules for m in self._modules if m._modules]
         self._parts = _parts(root)
         self._shape = self._shape_now()
+        self._watch = self._watched()
+        self._asked = [m for m in self._modules if "training" not in vars(m) or hasattr(type(m), "training")]
+        self._answers: list[bool] = []  # of those that do not keep their mode in an attribute (torch.compile's)
+        self._looks = 0
+        self._marked: tuple[int, int] = (-1, 0)  # at which look, and what it showed
+        self._captured: tuple[int, bytes, dict[str, Any]] = (-1, b"", {})
 
     def capture(self) -> dict[str, Any]:
         """``{"modules": how many, "eval": indices of those in evaluation mode, "turned": indices of the parameters
         whose requires_grad is not what it was at the start, "changed": which modules and parameters there were not,
         "removed": which there are no more, where there are any}``."""
-        turned = [i for i, (now, then) in enumerate(zip(self._flags(), self._trained, strict=True)) if now != then]
+        look, trained = self._look(), self._parameters.trained()
+        if self._captured[:2] == (look, trained):
+            return self._captured[2]
+        turned = [i for i, (now, then) in enumerate(zip(trained, self._trained, strict=True)) if now != then]
         evaluating = [i for i, m in enumerate(self._modules) if not m.training]
         state = {"modules": len(self._modules), "eval": evaluating, "turned": turned}
-        return {**state, **self._changes()}
+        state |= self._changes()
+        self._captured = (look, trained, state)
+        return state
 
     def mark(self) -> int:
         """Another number when a module's mode, or whether a parameter is trained, has changed."""
-        return hash((tuple(map(_TRAINING, self._modules)), self._flags(), tuple(map(len, self._tables))))
+        look = self._look()
+        if self._marked[0] != look:
+            self._marked = look, hash((tuple(map(_TRAINING, self._modules)), tuple(map(len, self._tables))))
+        return hash((self._marked[1], self._parameters.trained()))
+
+    def _watched(self) -> ItemTable | None:
+        """The modes, the parts of each module, and which modules there are. None: there are modules that keep their
+        parts in another way (TorchScript's), and all are asked each time."""
+        if not all(isinstance(table, dict) for table in self._tables):
+            return None
+        modes = [(vars(module), "training") for module in self._modules]
+        return ItemTable([*modes, *((table, name) for table in self._children for name in table)], self._tables)
+
+    def _look(self) -> int:
+        """Another number when anything but ``requires_grad`` may have changed."""
+        asked = [*map(_TRAINING, self._asked)]
+        if self._watch is None or self._watch.changed() or asked != self._answers:
+            self._answers = asked
+            self._looks += 1
+        return self._looks
 
     def restore(self, state: dict[str, Any]) -> None:
         """Set every module's mode. Raises RestoreError if the model has another number of modules, lacks some that the
@@ -89,13 +119,10 @@ class ModeTracker:
         for index, module in enumerate(self._modules):
             module.training = index not in evaluating
         turned = frozenset(state["turned"])
-        for index, (parameter, then) in enumerate(zip(self._parameters(), self._trained, strict=True)):
-            wanted = then != (index in turned)
+        for index, (parameter, then) in enumerate(zip(self._parameters.parameters(), self._trained, strict=True)):
+            wanted = bool(then) != (index in turned)
             if parameter.requires_grad != wanted:
                 parameter.requires_grad_(wanted)
-
-    def _flags(self) -> tuple[bool, ...]:
-        return tuple(map(_TRAINED, self._parameters()))
 
     def _shape_now(self) -> tuple[Any, Any]:
         return tuple(map(len, self._tables)), [tuple(table.values()) for table in self._children]
@@ -149,14 +176,20 @@ class AttributeTracker:
         self._sizes: list[int] = []
         self._types: tuple[type, ...] = ()
         self._odd: list[int] = []  # places of what has one of these types and is no number
+        self._mutable: list[int] = []  # ... and may be changed in place
         self._gone = 0
+        self._watch: ItemTable | None = None
+        self._last: list[Any] = []
+        self._captured: tuple[list[Any], dict[str, Any]] | None = None
         self._find(at_start=True)
-        self._start = self.mark()
+        self._start = list(self.mark())
 
     def capture(self) -> dict[str, Any]:
         """``module.attribute`` -> value of those that are not equal to what they were at the start; something
         else for what is not plain any more."""
         now = self.mark()
+        if self._captured is not None and self._captured[0] is now:
+            return self._captured[1]
         changed: dict[str, Any] = {}
         for (place, attributes, key), value, then in zip(self._places, now, self._start, strict=True):
             if value is _OTHER:
@@ -164,10 +197,24 @@ class AttributeTracker:
                     changed[place] = _LEFT
             elif value != then or type(value) is not type(then):
                 changed[place] = attributes[key]
+        self._captured = None if self._mutable else (now, changed)
         return changed
 
     def mark(self) -> list[Any]:
-        """Something that does not equal its earlier self when an attribute has changed."""
+        """Something that does not equal its earlier self when an attribute has changed. The same object if nothing may
+        have; not to be changed."""
+        if self._watch is None or self._watch.changed():
+            self._last = self._look()
+            if self._watch is None:
+                self._watch = ItemTable([*zip(self._homes, self._keys, strict=True)], self._attributes, numbers=True)
+                self._watch.changed()
+        elif self._mutable:
+            shown = {number: _shown(self._homes[number].get(self._keys[number], _OTHER)) for number in self._mutable}
+            if any(self._last[number] != one for number, one in shown.items()):
+                self._last = [shown.get(number, one) for number, one in enumerate(self._last)]
+        return self._last
+
+    def _look(self) -> list[Any]:
         now = self._now()
         types = tuple(map(type, now))
         if types != self._types:
@@ -179,6 +226,7 @@ class AttributeTracker:
                 types = tuple(map(type, now))
             self._types = types
             self._odd = [number for number, kind in enumerate(types) if kind not in KEPT_NUMBERS]
+            self._mutable = [number for number in self._odd if self._containers[number] and now[number] is not _OTHER]
         for number in self._odd:  # tensors must not be compared: it may take long, or be refused
             now[number] = _shown(now[number]) if self._containers[number] else _OTHER
         return now
@@ -224,6 +272,7 @@ class AttributeTracker:
 
     def _add(self, name: str, key: str) -> None:
         self._known.add(f"{name}.{key}")
+        self._watch = None  # to be made anew
         self._places.append((f"{name}.{key}", vars(self._modules[name]), key))
         self._homes.append(vars(self._modules[name]))
         self._keys.append(key)

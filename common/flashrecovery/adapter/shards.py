@@ -3,6 +3,7 @@ of one tensor without any."""
 
 from __future__ import annotations
 
+import collections
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,8 +19,11 @@ from flashrecovery.adapter.placement import addresses, local_tensor
 from flashrecovery.adapter.state_order import StateOrder
 from flashrecovery.contract.adapter import Shard, ShardSpec, TensorSpec
 from flashrecovery.errors import RestoreError
+from flashrecovery.state.shard import Structure
+from flashrecovery.worker.local_state.version_counters import AttributeOf, Constant
 
 PARAM = "param"
+_DICTIONARIES = (dict, collections.defaultdict, collections.OrderedDict)
 
 
 @dataclass(frozen=True)
@@ -34,7 +38,12 @@ class ParamRecord:
 
 def constant(parameter: torch.nn.Parameter) -> Callable[[], torch.nn.Parameter]:
     """``get`` of a parameter that is always the same object."""
-    return lambda: parameter
+    return Constant(parameter)
+
+
+def attribute_of(owner: object, name: str) -> Callable[[], torch.nn.Parameter]:
+    """``get`` of a parameter that is an attribute of a framework's object, and may become another one."""
+    return AttributeOf(owner, name)
 
 
 def owners_of(parameter: torch.nn.Parameter, optimizers: Sequence[Optimizer]) -> dict[int, Optimizer]:
@@ -80,6 +89,10 @@ def _watched(tensors: list[torch.Tensor], sources: list[torch.Tensor]) -> list[t
     return tensors + [source for source in sources if isinstance(source, DTensor)]
 
 
+def _placed(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+    return tensor, tensor._local_tensor if isinstance(tensor, DTensor) else None
+
+
 class FixedShard(Shard):
     """One tensor that exists from the start and keeps its shape. ``holders``: global ranks."""
 
@@ -96,6 +109,9 @@ class FixedShard(Shard):
 
     def watched(self) -> list[torch.Tensor]:
         return _watched([*self.tensors().values()], [self._tensor])
+
+    def structure(self) -> Structure:
+        return Structure([(self, "name", self.name), (self, "_tensor", self._tensor)], (), [_placed(self._tensor)])
 
     def allocate(self, spec: ShardSpec) -> dict[str, torch.Tensor]:
         """Raises RestoreError if the source's tensor has another shape or dtype."""
@@ -140,6 +156,27 @@ class ParamShard(Shard):
     def tensors_and_values(self) -> tuple[Mapping[str, torch.Tensor], dict[str, Any]]:
         seen = self._look()
         return seen.tensors, seen.values
+
+    def structure(self) -> Structure | None:
+        """None where plain values or composite tensors are among the state, or an optimizer does not keep it in a
+        plain dictionary."""
+        seen, get = self._look(), self._record.get
+        if seen.composites or len(seen.sources) != len(seen.made_of):
+            return None
+        attributes: list[tuple[object, str, object]] = [(self, "name", self.name), (self, "_record", self._record)]
+        if isinstance(get, AttributeOf):
+            attributes.append((get.owner, get.name, seen.made_of[0]))
+        elif not isinstance(get, Constant):
+            return None
+        states = []
+        for _, optimizer in self._optimizers:
+            state = optimizer.state
+            entry = state.get(seen.made_of[0], {})
+            if type(state) not in _DICTIONARIES or type(entry) not in _DICTIONARIES:
+                return None
+            attributes.append((optimizer, "state", state))
+            states.append(state)
+        return Structure(attributes, states, [*map(_placed, seen.sources.values())])
 
     def _look(self) -> _Seen:
         """Asked for in every step: what was found last is still right while it is made of the same objects."""

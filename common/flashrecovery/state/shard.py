@@ -12,6 +12,22 @@ import torch
 from flashrecovery.state.spec import ShardSpec, TensorSpec
 
 
+@dataclass(frozen=True)
+class Structure:
+    """What a look at a shard has gone through. While these are the same objects in the same memory, it would find the
+    same again.
+
+    Attributes:
+        attributes: (owner, name, what it is).
+        states: dictionaries of dictionaries (``optimizer.state``), with the same entries in the same order.
+        tensors: (tensor, None), and of a DTensor (DTensor, its local tensor).
+    """
+
+    attributes: Sequence[tuple[object, str, object]] = ()
+    states: Sequence[dict[Any, Any]] = ()
+    tensors: Sequence[tuple[torch.Tensor, torch.Tensor | None]] = ()
+
+
 class Shard(ABC):
     """One named piece of this rank's state, living in tensors that the framework owns.
 
@@ -41,6 +57,10 @@ class Shard(ABC):
     def tensors_and_values(self) -> tuple[Mapping[str, torch.Tensor], dict[str, Any]]:
         """:meth:`tensors` and :meth:`values`, in one look at the live state."""
         return self.tensors(), self.values()
+
+    def structure(self) -> Structure | None:
+        """What :meth:`tensors_and_values` has just gone through; None: it has to be asked in each step."""
+        return None
 
     @abstractmethod
     def allocate(self, spec: ShardSpec) -> dict[str, torch.Tensor]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import torch.distributed as dist
@@ -17,6 +16,7 @@ from flashrecovery.adapter import (
     ParamShard,
     StepHooks,
     TorchAdapter,
+    attribute_of,
     constant,
     faults,
     fsdp2_state,
@@ -91,7 +91,7 @@ class FSDP2Adapter(TorchAdapter, ElasticAdapter):
             parameter = entry.sharded_param
             assert isinstance(parameter, DTensor)
             name, holders = placed_on_mesh(fqn, parameter.device_mesh, parameter.placements)
-            records.append(ParamRecord(fqn, name, holders, _sharded(entry)))
+            records.append(ParamRecord(fqn, name, holders, attribute_of(entry, "sharded_param")))
         for fqn, parameter in self.root.named_parameters():
             if any(fsdp2_state.owns(entry, parameter) for entry in sharded.values()):
                 continue
@@ -102,9 +102,8 @@ class FSDP2Adapter(TorchAdapter, ElasticAdapter):
             records.append(ParamRecord(fqn, name, holders, constant(parameter)))
         return tuple(records)
 
-    def _trainable(self) -> Callable[[], Sequence[nn.Parameter]]:
-        gets = [record.get for record in self._records]
-        return lambda: [get() for get in gets]
+    def _trainable(self) -> Sequence[Callable[[], nn.Parameter]]:
+        return [record.get for record in self._records]
 
     def sync_spans_world(self) -> bool:
         parameters = fsdp2_state.sharded_parameters(self.fsdp).values()
@@ -134,8 +133,3 @@ class FSDP2Adapter(TorchAdapter, ElasticAdapter):
             **super().fault_points(),
             "param-gather": lambda callback: faults.before_gather(middle, callback),
         }
-
-
-def _sharded(entry: Any) -> Callable[[], nn.Parameter]:
-    """Asked several times a step, without a line of Python to run."""
-    return partial(getattr, entry, "sharded_param")

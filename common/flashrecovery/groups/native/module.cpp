@@ -15,6 +15,7 @@
 #include "glance.h"
 #include "sparse_backend.h"
 #include "store.h"
+#include "tables.h"
 #include "termination.h"
 #include "thread_states.h"
 
@@ -205,6 +206,20 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   });
   m.def("count_gradients", &countGradients);
   m.def("glance_at_tensors", &glanceAtTensors);
+  m.def("tensor_table", [](const py::list& tensors) { return kept(new TensorTable(tensors)); });
+  m.def("tensors_digest", [](const py::capsule& table) { return of<TensorTable>(table).digest(); });
+  m.def("parameter_table", [](const py::list& places) { return kept(new ParameterTable(places)); });
+  m.def("parameters_trained", [](const py::capsule& table) { return of<ParameterTable>(table).trained(); });
+  m.def("parameters_with_gradients", [](const py::capsule& table) { return of<ParameterTable>(table).gradients(); });
+  m.def("item_table", [](const py::list& items, const py::list& sized, bool numbers) {
+    return kept(new ItemTable(items, sized, numbers));
+  });
+  m.def("items_tensors", [](const py::capsule& table, size_t compared) { return of<ItemTable>(table).tensors(compared); });
+  m.def("items_changed", [](const py::capsule& table) { return of<ItemTable>(table).changed(); });
+  m.def("structure_table", [](const py::list& attributes, const py::list& states, const py::list& tensors) {
+    return kept(new StructureTable(attributes, states, tensors));
+  });
+  m.def("structure_same", [](const py::capsule& table) { return of<StructureTable>(table).same(); });
   m.def("progress", [](const BackendPtr& b) {
     const auto& progress = managed(b).progress();
     return std::make_pair(progress.collectives(), progress.pairs());

@@ -124,7 +124,7 @@ class NeighbourCopies:
         # What is sent first: it is then one range of the undo buffer.
         ordered = sorted(shards, key=lambda s: s.name not in copied)
         keep = context.keep
-        self.undo = PreStepCopy(ordered, share=True, look=context.look, keep=keep)
+        self.undo = PreStepCopy(ordered, share=True, look=context.look, same=context.same, keep=keep)
         self._slots = (Slot(), Slot()) if keep is None else (Slot(keep("other-0")), Slot(keep("other-1")))
         for slot in self._slots:
             if slot.beside.owner != self.source_rank:

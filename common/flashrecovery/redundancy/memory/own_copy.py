@@ -23,33 +23,53 @@ from flashrecovery.redundancy.memory.background import Background
 from flashrecovery.redundancy.memory.flat_buffer import NOTHING, Beside, Keep, Layout, Slot, slot_for_next
 from flashrecovery.redundancy.memory.safe_points import Between
 from flashrecovery.state.exact import exact, exact_copy
-from flashrecovery.state.shard import Shard, ShardSource
+from flashrecovery.state.shard import Shard, ShardSource, Structure
 
 _KEPT = 2
 """Versions that are kept; one more while one of them is reserved."""
 _LONGEST_S, _SLOWEST = 2.0, 500e6
 """An operation of the script takes at most so many seconds, and writes at least so many bytes a second."""
-ChangeCounter = Callable[[Sequence[torch.Tensor]], int]
-"""Gives another number when one of the tensors has been changed."""
+_TRIED, _TRIED_AGAIN = 4, 64
+"""After so many walks in a row the structure is taken to change in each step; it is watched again after so many."""
+ChangeCounter = Callable[[Sequence[torch.Tensor]], Callable[[], int]]
+"""Gives what gives another number when one of the tensors has been changed."""
+StructureWatch = Callable[[Sequence[Structure]], Callable[[], bool]]
+"""Gives what says whether a walk through the shards would find the same tensors in the same memory."""
 
 
 @dataclass(frozen=True)
 class Capture:
     """The live tensors at one moment, and on CUDA the event after which they may be read.
 
-    ``watched``: what is looked at to tell whether they have been changed, and ``seen``: what that showed.
+    ``seen``: what a look at their version counters showed.
     """
 
-    tensors: Mapping[str, Mapping[str, torch.Tensor]]
-    values: Mapping[str, Mapping[str, Any]]
+    found: _Found
     ready: torch.cuda.Event | None
     beside: Beside = NOTHING
-    watched: Sequence[torch.Tensor] = ()
     seen: int = 0
 
-    def live(self) -> list[torch.Tensor]:
-        """All tensors, shard by shard."""
-        return [t for tensors in self.tensors.values() for t in tensors.values()]
+
+@dataclass(frozen=True)
+class _Found:
+    """What a walk through the shards has found. It is not changed.
+
+    Attributes:
+        shards: through which.
+        loose: those of them that have to be asked in each step.
+        same: whether a walk through the others would find the same.
+        values: a copy, by shard.
+        live: all tensors, shard by shard.
+        look: at their version counters.
+    """
+
+    shards: Sequence[Shard]
+    loose: Sequence[Shard]
+    same: Callable[[], bool]
+    tensors: Mapping[str, Mapping[str, torch.Tensor]]
+    values: Mapping[str, dict[str, Any]]
+    live: list[torch.Tensor]
+    look: Callable[[], int] | None
 
 
 class PreStepCopy:
@@ -57,7 +77,8 @@ class PreStepCopy:
     memory that other processes can map. ``brief``: for a few steps, in memory that is not page-locked, which would take
     time; may be set to False later.
     ``look``: given where only the script changes the tensors before :meth:`wait` has returned; a copy during which it
-    has done so is not whole. ``keep``: the copies outlive this process, and begin with those of the process before."""
+    has done so is not whole. ``same``: without it, each copy begins with a walk through the shards.
+    ``keep``: the copies outlive this process, and begin with those of the process before."""
 
     def __init__(
         self,
@@ -66,15 +87,17 @@ class PreStepCopy:
         share: bool = False,
         brief: bool = False,
         look: ChangeCounter | None = None,
+        same: StructureWatch | None = None,
         keep: Keep | None = None,
     ) -> None:
         self.shards = list(shards)
         self.brief = brief
         self._look = look
+        self._same = same
+        self._found: _Found | None = None
+        self._walks = 0  # in a row
         self.between = Between()
         self._started = -1
-        self._captured: list[torch.Tensor] = []
-        self._watched: list[torch.Tensor] = []
         self._share = share
         self._keep = keep
         self._slots = {number: self._new_slot(number) for number in range(_KEPT + 1)}
@@ -155,19 +178,41 @@ class PreStepCopy:
 
     def capture(self, beside: Beside = NOTHING) -> Capture:
         """The live tensors, and what belongs to them. In the training thread, at a step boundary."""
-        tensors, values = {}, {}
-        for shard in self.shards:
+        known = self._found
+        if known is None or known.shards is not self.shards or not known.same():
+            self._walks += 1
+            known = self._walk(None)
+        else:
+            self._walks = 0
+            if known.loose:
+                known = self._walk(known)
+        self._found = known
+        on_device = torch.cuda.is_initialized() and any(t.is_cuda for t in known.live)
+        ready = torch.cuda.current_stream().record_event() if on_device else None
+        return Capture(known, ready, beside, 0 if known.look is None else known.look())
+
+    def _walk(self, known: _Found | None) -> _Found:
+        """Through all shards; with ``known``, through its loose ones."""
+        tensors = {} if known is None else dict(known.tensors)
+        values = {} if known is None else dict(known.values)
+        for shard in self.shards if known is None else known.loose:
             tensors[shard.name], found = shard.tensors_and_values()
-            if found:
-                values[shard.name] = found
-        on_device = torch.cuda.is_initialized() and any(t.is_cuda for ts in tensors.values() for t in ts.values())
-        capture = Capture(tensors, values, torch.cuda.current_stream().record_event() if on_device else None, beside)
-        if self._look is None:
-            return capture
-        live = capture.live()
-        if not _same_objects(live, self._captured):
-            self._captured, self._watched = live, [t for s in self.shards for t in s.watched()]
-        return replace(capture, watched=self._watched, seen=self._look(self._watched))
+            values[shard.name] = dict(found)
+        live = [t for ts in tensors.values() for t in ts.values()]
+        if known is not None and _same_objects(live, known.live):
+            return replace(known, tensors=tensors, values=values)
+        look = None if self._look is None else self._look([t for shard in self.shards for t in shard.watched()])
+        if known is not None:
+            return replace(known, tensors=tensors, values=values, live=live, look=look)
+        structures = {} if not self._watches() else {s.name: s.structure() for s in self.shards}
+        loose = [shard for shard in self.shards if structures.get(shard.name) is None]
+        fixed = [one for one in structures.values() if one is not None]
+        same = self._same(fixed) if self._same is not None and fixed else _never
+        return _Found(self.shards, loose, same, tensors, values, live, look)
+
+    def _watches(self) -> bool:
+        """Whether it is worth while to watch the structure."""
+        return self._same is not None and (self._walks <= _TRIED or self._walks % _TRIED_AGAIN == 0)
 
     def copy(self, version: int, capture: Capture) -> Slot:
         """Copy what was captured; returns the slot for ``version``, which holds it unless the tensors have been changed
@@ -181,15 +226,16 @@ class PreStepCopy:
                 return held
             slot = slot_for_next([s for s in self._slots.values() if s is not self._reserved])
             slot.version = -1
-            live = capture.live()
+            live, tensors = capture.found.live, capture.found.tensors
             # The same tensor objects have the same structure: the usual case, and much cheaper than comparing it.
-            if not ((live and _same_objects(live, self._last)) or self._layout.matches(capture.tensors)):
-                self._layout = Layout.of(capture.tensors)
+            same = bool(live) and _same_objects(live, self._last) and tuple(tensors) == self._layout.shards
+            if not (same or self._layout.matches(tensors)):
+                self._layout = Layout.of(tensors)
             self._last = live
             pin = capture.ready is not None and not self.brief
             slot.shape(self._layout, pin=pin, share=self._share)
             event = self._copy_tensors(slot.exact, self._exact_of(live), capture.ready)
-            slot.values = {name: dict(v) for name, v in capture.values.items()}
+            slot.values = {name: found for name, found in capture.found.values.items() if found}
             if self._look is None:
                 self._copied.set()  # the device's stream waits for the rest; the host need not
             if event is not None:
@@ -203,14 +249,14 @@ class PreStepCopy:
 
     def _unchanged(self, capture: Capture) -> bool:
         """Whether nothing has been written to the tensors since they were captured."""
-        look = self._look
+        look = capture.found.look
         if look is None:
             return True
-        if look(capture.watched) != capture.seen:
+        if look() != capture.seen:
             return False
         written_by_host = self._layout.nbytes if capture.ready is None else 0
         bound_s = _LONGEST_S + written_by_host / _SLOWEST
-        return self.between.ask(lambda: look(capture.watched), bound_s) == capture.seen
+        return self.between.ask(look, bound_s) == capture.seen
 
     def _exact_of(self, live: list[torch.Tensor]) -> list[torch.Tensor]:
         """What is copied of the live tensors, of the same layout: mostly they themselves."""
@@ -327,6 +373,10 @@ def write_back(source: ShardSource, shard: Shard) -> None:
     live = shard.allocate(source.spec)
     for key, tensor in zip(source.spec.tensors, source.tensors, strict=True):
         exact_copy(live[key], tensor)
+
+
+def _never() -> bool:
+    return False
 
 
 def _same_objects(some: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> bool:

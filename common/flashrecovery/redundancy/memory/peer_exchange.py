@@ -18,7 +18,7 @@ import torch.distributed as dist
 from flashrecovery.errors import RestoreError, StepInterrupted
 from flashrecovery.redundancy.memory.background import Background
 from flashrecovery.redundancy.memory.flat_buffer import Beside, Keep, Slot
-from flashrecovery.redundancy.memory.own_copy import ChangeCounter, PreStepCopy
+from flashrecovery.redundancy.memory.own_copy import ChangeCounter, PreStepCopy, StructureWatch
 from flashrecovery.redundancy.memory.pacing import Network, Pacing
 from flashrecovery.state.shard import ShardSource
 from flashrecovery.state.spec import ShardSpec, TensorSpec
@@ -40,7 +40,8 @@ class CopyContext:
     Attributes:
         group: process group of all ranks that nothing else uses. Its handle stays valid over recoveries.
         generation: the one in which they begin.
-        look: see :class:`.own_copy.PreStepCopy`. Nothing is kept of a version that the script changes during the copy.
+        look, same: see :class:`.own_copy.PreStepCopy`. Nothing is kept of a version that the script changes during the
+            copy.
         network: holds the content back while training communicates; without it everything goes as fast as it can.
         keep: lets copies outlive this process, and begin with what the process before has left.
         on_kept: gets the newest version that is whole for another rank, -1 for none, whenever it may have changed; in
@@ -51,6 +52,7 @@ class CopyContext:
     group: dist.ProcessGroup
     generation: int = 0
     look: ChangeCounter | None = None
+    same: StructureWatch | None = None
     network: Network | None = None
     keep: Keep | None = None
     on_kept: Callable[[int], None] = lambda version: None

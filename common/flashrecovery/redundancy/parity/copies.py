@@ -144,7 +144,7 @@ class ParityCopies:
         # What parity is of first: it is then one range of the undo buffer.
         ordered = sorted(shards, key=lambda s: s.name not in copied)
         keep = self._keep = context.keep
-        self.undo = PreStepCopy(ordered, share=True, look=context.look, keep=keep)
+        self.undo = PreStepCopy(ordered, share=True, look=context.look, same=context.same, keep=keep)
         self._talk = Exchange(context, self.undo, "parity")
         self._batches = BatchMemory()
         self._spare = [keep(f"parity-{i}") for i in range(ENCODINGS)] if keep is not None else []

@@ -12,7 +12,6 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-import torch
 import torch.distributed as dist
 
 from flashrecovery import groups
@@ -34,7 +33,7 @@ from flashrecovery.state.object_shard import ObjectShard
 from flashrecovery.state.shard import Shard, ShardSource
 from flashrecovery.worker.consistency.divergence_check import is_due
 from flashrecovery.worker.exit.last_checkpoint import save_last
-from flashrecovery.worker.local_state.version_counters import glance_at_tensors
+from flashrecovery.worker.local_state.version_counters import counter_watch, structure_watch
 from flashrecovery.worker.registry import Registry
 from flashrecovery.worker.replication.fallback import FallbackCheckpoints
 from flashrecovery.worker.replication.neighbor_ring import NeighborRing
@@ -80,7 +79,7 @@ class Copies:
         self._drain_s = settings.timeouts.drain_s
         # Only where touches can be seen is it known that nothing else has changed a tensor beside its copy.
         seen = all(roles.touch_mark(adapter) is not None for adapter in registry.adapters if adapter.shards())
-        look = _look if seen else None
+        look = counter_watch if seen else None
         facts = facts_of(registry, settings)
         refuse_settings(facts)
         self._snapshots = RankSnapshots(registry, Keeper.from_env(registry.rank))
@@ -93,7 +92,7 @@ class Copies:
         def context(name: str) -> CopyContext:
             group = groups.create_control_group(name)
             assert group is not None
-            return CopyContext(group, look=look, on_kept=on_kept, on_risk=on_risk)
+            return CopyContext(group, look=look, same=structure_watch, on_kept=on_kept, on_risk=on_risk)
 
         self._parity: ParityCopies | None = None
         if policy.protection is PeerProtection.PARITY:
@@ -103,7 +102,8 @@ class Copies:
         self._ring = NeighborRing(registry, policy, ring, keep)
         self._own = OwnCopies(registry, look, settings.pre_step_copy)
         if settings.snapshots.keep == "always" and keep is not None and not self._own_copies:
-            self._own.snapshot = PreStepCopy(_part_of_snapshot(registry), share=True, look=look, keep=keep)
+            part = _part_of_snapshot(registry)
+            self._own.snapshot = PreStepCopy(part, share=True, look=look, same=structure_watch, keep=keep)
         if self._own.always:
             self.enable_undo()
         self._fallback = FallbackCheckpoints(registry, settings, on_published, on_error)
@@ -470,10 +470,6 @@ class Copies:
         if kind in (Kind.COPY, Kind.PARITY) and self._peers is not None:
             return self._peers.source(shard, version)
         raise RestoreError(f"no {kind} of {shard!r} here")
-
-
-def _look(tensors: Sequence[torch.Tensor]) -> int:
-    return glance_at_tensors(tensors, 0)
 
 
 def _part_of_snapshot(registry: Registry) -> list[Shard]:

@@ -12,6 +12,7 @@ from flashrecovery.proto import flashrecovery_pb2 as pb
 from flashrecovery.redundancy.memory.flat_buffer import Beside
 from flashrecovery.redundancy.memory.own_copy import ChangeCounter, PreStepCopy
 from flashrecovery.state.shard import ShardSource
+from flashrecovery.worker.local_state.version_counters import structure_watch
 from flashrecovery.worker.registry import Registry
 
 
@@ -41,7 +42,7 @@ class OwnCopies:
         if not self._allowed:
             return
         if self.undo is None:
-            self.undo = PreStepCopy(self._registry.tensor_shards(), brief=brief, look=self._look)
+            self.undo = PreStepCopy(self._registry.tensor_shards(), brief=brief, look=self._look, same=structure_watch)
         elif not brief:
             self.undo.brief = False
 

@@ -124,8 +124,8 @@ class RecoveryFinished(Event):
     """Every rank has committed a new step. ``total_s`` runs from the failure to that step.
 
     ``sources``: transfers by source rank. ``survivors_given``: ranks that were given state although they live: the
-    failure has kept them from completing a step that others have completed. ``bytes``: bytes of state that went over
-    the wire; ``device_bytes``: how many of them from device to device, the others through host memory;
+    failure has kept them from completing a step that others have completed. ``bytes``: bytes of state that ranks got
+    from others; ``device_bytes``: how many of them from device to device, the others through host memory;
     ``decoded_bytes``: how many of them came out of parity; ``reshaped_bytes``: how many because state was sharded among
     other ranks, which needed ``lacking_bytes`` that they did not hold. ``phases``: seconds by name. ``reason``: why
     the job went on from ``resume_step``. ``left``: victims that were not replaced: an elastic job goes on without

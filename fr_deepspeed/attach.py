@@ -43,13 +43,13 @@ def attach(engine: Any) -> Recovery:
     if recovery.enabled:
         _check_untouched(engine)
         from fr_deepspeed.adapter import adapter_for
-        from fr_deepspeed.own_loops import EngineSteps, accelerate_state
+        from fr_deepspeed.own_loops import EngineSteps, of_accelerate
 
         steps = None if engine.pipeline_parallelism else EngineSteps(engine, _newest)
-        objects = _objects(engine, 1 if steps is None else steps.number)
-        if (counters := accelerate_state()) is not None:
-            objects["accelerate"] = counters
-        recovery.register_adapter(adapter_for(engine), **objects)
+        number = 1 if steps is None else steps.number
+        recovery.register_adapter(adapter_for(engine), **_objects(engine, number))
+        if number == 1 and (objects := of_accelerate()):
+            recovery.register(**objects)
         if block.sequence_length is not None:
             recovery.report(tokens_per_step=engine.train_batch_size() * block.sequence_length)
         if steps is None:

@@ -9,43 +9,39 @@ from types import FrameType
 from typing import Any
 
 from flashrecovery.errors import UnsupportedError
-from flashrecovery.worker.data.accelerate import Counters
 
 _TRAINER = "transformers.trainer"
 
 
-class AccelerateState:
-    """What an Accelerator counts for a script's own loop, and the schedules that it steps there."""
+class Schedules:
+    """Those that an Accelerator steps for a script's own loop: not the engine's own."""
 
     def __init__(self, accelerator: Any) -> None:
-        self._counters = Counters(accelerator)
         self._accelerator = accelerator
 
     def state_dict(self) -> dict[str, Any]:
-        return {"counters": self._counters.state_dict(), "schedules": [s.state_dict() for s in self._schedules()]}
+        return {"schedules": [schedule.state_dict() for schedule in self._schedules()]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._counters.load_state_dict(state["counters"])
         for schedule, saved in zip(self._schedules(), state["schedules"], strict=True):
             schedule.load_state_dict(saved)
 
     def _schedules(self) -> list[Any]:
-        """Those that are not the engine's own."""
         prepared = self._accelerator._schedulers
         return [s.scheduler for s in prepared if type(s).__name__ != "DeepSpeedSchedulerWrapper"]
 
 
-def accelerate_state() -> AccelerateState | None:
-    """Of the Accelerator that is making an engine in the functions that are running; None if there is none, or a
-    Trainer drives it."""
+def of_accelerate() -> dict[str, Any]:
+    """What counts for the engine that is being made, to be registered: the Accelerator that makes it in the functions
+    that are running, and its schedules. Nothing if there is none, or a Trainer drives it."""
     accelerator = getattr(sys.modules.get("accelerate.accelerator"), "Accelerator", None)
-    found: AccelerateState | None = None
+    found: dict[str, Any] = {}
     frame: FrameType | None = sys._getframe(1) if accelerator is not None else None
     while frame is not None:
         if frame.f_globals.get("__name__") == _TRAINER:
-            return None
-        if found is None and isinstance(made_by := frame.f_locals.get("self"), accelerator):  # type: ignore[arg-type]
-            found = AccelerateState(made_by)
+            return {}
+        if not found and isinstance(made_by := frame.f_locals.get("self"), accelerator):  # type: ignore[arg-type]
+            found = {"accelerate": made_by, "accelerate_schedules": Schedules(made_by)}
         frame = frame.f_back
     return found
 

@@ -111,3 +111,11 @@ def test_other_files_can_be_moved(attempt: SimpleNamespace, tmp_path: Path) -> N
     (tmp_path / "one").write_text("1")
     os.replace(tmp_path / "one", tmp_path / "two")
     assert (tmp_path / "two").read_text() == "1"
+
+
+def test_what_a_save_is_given_by_name_alone_is_found() -> None:
+    """accelerate calls ``torch.distributed.checkpoint.save(state_dict=..., storage_writer=...)``."""
+    writer = SimpleNamespace(path="checkpoint-4")
+    assert post_step_code._checkpoint(state_dict={}, storage_writer=writer) == "checkpoint-4"
+    assert post_step_code._checkpoint({}, checkpoint_id="there") == "there"
+    assert post_step_code._first(self=None, output_dir="out") == "out"

@@ -326,7 +326,7 @@ def _nothing_later(*arguments: Any, **options: Any) -> Any:
     return saver.AsyncSaveResponse(staging_completion=staged, upload_completion=done)
 
 
-def _checkpoint(_: object, storage_writer: object = None, *__: object, **options: object) -> object:
+def _checkpoint(_: object = None, storage_writer: object = None, *__: object, **options: object) -> object:
     """The directory of a checkpoint of torch."""
     writer = options.get("storage_writer") or storage_writer
     return options.get("checkpoint_id") or getattr(writer, "checkpoint_id", None) or getattr(writer, "path", writer)
@@ -555,7 +555,7 @@ def _joint(owner: Any, name: str, target: Callable[..., object], answer: Callee)
     setattr(owner, name, _jointly(getattr(owner, name), f"{owner.__name__}.{name}", target, answer))
 
 
-def _first(_: object, path: object = None, *__: object, **options: object) -> object:
+def _first(_: object = None, path: object = None, *__: object, **options: object) -> object:
     """Of a method whose first argument is where it saves."""
     named = (options.get(name) for name in ("output_dir", "save_directory", "save_dir", "checkpoint_dir"))
     return path if path is not None else next((one for one in named if one is not None), "its directory")

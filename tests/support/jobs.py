@@ -24,12 +24,14 @@ from flashrecovery.cli.status import look_at
 from flashrecovery.events import RunFiles
 from flashrecovery.observe.timeline import TimelineFile
 from flashrecovery.terminal import unwrapped
+from tests.support import shared_imports
 from tests.support.sameness import Printed, ProcessLog, Run, differences
 
 ROOT = Path(__file__).resolve().parents[2]
 GPT = ROOT / "examples" / "gpt"
 MARKER = "FLASHRECOVERY_TEST_JOB"
 PACE = "FLASHRECOVERY_TEST_PACE"
+PROGRAM = (sys.executable, "-m", "flashrecovery.cli.main")
 ENVIRONMENT = {"PYTHONFAULTHANDLER": "1", "GLOO_SOCKET_IFNAME": "lo"}
 SMALL = ["--layers=2", "--heads=2", "--width=32", "--context=32", "--batch-size=2", "--log-all", "--digest"]
 
@@ -74,6 +76,8 @@ class Job(Run):
 class RunningJob:
     """A job under way."""
 
+    _own_imports = False
+
     def __init__(
         self,
         run_dir: Path,
@@ -89,14 +93,16 @@ class RunningJob:
         env: Mapping[str, str] | None = None,
         launcher: Sequence[str] | None = None,
         within: Sequence[str] = (),
+        own_imports: bool = False,
     ) -> None:
         """``launcher``: a command that starts one task for each rank; None: `flashrecovery run` does. ``within``: a
-        command that becomes the one behind it."""
+        command that becomes the one behind it. ``own_imports``: the job's zygote is a new interpreter, which imports
+        torch for this job alone (:mod:`tests.support.shared_imports`)."""
+        self._own_imports = own_imports
         self.run_dir = run_dir
         self.marker = uuid.uuid4().hex
-        program = [sys.executable, "-m", "flashrecovery.cli.main"]
-        adopts = [*(launcher or ()), *program, "adopt"]
-        command = [*program, "run", "--nproc-per-node", str(layout.nproc)] if launcher is None else adopts
+        adopts = [*(launcher or ()), *PROGRAM, "adopt"]
+        command = [*PROGRAM, "run", "--nproc-per-node", str(layout.nproc)] if launcher is None else adopts
         command += ["--standby", str(standby), "--run-dir", str(run_dir)]
         if config is not None:
             path = run_dir.parent / f"{run_dir.name}.yaml"
@@ -113,13 +119,20 @@ class RunningJob:
     def _start(self, command: Sequence[str], env: Mapping[str, str]) -> None:
         self._began = time.monotonic()
         self._out = open(self.run_dir.parent / f"{self.run_dir.name}.out", "w+")  # noqa: SIM115 - closed in wait()
+        env = {**os.environ, **ENVIRONMENT, MARKER: self.marker, PACE: str(self._pace), **env}
+        runs = [*command[: len(PROGRAM) + 1]] == [*PROGRAM, "run"]
+        if runs and shared_imports.POSSIBLE and not self._own_imports:
+            self.popen: subprocess.Popen[Any] = shared_imports.images.start(
+                command[len(PROGRAM) :], env, self._out.fileno()
+            )
+            return
         self.popen = subprocess.Popen(
             command,
             stdout=self._out,
             stderr=subprocess.STDOUT,
             stdin=subprocess.DEVNULL,
             start_new_session=True,
-            env={**os.environ, **ENVIRONMENT, MARKER: self.marker, PACE: str(self._pace), **env},
+            env=env,
         )
 
     @property

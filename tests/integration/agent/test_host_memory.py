@@ -14,7 +14,7 @@ STATE = 16 * 4096 * 4096 * 4
 
 
 def run(run_dir: Path, *options: str) -> Job:
-    return run_job(run_dir, Layout("large-shards", "", nproc=4), script=SCRIPT, options=options)
+    return run_job(run_dir, Layout("large-shards", "", nproc=4), script=SCRIPT, options=options, own_imports=True)
 
 
 @pytest.mark.parametrize("redundancy", ["auto", pytest.param("parity", marks=pytest.mark.slow)])

@@ -58,6 +58,7 @@ def test_the_scripts_own_modules_are_imported_by_the_script(tmp_path: Path) -> N
         script=source / "script.py",
         flags=["--steps", "6", str(go)],
         standby=1,
+        own_imports=True,
         env={"PYTHONPATH": f"{other}:{os.environ.get('PYTHONPATH', '')}"},
     )
     job.wait_for_step(2)

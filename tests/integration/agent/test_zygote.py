@@ -128,7 +128,9 @@ def any_job(folder: Path, imports: str = "", **options: object) -> RunningJob:
     (folder / "script.py").write_text(LIKE_ANY.format(imports=imports))
     layout = Layout("any", "", nproc=2)
     flags = [str(folder / "go")]
-    return RunningJob(folder / "run", layout, script=folder / "script.py", flags=flags, standby=0, **options)  # type: ignore[arg-type]
+    return RunningJob(
+        folder / "run", layout, script=folder / "script.py", flags=flags, standby=0, own_imports=True, **options
+    )  # type: ignore[arg-type]
 
 
 def installed(folder: Path, **modules: str) -> dict[str, str]:
@@ -171,6 +173,7 @@ def test_a_forked_worker_finds_what_a_fresh_one_finds(threads: str | None, tmp_p
             script=tmp_path / "script.py",
             flags=["--a", "b"],
             standby=0,
+            own_imports=True,
             options=["--start-method", method],
             env=env,
         )
@@ -192,7 +195,7 @@ def test_a_forked_worker_finds_what_a_fresh_one_finds(threads: str | None, tmp_p
 def test_the_same_bits_as_with_new_interpreters(tmp_path: Path) -> None:
     reference = run_job(tmp_path / "reference", DDP, steps=8, standby=0, options=["--start-method", "spawn"])
     inject = ["rank=1,fault=sigkill,at=backward,step=3"]
-    job = run_job(tmp_path / "job", DDP, steps=8, standby=0, inject=inject)
+    job = run_job(tmp_path / "job", DDP, steps=8, standby=0, own_imports=True, inject=inject)
     check_same(job, reference)
     check_recovered(job, {1})
 

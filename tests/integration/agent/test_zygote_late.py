@@ -51,7 +51,7 @@ class Struck:
             self._armed.touch()
         env = installed(folder, sitecustomize=text)
         flags = ["--step-time", "200"]
-        self.job = RunningJob(folder / "run", DDP, steps=STEPS, standby=0, flags=flags, env=env)
+        self.job = RunningJob(folder / "run", DDP, steps=STEPS, standby=0, own_imports=True, flags=flags, env=env)
 
     def arm(self) -> None:
         self._armed.touch()

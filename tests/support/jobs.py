@@ -121,7 +121,7 @@ class RunningJob:
         self._out = open(self.run_dir.parent / f"{self.run_dir.name}.out", "w+")  # noqa: SIM115 - closed in wait()
         env = {**os.environ, **ENVIRONMENT, MARKER: self.marker, PACE: str(self._pace), **env}
         runs = [*command[: len(PROGRAM) + 1]] == [*PROGRAM, "run"]
-        if runs and shared_imports.POSSIBLE and not self._own_imports:
+        if runs and not self._own_imports and shared_imports.possible(env):
             self.popen: subprocess.Popen[Any] = shared_imports.images.start(
                 command[len(PROGRAM) :], env, self._out.fileno()
             )

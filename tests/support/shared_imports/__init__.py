@@ -27,16 +27,22 @@ from flashrecovery.runtime.environment import OF_ZYGOTES
 from flashrecovery.runtime.nccl_env import LAUNCH_DEFAULTS
 
 IMAGE = Path(__file__).with_name("image.py")
-POSSIBLE = sys.platform == "linux" and platform.machine() in ("x86_64", "aarch64")
 _LENGTH = struct.Struct("<I")
 _PID = struct.Struct("<i")
 _ANSWER_S = 60.0
+SETS_VARIABLES = "FR_MEGATRON_CPU"
+"""With this variable the adapter of Megatron sets others when it is imported."""
 _IMAGES = 2
 """So many at a time, a quarter of a gigabyte each."""
 OF_A_JOB = ("FLASHRECOVERY", "TORCHELASTIC_", "PYTEST_")
 """How the names of variables begin that no import of the image reads."""
 _ROOM = 32_768
 """Bytes for the arguments and the environment of a zygote, where /proc shows them."""
+
+
+def possible(env: Mapping[str, str]) -> bool:
+    """Whether a job in this environment can have such a zygote."""
+    return sys.platform == "linux" and platform.machine() in ("x86_64", "aarch64") and SETS_VARIABLES not in env
 
 
 class Forked(subprocess.Popen[bytes]):

@@ -29,9 +29,10 @@ from flashrecovery.runtime.nccl_env import LAUNCH_DEFAULTS
 IMAGE = Path(__file__).with_name("image.py")
 _LENGTH = struct.Struct("<I")
 _PID = struct.Struct("<i")
-_ANSWER_S = 60.0
-SETS_VARIABLES = "FR_MEGATRON_CPU"
-"""With this variable the adapter of Megatron sets others when it is imported."""
+_ANSWER_S = 150.0
+NOT_SHARED = frozenset({"FR_MEGATRON_CPU", "LD_PRELOAD"})
+"""With the first variable the adapter of Megatron sets others when it is imported; with the second, libraries of
+others (sanitizers, fakes of drivers) would be in a process that is cloned."""
 _IMAGES = 2
 """So many at a time, a quarter of a gigabyte each."""
 OF_A_JOB = ("FLASHRECOVERY", "TORCHELASTIC_", "PYTEST_")
@@ -41,8 +42,10 @@ _ROOM = 32_768
 
 
 def possible(env: Mapping[str, str]) -> bool:
-    """Whether a job in this environment can have such a zygote."""
-    return sys.platform == "linux" and platform.machine() in ("x86_64", "aarch64") and SETS_VARIABLES not in env
+    """Whether a job in this environment can have such a zygote. An image has one thread, as OpenBLAS has with this
+    number: what is cloned has no other."""
+    known = sys.platform == "linux" and platform.machine() in ("x86_64", "aarch64")
+    return known and NOT_SHARED.isdisjoint(env) and env.get("OMP_NUM_THREADS", "1") == "1"
 
 
 class Forked(subprocess.Popen[bytes]):

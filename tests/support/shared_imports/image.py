@@ -66,6 +66,8 @@ def main() -> None:
         raise RuntimeError(f"an import has set {sorted(changed)}, which a zygote would not see")
     for name in changed:
         del os.environ[name]
+    if len(os.listdir("/proc/self/task")) != 1:
+        raise RuntimeError("an import has started a thread, which a clone of this process would not have")
     gc.collect()
     gc.freeze()
     while True:

@@ -257,10 +257,9 @@ class ParallelismSettings(_Model):
 class Settings(_Model):
     """What a worker needs to know (handed over in :data:`CONFIG_ENV`)."""
 
-    auto: bool | Literal["print"] = Field(
+    auto: bool = Field(
         False,
-        description="true: protect a plain PyTorch script that has no line of recovery in it, its loop and all that it "
-        "trains; print: write the patch that does the same by hand, and end",
+        description="protect a plain PyTorch script that has no line of recovery in it: its loop, and what it trains",
     )
     redundancy: Literal["auto", "replica", "neighbor", "parity", "none"] = Field(
         "auto", description="copies, or parity, of what no peer holds"

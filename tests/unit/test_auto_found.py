@@ -13,7 +13,6 @@ import pytest
 import torch
 from torch import nn
 
-from flashrecovery.cli.run import run
 from flashrecovery.errors import UnsupportedError
 from flashrecovery.worker.auto import found
 from flashrecovery.worker.auto.found import Found, Tensors, find
@@ -132,17 +131,3 @@ def test_the_table_names_what_is_protected_and_what_is_not() -> None:
     assert "optimizer SGD with its model" in lines
     assert lines[lines.index("Not protected:") + 1].startswith("bank.rows tensors of 99 bytes")
     assert optimizer.param_groups
-
-
-@pytest.mark.parametrize(
-    ("arguments", "auto", "script_args"),
-    [
-        (["--auto", "train.py", "--auto"], "true", ("--auto",)),
-        (["--standby", "1", "--auto=print", "train.py", "--auto=print"], "print", ("--auto=print",)),
-        (["train.py", "--auto"], None, ("--auto",)),
-        (["--auto=false", "-m", "train"], "false", ()),
-    ],
-)
-def test_the_flag_before_the_script_is_ours(arguments: list[str], auto: str | None, script_args: tuple[str]) -> None:
-    with run.make_context("run", [*arguments]) as context:
-        assert context.params["auto"] == auto and context.params["script_args"] == script_args

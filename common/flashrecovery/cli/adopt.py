@@ -8,9 +8,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import click
+
 from flashrecovery.adopt.guard import stand
 from flashrecovery.adopt.launch import TaskLaunch, placed
-from flashrecovery.cli.run_options import ENVIRONMENT, OWN, SCRIPT, CommandWithAuto, settings
+from flashrecovery.cli.run_options import ENVIRONMENT, OWN, SCRIPT, settings
 from flashrecovery.config import load_run_config
 from flashrecovery.errors import ConfigError
 from flashrecovery.runtime.task import task_of
@@ -45,7 +47,7 @@ def _adopt(
     sys.exit(stand(task, launch))
 
 
-adopt = CommandWithAuto(
+adopt = click.Command(
     "adopt",
     callback=_adopt,
     help=_adopt.__doc__,

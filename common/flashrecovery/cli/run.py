@@ -27,7 +27,6 @@ from flashrecovery.cli.run_options import (
     OWN,
     PLACES,
     SCRIPT,
-    CommandWithAuto,
     settings,
 )
 from flashrecovery.config import RunConfig, overlaid, read_config, run_config
@@ -93,7 +92,7 @@ def _closing(path: Path, began: float) -> str:
     return closing_line([event for event in events if event.time >= began], path)
 
 
-run = CommandWithAuto(
+run = click.Command(
     "run",
     callback=_run,
     help=_run.__doc__,

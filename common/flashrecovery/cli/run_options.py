@@ -18,24 +18,6 @@ ENVIRONMENT = "FLASHRECOVERY_RUN"
 """An option that is not given may be in the variable ``FLASHRECOVERY_RUN_<OPTION>``."""
 _NOT_SETTINGS = ("config_file", "accelerate_config", "module", "no_python", "script", "script_args", "remote_shell")
 
-_AUTO = "--auto"
-
-
-class CommandWithAuto(click.Command):
-    """Reads ``--auto``, alone, as ``--auto=true``: click would take the script for its value. Behind the script it is
-    the script's own."""
-
-    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        if _AUTO in args:
-            number = args.index(_AUTO)
-            before, _, _ = self.make_parser(ctx).parse_args(args[:number])
-            args = (
-                args
-                if isinstance(before.get("script"), str)
-                else [*args[:number], f"{_AUTO}=true", *args[number + 1 :]]
-            )
-        return super().parse_args(ctx, args)
-
 
 def _both(name: str) -> tuple[str, ...]:
     """``--a-b`` and, as torchrun takes it, too, ``--a_b``."""
@@ -95,12 +77,7 @@ OWN = (
     _option("--run-dir", type=click.Path(path_type=Path), default=None, help="Events, logs, rank table."),
     _option("--health", default=None, help="Device plugins: auto | none | NAME,NAME"),
     _option(*_both("max-restarts"), type=int, default=None, help="Restarts before the first step."),
-    _option(
-        _AUTO,
-        type=click.Choice(["true", "false", "print"]),
-        default=None,
-        help="Protect a PyTorch script as it is; =print: write the patch that does it by hand. Alone: true.",
-    ),
+    _option("--auto", is_flag=True, default=None, help="Protect a PyTorch script that has no line of recovery in it."),
     _option("--redundancy", default=None, help="auto | replica | neighbor | parity | none"),
     _option("--parity", type=int, default=None, help="With --redundancy parity: losses of a group at once, 1 | 2"),
     _option("--pre-step-copy", default=None, help="Own pre-step copy: auto | always | never"),
@@ -163,8 +140,6 @@ def settings(options: dict[str, Any]) -> dict[str, Any]:
     inject: tuple[str, ...] = values.pop("inject", ())
     if inject:
         values["inject"] = [parse_fault(text).model_dump() for text in inject]
-    if values.get("auto") in ("true", "false"):
-        values["auto"] = values["auto"] == "true"
     if "hang_timeout" in values:
         values["timeouts"] = {**values.get("timeouts", {}), "hang_floor_s": values.pop("hang_timeout")}
     if "parallelism" in values:

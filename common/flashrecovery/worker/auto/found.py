@@ -116,7 +116,8 @@ def find(frame: types.FrameType, registered: Iterable[object] = ()) -> Found:
     things = list(_things(frame))
     known = [*registered]
     optimizers = {path: one for path, one in things if isinstance(one, Optimizer) and not _is_among(one, known)}
-    _refuse_optimizers(optimizers)
+    for path, one in optimizers.items():
+        refuse_closures(path, one)
     modules = {path: one for path, one in things if isinstance(one, torch.nn.Module)}
     models = _models(modules, optimizers, known)
     every = [*known, *(model.module for model in models)]
@@ -207,13 +208,13 @@ def _content(cell: types.CellType) -> Any:
 # -- models and optimizers --------------------------------------------------------------------------
 
 
-def _refuse_optimizers(optimizers: Mapping[str, Optimizer]) -> None:
-    for path, optimizer in optimizers.items():
-        if isinstance(optimizer, torch.optim.LBFGS):
-            raise UnsupportedError(
-                f"{path} (LBFGS): its step() calls the script's closure again and again, forward and backward; what "
-                "belongs to a step cannot be told"
-            )
+def refuse_closures(path: str, optimizer: Optimizer) -> None:
+    """Raises UnsupportedError."""
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise UnsupportedError(
+            f"{path} (LBFGS): its step() calls the script's closure again and again, forward and backward, which "
+            "--auto does not take for a step; write the lines by hand (docs/tutorial.md)"
+        )
 
 
 def _models(

@@ -10,11 +10,12 @@ import types
 from collections.abc import Callable, Sequence
 
 import torch.distributed as dist
+from torch.optim import Optimizer
 
 from flashrecovery import init
 from flashrecovery.errors import RegistrationError, UnsupportedError
 from flashrecovery.terminal import say
-from flashrecovery.worker.auto.found import Found, find
+from flashrecovery.worker.auto.found import Found, find, refuse_closures
 from flashrecovery.worker.auto.report import table
 from flashrecovery.worker.own_loops.loops import LOOPS
 from flashrecovery.worker.recovery import Recovery
@@ -98,11 +99,12 @@ class AutoSteps:
         if rest:
             self._recovery.register(**rest)
 
-    def check_step(self, frame: types.FrameType) -> None:
-        """An optimizer steps, called from ``frame``. Raises UnsupportedError if that is before the first protected
+    def check_step(self, frame: types.FrameType, optimizer: Optimizer) -> None:
+        """``optimizer`` steps, called from ``frame``. Raises UnsupportedError if that is before the first protected
         step, and in no loop that is led back."""
         recovery = init()
         if not recovery.takes_steps and recovery.version < 0:
+            refuse_closures("the optimizer", optimizer)
             LOOPS.refuse_call(frame, BY_HAND)
 
 

@@ -205,10 +205,10 @@ def _watch_steps(optimizers: ModuleType) -> None:
     """torch.optim.optimizer has just been imported, and torch perhaps not yet as a whole."""
     global _hook
 
-    def stepping(*_: Any) -> None:
+    def stepping(optimizer: Any, *_: Any) -> None:
         from flashrecovery.worker.auto.steps import AUTO
 
-        AUTO.check_step(sys._getframe(1))
+        AUTO.check_step(sys._getframe(1), optimizer)
 
     _hook = optimizers.register_optimizer_step_pre_hook(stepping)
 

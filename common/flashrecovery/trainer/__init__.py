@@ -30,7 +30,7 @@ import io
 import json
 import os
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 from flashrecovery import Recovery
 from flashrecovery.capabilities.of_trainer import ACCELERATE, LOADERS, STATE, TRANSFORMERS
@@ -135,6 +135,9 @@ class _Step:
 class _Protected:
     """Replaces methods of one Trainer. ``train``: that of its class."""
 
+    trained: ClassVar[bool] = False
+    """A Trainer of this process has begun to train."""
+
     def __init__(
         self,
         trainer: Any,
@@ -210,6 +213,7 @@ class _Protected:
 
     def _open(self) -> Recovery:
         """The loop is about to begin."""
+        _Protected.trained = True
         trainer = self._trainer
         recovery, self._loop.adapter = self._training.open()
         self._loop.own.passes_over(
@@ -229,6 +233,11 @@ class _Protected:
             raise UnsupportedError(
                 f"resume_from_checkpoint = {resume_from_checkpoint!r}: not supported with flash_recovery; "
                 "resume with `flashrecovery run --resume`"
+            )
+        if _Protected.trained:
+            raise refused(
+                "a second train() in one process, of this Trainer or of another: a replacement would make the first "
+                "one again; make a job of each, which loads what the one before has saved"
             )
         self._loop.running = running_loss(self._trainer)
         ended = self._train(resume_from_checkpoint=None, **kwargs)

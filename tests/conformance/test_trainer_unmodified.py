@@ -79,3 +79,25 @@ def test_the_key_alone(zero: int, best: bool, kills: Kills, tmp_path: Path, refe
     for rank in job.digests:
         assert printed(job, rank) == printed(reference(layout), rank), job.explain()
     assert not job.notices("unprotected") and not job.notices("not_registered"), job.explain()
+
+
+@pytest.mark.grid
+@pytest.mark.parametrize("by", ["ddp", "fsdp"])
+@pytest.mark.parametrize(
+    "kills",
+    [
+        ((0, "forward", 0), (1, "backward", 3), (0, "optimizer", 7), (1, "commit", 11)),
+        ((1, "commit", LOG), (0, "forward", EVALUATION), (1, "between", 10)),
+    ],
+    ids=["steps", "calls"],
+)
+def test_auto_alone(by: str, kills: Kills, tmp_path: Path, reference: Reference) -> None:
+    """Without an engine: `flashrecovery run --auto`."""
+    layout = Layout(by, str(SCRIPT), ("--by", by), nproc=2)
+    job = run(tmp_path / "run", layout, inject=faults(*kills), options=["--auto"])
+    check_same(job, reference(layout), printed=Printed.LOGS)
+    check_fired(job, len(kills))
+    check_recovered(job, {rank for rank, _, _ in kills})
+    for rank in job.digests:
+        assert printed(job, rank) == printed(reference(layout), rank), job.explain()
+    assert not job.notices("unprotected") and not job.notices("not_registered"), job.explain()

@@ -25,10 +25,10 @@ FOLLOWING = (1, "forward", 2), (0, "commit", 6), (1, "optimizer", 10), (0, "back
 pytestmark = [pytest.mark.libraries, pytest.mark.timeout(3 * TIMEOUT_S)]
 
 
-def _run(path: Path, kind: str, kills: tuple[tuple[int, str, int], ...] = ()) -> Job:
+def _run(path: Path, kind: str, kills: tuple[tuple[int, str, int], ...] = (), *more: str) -> Job:
     output = path.parent / f"{path.name}-output"
     output.mkdir()
-    flags = ["--kind", kind, "--steps", "8", "--output", str(output)]
+    flags = ["--kind", kind, "--steps", "8", "--output", str(output), *more]
     layout = Layout(kind, "", nproc=2)
     job = RunningJob(
         path, layout, script=SCRIPT, flags=flags, env=ENVIRONMENT, standby=int(bool(kills)), inject=faults(*kills)
@@ -48,3 +48,13 @@ def test_after_deaths_in_each_phase(kind: str, kills: tuple[tuple[int, str, int]
     check_same(job, _run(tmp_path / "reference", kind), printed=Printed.LOGS)
     check_fired(job, len(kills))
     assert not job.notices("not_registered"), job.explain()
+
+
+@pytest.mark.deepspeed
+@pytest.mark.parametrize("kind", ["zero3-lora", "zero2-dpo"])
+def test_by_deepspeeds_key_alone(kind: str, tmp_path: Path) -> None:
+    """Without a line of ours."""
+    job = _run(tmp_path / "run", kind, KILLS, "--unmodified")
+    check_same(job, _run(tmp_path / "reference", kind), printed=Printed.LOGS)
+    check_fired(job, len(KILLS))
+    assert not job.notices("not_registered") and not job.notices("unprotected"), job.explain()

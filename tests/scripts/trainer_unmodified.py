@@ -15,6 +15,8 @@ from typing import Any
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 import torch
+from accelerate import FullyShardedDataParallelPlugin
+from accelerate.utils import DistributedType
 from torch.utils.data import Dataset
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
 
@@ -61,6 +63,25 @@ def write_config(path: Path, zero: int, *, off: bool) -> str:
     return str(file)
 
 
+def shard_on_cpus() -> None:
+    """accelerate takes no notice of ``fsdp`` there."""
+    made = Trainer.create_accelerator_and_postprocess
+
+    def with_fsdp(trainer: Any) -> None:
+        made(trainer)
+        state = trainer.accelerator.state
+        state.fsdp_plugin = FullyShardedDataParallelPlugin(
+            fsdp_version=2,
+            auto_wrap_policy="transformer_based_wrap",
+            transformer_cls_names_to_wrap=["GPT2Block"],
+            cpu_ram_efficient_loading=False,
+        )
+        state.distributed_type = DistributedType.FSDP
+        trainer.is_fsdp_enabled = True
+
+    Trainer.create_accelerator_and_postprocess = with_fsdp
+
+
 def optimizer_state(trainer: Any) -> Any:
     """Of this rank's part."""
     engine = getattr(trainer, "deepspeed", None)
@@ -84,7 +105,7 @@ def plain(value: Any) -> Any:
 
 def main() -> None:
     flags = argparse.ArgumentParser(description=__doc__)
-    flags.add_argument("--by", choices=("deepspeed", "ddp"), default="deepspeed")
+    flags.add_argument("--by", choices=("deepspeed", "ddp", "fsdp"), default="deepspeed")
     flags.add_argument("--zero", type=int, default=2)
     flags.add_argument("--steps", type=int, default=10)
     flags.add_argument("--best", action="store_true", help="the best model comes back at the end")
@@ -112,6 +133,8 @@ def main() -> None:
         report_to="none",
         seed=1,
     )
+    if args.by == "fsdp" and not torch.cuda.is_available():
+        shard_on_cpus()
     torch.manual_seed(0)
     sizes = GPT2Config(
         vocab_size=VOCABULARY,

@@ -118,6 +118,28 @@ def _sft_lora_zero3(common: dict[str, Any], rest: dict[str, Any]) -> Any:
     return _sft_lora({**common, "bf16": True, "deepspeed": config}, rest)
 
 
+def _dpo_zero2(common: dict[str, Any], rest: dict[str, Any]) -> Any:
+    """By the file that users have, with LoRA: the reference is the model without it."""
+    from peft import LoraConfig
+
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    adapters: Any = LoraConfig(r=4, target_modules=["c_attn"], fan_in_fan_out=True)
+    optimizer = {"type": "AdamW", "params": {"lr": common["learning_rate"], "torch_adam": True}}
+    config = {
+        "train_micro_batch_size_per_gpu": "auto",
+        "gradient_accumulation_steps": "auto",
+        "gradient_clipping": "auto",
+        "optimizer": optimizer,
+        "zero_optimization": {"stage": 2},
+        "flash_recovery": {"enabled": True},
+    }
+    file = Path(common["output_dir"]) / f"ds_config{os.environ['RANK']}.json"
+    file.write_text(json.dumps(config))
+    args = DPOConfig(**{**common, "deepspeed": str(file)})
+    data = _lines("prompt", "chosen", "rejected")
+    return DPOTrainer(model=_model(), args=args, train_dataset=data, peft_config=adapters, **rest)
+
+
 def _dpo(common: dict[str, Any], rest: dict[str, Any]) -> Any:
     """The reference follows the model."""
     data = _lines("prompt", "chosen", "rejected")
@@ -174,6 +196,7 @@ KINDS: dict[str, Callable[[dict[str, Any], dict[str, Any]], Any]] = {
     "sft-lora": _sft_lora,
     "zero3-lora": _sft_lora_zero3,
     "dpo": _dpo,
+    "zero2-dpo": _dpo_zero2,
     "kto": _kto,
     "reward": _reward,
     "grpo": _grpo,
@@ -194,6 +217,7 @@ def main() -> None:
     flags.add_argument("--kind", choices=KINDS, required=True)
     flags.add_argument("--steps", type=int, default=12)
     flags.add_argument("--output", type=Path, required=True)
+    flags.add_argument("--unmodified", action="store_true", help="without protect(): what is in the config is enough")
     args = flags.parse_args()
     logging.set_verbosity_error()
     common = {
@@ -213,7 +237,8 @@ def main() -> None:
         "gradient_checkpointing": False,
     }
     trainer = KINDS[args.kind](common, {"processing_class": _tokenizer(), "callbacks": [Losses()]})
-    protect(trainer)
+    if not args.unmodified:
+        protect(trainer)
     trainer.train()
     said = {
         "model": {name: getattr(p, "ds_tensor", p) for name, p in trainer.model.named_parameters()},

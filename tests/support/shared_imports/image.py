@@ -58,6 +58,7 @@ def main() -> None:
     """Returns in processes that are to be zygotes only."""
     asked = socket.socket(fileno=int(sys.argv[1]))
     asked.set_inheritable(False)
+    sys.path[0] = os.getcwd()  # as with `python -m`
     before = dict(os.environ)
     for name in MODULES:
         importlib.import_module(name)

@@ -328,3 +328,17 @@ def test_an_iterator_that_lags_behind_its_sampler_is_read_again_in_its_own_epoch
     assert sampler.epoch == 1
     other.enter(source)
     assert [t.tolist() for t in take(other, 5)] != first
+
+
+def test_a_list_that_grows_too_long_is_named_once() -> None:
+    told: list[str] = []
+    loops = ScriptLoops()
+    loops._session = types.SimpleNamespace(tell_not_registered=told.append)  # type: ignore[assignment]
+    loop: Any = types.SimpleNamespace(key=("train.py", 3), place="train.py:3")
+    losses = [0.5] * 4096
+    for length in (4096, 4097, 4098):
+        assert len(losses) == length
+        variables = {"losses": losses, "tokens": [1] * 9000}  # the other one has always been as long
+        loops.note_lengths(loop, take_down(frame_with(**variables), names("losses", "tokens"), frozenset()))
+        losses = [*losses, 0.5]
+    assert len(told) == 1 and told[0].startswith("train.py:3: losses has grown too long")

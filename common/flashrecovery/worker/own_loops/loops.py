@@ -164,6 +164,8 @@ class ScriptLoops:
         """The outermost loop has ended, as it has at the place to go to."""
         self.output = Output()
         self._seeking = False
+        self._kept: dict[tuple[str, int], set[str]] = {}
+        """Of each loop, which variables have been brought back so far."""
         self._tries = (-1, 0)
         """Of which generation, and how often a round was begun on the way to a place."""
         self._met: BaseException | None = None
@@ -494,6 +496,18 @@ class ScriptLoops:
             found.append((loop, loop.variables() if has_them else Saved()))
         return found
 
+    def note_lengths(self, loop: ScriptLoop, saved: Saved) -> None:
+        """Name what was brought back until now and has grown too long for that."""
+        kept = self._kept.setdefault(loop.key, set())
+        for path in kept.intersection(saved.too_long) if saved.too_long else ():
+            kept.remove(path)
+            if self._session is not None:
+                self._session.tell_not_registered(
+                    f"{loop.place}: {path} has grown too long to be brought back from here on; if it is needed after a "
+                    "recovery, recovery.register() an object that holds it"
+                )
+        kept.update(saved.variables, saved.attributes)
+
     def restore(self, state: dict[str, Any], version: int) -> None:
         self._target, self._target_ended = [_Level.of(level) for level in state["levels"]], state["ended"]
         self.output.restore(version, state["printed"])
@@ -699,7 +713,9 @@ class ScriptLoop:
     def variables(self) -> Saved:
         """As they are now."""
         assert self.frame is not None
-        return take_down(self.frame, self._names, self._loops.known)
+        saved = take_down(self.frame, self._names, self._loops.known)
+        self._loops.note_lengths(self, saved)
+        return saved
 
 
 _END: Any = object()

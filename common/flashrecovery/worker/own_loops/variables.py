@@ -81,10 +81,12 @@ def protected(things: Iterable[object], tensors: Iterable[torch.Tensor]) -> froz
 
 @dataclass
 class Saved:
-    """``variables``: by name. ``attributes``: of objects, by the path that leads to them and the name."""
+    """``variables``: by name. ``attributes``: of objects, by the path that leads to them and the name. ``too_long``:
+    lists and the like that are not among them, by name or path."""
 
     variables: dict[str, Any] = field(default_factory=dict)
     attributes: dict[str, Any] = field(default_factory=dict)
+    too_long: list[str] = field(default_factory=list)
 
     def plain(self) -> dict[str, Any]:
         return {"variables": self.variables, "attributes": self.attributes}
@@ -115,7 +117,10 @@ def take_down(frame: types.FrameType, names: LoopVariables, known: frozenset[int
     _, own, passed = names.in_order
     for name, value in variables.of(own):
         largest = LARGE if name in names.carried else SMALL
-        if is_kept(value, known, largest=largest) and (name in names.read_after or not _is_passing(name, value, names)):
+        if not is_kept(value, known, largest=largest):
+            if isinstance(value, CONTAINERS) and len(value) > largest:
+                saved.too_long.append(name)
+        elif name in names.read_after or not _is_passing(name, value, names):
             saved.variables[name] = copy_of(value)
     for name, value in variables.of(passed):
         if isinstance(value, CONTAINERS) and is_kept(value, known):
@@ -128,6 +133,8 @@ def take_down(frame: types.FrameType, names: LoopVariables, known: frozenset[int
         for name, value in _attributes(thing).items():
             if is_kept(value, known):
                 saved.attributes[f"{path}.{name}"] = copy_of(value)
+            elif isinstance(value, CONTAINERS) and len(value) > SMALL:
+                saved.too_long.append(f"{path}.{name}")
     return saved
 
 

@@ -6,13 +6,13 @@ first step, from which it is told in a table. What cannot be protected is refuse
 
 from __future__ import annotations
 
+import importlib
 import types
 from collections.abc import Callable, Sequence
 
 import torch.distributed as dist
 from torch.optim import Optimizer
 
-from flashrecovery import init
 from flashrecovery.errors import RegistrationError, UnsupportedError
 from flashrecovery.terminal import say
 from flashrecovery.worker.auto.found import Found, find, refuse_closures
@@ -26,6 +26,12 @@ BY_HAND = (
     "for step in recovery.steps(total): with step: (one optimizer step, with its data from recovery.data(loader)); "
     "see docs/tutorial.md"
 )
+
+
+def _init() -> Recovery:
+    """``flashrecovery.init()``, by its name: it lies above what starts a process, and so above this."""
+    recovery: Recovery = importlib.import_module("flashrecovery").init()
+    return recovery
 
 
 class AutoSteps:
@@ -45,7 +51,7 @@ class AutoSteps:
     def begin(self) -> None:
         """The script comes to the first of its loops that are led back."""
         if self._recovery is None:
-            self._recovery = init()
+            self._recovery = _init()
             if self._recovery.enabled and not self._recovery.takes_steps:
                 self._recovery.protect_own_loops(self)
 
@@ -102,7 +108,7 @@ class AutoSteps:
     def check_step(self, frame: types.FrameType, optimizer: Optimizer) -> None:
         """``optimizer`` steps, called from ``frame``. Raises UnsupportedError if that is before the first protected
         step, and in no loop that is led back."""
-        recovery = init()
+        recovery = _init()
         if not recovery.takes_steps and recovery.version < 0:
             refuse_closures("the optimizer", optimizer)
             LOOPS.refuse_call(frame, BY_HAND)

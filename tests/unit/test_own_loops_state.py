@@ -268,14 +268,14 @@ def test_what_a_script_prints_before_its_error_may_come_again(monkeypatch: pytes
     assert mark.shown == (1, 0)
 
 
-def test_a_new_launch_does_not_print_what_the_one_before_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_new_launch_prints_what_the_one_before_it_had_not_shown_yet(monkeypatch: pytest.MonkeyPatch) -> None:
     output = taken(monkeypatch, replacement=False, mark=Mark())
     print("set-up")
     output.restore(5, {4: [(0, "step 4\n")]})
     output.handed_out(5)
     print("step 5")
     output.show_all()
-    assert shown(output) == "set-up\nstep 5\n"
+    assert shown(output) == "set-up\nstep 4\nstep 5\n"
 
 
 def test_where_steps_are_known_to_be_late_variables_are_not_taken_down_to_be_compared() -> None:

@@ -90,9 +90,7 @@ class Output:
         return {step: list(lines) for step, lines in self._lines.items() if version - _HELD <= step < version}
 
     def restore(self, version: int, lines: dict[int, Printed]) -> None:
-        """All later steps are done again. What a launch before this one has printed is not shown."""
-        if not self._holding:
-            lines = {}
+        """All later steps are done again."""
         own = {step: kept for step, kept in self._lines.items() if step < version - _HELD}
         of_version = {step: [(stream, text) for stream, text in kept] for step, kept in lines.items()}
         self._lines, self._step = own | of_version, version

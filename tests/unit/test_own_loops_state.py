@@ -6,11 +6,12 @@ import io
 import sys
 import types
 from collections import deque
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, DistributedSampler
+from torch.utils.data import DataLoader, DistributedSampler, Sampler
 
 from flashrecovery.errors import DataSourceError
 from flashrecovery.state import codec
@@ -342,3 +343,39 @@ def test_a_list_that_grows_too_long_is_named_once() -> None:
         loops.note_lengths(loop, take_down(frame_with(**variables), names("losses", "tokens"), frozenset()))
         losses = [*losses, 0.5]
     assert len(told) == 1 and told[0].startswith("train.py:3: losses has grown too long")
+
+
+def test_an_epoch_that_a_sampler_counts_itself_stays_when_its_loader_is_read_again() -> None:
+    """As accelerate's sampler does, whose loader has read it to its end before the last batch is taken."""
+
+    class Counting(Sampler[int]):
+        def __init__(self) -> None:
+            self.epoch = 0
+
+        def __iter__(self) -> Iterator[int]:
+            yield from range(4)
+            self.epoch += 1
+
+    class AheadByOne:
+        def __init__(self) -> None:
+            self.sampler = Counting()
+
+        def __iter__(self) -> Iterator[int]:
+            numbers = iter(self.sampler)
+            held = next(numbers)
+            for number in numbers:
+                yield held
+                held = number
+            yield held
+
+    source = AheadByOne()
+    data = LoopData(source)
+    data.enter(source)
+    assert take(data, 4) == [0, 1, 2, 3] and source.sampler.epoch == 1
+    fresh = AheadByOne()
+    other = LoopData(fresh)
+    other.restore(data.capture())
+    other.enter(fresh)
+    with pytest.raises(StopIteration):
+        other.fetch()
+    assert fresh.sampler.epoch == 1

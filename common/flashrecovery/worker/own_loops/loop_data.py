@@ -47,6 +47,8 @@ class _Round:
     element: Any
     content: Content | None
     """None: the loop has ended here."""
+    mark: Any = None
+    """What the loader says of itself with this element: accelerate's, whether it is the last one."""
     rng_after: dict[str, Any] | None = None
 
 
@@ -143,6 +145,7 @@ class LoopData(DataStream):
             self._read_to(place)
         if self._again:
             one = self._again.popleft()
+            self._source.set_mark(one.mark)
         else:
             one = self._read()
             self._rounds.append(one)
@@ -168,7 +171,7 @@ class LoopData(DataStream):
         try:
             element = next(self._iterator)  # type: ignore[arg-type]
         except StopIteration:
-            return _Round(self._place, None, None)
+            return _Round(self._place, None, None, self._source.mark())
         after = RngState.now()
         content = Content.of(element)
         drawn = before.plain() if after != before else None
@@ -181,7 +184,7 @@ class LoopData(DataStream):
             content.digest,
             states if any(states) else (),
         )
-        return _Round(place, element, content, after.plain() if after != before else None)
+        return _Round(place, element, content, self._source.mark(), after.plain() if after != before else None)
 
     def _read_to(self, place: _Place) -> None:
         """Read a run of the loop once more, up to ``place``. Random numbers are left as they are."""
@@ -192,7 +195,9 @@ class LoopData(DataStream):
             self._iterator = None  # the run begins anew
             return
         self._read_from, told = True, self._source.epochs()
-        self._source.put_epochs(place.start.get("epochs", told))  # the script may be an epoch ahead of its iterator
+        ahead = place.start.get("epochs", told) != told
+        if ahead:  # the script is an epoch ahead of its iterator
+            self._source.put_epochs(place.start["epochs"])
         self._iterator, _ = self._source.begin(place.run, place.start)
         done, digest = self._source.skip_indices(self._iterator, place.taken - 1), ""
         states = dict(zip(range(place.taken - len(place.before), place.taken), place.before, strict=True))
@@ -208,7 +213,8 @@ class LoopData(DataStream):
                 ) from None
             digest = Content.of(element).digest
             done += 1
-        self._source.put_epochs(told)
+        if ahead:  # else what it has counted itself stays
+            self._source.put_epochs(told)
         if digest != place.digest:
             raise DataSourceError(
                 f"the {self._source.name} of this loop gives other elements than before: that of round "

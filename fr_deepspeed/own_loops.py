@@ -8,6 +8,7 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
+from flashrecovery.capabilities.of_trainer import ACCELERATE, STATE
 from flashrecovery.errors import UnsupportedError
 
 _TRAINER = "transformers.trainer"
@@ -41,6 +42,7 @@ def of_accelerate() -> dict[str, Any]:
         if frame.f_globals.get("__name__") == _TRAINER:
             return {}
         if not found and isinstance(made_by := frame.f_locals.get("self"), accelerator):  # type: ignore[arg-type]
+            ACCELERATE.require((STATE,))
             found = {"accelerate": made_by, "accelerate_schedules": Schedules(made_by)}
         frame = frame.f_back
     return found

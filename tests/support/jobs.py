@@ -122,10 +122,10 @@ class RunningJob:
         env = {**os.environ, **ENVIRONMENT, MARKER: self.marker, PACE: str(self._pace), **env}
         runs = [*command[: len(PROGRAM) + 1]] == [*PROGRAM, "run"]
         if runs and not self._own_imports and shared_imports.possible(env):
-            self.popen: subprocess.Popen[Any] = shared_imports.images.start(
-                command[len(PROGRAM) :], env, self._out.fileno()
-            )
-            return
+            forked = shared_imports.images.start(command[len(PROGRAM) :], env, self._out.fileno())
+            if forked is not None:
+                self.popen: subprocess.Popen[Any] = forked
+                return
         self.popen = subprocess.Popen(
             command,
             stdout=self._out,

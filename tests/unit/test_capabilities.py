@@ -30,7 +30,7 @@ COVERED: dict[str, tuple[Framework, ...]] = {
     "common/flashrecovery": CORE,
     "common/flashrecovery/ray": (RAY,),
     "common/flashrecovery/trainer": (*CORE, DEEPSPEED),
-    "fr_deepspeed": (TORCH, DEEPSPEED),
+    "fr_deepspeed": (TORCH, DEEPSPEED, ACCELERATE),
     "fr_megatron": (TORCH, MEGATRON),
 }
 """Which frameworks' names each package may use. What lets megatron run without a GPU, for development, changes whatever

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
@@ -46,12 +47,13 @@ class FakeRecovery(Recovery):
 
 @pytest.fixture
 def live(monkeypatch: pytest.MonkeyPatch) -> FakeRecovery:
-    """As under ``flashrecovery run``, with an adapter that knows nothing of DeepSpeed."""
+    """As under ``flashrecovery run``, with an adapter that knows nothing of DeepSpeed, and no engine yet."""
+    monkeypatch.setattr(sys.modules["fr_deepspeed.attach"], "_newest", None)
     recovery = FakeRecovery()
     monkeypatch.setattr(flashrecovery, "init", lambda **overrides: recovery)
     adapter = ModuleType("fr_deepspeed.adapter")
     adapter.adapter_for = lambda engine: "adapter"  # type: ignore[attr-defined]
-    monkeypatch.setitem(__import__("sys").modules, "fr_deepspeed.adapter", adapter)
+    monkeypatch.setitem(sys.modules, "fr_deepspeed.adapter", adapter)
     return recovery
 
 

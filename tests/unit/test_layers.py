@@ -228,7 +228,8 @@ API = {"flashrecovery", "flashrecovery.adapter"} | {
     f"flashrecovery.{name}"
     for name in (
         *("capabilities", "capabilities.finding", "capabilities.of_torch", "capabilities.patches"),
-        *("capabilities.probes", "config", "errors", "util.import_hooks", "util.versions"),
+        *("capabilities.of_trainer", "capabilities.probes", "config", "errors"),
+        *("util.import_hooks", "util.versions"),
         *(f"adapter.{name}" for name in (*DECLARED[1:], "faults", "fsdp2_state")),
     )
 }

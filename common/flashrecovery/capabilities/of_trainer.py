@@ -58,7 +58,9 @@ TRANSFORMERS = Framework(
 STATE = capability(
     "accelerate's state",
     "where an accumulation is, and which steps were skipped",
-    Attributes("accelerate.accelerator", "Accelerator", ("_dataloaders", "_optimizers", "step", "scaler")),
+    Attributes(
+        "accelerate.accelerator", "Accelerator", ("_dataloaders", "_optimizers", "_schedulers", "step", "scaler")
+    ),
     Attributes("accelerate.optimizer", "AcceleratedOptimizer", ("_is_overflow",)),
     Defined("accelerate.state", ("GradientState._set_sync_gradients",)),
     Attributes("accelerate.state", "GradientState", ("sync_gradients", "dataloader_references")),

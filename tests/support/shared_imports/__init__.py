@@ -77,12 +77,17 @@ class Image:
                 start_new_session=True,
             )
 
-    def start(self, command: Sequence[str], env: Mapping[str, str], out: int) -> Forked:
-        """Run `flashrecovery` with these arguments in a session of its own. ``out``: the descriptor of its output."""
+    def start(self, command: Sequence[str], env: Mapping[str, str], out: int) -> Forked | None:
+        """Run `flashrecovery` with these arguments in a session of its own. ``out``: the descriptor of its output.
+        None: the interpreter has ended; it says why."""
         data = json.dumps({"command": list(command), "env": dict(env), "cwd": os.getcwd()}).encode()
-        socket.send_fds(self._sock, [_LENGTH.pack(len(data))], [out])
-        self._sock.sendall(data)
-        return Forked(_PID.unpack(self._sock.recv(_PID.size, socket.MSG_WAITALL))[0], command)
+        try:
+            socket.send_fds(self._sock, [_LENGTH.pack(len(data))], [out])
+            self._sock.sendall(data)
+            answer = self._sock.recv(_PID.size, socket.MSG_WAITALL)
+        except ConnectionError:
+            return None
+        return Forked(_PID.unpack(answer)[0], command) if answer else None
 
     def close(self) -> None:
         self._sock.close()
@@ -96,17 +101,25 @@ class Images:
 
     def __init__(self) -> None:
         self._images: dict[frozenset[tuple[str, str]], Image] = {}
+        self._impossible: set[frozenset[tuple[str, str]]] = set()
         atexit.register(self.close)
 
-    def start(self, command: Sequence[str], env: Mapping[str, str], out: int) -> Forked:
-        """See :meth:`Image.start`."""
+    def start(self, command: Sequence[str], env: Mapping[str, str], out: int) -> Forked | None:
+        """See :meth:`Image.start`. None: no interpreter can be made that could be shared."""
         common = {name: value for name, value in env.items() if not name.startswith(OF_A_JOB)}
         key = frozenset({*common.items(), *_inherited()})
+        if key in self._impossible:
+            return None
         image = self._images.pop(key, None) or Image(common)
+        started = image.start(command, env, out)
+        if started is None:
+            self._impossible.add(key)
+            image.close()
+            return None
         self._images[key] = image  # the last one used is the last one here
         while len(self._images) > _IMAGES:
             self._images.pop(next(iter(self._images))).close()
-        return image.start(command, env, out)
+        return started
 
     def close(self) -> None:
         for image in self._images.values():

@@ -8,6 +8,7 @@ neither simulated agents nor anything else on the machine adds to. :mod:`scale` 
 
 from __future__ import annotations
 
+import gc
 import json
 import time
 from collections.abc import Callable, Iterable
@@ -50,6 +51,9 @@ class Job:
         self.turn("launch")
         self.turn("launch")
         self.used.clear()
+        gc.set_threshold(200_000)  # as the controller does when the job runs
+        gc.collect()
+        gc.freeze()
 
     def timed(self, what: str, call: Callable[[], Result]) -> Result:
         began = time.process_time()

@@ -11,6 +11,7 @@ import pytest
 from tests.support.faults import faults
 from tests.support.installed import skip_module_without
 from tests.support.jobs import ROOT, Job, Layout, check_clean, check_fired, check_recovered, run_job
+from tests.support.unmodified import output_of
 
 skip_module_without("deepspeed", "accelerate")
 
@@ -25,10 +26,7 @@ def run(path: Path, zero: int, *more: str, **kwargs: Any) -> Job:
 
 
 def printed(job: Job, rank: int) -> list[str]:
-    """By all processes of a rank, one after the other."""
-    logs = sorted((job.run_dir / "logs").glob(f"rank{rank}.gen*.log"), key=lambda log: log.stat().st_mtime)
-    lines = [line for log in logs for line in log.read_text().splitlines()]
-    return [line for line in lines if line.startswith((f"rank={rank} ", "digest "))]
+    return [line for line in output_of(job, rank).splitlines() if line.startswith((f"rank={rank} ", "digest "))]
 
 
 @pytest.mark.parametrize("zero", [1, 2, 3])

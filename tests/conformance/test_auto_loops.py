@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.jobs import ENVIRONMENT, ROOT, Job, Layout, check_clean, check_fired, check_recovered, run_job
+from tests.support.unmodified import check_same, lines, printed
 
 SCRIPT = ROOT / "tests" / "scripts" / "auto_loops.py"
 TIMEOUT_S = 300
@@ -38,25 +39,6 @@ def run(path: Path, shape: str, inject: Sequence[str] = (), *, nproc: int = 2, a
     return run_job(
         path, layout, script=SCRIPT, flags=(shape,), inject=inject, options=(auto,), timeout_s=TIMEOUT_S, standby=1
     )
-
-
-def lines(text: str) -> list[str]:
-    return [line for line in text.splitlines() if line.startswith("rank=")]
-
-
-def printed(job: Job, rank: int) -> list[str]:
-    """By all processes of a rank, one after the other."""
-    logs = sorted((job.run_dir / "logs").glob(f"rank{rank}.gen*.log"), key=lambda log: log.stat().st_mtime)
-    return [line for log in logs for line in lines(log.read_text())]
-
-
-def check_same(job: Job, reference: Job) -> None:
-    assert reference.code == job.code == 0, job.explain()
-    assert reference.digests and job.digests == reference.digests, job.explain()
-    for rank in reference.digests:
-        assert printed(job, rank) == printed(reference, rank), job.explain()
-    assert not job.notices("not_registered") and not job.notices("unprotected"), job.explain()
-    check_clean(job)
 
 
 def kills(shape: str) -> list[str]:

@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 from tests.support.installed import skip_module_without
-from tests.support.jobs import ENVIRONMENT, ROOT, Job, Layout, check_clean, check_fired, check_recovered, run_job
+from tests.support.jobs import ENVIRONMENT, ROOT, Job, Layout, check_fired, check_recovered, run_job
+from tests.support.unmodified import check_same, lines, printed
 
 skip_module_without("deepspeed")
 
@@ -37,25 +38,6 @@ def run(path: Path, shape: str, flags: Sequence[str] = (), inject: Sequence[str]
 def reference_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Job]:
     """The healthy job of a shape and its flags, which several tests compare with."""
     return functools.cache(lambda shape, *flags: run(tmp_path_factory.mktemp("reference"), shape, flags))
-
-
-def lines(text: str) -> list[str]:
-    return [line for line in text.splitlines() if line.startswith("rank=")]
-
-
-def printed(job: Job, rank: int) -> list[str]:
-    """By all processes of a rank, one after the other."""
-    logs = sorted((job.run_dir / "logs").glob(f"rank{rank}.gen*.log"), key=lambda log: log.stat().st_mtime)
-    return [line for log in logs for line in lines(log.read_text())]
-
-
-def check_same(job: Job, reference: Job) -> None:
-    assert reference.code == job.code == 0, job.explain()
-    assert reference.digests and job.digests == reference.digests, job.explain()
-    for rank in reference.digests:
-        assert printed(job, rank) == printed(reference, rank), job.explain()
-    assert not job.notices("not_registered") and not job.notices("unprotected"), job.explain()
-    check_clean(job)
 
 
 def test_epochs_with_an_accumulation(tmp_path: Path) -> None:

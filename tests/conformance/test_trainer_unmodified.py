@@ -14,6 +14,7 @@ from tests.support.faults import faults
 from tests.support.installed import skip_module_without
 from tests.support.jobs import ROOT, Job, Layout, References, check_fired, check_recovered, check_same, run_job
 from tests.support.sameness import Printed
+from tests.support.unmodified import output_of
 
 skip_module_without("deepspeed", "transformers", "accelerate")
 
@@ -47,9 +48,7 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
 
 
 def printed(job: Job, rank: int) -> list[str]:
-    """By all processes of a rank, one after the other."""
-    logs = sorted((job.run_dir / "logs").glob(f"rank{rank}.gen*.log"), key=lambda log: log.stat().st_mtime)
-    return [line for log in logs for line in re.findall(rf"rank={rank} step=.*", log.read_text())]
+    return re.findall(rf"rank={rank} step=.*", output_of(job, rank))
 
 
 @pytest.mark.parametrize(

@@ -27,6 +27,11 @@ CONFIG_ENV = "FLASHRECOVERY_CONFIG"
 """Environment variable in which a worker finds its :class:`Settings` as JSON."""
 
 
+def protects_as_it_is(env: Mapping[str, str]) -> bool:
+    """Whether a worker with the environment ``env`` runs a script by ``--auto``; asked before there are settings."""
+    return bool(json.loads(env.get(CONFIG_ENV, "{}")).get("auto"))
+
+
 class _Model(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 

@@ -27,14 +27,13 @@ from __future__ import annotations
 import contextlib
 import functools
 import io
-import json
 import os
 from collections.abc import Callable
 from typing import Any, ClassVar
 
 from flashrecovery import Recovery
 from flashrecovery.capabilities.of_trainer import ACCELERATE, LOADERS, STATE, TRANSFORMERS
-from flashrecovery.config import CONFIG_ENV
+from flashrecovery.config import protects_as_it_is
 from flashrecovery.errors import RegistrationError, UnsupportedError
 from flashrecovery.trainer.data import Epochs, WatchedLoader
 from flashrecovery.trainer.events import BETWEEN, may_change_state, without_reports
@@ -58,7 +57,7 @@ def protect(trainer: Any) -> None:
     """
     if _is_protected(trainer):
         raise RegistrationError("this trainer is protected already")
-    kind: type[DeepSpeedTraining | PlainTraining] = DeepSpeedTraining if _is_by_engine(trainer) else PlainTraining
+    kind = _kind_of(trainer)
     if not kind.enabled(trainer):
         return
     _protect(trainer, kind, trainer.train)
@@ -73,24 +72,18 @@ def protected_train(trainer: Any, train: Callable[..., Any]) -> Callable[..., An
     """
     if _is_protected(trainer):
         return train
-    if not _is_by_engine(trainer):
-        return (
-            _protect(trainer, PlainTraining, train).train if _wants_all() and PlainTraining.enabled(trainer) else train
-        )
-    return _protect(trainer, DeepSpeedTraining, train).train if DeepSpeedTraining.enabled(trainer) else train
-
-
-def _wants_all() -> bool:
-    """Whether scripts are to be protected as they are."""
-    return json.loads(os.environ.get(CONFIG_ENV, "{}")).get("auto") is True
+    kind = _kind_of(trainer)
+    wanted = kind is DeepSpeedTraining or protects_as_it_is(os.environ)
+    return _protect(trainer, kind, train).train if wanted and kind.enabled(trainer) else train
 
 
 def _is_protected(trainer: Any) -> bool:
     return isinstance(vars(trainer).get("training_step"), _Step)
 
 
-def _is_by_engine(trainer: Any) -> bool:
-    return getattr(trainer.accelerator.state, "deepspeed_plugin", None) is not None
+def _kind_of(trainer: Any) -> type[DeepSpeedTraining | PlainTraining]:
+    by_engine = getattr(trainer.accelerator.state, "deepspeed_plugin", None) is not None
+    return DeepSpeedTraining if by_engine else PlainTraining
 
 
 def _protect(trainer: Any, kind: type[DeepSpeedTraining | PlainTraining], train: Callable[..., Any]) -> _Protected:

@@ -21,11 +21,10 @@ def table(found: Found, place: str, loops: Mapping[str, str]) -> str:
         rows.append((model.path, _kind(model.module), _PEERS))
         rows += ((path, type(one).__name__, "with its model") for path, one in model.optimizers.items())
     for path, one in found.objects.items():
-        kept = _PEERS if hasattr(one, "parameters") else "as they are, with each step"
         if isinstance(one, Tensors):
-            rows.append((path, "tensors", kept))
+            rows.append((path, "tensors", "as they are, with each step"))
         else:
-            rows.append((path, type(one).__name__, kept if hasattr(one, "parameters") else _OBJECT))
+            rows.append((path, type(one).__name__, _PEERS if hasattr(one, "parameters") else _OBJECT))
     rows += ((name, what, "led back") for name, what in loops.items())
     lines = [f"--auto: the loop of steps is at {place}. Protected:", *_lines(rows)]
     if found.unsaved:

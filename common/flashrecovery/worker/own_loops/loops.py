@@ -557,8 +557,10 @@ class ScriptLoop:
         self.text = text
         self.restoring = False
         self.values: dict[str, Any] = {}
-        self.whole = _Whole(self)
-        self.passing = _Passing(self)
+        self.whole = _Around(self.ends)
+        """All rounds."""
+        self.passing = _Around(self.passes)
+        """A statement in which several loops, one after the other, are begun, or between these."""
         self._loops = loops
         self._names = LoopVariables.of(text)
         self._active = loops.active
@@ -722,25 +724,10 @@ _END: Any = object()
 
 
 @dataclass
-class _Whole:
-    """Around all rounds of a loop."""
+class _Around:
+    """Around statements of a loop. ``ends``: called with what they have raised; whether that is dropped."""
 
-    loop: ScriptLoop = field(repr=False)
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: types.TracebackType | None
-    ) -> bool:
-        return self.loop.ends(error)
-
-
-@dataclass
-class _Passing:
-    """Around a statement in which several loops, one after the other, are begun, or between these."""
-
-    loop: ScriptLoop = field(repr=False)
+    ends: Callable[[BaseException | None], bool] = field(repr=False)
 
     def __enter__(self) -> None:
         pass
@@ -748,7 +735,7 @@ class _Passing:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: types.TracebackType | None
     ) -> bool:
-        return self.loop.passes(error)
+        return self.ends(error)
 
 
 LOOPS = ScriptLoops()

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ast
 import contextlib
-import json
 import os
 import re
 import sys
@@ -19,7 +18,7 @@ from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from types import CodeType, ModuleType
 from typing import TYPE_CHECKING, Any
 
-from flashrecovery.config import CONFIG_ENV
+from flashrecovery.config import protects_as_it_is
 from flashrecovery.util.import_hooks import install
 from flashrecovery.worker.preimport.own_files import FRAMEWORKS, is_own_file
 
@@ -194,7 +193,7 @@ def find_own_modules(*, replacement: bool) -> None:
     """From now on, before the script's first line. ``replacement``: this is not the first process of its rank."""
     global _replacement, _folders, _auto
     _replacement = replacement
-    _auto = bool(json.loads(os.environ.get(CONFIG_ENV, "{}")).get("auto"))
+    _auto = protects_as_it_is(os.environ)
     if _auto:
         install({"torch.optim.optimizer": _watch_steps})
     _folders = [place for place in sys.path if place and is_own_file(os.path.join(place, "x")) and os.path.isdir(place)]

@@ -22,7 +22,8 @@ from flashrecovery.errors import DataSourceError
 from flashrecovery.state import codec
 from flashrecovery.worker.data.consumers import step_entered
 from flashrecovery.worker.data.sampler_settings import SetSamplers
-from flashrecovery.worker.data.stream import DataPosition, DataStream
+from flashrecovery.worker.data.step_data import DataPosition
+from flashrecovery.worker.data.stream import DataStream
 from flashrecovery.worker.local_state.rng import RngState, restore_rng
 
 

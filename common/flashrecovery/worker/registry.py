@@ -33,7 +33,7 @@ from flashrecovery.state.object_shard import COMMON, ObjectShard
 from flashrecovery.state.shard import Shard
 from flashrecovery.worker.data.global_batches import GlobalBatches
 from flashrecovery.worker.data.sampler_settings import SamplerValues
-from flashrecovery.worker.data.stream import DataPosition, DataStream
+from flashrecovery.worker.data.step_data import DataPosition, StepData
 from flashrecovery.worker.local_state.dynamic_shapes import DynamicShapes
 from flashrecovery.worker.local_state.generators import Stateful, as_stateful
 from flashrecovery.worker.local_state.grad_scaler import settled
@@ -89,7 +89,7 @@ class Registry:
         self._optimizers: list[Optimizer] = []
         self.adapters: list[Adapter] = []
         self.objects: dict[str, Stateful] = {}
-        self.streams: list[DataStream] = []
+        self.streams: list[StepData] = []
         self.shards: dict[str, Shard] = {}
         self.sharded_shards: frozenset[str] = frozenset()  # as :meth:`sharded` has found last
         self.habits = StepProfile()

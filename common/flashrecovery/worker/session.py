@@ -21,7 +21,7 @@ from flashrecovery.worker.consistency.start_checks import check_world, check_wra
 from flashrecovery.worker.context import Worker
 from flashrecovery.worker.control.gate import Gate
 from flashrecovery.worker.data.global_batches import GlobalBatches
-from flashrecovery.worker.data.stream import DataStream
+from flashrecovery.worker.data.step_data import StepData
 from flashrecovery.worker.exit.termination import LeavingNotice
 from flashrecovery.worker.local_state.fast_forward import Ahead
 from flashrecovery.worker.loop import Loop
@@ -107,7 +107,7 @@ class Session:
         fallback = self._loop.copies.checkpoint
         return found if fallback is None else max(found, fallback.oldest)
 
-    def add_stream(self, stream: DataStream) -> None:
+    def add_stream(self, stream: StepData) -> None:
         """Raises RegistrationError after the first step: a replacement could not find its place in it."""
         if self._loop is not None:
             raise RegistrationError("recovery.data() after the first step; call it before, once for each data source")

@@ -17,7 +17,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 from flashrecovery.errors import DataSourceError
 from flashrecovery.worker.data.batch_digest import Content, copy_of_structure
@@ -31,6 +31,7 @@ from flashrecovery.worker.data.sampler_settings import (
     values_of,
 )
 from flashrecovery.worker.data.source import EpochStart, Source
+from flashrecovery.worker.data.step_data import DataPosition, StepData, exit_codes_of
 from flashrecovery.worker.local_state.rng import RngState, restore_rng
 
 log = logging.getLogger("flashrecovery")
@@ -42,14 +43,6 @@ _SAY_EVERY_S = 5.0
 REDRAWN = 3
 """Fetches of a source that may look ahead that are made again with the same random numbers: what it draws for a batch,
 it draws in the fetch of an earlier one."""
-
-
-class DataPosition(NamedTuple):
-    """The position of a stream: the epoch, the batches fetched in it, the batches fetched in all."""
-
-    epoch: int
-    batch: int
-    total: int
 
 
 @dataclass(frozen=True)
@@ -108,7 +101,7 @@ class _Kept:
         return self.content.still_in(self.batch)
 
 
-class DataStream:
+class DataStream(StepData):
     """Iterates over ``loader``, epoch after epoch.
 
     Before each epoch ``set_epoch(epoch)`` is called on the loader's sampler if it has that. A source that can be
@@ -205,7 +198,7 @@ class DataStream:
 
     def exit_codes(self) -> list[int | None]:
         """Of the processes that read for it; None: it runs."""
-        return [worker.exitcode for worker in getattr(self._iterator, "_workers", ())]
+        return exit_codes_of(self._iterator)
 
     def __iter__(self) -> DataStream:
         return self

@@ -15,7 +15,7 @@ from types import FrameType
 
 from flashrecovery.groups.native_build import loaded
 from flashrecovery.runtime.page import TERMINATIONS_WORD, Page
-from flashrecovery.worker.data.stream import DataStream
+from flashrecovery.worker.data.step_data import StepData
 from flashrecovery.worker.exit.undisturbed import Outside
 
 
@@ -53,7 +53,7 @@ class LeavingNotice:
 class Termination:
     """Of this process. ``streams``: what is read through ``recovery.data()``."""
 
-    def __init__(self, page: Page, streams: Callable[[], Sequence[DataStream]]) -> None:
+    def __init__(self, page: Page, streams: Callable[[], Sequence[StepData]]) -> None:
         self._page, self._streams = page, streams
         module = loaded()
         self._notes: Callable[[], bool] | None = None

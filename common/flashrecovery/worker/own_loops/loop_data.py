@@ -7,15 +7,17 @@ time: an epoch's loader, an ``enumerate()`` of it, a progress bar around it. The
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 from flashrecovery.errors import DataSourceError
 from flashrecovery.worker.data.accelerate import readable
 from flashrecovery.worker.data.batch_digest import Content, copy_of_structure
+from flashrecovery.worker.data.sampler_settings import SamplerValues
 from flashrecovery.worker.data.source import Source
-from flashrecovery.worker.data.stream import KEPT_VERSIONS, REDRAWN, DataPosition, DataStream
+from flashrecovery.worker.data.step_data import DataPosition, StepData, exit_codes_of
+from flashrecovery.worker.data.stream import KEPT_VERSIONS, REDRAWN
 from flashrecovery.worker.local_state.rng import RngState, restore_rng
 
 
@@ -67,14 +69,18 @@ class OwnIterator:
         return next(self.iterator)
 
 
-class LoopData(DataStream):
+class LoopData(StepData):
     """The elements of one loop, in all its runs. ``iterable``: of its first run.
 
     Raises DataSourceError as :class:`.Source` does.
     """
 
     def __init__(self, iterable: Iterable[Any] = ()) -> None:
-        super().__init__(iterable)
+        self.loader = iterable
+        self.before_fetch: Callable[[], None] | None = None
+        self.void = self.ended = False  # its end is that of the loop, and not of the job
+        self._source = Source(iterable)
+        self._iterator: Iterator[Any] | None = None
         self._asked: object = None
         self._place = _Place()
         self._rounds: deque[_Round] = deque()
@@ -92,7 +98,7 @@ class LoopData(DataStream):
         return DataPosition(self._place.run, self._place.taken, self._place.total)
 
     @property
-    def mark(self) -> Any:
+    def mark(self) -> tuple[DataPosition, SamplerValues]:
         return self.position, {}
 
     @property
@@ -273,3 +279,6 @@ class LoopData(DataStream):
 
     def leave_samplers(self) -> None:
         """The script's own loop sets them."""
+
+    def exit_codes(self) -> list[int | None]:
+        return exit_codes_of(self._iterator)

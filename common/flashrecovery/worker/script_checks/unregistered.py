@@ -36,7 +36,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
-from flashrecovery.worker.data.stream import DataStream
+from flashrecovery.worker.data.step_data import StepData
 from flashrecovery.worker.local_state.fingerprints import (
     CONTAINERS,
     ELEMENTS,
@@ -124,7 +124,7 @@ class Unregistered:
     ) -> None:
         things = list(known)
         self._known, self._parameters = _known(things)
-        self._objects_known, _ = _known(thing for thing in things if not isinstance(thing, DataStream))
+        self._objects_known, _ = _known(thing for thing in things if not isinstance(thing, StepData))
         self._things = [thing for thing in things if isinstance(thing, (torch.nn.Module, Optimizer))]
         self._hooks = HookWatch([thing for thing in things if isinstance(thing, torch.nn.Module) and not frameworks])
         self._storages: frozenset[int] = frozenset()

@@ -16,7 +16,7 @@ from flashrecovery import groups
 from flashrecovery.errors import RestoreError
 from flashrecovery.redundancy.memory.own_copy import PreStepCopy
 from flashrecovery.state.shard import Shard
-from flashrecovery.worker.data.stream import DataStream
+from flashrecovery.worker.data.step_data import StepData
 from flashrecovery.worker.local_state.version_counters import glance_at_tensors
 
 COPIED_BYTES = 4 << 30
@@ -31,7 +31,7 @@ class DiscardedRun:
         streams: the script's data.
     """
 
-    def __init__(self, shards: Sequence[Shard], streams: Sequence[DataStream], version: int) -> None:
+    def __init__(self, shards: Sequence[Shard], streams: Sequence[StepData], version: int) -> None:
         self._shards = shards
         self._streams = streams
         self._version = version

@@ -1,0 +1,77 @@
+"""What data must be able to do that rolls back with the step, wherever the script takes it from."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+from flashrecovery.worker.data.sampler_settings import SamplerValues
+
+
+class DataPosition(NamedTuple):
+    """The position of a data source: the epoch, the batches fetched in it, the batches fetched in all."""
+
+    epoch: int
+    batch: int
+    total: int
+
+
+class StepData(ABC):
+    """Data of which each version has the position.
+
+    Attributes:
+        loader: what is read.
+        before_fetch: called at the beginning of every fetch.
+        void: what is fetched belongs to no step (:mod:`flashrecovery.worker.step.discarded_run`).
+        ended: the script has come to the end of what can be read, and the job can do no further step.
+    """
+
+    loader: Iterable[Any]
+    before_fetch: Callable[[], None] | None
+    void: bool
+    ended: bool
+
+    @property
+    @abstractmethod
+    def position(self) -> DataPosition:
+        """A value, cheap to compare."""
+
+    @property
+    @abstractmethod
+    def mark(self) -> tuple[DataPosition, SamplerValues]:
+        """Changes whenever something is fetched, or a sampler of the script's is set."""
+
+    @property
+    @abstractmethod
+    def can_be_read_again(self) -> bool:
+        """Whether the source can be begun again."""
+
+    @abstractmethod
+    def exit_codes(self) -> list[int | None]:
+        """Of the processes that read for it; None: it runs."""
+
+    @abstractmethod
+    def leave_samplers(self) -> None:
+        """What samplers are set to is not to be brought back here: a replacement runs the script's loop again."""
+
+    @abstractmethod
+    def commit(self, version: int) -> None:
+        """What has been fetched so far belongs to the steps before ``version``. The last call for a version counts."""
+
+    @abstractmethod
+    def rollback(self, version: int) -> None:
+        """Give again what was fetched after ``version``, random numbers included. Raises DataSourceError."""
+
+    @abstractmethod
+    def capture(self) -> dict[str, Any]:
+        """What a replacement needs to bring a fresh source to this position (plain values)."""
+
+    @abstractmethod
+    def restore(self, state: dict[str, Any]) -> None:
+        """Bring a source to a captured position. Leaves the random streams anywhere. Raises DataSourceError."""
+
+
+def exit_codes_of(iterator: object) -> list[int | None]:
+    """Of the processes that read for a loader's iterator; None: it runs."""
+    return [worker.exitcode for worker in getattr(iterator, "_workers", ())]

@@ -126,11 +126,13 @@ class RecoveryFinished(Event):
     ``sources``: transfers by source rank. ``survivors_given``: ranks that were given state although they live: the
     failure has kept them from completing a step that others have completed. ``bytes``: bytes of state that ranks got
     from others; ``device_bytes``: how many of them from device to device, the others through host memory;
-    ``decoded_bytes``: how many of them came out of parity; ``reshaped_bytes``: how many because state was sharded among
-    other ranks, which needed ``lacking_bytes`` that they did not hold. ``phases``: seconds by name. ``reason``: why
-    the job went on from ``resume_step``. ``left``: victims that were not replaced: an elastic job goes on without
-    them. ``start``: lines of the script in which the slowest replacement spent most time before its first step,
-    longest first.
+    ``rank_bytes``: how many the rank got that got the most; ``copy_speed``, ``link_speed``: in bytes a second, how fast
+    one thread of the slowest host copies memory, and what the slowest network link between the hosts is made for (0:
+    not known, or not used). ``decoded_bytes``: how many of them came out of parity; ``reshaped_bytes``: how many
+    because state was sharded among other ranks, which needed ``lacking_bytes`` that they did not hold. ``phases``:
+    seconds by name. ``reason``: why the job went on from ``resume_step``. ``left``: victims that were not replaced:
+    an elastic job goes on without them. ``start``: lines of the script in which the slowest replacement spent most
+    time before its first step, longest first.
     """
 
     event: Literal["recovery_finished"] = "recovery_finished"
@@ -141,6 +143,9 @@ class RecoveryFinished(Event):
     survivors_given: list[int] = Field(default_factory=list)
     bytes: int = 0
     device_bytes: int = 0
+    rank_bytes: int = 0
+    copy_speed: float = 0.0
+    link_speed: float = 0.0
     decoded_bytes: int = 0
     reshaped_bytes: int = 0
     lacking_bytes: int = 0

@@ -163,6 +163,7 @@ async def run_job(config: RunConfig, command: list[str], path: Path, places: Pla
             serving.push_async_callback(peers.stop)
             peer_port = peers.port
             await stack.enter_async_context(lead.looking_elsewhere(session))
+        agent.measure_speed()
         await stack.enter_async_context(lead.hearing_notices())
         reason = await session.run(peer_port)
         if lead.service is None:

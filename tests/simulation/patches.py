@@ -308,6 +308,9 @@ class _Agent(agent_module.Agent):
         super().__init__(*args, **kwargs)
         world().agent_of[current()] = self
 
+    def measure_speed(self) -> None:
+        """A host of the simulation has none."""
+
 
 class _Election(agent_session.Election):
     """The real one; the laws look at its terms."""

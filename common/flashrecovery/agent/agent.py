@@ -38,6 +38,7 @@ from flashrecovery.events import RunDir
 from flashrecovery.kinds import FailureKind, NoticeKind
 from flashrecovery.proto import flashrecovery_pb2 as pb
 from flashrecovery.rpc.channel import Access
+from flashrecovery.runtime.machine_speed import machine_speed
 
 _OTHERS_HEAR_S = 1.0
 """A scheduler that tells some ranks to end has told the others, and this process, by then."""
@@ -76,6 +77,7 @@ class Agent:
         self._terminated = False  # this process has been told to end
         self._hears = False
         self._departs_for = ""
+        self._speed: pb.MachineSpeed | None = None
         self.finished: asyncio.Future[str | None] = asyncio.get_running_loop().create_future()
         self._tasks = Tasks(self._task_failed)
         self._layout = ""
@@ -107,6 +109,15 @@ class Agent:
         self._tasks.start(self._heartbeats.run())
         self._health.start()
         self._processes.prepare()
+
+    def measure_speed(self) -> None:
+        """Begin to measure this host's speed beside the launch, and tell the controller."""
+        self._tasks.start(self._measure_speed())
+
+    async def _measure_speed(self) -> None:
+        found = await asyncio.to_thread(machine_speed, self._identity.host)
+        self._speed = pb.MachineSpeed(copy=found.copy, link=found.link)
+        self._send(pb.AgentMessage(machine_speed=self._speed))
 
     @property
     def node(self) -> str:
@@ -178,6 +189,8 @@ class Agent:
             message.checkpoint.CopyFrom(self.checkpoint)
         if self._staging.kept is not None:
             message.staging.CopyFrom(self._staging.kept)
+        if self._speed is not None:
+            message.speed.CopyFrom(self._speed)
         return message
 
     def _is_of_another_layout(self, process: WorkerProcess) -> bool:

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from flashrecovery import events as ev
+from flashrecovery.observe.facts import RestoreSpeed
 from flashrecovery.observe.goodput import on_one_clock
 from flashrecovery.observe.incident import Incident, Incidents
 
@@ -66,6 +67,7 @@ class RecoveryRecord:
     finished: bool
     start: tuple[tuple[str, str, float], ...] = ()
     iteration: int = -1
+    restore: RestoreSpeed | None = None
 
     @property
     def largest(self) -> str:
@@ -173,6 +175,7 @@ def _recovery(incident: Incident, first: float) -> RecoveryRecord:
         cause=incident.cause,
         resume_step=incident.resume_step,
         bytes=incident.bytes,
+        restore=incident.restore,
         sources=dict(end.sources) if end is not None else {},
         phases=_ordered(incident.phases),
         total_s=incident.total_s,

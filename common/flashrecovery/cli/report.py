@@ -65,6 +65,8 @@ def as_dict(history: JobHistory, share: Goodput) -> dict[str, Any]:
     for record, entry in zip(history.recoveries, plain["recoveries"], strict=True):
         entry["largest_phase"] = record.largest
         entry["largest_phase_bounded_by"] = BOUNDS.get(record.largest, "")
+        if record.restore is not None:
+            entry["restore"] |= {"bound": record.restore.bound, "bounded_by": record.restore.bounded_by}
     return plain
 
 
@@ -91,8 +93,26 @@ def render_text(history: JobHistory, course: Course) -> Group:
         parts.append(
             Text(f"Largest phase: {name} ({part:.0%} of all recovery time). Bounded by {BOUNDS.get(name, '?')}.")
         )
+        parts += [Text(line) for line in restore_lines(history.recoveries)]
         parts += _lines("Longest lines of the script on a replacement's way to its first step:", starts(finished))
     return Group(*parts)
+
+
+def restore_lines(recoveries: Sequence[RecoveryRecord]) -> list[str]:
+    """How fast state came back in each recovery that had more than a little of it, beside what bounds that."""
+    lines = []
+    for number, record in enumerate(recoveries, 1):
+        if (restore := record.restore) is None:
+            continue
+        text = f"Restore of #{number}: {bytes_text(round(restore.speed))}/s to a rank"
+        bound = f"{bytes_text(round(restore.bound))}/s, of which this is {restore.speed / (restore.bound or 1.0):.0%}"
+        match restore.bounded_by:
+            case "link":
+                text += f"; the network link is made for {bound}"
+            case "copy":
+                text += f"; one thread of the host copies {bound}"
+        lines.append(text + ".")
+    return lines
 
 
 def starts(recoveries: Sequence[RecoveryRecord]) -> list[tuple[float, str, str]]:
@@ -228,6 +248,7 @@ def render_html(history: JobHistory, course: Course, title: str) -> str:
         bounds=BOUNDS,
         longest=max((r.total_s for r in history.recoveries), default=0.0) or 1.0,
         starts=starts(finished),
+        restores=restore_lines(history.recoveries),
         launch_lines=launch_lines(history),
         ticks=_ticks(max((r.total_s for r in history.recoveries), default=0.0)),
         largest=name,

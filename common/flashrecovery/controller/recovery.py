@@ -29,6 +29,7 @@ from flashrecovery.controller.relayout.relayout import ParallelismChange
 from flashrecovery.controller.state.custody import ready_for, sharding_of, take_on_parts
 from flashrecovery.controller.state.history import HistoryEntry, start_lines
 from flashrecovery.controller.state.job_state import JobState
+from flashrecovery.controller.state.nodes import NodeRecord
 from flashrecovery.controller.state.rank_record import (
     BUILT_UP,
     THROUGH,
@@ -544,7 +545,7 @@ class RecoverySteps:
         restored = self._job.round.decided
         wrong = restored.mismatches() if self._job.config.verify else []
         if self._job.recovery is not None:
-            self._job.recovery.add_round(restored)
+            self._job.recovery.add_round(restored, self._nodes_of(restored))
         if not wrong:
             # From here on every rank goes over to what has been made ready, whatever else happens.
             for rank, needs in restored.next_needs().items():
@@ -569,6 +570,12 @@ class RecoverySteps:
             self._adopt(Decision.from_checkpoint(self._job.checkpoint, self._job.ranks, str(e)), now)
         self._job.to(State.RESTORING, now)
         self.send_restore(now)
+
+    def _nodes_of(self, restored: RestoreRound) -> dict[int, NodeRecord]:
+        """The nodes of the ranks between which state was transferred."""
+        ranks = {rank for t in restored.plan.transfers for rank in (t.source, t.dest)} & self._job.ranks.keys()
+        names = {rank: self._job.ranks[rank].process.node for rank in ranks}
+        return {rank: self._job.nodes[name] for rank, name in names.items() if name in self._job.nodes}
 
     def send_resume(self, version: int, now: float) -> None:
         limit = self._job.config.timeouts.resume_ack_s

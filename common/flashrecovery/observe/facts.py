@@ -63,6 +63,30 @@ class StartFacts:
 
 
 @dataclass(frozen=True)
+class RestoreSpeed:
+    """How fast the rank that got the most state in a recovery got it, and what bounds that. In bytes a second.
+
+    Attributes:
+        copy_speed: one thread of the slowest host involved copies memory; 0.0: not known.
+        link_speed: the slowest network link involved is made for; 0.0: not known, or all was on one host.
+    """
+
+    speed: float
+    copy_speed: float
+    link_speed: float
+
+    @property
+    def bound(self) -> float:
+        """The slower of the two; 0.0: neither is known."""
+        return min((s for s in (self.copy_speed, self.link_speed) if s), default=0.0)
+
+    @property
+    def bounded_by(self) -> str:
+        """What the bound is: "link", "copy", or "" if neither is known."""
+        return "" if not self.bound else "link" if self.bound == self.link_speed else "copy"
+
+
+@dataclass(frozen=True)
 class PastRecovery:
     """A recovery that is over. ``finished`` is False if the job has ended in the middle of it. ``start``: lines of the
     script in which a replacement spent most time before its first step."""
@@ -81,6 +105,7 @@ class PastRecovery:
     failures: tuple[FailureFacts, ...]
     start: tuple[StartFacts, ...] = ()
     iteration: int = -1
+    restore: RestoreSpeed | None = None
 
 
 @dataclass(frozen=True)

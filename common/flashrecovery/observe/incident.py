@@ -13,8 +13,11 @@ from dataclasses import dataclass
 
 from flashrecovery import events as ev
 from flashrecovery.kinds import NoticeKind
+from flashrecovery.observe.facts import RestoreSpeed
 
 End = ev.RecoveryFinished | ev.JobFailed
+_SHORT = 32 << 20
+"""Of fewer bytes, messages take most of the time."""
 
 
 @dataclass(frozen=True)
@@ -84,6 +87,14 @@ class Incident:
     def bytes(self) -> int:
         """Bytes that were transferred."""
         return self.finished.bytes if self.finished is not None else 0
+
+    @property
+    def restore(self) -> RestoreSpeed | None:
+        """How fast state came back; None: too little of it for that to say anything."""
+        end = self.finished
+        if end is None or end.rank_bytes < _SHORT or end.phases.get("restore", 0.0) <= 0.0:
+            return None
+        return RestoreSpeed(end.rank_bytes / end.phases["restore"], end.copy_speed, end.link_speed)
 
     def _starts(self) -> Iterator[ev.RecoveryStarted]:
         return (e for e in self.events if isinstance(e, ev.RecoveryStarted))

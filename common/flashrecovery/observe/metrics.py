@@ -179,7 +179,7 @@ def _count_metrics(counts: Counts) -> Iterator[Metric]:
     whole = [] if counts.recovery is None else [((), counts.recovery)]
     yield _histogram("recovery_duration_seconds", "From the failure to the first newly committed step.", whole)
     for name, text, value in (
-        ("recovery_bytes_total", "State that went over the wire in recoveries.", counts.bytes),
+        ("recovery_bytes_total", "Bytes of state that ranks got from other ranks in recoveries.", counts.bytes),
         ("fallbacks_total", "Recoveries that had to go back to a checkpoint.", counts.fallbacks),
         ("checkpoints_total", "Complete checkpoints saved.", counts.checkpoints),
         ("faults_injected_total", "Drills.", counts.faults_injected),

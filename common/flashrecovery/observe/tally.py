@@ -97,6 +97,7 @@ class Tally:
                 cause=incident.cause,
                 resume_step=incident.resume_step,
                 bytes=incident.bytes,
+                restore=incident.restore,
                 phases=incident.phases,
                 total_s=incident.total_s,
                 reason=incident.end.reason if incident.end is not None else "",

@@ -111,4 +111,7 @@ def history_view(job: JobFacts | None) -> dict[str, Any]:
 
 
 def _recovery_view(recovery: PastRecovery) -> dict[str, Any]:
-    return dataclasses.asdict(recovery)
+    plain = dataclasses.asdict(recovery)
+    if recovery.restore is not None:
+        plain["restore"] |= {"bound": recovery.restore.bound, "bounded_by": recovery.restore.bounded_by}
+    return plain

@@ -98,6 +98,7 @@ class AgentMessage(_message.Message):
     VOUCH_FIELD_NUMBER: _builtins.int
     PAUSED_FIELD_NUMBER: _builtins.int
     DEPARTING_FIELD_NUMBER: _builtins.int
+    MACHINE_SPEED_FIELD_NUMBER: _builtins.int
     sequence: _builtins.int
     acknowledged: _builtins.int
     """newest number received from the other side"""
@@ -149,6 +150,8 @@ class AgentMessage(_message.Message):
     def paused(self) -> Global___Paused: ...
     @_builtins.property
     def departing(self) -> Global___Departing: ...
+    @_builtins.property
+    def machine_speed(self) -> Global___MachineSpeed: ...
     def __init__(
         self,
         *,
@@ -176,12 +179,13 @@ class AgentMessage(_message.Message):
         vouch: Global___Vouch | None = ...,
         paused: Global___Paused | None = ...,
         departing: Global___Departing | None = ...,
+        machine_speed: Global___MachineSpeed | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "checkpoint", b"checkpoint", "departing", b"departing", "done", b"done", "electors_known", b"electors_known", "exited", b"exited", "failure", b"failure", "hang_reports", b"hang_reports", "heartbeat", b"heartbeat", "joined", b"joined", "modules", b"modules", "notice", b"notice", "paused", b"paused", "probed", b"probed", "register", b"register", "replies", b"replies", "reply", b"reply", "standby", b"standby", "started", b"started", "vouch", b"vouch"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "checkpoint", b"checkpoint", "departing", b"departing", "done", b"done", "electors_known", b"electors_known", "exited", b"exited", "failure", b"failure", "hang_reports", b"hang_reports", "heartbeat", b"heartbeat", "joined", b"joined", "machine_speed", b"machine_speed", "modules", b"modules", "notice", b"notice", "paused", b"paused", "probed", b"probed", "register", b"register", "replies", b"replies", "reply", b"reply", "standby", b"standby", "started", b"started", "vouch", b"vouch"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["acknowledged", b"acknowledged", "age_base", b"age_base", "body", b"body", "checkpoint", b"checkpoint", "departing", b"departing", "done", b"done", "echo", b"echo", "electors_known", b"electors_known", "exited", b"exited", "failure", b"failure", "hang_reports", b"hang_reports", "heartbeat", b"heartbeat", "joined", b"joined", "modules", b"modules", "notice", b"notice", "paused", b"paused", "probed", b"probed", "register", b"register", "replies", b"replies", "reply", b"reply", "sent_at", b"sent_at", "sequence", b"sequence", "standby", b"standby", "started", b"started", "vouch", b"vouch"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["acknowledged", b"acknowledged", "age_base", b"age_base", "body", b"body", "checkpoint", b"checkpoint", "departing", b"departing", "done", b"done", "echo", b"echo", "electors_known", b"electors_known", "exited", b"exited", "failure", b"failure", "hang_reports", b"hang_reports", "heartbeat", b"heartbeat", "joined", b"joined", "machine_speed", b"machine_speed", "modules", b"modules", "notice", b"notice", "paused", b"paused", "probed", b"probed", "register", b"register", "replies", b"replies", "reply", b"reply", "sent_at", b"sent_at", "sequence", b"sequence", "standby", b"standby", "started", b"started", "vouch", b"vouch"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["register", "heartbeat", "started", "failure", "reply", "joined", "done", "exited", "standby", "checkpoint", "notice", "probed", "modules", "electors_known", "replies", "hang_reports", "vouch", "paused", "departing"]  # noqa: Y015
+    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["register", "heartbeat", "started", "failure", "reply", "joined", "done", "exited", "standby", "checkpoint", "notice", "probed", "modules", "electors_known", "replies", "hang_reports", "vouch", "paused", "departing", "machine_speed"]  # noqa: Y015
     _WhichOneofArgType_body: _TypeAlias = _typing.Literal["body", b"body"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_body) -> _WhichOneofReturnType_body | None: ...
 
@@ -213,6 +217,30 @@ class Departing(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Departing: _TypeAlias = Departing  # noqa: Y015
+
+@_typing.final
+class MachineSpeed(_message.Message):
+    """Of a node, in bytes a second, 0: not known. copy: one thread copies memory; link: of its network interface."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    COPY_FIELD_NUMBER: _builtins.int
+    LINK_FIELD_NUMBER: _builtins.int
+    copy: _builtins.float
+    link: _builtins.float
+    def __init__(
+        self,
+        *,
+        copy: _builtins.float = ...,
+        link: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["copy", b"copy", "link", b"link"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___MachineSpeed: _TypeAlias = MachineSpeed  # noqa: Y015
 
 @_typing.final
 class Register(_message.Message):
@@ -263,6 +291,7 @@ class Register(_message.Message):
     LAYOUT_FIELD_NUMBER: _builtins.int
     STAGING_FIELD_NUMBER: _builtins.int
     LAUNCH_FIELD_NUMBER: _builtins.int
+    SPEED_FIELD_NUMBER: _builtins.int
     BESIDE_FIELD_NUMBER: _builtins.int
     SETTINGS_FIELD_NUMBER: _builtins.int
     node: _builtins.str
@@ -319,6 +348,10 @@ class Register(_message.Message):
         """what this node was told last of the state that is kept for another layout"""
 
     @_builtins.property
+    def speed(self) -> Global___MachineSpeed:
+        """unset: not measured yet"""
+
+    @_builtins.property
     def beside(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """ranks for which processes are built up here that do not belong to the job yet"""
 
@@ -352,12 +385,13 @@ class Register(_message.Message):
         layout: _builtins.str = ...,
         staging: Global___StagingKept | None = ...,
         launch: _builtins.str = ...,
+        speed: Global___MachineSpeed | None = ...,
         beside: _abc.Iterable[_builtins.int] | None = ...,
         settings: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["checkpoint", b"checkpoint", "staging", b"staging"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["checkpoint", b"checkpoint", "speed", b"speed", "staging", b"staging"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "beside", b"beside", "checkpoint", b"checkpoint", "command", b"command", "domain", b"domain", "domains", b"domains", "generation", b"generation", "host", b"host", "incarnation", b"incarnation", "launch", b"launch", "layout", b"layout", "members", b"members", "node", b"node", "node_rank", b"node_rank", "pages", b"pages", "peer_port", b"peer_port", "regrouped", b"regrouped", "settings", b"settings", "slots", b"slots", "spare", b"spare", "staging", b"staging", "store_port", b"store_port", "stride", b"stride", "suspect", b"suspect", "workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "beside", b"beside", "checkpoint", b"checkpoint", "command", b"command", "domain", b"domain", "domains", b"domains", "generation", b"generation", "host", b"host", "incarnation", b"incarnation", "launch", b"launch", "layout", b"layout", "members", b"members", "node", b"node", "node_rank", b"node_rank", "pages", b"pages", "peer_port", b"peer_port", "regrouped", b"regrouped", "settings", b"settings", "slots", b"slots", "spare", b"spare", "speed", b"speed", "staging", b"staging", "store_port", b"store_port", "stride", b"stride", "suspect", b"suspect", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -18,6 +18,7 @@ from flashrecovery.kinds import NoticeKind
 from flashrecovery.plan.membership.liveness import Liveness
 from flashrecovery.proto import flashrecovery_pb2 as pb
 from flashrecovery.rpc.bodies import no_handler
+from flashrecovery.runtime.machine_speed import MachineSpeed
 from flashrecovery.util.clock import lease_clock
 
 _SHORT = 240
@@ -88,6 +89,9 @@ class Inbound:
                 self._on_checkpoint(message.checkpoint)
             case "standby":
                 self._on_standby(message.standby, node)
+            case "machine_speed":
+                speed = message.machine_speed
+                self._machine.job.nodes[node].speed = MachineSpeed(speed.copy, speed.link)
             case "notice":
                 self._on_notice(message.notice, node)
             case "register":

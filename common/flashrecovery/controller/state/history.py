@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from flashrecovery import events as ev
+from flashrecovery.controller.state.nodes import NodeRecord
 from flashrecovery.controller.state.restore_plan import RestoreRound
 from flashrecovery.kinds import FailureKind
 from flashrecovery.plan.transitions import State
 from flashrecovery.proto import flashrecovery_pb2 as pb
+from flashrecovery.runtime.machine_speed import NOT_MEASURED, MachineSpeed, slower
 
 PHASE_OF = {
     State.QUIESCING: "quiesce",
@@ -49,6 +51,9 @@ class HistoryEntry:
     bytes_decoded: int = 0
     bytes_reshaped: int = 0
     bytes_lacking: int = 0
+    bytes_of: dict[int, int] = field(default_factory=dict)
+    between_hosts: bool = False
+    slowest: MachineSpeed = NOT_MEASURED
     total_s: float = 0.0
     _open: tuple[str, float] | None = None
 
@@ -71,7 +76,10 @@ class HistoryEntry:
         self._open = (PHASE_OF[state], now) if state in PHASE_OF else None
         return closed
 
-    def add_round(self, done: RestoreRound) -> None:
+    def add_round(self, done: RestoreRound, nodes: Mapping[int, NodeRecord]) -> None:
+        """``nodes``: where the ranks are that were given something, and those that gave it."""
+        for rank, reply in done.reports.items():
+            self.bytes_of[rank] = self.bytes_of.get(rank, 0) + reply.bytes_received
         self.bytes_on_wire += done.bytes_received()
         self.bytes_on_device += done.bytes_on_device()
         self.bytes_reshaped += sum(reply.reshaped_bytes for reply in done.reports.values())
@@ -80,6 +88,10 @@ class HistoryEntry:
             key = str(transfer.source)
             self.sources[key] = self.sources.get(key, 0) + 1
             self.given.add(transfer.dest)
+            source, dest = nodes.get(transfer.source), nodes.get(transfer.dest)
+            if source is not None and dest is not None:
+                self.between_hosts = self.between_hosts or source.host != dest.host
+                self.slowest = slower(slower(self.slowest, source.speed), dest.speed)
         for order in done.decodes:
             self.bytes_decoded += sum(order.sizes[member] for member in order.lost)
             self.given.update(order.ranks[member] for member in order.lost)
@@ -99,6 +111,9 @@ class HistoryEntry:
             sources=dict(self.sources),
             survivors_given=sorted(self.given.difference(self.victims)),
             bytes=self.bytes_on_wire,
+            rank_bytes=max(self.bytes_of.values(), default=0),
+            copy_speed=self.slowest.copy,
+            link_speed=self.slowest.link if self.between_hosts else 0.0,
             device_bytes=self.bytes_on_device,
             decoded_bytes=self.bytes_decoded,
             reshaped_bytes=self.bytes_reshaped,

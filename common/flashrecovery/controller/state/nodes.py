@@ -11,6 +11,7 @@ from flashrecovery.errors import ConfigError
 from flashrecovery.plan.membership.node_failures import Use
 from flashrecovery.plan.membership.placement import Room
 from flashrecovery.proto import flashrecovery_pb2 as pb
+from flashrecovery.runtime.machine_speed import NOT_MEASURED, MachineSpeed
 
 
 class NodeState(str, Enum):
@@ -31,6 +32,7 @@ class NodeRecord:
         suspect: what a device plugin has warned of, or "".
         leaving: somebody wants it to leave the job; it gets no more ranks.
         use: what its earlier failures mean, with the reason.
+        speed: of the host, as it has measured it.
     """
 
     name: str
@@ -47,6 +49,7 @@ class NodeRecord:
     use: Use = Use.NORMAL
     use_reason: str = ""
     leaving: bool = False
+    speed: MachineSpeed = NOT_MEASURED
 
     @staticmethod
     def of(message: pb.Register) -> NodeRecord:
@@ -60,6 +63,7 @@ class NodeRecord:
             incarnation=message.incarnation,
             wanted_rank=message.node_rank,
             wants_spare=message.spare,
+            speed=MachineSpeed(message.speed.copy, message.speed.link),
         )
 
     @property

@@ -6,9 +6,11 @@ does differently. Several names, joined by ``+``, are one loop that does all of 
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import copy
 import itertools
+import math
 import random
 import sys
 import time
@@ -359,6 +361,42 @@ class EmaOfRankBuffers(Loop):
     def after(self, step: int) -> None:
         super().after(step)
         self.objects["ema"].value.lerp_(self.net.norm.running_mean, 0.1)  # type: ignore[arg-type]
+
+
+class Live(Kept):
+    """Its state is the value itself, which is written where it lies."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"value": self.value}
+
+
+class LargeOwnState(Loop):
+    """Each rank has a memory of what it has seen, some MiB of it: in a tensor that is written by way of numpy, and in a
+    queue of arrays. Some of it changes after the optimizer."""
+
+    rows = 1 << 18
+
+    def prepare(self) -> None:
+        super().prepare()
+        self.memory = torch.zeros(self.rows, WIDTH // 4)
+        self.queue = collections.deque([np.zeros(1 << 14) for _ in range(16)], maxlen=16)
+        self.objects["memory"], self.objects["queue"] = Live(self.memory), Live(self.queue)
+        self.own += ("memory", "queue")
+
+    def loss(self, batch: Tensor, step: int) -> Tensor:
+        memory, queue = self.objects["memory"].value, self.objects["queue"].value
+        row = step * 1009 % self.rows
+        # No version counter shows it.
+        np.asarray(memory)[row : row + 100] = float(batch.sum()) + dist.get_rank()
+        known = float(memory[:: 1 << 12].sum()) + float(queue[step % 16].sum())
+        return super().loss(batch, step) * (1.0 + 1e-3 * math.tanh(known))
+
+    def after(self, step: int) -> None:
+        super().after(step)
+        memory, queue = self.objects["memory"].value, self.objects["queue"].value
+        queue.append(queue[0] + float(memory[step * 1009 % self.rows].sum()))
+        if step % 3 == 1:
+            np.asarray(memory)[:: 1 << 12] += 0.5
 
 
 class Averaged(Loop):
@@ -1314,6 +1352,7 @@ LOOPS: dict[str, type[Loop]] = {
     "in-place-batches": InPlaceBatches,
     "python-and-numpy": PythonAndNumpy,
     "ema-of-rank-buffers": EmaOfRankBuffers,
+    "large-own-state": LargeOwnState,
     "averaged-in-block": AveragedInBlock,
     "averaged-below": AveragedBelow,
     "accumulation": Accumulation,

@@ -90,7 +90,10 @@ class _Tracked:
     def note(self, live: torch.Tensor | None, versions: tuple[int, int]) -> None:
         """The buffer has changed; ``live`` is its content."""
         self.changed = True
-        self.copy = None if live is None else exact_clone(live)
+        if live is not None and self.copy is not None and _laid_out_alike(self.copy, live):
+            exact_copy(self.copy, live)  # new memory would cost several times as much as the copy
+        else:
+            self.copy = None if live is None else exact_clone(live)
         self.looked_at(live, versions)
 
     def looked_at(self, live: torch.Tensor | None, versions: tuple[int, int]) -> None:
@@ -166,7 +169,8 @@ class BufferTracker:
 
     def capture(self) -> dict[str, Any]:
         """``{"changed": {fqn: tensor or None}, "digests": {fqn: digest of the unchanged}, "silent": [fqn], "sure":
-        bool}``; the tensors are copies that nobody writes to. ``sure``: no buffer can have changed unseen."""
+        bool}``; the tensors are copies, to be read before the next look. ``sure``: no buffer can have changed
+        unseen."""
         changed: dict[str, torch.Tensor | None] = {}
         digests: dict[str, str] = {}
         self._refresh(self._tracked.values(), closely=not self._began)
@@ -285,6 +289,12 @@ def equal_on_device(pairs: Sequence[Pair]) -> list[bool]:
 
 def _alike(one: torch.Tensor, other: torch.Tensor) -> bool:
     return one.shape == other.shape and one.dtype == other.dtype and one.device == other.device
+
+
+def _laid_out_alike(copy: torch.Tensor, live: torch.Tensor) -> bool:
+    """Whether a copy of ``live`` can take the place of ``copy``."""
+    plain = not (live.is_conj() or live.is_neg() or copy.is_conj() or copy.is_neg())
+    return plain and live.layout == torch.strided and _alike(copy, live) and copy.stride() == live.stride()
 
 
 def _integers(tensor: torch.Tensor) -> torch.Tensor:

@@ -9,8 +9,8 @@ Three rank-local states are kept. A rank in the backward pass of step i has publ
 may still be waiting for the last gradients of step i-1: whichever rank dies, the others may need version i-1, i or i+1
 of it.
 
-Rank-local state is written to slot ``version % 3``: first the slot is invalidated, then data, length and digest are
-stored, then the version. A worker killed in between leaves a slot that does not verify, never a wrong one.
+There is one slot more than that (:mod:`flashrecovery.runtime.local_state_slots`), so that a version is written beside
+those that are kept: a worker killed meanwhile leaves the old content or the new one.
 
 Rank-local state is *early* from the end of the forward pass of step i, when it says what version i+1 will be unless the
 step draws or changes something later, to the moment when step i+1 is handed out, when it is final. Its last bytes
@@ -21,19 +21,19 @@ from __future__ import annotations
 
 import mmap
 import os
-import struct
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import xxhash
 
 from flashrecovery.plan.words import step_text
 from flashrecovery.runtime.lifeline import Lifeline
+from flashrecovery.runtime.local_state_slots import SLOTS, WORDS, LocalStateSlots, slot_bytes
 from flashrecovery.state import witness
-from flashrecovery.state.version import VERSIONS_KEPT
 from flashrecovery.util.clock import lease_clock_ns
 
-MAGIC = 0x46525047_00000007
+MAGIC = 0x46525047_00000008
 TAG_NONE = -2
 """Tag of a worker that has not begun a step."""
 TAG_MUTATING = -1
@@ -41,20 +41,15 @@ TAG_MUTATING = -1
 LOCAL_STATE_LIMIT = 64 << 20
 SETUP_LIMIT = 40 << 20
 _HEADER = 4096
-_SLOTS = tuple(_HEADER + i * LOCAL_STATE_LIMIT for i in range(VERSIONS_KEPT))
-_SETUP = _HEADER + VERSIONS_KEPT * LOCAL_STATE_LIMIT
-PAGE_BYTES = _SETUP + SETUP_LIMIT
-"""Sparse: only what is written takes memory."""
 
 # Indices of the header's 8-byte words; the lifeline lies behind them.
 _MAGIC, _TAG, _PROGRESS, _TIME_NS, _COMMITTED, _STEP_NS, _GENERATION, _OWN_NS, _OWN_LEAST_NS = range(9)
 _OVERHEAD_NS, _KEPT, _KEPT_NS, _LEASE_NS, _TOKENS, _ENTERED = range(9, 15)
-_SLOT_WORDS = tuple(16 + 8 * i for i in range(VERSIONS_KEPT))
-"""Each: version + 1 (0: empty), length, digest, final, two for the witness, whether there is one."""
-_END = struct.Struct("<qq")
+_LIMIT = 15
+_SLOT_WORDS = 16
 _COUNTED = 4
 _COUNTED_WORDS = 64  # pairs: 1 + a step, and 1 + the iteration that it belongs to
-_SETUP_WORDS = 16 + 8 * VERSIONS_KEPT  # length + 1 (0: none), digest
+_SETUP_WORDS = _SLOT_WORDS + WORDS * SLOTS  # length + 1 (0: none), digest
 TERMINATIONS_WORD = _SETUP_WORDS + 2
 """Counts the SIGTERMs which have been noted in place of ending the process."""
 _NOTES = TERMINATIONS_WORD + 1
@@ -90,17 +85,24 @@ class Page:
 
     def __init__(self, fd: int) -> None:
         self.fd = fd
-        self._map = mmap.mmap(fd, PAGE_BYTES)
-        self._words = memoryview(self._map)[:_HEADER].cast("q")
+        self._map = mmap.mmap(fd, os.fstat(fd).st_size)
+        self._memory = memoryview(self._map)
+        self._words = self._memory[:_HEADER].cast("q")
         if self._words[_MAGIC] != MAGIC:
             raise ValueError("not a FlashRecovery page (other version?)")
+        each = slot_bytes(self.local_state_limit)
+        self._setup = _HEADER + SLOTS * each
+        slots = [self._memory[_HEADER + i * each :][:each] for i in range(SLOTS)]
+        self._slots = LocalStateSlots(self._words[_SLOT_WORDS : _SLOT_WORDS + SLOTS * WORDS], slots)
 
     @staticmethod
-    def create(name: str) -> Page:
-        """A new empty page, on an inheritable file descriptor."""
+    def create(name: str, local_state_limit: int = LOCAL_STATE_LIMIT) -> Page:
+        """A new empty page, on an inheritable file descriptor. It is sparse: only what is written takes memory.
+        ``local_state_limit``: most bytes of one version of the rank-local state."""
         fd = os.memfd_create(f"flashrecovery-{name}", 0)
-        os.ftruncate(fd, PAGE_BYTES)
-        for index, value in ((_MAGIC, MAGIC), (_TAG, TAG_NONE), (_COMMITTED, -1)):
+        os.ftruncate(fd, _HEADER + SLOTS * slot_bytes(local_state_limit) + SETUP_LIMIT)
+        words = ((_MAGIC, MAGIC), (_TAG, TAG_NONE), (_COMMITTED, -1), (_LIMIT, local_state_limit))
+        for index, value in words:
             os.pwrite(fd, value.to_bytes(8, "little", signed=True), index * 8)
         lifeline = Lifeline(fd)
         lifeline.make()
@@ -108,7 +110,9 @@ class Page:
         return Page(fd)
 
     def close(self) -> None:
+        self._slots.close()
         self._words.release()
+        self._memory.release()
         self._map.close()
         os.close(self.fd)
 
@@ -282,53 +286,45 @@ class Page:
 
     # -- rank-local state ----------------------------------------------------------------------------------
 
-    def write_local_state(self, version: int, data: bytes, *, early: bool = False) -> None:
-        """Store the rank-local state of ``version``. Raises ValueError past LOCAL_STATE_LIMIT bytes."""
-        if len(data) > LOCAL_STATE_LIMIT:
+    @property
+    def local_state_limit(self) -> int:
+        """Most bytes of one version of the rank-local state."""
+        return self._words[_LIMIT]
+
+    def write_local_state(
+        self, version: int, data: bytes | Sequence[bytes | memoryview], *, early: bool = False
+    ) -> None:
+        """Store the rank-local state of ``version``. ``data``: its bytes, or parts of them. Raises ValueError past
+        :attr:`local_state_limit`."""
+        parts = [data] if isinstance(data, bytes) else data
+        size = sum(map(len, parts))
+        if size > self.local_state_limit:
             raise ValueError(
-                f"the rank-only state of this rank takes {len(data):,} bytes; at most {LOCAL_STATE_LIMIT:,} fit "
+                f"the rank-only state of this rank takes {size:,} bytes; at most {self.local_state_limit:,} fit "
                 "(data loader state, persistent buffers, extra objects)"
             )
-        slot = version % VERSIONS_KEPT
-        word = _SLOT_WORDS[slot]
-        self._words[word] = 0
-        self._map[_SLOTS[slot] : _SLOTS[slot] + len(data)] = data
-        self._words[word + 1] = len(data)
-        self._words[word + 2] = _digest(data)
-        self._words[word + 3] = int(not early)
-        self._words[word + 6] = 0
-        self._words[word] = version + 1
+        self._slots.write(version, parts, final=not early)
 
     def finish_local_state(self, version: int, end: bytes = witness.UNKNOWN) -> None:
         """The rank-local state of ``version`` that the page holds is final, with ``end`` in the place of its last
         bytes."""
-        word = _SLOT_WORDS[version % VERSIONS_KEPT]
-        if self._words[word] != version + 1:
-            return
-        if end != witness.UNKNOWN:
-            self._words[word + 4], self._words[word + 5] = _END.unpack(end)
-            self._words[word + 6] = 1
-        self._words[word + 3] = 1
+        self._slots.finish(version, end)
 
     def read_local_state(self, version: int) -> bytes | None:
         """The rank-local state of ``version`` if the page holds it whole."""
-        slot = version % VERSIONS_KEPT
-        word = _SLOT_WORDS[slot]
-        if self._words[word] != version + 1:
-            return None
-        data = self._map[_SLOTS[slot] : _SLOTS[slot] + self._words[word + 1]]
-        if _digest(data) != self._words[word + 2]:
-            return None
-        return witness.put(data, _END.pack(*self._words[word + 4 : word + 6])) if self._words[word + 6] else data
+        return self._slots.read(version)
 
     def local_state_versions(self) -> list[int]:
         """Versions whose rank-local state the page holds whole."""
-        stored = (self._words[word] - 1 for word in _SLOT_WORDS)
-        return sorted(v for v in stored if v >= 0 and self.read_local_state(v) is not None)
+        return self._slots.versions()
 
     def early_local_states(self) -> list[int]:
         """The versions among :meth:`local_state_versions` that are not final."""
-        return [v for v in self.local_state_versions() if not self._words[_SLOT_WORDS[v % VERSIONS_KEPT] + 3]]
+        return self._slots.early()
+
+    def stored_local_state(self, version: int) -> StoredLocalState:
+        """That of ``version``, which has just been written."""
+        return StoredLocalState(self, version)
 
     # -- set-up log -------------------------------------------------------------------------------
 
@@ -337,7 +333,7 @@ class Page:
         if len(data) > SETUP_LIMIT:
             return False
         self._words[_SETUP_WORDS] = 0
-        self._map[_SETUP : _SETUP + len(data)] = data
+        self._map[self._setup : self._setup + len(data)] = data
         self._words[_SETUP_WORDS + 1] = _digest(data)
         self._words[_SETUP_WORDS] = len(data) + 1
         return True
@@ -346,7 +342,7 @@ class Page:
         length = self._words[_SETUP_WORDS] - 1
         if length < 0:
             return None
-        data = self._map[_SETUP : _SETUP + length]
+        data = self._map[self._setup : self._setup + length]
         return data if _digest(data) == self._words[_SETUP_WORDS + 1] else None
 
     def inherit(self, old: Page) -> None:
@@ -361,6 +357,23 @@ class Page:
         if log is not None:
             self.write_setup_log(log)
         self.set_shown(*old.shown)
+
+
+@dataclass(frozen=True)
+class StoredLocalState:
+    """A rank-local state that this process has written into its page, and keeps nowhere else."""
+
+    page: Page
+    version: int
+
+    @property
+    def nbytes(self) -> int:
+        """0: it has been overwritten."""
+        return self.page._slots.nbytes(self.version)
+
+    def read(self) -> bytes | None:
+        """None: it has been overwritten."""
+        return self.page.read_local_state(self.version)
 
 
 def _digest(data: bytes) -> int:

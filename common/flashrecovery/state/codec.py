@@ -10,21 +10,27 @@ OrderedDict, Counter, deque, torch.Tensor (plain, strided), torch.dtype, torch.d
 arrays and scalars of plain dtypes. Only values count: equal states give equal bytes (dicts and sets in equal
 order), so encoded states can be compared by digest; an object that appears twice comes back as two. For what is not on
 the list a caller may give a :class:`StandIn`, which comes back as such.
+
+``encode`` copies no large tensor or array: they stay where they are, beside the pickled rest, until somebody reads
+them. ``loads`` reads both forms.
 """
 
 from __future__ import annotations
 
 import collections
+import ctypes
 import functools
 import io
 import pickle
 import pickletools
-from collections.abc import Callable, Iterator
+import struct
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
+import xxhash
 
 from flashrecovery.errors import ProtocolError, UnsupportedError
 from flashrecovery.state.exact import exact_contiguous
@@ -43,9 +49,93 @@ def dumps(obj: Any, stand_in: Callable[[Any], StandIn | None] | None = None) -> 
 
     Raises UnsupportedError naming the type (and where it stands) that is not plain state.
     """
+    return _pickled(obj, stand_in, None)
+
+
+def encode(obj: Any) -> EncodedState:
+    """``obj``, of which large tensors and arrays are not copied. Raises UnsupportedError like :func:`dumps`."""
+    found: list[pickle.PickleBuffer] = []
+    skeleton = _pickled(obj, None, found.append)
+    return EncodedState(skeleton, tuple(buffer.raw() for buffer in found))
+
+
+@dataclass(frozen=True)
+class StateMark:
+    """What an encoded state was like. ``nbytes``: of all of it."""
+
+    skeleton: bytes
+    digests: tuple[bytes, ...]
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class EncodedState:
+    """An encoded state. It is to be read before anybody else can write to the tensors that it was made of.
+
+    Attributes:
+        skeleton: all but the content of large tensors and arrays.
+        buffers: that content, where it lies; memory on a device has been copied.
+        end: bytes that follow the state.
+    """
+
+    skeleton: bytes
+    buffers: tuple[memoryview, ...]
+    end: bytes = b""
+
+    @property
+    def parts(self) -> Sequence[bytes | memoryview]:
+        """The bytes that :func:`loads` reads, one part after another. What lies at the beginning changes least."""
+        if not self.buffers:
+            return [self.skeleton, self.end]
+        lengths = struct.pack(f"<{len(self.buffers)}Q", *(buffer.nbytes for buffer in self.buffers))
+        head = _HEAD.pack(_MAGIC, len(self.buffers), len(self.skeleton))
+        return [head + lengths, *self.buffers, self.skeleton + self.end]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(map(len, self.parts))
+
+    def tobytes(self) -> bytes:
+        return b"".join(self.parts)
+
+    def mark(self) -> StateMark:
+        """Equal for equal states."""
+        return StateMark(self.skeleton, tuple(map(xxhash.xxh3_128_digest, self.buffers)), self.nbytes)
+
+
+_MAGIC = b"FRstate1"
+_HEAD = struct.Struct("<8sQQ")
+"""Before a state with buffers: magic, number of buffers, bytes of the skeleton. Then their lengths, they themselves,
+and the skeleton."""
+OUT_OF_BAND = 16 << 10
+"""Bytes from which on a tensor's or array's content is left where it lies."""
+
+
+def _split(data: memoryview) -> tuple[memoryview, list[memoryview]]:
+    """The skeleton and the buffers. Raises ValueError or struct.error if they do not fit."""
+    if bytes(data[: len(_MAGIC)]) != _MAGIC:
+        return data, []
+    _, number, nbytes = _HEAD.unpack_from(data)
+    at = _HEAD.size + 8 * number
+    if at > len(data):
+        raise ValueError("it has been cut off")
+    buffers = []
+    for length in struct.unpack_from(f"<{number}Q", data, _HEAD.size):
+        buffers.append(data[at : at + length])
+        at += length
+    if at + nbytes > len(data):
+        raise ValueError("it has been cut off")
+    return data[at : at + nbytes], buffers
+
+
+def _pickled(
+    obj: Any,
+    stand_in: Callable[[Any], StandIn | None] | None,
+    beside: Callable[[pickle.PickleBuffer], None] | None,
+) -> bytes:
     out = io.BytesIO()
     try:
-        _Pickler(out, stand_in).dump(obj)
+        _Pickler(out, stand_in, beside).dump(obj)
     except _Refused as refused:
         where = "".join(_path_to(obj, refused.culprit))
         raise UnsupportedError(f"{refused.reason}{f' (at [...]{where})' if where else ''}") from None
@@ -61,21 +151,25 @@ def loads(data: bytes | bytearray | memoryview) -> Any:
     Raises ProtocolError if ``data`` is damaged or names anything that ``dumps`` does not write.
     """
     try:
-        _check(data)
-        return _Unpickler(io.BytesIO(data)).load()
+        skeleton, buffers = _split(memoryview(data))
+        _check(skeleton)
+        return _Unpickler(io.BytesIO(skeleton), buffers=buffers).load()
     except (pickle.UnpicklingError, EOFError, *_DAMAGE) as e:
         raise ProtocolError(f"not an encoded state: {e}") from e
 
 
 # What building values from damaged bytes can raise; a damaged length may ask for more memory than there is.
-_DAMAGE = (ValueError, TypeError, KeyError, IndexError, AttributeError, OverflowError, RuntimeError, MemoryError)
+_DAMAGE = (
+    *(ValueError, TypeError, KeyError, IndexError, AttributeError, OverflowError, RuntimeError, MemoryError),
+    struct.error,
+)
 
 
 _MEMO = {"PUT", "BINPUT", "LONG_BINPUT"}
 """Instructions that ``dumps`` does not write, and for which pickle gets memory up to whatever number they name."""
 
 
-def _check(data: bytes | bytearray | memoryview) -> None:
+def _check(data: memoryview) -> None:
     """Pickle would get memory for any length that damaged bytes name; this reads no further than they go."""
     for instruction, _, _ in pickletools.genops(bytes(data)):
         if instruction.name in _MEMO:
@@ -90,9 +184,15 @@ class _Refused(Exception):
 
 
 class _Pickler(pickle.Pickler):
-    def __init__(self, out: io.BytesIO, stand_in: Callable[[Any], StandIn | None] | None = None) -> None:
-        super().__init__(out, protocol=5)
+    def __init__(
+        self,
+        out: io.BytesIO,
+        stand_in: Callable[[Any], StandIn | None] | None,
+        beside: Callable[[pickle.PickleBuffer], None] | None,
+    ) -> None:
+        super().__init__(out, protocol=5, buffer_callback=beside)
         self._stand_in = stand_in
+        self._beside = beside is not None
         # No memo: it would make the bytes depend on which equal values happen to be one object.
         self.fast = True
 
@@ -102,13 +202,16 @@ class _Pickler(pickle.Pickler):
             found = self._stand_in(obj)
             if found is not None:
                 return StandIn, (found.kind, found.value)
+        content = _CONTENT.get(type(obj))
+        if content is not None:
+            return content(obj, self._content)
         reduce = _REDUCERS.get(type(obj))
         if reduce is not None:
             return reduce(obj)
         if isinstance(obj, np.generic):
             return _reduce_numpy_scalar(obj)
         if isinstance(obj, type) or callable(obj):
-            if any(obj is c for c in _CONSTRUCTORS):
+            if id(obj) in _CONSTRUCTOR_IDS:
                 return NotImplemented  # pickled by name: it is what rebuilds the object around it
             raise _Refused(obj, f"{obj!r} is code, not plain state")
         kind = type(obj)
@@ -116,6 +219,21 @@ class _Pickler(pickle.Pickler):
             obj,
             f"a value of type {kind.__module__}.{kind.__qualname__} is not plain state and cannot be encoded",
         )
+
+    def _content(self, address: int, nbytes: int, owner: Any) -> Any:
+        """What lies in memory that ``owner`` keeps."""
+        if not self._beside or nbytes < OUT_OF_BAND:
+            return ctypes.string_at(address, nbytes) if nbytes else b""
+        where: Any = np.asarray(_Memory(address, nbytes, owner))
+        return pickle.PickleBuffer(where)
+
+
+class _Memory:
+    """Memory as an array of bytes. That it is read does not show: ``numpy()`` of a tensor would forbid to resize it."""
+
+    def __init__(self, address: int, nbytes: int, owner: Any) -> None:
+        self.owner = owner
+        self.__array_interface__ = {"data": (address, False), "shape": (nbytes,), "typestr": "|u1", "version": 3}
 
 
 class _Unpickler(pickle.Unpickler):
@@ -129,20 +247,24 @@ class _Unpickler(pickle.Unpickler):
 # -- tensors ------------------------------------------------------------------------------------------
 
 
-def _reduce_tensor(t: torch.Tensor) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+_ContentOf = Callable[[int, int, Any], Any]
+
+
+def _reduce_tensor(t: torch.Tensor, content: _ContentOf) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     if t.layout != torch.strided or t.is_quantized or t.device.type == "meta":
         raise _Refused(
             t,
             f"a tensor of layout {t.layout} on {t.device} cannot be encoded; only strided tensors with data",
         )
-    host = exact_contiguous(t).cpu()
-    data = host.reshape(-1).view(torch.uint8).numpy().tobytes() if host.numel() else b""
+    plain = t.is_cpu and t.is_contiguous() and not t.is_conj() and not t.is_neg()
+    host = t if plain else exact_contiguous(t).cpu()
+    data = content(host.data_ptr(), host.numel() * host.element_size(), host)
     device = None if t.device.type == "cpu" else str(t.device)
     return _tensor, (str(t.dtype)[6:], tuple(t.shape), data, device, t.requires_grad)
 
 
-def _tensor(dtype: str, shape: tuple[int, ...], data: bytes, device: str | None, requires_grad: bool) -> torch.Tensor:
-    if data:
+def _tensor(dtype: str, shape: tuple[int, ...], data: Any, device: str | None, requires_grad: bool) -> torch.Tensor:
+    if len(data):
         t = torch.frombuffer(bytearray(data), dtype=_dtype(dtype)).reshape(shape)
     else:
         t = torch.empty(shape, dtype=_dtype(dtype))
@@ -158,12 +280,13 @@ def _dtype(name: str) -> torch.dtype:
     return found
 
 
-def _reduce_array(a: np.ndarray[Any, Any]) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+def _reduce_array(a: np.ndarray[Any, Any], content: _ContentOf) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     _check_numpy(a, a.dtype)
-    return _array, (a.dtype.str, a.shape, np.ascontiguousarray(a).tobytes())
+    whole = np.ascontiguousarray(a)
+    return _array, (a.dtype.str, a.shape, content(whole.__array_interface__["data"][0], whole.nbytes, whole))
 
 
-def _array(dtype: str, shape: tuple[int, ...], data: bytes) -> np.ndarray[Any, Any]:
+def _array(dtype: str, shape: tuple[int, ...], data: Any) -> np.ndarray[Any, Any]:
     return np.frombuffer(bytearray(data), dtype=_numpy_dtype(dtype)).reshape(shape)
 
 
@@ -195,11 +318,9 @@ def _reduce_dtype(dtype: torch.dtype) -> tuple[Callable[..., Any], tuple[Any, ..
 
 _REDUCERS: dict[type, Callable[[Any], Any]] = {
     StandIn: lambda s: (StandIn, (s.kind, s.value)),
-    torch.Tensor: _reduce_tensor,
     torch.dtype: _reduce_dtype,
     torch.device: lambda d: (torch.device, (str(d),)),
     torch.Size: lambda s: (torch.Size, (tuple(s),)),
-    np.ndarray: _reduce_array,
     range: lambda r: (range, (r.start, r.stop, r.step)),
     complex: lambda c: (complex, (c.real, c.imag)),
     # Order and counts matter, subclass attributes do not exist on these exact types.
@@ -207,6 +328,8 @@ _REDUCERS: dict[type, Callable[[Any], Any]] = {
     collections.Counter: lambda c: (collections.Counter, (dict(c),)),
     collections.deque: lambda d: (collections.deque, (list(d), d.maxlen)),
 }
+
+_CONTENT: dict[type, Callable[[Any, _ContentOf], Any]] = {torch.Tensor: _reduce_tensor, np.ndarray: _reduce_array}
 
 _CONSTRUCTORS: frozenset[Any] = frozenset(
     {

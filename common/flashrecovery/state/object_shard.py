@@ -1,10 +1,12 @@
 """Small plain state as shards: the *common* state (equal on all ranks) and the *rank-local state* (this rank's own).
 
 Both are byte strings per version, kept for the last three versions in this process; the rank-local state is also in the
-shared page, where it outlives the process.
+shared page, where it outlives the process. A large one is there alone.
 """
 
 from __future__ import annotations
+
+from typing import Protocol
 
 import torch
 
@@ -16,17 +18,28 @@ from flashrecovery.state.version import VERSIONS_KEPT
 COMMON = "common"
 
 
+class StoredElsewhere(Protocol):
+    """Bytes that are kept elsewhere, and may be gone: in the page, of which this layer knows nothing."""
+
+    @property
+    def nbytes(self) -> int:
+        """0: they are gone."""
+
+    def read(self) -> bytes | None:
+        """None: they are gone."""
+
+
 class ObjectShard(Shard):
     """A byte string per version, transferred like any other shard."""
 
     def __init__(self, name: str, holders: tuple[int, ...]) -> None:
         self.name = name
         self.holders = holders
-        self._versions: dict[int, bytes] = {}
+        self._versions: dict[int, bytes | StoredElsewhere] = {}
         self._early: set[int] = set()
         self._incoming: torch.Tensor | None = None
 
-    def keep(self, version: int, data: bytes, *, early: bool = False) -> None:
+    def keep(self, version: int, data: bytes | StoredElsewhere, *, early: bool = False) -> None:
         """The content at ``version``; the oldest others are dropped, so that three are kept. ``early``: unless the step
         before it changes it later."""
         self._versions[version] = data
@@ -35,10 +48,12 @@ class ObjectShard(Shard):
             del self._versions[old]
 
     def finish(self, version: int, end: bytes = witness.UNKNOWN) -> None:
-        """The content at ``version`` is final, with ``end`` in the place of its last bytes if that is known."""
+        """The content at ``version`` is final, with ``end`` in the place of its last bytes if that is known. What is
+        stored elsewhere is finished there."""
         self._early.discard(version)
-        if end != witness.UNKNOWN and version in self._versions:
-            self._versions[version] = witness.put(self._versions[version], end)
+        data = self._versions.get(version)
+        if end != witness.UNKNOWN and isinstance(data, bytes):
+            self._versions[version] = witness.put(data, end)
 
     def drop_after(self, version: int) -> None:
         """Forget what belongs to steps that have been undone."""
@@ -46,29 +61,33 @@ class ObjectShard(Shard):
             del self._versions[newer]
 
     def at(self, version: int) -> bytes | None:
-        return self._versions.get(version)
+        data = self._versions.get(version)
+        return data if data is None or isinstance(data, bytes) else data.read()
 
     def kept_at(self, version: int) -> bytes:
         """The content at ``version``. Raises KeyError if it is not kept."""
-        return self._versions[version]
+        data = self.at(version)
+        if data is None:
+            raise KeyError(version)
+        return data
 
     def versions(self) -> list[int]:
-        return sorted(self._versions)
+        return sorted(v for v, data in self._versions.items() if isinstance(data, bytes) or data.nbytes)
 
     def early(self, version: int) -> bool:
         """Whether the content at ``version`` is not final."""
         return version in self._early
 
     def nbytes(self) -> int:
-        return max((len(d) for d in self._versions.values()), default=0)
+        return max((len(d) if isinstance(d, bytes) else d.nbytes for d in self._versions.values()), default=0)
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        newest = max(self._versions, default=None)
-        return {"bytes": as_tensor(self._versions[newest] if newest is not None else b"")}
+        newest = max(self.versions(), default=None)
+        return {"bytes": as_tensor(self.kept_at(newest) if newest is not None else b"")}
 
     def tensors_at(self, version: int) -> tuple[ShardSpec, list[torch.Tensor]]:
         """The content at ``version`` in the form of a transfer's source. Raises KeyError if it is not kept."""
-        tensor = as_tensor(self._versions[version])
+        tensor = as_tensor(self.kept_at(version))
         return ShardSpec({"bytes": TensorSpec(tuple(tensor.shape), tensor.dtype)}), [tensor]
 
     def allocate(self, spec: ShardSpec) -> dict[str, torch.Tensor]:

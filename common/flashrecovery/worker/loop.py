@@ -595,6 +595,10 @@ def _comes_back(value: object, largest: int) -> bool:
     return is_kept(value, largest=largest)
 
 
+_KEPT_TWICE = 256 << 10
+"""Bytes of a rank-local state up to which it is also kept in this process."""
+
+
 class _LocalStates:
     """Where rank-local states are kept: in this process, and in the page that outlives it."""
 
@@ -607,10 +611,16 @@ class _LocalStates:
         return self._registry.drawn()
 
     def write(self, version: int, drawn: Drawn, *, early: bool) -> None:
-        self._registry.mark_data(version)
-        data = self._registry.capture_local_state(drawn, version)
-        self._registry.local_state.keep(version, data, early=early)
-        self._page.write_local_state(version, data, early=early)
+        registry, page = self._registry, self._page
+        registry.mark_data(version)
+        encoded = registry.encode_local_state(drawn, version)
+        if encoded.nbytes <= _KEPT_TWICE:
+            data = encoded.tobytes()
+            registry.local_state.keep(version, data, early=early)
+            page.write_local_state(version, data, early=early)
+        else:  # copied once, straight into the page
+            page.write_local_state(version, encoded.parts, early=early)
+            registry.local_state.keep(version, page.stored_local_state(version), early=early)
         self._written = drawn
 
     def finish(self, version: int) -> None:

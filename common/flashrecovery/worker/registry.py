@@ -7,6 +7,7 @@ rank-local state says what this rank's were like: a replacement notices if its p
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
@@ -43,7 +44,9 @@ from flashrecovery.worker.local_state.step_profile import StepProfile
 AdapterFactory = Callable[[torch.nn.Module, Sequence[Optimizer]], Adapter]
 ModuleAdapterFactory = Callable[[torch.nn.Module], Adapter]
 
-Drawn = tuple[RngState, list[tuple[DataPosition, SamplerValues]], list[Any], dict[str, bytes], dict[str, bytes]]
+Drawn = tuple[
+    RngState, list[tuple[DataPosition, SamplerValues]], list[Any], dict[str, codec.StateMark], dict[str, bytes]
+]
 """What a step may have moved on this rank: the random number streams, the data streams, the adapters' marks, this
 rank's own objects, and its own settings of the models."""
 
@@ -332,7 +335,7 @@ class Registry:
             RngState.now(),
             [s.mark for s in self.streams],
             [*(a.local_state_mark() for a in self.adapters), *(() if self.place is None else (self.place.mark(),))],
-            {name: _state_of(name, self.objects[name]) for name in self.habits.own},
+            {name: _encoded(name, self.objects[name]).mark() for name in self.habits.own},
             self._own_settings(),
         )
 
@@ -419,29 +422,33 @@ class Registry:
             self.objects[name].load_state_dict(codec.loads(encoded))
 
     def capture_local_state(self, drawn: Drawn, version: int) -> bytes:
+        """:meth:`encode_local_state`, as bytes of its own."""
+        return self.encode_local_state(drawn, version).tobytes()
+
+    def encode_local_state(self, drawn: Drawn, version: int) -> codec.EncodedState:
         """State of this rank alone: random number streams, data position, rank-only framework state and objects, and
         what torch.compile has learned here. ``drawn``: as they stand now. Raises UnsupportedError if it is too large to
         be kept."""
         newest = max(self._digests, default=-1)
-        data = codec.dumps(
+        encoded = codec.encode(
             {
                 "rng": drawn[0].plain(),
                 "data": [s.capture() for s in self.streams],
                 "adapters": [a.capture_rank() for a in self.adapters],
-                "objects": drawn[3],
+                "states": {name: self.objects[name].state_dict() for name in drawn[3]},
                 "settings": drawn[4],
                 "compiled": self.learned_sizes.capture(),
                 "place": None if self.place is None else self.place.capture(version),
                 "shared": (newest, self._digests.get(newest, {})),
             }
         )
-        data += witness.UNKNOWN
-        if len(data) > LOCAL_STATE_LIMIT:
-            raise UnsupportedError(self._too_large(len(data), drawn[3], drawn[4]))
-        return data
+        encoded = replace(encoded, end=witness.UNKNOWN)
+        if encoded.nbytes > LOCAL_STATE_LIMIT:
+            raise UnsupportedError(self._too_large(encoded.nbytes, drawn[3], drawn[4]))
+        return encoded
 
-    def _too_large(self, size: int, objects: dict[str, bytes], settings: dict[str, bytes]) -> str:
-        parts = {f"registered object {name!r}": len(state) for name, state in objects.items()}
+    def _too_large(self, size: int, objects: dict[str, codec.StateMark], settings: dict[str, bytes]) -> str:
+        parts = {f"registered object {name!r}": mark.nbytes for name, mark in objects.items()}
         parts |= {in_words(name): len(state) for name, state in settings.items()}
         for adapter in roles.inspectable(self.adapters).values():
             parts |= adapter.rank_bytes()
@@ -482,8 +489,8 @@ class Registry:
                 stream.rollback(version)
         for adapter, part in zip(self.adapters, state["adapters"], strict=True):
             adapter.restore_rank(part)
-        for name, encoded in state["objects"].items():
-            self.objects[name].load_state_dict(codec.loads(encoded))
+        for name, own in _own_states(state).items():
+            self.objects[name].load_state_dict(own)
         if self.place is not None and state.get("place") is not None:
             self.place.restore(state["place"], version)
         learned = self.learned_sizes.adopt if fresh else self.learned_sizes.go_back
@@ -507,7 +514,8 @@ class Registry:
         rank-local state was sealed and, as far as it is known, when the version was complete (``seen``)."""
         at, mine = local_state["shared"]
         theirs = common["digests"] if at == version else common["before"] if at == version - 1 else {}
-        odd = sorted(n for n in mine.keys() & theirs.keys() if mine[n] != theirs[n] and n not in local_state["objects"])
+        own = _own_states(local_state)
+        odd = sorted(n for n in mine.keys() & theirs.keys() if mine[n] != theirs[n] and n not in own)
         if not odd and seen not in (witness.UNKNOWN, witness.of(common["digests"])):
             at, odd = version, sorted(common["digests"])
         if odd:
@@ -518,9 +526,28 @@ class Registry:
             )
 
 
+def _own_states(local_state: dict[str, Any]) -> dict[str, Any]:
+    """This rank's own objects' states, by name; before there were "states" each was encoded by itself."""
+    if "states" in local_state:
+        return dict(local_state["states"])
+    return {name: codec.loads(encoded) for name, encoded in local_state["objects"].items()}
+
+
 def _state_of(name: str, thing: Stateful) -> bytes:
-    try:
+    with _named(name):
         return codec.dumps(thing.state_dict())
+
+
+def _encoded(name: str, thing: Stateful) -> codec.EncodedState:
+    with _named(name):
+        return codec.encode(thing.state_dict())
+
+
+@contextlib.contextmanager
+def _named(name: str) -> Iterator[None]:
+    """What cannot be encoded is refused by the object's name."""
+    try:
+        yield
     except UnsupportedError as e:
         raise UnsupportedError(
             f"registered object {name!r}: {e}; its state_dict() may hold numbers, texts, tensors, numpy arrays and "

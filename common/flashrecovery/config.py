@@ -32,6 +32,15 @@ def protects_as_it_is(env: Mapping[str, str]) -> bool:
     return bool(json.loads(env.get(CONFIG_ENV, "{}")).get("auto"))
 
 
+PATCH_ENV = "FLASHRECOVERY_PATCH"
+"""Environment variable with the file to which ``--auto=print`` writes its patch."""
+
+
+def prints_patch(env: Mapping[str, str]) -> bool:
+    """Whether it runs by ``--auto=print``."""
+    return bool(json.loads(env.get(CONFIG_ENV, "{}")).get("auto") == "print")
+
+
 class _Model(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -262,9 +271,10 @@ class ParallelismSettings(_Model):
 class Settings(_Model):
     """What a worker needs to know (handed over in :data:`CONFIG_ENV`)."""
 
-    auto: bool = Field(
+    auto: bool | Literal["print"] = Field(
         False,
-        description="protect a plain PyTorch script that has no line of recovery in it: its loop, and what it trains",
+        description="protect a plain PyTorch script that has no line of recovery in it: its loop, and what it trains; "
+        "print: write the patch that does it by hand, and end before the first step",
     )
     redundancy: Literal["auto", "replica", "neighbor", "parity", "none"] = Field(
         "auto", description="copies, or parity, of what no peer holds"
@@ -285,11 +295,22 @@ class Settings(_Model):
         description="go on from the newest of living snapshots, snapshots on disk and fallback checkpoints, if any",
     )
 
+    @field_validator("auto", mode="before")
+    @classmethod
+    def _auto_or_print(cls, value: object) -> object:
+        word = str(value).lower()
+        if word not in (*_TRUE, *_FALSE, "print"):
+            raise ValueError("allowed: true, false, print (--auto, --auto=print)")
+        return word if word == "print" else word in _TRUE
+
 
 FaultKind = Literal["sigkill", "sigstop", "exit", "raise", "segv", "hang", "corrupt"]
 FAULTS: tuple[str, ...] = get_args(FaultKind)
 """What can be injected. ``corrupt``: one bit of what a rank receives while it is restored."""
 CORRUPTIBLE = "recovery:restoring"
+
+
+_TRUE, _FALSE = ("true", "t", "yes", "y", "on", "1"), ("false", "f", "no", "n", "off", "0")
 
 
 class FaultSpec(_Model):
@@ -530,6 +551,8 @@ def run_config(values: dict[str, Any], where: str) -> RunConfig:
         )
     if config.notice.warnings and config.health == "none":
         raise ConfigError("notice.warnings: nobody warns with health: none; allowed: auto, or the names of plugins")
+    if config.auto == "print" and config.several_nodes:
+        raise ConfigError("auto = 'print' looks at a script on one node: give no --nnodes; allowed here: true, false")
     _check_parity(config)
     _check_elastic(config)
     _check_replan(config)

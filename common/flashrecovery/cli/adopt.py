@@ -8,11 +8,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import click
-
 from flashrecovery.adopt.guard import stand
 from flashrecovery.adopt.launch import TaskLaunch, placed
-from flashrecovery.cli.run_options import ENVIRONMENT, OWN, SCRIPT, settings
+from flashrecovery.cli.run_options import ENVIRONMENT, OWN, SCRIPT, RunCommand, settings
 from flashrecovery.config import load_run_config
 from flashrecovery.errors import ConfigError
 from flashrecovery.runtime.task import task_of
@@ -36,6 +34,11 @@ def _adopt(
             f"elastic = {config.elastic.text}: not with ranks that a launcher has started ({task.launcher}); use "
             "`flashrecovery run`"
         )
+    if config.auto == "print":
+        raise ConfigError(
+            f"auto = 'print': not with ranks that a launcher has started ({task.launcher}); use `flashrecovery run "
+            "--auto=print`"
+        )
     if not module and not Path(script).is_file():
         raise ConfigError(f"script {script!r} does not exist (working directory: {os.getcwd()})")
     path = config.run_dir or Path("runs") / re.sub(r"[^\w.-]", "-", task.job)
@@ -47,7 +50,7 @@ def _adopt(
     sys.exit(stand(task, launch))
 
 
-adopt = click.Command(
+adopt = RunCommand(
     "adopt",
     callback=_adopt,
     help=_adopt.__doc__,

@@ -27,6 +27,7 @@ from flashrecovery.cli.run_options import (
     OWN,
     PLACES,
     SCRIPT,
+    RunCommand,
     settings,
 )
 from flashrecovery.config import RunConfig, overlaid, read_config, run_config
@@ -59,6 +60,12 @@ def _run(**given: Any) -> None:
         say(notice)
     os.environ.update(launch.environment)
     config = launch.config
+    if config.auto == "print":
+        if launch.hosts is not None:
+            raise ConfigError("auto = 'print' looks at a script on this node: give no hosts")
+        from flashrecovery.cli.auto_print import print_patch
+
+        sys.exit(print_patch(config, launch.command))
     if launch.hosts is None:
         early_signals.hold()
     import_grpc()
@@ -92,7 +99,7 @@ def _closing(path: Path, began: float) -> str:
     return closing_line([event for event in events if event.time >= began], path)
 
 
-run = click.Command(
+run = RunCommand(
     "run",
     callback=_run,
     help=_run.__doc__,

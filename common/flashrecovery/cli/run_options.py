@@ -5,6 +5,8 @@ Those of other launchers mean what they mean there; :mod:`flashrecovery.launcher
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -77,7 +79,12 @@ OWN = (
     _option("--run-dir", type=click.Path(path_type=Path), default=None, help="Events, logs, rank table."),
     _option("--health", default=None, help="Device plugins: auto | none | NAME,NAME"),
     _option(*_both("max-restarts"), type=int, default=None, help="Restarts before the first step."),
-    _option("--auto", is_flag=True, default=None, help="Protect a PyTorch script that has no line of recovery in it."),
+    _option(
+        "--auto",
+        metavar="[=print]",
+        default=None,
+        help="Protect a PyTorch script that has no line of recovery in it; =print: print a patch that does so.",
+    ),
     _option("--redundancy", default=None, help="auto | replica | neighbor | parity | none"),
     _option("--parity", type=int, default=None, help="With --redundancy parity: losses of a group at once, 1 | 2"),
     _option("--pre-step-copy", default=None, help="Own pre-step copy: auto | always | never"),
@@ -132,6 +139,24 @@ OF_OTHER_LAUNCHERS = (
     ),
 )
 SCRIPT = (click.Argument(["script"]), click.Argument(["script_args"], nargs=-1, type=click.UNPROCESSED))
+
+
+class RunCommand(click.Command):
+    """Options in front of a script. ``--auto`` may have a value, and then with an equals sign: ``--auto=print``."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        return super().parse_args(ctx, [*self._with_values(args)])
+
+    def _with_values(self, args: Iterable[str]) -> Iterator[str]:
+        options = [one for one in self.params if isinstance(one, click.Option) and not one.is_flag]
+        with_value = {name for one in options for name in one.opts}
+        waiting = iter(args)
+        for word in waiting:
+            yield "--auto=true" if word == "--auto" else word
+            if word == "--" or not word.startswith("-"):  # the script and its own arguments
+                yield from waiting
+            elif word in with_value and word != "--auto":
+                yield from itertools.islice(waiting, 1)
 
 
 def settings(options: dict[str, Any]) -> dict[str, Any]:

@@ -33,7 +33,7 @@ from typing import Any, ClassVar
 
 from flashrecovery import Recovery
 from flashrecovery.capabilities.of_trainer import ACCELERATE, LOADERS, STATE, TRANSFORMERS
-from flashrecovery.config import protects_as_it_is
+from flashrecovery.config import prints_patch, protects_as_it_is
 from flashrecovery.errors import RegistrationError, UnsupportedError
 from flashrecovery.trainer.data import Epochs, WatchedLoader
 from flashrecovery.trainer.events import BETWEEN, may_change_state, without_reports
@@ -73,6 +73,11 @@ def protected_train(trainer: Any, train: Callable[..., Any]) -> Callable[..., An
     if _is_protected(trainer):
         return train
     kind = _kind_of(trainer)
+    if prints_patch(os.environ):
+        raise UnsupportedError(
+            "--auto=print: the loop of steps is the Trainer's own; by hand it is one line before trainer.train(): "
+            "flashrecovery.trainer.protect(trainer); see docs/trainer.md"
+        )
     wanted = kind is DeepSpeedTraining or protects_as_it_is(os.environ)
     return _protect(trainer, kind, train).train if wanted and kind.enabled(trainer) else train
 

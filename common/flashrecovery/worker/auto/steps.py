@@ -7,17 +7,21 @@ first step, from which it is told in a table. What cannot be protected is refuse
 from __future__ import annotations
 
 import importlib
+import os
 import types
 from collections.abc import Callable, Sequence
 
 import torch.distributed as dist
 from torch.optim import Optimizer
 
+from flashrecovery.config import prints_patch
 from flashrecovery.errors import RegistrationError, UnsupportedError
 from flashrecovery.terminal import say
 from flashrecovery.worker.auto.found import Found, find, refuse_closures
+from flashrecovery.worker.auto.printed import print_patch
 from flashrecovery.worker.auto.report import table
 from flashrecovery.worker.own_loops.loops import LOOPS
+from flashrecovery.worker.own_loops.rewrite import Makes
 from flashrecovery.worker.recovery import Recovery
 from flashrecovery.worker.script_text.script_frames import place_of
 
@@ -44,6 +48,8 @@ class AutoSteps:
         self._recovery: Recovery | None = None
         self._found = Found()
         self.first_step_begins: Callable[[], None] | None = None
+        self.made_elsewhere: Callable[[bytes, str], Makes] | None = None
+        """Which functions that a file imports from the script's own modules make the calls of a step."""
 
     def is_whole(self) -> bool:
         return True
@@ -63,6 +69,8 @@ class AutoSteps:
                 if self.first_step_begins is not None:
                     self.first_step_begins()
                 self._check(found)
+            if last and prints_patch(os.environ):
+                print_patch(self._found + found, self.made_elsewhere)
             self._register(found)
         except (RegistrationError, UnsupportedError) as e:
             raise UnsupportedError(f"--auto, {frame.f_code.co_filename}:{frame.f_lineno}: {e}; {BY_HAND}") from e

@@ -31,7 +31,7 @@ from flashrecovery.worker.loop import Loop
 from flashrecovery.worker.own_loops.loop_data import LoopData, OwnIterator
 from flashrecovery.worker.own_loops.output import Output
 from flashrecovery.worker.own_loops.rewrite import LoopText, Rewritten
-from flashrecovery.worker.own_loops.variables import LoopVariables, Saved, protected, put_back, take_down
+from flashrecovery.worker.own_loops.variables import LoopVariables, Saved, objects_of, protected, put_back, take_down
 from flashrecovery.worker.preimport.own_files import is_own_file
 from flashrecovery.worker.script_text.loop_carried import loops_around
 from flashrecovery.worker.script_text.script_frames import tree_of
@@ -685,6 +685,11 @@ class ScriptLoop:
         assert self.frame is not None
         self.values = put_back(self.frame, self._names, self._loops.known, variables)
         self.restoring = True
+
+    def objects(self) -> list[tuple[str, object]]:
+        """What of the script's own its variables lead to, with its path: see :func:`.variables.objects_of`."""
+        assert self.frame is not None
+        return list(objects_of(self.frame, self._names, self._loops.known))
 
     def is_in_function_of(self, other: ScriptLoop) -> bool:
         return self.frame is other.frame

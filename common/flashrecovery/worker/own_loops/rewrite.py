@@ -112,7 +112,7 @@ NONE = Makes()
 
 def made_in(tree: ast.Module, elsewhere: Makes = NONE) -> Makes:
     """By the functions of a file. ``elsewhere``: by those of the modules that it imports."""
-    return _Calls(tree, elsewhere).makes
+    return StepCalls(tree, elsewhere).makes
 
 
 def rewrite(text: bytes | str, file: str, elsewhere: Makes = NONE) -> Rewritten:
@@ -122,11 +122,11 @@ def rewrite(text: bytes | str, file: str, elsewhere: Makes = NONE) -> Rewritten:
     tree = ast.parse(text, file)
     if _hands_out_steps(tree):
         return Rewritten(tree)
-    calls = _Calls(tree, elsewhere)
+    calls = StepCalls(tree, elsewhere)
     if not calls.loops and not calls.whole_steps:
         return Rewritten(tree)
     if _join_phases(tree, calls):
-        calls = _Calls(tree, elsewhere)
+        calls = StepCalls(tree, elsewhere)
     names = _FileNames.of(tree, calls)
     texts = {_key(loop): _text_of(tree, loop, calls, names) for loop in calls.loops}
     iterators = _Iterators(file, calls)
@@ -147,7 +147,7 @@ def _hands_out_steps(tree: ast.AST) -> bool:
 # -- which loops ------------------------------------------------------------------------------------
 
 
-class _Calls:
+class StepCalls:
     """Which functions of a file make the calls of a step, and which loops are step loops and outer loops."""
 
     def __init__(self, tree: ast.Module, elsewhere: Makes) -> None:
@@ -301,7 +301,7 @@ def _key(loop: PlainLoop) -> int:
     return -loop.lineno if isinstance(loop, _Phases) else loop.lineno
 
 
-def _join_phases(tree: ast.Module, calls: _Calls) -> bool:
+def _join_phases(tree: ast.Module, calls: StepCalls) -> bool:
     """Make those statements one round of an outer loop. Returns whether there were any."""
     functions = [one for same in calls.functions.values() for one in same]
     bodies = [one.body for one in functions if not isinstance(one, ast.AsyncFunctionDef) and not _is_generator(one)]
@@ -309,7 +309,7 @@ def _join_phases(tree: ast.Module, calls: _Calls) -> bool:
     return any(joined)
 
 
-def _join_in(body: list[ast.stmt], calls: _Calls) -> bool:
+def _join_in(body: list[ast.stmt], calls: StepCalls) -> bool:
     looping = [number for number, statement in enumerate(body) if _comes_to_loops(statement, calls)]
     if len(looping) > 1:
         first, last = looping[0], looping[-1]
@@ -325,7 +325,7 @@ def _join_in(body: list[ast.stmt], calls: _Calls) -> bool:
     return any(joined)
 
 
-def _comes_to_loops(statement: ast.stmt, calls: _Calls) -> bool:
+def _comes_to_loops(statement: ast.stmt, calls: StepCalls) -> bool:
     if isinstance(statement, (*_FUNCTIONS, ast.ClassDef)):
         return False
     return calls.comes_to_a_loop(statement) or any(node in calls.loops for node in own_nodes(statement))
@@ -352,7 +352,7 @@ class _FileNames:
     around: Mapping[ast.AST, AnyFunction]
 
     @staticmethod
-    def of(tree: ast.Module, calls: _Calls) -> _FileNames:
+    def of(tree: ast.Module, calls: StepCalls) -> _FileNames:
         nodes = list(ast.walk(tree))
         functions = [node for node in nodes if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))]
         return _FileNames(
@@ -363,7 +363,7 @@ class _FileNames:
         )
 
 
-def _text_of(tree: ast.Module, loop: PlainLoop, calls: _Calls, names: _FileNames) -> LoopText:
+def _text_of(tree: ast.Module, loop: PlainLoop, calls: StepCalls, names: _FileNames) -> LoopText:
     function = names.around.get(loop)
     place: ast.AST = tree if function is None else function
     outermost = next(node for node in own_nodes(place) if node in calls.loops and loop in set(own_nodes(node)))
@@ -432,7 +432,7 @@ def _names_read_after(place: ast.AST, loop: PlainLoop) -> Iterator[str]:
                 yield node.id
 
 
-def _names_passed(tree: ast.Module, calls: _Calls) -> Iterator[str]:
+def _names_passed(tree: ast.Module, calls: StepCalls) -> Iterator[str]:
     for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call)):
         root = ast.unparse(call.func).partition(".")[0]
         if root in _CHANGE_NOTHING or called(call) in calls.functions:
@@ -452,7 +452,7 @@ def _set_by_comprehensions(place: ast.AST) -> Iterator[ast.AST]:
 class _Iterators:
     """``next(batches)`` in a step, and the ``iter()`` whose result that is."""
 
-    def __init__(self, file: str, calls: _Calls) -> None:
+    def __init__(self, file: str, calls: StepCalls) -> None:
         self._file = file
         self._places: list[ast.AST] = [loop for loop, steps in calls.loops.items() if steps]
         self._places += calls.whole_steps
@@ -498,7 +498,7 @@ def _attribute(name: str, at: ast.expr) -> ast.expr:
 
 
 class _Rewriter(ast.NodeTransformer):
-    def __init__(self, file: str, calls: _Calls, texts: dict[int, LoopText]) -> None:
+    def __init__(self, file: str, calls: StepCalls, texts: dict[int, LoopText]) -> None:
         self._file = file
         self._calls = calls
         self._texts = texts
@@ -597,7 +597,7 @@ class _Rewriter(ast.NodeTransformer):
         return statement
 
 
-def _after_the_step(body: list[ast.stmt], calls: _Calls) -> None:
+def _after_the_step(body: list[ast.stmt], calls: StepCalls) -> None:
     """Put the end of the step after the last statement that takes it, in the smallest block that has all of them."""
     taking = [number for number, statement in enumerate(body) if calls.takes_step(statement)]
     only = body[taking[0]] if len(taking) == 1 else None
@@ -609,7 +609,7 @@ def _after_the_step(body: list[ast.stmt], calls: _Calls) -> None:
     body.insert(taking[-1] + 1, _Taken.like(body[taking[-1]]))
 
 
-def _after_rests(body: list[ast.stmt], calls: _Calls) -> None:
+def _after_rests(body: list[ast.stmt], calls: StepCalls) -> None:
     """The same in an outer loop, where the rest of an accumulation makes a step."""
     for number, statement in reversed([*enumerate(body)]):
         if isinstance(statement, (ast.For, ast.While, ast.AsyncFor)) or not calls.takes_step(statement):

@@ -161,6 +161,11 @@ def put_back(frame: types.FrameType, names: LoopVariables, known: frozenset[int]
     return found
 
 
+def objects_of(frame: types.FrameType, names: LoopVariables, known: frozenset[int]) -> Iterator[tuple[str, object]]:
+    """Generators of random numbers, functions with variables of others, and objects of the script's own classes."""
+    return _objects(_Variables(frame), names, known)
+
+
 def _is_passing(name: str, value: Any, names: LoopVariables) -> bool:
     """A tensor that each round makes anew: a batch, a loss."""
     return name in names.remade and isinstance(value, torch.Tensor)

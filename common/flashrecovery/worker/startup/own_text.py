@@ -69,6 +69,7 @@ def _rewritten(text: bytes, file: str) -> CodeType | None:
         from flashrecovery.worker.auto.steps import AUTO
 
         LOOPS.auto, AUTO.first_step_begins = AUTO, _stop_watching
+        AUTO.made_elsewhere = _sources.made_in_imported
     LOOPS.take(rewritten, file, replacement=_replacement)
     return code
 

@@ -1,0 +1,757 @@
+"""``--auto=print``: the text of a script with the lines by hand that do what ``--auto`` does. Pure.
+
+The loop of steps, and one of epochs around it, become one loop over ``recovery.steps(...)``::
+
+    for epoch in range(epochs):              rounds = len(loader)
+        sampler.set_epoch(epoch)             for step in recovery.steps(epochs * rounds):
+        total = 0.0                              epoch, number = divmod(step.index, rounds)
+        for x, y in loader:                      total = kept.total
+            loss = train(x, y)                   with step:
+            optimizer.step()                         if number == 0:
+            total += loss                                total = 0.0
+        scheduler.step()                             x, y = next(data)
+        print(total)                                 loss = train(x, y)
+                                                     optimizer.step()
+                                                 total += loss
+                                                 if number == rounds - 1:
+                                                     scheduler.step()
+                                                     if step.committed:
+                                                         print(total)
+                                                 kept.total = total
+
+What cannot be written so is refused with its line and the reason.
+"""
+
+from __future__ import annotations
+
+import ast
+import io
+import re
+import tokenize
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from flashrecovery.worker.own_loops.rewrite import NONE, Makes, PlainLoop, StepCalls, called, calls_in, own_nodes
+from flashrecovery.worker.script_text.loop_carried import carried_by_loop
+
+_ENDLESS = "sys.maxsize"
+_PURE = frozenset(
+    (
+        *("item", "hex", "tolist", "format", "mean", "sum", "float", "cpu", "detach", "numpy", "items", "keys"),
+        *("values", "norm", "max", "min", "abs", "strip", "join", "get_last_lr", "get_scale", "len", "int", "str"),
+        *("round", "sorted", "repr", "list", "dict", "type", "bool", "get_rank", "time", "perf_counter"),
+    )
+)  # fmt: skip
+"""What may be called for a line that is printed where the step counts, and left out where it does not."""
+_LOGS = ("debug", "info", "warning", "error", "log", "exception")
+_HELPER = '''
+
+class {name}:
+    """Attributes of ``owner`` that come back with a step."""
+
+    def __init__(self, owner, *names):
+        self.owner, self.names = owner, names
+
+    def state_dict(self):
+        found = {{name: getattr(self.owner, name) for name in self.names if hasattr(self.owner, name)}}
+        return copy.deepcopy({{n: v.detach() if hasattr(v, "detach") else v for n, v in found.items()}})
+
+    def load_state_dict(self, state):
+        for name, value in copy.deepcopy(state).items():
+            setattr(self.owner, name, value)
+'''
+
+
+class NotByHand(Exception):
+    """``line``: of the script, where what cannot be written by hand mechanically is."""
+
+    def __init__(self, line: int, why: str) -> None:
+        super().__init__(why)
+        self.line = line
+
+
+@dataclass(frozen=True)
+class Running:
+    """What is known only when the script runs, at its first step.
+
+    Attributes:
+        models: of each, the expression that leads to it, and those of its optimizers.
+        objects: expressions by the names under which they are registered.
+        generators: of these expressions, those of generators of random numbers.
+        own: of each object with plain attributes, its expression and those that change.
+        sampler_of: of the expression of a loader, what is told its epochs; None: its batches cannot be counted.
+        value_of: what an expression gives; None: nothing.
+        plain: whether a variable's value is a number, a text, a tensor or a container of these; None: there is none.
+        known: whether a variable leads to what is registered, or never changes (a function, a loader).
+        whose: what a name is, for a refusal.
+    """
+
+    models: Sequence[tuple[str, Sequence[str]]]
+    objects: Mapping[str, str]
+    generators: frozenset[str]
+    own: Mapping[str, Sequence[str]]
+    sampler_of: Callable[[str], Sequence[object] | None]
+    value_of: Callable[[str], object]
+    plain: Callable[[str], bool | None]
+    known: Callable[[str], bool]
+    whose: Callable[[str], str] = field(default=lambda name: "")
+
+
+def by_hand(text: str, step_line: int, epoch_line: int, running: Running, elsewhere: Makes = NONE) -> str:
+    """The new text. ``epoch_line``: 0 if there is one loop. Raises NotByHand."""
+    tree = ast.parse(text)
+    calls = StepCalls(tree, elsewhere)
+    loops = {loop.lineno: loop for loop in calls.loops}
+    loop, outer = loops[step_line], loops.get(epoch_line)
+    _Checks(tree, text, calls, loop, outer).run()
+    return _Writer(tree, text, calls, loop, outer, running).write()
+
+
+# -- what is refused --------------------------------------------------------------------------------
+
+
+class _Checks:
+    def __init__(self, tree: ast.Module, text: str, calls: StepCalls, loop: PlainLoop, outer: PlainLoop | None) -> None:
+        self._tree, self._text, self._calls, self._loop, self._outer = tree, text, calls, loop, outer
+        self._whole = outer or loop
+
+    def run(self) -> None:
+        for loop in [self._loop] if self._outer is None else [self._outer, self._loop]:
+            if loop.orelse:
+                raise NotByHand(loop.orelse[0].lineno, "the loop has an else clause")
+        self._jumps()
+        self._others()
+        self._lines()
+        self._steps()
+        if self._outer is not None:
+            self._around(self._outer)
+
+    def _jumps(self) -> None:
+        for node in own_nodes(self._whole):
+            if isinstance(node, (ast.Return, ast.Yield, ast.YieldFrom, ast.Await)):
+                raise NotByHand(node.lineno, "the function is left, or goes on elsewhere, in the midst of its loop")
+        inner = [*jumps(self._loop.body)]
+        outer = [] if self._outer is None else [*jumps(self._outer.body)]
+        if self._outer is not None and (inner or outer):
+            first = min((*inner, *outer), key=lambda one: one.lineno)
+            word = "break" if isinstance(first, ast.Break) else "continue"
+            raise NotByHand(first.lineno, f"`{word}` in a loop of steps with one of epochs around it: both become one")
+
+    def _others(self) -> None:
+        """Names that are set by functions, and iterators that are asked for more."""
+        for node in ast.walk(self._tree):
+            if isinstance(node, (ast.Global, ast.Nonlocal)):
+                names = ", ".join(node.names)
+                word = "global" if isinstance(node, ast.Global) else "nonlocal"
+                raise NotByHand(node.lineno, f"a function sets variables of others (`{word} {names}`)")
+        for place in (self._whole, *called_from(self._whole, self._calls)):
+            for call in (node for node in ast.walk(place) if isinstance(node, ast.Call)):
+                if isinstance(call.func, ast.Name) and call.func.id in ("next", "exec", "eval"):
+                    raise NotByHand(call.lineno, f"a step calls `{ast.unparse(call)}`: let it read recovery.data()")
+
+    def _lines(self) -> None:
+        """Statements of the loops stand in lines of their own."""
+        first, last = self._whole.lineno, self._whole.end_lineno or 0
+        for token in tokenize.generate_tokens(io.StringIO(self._text).readline):
+            several = token.start[0] != token.end[0] and token.type == tokenize.STRING
+            if several and first <= token.start[0] <= last:
+                raise NotByHand(token.start[0], "a text of several lines in the loop")
+        for node in own_nodes(self._whole):
+            for block in (getattr(node, "body", None), getattr(node, "orelse", None)):
+                if isinstance(block, list) and block and isinstance(block[0], ast.stmt):
+                    self._alone(block, getattr(node, "lineno", 0))
+
+    def _alone(self, block: list[ast.stmt], header: int) -> None:
+        last = header
+        for statement in block:
+            if statement.lineno <= last:
+                raise NotByHand(statement.lineno, "several statements in one line of the loop")
+            last = statement.end_lineno or statement.lineno
+
+    def _steps(self) -> None:
+        for statement in self._loop.body:
+            if self._calls.takes_step(statement):
+                self._unconditional(statement, frozenset())
+
+    def _unconditional(self, statement: ast.stmt, within: frozenset[str]) -> None:
+        """Every round must make the same step of it."""
+        if isinstance(statement, ast.If):
+            blocks = [statement.body, statement.orelse]
+            if not all(any(self._calls.takes_step(one) for one in block) for block in blocks):
+                raise NotByHand(
+                    statement.lineno,
+                    "the optimizer's step is taken in some rounds only (`if "
+                    f"{ast.unparse(statement.test)}`): all micro-batches of a step belong into one `with step:`",
+                )
+        elif isinstance(statement, (ast.With, ast.For, ast.While)):
+            blocks = [statement.body]
+        elif isinstance(statement, (ast.Expr, ast.Assign, ast.AugAssign, ast.AnnAssign)):
+            names = {called(call) for call in calls_in(statement)} & self._calls.functions.keys() - within
+            blocks = [one.body for name in sorted(names) for one in self._calls.functions[name]]
+            within = within | names
+        else:
+            raise NotByHand(statement.lineno, "the optimizer's step is taken in the midst of another statement")
+        for block in blocks:
+            for one in block:
+                if self._calls.takes_step(one) and not isinstance(one, ast.FunctionDef):
+                    self._unconditional(one, within)
+
+    def _around(self, outer: PlainLoop) -> None:
+        for statement in outer.body:
+            if statement is not self._loop and self._calls.takes_step(statement):
+                raise NotByHand(statement.lineno, "an optimizer's step outside of the loop of steps")
+        if self._loop not in outer.body:
+            raise NotByHand(self._loop.lineno, "the loop of steps is in the midst of another statement")
+
+
+def called_from(place: ast.AST, calls: StepCalls) -> Iterator[ast.AST]:
+    """Functions of the file that ``place`` may call."""
+    waiting, seen = [place], set[str]()
+    while waiting:
+        for call in calls_in(waiting.pop()):
+            name = called(call)
+            if name in calls.functions and name not in seen:
+                seen.add(name)
+                yield from calls.functions[name]
+                waiting += calls.functions[name]
+
+
+def jumps(body: Iterable[ast.AST]) -> Iterator[ast.Break | ast.Continue]:
+    """``break`` and ``continue`` of the loop with this body."""
+    for node in body:
+        if isinstance(node, (ast.Break, ast.Continue)):
+            yield node
+        elif not isinstance(node, (ast.For, ast.While, ast.FunctionDef, ast.ClassDef, ast.Lambda)):
+            yield from jumps(ast.iter_child_nodes(node))
+
+
+# -- the new text -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Names:
+    """Of what the new text adds: none of them is in the script."""
+
+    recovery: str
+    step: str
+    kept: str
+    data: str
+    rounds: str
+    number: str
+    helper: str
+
+    @staticmethod
+    def of(tree: ast.Module) -> _Names:
+        used = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+        used |= {node.arg for node in ast.walk(tree) if isinstance(node, ast.arg)}
+        used |= {node.name for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
+        choices = (
+            ("recovery", "flash_recovery"),
+            ("step", "attempt", "recovery_step"),
+            ("kept", "kept_state", "recovery_kept"),
+            ("data", "batches", "recovery_data"),
+            ("rounds", "rounds_of_epoch"),
+            ("number", "round_number", "number_of_round"),
+            ("Attributes", "KeptAttributes"),
+        )
+        found = []
+        for names in choices:
+            free = [name for name in names if name not in used]
+            if not free:
+                raise NotByHand(1, f"all of the names {', '.join(names)} are taken")
+            found.append(free[0])
+        return _Names(*found)
+
+
+@dataclass(frozen=True)
+class _Rounds:
+    """How the loop of steps goes on.
+
+    Attributes:
+        count: expression of how many rounds there are; "" of a ``while`` loop.
+        first: statements at the beginning of a round's block.
+        before: statements above the block.
+        data: what is to be read by ``recovery.data()``; "" if nothing is.
+        dropped: lines of the script that are left out.
+    """
+
+    count: str
+    first: tuple[str, ...] = ()
+    before: tuple[str, ...] = ()
+    data: str = ""
+    dropped: frozenset[int] = frozenset()
+
+
+class _Writer:
+    def __init__(
+        self,
+        tree: ast.Module,
+        text: str,
+        calls: StepCalls,
+        loop: PlainLoop,
+        outer: PlainLoop | None,
+        running: Running,
+    ) -> None:
+        self._tree, self._calls, self._loop, self._outer, self._running = tree, calls, loop, outer, running
+        self._lines = text.splitlines()
+        self._whole = outer or loop
+        self._names = _Names.of(tree)
+        self._set = {
+            node.id
+            for node in own_nodes(self._whole)
+            if isinstance(node, ast.Name) and isinstance(node.ctx, (ast.Store, ast.Del))
+        }
+        self._indent = self._prefix(self._whole)
+        self._unit = self._prefix(self._whole.body[0])[len(self._indent) :]
+        self._rounds = self._rounds_of()
+        self._kept: list[str] = []
+
+    def write(self) -> str:
+        self._kept = self._carried(self._loop_lines())
+        lines = [
+            *self._lines[: self._whole.lineno - 1],
+            *self._above(),
+            *self._loop_lines(),
+            *self._below(),
+            *self._lines[self._whole.end_lineno or 0 :],
+        ]
+        new = "\n".join(self._with_imports(lines)) + "\n"
+        ast.parse(new)
+        return new
+
+    # -- rounds -----------------------------------------------------------------------------------
+
+    def _rounds_of(self) -> _Rounds:
+        loop, number = self._loop, self._number
+        if isinstance(loop, ast.While):
+            if self._outer is not None:
+                raise NotByHand(loop.lineno, "a `while` loop of steps in one of epochs: its rounds cannot be counted")
+            test = ast.unparse(loop.test)
+            always = isinstance(loop.test, ast.Constant) and loop.test.value
+            return _Rounds("", before=() if always else (f"if not ({test}):", f"{self._unit}break"))
+        target, iterable = loop.target, loop.iter
+        first: tuple[str, ...] = ()
+        if _is_call(iterable, "enumerate"):
+            assert isinstance(iterable, ast.Call)
+            if not isinstance(target, ast.Tuple) or len(target.elts) != 2 or iterable.keywords:
+                raise NotByHand(loop.lineno, f"`{ast.unparse(iterable)}`")
+            begin = ast.unparse(iterable.args[1]) if len(iterable.args) > 1 else "0"
+            first = (f"{ast.unparse(target.elts[0])} = {number if begin == '0' else f'{begin} + {number}'}",)
+            target, iterable = target.elts[1], iterable.args[0]
+        if _is_call(iterable, "range"):
+            return self._of_range(target, iterable, first)
+        return self._of_loader(target, iterable, first)
+
+    @property
+    def _number(self) -> str:
+        """Expression of the number of the round."""
+        return self._names.number if self._outer is not None else f"{self._names.step}.index"
+
+    def _of_range(self, target: ast.expr, iterable: ast.expr, first: tuple[str, ...]) -> _Rounds:
+        assert isinstance(iterable, ast.Call)
+        self._constant(iterable)
+        text = ast.unparse(iterable)
+        plain = len(iterable.args) == 1
+        count = ast.unparse(iterable.args[0]) if plain else f"len({text})"
+        value = self._number if plain else f"{text}[{self._number}]"
+        name = ast.unparse(target)
+        is_read = any(isinstance(n, ast.Name) and n.id == name and isinstance(n.ctx, ast.Load) for n in self._all())
+        return _Rounds(count, (*first, f"{name} = {value}") if is_read or name != "_" else first)
+
+    def _all(self) -> Iterator[ast.AST]:
+        return ast.walk(self._tree)
+
+    def _constant(self, iterable: ast.expr) -> None:
+        for node in ast.walk(iterable):
+            if isinstance(node, ast.Name) and node.id in self._set:
+                raise NotByHand(iterable.lineno, f"`{ast.unparse(iterable)}`: {node.id} is set in the loop")
+            if isinstance(node, ast.Call) and ast.unparse(node.func) not in ("range", "len", "int", "min", "max"):
+                raise NotByHand(
+                    iterable.lineno,
+                    f"`{ast.unparse(iterable)}`: what {ast.unparse(node.func)}() gives may be another thing each time",
+                )
+
+    def _of_loader(self, target: ast.expr, iterable: ast.expr, first: tuple[str, ...]) -> _Rounds:
+        path = ast.unparse(iterable)
+        samplers = self._running.sampler_of(path) if isinstance(iterable, (ast.Name, ast.Attribute)) else None
+        if samplers is None:
+            raise NotByHand(
+                self._loop.lineno,
+                f"what the loop runs over (`{path}`) is neither a range() nor a DataLoader over a data set of a known "
+                "length, so that its rounds cannot be counted",
+            )
+        if any(isinstance(node, ast.Name) and node.id in self._set for node in ast.walk(iterable)):
+            raise NotByHand(self._loop.lineno, f"`{path}` is made anew in the loop")
+        dropped = self._told_epochs(samplers)
+        take = f"{ast.unparse(target).strip('()')} = next({self._names.data})"
+        return _Rounds(f"len({path})", (*first, take), data=path, dropped=dropped)
+
+    def _told_epochs(self, samplers: Sequence[object]) -> frozenset[int]:
+        """Lines that tell the sampler its epoch, which recovery.data() does."""
+        if self._outer is None or not samplers:
+            return frozenset()
+        before = self._outer.body[: self._outer.body.index(self._loop)]
+        for statement in before:
+            call = statement.value if isinstance(statement, ast.Expr) else None
+            if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Attribute):
+                continue
+            told = call.func.attr == "set_epoch" and any(
+                self._running.value_of(ast.unparse(call.func.value)) is one for one in samplers
+            )
+            assert isinstance(self._outer, (ast.For, ast.While))
+            plain = isinstance(self._outer, ast.For) and len(getattr(self._outer.iter, "args", ())) == 1
+            if told and plain and ast.unparse(call.args[0]) == ast.unparse(self._outer.target):  # type: ignore[union-attr]
+                return frozenset(range(statement.lineno, (statement.end_lineno or statement.lineno) + 1))
+        raise NotByHand(
+            self._outer.lineno,
+            "recovery.data() tells the sampler its epoch, which this script does not at the beginning of each epoch: "
+            "write `sampler.set_epoch(epoch)` there first",
+        )
+
+    # -- variables --------------------------------------------------------------------------------
+
+    def _carried(self, loop_lines: Sequence[str]) -> list[str]:
+        """Variables that a round of the new loop may read as the one before has left them, and those that are read
+        below it. Raises NotByHand if something else is carried."""
+        lines = [*self._lines[: self._whole.lineno - 1], *loop_lines, *self._lines[self._whole.end_lineno or 0 :]]
+        tree = ast.parse("\n".join(lines))
+        loop = next(n for n in ast.walk(tree) if isinstance(n, ast.For) and n.lineno == self._whole.lineno)
+        carried = carried_by_loop(tree, loop)
+        names = self._names
+        own = {names.recovery, names.step, names.kept, names.data, names.rounds, names.number}
+        targets = {*_targets(self._outer), *_targets(self._loop)}
+        end = self._whole.end_lineno or 0
+        after = {
+            n.id
+            for n in own_nodes(self._function())
+            if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load) and n.lineno > end
+        }
+        kept = set[str]()
+        for path in sorted(carried.names | carried.set_here):
+            root, _, rest = path.partition(".")
+            is_plain = self._running.plain(root)
+            changes = path in carried.names or ((is_plain or rest) and path not in carried.remade)
+            if root in own or (root in targets and root not in after):
+                continue
+            if not changes and (root not in after or root not in self._set):
+                continue
+            if is_plain or (is_plain is None and not rest):
+                kept.add(root)
+            elif rest and self._is_own(root, rest):
+                continue
+            elif root in self._set or not self._running.known(root):
+                raise NotByHand(
+                    self._whole.lineno,
+                    f"{path}{self._running.whose(root)} changes from step to step, and is not a number, a text, a "
+                    "tensor or a container of these, nor registered",
+                )
+        for path in self._running.own:
+            if path.partition(".")[0].partition("[")[0] in self._set:
+                raise NotByHand(self._whole.lineno, f"{path}, whose attributes change, is made anew in the loop")
+        return sorted(kept)
+
+    def _is_own(self, root: str, rest: str) -> bool:
+        return any(f"{root}.{rest}".startswith(f"{path}.") for path in self._running.own)
+
+    def _function(self) -> ast.AST:
+        """The innermost one around the loop, or the module."""
+        found: ast.AST = self._tree
+        for node in ast.walk(self._tree):
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and self._whole in set(own_nodes(node)):
+                found = node
+        return found
+
+    def _bound_before(self) -> set[str]:
+        """Names that have a value above the loops, in their function or outside of it."""
+        function = self._function()
+        names = {
+            node.id
+            for node in own_nodes(function)
+            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) and node.lineno < self._whole.lineno
+        }
+        if isinstance(function, ast.FunctionDef):
+            arguments = function.args
+            names |= {one.arg for one in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)}
+        return names
+
+    # -- lines ------------------------------------------------------------------------------------
+
+    def _above(self) -> list[str]:
+        names, running = self._names, self._running
+        lines = [f"{names.recovery} = flashrecovery.init()"]
+        used = self._used()
+        objects = {name: path for name, path in running.objects.items() if not self._is_idle(path, used)}
+        own = [(keyword_of(path), path, attributes) for path, attributes in running.own.items()]
+        per_rank = []
+        if self._kept:
+            bound = self._bound_before()
+            values = [f"{name}={name if name in bound else None}" for name in self._kept]
+            lines += self._call(f"{names.kept} = types.SimpleNamespace", values)
+            own.append((names.kept, names.kept, self._kept))
+        for name, path, attributes in own:
+            free = next(n for n in (name, f"{name}_attributes", f"{name}_own") if n not in objects)
+            objects[free] = f"{names.helper}({path}, {', '.join(map(_quoted, attributes))})"
+            per_rank.append(free)
+        calls = [[f"model={model}", _optimizers(optimizers)] for model, optimizers in running.models]
+        calls[0] += [f"{name}={path}" for name, path in objects.items()]
+        if per_rank:
+            calls[0].append(f"per_rank=[{', '.join(map(_quoted, per_rank))}]")
+        for arguments in calls:
+            lines += self._call(f"{names.recovery}.register", [one for one in arguments if one])
+        if self._rounds.data:
+            lines.append(f"{names.data} = {names.recovery}.data({self._rounds.data})")
+        if self._outer is not None:
+            lines.append(f"{names.rounds} = {self._rounds.count}")
+        return [f"{self._indent}{line}" for line in lines]
+
+    def _used(self) -> set[str]:
+        """Names that the loops and the functions that they call read."""
+        places = [self._whole, *called_from(self._whole, self._calls)]
+        return {node.id for place in places for node in ast.walk(place) if isinstance(node, ast.Name)}
+
+    def _is_idle(self, path: str, used: set[str]) -> bool:
+        """A generator that is used above the loops alone."""
+        return path in self._running.generators and re.split(r"\W", path)[0] not in used
+
+    def _call(self, function: str, arguments: Sequence[str]) -> list[str]:
+        line = f"{function}({', '.join(arguments)})"
+        if len(line) + len(self._indent) <= 100:
+            return [line]
+        return [f"{function}(", *(f"{self._unit}{one}," for one in arguments), ")"]
+
+    def _loop_lines(self) -> list[str]:
+        names, unit, loop = self._names, self._unit, self._loop
+        i1, i2 = self._indent + unit, self._indent + unit * 2
+        lines = [f"{self._indent}for {names.step} in {names.recovery}.steps({self._count()}):"]
+        if self._outer is not None:
+            lines.append(f"{i1}{self._epoch()}, {names.number} = divmod({names.step}.index, {names.rounds})")
+            shift = self._shift()
+            if shift:
+                lines.append(f"{i1}{shift}")
+        if self._kept:
+            lines += [f"{i1}{name} = {names.kept}.{name}" for name in self._kept]
+        lines += [f"{i1}{line}" for line in self._rounds.before]
+        lines.append(f"{i1}with {names.step}:")
+        before, after = self._around()
+        shown = self._region(before, i1, i2 + unit)
+        if any(line.strip() and not line.strip().startswith("#") for line in shown):
+            lines += [f"{i2}if {names.number} == 0:", *shown]
+        lines += [f"{i2}{line}" for line in self._rounds.first]
+        taking = max(n for n, one in enumerate(loop.body) if self._calls.takes_step(one))
+        own = self._prefix(loop.body[0])
+        block, rest = self._split(loop, taking)
+        lines += self._region(block, own, i2)
+        self._no_hidden_lines([*loop.body[taking + 1 :], *self._last()])
+        lines += self._region(rest, own, i1, gated=loop.body[taking + 1 :])
+        if self._last():
+            lines += [f"{i1}if {names.number} == {names.rounds} - 1:"]
+            lines += self._region(after, i1, i2, gated=self._last())
+        return [*lines, *self._stores(i1)]
+
+    def _last(self) -> list[ast.stmt]:
+        """Statements below the loop of steps, in that of epochs."""
+        return [] if self._outer is None else self._outer.body[self._outer.body.index(self._loop) + 1 :]
+
+    def _split(self, loop: PlainLoop, taking: int) -> tuple[range, range]:
+        """Lines of the block, and of what is below it."""
+        end = loop.body[taking].end_lineno or 0
+        first = (loop.iter if isinstance(loop, ast.For) else loop.test).end_lineno or loop.lineno
+        return range(first + 1, end + 1), range(end + 1, (loop.end_lineno or end) + 1)
+
+    def _around(self) -> tuple[range, range]:
+        """Lines of the loop of epochs above and below that of steps."""
+        if self._outer is None:
+            return range(0), range(0)
+        header = (self._outer.iter if isinstance(self._outer, ast.For) else self._outer.test).end_lineno or 0
+        return range(header + 1, self._loop.lineno), range(
+            (self._loop.end_lineno or 0) + 1, (self._outer.end_lineno or 0) + 1
+        )
+
+    def _count(self) -> str:
+        if self._outer is None:
+            return self._rounds.count or _ENDLESS
+        iterable = self._outer.iter if isinstance(self._outer, ast.For) else None
+        if iterable is None or not _is_call(iterable, "range") or not isinstance(iterable, ast.Call):
+            raise NotByHand(self._outer.lineno, "the loop of epochs is not one over a range()")
+        if len(iterable.args) > 2 or iterable.keywords:
+            raise NotByHand(self._outer.lineno, f"`{ast.unparse(iterable)}`")
+        self._constant(iterable)
+        texts = [ast.unparse(one) if isinstance(one, _SIMPLE) else f"({ast.unparse(one)})" for one in iterable.args]
+        count = texts[0] if len(texts) == 1 else f"({texts[1]} - {texts[0]})"
+        return f"{count} * {self._names.rounds}"
+
+    def _epoch(self) -> str:
+        assert isinstance(self._outer, ast.For)
+        if not isinstance(self._outer.target, ast.Name):
+            raise NotByHand(self._outer.lineno, "the loop of epochs has no number")
+        return self._outer.target.id
+
+    def _shift(self) -> str:
+        assert isinstance(self._outer, ast.For) and isinstance(self._outer.iter, ast.Call)
+        arguments = self._outer.iter.args
+        return f"{self._epoch()} += {ast.unparse(arguments[0])}" if len(arguments) == 2 else ""
+
+    def _stores(self, indent: str) -> list[str]:
+        return [f"{indent}{self._names.kept}.{name} = {name}" for name in self._kept]
+
+    def _below(self) -> list[str]:
+        """Of variables that are read below the loop: for a process that comes when all steps are done."""
+        end, names = self._whole.end_lineno or 0, []
+        for name in self._kept:
+            if any(
+                isinstance(n, ast.Name) and n.id == name and isinstance(n.ctx, ast.Load) and n.lineno > end
+                for n in own_nodes(self._function())
+            ):
+                names.append(name)
+        return [f"{self._indent}{name} = {self._names.kept}.{name}" for name in names]
+
+    def _region(self, lines: range, own: str, new: str, gated: Sequence[ast.stmt] = ()) -> list[str]:
+        """These lines with the indentation ``new`` in place of ``own``; what ``gated`` prints only where it counts."""
+        shown = dict(self._gates(gated))
+        jumping = {n.lineno for n in jumps(self._loop.body) if self._kept}
+        found: list[str] = []
+        for number in lines:
+            line = self._lines[number - 1]
+            if number in self._rounds.dropped:
+                continue
+            if not line.strip():
+                found.append("")
+                continue
+            moved = new + line[len(own) :] if line.startswith(own) else line
+            if not line.startswith(own) and line.strip().startswith("#"):
+                moved = new + line.strip()
+            indent = moved[: len(moved) - len(moved.lstrip())]
+            if number in jumping:
+                found += self._stores(indent)
+            if shown.get(number):
+                found.append(f"{indent}if {self._names.step}.committed:")
+            found.append(self._unit + moved if number in shown else moved)
+        while found and not found[-1]:
+            found.pop()
+        return found
+
+    def _gates(self, statements: Sequence[ast.stmt]) -> Iterator[tuple[int, bool]]:
+        """Lines of statements that only print; True: the first of several in a row."""
+        in_row = False
+        for statement in statements:
+            prints = isinstance(statement, ast.Expr) and self._only_prints(statement)
+            if prints:
+                numbers = range(statement.lineno, (statement.end_lineno or statement.lineno) + 1)
+                yield from ((number, number == statement.lineno and not in_row) for number in numbers)
+            else:
+                for block in (getattr(statement, "body", []), getattr(statement, "orelse", [])):
+                    yield from self._gates(block if isinstance(block, list) else [])
+            in_row = prints
+
+    def _only_prints(self, statement: ast.stmt) -> bool:
+        if not isinstance(statement, ast.Expr) or not isinstance(statement.value, ast.Call):
+            return False
+        call = statement.value
+        if not self._is_print(call):
+            return False
+        inner = [one for one in ast.walk(call) if isinstance(one, ast.Call) and one is not call]
+        for one in inner:
+            name = one.func.attr if isinstance(one.func, ast.Attribute) else getattr(one.func, "id", "")
+            if name not in _PURE:
+                raise NotByHand(
+                    one.lineno,
+                    f"a line that is printed below the block calls {ast.unparse(one.func)}(): assign what that gives "
+                    "to a variable, and print this",
+                )
+        return True
+
+    def _is_print(self, call: ast.Call) -> bool:
+        if isinstance(call.func, ast.Name):
+            functions = self._calls.functions.get(call.func.id, [])
+            return call.func.id == "print" or (bool(functions) and all(map(self._is_printing, functions)))
+        root = ast.unparse(call.func).partition(".")[0].lower()
+        return isinstance(call.func, ast.Attribute) and call.func.attr in _LOGS and "log" in root
+
+    def _is_printing(self, function: ast.AST) -> bool:
+        """A function that does nothing but print."""
+        body = [one for one in getattr(function, "body", []) if not _is_docstring(one)]
+        return bool(body) and all(
+            isinstance(one, ast.Expr) and isinstance(one.value, ast.Call) and ast.unparse(one.value.func) == "print"
+            for one in body
+        )
+
+    def _no_hidden_lines(self, statements: Iterable[ast.stmt]) -> None:
+        """Raises NotByHand if what is called there prints amid other things."""
+        for statement in statements:
+            for call in calls_in(statement):
+                for function in self._calls.functions.get(called(call), []):
+                    if self._is_printing(function):
+                        continue
+                    for inner in ast.walk(function):
+                        if isinstance(inner, ast.Call) and self._is_print(inner):
+                            raise NotByHand(
+                                inner.lineno,
+                                f"{called(call)}() prints, and is called below the block (line {call.lineno}), where "
+                                "an attempt may be void: let it return what is to be printed",
+                            )
+
+    def _prefix(self, statement: ast.stmt) -> str:
+        line = self._lines[statement.lineno - 1]
+        return line[: len(line) - len(line.lstrip())]
+
+    # -- the head of the file ---------------------------------------------------------------------
+
+    def _with_imports(self, lines: list[str]) -> list[str]:
+        """``import flashrecovery`` after the first block of imports, and the helper if it is needed."""
+        last = 0
+        for statement in self._tree.body:
+            if not isinstance(statement, (ast.Import, ast.ImportFrom)) and not _is_docstring(statement):
+                break
+            last = statement.end_lineno or statement.lineno
+        text = "\n".join(lines)
+        own = f"{self._names.helper}(" in text
+        wanted = ["flashrecovery"]
+        wanted += ["copy"] if own else []
+        wanted += ["types"] if "types.SimpleNamespace(" in text else []
+        wanted += ["sys"] if _ENDLESS in text else []
+        there = {
+            alias.asname or alias.name
+            for statement in self._tree.body
+            if isinstance(statement, ast.Import)
+            for alias in statement.names
+        }
+        taken = {n.id for n in ast.walk(self._tree) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
+        for name in wanted:
+            if name in taken:
+                raise NotByHand(1, f"the script has a variable that is called {name}, as a module is that is needed")
+        imports = [f"import {name}" for name in sorted(wanted) if name not in there]
+        helper = _HELPER.format(name=self._names.helper).splitlines() if own else []
+        return [*lines[:last], *imports, *helper, *lines[last:]]
+
+
+_SIMPLE = (ast.Constant, ast.Name, ast.Attribute, ast.Call)
+
+
+def _is_docstring(statement: ast.stmt) -> bool:
+    return isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)
+
+
+def _is_call(node: ast.AST, name: str) -> bool:
+    return isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == name
+
+
+def _targets(loop: PlainLoop | None) -> set[str]:
+    if not isinstance(loop, ast.For):
+        return set()
+    return {node.id for node in ast.walk(loop.target) if isinstance(node, ast.Name)}
+
+
+def _optimizers(paths: Sequence[str]) -> str:
+    if not paths:
+        return ""
+    return f"optimizer={paths[0]}" if len(paths) == 1 else f"optimizer=[{', '.join(paths)}]"
+
+
+def _quoted(name: str) -> str:
+    return f'"{name}"'
+
+
+def keyword_of(path: str) -> str:
+    """A keyword for what ``path`` leads to."""
+    name = "_".join(re.findall(r"\w+", path.removeprefix("self.")))
+    return f"{name}_" if name in ("model", "optimizer", "per_rank") else name

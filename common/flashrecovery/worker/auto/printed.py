@@ -1,0 +1,216 @@
+"""``--auto=print``: the patch of a running script, from what is found at its first step.
+
+Each rank runs the script up to there and ends; rank 0 writes the patch, for the launcher to print it. Nothing is
+changed, and no step is taken.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import os
+import sys
+import types
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
+
+from flashrecovery.config import PATCH_ENV
+from flashrecovery.errors import UnsupportedError
+from flashrecovery.worker.auto.found import Found, Tensors, TrainedModel
+from flashrecovery.worker.auto.patch import NotByHand, Running, by_hand, keyword_of
+from flashrecovery.worker.local_state.fingerprints import attributes_of
+from flashrecovery.worker.local_state.generators import as_stateful
+from flashrecovery.worker.local_state.plain_values import LARGE, is_kept
+from flashrecovery.worker.own_loops.loops import LOOPS, ScriptLoop
+from flashrecovery.worker.own_loops.rewrite import NONE, Makes
+from flashrecovery.worker.own_loops.variables import protected
+from flashrecovery.worker.script_checks.wrapped_module import wrapper_of
+from flashrecovery.worker.script_text.script_frames import STATIC, carried_by_class_in, file_of, is_own
+
+_UNCHANGED = (*STATIC, Dataset, DataLoader, Sampler, torch.device, torch.dtype)
+
+
+def print_patch(found: Found, made_elsewhere: Callable[[bytes, str], Makes] | None) -> NoReturn:
+    """Write it and end this process. Raises UnsupportedError with file and line."""
+    stack = LOOPS.stack
+    text = patch(stack, found, made_elsewhere)
+    if dist.is_initialized():
+        dist.barrier()
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        path = Path(os.environ[PATCH_ENV])
+        new = path.with_suffix(".new")
+        new.write_text(text, encoding="utf-8")
+        new.replace(path)
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os._exit(0)
+
+
+def patch(
+    stack: Sequence[ScriptLoop], found: Found, made_elsewhere: Callable[[bytes, str], Makes] | None = None
+) -> str:
+    """A unified diff. ``stack``: the loops that are running, the outermost first."""
+    loop = stack[-1]
+    file = loop.key[0]
+    try:
+        _check(stack)
+        if found.unsaved:
+            raise NotByHand(loop.key[1], f"{', '.join(found.unsaved)}: too large to be kept with each step")
+        data = Path(file).read_bytes()
+        text = data.decode("utf-8")
+        if "\r" in text or not text.endswith("\n"):
+            raise NotByHand(1, "its lines, or the last of them, do not end with a line feed")
+        epoch_line = stack[-2].key[1] if len(stack) == 2 else 0
+        elsewhere = NONE if made_elsewhere is None else made_elsewhere(data, file)
+        new = by_hand(text, loop.key[1], epoch_line, _Seen(loop, found).running(), elsewhere)
+    except NotByHand as e:
+        raise UnsupportedError(
+            f"no patch, {file}:{e.line}: {e}. A program cannot write the lines by hand here; --auto protects the "
+            "script as it is"
+        ) from e
+    name = os.path.relpath(file)
+    name = os.path.basename(file) if name.startswith("..") else name
+    return "".join(
+        difflib.unified_diff(text.splitlines(keepends=True), new.splitlines(keepends=True), f"a/{name}", f"b/{name}")
+    )
+
+
+def _check(stack: Sequence[ScriptLoop]) -> None:
+    inner = stack[-1]
+    for loop in stack:
+        line = abs(loop.key[1])
+        if loop.key[1] < 0:
+            raise NotByHand(line, "several loops of steps come one after the other; by hand there is one")
+        if not loop.is_in_function_of(inner):
+            assert inner.frame is not None and loop.frame is not None
+            raise NotByHand(
+                line,
+                f"this loop calls {inner.frame.f_code.co_name}(), which has the loop of steps (line {inner.key[1]}): "
+                "both become one, and so belong into one function",
+            )
+    if len(stack) > 2:
+        raise NotByHand(stack[0].key[1], f"{len(stack)} loops in one another: by hand there is one")
+
+
+class _Seen:
+    """What the function of the loop sees."""
+
+    def __init__(self, loop: ScriptLoop, found: Found) -> None:
+        assert loop.frame is not None
+        self._loop, self._found, self._frame = loop, found, loop.frame
+        models = [model.module for model in found.models]
+        optimizers = [one for model in found.models for one in model.optimizers.values()]
+        self._registered = [*models, *optimizers, *found.objects.values()]
+        self._inside = [part for model in models for part in model.modules()]
+        tensors = [p for model in models for p in (*model.parameters(), *model.buffers())]
+        self._ids = protected(self._registered, tensors)
+
+    def running(self) -> Running:
+        return Running(
+            [self._model(model) for model in self._found.models],
+            {keyword_of(path): self._expression(path, one) for path, one in self._objects().items()},
+            frozenset(path for path, one in self._loop.objects() if as_stateful(one) is not None),
+            self._own(),
+            self._sampler_of,
+            self._value,
+            self._plain,
+            self._known,
+            self._whose,
+        )
+
+    def _value(self, path: str) -> Any:
+        with contextlib.suppress(Exception):  # the script's own attributes may be properties
+            return eval(path, self._frame.f_globals, dict(self._frame.f_locals))
+        return None
+
+    def _expression(self, path: str, thing: object) -> str:
+        """``path``, if it leads to ``thing`` from the loop's function. Raises NotByHand."""
+        if self._value(path) is not thing:
+            raise NotByHand(
+                self._loop.key[1],
+                f"{path} ({type(thing).__name__}) cannot be reached from {self._frame.f_code.co_name}(), which has "
+                "the loop of steps",
+            )
+        return path
+
+    def _model(self, model: TrainedModel) -> tuple[str, list[str]]:
+        value = self._value(model.path)
+        if not isinstance(value, torch.nn.Module) or (
+            value is not model.module and wrapper_of(value) is not model.module
+        ):
+            self._expression(model.path, model.module)
+        return model.path, [self._expression(path, one) for path, one in model.optimizers.items()]
+
+    def _objects(self) -> Mapping[str, object]:
+        """Those to be registered as they are, and generators of random numbers."""
+        found = {path: one for path, one in self._found.objects.items() if not isinstance(one, Tensors)}
+        found = {
+            path[:-1] if path.endswith("_") and self._value(path) is None else path: v for path, v in found.items()
+        }
+        for path, thing in self._loop.objects():
+            if as_stateful(thing) is not None and not any(thing is one for one in found.values()):
+                found[path] = thing
+        return found
+
+    def _own(self) -> dict[str, list[str]]:
+        """Objects with plain attributes that change, by expression."""
+        found: dict[str, list[str]] = {}
+        for path, one in self._found.objects.items():
+            if isinstance(one, Tensors):
+                owner, _, name = path.rpartition(".")
+                found.setdefault(owner, []).append(name)
+        text = self._loop.text.carried
+        for path, thing in self._loop.objects():
+            if as_stateful(thing) is not None or any(thing is one for one in self._registered):
+                continue
+            if isinstance(thing, types.FunctionType):
+                self._refuse_closure(path, thing)
+                continue
+            if type(thing).__module__.partition(".")[0] == "tqdm":
+                continue
+            attributes = attributes_of(thing)
+            kinds = [kind for kind in type(thing).__mro__ if is_own(kind)]
+            changed = {name for kind in kinds for name in carried_by_class_in(file_of(kind), kind.__name__).names}
+            paths = [one for one in text.names | text.set_here if one.startswith(f"{path}.")]
+            changed |= {one[len(path) + 1 :].partition(".")[0] for one in paths}
+            names = [n for n in sorted(changed) if n not in attributes or is_kept(attributes[n], self._ids)]
+            if names:
+                self._expression(path, thing)
+                found.setdefault(path, []).extend(name for name in names if name not in found.get(path, ()))
+        return {path: sorted(names) for path, names in found.items()}
+
+    def _refuse_closure(self, path: str, function: types.FunctionType) -> None:
+        for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+            with contextlib.suppress(ValueError):
+                value = cell.cell_contents
+                own = name in self._frame.f_locals and self._frame.f_locals[name] is value
+                if isinstance(value, (list, dict, set)) and is_kept(value, self._ids) and not own:
+                    raise NotByHand(
+                        function.__code__.co_firstlineno,
+                        f"{path}() may change {name}, which is a variable of another function: make it an attribute",
+                    )
+
+    def _sampler_of(self, path: str) -> Sequence[object] | None:
+        """What of a loader is told its epoch; None: it is none whose batches can be counted."""
+        loader = self._value(path)
+        if type(loader) is not DataLoader or isinstance(loader.dataset, IterableDataset):
+            return None
+        parts = (loader.sampler, loader.batch_sampler, getattr(loader.batch_sampler, "sampler", None))
+        return [one for one in parts if callable(getattr(one, "set_epoch", None))]
+
+    def _plain(self, name: str) -> bool | None:
+        variables = {**self._frame.f_globals, **self._frame.f_locals}
+        return is_kept(variables[name], self._ids, largest=LARGE) if name in variables else None
+
+    def _known(self, name: str) -> bool:
+        value = self._value(name)
+        return isinstance(value, _UNCHANGED) or any(value is one for one in (*self._registered, *self._inside))
+
+    def _whose(self, name: str) -> str:
+        value = self._value(name)
+        return "" if value is None else f" ({name} is a {type(value).__name__})"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 from collections.abc import Iterator
 
 import pytest
@@ -26,3 +27,13 @@ def pytest_collection() -> Iterator[None]:
         gc.collect()
         gc.freeze()
         gc.enable()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_poller_of_grpc() -> Iterator[None]:
+    """gRPC's thread for asyncio ends with the last object that uses it, which may wait for the collector. A test that
+    forks beside it (a DataLoader) may hang: gRPC leaves out its handlers of forks then ("skipping fork() handlers").
+    Ranks have no gRPC."""
+    yield
+    if any("_poll_wrapper" in thread.name for thread in threading.enumerate()):
+        gc.collect()

@@ -5,12 +5,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+import queue
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.strategies import filesystem_async
 
 from fr_megatron.adapter import adapter_for
 from fr_megatron.optimizers import inner_optimizers
@@ -32,7 +34,10 @@ def state(chunks: list[Any], optimizer: Any, scheduler: Any, *, loading: bool) -
 
 
 def save(chunks: list[Any], optimizer: Any, scheduler: Any, directory: Path) -> None:
-    """Everything, with Megatron's own format."""
+    """Everything, with Megatron's own format. It writes at once, in this very process, and yet would have another
+    interpreter import all of this script, for a queue that processes could share (megatron-core 0.16.1)."""
+    if getattr(filesystem_async, "_results_queue", queue) is None:
+        filesystem_async._results_queue = queue.Queue()
     if dist.get_rank() == 0:
         directory.mkdir()
     dist.barrier()

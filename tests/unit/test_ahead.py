@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import os
 import subprocess
@@ -12,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from flashrecovery.worker.preimport.preimport import Installed, import_ahead, not_imported
+from flashrecovery.worker.preimport.preimport import Installed, import_ahead, not_imported, uncollected
 from flashrecovery.worker.preimport.preimport_script import imported_so_far
 
 
@@ -183,3 +184,19 @@ def test_modules_that_were_made_are_not_told_of(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setitem(sys.modules, made.rpartition(".")[0], types.ModuleType(made.rpartition(".")[0]))
     told = {*imported_so_far({}).names}
     assert made not in told and {"os.path", "importlib.machinery", "pytest"} <= told
+
+
+@pytest.mark.parametrize(("set_by_a_module", "afterwards"), [(None, (600, 7, 8)), (5000, (5000, 7, 8))])
+def test_imports_are_without_the_collector_and_a_threshold_that_a_module_sets_stays(
+    set_by_a_module: int | None, afterwards: tuple[int, int, int]
+) -> None:
+    before = gc.get_threshold()
+    gc.set_threshold(600, 7, 8)
+    try:
+        with uncollected():
+            assert gc.get_threshold()[0] == 0 and gc.isenabled()
+            if set_by_a_module is not None:
+                gc.set_threshold(set_by_a_module)
+        assert gc.get_threshold() == afterwards
+    finally:
+        gc.set_threshold(*before)

@@ -81,13 +81,12 @@ def test_another_one_is_started_when_all_are_lost(
 ) -> None:
     """Killed, or without an answer: then the agent finds that when it asks."""
     monkeypatch.setattr(module, "_AGAIN_S", (0.3, 0.6))
-    if number == signal.SIGSTOP:
-        monkeypatch.setattr(zygote_process, "_ANSWER_S", 0.3)
 
     async def live() -> None:
         async with that_can_fork(tmp_path) as (zygotes, told):
             for pause in pauses:
                 lost = strike(zygotes, number)
+                monkeypatch.setattr(zygote_process, "_ANSWER_S", 0.3)
                 while not told:
                     await forked(zygotes)
                     await asyncio.sleep(0.02)

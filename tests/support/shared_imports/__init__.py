@@ -15,12 +15,14 @@ import atexit
 import json
 import os
 import platform
+import re
 import socket
 import struct
 import subprocess
 import sys
 import threading
 from collections.abc import Mapping, Sequence
+from functools import cache
 from pathlib import Path
 
 from flashrecovery.runtime.environment import OF_ZYGOTES
@@ -30,9 +32,12 @@ IMAGE = Path(__file__).with_name("image.py")
 _LENGTH = struct.Struct("<I")
 _PID = struct.Struct("<i")
 _ANSWER_S = 150.0
-NOT_SHARED = frozenset({"FR_MEGATRON_CPU", "LD_PRELOAD"})
-"""With the first variable the adapter of Megatron sets others when it is imported; with the second, libraries of
-others (sanitizers, fakes of drivers) would be in a process that is cloned."""
+NOT_SHARED = "LD_PRELOAD"
+"""With this variable, libraries of others (sanitizers, fakes of drivers) would be in a process that is cloned."""
+MEGATRON = "FR_MEGATRON_CPU"
+"""With this variable the adapter of Megatron imports megatron-core at once."""
+COMPILER = "torch._inductor.compile_fx"
+"""What zygotes import beside megatron-core and DeepSpeed."""
 _IMAGES = 2
 """So many at a time, a quarter of a gigabyte each."""
 OF_A_JOB = ("FLASHRECOVERY", "TORCHELASTIC_", "PYTEST_")
@@ -45,7 +50,21 @@ def possible(env: Mapping[str, str]) -> bool:
     """Whether a job in this environment can have such a zygote. An image has one thread, as OpenBLAS has with this
     number: what is cloned has no other."""
     known = sys.platform == "linux" and platform.machine() in ("x86_64", "aarch64")
-    return known and NOT_SHARED.isdisjoint(env) and env.get("OMP_NUM_THREADS", "1") == "1"
+    return known and NOT_SHARED not in env and env.get("OMP_NUM_THREADS", "1") == "1"
+
+
+def beside_torch(command: Sequence[str], env: Mapping[str, str]) -> tuple[str, ...]:
+    """What else zygotes import for the script of this command."""
+    script = next((word for word in command if word.endswith(".py")), "")
+    return (COMPILER,) if MEGATRON in env or _imports_deepspeed(script) else ()
+
+
+@cache
+def _imports_deepspeed(script: str) -> bool:
+    """At its beginning, which zygotes read."""
+    return (
+        Path(script).is_file() and re.search(r"^(import|from) deepspeed\b", Path(script).read_text(), re.M) is not None
+    )
 
 
 class Forked(subprocess.Popen[bytes]):
@@ -63,15 +82,15 @@ class Forked(subprocess.Popen[bytes]):
 
 
 class Image:
-    """An interpreter that has imported torch in the environment ``env``."""
+    """An interpreter that has imported torch, and ``more``, in the environment ``env``."""
 
-    def __init__(self, env: Mapping[str, str]) -> None:
+    def __init__(self, env: Mapping[str, str], more: Sequence[str] = ()) -> None:
         self._sock, theirs = socket.socketpair()
         self._sock.settimeout(_ANSWER_S)
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-u", str(IMAGE), str(theirs.fileno()), "." * _ROOM],
-                env={"OMP_NUM_THREADS": "1", **LAUNCH_DEFAULTS, **env, **OF_ZYGOTES, "FLASHRECOVERY_ROOM": "." * _ROOM},
+                [sys.executable, "-u", str(IMAGE), str(theirs.fileno()), "." * _ROOM, *more],
+                env={**env, **OF_ZYGOTES, "FLASHRECOVERY_ROOM": "." * _ROOM},
                 stdin=subprocess.DEVNULL,
                 pass_fds=(theirs.fileno(),),
                 start_new_session=True,
@@ -96,8 +115,8 @@ class Image:
 
 
 class Images:
-    """Those of this process, by what a job inherits: its environment, without what is its own, and limits, namespaces
-    and control groups. Each is made when it is first needed."""
+    """Those of this process, by what a job inherits (its environment, without what is its own, and limits, namespaces
+    and control groups), and by what its zygotes import. Each is made when it is first needed."""
 
     def __init__(self) -> None:
         self._images: dict[frozenset[tuple[str, str]], Image] = {}
@@ -106,11 +125,13 @@ class Images:
 
     def start(self, command: Sequence[str], env: Mapping[str, str], out: int) -> Forked | None:
         """See :meth:`Image.start`. None: no interpreter can be made that could be shared."""
-        common = {name: value for name, value in env.items() if not name.startswith(OF_A_JOB)}
-        key = frozenset({*common.items(), *_inherited()})
+        own = {name: value for name, value in env.items() if not name.startswith(OF_A_JOB)}
+        common = {"OMP_NUM_THREADS": "1", **LAUNCH_DEFAULTS, **own}
+        more = beside_torch(command, env)
+        key = frozenset({*common.items(), *_inherited(), ("imported", " ".join(more))})
         if key in self._impossible:
             return None
-        image = self._images.pop(key, None) or Image(common)
+        image = self._images.pop(key, None) or Image(common, more)
         started = image.start(command, env, out)
         if started is None:
             self._impossible.add(key)

@@ -1,4 +1,5 @@
-"""The interpreter that has imported torch. `python -u image.py FD ROOM`: FD is the socket of the one who asks.
+"""The interpreter that has imported torch. `python -u image.py FD ROOM MODULE...`: FD is the socket of the one who
+asks; MODULE: what else it is to import.
 
 For each request it makes a child of its *parent* (CLONE_PARENT), so that a test has its job as a child of its own. The
 child forks the process that waits to become the job's zygote, and then executes the launcher. So the zygote is a
@@ -19,11 +20,14 @@ import socket
 import struct
 import sys
 import types
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 LAUNCHER = Path(__file__).with_name("launcher.py")
 BOOTSTRAP = "flashrecovery.worker.startup.bootstrap"
+BEGINNING = (BOOTSTRAP, "fr_deepspeed.hook", "fr_megatron.lm.hooks")
+"""What the first zygote of a job imports before it forks another one, in its order."""
 MODULES = (
     "torch",
     "torch.distributed",
@@ -33,15 +37,12 @@ MODULES = (
     "torch.optim",
     "torch.utils.data",
     "torch._dynamo",
-    BOOTSTRAP,
     "flashrecovery.worker.startup.zygote",
     "flashrecovery.worker.startup.warm_up",
     "flashrecovery.worker.session",
     "flashrecovery.torch_native",
-    "fr_deepspeed.hook",
-    "fr_megatron.lm.hooks",
 )
-"""What zygotes import that run a script with plain PyTorch."""
+"""What zygotes import after that which run a script with plain PyTorch."""
 FORGOTTEN = {"TORCHINDUCTOR_CACHE_DIR"}
 """What torch._dynamo sets, and sets again where it needs it. Zygotes forget it, too."""
 OF_A_JOB = ("FLASHRECOVERY", "TORCHELASTIC_", "PYTEST_")
@@ -60,13 +61,13 @@ def main() -> None:
     asked.set_inheritable(False)
     sys.path[0] = os.getcwd()  # as with `python -m`
     before = dict(os.environ)
-    for name in MODULES:
-        importlib.import_module(name)
-    changed = {n for n in before.keys() | os.environ.keys() if before.get(n) != os.environ.get(n)}
+    changes = _import(BEGINNING)
+    changed = _import([*MODULES, *sys.argv[3:]]).keys()
     if not changed <= FORGOTTEN:
         raise RuntimeError(f"an import has set {sorted(changed)}, which a zygote would not see")
-    for name in changed:
-        del os.environ[name]
+    os.environ.clear()
+    os.environ.update(before)
+    _repeat_in_zygotes(changes)
     if len(os.listdir("/proc/self/task")) != 1:
         raise RuntimeError("an import has started a thread, which a clone of this process would not have")
     gc.collect()
@@ -83,6 +84,31 @@ def main() -> None:
             return
         asked.sendall(_PID.pack(pid))
         os.close(descriptors[0])
+
+
+def _import(names: Iterable[str]) -> dict[str, str | None]:
+    """Returns what that has set in the environment; None: unset."""
+    before = dict(os.environ)
+    for name in names:
+        importlib.import_module(name)
+    both = before.keys() | os.environ.keys()
+    return {name: os.environ.get(name) for name in both if before.get(name) != os.environ.get(name)}
+
+
+def _repeat_in_zygotes(changes: Mapping[str, str | None]) -> None:
+    """Where a zygote would import the adapters, which have set these variables here, it sets them."""
+    hooks = importlib.import_module("flashrecovery.worker.startup.import_time_hooks")
+    install = hooks.install_adapter_hooks
+
+    def installed() -> None:
+        install()
+        for name, value in changes.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+    hooks.install_adapter_hooks = installed  # type: ignore[attr-defined]
 
 
 def _child_of_parent() -> int:

@@ -31,7 +31,7 @@ from flashrecovery.worker.exit import script_error
 from flashrecovery.worker.local_state.fast_forward import Ahead
 from flashrecovery.worker.preimport.environment_watch import EnvironmentWatch
 from flashrecovery.worker.preimport.import_environment import ImportEnvironment
-from flashrecovery.worker.preimport.preimport import Installed
+from flashrecovery.worker.preimport.preimport import Installed, uncollected
 from flashrecovery.worker.preimport.preimport_script import ScriptPreimport
 from flashrecovery.worker.preimport.script_imports import ScriptFacts
 from flashrecovery.worker.preimport.start_profile import LAUNCH_PERIOD_S, PERIOD_S, StartProfile
@@ -67,7 +67,7 @@ def main() -> None:
     die_with_parent(int(os.environ[AGENT_PID_ENV]))
     _set_module_path(command)
     imported = ImportEnvironment(OF_ZYGOTES if role == "--zygote" else ())
-    with imported.noting():  # it imports the adapters, and what they import
+    with imported.noting(), uncollected():  # it imports the adapters, and what they import
         install_adapter_hooks()
         install_save_hooks()
     install_spawn_hook()

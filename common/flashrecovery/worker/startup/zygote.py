@@ -33,7 +33,7 @@ from flashrecovery.runtime.channel import CHANNEL_ENV, PAGE_ENV
 from flashrecovery.runtime.environment import AGENT_PID_ENV, UNFORKABLE_ENV, ZYGOTE_ENV
 from flashrecovery.runtime.process_control import die_with_parent, name_thread, redirect_output
 from flashrecovery.worker.preimport.import_environment import ImportEnvironment
-from flashrecovery.worker.preimport.preimport import not_imported
+from flashrecovery.worker.preimport.preimport import not_imported, uncollected
 from flashrecovery.worker.preimport.preimport_script import ScriptPreimport
 from flashrecovery.worker.preimport.script_imports import ScriptFacts
 
@@ -75,6 +75,7 @@ def serve(command: list[str], imported: ImportEnvironment) -> tuple[bool, Script
     sock = socket.socket(fileno=int(os.environ.pop(ZYGOTE_ENV)))
     sock.set_inheritable(False)
     name_thread(_NAME)
+    gc.freeze()  # what has been imported so far, with the little of it that is garbage: no zygote looks at it again
     _send(sock, pb.FromZygote(grown=pb.Grown()))
     facts: ScriptFacts | None = None
     while True:
@@ -110,7 +111,8 @@ def _grow(
     script = ScriptPreimport(command, left_out, tried, imported, facts)
     sys.meta_path.insert(0, begun)
     try:
-        script.import_all(grow.learned)
+        with uncollected():
+            script.import_all(grow.learned)
     except UnfitError as e:
         _send(sock, pb.FromZygote(unforkable=pb.Unforkable(module=e.module, reason=e.reason)))
         return script.facts

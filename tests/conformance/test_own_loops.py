@@ -80,6 +80,19 @@ def test_a_death_after_the_last_step(accumulation: int, tmp_path: Path) -> None:
 
 
 @pytest.mark.grid
+@pytest.mark.parametrize("shape", ["counted", "cut_short", "streamed", "walk"])
+def test_what_a_source_counts_itself(shape: str, tmp_path: Path) -> None:
+    """Loaders, iterators and generators of the script's that change its objects when they are read. Killed in the first
+    step, at the beginning of a run of the loop (the sixth step of one that is cut short) and within one."""
+    flags = ("--zero", "1")
+    reference = run(tmp_path / "reference", shape, flags)
+    places = ((1, "forward", 0), (0, "forward", 5), (1, "forward", 8), (0, "backward", 11))
+    job = run(tmp_path / "run", shape, flags, [f"rank={r},fault=sigkill,at={at},step={i}" for r, at, i in places])
+    check_same(job, reference)
+    check_fired(job, 4)
+
+
+@pytest.mark.grid
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_each_shape(shape: str, zero: int, tmp_path: Path, reference_of: Callable[..., Job]) -> None:

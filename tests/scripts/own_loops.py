@@ -230,6 +230,81 @@ def shuffled() -> None:
         say(epoch, loss.hex(), order[:4].tolist())
 
 
+class Counted:
+    """A loader that counts its epochs itself, as Fabric's does."""
+
+    def __init__(self) -> None:
+        self.epoch = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        sampler.set_epoch(self.epoch)
+        self.epoch += 1
+        yield from loader
+
+
+def counted() -> None:
+    batches = Counted()
+    for epoch in range(args.epochs):
+        for number, batch in enumerate(batches):
+            loss = train_step(batch)
+            if number % 3 == 0:
+                say(epoch, number, batches.epoch, loss.hex())
+
+
+def streamed() -> None:
+    """A generator that counts in a variable of the function around it."""
+    seen = 0
+
+    def batches() -> Iterator[Any]:
+        nonlocal seen
+        for epoch in itertools.count():
+            sampler.set_epoch(epoch)
+            for batch in loader:
+                seen += 1
+                yield batch
+
+    for number, batch in enumerate(batches()):
+        loss = train_step(batch)
+        say(number, seen, loss.hex())
+        if number == 13:
+            break
+
+
+class Walk:
+    """Its own iterator, with its place among its attributes."""
+
+    def __init__(self) -> None:
+        self.at = 0
+
+    def __iter__(self) -> Walk:
+        return self
+
+    def __next__(self) -> Any:
+        if self.at == 14:
+            raise StopIteration
+        first = 8 * (self.at % 16)
+        self.at += 1
+        return x[first : first + 8], y[first : first + 8]
+
+
+def walk() -> None:
+    batches = Walk()
+    for batch in batches:
+        loss = train_step(batch)
+        if batches.at % 3 == 0:
+            say(batches.at, loss.hex())
+
+
+def cut_short() -> None:
+    batches = Counted()
+    for epoch in range(args.epochs):
+        for number, batch in enumerate(batches):
+            loss = train_step(batch)
+            say(epoch, number, batches.epoch, loss.hex())
+            if number == 4:
+                break
+
+
 def module() -> None:
     own_loops_module.fit(engine, loader, sampler, args.epochs, say)
 

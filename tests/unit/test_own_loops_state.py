@@ -6,7 +6,7 @@ import io
 import sys
 import types
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import pytest
@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, DistributedSampler, Sampler
 
 from flashrecovery.errors import DataSourceError
 from flashrecovery.state import codec
+from flashrecovery.worker.data.source import Source
 from flashrecovery.worker.local_state.rng import RngState, restore_rng
 from flashrecovery.worker.own_loops.loop_data import LoopData, OwnIterator
 from flashrecovery.worker.own_loops.loops import ScriptLoops
@@ -379,3 +380,72 @@ def test_an_epoch_that_a_sampler_counts_itself_stays_when_its_loader_is_read_aga
     with pytest.raises(StopIteration):
         other.fetch()
     assert fresh.sampler.epoch == 1
+
+
+class Counted:
+    """Counts its epochs itself, and each epoch has an order of its own."""
+
+    def __init__(self) -> None:
+        self.epoch = 0
+
+    def __iter__(self) -> Iterator[int]:
+        self.epoch += 1
+        return iter([10 * self.epoch + number for number in range(4)])
+
+
+class ObjectsOf:
+    """As the loops of a script see one of its objects."""
+
+    def __init__(self, source: Counted) -> None:
+        self._source = source
+
+    def now(self) -> dict[str, Any]:
+        return {"epoch": self._source.epoch, "other": [1]}
+
+    def put(self, values: Mapping[str, Any]) -> None:
+        self._source.epoch = values.get("epoch", self._source.epoch)
+
+
+def test_an_element_that_is_given_again_changes_the_scripts_objects_again() -> None:
+    """A rollback brings them back as they were before the element was read."""
+    source = Counted()
+    data = LoopData(source, ObjectsOf(source))
+    data.enter(source)
+    data.commit(0)
+    assert data.fetch() == 10 and source.epoch == 1
+    source.epoch = 0  # with the loop's variables
+    data.rollback(0)
+    assert data.fetch() == 10 and source.epoch == 1
+    assert take(data, 3) == [11, 12, 13]
+    data.enter(source)
+    assert data.fetch() == 20 and source.epoch == 2
+
+
+def test_a_source_is_read_again_as_the_scripts_objects_were_when_it_was_begun() -> None:
+    source = Counted()
+    data = LoopData(source, ObjectsOf(source))
+    for first in (10, 20):
+        data.enter(source)
+        assert data.fetch() == first
+        rest = take(data, 2)
+    fresh = Counted()
+    other = LoopData(fresh, ObjectsOf(fresh))
+    other.restore(codec.loads(codec.dumps(data.capture())))
+    other.enter(fresh)
+    fresh.epoch = source.epoch  # with the loop's variables, of the place at which it is now
+    assert rest == [21, 22] and other.fetch() == 23
+    assert fresh.epoch == 2
+
+
+def test_which_sources_may_run_the_scripts_code() -> None:
+    loader = DataLoader(range(4))  # type: ignore[arg-type]
+
+    class Collator:
+        def __call__(self, samples: list[int]) -> list[int]:
+            return samples
+
+    sources: tuple[Any, ...] = (loader, [1], (1,), range(3))
+    assert not any(Source(one).runs_script for one in sources)
+    own: tuple[Any, ...] = (Counted(), iter([1]), zip([1], [2], strict=True))
+    assert all(Source(one).runs_script for one in own)
+    assert Source(DataLoader(range(4), collate_fn=Collator())).runs_script  # type: ignore[arg-type]

@@ -65,6 +65,11 @@ class SetSamplers:
         self._loop_state = loop_state if self._own else None
         self._large: set[tuple[int, str]] = set()
 
+    @property
+    def any(self) -> bool:
+        """Whether there are samplers of the script's."""
+        return bool(self._own)
+
     def leave(self) -> None:
         """No values from now on."""
         self._own, self._loop_state, self.read_on = [], None, False

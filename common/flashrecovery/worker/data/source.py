@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import itertools
 import logging
 import types
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+import torch
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -29,6 +31,7 @@ from flashrecovery.worker.data.torchdata_workers import TorchdataWorkers
 from flashrecovery.worker.local_state.fingerprints import PLAIN
 from flashrecovery.worker.local_state.generators import Stateful, as_stateful, generators_of
 from flashrecovery.worker.local_state.rng import RngState, restore_rng
+from flashrecovery.worker.script_text.script_frames import is_own
 
 log = logging.getLogger("flashrecovery")
 
@@ -80,6 +83,12 @@ class Source:
         self._refuse_unordered()
         self._check_order()
         self._draws = self._watch_workers()
+
+    @functools.cached_property
+    def runs_script(self) -> bool:
+        """Whether what is read may run code of the script's that changes its own objects: a loader, iterator or sampler
+        of its own, a generator, what stands around one of these. What a data set changes of itself stays in it."""
+        return self.samplers.any or not _is_frameworks(self.loader)
 
     @property
     def may_look_ahead(self) -> bool:
@@ -360,6 +369,24 @@ class EpochStart:
         if self.values:
             state["values"] = rows_of(self.values)
         return state
+
+
+def _is_frameworks(source: object) -> bool:
+    """Loaders as torch, accelerate and DeepSpeed have them, and containers."""
+    if isinstance(source, (list, tuple, range, dict, str, torch.Tensor)):
+        return True
+    if isinstance(source, PreparedLoader):
+        return _is_frameworks(getattr(source.shard, "base_dataloader", None))
+    if isinstance(source, DataLoader):
+        collate = source.collate_fn
+        plain = isinstance(collate, types.FunctionType) and not collate.__closure__
+        return not is_own(type(source)) and (
+            plain or not (isinstance(collate, types.FunctionType) or is_own(type(collate)))
+        )
+    if type(source).__module__.partition(".")[0] == "deepspeed":
+        inner = [value for name in ("loader", "dataloader") if (value := getattr(source, name, None)) is not None]
+        return bool(inner) and all(map(_is_frameworks, inner))
+    return False
 
 
 def _begins_anew(iterator: Iterator[Any]) -> bool:

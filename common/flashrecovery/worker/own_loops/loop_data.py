@@ -7,17 +7,19 @@ time: an epoch's loader, an ``enumerate()`` of it, a progress bar around it. The
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from flashrecovery.errors import DataSourceError
+from flashrecovery.state import codec
 from flashrecovery.worker.data.accelerate import readable
 from flashrecovery.worker.data.batch_digest import Content, copy_of_structure
 from flashrecovery.worker.data.sampler_settings import SamplerValues
 from flashrecovery.worker.data.source import Source
 from flashrecovery.worker.data.step_data import DataPosition, StepData, exit_codes_of
 from flashrecovery.worker.data.stream import KEPT_VERSIONS, REDRAWN
+from flashrecovery.worker.local_state.fingerprints import PLAIN
 from flashrecovery.worker.local_state.rng import RngState, restore_rng
 
 
@@ -27,7 +29,8 @@ class _Place:
 
     Attributes:
         run: how often the loop has been begun before.
-        start: random state and generators at the first round of this run, and which epochs the samplers had been told.
+        start: random state and generators at the first round of this run, which epochs the samplers had been told, and
+            what of the script's objects the source has changed since, as it was.
         digest: of the last round's element.
         before: random states before the last fetches, of those that have drawn from them.
     """
@@ -52,6 +55,17 @@ class _Round:
     mark: Any = None
     """What the loader says of itself with this element: accelerate's, whether it is the last one."""
     rng_after: dict[str, Any] | None = None
+    changed: Mapping[str, Any] = field(default_factory=dict)
+    """What the source has changed of the script's objects for this element: a count of epochs, a place in a list."""
+
+
+class OwnObjects(Protocol):
+    """What the script's objects around a loop keep: plain values, by path."""
+
+    def now(self) -> dict[str, Any]: ...
+
+    def put(self, values: Mapping[str, Any]) -> None:
+        """``values``: some of those of :meth:`now`, then or in another process."""
 
 
 class OwnIterator:
@@ -70,13 +84,18 @@ class OwnIterator:
 
 
 class LoopData(StepData):
-    """The elements of one loop, in all its runs. ``iterable``: of its first run.
+    """The elements of one loop, in all its runs. ``iterable``: of its first run. ``objects``: of the script, which a
+    source of its own changes when it is read. They come back with the loop's variables, and so as they were before a
+    round; an element that is given again changes them again.
 
     Raises DataSourceError as :class:`.Source` does.
     """
 
-    def __init__(self, iterable: Iterable[Any] = ()) -> None:
+    def __init__(self, iterable: Iterable[Any] = (), objects: OwnObjects | None = None) -> None:
         self.loader = iterable
+        self._objects = objects
+        self._at_start: dict[str, Any] = {}
+        """Of the script's objects, before this run began in this process."""
         self.before_fetch: Callable[[], None] | None = None
         self.void = self.ended = False  # its end is that of the loop, and not of the job
         self._source = Source(iterable)
@@ -155,6 +174,8 @@ class LoopData(StepData):
         else:
             one = self._read()
             self._rounds.append(one)
+        if one.changed and self._objects is not None:  # also of one just read: the loop may put back variables yet
+            self._objects.put(one.changed)
         if one.content is None:
             raise StopIteration
         if one.rng_after is not None:
@@ -167,6 +188,10 @@ class LoopData(StepData):
         if self._begun_at is not None:
             start, self._begun_at = self._begun_at, None
         begun, self._read_from = self._iterator is None, True
+        objects = self._changing_objects
+        held = {} if objects is None else objects.now()
+        if begun or not self._place.taken:
+            self._at_start = held
         if begun:
             self._iterator, at = self._source.begin(self._place.run, self._made_at)
             start = at.plain()
@@ -180,6 +205,10 @@ class LoopData(StepData):
             return _Round(self._place, None, None, self._source.mark())
         after = RngState.now()
         content = Content.of(element)
+        changed = {} if objects is None else _changed(held, objects.now())
+        new = {path: self._at_start[path] for path in changed if path in self._at_start}
+        if not new.keys() <= start.get("objects", {}).keys():
+            start = {**start, "objects": {**new, **start.get("objects", {})}}
         drawn = before.plain() if after != before else None
         states = () if begun else (*self._place.before, drawn)[-REDRAWN:]
         place = _Place(
@@ -190,7 +219,13 @@ class LoopData(StepData):
             content.digest,
             states if any(states) else (),
         )
-        return _Round(place, element, content, self._source.mark(), after.plain() if after != before else None)
+        rng_after = after.plain() if after != before else None
+        return _Round(place, element, content, self._source.mark(), rng_after, changed)
+
+    @property
+    def _changing_objects(self) -> OwnObjects | None:
+        """None where reading changes none of them."""
+        return self._objects if self._source.runs_script else None
 
     def _read_to(self, place: _Place) -> None:
         """Read a run of the loop once more, up to ``place``. Random numbers are left as they are."""
@@ -204,6 +239,11 @@ class LoopData(StepData):
         ahead = place.start.get("epochs", told) != told
         if ahead:  # the script is an epoch ahead of its iterator
             self._source.put_epochs(place.start["epochs"])
+        objects = self._changing_objects
+        held = {} if objects is None else objects.now()
+        self._at_start = {**held, **place.start.get("objects", {})}
+        if objects is not None:
+            objects.put(self._at_start)
         self._iterator, _ = self._source.begin(place.run, place.start)
         done, digest = self._source.skip_indices(self._iterator, place.taken - 1), ""
         states = dict(zip(range(place.taken - len(place.before), place.taken), place.before, strict=True))
@@ -221,6 +261,8 @@ class LoopData(StepData):
             done += 1
         if ahead:  # else what it has counted itself stays
             self._source.put_epochs(told)
+        if objects is not None:
+            objects.put(held)
         if digest != place.digest:
             raise DataSourceError(
                 f"the {self._source.name} of this loop gives other elements than before: that of round "
@@ -282,3 +324,16 @@ class LoopData(StepData):
 
     def exit_codes(self) -> list[int | None]:
         return exit_codes_of(self._iterator)
+
+
+def _changed(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of ``after`` that are not the same."""
+    return {path: value for path, value in after.items() if path not in before or not _same(before[path], value)}
+
+
+def _same(one: Any, other: Any) -> bool:
+    if type(one) is not type(other):
+        return False
+    if type(one) in PLAIN:
+        return bool(one == other)
+    return codec.dumps(one) == codec.dumps(other)

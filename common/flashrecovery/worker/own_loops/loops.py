@@ -18,7 +18,7 @@ from __future__ import annotations
 import sys
 import types
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn, Protocol
@@ -31,7 +31,16 @@ from flashrecovery.worker.loop import Loop
 from flashrecovery.worker.own_loops.loop_data import LoopData, OwnIterator
 from flashrecovery.worker.own_loops.output import Output
 from flashrecovery.worker.own_loops.rewrite import LoopText, Rewritten
-from flashrecovery.worker.own_loops.variables import LoopVariables, Saved, objects_of, protected, put_back, take_down
+from flashrecovery.worker.own_loops.variables import (
+    LoopVariables,
+    Saved,
+    objects_of,
+    protected,
+    put_back,
+    put_back_objects,
+    take_down,
+    values_of_objects,
+)
 from flashrecovery.worker.preimport.own_files import is_own_file
 from flashrecovery.worker.script_text.loop_carried import loops_around
 from flashrecovery.worker.script_text.script_frames import tree_of
@@ -244,10 +253,10 @@ class ScriptLoops:
         reading = [key for key, text in self.texts.items() if text.steps and text.reads and not text.refused]
         for place in sorted(reading):
             self._session.refuse_streams()
-            self._session.add_stream(self._data.setdefault(place, LoopData()))
+            self._session.add_stream(self._data.setdefault(place, LoopData(objects=self)))
         for key in sorted(self.iterators):
             self._session.refuse_streams()
-            self._asked[key] = LoopData()
+            self._asked[key] = LoopData(objects=self)
             self._session.add_stream(self._asked[key])
         return self._session.open(None, own_calls=False)
 
@@ -490,11 +499,16 @@ class ScriptLoops:
 
     def _variables(self) -> list[tuple[ScriptLoop, Saved]]:
         """As they are now; of loops in one function the innermost has them."""
-        found = []
-        for number, loop in enumerate(self.stack):
-            has_them = not any(inner.is_in_function_of(loop) for inner in self.stack[number + 1 :])
-            found.append((loop, loop.variables() if has_them else Saved()))
-        return found
+        having = dict(self._innermost())
+        return [(loop, loop.variables() if n in having else Saved()) for n, loop in enumerate(self.stack)]
+
+    def _innermost(self) -> list[tuple[int, ScriptLoop]]:
+        """Of each function, with their numbers among the running loops."""
+        return [
+            (number, loop)
+            for number, loop in enumerate(self.stack)
+            if not any(inner.is_in_function_of(loop) for inner in self.stack[number + 1 :])
+        ]
 
     def note_lengths(self, loop: ScriptLoop, saved: Saved) -> None:
         """Name what was brought back until now and has grown too long for that."""
@@ -514,6 +528,18 @@ class ScriptLoops:
 
     # -- data -------------------------------------------------------------------------------------
 
+    def now(self) -> dict[str, Any]:
+        """What the objects keep that the running loops' variables lead to."""
+        return {
+            f"{n}:{path}": value for n, loop in self._innermost() for path, value in loop.values_of_objects().items()
+        }
+
+    def put(self, values: Mapping[str, Any]) -> None:
+        """As :meth:`now` gave them."""
+        for number, loop in self._innermost():
+            prefix = f"{number}:"
+            loop.put_objects({path[len(prefix) :]: v for path, v in values.items() if path.startswith(prefix)})
+
     def data_of(self, loop: ScriptLoop, iterable: Iterable[Any]) -> LoopData:
         known = self._data.get(loop.key)
         if known is None:
@@ -522,7 +548,7 @@ class ScriptLoops:
                     f"{loop.place}: the module of this loop was imported after the first step of another one; import "
                     "it before, so that what the loop runs over is known from the first step on"
                 )
-            known = self._data[loop.key] = LoopData(iterable)
+            known = self._data[loop.key] = LoopData(iterable, objects=self)
         known.enter(iterable)
         return known
 
@@ -723,6 +749,22 @@ class ScriptLoop:
         saved = take_down(self.frame, self._names, self._loops.known)
         self._loops.note_lengths(self, saved)
         return saved
+
+    def values_of_objects(self) -> dict[str, Any]:
+        """What the objects keep that its variables lead to."""
+        assert self.frame is not None
+        return values_of_objects(self.frame, self._names, self._loops.known)
+
+    def put_objects(self, values: Mapping[str, Any]) -> None:
+        """Some of :meth:`values_of_objects`."""
+        assert self.frame is not None
+        if not values:
+            return
+        put_back_objects(self.frame, self._names, self._loops.known, values)
+        if self.restoring:  # variables that this function shares with one of them
+            code, now = self.frame.f_code, self.frame.f_locals
+            shared = {*code.co_cellvars, *code.co_freevars} & {path.rpartition(".")[2] for path in values}
+            self.values.update({name: now[name] for name in shared & self.values.keys() if name in now})
 
 
 _END: Any = object()

@@ -125,33 +125,37 @@ def take_down(frame: types.FrameType, names: LoopVariables, known: frozenset[int
     for name, value in variables.of(passed):
         if isinstance(value, CONTAINERS) and is_kept(value, known):
             saved.variables[name] = copy_of(value)
+    saved.attributes, too_long = _of_objects(variables, names, known)
+    saved.too_long += too_long
+    return saved
+
+
+def values_of_objects(frame: types.FrameType, names: LoopVariables, known: frozenset[int]) -> dict[str, Any]:
+    """``attributes`` of what :func:`take_down` gives."""
+    return _of_objects(_Variables(frame), names, known)[0]
+
+
+def _of_objects(variables: _Variables, names: LoopVariables, known: frozenset[int]) -> tuple[dict[str, Any], list[str]]:
+    attributes: dict[str, Any] = {}
+    too_long = []
     for path, thing in _objects(variables, names, known):
         generator = as_stateful(thing)
         if generator is not None:
-            saved.attributes[path] = generator.state_dict()
+            attributes[path] = generator.state_dict()
             continue
         for name, value in _attributes(thing).items():
             if is_kept(value, known):
-                saved.attributes[f"{path}.{name}"] = copy_of(value)
+                attributes[f"{path}.{name}"] = copy_of(value)
             elif isinstance(value, CONTAINERS) and len(value) > SMALL:
-                saved.too_long.append(f"{path}.{name}")
-    return saved
+                too_long.append(f"{path}.{name}")
+    return attributes, too_long
 
 
 def put_back(frame: types.FrameType, names: LoopVariables, known: frozenset[int], saved: Saved) -> dict[str, Any]:
     """Put back what can be put back from outside. Returns the values of variables, which the function's own text
     assigns."""
+    put_back_objects(frame, names, known, saved.attributes)
     variables = _Variables(frame)
-    for path, thing in _objects(variables, names, known):
-        generator = as_stateful(thing)
-        if generator is not None and path in saved.attributes:
-            generator.load_state_dict(saved.attributes[path])
-            continue
-        attributes = _attributes(thing)
-        for name in attributes:
-            where = f"{path}.{name}"
-            if where in saved.attributes:
-                attributes[name] = put(attributes[name], saved.attributes[where])
     now = dict(variables.of(saved.variables))
     found = {name: put(now.get(name), value) for name, value in saved.variables.items()}
     if frame.f_locals is not frame.f_globals:
@@ -164,6 +168,23 @@ def put_back(frame: types.FrameType, names: LoopVariables, known: frozenset[int]
 def objects_of(frame: types.FrameType, names: LoopVariables, known: frozenset[int]) -> Iterator[tuple[str, object]]:
     """Generators of random numbers, functions with variables of others, and objects of the script's own classes."""
     return _objects(_Variables(frame), names, known)
+
+
+def put_back_objects(
+    frame: types.FrameType, names: LoopVariables, known: frozenset[int], saved: Mapping[str, Any]
+) -> None:
+    """``saved``: some of what :func:`values_of_objects` gave."""
+    for path, thing in _objects(_Variables(frame), names, known):
+        generator = as_stateful(thing)
+        if generator is not None:
+            if path in saved:
+                generator.load_state_dict(saved[path])
+            continue
+        attributes = _attributes(thing)
+        for name in attributes:
+            where = f"{path}.{name}"
+            if where in saved:
+                attributes[name] = put(attributes[name], saved[where])
 
 
 def _is_passing(name: str, value: Any, names: LoopVariables) -> bool:

@@ -282,6 +282,13 @@ class Settings(_Model):
     parity: Literal[1, 2] = Field(1, description="of a parity group, how many ranks may be lost at once")
     parity_group: int = Field(8, ge=2, description="ranks of a parity group at most, if they can be divided so")
     pre_step_copy: Literal["auto", "always", "never"] = Field("auto", description="own pre-step copy of the state")
+    rank_local_state_mib: int = Field(
+        1024,
+        ge=1,
+        le=1024,
+        description="memory that what a rank alone has may take, in MiB: buffers that change, objects that differ, the "
+        "data's position; it is kept four times",
+    )
     verify: bool = Field(True, description="compare the digest of every restored shard with its source's")
     checkpoint: CheckpointSettings = Field(CheckpointSettings(), description="fallback checkpoint")
     snapshots: SnapshotSettings = Field(SnapshotSettings(), description="copies that outlive the job's processes")

@@ -30,6 +30,7 @@ def process(name: str) -> Any:
     it.ready, it.dead, it.failed, it.rank, it.attempt, it.beside = True, False, False, None, 0, False
     it.exited, it.local_rank, it.place, it.pid = False, 0, 0, 7
     it.page.local_state_versions.return_value, it.page.early_local_states.return_value = [5], []
+    it.page.inheritance.return_value.__enter__.return_value.nbytes, it.page.closed = 0, False
     it.page.committed, it.page.read_setup_log.return_value = 5, b"set-up"
     return it
 
@@ -112,7 +113,7 @@ def test_a_rank_that_is_filled_anew_gets_one_process_and_what_the_dead_one_has_l
         node.slow.give(1, new)
         filled = await second
         assert filled is not None and filled[0] is new is node.manager.ranks[0]
-        new.page.inherit.assert_called_once_with(node.old.page)
+        new.page.adopt.assert_called_once_with(node.old.page)
         node.old.gone.assert_awaited()
         node.slow.give(0, late)
         assert await first is None
@@ -133,13 +134,13 @@ def test_the_late_process_comes_first(tmp_path: Path) -> None:
         assert await first is None
         await soon()
         check_gone(late)
-        late.page.inherit.assert_not_called()
+        late.page.adopt.assert_not_called()
         node.old.close.assert_not_called()
         node.slow.give(1, None)  # its zygote is lost
         node.last.start.return_value = new
         filled = await second
         assert filled is not None and filled[0] is new
-        new.page.inherit.assert_called_once_with(node.old.page)
+        new.page.adopt.assert_called_once_with(node.old.page)
 
     on_a_node(tmp_path, body)
 

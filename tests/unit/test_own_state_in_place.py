@@ -224,6 +224,37 @@ def test_three_versions_of_a_large_state_stand_in_the_page_alone() -> None:
     assert heir.local_state_versions() == [7, 8, 9] and codec.dumps(in_page(heir, 8)) == wanted[8]
 
 
+def test_a_page_is_taken_over_beside_its_ends() -> None:
+    """Copying goes on if a page is closed meanwhile. What was damaged before is not taken to be whole."""
+    page, heir = Page.create("own"), Page.create("heir")
+    for version in range(5):
+        page.write_local_state(version, os.urandom((9 << 20) + version), early=version == 4)
+    page.finish_local_state(3, witness.of({"a": "b"}))
+    small = Page.create("small")
+    small.write_local_state(1, b"of a few bytes")
+    wanted = {version: page.read_local_state(version) for version in (2, 3, 4)}
+    for old in (page, small):
+        new = Page.create("new")
+        with new.inheritance(old) as local_states:
+            local_states.copy()
+        new.adopt(old)
+        assert new.local_state_versions() == old.local_state_versions()
+        assert new.early_local_states() == old.early_local_states()
+    with heir.inheritance(page) as local_states:
+        assert 27 << 20 < local_states.nbytes < 28 << 20
+        page.close()
+        local_states.copy()
+    assert page.closed and heir.local_state_versions() == []
+    new = Page.create("new")
+    page = Page.create("own")
+    for version, data in wanted.items():
+        assert data is not None
+        page.write_local_state(version, data)
+    page._slots._slots[page._slots._sure(3)][7] ^= 1
+    new.inherit(page)
+    assert new.read_local_state(3) is None and new.read_local_state(4) == wanted[4]
+
+
 def test_what_a_late_change_makes_is_written_beside_the_early_one() -> None:
     page, value = Page.create("own"), [tensor()]
     steps = Steps(page, value)

@@ -10,7 +10,7 @@ import pytest
 
 from flashrecovery import Recovery
 from flashrecovery.errors import ConfigError
-from flashrecovery.runtime.page import LOCAL_STATE_LIMIT, TAG_NONE, Page
+from flashrecovery.runtime.page import TAG_NONE, Page
 
 
 @pytest.fixture
@@ -46,9 +46,13 @@ def test_a_local_state_cut_off_while_it_was_written_is_not_held(page: Page) -> N
     assert page.local_state_versions() == []
 
 
-def test_a_local_state_over_the_limit_is_named(page: Page) -> None:
-    with pytest.raises(ValueError, match="data loader state"):
-        page.write_local_state(1, b"x" * (LOCAL_STATE_LIMIT + 1))
+def test_a_local_state_over_the_limit_is_named() -> None:
+    page = Page.create("small", 1 << 20)
+    page.write_local_state(1, b"x" * (1 << 20))
+    with pytest.raises(ValueError, match=r"1,048,577 bytes; at most 1,048,576 fit.*data loader state"):
+        page.write_local_state(2, b"x" * ((1 << 20) + 1))
+    assert page.local_state_versions() == [1]
+    page.close()
 
 
 def test_tags_are_seen_by_another_process_and_outlive_it(page: Page) -> None:

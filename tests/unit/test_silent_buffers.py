@@ -12,7 +12,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from flashrecovery.adapter.buffers import COMPARED_BYTES, BufferTracker, all_equal, equal_on_device
 from flashrecovery.errors import DivergedError, UnsupportedError
-from flashrecovery.runtime.page import LOCAL_STATE_LIMIT
 from flashrecovery.state import codec
 from flashrecovery.torch_native import ModuleAdapter, adapter_for
 from flashrecovery.worker.registry import Registry
@@ -267,12 +266,14 @@ def test_the_registry_adopts_by_the_adapters_number_and_remembers_it_with_the_co
 
 def test_too_large_a_state_of_one_rank_is_refused_by_the_names_of_its_parts() -> None:
     net = Net()
-    net.register_buffer("queue", torch.zeros(LOCAL_STATE_LIMIT, dtype=torch.uint8))
+    limit = 1 << 20
+    net.register_buffer("queue", torch.zeros(limit, dtype=torch.uint8))
     made = Registry(0, 2, adapter_for, ModuleAdapter)
+    made.local_state_limit = limit
     made.register(net, [], {})
     made.capture_local_state(made.drawn(), 1)
     net.queue.add_(1)
-    size = f"{LOCAL_STATE_LIMIT:,}"
+    size = f"{limit:,}"
     with pytest.raises(UnsupportedError, match=rf"at most {size} can .*: buffer 'queue' \({size} bytes\)"):
         made.capture_local_state(made.drawn(), 1)
 

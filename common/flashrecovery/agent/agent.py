@@ -40,6 +40,8 @@ from flashrecovery.proto import flashrecovery_pb2 as pb
 from flashrecovery.rpc.channel import Access
 from flashrecovery.runtime.machine_speed import machine_speed
 
+_SENT_BYTES = 64 << 20
+"""Of rank-local state in a message to the controller."""
 _OTHERS_HEAR_S = 1.0
 """A scheduler that tells some ranks to end has told the others, and this process, by then."""
 
@@ -469,7 +471,10 @@ class Agent:
         missing = self._snapshots.keep_for(command.rank, order.version, local_state, tensors=order.tensors)
         reply = pb.Reply(serial=command.serial, generation=command.generation, rank=command.rank)
         if order.send and local_state is not None:
-            reply.local_state = local_state
+            if len(local_state) <= _SENT_BYTES:
+                reply.local_state = local_state
+            else:
+                missing = missing or f"what it alone had ({len(local_state):,} bytes) is too large to be sent"
         if missing:
             reply.error_type, reply.error = "RestoreError", missing
         self._send(pb.AgentMessage(reply=reply))

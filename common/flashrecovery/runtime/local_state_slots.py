@@ -118,6 +118,24 @@ class LocalStateSlots:
             self._words[at + _HAS_WITNESS] = 1
         self._words[at + _FINAL] = 1
 
+    # -- what a dead process has left -------------------------------------------------------------
+
+    def used(self) -> list[tuple[int, int]]:
+        """(slot, bytes with the digests behind them) of each version that is there whole."""
+        found = []
+        for slot in map(self._sure, self.versions()):
+            rows = self._rows(slot)
+            assert rows is not None
+            found.append((slot, self._words[slot * WORDS + _LENGTH] + len(rows) * _ROW.size))
+        return found
+
+    def adopt(self, old: LocalStateSlots) -> None:
+        """What ``old`` has :meth:`used` has been copied into the same slots, which were empty."""
+        for slot, _ in old.used():
+            at = slot * WORDS
+            self._words[at + 1 : at + WORDS] = old._words[at + 1 : at + WORDS]
+            self._words[at] = old._words[at]
+
     # -- reading ----------------------------------------------------------------------------------
 
     def read(self, version: int) -> bytes | None:

@@ -38,9 +38,11 @@ TAG_NONE = -2
 """Tag of a worker that has not begun a step."""
 TAG_MUTATING = -1
 
-LOCAL_STATE_LIMIT = 64 << 20
+LOCAL_STATE_LIMIT = 1 << 30
+"""Most bytes of one version that a page has room for; the setting ``rank_local_state_mib`` may allow less."""
 SETUP_LIMIT = 40 << 20
 _HEADER = 4096
+_COPIED_AT_ONCE = 4 << 20
 
 # Indices of the header's 8-byte words; the lifeline lies behind them.
 _MAGIC, _TAG, _PROGRESS, _TIME_NS, _COMMITTED, _STEP_NS, _GENERATION, _OWN_NS, _OWN_LEAST_NS = range(9)
@@ -108,6 +110,10 @@ class Page:
         lifeline.make()
         lifeline.close()
         return Page(fd)
+
+    @property
+    def closed(self) -> bool:
+        return self._map.closed
 
     def close(self) -> None:
         self._slots.close()
@@ -348,15 +354,58 @@ class Page:
     def inherit(self, old: Page) -> None:
         """Take over the rank-local states and the set-up log of the page of a dead worker, and how much it has shown of
         what it has printed."""
-        early = old.early_local_states()
-        for version in old.local_state_versions():
-            data = old.read_local_state(version)
-            if data is not None:
-                self.write_local_state(version, data, early=version in early)
+        with self.inheritance(old) as local_states:
+            local_states.copy()
+        self.adopt(old)
+
+    def inheritance(self, old: Page) -> Inheritance:
+        """The rank-local states of a dead worker, which are to be taken over by this page, into which nobody has
+        written yet."""
+        at = [_HEADER + i * slot_bytes(self.local_state_limit) for i in range(SLOTS)]
+        if old.local_state_limit != self.local_state_limit:
+            raise ValueError("pages of different sizes")
+        return Inheritance(os.dup(old.fd), os.dup(self.fd), [(at[i], n) for i, n in old._slots.used()])
+
+    def adopt(self, old: Page) -> None:
+        """What has been copied counts. It is digested again by whoever reads it. Then everything else."""
+        self._slots.adopt(old._slots)
         log = old.read_setup_log()
         if log is not None:
             self.write_setup_log(log)
         self.set_shown(*old.shown)
+
+
+class Inheritance:
+    """Content of slots that is to be copied from one page to another one. A context manager."""
+
+    def __init__(self, source: int, target: int, ranges: Sequence[tuple[int, int]]) -> None:
+        """Takes the file descriptors over. ``ranges``: (where, bytes)."""
+        self._source, self._target, self._ranges = source, target, ranges
+
+    def __enter__(self) -> Inheritance:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        os.close(self._source)
+        os.close(self._target)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(nbytes for _, nbytes in self._ranges)
+
+    def copy(self) -> None:
+        """In any thread; others go on meanwhile. The pages may be closed."""
+        buffer = memoryview(bytearray(min(_COPIED_AT_ONCE, max((n for _, n in self._ranges), default=0))))
+        for begin, nbytes in self._ranges:
+            done = 0
+            while done < nbytes:
+                read = os.preadv(self._source, [buffer[: min(len(buffer), nbytes - done)]], begin + done)
+                if not read:
+                    raise ValueError("the page has been cut off")
+                written = 0
+                while written < read:
+                    written += os.pwrite(self._target, buffer[written:read], begin + done + written)
+                done += read
 
 
 @dataclass(frozen=True)

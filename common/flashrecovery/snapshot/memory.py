@@ -19,7 +19,7 @@ import xxhash
 
 HEADER = 64
 """Bytes before the content: version, bytes of content, bytes of notes, their digest (int64), and padding."""
-NOTES_LIMIT = 256 << 20
+NOTES_LIMIT = 1280 << 20
 """Bytes that notes can take. Only what is written takes memory."""
 _VERSION, _CONTENT, _NOTES, _DIGEST = range(4)
 _ALIGN = mmap.PAGESIZE

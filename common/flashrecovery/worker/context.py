@@ -55,6 +55,7 @@ class Worker:
         self.members = tuple(range(world_size))
         self.own_staging: RankStaging | None = None
         self.registry = Registry(connection.place, world_size, adapter_for, module_adapter_for, self.rank)
+        self.registry.local_state_limit = settings.rank_local_state_mib << 20
         self.faults = Faults(self.notice, connection.page.step_text)
         self.device = DeviceClock()
         self.control = Control(

@@ -105,6 +105,8 @@ class Registry:
         self._launched: dict[str, tuple[int, ...]] = {}  # holders of the shards, as the job was launched
         self._known: list[tuple[str, object]] = []
         self._digests: dict[int, dict[str, str]] = {}  # of the shared objects, by version
+        self.local_state_limit = LOCAL_STATE_LIMIT
+        """Bytes that what this rank alone has may take."""
         self.place: ScriptPlace | None = None
         """Where the script's own loops stand, if these are taken as they are."""
         self._start = b""
@@ -443,7 +445,7 @@ class Registry:
             }
         )
         encoded = replace(encoded, end=witness.UNKNOWN)
-        if encoded.nbytes > LOCAL_STATE_LIMIT:
+        if encoded.nbytes > self.local_state_limit:
             raise UnsupportedError(self._too_large(encoded.nbytes, drawn[3], drawn[4]))
         return encoded
 
@@ -455,8 +457,9 @@ class Registry:
         largest = sorted(parts.items(), key=lambda part: -part[1])[:_SHOWN]
         named = ", ".join(f"{name} ({nbytes:,} bytes)" for name, nbytes in largest)
         return (
-            f"the state that rank {self.rank} alone has takes {size:,} bytes; at most {LOCAL_STATE_LIMIT:,} "
-            f"can be kept in each step. The largest parts: {named}. Of buffers, only those that change count; what "
+            f"the state that rank {self.rank} alone has takes {size:,} bytes; at most {self.local_state_limit:,} "
+            "can be kept in each step (rank_local_state_mib, and never more than 1 GiB). "
+            f"The largest parts: {named}. Of buffers, only those that change count; what "
             "is equal on all ranks can be a parameter with requires_grad=False instead (docs/limits.md)"
         )
 
@@ -480,7 +483,10 @@ class Registry:
     def restore_local_state(self, data: bytes, version: int, *, fresh: bool) -> None:
         """Adopt rank-local state. ``fresh``: this process is a replacement, its data sources stand at their
         beginning."""
-        state = codec.loads(data)
+        self._restore_own(codec.loads(data), version, fresh=fresh)
+
+    def _restore_own(self, state: dict[str, Any], version: int, *, fresh: bool) -> None:
+        """:meth:`restore_local_state`, of what has been decoded."""
         for stream, part in zip(self.streams, state["data"], strict=True):
             if fresh:
                 stream.restore(part)
@@ -507,14 +513,14 @@ class Registry:
         self._compare(codec.loads(common), mine, witness.found(local_state), version)
         self._digests = {v: digests for v, digests in self._digests.items() if v <= version}
         self.restore_common(common, mine.get("settings", {}))
-        self.restore_local_state(local_state, version, fresh=fresh)
+        self._restore_own(mine, version, fresh=fresh)
 
     def _compare(self, common: dict[str, Any], local_state: dict[str, Any], seen: bytes, version: int) -> None:
         """What the common state says of the registered objects must be what this rank's own had been like: when the
         rank-local state was sealed and, as far as it is known, when the version was complete (``seen``)."""
         at, mine = local_state["shared"]
         theirs = common["digests"] if at == version else common["before"] if at == version - 1 else {}
-        own = _own_states(local_state)
+        own = {*local_state.get("states", ()), *local_state.get("objects", ())}
         odd = sorted(n for n in mine.keys() & theirs.keys() if mine[n] != theirs[n] and n not in own)
         if not odd and seen not in (witness.UNKNOWN, witness.of(common["digests"])):
             at, odd = version, sorted(common["digests"])

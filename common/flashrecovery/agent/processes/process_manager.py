@@ -34,6 +34,8 @@ from flashrecovery.runtime.page import Page
 
 LAST_WORDS_S = 0.2
 """For what a dying process has still said to arrive."""
+_COPIED_HERE = 16 << 20
+"""Bytes of rank-local state that are copied to a replacement's page without a thread."""
 
 
 class ProcessObserver(Protocol):
@@ -214,7 +216,7 @@ class ProcessManager:
             return None
         others = self._take_rank(process, command, str(log))
         if old is not None and replace.detached:
-            process.page.inherit(old.page)
+            await self._inherit_page(process, old)
         if replace.beside:
             await self._give_setup_log(process, replace)
             if process.failed:
@@ -248,6 +250,18 @@ class ProcessManager:
             beside=replace.beside,
         )
         return process, started
+
+    @staticmethod
+    async def _inherit_page(process: WorkerProcess, old: WorkerProcess) -> None:
+        """``process`` gets what is in the page of the one that filled its rank. Large states are copied in a thread:
+        this one has heartbeats to send."""
+        with process.page.inheritance(old.page) as local_states:
+            if local_states.nbytes > _COPIED_HERE:
+                await asyncio.to_thread(local_states.copy)
+            else:
+                local_states.copy()
+        if not process.page.closed and not old.page.closed:
+            process.page.adopt(old.page)
 
     def _enter_gpu(self, process: WorkerProcess) -> list[WorkerProcess]:
         """The process will use the GPU of its local rank. Returns which others may still have memory there: in another

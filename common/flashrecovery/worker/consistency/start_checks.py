@@ -9,7 +9,6 @@ import torch.distributed as dist
 import xxhash
 
 from flashrecovery.errors import JobFailedError, RegistrationError
-from flashrecovery.runtime.page import LOCAL_STATE_LIMIT
 from flashrecovery.worker.consistency import all_equal
 from flashrecovery.worker.registry import Registry
 from flashrecovery.worker.script_checks.wrapped_module import wrapper_of
@@ -56,10 +55,11 @@ def find_own(registry: Registry) -> tuple[list[str], list[str]]:
     found = all_equal.unequal({name: xxhash.xxh3_128_hexdigest(state) for name, state in everything})
     differing = [name for name in found if not name.startswith(_SETTING)]
     size = sum(len(states[name]) for name in differing)
-    if size > LOCAL_STATE_LIMIT // 2:
+    most = registry.local_state_limit // 2
+    if size > most:
         raise RegistrationError(
             f"the registered objects {differing} are not equal on all ranks and take {size:,} bytes; at most "
-            f"{LOCAL_STATE_LIMIT // 2:,} bytes of a rank's own can be kept. Make them equal, or keep large parts out "
+            f"{most:,} bytes of a rank's own can be kept. Make them equal, or keep large parts out "
             "of their state_dict()"
         )
     return differing, [name.removeprefix(_SETTING) for name in found if name.startswith(_SETTING)]

@@ -198,8 +198,8 @@ class Copies:
         """The live state is ``version``: copy it, and send what only this rank has, beside the next step."""
         self._own.start(version, self._beside)
         if self._peers is not None:
-            local_state = self._registry.local_state.kept_at(version)
-            self._peers.commit(version, local_state, beside=self._beside(version))
+            beside = self._beside(version)
+            self._peers.commit(version, beside.plain[self._registry.local_state.name], beside=beside)
 
     def _beside(self, version: int) -> Beside:
         """The plain state of ``version``."""

@@ -36,6 +36,7 @@ LAYERS: tuple[frozenset[str], ...] = tuple(
         "flashrecovery",
         "fr_deepspeed fr_megatron",
         "trainer",
+        "worker_main",
         "agent controller",
         "observe",
         "job",

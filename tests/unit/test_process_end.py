@@ -44,11 +44,12 @@ BOOTSTRAP = """
 import os, sys, types
 from flashrecovery.runtime import process_end
 from flashrecovery.worker.startup import bootstrap
+from flashrecovery.worker.startup.above import Above
 def say(*what): print(*what, flush=True)
 channel = types.SimpleNamespace(send=lambda message: say("words", message.last_words.message))
 bootstrap._connection = types.SimpleNamespace(detached=False, at_script_end=[lambda: say("told the end")])
 process_end.reserve()
-code = bootstrap._run_script([sys.argv[1]], channel)
+code = bootstrap._run_script([sys.argv[1]], channel, Above(None, None))
 say("child" if process_end.is_fork() else "rank", code)
 os._exit(code)
 """

@@ -48,13 +48,17 @@ def name_thread(name: str) -> None:
     ctypes.CDLL(None).prctl(_PR_SET_NAME, name.encode(), 0, 0, 0)
 
 
+WORKER_PROGRAM = "flashrecovery.worker_main"
+"""The module that a training process runs."""
+
+
 def start_interpreter(
     role: str, command: Sequence[str], env: Mapping[str, str], channel: int, page: int, out: IO[bytes]
 ) -> subprocess.Popen[bytes]:
     """A process of the bootstrap, in a session of its own, that prints into ``out``. ``role``: ``--worker`` or
     ``--standby``; ``command``: the script and its arguments; ``channel``, ``page``: descriptors that it gets, too."""
     return subprocess.Popen(
-        [sys.executable, "-u", "-m", "flashrecovery.worker.startup.bootstrap", role, *command],
+        [sys.executable, "-u", "-m", WORKER_PROGRAM, role, *command],
         env={**env, CHANNEL_ENV: str(channel), PAGE_ENV: str(page)},
         stdin=subprocess.DEVNULL,
         stdout=out,

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
-import importlib
+import importlib.util
 import json
 import os
 import platform
@@ -25,8 +25,8 @@ from pathlib import Path
 from typing import Any
 
 LAUNCHER = Path(__file__).with_name("launcher.py")
-BOOTSTRAP = "flashrecovery.worker.startup.bootstrap"
-BEGINNING = (BOOTSTRAP, "fr_deepspeed.hook", "fr_megatron.lm.hooks")
+PROGRAM = "flashrecovery.worker_main"
+BEGINNING = ("flashrecovery.worker.startup.bootstrap", "fr_deepspeed.hook", "fr_megatron.lm.hooks")
 """What the first zygote of a job imports before it forks another one, in its order."""
 MODULES = (
     "torch",
@@ -164,7 +164,8 @@ def _wait_for_the_agent(sock: socket.socket, launcher: int) -> None:
     os.environ[request["socket"]] = str(own)
     _show(request["command"])
     sys.orig_argv[:] = request["command"]
-    sys.argv[:] = [sys.modules[BOOTSTRAP].__file__ or "", *request["arguments"]]
+    program = importlib.util.find_spec(PROGRAM)
+    sys.argv[:] = [(program and program.origin) or "", *request["arguments"]]
     sys.path[0] = os.getcwd()
     module = types.ModuleType("__main__")
     vars(module)["__builtins__"] = sys.modules["builtins"]
@@ -198,4 +199,4 @@ def _overwrite(place: tuple[int, int], words: list[bytes]) -> None:
 
 if __name__ == "__main__":
     main()
-    runpy._run_module_as_main(BOOTSTRAP, alter_argv=False)  # type: ignore[attr-defined]
+    runpy._run_module_as_main(PROGRAM, alter_argv=False)  # type: ignore[attr-defined]

@@ -25,7 +25,7 @@ from pathlib import Path
 from flashrecovery.agent.processes.zygote_process import Adopted, Zygote, ZygoteLostError
 from flashrecovery.proto import flashrecovery_pb2 as pb
 from flashrecovery.runtime.environment import OF_ZYGOTES, UNFORKABLE_ENV, ZYGOTE_ENV
-from flashrecovery.runtime.process_control import adopt_orphans
+from flashrecovery.runtime.process_control import WORKER_PROGRAM, adopt_orphans
 
 _READY_S = 120.0
 """The first workers wait so long for the imports that they would otherwise do themselves."""
@@ -72,7 +72,7 @@ class Zygotes:
         own = {**OF_ZYGOTES, UNFORKABLE_ENV: " ".join(self._unforkable), ZYGOTE_ENV: str(theirs.fileno())}
         with theirs, open(self._log, "ab") as out:
             popen = subprocess.Popen(
-                [sys.executable, "-u", "-m", "flashrecovery.worker.startup.bootstrap", "--zygote", *self._command],
+                [sys.executable, "-u", "-m", WORKER_PROGRAM, "--zygote", *self._command],
                 env={**os.environ, **env, **own},
                 stdin=subprocess.DEVNULL,
                 stdout=out,

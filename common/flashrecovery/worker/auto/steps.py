@@ -6,7 +6,6 @@ first step, from which it is told in a table. What cannot be protected is refuse
 
 from __future__ import annotations
 
-import importlib
 import os
 import types
 from collections.abc import Callable, Sequence
@@ -32,45 +31,70 @@ BY_HAND = (
 )
 
 
-def _init() -> Recovery:
-    """``flashrecovery.init()``, by its name: it lies above what starts a process, and so above this."""
-    recovery: Recovery = importlib.import_module("flashrecovery").init()
-    return recovery
+MadeElsewhere = Callable[[bytes, str], Makes]
+
+
+class AutoProtection:
+    """Of one process.
+
+    Args:
+        init: ``flashrecovery.init()``.
+        first_step_begins: called before the first protected step.
+        made_elsewhere: which functions that a file (its text and name) imports from the script's own modules make the
+            calls of a step.
+    """
+
+    def __init__(
+        self, init: Callable[[], Recovery], first_step_begins: Callable[[], None], made_elsewhere: MadeElsewhere
+    ) -> None:
+        self._init = init
+        self._of_steps = (first_step_begins, made_elsewhere)
+        self._begun = False
+
+    def begin(self) -> None:
+        """The script comes to the first of its loops that are led back."""
+        if self._begun:
+            return
+        self._begun, recovery = True, self._init()
+        if recovery.enabled and not recovery.takes_steps:
+            recovery.protect_own_loops(AutoSteps(recovery, *self._of_steps))
+
+    def check_step(self, frame: types.FrameType, optimizer: Optimizer) -> None:
+        """``optimizer`` steps, called from ``frame``. Raises UnsupportedError if that is before the first protected
+        step, and in no loop that is led back."""
+        recovery = self._init()
+        if not recovery.takes_steps and recovery.version < 0:
+            refuse_closures("the optimizer", optimizer)
+            LOOPS.refuse_call(frame, BY_HAND)
 
 
 class AutoSteps:
-    """Steps of torch's optimizers: each round of the loop that calls one ends a step."""
+    """Steps of torch's optimizers: each round of the loop that calls one ends a step. Args: see
+    :class:`AutoProtection`."""
 
     by_hand = BY_HAND
     before_step: Callable[[], None] | None = None
 
-    def __init__(self) -> None:
-        self._recovery: Recovery | None = None
+    def __init__(
+        self, recovery: Recovery, first_step_begins: Callable[[], None], made_elsewhere: MadeElsewhere
+    ) -> None:
+        self._recovery = recovery
         self._found = Found()
-        self.first_step_begins: Callable[[], None] | None = None
-        self.made_elsewhere: Callable[[bytes, str], Makes] | None = None
-        """Which functions that a file imports from the script's own modules make the calls of a step."""
+        self._first_step_begins = first_step_begins
+        self._made_elsewhere = made_elsewhere
 
     def is_whole(self) -> bool:
         return True
-
-    def begin(self) -> None:
-        """The script comes to the first of its loops that are led back."""
-        if self._recovery is None:
-            self._recovery = _init()
-            if self._recovery.enabled and not self._recovery.takes_steps:
-                self._recovery.protect_own_loops(self)
 
     def prepare(self, frame: types.FrameType, *, last: bool) -> None:
         """Register what there is. Raises UnsupportedError with file and line."""
         try:
             found = find(frame, self._registered).without(self._found)
             if last:
-                if self.first_step_begins is not None:
-                    self.first_step_begins()
+                self._first_step_begins()
                 self._check(found)
             if last and prints_patch(os.environ):
-                print_patch(self._found + found, self.made_elsewhere)
+                print_patch(self._found + found, self._made_elsewhere)
             self._register(found)
         except (RegistrationError, UnsupportedError) as e:
             raise UnsupportedError(f"--auto, {frame.f_code.co_filename}:{frame.f_lineno}: {e}; {BY_HAND}") from e
@@ -80,15 +104,12 @@ class AutoSteps:
 
     @property
     def _registered(self) -> Sequence[object]:
-        assert self._recovery is not None
         return self._recovery.registered
 
     def _is_first(self) -> bool:
-        assert self._recovery is not None
         return self._recovery.first_launch and (not dist.is_initialized() or dist.get_rank() == 0)
 
     def _check(self, found: Found) -> None:
-        assert self._recovery is not None
         if found.models and LOOPS.loops_around_step():
             raise UnsupportedError(
                 f"{', '.join(model.path for model in found.models)}: made in the loop at {LOOPS.loops_around_step()}, "
@@ -104,7 +125,6 @@ class AutoSteps:
             raise UnsupportedError("no model with an optimizer is found among the variables of the running functions")
 
     def _register(self, found: Found) -> None:
-        assert self._recovery is not None
         accelerators = {name: one for name, one in found.objects.items() if type(one).__name__ == "Accelerator"}
         for number, model in enumerate(found.models):
             more = accelerators if number == 0 else {}
@@ -112,14 +132,3 @@ class AutoSteps:
         rest = {name: one for name, one in found.objects.items() if name not in accelerators}
         if rest:
             self._recovery.register(**rest)
-
-    def check_step(self, frame: types.FrameType, optimizer: Optimizer) -> None:
-        """``optimizer`` steps, called from ``frame``. Raises UnsupportedError if that is before the first protected
-        step, and in no loop that is led back."""
-        recovery = _init()
-        if not recovery.takes_steps and recovery.version < 0:
-            refuse_closures("the optimizer", optimizer)
-            LOOPS.refuse_call(frame, BY_HAND)
-
-
-AUTO = AutoSteps()

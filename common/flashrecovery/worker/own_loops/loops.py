@@ -42,6 +42,7 @@ from flashrecovery.worker.own_loops.variables import (
     values_of_objects,
 )
 from flashrecovery.worker.preimport.own_files import is_own_file
+from flashrecovery.worker.script_checks.stray_collectives import line_of_script
 from flashrecovery.worker.script_text.loop_carried import loops_around
 from flashrecovery.worker.script_text.script_frames import tree_of
 from flashrecovery.worker.session import Session
@@ -320,15 +321,13 @@ class ScriptLoops:
 
     def refuse_call(self, around: types.FrameType | None, by_hand: str) -> NoReturn:
         """The optimizer's step is called in ``around`` or what has called that. Raises UnsupportedError."""
-        while around is not None and not is_own_file(around.f_code.co_filename):
-            around = around.f_back
-        place = "" if around is None else f"{around.f_code.co_filename}:{around.f_lineno}: "
         reasons = [
             f"{file}:{line}{self._because(file, line)}" for file, line in self.texts if self._because(file, line)
         ]
         because = f" ({'; '.join(reasons)})" if reasons else ""
         raise UnsupportedError(
-            f"{place}the optimizer's step is called, and is in no loop that is led back by itself{because}; {by_hand}"
+            f"{line_of_script(around)}: the optimizer's step is called, and is in no loop that is led back by itself"
+            f"{because}; {by_hand}"
         )
 
     def begin(self) -> None:

@@ -1,4 +1,4 @@
-"""Entry point of every training process: connects to the agent, then runs the user's script as ``__main__``.
+"""How every training process begins: it connects to the agent, then runs the user's script as ``__main__``.
 
 ``--worker`` fills a rank at once. ``--standby`` first imports installed packages
 (:mod:`flashrecovery.worker.preimport.preimport`) and waits to be assigned a rank; from then on both are the same.
@@ -40,6 +40,7 @@ from flashrecovery.worker.setup_replay import record as setup_record
 from flashrecovery.worker.setup_replay.record import SetupRecord
 from flashrecovery.worker.setup_replay.replay import SetupReplay
 from flashrecovery.worker.startup import inductor_files
+from flashrecovery.worker.startup.above import Above
 from flashrecovery.worker.startup.import_time_hooks import (
     install_adapter_hooks,
     install_group_hook,
@@ -61,7 +62,7 @@ def connection() -> Connection:
     return _connection
 
 
-def main() -> None:
+def main(above: Above) -> None:
     """Run until the script ends; the exit code is the script's."""
     role, command = sys.argv[1], sys.argv[2:]
     die_with_parent(int(os.environ[AGENT_PID_ENV]))
@@ -71,7 +72,7 @@ def main() -> None:
         install_adapter_hooks()
         install_save_hooks()
     install_spawn_hook()
-    install_trainer_hook()
+    install_trainer_hook(above.protected_train)
     install_lightning_hook()
     inductor_files.write_whole()
     sys.argv = _script_arguments(command)
@@ -81,10 +82,10 @@ def main() -> None:
         standby, facts = serve(command, imported)
     else:
         standby, facts = role == "--standby", None
-    _live(standby, command, facts)
+    _live(standby, command, facts, above)
 
 
-def _live(standby: bool, command: list[str], facts: ScriptFacts | None) -> None:
+def _live(standby: bool, command: list[str], facts: ScriptFacts | None, above: Above) -> None:
     """As what this process is: a standby, or one that fills a rank."""
     channel = Channel.from_env()
     assert channel is not None
@@ -99,7 +100,7 @@ def _live(standby: bool, command: list[str], facts: ScriptFacts | None) -> None:
     if standby:
         _redirect_output(assign.log_path)
     _prepare(channel, page, assign, command)
-    code = _run_script(command, channel)
+    code = _run_script(command, channel, above)
     _leave(code)
 
 
@@ -213,10 +214,10 @@ def _script_arguments(command: list[str]) -> list[str]:
     return command[1:] if command[0] == "-m" else command
 
 
-def _run_script(command: list[str], channel: Channel) -> int:
+def _run_script(command: list[str], channel: Channel, above: Above) -> int:
     """``script.py args`` or ``-m module args``, as ``python`` would run it."""
     sys.argv = [with_local_rank(word, os.environ) for word in _script_arguments(command)]
-    find_own_modules(replacement=connection().detached)
+    find_own_modules(above.init, replacement=connection().detached)
     try:
         try:
             if command[0] == "-m":
@@ -280,9 +281,3 @@ def _leave(code: int) -> None:
     if code != 0 or threading.current_thread() is not threading.main_thread():
         os._exit(code)
     sys.exit(0)
-
-
-if __name__ == "__main__":
-    # Let `from flashrecovery.worker.startup.bootstrap import connection` find this very module.
-    sys.modules["flashrecovery.worker.startup.bootstrap"] = sys.modules["__main__"]
-    main()

@@ -8,13 +8,14 @@ function that is called with the module once it has been imported.
 from __future__ import annotations
 
 import functools
-import importlib
 import importlib.metadata
 import sys
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
 from flashrecovery.util.import_hooks import install
+from flashrecovery.worker.startup.above import Train
 
 ENTRY_POINTS = "flashrecovery.import_hooks"
 
@@ -74,16 +75,17 @@ def install_save_hooks() -> None:
     post_step_code.install_hooks()
 
 
-def install_trainer_hook() -> None:
-    """A Hugging Face Trainer whose DeepSpeed config enables recovery is protected when it begins to train."""
+def install_trainer_hook(protected_train: Callable[[Any, Train], Train]) -> None:
+    """A Hugging Face Trainer whose DeepSpeed config enables recovery is protected when it begins to train.
+
+    ``protected_train``: see :class:`.above.Above`."""
 
     def replace(module: ModuleType) -> None:
         own = module.Trainer.train
 
         @functools.wraps(own)
         def train(trainer: object, *args: Any, **kwargs: Any) -> Any:
-            protection = importlib.import_module("flashrecovery.trainer")
-            return protection.protected_train(trainer, functools.partial(own, trainer))(*args, **kwargs)
+            return protected_train(trainer, functools.partial(own, trainer))(*args, **kwargs)
 
         module.Trainer.train = train
 

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import functools
 import os
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from types import CodeType, ModuleType
@@ -23,7 +24,9 @@ from flashrecovery.util.import_hooks import install
 from flashrecovery.worker.preimport.own_files import FRAMEWORKS, is_own_file
 
 if TYPE_CHECKING:
+    from flashrecovery.worker.auto.steps import AutoProtection
     from flashrecovery.worker.own_loops.rewrite import Makes
+    from flashrecovery.worker.recovery import Recovery
 
 _OF_DEEPSPEED = (b"deepspeed", b"accelerate")
 """accelerate may make the engine without a word of it in the script."""
@@ -36,7 +39,8 @@ _PACKAGE = "__init__.py"
 _FILES = 500
 """Of a script's own modules that are read to see what they call."""
 _replacement = False
-_auto = False
+_auto: Callable[[], AutoProtection] | None = None
+"""Where a script is protected as it is (``--auto``). It imports torch, when it is called for the first time."""
 _hook: Any = None
 """Looks at the steps of torch's optimizers before the first protected one."""
 _folders: list[str] = []
@@ -47,7 +51,7 @@ def compiled_text(text: bytes, file: str) -> CodeType:
     """Of the script. Raises SyntaxError as the compiler does."""
     global _sources
     if _sources is None:
-        _sources = OwnSources(text, file, any_framework=_auto)
+        _sources = OwnSources(text, file, any_framework=_auto is not None)
     return _rewritten(text, file) or compile(text, file, "exec", dont_inherit=True)
 
 
@@ -65,11 +69,8 @@ def _rewritten(text: bytes, file: str) -> CodeType | None:
         return None
     from flashrecovery.worker.own_loops.loops import LOOPS
 
-    if _auto:
-        from flashrecovery.worker.auto.steps import AUTO
-
-        LOOPS.auto, AUTO.first_step_begins = AUTO, _stop_watching
-        AUTO.made_elsewhere = _sources.made_in_imported
+    if _auto is not None:
+        LOOPS.auto = _auto()
     LOOPS.take(rewritten, file, replacement=_replacement)
     return code
 
@@ -190,25 +191,40 @@ class _OwnText(SourceFileLoader):
         return _rewritten(self.get_data(self.path), self.path) or super().get_code(fullname)
 
 
-def find_own_modules(*, replacement: bool) -> None:
-    """From now on, before the script's first line. ``replacement``: this is not the first process of its rank."""
+def find_own_modules(init: Callable[[], Recovery], *, replacement: bool) -> None:
+    """From now on, before the script's first line.
+
+    Args:
+        init: ``flashrecovery.init()``, for scripts that do not call it.
+        replacement: this is not the first process of its rank.
+    """
     global _replacement, _folders, _auto
     _replacement = replacement
-    _auto = protects_as_it_is(os.environ)
-    if _auto:
-        install({"torch.optim.optimizer": _watch_steps})
+    if protects_as_it_is(os.environ):
+        _auto = functools.cache(functools.partial(_auto_protection, init))
+        install({"torch.optim.optimizer": functools.partial(_watch_steps, _auto)})
     _folders = [place for place in sys.path if place and is_own_file(os.path.join(place, "x")) and os.path.isdir(place)]
     sys.meta_path.insert(0, OwnModules(_folders))
 
 
-def _watch_steps(optimizers: ModuleType) -> None:
+def _auto_protection(init: Callable[[], Recovery]) -> AutoProtection:
+    from flashrecovery.worker.auto.steps import AutoProtection
+
+    return AutoProtection(init, _stop_watching, _made_in_imported)
+
+
+def _made_in_imported(text: bytes, file: str) -> Makes:
+    """See :meth:`OwnSources.made_in_imported`."""
+    sources = _sources or OwnSources(text, file)
+    return sources.made_in_imported(text, file)
+
+
+def _watch_steps(auto: Callable[[], AutoProtection], optimizers: ModuleType) -> None:
     """torch.optim.optimizer has just been imported, and torch perhaps not yet as a whole."""
     global _hook
 
     def stepping(optimizer: Any, *_: Any) -> None:
-        from flashrecovery.worker.auto.steps import AUTO
-
-        AUTO.check_step(sys._getframe(1), optimizer)
+        auto().check_step(sys._getframe(1), optimizer)
 
     _hook = optimizers.register_optimizer_step_pre_hook(stepping)
 

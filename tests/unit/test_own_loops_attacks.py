@@ -124,6 +124,21 @@ def test_imported_modules_are_read(tmp_path: Path) -> None:
     assert "train_one_epoch" in sources.made_in_imported(text, str(tmp_path / "train.py")).looping
 
 
+def test_what_a_zygote_has_read_counts_until_it_changes(tmp_path: Path) -> None:
+    module, script = tmp_path / "epochs.py", str(tmp_path / "train.py")
+    module.write_text(EPOCH)
+    text = b"import deepspeed\nfrom epochs import train_one_epoch\n"
+    sources = OwnSources(text, script)
+    assert sources.are_of(text, script, any_framework=False)
+    assert not sources.are_of(text, script, any_framework=True)
+    assert not sources.are_of(text + b"\n", script, any_framework=False)
+    module.write_text(EPOCH + "\n")
+    assert not sources.are_of(text, script, any_framework=False)
+    assert OwnSources(text, script).are_of(text, script, any_framework=False)
+    module.unlink()
+    assert not sources.are_of(text, script, any_framework=False)
+
+
 def test_imports_of_several_lines_are_read(tmp_path: Path) -> None:
     for name in ("one", "two", "three"):
         (tmp_path / f"{name}.py").write_text(EPOCH.replace("train_one_epoch", name))

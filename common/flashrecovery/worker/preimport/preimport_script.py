@@ -78,7 +78,7 @@ class ScriptPreimport:
         self.facts = self._read() if facts is None else facts
 
     def _read(self) -> ScriptFacts:
-        file = self._script()
+        file = self.script_file()
         gpus = any(os.path.exists(device) for device in ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd"))
         if file is None:
             return ScriptFacts()
@@ -87,7 +87,8 @@ class ScriptPreimport:
     def _is_nowhere(self, top: str) -> bool:
         return top not in sys.modules and not self._installed.has(top) and find_spec(top) is None
 
-    def _script(self) -> Path | None:
+    def script_file(self) -> Path | None:
+        """None: a module that is installed, or is nowhere."""
         if self._command[0] != "-m":
             return Path(self._command[0])
         top, *parts = self._command[1].split(".")

@@ -14,8 +14,10 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
+from pathlib import Path
 from types import CodeType, ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -50,7 +52,7 @@ _sources: OwnSources | None = None
 def compiled_text(text: bytes, file: str) -> CodeType:
     """Of the script. Raises SyntaxError as the compiler does."""
     global _sources
-    if _sources is None:
+    if _sources is None or not _sources.are_of(text, file, any_framework=_auto is not None):
         _sources = OwnSources(text, file, any_framework=_auto is not None)
     return _rewritten(text, file) or compile(text, file, "exec", dont_inherit=True)
 
@@ -75,6 +77,30 @@ def _rewritten(text: bytes, file: str) -> CodeType | None:
     return code
 
 
+def read_ahead(file: str) -> None:
+    """In a zygote: its forks need not read again what has not changed. ``file``: the script."""
+    global _sources, _folders
+    _folders = _own_places()
+    with contextlib.suppress(OSError):
+        text = Path(file).read_bytes()
+        _sources = OwnSources(text, file, any_framework=protects_as_it_is(os.environ))
+        if _sources.take_steps:
+            _sources.made_in_imported(text, file)
+
+
+@dataclass(frozen=True)
+class _Stamp:
+    """Of a file: another one, or one that has been written since, has another."""
+
+    inode: int
+    size: int
+    written_ns: int
+
+    @staticmethod
+    def of(status: os.stat_result) -> _Stamp:
+        return _Stamp(status.st_ino, status.st_size, status.st_mtime_ns)
+
+
 class OwnSources:
     """The texts of the script and of its own modules, as far as import statements lead to them.
 
@@ -87,6 +113,8 @@ class OwnSources:
         self._made: dict[str, Makes] = {}
         self._texts: dict[str, bytes] = {}
         self._imported: dict[str, list[str]] = {}
+        self._script, self._any_framework = (text, file), any_framework
+        self._read_at: dict[str, _Stamp] = {}
         self._read(text, file)
         texts = self._texts.values()
         of_deepspeed = any(word in one.lower() for one in texts for word in _OF_DEEPSPEED)
@@ -103,7 +131,17 @@ class OwnSources:
             for path in self._imported[file]:
                 if path not in self._texts:
                     with contextlib.suppress(OSError), open(path, "rb") as source:
+                        self._read_at[path] = _Stamp.of(os.fstat(source.fileno()))
                         waiting.append((source.read(), path))
+
+    def are_of(self, text: bytes, file: str, *, any_framework: bool) -> bool:
+        """Whether they are those of this script, and what has been read is still there."""
+        if (text, file) != self._script or any_framework != self._any_framework:
+            return False
+        try:
+            return all(_Stamp.of(os.stat(path)) == stamp for path, stamp in self._read_at.items())
+        except OSError:
+            return False
 
     def made_in_imported(self, text: bytes, file: str) -> Makes:
         """By functions of the modules that this one imports, and of those that these import."""
@@ -203,8 +241,12 @@ def find_own_modules(init: Callable[[], Recovery], *, replacement: bool) -> None
     if protects_as_it_is(os.environ):
         _auto = functools.cache(functools.partial(_auto_protection, init))
         install({"torch.optim.optimizer": functools.partial(_watch_steps, _auto)})
-    _folders = [place for place in sys.path if place and is_own_file(os.path.join(place, "x")) and os.path.isdir(place)]
+    _folders = _own_places()
     sys.meta_path.insert(0, OwnModules(_folders))
+
+
+def _own_places() -> list[str]:
+    return [place for place in sys.path if place and is_own_file(os.path.join(place, "x")) and os.path.isdir(place)]
 
 
 def _auto_protection(init: Callable[[], Recovery]) -> AutoProtection:

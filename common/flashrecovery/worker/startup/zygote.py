@@ -36,6 +36,7 @@ from flashrecovery.worker.preimport.import_environment import ImportEnvironment
 from flashrecovery.worker.preimport.preimport import not_imported, uncollected
 from flashrecovery.worker.preimport.preimport_script import ScriptPreimport
 from flashrecovery.worker.preimport.script_imports import ScriptFacts
+from flashrecovery.worker.startup import own_text
 
 NOT_FORKED = {
     "horovod": "it starts MPI, which knows this process only",
@@ -118,11 +119,19 @@ def _grow(
         return script.facts
     finally:
         sys.meta_path.remove(begun)
+    if facts is None:  # else an earlier zygote has read it
+        _read_script(script, command)
     # What is there now lives as long as the process. The collector need not look at it, and write to it, in each child.
     gc.collect()
     gc.freeze()
     _send(sock, pb.FromZygote(grown=pb.Grown()))
     return script.facts
+
+
+def _read_script(script: ScriptPreimport, command: list[str]) -> None:
+    file = script.script_file()
+    if file is not None:  # by the name under which it will run
+        own_text.read_ahead(os.path.join(os.getcwd(), file if command[0] == "-m" else command[0]))
 
 
 def _is_missing(error: BaseException) -> bool:

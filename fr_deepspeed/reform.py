@@ -41,7 +41,7 @@ def reform(engine: Any, place: ShardPlace) -> None:
         kind.__init__(zero, *args, **kwargs)
         return zero
 
-    with _trained([p for group in zero.bit16_groups for p in group]), standing_at(place, stage_1_and_2):
+    with _trained([p for group in zero.bit16_groups for p in group]), as_member_at(place, stage_1_and_2):
         module.DeepSpeedZeroOptimizer = build
         try:
             engine._configure_zero_optimizer(basic)
@@ -57,7 +57,7 @@ _KEPT = ("loss_scaler", "dynamic_loss_scale", "custom_loss_scaler", "external_lo
 
 
 @contextmanager
-def standing_at(place: ShardPlace, *modules: Any) -> Iterator[None]:
+def as_member_at(place: ShardPlace, *modules: Any) -> Iterator[None]:
     """To these modules of DeepSpeed every process group is one in which this rank has this ``place``. And they wait for
     nobody, as they do while they make partitions, without exchanging anything: here each rank makes its own when it is
     told to."""

@@ -16,7 +16,7 @@ import torch
 
 from flashrecovery.adapter import give_up_state
 from flashrecovery.adapter.elastic import ShardPlace
-from fr_deepspeed.reform import standing_at
+from fr_deepspeed.reform import as_member_at
 
 
 def reform3(engine: Any, place: ShardPlace) -> None:
@@ -34,7 +34,7 @@ def reform3(engine: Any, place: ShardPlace) -> None:
         give_up_state(basic, partition)
     zero.partition_count = place.ranks
     zero.gradient_accumulation_steps = engine.gradient_accumulation_steps()
-    with standing_at(place, stage3, partition_parameters):
+    with as_member_at(place, stage3, partition_parameters):
         for parameter in engine.module.parameters():
             _slice_anew(parameter, place)
         for name in _LISTS:

@@ -33,7 +33,7 @@ def data_parallel_group() -> dist.ProcessGroup:
 
 
 def replica_group() -> dist.ProcessGroup:
-    """Of the ranks that stand at the same place in every replica."""
+    """Of the ranks that have the same model rank in every replica."""
     from megatron.core import parallel_state
 
     dense = data_parallel_group()

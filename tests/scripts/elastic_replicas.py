@@ -102,13 +102,13 @@ def fill(model: torch.nn.Module, optimizer: torch.optim.Optimizer, state: dict[s
         parameter.grad = torch.zeros_like(parameter)
     optimizer.step()  # makes the optimizer's state
     optimizer.zero_grad()
-    stand = mesh.get_local_rank("shard")
+    model_rank = mesh.get_local_rank("shard")
     for name, tensor in tensors_of(model, optimizer).items():
         if isinstance(tensor, DTensor):
-            rows = -(-tensor.shape[0] // mesh.size(1)) * stand
+            rows = -(-tensor.shape[0] // mesh.size(1)) * model_rank
             tensor.to_local().copy_(state[name][rows : rows + tensor.to_local().shape[0]])
         else:
-            tensor.copy_(state[name][stand] if isinstance(state[name], list) else state[name])
+            tensor.copy_(state[name][model_rank] if isinstance(state[name], list) else state[name])
 
 
 def whole(tensors: dict[str, torch.Tensor], args: argparse.Namespace, mesh: Any) -> dict[str, Any]:

@@ -576,7 +576,7 @@ class Laws:
         late = {v for model in models for v, was in model.sealing.late.items() if was}
         names: dict[str, set[int]] = {f"capsule@{r}": set() for r in world.members}
         shape = world.shape.replicas
-        params = ["param"] if shape.each == 1 else [f"param#{stand}" for stand in range(shape.each)]
+        params = ["param"] if shape.each == 1 else [f"param#{model_rank}" for model_rank in range(shape.each)]
         names |= {"common": set(), **{name: set() for name in params}}
         if world.script.unique:
             names |= {f"zero@{r}": set() for r in world.members}

@@ -125,7 +125,7 @@ def _any_time(self: ControllerLease) -> float:
     return lease_clock()
 
 
-def _stands(which: int) -> int:
+def _frozen(which: int) -> int:
     """No time passes for a host that is suspended."""
     return time.monotonic_ns()
 
@@ -170,7 +170,7 @@ REMOVED: dict[str, Callable[[], Any]] = {
     "a newer generation is no excuse after a standstill": lambda: instead(
         Agent, "generation", property(lambda self: 1 << 30)
     ),
-    "leases go on while the host is suspended": lambda: instead(time, "clock_gettime_ns", _stands),
+    "leases go on while the host is suspended": lambda: instead(time, "clock_gettime_ns", _frozen),
     "a node with all ranks knows of others": lambda: instead(Agent, "neighbours", _with_ranks(Agent.neighbours)),
     "the lease in the page": lambda: instead(Page, "lend", lambda self, until: None),
     "what changes after the optimizer is sealed again": lambda: instead(ModelWorker, "drawn", _drawn),

@@ -215,7 +215,7 @@ class ModelWorker:
         self.gate.generation = assign.generation
         self.members: tuple[int, ...] = tuple(range(world.size))
         self.shape = world.shape.replicas
-        self.param = "param" if self.shape.each == 1 else f"param#{self.shape.stand(self.rank)}"
+        self.param = "param" if self.shape.each == 1 else f"param#{self.shape.model_rank(self.rank)}"
         self.now: Content = content.start(self.script, self._like)
         self.plain = 0
         self.common, self.local_state = Kept(), Kept()

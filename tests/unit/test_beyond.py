@@ -31,7 +31,7 @@ def test_numbers_go_on_replica_by_replica(shape: ReplicaShape) -> None:
     assert sorted(rank for ranks in everybody for rank in ranks) == list(range(shape.world + 3 * shape.each))
     for replica, ranks in enumerate(everybody):
         assert [shape.replica(rank) for rank in ranks] == [replica] * shape.each
-        assert [shape.stand(rank) for rank in ranks] == list(range(shape.each))
+        assert [shape.model_rank(rank) for rank in ranks] == list(range(shape.each))
     assert shape.whole(everybody[0] + everybody[-1]) == [0, shape.replicas + 2]
 
 
@@ -41,7 +41,7 @@ def test_in_whose_place(shape: ReplicaShape) -> None:
     for replica in range(shape.replicas + 2):
         for rank in shape.ranks(replica):
             other = stand_in(rank, shape)
-            assert other < shape.world and shape.stand(other) == shape.stand(rank)
+            assert other < shape.world and shape.model_rank(other) == shape.model_rank(rank)
             assert (other == rank) == (rank < shape.world)
             assert rank < shape.world or shape.replica(other) not in ((0, shape.replicas - 1)[: shape.replicas - 1])
 
@@ -72,15 +72,17 @@ def test_everybody_is_counted_as_in_a_launch_of_as_many(shape: ReplicaShape) -> 
     larger = ReplicaShape(replicas, shape.inner, shape.outer)
     everybody = [rank for replica in range(replicas) for rank in shape.ranks(replica)]
     counted = shape.in_order(everybody)
-    assert [(shape.replica(rank), shape.stand(rank)) for rank in counted] == [
-        (larger.replica(rank), larger.stand(rank)) for rank in range(larger.world)
+    assert [(shape.replica(rank), shape.model_rank(rank)) for rank in counted] == [
+        (larger.replica(rank), larger.model_rank(rank)) for rank in range(larger.world)
     ]
     assert shape.in_order(reversed(range(shape.world))) == list(range(shape.world))
     for me in everybody:
         mine = stand_in(me, shape)
         assert members_of(range(shape.world), everybody, me, shape) == tuple(counted)
-        peers = [shape.rank(replica, shape.stand(mine)) for replica in range(shape.replicas)]
-        assert members_of(peers, everybody, me, shape) == tuple(r for r in counted if shape.stand(r) == shape.stand(me))
+        peers = [shape.rank(replica, shape.model_rank(mine)) for replica in range(shape.replicas)]
+        assert members_of(peers, everybody, me, shape) == tuple(
+            r for r in counted if shape.model_rank(r) == shape.model_rank(me)
+        )
         own = shape.ranks(shape.replica(mine))
         assert members_of(own, everybody, me, shape) == tuple(shape.ranks(shape.replica(me)))
 

@@ -19,7 +19,7 @@ from flashrecovery.controller.state.nodes import NodeRecord
 from flashrecovery.controller.takeover import QUIET
 from flashrecovery.plan.membership.electors import Elector, Eligible, choose, first_version
 from flashrecovery.plan.membership.leases import LOOK_S
-from flashrecovery.plan.membership.membership import Seen, Standing
+from flashrecovery.plan.membership.membership import NodeStatus, Seen
 from flashrecovery.plan.membership.quorum import Quorum
 from flashrecovery.proto import flashrecovery_pb2 as pb
 
@@ -232,30 +232,30 @@ class Nodes:
             agent.learn(pb.Electors(term=1, version=1, electors=electors, leader="a"))
             self.agents[name] = agent
 
-    def stand(self, name: str) -> int | None:
+    def campaign(self, name: str) -> int | None:
         async def ask(e: Elector, request: pb.VoteRequest) -> pb.VoteReply:
             if e.node in self.cut or name in self.cut:
                 return pb.VoteReply(reason="no answer")
             return self.agents[e.node].vote(request)
 
-        return asyncio.run(self.agents[name].stand(ask))
+        return asyncio.run(self.agents[name].campaign(ask))
 
 
 def test_a_majority_elects() -> None:
     nodes = Nodes("abc", cut={"a"})
-    assert nodes.stand("b") == 2
+    assert nodes.campaign("b") == 2
     assert nodes.left == ["b", "c"], "they serve the one before no more"
-    assert nodes.stand("c") == 3, "and another one later"
+    assert nodes.campaign("c") == 3, "and another one later"
 
 
 def test_nobody_is_elected_without_a_majority() -> None:
     nodes = Nodes("abcde", cut={"a", "d", "e"})
-    assert nodes.stand("b") is None
+    assert nodes.campaign("b") is None
 
 
 def test_nobody_is_elected_while_the_controller_is_heard() -> None:
     nodes = Nodes("abc", silent_s={"a": 0.1, "c": 0.1})
-    assert nodes.stand("b") is None
+    assert nodes.campaign("b") is None
     assert not nodes.left and nodes.agents["b"].promised == 0 and nodes.agents["b"].follows(1, known=True), (
         "it can go back"
     )
@@ -294,7 +294,7 @@ def test_the_controller_that_is_followed_gets_a_newer_term_once() -> None:
 
 def test_who_is_asked_in_vain_lets_go_of_a_controller_that_may_not_decide() -> None:
     nodes = Nodes("abc", silent_s={"c": 0.1}, cut={"a"})
-    assert not nodes.agents["c"].is_wanted() and nodes.stand("b") is None
+    assert not nodes.agents["c"].is_wanted() and nodes.campaign("b") is None
     assert nodes.agents["c"].is_wanted()
 
 
@@ -309,9 +309,9 @@ def test_an_election_needs_both_majorities_while_a_change_is_not_settled() -> No
         nodes.agents[name].learn(pb.Electors(term=1, version=2, electors=new, before=old, leader="a"))
     assert nodes.agents["d"].is_elector and not Nodes("bc").agents["b"].before
     nodes.cut = {"b", "c"}
-    assert nodes.stand("d") is None, "a, d and e are enough of the new ones, but not of the old ones"
+    assert nodes.campaign("d") is None, "a, d and e are enough of the new ones, but not of the old ones"
     nodes.cut = {"a"}
-    assert nodes.stand("d") is not None
+    assert nodes.campaign("d") is not None
 
 
 def test_a_new_elector_that_has_not_been_told_votes() -> None:
@@ -324,9 +324,9 @@ def test_a_new_elector_that_has_not_been_told_votes() -> None:
     nodes.agents["b"].learn(pb.Electors(term=1, version=2, electors=new, leader="a"))
     assert not nodes.agents["d"].is_elector
     nodes.silent_s["d"] = 0.0
-    assert nodes.stand("b") is None, "it hears the controller"
+    assert nodes.campaign("b") is None, "it hears the controller"
     nodes.silent_s["d"] = 9.0
-    assert nodes.stand("b") == 2 and nodes.agents["d"].promised == 2
+    assert nodes.campaign("b") == 2 and nodes.agents["d"].promised == 2
     again = pb.VoteRequest(term=2, version=2, candidate="c", voter="d", incarnation="d-life")
     assert not nodes.agents["d"].vote(again).granted, "once a term"
     same = pb.VoteRequest(term=3, version=1, candidate="c", voter="d", incarnation="d-life")
@@ -335,7 +335,7 @@ def test_a_new_elector_that_has_not_been_told_votes() -> None:
 
 def test_who_has_voted_does_not_stand_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     nodes = Nodes("abc", cut={"a"})
-    assert nodes.stand("b") == 2
+    assert nodes.campaign("b") == 2
     voter = nodes.agents["c"]
     assert not voter.turn(TURN_S), "it is its turn, but b has just been elected"
     now = time.monotonic()
@@ -355,7 +355,7 @@ def test_an_election_does_not_wait_for_who_is_frozen() -> None:
         return nodes.agents[e.node].vote(request)
 
     async def elect() -> int | None:
-        return await asyncio.wait_for(nodes.agents["b"].stand(ask), 10)
+        return await asyncio.wait_for(nodes.agents["b"].campaign(ask), 10)
 
     assert asyncio.run(elect()) == 2
 
@@ -373,7 +373,7 @@ def test_who_looks_less_often_misses_no_turn(names: str) -> None:
         stood, now = [], EAGER_S
         while now < EAGER_S + 20:
             stood += [int(now / TURN_S)] if agent.turn(now) else []
-            pause = next_question_s(Standing.CUT_OFF, now, agent.turn_in(now), Timeouts())
+            pause = next_question_s(NodeStatus.CUT_OFF, now, agent.turn_in(now), Timeouts())
             assert LOOK_S < pause <= Timeouts().node_silence_s or agent.turn(now + pause)
             now += pause + LOOK_S
         turns = [i for i in range(int(EAGER_S / TURN_S), int((EAGER_S + 20) / TURN_S)) if agent.turn(i * TURN_S)]
@@ -382,11 +382,11 @@ def test_who_looks_less_often_misses_no_turn(names: str) -> None:
 
 def test_how_often_others_are_asked() -> None:
     limits, never = Timeouts(), float("inf")
-    for standing in Standing:
-        assert next_question_s(standing, EAGER_S - 0.1, never, limits) == 0.0, "an election is under way"
-    assert next_question_s(Standing.MEMBER, 600.0, never, limits) == 0.0, "its workers step: see test_nodes.py"
-    idle = next_question_s(Standing.CUT_OFF, 600.0, never, limits)
-    assert idle == next_question_s(Standing.ORPHANED, 600.0, never, limits)
+    for node_status in NodeStatus:
+        assert next_question_s(node_status, EAGER_S - 0.1, never, limits) == 0.0, "an election is under way"
+    assert next_question_s(NodeStatus.MEMBER, 600.0, never, limits) == 0.0, "its workers step: see test_nodes.py"
+    idle = next_question_s(NodeStatus.CUT_OFF, 600.0, never, limits)
+    assert idle == next_question_s(NodeStatus.ORPHANED, 600.0, never, limits)
     assert next_attempt_s(600.0, limits, answered=True) == next_attempt_s(1.0, limits, answered=False) == AGAIN_S
     # A new controller waits for so long for agents that have not come yet.
     slowest = max(idle, next_attempt_s(600.0, limits, answered=False)) + ATTEMPT_S

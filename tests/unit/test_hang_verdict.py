@@ -14,7 +14,7 @@ from flashrecovery.plan.hang import (
     Group,
     Operation,
     Progress,
-    Stand,
+    RankPosition,
     VerdictKind,
     judge,
     victims_of,
@@ -32,7 +32,7 @@ def group(name: str, *ranks: int) -> tuple[Group, tuple[int, ...]]:
     return Group(name, hash(ranks) & 0xFFFF), ranks
 
 
-def stand(
+def position(
     rank: int,
     counts: Mapping[Group, int],
     *waits: Operation,
@@ -40,9 +40,9 @@ def stand(
     age: float = 20.0,
     answered: bool = True,
     pairs: Mapping[Group, Mapping[int, tuple[int, int]]] | None = None,
-) -> Stand:
+) -> RankPosition:
     progress = {g: Progress(size, n, (pairs or {}).get(g, {})) for g, n in counts.items()}
-    return Stand(rank, age, 10.0, 7, answered, False, waits, progress, f"stack of {rank}" if not waits else "")
+    return RankPosition(rank, age, 10.0, 7, answered, False, waits, progress, f"stack of {rank}" if not waits else "")
 
 
 def inside(number: int, where: Group = WORLD, op: str = "all_reduce") -> Operation:
@@ -53,8 +53,8 @@ def inside(number: int, where: Group = WORLD, op: str = "all_reduce") -> Operati
 
 
 def test_who_has_not_come_to_the_collective_is_the_culprit() -> None:
-    waiting = [stand(r, {WORLD: 6}, inside(5)) for r in (0, 2, 3)]
-    found = judge([*waiting, stand(1, {WORLD: 5})])
+    waiting = [position(r, {WORLD: 6}, inside(5)) for r in (0, 2, 3)]
+    found = judge([*waiting, position(1, {WORLD: 5})])
     assert found.kind is VerdictKind.CULPRITS and list(found.accused) == [1]
     assert "3 ranks wait for it in group 0, all_reduce #5" in found.accused[1]
     assert "in no collective" in found.accused[1] and "stack of 1" in found.accused[1]
@@ -65,10 +65,10 @@ def test_a_victim_that_others_wait_for_is_not_accused() -> None:
     left, right = Group("left", 1), Group("right", 2)
     found = judge(
         [
-            stand(0, {left: 4}, inside(3, left), size=3),
-            stand(1, {left: 4}, inside(3, left), size=3),
-            stand(2, {left: 3, right: 9}, inside(8, right), size=3),
-            stand(3, {right: 8}, size=2),
+            position(0, {left: 4}, inside(3, left), size=3),
+            position(1, {left: 4}, inside(3, left), size=3),
+            position(2, {left: 3, right: 9}, inside(8, right), size=3),
+            position(3, {right: 8}, size=2),
         ]
     )
     assert list(found.accused) == [3] and "1 rank waits for it in group right, all_reduce #8" in found.accused[3]
@@ -78,10 +78,10 @@ def test_a_rank_that_lags_inside_an_older_collective_is_followed_to_whom_it_wait
     """Rank 1 waits in #4, to which rank 2 has not come either; the others are in #5."""
     found = judge(
         [
-            stand(0, {WORLD: 6}, inside(5)),
-            stand(1, {WORLD: 5}, inside(4)),
-            stand(2, {WORLD: 4}),
-            stand(3, {WORLD: 6}, inside(5)),
+            position(0, {WORLD: 6}, inside(5)),
+            position(1, {WORLD: 5}, inside(4)),
+            position(2, {WORLD: 4}),
+            position(3, {WORLD: 6}, inside(5)),
         ]
     )
     assert list(found.accused) == [2]
@@ -92,9 +92,9 @@ def test_pipeline_stages_are_followed() -> None:
     pipe = Group("pp")
     found = judge(
         [
-            stand(0, {pipe: 0}, Operation(pipe, "recv", 0, 1, False), size=3, pairs={pipe: {1: (2, 1)}}),
-            stand(1, {pipe: 0}, size=3, pairs={pipe: {0: (0, 2), 2: (1, 0)}}),
-            stand(2, {pipe: 0}, Operation(pipe, "recv", 1, 1, False), size=3, pairs={pipe: {1: (0, 2)}}),
+            position(0, {pipe: 0}, Operation(pipe, "recv", 0, 1, False), size=3, pairs={pipe: {1: (2, 1)}}),
+            position(1, {pipe: 0}, size=3, pairs={pipe: {0: (0, 2), 2: (1, 0)}}),
+            position(2, {pipe: 0}, Operation(pipe, "recv", 1, 1, False), size=3, pairs={pipe: {1: (0, 2)}}),
         ]
     )
     assert list(found.accused) == [1] and "recv #0 with rank 1" in found.accused[1]
@@ -104,20 +104,20 @@ def test_a_send_that_its_peer_has_received_is_no_wait() -> None:
     pipe = Group("pp")
     found = judge(
         [
-            stand(0, {pipe: 0}, Operation(pipe, "send", 0, 1, False), size=2, pairs={pipe: {1: (1, 0)}}),
-            stand(1, {pipe: 0}, Operation(pipe, "recv", 1, 0, False), size=2, pairs={pipe: {0: (0, 2)}}),
+            position(0, {pipe: 0}, Operation(pipe, "send", 0, 1, False), size=2, pairs={pipe: {1: (1, 0)}}),
+            position(1, {pipe: 0}, Operation(pipe, "recv", 1, 0, False), size=2, pairs={pipe: {0: (0, 2)}}),
         ]
     )
     assert list(found.accused) == [0]
 
 
 def test_a_rank_that_does_not_answer_is_the_culprit_of_those_who_may_wait_for_it() -> None:
-    mute = stand(3, {}, answered=False)
-    found = judge([*(stand(r, {WORLD: 6}, inside(5)) for r in range(3)), mute])
+    mute = position(3, {}, answered=False)
+    found = judge([*(position(r, {WORLD: 6}, inside(5)) for r in range(3)), mute])
     assert list(found.accused) == [3] and "control thread does not answer" in found.accused[3]
     # Somebody else is seen not to have come, and all members of that group have answered.
     small = Group("small", 1)
-    others = [stand(0, {small: 2}, inside(1, small), size=2), stand(1, {small: 1}, size=2)]
+    others = [position(0, {small: 2}, inside(1, small), size=2), position(1, {small: 1}, size=2)]
     assert list(judge([*others, mute]).accused) == [1]
 
 
@@ -125,9 +125,9 @@ def test_a_deadlock_is_told_with_its_members_and_one_of_them_is_replaced() -> No
     a, b = Group("a", 1), Group("b", 2)
     found = judge(
         [
-            stand(0, {a: 1, b: 0}, inside(0, a), size=2),
-            stand(1, {a: 0, b: 1}, inside(0, b), size=2),
-            stand(2, {WORLD: 3}, inside(2), size=3),
+            position(0, {a: 1, b: 0}, inside(0, a), size=2),
+            position(1, {a: 0, b: 1}, inside(0, b), size=2),
+            position(2, {WORLD: 3}, inside(2), size=3),
         ]
     )
     assert found.kind is VerdictKind.DEADLOCK and sorted(found.accused) == [0, 1]
@@ -138,54 +138,56 @@ def test_a_deadlock_is_told_with_its_members_and_one_of_them_is_replaced() -> No
     sent = Operation(pipe, "send", 0, 0, False)
     found = judge(
         [
-            stand(0, {a: 1, pipe: 0}, inside(0, a), size=2),
-            stand(1, {a: 0, pipe: 0}, sent, size=2, pairs={pipe: {0: (1, 0)}}),
+            position(0, {a: 1, pipe: 0}, inside(0, a), size=2),
+            position(1, {a: 0, pipe: 0}, sent, size=2, pairs={pipe: {0: (1, 0)}}),
         ]
     )
     assert [rank for rank, _ in victims_of(found)] == [1], "it has sent something, and may be anywhere now"
 
 
 def test_where_everybody_has_come_nobody_is_accused() -> None:
-    found = judge([stand(r, {WORLD: 6}, inside(5)) for r in range(4)])
+    found = judge([position(r, {WORLD: 6}, inside(5)) for r in range(4)])
     assert found.kind is VerdictKind.STUCK and "all_reduce #5 in group 0" in found.text
-    assert judge([stand(r, {WORLD: 6}, inside(5), age=9.0 if r else 90.0) for r in range(4)]).kind is VerdictKind.LATER
-    unlike = [stand(r, {WORLD: 6}, inside(5, op="broadcast" if r == 2 else "all_reduce")) for r in range(4)]
+    assert (
+        judge([position(r, {WORLD: 6}, inside(5), age=9.0 if r else 90.0) for r in range(4)]).kind is VerdictKind.LATER
+    )
+    unlike = [position(r, {WORLD: 6}, inside(5, op="broadcast" if r == 2 else "all_reduce")) for r in range(4)]
     found = judge(unlike)
     assert found.kind is VerdictKind.UNLIKE and "rank 2: broadcast" in found.text and "ranks 0, 1 and 3" in found.text
 
 
 def test_nobody_is_accused_before_his_time_or_by_hearsay() -> None:
-    waiting = [stand(r, {WORLD: 6}, inside(5)) for r in (0, 2, 3)]
-    assert judge([*waiting, stand(1, {WORLD: 5}, age=9.0)]).kind is VerdictKind.LATER
+    waiting = [position(r, {WORLD: 6}, inside(5)) for r in (0, 2, 3)]
+    assert judge([*waiting, position(1, {WORLD: 5}, age=9.0)]).kind is VerdictKind.LATER
     assert judge(waiting, absent=1).kind is VerdictKind.LATER, "the culprit's node has not answered"
-    anybody = stand(1, {WORLD: 5}, Operation(WORLD, "recv_any", 0, UNKNOWN, False))
+    anybody = position(1, {WORLD: 5}, Operation(WORLD, "recv_any", 0, UNKNOWN, False))
     assert judge([*waiting, anybody]).kind is VerdictKind.NOBODY, "it may wait for anybody"
 
 
 def test_ranks_whose_waiting_is_not_seen_are_told_apart_by_their_counts() -> None:
     """As with NCCL, where a wait returns at once and the thread blocks in something else."""
-    ahead = [stand(r, {WORLD: 6}) for r in (0, 2, 3)]
-    found = judge([*ahead, stand(1, {WORLD: 5})])
+    ahead = [position(r, {WORLD: 6}) for r in (0, 2, 3)]
+    found = judge([*ahead, position(1, {WORLD: 5})])
     assert list(found.accused) == [1] and "5 of 6 collectives in group 0" in found.accused[1]
-    assert judge([*ahead, stand(1, {WORLD: 6})]).kind is VerdictKind.NOBODY, "all alike"
-    assert judge([*ahead, stand(1, {WORLD: 6}, age=9.0)]).kind is VerdictKind.LATER, "about to be alike"
-    found = judge([*(stand(r, {WORLD: 6}, age=1.0) for r in (0, 2, 3)), stand(1, {WORLD: 6})])
+    assert judge([*ahead, position(1, {WORLD: 6})]).kind is VerdictKind.NOBODY, "all alike"
+    assert judge([*ahead, position(1, {WORLD: 6}, age=9.0)]).kind is VerdictKind.LATER, "about to be alike"
+    found = judge([*(position(r, {WORLD: 6}, age=1.0) for r in (0, 2, 3)), position(1, {WORLD: 6})])
     assert list(found.accused) == [1], "the others move"
 
 
 def test_a_rank_alone() -> None:
-    assert list(judge([stand(0, {})]).accused) == [0]
-    assert list(judge([stand(2, {WORLD: 6}), stand(3, {WORLD: 6})], done=2).accused) == [2, 3]
+    assert list(judge([position(0, {})]).accused) == [0]
+    assert list(judge([position(2, {WORLD: 6}), position(3, {WORLD: 6})], done=2).accused) == [2, 3]
 
 
 def test_groups_of_one_name_and_other_members_are_kept_apart() -> None:
     first, second = Group("tp", 1), Group("tp", 2)
     found = judge(
         [
-            stand(0, {first: 3}, inside(2, first), size=2),
-            stand(1, {first: 2}, size=2),
-            stand(2, {second: 9}, inside(8, second), size=2),
-            stand(3, {second: 9}, inside(8, second), size=2),
+            position(0, {first: 3}, inside(2, first), size=2),
+            position(1, {first: 2}, size=2),
+            position(2, {second: 9}, inside(8, second), size=2),
+            position(3, {second: 9}, inside(8, second), size=2),
         ]
     )
     assert list(found.accused) == [1]
@@ -196,8 +198,8 @@ def test_a_rank_that_skips_a_step_alone_is_told_from_those_that_wait_in_it() -> 
     own = Group(CONTROL_GROUP, 1)
     found = judge(
         [
-            stand(0, {own: 16, WORLD: 10}, inside(15, own, "barrier"), size=2),
-            stand(1, {own: 15, WORLD: 11}, inside(10), size=2),
+            position(0, {own: 16, WORLD: 10}, inside(15, own, "barrier"), size=2),
+            position(1, {own: 15, WORLD: 11}, inside(10), size=2),
         ]
     )
     assert found.kind is VerdictKind.DEADLOCK
@@ -208,12 +210,12 @@ def test_a_rank_that_skips_a_step_alone_is_told_from_those_that_wait_in_it() -> 
 
 def test_a_verdict_on_many_ranks_takes_no_square_of_time() -> None:
     world = 4000
-    half = [stand(r, {WORLD: 6}, inside(5), size=world) for r in range(0, world, 2)]
-    rest = [stand(r, {WORLD: 5}, size=world) for r in range(1, world, 2)]
+    half = [position(r, {WORLD: 6}, inside(5), size=world) for r in range(0, world, 2)]
+    rest = [position(r, {WORLD: 5}, size=world) for r in range(1, world, 2)]
     assert len(judge([*half, *rest]).accused) == world // 2
     other = Group("odd", 1)
-    crossed = [stand(r, {WORLD: 5, other: 1}, inside(0, other), size=world) for r in range(1, world, 2)]
-    even = [stand(r, {WORLD: 6, other: 0}, inside(5), size=world) for r in range(0, world, 2)]
+    crossed = [position(r, {WORLD: 5, other: 1}, inside(0, other), size=world) for r in range(1, world, 2)]
+    even = [position(r, {WORLD: 6, other: 0}, inside(5), size=world) for r in range(0, world, 2)]
     assert judge([*even, *crossed]).kind is VerdictKind.DEADLOCK
 
 

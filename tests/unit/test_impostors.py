@@ -27,7 +27,7 @@ from flashrecovery.controller.service.service import ControllerService
 from flashrecovery.errors import AuthenticationError, ConfigError, ProtocolError, StrangerError
 from flashrecovery.events import EventLog, RunDir
 from flashrecovery.plan.membership.electors import Elector
-from flashrecovery.plan.membership.membership import Port, Standing
+from flashrecovery.plan.membership.membership import NodeStatus, Port
 from flashrecovery.proto import flashrecovery_pb2 as pb
 from flashrecovery.proto import flashrecovery_pb2_grpc as rpc
 from flashrecovery.rpc.channel import CONTROLLER, Access, agent_at
@@ -247,7 +247,7 @@ def test_garbage_where_the_controller_was_does_not_end_an_agent(tmp_path: Path) 
             await until(lambda: job.session._stranger and job.agent.halted > 0)
             asked = len(other.calls)
             await until(lambda: len(other.calls) > asked + 1)
-            assert not job.running.done() and job.session._lookout.standing is Standing.CUT_OFF
+            assert not job.running.done() and job.session._lookout.node_status is NodeStatus.CUT_OFF
         async with controlling(tmp_path / "again", port, settings=SHORT) as (service, _):
             await until(lambda: service._agents.is_connected("a") and job.agent.gone_on > 0)
             await job.stop()
@@ -486,7 +486,7 @@ def test_a_stranger_on_the_controllers_port_means_that_it_is_gone(
         assert {method for method, _, _ in fake.calls} <= {HELLO}
         async with controlling(tmp_path / "again", port, settings=SHORT) as (service, _):
             await until(lambda: service._agents.is_connected("a"))
-            await until(lambda: not job.session._stranger and job.session._lookout.standing is Standing.MEMBER)
+            await until(lambda: not job.session._stranger and job.session._lookout.node_status is NodeStatus.MEMBER)
             await job.stop()
         assert job.running.result() is None
 

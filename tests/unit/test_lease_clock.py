@@ -19,7 +19,7 @@ from flashrecovery.config import Timeouts
 from flashrecovery.controller.service.elector_set import ElectorSet
 from flashrecovery.controller.state.job_state import JobState
 from flashrecovery.plan.membership.electors import Elector
-from flashrecovery.plan.membership.membership import Port, Seen, Standing
+from flashrecovery.plan.membership.membership import NodeStatus, Port, Seen
 from flashrecovery.plan.membership.quorum import Quorum
 from flashrecovery.proto import flashrecovery_pb2 as pb
 from flashrecovery.runtime.page import Page
@@ -152,7 +152,7 @@ def test_answers_from_before_it_slept_say_nothing(
         monkeypatch.setattr(session, "_heard", lambda command: None)  # nothing comes any more
         session._fresh, session._hearing.heard_at = False, lease_clock() - 0.5
         await session._lookout.ask()
-        assert session._lookout.standing in (Standing.MEMBER, Standing.ORPHANED)
+        assert session._lookout.node_status in (NodeStatus.MEMBER, NodeStatus.ORPHANED)
         assert scene.agent.lent_until < lease_clock()
 
     play(tmp_path, act)

@@ -91,8 +91,8 @@ def test_all_of_megatrons_groups_follow(sizes: Sizes, chosen: Any) -> None:
         for ranks in some:
             assert shape.follows(ranks, range(world)), (kind, ranks, shape)
     for kind in ("dense dp-cp", "experts dp"):
-        stands = [named.stand(ranks[0]) for ranks in groups(sizes)[kind] if (named := shape_of(ranks, world))]
-        assert len({*stands}) == len(groups(sizes)[kind]), (kind, stands)
+        model_ranks = [named.model_rank(ranks[0]) for ranks in groups(sizes)[kind] if (named := shape_of(ranks, world))]
+        assert len({*model_ranks}) == len(groups(sizes)[kind]), (kind, model_ranks)
 
 
 @pytest.mark.parametrize("sizes", LAYOUTS, ids=str)

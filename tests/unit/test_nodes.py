@@ -17,7 +17,7 @@ from flashrecovery.errors import ConfigError
 from flashrecovery.plan.membership.electors import Elector
 from flashrecovery.plan.membership.leases import LOOK_S, decides_for_s, halts_after_s
 from flashrecovery.plan.membership.liveness import Ask, Liveness, Lost, Unheard
-from flashrecovery.plan.membership.membership import Port, Reach, Seen, Standing, lost, reach, standing
+from flashrecovery.plan.membership.membership import NodeStatus, Port, Reach, Seen, lost, node_status, reach
 from flashrecovery.plan.membership.placement import Room, neighbour_stride, place
 from flashrecovery.plan.transitions import State
 from flashrecovery.proto import flashrecovery_pb2 as pb
@@ -240,19 +240,19 @@ def test_after_a_pause_of_its_own_the_controller_suspects_nobody() -> None:
 @pytest.mark.parametrize(
     ("port", "enough", "vouched", "silent_s", "expected"),
     [
-        (Port.SILENT, False, False, 0.4, Standing.CUT_OFF),
-        (Port.SILENT, True, False, 0.4, Standing.CUT_OFF),  # they may have been cut off with us
-        (Port.SILENT, False, True, 9.0, Standing.MEMBER),
-        (Port.ACCEPTS, False, False, 0.5, Standing.MEMBER),  # busy
-        (Port.ACCEPTS, True, False, 9.0, Standing.MEMBER),
-        (Port.ACCEPTS, False, False, 0.8, Standing.CUT_OFF),  # or its host's kernel, and the others have another one
-        (Port.REFUSES, True, False, 0.4, Standing.ORPHANED),
-        (Port.REFUSES, False, False, 0.4, Standing.CUT_OFF),  # a firewall says so
-        (Port.REFUSES, False, True, 0.4, Standing.MEMBER),
+        (Port.SILENT, False, False, 0.4, NodeStatus.CUT_OFF),
+        (Port.SILENT, True, False, 0.4, NodeStatus.CUT_OFF),  # they may have been cut off with us
+        (Port.SILENT, False, True, 9.0, NodeStatus.MEMBER),
+        (Port.ACCEPTS, False, False, 0.5, NodeStatus.MEMBER),  # busy
+        (Port.ACCEPTS, True, False, 9.0, NodeStatus.MEMBER),
+        (Port.ACCEPTS, False, False, 0.8, NodeStatus.CUT_OFF),  # or its host's kernel, and the others have another one
+        (Port.REFUSES, True, False, 0.4, NodeStatus.ORPHANED),
+        (Port.REFUSES, False, False, 0.4, NodeStatus.CUT_OFF),  # a firewall says so
+        (Port.REFUSES, False, True, 0.4, NodeStatus.MEMBER),
     ],
 )
-def test_standing(port: Port, enough: bool, vouched: bool, silent_s: float, expected: Standing) -> None:
-    assert standing(port, Reach(enough, vouched), silent_s, LIMITS) is expected
+def test_standing(port: Port, enough: bool, vouched: bool, silent_s: float, expected: NodeStatus) -> None:
+    assert node_status(port, Reach(enough, vouched), silent_s, LIMITS) is expected
 
 
 @pytest.mark.parametrize(
@@ -278,15 +278,15 @@ def test_who_is_reached(electors: str, seen: str, enough: bool) -> None:
 @pytest.mark.parametrize(
     ("found", "port", "silent_s", "expected"),
     [
-        (Standing.ORPHANED, Port.REFUSES, 0.4, True),
-        (Standing.CUT_OFF, Port.SILENT, 0.8, False),
-        (Standing.CUT_OFF, Port.SILENT, 1.0, True),
-        (Standing.MEMBER, Port.SILENT, 10.0, False),  # a neighbour hears it
-        (Standing.MEMBER, Port.ACCEPTS, 2.0, False),  # busy
-        (Standing.MEMBER, Port.ACCEPTS, 3.0, True),  # it stands still
+        (NodeStatus.ORPHANED, Port.REFUSES, 0.4, True),
+        (NodeStatus.CUT_OFF, Port.SILENT, 0.8, False),
+        (NodeStatus.CUT_OFF, Port.SILENT, 1.0, True),
+        (NodeStatus.MEMBER, Port.SILENT, 10.0, False),  # a neighbour hears it
+        (NodeStatus.MEMBER, Port.ACCEPTS, 2.0, False),  # busy
+        (NodeStatus.MEMBER, Port.ACCEPTS, 3.0, True),  # it stands still
     ],
 )
-def test_when_a_controller_is_lost(found: Standing, port: Port, silent_s: float, expected: bool) -> None:
+def test_when_a_controller_is_lost(found: NodeStatus, port: Port, silent_s: float, expected: bool) -> None:
     assert lost(found, port, silent_s, LIMITS) is expected
 
 

@@ -91,7 +91,9 @@ def test_beyond_the_launch_too(shape: ReplicaShape, sharded: bool, monkeypatch: 
         ring = ring_among(members, shape if sharded else None)
         keepers = {rank: members[place] for rank, place in zip(members, ring, strict=True)}
         assert job.keepers_of_copies() == keepers and all(rank != keeper for rank, keeper in keepers.items())
-        assert not sharded or all(shape.stand(rank) == shape.stand(keeper) for rank, keeper in keepers.items())
+        assert not sharded or all(
+            shape.model_rank(rank) == shape.model_rank(keeper) for rank, keeper in keepers.items()
+        )
 
 
 def test_two_replicas_that_both_lack_a_rank() -> None:

@@ -97,12 +97,12 @@ def test_nothing_fails() -> None:
 
 
 @given(st.floats(0, 100), st.floats(0, 1), st.floats(1, 3), st.floats(0, 0.5))
-def test_more_failures_never_leave_more_time(failures: float, share: float, more: float, standing: float) -> None:
-    as_it_is = losses(failures, share * failures, standing, COSTS)
+def test_more_failures_never_leave_more_time(failures: float, share: float, more: float, blocked: float) -> None:
+    as_it_is = losses(failures, share * failures, blocked, COSTS)
     assert 0 < as_it_is.ettr <= 1
-    assert losses(failures * more, share * failures * more, standing, COSTS).ettr <= as_it_is.ettr + 1e-12
-    assert losses(failures, min(1.0, share * more) * failures, standing, COSTS).ettr <= as_it_is.ettr + 1e-12
-    assert losses(failures, share * failures, min(1.0, standing * more), COSTS).ettr <= as_it_is.ettr + 1e-12
+    assert losses(failures * more, share * failures * more, blocked, COSTS).ettr <= as_it_is.ettr + 1e-12
+    assert losses(failures, min(1.0, share * more) * failures, blocked, COSTS).ettr <= as_it_is.ettr + 1e-12
+    assert losses(failures, share * failures, min(1.0, blocked * more), COSTS).ettr <= as_it_is.ettr + 1e-12
 
 
 @pytest.mark.parametrize("fatal_share", [1.0, 0.1])
@@ -159,7 +159,7 @@ def erlang_b(servers: int, load: float) -> float:
 @pytest.mark.parametrize("load", [1e-4, 0.3, 2.0])
 def test_waiting_for_a_node_is_erlang_s_formula(spares: int, load: float) -> None:
     found = waiting(spares, 2.0, load / 2.0)
-    assert found.standing == pytest.approx(erlang_b(spares + 1, load), rel=1e-6, abs=1e-15)
+    assert found.blocked == pytest.approx(erlang_b(spares + 1, load), rel=1e-6, abs=1e-15)
     assert found.wait_days == pytest.approx(2.0 / (spares + 1), rel=1e-6)
     reached = [load**i / math.factorial(i) for i in range(spares + 1)]
     assert found.unlucky == pytest.approx(reached[-1] / sum(reached), rel=1e-6)
@@ -184,7 +184,7 @@ def test_waiting_for_nodes_of_whole_racks_against_simulation() -> None:
         events += 1
         unlucky += busy > spares
         stays += busy > spares
-    assert said.standing == pytest.approx(stood / now, rel=0.04)
+    assert said.blocked == pytest.approx(stood / now, rel=0.04)
     assert said.unlucky == pytest.approx(unlucky / events, rel=0.04)
     assert said.wait_days == pytest.approx(stood / stays, rel=0.04)
 
@@ -192,11 +192,11 @@ def test_waiting_for_nodes_of_whole_racks_against_simulation() -> None:
 @given(st.integers(0, 6), st.floats(0, 5), st.floats(0, 2), st.floats(0, 1), st.integers(1, 6))
 def test_another_spare_node_never_hurts(spares: int, repair: float, single: float, batched: float, batch: int) -> None:
     fewer, more = (waiting(count, repair, single, batched, batch) for count in (spares, spares + 1))
-    assert 0 <= more.standing <= fewer.standing + 1e-12 and 0 <= fewer.standing < 1
+    assert 0 <= more.blocked <= fewer.blocked + 1e-12 and 0 <= fewer.blocked < 1
     assert 0 <= more.unlucky <= fewer.unlucky + 1e-9 and fewer.unlucky <= 1 + 1e-9
 
 
 def test_nothing_to_wait_for() -> None:
-    assert waiting(0, 0.0, 1.0).standing == waiting(0, 1.0, 0.0).standing == 0.0
+    assert waiting(0, 0.0, 1.0).blocked == waiting(0, 1.0, 0.0).blocked == 0.0
     with pytest.raises(ValueError, match=r"spares = -1, .*: 0 or more is allowed"):
         waiting(-1, 1.0, 1.0)

@@ -22,12 +22,12 @@ def test_it_counts_as_the_grid_does(tp: int, dp: int, pp: int) -> None:
     assert (shape.world, shape.each) == (grid.size, tp * pp)
     for stage, replica, at in itertools.product(range(pp), range(dp), range(tp)):
         rank = grid.rank(tp=at, dp=replica, pp=stage)
-        assert shape.replica(rank) == replica and shape.stand(rank) == stage * tp + at
-        assert shape.rank(replica, shape.stand(rank)) == rank
+        assert shape.replica(rank) == replica and shape.model_rank(rank) == stage * tp + at
+        assert shape.rank(replica, shape.model_rank(rank)) == rank
     for replica in range(dp):
         assert shape.ranks(replica) == grid.replica(replica)
-    for stand in range(shape.each):
-        peers = [shape.rank(replica, stand) for replica in range(dp)]
+    for model_rank in range(shape.each):
+        peers = [shape.rank(replica, model_rank) for replica in range(dp)]
         found = shape_of(peers, grid.size)
         assert found is not None and found.replicas == dp
         if dp > 1:
@@ -82,7 +82,7 @@ def test_replicas_are_chosen_to_leave() -> None:
     shape = ReplicaShape(3, 1, 2)  # (0, 3), (1, 4), (2, 5)
     records = {rank: RankRecord(rank, shape=shape) for rank in range(6)}
     for rank, record in records.items():
-        record.inventory.live, record.inventory.needs = 7, {f"part{shape.stand(rank)}": 8}
+        record.inventory.live, record.inventory.needs = 7, {f"part{shape.model_rank(rank)}": 8}
     assert choose_leaving(records, {}, 1, 7, shape=shape) == [2, 5]
     assert choose_leaving(records, {}, 2, 7, shape=shape) == [1, 2, 4, 5]
     assert choose_leaving(records, {}, 1, 7, named=[4], shape=shape) == [1, 4]

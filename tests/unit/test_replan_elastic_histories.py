@@ -60,7 +60,7 @@ class Histories(ShardedWorld):
         tp, ep, shape = self.facts.layout["tp"], self.facts.layout["ep"], self.shape
 
         def at(other: int) -> tuple[int, int]:
-            run, place = divmod(shape.stand(other), shape.inner)
+            run, place = divmod(shape.model_rank(other), shape.inner)
             return run, place % tp
 
         dense = sorted(other for other in layout if at(other) == at(rank))
@@ -71,7 +71,7 @@ class Histories(ShardedWorld):
         return [name for name in self.part(rank, layout) if "#part=" in name]
 
     def all_of(self, rank: int, layout: tuple[int, ...]) -> list[str]:
-        return [*self.part(rank, layout), f"param/w#{self.shape.stand(rank)}"]
+        return [*self.part(rank, layout), f"param/w#{self.shape.model_rank(rank)}"]
 
     def joined(self, rank: int, generation: int) -> pb.Joined:
         found = super().joined(rank, generation)
@@ -139,8 +139,8 @@ class Histories(ShardedWorld):
                 self.odd.append(f"rank {rank} is to write {item.kind} {item.shard!r} at {staging.version}, and has not")
         self.staged.setdefault(staging.directory, set()).update(item.shard for item in staging.items)
         if staging.items:
-            stands = range(self.shape.each)
-            peers = [self.shape.peers(layout, self.shape.rank(0, stand)) for stand in stands]
+            model_ranks = range(self.shape.each)
+            peers = [self.shape.peers(layout, self.shape.rank(0, model_rank)) for model_rank in model_ranks]
             every = {name for some in peers for peer in some for name in self.all_of(peer, layout)}
             self.whole.setdefault(staging.directory, set()).update(every)
         reply = pb.Reply(serial=command.serial, generation=command.generation, rank=rank, staged_bytes=9)

@@ -31,8 +31,8 @@ SHAPES = (NEIGHBOURS, APART, BOTH)
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_each_rank_stands_in_one_replica(shape: ReplicaShape) -> None:
-    places = {(shape.replica(rank), shape.stand(rank)): rank for rank in range(shape.world)}
-    assert sorted(places) == [(replica, stand) for replica in range(3) for stand in range(shape.each)]
+    places = {(shape.replica(rank), shape.model_rank(rank)): rank for rank in range(shape.world)}
+    assert sorted(places) == [(replica, model_rank) for replica in range(3) for model_rank in range(shape.each)]
     assert all(shape.rank(*place) == rank for place, rank in places.items())
     assert sorted(rank for replica in range(3) for rank in shape.ranks(replica)) == list(range(shape.world))
 
@@ -46,7 +46,7 @@ def test_the_ranks_of_replicas() -> None:
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_any_ranks_peers_say_the_shape(shape: ReplicaShape) -> None:
     for rank in range(shape.world):
-        peers = [shape.rank(replica, shape.stand(rank)) for replica in range(3)]
+        peers = [shape.rank(replica, shape.model_rank(rank)) for replica in range(3)]
         assert shape_of(peers, shape.world) == shape
 
 
@@ -122,7 +122,7 @@ class ReplicaWorld(GrowingWorld):
         super().__init__(config.pop("nproc", shape.world), **config)
 
     def joined(self, rank: int, generation: int) -> pb.Joined:
-        names = {f"param/w#{self.shape.stand(rank)}": 100, "common": 10, f"capsule@{rank}": 5}
+        names = {f"param/w#{self.shape.model_rank(rank)}": 100, "common": 10, f"capsule@{rank}": 5}
         return pb.Joined(
             rank=rank,
             generation=generation,
@@ -268,7 +268,9 @@ def test_a_local_state_is_lent_by_all_at_the_same_place_and_nobody_else(shape: R
     lent: dict[str, set[int]] = {}
     for holding in restore_plan._lent(records, [7]):
         lent.setdefault(holding.shard, set()).add(holding.rank)
-    assert lent == {f"capsule@{rank}": {shape.rank(replica, shape.stand(rank)) for replica in (0, 2)} for rank in came}
+    assert lent == {
+        f"capsule@{rank}": {shape.rank(replica, shape.model_rank(rank)) for replica in (0, 2)} for rank in came
+    }
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -280,7 +282,7 @@ def test_who_stays_has_all_only_if_each_place_has_a_local_state(shape: ReplicaSh
     records[0].inventory.live = -1
     assert have(records, 7)
     for record in records:
-        record.inventory.live = -1 if shape.stand(record.rank) == shape.stand(0) else 7
+        record.inventory.live = -1 if shape.model_rank(record.rank) == shape.model_rank(0) else 7
     assert not have(records, 7)
 
 

@@ -29,19 +29,19 @@ from tests.unit.test_resized_layouts import Dirty, Held, megatron, megatron_rule
 
 @dataclass(frozen=True)
 class Kind:
-    """``inner``, ``outer``: of a replica. ``stands``: who divides the dense state, one group after another. ``each``:
-    of these so many have all experts together; 0: there are none."""
+    """``inner``, ``outer``: of a replica. ``model_ranks``: among which the dense state is sharded, one group after
+    another. ``each``: of these so many have all experts together; 0: there are none."""
 
     inner: int
     outer: int
-    stands: tuple[tuple[int, ...], ...]
+    model_ranks: tuple[tuple[int, ...], ...]
     each: int
 
     def shape(self, replicas: int) -> ReplicaShape:
         return ReplicaShape(replicas, self.inner, self.outer)
 
-    def group(self, stand: int) -> int:
-        return next(number for number, group in enumerate(self.stands) if stand in group)
+    def group(self, model_rank: int) -> int:
+        return next(number for number, group in enumerate(self.model_ranks) if model_rank in group)
 
 
 KINDS = {
@@ -62,9 +62,9 @@ CHANGES = [
 """Kind, and the numbers of replicas before and after."""
 
 
-def sharers(kind: Kind, replicas: int, stand: int) -> list[int]:
+def sharers(kind: Kind, replicas: int, model_rank: int) -> list[int]:
     """The ranks that divide the dense state with those at this place."""
-    group = kind.stands[kind.group(stand)]
+    group = kind.model_ranks[kind.group(model_rank)]
     found = []
     for rank in range(replicas * kind.inner * kind.outer):
         run, within = divmod(rank, kind.inner * replicas)
@@ -75,15 +75,15 @@ def sharers(kind: Kind, replicas: int, stand: int) -> list[int]:
 
 def held(kind: Kind, rank: int, replicas: int) -> Held:
     run, within = divmod(rank, kind.inner * replicas)
-    stand = run * kind.inner + within % kind.inner
-    group, ranks = kind.group(stand), sharers(kind, replicas, stand)
+    model_rank = run * kind.inner + within % kind.inner
+    group, ranks = kind.group(model_rank), sharers(kind, replicas, model_rank)
     place = ranks.index(rank)
-    found = of(megatron(place, len(ranks)), f"stand={group}" if len(kind.stands) > 1 else "", "", group + 1)
+    found = of(megatron(place, len(ranks)), f"stand={group}" if len(kind.model_ranks) > 1 else "", "", group + 1)
     if kind.each:
         column = ranks[place % kind.each :: kind.each]
         part = megatron(column.index(rank), len(column))
-        stand = kind.stands[group][place % kind.each]  # the first one of those who have these experts
-        found |= of(part, f"stand={stand}", "e.", 10 + stand)
+        model_rank = kind.model_ranks[group][place % kind.each]  # the first one of those who have these experts
+        found |= of(part, f"stand={model_rank}", "e.", 10 + model_rank)
     return found
 
 
@@ -100,9 +100,9 @@ def of(one: Held, suffix: str, beginning: str, factor: int) -> Held:
     return found
 
 
-def rules_of(kind: Kind, stand: int) -> list[TensorRule]:
-    group = kind.group(stand)
-    suffix = f"stand={group}" if len(kind.stands) > 1 else ""
+def rules_of(kind: Kind, model_rank: int) -> list[TensorRule]:
+    group = kind.group(model_rank)
+    suffix = f"stand={group}" if len(kind.model_ranks) > 1 else ""
     found = [replace(rule, suffix=suffix) for rule in megatron_rules()]
     for first in range(kind.each):
         for rule in megatron_rules():
@@ -114,24 +114,24 @@ def rules_of(kind: Kind, stand: int) -> list[TensorRule]:
                     shard=f"{begun}/e.{rest}",
                     key=rule.key.replace("state/", "state1/"),
                     pattern=EveryNth(rule.pattern, kind.each, first),
-                    suffix=f"stand={kind.stands[group][first]}",
+                    suffix=f"stand={kind.model_ranks[group][first]}",
                 )
             )
     return found
 
 
-def stands_of(kind: Kind, stand: int) -> tuple[int, ...]:
-    group = kind.stands[kind.group(stand)]
+def model_ranks_of(kind: Kind, model_rank: int) -> tuple[int, ...]:
+    group = kind.model_ranks[kind.group(model_rank)]
     return group if len(group) > 1 else ()
 
 
 def shards_of(kind: Kind, rank: int, replicas: int) -> list[LooseShard]:
     shape = kind.shape(replicas)
-    stand = shape.stand(rank)
-    sharing = Sharing(shape, stands_of(kind, stand) or (stand,))
-    assert list(sharing.ranks) == sharers(kind, replicas, stand)
+    model_rank = shape.model_rank(rank)
+    sharing = Sharing(shape, model_ranks_of(kind, model_rank) or (model_rank,))
+    assert list(sharing.ranks) == sharers(kind, replicas, model_rank)
     found = {}
-    for rule in rules_of(kind, stand):
+    for rule in rules_of(kind, model_rank):
         name = rule.shard_at(sharing.place(rank), sharing.size)
         if name:
             places = [place for place in range(sharing.size) if rule.shard_at(place, sharing.size) == name]
@@ -149,11 +149,11 @@ def save(folder: Path, kind: Kind, replicas: int) -> Path:
             spec = ShardSpec({k: TensorSpec(tuple(t.shape), t.dtype) for k, t in tensors.items()}, plain)
             for key, live in shard.allocate(spec).items():
                 live.copy_(tensors[key])
-        stand = shape.stand(rank)
+        model_rank = shape.model_rank(rank)
         writing = CheckpointFallback(
-            folder, rank=rank, world=shape.world, keep=100, shape=shape, stands=stands_of(kind, stand)
+            folder, rank=rank, world=shape.world, keep=100, shape=shape, model_ranks=model_ranks_of(kind, model_rank)
         )
-        rules = tuple(rules_of(kind, stand))
+        rules = tuple(rules_of(kind, model_rank))
         writing.commit(7, mine, local_state=b"own", common=b"common", generation=0, rules=rules)
         assert writing.wait(30) and writing.close(5)
     last = newest(folder)
@@ -165,9 +165,9 @@ def check(path: Path, kind: Kind, replicas: int) -> None:
     """Each rank has what it would have, bit for bit, padding and places included."""
     shape = kind.shape(replicas)
     for rank in range(shape.world):
-        stand = shape.stand(rank)
+        model_rank = shape.model_rank(rank)
         mine = [Dirty(shard.name, shard.holders) for shard in shards_of(kind, rank, replicas)]
-        options = {"rules": rules_of(kind, stand), "shape": shape, "stands": stands_of(kind, stand)}
+        options = {"rules": rules_of(kind, model_rank), "shape": shape, "model_ranks": model_ranks_of(kind, model_rank)}
         assert load(path, mine, rank=rank, world=shape.world, elastic=True, **options).common == b"common"  # type: ignore[arg-type]
         expected = held(kind, rank, replicas)
         assert {shard.name for shard in mine} == expected.keys()
@@ -226,8 +226,8 @@ def loaded(path: Path, kind: Kind, replicas: int, *, of: Kind) -> None:
     """As a job of ``kind`` that has the shards and rules of another one."""
     shape = kind.shape(replicas)
     shards: Sequence[LooseShard] = shards_of(of, 0, replicas)
-    rules, stands = rules_of(of, 0), stands_of(kind, 0)
-    load(path, shards, rank=0, world=shape.world, elastic=True, rules=rules, shape=shape, stands=stands)
+    rules, model_ranks = rules_of(of, 0), model_ranks_of(kind, 0)
+    load(path, shards, rank=0, world=shape.world, elastic=True, rules=rules, shape=shape, model_ranks=model_ranks)
 
 
 @pytest.mark.parametrize("replicas", [1, 2])
@@ -235,7 +235,7 @@ def test_other_places_that_divide_it_are_refused(replicas: int, tmp_path: Path) 
     """Tensor parallelism of two has replicas of two ranks, too; there each place divides its own."""
     kind = KINDS["context"]
     path = save(tmp_path / "c", kind, 1)
-    alone = replace(kind, stands=((0,), (1,)))
+    alone = replace(kind, model_ranks=((0,), (1,)))
     with pytest.raises(RestoreError, match=r"among the places \[0, 1\] of each replica together, and this job's"):
         loaded(path, alone, replicas, of=kind)
     with pytest.raises(RestoreError, match="another number of the same replicas"):
@@ -256,5 +256,5 @@ def test_what_is_written_comes_back(tmp_path: Path) -> None:
     rules = tuple(rules_of(KINDS["experts"], 0))
     assert from_plain(*codec.loads(codec.dumps(to_plain(rules)))) == rules
     manifest = manifests_of(save(tmp_path / "c", KINDS["experts, tensor"], 1), [3])[3]
-    assert (manifest.stands, manifest.shape) == ((1, 3), ReplicaShape(1, 4))
+    assert (manifest.model_ranks, manifest.shape) == ((1, 3), ReplicaShape(1, 4))
     assert manifest.sharing(3).ranks == (1, 3)

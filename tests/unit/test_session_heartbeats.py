@@ -21,7 +21,7 @@ from flashrecovery.config import RunConfig
 from flashrecovery.controller.service.service import ControllerService
 from flashrecovery.events import EventLog, RunDir
 from flashrecovery.plan.membership.leases import works_for_s
-from flashrecovery.plan.membership.membership import Standing
+from flashrecovery.plan.membership.membership import NodeStatus
 from flashrecovery.proto import flashrecovery_pb2 as pb
 from flashrecovery.proto import flashrecovery_pb2_grpc as rpc
 from flashrecovery.rpc.channel import CONTROLLER, Access
@@ -273,13 +273,13 @@ def test_an_answer_that_was_long_on_its_way_restores_nothing(tmp_path: Path) -> 
         await scene.until(scene.by_datagram)
         session, agent = scene.session, scene.agent
         now = lease_clock()
-        agent.gone_on, session._lookout.standing, session._hearing.heard_at = 0, Standing.CUT_OFF, now - 9.0
+        agent.gone_on, session._lookout.node_status, session._hearing.heard_at = 0, NodeStatus.CUT_OFF, now - 9.0
         session._hearing.cut_off()
         agent.lent_until = 0.0
         session._heard_at_least_at(now - 1.0)
-        assert agent.gone_on == 0 and session._lookout.standing is Standing.CUT_OFF and agent.lent_until < now
+        assert agent.gone_on == 0 and session._lookout.node_status is NodeStatus.CUT_OFF and agent.lent_until < now
         session._heard_at_least_at(now - 0.1)
-        assert agent.gone_on == 1 and session._lookout.standing is Standing.MEMBER  # type: ignore[comparison-overlap]
+        assert agent.gone_on == 1 and session._lookout.node_status is NodeStatus.MEMBER  # type: ignore[comparison-overlap]
 
     play(tmp_path, act)
 
@@ -291,14 +291,14 @@ def test_a_controller_that_gathers_restores_nothing(tmp_path: Path) -> None:
         await scene.until(scene.by_datagram)
         session, agent = scene.session, scene.agent
         now = lease_clock()
-        agent.gone_on, session._lookout.standing, agent.lent_until = 0, Standing.CUT_OFF, 0.0
+        agent.gone_on, session._lookout.node_status, agent.lent_until = 0, NodeStatus.CUT_OFF, 0.0
         session._hearing.cut_off()
         session._gathering = True
         session._heard_at_least_at(now)
-        assert agent.gone_on == 0 and session._lookout.standing is Standing.CUT_OFF and agent.lent_until == 0.0
+        assert agent.gone_on == 0 and session._lookout.node_status is NodeStatus.CUT_OFF and agent.lent_until == 0.0
         session._gathering = False
         session._heard_at_least_at(now)
-        assert agent.gone_on == 1 and session._lookout.standing is Standing.MEMBER  # type: ignore[comparison-overlap]
+        assert agent.gone_on == 1 and session._lookout.node_status is NodeStatus.MEMBER  # type: ignore[comparison-overlap]
         assert agent.lent_until > now
 
     play(tmp_path, act)

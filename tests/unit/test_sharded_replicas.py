@@ -136,8 +136,8 @@ class ShardedWorld(ReplicaWorld):
         self.machine.on_reply, self.machine.on_joined = on_reply, on_joined  # type: ignore[method-assign]
 
     def part(self, rank: int, layout: tuple[int, ...]) -> list[str]:
-        peers, stand = self.shape.peers(layout, rank), self.shape.stand(rank)
-        return [f"w#part={peers.index(rank)}/{len(peers)},stand={stand}", f"flat#{len(peers)},stand={stand}"]
+        peers, model_rank = self.shape.peers(layout, rank), self.shape.model_rank(rank)
+        return [f"w#part={peers.index(rank)}/{len(peers)},stand={model_rank}", f"flat#{len(peers)},stand={model_rank}"]
 
     def alone(self, rank: int, layout: tuple[int, ...]) -> list[str]:
         """What of its part nobody else has."""
@@ -145,7 +145,7 @@ class ShardedWorld(ReplicaWorld):
 
     def needs(self, rank: int, layout: tuple[int, ...]) -> list[pb.ShardNeed]:
         sharded = self.part(rank, layout) if rank in layout else []
-        alike = [f"param/w#{self.shape.stand(rank)}", "common", f"capsule@{rank}"]
+        alike = [f"param/w#{self.shape.model_rank(rank)}", "common", f"capsule@{rank}"]
         return [pb.ShardNeed(name=name, nbytes=9, sharded=name in sharded) for name in [*sharded, *alike]]
 
     def joined(self, rank: int, generation: int) -> pb.Joined:

@@ -51,6 +51,6 @@ class FSDP2Replicas:
 
 def mesh_now(launched: torch.Tensor) -> torch.Tensor:
     """Of a mesh of (replicate, shard), as it was launched: the numbers, shape (replicas, ranks of each), of the ranks
-    that there are now; a column for each place in a replica, of those who stand there."""
+    that there are now; a column for each model rank, of those who have it."""
     places = [groups.numbers_now(peers) for peers in launched.T.tolist()]
     return torch.tensor(places, dtype=launched.dtype).T.contiguous()

@@ -36,7 +36,7 @@ _AGENT_LEAVES_S = 15.0
 """The agent's own end after it has told its guards of the job's end, for the guard that has started it."""
 
 
-def stand(task: Task, launch: TaskLaunch) -> int:
+def guard_task(task: Task, launch: TaskLaunch) -> int:
     """Guard this task to the end of its job. Returns the code for the launcher. Raises ConfigError."""
     launcher = os.environ.pop(LAUNCHER_PID_ENV, None)
     if launcher is not None:

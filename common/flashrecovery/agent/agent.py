@@ -371,7 +371,7 @@ class Agent:
         self._send(pb.AgentMessage(probed=probed))
 
     async def _look(self, message: pb.Look) -> None:
-        """Report where the workers stand. A node that is cut off does not answer."""
+        """Report where the workers are. A node that is cut off does not answer."""
         if not self._processes.halted:
             self._send(pb.AgentMessage(hang_reports=await self._looks.look(message)))
 

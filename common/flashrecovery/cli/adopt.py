@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from flashrecovery.adopt.guard import stand
+from flashrecovery.adopt.guard import guard_task
 from flashrecovery.adopt.launch import TaskLaunch, placed
 from flashrecovery.cli.run_options import ENVIRONMENT, OWN, SCRIPT, RunCommand, settings
 from flashrecovery.config import load_run_config
@@ -47,7 +47,7 @@ def _adopt(
     if task.rank == 0:
         ranks = f"{config.world_size} ranks, started by {task.launcher}"
         say(f"{ranks}, {config.standby} standby, run directory {path}")
-    sys.exit(stand(task, launch))
+    sys.exit(guard_task(task, launch))
 
 
 adopt = RunCommand(

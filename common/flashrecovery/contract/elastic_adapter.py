@@ -20,7 +20,7 @@ class ElasticAdapter(Adapter):
     """
 
     def replicas(self) -> dist.ProcessGroup | None:
-        """The data-parallel group: of the ranks that stand at this rank's place in every replica of the model, in the
+        """The data-parallel group: of the ranks that have this rank's model rank in every replica of the model, in the
         order of the launch. Its rank and size are the number of this rank's replica, and how many there are. None:
         each rank is a replica by itself, or this adapter cannot tell (another one may).
 

@@ -119,8 +119,7 @@ class ShardLayout(ABC):
 
     def sharers(self) -> Sequence[int] | None:
         """The ranks among which this rank's state is sharded, as the job was launched, in the order of their places:
-        whole stands of replicas of several ranks (:mod:`flashrecovery.plan.elastic.replicas`). None: those at the same
-        place in every replica."""
+        all that have one of some model ranks (:mod:`flashrecovery.plan.elastic.replicas`). None: those with its own."""
         return None
 
     def check(self) -> None:  # noqa: B027 - optional

@@ -17,7 +17,7 @@ from flashrecovery.config import Timeouts
 from flashrecovery.controller.state.job_state import AGENT, JobState
 from flashrecovery.controller.state.rank_record import Place, RankRecord
 from flashrecovery.kinds import NoticeKind
-from flashrecovery.plan.hang import Group, Operation, Progress, Stand, Verdict, VerdictKind, judge
+from flashrecovery.plan.hang import Group, Operation, Progress, RankPosition, Verdict, VerdictKind, judge
 from flashrecovery.plan.membership.node_failures import SLOW
 from flashrecovery.plan.transitions import State
 from flashrecovery.proto import flashrecovery_pb2 as pb
@@ -161,19 +161,19 @@ class HangDetector:
             return None
         self._look = None
         running = {r.rank: r for r in ranks if r.place is Place.RUNNING}
-        stands = [
-            self._stand(running[a.rank], a)
+        positions = [
+            self._position(running[a.rank], a)
             for a in look.answers
             if a.rank in running and running[a.rank].process.pid == a.pid
         ]
         done = len(ranks) - len(running)
-        absent = len(running) - len(stands)
-        found = judge(stands, absent=absent, done=done)
+        absent = len(running) - len(positions)
+        found = judge(positions, absent=absent, done=done)
         if not any(self._suspected(r, now) for r in ranks):  # only a deadlock, which has no end, is told this early
-            stands = [replace(s, limit_s=min(s.limit_s, _ENDED_S)) for s in stands]
-            soon = judge(stands, absent=absent, done=done)
+            positions = [replace(s, limit_s=min(s.limit_s, _ENDED_S)) for s in positions]
+            soon = judge(positions, absent=absent, done=done)
             found = soon if soon.kind is VerdictKind.DEADLOCK else Verdict(VerdictKind.LATER)
-        progress = {s.rank: s.progress for s in stands}
+        progress = {s.rank: s.progress for s in positions}
         key = (found.kind, frozenset((r, progress[r]) for r in found.accused))
         repeated, self._last = key == self._last, key
         if found.kind is VerdictKind.LATER or repeated:
@@ -196,12 +196,12 @@ class HangDetector:
         """Seconds without progress that make a suspect."""
         return max(record.hang_floor_s or self._limits.hang_floor_s, self._limits.hang_factor * step_s)
 
-    def _stand(self, record: RankRecord, answer: pb.HangReport) -> Stand:
+    def _position(self, record: RankRecord, answer: pb.HangReport) -> RankPosition:
         groups = {
             Group(g.group, g.members): Progress(g.size, g.collectives, {p.peer: (p.sent, p.received) for p in g.pairs})
             for g in answer.groups
         }
-        return Stand(
+        return RankPosition(
             rank=answer.rank,
             age_s=answer.age_s,
             limit_s=self._limit(record, answer.step_s),
@@ -225,7 +225,7 @@ class HangWatch:
         self._lookout = HangDetector(job.config.timeouts)
 
     def on_hang_reports(self, node: str, message: pb.HangReports) -> None:
-        """An agent says where its workers stand."""
+        """An agent says where its workers are."""
         self._lookout.answered(node, message)
 
     def data_ended(self, rank: int, text: str) -> None:

@@ -38,8 +38,8 @@ def described(shape: ReplicaShape) -> list[str]:
     found = []
     for group in groups():
         by_replica = shape.by_replica(group.launched)
-        stands = [shape.stand(rank) for rank in next(iter(by_replica.values()))]
-        found.append(f"{'in each replica' if len(by_replica) == 1 else 'over all replicas'}: places {stands}")
+        model_ranks = [shape.model_rank(rank) for rank in next(iter(by_replica.values()))]
+        found.append(f"{'in each replica' if len(by_replica) == 1 else 'over all replicas'}: places {model_ranks}")
     return found
 
 

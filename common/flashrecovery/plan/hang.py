@@ -69,8 +69,8 @@ class Progress:
 
 
 @dataclass(frozen=True)
-class Stand:
-    """Where one rank stands. ``limit_s``: no progress for so long makes a suspect."""
+class RankPosition:
+    """Where one rank is. ``limit_s``: no progress for so long makes a suspect."""
 
     rank: int
     age_s: float
@@ -116,24 +116,24 @@ class Verdict:
     text: str = ""
 
 
-def judge(stands: Collection[Stand], *, absent: int = 0, done: int = 0) -> Verdict:
+def judge(positions: Collection[RankPosition], *, absent: int = 0, done: int = 0) -> Verdict:
     """The verdict on the ranks that are in their loop. ``absent``: how many of these have not been heard of; ``done``:
     how many others have taken all their steps."""
-    return _Case(stands, absent, done).verdict()
+    return _Case(positions, absent, done).verdict()
 
 
 class _Case:
     """One look at all ranks."""
 
-    def __init__(self, stands: Collection[Stand], absent: int, done: int) -> None:
-        self._by_rank = {s.rank: s for s in stands}
+    def __init__(self, positions: Collection[RankPosition], absent: int, done: int) -> None:
+        self._by_rank = {s.rank: s for s in positions}
         self._absent = absent
         self._done = done
-        self._mute = frozenset(s.rank for s in stands if not s.answered)
+        self._mute = frozenset(s.rank for s in positions if not s.answered)
         self._reported: dict[Group, dict[int, Progress]] = defaultdict(dict)
-        for stand in stands:
-            for group, progress in stand.groups.items():
-                self._reported[group][stand.rank] = progress
+        for position in positions:
+            for group, progress in position.groups.items():
+                self._reported[group][position.rank] = progress
         self._missing_of: dict[Operation, frozenset[int]] = {}
 
     def verdict(self) -> Verdict:
@@ -157,10 +157,10 @@ class _Case:
     def _waits(self) -> dict[int, list[tuple[Operation, frozenset[int]]]]:
         """By rank: operations that cannot end yet, with the ranks that have not come to them."""
         found = {}
-        for stand in self._by_rank.values():
-            waits = [(op, missing) for op in stand.operations if (missing := self._missing(op, stand.rank))]
+        for position in self._by_rank.values():
+            waits = [(op, missing) for op in position.operations if (missing := self._missing(op, position.rank))]
             if waits:
-                found[stand.rank] = waits
+                found[position.rank] = waits
         return found
 
     @cached_property
@@ -203,10 +203,10 @@ class _Case:
         return not groups or any(len(self._reported[g]) < self._size(g) for g in groups)
 
     @staticmethod
-    def _stuck(stand: Stand) -> bool:
+    def _stuck(position: RankPosition) -> bool:
         """It waits in an operation to which all have come (for whoever still misses somebody, see ``_waits``), or for a
         message from anybody."""
-        return any(op.certain or op.peer == UNKNOWN for op in stand.operations)
+        return any(op.certain or op.peer == UNKNOWN for op in position.operations)
 
     # -- verdicts ---------------------------------------------------------------------------------
 
@@ -217,17 +217,17 @@ class _Case:
     def _evidence_against(self, rank: int) -> str:
         waiting = self._waiting_for[rank].most_common(_SHOWN_OPERATIONS)
         said = [f"{n} rank{'s wait' if n > 1 else ' waits'} for it in {op}" for op, n in waiting]
-        stand = self._by_rank[rank]
-        stack = f"\n{stand.stack}" if stand.stack else ""
-        return f"{self._state_of(stand)}; {'; '.join(said)}{stack}"
+        position = self._by_rank[rank]
+        stack = f"\n{position.stack}" if position.stack else ""
+        return f"{self._state_of(position)}; {'; '.join(said)}{stack}"
 
     @staticmethod
-    def _state_of(stand: Stand) -> str:
-        if stand.stopped:
-            return f"stopped (process state T), no progress for {stand.age_s:.1f} s"
-        if not stand.answered:
-            return f"no progress for {stand.age_s:.1f} s, and its control thread does not answer"
-        return f"in no collective, no progress for {stand.age_s:.1f} s"
+    def _state_of(position: RankPosition) -> str:
+        if position.stopped:
+            return f"stopped (process state T), no progress for {position.age_s:.1f} s"
+        if not position.answered:
+            return f"no progress for {position.age_s:.1f} s, and its control thread does not answer"
+        return f"in no collective, no progress for {position.age_s:.1f} s"
 
     def _mutual(self) -> Verdict | None:
         """The ranks wait for each other."""
@@ -271,10 +271,10 @@ class _Case:
     def _nobody(self) -> Verdict:
         """All have come to what they wait in."""
         inside: dict[tuple[Group, int], dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
-        for stand in self._by_rank.values():
-            for op in stand.operations:
+        for position in self._by_rank.values():
+            for op in position.operations:
                 if op.certain and op.peer == EVERYBODY:
-                    inside[op.group, op.number][op.op].append(stand.rank)
+                    inside[op.group, op.number][op.op].append(position.rank)
         unlike = [(where, ops) for where, ops in inside.items() if len(ops) > 1]
         for (group, number), ops in unlike[:1]:
             said = "; ".join(f"{ranks_text(ranks)}: {op}" for op, ranks in sorted(ops.items()))
@@ -317,8 +317,8 @@ class _Case:
         return self._accuse({r: self._with_stack(r, "nobody waits for it") for r in still})
 
     def _with_stack(self, rank: int, what: str) -> str:
-        stand = self._by_rank[rank]
-        return f"{self._state_of(stand)}; {what}" + (f"\n{stand.stack}" if stand.stack else "")
+        position = self._by_rank[rank]
+        return f"{self._state_of(position)}; {what}" + (f"\n{position.stack}" if position.stack else "")
 
 
 def victims_of(verdict: Verdict) -> Iterable[tuple[int, str]]:

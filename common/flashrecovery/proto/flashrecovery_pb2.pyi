@@ -647,7 +647,7 @@ Global___RankHealth: _TypeAlias = RankHealth  # noqa: Y015
 
 @_typing.final
 class HangReports(_message.Message):
-    """Where the workers of a node stand, in answer to a Look."""
+    """Where the workers of a node are, in answer to a Look."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -672,7 +672,7 @@ Global___HangReports: _TypeAlias = HangReports  # noqa: Y015
 
 @_typing.final
 class HangReport(_message.Message):
-    """Where one rank stands: by its page and, if it has answered, by its own control thread."""
+    """Where one rank is: by its page and, if it has answered, by its own control thread."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -3157,7 +3157,7 @@ Global___Ping: _TypeAlias = Ping  # noqa: Y015
 
 @_typing.final
 class Look(_message.Message):
-    """To an agent: where do its workers stand? It answers with HangReports, within answer_s."""
+    """To an agent: where are its workers? It answers with HangReports, within answer_s."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -3845,7 +3845,7 @@ Global___FromZygote: _TypeAlias = FromZygote  # noqa: Y015
 class GuardHello(_message.Message):
     """---- agent <-> guard, on a socket of the node; file descriptors travel beside the message ----------
 
-    The first message of a guard: the task in whose place it stands, as its launcher numbers it, and what a process of it
+    The first message of a guard: the task in whose place it is, as its launcher numbers it, and what a process of it
     has. ``settings``: the job's, as JSON; ``cpus``: it may run on these; ``reach``: devices that it may open, and its
     namespaces.
     """

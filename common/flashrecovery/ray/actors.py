@@ -26,7 +26,7 @@ class _Place:
         """Of a job whose rank 0 is here."""
         return Meeting.here(host)
 
-    def stand(self, arguments: Sequence[str], env: Mapping[str, str]) -> int:
+    def guard_task(self, arguments: Sequence[str], env: Mapping[str, str]) -> int:
         """Until the job's end. Returns the guard's code."""
         return start_guard(arguments, env).wait()
 
@@ -99,7 +99,7 @@ def _run(
         arguments = [*options, *command]
         codes = ray.get(
             [
-                actors[i].stand.remote(arguments, meeting.env(rank, number, rank % each, each))
+                actors[i].guard_task.remote(arguments, meeting.env(rank, number, rank % each, each))
                 for rank, i in enumerate(ranked)
             ]
         )

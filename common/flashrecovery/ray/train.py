@@ -89,15 +89,17 @@ def recoverable(
     below = Path.cwd() / "runs"
 
     def without_config() -> None:
-        _stand(pickled, None, list(options), folder, below)
+        _train_in_actor(pickled, None, list(options), folder, below)
 
     def with_config(config: dict[str, Any]) -> None:
-        _stand(pickled, config, list(options), folder, below)
+        _train_in_actor(pickled, config, list(options), folder, below)
 
     return with_config if signature(train_loop_per_worker).parameters else without_config  # Ray looks there, too
 
 
-def _stand(pickled: bytes, config: dict[str, Any] | None, options: list[str], folder: Path | None, below: Path) -> None:
+def _train_in_actor(
+    pickled: bytes, config: dict[str, Any] | None, options: list[str], folder: Path | None, below: Path
+) -> None:
     """In an actor: until the job's end."""
     context = ray.train.get_context()
     rank, local_rank = context.get_world_rank(), context.get_local_rank()

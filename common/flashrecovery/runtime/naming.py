@@ -1,7 +1,7 @@
 """How shards of one name are told apart that several groups of ranks have, each its own: slices of tensors, stages.
 
-By the lowest rank of the group; in an elastic job by where in their replicas its ranks stand, which is the same in any
-size of the job: what a smaller or a larger job has written to a checkpoint is found by its name.
+By the lowest rank of the group; in an elastic job by the model rank of its ranks, which is the same in any size of the
+job: what a smaller or a larger job has written to a checkpoint is found by its name.
 """
 
 from __future__ import annotations
@@ -14,15 +14,16 @@ from flashrecovery.plan.elastic.replicas import shape_of
 
 @dataclass
 class _Naming:
-    by_stand: bool = False
+    by_model_rank: bool = False
 
 
 _NAMING = _Naming()
 
 
-def by_stand(on: bool) -> None:
-    """Names that are made in this process from now on say where in their replicas ranks stand."""
-    _NAMING.by_stand = on
+def by_model_rank(on: bool) -> None:
+    """Names that are made in this process from now on say the model rank of ranks. They say it as ``stand=``, as
+    checkpoints do from the first one on."""
+    _NAMING.by_model_rank = on
 
 
 def of_group(ranks: Sequence[int], world: int) -> str:
@@ -31,5 +32,5 @@ def of_group(ranks: Sequence[int], world: int) -> str:
     if len(ranks) == world:
         return ""
     peers = sorted(ranks)
-    shape = shape_of(peers, world) if _NAMING.by_stand else None
-    return f"group={peers[0]}" if shape is None else f"stand={shape.stand(peers[0])}"
+    shape = shape_of(peers, world) if _NAMING.by_model_rank else None
+    return f"group={peers[0]}" if shape is None else f"stand={shape.model_rank(peers[0])}"

@@ -56,7 +56,7 @@ _SHOWN = 5
 
 
 class ScriptPlace(Protocol):
-    """Where a script stands in its own loops: a part of this rank's own state."""
+    """Where a script is in its own loops: a part of this rank's own state."""
 
     def mark(self) -> bytes:
         """Changes whenever what :meth:`capture` gives does."""
@@ -108,7 +108,7 @@ class Registry:
         self.local_state_limit = LOCAL_STATE_LIMIT
         """Bytes that what this rank alone has may take."""
         self.place: ScriptPlace | None = None
-        """Where the script's own loops stand, if these are taken as they are."""
+        """Where the script is in its own loops, if these are taken as they are."""
         self._start = b""
 
     def register(
@@ -227,16 +227,16 @@ class Registry:
 
     def sharers(self, members: Sequence[int], rank: int) -> list[int]:
         """Those of ``members`` among whom the sharded state of this process, which is ``rank`` as the job was launched,
-        is sharded, in the order of their places: of those at its place in every replica, or of several places."""
-        stands = self.stands() or (self.shape.stand(rank),)
-        return [member for member in self.shape.in_order(members) if self.shape.stand(member) in stands]
+        is sharded, in the order of their places: of those with its model rank, or with one of several."""
+        model_ranks = self.model_ranks() or (self.shape.model_rank(rank),)
+        return [member for member in self.shape.in_order(members) if self.shape.model_rank(member) in model_ranks]
 
-    def stands(self) -> tuple[int, ...]:
-        """The places in a replica at which those stand that this rank divides its state with; none: its own alone."""
+    def model_ranks(self) -> tuple[int, ...]:
+        """Of those among whom this rank's state is sharded; none: its own alone."""
         shard_layouts = roles.shard_layouts(self.adapters).values()
         said = next((found for shard_layout in shard_layouts if (found := shard_layout.sharers()) is not None), ())
-        stands = tuple(sorted({self.shape.stand(sharer) for sharer in said}))
-        return stands if len(stands) > 1 else ()
+        model_ranks = tuple(sorted({self.shape.model_rank(sharer) for sharer in said}))
+        return model_ranks if len(model_ranks) > 1 else ()
 
     def resize(self, members: Sequence[int], rank: int) -> None:
         """The job consists of these ranks now, as it was launched, of which this process is ``rank``: it has another

@@ -46,7 +46,7 @@ class Session:
     ) -> None:
         self._loop: Loop | None = None
         self._notice = LeavingNotice(connection.page)
-        naming.by_stand(settings.elastic is not None)
+        naming.by_model_rank(settings.elastic is not None)
         self._worker = Worker(connection, settings, adapter_for, module_adapter_for, self._announce_checkpoint)
         goes_on = connection.detached or settings.resume
         self._oldest_found = published.oldest(settings.checkpoint.dir) if goes_on and self.has_checkpoints else 0

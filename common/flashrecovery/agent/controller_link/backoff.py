@@ -13,7 +13,7 @@ then looks at the beginning of each of its turns, so none is missed.
 from __future__ import annotations
 
 from flashrecovery.config import Timeouts
-from flashrecovery.plan.membership.membership import Standing
+from flashrecovery.plan.membership.membership import NodeStatus
 
 AGAIN_S = 0.1
 """Seconds from the end of a connection to the next attempt."""
@@ -24,10 +24,10 @@ _SILENCE_S = 0.3
 _SELDOM_S = 2.0
 
 
-def next_question_s(standing: Standing, silent_s: float, turn_in_s: float, limits: Timeouts) -> float:
+def next_question_s(node_status: NodeStatus, silent_s: float, turn_in_s: float, limits: Timeouts) -> float:
     """Seconds from one round of questions to the next. ``turn_in_s``: until this elector's next turn begins (inf: it
     has none)."""
-    if standing is Standing.MEMBER or silent_s < EAGER_S:
+    if node_status is NodeStatus.MEMBER or silent_s < EAGER_S:
         return 0.0
     return min(_idle_s(limits), turn_in_s)
 

@@ -1,4 +1,4 @@
-"""What an agent does about a controller that it does not hear: where this node stands, and whom it is to follow.
+"""What an agent does about a controller that it does not hear: this node's status, and whom it is to follow.
 
 :mod:`flashrecovery.plan.membership.membership` says whether this node's workers may go on, and
 :mod:`flashrecovery.agent.peers.election` whether there is another controller to follow, or this node has to become it.
@@ -21,7 +21,7 @@ from flashrecovery.agent.peers.client import Asking, probe_all, probe_port
 from flashrecovery.agent.peers.election import Election
 from flashrecovery.config import Timeouts
 from flashrecovery.plan.membership.leases import LEASE_PROBE, LOOK_S
-from flashrecovery.plan.membership.membership import Port, Seen, Standing, lost, reach, standing
+from flashrecovery.plan.membership.membership import NodeStatus, Port, Seen, lost, node_status, reach
 from flashrecovery.rpc.channel import Access
 from flashrecovery.rpc.vote import ask_elector
 from flashrecovery.runtime.addresses import split_address
@@ -65,10 +65,10 @@ class ControllerConnection(Protocol):
 
 
 class ControllerWatch:
-    """Keeps this node's standing, lends the workers their time by it, and finds the controller to follow.
+    """Keeps this node's status, lends the workers their time by it, and finds the controller to follow.
 
     Attributes:
-        standing: where this node stands, as of the last answer or the last questions.
+        node_status: as of the last answer or the last questions.
         port: how the controller's port answered when it was asked last.
     """
 
@@ -94,7 +94,7 @@ class ControllerWatch:
         self._limits = limits
         self._lead, self._leave = lead, leave
         self._alone = alone
-        self.standing = Standing.MEMBER
+        self.node_status = NodeStatus.MEMBER
         self.port = Port.SILENT
         self._ask_at = 0.0
         self._lost_at: float | None = None
@@ -110,7 +110,7 @@ class ControllerWatch:
                 continue
             if now >= self._ask_at:
                 await self.ask()
-                self._ask_at = now + next_question_s(self.standing, silent_s, self._turn_in_s(), self._limits)
+                self._ask_at = now + next_question_s(self.node_status, silent_s, self._turn_in_s(), self._limits)
             self._connection.drop_if_stuck(silent_s, port_accepts=self.port is Port.ACCEPTS)
 
     def heard(self, when: float, *, gathering: bool = False) -> None:
@@ -118,16 +118,16 @@ class ControllerWatch:
         not know the job yet."""
         self._hearing.heard(when, gathering=gathering)
         self._lost_at = None
-        if self.standing is Standing.ORPHANED:
-            self.standing = Standing.MEMBER
-        elif self.standing is Standing.CUT_OFF and not self._hearing.in_doubt:
-            self.standing = Standing.MEMBER
+        if self.node_status is NodeStatus.ORPHANED:
+            self.node_status = NodeStatus.MEMBER
+        elif self.node_status is NodeStatus.CUT_OFF and not self._hearing.in_doubt:
+            self.node_status = NodeStatus.MEMBER
             self._agent.go_on()
         self.lend()
 
     def fenced(self) -> None:
         """The controller has taken this node's ranks away: it begins anew."""
-        self.standing = Standing.MEMBER
+        self.node_status = NodeStatus.MEMBER
 
     def follows_another(self) -> None:
         """Another controller is followed from now on."""
@@ -152,7 +152,7 @@ class ControllerWatch:
         return float("inf") if self._lost_at is None else self._election.turn_in(time.monotonic() - self._lost_at)
 
     async def ask(self) -> None:
-        """Find out where this node stands, and whom it follows."""
+        """Find out this node's status, and whom it follows."""
         asked_at = self._hearing.look_at_clock()
         wait_s = LEASE_PROBE * self._limits.node_probe_s
         host, port = split_address(self._election.controller, "--controller")
@@ -169,36 +169,36 @@ class ControllerWatch:
         self.port = answer
         if self._hearing.heard_at > asked_at or self._hearing.silent_s < self._limits.lease_s:
             return
-        if self.standing is not Standing.CUT_OFF:  # once cut off, only the controller itself restores it
+        if self.node_status is not NodeStatus.CUT_OFF:  # once cut off, only the controller itself restores it
             held = self._hearing.vouched(asked_at, now, found=found.vouched, gathering=self._connection.gathering)
-            now_is = standing(
+            now_is = node_status(
                 Port.SILENT if self._connection.suspended else answer,
                 replace(found, vouched=held),
                 self._hearing.silent_s,
                 self._limits,
             )
-            if now_is is not self.standing:
+            if now_is is not self.node_status:
                 log.warning("the controller has not been heard for %.2f s: %s", self._hearing.silent_s, now_is.value)
-                self.standing = now_is
+                self.node_status = now_is
             self._hearing.excuse(asked_at, self._excused_s(now_is, seen))
             self.lend()
-            if now_is is Standing.CUT_OFF:
+            if now_is is NodeStatus.CUT_OFF:
                 self._hearing.cut_off()
                 self._agent.halt()
                 self._connection.drop()
         await self._succeed(answer, seen)
 
-    def _excused_s(self, standing: Standing, seen: Sequence[Seen]) -> float:
+    def _excused_s(self, node_status: NodeStatus, seen: Sequence[Seen]) -> float:
         """For how long after the questions that led to a verdict the workers may do without an answer: to the next one.
         (Not after the verdict: this host may have been suspended since it has asked.) After a standstill a port that
         accepts is no excuse, for what is behind it may have given the ranks away, nor is a closed one if others
         lead, or have heard of a newer generation: the controller may have given the ranks away before it died."""
         changed = self._election.newer(seen) is not None or any(s.generation > self._agent.generation for s in seen)
-        if self._hearing.in_doubt and (standing is Standing.MEMBER or changed):
+        if self._hearing.in_doubt and (node_status is NodeStatus.MEMBER or changed):
             return 0.0
-        if standing is Standing.ORPHANED:
+        if node_status is NodeStatus.ORPHANED:
             return 2 * self._limits.node_silence_s
-        return 2 * (LOOK_S + LEASE_PROBE * self._limits.node_probe_s) if standing is Standing.MEMBER else 0.0
+        return 2 * (LOOK_S + LEASE_PROBE * self._limits.node_probe_s) if node_status is NodeStatus.MEMBER else 0.0
 
     async def _succeed(self, answer: Port, seen: Sequence[Seen]) -> None:
         """Follow a newer controller, or become one if this one is lost and it is this node's turn."""
@@ -209,12 +209,12 @@ class ControllerWatch:
             self._connection.follow(newer.term, newer.controller)
             await self._leave()
             return
-        if not lost(self.standing, answer, self._hearing.silent_s, self._limits):
+        if not lost(self.node_status, answer, self._hearing.silent_s, self._limits):
             return
         now = time.monotonic()
         self._lost_at = now if self._lost_at is None else self._lost_at
         if not self._election.turn(now - self._lost_at):
             return
-        term = await self._election.stand(lambda e, request: ask_elector(e, request, self._access))
+        term = await self._election.campaign(lambda e, request: ask_elector(e, request, self._access))
         if term is not None:
             self._connection.follow(term, await self._lead(self._election, term))

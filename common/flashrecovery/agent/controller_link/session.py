@@ -1,7 +1,7 @@
 """The agent's connection to the controller, for as long as the job runs: made, watched, made again.
 
 Messages are carried by a :class:`~flashrecovery.runtime.link.Link`, so a broken connection loses none. While the
-controller is not heard, :mod:`.controller_watch` finds out where this node stands, and whom it is to follow.
+controller is not heard, :mod:`.controller_watch` finds out this node's status, and whom it is to follow.
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ class StopMonitor:
 
 
 class Looks:
-    """Asks the workers where they stand. Their control threads answer while the training threads are blocked."""
+    """Asks the workers where they are. Their control threads answer while the training threads are blocked."""
 
     def __init__(self, workers: Callable[[], Sequence[WorkerProcess]]) -> None:
         """``workers``: the living ones at the time of the call, whose pages may be read."""

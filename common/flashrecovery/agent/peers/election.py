@@ -155,7 +155,7 @@ class Election:
         """The electors that may stand, as far as this one knows; none if it is no elector itself."""
         return [e.node for e in self.electors if e.node != self._leader] if self.is_elector else []
 
-    async def stand(self, ask: AskElector) -> int | None:
+    async def campaign(self, ask: AskElector) -> int | None:
         """Be a candidate, if the electors would have it. Returns the term if this node has been elected."""
         term = max(self.term, self.promised) + 1
         if not await self._poll(term, ask, preliminary=True):

@@ -90,7 +90,9 @@ class JoiningProcesses:
 
     def _unlike(self, record: RankRecord) -> str:
         """How it differs from the ranks that there are, in words; "" if it does not."""
-        alike = (r for r in self._job.in_order if r.stand == record.stand)  # a replica's ranks differ from each other
+        alike = (
+            r for r in self._job.in_order if r.model_rank == record.model_rank
+        )  # a replica's ranks differ from each other
         other = self._job.ranks.get(record.rank) or next(alike, self._job.in_order[0])
         here = {*map(base_name, record.inventory.common_needs())} - {local_state_name(record.rank)}
         there = {*map(base_name, other.inventory.common_needs())} - {local_state_name(other.rank)}

@@ -263,9 +263,9 @@ class ParallelismChange:
         nobody = [
             rank for rank, needs in self._job.membership.departed.items() if not needs and not kept_for(rank, records)
         ]
-        if self._elastic and not facts.sharded:  # who stands where it did has the same
-            stands = {record.stand for record in records if record.inventory.needs}
-            nobody = [rank for rank in nobody if self._job.shape.stand(rank) not in stands]
+        if self._elastic and not facts.sharded:  # those with its model rank have the same
+            model_ranks = {record.model_rank for record in records if record.inventory.needs}
+            nobody = [rank for rank in nobody if self._job.shape.model_rank(rank) not in model_ranks]
         if not nobody:
             return ""
         return (

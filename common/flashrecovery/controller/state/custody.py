@@ -116,9 +116,9 @@ def have(records: Collection[RankRecord], version: int) -> bool:
         held.update(
             record.inventory.kept_at(version), record.inventory.needs if record.inventory.live == version else ()
         )
-    lending = {record.stand for record in records if record.inventory.has_local_state(version)}
-    # of an elastic job, anybody's serves who stands at the same place
-    held.update(local_state_name(record.rank) for record in records if record.stand in lending)
+    lending = {record.model_rank for record in records if record.inventory.has_local_state(version)}
+    # of an elastic job, that of any rank with the same model rank serves
+    held.update(local_state_name(record.rank) for record in records if record.model_rank in lending)
     return all(held.issuperset(record.inventory.needs) for record in records)
 
 

@@ -43,8 +43,8 @@ def _others_have_all(job: JobState, lost: Collection[int]) -> bool:
     shape, leaving_anyway = job.shape, left_of_replicas(job)
     going = {shape.replica(rank) for rank in lost}
     living = [r for r in job.in_order if r.place not in BUILT_UP and r.rank not in leaving_anyway]
-    left = {record.stand for record in living if shape.replica(record.rank) not in going}
-    if not left.issuperset(record.stand for record in living):
+    left = {record.model_rank for record in living if shape.replica(record.rank) not in going}
+    if not left.issuperset(record.model_rank for record in living):
         return False
     if not sharded(job.in_order) or shape.each == 1:
         return True

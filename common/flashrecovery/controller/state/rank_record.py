@@ -219,9 +219,9 @@ class RankRecord:
         self.inventory.take(-1, message.held, message.parity)
 
     @property
-    def stand(self) -> int:
-        """Where it is in its replica: ranks that stand at the same place have the same state."""
-        return 0 if self.shape is None else self.shape.stand(self.rank)
+    def model_rank(self) -> int:
+        """Its number within its replica: ranks with the same model rank have the same state."""
+        return 0 if self.shape is None else self.shape.model_rank(self.rank)
 
     def registration(self, shards: Iterable[str], *, steps: bool) -> Registration:
         """What its process has said. ``steps``: their number is compared, too."""

@@ -253,8 +253,7 @@ def _sources(records: Iterable[RankRecord], version: int, lacking: Mapping[str, 
 
 def _lent(records: Iterable[RankRecord], versions: Iterable[int], *, alike: bool = False) -> list[Holding]:
     """A rank that has come into an elastic job has no rank-local state anywhere. What each rank has for itself there is
-    as good as equal on all that stand at the same place in their replicas (docs/elastic.md), so that anybody's of these
-    serves.
+    as good as equal on all that have its model rank (docs/elastic.md), so that the state of any of these serves.
     ``alike``: so it does for all ranks."""
     records = list(records)
     new = [record for record in records if record.new or alike]
@@ -264,11 +263,11 @@ def _lent(records: Iterable[RankRecord], versions: Iterable[int], *, alike: bool
     for version in versions:
         for record in records:
             if record.inventory.has_local_state(version):
-                own.setdefault(record.stand, []).append((record.rank, version))
+                own.setdefault(record.model_rank, []).append((record.rank, version))
     return [
         Holding(rank, local_state_name(record.rank), version, Kind.LENT, 0)
         for record in new
-        for rank, version in own.get(record.stand, ())
+        for rank, version in own.get(record.model_rank, ())
     ]
 
 

@@ -2,8 +2,8 @@
 
 As the job was launched, ranks are numbered along axes: some within a replica (tensor parallelism, HSDP's shards), then
 the data-parallel one, then perhaps others (pipeline stages). So three numbers say who belongs to whom, and they are the
-same on all ranks. A rank's *stand* is where in its replica it is: ranks with the same stand have the same state, apart
-from what is sharded among them. Replicas leave and come as a whole, so stands never change.
+same on all ranks. A rank's *model rank* is its number within its replica: ranks with the same model rank have the same
+state, apart from what is sharded among them. Replicas leave and come as a whole, so model ranks never change.
 """
 
 from __future__ import annotations
@@ -46,22 +46,22 @@ class ReplicaShape:
             return rank // self.each
         return rank // self.inner % self.replicas
 
-    def stand(self, rank: int) -> int:
-        """Where in its replica it is."""
+    def model_rank(self, rank: int) -> int:
+        """The rank's number within its replica."""
         if rank >= self.world:
             return rank % self.each
         return rank // (self.inner * self.replicas) * self.inner + rank % self.inner
 
-    def rank(self, replica: int, stand: int) -> int:
-        """Which rank stands there."""
+    def rank(self, replica: int, model_rank: int) -> int:
+        """Which rank has this model rank in this replica."""
         if replica >= self.replicas:
-            return replica * self.each + stand
-        run, at = divmod(stand, self.inner)
+            return replica * self.each + model_rank
+        run, at = divmod(model_rank, self.inner)
         return (run * self.replicas + replica) * self.inner + at
 
     def ranks(self, replica: int) -> list[int]:
         """Of a replica, in order."""
-        return [self.rank(replica, stand) for stand in range(self.each)]
+        return [self.rank(replica, model_rank) for model_rank in range(self.each)]
 
     def in_order(self, ranks: Iterable[int]) -> list[int]:
         """The ranks as they are counted in a job that is launched with all of these replicas: those beyond the launch
@@ -69,7 +69,7 @@ class ReplicaShape:
         and sums in it are the same bit for bit, whether a replica was there at the launch or has come later."""
 
         def at(rank: int) -> tuple[int, int, int]:
-            run, place = divmod(self.stand(rank), self.inner)
+            run, place = divmod(self.model_rank(rank), self.inner)
             return run, self.replica(rank), place
 
         return sorted(ranks, key=at)
@@ -87,14 +87,14 @@ class ReplicaShape:
 
     def follows(self, ranks: Collection[int], members: Collection[int]) -> bool:
         """Whether it is known who of these ranks (a process group's, made when the job consisted of ``members``) there
-        are in any size: all are of one replica, or they stand at the same places in every replica."""
+        are in any size: all are of one replica, or they have the same model ranks in every replica."""
         return len(self.by_replica(ranks)) == 1 or self.everywhere(ranks, members)
 
     def everywhere(self, ranks: Collection[int], members: Collection[int]) -> bool:
-        """Whether these ranks stand at the same places in every replica that ``members`` make up."""
+        """Whether these ranks have the same model ranks in every replica that ``members`` make up."""
         by_replica = self.by_replica(ranks)
-        stands = {tuple(sorted(map(self.stand, some))) for some in by_replica.values()}
-        return len(stands) == 1 and by_replica.keys() == self.by_replica(members).keys()
+        model_ranks = {tuple(sorted(map(self.model_rank, some))) for some in by_replica.values()}
+        return len(model_ranks) == 1 and by_replica.keys() == self.by_replica(members).keys()
 
     def now(self, members: Collection[int]) -> ReplicaShape:
         """The shape of the job that consists of these ranks, counted anew without a gap."""
@@ -107,20 +107,20 @@ class ReplicaShape:
         return self.each != other.each or (not one and self.inner != other.inner)
 
     def peers(self, members: Iterable[int], rank: int) -> list[int]:
-        """Those of ``members`` that stand where ``rank`` does, in the order of their replicas."""
-        stand = self.stand(rank)
-        return [other for other in sorted(members) if self.stand(other) == stand]
+        """Those of ``members`` that have the model rank of ``rank``, in the order of their replicas."""
+        model_rank = self.model_rank(rank)
+        return [other for other in sorted(members) if self.model_rank(other) == model_rank]
 
     def ring(self, members: Sequence[int], stride: int, per_node: int, shared: Sequence[int] = ()) -> list[int]:
         """By the place of each of the ``members`` (ranks of whole replicas, :meth:`in_order`), the place of the one
-        that keeps the copies of what it shares with nobody but those who stand where it does. It is one of these,
+        that keeps the copies of what it shares only with ranks of the same model rank. It is one of these,
         chosen as :func:`.ring_of` does. Where there is one replica, itself."""
         place_of = {rank: place for place, rank in enumerate(members)}
-        stands: dict[int, list[int]] = {}
+        model_ranks: dict[int, list[int]] = {}
         for rank in members:
-            stands.setdefault(self.stand(rank), []).append(rank)
+            model_ranks.setdefault(self.model_rank(rank), []).append(rank)
         found = list(range(len(members)))
-        for peers in stands.values():
+        for peers in model_ranks.values():
             if len(peers) > 1:
                 for rank, keeper in zip(peers, ring_of(peers, -(-stride // self.inner), per_node, shared), strict=True):
                     found[place_of[rank]] = place_of[peers[keeper]]
@@ -140,22 +140,24 @@ class ReplicaShape:
 
 @dataclass(frozen=True)
 class Sharing:
-    """The ranks of a job, counted without a gap, that divide state among themselves: all that stand at certain places
-    in their replicas. Their places in the sharding follow the order of their numbers.
+    """The ranks of a job, counted without a gap, among whom state is sharded: all that have certain model ranks. Their
+    places in the sharding follow the order of their numbers.
 
     Attributes:
         shape: of the job.
-        stands: where they stand, in order; mostly it is one.
+        model_ranks: in order; mostly it is one.
     """
 
     shape: ReplicaShape
-    stands: tuple[int, ...]
+    model_ranks: tuple[int, ...]
 
     @cached_property
     def ranks(self) -> tuple[int, ...]:
         """By place."""
         shape = self.shape
-        return tuple(sorted(shape.rank(r, stand) for r in range(shape.replicas) for stand in self.stands))
+        return tuple(
+            sorted(shape.rank(r, model_rank) for r in range(shape.replicas) for model_rank in self.model_ranks)
+        )
 
     @cached_property
     def _places(self) -> dict[int, int]:
@@ -176,8 +178,8 @@ def singles(ranks: Iterable[int]) -> ReplicaShape:
 
 
 def shape_of(peers: Sequence[int], world: int) -> ReplicaShape | None:
-    """The shape of a job in which these ``peers``, in the order of the replicas, have one stand. None if the ranks of
-    the others cannot be told from that: the distance between two of them has to be the same everywhere."""
+    """The shape of a job in which these ``peers``, in the order of the replicas, have one model rank. None if the ranks
+    of the others cannot be told from that: the distance between two of them has to be the same everywhere."""
     replicas = len(peers)
     if not replicas or world % replicas:
         return None
@@ -187,5 +189,5 @@ def shape_of(peers: Sequence[int], world: int) -> ReplicaShape | None:
     if inner < 1 or world % (inner * replicas):
         return None
     shape = ReplicaShape(replicas, inner, world // (inner * replicas))
-    stand = shape.stand(peers[0])
-    return shape if [shape.rank(replica, stand) for replica in range(replicas)] == list(peers) else None
+    model_rank = shape.model_rank(peers[0])
+    return shape if [shape.rank(replica, model_rank) for replica in range(replicas)] == list(peers) else None

@@ -100,13 +100,13 @@ class Losses:
         return 1 - self.lost_s / DAY_S
 
 
-def losses(failures: float, fatal: float, standing: float, costs: Costs, interval_s: float | None = None) -> Losses:
+def losses(failures: float, fatal: float, blocked: float, costs: Costs, interval_s: float | None = None) -> Losses:
     """What a day of a job loses.
 
     Args:
         failures: a day of training, of all kinds.
         fatal: those of them that no copy in memory helps against.
-        standing: part of all time in which the job waits for a node (:mod:`~.spares`).
+        blocked: part of all time in which the job waits for a node (:mod:`~.spares`).
         interval_s: of checkpoints; None: equation (3), or ``write_s`` if that is more.
     """
     fatal = min(fatal, failures)
@@ -120,7 +120,7 @@ def losses(failures: float, fatal: float, standing: float, costs: Costs, interva
     lost = recovery + restart + rework + writing + copies
     # These belong to a day of training, which takes so much longer by the clock; of what is left the job waits for
     # nodes.
-    part = (1 - standing) / (1 + lost / DAY_S)
+    part = (1 - blocked) / (1 + lost / DAY_S)
     failing = recovery + restart + rework
     return Losses(
         recovery_s=recovery * part,
@@ -128,7 +128,7 @@ def losses(failures: float, fatal: float, standing: float, costs: Costs, interva
         rework_s=rework * part,
         checkpoint_s=writing * part,
         copies_s=copies * part,
-        waiting_s=standing * DAY_S,
+        waiting_s=blocked * DAY_S,
         interval_s=interval_s,
         first_order=failing + writing <= _FEW * DAY_S,
     )

@@ -246,7 +246,7 @@ def _with_spares(
 ) -> WithSpares:
     all_failures = failures.a_day(failures.all_events, given.days)
     fatal = min(expected(given.days) / given.days, all_failures)
-    lost = losses(all_failures, fatal, wait.standing, costs)
+    lost = losses(all_failures, fatal, wait.blocked, costs)
     steps = lost.interval_s / costs.step_s
     return WithSpares(
         spares=count,

@@ -15,12 +15,12 @@ from dataclasses import dataclass
 @dataclass(frozen=True)
 class Waiting:
     """Attributes:
-    standing: part of all time in which the job waits for a node.
+    blocked: part of all time in which the job waits for a node.
     unlucky: part of the events that find too few spare nodes.
     wait_days: until a node is repaired, then; 0 if no event ever does.
     """
 
-    standing: float
+    blocked: float
     unlucky: float
     wait_days: float
 
@@ -42,14 +42,14 @@ def waiting(
     if repair_days == 0 or events == 0:
         return Waiting(0.0, 0.0, 0.0)
     busy = _stationary(spares, repair_days, node_events, domain_events if batch else 0.0, batch)
-    running, standing = busy[: spares + 1], math.fsum(busy[spares + 1 :])
-    # Each stay begins with an event, so its mean length is what stands divided by how often one begins.
+    running, blocked = busy[: spares + 1], math.fsum(busy[spares + 1 :])
+    # Each stay begins with an event, so its mean length is the time blocked divided by how often one begins.
     begins = node_events * running[spares]
     if batch:
         begins += domain_events * math.fsum(running[max(0, spares - batch + 1) :])
     if begins == 0:
-        return Waiting(standing, 0.0, 0.0)
-    return Waiting(standing, begins / (events * math.fsum(running)), standing / begins)
+        return Waiting(blocked, 0.0, 0.0)
+    return Waiting(blocked, begins / (events * math.fsum(running)), blocked / begins)
 
 
 def _stationary(spares: int, repair_days: float, single: float, batched: float, batch: int) -> list[float]:

@@ -61,7 +61,7 @@ class Port(Enum):
     SILENT = "silent"
 
 
-class Standing(Enum):
+class NodeStatus(Enum):
     """The verdict."""
 
     MEMBER = "member"
@@ -88,21 +88,21 @@ def reach(seen: Sequence[Seen], electors: Collection[Elector], node: str) -> Rea
     return Reach(enough, any(s.vouched for s in seen))
 
 
-def standing(port: Port, found: Reach, silent_s: float, limits: Limits) -> Standing:
+def node_status(port: Port, found: Reach, silent_s: float, limits: Limits) -> NodeStatus:
     """What follows from the answers. ``silent_s``: since the sending of the last heartbeat that was answered."""
     if found.vouched:
-        return Standing.MEMBER
+        return NodeStatus.MEMBER
     if port is Port.ACCEPTS and (found.enough or silent_s < limits.node_silence_s):
-        return Standing.MEMBER
+        return NodeStatus.MEMBER
     if port is Port.REFUSES and found.enough:
-        return Standing.ORPHANED
-    return Standing.CUT_OFF
+        return NodeStatus.ORPHANED
+    return NodeStatus.CUT_OFF
 
 
-def lost(found: Standing, port: Port, silent_s: float, limits: Limits) -> bool:
+def lost(found: NodeStatus, port: Port, silent_s: float, limits: Limits) -> bool:
     """Whether another controller may be elected. (An elector that hears this one still refuses.)"""
     if port is Port.REFUSES:
         return True
     if port is Port.ACCEPTS and silent_s >= MUTE * limits.node_silence_s:
         return True
-    return found is not Standing.MEMBER and silent_s >= limits.node_silence_s + limits.node_probe_s
+    return found is not NodeStatus.MEMBER and silent_s >= limits.node_silence_s + limits.node_probe_s

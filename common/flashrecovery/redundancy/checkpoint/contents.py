@@ -71,7 +71,7 @@ def contents(path: Path) -> Contents:
 
 def _sharded(manifests: Mapping[int, Manifest]) -> Iterator[TensorFacts]:
     shape = manifests[0].shape
-    for sharing in dict.fromkeys(manifests[rank].sharing(shape.stand(rank)) for rank in range(shape.world)):
+    for sharing in dict.fromkeys(manifests[rank].sharing(shape.model_rank(rank)) for rank in range(shape.world)):
         for rule in manifests[sharing.ranks[0]].rules or ():
             boxes: dict[int, Sequence[Box]] = {}
             dtype = ""
@@ -87,7 +87,7 @@ def _sharded(manifests: Mapping[int, Manifest]) -> Iterator[TensorFacts]:
 def _others(manifests: Mapping[int, Manifest]) -> Iterator[TensorFacts]:
     known: set[str] = set()
     for rank, manifest in manifests.items():
-        sharing = manifest.sharing(manifest.shape.stand(rank))
+        sharing = manifest.sharing(manifest.shape.model_rank(rank))
         known.update(shards_at(manifest.rules or (), sharing.place(rank), sharing.size))
     for rank, manifest in manifests.items():
         for name, entry in manifest.entries.items():

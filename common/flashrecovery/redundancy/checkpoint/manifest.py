@@ -1,4 +1,4 @@
-"""What a rank says of its part of a checkpoint: its manifest, which stands in the checkpoint as a tensor of bytes."""
+"""What a rank says of its part of a checkpoint: its manifest, which the checkpoint holds as a tensor of bytes."""
 
 from __future__ import annotations
 
@@ -62,10 +62,9 @@ class Manifest:
         form, layout: name of the framework's own format, and the layout in it; "" for the core's.
         rules: how the tensors that are sharded among the ranks are sharded in any number of them, and all else is the
             same on all ranks; None: that is not known, and only as many ranks can read it. Where replicas have several
-            ranks: how what this rank's stand has is sharded among the replicas, and all else is the same in these.
+            ranks: how what this rank's model rank has is sharded among the replicas, and all else is the same there.
         said: which ranks made up the replicas; None: each was one.
-        stands: the places in a replica at which this rank and those stand that it divides its state with; none: its own
-            alone.
+        model_ranks: of this rank and of those among whom its state is sharded; none: its own alone.
     """
 
     version: int
@@ -77,11 +76,11 @@ class Manifest:
     layout: str = ""
     rules: tuple[TensorRule, ...] | None = None
     said: ReplicaShape | None = None
-    stands: tuple[int, ...] = ()
+    model_ranks: tuple[int, ...] = ()
 
-    def sharing(self, stand: int) -> Sharing:
-        """Among whom the state is sharded of the rank that has written this, which stands at this place."""
-        return Sharing(self.shape, self.stands or (stand,))
+    def sharing(self, model_rank: int) -> Sharing:
+        """Among whom the state is sharded of the rank that has written this, which has this model rank."""
+        return Sharing(self.shape, self.model_ranks or (model_rank,))
 
     @property
     def shape(self) -> ReplicaShape:
@@ -95,7 +94,7 @@ class Manifest:
         shape = self.shape
         more: tuple[Any, ...] = ()
         if shape.each > 1:
-            more = ((shape.replicas, shape.inner, shape.outer), *([self.stands] if self.stands else []))
+            more = ((shape.replicas, shape.inner, shape.outer), *([self.model_ranks] if self.model_ranks else []))
         number = (FORMAT, _REPLICAS, _SHARED)[len(more)]
         content = codec.dumps((*fields, *more))
         return codec.dumps((number, xxhash.xxh3_128_digest(content), content))

@@ -28,7 +28,7 @@ _MISSING = (OSError, KeyError, EOFError, pickle.UnpicklingError)
 class PlainState:
     """What a checkpoint has besides shards: this rank's rank-local state and the common state, as they were given. No
     rank-local state: the ranks that wrote it had another layout, or were others; then ``lent`` is that of one which
-    stood where this rank does, if it was asked for and there is one."""
+    had the model rank of this one, if it was asked for and there is one."""
 
     local_state: bytes | None
     common: bytes
@@ -45,14 +45,14 @@ def load(
     elastic: bool = False,
     rules: Sequence[TensorRule] | None = None,
     shape: ReplicaShape | None = None,
-    stands: tuple[int, ...] = (),
+    model_ranks: tuple[int, ...] = (),
     lend: bool = False,
 ) -> PlainState:
     """Write a checkpoint into the live shards of this rank. Each rank reads for itself, without a collective unless
     ``form`` has some. ``elastic``: another number of ranks may have written it, if they were an elastic job, too.
     ``rules``: how this job's state is sharded; None: that is not known. ``shape``: which ranks make up replicas; None:
-    each is one. ``stands``: at which places in these those stand that this rank divides its state with; none: its own
-    alone. ``lend``: a rank's own state is that of any other one that stands where it does.
+    each is one. ``model_ranks``: of those among whom this rank's state is sharded; none: its own alone. ``lend``: a
+    rank's own state is that of any other one with its model rank.
 
     Raises DamagedCheckpointError if the checkpoint is not whole or does not have its digests, RestoreError if it was
     written by another world, by another model (the shards that differ are named) or in another format.
@@ -62,7 +62,7 @@ def load(
     path, first = checkpoint.path, checkpoint.first
     _check_format(path, first, form)
     of = shape or ReplicaShape(world)
-    here = Sharing(of, stands or (of.stand(rank),))
+    here = Sharing(of, model_ranks or (of.model_rank(rank),))
     if elastic and form is None:
         _check_replicas(path, first, of)
         first = _of_first(checkpoint, here)
@@ -74,7 +74,7 @@ def load(
         if not elastic or form is not None:
             raise RestoreError(f"checkpoint {path} was written by {first.ranks} ranks, this job has {world}")
         read = _load_resized(checkpoint, shards, first, rank, here)
-        return replace(read, lent=_local_state_at(checkpoint, first, of.stand(rank))) if lend else read
+        return replace(read, lent=_local_state_at(checkpoint, first, of.model_rank(rank))) if lend else read
     manifests = checkpoint.manifests(sorted({rank, *map(writer_of, shards)}))
     mine = manifests[rank]
     if mine.local_state is None and not elastic:
@@ -95,7 +95,7 @@ def load(
 
 
 def _check_replicas(path: Path, first: Manifest, here: ReplicaShape) -> None:
-    """What ranks have that stand at the same place must be the same pieces of the model."""
+    """What ranks of the same model rank have must be the same pieces of the model."""
     if here.unlike(first.shape):
         raise RestoreError(
             f"checkpoint {path} was written by {first.shape.text} (inner {first.shape.inner}), and this job has "
@@ -104,22 +104,22 @@ def _check_replicas(path: Path, first: Manifest, here: ReplicaShape) -> None:
 
 
 def _of_first(checkpoint: StoredCheckpoint, here: Sharing) -> Manifest:
-    """The manifest of the first of those that stand where this rank does, or share the state with it."""
-    number = Sharing(checkpoint.first.shape, here.stands).ranks[0]
+    """The manifest of the first of those that have the model rank of this one, or share the state with it."""
+    number = Sharing(checkpoint.first.shape, here.model_ranks).ranks[0]
     found = checkpoint.manifests([number])[number]
-    there = found.sharing(here.stands[0])
-    if there.stands != here.stands and found.rules:
+    there = found.sharing(here.model_ranks[0])
+    if there.model_ranks != here.model_ranks and found.rules:
         raise RestoreError(
-            f"checkpoint {checkpoint.path}: its state was sharded among the places {list(there.stands)} of each "
-            f"replica together, and this job's is among {list(here.stands)}: the same kinds of "
+            f"checkpoint {checkpoint.path}: its state was sharded among the model ranks {list(there.model_ranks)} "
+            f"together, and this job's is among {list(here.model_ranks)}: the same kinds of "
             "parallelism within a replica can read it"
         )
     return found
 
 
-def _local_state_at(checkpoint: StoredCheckpoint, first: Manifest, stand: int) -> bytes | None:
+def _local_state_at(checkpoint: StoredCheckpoint, first: Manifest, model_rank: int) -> bytes | None:
     """That of the first rank of those that stood there. ``first``: any manifest."""
-    number = Sharing(first.shape, (stand,)).ranks[0]
+    number = Sharing(first.shape, (model_rank,)).ranks[0]
     return checkpoint.manifests([number])[number].local_state
 
 
@@ -128,7 +128,7 @@ def _load_resized(
 ) -> PlainState:
     """The part of this rank of what another number of ranks has written: boxes of what was sharded among them, and of
     all else one of the copies. ``first``: the manifest of the first of those that share its state with it."""
-    path, rules, there = checkpoint.path, first.rules or (), first.sharing(here.stands[0])
+    path, rules, there = checkpoint.path, first.rules or (), first.sharing(here.model_ranks[0])
     sharded = {*shards_at(rules, here.place(rank), here.size)}
     _check_names(path, sharded, {s.name: None for s in shards}, rank, "this job has no")
     parts = [s for s in shards if s.name in sharded]

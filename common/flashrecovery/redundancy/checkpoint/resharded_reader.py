@@ -65,15 +65,15 @@ def read_sharded(
     if not rules:
         return 0
     here = sharing or Sharing(ReplicaShape(world), (0,))
-    there = first.sharing(here.stands[0])
+    there = first.sharing(here.model_ranks[0])
     place, size = here.place(rank), here.size
     portions = _portions(rules, there.size, place, size, limit)
     sources = {there.ranks[source]: source for source in sorted({portion.source for portion in portions} - {0})}
     path, found = checkpoint.path, checkpoint.manifests(sources)
     manifests = {0: first, **{source: found[number] for number, source in sources.items()}}
     for writer, manifest in manifests.items():
-        said = (manifest.version, manifest.ranks, manifest.shape, manifest.stands, manifest.rules)
-        if said != (first.version, first.ranks, first.shape, first.stands, rules):
+        said = (manifest.version, manifest.ranks, manifest.shape, manifest.model_ranks, manifest.rules)
+        if said != (first.version, first.ranks, first.shape, first.model_ranks, rules):
             ranks = f"{there.ranks[0]} and {there.ranks[writer]}"
             raise RestoreError(f"checkpoint {path}: ranks {ranks} say different things of how it is sharded")
     into = _allocated(path, shards, rules, manifests, there.size, place, size)

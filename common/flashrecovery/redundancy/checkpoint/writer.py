@@ -82,12 +82,12 @@ class _Part:
     local_state: bytes | None
     common: bytes
     rules: tuple[TensorRule, ...] | None
-    stands: tuple[int, ...]
+    model_ranks: tuple[int, ...]
 
     @property
     def sharing(self) -> Sharing:
         """Among whom its state is sharded."""
-        return Sharing(self.shape, self.stands or (self.shape.stand(self.rank),))
+        return Sharing(self.shape, self.model_ranks or (self.shape.model_rank(self.rank),))
 
     @property
     def world(self) -> int:
@@ -109,8 +109,8 @@ class CheckpointFallback:
     thread.
 
     Args: directory: where checkpoints go; made if it does not exist. rank, world: this rank and the world
-        size. shape: which ranks make up replicas; by default each is one. stands: at which places in these those
-        stand that this rank divides its state with; by default its own alone. keep: published checkpoints to keep,
+        size. shape: which ranks make up replicas; by default each is one. model_ranks: of those among whom this
+        rank's state is sharded; by default its own alone. keep: published checkpoints to keep,
         >= 1. form: the framework's own, None for the core's. on_published: called on the one rank that published.
         on_error: called with what writing has raised (disk full, ...); training goes on, this checkpoint is lost.
 
@@ -128,11 +128,11 @@ class CheckpointFallback:
         on_published: Callable[[Published], None] | None = None,
         on_error: Callable[[BaseException], None] | None = None,
         shape: ReplicaShape | None = None,
-        stands: tuple[int, ...] = (),
+        model_ranks: tuple[int, ...] = (),
     ) -> None:
         self.directory = Path(directory)
         self._rank, self._shape, self._keep = rank, shape or ReplicaShape(world), keep
-        self._form, self._stands = form, stands
+        self._form, self._model_ranks = form, model_ranks
         self._on_published = on_published
         self._on_error = on_error
         self._background = Background("flashrecovery-checkpoint")
@@ -207,7 +207,7 @@ class CheckpointFallback:
         k0_s = time.monotonic() - began
         owned = [(s.name, len(s.holders) > 1, specs[s.name]) for s in mine]
 
-        of = _Part(self._rank, self._shape, local_state, common, rules, self._stands)
+        of = _Part(self._rank, self._shape, local_state, common, rules, self._model_ranks)
         attempt = self._attempt(generation)
 
         def job() -> None:
@@ -258,7 +258,7 @@ class CheckpointFallback:
             later = LaterCopies(shards)
             write = self._form.capture(self.directory, step_name(version), later)
             k0_s = time.monotonic() - began
-        of = _Part(self._rank, self._shape, local_state, common, rules, self._stands)
+        of = _Part(self._rank, self._shape, local_state, common, rules, self._model_ranks)
         attempt = self._attempt(generation)
 
         def job() -> None:
@@ -296,7 +296,7 @@ class CheckpointFallback:
                 for key, tensor in zip(source.spec.tensors, source.tensors, strict=True)
             }
             owned = [(source.name, shared, source.spec) for source, shared in part.sources]
-            of = _Part(part.rank, self._shape, part.local_state, part.common, rules, self._stands)
+            of = _Part(part.rank, self._shape, part.local_state, part.common, rules, self._model_ranks)
             self._write(version, attempt, owned, tensors, write, of, began, 0.0)
 
     def wait(self, timeout_s: float | None = None) -> bool:
@@ -337,7 +337,9 @@ class CheckpointFallback:
                 of_blocks[key] = blocks.digests(tensors[f"{prefix}{key}"])
             entries[name] = ShardEntry(shared, encode_spec(spec), digest, of_blocks)
         form = ("", "") if self._form is None else (self._form.name, self._form.layout())
-        manifest = Manifest(version, of.world, entries, of.local_state, of.common, *form, rules, of.shape, of.stands)
+        manifest = Manifest(
+            version, of.world, entries, of.local_state, of.common, *form, rules, of.shape, of.model_ranks
+        )
         pending = self.directory / f".pending-{version}.{attempt}"
         part = pending / f"part-{of.rank}"
         try:

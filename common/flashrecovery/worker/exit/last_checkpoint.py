@@ -60,7 +60,7 @@ def save_last(
             form=form,
             on_published=on_published,
             shape=registry.shape.now(registry.members) if elastic else None,
-            stands=registry.stands() if elastic else (),
+            model_ranks=registry.model_ranks() if elastic else (),
         )
         writer.write_now(parts, order.version, f"{generation}-{order.launch}-last", rules)
     except (OSError, RuntimeError) as e:

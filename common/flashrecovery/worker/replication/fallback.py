@@ -40,7 +40,7 @@ class FallbackCheckpoints:
                 on_published=on_published,
                 on_error=on_error,
                 shape=registry.shape if self._elastic else None,
-                stands=registry.stands() if self._elastic else (),
+                model_ranks=registry.model_ranks() if self._elastic else (),
             )
 
     def save_if_due(self, version: int, generation: int, copies: PreStepCopy | None) -> None:
@@ -91,7 +91,7 @@ class FallbackCheckpoints:
             elastic=self._elastic,
             rules=registry.rules() if self._elastic else None,
             shape=registry.shape.now(registry.members) if self._elastic else None,
-            stands=registry.stands() if self._elastic else (),
+            model_ranks=registry.model_ranks() if self._elastic else (),
             lend=of_calls,
         )
         local_state = plain.lent if plain.local_state is None else plain.local_state

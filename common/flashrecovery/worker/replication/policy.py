@@ -287,7 +287,7 @@ def neighbour_of(rank: int, world: int) -> int:
 
 def ring_among(members: Sequence[int], shape: ReplicaShape | None = None) -> list[int]:
     """By the place of each of these ranks of an elastic job, the place of the one that keeps its copies. ``shape``: of
-    a job whose ranks divide state with those alone that stand at the same place in their replicas."""
+    a job in which state is sharded only among ranks of the same model rank."""
     # In a layout that the job has changed to, nodes need not have equally many ranks, and domains are those of ranks.
     ranks = 1 if in_changed_layout() else ranks_of_node()
     return (ring_of if shape is None else shape.ring)(members, placement()[0], ranks, _shared_domains())

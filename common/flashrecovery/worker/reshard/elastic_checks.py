@@ -1,8 +1,8 @@
 """What an elastic job must be like, so that it can go on in another size; everything else is refused by name.
 
-All of its state is equal on all ranks that stand at the same place in their replicas, or sharded among these in a way
-that is known: then those that stay have it, or copies of it, whoever leaves. And nothing of a step may depend
-on how many there are, but who computes which micro-batch.
+All of its state is equal on all ranks that have the same model rank, or sharded among these in a way that is known:
+then those that stay have it, or copies of it, whichever ranks leave. And nothing of a step may depend on how many there
+are, but who computes which micro-batch.
 """
 
 from __future__ import annotations
@@ -104,11 +104,11 @@ def _check_replicas(registry: Registry, settings: Settings) -> None:
         if elastic.max > shape.replicas:
             _check_beyond(registry, elastic.max, settings)
     groups.refuse_partial(shape)
-    stand = shape.stand(registry.rank)
+    model_rank = shape.model_rank(registry.rank)
     all_equal.check_equal(
         "the process groups of ranks at the same place in their replicas",
         {"groups": groups.described(shape)},
-        among="" if shape.each == 1 else f"place {stand}",
+        among="" if shape.each == 1 else f"place {model_rank}",
     )
     shard_layouts = roles.shard_layouts(registry.adapters)
     sharers = registry.sharers(range(registry.world_size), registry.rank)

@@ -7,10 +7,10 @@ new neighbour. Nothing of the old sharding changes, neither the live tensors nor
 their tensors; the old ones, and the copies of them, go. *Drop*: a rank has failed before all were ready; the old state
 is still there.
 
-Where replicas consist of several ranks, each *stand* in them has a state of its own, which those that stand there
-divide among themselves: places in a sharding are counted among these, in the order of the replicas. (An adapter may say
-that several stands divide their state together, :meth:`.ShardLayout.sharers`.) All ranks talk over the group of all of
-them, in which they are known by their numbers there.
+Where replicas consist of several ranks, each model rank has a state of its own, which is sharded among the ranks that
+have it: places in a sharding are counted among these, in the order of the replicas. (An adapter may say that the state
+of several model ranks is sharded among all of theirs, :meth:`.ShardLayout.sharers`.) All ranks talk over the group of
+all of them, in which they are known by their numbers there.
 
 Which of the two comes is the controller's decision alone, made when all ranks are ready: a stop says for which members
 it was made last. So of all ranks none goes on in the old sharding while another one is in the new one.
@@ -64,8 +64,8 @@ class ReadyShard(Shard):
 
 
 @dataclass(frozen=True)
-class _Stand:
-    """Those of a layout among whom this rank's state is sharded: mostly, who stand where it does.
+class _Sharers:
+    """Those of a layout among whom this rank's state is sharded: mostly, those with its model rank.
 
     Attributes:
         ranks: as the job was launched, by their places in the sharding.
@@ -78,9 +78,9 @@ class _Stand:
     rank: int
 
     @staticmethod
-    def of(ranks: Sequence[int], layout: Sequence[int], rank: int) -> _Stand:
+    def of(ranks: Sequence[int], layout: Sequence[int], rank: int) -> _Sharers:
         number_of = {member: number for number, member in enumerate(layout)}
-        return _Stand(tuple(ranks), tuple(number_of[peer] for peer in ranks), rank)
+        return _Sharers(tuple(ranks), tuple(number_of[peer] for peer in ranks), rank)
 
     @property
     def size(self) -> int:
@@ -183,11 +183,11 @@ class Reshaping:
         needs = [pb.ShardNeed(name=s.name, nbytes=s.spec().nbytes, sharded=isinstance(s, ReadyShard)) for s in shards]
         return moved, needs + [pb.ShardNeed(name=s.name, nbytes=s.nbytes()) for s in plain]
 
-    def _sharing(self, layout: Sequence[int]) -> _Stand:
-        return _Stand.of(self._registry.sharers(layout, self._rank), layout, self._rank)
+    def _sharing(self, layout: Sequence[int]) -> _Sharers:
+        return _Sharers.of(self._registry.sharers(layout, self._rank), layout, self._rank)
 
     def _held(
-        self, of_all: _ShardLayouts, old: _Stand, custody: Iterable[pb.Custody], version: int
+        self, of_all: _ShardLayouts, old: _Sharers, custody: Iterable[pb.Custody], version: int
     ) -> dict[str, list[LocalBox]]:
         """What this rank has of the old sharding: its own, and copies of those who have left."""
         by_shard: dict[tuple[int, str], list[tuple[int, ShardedTensor]]] = {}
@@ -213,7 +213,7 @@ class Reshaping:
                 add(old.ranks.index(item.owner), item.shard, tensors)
         return found
 
-    def _ready_shards(self, of_all: _ShardLayouts, prepared: Mapping[int, Prepared], new: _Stand) -> list[Shard]:
+    def _ready_shards(self, of_all: _ShardLayouts, prepared: Mapping[int, Prepared], new: _Sharers) -> list[Shard]:
         """All shards of tensors that this rank will have: of the adapters whose state is sharded the new ones."""
         tensors: dict[int, dict[str, dict[str, torch.Tensor]]] = {}
         holders: dict[str, tuple[int, ...]] = {}
@@ -249,8 +249,8 @@ class Reshaping:
         if not shard_layouts and not self._copies.across:
             return False
         self.drop()
-        stand = self._sharing(layout)
-        for prepared in [one.prepare(one.describe(), stand.place, stand.size) for one in shard_layouts]:
+        model_rank = self._sharing(layout)
+        for prepared in [one.prepare(one.describe(), model_rank.place, model_rank.size) for one in shard_layouts]:
             prepared.install()
         self._registry.sharded_otherwise(layout)
         self._copies.begin_sharded(self._registry.tensor_shards(), layout.index(self._rank), layout)
@@ -312,12 +312,12 @@ def _name(number: int, tensor: ShardedTensor) -> str:
 
 def _change(
     of_all: _ShardLayouts,
-    before: _Stand,
-    after: _Stand,
+    before: _Sharers,
+    after: _Sharers,
     number_of: Mapping[int, int],
     custody: Mapping[tuple[int, str], pb.Custody],
 ) -> Change:
-    """By numbers in the groups: who has what now, and who is to have what. The same on all ranks of this stand."""
+    """By numbers in the groups: who has what now, and who is to have what. The same on all of these ranks."""
     old: dict[str, Placement] = {}
     known: dict[tuple[int, tuple[Ranks, ...]], Placement] = {}
     kept: list[Placement] = []  # so that no id comes twice
@@ -359,11 +359,11 @@ def _numbered(
 def _agree(
     group: dist.ProcessGroup | None,
     mine: dict[int, dict[str, Any]] | None,
-    before: _Stand,
-    after: _Stand,
+    before: _Sharers,
+    after: _Sharers,
     world: int,
 ) -> dict[int, dict[str, Any]]:
-    """The descriptions of the shard layouts: those of the first rank of this stand that has state, which all others
+    """The descriptions of the shard layouts: those of the first of these ranks that has state, which all others
     with state must have alike. Raises RestoreError if they differ."""
     encoded = b"" if mine is None else codec.dumps(list(mine.items()))
     rank_of = dict(zip(after.numbers, after.ranks, strict=True))

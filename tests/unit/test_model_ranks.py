@@ -1,5 +1,4 @@
-"""State that is sharded among replicas of several ranks: each place in a replica divides its own, among those who stand
-there."""
+"""State that is sharded among replicas of several ranks: that of each model rank among the ranks that have it."""
 
 from __future__ import annotations
 
@@ -36,7 +35,7 @@ from flashrecovery.runtime import naming
 from flashrecovery.state.spec import ShardSpec, TensorSpec
 from flashrecovery.worker.registry import Registry
 from flashrecovery.worker.replication.copies import Copies
-from flashrecovery.worker.reshard.reshard import Reshaping, _change, _ShardLayouts, _Stand
+from flashrecovery.worker.reshard.reshard import Reshaping, _change, _ShardLayouts, _Sharers
 from tests.support.checkpoints import load
 from tests.unit.test_reshaping import ROWS, InRows, Kept, OneAdapter
 from tests.unit.test_reshaping import Rows as RowsShard
@@ -57,7 +56,7 @@ def test_copies_stay_among_those_who_stand_at_the_same_place(shape: ReplicaShape
         ring = shape.ring(members, per_node if per_node < shape.world else 1, per_node)
         assert sorted(ring) == list(range(len(members)))
         for number, keeper in enumerate(ring):
-            assert shape.stand(members[number]) == shape.stand(members[keeper])
+            assert shape.model_rank(members[number]) == shape.model_rank(members[keeper])
             alone = len(shape.by_replica(members)) == 1
             assert (number == keeper) == alone
             assert alone or shape.replica(members[number]) != shape.replica(members[keeper])
@@ -165,10 +164,10 @@ def test_nothing_goes_from_one_place_to_another(shape: ReplicaShape) -> None:
             continue
         after = [member for member in everybody if shape.replica(member) != gone]
         ring, number_of = shape.ring(range(shape.world), 1, shape.world), {member: n for n, member in enumerate(after)}
-        old, new = (_Stand.of(shape.peers(some, rank), some, rank) for some in (everybody, after))
+        old, new = (_Sharers.of(shape.peers(some, rank), some, rank) for some in (everybody, after))
         shard_layout = InRows(RowsShard(old.place, old.size), old.size)
         of_all = _ShardLayouts({0: shard_layout}, {0: shard_layout.describe()})
-        leaver = shape.rank(gone, shape.stand(rank))
+        leaver = shape.rank(gone, shape.model_rank(rank))
         item = pb.Custody(shard=f"rows#shard={gone}/{old.size}", owner=leaver, holder=ring[leaver])
         change = _change(of_all, old, new, number_of, {(leaver, item.shard): item})
         plan = plan_reshard(change.spaces, change.old, change.new)
@@ -240,11 +239,11 @@ def members(shape: ReplicaShape, live: int = 7, late: Collection[int] = ()) -> d
     for rank in range(shape.world):
         record = RankRecord(rank)
         record.shape = shape
-        part = f"w#shard={shape.replica(rank)}/{shape.replicas},stand={shape.stand(rank)}"
+        part = f"w#shard={shape.replica(rank)}/{shape.replicas},stand={shape.model_rank(rank)}"
         record.inventory.needs = {part: 100, "common": 10, f"capsule@{rank}": 5}
         record.inventory.sharded = frozenset({part})
         owner = ring.index(rank)
-        copied = f"w#shard={shape.replica(owner)}/{shape.replicas},stand={shape.stand(owner)}"
+        copied = f"w#shard={shape.replica(owner)}/{shape.replicas},stand={shape.model_rank(owner)}"
         held = [pb.Held(kind=Kind.UNDO.value, version=v, shards=list(record.inventory.needs)) for v in (live - 1,)]
         for version in (live - 1, live):
             if owner not in late or version < live:
@@ -310,19 +309,19 @@ def test_names_of_rules_end_in_whose_they_are() -> None:
 def test_in_an_elastic_job_names_are_the_same_in_any_size(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of two stages: the second one's ranks have other numbers in another size."""
     try:
-        for by_stand, names in ((True, ["param/w#stand=1"] * 2), (False, ["param/w#group=2", "param/w#group=3"])):
-            naming.by_stand(by_stand)
+        for by_model_rank, names in ((True, ["param/w#stand=1"] * 2), (False, ["param/w#group=2", "param/w#group=3"])):
+            naming.by_model_rank(by_model_rank)
             found = []
             for replicas in (2, 3):
                 monkeypatch.setattr(adapter_placement, "world_size", lambda replicas=replicas: 2 * replicas)
                 found.append(replicated("w", range(replicas, 2 * replicas))[0])
             assert found == names
         assert naming.of_group(range(4), 4) == ""
-        naming.by_stand(True)
+        naming.by_model_rank(True)
         assert naming.of_group([0, 3], 4) == "group=0", "not equally far apart"
         assert naming.of_group([1], 2) == "stand=1", "one replica"
     finally:
-        naming.by_stand(False)
+        naming.by_model_rank(False)
 
 
 # -- checkpoints ----------------------------------------------------------------------------------------
@@ -330,22 +329,22 @@ def test_in_an_elastic_job_names_are_the_same_in_any_size(monkeypatch: pytest.Mo
 VERSION = 3
 
 
-def rule(stand: int) -> TensorRule:
-    return TensorRule("w", (7, 2), 4, Rows(), "w#shard=", "param", suffix=f"stand={stand}")
+def rule(model_rank: int) -> TensorRule:
+    return TensorRule("w", (7, 2), 4, Rows(), "w#shard=", "param", suffix=f"stand={model_rank}")
 
 
-def whole(stand: int) -> torch.Tensor:
-    return torch.arange(14.0).view(7, 2) + 100 * stand
+def whole(model_rank: int) -> torch.Tensor:
+    return torch.arange(14.0).view(7, 2) + 100 * model_rank
 
 
 def shards(shape: ReplicaShape, rank: int, *, filled: bool) -> list[LooseShard]:
     """Its rows of what its place has, and what all of its place have alike."""
-    place, stand = shape.replica(rank), shape.stand(rank)
-    mine = LooseShard(rule(stand).shard_at(place, shape.replicas), (rank,))
-    alike = LooseShard(f"bias#stand={stand}", tuple(shape.peers(range(shape.world), rank)))
+    place, model_rank = shape.replica(rank), shape.model_rank(rank)
+    mine = LooseShard(rule(model_rank).shard_at(place, shape.replicas), (rank,))
+    alike = LooseShard(f"bias#stand={model_rank}", tuple(shape.peers(range(shape.world), rank)))
     if filled:
         low, high = chunked(7, shape.replicas)[place]
-        for shard, key, data in ((mine, "param", whole(stand)[low:high]), (alike, "data", whole(stand)[0])):
+        for shard, key, data in ((mine, "param", whole(model_rank)[low:high]), (alike, "data", whole(model_rank)[0])):
             shard.allocate(ShardSpec({key: TensorSpec(tuple(data.shape), data.dtype)}))[key].copy_(data)
     return [mine, alike]
 
@@ -359,7 +358,7 @@ def saved(folder: Path, shape: ReplicaShape) -> Path:
             local_state=b"own",
             common=b"common",
             generation=0,
-            rules=(rule(shape.stand(rank)),),
+            rules=(rule(shape.model_rank(rank)),),
         )
         assert writing.wait(30) and writing.close(5)
     found = newest(folder)
@@ -373,11 +372,11 @@ def test_each_place_reads_its_own(before: int, after: int, inner: int, outer: in
     path, shape = saved(tmp_path, ReplicaShape(before, inner, outer)), ReplicaShape(after, inner, outer)
     for rank in range(shape.world):
         mine, alike = shards(shape, rank, filled=False)
-        rules = (rule(shape.stand(rank)),)
+        rules = (rule(shape.model_rank(rank)),)
         load(path, [mine, alike], rank=rank, world=shape.world, elastic=True, rules=rules, shape=shape)
         low, high = chunked(7, after)[shape.replica(rank)]
-        assert torch.equal(mine.tensors()["param"], whole(shape.stand(rank))[low:high])
-        assert torch.equal(alike.tensors()["data"], whole(shape.stand(rank))[0])
+        assert torch.equal(mine.tensors()["param"], whole(shape.model_rank(rank))[low:high])
+        assert torch.equal(alike.tensors()["data"], whole(shape.model_rank(rank))[0])
 
 
 @pytest.mark.parametrize("shape", [ReplicaShape(2, 3), ReplicaShape(6), ReplicaShape(3, 1, 2), ReplicaShape(2, 2)])

@@ -17,7 +17,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-PLAN_TESTS = ("test_plan_*.py", "test_nodes.py", "test_decide.py", "test_evacuation.py", "test_electors.py")
+PLAN_TESTS = ("test_plan_*.py", "test_nodes.py", "test_decide.py", "test_proactive_replacement.py", "test_electors.py")
 RESTORE_TESTS = ("test_early_local_state.py", "test_restore_round.py")
 MACHINE_TESTS = (
     "test_machine*.py",

@@ -340,7 +340,7 @@ class Leadership:
 
         def told(number: signal.Signals, again: bool) -> None:
             reason = f"stopped by {number.name}"
-            if number is signal.SIGINT or self.service is not None or not self._agent.depart(reason):
+            if number is signal.SIGINT or self.service is not None or not self._agent.remove_member(reason):
                 _leave(self._agent, reason)
                 return
             late = f"{reason}; its ranks have not been handed over within {limit_s:g} s (timeouts.handoff_s)"

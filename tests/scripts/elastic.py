@@ -110,7 +110,7 @@ def main() -> None:
     parser.add_argument("--global-batch", type=int, default=24)
     parser.add_argument("--micro-batch", type=int, default=2)
     parser.add_argument("--mode", default="ddp")
-    parser.add_argument("--newcomer", help="what a process that comes later does: die, raise, exit, hang, other-seed")
+    parser.add_argument("--joining", help="what a process that comes later does: die, raise, exit, hang, other-seed")
     parser.add_argument("--show-batches", action="store_true", help="print which samples each micro-batch has")
     parser.add_argument("--save-to", help="a directory for the state of each version")
     parser.add_argument("--start-from", help="such a state")
@@ -119,9 +119,9 @@ def main() -> None:
     dist.init_process_group("gloo" if device.type == "cpu" else "nccl")
     seed = torch.tensor(3 if dist.get_rank() == 0 else 100 + dist.get_rank(), device=device)
     dist.broadcast(seed, 0)  # as who comes later has to know without taking part in it
-    if args.newcomer and os.environ.get("FLASHRECOVERY_GENERATION", "0") != "0":
-        come_badly(args.newcomer)
-        seed += args.newcomer == "other-seed"
+    if args.joining and os.environ.get("FLASHRECOVERY_GENERATION", "0") != "0":
+        come_badly(args.joining)
+        seed += args.joining == "other-seed"
     recovery = flashrecovery.init()
     model = build().to(device)
     misbehave(args.mode, model, recovery)

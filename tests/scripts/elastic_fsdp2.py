@@ -80,7 +80,7 @@ class Counting(torch.optim.SGD):
         return result
 
 
-def is_newcomer() -> bool:
+def is_joining() -> bool:
     """Whether this process has come later than the job's start."""
     return os.environ.get("FLASHRECOVERY_GENERATION", "0") != "0"
 
@@ -88,7 +88,7 @@ def is_newcomer() -> bool:
 def build(args: argparse.Namespace) -> tuple[FSDPModule, Any]:
     torch.manual_seed(5)
     device = own_device()
-    model = Net(args.tied, is_newcomer() and args.newcomer == "other-model").to(device)
+    model = Net(args.tied, is_joining() and args.joining == "other-model").to(device)
     mesh = init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("dp",) if args.named else None)
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if args.mixed else MixedPrecisionPolicy()
     options: dict[str, Any] = {"mesh": mesh, "mp_policy": policy, "reshard_after_forward": not args.keep}
@@ -154,7 +154,7 @@ def main() -> None:
     parser.add_argument("--micro-batch", type=int, default=2)
     parser.add_argument("--optimizer", default="adamw", choices=["adamw", "sgd"])
     parser.add_argument("--refused", default="")
-    parser.add_argument("--newcomer", default="", help="what a process that comes later does: die, exit, other-model")
+    parser.add_argument("--joining", default="", help="what a process that comes later does: die, exit, other-model")
     for flag in ("keep", "mixed", "tied", "named", "clip", "keep-gradients"):
         parser.add_argument(f"--{flag}", action="store_true")
     parser.add_argument("--save-to", help="a directory for the state of each version")
@@ -162,8 +162,8 @@ def main() -> None:
     args, _ = parser.parse_known_args()
     device = own_device()
     dist.init_process_group("gloo" if device.type == "cpu" else "nccl")
-    if is_newcomer():
-        come_badly(args.newcomer)
+    if is_joining():
+        come_badly(args.joining)
     recovery = flashrecovery.init()
     model, mesh = build(args)
     parameters = list(model.parameters())

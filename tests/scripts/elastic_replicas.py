@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from elastic import Numbers, come_badly
-from elastic_fsdp2 import Net, digest_of, gathered, is_newcomer, tensors_of
+from elastic_fsdp2 import Net, digest_of, gathered, is_joining, tensors_of
 from pacing import take_time
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -88,7 +88,7 @@ def build(args: argparse.Namespace, mesh: Any) -> torch.nn.Module:
     if args.kind == "tensor":
         model: torch.nn.Module = torch.nn.Sequential(*(Sharded(mesh.get_group("shard")) for _ in range(2)))
         return DistributedDataParallel(model, process_group=mesh.get_group("replicate"), bucket_cap_mb=0.002)
-    model = Net(args.tied, is_newcomer() and args.newcomer == "other-model")
+    model = Net(args.tied, is_joining() and args.joining == "other-model")
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if args.mixed else MixedPrecisionPolicy()
     options: dict[str, Any] = {"mesh": mesh, "mp_policy": policy, "reshard_after_forward": not args.keep}
     for block in model.blocks:
@@ -128,15 +128,15 @@ def main() -> None:
     parser.add_argument("--global-batch", type=int, default=24)
     parser.add_argument("--micro-batch", type=int, default=2)
     parser.add_argument("--refused", default="")
-    parser.add_argument("--newcomer", default="", help="what a process that comes later does: die, exit, other-model")
+    parser.add_argument("--joining", default="", help="what a process that comes later does: die, exit, other-model")
     for flag in ("keep", "mixed", "tied", "clip", "stride"):
         parser.add_argument(f"--{flag}", action="store_true")
     parser.add_argument("--save-to", help="a directory for the state of each version")
     parser.add_argument("--start-from", help="such a state")
     args, _ = parser.parse_known_args()
     dist.init_process_group("gloo")
-    if is_newcomer() and (args.newcomer != "die-one" or dist.get_rank() == dist.get_world_size() - 1):
-        come_badly(args.newcomer.removesuffix("-one"))
+    if is_joining() and (args.joining != "die-one" or dist.get_rank() == dist.get_world_size() - 1):
+        come_badly(args.joining.removesuffix("-one"))
     recovery = flashrecovery.init()
     mesh = mesh_of(args)
     if args.refused == "pairs":  # a group of parts of several replicas

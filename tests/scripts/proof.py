@@ -28,7 +28,7 @@ import flashrecovery
 MOMENTS = ("data", "backward", "optimizer", "below", "end")
 """``data``: before the step's first batch. ``backward``: in the middle of it. ``optimizer``: right after its step,
 before what the block has below that. ``below``: between the block and the code below it. ``end``: after that code,
-before the next step is handed out."""
+before the next step is yielded."""
 BROADCAST = "broadcast"
 """In an optimizer that communicates, of the loops that have one: it has changed a part of the state, and sent some of
 that."""

@@ -255,10 +255,10 @@ def _says_too_much(find: Callable[..., None]) -> Callable[..., None]:
 
 
 def _from_the_disk(
-    records: Any, checkpoint: tuple[int, str] | None, layout: Any = (), departed: Any = MappingProxyType({})
+    records: Any, checkpoint: tuple[int, str] | None, layout: Any = (), removed: Any = MappingProxyType({})
 ) -> restore_plan.Decision:
     if checkpoint is None:
-        return restore_plan.decide(records, checkpoint, layout, departed)
+        return restore_plan.decide(records, checkpoint, layout, removed)
     return restore_plan.Decision.from_checkpoint(checkpoint, records, "it is there")
 
 

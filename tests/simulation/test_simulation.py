@@ -290,7 +290,7 @@ def test_a_lost_job_does_not_begin_anew_because_those_who_are_left_came_last() -
     assert "start_again" not in "\n".join(outcome.trace) and "no survivor holds any state" in "\n".join(outcome.trace)
 
 
-def test_a_newcomer_that_is_given_up_while_its_set_up_log_is_asked_for() -> None:
+def test_a_joining_process_that_is_given_up_while_its_set_up_log_is_asked_for() -> None:
     """Nobody had it, and its page was gone already: the agent ended."""
     with quiet(), simulated():
         assert run(draw_elastic(6034)).violation is None

@@ -112,7 +112,7 @@ class Copies:
             self.target, self.owner = members[ring[place]], members[ring.index(place)]
 
     async def settle(self) -> None:
-        """The copies of the version that was handed out are complete; or somebody is stopped, or is to be."""
+        """The copies of the version that was yielded are complete; or somebody is stopped, or is to be."""
         gate = self._w.gate
         while self._exchange is not None and not (self._exchange.done() or gate.held or gate.stopped):
             await asyncio.sleep(_POLL_S)
@@ -447,7 +447,7 @@ class ModelWorker:
     # -- between two steps ------------------------------------------------------------------------
 
     def _settle(self) -> None:
-        """Before a step is handed out: now its version is complete."""
+        """Before a step is yielded: now its version is complete."""
         if self._void_run:
             self._void_run = False
             self._plain_state(self.gate.version)
@@ -558,7 +558,7 @@ class ModelWorker:
         return self.world.laws.split(self, dict(zip(self.members, of_all, strict=True)))
 
     def _fetch(self, position: int) -> bytes:
-        """The next batch; after a void attempt, the one that was handed out then."""
+        """The next batch; after a discarded attempt, the one that was handed out then."""
         batch, digest = self._batches.get(position, (b"", 0))
         if not batch or content.digest_of(batch) != digest:
             batch = content.batch_of(self._like, position)

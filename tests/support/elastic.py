@@ -81,7 +81,7 @@ def _resize(job: RunningJob, replicas: int, step: int, then: int | None, wait_s:
     before = [event["event"] for event in job.events()]
     assert command(job, replicas, step) == ""
     if come:
-        job.wait_for_newcomers(wait_s)
+        job.wait_for_joining_processes(wait_s)
     else:
         time.sleep(0.5)  # the word to the ranks is on its way
     job.hold(then)

@@ -131,7 +131,7 @@ class Beyond:
         fault = f"rank={victim},fault=sigkill,at=recovery:{state}"
         running = self.launch(kind, folder / "run", inject=[fault], **elastic)
         assert command(running, self.most, self.at) == ""
-        running.wait_for_newcomers()
+        running.wait_for_joining_processes()
         running.hold(None)
         job = running.wait(300)
         check_fired(job)
@@ -167,10 +167,10 @@ class Beyond:
         check_as_commanded(kind, job, resized)
 
     def one_dies_before_its_first_step(self, kind: Kind, folder: Path, undisturbed: Callable[[Kind], Job]) -> None:
-        """The other newcomers of its replica end, too, and nobody has paused."""
+        """The other joining processes of its replica end, too, and nobody has paused."""
         running = self.launch(kind, folder / "run")
         assert command(running, self.most, self.at) == ""
-        os.kill(_newcomer(running, self.most * kind.each - 1), signal.SIGKILL)
+        os.kill(_joining_process(running, self.most * kind.each - 1), signal.SIGKILL)
         running.wait_for("notice", kind="joining_process_given_up", count=kind.each)
         running.hold(None)
         job = running.wait(300)
@@ -225,7 +225,7 @@ def _as_started(kind: Kind, job: Job, step: int, until: int, ranks: int, folder:
     check_clean(new)
 
 
-def _newcomer(running: RunningJob, rank: int) -> int:
+def _joining_process(running: RunningJob, rank: int) -> int:
     """The process that is being built up as this rank."""
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
@@ -238,7 +238,7 @@ def _newcomer(running: RunningJob, rank: int) -> int:
 
 
 def _slowly_until(true: Callable[[], bool], running: RunningJob, first: int, last: int) -> None:
-    """Let one step after the other end. It is not known when newcomers are there."""
+    """Let one step after the other end. It is not known when joining processes are there."""
     for step in range(first, last):
         running.hold(step)
         deadline = time.monotonic() + 3

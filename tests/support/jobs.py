@@ -149,7 +149,7 @@ class RunningJob:
             new.write_text(str(step))
             new.replace(self._pace)
 
-    def wait_for_newcomers(self, timeout_s: float = 120) -> None:
+    def wait_for_joining_processes(self, timeout_s: float = 120) -> None:
         """Until all that are to come in are there, which the ranks are told at once."""
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline and self.popen.poll() is None:

@@ -250,7 +250,7 @@ def check_goes_on(job: Job, training: Training, saved: Saved, changes: Sequence[
 
 def left_in_memory() -> list[Path]:
     """State in memory whose agent is no more."""
-    found = Path("/dev/shm").glob("flashrecovery-stash-*")
+    found = Path("/dev/shm").glob("flashrecovery-staging-*")
     return [path for path in found if not Path("/proc", path.name.split("-")[3]).exists()]
 
 

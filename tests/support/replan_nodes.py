@@ -85,7 +85,7 @@ def lose(job: NodesJob, host: Host) -> None:
     """A host loses its power, and all that was in its memory."""
     agent = job.popens[host.name].pid
     job.kill_node(host)
-    for left in Path("/dev/shm").glob(f"flashrecovery-stash-*-{agent}-*"):
+    for left in Path("/dev/shm").glob(f"flashrecovery-staging-*-{agent}-*"):
         shutil.rmtree(left)
 
 

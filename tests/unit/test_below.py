@@ -57,7 +57,7 @@ def test_a_void_attempt_is_not_committed_whenever_it_is_asked() -> None:
         pass
     assert not step.committed
     step.over()
-    loop.void = False  # the next one is handed out
+    loop.void = False  # the next one is yielded
     assert not step.committed
 
 
@@ -73,7 +73,7 @@ def test_what_stand_ins_answer_makes_an_attempt_void() -> None:
 
 @pytest.fixture
 def attempt(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
-    """Below the block of a void attempt."""
+    """Below the block of a discarded attempt."""
     told: list[str] = []
     post_step_code.install_hooks()
     asked = SimpleNamespace(void=True, cut_off=True, outside=False, not_saved=told.append, told=told)

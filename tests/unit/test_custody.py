@@ -61,16 +61,16 @@ def test_whether_state_is_sharded() -> None:
 
 def test_what_nobody_else_needs_is_left_behind() -> None:
     everybody = records()
-    departed = without(everybody, 1)
-    assert [(n.rank, n.shard) for n in left_behind(departed, everybody.values())] == [(1, "w#shard=1/4")]
+    removed = without(everybody, 1)
+    assert [(n.rank, n.shard) for n in left_behind(removed, everybody.values())] == [(1, "w#shard=1/4")]
     everybody[2].inventory.needs["w#shard=1/4"] = 100  # a replica
-    assert left_behind(departed, everybody.values()) == []
+    assert left_behind(removed, everybody.values()) == []
 
 
 def test_the_neighbour_serves_it() -> None:
     everybody = records()
-    departed = without(everybody, 1, 3)
-    found = custody(left_behind(departed, everybody.values()), everybody.values(), 7)
+    removed = without(everybody, 1, 3)
+    found = custody(left_behind(removed, everybody.values()), everybody.values(), 7)
     assert found is not None
     assert [(c.owner, c.shard, c.holder, c.kind) for c in found] == [
         (1, "w#shard=1/4", 2, "copy"),
@@ -79,18 +79,18 @@ def test_the_neighbour_serves_it() -> None:
 
 
 @pytest.mark.parametrize("departing", [(1, 2), (0, 1), (0, 3)])
-def test_a_rank_whose_neighbour_leaves_as_well(departing: tuple[int, ...]) -> None:
+def test_a_rank_whose_neighbour_leaves_as_well(drain_request: tuple[int, ...]) -> None:
     everybody = records()
-    departed = without(everybody, *departing)
-    assert custody(left_behind(departed, everybody.values()), everybody.values(), 7) is None
+    removed = without(everybody, *drain_request)
+    assert custody(left_behind(removed, everybody.values()), everybody.values(), 7) is None
     with pytest.raises(JobFailedError, match="held by no living process or copy"):
-        decide(everybody, None, range(4), departed)
+        decide(everybody, None, range(4), removed)
 
 
 def test_copies_of_another_version_do_not_count() -> None:
     everybody = records(copies=dict.fromkeys(range(4), (6,)))
-    departed = without(everybody, 1)
-    assert custody(left_behind(departed, everybody.values()), everybody.values(), 7) is None
+    removed = without(everybody, 1)
+    assert custody(left_behind(removed, everybody.values()), everybody.values(), 7) is None
 
 
 def test_all_go_back_to_the_version_of_the_copies() -> None:
@@ -99,8 +99,8 @@ def test_all_go_back_to_the_version_of_the_copies() -> None:
     for record in everybody.values():
         own = [pb.Held(kind=Kind.UNDO.value, version=6, shards=list(record.inventory.needs))]
         record.inventory.take(7, [*own, pb.Held(kind="copy", version=6, shards=[f"w#shard={(record.rank - 1) % 4}/4"])])
-    departed = without(everybody, 1)
-    round_ = decide(everybody, None, range(4), departed).round
+    removed = without(everybody, 1)
+    round_ = decide(everybody, None, range(4), removed).round
     assert round_.version == 6 and round_.reshape is not None
     assert list(round_.reshape.before) == [0, 1, 2, 3] and list(round_.reshape.after) == [0, 2, 3]
     assert [(c.owner, c.holder) for c in round_.reshape.custody] == [(1, 2)]
@@ -130,8 +130,8 @@ def test_of_replicas_the_last_ones_leave() -> None:
 def test_one_who_has_just_left_counts() -> None:
     """Rank 0 has died, and rank 1 keeps its copies: it cannot leave at once."""
     everybody = records()
-    departed = without(everybody, 0)
-    assert choose_leaving(everybody, departed, 1, 7) == [2]
+    removed = without(everybody, 0)
+    assert choose_leaving(everybody, removed, 1, 7) == [2]
 
 
 def test_a_local_state_that_nobody_has_is_another_ranks_in_an_elastic_job() -> None:
@@ -165,9 +165,9 @@ def test_what_a_rank_had_that_this_controller_has_never_heard_of() -> None:
     """It had died before: the copies say what it had."""
     everybody = records()
     without(everybody, 1)
-    departed: dict[int, dict[str, int]] = {1: {}}
-    assert [(n.rank, n.shard) for n in left_behind(departed, everybody.values())] == [(1, "w#shard=1/4")]
-    reshape = decide(everybody, None, range(4), departed).round.reshape
+    removed: dict[int, dict[str, int]] = {1: {}}
+    assert [(n.rank, n.shard) for n in left_behind(removed, everybody.values())] == [(1, "w#shard=1/4")]
+    reshape = decide(everybody, None, range(4), removed).round.reshape
     assert reshape is not None and [(c.owner, c.shard, c.holder) for c in reshape.custody] == [(1, "w#shard=1/4", 2)]
 
 
@@ -176,27 +176,27 @@ def test_a_rank_of_which_nothing_is_known_has_had_its_part() -> None:
     or says what is lost. Where all have the same, nothing is."""
     everybody = records()
     without(everybody, 1, 2)
-    departed: dict[int, dict[str, int]] = {1: {}, 2: {}}
+    removed: dict[int, dict[str, int]] = {1: {}, 2: {}}
     with pytest.raises(JobFailedError, match=r"capsule@1"):
-        decide(everybody, None, range(4), departed)
-    assert decide(everybody, (5, "step-5"), range(4), departed).checkpoint == "step-5"
+        decide(everybody, None, range(4), removed)
+    assert decide(everybody, (5, "step-5"), range(4), removed).checkpoint == "step-5"
     for record in everybody.values():
         record.inventory.needs = {"w": 100, "common": 10, f"capsule@{record.rank}": 5}
         record.inventory.sharded = frozenset()
         record.inventory.take(7, [])
-    assert left_behind(departed, everybody.values()) == []
+    assert left_behind(removed, everybody.values()) == []
 
 
 def test_only_a_copy_is_served() -> None:
     """What somebody has of its own, from before, may be of another sharding."""
     everybody = records(copies={})
-    departed = without(everybody, 1)
+    removed = without(everybody, 1)
     own = pb.Held(kind=Kind.UNDO.value, version=7, shards=["w#shard=1/4"], nbytes=[100])
     everybody[2].inventory.take(7, [own])
-    assert custody(left_behind(departed, everybody.values()), everybody.values(), 7) is None
+    assert custody(left_behind(removed, everybody.values()), everybody.values(), 7) is None
 
 
 def test_whoever_keeps_what_another_one_had_who_has_left_stays() -> None:
     everybody = records()
-    departed = without(everybody, 1)
-    assert choose_leaving(everybody, departed, 1, 7, named=[2]) is None
+    removed = without(everybody, 1)
+    assert choose_leaving(everybody, removed, 1, 7, named=[2]) is None

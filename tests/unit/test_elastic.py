@@ -162,7 +162,7 @@ def test_who_is_taken_back_for_another_start_has_a_place_of_its_own(odd: str) ->
     """Meanwhile its place may have been given to another rank, its node be lost, or about to leave."""
     world = elastic_world(least=1)
     job, resizing = world.machine.job, world.machine._resizing
-    gone = resizing._depart(3, grace_s=0.0)
+    gone = resizing._remove_member(3, grace_s=0.0)
     gone.irreplaceable = True
     if odd == "taken":
         job.ranks[1].local_rank = gone.local_rank
@@ -175,7 +175,7 @@ def test_who_is_taken_back_for_another_start_has_a_place_of_its_own(odd: str) ->
     assert job.ranks[3].home == home and not job.ranks[3].irreplaceable
     assert (
         job.members == job.membership.sharded_among == (0, 1, 2, 3)
-        and not job.membership.departed
+        and not job.membership.removed
         and job.membership.told_size == 4
     )
 
@@ -465,7 +465,7 @@ def test_a_new_controller_says_a_size_that_it_has_found_no_more(commanded: bool)
     job = world.machine.job
     resizing = world.machine._resizing
     if commanded:
-        resizing._depart(3, grace_s=0.0)
+        resizing._remove_member(3, grace_s=0.0)
     assert resizing.tell(7) is commanded
     world.collect()
     said = [(e.before, e.replicas, e.left) for e in world.of(ev.JobResized)]  # type: ignore[attr-defined]

@@ -27,7 +27,7 @@ def process(name: str) -> Any:
     it = MagicMock(name=name)
     it.gone, it.hear_out, it.end = AsyncMock(return_value=True), AsyncMock(), AsyncMock(return_value=-9)
     it.connect = AsyncMock(return_value=MagicMock())
-    it.ready, it.dead, it.failed, it.rank, it.attempt, it.beside = True, False, False, None, 0, False
+    it.ready, it.dead, it.failed, it.rank, it.attempt, it.joining = True, False, False, None, 0, False
     it.exited, it.local_rank, it.place, it.pid = False, 0, 0, 7
     it.page.local_state_versions.return_value, it.page.early_local_states.return_value = [5], []
     it.page.inheritance.return_value.__enter__.return_value.nbytes, it.page.closed = 0, False
@@ -201,38 +201,38 @@ def test_the_end_before_a_process_has_come(comes: bool, tmp_path: Path) -> None:
     on_a_node(tmp_path, body)
 
 
-def test_a_newcomer_that_has_not_come_is_told_of(tmp_path: Path) -> None:
+def test_a_joining_process_that_has_not_come_is_told_of(tmp_path: Path) -> None:
     """A controller that does not know what for has it leave."""
 
     async def body(node: Node) -> None:
-        replace = pb.Replace(detached=True, beside=1)
+        replace = pb.Replace(detached=True, joining=1)
         command = pb.Command(rank=3, generation=1, replace=replace)
         node.manager._setup_logs.own.return_value = b"set-up"  # type: ignore[attr-defined]
         filling = asyncio.create_task(node.manager.fill(command, hear_out=False))
         again = asyncio.create_task(node.manager.fill(command, hear_out=False))
         await soon()
-        assert node.manager.beside() == [3]
+        assert node.manager.joining() == [3]
         node.slow.give(0, None)
-        assert await filling is None and node.manager.beside() == [3]
+        assert await filling is None and node.manager.joining() == [3]
         node.slow.give(1, process("new"))
-        assert await again is not None and node.manager.beside() == [0]  # the place of the stand-in
+        assert await again is not None and node.manager.joining() == [0]  # the place of the stand-in
         await node.manager.let_go(3, 0.0)
-        assert not node.manager.beside()
+        assert not node.manager.joining()
 
     on_a_node(tmp_path, body)
 
 
-def test_a_newcomer_is_told_of_while_nothing_can_be_forked_yet(tmp_path: Path) -> None:
+def test_a_joining_process_is_told_of_while_nothing_can_be_forked_yet(tmp_path: Path) -> None:
     async def body(node: Node) -> None:
         imported = asyncio.Event()
         node.manager._zygotes = MagicMock(ready=imported.wait)
-        order = pb.Command(rank=3, generation=1, replace=pb.Replace(detached=True, beside=1))
+        order = pb.Command(rank=3, generation=1, replace=pb.Replace(detached=True, joining=1))
         coming = asyncio.create_task(node.manager.fill(order, hear_out=False))
         await soon()
-        assert node.manager.beside() == [3] and not node.slow.orders
+        assert node.manager.joining() == [3] and not node.slow.orders
         left = asyncio.create_task(node.manager.let_go(3, 0.0))
         imported.set()
-        assert await coming is None and await left is None and node.manager.beside() == []
+        assert await coming is None and await left is None and node.manager.joining() == []
 
     on_a_node(tmp_path, body)
 

@@ -319,6 +319,6 @@ def test_the_launch_that_those_know_who_have_heard_last_counts() -> None:
     old.generation = 2
     machine.on_register(old, 0.0)
     machine.on_register(of_launch(LAUNCH, found("b", 2, 3)), 0.1)
-    machine._staffing.publish_rank_table()
+    machine._placement.publish_rank_table()
     (table,) = [a.table for a in machine.job.take_actions() if isinstance(a, Publish)][-1:]
     assert machine.job.launch == table.launch == Parts(table).part_for("a").launch == LAUNCH

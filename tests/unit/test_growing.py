@@ -28,7 +28,7 @@ class GrowingWorld(World):
         super().__init__(size, **config)
         self.pause_at: dict[int, int] = {}
         self.nodes_told: list[tuple[str | None, pb.Command]] = []
-        self.silent: set[int] = set()  # newcomers that never come to their first step
+        self.silent: set[int] = set()  # joining processes that never come to their first step
         self.batches = ""
         self.outline = ""
 
@@ -39,9 +39,9 @@ class GrowingWorld(World):
                 self.nodes_told += [(action.node, command) for command in commands]
         super().collect()
 
-    def beside(self) -> dict[int, str | None]:
+    def joining(self) -> dict[int, str | None]:
         """Which nodes were told to build up which ranks."""
-        return {command.rank: node for node, command in self.nodes_told if command.replace.beside}
+        return {command.rank: node for node, command in self.nodes_told if command.replace.joining}
 
     def left_behind(self) -> set[int]:
         """Ranks whose processes were ended."""
@@ -51,7 +51,7 @@ class GrowingWorld(World):
         if command.HasField("pause"):
             if command.generation == self.machine.job.generation:
                 self.pause_at[rank] = command.pause.step
-        elif command.replace.beside:
+        elif command.replace.joining:
             self._build_up(rank, command)
         else:
             if command.HasField("resume"):
@@ -63,11 +63,11 @@ class GrowingWorld(World):
             super().answer(rank, command)
 
     def _build_up(self, rank: int, command: pb.Command) -> None:
-        newcomer = self.machine.job.membership.joining.get(rank)
-        node = "" if newcomer is None else newcomer.record.home
+        joining = self.machine.job.membership.joining.get(rank)
+        node = "" if joining is None else joining.record.home
         self.next_pid += 1
         generation = command.generation
-        started = pb.WorkerStarted(rank=rank, generation=generation, pid=self.next_pid, beside=command.replace.beside)
+        started = pb.WorkerStarted(rank=rank, generation=generation, pid=self.next_pid, joining=command.replace.joining)
         self.machine.on_started(started, node, "host")
         if rank not in self.machine.job.ranks:  # else another process fills it yet
             self.version[rank] = -1
@@ -98,7 +98,7 @@ class GrowingWorld(World):
             return True
         return super().train()
 
-    def kill_newcomer(self, rank: int) -> None:
+    def kill_joining_process(self, rank: int) -> None:
         record = self.machine.job.membership.joining[rank].record
         self.inbox = [(r, c) for r, c in self.inbox if r != rank]
         failure = pb.Failure(rank=rank, pid=record.process.pid or 7, kind="killed", evidence="test")
@@ -151,7 +151,7 @@ def shrunk(left: int = 1, size: int = 4, **config: Any) -> GrowingWorld:
 def test_who_has_left_comes_back_in_its_place(left: int) -> None:
     world = shrunk(left)
     assert world.resize(4) == ""
-    assert world.beside() == {left: "node0"} and list(world.machine.job.ranks) == [r for r in range(4) if r != left]
+    assert world.joining() == {left: "node0"} and list(world.machine.job.ranks) == [r for r in range(4) if r != left]
     world.go_on()
     assert world.resized()[1:] == [(3, 4, [], [left])]
     assert list(world.machine.job.ranks) == [0, 1, 2, 3] == [r.rank for r in world.machine.job.in_order]
@@ -163,7 +163,7 @@ def test_who_is_built_up_is_told_how_far_the_others_have_come() -> None:
     world = shrunk()
     reached = world.version[0]
     assert world.resize(4) == ""
-    (ahead,) = [command.replace.ahead for _, command in world.nodes_told if command.replace.beside]
+    (ahead,) = [command.replace.ahead for _, command in world.nodes_told if command.replace.joining]
     assert ahead.reached == reached > 0 and 0.0 < ahead.for_s < world.config.timeouts.replacement_s
 
 
@@ -179,7 +179,7 @@ def test_the_members_train_on_until_all_are_there() -> None:
         world.step()
     assert world.machine.job.state is State.RUNNING and world.version[0] > at + 5
     assert not any(step >= 0 for step in world.pause_at.values()), "nobody pauses for one that is not there"
-    world.kill_newcomer(2)  # the other one comes alone
+    world.kill_joining_process(2)  # the other one comes alone
     world.go_on()
     assert world.resized()[2:] == [(2, 3, [], [1])]
     assert world.run() is State.FINISHED
@@ -228,7 +228,7 @@ def test_a_recovery_before_that_step_does_not_forget_it() -> None:
 def test_refused(replicas: int, step: int, said: str) -> None:
     world = shrunk()
     assert said in world.resize(replicas, step)
-    assert not world.machine.job.membership.joining and not world.beside()
+    assert not world.machine.job.membership.joining and not world.joining()
 
 
 def test_no_room() -> None:
@@ -274,7 +274,7 @@ def test_one_that_dies_after_the_members_were_told_to_pause() -> None:
     assert world.resize(4, world.version[0] + 5) == ""
     while not any(step > 0 for step in world.pause_at.values()):
         world.step()
-    world.kill_newcomer(1)
+    world.kill_joining_process(1)
     world.go_on(8)
     assert len(world.resized()) == 1 and len(world.of(ev.RecoveryFinished)) == 1, "nobody pauses in vain"
     assert world.run() is State.FINISHED
@@ -293,9 +293,9 @@ def test_a_word_of_one_that_was_given_up_counts_for_nothing() -> None:
     world = shrunk()
     world.silent = {1}
     assert world.resize(4) == ""
-    (number,) = [c.replace.beside for _, c in world.nodes_told if c.replace.beside]
+    (number,) = [c.replace.joining for _, c in world.nodes_told if c.replace.joining]
     assert world.resize(3) == "" and world.resize(4) == ""
-    late = pb.WorkerStarted(rank=1, generation=world.machine.job.generation, pid=5, beside=number)
+    late = pb.WorkerStarted(rank=1, generation=world.machine.job.generation, pid=5, joining=number)
     world.machine.on_started(late, "node0", "host")
     assert world.machine.job.membership.joining[1].record.place is Place.EMPTY
 
@@ -317,7 +317,7 @@ def test_a_node_comes_back(replace: str) -> None:
     world = two_nodes(replace=replace)
     world.join("node1", incarnation="again")
     world.go_on()
-    assert world.beside() == {2: "node1", 3: "node1"}
+    assert world.joining() == {2: "node1", 3: "node1"}
     assert world.resized() == [(4, 2, [2, 3], []), (2, 4, [], [2, 3])]
     assert [r.home for r in world.machine.job.in_order] == ["node0", "node0", "node1", "node1"]
     assert len({(r.home, r.local_rank) for r in world.machine.job.in_order}) == 4
@@ -328,16 +328,16 @@ def test_a_node_comes_during_a_recovery() -> None:
     world = two_nodes()
     world.kill(0)
     world.join("other")
-    assert not world.beside()
+    assert not world.joining()
     world.go_on()
-    assert world.beside() == {0: "other", 2: "other"} and world.resized()[-1] == (1, 3, [], [0, 2])
+    assert world.joining() == {0: "other", 2: "other"} and world.resized()[-1] == (1, 3, [], [0, 2])
 
 
 def test_it_may_be_switched_off() -> None:
     world = two_nodes(grow="never")
     world.join("node1", incarnation="again")
     world.go_on()
-    assert not world.beside()
+    assert not world.joining()
     assert world.resize(4) == ""
     world.go_on()
     assert world.resized()[-1] == (2, 4, [], [2, 3])
@@ -346,7 +346,7 @@ def test_it_may_be_switched_off() -> None:
 def test_a_rank_that_died_alone_does_not_come_back_by_itself() -> None:
     world = shrunk()
     world.go_on(10)
-    assert not world.beside() and len(world.machine.job.ranks) == 3
+    assert not world.joining() and len(world.machine.job.ranks) == 3
 
 
 def test_a_command_is_not_overruled() -> None:
@@ -356,13 +356,13 @@ def test_a_command_is_not_overruled() -> None:
     world.go_on()
     world.join("other")
     world.go_on()
-    assert not world.beside()
+    assert not world.joining()
     world.machine.on_node_lost("node1", "silent", 0.5, world.now)  # it had one of the three
     world.collect()
     world.go_on()
     world.join("another")
     world.go_on()
-    assert list(world.beside()) == [2] and len(world.machine.job.ranks) == 3
+    assert list(world.joining()) == [2] and len(world.machine.job.ranks) == 3
 
 
 def test_a_node_that_is_lost_on_the_way() -> None:
@@ -381,7 +381,7 @@ def test_a_node_that_is_lost_on_the_way() -> None:
     assert len(world.machine.job.ranks) == 4
 
 
-def test_a_lost_rank_comes_before_a_newcomer() -> None:
+def test_a_lost_rank_comes_before_a_joining_process() -> None:
     """Its room is taken by processes that are on their way in: these are given up."""
     world = world_of(2, nnodes=3, controller="h:1", replace="auto", least=4)
     world.machine.on_node_lost("node2", "silent", 0.5, world.now)
@@ -404,8 +404,8 @@ def test_a_lost_rank_comes_before_a_newcomer() -> None:
 
 @pytest.mark.parametrize("seed", range(60))
 def test_deaths_at_any_moment(seed: int) -> None:
-    """Members and newcomers die while ranks are on their way in; whatever comes of it, the job goes on, each rank is
-    told of in one place, and a growth that is asked for again afterwards succeeds."""
+    """Members and joining processes die while ranks are on their way in; whatever comes of it, the job goes on, each
+    rank is told of in one place, and a growth that is asked for again afterwards succeeds."""
     pick = random.Random(seed)
     world = world_of(5, replace=pick.choice(["never", "auto"]))
     world.random = random.Random(seed)
@@ -418,7 +418,7 @@ def test_deaths_at_any_moment(seed: int) -> None:
             world.step()
         job = world.machine.job
         if job.membership.joining and pick.random() < 0.6:
-            world.kill_newcomer(pick.choice(list(job.membership.joining)))
+            world.kill_joining_process(pick.choice(list(job.membership.joining)))
         elif len(job.ranks) > 2:
             world.kill(pick.choice(list(job.ranks)))
         assert set(job.ranks).isdisjoint(job.membership.joining)
@@ -437,16 +437,16 @@ def test_deaths_at_any_moment(seed: int) -> None:
 
 
 @pytest.mark.parametrize("body", ["hold", "stop", "regroup", "restore", "resume"])
-@pytest.mark.parametrize("who", ["newcomer", "member"])
+@pytest.mark.parametrize("who", ["joining", "member"])
 def test_a_death_in_each_state_of_coming_in(who: str, body: str) -> None:
     world = shrunk()
     assert world.resize(4) == ""
     while not any(command.HasField(body) for _, command in world.inbox):
         world.step()
     job = world.machine.job
-    victim = 1 if who == "newcomer" else 2
+    victim = 1 if who == "joining" else 2
     if victim in job.membership.joining:
-        world.kill_newcomer(victim)
+        world.kill_joining_process(victim)
     else:
         world.kill(victim)
     world.go_on()
@@ -467,7 +467,7 @@ def test_the_job_ends_meanwhile() -> None:
 
 def test_another_controller_has_them_ended() -> None:
     world = GrowingWorld(4, steps=20)
-    world.join("node0", beside=[3])
+    world.join("node0", joining=[3])
     assert world.left_behind() == {3}
 
 
@@ -508,11 +508,11 @@ def test_who_comes_needs_no_part_of_what_is_sharded() -> None:
     assert world.resize(4) == ""
     while 3 not in world.machine.job.ranks:
         assert world.step()
-    newcomer = world.machine.job.ranks[3]
-    known = dict(newcomer.inventory.needs)
+    joining = world.machine.job.ranks[3]
+    known = dict(joining.inventory.needs)
     stopped = pb.Reply(rank=3, generation=world.machine.job.generation, needs=needs, live_version=-1)
-    world.machine._carried_out([newcomer], Ordered.STOP, stopped)
-    assert newcomer.inventory.needs == known and 3 not in world.machine.job.membership.sharded_among
+    world.machine._carried_out([joining], Ordered.STOP, stopped)
+    assert joining.inventory.needs == known and 3 not in world.machine.job.membership.sharded_among
 
 
 # -- beyond the launch --------------------------------------------------------------------------------
@@ -523,10 +523,10 @@ def test_a_node_comes_that_the_launch_has_not_had() -> None:
     world = world_of(2, nnodes=2, controller="h:1", most=7)
     world.join("more", slots=2)
     world.go_on()
-    assert world.beside() == {4: "more", 5: "more"} and world.resized() == [(4, 6, [], [4, 5])]
+    assert world.joining() == {4: "more", 5: "more"} and world.resized() == [(4, 6, [], [4, 5])]
     orders = [command.replace for _, command in world.nodes_told if command.HasField("replace")]
-    assert {order.stands_in for order in orders if order.beside} == {3}
-    assert {order.stands_in for order in orders if not order.beside} == {0}
+    assert {order.stands_in for order in orders if order.joining} == {3}
+    assert {order.stands_in for order in orders if not order.joining} == {0}
     world.join("another", slots=2)
     world.go_on()
     assert world.resized()[-1] == (6, 7, [], [6])
@@ -541,7 +541,7 @@ def test_of_those_that_come_the_launchs_own_are_first() -> None:
     world.go_on()
     world.join("more", slots=3)
     world.go_on()
-    assert world.beside() == {2: "more", 3: "more", 4: "more"} and world.resized()[-1] == (2, 5, [], [2, 3, 4])
+    assert world.joining() == {2: "more", 3: "more", 4: "more"} and world.resized()[-1] == (2, 5, [], [2, 3, 4])
 
 
 def test_one_beyond_the_launch_is_replaced_and_leaves_as_any_other() -> None:
@@ -567,7 +567,7 @@ def test_a_spare_node_of_the_launch_is_for_growth_if_there_may_be_any(most: int,
     world.join("spare", spare=True)
     world.launch()
     world.go_on()
-    assert world.beside() == ({2: "spare", 3: "spare"} if grown else {})
+    assert world.joining() == ({2: "spare", 3: "spare"} if grown else {})
     assert len(world.machine.job.ranks) == (4 if grown else 2)
 
 
@@ -592,7 +592,7 @@ def test_one_beyond_the_launch_is_filled_again_before_it_has_a_part() -> None:
 
 
 @pytest.mark.parametrize(("launched", "most"), [(4, 4), (2, 4)])
-def test_newcomers_do_not_make_it_a_number_that_is_not_allowed(launched: int, most: int) -> None:
+def test_joining_processes_do_not_make_it_a_number_that_is_not_allowed(launched: int, most: int) -> None:
     """The batch can be divided among one, two and four. Two are built up beside two, of which one is lost meanwhile."""
     world = world_of(launched, most=most, slots=4) if launched == 4 else world_of(1, nnodes=2, controller="h:1", most=4)
     job = world.machine.job
@@ -606,7 +606,7 @@ def test_newcomers_do_not_make_it_a_number_that_is_not_allowed(launched: int, mo
         job.membership.joining or world.step()
     if not job.membership.joining:
         assert world.resize(4) == ""
-    while not world.machine._coming.newcomers.all_here:
+    while not world.machine._coming.joining_processes.all_here:
         assert world.step()
     world.kill(0)
     world.go_on()
@@ -636,8 +636,8 @@ def test_two_nodes_make_up_what_one_does_not() -> None:
         record.sizes = frozenset({1, 2, 4})
     world.join("third")
     world.go_on()
-    assert not world.beside()
+    assert not world.joining()
     world.join("fourth")
     world.go_on()
-    assert {*world.beside().values()} == {"third", "fourth"} and world.resized() == [(2, 4, [], [2, 3])]
+    assert {*world.joining().values()} == {"third", "fourth"} and world.resized() == [(2, 4, [], [2, 3])]
     assert world.run() is State.FINISHED

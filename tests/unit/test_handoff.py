@@ -96,7 +96,7 @@ class HandoffWorld(GrowingWorld):
 def test_its_ranks_move_and_it_leaves() -> None:
     world = HandoffWorld()
     at = world.version[0]
-    assert world.leave("node1") == "" and world.beside() == {2: "spare", 3: "spare"}
+    assert world.leave("node1") == "" and world.joining() == {2: "spare", 3: "spare"}
     world.go_on(8)
     assert world.homes() == ["node0", "node0", "spare", "spare"] and world.shut_down() == ["node1"]
     (finished,) = world.of(ev.RecoveryFinished)

@@ -80,12 +80,12 @@ def test_one_that_has_begun_the_step_is_waited_for_no_longer_than_that() -> None
     assert world.homes()[2:] == ["spare", "spare"] and world.run() is State.FINISHED
 
 
-def test_a_newcomer_dies_when_some_have_paused() -> None:
+def test_a_joining_process_dies_when_some_have_paused() -> None:
     """They are not left there: the others may have heard in time that nobody pauses, and wait for them in that step."""
     world = PausingWorld()
     for rank in (0, 1):
         world.pauses(rank)
-    world.kill_newcomer(3)
+    world.kill_joining_process(3)
     world.wait(0.1)
     assert world.machine.job.state is not State.RUNNING
     assert not world.machine.job.membership.joining, "the other one does not come alone"

@@ -525,7 +525,7 @@ CONTRADICTIONS: dict[str, Callable[[JobState], object]] = {
     "comes after": lambda job: setattr(job, "generation", -1),
     "of a later generation": lambda job: setattr(job.ranks[0], "filled", 99),
     "on no node": lambda job: setattr(job.ranks[0], "home", ""),
-    "have left": lambda job: job.membership.departed.update({0: {}}),
+    "have left": lambda job: job.membership.removed.update({0: {}}),
     "state is sharded among": lambda job: job.membership.sharded_anew((0, 1, 2)),
     "have come to their loop": lambda job: job.membership.joining.update(
         {2: JoiningProcess(RankRecord(2, place=Place.RUNNING), 1, 0.0)}

@@ -204,7 +204,7 @@ def test_who_keeps_the_only_copies_of_what_is_being_filled_does_not_leave(sharde
     job.vacate(2)
     assert leaving_without(job, [2]) == (() if sharded else (2,))
     assert job.keepers_of_copies()[1] == (3 if sharded else 2) and job.keepers_of_parts()[1] == 3
-    job.depart(3)
+    job.remove_member(3)
     assert (job.keepers_of_copies()[1] in job.ranks) is not sharded
 
 
@@ -264,8 +264,8 @@ def test_what_the_leaving_replica_had_is_with_those_of_the_same_place(shape: Rep
     ring = shape.ring(range(shape.world), 1, shape.world)
     for gone in range(shape.replicas):
         everybody = members(shape)
-        departed = without(everybody, shape, gone)
-        found = decide(everybody, None, range(shape.world), departed).round
+        removed = without(everybody, shape, gone)
+        found = decide(everybody, None, range(shape.world), removed).round
         assert found.version == 7 and found.reshape is not None
         assert (list(found.reshape.before), list(found.reshape.after)) == ([*range(shape.world)], [*everybody])
         assert {c.owner: c.holder for c in found.reshape.custody} == {rank: ring[rank] for rank in shape.ranks(gone)}
@@ -284,13 +284,13 @@ def test_of_two_replicas_at_once_neither_may_keep_the_others_copies() -> None:
     shape = ReplicaShape(4, 2)
     for one, other in itertools.combinations(range(4), 2):
         everybody = members(shape)
-        departed = without(everybody, shape, one, other)
+        removed = without(everybody, shape, one, other)
         if other - one == 2:
-            found = decide(everybody, None, range(8), departed).round.reshape
+            found = decide(everybody, None, range(8), removed).round.reshape
             assert found is not None and len(found.custody) == 4
             continue
         with pytest.raises(JobFailedError, match="cannot be recovered"):
-            decide(everybody, None, range(8), departed)
+            decide(everybody, None, range(8), removed)
 
 
 # -- names ----------------------------------------------------------------------------------------------

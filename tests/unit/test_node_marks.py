@@ -45,8 +45,8 @@ from flashrecovery.plan.membership.node_failures import (
 from flashrecovery.plan.transitions import State
 from flashrecovery.proto import flashrecovery_pb2 as pb
 from flashrecovery.rpc.channel import Access
-from tests.unit.test_evacuation import warned
 from tests.unit.test_machine import World
+from tests.unit.test_proactive_replacement import warned
 
 NOW = 1_800_000_000.0
 DAY = 86400.0

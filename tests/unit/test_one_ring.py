@@ -54,7 +54,7 @@ def test_both_come_to_the_same_ring(
                 record.shape = shape
                 record.inventory.sharded = frozenset(["part"]) if sharded else frozenset()
             for rank in set(job.ranks).difference(members):
-                job.depart(rank)
+                job.remove_member(rank)
             job.settle_layout()
             ring = ring_among(members, shape if sharded else None)
             keepers = {rank: members[place] for rank, place in zip(members, ring, strict=True)}
@@ -80,7 +80,7 @@ def test_beyond_the_launch_too(shape: ReplicaShape, sharded: bool, monkeypatch: 
             record.shape, record.inventory.sharded = shape, frozenset(["part"]) if sharded else frozenset()
             job.enrol(record)
         for rank in set(job.ranks).difference(wanted):
-            job.depart(rank)
+            job.remove_member(rank)
         job.settle_layout()
         members = job.members
         assert job.membership.sharded_among == members == tuple(shape.in_order(wanted)), "as process groups count them"
@@ -104,5 +104,5 @@ def test_two_replicas_that_both_lack_a_rank() -> None:
         record.shape, record.inventory.sharded = shape, frozenset(["part"])
     before = job.keepers_of_copies()
     for rank in (0, 3):
-        job.depart(rank)
+        job.remove_member(rank)
     assert job.keepers_of_copies() == {rank: before[rank] for rank in job.ranks}

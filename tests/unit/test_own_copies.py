@@ -1,4 +1,4 @@
-"""An own pre-step copy is made beside the step, of what the version was when it was handed out."""
+"""An own pre-step copy is made beside the step, of what the version was when it was yielded."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from flashrecovery.plan.membership.placement import (
     copied_by,
     neighbour_stride,
     place,
-    place_beside,
+    place_joining,
     shared_domains,
 )
 from flashrecovery.plan.membership.ring import following, preceding
@@ -108,7 +108,7 @@ def test_ranks_that_are_given_to_several_nodes_are_not_with_their_copies(
 def test_who_comes_into_a_job_goes_where_its_mates_are(
     ranks: list[int], rooms: list[Room], homes: dict[int, str], places: dict[int, str]
 ) -> None:
-    assert place_beside(ranks, rooms, homes, 2) == places
+    assert place_joining(ranks, rooms, homes, 2) == places
 
 
 @pytest.mark.parametrize(

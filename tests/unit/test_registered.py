@@ -73,7 +73,7 @@ def test_another_object_than_the_dead_ranks_is_refused_by_name() -> None:
 
 
 def test_also_if_the_local_state_was_sealed_before_the_end_of_the_step() -> None:
-    """It says what the object was like when the step was handed out, and the peer's common state says the same."""
+    """It says what the object was like when the step was yielded, and the peer's common state says the same."""
     dead, peer, new = (
         registry(1, best=Kept(2.5)),
         registry(0, best=Kept(9.0)),

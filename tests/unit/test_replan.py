@@ -140,8 +140,8 @@ def test_each_shard_is_written_once_by_somebody_who_has_it() -> None:
         1: record(1, 6, ["a", "c"], [pb.Held(kind="undo", version=5)]),
         3: record(3, -1, ["d"], [pb.Held(kind="undo", version=5), pb.Held(kind="copy", version=5, shards=["x", "y"])]),
     }
-    departed = {2: {"x": 100, "y": 100, "common": 100, "capsule@2": 10, "b": 100}}
-    orders = assigned(records, departed, 5)
+    removed = {2: {"x": 100, "y": 100, "common": 100, "capsule@2": 10, "b": 100}}
+    orders = assigned(records, removed, 5)
     items = [(rank, item.shard, item.kind) for rank, some in orders.items() for item in some]
     assert sorted(shard for _, shard, _ in items) == ["a", "b", "c", "d", "x", "y"]
     assert {(0, "b", "live"), (1, "c", "undo"), (3, "d", "undo"), (3, "x", "copy"), (3, "y", "copy")} <= set(items)

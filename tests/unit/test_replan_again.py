@@ -70,8 +70,8 @@ def test_the_ranks_of_the_last_replica_keep_each_others_copies() -> None:
     for record in job.in_order:
         record.inventory.sharded = frozenset({"part"})
     assert job.keepers_of_copies() == {0: 2, 1: 3, 2: 0, 3: 1}
-    job.depart(2)
-    job.depart(3)
+    job.remove_member(2)
+    job.remove_member(3)
     job.settle_layout()
     assert job.keepers_of_copies() == {0: 1, 1: 0}
 

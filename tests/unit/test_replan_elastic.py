@@ -236,7 +236,7 @@ class Both(World):
         while orders := self.of("stop"):
             for rank, command in orders:
                 reply = pb.Reply(serial=command.serial, generation=command.generation, rank=rank, live_version=7)
-                if len(self.job.ranks) + len(self.job.membership.departed) == 2:
+                if len(self.job.ranks) + len(self.job.membership.removed) == 2:
                     other = rank ^ 1
                     shards = [f"stand{other % 2}", f"capsule@{other}"]
                     reply.held.append(pb.Held(kind="copy", version=7, shards=shards, nbytes=[8, 8]))

@@ -119,7 +119,7 @@ class Histories(ShardedWorld):
 
     def answer(self, rank: int, command: pb.Command) -> None:
         order = command.replace
-        if order.layout and not (order.beside or order.detached):
+        if order.layout and not (order.joining or order.detached):
             self.facts = replace(self.facts, layout={"cp": 1, "ep": 1, **layout_sizes(order.layout)})
             self.shape = shape_of_layout(dict(self.facts.layout))
         if command.HasField("staging"):

@@ -53,7 +53,7 @@ def test_what_was_seen_with_tensor_parallelism_stays_known_without(seen: bool, m
 
 def filled_again(world: World) -> pb.Replace:
     """What is said of a rank that dies in that layout."""
-    return world.machine._staffing._order(world.job.ranks[0], detached=True)
+    return world.machine._placement._order(world.job.ranks[0], detached=True)
 
 
 @pytest.mark.parametrize("seen", [True, False])

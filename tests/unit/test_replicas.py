@@ -193,7 +193,7 @@ def test_a_replica_comes_back_as_a_whole(shape: ReplicaShape, victim: int) -> No
     world.go_on()
     gone = shape.ranks(shape.replica(victim))
     assert world.resize(3) == ""
-    assert sorted(world.beside()) == gone
+    assert sorted(world.joining()) == gone
     world.go_on(20)
     assert world.resized()[1:] == [(2, 3, [], gone)]
     assert list(world.machine.job.ranks) == list(range(shape.world))
@@ -206,7 +206,7 @@ def test_a_replica_of_which_one_does_not_come_does_not_come() -> None:
     world.go_on()
     world.silent = {2, 3}
     assert world.resize(3) == ""
-    world.kill_newcomer(3)
+    world.kill_joining_process(3)
     world.go_on()
     assert not world.machine.job.membership.joining and world.resized() == [(3, 2, [2, 3], [])]
     assert len(world.notices("joining_process_given_up")) == 2

@@ -236,7 +236,7 @@ def test_other_places_that_divide_it_are_refused(replicas: int, tmp_path: Path) 
     kind = KINDS["context"]
     path = save(tmp_path / "c", kind, 1)
     alone = replace(kind, model_ranks=((0,), (1,)))
-    with pytest.raises(RestoreError, match=r"among the places \[0, 1\] of each replica together, and this job's"):
+    with pytest.raises(RestoreError, match=r"among the model ranks \[0, 1\] together, and this job's"):
         loaded(path, alone, replicas, of=kind)
     with pytest.raises(RestoreError, match="another number of the same replicas"):
         loaded(path, KINDS["experts, stages"], replicas, of=kind)

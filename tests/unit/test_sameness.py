@@ -125,7 +125,7 @@ def test_a_recovery_that_is_cut_short_may_have_taken_steps(steps: int) -> None:
 
 
 def other_attempt(run: Run) -> None:
-    """A void attempt of step 4 had another loss; its repetition has the right one."""
+    """A discarded attempt of step 4 had another loss; its repetition has the right one."""
     run.logs[0] = ProcessLog(0, 0, (*lines(0, *range(4)), (4, "0x1p-9"), *lines(0, *range(4, STEPS))))
 
 
@@ -140,7 +140,7 @@ VIOLATIONS: dict[str, tuple[Change, str]] = {
         lambda r: r.logs.__setitem__(0, ProcessLog(0, 0, lines(3, *range(STEPS)))),
         "rank 0, step 0: loss 0x3.0p+0, not 0x0.0p+0",
     ),
-    "another loss in a void attempt": (other_attempt, "rank 0, step 4: loss 0x1p-9, not 0x0.4p+0"),
+    "another loss in a discarded attempt": (other_attempt, "rank 0, step 4: loss 0x1p-9, not 0x0.4p+0"),
     "a step too many": (lambda r: put(r, 0, *range(STEPS + 1)), "rank 0, step 10: loss"),
     "another end": (lambda r: r.digests.update({2: "other"}), "the end state differs"),
     "an end is missing": (lambda r: r.digests.pop(2), "the end state differs"),

@@ -51,7 +51,7 @@ class Worker:
     layout: Members
     live: int
     fresh: bool
-    beside: bool
+    joining: bool
     generation: int
     joined: pb.Joined
     members: Members = ()
@@ -133,8 +133,8 @@ class Job:
             members=node.members,
         )
         for worker in node.workers.values():
-            if worker.beside:
-                message.beside.append(worker.rank)
+            if worker.joining:
+                message.joining.append(worker.rank)
                 continue
             message.workers.add(
                 rank=worker.rank,
@@ -160,7 +160,7 @@ class Job:
         return [worker for node in self.nodes.values() for worker in node.workers.values()]
 
     def member(self, rank: int) -> Worker | None:
-        found = [worker for worker in self.workers() if worker.rank == rank and not worker.beside]
+        found = [worker for worker in self.workers() if worker.rank == rank and not worker.joining]
         return max(found, key=lambda worker: worker.pid, default=None)
 
     # -- commands ---------------------------------------------------------------------------------
@@ -190,11 +190,11 @@ class Job:
         rank, replace, launch = command.rank, command.replace, tuple(range(self.size))
         joined = pb.Joined(rank=rank, generation=command.generation, steps=10**6, batches="global")
         joined.needs.extend(needs(rank, part_of(rank, launch)))
-        live, beside = -1 if replace.detached else 0, replace.beside > 0
+        live, joining = -1 if replace.detached else 0, replace.joining > 0
         node.workers[rank] = Worker(
-            rank, self.pid, launch, live, replace.detached, beside, command.generation, joined, launch
+            rank, self.pid, launch, live, replace.detached, joining, command.generation, joined, launch
         )
-        started = pb.WorkerStarted(rank=rank, generation=command.generation, pid=self.pid, beside=replace.beside)
+        started = pb.WorkerStarted(rank=rank, generation=command.generation, pid=self.pid, joining=replace.joining)
         self.machine.on_started(started, node.name, node.name)
         self.machine.on_joined(joined, self.now, node.name)
         self.collect()
@@ -212,7 +212,7 @@ class Job:
             self.stop(worker, command.stop, reply)
         elif body == "regroup":
             node.members = worker.members = tuple(command.regroup.members)
-            worker.beside, layout = False, tuple(command.regroup.layout)
+            worker.joining, layout = False, tuple(command.regroup.layout)
             if worker.fresh and worker.layout != layout:
                 worker.layout = layout if worker.rank in layout else ()
                 worker.live, worker.copied, worker.ready = -1, -1, None
@@ -315,7 +315,7 @@ class Job:
 
     def all_there(self) -> bool:
         """Whether those who have taken steps have all of one sharding, live or in copies."""
-        told = [worker for worker in self.workers() if worker.resumed and not worker.beside]
+        told = [worker for worker in self.workers() if worker.resumed and not worker.joining]
 
         def there(rank: int, layout: Members, version: int) -> bool:
             kept = any(w.copied == version and w.copies.get(rank) == part_of(rank, layout) for w in told)

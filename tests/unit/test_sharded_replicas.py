@@ -180,7 +180,7 @@ class ShardedWorld(ReplicaWorld):
     def answer(self, rank: int, command: pb.Command) -> None:
         self._told = rank, command
         body = command.WhichOneof("body")
-        if body == "replace" and not command.replace.beside and rank not in self.machine.job.ranks:
+        if body == "replace" and not command.replace.joining and rank not in self.machine.job.ranks:
             return
         if body == "leave":
             self.living.discard(rank)

@@ -1,4 +1,4 @@
-"""Version i is everything as it is when step i is handed out, wherever a loop changes it: a step that is stopped and
+"""Version i is everything as it is when step i is yielded, wherever a loop changes it: a step that is stopped and
 done again leaves no trace. Of a survivor, in one process (tests/scripts/one_session.py); tests/conformance has jobs."""
 
 from __future__ import annotations

@@ -130,7 +130,7 @@ class BufferTracker:
         self._began = False  # what the script does before its first step says nothing of its steps
         self._closely = False
         self._looked_closely = False  # the last look was at all contents ...
-        self._sure = False  # ... and so none had changed unseen when this step was handed out
+        self._sure = False  # ... and so none had changed unseen when this step was yielded
 
     # -- what changes silently --------------------------------------------------------------------
 

@@ -78,7 +78,7 @@ class Agent:
         self._terminated_at: float | None = None  # since when some of the ranks have been told to end
         self._terminated = False  # this process has been told to end
         self._hears = False
-        self._departs_for = ""
+        self._drains_for = ""
         self._speed: pb.MachineSpeed | None = None
         self.finished: asyncio.Future[str | None] = asyncio.get_running_loop().create_future()
         self._tasks = Tasks(self._task_failed)
@@ -96,7 +96,7 @@ class Agent:
         self._faults = NodeFaults(self.notice)
         self._health = NodeHealth(config, run_dir.path, self._ranks.values, self._failures.report, self.notice)
         self._stopped = StopMonitor(config.timeouts)
-        self._looks = Looks(lambda: [process for process in self.workers() if not process.beside])
+        self._looks = Looks(lambda: [process for process in self.workers() if not process.joining])
         self._store = StoreServer(identity.host, config.master_port)
         self._worker_messages = WorkerMessages(
             self._send, self._processes, self._tasks, self._faults, self._looks, self._staging, self._spread_setup_logs
@@ -180,10 +180,10 @@ class Agent:
         message.regrouped = self._regrouped
         message.settings.update(self._config.shared())
         there = [*self._ranks.values(), *self._processes.replaced()]
-        members = [p for p in there if not (p.beside or self._is_of_another_layout(p))]
+        members = [p for p in there if not (p.joining or self._is_of_another_layout(p))]
         known = [p for p in members if p.exited or not (p.dead or p.failed or p.returncode == 0)]
         message.workers.extend(self._state_of(p) for p in known)
-        message.beside.extend(self._processes.beside())
+        message.joining.extend(self._processes.joining())
         if not self._processes.ending:
             message.pages.extend(self._page_of(p) for p in members if p not in known)
         message.suspect = self.warning()
@@ -252,8 +252,8 @@ class Agent:
     def controller_heard(self, heard: bool) -> None:
         """Whether a controller is there; the workers are told of every change."""
         self._hears = heard
-        if self._departs_for and not heard and not self._processes.ending:
-            self._tasks.start(self.shutdown(self._departs_for))  # nobody is there who could have its ranks moved
+        if self._drains_for and not heard and not self._processes.ending:
+            self._tasks.start(self.shutdown(self._drains_for))  # nobody is there who could have its ranks moved
         for process in self.workers():
             if process.knows_controller is not heard:
                 process.knows_controller = heard
@@ -334,7 +334,7 @@ class Agent:
             self._spread_setup_logs()  # also those of ranks that have left
         process = self._ranks.get(command.rank)
         if process is not None:
-            process.beside = False  # it is a member now
+            process.joining = False  # it is a member now
         self._relay(command)
 
     def _on_leave(self, command: pb.Command) -> None:
@@ -389,15 +389,17 @@ class Agent:
                 self._heartbeats.resumed(command.resume.version)
             process.send(pb.ToWorker(command=command))
 
-    def depart(self, reason: str) -> bool:
+    def remove_member(self, reason: str) -> bool:
         """This node is to end: have its ranks handed over before, if there is a controller who can do that. False if
         there is none, or it has been asked already."""
         self._terminated = True
         self.tell_leaving()
-        if not self._hears or self._departs_for or self._processes.ending or not self.in_job:
+        if not self._hears or self._drains_for or self._processes.ending or not self.in_job:
             return False
-        self._departs_for = reason
-        self._send(pb.AgentMessage(departing=pb.Departing(within_s=self._config.timeouts.handoff_s, reason=reason)))
+        self._drains_for = reason
+        self._send(
+            pb.AgentMessage(node_leaving=pb.NodeLeaving(within_s=self._config.timeouts.handoff_s, reason=reason))
+        )
         return True
 
     def tell_leaving(self) -> None:
@@ -425,8 +427,8 @@ class Agent:
         self.tell_leaving()
         if not self._hears:
             return False
-        departing = pb.Departing(within_s=self._config.notice.within_s, reason=reason, stays=True)
-        self._send(pb.AgentMessage(departing=departing))
+        node_leaving = pb.NodeLeaving(within_s=self._config.notice.within_s, reason=reason, stays=True)
+        self._send(pb.AgentMessage(node_leaving=node_leaving))
         return True
 
     async def shutdown(self, reason: str | None) -> None:

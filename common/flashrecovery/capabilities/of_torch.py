@@ -282,7 +282,7 @@ INDUCTOR_FILES = capability(
 )
 STAGING = capability(
     "DCP's stager",
-    "an asynchronous save below a void attempt answers as the real one would",
+    "an asynchronous save below a discarded attempt answers as the real one would",
     Attributes("torch.distributed.checkpoint.staging", "DefaultStager", ("_config",)),
     otherwise="it answers with a future alone",
 )

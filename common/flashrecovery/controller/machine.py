@@ -85,20 +85,20 @@ class Machine:
 
     def __init__(self, config: RunConfig) -> None:
         self.job = JobState(config)
-        self._staffing = RankPlacement(self.job)
-        self._starting = LaunchSequence(self.job, self._staffing)
+        self._placement = RankPlacement(self.job)
+        self._starting = LaunchSequence(self.job, self._placement)
         self._coming = Joining(self.job)
-        self._newcomers = self._coming.newcomers
-        self._growing = Growing(self.job, self._staffing, self._coming)
+        self._joining_processes = self._coming.joining_processes
+        self._growing = Growing(self.job, self._placement, self._coming)
         self._resizing = Resizing(self.job, self._growing, self._coming)
-        self.handoff = Drain(self.job, self._staffing, self._coming, self._resizing)
-        evacuation = ProactiveReplacement(self.job, self._staffing)
-        self._replanning = ParallelismChange(self.job, self._staffing, self._resizing)
+        self.handoff = Drain(self.job, self._placement, self._coming, self._resizing)
+        proactive = ProactiveReplacement(self.job, self._placement)
+        self._replanning = ParallelismChange(self.job, self._placement, self._resizing)
         self._steps = RecoverySteps(
-            self.job, self._staffing, evacuation, self._starting, self._resizing, self._replanning
+            self.job, self._placement, proactive, self._starting, self._resizing, self._replanning
         )
         self._last_save = LastSave(self.job, self._steps.stop_held)
-        self.takeover = TakeOver(self.job, self._staffing, self._starting, self._steps, self._replanning)
+        self.takeover = TakeOver(self.job, self._placement, self._starting, self._steps, self._replanning)
         self.watch = HangWatch(self.job)
         self.conduct = NodePolicy(self.job)
         self._self_check = SelfCheck(self.job)
@@ -126,7 +126,7 @@ class Machine:
         known = self.job.nodes.get(message.node)
         if known is not None and known.incarnation == message.incarnation:
             if not known.alive:
-                self._staffing.fence(known, "it was declared dead, and its ranks were given away")
+                self._placement.fence(known, "it was declared dead, and its ranks were given away")
             return
         if known is not None and known.alive:
             self.on_node_lost(known.name, "its agent has ended and was started again", 0.0, now)
@@ -142,7 +142,7 @@ class Machine:
             self.job.outbox.send(node.name, pb.Command(generation=self.job.generation, rank=AGENT, shutdown=over))
             return
         self.conduct.judge(node)
-        for rank in message.beside:  # for the controller before this one, who knew what for
+        for rank in message.joining:  # for the controller before this one, who knew what for
             self.job.tell_to_leave(rank, node.name)
         self._starting.compare_command(message)
         if message.HasField("checkpoint"):
@@ -155,7 +155,7 @@ class Machine:
         if had_ranks and not self.job.launched:
             self.takeover.find(node, message, now)
         elif had_ranks:
-            self._staffing.fence(node, "its ranks belong to others")
+            self._placement.fence(node, "its ranks belong to others")
         elif self.job.launched:
             node.state = NodeState.SPARE
             # It was away when that was to be dropped; this is another process.
@@ -164,7 +164,7 @@ class Machine:
                     node.name, pb.Command(generation=self.job.generation, rank=AGENT, drop_staging=pb.DropStaging())
                 )
             self._settle_homeless(now)
-            self._staffing.publish_others()
+            self._placement.publish_others()
             self._growing.on_node(node.name)
         elif self.job.found_since is None and message.stride:
             self.job.found_since = self.job.started_at = (
@@ -198,7 +198,7 @@ class Machine:
         self.handoff.on_node_lost(name)
         self._coming.relieved.on_node_lost(name)
         self._resizing.last_resort.on_node_lost(name)
-        self._newcomers.on_node_lost(name)
+        self._joining_processes.on_node_lost(name)
         for record in self.job.ranks.values():
             record.page_on = "" if record.page_on == name else record.page_on
         if not self.job.launched:
@@ -210,7 +210,7 @@ class Machine:
         if not lost and self._replanning.on_node_lost((), now):
             return
         if all(r.place is Place.FINISHED for r in lost):
-            self._staffing.publish_others()
+            self._placement.publish_others()
             return
         self.job.last_failure = f"node {name}: {evidence}"
         released = [r.rank for r in lost if r.place is Place.RELEASED]
@@ -223,7 +223,7 @@ class Machine:
             return
         if self._replanning.on_node_lost([r.rank for r in lost], now):
             return
-        self._staffing.settle([r.rank for r in lost], now, node.domain)
+        self._placement.settle([r.rank for r in lost], now, node.domain)
         if self.job.state is State.STARTING:
             self._starting.start_again(f"{self.job.last_failure}, before the first step", now)
         else:
@@ -231,14 +231,14 @@ class Machine:
 
     def _settle_homeless(self, now: float, *, excluded: bool = False) -> None:
         """A node has come; ranks that wait for one may get it. ``excluded``: any is better than none now."""
-        if self.job.state in (State.FAILED, State.FINISHED) or not self._staffing.house(now, excluded=excluded):
+        if self.job.state in (State.FAILED, State.FINISHED) or not self._placement.house(now, excluded=excluded):
             return
-        rest = self._staffing.homeless()
+        rest = self._placement.homeless()
         if rest:  # there is room for some
             self._steps.go_on_without(rest, now)
 
     def on_started(self, message: pb.WorkerStarted, node: str, host: str) -> None:
-        if self._newcomers.on_started(message, node, host):
+        if self._joining_processes.on_started(message, node, host):
             return
         record = self.job.ranks.get(message.rank)
         if (
@@ -254,12 +254,12 @@ class Machine:
         record.page_on = record.home
         record.inventory.local_states, record.inventory.early = tuple(message.local_states), frozenset(message.early)
         if not self.job.places[Place.EMPTY]:
-            self._staffing.publish_rank_table()
+            self._placement.publish_rank_table()
 
     def on_joined(self, message: pb.Joined, now: float, node: str = "") -> None:
         """A worker has come to its first step and says which shards it needs and holds. ``node``, here and below: whose
         agent says so; "": not known."""
-        if self._newcomers.on_joined(message, node):
+        if self._joining_processes.on_joined(message, node):
             self._coming.call_in()
             return
         record = self.job.ranks.get(message.rank)
@@ -305,7 +305,7 @@ class Machine:
 
     def on_failure(self, message: pb.Failure, now: float, node: str = "") -> None:
         """The process of a rank is dead, hung, or cannot go on."""
-        if self._newcomers.on_failure(message, node) or self._resizing.given_up_ended(message, node):
+        if self._joining_processes.on_failure(message, node) or self._resizing.given_up_ended(message, node):
             return
         self._on_failures([message], now, node)
 
@@ -515,7 +515,7 @@ class Machine:
 
     def on_exited(self, message: pb.Exited, now: float, node: str = "") -> None:
         """A process ended with code 0."""
-        if self._newcomers.on_exited(message, node) or self._resizing.given_up_ended(message, node):
+        if self._joining_processes.on_exited(message, node) or self._resizing.given_up_ended(message, node):
             return
         record = self.job.ranks.get(message.rank)
         if record is not None and node not in ("", record.home):
@@ -615,7 +615,7 @@ class Machine:
             and now - self.job.homeless_since >= self.job.config.timeouts.node_wait_s
         ):
             self.job.fail(
-                f"{self.job.last_failure}; no node with room for ranks {self._staffing.homeless()} has come within "
+                f"{self.job.last_failure}; no node with room for ranks {self._placement.homeless()} has come within "
                 f"{self.job.config.timeouts.node_wait_s:g} s{self._too_few()}"
             )
         if self._resizing.overdue(now):
@@ -658,7 +658,7 @@ class Machine:
         elastic = self.job.config.elastic
         if elastic is None or self.job.state is State.STARTING:  # all are needed at the start
             return ""
-        homeless = self._staffing.homeless()
+        homeless = self._placement.homeless()
         left = len(self.job.shape.whole(rank for rank in self.job.ranks if rank not in homeless))
         never = "no rank is replaced (elastic.replace: never)" if elastic.replace == "never" else "no node was left"
         return f"; {never}, and {why_too_few(allowed_sizes(self.job), left)}"

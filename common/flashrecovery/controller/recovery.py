@@ -65,8 +65,8 @@ class RecoverySteps:
     def __init__(
         self,
         job: JobState,
-        staffing: RankPlacement,
-        evacuation: ProactiveReplacement,
+        placement: RankPlacement,
+        proactive: ProactiveReplacement,
         starting: LaunchSequence,
         resizing: Resizing,
         replanning: ParallelismChange,
@@ -74,8 +74,8 @@ class RecoverySteps:
         self._job = job
         self._replanning = replanning
         self._resizing = resizing
-        self._staffing = staffing
-        self._evacuation = evacuation
+        self._placement = placement
+        self._proactive = proactive
         self._starting = starting
 
     def begin(self, now: float) -> None:
@@ -192,7 +192,7 @@ class RecoverySteps:
         self._replanning.interrupted()
         back = self._resizing.take_back()
         victims = [rank for rank in victims if rank not in back]
-        victims += [rank for rank in self._staffing.stranded() if rank not in victims]
+        victims += [rank for rank in self._placement.stranded() if rank not in victims]
         # replacements that are still on their way keep their deadline; every other command is void
         self._job.outbox.keep(lambda what, rank: what is Ordered.REPLACE and rank not in victims)
         self._job.to(State.QUIESCING, now)
@@ -215,12 +215,12 @@ class RecoverySteps:
         if self._job.state not in (State.QUIESCING, State.REPLACING) or self._job.recovery is None or not victims:
             return False
         return all(
-            self._job.ranks[rank].filled != self._job.generation for rank in (*victims, *self._staffing.stranded())
+            self._job.ranks[rank].filled != self._job.generation for rank in (*victims, *self._placement.stranded())
         )
 
     def _join_recovery(self, cause: str, now: float, victims: Sequence[int]) -> None:
         """Take further ranks that have lost their processes into the recovery under way."""
-        victims = [*victims, *(rank for rank in self._staffing.stranded() if rank not in victims)]
+        victims = [*victims, *(rank for rank in self._placement.stranded() if rank not in victims)]
         self._replanning.interrupted()
         self._job.outbox.keep(lambda _, rank: rank not in victims)
         of_all = self._job.recovery.victims if self._job.recovery is not None else []
@@ -234,13 +234,13 @@ class RecoverySteps:
             if self._job.state is State.FAILED:
                 return
             self._await_nodes(lost, now)
-            others = [rank for rank in self._staffing.homeless() if rank in lost]  # some may have a node now
+            others = [rank for rank in self._placement.homeless() if rank in lost]  # some may have a node now
             self._resizing.lose(others)
         for victim in victims:
             record = self._job.ranks.get(victim)
             if record is not None and record.home:
                 self._job.vacate(victim)
-                self._staffing.fill(record, now, detached=True)
+                self._placement.fill(record, now, detached=True)
         nothing = not self.survivors() and self._job.checkpoint is None and not self._in_snapshots()
         if nothing and self._with_those_who_left(now):
             return
@@ -258,7 +258,7 @@ class RecoverySteps:
         for rank in ranks:
             if self._job.ranks[rank].home:
                 self._resizing.end_process(rank)
-        self._staffing.settle(list(ranks), now)
+        self._placement.settle(list(ranks), now)
 
     def go_on_without(self, ranks: Sequence[int], now: float) -> bool:
         """Whether the job can do without these ranks, which could not be filled again; if so, it does."""
@@ -296,7 +296,7 @@ class RecoverySteps:
                 self._stop_survivors(now)
                 return
             self._job.to(State.REPLACING, now)
-            self._evacuation.evacuate(now)
+            self._proactive.replace_ahead(now)
         if self._job.state is State.REPLACING and self._job.all_in(Place.STOPPED, Place.JOINED):
             if self._replanning.writing:
                 self._replanning.go_on(now)
@@ -415,9 +415,9 @@ class RecoverySteps:
         decision = self._resizing.come_at(decision)
         self._adopt(decision, now)
         if self._resizing.tell(decision.round.version):
-            self._staffing.publish_rank_table()
+            self._placement.publish_rank_table()
         self._job.to(State.REGROUPING, now)
-        stores = self._staffing.stores()
+        stores = self._placement.stores()
         limit = self._job.config.timeouts.regroup_s
         for rank in self._job.ranks:
             self._job.move(rank, Place.RECOVERING)
@@ -470,7 +470,7 @@ class RecoverySteps:
         """What all could go on from."""
         job = self._job
         try:
-            return decide(job.ranks, job.checkpoint, job.elastic_layout(), job.membership.departed)
+            return decide(job.ranks, job.checkpoint, job.elastic_layout(), job.membership.removed)
         except JobFailedError as e:
             return NothingLeft(str(e))
 
@@ -672,7 +672,7 @@ class RecoverySteps:
             self._resizing.take_back_all()
             self._starting.start_again(f"{why}; only the first step is lost", now)
             if self._job.state is State.STARTING:  # some may have left with their node
-                self._staffing.house(now)
+                self._placement.house(now)
         else:
             self._job.fail(why)
 

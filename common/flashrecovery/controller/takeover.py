@@ -38,7 +38,7 @@ class TakeOver:
     def __init__(
         self,
         job: JobState,
-        staffing: RankPlacement,
+        placement: RankPlacement,
         starting: LaunchSequence,
         steps: RecoverySteps,
         replanning: ParallelismChange,
@@ -46,7 +46,7 @@ class TakeOver:
         self._job = job
         self._replanning = replanning
         self._staging: pb.StagingKept | None = None  # the newest that a node has heard of
-        self._staffing = staffing
+        self._placement = placement
         self._starting = starting
         self._steps = steps
         self.written_down: Mapping[str, Numbers] = {}
@@ -86,7 +86,7 @@ class TakeOver:
         if self._job.config.parallelism is not None:
             newest, older = self._layout.hear(message)
             for name in [*older, *([] if newest else [node.name])]:
-                self._staffing.fence(self._job.nodes[name], "the job has changed its parallel layout since")
+                self._placement.fence(self._job.nodes[name], "the job has changed its parallel layout since")
             if not newest:
                 return
         self._forget_who_left(node, message)
@@ -95,14 +95,14 @@ class TakeOver:
             record = self._job.ranks[worker.rank]
             lives = record.place is not Place.EMPTY
             if record.home and record.process.joined_generation >= message.generation + (not lives):
-                self._staffing.fence(
+                self._placement.fence(
                     node, f"rank {worker.rank} {'lives' if lives else 'was last'} on node {record.home}"
                 )
                 return
         for worker in message.workers:
             record = self._job.ranks[worker.rank]
             if record.place is not Place.EMPTY:
-                self._staffing.fence(self._job.nodes[record.home], f"rank {worker.rank} lives on node {node.name}")
+                self._placement.fence(self._job.nodes[record.home], f"rank {worker.rank} lives on node {node.name}")
             self._adopt_worker(record, worker, node, message.generation)
         for page in message.pages:
             self._adopt_page(self._job.ranks[page.rank], page, node, message.generation)
@@ -139,7 +139,7 @@ class TakeOver:
             for rank in come:
                 self._job.enrol(RankRecord(rank))
             for rank in set(self._job.ranks).difference(message.members):
-                self._job.tell_to_leave(rank, self._job.depart(rank).home)
+                self._job.tell_to_leave(rank, self._job.remove_member(rank).home)
             self._job.settle_layout()
         for left in [worker for worker in message.workers if worker.rank not in self._job.ranks]:
             self._job.tell_to_leave(left.rank, node.name)
@@ -272,7 +272,7 @@ class TakeOver:
         if going:
             self._job.to(State.RUNNING)
             self._replanning.await_confirmation(now)
-            self._staffing.publish_rank_table()
+            self._placement.publish_rank_table()
             self._steps.confirm(now)
             self._steps.finish_if_all_have(now)
             return
@@ -298,7 +298,7 @@ class TakeOver:
         for rank in missing:
             self._job.recovery.add_victim(rank, FailureKind.CONTROLLER, self._job.generation + 1)
         self._settle_found(now)
-        self._staffing.publish_others()
+        self._placement.publish_others()
         limit = now + self._job.config.timeouts.replacement_s
         for record in records:
             if record.place is Place.STARTING:
@@ -323,6 +323,6 @@ class TakeOver:
     def _settle_found(self, now: float) -> None:
         """Give a node to the ranks with which no agent has come. A rank that has died meanwhile is filled where it
         was."""
-        homeless = self._staffing.homeless()
+        homeless = self._placement.homeless()
         if homeless:
-            self._staffing.settle(homeless, now)
+            self._placement.settle(homeless, now)

@@ -155,8 +155,8 @@ class Recorder:
         own = {r.rank: r.health.own_s for r in job.ranks.values()}
         steps = {r.rank: r.health.step_s for r in job.ranks.values()}
         coming = [
-            Coming(rank=rank, node=newcomer.record.home, here=newcomer.here, left_s=max(newcomer.due - now, 0.0))
-            for rank, newcomer in job.membership.joining.items()
+            Coming(rank=rank, node=joining.record.home, here=joining.here, left_s=max(joining.due - now, 0.0))
+            for rank, joining in job.membership.joining.items()
         ]
         live = {
             "slowest": slowest_of(own, steps),

@@ -93,7 +93,7 @@ class RankPosition:
 
 
 class VerdictKind(str, Enum):
-    """What a standstill is."""
+    """What the ranks' answers say, together."""
 
     CULPRITS = "culprits"
     DEADLOCK = "deadlock"

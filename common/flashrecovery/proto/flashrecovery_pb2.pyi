@@ -97,7 +97,7 @@ class AgentMessage(_message.Message):
     HANG_REPORTS_FIELD_NUMBER: _builtins.int
     VOUCH_FIELD_NUMBER: _builtins.int
     PAUSED_FIELD_NUMBER: _builtins.int
-    DEPARTING_FIELD_NUMBER: _builtins.int
+    NODE_LEAVING_FIELD_NUMBER: _builtins.int
     MACHINE_SPEED_FIELD_NUMBER: _builtins.int
     sequence: _builtins.int
     acknowledged: _builtins.int
@@ -149,7 +149,7 @@ class AgentMessage(_message.Message):
     @_builtins.property
     def paused(self) -> Global___Paused: ...
     @_builtins.property
-    def departing(self) -> Global___Departing: ...
+    def node_leaving(self) -> Global___NodeLeaving: ...
     @_builtins.property
     def machine_speed(self) -> Global___MachineSpeed: ...
     def __init__(
@@ -178,21 +178,21 @@ class AgentMessage(_message.Message):
         hang_reports: Global___HangReports | None = ...,
         vouch: Global___Vouch | None = ...,
         paused: Global___Paused | None = ...,
-        departing: Global___Departing | None = ...,
+        node_leaving: Global___NodeLeaving | None = ...,
         machine_speed: Global___MachineSpeed | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "checkpoint", b"checkpoint", "departing", b"departing", "done", b"done", "electors_known", b"electors_known", "exited", b"exited", "failure", b"failure", "hang_reports", b"hang_reports", "heartbeat", b"heartbeat", "joined", b"joined", "machine_speed", b"machine_speed", "modules", b"modules", "notice", b"notice", "paused", b"paused", "probed", b"probed", "register", b"register", "replies", b"replies", "reply", b"reply", "standby", b"standby", "started", b"started", "vouch", b"vouch"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "checkpoint", b"checkpoint", "done", b"done", "electors_known", b"electors_known", "exited", b"exited", "failure", b"failure", "hang_reports", b"hang_reports", "heartbeat", b"heartbeat", "joined", b"joined", "machine_speed", b"machine_speed", "modules", b"modules", "node_leaving", b"node_leaving", "notice", b"notice", "paused", b"paused", "probed", b"probed", "register", b"register", "replies", b"replies", "reply", b"reply", "standby", b"standby", "started", b"started", "vouch", b"vouch"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["acknowledged", b"acknowledged", "age_base", b"age_base", "body", b"body", "checkpoint", b"checkpoint", "departing", b"departing", "done", b"done", "echo", b"echo", "electors_known", b"electors_known", "exited", b"exited", "failure", b"failure", "hang_reports", b"hang_reports", "heartbeat", b"heartbeat", "joined", b"joined", "machine_speed", b"machine_speed", "modules", b"modules", "notice", b"notice", "paused", b"paused", "probed", b"probed", "register", b"register", "replies", b"replies", "reply", b"reply", "sent_at", b"sent_at", "sequence", b"sequence", "standby", b"standby", "started", b"started", "vouch", b"vouch"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["acknowledged", b"acknowledged", "age_base", b"age_base", "body", b"body", "checkpoint", b"checkpoint", "done", b"done", "echo", b"echo", "electors_known", b"electors_known", "exited", b"exited", "failure", b"failure", "hang_reports", b"hang_reports", "heartbeat", b"heartbeat", "joined", b"joined", "machine_speed", b"machine_speed", "modules", b"modules", "node_leaving", b"node_leaving", "notice", b"notice", "paused", b"paused", "probed", b"probed", "register", b"register", "replies", b"replies", "reply", b"reply", "sent_at", b"sent_at", "sequence", b"sequence", "standby", b"standby", "started", b"started", "vouch", b"vouch"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["register", "heartbeat", "started", "failure", "reply", "joined", "done", "exited", "standby", "checkpoint", "notice", "probed", "modules", "electors_known", "replies", "hang_reports", "vouch", "paused", "departing", "machine_speed"]  # noqa: Y015
+    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["register", "heartbeat", "started", "failure", "reply", "joined", "done", "exited", "standby", "checkpoint", "notice", "probed", "modules", "electors_known", "replies", "hang_reports", "vouch", "paused", "node_leaving", "machine_speed"]  # noqa: Y015
     _WhichOneofArgType_body: _TypeAlias = _typing.Literal["body", b"body"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_body) -> _WhichOneofReturnType_body | None: ...
 
 Global___AgentMessage: _TypeAlias = AgentMessage  # noqa: Y015
 
 @_typing.final
-class Departing(_message.Message):
+class NodeLeaving(_message.Message):
     """This node is to end within so many seconds; its ranks may be handed over before. stays: if they cannot, it goes on."""
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -216,7 +216,7 @@ class Departing(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___Departing: _TypeAlias = Departing  # noqa: Y015
+Global___NodeLeaving: _TypeAlias = NodeLeaving  # noqa: Y015
 
 @_typing.final
 class MachineSpeed(_message.Message):
@@ -291,8 +291,8 @@ class Register(_message.Message):
     LAYOUT_FIELD_NUMBER: _builtins.int
     STAGING_FIELD_NUMBER: _builtins.int
     LAUNCH_FIELD_NUMBER: _builtins.int
+    JOINING_FIELD_NUMBER: _builtins.int
     SPEED_FIELD_NUMBER: _builtins.int
-    BESIDE_FIELD_NUMBER: _builtins.int
     SETTINGS_FIELD_NUMBER: _builtins.int
     node: _builtins.str
     """name, unique in the job"""
@@ -348,12 +348,12 @@ class Register(_message.Message):
         """what this node was told last of the state that is kept for another layout"""
 
     @_builtins.property
-    def speed(self) -> Global___MachineSpeed:
-        """unset: not measured yet"""
+    def joining(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """ranks for which processes are built up here that do not belong to the job yet"""
 
     @_builtins.property
-    def beside(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """ranks for which processes are built up here that do not belong to the job yet"""
+    def speed(self) -> Global___MachineSpeed:
+        """unset: not measured yet"""
 
     @_builtins.property
     def settings(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
@@ -385,13 +385,13 @@ class Register(_message.Message):
         layout: _builtins.str = ...,
         staging: Global___StagingKept | None = ...,
         launch: _builtins.str = ...,
+        joining: _abc.Iterable[_builtins.int] | None = ...,
         speed: Global___MachineSpeed | None = ...,
-        beside: _abc.Iterable[_builtins.int] | None = ...,
         settings: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["checkpoint", b"checkpoint", "speed", b"speed", "staging", b"staging"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "beside", b"beside", "checkpoint", b"checkpoint", "command", b"command", "domain", b"domain", "domains", b"domains", "generation", b"generation", "host", b"host", "incarnation", b"incarnation", "launch", b"launch", "layout", b"layout", "members", b"members", "node", b"node", "node_rank", b"node_rank", "pages", b"pages", "peer_port", b"peer_port", "regrouped", b"regrouped", "settings", b"settings", "slots", b"slots", "spare", b"spare", "speed", b"speed", "staging", b"staging", "store_port", b"store_port", "stride", b"stride", "suspect", b"suspect", "workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "checkpoint", b"checkpoint", "command", b"command", "domain", b"domain", "domains", b"domains", "generation", b"generation", "host", b"host", "incarnation", b"incarnation", "joining", b"joining", "launch", b"launch", "layout", b"layout", "members", b"members", "node", b"node", "node_rank", b"node_rank", "pages", b"pages", "peer_port", b"peer_port", "regrouped", b"regrouped", "settings", b"settings", "slots", b"slots", "spare", b"spare", "speed", b"speed", "staging", b"staging", "store_port", b"store_port", "stride", b"stride", "suspect", b"suspect", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -884,11 +884,11 @@ class WorkerStarted(_message.Message):
     PID_FIELD_NUMBER: _builtins.int
     LOCAL_STATES_FIELD_NUMBER: _builtins.int
     EARLY_FIELD_NUMBER: _builtins.int
-    BESIDE_FIELD_NUMBER: _builtins.int
+    JOINING_FIELD_NUMBER: _builtins.int
     rank: _builtins.int
     generation: _builtins.int
     pid: _builtins.int
-    beside: _builtins.int
+    joining: _builtins.int
     """as in Replace"""
     @_builtins.property
     def local_states(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
@@ -906,11 +906,11 @@ class WorkerStarted(_message.Message):
         pid: _builtins.int = ...,
         local_states: _abc.Iterable[_builtins.int] | None = ...,
         early: _abc.Iterable[_builtins.int] | None = ...,
-        beside: _builtins.int = ...,
+        joining: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["beside", b"beside", "early", b"early", "generation", b"generation", "local_states", b"local_states", "pid", b"pid", "rank", b"rank"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["early", b"early", "generation", b"generation", "joining", b"joining", "local_states", b"local_states", "pid", b"pid", "rank", b"rank"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -2211,7 +2211,7 @@ class Replace(_message.Message):
     NODES_FIELD_NUMBER: _builtins.int
     SEQUENCE_PARALLEL_FIELD_NUMBER: _builtins.int
     STANDS_IN_FIELD_NUMBER: _builtins.int
-    BESIDE_FIELD_NUMBER: _builtins.int
+    JOINING_FIELD_NUMBER: _builtins.int
     AHEAD_FIELD_NUMBER: _builtins.int
     detached: _builtins.bool
     attempt: _builtins.int
@@ -2232,7 +2232,7 @@ class Replace(_message.Message):
     """of such a job: it has been seen that its script sets that with tensor parallelism"""
     stands_in: _builtins.int
     """of a rank beyond the launch: one more than the rank in whose place it runs the script; 0: its own"""
-    beside: _builtins.int
+    joining: _builtins.int
     """the process is built up beside training and belongs to the job later: the order's number; 0: at once"""
     @_builtins.property
     def domains(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
@@ -2266,12 +2266,12 @@ class Replace(_message.Message):
         nodes: _builtins.int = ...,
         sequence_parallel: _builtins.bool = ...,
         stands_in: _builtins.int = ...,
-        beside: _builtins.int = ...,
+        joining: _builtins.int = ...,
         ahead: Global___Ahead | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["ahead", b"ahead"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ahead", b"ahead", "attempt", b"attempt", "beside", b"beside", "detached", b"detached", "domains", b"domains", "layout", b"layout", "local_rank", b"local_rank", "node_rank", b"node_rank", "nodes", b"nodes", "sequence_parallel", b"sequence_parallel", "setup_from", b"setup_from", "stands_in", b"stands_in", "store_host", b"store_host", "store_port", b"store_port", "stores", b"stores", "stride", b"stride", "world_size", b"world_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ahead", b"ahead", "attempt", b"attempt", "detached", b"detached", "domains", b"domains", "joining", b"joining", "layout", b"layout", "local_rank", b"local_rank", "node_rank", b"node_rank", "nodes", b"nodes", "sequence_parallel", b"sequence_parallel", "setup_from", b"setup_from", "stands_in", b"stands_in", "store_host", b"store_host", "store_port", b"store_port", "stores", b"stores", "stride", b"stride", "world_size", b"world_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -2693,7 +2693,7 @@ Global___Restore: _TypeAlias = Restore  # noqa: Y015
 
 @_typing.final
 class Stage(_message.Message):
-    """The job is to be laid out in another way: write these shards, of this version, into a directory of the node's memory.
+    """The job is to change its parallelism: write these shards, of this version, into a directory of the node's memory.
     Then this process ends.
     """
 
@@ -4742,7 +4742,7 @@ Global___ResizeReply: _TypeAlias = ResizeReply  # noqa: Y015
 
 @_typing.final
 class ReplanRequest(_message.Message):
-    """Have the job laid out in another way from a step on (-1: the next one). layout: as tp=2,pp=1,dp=1; empty: the best."""
+    """Have the job change its parallelism at a step (-1: the next one). layout: as tp=2,pp=1,dp=1; empty: the best."""
 
     DESCRIPTOR: _descriptor.Descriptor
 

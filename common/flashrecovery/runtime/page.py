@@ -13,7 +13,7 @@ There is one slot more than that (:mod:`flashrecovery.runtime.local_state_slots`
 those that are kept: a worker killed meanwhile leaves the old content or the new one.
 
 Rank-local state is *early* from the end of the forward pass of step i, when it says what version i+1 will be unless the
-step draws or changes something later, to the moment when step i+1 is handed out, when it is final. Its last bytes
+step draws or changes something later, to the moment when step i+1 is yielded, when it is final. Its last bytes
 (:mod:`flashrecovery.state.witness`) are known only then; they are kept beside it.
 """
 

@@ -1,11 +1,11 @@
-"""A worker's loop: which steps are handed out, and what lies between them.
+"""A worker's loop: which steps are yielded, and what lies between them.
 
-*Version i is everything as it is when step i is handed out*: what the body of the step before has changed, and what the
-script has changed below it. So :meth:`Loop.settle` comes before each hand-out, and there a version is complete.
+*Version i is everything as it is when step i is yielded*: what the body of the step before has changed, and what the
+script has changed below it. So :meth:`Loop.settle` comes before each yield, and there a version is complete.
 
 A step is ``settle``, ``begin`` .. ``end``. When it is stopped, wherever the training thread is, that unwinds to
 ``end``, and :mod:`.recovery_commands` carries out the controller's commands until the next ``resume``. Then the script
-runs on to the next hand-out, which takes back what it does on the way (:mod:`.step.discarded_run`).
+runs on to the next yield, which takes back what it does on the way (:mod:`.step.discarded_run`).
 """
 
 from __future__ import annotations
@@ -119,11 +119,11 @@ class Loop:
             self._rules.append(ElasticRules(worker.registry))
         if worker.own_staging is not None:
             self._rules.append(worker.own_staging.step_rules())
-        self._published = False  # the version that is handed out; its own pre-step copy, too, where touched
+        self._published = False  # the version that is yielded; its own pre-step copy, too, where touched
         self._unsettled = False  # a version has come about and is not complete yet
         self._committed = False  # ... by a step
         self._together = False  # all ranks have come to the first step of this generation
-        self._void_run: DiscardedRun | None = None
+        self._discarded_run: DiscardedRun | None = None
         self._graphs_since = 0  # where the graphs of this attempt of a step begin
         self._cut_short_by: BaseException | None = None
         self._told_modules = False
@@ -145,7 +145,7 @@ class Loop:
     def void(self) -> bool:
         """Whether what the script does now belongs to no version: it is below an attempt that does not count, or a
         collective since the step has not been answered by its peers."""
-        return self._void_run is not None or (self._unsettled and self._cut_short_below)
+        return self._discarded_run is not None or (self._unsettled and self._cut_short_below)
 
     @property
     def _cut_short_below(self) -> bool:
@@ -222,7 +222,7 @@ class Loop:
     # -- a step -----------------------------------------------------------------------------------
 
     def entered(self, frame: FrameType) -> None:
-        """The script has come to ``with step:``, in ``frame``. Raises RegistrationError if steps cannot be handed out
+        """The script has come to ``with step:``, in ``frame``. Raises RegistrationError if steps cannot be yielded
         again to the loop that it is in."""
         if not self._entered and self._gate.generation == 0:  # a replacement's predecessor has been asked
             check_loop(frame)
@@ -294,7 +294,9 @@ class Loop:
         self._cut_short_by = None
         self._failing = False
         if not self._own_calls:
-            self._void_run = DiscardedRun(self._registry.tensor_shards(), self._registry.streams, self._gate.version)
+            self._discarded_run = DiscardedRun(
+                self._registry.tensor_shards(), self._registry.streams, self._gate.version
+            )
         return True
 
     def _tell_if_data_ended(self) -> None:
@@ -316,7 +318,7 @@ class Loop:
             ) from error
 
     def _commit(self) -> None:
-        """Commit the step. What belongs to the new version may still change until it is handed out; see
+        """Commit the step. What belongs to the new version may still change until it is yielded; see
         :meth:`settle`."""
         for rules in self._rules:
             rules.check_step(self._gate.version)
@@ -388,13 +390,13 @@ class Loop:
         return not self._gate.stopped
 
     def settle(self) -> None:
-        """Called before the hand-out of a step, by which its version becomes complete.
+        """Called before the yield of a step, by which its version becomes complete.
 
         Plain state is captured here, and what no other rank holds is sent from here. If a collective of the script has
         been answered by a stand-in since the commit, what it has led to belongs to no version.
         """
-        if self._void_run is not None:
-            self._take_back(self._void_run)
+        if self._discarded_run is not None:
+            self._take_back(self._discarded_run)
         below.attempt_is_over()
         if not self._unsettled:
             return
@@ -412,11 +414,11 @@ class Loop:
             self._unsettled = False
             self._published = not gate.stopped
             if self._published:
-                self._hand_out(gate.version)
+                self._yield_version(gate.version)
             self._touches.begin()
 
     def _complete(self, version: int) -> None:
-        """Everything of ``version`` is as it will be handed out."""
+        """Everything of ``version`` is as it will be yielded."""
         shown = self.sealing.shown(version)
         self._learn(version - 1, late=shown.late, changed=shown.changed)
         self._registry.common.keep(version, self._registry.capture_common(version))
@@ -436,8 +438,8 @@ class Loop:
                 why = f"{where} {what}, after its optimizer step has begun"
             self._step.tell_undo(why, reason)
 
-    def _hand_out(self, version: int) -> None:
-        """Publish ``version``. A peer may die while it is copied; then it is not handed out, and a recovery follows."""
+    def _yield_version(self, version: int) -> None:
+        """Publish ``version``. A peer may die while it is copied; then it is not yielded, and a recovery follows."""
         try:
             self._publish(version)
         except RuntimeError as e:
@@ -467,14 +469,14 @@ class Loop:
         with its exception, it is a failure like any other.
         """
         if self.void or (self._gate.stopped and self._collectives.stood_in_for):
-            self._left_in_void_run()
+            self._left_in_discarded_run()
         if not self._failing:
             self._recoverer.tell_done()
             atexit.register(self._close)
 
-    def _left_in_void_run(self) -> None:
-        """Whatever has led the script to leave in a void attempt does not count: its peers do the step again, and so
-        will a replacement of this rank."""
+    def _left_in_discarded_run(self) -> None:
+        """Whatever has led the script to leave in a discarded attempt does not count: its peers do the step again, and
+        so will a replacement of this rank."""
         self._end_process("the script left its loop below the block of a step that is done again")
 
     def _end_process(self, why: str) -> None:
@@ -539,7 +541,7 @@ class Loop:
 
     @property
     def touched(self) -> bool:
-        """Whether tensors of the shards may have changed since the step was handed out."""
+        """Whether tensors of the shards may have changed since the step was yielded."""
         return (self._registry.habits.touched and self._published) or self._touches.seen()
 
     @property
@@ -565,7 +567,7 @@ class Loop:
             shard.drop_after(version)
 
     def resumed(self) -> None:
-        """The state of the version that is to be handed out is there: the script's, or what a recovery has brought."""
+        """The state of the version that is to be yielded is there: the script's, or what a recovery has brought."""
         self._unsettled, self._committed = True, False
         self._together = False
         self._proving.resumed(self._gate.version, self._gate.generation)
@@ -576,18 +578,18 @@ class Loop:
         self._touches.begin()
 
     def discard(self) -> None:
-        """What the script does from here to the next hand-out belongs to no version: it goes to where that version
+        """What the script does from here to the next yield belongs to no version: it goes to where that version
         is."""
-        self._void_run = DiscardedRun(self._registry.tensor_shards(), self._registry.streams, self._gate.version)
+        self._discarded_run = DiscardedRun(self._registry.tensor_shards(), self._registry.streams, self._gate.version)
 
-    def _take_back(self, void_run: DiscardedRun) -> None:
-        """Take back what the script has done from the end of a void attempt to the next hand-out."""
-        self._void_run = None
+    def _take_back(self, discarded_run: DiscardedRun) -> None:
+        """Take back what the script has done from the end of a discarded attempt to the next yield."""
+        self._discarded_run = None
         for adapter in self._registry.adapters:
             adapter.reset()
-        void_run.take_back()
+        discarded_run.take_back()
         self.restore_plain(self._gate.version, fresh=False)
-        void_run.end()
+        discarded_run.end()
         self._touches.begin()
 
 

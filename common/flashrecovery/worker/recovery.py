@@ -290,7 +290,7 @@ class Recovery:
         return batches
 
     def steps(self, num_steps: int) -> Iterator[Step]:
-        """Hand out the steps up to ``num_steps`` in total; a step that failed is handed out again.
+        """Yield the steps up to ``num_steps`` in total; a step that failed is yielded again.
 
         Raises:
             RegistrationError: nothing is registered, or a step was not entered with ``with step:``.
@@ -387,6 +387,6 @@ def _names(per_rank: bool | Collection[str], objects: Mapping[str, Any]) -> Coll
 def _must_be_entered(step: Step) -> None:
     if not step.entered:
         raise RegistrationError(
-            f"step {step.index} was handed out but not entered; "
+            f"step {step.index} was yielded but not entered; "
             "write `for step in recovery.steps(n):` and then `with step:`"
         )

@@ -51,7 +51,7 @@ class Restorable(Protocol):
 
     @property
     def touched(self) -> bool:
-        """Whether tensors of the shards may have changed since the step was handed out."""
+        """Whether tensors of the shards may have changed since the step was yielded."""
 
     @property
     def can_go_back_anywhere(self) -> bool:
@@ -70,7 +70,7 @@ class Restorable(Protocol):
         """All plain state as it was at ``version``. ``fresh``: the data sources stand at their beginning."""
 
     def resumed(self) -> None:
-        """The state of the version that is to be handed out is there."""
+        """The state of the version that is to be yielded is there."""
 
     def replaced(self) -> None:
         """The tensors of the shards have been replaced by others of the version that is live."""
@@ -285,7 +285,7 @@ class RecoveryExecutor:
     def _own_staging(self) -> RankStaging:
         """Raises RestoreError."""
         if self._worker.own_staging is None:
-            raise RestoreError("this rank's job cannot be laid out in another way")
+            raise RestoreError("this rank's job cannot change its parallelism")
         return self._worker.own_staging
 
     def _regroup(self, command: pb.Command) -> None:

@@ -108,7 +108,7 @@ def test_one_that_dies_on_the_way_in_is_replaced(
 def test_one_that_dies_before_its_first_step_keeps_its_replica_out(
     kind: Kind, tmp_path: Path, undisturbed: Callable[[Kind], Job]
 ) -> None:
-    """The other newcomer of it ends, too, and nobody has paused."""
+    """The other joining process of it ends, too, and nobody has paused."""
     BEYOND.one_dies_before_its_first_step(kind, tmp_path, undisturbed)
 
 

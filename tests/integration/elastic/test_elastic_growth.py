@@ -168,7 +168,7 @@ SAID = {
 @pytest.mark.parametrize("how", often(SAID, ()))
 def test_one_that_does_not_come(how: str, tmp_path: Path, resized: Resized) -> None:
     config = never(replacement_s=3.0, fence_s=1.0) if how == "hang" else None
-    running = start(tmp_path / "run", config, *long_flags(200 if how == "hang" else 100), "--newcomer", how)
+    running = start(tmp_path / "run", config, *long_flags(200 if how == "hang" else 100), "--joining", how)
     shrunk_by(running, 2)
     assert command(running, 4) == ""
     job = running.wait()
@@ -200,7 +200,7 @@ def test_one_that_is_killed_as_soon_as_it_has_its_rank(tmp_path: Path, resized: 
 
 
 @pytest.mark.parametrize("state", often(("regrouping", "restoring", "verifying"), ()))
-def test_the_newcomer_dies_while_it_comes_in(state: str, tmp_path: Path, resized: Resized) -> None:
+def test_the_joining_process_dies_while_it_comes_in(state: str, tmp_path: Path, resized: Resized) -> None:
     """It has left again before it has taken a step."""
     faults = [f"rank=3,fault=sigkill,at=recovery:{state}"]  # who leaves by command does not come to this state
     running = start(tmp_path / "run", None, *long_flags(), inject=faults)
@@ -247,7 +247,7 @@ def test_a_member_dies_while_one_is_built_up(replace: str, tmp_path: Path, resiz
 
 @pytest.mark.grid
 def test_the_job_ends_while_one_is_built_up(tmp_path: Path) -> None:
-    running = start(tmp_path / "run", None, *long_flags(), "--newcomer", "hang")
+    running = start(tmp_path / "run", None, *long_flags(), "--joining", "hang")
     shrunk_by(running, 1)
     assert command(running, 4) == ""
     job = running.wait()
@@ -260,7 +260,7 @@ def test_the_job_ends_while_one_is_built_up(tmp_path: Path) -> None:
 
 
 def test_what_is_refused(tmp_path: Path) -> None:
-    running = start(tmp_path / "run", None, *long_flags(), "--newcomer", "hang")
+    running = start(tmp_path / "run", None, *long_flags(), "--joining", "hang")
     shrunk_by(running, 1)
     assert "4 at most is allowed" in command(running, 5)
     assert "has begun already" in command(running, 4, 1)

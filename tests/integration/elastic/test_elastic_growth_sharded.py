@@ -108,7 +108,7 @@ STATES = ("regrouping", "restoring", "reshaping", "verifying", "resuming")
 
 @pytest.mark.parametrize("state", often(STATES, ()))
 @pytest.mark.parametrize("kind", ALSO_ZERO)
-def test_the_newcomer_dies_while_it_comes_in(kind: Kind, state: str, tmp_path: Path, resized: Resized) -> None:
+def test_the_joining_process_dies_while_it_comes_in(kind: Kind, state: str, tmp_path: Path, resized: Resized) -> None:
     """It has left again before it has taken a step; what it had got others have."""
     faults = [f"rank=3,fault=sigkill,at=recovery:{state}"]  # who leaves by command does not come to this state
     running = kind.start(tmp_path / "run", *SLOWLY, inject=faults)
@@ -190,7 +190,7 @@ def test_a_member_dies_while_one_is_built_up(replace: str, tmp_path: Path, resiz
 @pytest.mark.grid
 def test_one_with_another_model_is_given_up(tmp_path: Path, resized: Resized) -> None:
     """As many numbers, in another shape."""
-    running = FSDP2.start(tmp_path / "run", *SLOWLY, "--newcomer", "other-model")
+    running = FSDP2.start(tmp_path / "run", *SLOWLY, "--joining", "other-model")
     shrunk_by_command(running)
     assert command(running, 4) == ""
     job = running.wait()
@@ -202,7 +202,7 @@ def test_one_with_another_model_is_given_up(tmp_path: Path, resized: Resized) ->
 
 @pytest.mark.grid
 def test_a_damaged_message_is_noticed(tmp_path: Path, resized: Resized) -> None:
-    """What a member gets of the newcomer's share of the work has another bit: noticed, and done again."""
+    """What a member gets of the joining process's share of the work has another bit: noticed, and done again."""
     running = FSDP2.start(tmp_path / "run", *SLOWLY)
     shrunk_by_command(running)
     inject(running, rank=1, at="recovery:restoring", fault="corrupt")

@@ -58,13 +58,13 @@ def shrunk_by_command(running: RunningJob) -> None:
 def let_in(running: RunningJob) -> None:
     """It comes back."""
     assert command(running, 4, BACK) == ""
-    running.wait_for_newcomers()
+    running.wait_for_joining_processes()
     running.hold(None)
 
 
 @pytest.mark.parametrize("state", ["regrouping", "restoring", "verifying"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_newcomer_dies_on_its_way_in(kind: Kind, state: str, tmp_path: Path, resized: Resized) -> None:
+def test_a_joining_process_dies_on_its_way_in(kind: Kind, state: str, tmp_path: Path, resized: Resized) -> None:
     """It leaves again, and the others go on in the size that they had."""
     faults = [f"rank=3,fault=sigkill,at=recovery:{state}"]  # who leaves by command does not come to this state
     running = kind.start(tmp_path / "run", *SLOWLY, inject=faults)

@@ -189,8 +189,8 @@ def test_what_the_loop_sees_and_says(training: Training, replica: int, tmp_path:
 
 @pytest.mark.parametrize("training", SAVED, ids=str)
 def test_a_checkpoint_of_megatrons(training: Training, tmp_path: Path) -> None:
-    """Written by three replicas of a job that was launched with two, and loaded by a job of three, which goes on as
-    it, evaluations included, and by one of two, which grows beyond its launch: its newcomer loads what the job was
+    """Written by three replicas of a job that was launched with two, and loaded by a job of three, which goes on as it,
+    evaluations included, and by one of two, which grows beyond its launch: its joining process loads what the job was
     launched with."""
     how, at, saved, ranks = way(training), training.call("train", 8), tmp_path / "saved", MOST * training.each
     running = launch(training, tmp_path / "run", *saves(saved, training.saves), config=how.config(), at=at)
@@ -243,13 +243,13 @@ def check_same_from(number: int, job: Job, other: Job, training: Training) -> No
 
 @pytest.mark.parametrize("state", ["regrouping", "restoring", "verifying"])
 @pytest.mark.parametrize("training", TRAININGS[:3], ids=str)
-def test_a_newcomer_dies_on_its_way_in(training: Training, state: str, tmp_path: Path) -> None:
+def test_a_joining_process_dies_on_its_way_in(training: Training, state: str, tmp_path: Path) -> None:
     """It leaves again, with its replica, and the others go on as if nobody had come."""
     how = way(training)
     faults = [f"rank={MOST * training.each - 1},fault=sigkill,at=recovery:{state}"]
     running = launch(training, tmp_path / "run", config=how.config(replace="never"), inject=faults)
     assert command(running, MOST, AT) == ""
-    running.wait_for_newcomers(WAIT_S)
+    running.wait_for_joining_processes(WAIT_S)
     running.hold(None)
     job = ended(running)
     launched: Change = changes(job)[-1]

@@ -53,7 +53,7 @@ def test_killed_and_back(training: Training, victim: int, tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("state", ["regrouping", "restoring", "verifying"])
 @pytest.mark.parametrize("training", TRAININGS[:2], ids=str)
-def test_a_newcomer_dies_on_its_way_in(training: Training, state: str, tmp_path: Path) -> None:
+def test_a_joining_process_dies_on_its_way_in(training: Training, state: str, tmp_path: Path) -> None:
     """It leaves again, and the others go on in the size that they had."""
     how = way(training)
     faults = [f"rank=3,fault=sigkill,at=recovery:{state}"]  # who leaves by command does not come to this state

@@ -227,7 +227,7 @@ def test_killed_and_back(
 
 @pytest.mark.parametrize("state", ["regrouping", "restoring", "reshaping", "verifying"])
 @pytest.mark.parametrize("training", MAIN)
-def test_a_newcomer_dies_on_its_way_in(training: str, state: str, tmp_path: Path, resized: Resized) -> None:
+def test_a_joining_process_dies_on_its_way_in(training: str, state: str, tmp_path: Path, resized: Resized) -> None:
     """Its replica leaves again, and the others go on in the size that they had."""
     faults = (f"rank=5,fault=sigkill,at=recovery:{state}",)  # who leaves by command does not come to this state
     config = {"elastic": {"min": 1, "max": 3, "replace": "never"}}

@@ -211,7 +211,7 @@ def test_it_grows_back(kind: str, tmp_path: Path) -> None:
 
 
 def test_a_replica_of_which_one_dies_does_not_come(tmp_path: Path) -> None:
-    running = start(tmp_path / "run", "--step-time", "150", "--newcomer", "die-one", config=never(2), steps=30)
+    running = start(tmp_path / "run", "--step-time", "150", "--joining", "die-one", config=never(2), steps=30)
     running.wait_for("job_started", 120)
     assert command(running, 1, 3) == ""
     running.wait_for("recovery_finished", 120)

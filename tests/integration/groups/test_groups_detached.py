@@ -291,7 +291,7 @@ def _stand_ins(rank: int, world: int, store: dist.Store) -> None:
     group = groups.control_group()
     dist.all_reduce(torch.ones(1))
     before = [(g.progress.collectives, groups.operation_count(), groups.stand_in_count()) for g in groups.groups()]
-    if rank == 0:  # as after a void attempt: the others make no such collectives
+    if rank == 0:  # as after a discarded attempt: the others make no such collectives
         groups.stand_in(True)
         dist.all_reduce(mine := torch.full((2,), 5.0))
         dist.all_gather(listed := [torch.zeros(2) for _ in range(world)], mine)

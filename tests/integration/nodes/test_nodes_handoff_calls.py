@@ -263,7 +263,7 @@ def test_a_rank_dies_in_the_pause(
 
 
 @each(DP2)
-def test_the_newcomers_die_in_the_pause(
+def test_the_joining_processes_die_in_the_pause(
     calls: Calls, five_hosts: Network, tmp_path: Path, reference: Reference
 ) -> None:
     """With their node: whoever was to leave goes on, and moves to the other spare node. Or they have their state

@@ -49,7 +49,7 @@ class WorkerProcess:
         self.generation = 0
         self.attempt = 0  # of the starts from the script's first line
         self.store = ("", 0)
-        self.beside = False  # it is built up beside training, and its rank is no member of the job yet
+        self.joining = False  # it is built up beside training, and its rank is no member of the job yet
         self.ready = False
         self.stepping = False
         self.resumed = False  # has it ever been?

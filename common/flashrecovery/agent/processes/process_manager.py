@@ -131,9 +131,9 @@ class ProcessManager:
         process = None if self.ending else self.ranks.get(rank) or self._before.get(rank)
         return None if process is None else process.page
 
-    def beside(self) -> list[int]:
+    def joining(self) -> list[int]:
         """Ranks of those that are built up beside training, also such whose process has not come yet."""
-        return sorted({*self._coming_in, *(p.place for p in self.ranks.values() if p.beside)})
+        return sorted({*self._coming_in, *(p.place for p in self.ranks.values() if p.joining)})
 
     # -- filling ranks ----------------------------------------------------------------------------
 
@@ -148,7 +148,7 @@ class ProcessManager:
     async def fill(self, command: pb.Command, *, hear_out: bool) -> tuple[WorkerProcess, pb.WorkerStarted] | None:
         """Fence what fills the rank, then fill it anew. ``hear_out``: wait a moment for what the old process has
         said. None if meanwhile the rank is being filled anew again, or its node has been fenced."""
-        if not command.replace.beside:
+        if not command.replace.joining:
             return await self._fill(command, hear_out=hear_out)
         self._coming_in.append(command.rank)
         try:
@@ -175,7 +175,7 @@ class ProcessManager:
         self._before.pop(rank, None)
         process.rank, process.local_rank, process.generation = rank, replace.local_rank, command.generation
         process.store, process.attempt = (replace.store_host, replace.store_port), replace.attempt
-        process.beside, process.log = replace.beside > 0, log
+        process.joining, process.log = replace.joining > 0, log
         self.ranks[rank] = process
         if self._node_leaves:
             process.page.set_leaving()
@@ -208,7 +208,7 @@ class ProcessManager:
         env = {**there, **self._env(), **rank_env(self._config, rank, command.generation, replace)}
         old = self._fence_old(rank, detached=replace.detached)
         # Who is built up beside training takes part in the next generation at the earliest.
-        log = self._run_dir.log_path(rank, command.generation + (replace.beside > 0))
+        log = self._run_dir.log_path(rank, command.generation + (replace.joining > 0))
         standby = self.pool.take(replace.local_rank) if replace.detached and own else None
         new = ProcessOrder(env, log, replace.local_rank, replace.detached)
         process = standby or await self._start(new, lambda: self._orders[rank] == order)
@@ -217,7 +217,7 @@ class ProcessManager:
         others = self._take_rank(process, command, str(log))
         if old is not None and replace.detached:
             await self._inherit_page(process, old)
-        if replace.beside:
+        if replace.joining:
             await self._give_setup_log(process, replace)
             if process.failed:
                 return None
@@ -247,7 +247,7 @@ class ProcessManager:
             pid=process.pid,
             local_states=process.page.local_state_versions(),
             early=process.page.early_local_states(),
-            beside=replace.beside,
+            joining=replace.joining,
         )
         return process, started
 

@@ -1,4 +1,4 @@
-"""The directory in a node's memory for state that outlives its workers while the job is laid out in another way.
+"""The directory in a node's memory for state that outlives its workers while the job changes its parallelism.
 
 It is named after this process, which keeps it locked, and goes with it. If this process is killed, the next agent on
 the machine that may need such a directory removes what was left: what nobody has locked. (A process number says
@@ -19,7 +19,7 @@ from flashrecovery.errors import ConfigError
 from flashrecovery.runtime.environment import STAGING_ENV
 
 ROOT = Path("/dev/shm")
-_PREFIX = "flashrecovery-stash"
+_PREFIX = "flashrecovery-staging"
 
 
 class StagingMemory:

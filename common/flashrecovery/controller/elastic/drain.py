@@ -42,9 +42,9 @@ class NodeDrain:
 class Drain:
     """The nodes of one job that are to leave."""
 
-    def __init__(self, job: JobState, staffing: RankPlacement, coming: Joining, resizing: Resizing) -> None:
+    def __init__(self, job: JobState, placement: RankPlacement, coming: Joining, resizing: Resizing) -> None:
         self._job = job
-        self._staffing = staffing
+        self._placement = placement
         self._coming = coming
         self._resizing = resizing
         self._nodes: dict[str, NodeDrain] = {}  # in the order in which they were told
@@ -144,8 +144,8 @@ class Drain:
         job.notice(NoticeKind.NODE_LEAVES, f"node {node.name} is to leave{cause}: {plan.reason}")
         if plan.way is HandOffWay.MOVE:
             self._coming.expect(-1, taking_over=True)
-            for rank, name in self._staffing.apart(plan.places).items():
-                self._staffing.build_beside(rank, name, now)
+            for rank, name in self._placement.apart(plan.places).items():
+                self._placement.build_joining(rank, name, now)
         elif plan.way is HandOffWay.SHRINK:
             self._resizing.dismiss([record.rank for record in job.ranks.values() if record.home == node.name])
         else:
@@ -159,7 +159,7 @@ class Drain:
         job.notice(NoticeKind.NODE_LEFT, f"node {node.name} has left the job")
         job.outbox.send(node.name, pb.Command(generation=job.generation, rank=AGENT, shutdown=pb.Shutdown()))
         node.state = NodeState.LOST
-        self._staffing.publish_rank_table()
+        self._placement.publish_rank_table()
 
     def _give_up(self, node: NodeRecord, why: str) -> None:
         if self._job.membership.joining:

@@ -18,16 +18,16 @@ from flashrecovery.controller.state.nodes import NodeState, rooms
 from flashrecovery.kinds import NoticeKind
 from flashrecovery.plan.elastic.new_ranks import missing
 from flashrecovery.plan.elastic.resize import coming
-from flashrecovery.plan.membership.placement import Room, place_beside
+from flashrecovery.plan.membership.placement import Room, place_joining
 from flashrecovery.plan.transitions import State
 
 
 class Growing:
     """The growth of one job."""
 
-    def __init__(self, job: JobState, staffing: RankPlacement, coming: Joining) -> None:
+    def __init__(self, job: JobState, placement: RankPlacement, coming: Joining) -> None:
         self._job = job
-        self._staffing = staffing
+        self._placement = placement
         self._coming = coming
         self._most: int | None = None  # somebody has commanded so many replicas: a node that comes does not change that
         self._arrived: set[str] = set()  # nodes that have come since it was last looked whether the job can grow
@@ -107,10 +107,10 @@ class Growing:
         ranks = sorted(rank for replica in replicas for rank in shape.ranks(replica))
         homes = {record.rank: record.home for record in job.in_order}
         per_node = job.world_size if job.parallel.text else job.config.nproc_per_node  # where they were is not known
-        places = place_beside(ranks, free, homes, per_node)
+        places = place_joining(ranks, free, homes, per_node)
         self._coming.expect(step)
         for rank, name in places.items():
-            self._staffing.build_beside(rank, name, now)
+            self._placement.build_joining(rank, name, now)
         if places:
             where = ", ".join(f"rank {rank} on node {name}" for rank, name in places.items())
             text = f"{where}: built up beside training, to come in at a step boundary"

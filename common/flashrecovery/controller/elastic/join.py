@@ -1,12 +1,13 @@
-"""How newcomers come into the job: all there, a pause, and a recovery without a victim in which they are members.
+"""How joining processes come into the job: all there, a pause, and a recovery without a victim in which they are
+members.
 
 Ranks that an elastic job did not have come in at any step boundary: what the members hold, they need too. Who takes a
 rank over from a process that lives has to get what only that one had. So there the members pause at a step that all can
 still hear of in time, and say that they have once the copies of its version are complete; the state of those who leave
 is then held by others, as if their node were lost, and no step is done again. So they do where state is sharded among
-them: of that a newcomer gets its part when it is sharded anew (:mod:`flashrecovery.contract.shard_layout`), and a
-member that dies meanwhile shall not take the version with it. :class:`PauseBarrier` says whether all have
-come to that step.
+them: of that a joining process gets its part when it is sharded anew (:mod:`flashrecovery.contract.shard_layout`), and
+a member that dies meanwhile shall not take the version with it. :class:`PauseBarrier` says whether all have come to
+that step.
 """
 
 from __future__ import annotations
@@ -99,11 +100,11 @@ class JoinRound:
 
 
 class Joining:
-    """The way of the newcomers of one job."""
+    """The way of the joining processes of one job."""
 
     def __init__(self, job: JobState) -> None:
         self._job = job
-        self.newcomers = JoiningProcesses(job)
+        self.joining_processes = JoiningProcesses(job)
         self.relieved = RelievedProcesses(job)
         self._round = JoinRound()
         self.came_to_nothing = False
@@ -135,8 +136,8 @@ class Joining:
         return any(record.place in THROUGH for record in self._job.ranks.values())
 
     def tick(self, now: float) -> bool:
-        """Look at deadlines, and whether the newcomers can come in. Returns whether members have paused for long
-        enough, or for nothing."""
+        """Look at deadlines, and whether the joining processes can come in. Returns whether members have paused for
+        long enough, or for nothing."""
         job = self._job
         if job.state in (State.FINISHED, State.FAILED):
             job.membership.joining.clear()  # their processes end with all others
@@ -146,7 +147,7 @@ class Joining:
                 job.tell_to_leave(record.rank, record.home)
         if job.membership.joining and job.state is State.RUNNING and self.in_last_step:
             give_up_all(job, "ranks have taken their last step")
-        self.newcomers.give_up_late(now)
+        self.joining_processes.give_up_late(now)
         if not job.membership.joining and self._round.called_in == job.generation:
             self._round = JoinRound(self._round.step, self._round.taking_over, called_off=self._round)
         if self._round.called_off is not None and job.state is State.RUNNING:
@@ -171,9 +172,9 @@ class Joining:
         return any(r.committed < self._round.before for r in self._job.in_order if not self._round.waiting.has(r.rank))
 
     def call_in(self) -> None:
-        """If all newcomers are there, have the members pause before the step at which these are to come in."""
+        """If all joining processes are there, have the members pause before the step at which these are to come in."""
         job = self._job
-        ready = self.newcomers.all_here and job.state is State.RUNNING and job.recovery is None
+        ready = self.joining_processes.all_here and job.state is State.RUNNING and job.recovery is None
         if ready and self._round.called_off is None and self._round.called_in != job.generation:
             self._call(self._pause())
 
@@ -201,7 +202,7 @@ class Joining:
     def pause(self) -> pb.Pause | None:
         """What members that go on after a recovery are told; where all of them are to hear of it in time, they are told
         later."""
-        return None if self._awaits_all or not self.newcomers.all_here else self._pause()
+        return None if self._awaits_all or not self.joining_processes.all_here else self._pause()
 
     @property
     def paused_since(self) -> float | None:
@@ -240,8 +241,8 @@ class Joining:
                 give_up(self._job, rank, "it has left the job meanwhile")
 
     def _give_up_who_would_be_too_many(self) -> None:
-        """Members may have left since the newcomers were ordered, so that no allowed number would have all of them: the
-        last ones do not come then."""
+        """Members may have left since the joining processes were ordered, so that no allowed number would have all of
+        them: the last ones do not come then."""
         job = self._job
         new = job.shape.by_replica(rank for rank in job.membership.joining if rank not in job.ranks)
         if not new:
@@ -252,19 +253,19 @@ class Joining:
             give_up(job, ranks[0], f"the job has {job.replicas} replicas now, and {most} are not allowed")
 
     def come_in(self, decision: Decision) -> tuple[Decision, list[int]]:
-        """All members are stopped and are to go on as in ``decision``. If all newcomers are there, and it is time,
-        they are members from now on. Returns what is decided with them, and who they are."""
+        """All members are stopped and are to go on as in ``decision``. If all joining processes are there, and it is
+        time, they are members from now on. Returns what is decided with them, and who they are."""
         job = self._job
         self._round.waiting.dissolve()
         self._give_up_who_has_left()
-        if not self.newcomers.all_here or decision.round.version < self._round.step:
+        if not self.joining_processes.all_here or decision.round.version < self._round.step:
             return decision, []
         if decision.checkpoint and sharded(job.in_order):
-            return decision, []  # newcomers have no part of what the others give up; they come in later
+            return decision, []  # joining processes have no part of what the others give up; they come in later
         self._give_up_who_would_be_too_many()
         if not job.membership.joining:
             return decision, []
-        coming = {rank: newcomer.record for rank, newcomer in job.membership.joining.items()}
+        coming = {rank: joining.record for rank, joining in job.membership.joining.items()}
         for rank, record in coming.items():
             if rank in job.ranks:
                 record.inventory.needs, record.inventory.sharded = (
@@ -276,7 +277,7 @@ class Joining:
         everybody = dict(sorted({**job.ranks, **coming}.items()))
         found: Decision | None = None
         try:
-            found = decide(everybody, job.checkpoint, job.elastic_layout(), job.membership.departed)
+            found = decide(everybody, job.checkpoint, job.elastic_layout(), job.membership.removed)
             why_not = found.round.reason
         except JobFailedError as e:
             why_not = str(e)
@@ -291,7 +292,7 @@ class Joining:
             record.process = replace(record.process, joined_generation=job.generation)
             record.page_on = record.home
             if rank in job.ranks:
-                self.relieved.keep(job.depart(rank))
+                self.relieved.keep(job.remove_member(rank))
             job.enrol(record)
             job.nodes[record.home].state = NodeState.ACTIVE
         return found, sorted(coming)

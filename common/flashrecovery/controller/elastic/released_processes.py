@@ -54,7 +54,7 @@ class ReleasedProcesses:
 
     def _end_other(self, rank: int, record: RankRecord) -> None:
         """The process that has taken the rank over ends."""
-        job, other = self._job, self._job.depart(rank)
+        job, other = self._job, self._job.remove_member(rank)
         if other.home != record.home:
             job.tell_to_leave(rank, other.home)
         node = job.nodes.get(other.home)
@@ -100,7 +100,7 @@ class RelievedProcesses:
         """The others have not got everything: those who live have their ranks again. Returns these ranks."""
         job, back = self._job, sorted(self._old)
         for rank in back:
-            gone, old = job.depart(rank), self._old.pop(rank)
+            gone, old = job.remove_member(rank), self._old.pop(rank)
             if gone.home != old.home:  # else its node is lost, and it has been given no other room than the old one's
                 job.tell_to_leave(rank, gone.home)
             job.enrol(old)

@@ -88,17 +88,19 @@ class Resizing:
         """These ranks have no process, and get none. Returns whether the job goes on without them."""
         ranks = leaving_without(self._job, lost)
         for rank in ranks:
-            self._since.lost[rank] = self._depart(rank, grace_s=0.0)
+            self._since.lost[rank] = self._remove_member(rank, grace_s=0.0)
         if ranks:
             for rank in left_of_replicas(self._job):
                 if self._job.ranks[rank].place in BUILT_UP:
-                    self._since.lost[rank] = self._depart(rank, grace_s=0.0)  # on its way for a replica that leaves
+                    self._since.lost[rank] = self._remove_member(
+                        rank, grace_s=0.0
+                    )  # on its way for a replica that leaves
         return bool(ranks)
 
     def dissolve_replicas(self) -> None:
         """All ranks are stopped: those of whose replica others have left leave, too."""
         for rank in left_of_replicas(self._job):
-            self._depart(rank, grace_s=self._job.config.timeouts.fence_s)
+            self._remove_member(rank, grace_s=self._job.config.timeouts.fence_s)
 
     def take_back_needed(self) -> list[int]:
         """All ranks are stopped. Some are about to leave because a rank of their replica has, for which there is no
@@ -111,10 +113,10 @@ class Resizing:
         if job.checkpoint is not None or never_replaced(job) or not lost or not of_their_own(job.in_order):
             return []
         staying = {rank: record for rank, record in job.ranks.items() if rank not in useless}
-        gone = {**job.membership.departed, **{rank: job.ranks[rank].inventory.needs for rank in useless}}
+        gone = {**job.membership.removed, **{rank: job.ranks[rank].inventory.needs for rank in useless}}
         if any(self._since.lost[r].irreplaceable for r in lost) or self._in_memory(staying, gone):
             return []
-        if not self._in_memory(job.ranks, job.membership.departed):
+        if not self._in_memory(job.ranks, job.membership.removed):
             return []
         for rank in lost:
             record = self._since.lost.pop(rank)
@@ -155,10 +157,10 @@ class Resizing:
         job.membership.told_size = len(job.ranks)
         self._not_told = NotTold()
 
-    def _in_memory(self, records: Mapping[int, RankRecord], departed: Mapping[int, Mapping[str, int]]) -> bool:
+    def _in_memory(self, records: Mapping[int, RankRecord], removed: Mapping[int, Mapping[str, int]]) -> bool:
         """Whether these ranks could go on from what they hold."""
         try:
-            decide(records, None, self._job.elastic_layout(), departed)
+            decide(records, None, self._job.elastic_layout(), removed)
         except JobFailedError:
             return False
         return True
@@ -348,9 +350,9 @@ class Resizing:
         """It leaves, and is still there until the others have what they need."""
         grace_s = self._job.config.timeouts.fence_s
         if self._job.ranks[rank].place is Place.STOPPED:
-            self.last_resort.keep(self._depart(rank, grace_s=None), grace_s)
+            self.last_resort.keep(self._remove_member(rank, grace_s=None), grace_s)
         else:
-            self._depart(rank, grace_s=grace_s)
+            self._remove_member(rank, grace_s=grace_s)
 
     def _choose(self, size: int, version: int, named: Sequence[int] = (), *, on_disk: bool = False) -> list[int] | None:
         """The ranks that leave so that ``size`` replicas go on, those of ``named`` ranks first; None if so many
@@ -360,7 +362,7 @@ class Resizing:
         if count <= 0:
             return []
         return choose_leaving(
-            job.ranks, job.membership.departed, count, version, named, shape=job.shape, on_disk=on_disk
+            job.ranks, job.membership.removed, count, version, named, shape=job.shape, on_disk=on_disk
         )
 
     def come_at(self, decision: Decision) -> Decision:
@@ -514,9 +516,9 @@ class Resizing:
         """The ranks of an elastic job, for those who form groups; of others nobody needs to know."""
         return () if self._job.config.elastic is None else self._job.members
 
-    def _depart(self, rank: int, *, grace_s: float | None) -> RankRecord:
+    def _remove_member(self, rank: int, *, grace_s: float | None) -> RankRecord:
         """``grace_s`` None: its process is not told to leave yet."""
-        record = self._job.depart(rank)
+        record = self._job.remove_member(rank)
         self._not_told.left.append(rank)
         self._since.left[rank] = record
         if grace_s is not None:

@@ -1,9 +1,9 @@
 """Processes that are built up beside training, to fill a rank later: ordered, there, or given up.
 
-A newcomer runs the script up to its first step on its own, as a replacement does, while the others train on. It is no
-rank of the job yet: nobody waits for it, and whatever happens to it is no failure. If it does not come, it is given up,
-and that is said. Once all are there, the ranks pause, and in the recovery that follows the newcomers become members
-(:mod:`flashrecovery.controller.elastic.growing`).
+A joining process runs the script up to its first step on its own, as a replacement does, while the others train on. It
+is no rank of the job yet: nobody waits for it, and whatever happens to it is no failure. If it does not come, it is
+given up, and that is said. Once all are there, the ranks pause, and in the recovery that follows the joining processes
+become members (:mod:`flashrecovery.controller.elastic.growing`).
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from flashrecovery.proto import flashrecovery_pb2 as pb
 
 
 def give_up(job: JobState, rank: int, why: str) -> None:
-    """The newcomer for this rank does not come; its process, if there is one, ends. A replica comes as a whole or not
-    at all."""
+    """The joining process for this rank does not come; its process, if there is one, ends. A replica comes as a whole
+    or not at all."""
     if rank not in job.membership.joining:
         return
     _give_up(job, rank, why)
@@ -51,8 +51,8 @@ def give_up_all(job: JobState, why: str) -> None:
 
 
 class JoiningProcesses:
-    """What becomes of the newcomers of one job. What agents say is of a newcomer if it comes from its node; each method
-    returns whether it was. ``node`` "": not known."""
+    """What becomes of the joining processes of one job. What agents say is of a joining process if it comes from its
+    node; each method returns whether it was. ``node`` "": not known."""
 
     def __init__(self, job: JobState) -> None:
         self._job = job
@@ -61,7 +61,7 @@ class JoiningProcesses:
     def all_here(self) -> bool:
         """There are some, and all wait at their first step."""
         return bool(self._job.membership.joining) and all(
-            newcomer.here for newcomer in self._job.membership.joining.values()
+            joining.here for joining in self._job.membership.joining.values()
         )
 
     def _of(self, rank: int, node: str) -> JoiningProcess | None:
@@ -71,10 +71,10 @@ class JoiningProcesses:
     def on_started(self, message: pb.WorkerStarted, node: str, host: str) -> bool:
         """Its process runs."""
         found = self._of(message.rank, node)
-        if message.beside and found is not None and found.number == message.beside:
+        if message.joining and found is not None and found.number == message.joining:
             record = found.record
             record.place, record.process = Place.STARTING, RankProcess(message.pid, node, host)
-        return bool(message.beside)  # else it was given up, and is ending
+        return bool(message.joining)  # else it was given up, and is ending
 
     def on_joined(self, message: pb.Joined, node: str) -> bool:
         """It has come to its first step."""
@@ -118,15 +118,15 @@ class JoiningProcesses:
     def on_node_lost(self, name: str) -> None:
         """A node is lost, perhaps theirs, or the one whose TCPStore they were told to use."""
         living = {node.store for node in self._job.nodes.values() if node.alive}
-        for rank, newcomer in list(self._job.membership.joining.items()):
-            if newcomer.record.home == name:
+        for rank, joining in list(self._job.membership.joining.items()):
+            if joining.record.home == name:
                 give_up(self._job, rank, f"node {name} is lost")
-            elif newcomer.record.store not in living:
+            elif joining.record.store not in living:
                 give_up(self._job, rank, f"node {name} is lost, whose TCPStore it was told to use")
 
     def give_up_late(self, now: float) -> None:
         """Those that are not there in time."""
-        for rank, newcomer in list(self._job.membership.joining.items()):
-            if not newcomer.here and now >= newcomer.due:
+        for rank, joining in list(self._job.membership.joining.items()):
+            if not joining.here and now >= joining.due:
                 limit_s = self._job.config.timeouts.replacement_s
                 give_up(self._job, rank, f"it has not come to its first step within {limit_s:g} s")

@@ -25,9 +25,9 @@ _SAID = 3
 class LaunchSequence:
     """Starts every rank from the script's first line."""
 
-    def __init__(self, job: JobState, staffing: RankPlacement) -> None:
+    def __init__(self, job: JobState, placement: RankPlacement) -> None:
         self._job = job
-        self._staffing = staffing
+        self._placement = placement
         self._excluded_since: float | None = None
         self._first_since: float | None = None
         self._here: list[str] = []
@@ -58,7 +58,7 @@ class LaunchSequence:
             return
         self._excluded_since = None
         for node in order:
-            self._staffing.say_if_excluded(node)
+            self._placement.say_if_excluded(node)
         self._job.launched, self._job.started_at = True, now
         if self._job.checkpoint is not None:  # what an agent remembers is of a job that it has served before
             self._job.checkpoints.clear()
@@ -72,7 +72,7 @@ class LaunchSequence:
         for record in self._job.ranks.values():
             record.home, record.local_rank = order[record.rank // nproc].name, record.rank % nproc
         for record in self._job.ranks.values():
-            self._staffing.fill(record, now, detached=False)
+            self._placement.fill(record, now, detached=False)
 
     def _order(self, now: float) -> list[NodeRecord] | None:
         """The nodes that begin; None if some are still missing. Spare ones stand in for excluded ones, and these are
@@ -172,4 +172,4 @@ class LaunchSequence:
         self._job.tell_staged()
         for record in self._job.ranks.values():
             if record.home:
-                self._staffing.fill(record, now, detached=False)
+                self._placement.fill(record, now, detached=False)

@@ -1,8 +1,8 @@
 """Nodes that a device plugin, or their own past, warns of are replaced with the next failure, if a spare node is there.
 
 Which ones is decided once the survivors have stopped and said what they hold
-(:mod:`flashrecovery.plan.restore.evacuation`). Their ranks become further victims of the recovery that is under way;
-the node is fenced and comes back as a spare, still marked.
+(:mod:`flashrecovery.plan.restore.proactive_replacement`). Their ranks become further victims of the recovery that is
+under way; the node is fenced and comes back as a spare, still marked.
 
 What is known of nodes from before (:mod:`flashrecovery.plan.membership.node_failures`) decides, too, whether a node is
 used last, or not at all.
@@ -18,18 +18,18 @@ from flashrecovery.controller.state.loss_policy import left_of_replicas, never_r
 from flashrecovery.controller.state.nodes import NodeRecord, NodeState, rooms
 from flashrecovery.kinds import FailureKind, NoticeKind
 from flashrecovery.plan.membership.node_failures import Rating, Use
-from flashrecovery.plan.restore.evacuation import Warned, evacuations
+from flashrecovery.plan.restore.proactive_replacement import Warned, proactive_replacements
 from flashrecovery.plan.words import ranks_text
 
 
 class ProactiveReplacement:
     """Moves whole nodes in the middle of a recovery."""
 
-    def __init__(self, job: JobState, staffing: RankPlacement) -> None:
+    def __init__(self, job: JobState, placement: RankPlacement) -> None:
         self._job = job
-        self._staffing = staffing
+        self._placement = placement
 
-    def evacuate(self, now: float) -> None:
+    def replace_ahead(self, now: float) -> None:
         """Give up the warned nodes that the job can do without. One whose ranks are being handed over is not given up:
         processes for them are built up elsewhere already, and it still has what they have. Nor is any while ranks leave
         the job, or may have left it under a controller before this one: it may have the only copies of what these have
@@ -37,7 +37,7 @@ class ProactiveReplacement:
         if (
             never_replaced(self._job)
             or self._job.membership.unsure
-            or self._job.membership.departed
+            or self._job.membership.removed
             or left_of_replicas(self._job)
         ):
             return
@@ -50,7 +50,7 @@ class ProactiveReplacement:
         free = rooms(self._job.nodes.values(), [r.home for r in records if r.home])
         needs = [n for r in records for n in r.inventory.need_list()]
         holdings = [h for r in records for h in r.inventory.holdings()]
-        for name, spare in evacuations(warned, free, needs, holdings).items():
+        for name, spare in proactive_replacements(warned, free, needs, holdings).items():
             self._move_out(self._job.nodes[name], spare, now)
 
     def _move_out(self, node: NodeRecord, spare: str, now: float) -> None:
@@ -58,7 +58,7 @@ class ProactiveReplacement:
         ranks = [r.rank for r in moved]
         why = f"{ranks_text(ranks)} go to node {spare}, because of a warning: {node.doubt}"
         self._job.notice(NoticeKind.NODE_REPLACED, f"node {node.name}: {why}")
-        self._staffing.fence(node, why)
+        self._placement.fence(node, why)
         self._job.outbox.keep(lambda _, rank: rank not in ranks)
         for record in self._job.ranks.values():
             record.page_on = "" if record.page_on == node.name else record.page_on
@@ -67,9 +67,9 @@ class ProactiveReplacement:
             record.home, record.inventory.local_states = "", ()
             if self._job.recovery is not None:
                 self._job.recovery.add_victim(record.rank, FailureKind.WARNING, self._job.generation)
-        self._staffing.settle(ranks, now, node.domain)
+        self._placement.settle(ranks, now, node.domain)
         for record in moved:
-            self._staffing.fill(record, now, detached=True)
+            self._placement.fill(record, now, detached=True)
 
 
 class NodePolicy:

@@ -28,7 +28,7 @@ class RankPlacement:
 
     def __init__(self, job: JobState) -> None:
         self._job = job
-        self._orders = 0  # for newcomers
+        self._orders = 0  # for joining processes
         self._store_nodes: list[str] = []  # whose TCPStores serve the groups
         self._numbers: dict[str, int] = {}  # of nodes, in ...
         self._numbered = -1  # ... this generation
@@ -103,13 +103,13 @@ class RankPlacement:
 
     def _house(self, record: RankRecord, name: str) -> None:
         """Give the rank to a node with room for it, in a slot that nobody else has."""
-        others = [*self._job.ranks.values(), *(newcomer.record for newcomer in self._job.membership.joining.values())]
+        others = [*self._job.ranks.values(), *(joining.record for joining in self._job.membership.joining.values())]
         taken = {other.local_rank for other in others if other.home == name and other is not record}
         if record.local_rank in taken:
             record.local_rank = next(i for i in range(len(taken) + 1) if i not in taken)
         record.home = name
 
-    def build_beside(self, rank: int, name: str, now: float) -> None:
+    def build_joining(self, rank: int, name: str, now: float) -> None:
         """Have a node build up a process for this rank while training goes on."""
         record = RankRecord(rank, new=self._job.config.elastic is not None)
         self._house(record, name)
@@ -119,7 +119,7 @@ class RankPlacement:
             record, self._orders, now + limits.fence_s + limits.replacement_s
         )
         replace = self._order(record, detached=True)
-        replace.beside = self._orders
+        replace.joining = self._orders
         replace.ahead.reached, replace.ahead.for_s = max(self._job.committed, 0), _SKIPS * limits.replacement_s
         self._job.outbox.send(name, pb.Command(generation=self._job.generation, rank=rank, replace=replace))
 

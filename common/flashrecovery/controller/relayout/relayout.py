@@ -1,4 +1,4 @@
-"""A running job is laid out in another parallel layout: which one, when, and how its state gets there.
+"""A running job changes its parallelism: to which one, when, and how its state gets there.
 
 There are two reasons: a command, for which all ranks pause before a step, and ranks that cannot be replaced. All that
 live are stopped, and the version to go on from is decided as in any recovery, with what the lost ranks have needed.
@@ -64,10 +64,10 @@ _NOBODY_HAS_IT = "nobody has the state that ranks have needed which are lost"
 class ParallelismChange:
     """Changes of the parallel layout of one job."""
 
-    def __init__(self, job: JobState, staffing: RankPlacement, resizing: Resizing) -> None:
+    def __init__(self, job: JobState, placement: RankPlacement, resizing: Resizing) -> None:
         self._job = job
         self._resizing = resizing
-        self._staffing = staffing
+        self._placement = placement
         self._rooms = RelayoutSlots(job)
         self._next: NextLayout | None = None
         self._memory = StagedState(job)
@@ -121,7 +121,7 @@ class ParallelismChange:
         return choice.best.strategy, choice.lines
 
     def _facts(self) -> LayoutFacts | str:
-        """What there is to lay out; or why it cannot be laid out otherwise."""
+        """What parallelism there is to choose for; or why it cannot change."""
         if self._job.config.parallelism is None:
             return "the job's layout is fixed: launch it with --parallelism MIN"
         if not self._job.parallel.facts:
@@ -153,7 +153,7 @@ class ParallelismChange:
             chosen = NextLayout(choice.best.strategy, choice.lines, lost=True)
         self._next = chosen
         for rank in lost:
-            record = self._job.depart(rank)
+            record = self._job.remove_member(rank)
             self._job.tell_to_leave(rank, record.home)
         if all(record.home for record in self._job.in_order):
             self._job.homeless_since = None
@@ -261,7 +261,7 @@ class ParallelismChange:
             return ""  # every rank has all of it
         records = self._job.ranks.values()
         nobody = [
-            rank for rank, needs in self._job.membership.departed.items() if not needs and not kept_for(rank, records)
+            rank for rank, needs in self._job.membership.removed.items() if not needs and not kept_for(rank, records)
         ]
         if self._elastic and not facts.sharded:  # those with its model rank have the same
             model_ranks = {record.model_rank for record in records if record.inventory.needs}
@@ -380,7 +380,7 @@ class ParallelismChange:
                 )
             )
         for record in job.in_order:
-            self._staffing.fill(record, now, detached=False)
+            self._placement.fill(record, now, detached=False)
 
     # -- another controller -----------------------------------------------------------------------
 
@@ -438,7 +438,7 @@ class ParallelismChange:
             if node.alive:
                 node.state = NodeState.ACTIVE if node.name in homes else NodeState.SPARE
         for name in sorted(homes):
-            self._staffing.say_if_excluded(job.nodes[name])
+            self._placement.say_if_excluded(job.nodes[name])
         if len(homes) > 1:
             nodes = [slot.node for slot in slots]
             job.domains = numbered([job.nodes[name].domain for name in nodes], nodes)
@@ -471,7 +471,7 @@ class ParallelismChange:
                 return True
             wanted = NextLayout(choice.best.strategy, choice.lines)
         for rank in lost:
-            job.depart(rank)
+            job.remove_member(rank)
         self._start(wanted, replace(again, written=0), now)
         return True
 

@@ -56,7 +56,7 @@ class StagedState:
     def _assigned(self, version: int) -> dict[int, list[pb.StagingItem]]:
         job = self._job
         domains = {node.name: node.domain for node in job.nodes.values()}
-        return assigned(job.ranks, job.membership.departed, version, domains)
+        return assigned(job.ranks, job.membership.removed, version, domains)
 
     def why_not_written(self, version: int) -> str:
         """Why the state of this version cannot be written; "" if it can."""

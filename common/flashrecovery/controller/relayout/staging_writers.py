@@ -21,7 +21,7 @@ _PREFERRED = (Kind.LIVE, Kind.UNDO, Kind.COPY)
 
 def assigned(
     records: Mapping[int, RankRecord],
-    departed: Mapping[int, Mapping[str, int]],
+    removed: Mapping[int, Mapping[str, int]],
     version: int,
     domains: Mapping[str, str] = MappingProxyType({}),
 ) -> dict[int, list[pb.StagingItem]]:
@@ -32,9 +32,9 @@ def assigned(
 
     Raises JobFailedError if somebody has said that it has a shard, and nobody has.
     """
-    local_states = {local_state_name(rank) for rank in (*records, *departed)}
+    local_states = {local_state_name(rank) for rank in (*records, *removed)}
     sizes = {name: nbytes for record in records.values() for name, nbytes in record.inventory.needs.items()}
-    sizes |= {need.shard: need.nbytes for need in left_behind(departed, records.values())}
+    sizes |= {need.shard: need.nbytes for need in left_behind(removed, records.values())}
     names = {name for name in sizes if name not in local_states and name != COMMON}
     holders: dict[str, dict[int, Kind]] = {name: {} for name in names}
     for record in records.values():

@@ -22,7 +22,7 @@ _BRIEF = 160
 """Characters of an exception's type and message that are said as it is raised."""
 _DONE = {
     str(FailureKind.RESIZE): "resized",
-    str(FailureKind.REPLAN): "laid out anew",
+    str(FailureKind.REPLAN): "parallelism changed",
     str(FailureKind.HANDOFF): "handed over",
 }
 

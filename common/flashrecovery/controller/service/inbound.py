@@ -83,8 +83,8 @@ class Inbound:
                 self._machine.on_paused(message.paused, now)
             case "exited":
                 self._machine.on_exited(message.exited, now, node)
-            case "departing":
-                self._on_departing(message.departing, node, now)
+            case "node_leaving":
+                self._on_node_leaving(message.node_leaving, node, now)
             case "checkpoint":
                 self._on_checkpoint(message.checkpoint)
             case "standby":
@@ -152,14 +152,14 @@ class Inbound:
             failure.failed_at += now - age_base
         self._machine.on_failure(failure, now, node)
 
-    def _on_departing(self, departing: pb.Departing, node: str, now: float) -> None:
+    def _on_node_leaving(self, node_leaving: pb.NodeLeaving, node: str, now: float) -> None:
         """What cannot be helped happens at once, as if nobody had asked."""
         job = self._machine.job
-        why_not, _ = self._machine.handoff.ask(node, departing.within_s, now, departing.reason)
-        if why_not and departing.stays:
-            job.notice(NoticeKind.NODE_LEAVES, f"node {node} is to leave, because {departing.reason}; but {why_not}")
+        why_not, _ = self._machine.handoff.ask(node, node_leaving.within_s, now, node_leaving.reason)
+        if why_not and node_leaving.stays:
+            job.notice(NoticeKind.NODE_LEAVES, f"node {node} is to leave, because {node_leaving.reason}; but {why_not}")
         elif why_not:
-            reason = f"{departing.reason}; its ranks cannot be handed over: {why_not}"
+            reason = f"{node_leaving.reason}; its ranks cannot be handed over: {why_not}"
             self._agents.post(node, pb.Command(rank=AGENT, shutdown=pb.Shutdown(reason=reason)))
 
     def _on_checkpoint(self, saved: pb.CheckpointSaved) -> None:

@@ -40,15 +40,15 @@ def sharding_of(records: Collection[RankRecord]) -> tuple[int, ...]:
     return max(newer or said, key=lambda layout: said[layout], default=())
 
 
-def left_behind(departed: Mapping[int, Mapping[str, int]], records: Collection[RankRecord]) -> list[Need]:
-    """The shards that ranks have needed that have left (``departed``: their names and sizes, by rank; {}: this
+def left_behind(removed: Mapping[int, Mapping[str, int]], records: Collection[RankRecord]) -> list[Need]:
+    """The shards that ranks have needed that have left (``removed``: their names and sizes, by rank; {}: this
     controller has never heard of them), and nobody needs who stays. Of a rank of which nothing at all is known, where
     state is sharded: its rank-local state, which nobody has, stands for its part."""
-    if not departed:
+    if not removed:
         return []
     staying = set[str]().union(*(record.inventory.needs for record in records))
     found: dict[str, Need] = {}
-    for rank, needs in departed.items():
+    for rank, needs in removed.items():
         known = needs or kept_for(rank, records)
         if not known and sharded(records):
             found[local_state_name(rank)] = Need(rank, local_state_name(rank), 0)
@@ -124,7 +124,7 @@ def have(records: Collection[RankRecord], version: int) -> bool:
 
 def choose_leaving(
     records: Mapping[int, RankRecord],
-    departed: Mapping[int, Mapping[str, int]],
+    removed: Mapping[int, Mapping[str, int]],
     count: int,
     version: int,
     named: Sequence[int] = (),
@@ -145,7 +145,7 @@ def choose_leaving(
             break
         leaving = [*chosen, *by_replica[replica]]
         staying = [record for other, record in records.items() if other not in leaving]
-        gone = {**departed, **{other: records[other].inventory.needs for other in leaving}}
+        gone = {**removed, **{other: records[other].inventory.needs for other in leaving}}
         if custody(left_behind(gone, staying), staying, version) is not None and (on_disk or have(staying, version)):
             chosen, found = leaving, found + 1
     return sorted(chosen) if found == count and set(named) <= set(chosen) else None

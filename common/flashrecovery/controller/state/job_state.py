@@ -354,11 +354,11 @@ class JobState:
         """How many there are."""
         return len(self.shape.by_replica(self.ranks))
 
-    def depart(self, rank: int) -> RankRecord:
+    def remove_member(self, rank: int) -> RankRecord:
         """The rank belongs to the job no longer. Returns what was known of it."""
         record = self.ranks.pop(rank)
         known = not (record.inventory.sharded and record.inventory.as_launched)
-        self.membership.departed[rank] = dict(record.inventory.needs) if known else {}
+        self.membership.removed[rank] = dict(record.inventory.needs) if known else {}
         self.places[record.place] -= 1
         self._members_changed()
         self.outbox.keep(lambda _, other: other != rank)
@@ -396,7 +396,7 @@ class JobState:
         """State is sharded among these ranks, as those who have it have said to a controller that did not know."""
         self.membership.sharded_anew(layout)
         gone = (rank for rank in layout if rank not in self.ranks)
-        self.membership.departed.update((rank, {}) for rank in gone)  # what is known may be of another one
+        self.membership.removed.update((rank, {}) for rank in gone)  # what is known may be of another one
         for record in self.in_order:
             record.inventory.as_launched = record.place is Place.JOINED
             if record.rank not in layout:
@@ -405,7 +405,7 @@ class JobState:
     def enrol(self, record: RankRecord) -> None:
         """The rank belongs to the job from now on, in its place by number."""
         self.places[record.place] += 1
-        self.membership.departed.pop(record.rank, None)
+        self.membership.removed.pop(record.rank, None)
         others = [*self.ranks.values(), record]
         self.ranks.clear()
         self.ranks.update((one.rank, one) for one in sorted(others, key=lambda one: one.rank))
@@ -423,7 +423,7 @@ class JobState:
 
     def homes(self) -> list[str]:
         """The node of each process that fills a rank, or is to."""
-        records = [*self.ranks.values(), *(newcomer.record for newcomer in self.membership.joining.values())]
+        records = [*self.ranks.values(), *(joining.record for joining in self.membership.joining.values())]
         return [record.home for record in records if record.home]
 
     def saved(self) -> pb.Command:

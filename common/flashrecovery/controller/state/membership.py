@@ -58,7 +58,7 @@ class Membership:
         joining: processes that are built up beside training, by the rank that they are to fill.
         sharded_among: the ranks among which sharded state is sharded, as all of them have it or can have it at once.
         unsure: a controller before this one may have been in the middle of a change of these ranks.
-        departed: those of these ranks that have left the job, and what they needed: size in bytes by shard.
+        removed: those of these ranks that have left the job, and what they needed: size in bytes by shard.
         awaited: ranks that had left, and were taken back since the version was decided on: they do not leave again.
         told_size: of how many ranks the job consists, as was told last, here or by a controller before this one.
     """
@@ -67,7 +67,7 @@ class Membership:
     joining: dict[int, JoiningProcess] = field(default_factory=dict)
     sharded_among: tuple[int, ...] = ()
     unsure: bool = False
-    departed: dict[int, dict[str, int]] = field(default_factory=dict)
+    removed: dict[int, dict[str, int]] = field(default_factory=dict)
     awaited: set[int] = field(default_factory=set)
     told_size: int = 0
     _parts: tuple[tuple[int, ...], frozenset[int]] = ((), frozenset())
@@ -81,7 +81,7 @@ class Membership:
 
     def sharded_anew(self, among: tuple[int, ...]) -> None:
         """State is sharded among these ranks, and each of them belongs to the job."""
-        self.sharded_among, self.departed = among, {}
+        self.sharded_among, self.removed = among, {}
 
 
 @dataclass

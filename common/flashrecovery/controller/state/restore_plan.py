@@ -146,19 +146,19 @@ def decide(
     records: Mapping[int, RankRecord],
     checkpoint: tuple[int, str] | None,
     layout: Sequence[int] = (),
-    departed: Mapping[int, Mapping[str, int]] = MappingProxyType({}),
+    removed: Mapping[int, Mapping[str, int]] = MappingProxyType({}),
 ) -> Decision:
     """Which version all ranks go to, and from whom they get it.
 
     Args:
         layout: of an elastic job, the ranks among which state is sharded now.
-        departed: what those of them need who have left.
+        removed: what those of them need who have left.
 
     Raises JobFailedError if neither a cut nor a checkpoint exists.
     """
     forgotten = _forget_early(records.values())
     parity = _decodable(records)
-    left = left_behind(departed, records.values())
+    left = left_behind(removed, records.values())
     cut = _plain_cut(records, parity, left) or _any_cut(records, parity, left)
     alike = bool(layout) and isinstance(cut, NoCut)
     if alike:  # in an elastic job what a lost rank had for itself is as good as equal to another rank's
@@ -176,7 +176,7 @@ def decide(
         serving = custody(left, records.values(), cut.version)
         if serving is None:
             reason = (
-                f"the job cannot go on without ranks {sorted(departed)}: of what they had, nobody keeps copies at "
+                f"the job cannot go on without ranks {sorted(removed)}: of what they had, nobody keeps copies at "
                 f"version {cut.version}"
             )
             if checkpoint is None:

@@ -109,9 +109,9 @@ def rank_laws(job: JobState) -> Iterator[str]:
             yield f"rank {rank} is {place.value} on no node"
     if places != +job.places:
         yield f"ranks are in {places}, and counted as {job.places}"
-    if not members.departed.keys().isdisjoint(job.ranks):
-        yield f"of ranks {list(job.ranks)} have left {list(members.departed)}"
-    if not all(rank in job.ranks or rank in members.departed for rank in members.sharded_among):
+    if not members.removed.keys().isdisjoint(job.ranks):
+        yield f"of ranks {list(job.ranks)} have left {list(members.removed)}"
+    if not all(rank in job.ranks or rank in members.removed for rank in members.sharded_among):
         yield f"state is sharded among {members.sharded_among}, and the ranks are {list(job.ranks)}"
     if any(rank != one.record.rank or one.record.place not in BUILT_UP for rank, one in members.joining.items()):
         yield f"{members.joining} have come to their loop, and are no members yet"

@@ -78,7 +78,7 @@ def apart(places: Mapping[int, str], homes: Mapping[int, str], keepers: Mapping[
     return found
 
 
-def place_beside(
+def place_joining(
     ranks: Sequence[int], rooms: Sequence[Room], homes: Mapping[int, str], per_node: int
 ) -> dict[int, str]:
     """The same for ranks that come into a running job, which had ``per_node`` ranks on each node at its launch: where

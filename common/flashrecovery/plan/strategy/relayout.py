@@ -1,4 +1,4 @@
-"""Which layout a running job goes on with, when it is laid out in another way: by command, or because ranks are lost.
+"""Which parallelism a running job goes on with, when that changes: by command, or because ranks are lost.
 Pure.
 
 The workers say what there is to divide (:class:`LayoutFacts`); candidates, their costs, and the choice are

@@ -44,7 +44,7 @@ class Pacing:
         self._rates: deque[float] = deque(maxlen=pacing.STEPS_LOOKED_AT)
 
     def committed(self) -> None:
-        """A version has been handed out, and its copy begins."""
+        """A version has been yielded, and its copy begins."""
         self._began, self._needed = self._clock(), False
 
     def needed(self) -> None:

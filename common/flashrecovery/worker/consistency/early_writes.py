@@ -1,4 +1,4 @@
-"""Whether a script changes tensors of the shards between the hand-out of a step and its mutation.
+"""Whether a script changes tensors of the shards between the yield of a step and its mutation.
 
 Then an interrupted step leaves a state that is no version, although its optimizer has not begun.
 """
@@ -24,7 +24,7 @@ class EarlyWriteDetector:
         self._marks: list[Any] = []
 
     def begin(self) -> None:
-        """A step is handed out."""
+        """A step is yielded."""
         self._marks = self._look()
 
     def seen(self) -> bool:

@@ -251,12 +251,12 @@ class Copies:
             self._own.snapshot.wait()
 
     def settle(self, given_up: Callable[[], bool]) -> None:
-        """The copies of the version that was handed out are complete, or ``given_up()``."""
+        """The copies of the version that was yielded are complete, or ``given_up()``."""
         if self._peers is not None:
             self._peers.settle(given_up)
 
     def before_mutation(self, version: int, *, touched: bool = False) -> None:
-        """``version`` may be overwritten after this. ``touched``: it has been, in part, since it was handed out, and an
+        """``version`` may be overwritten after this. ``touched``: it has been, in part, since it was yielded, and an
         own copy that is made only now would not be one of ``version``."""
         if self._own.snapshot is not None:
             self._own.snapshot.before_mutation()
@@ -278,7 +278,7 @@ class Copies:
 
     def adopt_own(self, held: Mapping[str, tuple[int, ...]], version: int) -> None:
         """Some shards are each rank's own, and not what other ranks have under their name: from ``version`` on, which
-        is handed out next (-1: they have been for some time). ``held``: those of this rank, by the names that they had,
+        is yielded next (-1: they have been for some time). ``held``: those of this rank, by the names that they had,
         and who was said to hold them. They are copied as others that no other rank holds; on every rank at the same
         place.
 

@@ -368,7 +368,7 @@ def _agree(
     encoded = b"" if mine is None else codec.dumps(list(mine.items()))
     rank_of = dict(zip(after.numbers, after.ranks, strict=True))
     holders = [number for number, rank in rank_of.items() if rank in before.ranks]
-    newcomers = [number for number in rank_of if number not in holders]
+    empty = [number for number in rank_of if number not in holders]
     if not holders:
         raise RestoreError("none of the ranks that go on has any state")
     if group is not None:
@@ -381,7 +381,7 @@ def _agree(
                 f"ranks {[rank_of[number] for number in odd]} have other optimizer state than rank "
                 f"{rank_of[holders[0]]}: it cannot be sharded otherwise"
             )
-        encoded = _tell(group, encoded, holders[0], newcomers, after.numbers[after.place])
+        encoded = _tell(group, encoded, holders[0], empty, after.numbers[after.place])
     descriptions: dict[int, dict[str, Any]] = dict(codec.loads(encoded))
     return descriptions
 
@@ -398,15 +398,15 @@ def _refuse_unlike(of_all: _ShardLayouts) -> None:
             )
 
 
-def _tell(group: dist.ProcessGroup, encoded: bytes, teller: int, newcomers: Sequence[int], me: int) -> bytes:
+def _tell(group: dist.ProcessGroup, encoded: bytes, teller: int, empty: Sequence[int], me: int) -> bytes:
     """Who has nothing yet gets the description."""
     if me == teller:
         content = torch.frombuffer(bytearray(encoded), dtype=torch.uint8)
         length = torch.tensor([content.numel()], dtype=torch.int64)
-        for number in newcomers:
+        for number in empty:
             group.send([length], number, _TAG).wait()
             group.send([content], number, _TAG).wait()
-    elif me in newcomers:
+    elif me in empty:
         length = torch.zeros(1, dtype=torch.int64)
         group.recv([length], teller, _TAG).wait()
         content = torch.empty(int(length.item()), dtype=torch.uint8)

@@ -1,7 +1,7 @@
 """What a script has, changes from step to step, and has not registered: named, for nothing of it is brought back.
 
-A survivor keeps what a void attempt has made of it, and in a replacement it is what the script's first lines make of
-it. Found are, from the variables of the function with the ``with step:`` and of those that have called it:
+A survivor keeps what a discarded attempt has made of it, and in a replacement it is what the script's first lines make
+of it. Found are, from the variables of the function with the ``with step:`` and of those that have called it:
 
 * *objects*: random generators of torch, Python and numpy, modules (an average of the weights), schedulers, scalers, and
   what has ``state_dict()`` and ``load_state_dict()``, if they differ between two looks;
@@ -255,7 +255,8 @@ class Unregistered:
         return id(owner) in self._objects_known or self._is_of_registered(variables, owner_path)
 
     def _look_at_loop(self, frame: types.FrameType) -> None:
-        """A loop over something else than the steps goes on in a void attempt, and begins anew in a replacement."""
+        """A loop over something else than the steps goes on in a discarded attempt, and begins anew in a
+        replacement."""
         around = loop_in(frame)
         if around is None:
             return

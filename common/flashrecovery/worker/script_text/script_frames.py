@@ -43,7 +43,7 @@ def check(loop: ast.For, place: str, is_steps: Callable[[str], bool]) -> None:
         name = ast.unparse(call.func).rpartition(".")[2]
         if name in _COUNTING and any(_has_steps(argument, is_steps) for argument in call.args):
             raise RegistrationError(
-                f"{place}: `for ... in {ast.unparse(loop.iter)}`: a step that failed is handed out again, and a "
+                f"{place}: `for ... in {ast.unparse(loop.iter)}`: a step that failed is yielded again, and a "
                 f"replacement begins with the step in which its predecessor died; {name}() knows nothing of that. "
                 "Write `for step in recovery.steps(n):`, take the step's number from step.index, and batches by "
                 "next(data) from data = recovery.data(loader)"

@@ -1,4 +1,4 @@
-"""What a script does below the ``with step:`` block of a void attempt, and how it is taken back.
+"""What a script does below the ``with step:`` block of a discarded attempt, and how it is taken back.
 
 A step that is stopped unwinds to the end of its block, where the recovery takes place; but nothing can keep the script
 from running on to its next step. All that it changes there belongs to no version. So from the end of the block to the

@@ -343,7 +343,8 @@ def _guard_thread() -> None:
 
 
 def _asked_outside() -> Below | None:
-    """Who is asked in this thread below the block, and in a void attempt. Elsewhere only a save's thread is guarded."""
+    """Who is asked in this thread below the block, and in a discarded attempt. Elsewhere only a save's thread is
+    guarded."""
     below = _asked()
     if below is not None and (below.outside or below.void):
         return below

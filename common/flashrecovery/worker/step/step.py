@@ -34,7 +34,7 @@ class Protected(Protocol):
 
 
 class Step:
-    """One optimizer step, as a context. Its body may be handed out again after a failure."""
+    """One optimizer step, as a context. Its body may be yielded again after a failure."""
 
     def __init__(self, index: int, loop: Protected | None) -> None:
         self.index = index
@@ -45,9 +45,7 @@ class Step:
 
     def __enter__(self) -> Step:
         if self._entered:
-            raise RegistrationError(
-                f"step {self.index} is entered twice; use `with step:` once for each step handed out"
-            )
+            raise RegistrationError(f"step {self.index} is entered twice; use `with step:` once for each step yielded")
         self._entered = True
         if self._loop is not None:
             frame = sys._getframe(1)
@@ -84,7 +82,7 @@ class Step:
         """Whether this attempt of the step counts, for what the script does below the block: logs, files, a registry.
 
         False in the block and above it, and below the block of an attempt that was stopped: its values are half-made,
-        and the step is handed out again. Also from the first collective below the block on that no peer has answered.
+        and the step is yielded again. Also from the first collective below the block on that no peer has answered.
         True below any other block, and always there without recovery. (A step that counts here is still done again,
         with the same bits, if another rank has died before it had completed the step.)
         """

@@ -5,7 +5,7 @@ from __future__ import annotations
 from flashrecovery import events as ev
 from flashrecovery.controller.state.nodes import NodeState
 from flashrecovery.plan.membership.placement import Room
-from flashrecovery.plan.restore.evacuation import Warned, evacuations
+from flashrecovery.plan.restore.proactive_replacement import Warned, proactive_replacements
 from flashrecovery.plan.restore.types import Holding, Kind, Need
 from flashrecovery.plan.transitions import State
 from flashrecovery.proto import flashrecovery_pb2 as pb
@@ -29,8 +29,8 @@ EVERYBODY = {0: (0, 2), 1: (1, 3), 2: (2, 0), 3: (3, 1)}
 
 def test_a_warned_node_moves_to_a_spare_one_as_a_whole() -> None:
     warned = [Warned("b", "s1", (2, 3))]
-    assert evacuations(warned, [SPARE], NEEDS, held((0, 1, 2, 3), EVERYBODY)) == {"b": "x"}
-    assert evacuations([], [SPARE], NEEDS, held((0, 1, 2, 3), EVERYBODY)) == {}
+    assert proactive_replacements(warned, [SPARE], NEEDS, held((0, 1, 2, 3), EVERYBODY)) == {"b": "x"}
+    assert proactive_replacements([], [SPARE], NEEDS, held((0, 1, 2, 3), EVERYBODY)) == {}
 
 
 def test_it_stays_where_no_healthy_spare_node_has_room() -> None:
@@ -40,41 +40,41 @@ def test_it_stays_where_no_healthy_spare_node_has_room() -> None:
         Room("x", "s2", 4),
         Room("x", "s2", 2, spare=True, suspect=True),
     ):
-        assert evacuations(warned, [room], NEEDS, all_held) == {}
+        assert proactive_replacements(warned, [room], NEEDS, all_held) == {}
 
 
 def test_it_stays_if_it_has_the_only_copy_of_anything() -> None:
     """Rank 0 has died; its rank-local state, and rank 2's own, are left on rank 2's node only."""
     after_death = held((1, 2, 3), {1: (1, 3), 2: (2, 0), 3: (3, 1)})
-    assert evacuations([Warned("b", "s1", (2, 3))], [SPARE], NEEDS, after_death) == {}
+    assert proactive_replacements([Warned("b", "s1", (2, 3))], [SPARE], NEEDS, after_death) == {}
     # Rank 3 has died, on the warned node itself: what it holds, the others hold, too.
     after_death = held((0, 1, 2), {0: (0, 2), 1: (1, 3), 2: (2, 0)})
-    assert evacuations([Warned("b", "s1", (2, 3))], [SPARE], NEEDS, after_death) == {"b": "x"}
+    assert proactive_replacements([Warned("b", "s1", (2, 3))], [SPARE], NEEDS, after_death) == {"b": "x"}
 
 
 def test_it_stays_if_the_others_would_have_to_go_back_further() -> None:
     older = held((0, 1, 2, 3), EVERYBODY, version=6) + held((2, 3), {2: (0, 1, 2, 3)}, version=7)
-    assert evacuations([Warned("b", "s1", (2, 3))], [SPARE], NEEDS, older) == {}
+    assert proactive_replacements([Warned("b", "s1", (2, 3))], [SPARE], NEEDS, older) == {}
 
 
 def test_of_two_warned_nodes_that_hold_each_others_state_one_moves() -> None:
     spares = [SPARE, Room("y", "s3", 2, spare=True)]
     warned = [Warned("b", "s1", (2, 3)), Warned("a", "s1", (0, 1))]
-    assert evacuations(warned, spares, NEEDS, held((0, 1, 2, 3), EVERYBODY)) == {"a": "x"}
+    assert proactive_replacements(warned, spares, NEEDS, held((0, 1, 2, 3), EVERYBODY)) == {"a": "x"}
 
 
 def test_the_others_move_if_one_cannot() -> None:
     """The first in order holds too many ranks for the spare node; the second fits."""
     warned = [Warned("a", "s1", (0, 1, 3)), Warned("b", "s1", (2,))]
-    assert evacuations(warned, [SPARE], NEEDS, held((0, 1, 2, 3), EVERYBODY)) == {"b": "x"}
+    assert proactive_replacements(warned, [SPARE], NEEDS, held((0, 1, 2, 3), EVERYBODY)) == {"b": "x"}
 
 
 def test_it_moves_to_another_domain_if_it_can() -> None:
     """Then to the node that fits best."""
     warned, all_held = [Warned("b", "s2", (2, 3))], held((0, 1, 2, 3), EVERYBODY)
     others = [Room("y", "s3", 4, spare=True), Room("z", "s3", 2, spare=True)]
-    assert evacuations(warned, [SPARE, *others], NEEDS, all_held) == {"b": "z"}
-    assert evacuations(warned, [SPARE, others[0]], NEEDS, all_held) == {"b": "y"}
+    assert proactive_replacements(warned, [SPARE, *others], NEEDS, all_held) == {"b": "z"}
+    assert proactive_replacements(warned, [SPARE, others[0]], NEEDS, all_held) == {"b": "y"}
 
 
 # -- the machine ----------------------------------------------------------------------------------

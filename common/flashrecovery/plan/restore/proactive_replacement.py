@@ -24,7 +24,7 @@ class Warned:
     ranks: tuple[int, ...]
 
 
-def evacuations(
+def proactive_replacements(
     warned: Sequence[Warned], rooms: Sequence[Room], needs: Collection[Need], holdings: Collection[Holding]
 ) -> dict[str, str]:
     """The nodes to give up, each with the spare node that takes its ranks. Deterministic."""

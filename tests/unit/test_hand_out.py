@@ -27,7 +27,7 @@ def loop(*, stop_comes: bool = True, own_calls: bool = False, error: Exception |
     it._worker, it._outside, it._touches, it._step = MagicMock(), MagicMock(), MagicMock(), MagicMock()
     it._touches.seen.return_value = False
     it._collectives, it._stops = MagicMock(stood_in_for=False), MagicMock(explain=explain)
-    it._own_calls, it._void_run, it._unsettled, it._committed = own_calls, None, True, True
+    it._own_calls, it._discarded_run, it._unsettled, it._committed = own_calls, None, True, True
     return it
 
 

@@ -96,7 +96,7 @@ def test_elastic_again_in_the_new_layout(through: list[Sizes], tmp_path: Path, s
 
 
 def test_by_command_in_turns(tmp_path: Path, saved: Saved) -> None:
-    """One replica, which changes its parallelism without virtual stages, fewer of these, and back to the launch's, with them;
+    """One replica, which goes on without virtual stages, fewer of these, and back to the launch's, with them;
     a rank is replaced in the first and in the last of these."""
     training = named(TWO, "turns", iterations=LONG)
     running = training.start(tmp_path / "run", "--step-time=1000", config=both(training))

@@ -78,10 +78,10 @@ def test_the_neighbour_serves_it() -> None:
     ]
 
 
-@pytest.mark.parametrize("departing", [(1, 2), (0, 1), (0, 3)])
-def test_a_rank_whose_neighbour_leaves_as_well(drain_request: tuple[int, ...]) -> None:
+@pytest.mark.parametrize("leaving", [(1, 2), (0, 1), (0, 3)])
+def test_a_rank_whose_neighbour_leaves_as_well(leaving: tuple[int, ...]) -> None:
     everybody = records()
-    removed = without(everybody, *drain_request)
+    removed = without(everybody, *leaving)
     assert custody(left_behind(removed, everybody.values()), everybody.values(), 7) is None
     with pytest.raises(JobFailedError, match="held by no living process or copy"):
         decide(everybody, None, range(4), removed)

@@ -145,7 +145,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "contract": ("adapter shard_layout logical_state", "elastic_adapter loop_adapter relayout_adapter", "roles"),
     "controller": (
         "state",
-        "storage hang membership last_save divergence_advice",
+        "storage hang membership last_save divergence_advice parallelism",
         "elastic",
         "relayout",
         "next_move",

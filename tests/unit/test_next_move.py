@@ -18,18 +18,16 @@ from flashrecovery.controller.next_move import (
     TakeBack,
     next_move,
 )
-from flashrecovery.controller.relayout.next_step import (
+from flashrecovery.controller.relayout.next_step import NextLayout, RelayoutFacts, relayout_step
+from flashrecovery.controller.state.relayout_outcome import (
     CannotChange,
     KeepLayout,
-    NextLayout,
-    RelayoutFacts,
     RelayoutStep,
     StartLayout,
     WriteState,
-    relayout_step,
 )
 from flashrecovery.controller.state.restore_plan import Decision, NothingLeft, RestoreRound
-from flashrecovery.controller.state.staged_layout import SavedState
+from flashrecovery.controller.state.saved_state import SavedState
 from flashrecovery.plan.strategy.strategy import Strategy
 from flashrecovery.proto import flashrecovery_pb2 as pb
 

@@ -12,7 +12,8 @@ from flashrecovery.config import RunConfig, validate
 from flashrecovery.controller.machine import Machine
 from flashrecovery.controller.state.job_state import JobState
 from flashrecovery.controller.state.outbox import Send
-from flashrecovery.controller.state.staged_layout import SavedState, StagedLayout
+from flashrecovery.controller.state.saved_state import SavedState
+from flashrecovery.controller.state.staged_layout import StagedLayout
 from flashrecovery.controller.storage.generation_file import Numbers, newest_numbers, write_numbers
 from flashrecovery.errors import ProtocolError, RestoreError
 from flashrecovery.plan.strategy.relayout import StayingFacts

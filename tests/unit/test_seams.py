@@ -35,6 +35,13 @@ PARITY = (
     *("flashrecovery.redundancy.parity", "flashrecovery.rpc.parity_messages", "flashrecovery.plan.parity.code"),
     *("flashrecovery.plan.parity.decode", "flashrecovery.plan.parity.decodable"),
 )
+CONTROLLERS_PARITY = ("flashrecovery.plan.parity", "flashrecovery.rpc.parity_messages")
+"""What the controller plans with; :mod:`flashrecovery.controller.state.parity` imports it where a rank keeps some."""
+CONTROLLERS_RELAYOUT = (
+    *("flashrecovery.controller.relayout", "flashrecovery.controller.membership.relayout_slots"),
+    *("flashrecovery.controller.state.staged_layout", "flashrecovery.plan.strategy", "flashrecovery.plan.reshard"),
+)
+"""Of jobs whose settings have ``parallelism``."""
 RELAYOUT = (
     *("flashrecovery.worker.reshard.relayout", "flashrecovery.worker.reshard.remote_staging"),
     *(
@@ -60,8 +67,14 @@ def behind(seam: tuple[str, ...], modules: set[str]) -> list[str]:
 @pytest.mark.parametrize(
     ("process", "seam"),
     [
-        (LAUNCHER, (*ALWAYS, "numpy", "torch")),
-        (AGENT, (*ALWAYS, "flashrecovery.launchers", "flashrecovery.cli", "numpy", "torch")),
+        (LAUNCHER, (*ALWAYS, *CONTROLLERS_PARITY, *CONTROLLERS_RELAYOUT, "numpy", "torch")),
+        (
+            AGENT,
+            (
+                *(*ALWAYS, *CONTROLLERS_PARITY, *CONTROLLERS_RELAYOUT),
+                *("flashrecovery.launchers", "flashrecovery.cli", "numpy", "torch"),
+            ),
+        ),
         (WORKER, (*ALWAYS, *PARITY, *RELAYOUT, "flashrecovery.launchers", "flashrecovery.observe")),
     ],
     ids=["launcher", "agent and controller", "worker"],
@@ -70,6 +83,52 @@ def test_a_plain_job_imports_nothing_from_behind_a_seam(process: str, seam: tupl
     found = imported(process)
     assert AGENT in found or "flashrecovery.worker.session" in found
     assert behind(seam, found) == []
+
+
+RECOVERY = """
+import sys
+from flashrecovery.plan.transitions import State
+from tests.unit.test_machine import World
+world = World(4, steps=6, **SETTINGS)
+made = set(sys.modules)
+world.launch()
+while world.version[0] < 2:
+    world.step()
+world.kill(2)
+assert world.run() is State.FINISHED
+print(*(sys.modules if WHOLE else made))
+"""
+
+
+def controllers_modules(settings: dict[str, object], *, whole: bool) -> set[str]:
+    """What the controller has imported when its machine is made or, ``whole``, when a rank has been replaced."""
+    script = RECOVERY.replace("SETTINGS", repr(settings)).replace("WHOLE", repr(whole))
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    return set(done.stdout.split())
+
+
+def test_a_plain_recovery_imports_no_parity_and_no_other_layout() -> None:
+    found = controllers_modules({}, whole=True)
+    assert "flashrecovery.controller.recovery" in found
+    assert behind((*CONTROLLERS_PARITY, *CONTROLLERS_RELAYOUT), found) == []
+
+
+def test_a_controller_that_may_change_the_layout_has_imported_what_it_takes_before_the_launch() -> None:
+    found = controllers_modules({"parallelism": {"min": 2}}, whole=False)
+    assert {"flashrecovery.controller.relayout.relayout", "flashrecovery.plan.strategy.relayout"} <= found
+
+
+def test_the_first_rank_that_keeps_parity_brings_all_that_a_recovery_will_need() -> None:
+    script = (
+        "import sys; from flashrecovery.proto import flashrecovery_pb2 as pb\n"
+        "from flashrecovery.controller.state.parity import held_by\n"
+        "assert held_by(0, None) is held_by(0, pb.Parity()) is None\n"
+        "before = set(sys.modules)\nheld_by(0, pb.Parity(ranks=[0, 1], losses=1))\n"
+        "print(*sys.modules.keys() - before)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    parts = ("decodable", "groups")
+    assert {f"flashrecovery.plan.parity.{part}" for part in parts} <= set(done.stdout.split())
 
 
 def test_what_a_job_asks_for_is_imported_ahead_of_its_script() -> None:

@@ -43,9 +43,9 @@ from flashrecovery.controller.last_save import LastSave
 from flashrecovery.controller.membership.launch import LaunchSequence
 from flashrecovery.controller.membership.node_health_policy import NodePolicy, ProactiveReplacement
 from flashrecovery.controller.membership.placement import RankPlacement
-from flashrecovery.controller.membership.relayout_slots import laid_out_without
+from flashrecovery.controller.membership.smaller_layout import fits_without
+from flashrecovery.controller.parallelism import Parallelism
 from flashrecovery.controller.recovery import RecoverySteps
-from flashrecovery.controller.relayout.relayout import ParallelismChange
 from flashrecovery.controller.state.crashes import cause_of, limit_of, option_of
 from flashrecovery.controller.state.history import HistoryEntry
 from flashrecovery.controller.state.job_state import AGENT, JobState
@@ -70,7 +70,6 @@ from flashrecovery.kinds import FailureKind, NoticeKind, Ordered, failed
 from flashrecovery.plan.elastic.resize import why_too_few
 from flashrecovery.plan.hang import VerdictKind, victims_of
 from flashrecovery.plan.ownership import renamed, turned_out_own
-from flashrecovery.plan.strategy.relayout import layout_text
 from flashrecovery.plan.transitions import RECOVERY_STATES, ChangeState, State, at_rest
 from flashrecovery.plan.words import HOW_TO_PROTECT, failed_text, raised_text, ranks_text
 from flashrecovery.proto import flashrecovery_pb2 as pb
@@ -93,7 +92,7 @@ class Machine:
         self._resizing = Resizing(self.job, self._growing, self._coming)
         self.handoff = Drain(self.job, self._placement, self._coming, self._resizing)
         proactive = ProactiveReplacement(self.job, self._placement)
-        self._replanning = ParallelismChange(self.job, self._placement, self._resizing)
+        self._replanning = self._parallelism()
         self._steps = RecoverySteps(
             self.job, self._placement, proactive, self._starting, self._resizing, self._replanning
         )
@@ -102,6 +101,13 @@ class Machine:
         self.watch = HangWatch(self.job)
         self.conduct = NodePolicy(self.job)
         self._self_check = SelfCheck(self.job)
+
+    def _parallelism(self) -> Parallelism:
+        if self.job.config.parallelism is None:
+            return Parallelism()
+        from flashrecovery.controller.relayout.relayout import ParallelismChange
+
+        return ParallelismChange(self.job, self._placement, self._resizing)
 
     def under_way(self) -> dict[str, ChangeState]:
         """Where each change of size, members, nodes and parallel layout is that is under way."""
@@ -371,9 +377,7 @@ class Machine:
         if count < limit_of(cause, self.job.config):
             return False
         who, where = f"rank {record.rank}", f"at {self.job.counting.text(step)}"
-        if record.on_its_way and (
-            leaving_without(self.job, [record.rank]) or laid_out_without(self.job, [record.rank])
-        ):
+        if record.on_its_way and (leaving_without(self.job, [record.rank]) or fits_without(self.job, [record.rank])):
             record.irreplaceable = True
             return False
         if record.on_its_way:
@@ -503,9 +507,8 @@ class Machine:
         self._steps.recover([], self._coming.cause, self._resizing.paused_since(now), 0.0, now)
 
     def replan(self, layout: str, step: int) -> tuple[str, str, tuple[str, ...]]:
-        """See :meth:`.relayout.relayout.ParallelismChange.ask`; the layout as text."""
-        why_not, strategy, lines = self._replanning.ask(layout, step)
-        return why_not, "" if strategy is None else layout_text(strategy), lines
+        """See :meth:`.parallelism.Parallelism.ask`."""
+        return self._replanning.ask(layout, step)
 
     def resize(self, replicas: int, step: int, now: float) -> str:
         """See :meth:`.elastic.resizing.Resizing.ask`."""

@@ -5,7 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from flashrecovery.controller.relayout.next_step import CannotChange, KeepLayout, RelayoutStep, StartLayout, WriteState
+from flashrecovery.controller.state.relayout_outcome import (
+    CannotChange,
+    KeepLayout,
+    RelayoutStep,
+    StartLayout,
+    WriteState,
+)
 from flashrecovery.controller.state.restore_plan import Decision, NothingLeft
 
 

@@ -24,12 +24,12 @@ from flashrecovery.controller.next_move import (
     TakeBack,
     next_move,
 )
-from flashrecovery.controller.relayout.next_step import KeepLayout
-from flashrecovery.controller.relayout.relayout import ParallelismChange
+from flashrecovery.controller.parallelism import Parallelism
 from flashrecovery.controller.state.custody import ready_for, sharding_of, take_on_parts
 from flashrecovery.controller.state.history import HistoryEntry, start_lines
 from flashrecovery.controller.state.job_state import JobState
 from flashrecovery.controller.state.nodes import NodeRecord
+from flashrecovery.controller.state.parity import other_groups
 from flashrecovery.controller.state.rank_record import (
     BUILT_UP,
     THROUGH,
@@ -41,6 +41,7 @@ from flashrecovery.controller.state.rank_record import (
     unequal_steps,
 )
 from flashrecovery.controller.state.recovery_round import RecoveryTries
+from flashrecovery.controller.state.relayout_outcome import KeepLayout
 from flashrecovery.controller.state.restore_plan import (
     Decision,
     NothingLeft,
@@ -51,7 +52,6 @@ from flashrecovery.controller.state.restore_plan import (
 from flashrecovery.errors import JobFailedError, ProtocolError
 from flashrecovery.kinds import FailureKind, NoticeKind, Ordered
 from flashrecovery.plan import NoCut, NoSourceError
-from flashrecovery.plan.parity.groups import Groups, groups_of_all, launch_domains
 from flashrecovery.plan.transitions import State
 from flashrecovery.plan.words import raised_text, ranks_text
 from flashrecovery.proto import flashrecovery_pb2 as pb
@@ -69,7 +69,7 @@ class RecoverySteps:
         proactive: ProactiveReplacement,
         starting: LaunchSequence,
         resizing: Resizing,
-        replanning: ParallelismChange,
+        replanning: Parallelism,
     ) -> None:
         self._job = job
         self._replanning = replanning
@@ -421,7 +421,7 @@ class RecoverySteps:
         limit = self._job.config.timeouts.regroup_s
         for rank in self._job.ranks:
             self._job.move(rank, Place.RECOVERING)
-        parity = [pb.ParityRanks(ranks=ranks) for ranks in self._other_parity_groups()]
+        parity = [pb.ParityRanks(ranks=ranks) for ranks in self._parity_groups()]
         members = self._resizing.members()
         regroup = pb.Regroup(stores=stores, deadline_s=limit, parity=parity, members=members, own=own)
         regroup.layout.extend(self._job.elastic_layout())
@@ -474,21 +474,15 @@ class RecoverySteps:
         except JobFailedError as e:
             return NothingLeft(str(e))
 
-    def _other_parity_groups(self) -> Groups:
-        """The parity groups from now on, where members of those of the launch have come to be on one failure domain.
-        Empty: those of the launch, also where there is no way to have better ones."""
-        records, nnodes = self._job.ranks, self._job.config.nnodes
-        told = [r.inventory.parity for r in records.values() if r.inventory.parity is not None]
-        if not told or nnodes == 1:
-            return ()
-        losses, max_size = told[0].losses, told[0].max_size
-        first = groups_of_all(launch_domains(len(records), nnodes, self._job.domains), losses, max_size)
-        nodes = [self._job.nodes.get(record.home) for record in records.values()]
-        if isinstance(first, str) or any(node is None for node in nodes):
+    def _parity_groups(self) -> Sequence[Sequence[int]]:
+        """See :func:`.state.parity.other_groups`."""
+        job = self._job
+        told = [record.inventory.parity for record in job.ranks.values() if record.inventory.parity is not None]
+        nodes = [job.nodes.get(record.home) for record in job.ranks.values()] if told else []
+        if any(node is None for node in nodes):
             return ()
         domains = [node.domain for node in nodes if node is not None]
-        now = groups_of_all(domains, losses, max_size, [one.ranks for one in told])
-        return () if isinstance(now, str) or now == first else now
+        return other_groups(told, domains, job.config.nnodes, job.domains)
 
     def _adopt(self, decision: Decision, now: float) -> None:
         self._job.round.restoring, self._job.round.checkpoint = decision.round, decision.checkpoint

@@ -12,11 +12,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
+from flashrecovery.controller.membership.found_layout import FoundLayout
 from flashrecovery.controller.membership.launch import LaunchSequence
 from flashrecovery.controller.membership.placement import RankPlacement
+from flashrecovery.controller.parallelism import Parallelism
 from flashrecovery.controller.recovery import RecoverySteps
-from flashrecovery.controller.relayout.found_layout import FoundLayout
-from flashrecovery.controller.relayout.relayout import ParallelismChange
 from flashrecovery.controller.state.history import HistoryEntry
 from flashrecovery.controller.state.job_state import AGENT, JobState
 from flashrecovery.controller.state.nodes import NodeRecord, NodeState
@@ -41,7 +41,7 @@ class TakeOver:
         placement: RankPlacement,
         starting: LaunchSequence,
         steps: RecoverySteps,
-        replanning: ParallelismChange,
+        replanning: Parallelism,
     ) -> None:
         self._job = job
         self._replanning = replanning

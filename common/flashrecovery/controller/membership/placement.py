@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from flashrecovery.controller.membership.joining_processes import give_up_all
-from flashrecovery.controller.membership.relayout_slots import laid_out_without
+from flashrecovery.controller.membership.smaller_layout import divides_sequences, fits_without
 from flashrecovery.controller.state.job_state import AGENT, JobState
 from flashrecovery.controller.state.loss_policy import leaving_without, never_replaced, worth_filling
 from flashrecovery.controller.state.nodes import NodeRecord, NodeState, rooms
@@ -15,7 +15,6 @@ from flashrecovery.kinds import NoticeKind, Ordered
 from flashrecovery.plan.elastic.new_ranks import stand_in
 from flashrecovery.plan.membership.placement import Room, apart, place, setup_log_keepers
 from flashrecovery.plan.membership.stores import choose, store_count
-from flashrecovery.plan.strategy.relayout import divides_sequences
 from flashrecovery.plan.transitions import State
 from flashrecovery.proto import flashrecovery_pb2 as pb
 
@@ -43,7 +42,7 @@ class RankPlacement:
             places = self._places(ranks, lost_domain, excluded)
         if places is None:
             places = self._places_of_some(ranks, lost_domain, excluded)
-        without = places is None and bool(leaving_without(self._job, ranks) or laid_out_without(self._job, ranks))
+        without = places is None and bool(leaving_without(self._job, ranks) or fits_without(self._job, ranks))
         if places is None and not without:
             places = self._places_of_last_resort(ranks, lost_domain, excluded)
         if places is None:
@@ -174,7 +173,7 @@ class RankPlacement:
             stride=self._job.stride,
             domains=self._job.domains,
             nodes=len(self._node_numbers()) if self._job.parallel.text else 0,
-            sequence_parallel=bool(self._job.parallel.text) and divides_sequences(self._job.parallel.facts),
+            sequence_parallel=divides_sequences(self._job),
             setup_from=self._keepers_of(record) if detached else (),
             stands_in=self._stands_in(record.rank),
             stores=() if detached else self._job.start.stores,

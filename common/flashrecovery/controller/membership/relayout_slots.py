@@ -17,7 +17,6 @@ from flashrecovery.errors import UnsupportedError
 from flashrecovery.plan.strategy.layout_places import NodeSlot, places
 from flashrecovery.plan.strategy.relayout import LayoutFacts, best
 from flashrecovery.plan.strategy.strategy import Strategy
-from flashrecovery.plan.transitions import State
 
 Slots = Mapping[str, tuple[int, ...]]
 """Local ranks, by node."""
@@ -68,7 +67,7 @@ def slots_without(job: JobState, lost: Collection[int]) -> Slots:
 
 
 def facts_now(job: JobState) -> LayoutFacts:
-    """What there is to lay out. Of an elastic job whose ranks have said their replicas, with as many as there are."""
+    """What a layout would shard. Of an elastic job whose ranks have said their replicas, with as many as there are."""
     facts = LayoutFacts.parse(job.parallel.facts)
     if job.config.elastic is None or all(record.shape is None for record in job.in_order):
         return facts
@@ -77,15 +76,12 @@ def facts_now(job: JobState) -> LayoutFacts:
     return replace(facts, layout={**facts.layout, "dp": dp})
 
 
-def laid_out_without(job: JobState, lost: Collection[int]) -> bool:
-    """Whether there is a parallel layout for a job without these ranks, which cannot be replaced."""
-    settings = job.config.parallelism
-    if settings is None or not job.parallel.facts or not lost or job.state is State.STARTING:
-        return False
+def a_layout_fits(job: JobState, lost: Collection[int], least: int) -> bool:
+    """Whether one of ``least`` ranks or more does, in a job without these ones."""
     facts = facts_now(job)
     rooms = [len(locals_) for locals_ in slots_without(job, lost).values()]
     try:
-        best(facts, rooms, settings.min, job.step_s)
+        best(facts, rooms, least, job.step_s)
     except UnsupportedError:
         return False
     return True

@@ -4,10 +4,16 @@ layout now. Pure."""
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TypeAlias
 
+from flashrecovery.controller.state.relayout_outcome import (
+    CannotChange,
+    KeepLayout,
+    RelayoutStep,
+    StartLayout,
+    WriteState,
+)
 from flashrecovery.controller.state.restore_plan import Decision, NothingLeft
-from flashrecovery.controller.state.staged_layout import SavedState
+from flashrecovery.controller.state.saved_state import SavedState
 from flashrecovery.plan.strategy.strategy import Strategy
 from flashrecovery.proto import flashrecovery_pb2 as pb
 
@@ -50,38 +56,6 @@ class RelayoutFacts:
     checkpoint: tuple[int, str] | None = None
     rooms: int = 0
     elastic: bool = False
-
-
-@dataclass(frozen=True)
-class KeepLayout:
-    """The layout does not change now. ``given_up``: why it never will, though it was commanded; "": it may, later."""
-
-    given_up: str = ""
-
-
-@dataclass(frozen=True)
-class StartLayout:
-    """All ranks start in the next layout, with this. ``once_more``: they had started in it, or in the one before."""
-
-    kept: SavedState
-    once_more: bool = False
-
-
-@dataclass(frozen=True)
-class WriteState:
-    """The state of this version is written into the staging area; then the next layout starts."""
-
-    version: int
-
-
-@dataclass(frozen=True)
-class CannotChange:
-    """The job fails."""
-
-    why: str
-
-
-RelayoutStep: TypeAlias = KeepLayout | StartLayout | WriteState | CannotChange
 
 
 def relayout_step(facts: RelayoutFacts) -> RelayoutStep:

@@ -18,16 +18,8 @@ from flashrecovery import events as ev
 from flashrecovery.controller.elastic.resizing import Resizing
 from flashrecovery.controller.membership.placement import RankPlacement
 from flashrecovery.controller.membership.relayout_slots import RelayoutSlots, facts_now
-from flashrecovery.controller.relayout.next_step import (
-    CannotChange,
-    KeepLayout,
-    NextLayout,
-    RelayoutFacts,
-    RelayoutStep,
-    StartLayout,
-    WriteState,
-    relayout_step,
-)
+from flashrecovery.controller.parallelism import FIXED, Parallelism
+from flashrecovery.controller.relayout.next_step import NextLayout, RelayoutFacts, relayout_step
 from flashrecovery.controller.relayout.staging_state import StagedState
 from flashrecovery.controller.state.custody import kept_for
 from flashrecovery.controller.state.history import HistoryEntry
@@ -35,8 +27,15 @@ from flashrecovery.controller.state.job_state import AGENT, JobState
 from flashrecovery.controller.state.nodes import NodeState
 from flashrecovery.controller.state.rank_record import RankRecord
 from flashrecovery.controller.state.recovery_round import StartRound
+from flashrecovery.controller.state.relayout_outcome import (
+    CannotChange,
+    KeepLayout,
+    RelayoutStep,
+    StartLayout,
+    WriteState,
+)
 from flashrecovery.controller.state.restore_plan import Decision, NothingLeft, RestoreRound
-from flashrecovery.controller.state.staged_layout import SavedState
+from flashrecovery.controller.state.saved_state import SavedState
 from flashrecovery.errors import ConfigError, JobFailedError, UnsupportedError
 from flashrecovery.kinds import FailureKind, NoticeKind
 from flashrecovery.plan.strategy import step_cost
@@ -61,7 +60,7 @@ _TRIES = 3
 _NOBODY_HAS_IT = "nobody has the state that ranks have needed which are lost"
 
 
-class ParallelismChange:
+class ParallelismChange(Parallelism):
     """Changes of the parallel layout of one job."""
 
     def __init__(self, job: JobState, placement: RankPlacement, resizing: Resizing) -> None:
@@ -79,33 +78,33 @@ class ParallelismChange:
 
     # -- which layout -----------------------------------------------------------------------------
 
-    def ask(self, text: str, step: int) -> tuple[str, Strategy | None, tuple[str, ...]]:
+    def ask(self, text: str, step: int) -> tuple[str, str, tuple[str, ...]]:
         """Have the layout changed from ``step`` on (-1: the next one). ``text``: the sizes; "": the best ones. Returns
         (why not, "" if it will be done; the layout; why this one)."""
         job = self._job
         facts = self._facts()
         if isinstance(facts, str):
-            return facts, None, ()
+            return facts, "", ()
         if job.state is not State.RUNNING or job.recovery is not None:
-            return f"the job is {job.state.value}, or has just recovered; ask again when it trains", None, ()
+            return f"the job is {job.state.value}, or has just recovered; ask again when it trains", "", ()
         if self._resizing.wanted:
-            return "the job is about to change its number of replicas; ask again when it has", None, ()
+            return "the job is about to change its number of replicas; ask again when it has", "", ()
         newest = max(record.committed for record in job.in_order)
         if 0 <= step <= newest:
-            return f"--at-step {step}: step {newest} has begun already; a later one is allowed", None, ()
+            return f"--at-step {step}: step {newest} has begun already; a later one is allowed", "", ()
         steps = job.in_order[0].steps
         if steps is not None and 0 <= steps <= step:  # -1: its script does not say how many
-            return f"--at-step {step}: the job takes {steps} steps; an earlier one is allowed", None, ()
+            return f"--at-step {step}: the job takes {steps} steps; an earlier one is allowed", "", ()
         try:
             strategy, why = self._chosen(text, facts)
         except (ConfigError, UnsupportedError) as e:
-            return str(e), None, ()
+            return str(e), "", ()
         if strategy == facts.now:
-            return f"the job has the layout {layout_text(strategy)} already", None, ()
+            return f"the job has the layout {layout_text(strategy)} already", "", ()
         self._next = NextLayout(strategy, why, step)
         for record in job.in_order:
             job.command(record.rank, pb.Command(pause=self._pause(self._next)))
-        return "", strategy, why
+        return "", layout_text(strategy), why
 
     def _chosen(self, text: str, facts: LayoutFacts) -> tuple[Strategy, tuple[str, ...]]:
         """Raises ConfigError or UnsupportedError."""
@@ -123,7 +122,7 @@ class ParallelismChange:
     def _facts(self) -> LayoutFacts | str:
         """What parallelism there is to choose for; or why it cannot change."""
         if self._job.config.parallelism is None:
-            return "the job's layout is fixed: launch it with --parallelism MIN"
+            return FIXED
         if not self._job.parallel.facts:
             return "the job's workers have not come to their first step yet"
         return facts_now(self._job)

@@ -12,7 +12,8 @@ from dataclasses import replace
 from flashrecovery.controller.relayout.staging_writers import assigned
 from flashrecovery.controller.state.history import HistoryEntry
 from flashrecovery.controller.state.job_state import AGENT, JobState
-from flashrecovery.controller.state.staged_layout import SavedState, StagedLayout
+from flashrecovery.controller.state.saved_state import SavedState
+from flashrecovery.controller.state.staged_layout import StagedLayout
 from flashrecovery.errors import JobFailedError, ProtocolError
 from flashrecovery.kinds import FailureKind, NoticeKind, Ordered
 from flashrecovery.plan.strategy.relayout import StayingFacts, layout_text

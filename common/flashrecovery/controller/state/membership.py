@@ -4,10 +4,13 @@ layout never changes."""
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from flashrecovery.controller.state.rank_record import JoiningProcess
-from flashrecovery.controller.state.staged_layout import StagedLayout
 from flashrecovery.proto import flashrecovery_pb2 as pb
+
+if TYPE_CHECKING:
+    from flashrecovery.controller.state.staged_layout import StagedLayout
 
 
 @dataclass(frozen=True)

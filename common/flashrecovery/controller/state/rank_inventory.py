@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
+from flashrecovery.controller.state.parity import held_by
 from flashrecovery.plan import Holding, Kind, Need
-from flashrecovery.plan.parity.decodable import ParityHeld
 from flashrecovery.proto import flashrecovery_pb2 as pb
-from flashrecovery.rpc.parity_messages import parity_held
+
+if TYPE_CHECKING:
+    from flashrecovery.plan.parity.decodable import ParityHeld
 
 
 def local_state_name(rank: int) -> str:
@@ -76,7 +79,7 @@ class RankInventory:
         """Replace what is known of this rank's versions by its own word. It is read only as far as somebody asks."""
         self.live = live
         self._said = list(held)
-        self.parity = None if parity is None else parity_held(self.rank, parity)
+        self.parity = held_by(self.rank, parity)
         self.late = frozenset()
 
     def forget_early(self, versions: Set[int]) -> bool:

@@ -7,16 +7,19 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from types import MappingProxyType
+from typing import TYPE_CHECKING
 
 from flashrecovery.controller.state.custody import custody, left_behind
+from flashrecovery.controller.state.parity import can_be_decoded, decode_messages, orders_for, why_not_decoded
 from flashrecovery.controller.state.rank_inventory import local_state_name
 from flashrecovery.controller.state.rank_record import RankRecord
 from flashrecovery.errors import JobFailedError
 from flashrecovery.plan import Cut, Holding, Kind, Need, NoCut, RestorePlan, newest_cut, plain_reason, plan_restore
-from flashrecovery.plan.parity.decodable import Decodable, DecodeOrder, decodable, needed, why_not
 from flashrecovery.plan.words import ranks_text
 from flashrecovery.proto import flashrecovery_pb2 as pb
-from flashrecovery.rpc.parity_messages import decode_message
+
+if TYPE_CHECKING:
+    from flashrecovery.plan.parity.decodable import Decodable, DecodeOrder, ParityHeld
 
 _SPARE_SOURCES = 256
 """Holders of a shard's live state, besides two for each rank that lacks it, among which the sources are chosen."""
@@ -66,10 +69,9 @@ class RestoreRound:
         )
 
     @cached_property
-    def _decodes(self) -> dict[int, pb.Decode]:
+    def _decodes(self) -> Mapping[int, pb.Decode]:
         """By the ranks that take part."""
-        messages = [(order, decode_message(order)) for order in self.decodes]
-        return {rank: message for order, message in messages for rank in order.ranks}
+        return decode_messages(self.decodes)
 
     @cached_property
     def _items(self) -> tuple[dict[int, list[pb.TransferItem]], dict[int, list[str]]]:
@@ -164,9 +166,7 @@ def decide(
     if alike:  # in an elastic job what a lost rank had for itself is as good as equal to another rank's
         cut = _any_cut(records, parity, left, alike=True)
     if isinstance(cut, NoCut):
-        because = why_not(
-            [record.inventory.parity for record in records.values() if record.inventory.parity is not None]
-        )
+        because = why_not_decoded(_parity_held(records))
         reason = cut.reason + forgotten + (f"; {because}" if because else "")
         if checkpoint is None:
             raise JobFailedError(f"the job cannot be recovered: {reason}; and there is no checkpoint")
@@ -194,7 +194,11 @@ def _counted(records: Mapping[int, RankRecord]) -> list[int]:
 
 def _decodable(records: Mapping[int, RankRecord]) -> list[Decodable]:
     """What parity can give back."""
-    return decodable([record.inventory.parity for record in records.values() if record.inventory.parity is not None])
+    return can_be_decoded(_parity_held(records))
+
+
+def _parity_held(records: Mapping[int, RankRecord]) -> list[ParityHeld]:
+    return [record.inventory.parity for record in records.values() if record.inventory.parity is not None]
 
 
 def _from_memory(
@@ -208,7 +212,7 @@ def _from_memory(
     plan = plan_restore(needs, holdings, cut.version)
     decoded = {(i.rank, i.shard) for i in plan.local if i.kind is Kind.PARITY}
     decoded |= {(t.source, t.shard) for t in plan.transfers if t.kind is Kind.PARITY}
-    orders = needed(parity, cut.version, decoded)
+    orders = orders_for(parity, cut.version, decoded)
     return Decision(RestoreRound(cut.version, cut.reason, plan, tuple(records), needs, holdings, decodes=orders))
 
 

@@ -238,7 +238,7 @@ class EngineAdapter(TorchAdapter, ElasticAdapter):
             return
         for record in self._records:
             gradient = record.get().grad
-            assert gradient is not None  # made with the engine
+            assert gradient is not None, "it was made with the engine"
             gradient.zero_()
 
     def _gradient_watch(self) -> GradientWatch:

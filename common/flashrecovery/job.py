@@ -230,11 +230,10 @@ class Leadership:
 
     async def begin(self) -> str:
         """Start the controller as the job's first one. Returns where it listens."""
-        address = await self._start(self._rendezvous, self._path, Quorum(self._agent.node))
-        assert self.service is not None
+        service, address = await self._start(self._rendezvous, self._path, Quorum(self._agent.node))
         for spec in self._config.inject:
-            self.service.arm(spec)
-        _on_signals(partial(_end_job, self.service, self._agent), partial(_pass_on, self.service, self._agent))
+            service.arm(spec)
+        _on_signals(partial(_end_job, service, self._agent), partial(_pass_on, service, self._agent))
         return address
 
     async def only_follow(self) -> None:
@@ -310,22 +309,22 @@ class Leadership:
         until = lease_clock() + _GATHER_S
         quorum = Quorum.elected(self._agent.node, term, election.electors, election.before, until)
         try:
-            address = await self._start(here, self._path, quorum)
+            service, address = await self._start(here, self._path, quorum)
         except ConfigError as e:
             path = self._path / f"term{term}"
             log.warning("%s; the new controller writes to %s", e, path)
-            address = await self._start(here, path, quorum)
-        assert self.service is not None
-        self.service.take_over(f"node {self._agent.node} has been elected as controller of term {term}")
+            service, address = await self._start(here, path, quorum)
+        service.take_over(f"node {self._agent.node} has been elected as controller of term {term}")
         self._leave_on_signals()
         return address
 
-    async def _start(self, rendezvous: Rendezvous, path: Path, quorum: Quorum) -> str:
+    async def _start(self, rendezvous: Rendezvous, path: Path, quorum: Quorum) -> tuple[ControllerService, str]:
         same = path == self._agents_dir.path
         run_dir = self._agents_dir if same else self._stack.enter_context(closing(RunDir(path)))
         started = controller(self._config, rendezvous, run_dir, self._agent, quorum, self._path)
-        self.service, address = await self._stack.enter_async_context(started)
-        return address
+        service, address = await self._stack.enter_async_context(started)
+        self.service = service
+        return service, address
 
     async def leave(self) -> None:
         """Stop what this node serves as a controller: another node leads."""
@@ -340,7 +339,7 @@ class Leadership:
 
         def told(number: signal.Signals, again: bool) -> None:
             reason = f"stopped by {number.name}"
-            if number is signal.SIGINT or self.service is not None or not self._agent.remove_member(reason):
+            if number is signal.SIGINT or self.service is not None or not self._agent.ask_to_drain(reason):
                 _leave(self._agent, reason)
                 return
             late = f"{reason}; its ranks have not been handed over within {limit_s:g} s (timeouts.handoff_s)"

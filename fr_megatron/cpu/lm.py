@@ -71,7 +71,7 @@ def _dataset_helpers(module: ModuleType) -> None:
     if compiled is None or _HELPERS in sys.modules:
         return
     spec = importlib.util.spec_from_file_location(_HELPERS, compiled)
-    assert spec is not None and spec.loader is not None
+    assert spec is not None and spec.loader is not None, "it is a file of an extension"
     helpers = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(helpers)
     sys.modules[_HELPERS] = helpers

@@ -7,6 +7,7 @@ import importlib
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -32,6 +33,16 @@ from fr_megatron.support import check_inside
 Original = Callable[..., Any]
 
 
+@dataclass(frozen=True)
+class _Made:
+    """By ``setup_model_and_optimizer``, and protected since: what it has returned, and the loop that trains it."""
+
+    chunks: Any
+    optimizer: Any
+    scheduler: Any
+    loop: LMLoop
+
+
 class ProtectedLoop:
     """Of one process. ``original``: Megatron's functions by name.
 
@@ -52,9 +63,18 @@ class ProtectedLoop:
         replan.check_flags(args, self._recovery)
         self._elastic: ElasticLoop | None = None
         self._layouts: LayoutLoop | None = None
-        self._loop: LMLoop | None = None
+        self._made: _Made | None = None
         self._started = False
-        self._objects: tuple[Any, Any, Any] | None = None
+
+    @property
+    def _training(self) -> _Made:
+        """Raises UnsupportedError in a script that trains what Megatron has not set up."""
+        if self._made is None:
+            raise UnsupportedError(
+                "flash-recovery does not support: a train_step() whose model setup_model_and_optimizer() has not made, "
+                "with its optimizer"
+            )
+        return self._made
 
     @property
     def _args(self) -> Any:
@@ -100,21 +120,21 @@ class ProtectedLoop:
                 self._layouts = LayoutLoop(self._args, self._elastic)
             known = replan.known_facts(self._args) if layouts else {}
             adapter = adapter_for(chunks, optimizer, scheduler, membership=groups, known=known)
-            self._objects = (chunks, optimizer, scheduler)
-            self._loop = LMLoop(
+            loop = LMLoop(
                 *(self._args, get_timers(), get_rerun_state_machine(), self._elastic, self._layouts),
                 far_back=self._recovery.has_checkpoints,
                 chunks=chunks,
             )
             self._recovery.register_adapter(adapter)
-            self._recovery.register_adapter(LMLoopAdapter(self._loop))
+            self._recovery.register_adapter(LMLoopAdapter(loop))
+            self._made = _Made(chunks, optimizer, scheduler, loop)
         return made
 
     def build_train_valid_test_data_loaders(self, *args: Any, **kwargs: Any) -> Any:
         made = self._original["build_train_valid_test_data_loaders"](*args, **kwargs)
         if self._elastic is not None:
             return tuple(self._elastic.followed(loaders) for loaders in made)
-        return made if self._loop is None else tuple(streamed(loaders, self._recovery) for loaders in made)
+        return made if self._made is None else tuple(streamed(loaders, self._recovery) for loaders in made)
 
     # -- calls ------------------------------------------------------------------------------------
 
@@ -122,9 +142,10 @@ class ProtectedLoop:
         """One call of the core; ``body`` alone before the first step (that is set-up)."""
         if not self._started:
             return body()
-        if self._loop is not None and not self._recovery.in_call:
-            self._loop.kind = kind
-        return self._recovery.call(kind, body, skipped=skipped, loop=self._loop, ahead=self._skips_ahead)
+        loop = None if self._made is None else self._made.loop
+        if loop is not None and not self._recovery.in_call:
+            loop.kind = kind
+        return self._recovery.call(kind, body, skipped=skipped, loop=loop, ahead=self._skips_ahead)
 
     @property
     def _skips_ahead(self) -> bool:
@@ -134,8 +155,7 @@ class ProtectedLoop:
         return not scaled and self._elastic is None
 
     def train_step(self, forward_step_func: Any, data_iterator: Any, *args: Any, **kwargs: Any) -> Any:
-        loop, iteration = self._loop, self._args.curr_iteration
-        assert loop is not None
+        loop, iteration = self._training.loop, self._args.curr_iteration
         self._started = True
         self._report_tokens()
 
@@ -171,16 +191,14 @@ class ProtectedLoop:
         outside of all calls."""
         if not self._args.log_params_norm:
             return None
-        assert self._objects is not None
-        found: float = self._original["calc_params_l2_norm"](self._objects[0])
+        found: float = self._original["calc_params_l2_norm"](self._training.chunks)
         return found
 
     def calc_params_l2_norm(self, model: Any, *args: Any, **kwargs: Any) -> Any:
         """After a step, what it has found; where it was skipped, None, which no log shows."""
         if not self._started:
             return self._original["calc_params_l2_norm"](model, *args, **kwargs)
-        assert self._loop is not None
-        return self._loop.result.params_norm
+        return self._training.loop.result.params_norm
 
     def _packed(self) -> tuple[float | None, float | None]:
         """What the log is to say of packed samples. The loop asks for it outside of all calls, too."""
@@ -190,8 +208,7 @@ class ProtectedLoop:
 
     def consume_seqlen_stats_in_iteration(self) -> tuple[float | None, float | None]:
         """After a step, what it has found."""
-        assert self._loop is not None
-        return self._loop.result.packed
+        return self._training.loop.result.packed
 
     def update_pg_timeout(self, *args: Any, **kwargs: Any) -> None:
         """As Megatron's own, which begins with a barrier. A process that skips the call sets its own groups alone."""
@@ -212,8 +229,7 @@ class ProtectedLoop:
         )
 
     def training_log(self, loss_dict: Any, total_loss_dict: Any, *args: Any, **kwargs: Any) -> Any:
-        loop = self._loop
-        assert loop is not None
+        loop = self._training.loop
         loop.logging(total_loss_dict)
         _, iteration, _, report_memory, *_ = args
         first = kwargs.get("is_first_iteration", False)
@@ -244,8 +260,7 @@ class ProtectedLoop:
         """What ``training_log`` is given after the losses, with the optimizer's learning rate and loss scale: the loop
         may have read them in a process that skipped the step."""
         training: Any = importlib.import_module("megatron.training.training")
-        assert self._objects is not None
-        _, optimizer, _ = self._objects
+        optimizer = self._training.optimizer
         rate, iteration, scale, *rest = given
         if not optimizer.is_stub_optimizer:
             scale = optimizer.get_loss_scale().item()
@@ -257,7 +272,7 @@ class ProtectedLoop:
         elastic, layouts = self._elastic, self._layouts
 
         def body() -> None:
-            with kept_functions(self._objects[0][0].config if self._objects else None):
+            with kept_functions(self._made.chunks[0].config if self._made else None):
                 self._original["evaluate_and_print_results"](*args, **kwargs)
             if elastic is not None:
                 elastic.evaluated()
@@ -302,8 +317,7 @@ class ProtectedLoop:
         return self._call("check", body, lambda: operations) if due else body()
 
     def checkpoint_and_decide_exit(self, model: Any, optimizer: Any, scheduler: Any, iteration: int, *rest: Any) -> Any:
-        settings, loop = self._args, self._loop
-        assert loop is not None
+        settings, loop = self._args, self._training.loop
         due = any(
             interval and iteration % interval == 0
             for interval in (settings.save_interval, settings.non_persistent_save_interval, settings.exit_interval)
@@ -374,8 +388,9 @@ class ProtectedLoop:
         if self._elastic is not None:
             self._elastic.training(self._original["get_num_microbatches"]())
         returned = self._original["train"](*args, **kwargs)
-        if given(self._args, "digest") and self._objects is not None:
-            print(f"digest rank={self._args.rank} {state_digest(*self._objects)}", flush=True)
+        if given(self._args, "digest") and self._made is not None:
+            made = (self._made.chunks, self._made.optimizer, self._made.scheduler)
+            print(f"digest rank={self._args.rank} {state_digest(*made)}", flush=True)
         return returned
 
 

@@ -551,7 +551,7 @@ class Registered:
 
 def test_each_step_is_looked_at() -> None:
     def check(registered: Registered) -> None:
-        elastic_checks.ElasticRules(registered).check_step(4)  # type: ignore[arg-type]
+        elastic_checks.ElasticRules(registered, registered.batches).check_step(4)  # type: ignore[arg-type]
 
     check(Registered())
     with pytest.raises(RegistrationError, match="step 4"):

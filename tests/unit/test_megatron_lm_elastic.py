@@ -273,7 +273,7 @@ def test_fallback_checkpoints_of_other_loops_are_refused() -> None:
     with pytest.raises(
         UnsupportedError, match=r"fallback checkpoints \(checkpoint.dir\) whose steps are a framework's own"
     ):
-        elastic_checks.check_start(registry, settings, [], single_calls=True)
+        elastic_checks.check_start(registry, settings, ElasticSettings(min=1, max=4), [], single_calls=True)
 
 
 def test_sizes() -> None:

@@ -16,7 +16,7 @@ from flashrecovery.state import codec
 from fr_megatron import trackers
 from fr_megatron.capabilities import METRICS
 from fr_megatron.lm import packed
-from fr_megatron.lm.calls import ProtectedLoop
+from fr_megatron.lm.calls import ProtectedLoop, _Made
 from fr_megatron.lm.layer_losses import LayerLosses
 from fr_megatron.lm.state import NOTHING, LMLoop, LMLoopAdapter, TrainResult
 
@@ -110,9 +110,10 @@ def test_a_log_that_is_not_due_does_not_communicate(
     monkeypatch.setattr(ProtectedLoop, "_args", settings)
     loop = ProtectedLoop.__new__(ProtectedLoop)
     loop._elastic = loop._layouts = None
-    loop._loop = SimpleNamespace(  # type: ignore[assignment]
+    log: Any = SimpleNamespace(
         logging=lambda _: None, summed=lambda *_: None, printed=lambda _: None, result=NOTHING, made_again=False
     )
+    loop._made = _Made("model", 0, 0, log)
     loop._original, loop._started = {"training_log": training_log}, False
     rest = 1.0, True, 0, None, None, None, None
     assert loop.training_log({}, {}, 0.25, iteration, *rest, is_first_iteration=iteration == 1) == 0.25
@@ -181,7 +182,8 @@ def test_a_step_that_is_made_again_is_logged_with_its_last_norms(
     protected._elastic = protected._layouts = None
     machine = RerunStateMachine(mode=RerunMode.DISABLED)
     loop = LMLoop(SimpleNamespace(consumed_valid_samples=8), SimpleNamespace(_timers={}), machine)
-    protected._loop, protected._original, protected._started = loop, {"training_log": training_log}, True
+    protected._made = _Made("model", 0, 0, loop)
+    protected._original, protected._started = {"training_log": training_log}, True
     monkeypatch.setattr(protected, "_call", body)
 
     def step(norm: float, zeros: int, of_parameters: float) -> Any:
@@ -212,14 +214,14 @@ def test_the_norm_of_the_parameters_is_a_part_of_the_step(monkeypatch: pytest.Mo
         return 7.0
 
     protected = ProtectedLoop.__new__(ProtectedLoop)
-    protected._original, protected._started, protected._objects = {"calc_params_l2_norm": norm}, False, ("model", 0, 0)
+    protected._original, protected._started = {"calc_params_l2_norm": norm}, False
     assert protected.calc_params_l2_norm("before training") == 7.0
     protected._started = True
     monkeypatch.setattr(ProtectedLoop, "_args", SimpleNamespace(log_params_norm=True, curr_iteration=0))
     monkeypatch.setattr(ProtectedLoop, "_report_tokens", lambda _: None)
     protected._elastic = protected._layouts = None
     machine = SimpleNamespace(mode=None)
-    protected._loop = LMLoop(SimpleNamespace(), SimpleNamespace(_timers={}), machine)
+    protected._made = _Made("model", 0, 0, LMLoop(SimpleNamespace(), SimpleNamespace(_timers={}), machine))
     inside: list[Any] = []
 
     def call(kind: str, body: Any, skipped: Any) -> Any:
@@ -240,9 +242,10 @@ def test_the_norm_of_the_parameters_is_a_part_of_the_step(monkeypatch: pytest.Mo
 def _protected(monkeypatch: pytest.MonkeyPatch, **original: Any) -> ProtectedLoop:
     """One that is in its loop, without elastic jobs."""
     protected = ProtectedLoop.__new__(ProtectedLoop)
-    protected._original, protected._started, protected._objects = original, True, ("model", 0, 0)
+    protected._original, protected._started = original, True
     protected._elastic = protected._layouts = None
-    protected._loop = LMLoop(SimpleNamespace(), SimpleNamespace(_timers={}), SimpleNamespace(mode=None))
+    loop = LMLoop(SimpleNamespace(), SimpleNamespace(_timers={}), SimpleNamespace(mode=None))
+    protected._made = _Made("model", 0, 0, loop)
     monkeypatch.setattr(ProtectedLoop, "_args", SimpleNamespace(log_params_norm=False, curr_iteration=0))
     monkeypatch.setattr(ProtectedLoop, "_report_tokens", lambda _: None)
     return protected
@@ -645,7 +648,7 @@ class Exits:
         monkeypatch.setattr(calls.dist, "get_world_size", lambda: 1 + len(self.others))
         monkeypatch.setattr(calls.dist, "all_gather_object", self._gather)
         self.of = ProtectedLoop.__new__(ProtectedLoop)
-        self.of._loop = _loop(4, 96)
+        self.of._made = _Made("model", 0, 0, _loop(4, 96))
         self.of._recovery = SimpleNamespace(has_checkpoints=True, generation=0)  # type: ignore[assignment]
         self.of._original = {"checkpoint_and_decide_exit": self._original}
         monkeypatch.setattr(self.of, "_call", self._call)
@@ -684,7 +687,7 @@ def test_a_time_limit_that_comes_while_calls_are_made_again_counts_later(monkeyp
     exits.others = [False]  # a replacement, which others have left behind
     assert not exits(6) and exits.saved == []
     exits.others = [None]
-    assert exits(7) and exits.saved == [7] and exits.of._loop.exits  # type: ignore[union-attr]
+    assert exits(7) and exits.saved == [7] and exits.of._training.loop.exits
 
 
 @pytest.mark.parametrize("mine", [True, False])
@@ -697,10 +700,10 @@ def test_a_loop_that_has_ended_ends_again(mine: bool, handler: bool, monkeypatch
     assert exits(5) is mine
     exits.over, exits.of._recovery.generation = False, 1  # type: ignore[misc]
     if mine:
-        assert exits.bodies[0]() and exits.of._loop.exits  # type: ignore[union-attr]
+        assert exits.bodies[0]() and exits.of._training.loop.exits
     else:
         exits.others = [True]  # this one is a replacement
-        assert exits(5) and exits.of._loop.exits  # type: ignore[union-attr]
+        assert exits(5) and exits.of._training.loop.exits
     assert exits.saved[-1] == 5, "the end is saved, as the calls before it have been again"
     assert (exits.settings.exit_signal_handler, exits.settings.exit_duration_in_mins) == (handler, 1)
     assert exits.training.get_args() is exits.settings
@@ -710,7 +713,7 @@ def test_an_end_that_no_call_decides_asks_nobody(monkeypatch: pytest.MonkeyPatch
     """At a transition of phases. The others may be elsewhere: one that is replaced goes by it alone."""
     exits = Exits(monkeypatch, due=False)
     exits.of._recovery.generation, exits.over = 1, True  # type: ignore[misc]
-    assert exits(5) and not exits.asked and exits.of._loop.exits  # type: ignore[union-attr]
+    assert exits(5) and not exits.asked and exits.of._training.loop.exits
 
 
 class Chunk:

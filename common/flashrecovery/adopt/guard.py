@@ -83,7 +83,7 @@ class _Guard:
         elif code and self._task.local_rank == 0:
             say(f"the job failed: {reason}\nEvidence is kept in {self._launch.path}")
         if self._agent is not None:
-            await self._agent_leaves()
+            await self._agent_leaves(self._agent)
         return code
 
     async def _found(self) -> socket.socket:
@@ -192,11 +192,10 @@ class _Guard:
         if not self._over.done():
             self._over.set_result((code, reason))
 
-    async def _agent_leaves(self) -> None:
+    async def _agent_leaves(self, agent: subprocess.Popen[bytes]) -> None:
         """So that the launcher finds nothing of the job when its last task has ended."""
-        assert self._agent is not None
         deadline = time.monotonic() + _AGENT_LEAVES_S
-        while self._agent.poll() is None and time.monotonic() < deadline:
+        while agent.poll() is None and time.monotonic() < deadline:
             await asyncio.sleep(_LOOK_S)
         self._reap()  # what the agent had not waited for
 

@@ -138,7 +138,7 @@ def start_agent(launch: TaskLaunch) -> subprocess.Popen[bytes]:
             pass_fds=(listener.fileno(),),
             start_new_session=True,
         )
-        assert popen.stdin is not None
+        assert popen.stdin is not None, "it was started with a pipe"
         with popen.stdin as pipe:
             pipe.write(launch.to_json().encode())
     return popen

@@ -389,7 +389,7 @@ class Agent:
                 self._heartbeats.resumed(command.resume.version)
             process.send(pb.ToWorker(command=command))
 
-    def remove_member(self, reason: str) -> bool:
+    def ask_to_drain(self, reason: str) -> bool:
         """This node is to end: have its ranks handed over before, if there is a controller who can do that. False if
         there is none, or it has been asked already."""
         self._terminated = True

@@ -153,15 +153,17 @@ def _seen(run_dir: Path | None) -> Measured | None:
 
 
 def _size(parameters: float | None, config: Path | None, expert_parallel: int) -> ModelSize:
-    if (parameters is None) == (config is None):
-        raise ConfigError("plan: give either --parameters or --hf-config")
+    either = ConfigError("plan: give either --parameters or --hf-config")
     if config is None:
-        assert parameters is not None
+        if parameters is None:
+            raise either
         if not 0 < parameters < math.inf:
             raise ConfigError(f"--parameters {parameters:g}: more than 0 is allowed")
         if expert_parallel != 1:
             raise ConfigError(f"--expert-parallel {expert_parallel}: needs --hf-config, which says what is in experts")
         return ModelSize(round(parameters))
+    if parameters is not None:
+        raise either
     path = config / "config.json" if config.is_dir() else config
     try:
         loaded = json.loads(path.read_text())

@@ -10,6 +10,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -106,8 +107,6 @@ def status(
     run_dir: Path | None, controller: str | None, tls_ca: Path | None, tls_name: str, as_json: bool, watch: bool
 ) -> None:
     """Show what the job in RUN_DIR, or of a controller, is doing."""
-    if (run_dir is None) == (controller is None):
-        raise ConfigError("status: give either RUN_DIR or --controller HOST:PORT")
     look = _looker(run_dir, controller, _access(tls_ca, tls_name))
     if watch and not as_json:
         _watch(look)
@@ -124,18 +123,23 @@ def status(
 
 
 def _looker(run_dir: Path | None, controller: str | None, access: Access) -> Callable[[], JobView]:
-    def at_controller() -> JobView:
-        assert controller is not None
-        view = ask(controller, access)
-        if view is None:
-            raise ConfigError(f"--controller {controller}: no controller answers there within {_ANSWER_S:g} s")
-        return view
+    """Raises ConfigError unless one of the two is given."""
+    if run_dir is not None and controller is None:
+        return partial(_in_run_dir, run_dir)
+    if run_dir is None and controller is not None:
+        return partial(_at_controller, controller, access)
+    raise ConfigError("status: give either RUN_DIR or --controller HOST:PORT")
 
-    def in_run_dir() -> JobView:
-        assert run_dir is not None
-        return look_at(RunFiles(run_dir))
 
-    return at_controller if run_dir is None else in_run_dir
+def _at_controller(controller: str, access: Access) -> JobView:
+    view = ask(controller, access)
+    if view is None:
+        raise ConfigError(f"--controller {controller}: no controller answers there within {_ANSWER_S:g} s")
+    return view
+
+
+def _in_run_dir(run_dir: Path) -> JobView:
+    return look_at(RunFiles(run_dir))
 
 
 def _access(tls_ca: Path | None, tls_name: str) -> Access:

@@ -67,7 +67,7 @@ class LoopAdapter(Adapter):
 
     def sealed(self) -> None:
         """Called at the end of a call, when what :meth:`LoopState.save` gives is what the loop has."""
-        assert self._hooks is not None
+        assert self._hooks is not None, "a call is under way, and so the adapter is registered"
         self._hooks.sealed()
 
     def shards(self) -> Sequence[Shard]:

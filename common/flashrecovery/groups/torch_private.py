@@ -93,7 +93,7 @@ def wrap_group_creation(create: Creator, created: Created, wrap_store: Callable[
     original = _original = c10d._new_process_group_helper
 
     def plugin(options: Any, backend_options: Any) -> Any:
-        assert _current is not None
+        assert _current is not None, "torch calls this within the call of ours that has set it"
         return create(_current, options.store)
 
     dist.Backend.register_backend(PLUGIN, plugin, extended_api=True, devices=[])

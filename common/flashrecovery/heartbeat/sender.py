@@ -170,17 +170,16 @@ class HeartbeatSender(asyncio.DatagramProtocol):
             self._stuck()
         elif self._stream is not None:
             self._stream.acknowledge(header.received)
-            self._look_at_stream(header, time.monotonic())
+            self._look_at_stream(self._stream, header, time.monotonic())
 
     def error_received(self, exc: Exception) -> None:
         """The way there, or the port, is closed; heartbeats go on the stream, too, until answers come."""
         log.debug("heartbeats: %s", exc)
 
-    def _look_at_stream(self, header: Header, now: float) -> None:
-        assert self._stream is not None
-        here, there = self._stream.received, header.received
+    def _look_at_stream(self, stream: Stream, header: Header, now: float) -> None:
+        here, there = stream.received, header.received
         since_s, self._looked_at = min(now - self._looked_at, _BUSY_S), now
-        if (here, there) != self._moved_to or (here >= header.sent and there >= self._stream.sent):
+        if (here, there) != self._moved_to or (here >= header.sent and there >= stream.sent):
             self._moved_to, self._still_s = (here, there), 0.0
             return
         self._still_s += since_s

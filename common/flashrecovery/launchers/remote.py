@@ -106,7 +106,7 @@ class _Host:
             self.say(f"{self._command[0]}: {e.strerror}")
             self.code = 127
             return
-        assert self._process.stdout is not None
+        assert self._process.stdout is not None, "it was started with a pipe"
         self._send(self.order.line())
         while True:
             try:

@@ -136,11 +136,15 @@ def _train_in_actor(
         raise JobFailedError(f"the guard of rank {rank} has ended with code {code}; see {path}")
 
 
+_Next = tuple[TrainReport, "Connection[Any, Any]"] | tuple[None, None]
+NOTHING = (None, None)
+
+
 def _pass_on(guard: subprocess.Popen[bytes], calls: _Calls | None) -> None:
     """Report what rank 0 reports, in all actors, until rank 0's guard has ended."""
     last = (-2, 0)
     while True:
-        found = calls.next(guard) if calls is not None else None
+        found, caller = calls.next(guard) if calls is not None else NOTHING
         fresh = found is not None and found.key > last
         if found is None or fresh:
             said = ray.train.collective.broadcast_from_rank_zero(None if found is None else found.metrics)
@@ -149,9 +153,9 @@ def _pass_on(guard: subprocess.Popen[bytes], calls: _Calls | None) -> None:
             kept = ray.train.Checkpoint(found.checkpoint) if found is not None and found.checkpoint else None
             name = None if found is None else found.checkpoint_dir_name
             ray.train.report(said, checkpoint=kept, checkpoint_dir_name=name)
-        if found is not None and calls is not None:
+        if found is not None and caller is not None:
             last = max(last, found.key)
-            calls.answer()
+            _answer(caller)
 
 
 class _Calls:
@@ -160,7 +164,6 @@ class _Calls:
     def __init__(self, name: str, key: bytes) -> None:
         self._listener = Listener(f"\0{name}", "AF_UNIX", authkey=key)
         self._arrived: queue.Queue[tuple[TrainReport, Connection[Any, Any]]] = queue.Queue()
-        self._asking: Connection[Any, Any] | None = None
         threading.Thread(target=self._accept, name="flashrecovery-calls", daemon=True).start()
 
     def _accept(self) -> None:
@@ -182,26 +185,25 @@ class _Calls:
             except (EOFError, OSError):
                 return
 
-    def next(self, guard: subprocess.Popen[bytes]) -> TrainReport | None:
-        """The next report; None once the guard has ended."""
+    def next(self, guard: subprocess.Popen[bytes]) -> _Next:
+        """The next report, and who waits for an answer; nothing once the guard has ended."""
         while True:
             try:
-                found, self._asking = self._arrived.get(timeout=0.2)
-                return found
+                return self._arrived.get(timeout=0.2)
             except queue.Empty:
                 if guard.poll() is not None:
-                    return None
-
-    def answer(self) -> None:
-        """Ray has taken the report."""
-        assert self._asking is not None
-        try:
-            self._asking.send(True)
-        except OSError:
-            pass  # that process is dead, and another one takes its place
+                    return NOTHING
 
     def close(self) -> None:
         self._listener.close()
+
+
+def _answer(caller: Connection[Any, Any]) -> None:
+    """Ray has taken the report."""
+    try:
+        caller.send(True)
+    except OSError:
+        pass  # that process is dead, and another one takes its place
 
 
 def _preemption() -> Any:

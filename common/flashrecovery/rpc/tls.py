@@ -11,6 +11,7 @@ import datetime
 import ipaddress
 import os
 import ssl
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -63,30 +64,30 @@ def given(settings: TlsSettings, here: str) -> Tls | None:
         except OSError as e:
             raise ConfigError(f"tls.{key} = {path}: {e.strerror}") from e
     tls = Tls(texts["ca"], texts["certificate"], texts["key"], settings.name or "")
-    _check(tls, settings, here)
+    _check(tls, files, here)
     return tls
 
 
-def _check(tls: Tls, settings: TlsSettings, here: str) -> None:
-    """Do what the others will do: a handshake, in memory."""
+def _check(tls: Tls, files: Mapping[str, Path], here: str) -> None:
+    """Do what the others will do: a handshake, in memory. ``files``: by setting."""
     try:
         client = tls.context()
     except (ssl.SSLError, ValueError) as e:
-        raise ConfigError(f"tls.ca = {settings.ca}: this is no certificate in PEM: {e}") from e
+        raise ConfigError(f"tls.ca = {files['ca']}: this is no certificate in PEM: {e}") from e
     server = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    assert settings.certificate is not None and settings.key is not None
+    certificate, key = files["certificate"], files["key"]
     try:
-        server.load_cert_chain(settings.certificate, settings.key, password=_no_password)
+        server.load_cert_chain(certificate, key, password=_no_password)
     except (ssl.SSLError, ValueError) as e:
-        pair = f"tls.certificate = {settings.certificate}, tls.key = {settings.key}"
+        pair = f"tls.certificate = {certificate}, tls.key = {key}"
         raise ConfigError(f"{pair}: a certificate and its own key in PEM, without a password, are needed: {e}") from e
     try:
         _shake_hands(client, server, tls.name or here)
     except ssl.SSLCertVerificationError as e:
         wanted = f"tls.name {tls.name}" if tls.name else f"this node's address {here}; for another name, set tls.name"
         raise ConfigError(
-            f"tls.certificate = {settings.certificate}: others would refuse it ({e.verify_message}); it has to be "
-            f"valid now, issued by tls.ca = {settings.ca}, and made out to {wanted}"
+            f"tls.certificate = {certificate}: others would refuse it ({e.verify_message}); it has to be "
+            f"valid now, issued by tls.ca = {files['ca']}, and made out to {wanted}"
         ) from e
 
 

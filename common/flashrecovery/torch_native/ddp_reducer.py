@@ -61,7 +61,7 @@ def refuse_unsupported(ddp: DistributedDataParallel) -> None:
 
 
 def _builtin_hook_name(ddp: DistributedDataParallel) -> str:
-    assert ddp.logger is not None
+    assert ddp.logger is not None, "DDP makes it in its constructor"
     data = ddp.logger._get_ddp_logging_data()
     return str(data.strs_map.get("comm_hook", ""))
 

@@ -174,7 +174,7 @@ def _loaded(reader: ValueReader, data: Any, current: Any) -> Any:
 def attributes_of_base(base: type) -> frozenset[str]:
     """The names that methods of ``base`` assign to attributes of ``self``."""
     file = inspect.getsourcefile(base)
-    assert file is not None
+    assert file is not None, "the base is a class of a library written in Python"
     return _assigned(file, base.__name__)
 
 

@@ -266,9 +266,8 @@ class ValueReader:
         if target is MISSING:
             name, _, device = kind.partition("@")
             target = torch.Generator(device) if name == "torch" else random.Random() if name == "random" else MISSING
-        if target is not MISSING:
-            generator = as_stateful(target)
-            assert generator is not None
+        generator = None if target is MISSING else as_stateful(target)
+        if generator is not None:
             generator.load_state_dict(state)
             self._made[number] = target
         return target

@@ -201,5 +201,5 @@ class TrainerLoopAdapter(LoopAdapter, InspectableAdapter):
 
     def mutating(self) -> None:
         """What follows in this call may change parameters."""
-        assert self._hooks is not None
+        assert self._hooks is not None, "a call is under way, and so the adapter is registered"
         self._hooks.mutating()

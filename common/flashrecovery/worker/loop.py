@@ -115,8 +115,8 @@ class Loop:
         self._unwinding = Unwinding(self._end_process)
         self._gate.on_interrupt = self._unwinding.interrupts
         self._rules: list[StepRules] = []
-        if worker.settings.elastic is not None:
-            self._rules.append(ElasticRules(worker.registry))
+        if worker.settings.elastic is not None and worker.registry.batches is not None:
+            self._rules.append(ElasticRules(worker.registry, worker.registry.batches))
         if worker.own_staging is not None:
             self._rules.append(worker.own_staging.step_rules())
         self._published = False  # the version that is yielded; its own pre-step copy, too, where touched

@@ -173,7 +173,7 @@ class Session:
         objects, settings = find_own(registry)
         own = [*objects, *map(in_words, settings)]
         if self.settings.elastic is not None:
-            elastic_checks.check_start(registry, self.settings, own, single_calls=own_calls)
+            elastic_checks.check_start(registry, self.settings, self.settings.elastic, own, single_calls=own_calls)
         if self.settings.parallelism is not None:  # after check_start(), which finds the replicas
             worker.own_staging = _own_staging(worker, own, single_calls=own_calls)
         registry.habits.own = sorted({*registry.habits.own, *objects})

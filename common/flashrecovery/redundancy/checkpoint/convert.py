@@ -91,7 +91,7 @@ def convert(source: Path, directory: Path, ranks: int) -> Path:
         writing.wait()
         writing.close(_CLOSE_S)
     published = newest(directory)
-    assert published is not None
+    assert published is not None, "every rank has written its part, and waited for it"
     return published[1]
 
 

@@ -417,16 +417,16 @@ class MicroBatches(Iterator[MicroBatch]):
 def _one_of(name: str, said: int | None, configured: int | None) -> int:
     """A size that the script has said, or the framework's configuration. Raises ConfigError if neither has, or they
     differ."""
-    if said is None and configured is None:
-        raise ConfigError(f"elastic_batches(): {name} is missing: a number of samples is needed")
-    if None not in (said, configured) and said != configured:
+    if said is None:
+        if configured is None:
+            raise ConfigError(f"elastic_batches(): {name} is missing: a number of samples is needed")
+        return configured
+    if configured is not None and said != configured:
         raise ConfigError(
             f"elastic_batches(): {name} = {said}, and the framework's own is {configured}: the same is allowed, and in "
             "an elastic job it stays as it is"
         )
-    found = configured if said is None else said
-    assert found is not None
-    return found
+    return said
 
 
 def _place(group: dist.ProcessGroup | None) -> tuple[int, int]:

@@ -481,7 +481,7 @@ class DataStream(StepData):
             self._source.load(state)
             self._iterator, _ = self._source.begin(epoch, cursor.epoch_start)
             try:
-                if self._skip(done, cursor) == cursor.digest:
+                if self._skip(self._iterator, done, cursor) == cursor.digest:
                     return
             except DataSourceError as e:
                 if done:
@@ -491,7 +491,7 @@ class DataStream(StepData):
             log.warning("the state of the %s does not give the same samples; replaying the epoch", self._source.name)
         begun = self._source.begin(epoch, cursor.epoch_start) if epoch else self._begin_first(cursor.epoch_start)
         self._iterator, _ = begun
-        found = self._skip(0, cursor)
+        found = self._skip(self._iterator, 0, cursor)
         if found != cursor.digest:
             raise self._other_samples(cursor.position, found)
 
@@ -501,9 +501,8 @@ class DataStream(StepData):
             f"{position.epoch} now has digest {found}; {self._source.how_to_repeat}, and do not modify batches in place"
         )
 
-    def _skip(self, done: int, cursor: _Cursor) -> str:
+    def _skip(self, iterator: Iterator[Any], done: int, cursor: _Cursor) -> str:
         """Go forward from ``done`` batches of the epoch to the cursor; returns the digest of the last one."""
-        assert self._iterator is not None
         count = cursor.position.batch
         began = said = time.monotonic()
         settings = _settings_of(cursor)
@@ -518,12 +517,12 @@ class DataStream(StepData):
                 restore_rng(state)
             self._samplers.put(settings.get(done, {}))
             stop = bisect.bisect_right(stops, done)
-            skipped = self._source.skip_indices(self._iterator, stops[stop] - done) if stop < len(stops) else 0
+            skipped = self._source.skip_indices(iterator, stops[stop] - done) if stop < len(stops) else 0
             if skipped:
                 done += skipped
                 continue
             try:
-                batch = next(self._iterator)
+                batch = next(iterator)
             except StopIteration:
                 raise DataSourceError(
                     f"the {self._source.name} ended after {done} batches of epoch {cursor.position.epoch}; "

@@ -354,9 +354,10 @@ def _own_files(name: str, find: FindOwn) -> list[tuple[Path, str]] | None:
     if own is None:
         return None
     files = [(own, parts[0] if own.name == "__init__.py" else "")] if own.is_file() else []
-    place = own if own.is_dir() else own.parent if own.name == "__init__.py" else None
-    for count in range(2, len(parts) + 1 if place is not None else 0):
-        assert place is not None
+    if own.is_file() and own.name != "__init__.py":
+        return files
+    place = own if own.is_dir() else own.parent
+    for count in range(2, len(parts) + 1):
         place /= parts[count - 1]
         dotted = ".".join(parts[:count])
         if place.with_suffix(".py").is_file():

@@ -74,8 +74,8 @@ class StartProfile:
             self._thread.join()
             self._thread = None
             if self._tell is not None and self._page is not None:
-                first = threading.Thread(target=self._first_step, name="flashrecovery-first-step", daemon=True)
-                first.start()
+                name, page = "flashrecovery-first-step", self._page
+                threading.Thread(target=self._first_step, args=(page,), name=name, daemon=True).start()
         longest = sorted(self._seconds.items(), key=lambda item: -item[1])[:MOST]
         return [
             pb.StartLine(where=_where(place), text=_line(place), seconds=seconds)
@@ -101,14 +101,13 @@ class StartProfile:
             seldom_s = (now - began) * _SELDOM
             wait_s = _larger(period_s, seldom_s if seldom_s < _LONGEST_PERIOD_S else _LONGEST_PERIOD_S)
 
-    def _first_step(self) -> None:
+    def _first_step(self, page: Page) -> None:
         """While it lasts; before it, this process waits for the others."""
-        assert self._page is not None
-        while self._page.tag == TAG_NONE:
+        while page.tag == TAG_NONE:
             time.sleep(FIRST_STEP_PERIOD_S)
-        began_at, passed_by = self._page.committed, self._passed_by
+        began_at, passed_by = page.committed, self._passed_by
         self._there = (None, 0.0, 0.0)
-        while self._page.committed == began_at:
+        while page.committed == began_at:
             time.sleep(FIRST_STEP_PERIOD_S)
             stack = stack_text(self._thread_id)
             self._look(first_line(stack, passed_by), stack, time.monotonic())

@@ -13,12 +13,13 @@ from typing import Protocol
 import torch
 
 from flashrecovery import groups
-from flashrecovery.config import Settings
+from flashrecovery.config import ElasticSettings, Settings
 from flashrecovery.contract import roles
 from flashrecovery.errors import ConfigError, UnsupportedError
 from flashrecovery.plan.elastic.new_ranks import tells_apart
 from flashrecovery.runtime.environment import in_changed_layout
 from flashrecovery.worker.consistency import all_equal
+from flashrecovery.worker.data.global_batches import GlobalBatches
 from flashrecovery.worker.registry import Registry
 
 _TAKE = (
@@ -36,7 +37,9 @@ def refuse_streams(settings: Settings) -> None:
         )
 
 
-def check_start(registry: Registry, settings: Settings, own: Sequence[str], *, single_calls: bool) -> None:
+def check_start(
+    registry: Registry, settings: Settings, elastic: ElasticSettings, own: Sequence[str], *, single_calls: bool
+) -> None:
     """Whether the job can change its size; a collective, when everything is registered.
 
     Raises:
@@ -63,7 +66,7 @@ def check_start(registry: Registry, settings: Settings, own: Sequence[str], *, s
             "that lie far back would be made again with other samples; without checkpoint.dir it is allowed, and the "
             "script may save checkpoints itself; Megatron-LM's loop is allowed"
         )
-    _check_replicas(registry, settings)
+    _check_replicas(registry, registry.batches, settings, elastic)
     _refuse_collectives_of_micro_batches(registry)
     refuse_unequal([*registry.habits.own, *own])
     sharded = registry.sharded()
@@ -86,15 +89,14 @@ def check_start(registry: Registry, settings: Settings, own: Sequence[str], *, s
     all_equal.check_equal("the arguments of elastic_batches()", registry.batches.settings)
 
 
-def _check_replicas(registry: Registry, settings: Settings) -> None:
+def _check_replicas(registry: Registry, batches: GlobalBatches, settings: Settings, elastic: ElasticSettings) -> None:
     """Which ranks make up replicas is known, the same on all ranks, and the job was launched for as many replicas;
     and all groups follow from that."""
     registry.find_replicas()
-    shape, elastic = registry.shape, settings.elastic
+    shape = registry.shape
     all_equal.check_equal(
         "which ranks make up the replicas of an elastic job", {"replicas": shape.replicas, "inner": shape.inner}
     )
-    assert elastic is not None
     if not in_changed_layout():  # a changed layout has numbers of its own
         if not elastic.min <= shape.replicas <= elastic.max:
             raise ConfigError(
@@ -102,7 +104,7 @@ def _check_replicas(registry: Registry, settings: Settings) -> None:
                 f"{shape.text}; a launch with MIN to MAX replicas is allowed"
             )
         if elastic.max > shape.replicas:
-            _check_beyond(registry, elastic.max, settings)
+            _check_beyond(registry, batches, elastic.max, settings)
     groups.refuse_partial(shape)
     model_rank = shape.model_rank(registry.rank)
     all_equal.check_equal(
@@ -125,9 +127,9 @@ def _check_replicas(registry: Registry, settings: Settings) -> None:
     all_equal.check_equal(what, {"models": len(shard_layouts)})
 
 
-def _check_beyond(registry: Registry, most: int, settings: Settings) -> None:
+def _check_beyond(registry: Registry, batches: GlobalBatches, most: int, settings: Settings) -> None:
     """Whether the job can have so many replicas, more than it is launched with."""
-    shape, batches = registry.shape, registry.batches
+    shape = registry.shape
     fixed = [reason for adapter in roles.elastic(registry.adapters) if (reason := adapter.only_as_launched(most))]
     if settings.parallelism is not None:
         fixed.append("a parallel layout that may change (parallelism)")
@@ -146,7 +148,6 @@ def _check_beyond(registry: Registry, most: int, settings: Settings) -> None:
             f"an elastic job with elastic.max = {most} that is launched with {shape.text}, and has "
             f"{'; '.join(fixed)}: how that goes on with more than the launch's is not known; {allowed}"
         )
-    assert batches is not None
     needed = most * max(batches.ranks // shape.replicas, 1)
     if batches.micro_batches < needed:
         each = "replica" if needed == most else f"rank that computes micro-batches of its own ({needed} then)"
@@ -205,8 +206,8 @@ class StepRules(Protocol):
 class ElasticRules:
     """What each step of an elastic job must keep to."""
 
-    def __init__(self, registry: Registry) -> None:
-        self._registry = registry
+    def __init__(self, registry: Registry, batches: GlobalBatches) -> None:
+        self._registry, self._batches = registry, batches
         self._described = False  # the optimizers have made their state, and it can be divided otherwise
 
     def check_step(self, step: int) -> None:
@@ -220,9 +221,8 @@ class ElasticRules:
         """
         registry = self._registry
         _refuse_tied(registry)
-        assert registry.batches is not None
-        registry.batches.refuse_unread(step)
-        registry.batches.check_framework()
+        self._batches.refuse_unread(step)
+        self._batches.check_framework()
         if not self._described:
             self._described = True
             for shard_layout in roles.shard_layouts(registry.adapters).values():

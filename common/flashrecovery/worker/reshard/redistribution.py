@@ -108,13 +108,20 @@ class _Talk:
             for name, box in kept:
                 self._fill(name, box, _view(self._held, name, box))
             for _, some in itertools.groupby(messages, key=lambda message: message[0]):
-                self._round([portion for _, portion in some])
-        self._compare()
+                self._round(self._others, [portion for _, portion in some])
+        if self._hashes:
+            self._compare(self._others)
         self._check_complete()
         return Moved(self._received, self._lacking, total)
 
-    def _round(self, portions: Sequence[Portion]) -> None:
-        assert self._group is not None
+    @property
+    def _others(self) -> dist.ProcessGroup:
+        """Raises RestoreError where there is no group: a rank alone has nobody to exchange anything with."""
+        if self._group is None:
+            raise RestoreError("state is to go to another rank, and there is no group with it")
+        return self._group
+
+    def _round(self, group: dist.ProcessGroup, portions: Sequence[Portion]) -> None:
         works: list[dist.Work] = []
         keep: list[torch.Tensor] = []  # what is sent must live until it is
         arriving: list[tuple[Portion, torch.Tensor]] = []
@@ -123,12 +130,12 @@ class _Talk:
                 message = byte_view(exact_contiguous(_view(self._held, portion.tensor, portion.box)).cpu())
                 self._hashes[True, portion.dest].update(message.numpy().data)
                 keep.append(message)
-                works.append(self._group.send([message], portion.dest, _TAG))
+                works.append(group.send([message], portion.dest, _TAG))
             else:
                 message = torch.empty(portion.nbytes, dtype=torch.uint8)
                 arriving.append((portion, message))
                 self._lacking += portion.nbytes
-                works.append(self._group.recv([message], portion.source, _TAG))
+                works.append(group.recv([message], portion.source, _TAG))
         for work in works:
             work.wait()
         for portion, message in arriving:
@@ -144,19 +151,18 @@ class _Talk:
         exact_copy(_view(self._into, name, box), data)
         self._filled[name] += box.size
 
-    def _compare(self) -> None:
+    def _compare(self, group: dist.ProcessGroup) -> None:
         """The digests of both ends, of each pair."""
         expected: dict[int, torch.Tensor] = {}
         works: list[dist.Work] = []
         keep: list[torch.Tensor] = []
         for (sent, peer), digest in sorted(self._hashes.items()):
-            assert self._group is not None
             if sent:
                 keep.append(torch.frombuffer(bytearray(digest.digest()), dtype=torch.uint8))
-                works.append(self._group.send([keep[-1]], peer, _DIGEST_TAG))
+                works.append(group.send([keep[-1]], peer, _DIGEST_TAG))
             else:
                 expected[peer] = torch.empty(_DIGEST_BYTES, dtype=torch.uint8)
-                works.append(self._group.recv([expected[peer]], peer, _DIGEST_TAG))
+                works.append(group.recv([expected[peer]], peer, _DIGEST_TAG))
         for work in works:
             work.wait()
         for peer, theirs in expected.items():

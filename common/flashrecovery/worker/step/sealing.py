@@ -102,7 +102,7 @@ class Sealing(Generic[Mark]):
     def complete(self, version: int) -> None:
         """Called after :meth:`shown`, when the common state of ``version`` has been captured: writes the last
         rank-local state."""
-        assert self._at_end is not None
+        assert self._at_end is not None, "shown() comes before"
         if self._written == self._at_end:
             self._local_states.finish(version)
         else:

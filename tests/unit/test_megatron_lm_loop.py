@@ -683,7 +683,7 @@ def test_a_time_limit_that_comes_while_calls_are_made_again_counts_later(monkeyp
     exits.others = [None]
     assert not exits(5) and not exits.asked
     exits.of._recovery.generation, exits.over = 1, True  # type: ignore[misc]
-    assert not exits.bodies[0]() and not exits.of._loop.exits and exits.saved == []  # type: ignore[union-attr]
+    assert not exits.bodies[0]() and not exits.of._training.loop.exits and exits.saved == []
     exits.others = [False]  # a replacement, which others have left behind
     assert not exits(6) and exits.saved == []
     exits.others = [None]

@@ -14,7 +14,6 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from pathlib import Path
@@ -88,17 +87,9 @@ def read_ahead(file: str) -> None:
             _sources.made_in_imported(text, file)
 
 
-@dataclass(frozen=True)
-class _Stamp:
+def _stamp(status: os.stat_result) -> tuple[int, int, int]:
     """Of a file: another one, or one that has been written since, has another."""
-
-    inode: int
-    size: int
-    written_ns: int
-
-    @staticmethod
-    def of(status: os.stat_result) -> _Stamp:
-        return _Stamp(status.st_ino, status.st_size, status.st_mtime_ns)
+    return status.st_ino, status.st_size, status.st_mtime_ns
 
 
 class OwnSources:
@@ -114,7 +105,7 @@ class OwnSources:
         self._texts: dict[str, bytes] = {}
         self._imported: dict[str, list[str]] = {}
         self._script, self._any_framework = (text, file), any_framework
-        self._read_at: dict[str, _Stamp] = {}
+        self._read_at: dict[str, tuple[int, int, int]] = {}
         self._read(text, file)
         texts = self._texts.values()
         of_deepspeed = any(word in one.lower() for one in texts for word in _OF_DEEPSPEED)
@@ -131,7 +122,7 @@ class OwnSources:
             for path in self._imported[file]:
                 if path not in self._texts:
                     with contextlib.suppress(OSError), open(path, "rb") as source:
-                        self._read_at[path] = _Stamp.of(os.fstat(source.fileno()))
+                        self._read_at[path] = _stamp(os.fstat(source.fileno()))
                         waiting.append((source.read(), path))
 
     def are_of(self, text: bytes, file: str, *, any_framework: bool) -> bool:
@@ -139,7 +130,7 @@ class OwnSources:
         if (text, file) != self._script or any_framework != self._any_framework:
             return False
         try:
-            return all(_Stamp.of(os.stat(path)) == stamp for path, stamp in self._read_at.items())
+            return all(_stamp(os.stat(path)) == stamp for path, stamp in self._read_at.items())
         except OSError:
             return False
 

@@ -97,8 +97,8 @@ def _import(names: Iterable[str]) -> dict[str, str | None]:
 
 def _repeat_in_zygotes(changes: Mapping[str, str | None]) -> None:
     """Where a zygote would import the adapters, which have set these variables here, it sets them."""
-    hooks = importlib.import_module("flashrecovery.worker.startup.import_time_hooks")
-    install = hooks.install_adapter_hooks
+    bootstrap = importlib.import_module("flashrecovery.worker.startup.bootstrap")
+    install = bootstrap.install_adapter_hooks
 
     def installed() -> None:
         install()
@@ -108,7 +108,7 @@ def _repeat_in_zygotes(changes: Mapping[str, str | None]) -> None:
             else:
                 os.environ[name] = value
 
-    hooks.install_adapter_hooks = installed  # type: ignore[attr-defined]
+    bootstrap.install_adapter_hooks = installed  # type: ignore[attr-defined]
 
 
 def _child_of_parent() -> int:

@@ -24,6 +24,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset
 
 from flashrecovery.errors import UnsupportedError
+from flashrecovery.worker.data import lightning_fabric
 from flashrecovery.worker.local_state.fingerprints import ELEMENTS, PLAIN, attributes_of
 from flashrecovery.worker.local_state.generators import as_stateful
 from flashrecovery.worker.local_state.plain_values import is_kept, storage_of
@@ -159,6 +160,9 @@ def _things(frame: types.FrameType) -> Iterator[tuple[str, Any]]:
     seen: set[int] = set()
     while waiting and len(seen) < _THINGS:
         path, thing, depth = waiting.popleft()
+        if (scaler := lightning_fabric.scaler_of(thing)) is not None:
+            waiting.append((f"{path}_scaler", scaler, 0))
+        thing = lightning_fabric.inside(thing)
         if isinstance(thing, (*PLAIN, torch.Tensor)) or id(thing) in seen:
             continue
         seen.add(id(thing))

@@ -35,6 +35,16 @@ def optimizer_inside(optimizer: Any) -> Any:
     return optimizer.optimizer if _is_a(optimizer, "_FabricOptimizer") else optimizer
 
 
+def inside(thing: Any) -> Any:
+    """What Fabric has set up, without its wrapper; other things as they are."""
+    return optimizer_inside(trained_module(thing))
+
+
+def is_loader(kind: type) -> bool:
+    """Whether it is the class of Fabric's loaders, which count their epochs themselves."""
+    return kind is getattr(sys.modules.get("lightning.fabric.wrappers"), "_FabricDataLoader", None)
+
+
 def scaler_of(model: Any) -> Any:
     """The gradient scaler of Fabric's precision plugin; None if it has none, and for models of others."""
     return getattr(model._strategy.precision, "scaler", None) if _is_a(model, "_FabricModule") else None

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset
 
+from flashrecovery.worker.data import lightning_fabric
 from flashrecovery.worker.local_state.fingerprints import CONTAINERS, ELEMENTS, KEPT_NUMBERS, attributes_of
 from flashrecovery.worker.local_state.generators import as_stateful, is_generator
 from flashrecovery.worker.local_state.plain_values import LARGE, SMALL, copy_of, is_kept, put, storage_of
@@ -296,5 +297,7 @@ def _is_filled(cell: types.CellType) -> bool:
 
 def _has_plain_state(kind: type) -> bool:
     """Classes of the script's own, and those that scripts keep numbers of theirs in: a parser's arguments, a progress
-    bar."""
-    return is_own(kind) or kind is types.SimpleNamespace or kind.__module__.partition(".")[0] in ("argparse", "tqdm")
+    bar; Fabric's loaders, which count epochs."""
+    if is_own(kind) or kind is types.SimpleNamespace or lightning_fabric.is_loader(kind):
+        return True
+    return kind.__module__.partition(".")[0] in ("argparse", "tqdm")

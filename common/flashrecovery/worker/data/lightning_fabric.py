@@ -16,9 +16,14 @@ import torch
 from flashrecovery.capabilities.of_lightning import FABRIC
 
 
+def _kind(name: str) -> Any:
+    """A class of Fabric's; None if the script has not imported it."""
+    return getattr(sys.modules.get("lightning.fabric.wrappers"), name, None)
+
+
 def _is_a(thing: object, name: str) -> bool:
     """Raises UnsupportedError if it is, and the installed version's have another inside."""
-    kind = getattr(sys.modules.get("lightning.fabric.wrappers"), name, None)
+    kind = _kind(name)
     if not isinstance(kind, type) or not isinstance(thing, kind):
         return False
     FABRIC.require()
@@ -42,7 +47,7 @@ def inside(thing: Any) -> Any:
 
 def is_loader(kind: type) -> bool:
     """Whether it is the class of Fabric's loaders, which count their epochs themselves."""
-    return kind is getattr(sys.modules.get("lightning.fabric.wrappers"), "_FabricDataLoader", None)
+    return kind is _kind("_FabricDataLoader")
 
 
 def scaler_of(model: Any) -> Any:

@@ -34,7 +34,7 @@ from flashrecovery.proto import flashrecovery_pb2 as pb
 from flashrecovery.runtime.channel import Channel
 from flashrecovery.runtime.page import Page
 from flashrecovery.torch_native import ModuleAdapter, adapter_for
-from flashrecovery.worker.connection import Connection
+from flashrecovery.worker.connection import Assignment, Connection
 from flashrecovery.worker.preimport.environment_watch import EnvironmentWatch
 from flashrecovery.worker.preimport.preimport import Installed
 from flashrecovery.worker.preimport.start_profile import StartProfile
@@ -58,9 +58,7 @@ class Agent:
         self.connection = Connection(
             Channel(theirs),
             self.page,
-            0,
-            0,
-            inherited is not None,
+            Assignment(rank=0, place=0, detached=inherited is not None),
             EnvironmentWatch(Installed()),
             StartProfile(Installed()),
         )

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Coroutine
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import AsyncMock, MagicMock
@@ -14,7 +15,8 @@ import pytest
 
 from flashrecovery.agent.agent import Agent
 from flashrecovery.agent.processes.gpu_fence import GpuFence
-from flashrecovery.agent.processes.process_manager import ProcessManager
+from flashrecovery.agent.processes.process import WorkerProcess
+from flashrecovery.agent.processes.process_manager import NodeParts, ProcessManager
 from flashrecovery.agent.processes.providers import ProcessOrder
 from flashrecovery.agent.processes.tasks import Tasks
 from flashrecovery.agent.stores.identity import Identity
@@ -28,6 +30,7 @@ def process(name: str) -> Any:
     it.gone, it.hear_out, it.end = AsyncMock(return_value=True), AsyncMock(), AsyncMock(return_value=-9)
     it.connect = AsyncMock(return_value=MagicMock())
     it.ready, it.dead, it.failed, it.rank, it.attempt, it.joining = True, False, False, None, 0, False
+    it.take_rank = partial(WorkerProcess.take_rank, it)
     it.exited, it.local_rank, it.place, it.pid = False, 0, 0, 7
     it.page.local_state_versions.return_value, it.page.early_local_states.return_value = [5], []
     it.page.inheritance.return_value.__enter__.return_value.nbytes, it.page.closed = 0, False
@@ -71,7 +74,10 @@ class Node:
         setup_logs, snapshots = MagicMock(), MagicMock()
         snapshots.env.return_value = {}
         manager = ProcessManager(
-            MagicMock(), config, [], RunDir(folder), dict, setup_logs, tasks, GpuFence(lambda: None), snapshots
+            MagicMock(),
+            config,
+            [],
+            NodeParts(RunDir(folder), dict, setup_logs, tasks, GpuFence(lambda: None), snapshots),
         )
         return Node(folder, manager, tasks)
 

@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,7 +22,7 @@ import pytest
 from flashrecovery.agent.processes import gpu_fence
 from flashrecovery.agent.processes.gpu_fence import GpuFence
 from flashrecovery.agent.processes.process import WorkerProcess
-from flashrecovery.agent.processes.process_manager import ProcessManager
+from flashrecovery.agent.processes.process_manager import NodeParts, ProcessManager
 from flashrecovery.agent.processes.procfs import Statm, session_members
 from flashrecovery.agent.processes.providers import Spawned
 from flashrecovery.agent.processes.tasks import Tasks
@@ -149,7 +150,8 @@ def test_a_rank_is_assigned_only_after_the_fence(tmp_path: Path, monkeypatch: py
         config = RunConfig(nproc_per_node=1, standby=0, start_method="spawn")
         tasks = Tasks(lambda error: None)
         fence = Fence(lambda: None)
-        manager = ProcessManager(foreman, config, [], RunDir(tmp_path), dict, MagicMock(), tasks, fence, MagicMock())
+        node = NodeParts(RunDir(tmp_path), dict, MagicMock(), tasks, fence, MagicMock())
+        manager = ProcessManager(foreman, config, [], node)
         manager._watch = MagicMock()
         manager.ranks[0] = old
         await manager.fill(pb.Command(rank=0, generation=1, replace=pb.Replace()), hear_out=False)
@@ -172,6 +174,7 @@ def test_a_rank_goes_to_a_gpu_only_after_the_other_rank_that_was_there(
     def process(name: str, pid: int, local_rank: int = 0) -> Any:
         one = MagicMock(pid=pid, dead=False, local_rank=local_rank)
         one.configure_mock(name=name)
+        one.take_rank = partial(WorkerProcess.take_rank, one)
         one.gone, one.end, one.connect, one.hear_out = (AsyncMock(return_value=v) for v in (True, 0, MagicMock(), None))
         one.page.local_state_versions.return_value, one.page.early_local_states.return_value = [], []
         one.send.side_effect = lambda message: done.append(one.name)
@@ -188,7 +191,8 @@ def test_a_rank_goes_to_a_gpu_only_after_the_other_rank_that_was_there(
         config = RunConfig(nproc_per_node=3, standby=0, start_method="spawn")
         tasks, fence = Tasks(lambda error: None), Fence(lambda: None)
         foreman, logs, snapshots = MagicMock(), MagicMock(), MagicMock()
-        manager = ProcessManager(foreman, config, [], RunDir(tmp_path), dict, logs, tasks, fence, snapshots)
+        node = NodeParts(RunDir(tmp_path), dict, logs, tasks, fence, snapshots)
+        manager = ProcessManager(foreman, config, [], node)
         manager._watch = MagicMock()
 
         async def fill(rank: int, local_rank: int) -> None:

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from flashrecovery.agent.processes.gpu_fence import GpuFence
-from flashrecovery.agent.processes.process_manager import ProcessManager
+from flashrecovery.agent.processes.process_manager import NodeParts, ProcessManager
 from flashrecovery.agent.processes.providers import ProcessOrder, Spawned
 from flashrecovery.agent.processes.standby import StandbyPool
 from flashrecovery.agent.processes.tasks import Tasks
@@ -142,7 +142,7 @@ def test_the_agent_tells_each_standby_which_gpu(
         config = RunConfig(nproc_per_node=2, standby=2, standby_device=for_each, start_method="spawn")
         tasks, fence = Tasks(lambda error: None), GpuFence(lambda: None)
         manager = ProcessManager(
-            MagicMock(), config, [], RunDir(tmp_path), dict, MagicMock(), tasks, fence, MagicMock()
+            MagicMock(), config, [], NodeParts(RunDir(tmp_path), dict, MagicMock(), tasks, fence, MagicMock())
         )
         manager.pool.set_modules(pb.Modules())
         for _ in range(2):

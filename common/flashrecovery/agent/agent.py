@@ -24,7 +24,7 @@ from flashrecovery.agent.monitoring.worker_messages import WorkerMessages
 from flashrecovery.agent.peers.client import neighbours, probe
 from flashrecovery.agent.processes.gpu_fence import GpuFence
 from flashrecovery.agent.processes.process import WorkerProcess
-from flashrecovery.agent.processes.process_manager import Places, ProcessManager
+from flashrecovery.agent.processes.process_manager import NodeParts, Places, ProcessManager
 from flashrecovery.agent.processes.procfs import handles
 from flashrecovery.agent.processes.setup_logs import SetupLogs
 from flashrecovery.agent.processes.snapshots import NodeSnapshots
@@ -88,9 +88,8 @@ class Agent:
         gpus = GpuFence.of_this_node(os.environ, config.slots or config.nproc_per_node)
         self._tasks.start(gpus.prepare())
         self._snapshots = NodeSnapshots(config, run_dir.path, self._tell_of_snapshots)
-        self._processes = ProcessManager(
-            self, config, command, run_dir, self._node_env, self._setup_logs, self._tasks, gpus, self._snapshots, places
-        )
+        node = NodeParts(run_dir, self._node_env, self._setup_logs, self._tasks, gpus, self._snapshots, places)
+        self._processes = ProcessManager(self, config, command, node)
         self._ranks = self._processes.ranks
         self._pool = self._processes.pool
         self._faults = NodeFaults(self.notice)
@@ -334,7 +333,7 @@ class Agent:
             self._spread_setup_logs()  # also those of ranks that have left
         process = self._ranks.get(command.rank)
         if process is not None:
-            process.joining = False  # it is a member now
+            process.become_member()
         self._relay(command)
 
     def _on_leave(self, command: pb.Command) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
 from flashrecovery.runtime.channel import Channel
 from flashrecovery.runtime.page import Page
@@ -13,34 +14,52 @@ from flashrecovery.worker.script_checks.unprotected_steps import UnprotectedStep
 from flashrecovery.worker.setup_replay.replay import SetupReplay
 
 
+@dataclass(frozen=True)
+class Assignment:
+    """What a process has been told of its rank.
+
+    Attributes:
+        place: the rank as which the script runs to its first step; another one where no launch has had this ``rank``.
+        generation: in which the process was ordered.
+        detached: it runs to its first step without its peers.
+        ahead: what it is to draw and count before that.
+    """
+
+    rank: int
+    place: int
+    generation: int = 0
+    detached: bool = False
+    ahead: Ahead = field(default_factory=Ahead)
+
+
 class Connection:
-    """What the bootstrap has set up before the script runs. ``at_script_end``: functions that are called when the
-    script has ended well. ``place``: the rank as which the script runs to its first step; another one where no launch
-    has had this ``rank``."""
+    """What the bootstrap has set up before the script runs.
+
+    Attributes:
+        detached: this process is not connected to its peers yet.
+        at_script_end: functions that are called when the script has ended well.
+    """
 
     def __init__(
         self,
         channel: Channel,
         page: Page,
-        rank: int,
-        generation: int,
-        detached: bool,
+        assigned: Assignment,
         environment_watch: EnvironmentWatch,
         start_profile: StartProfile,
-        place: int | None = None,
-        ahead: Ahead = Ahead(),  # noqa: B008 - frozen
         unprotected_steps: UnprotectedSteps | None = None,
         setup: SetupReplay | None = None,
     ) -> None:
         self.channel = channel
         self.page = page
-        self.rank = rank
-        self.place = rank if place is None else place
-        self.generation = generation
-        self.detached = detached
+        self.assigned = assigned
+        self.detached = assigned.detached
         self.environment_watch = environment_watch
         self.start_profile = start_profile
-        self.ahead = ahead
         self.unprotected_steps = unprotected_steps
         self.setup = setup
         self.at_script_end: list[Callable[[], None]] = []
+
+    def attached(self) -> None:
+        """It is connected to its peers from now on."""
+        self.detached = False

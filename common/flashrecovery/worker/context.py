@@ -48,13 +48,13 @@ class Worker:
     ) -> None:
         self.connection = connection
         self.settings = settings
-        self.rank = connection.rank
+        self.rank = connection.assigned.rank
         self.gate = Gate(connection.page)
-        self.gate.generation = connection.generation
+        self.gate.generation = connection.assigned.generation
         world_size = int(os.environ.get("WORLD_SIZE", "1"))
         self.members = tuple(range(world_size))
         self.own_staging: RankStaging | None = None
-        self.registry = Registry(connection.place, world_size, adapter_for, module_adapter_for, self.rank)
+        self.registry = Registry(connection.assigned.place, world_size, adapter_for, module_adapter_for, self.rank)
         self.registry.local_state_limit = settings.rank_local_state_mib << 20
         self.faults = Faults(self.notice, connection.page.step_text)
         self.device = DeviceClock()

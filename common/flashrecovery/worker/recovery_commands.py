@@ -460,7 +460,7 @@ class RecoveryExecutor:
         # At the start the generation stays the same, and a pause may have come before this thread has got the resume.
         if command.resume.HasField("pause") or command.generation != worker.gate.generation:
             pause = command.resume.pause if command.resume.HasField("pause") else pb.Pause(step=-1)
-            worker.gate.pause_at, worker.gate.pause_with_copies = pause.step, pause.copies
+            worker.gate.order_pause(pause.step, copies=pause.copies)
         if not worker.gate.resume(version, command.generation):
             return False
         groups.set_detached(False)
@@ -468,7 +468,7 @@ class RecoveryExecutor:
         self._came_at = version if self._fresh else min(self._came_at, version)
         self._fresh = False
         if worker.connection.detached and worker.registry.world_size > 1:
-            worker.connection.detached = False
+            worker.connection.attached()
         self._loop.copies.resumed(command.generation, version)
         self._loop.ended_at = command.resume.ended
         self._loop.resumed()

@@ -58,7 +58,7 @@ class Session:
     @property
     def ahead(self) -> Ahead:
         """The calls that this process may skip before :meth:`open`."""
-        return self._worker.connection.ahead
+        return self._worker.connection.assigned.ahead
 
     @property
     def void(self) -> bool:

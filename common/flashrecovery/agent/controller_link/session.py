@@ -77,8 +77,8 @@ class ControllerSession:
         self._peer_port = 0
         self._limits = limits
         self._hearing = ControllerLease(limits)
-        self.election = Election(agent.node, agent.incarnation, self._hearing.nothing_came_s, limits.lease_s, self.drop)
-        self.election.controller = address
+        silent_s = self._hearing.nothing_came_s
+        self.election = Election(agent.node, agent.incarnation, silent_s, limits.lease_s, self.drop, address)
         self._lookout = ControllerWatch(
             agent, self, self._hearing, self.election, access, limits, lead, leave, alone=alone
         )
@@ -436,8 +436,8 @@ class ControllerSession:
     def follow(self, term: int, address: str) -> None:
         """Go over to the controller of that term (0: the job's first one), which listens at ``address`` (HOST:PORT)."""
         log.warning("follows the controller%s at %s", f" of term {term}" if term else "", address)
-        self.election.controller = address
-        self.election.term, self._suspended, self._gathering = term, False, True
+        self.election.follow(term, address)
+        self._suspended, self._gathering = False, True
         self._lookout.follows_another()
         self._controller = ""  # any incarnation there
         self._link = Link()

@@ -46,13 +46,14 @@ class Election:
         silent_s: Callable[[], float],
         lease_s: float,
         abandon: Callable[[], None],
+        controller: str = "",
     ) -> None:
         self._node = node
         self._incarnation = incarnation
         self._silent_s = silent_s
         self._lease_s = lease_s
         self._abandon = abandon
-        self.controller = ""
+        self.controller = controller
         """HOST:PORT of the controller that this agent follows."""
         self.term = 0
         self.version = 0
@@ -154,6 +155,10 @@ class Election:
     def _candidates(self) -> list[str]:
         """The electors that may stand, as far as this one knows; none if it is no elector itself."""
         return [e.node for e in self.electors if e.node != self._leader] if self.is_elector else []
+
+    def follow(self, term: int, controller: str) -> None:
+        """Another controller leads, or the same one in a newer term. ``controller``: HOST:PORT."""
+        self.term, self.controller = term, controller
 
     async def campaign(self, ask: AskElector) -> int | None:
         """Be a candidate, if the electors would have it. Returns the term if this node has been elected."""

@@ -87,6 +87,17 @@ class WorkerProcess:
         """Whether it was let out of its loop, and has run its script to the end."""
         return self.released and self.returncode == 0
 
+    def take_rank(self, command: pb.Command, log: str) -> None:
+        """It fills the rank of the command from now on, and prints into ``log``."""
+        replace = command.replace
+        self.rank, self.local_rank, self.generation = command.rank, replace.local_rank, command.generation
+        self.store, self.attempt = (replace.store_host, replace.store_port), replace.attempt
+        self.joining, self.log = replace.joining > 0, log
+
+    def become_member(self) -> None:
+        """Its rank belongs to the job now, if it was built up beside training."""
+        self.joining = False
+
     def replied(self, reply: pb.Reply) -> None:
         """It has said what it needs now, or will need as soon as it goes on: in an elastic job that changes with the
         size. A controller that comes later is told that, and not what the process has said at its first step."""

@@ -11,6 +11,7 @@ import asyncio
 import signal
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
@@ -68,32 +69,38 @@ class Places(ProcessProvider, Protocol):
         """``process`` fills its place now, and prints into ``log``."""
 
 
-class ProcessManager:
-    """``network_env``: what the processes' environment says of this node's network. ``places``: None where all
-    processes are the agent's own."""
+@dataclass(frozen=True)
+class NodeParts:
+    """What the processes of a node have in common.
 
-    def __init__(
-        self,
-        foreman: ProcessObserver,
-        config: RunConfig,
-        command: list[str],
-        run_dir: RunDir,
-        network_env: Callable[[], Mapping[str, str]],
-        setup_logs: SetupLogs,
-        tasks: Tasks,
-        gpu_fence: GpuFence,
-        snapshots: NodeSnapshots,
-        places: Places | None = None,
-    ) -> None:
+    Attributes:
+        network_env: what the processes' environment says of this node's network.
+        places: None where all processes are the agent's own.
+    """
+
+    run_dir: RunDir
+    network_env: Callable[[], Mapping[str, str]]
+    setup_logs: SetupLogs
+    tasks: Tasks
+    gpu_fence: GpuFence
+    snapshots: NodeSnapshots
+    places: Places | None = None
+
+
+class ProcessManager:
+    """Of one node."""
+
+    def __init__(self, foreman: ProcessObserver, config: RunConfig, command: list[str], node: NodeParts) -> None:
+        run_dir = node.run_dir
         self._foreman = foreman
-        self._places = places
+        self._places = node.places
         self._config = config
         self._run_dir = run_dir
-        self._network_env = network_env
-        self._setup_logs = setup_logs
-        self._tasks = tasks
-        self._gpu_fence = gpu_fence
-        self._snapshots = snapshots
+        self._network_env = node.network_env
+        self._setup_logs = node.setup_logs
+        self._tasks = node.tasks
+        self._gpu_fence = node.gpu_fence
+        self._snapshots = node.snapshots
         self.ranks: dict[int, WorkerProcess] = {}
         self._on_gpu: dict[int, list[WorkerProcess]] = {}  # of each local rank, until all that they had there is free
         self.pool = StandbyPool(config.standby, self._spawn_standby, run_dir.log_dir, for_each=config.standby_device)
@@ -171,11 +178,9 @@ class ProcessManager:
 
     def _take_rank(self, process: WorkerProcess, command: pb.Command, log: str) -> list[WorkerProcess]:
         """``process`` fills the rank from now on. Returns those whose memory on its GPU must be free before it runs."""
-        rank, replace = command.rank, command.replace
+        rank = command.rank
         self._before.pop(rank, None)
-        process.rank, process.local_rank, process.generation = rank, replace.local_rank, command.generation
-        process.store, process.attempt = (replace.store_host, replace.store_port), replace.attempt
-        process.joining, process.log = replace.joining > 0, log
+        process.take_rank(command, log)
         self.ranks[rank] = process
         if self._node_leaves:
             process.page.set_leaving()

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import gc
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TypeGuard
 
 from flashrecovery import events as ev
@@ -28,31 +29,34 @@ _YOUNG_OBJECTS = 200_000
 """Between two looks of the garbage collector."""
 
 
+@dataclass(frozen=True)
+class Receivers:
+    """Those to whom the actions of one controller go."""
+
+    agents: Connections
+    heartbeats: ControllerHeartbeats
+    tables: RankTablePublisher
+    drills: FaultDrills
+    checkpoints: Checkpoints
+    memory: NodeFailureLog
+    numbers: GenerationFile
+
+
 class Actions:
     """The actions of one controller. ``record`` writes an event down; ``go_on`` carries out what has waited for the
     disk."""
 
     def __init__(
-        self,
-        machine: Machine,
-        agents: Connections,
-        heartbeats: ControllerHeartbeats,
-        tables: RankTablePublisher,
-        drills: FaultDrills,
-        checkpoints: Checkpoints,
-        memory: NodeFailureLog,
-        numbers: GenerationFile,
-        record: Callable[[ev.Event], None],
-        go_on: Callable[[], None],
+        self, machine: Machine, to: Receivers, record: Callable[[ev.Event], None], go_on: Callable[[], None]
     ) -> None:
         self._machine = machine
-        self._agents = agents
-        self._own_heartbeats = heartbeats
-        self._tables = tables
-        self._drills = drills
-        self._checkpoints = checkpoints
-        self._memory = memory
-        self._numbers = numbers
+        self._agents = to.agents
+        self._own_heartbeats = to.heartbeats
+        self._tables = to.tables
+        self._drills = to.drills
+        self._checkpoints = to.checkpoints
+        self._memory = to.memory
+        self._numbers = to.numbers
         self._record = record
         self._go_on = go_on
         self._gathered = False  # who was told that this controller gathers knows that it does no longer

@@ -24,7 +24,7 @@ from flashrecovery.controller.service.console import Console
 from flashrecovery.controller.service.elector_set import ElectorSet
 from flashrecovery.controller.service.heartbeats import ControllerHeartbeats
 from flashrecovery.controller.service.inbound import Inbound
-from flashrecovery.controller.service.outbound import Actions
+from flashrecovery.controller.service.outbound import Actions, Receivers
 from flashrecovery.controller.service.rank_table_publisher import RankTablePublisher
 from flashrecovery.controller.service.relays import Relays
 from flashrecovery.controller.service.sessions import Sessions
@@ -124,8 +124,7 @@ class ControllerService(rpc.ControllerServicer):  # type: ignore[misc]
             self._checkpoints,
             self._record,
         )
-        self._actions = Actions(
-            self.machine,
+        receivers = Receivers(
             self._agents,
             self._own_heartbeats,
             self._tables,
@@ -133,9 +132,8 @@ class ControllerService(rpc.ControllerServicer):  # type: ignore[misc]
             self._checkpoints,
             self._memory,
             self._numbers,
-            self._record,
-            self.after_beats,
         )
+        self._actions = Actions(self.machine, receivers, self._record, self.after_beats)
 
     def take_over(self, why: str) -> None:
         """Begin as the successor of a controller that has been lost."""

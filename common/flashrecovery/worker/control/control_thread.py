@@ -198,7 +198,7 @@ class Control:
     def _pause(self, command: pb.Command) -> None:
         """A new size comes with a step. In a newer generation a resume would say so."""
         if command.generation == self._gate.generation:
-            self._gate.pause_at, self._gate.pause_with_copies = command.pause.step, command.pause.copies
+            self._gate.order_pause(command.pause.step, copies=command.pause.copies)
 
     def _answer(self, command: pb.Command) -> None:
         """Say where the training thread is."""

@@ -192,6 +192,10 @@ class Gate:
         """Whether the next step is not to begin yet."""
         return 0 <= self.pause_at <= self.version
 
+    def order_pause(self, step: int, *, copies: bool) -> None:
+        """No step from ``step`` on is to begin (-1: all may). ``copies``: see ``pause_with_copies``."""
+        self.pause_at, self.pause_with_copies = step, copies
+
     def outdated(self, generation: int) -> bool:
         """True if a newer generation has been announced than ``generation``."""
         return generation < self._called_off_by

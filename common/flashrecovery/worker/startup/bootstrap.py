@@ -26,7 +26,7 @@ from flashrecovery.runtime.lifeline import Lifeline
 from flashrecovery.runtime.page import Page
 from flashrecovery.runtime.process_control import die_with_parent, keep_to_cpus, redirect_output
 from flashrecovery.terminal import say, wrapped
-from flashrecovery.worker.connection import Connection
+from flashrecovery.worker.connection import Assignment, Connection
 from flashrecovery.worker.exit import script_error
 from flashrecovery.worker.local_state.fast_forward import Ahead
 from flashrecovery.worker.preimport.environment_watch import EnvironmentWatch
@@ -153,9 +153,8 @@ def _prepare(channel: Channel, page: Page, assign: pb.Assign, command: list[str]
     profile = _start_profile(installed, channel, page, assign)
     place = int(assign.env.get("RANK", assign.rank))
     unprotected = _unprotected_steps(channel, assign)
-    _connection = Connection(
-        channel, page, assign.rank, assign.generation, detached, watch, profile, place, ahead, unprotected, setup
-    )
+    assigned = Assignment(assign.rank, place, assign.generation, detached, ahead)
+    _connection = Connection(channel, page, assigned, watch, profile, unprotected, setup)
     watch.start()
     profile.start()
     if setup is not None:

@@ -140,7 +140,8 @@ class Accumulation(Protocol):
 
 
 class AutoStart(Protocol):
-    """What protects scripts in which no framework does."""
+    """What protects scripts in which no framework does. A protocol, as it lies above
+    (:class:`flashrecovery.worker.auto.steps.AutoProtection`)."""
 
     def begin(self) -> None:
         """The script comes to the first of its loops."""

@@ -23,7 +23,8 @@ Printed = list[tuple[int, str]]
 
 
 class ShownMark(Protocol):
-    """Where it is noted how much has been shown. Outlives the process."""
+    """Where it is noted how much has been shown, outliving the process. A protocol, so that tests need no page
+    (:class:`flashrecovery.runtime.page.Page`)."""
 
     @property
     def shown(self) -> tuple[int, int]:

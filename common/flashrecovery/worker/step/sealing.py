@@ -19,7 +19,8 @@ Mark = TypeVar("Mark")
 
 
 class LocalStates(Protocol[Mark]):
-    """Where rank-local states are kept, and where a replacement finds them."""
+    """Where rank-local states are kept, and where a replacement finds them. A protocol, as the simulation has its
+    own."""
 
     def drawn(self) -> Mark:
         """Equal to an earlier one if nothing of this rank's own state has changed since."""

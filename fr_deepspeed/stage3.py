@@ -125,7 +125,8 @@ class Stage3Adapter(EngineAdapter):
         if zero._offload_boundary_param_ids is not self._reduced if REDUCED3.takes("noted") else first:
             self._begin_reductions(set())
         elif not first:
-            self._check_gradients()
+            assert self._reduced is not None, "the first micro-batch has begun to note them"
+            self._check_gradients(self._reduced)
         self._frozen_then = frozenset(p.ds_id for p in self._optimized if not p.requires_grad)  # type: ignore[attr-defined]
 
     def _begin_reductions(self, reduced: set[int] | None) -> None:
@@ -147,22 +148,21 @@ class Stage3Adapter(EngineAdapter):
 
     def _gradients_ready(self) -> None:
         if self._reduced is not None:
-            self._check_gradients()
+            self._check_gradients(self._reduced)
             self._reduced = None
 
-    def _check_gradients(self) -> None:
+    def _check_gradients(self, reduced: set[int]) -> None:
         """The first micro-batch overwrites the gradients of the last step, later ones add to them: of a parameter that
         had no gradient in the first, DeepSpeed would use the *last* step's again, which a replacement does not have.
         One that is frozen (peft's adapters, when another one is set) has zeroes in its place, if nothing is offloaded.
 
         Raises UnsupportedError with its name.
         """
-        assert self._reduced is not None
         zero = self.engine.optimizer
         parameter: Any  # deepspeed adds attributes
         for parameter in self._optimized:
             ident = parameter.ds_id
-            if ident in self._reduced:
+            if ident in reduced:
                 fine = ident not in self._left_out
             else:
                 frozen = ident in self._frozen_then and not parameter.requires_grad and not zero.offload_optimizer

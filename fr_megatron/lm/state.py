@@ -391,7 +391,7 @@ class LMLoop:
     def go_back(self, place: CallPlace, *, restored: bool) -> None:
         self.made_again = True
         if restored:
-            assert self._restored is not None
+            assert self._restored is not None, "load() comes before"
             for kept in (self._sums, self._totals_after, self._left):
                 kept.clear()  # of what has been given up
             self.load({**self._restored, "running": place.running, "hooked": place.hooked, **place.of_script})
@@ -405,7 +405,7 @@ class LMLoop:
             trackers.load({})  # its log, or the loop after an evaluation, has cleared them
         self.kind = place.kind
         for iteration, again in place.summed:
-            assert self.totals is not None
+            assert self.totals is not None, "a step was logged, and so there are totals"
             again(self.totals)
             self._sum_up(iteration, again)
 

@@ -120,7 +120,7 @@ class TensorParts:
         """
         tensors: dict[str, torch.Tensor] = {}
         form = _take_apart(whole, "", tensors, what, parameter)
-        assert form is not None
+        assert form is not None, "the whole is no plain tensor"
         made_of = list(_objects(whole))
         return TensorParts(whole, tensors, form, made_of, [t.data_ptr() for t in tensors.values()])
 

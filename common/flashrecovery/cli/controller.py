@@ -30,7 +30,7 @@ def controller(config_file: Path | None, **options: object) -> None:
     from flashrecovery.runtime.addresses import is_here, resolve, split_address
 
     config = load_run_config(config_file, {k: v for k, v in options.items() if v is not None})
-    assert config.controller is not None
+    assert config.controller is not None, "--bind is required"
     host, _ = split_address(config.controller, "--bind")
     if not is_here(resolve(host, "--bind")):
         raise ConfigError(f"--bind {config.controller}: {host} is no address of this host")

@@ -197,7 +197,7 @@ class HeartbeatReceiver:
         return True
 
     def _answer(self, agent: _Agent, header: Header, address: tuple[object, ...], now: float) -> None:
-        assert self._socket is not None
+        assert self._socket is not None, "the datagram has come by it"
         stream = agent.stream
         flags = 0 if self.hearer.connected(agent.node) else GONE
         answer = Header(MAGIC, ANSWER, flags, 0, agent.ticket, header.counter, stream.received, stream.sent, 0, now)

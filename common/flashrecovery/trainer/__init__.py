@@ -220,7 +220,7 @@ class _Protected:
             *(trainer.train_dataset, trainer.eval_dataset, trainer.data_collator, trainer.processing_class),
         )
         self._held.register(recovery, self._training.model)
-        assert self._source is not None
+        assert self._source is not None, "the Trainer asks for its data before its loop begins"
         self._source.stream = recovery.data(Epochs(self._source.loader, lambda: trainer.state))
         self._loop.stream = self._source.stream
         return recovery
@@ -327,8 +327,7 @@ class _Protected:
         call(all_[:first], self._events[event])
 
         def body() -> None:
-            assert self._loop.adapter is not None
-            self._loop.adapter.mutating()
+            self._loop.mutating()
             call(all_[first:last], each)
 
         def skipped() -> None:
@@ -351,8 +350,7 @@ class _Protected:
         """``load_best_model_at_end``: what is trained is read from a checkpoint, after the last step."""
 
         def body() -> None:
-            assert self._loop.adapter is not None
-            self._loop.adapter.mutating()
+            self._loop.mutating()
             self._load_best()
 
         self._call("best", body, lambda: None)

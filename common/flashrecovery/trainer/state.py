@@ -87,6 +87,11 @@ class TrainerLoop:
         self._restored: dict[str, Any] | None = None
         self._history: tuple[int, int, bytes] | None = None
 
+    def mutating(self) -> None:
+        """What follows in this call may change parameters. Nothing follows from it before the first call."""
+        if self.adapter is not None:
+            self.adapter.mutating()
+
     # -- LoopState --------------------------------------------------------------------------------
 
     counted = "calls of the Trainer: each optimizer step is one, and each log, evaluation or checkpoint that is due"

@@ -87,7 +87,6 @@ def _check(stack: Sequence[ScriptLoop]) -> None:
         if loop.key[1] < 0:
             raise NotByHand(line, "several loops of steps come one after the other; by hand there is one")
         if not loop.is_in_function_of(inner):
-            assert inner.frame is not None and loop.frame is not None
             raise NotByHand(
                 line,
                 f"this loop calls {inner.frame.f_code.co_name}(), which has the loop of steps (line {inner.key[1]}): "
@@ -101,7 +100,6 @@ class _Seen:
     """What the function of the loop sees."""
 
     def __init__(self, loop: ScriptLoop, found: Found) -> None:
-        assert loop.frame is not None
         self._loop, self._found, self._frame = loop, found, loop.frame
         models = [model.module for model in found.models]
         optimizers = [one for model in found.models for one in model.optimizers.values()]

@@ -208,7 +208,7 @@ class ScriptLoops:
     @property
     def known(self) -> frozenset[int]:
         """Identities of what is protected otherwise: see :func:`.variables.protected`."""
-        assert self._session is not None
+        assert self._session is not None, "the loops are protected"
         step = self._loop is not None and min(self._loop.gate.version, 2)  # optimizers make their state in a first step
         if self._known_ids is None or self._known_ids[0] != step:
             registry = self._session.registry
@@ -249,7 +249,7 @@ class ScriptLoops:
                 self._go_back(self._loop)
 
     def _open(self, loop: ScriptLoop) -> Loop:
-        assert self._session is not None
+        assert self._session is not None, "the loops are protected"
         self._check_loops_around(loop)
         self._prepare(loop, last=True)
         reading = [key for key, text in self.texts.items() if text.steps and text.reads and not text.refused]
@@ -273,7 +273,7 @@ class ScriptLoops:
         self.stack.append(loop)
 
     def _prepare(self, loop: ScriptLoop, *, last: bool) -> None:
-        assert self._accumulation is not None and loop.frame is not None
+        assert self._accumulation is not None, "the loops are protected"
         self._accumulation.prepare(loop.frame, last=last)
         self._known_ids = None
 
@@ -335,7 +335,7 @@ class ScriptLoops:
         """The body of a round begins."""
         if self._step is not None:
             return
-        assert self._loop is not None and self._session is not None
+        assert self._loop is not None and self._session is not None, "the loops are protected, and a round has begun"
         self._late = self._session.registry.habits.late
         self._step = Step(self._loop.gate.version, self._loop)
         self._step.__enter__()
@@ -411,7 +411,7 @@ class ScriptLoops:
 
     def begins_again(self, loop: ScriptLoop) -> None:
         """``loop`` begins the round of the place once more. Raises UnsupportedError if that leads nowhere."""
-        assert self._loop is not None
+        assert self._loop is not None, "a version has been restored"
         generation, tries = self._tries
         self._tries = self._loop.gate.generation, tries + 1 if self._loop.gate.generation == generation else 1
         if self._tries[1] > _TRIES:
@@ -430,7 +430,7 @@ class ScriptLoops:
         """Of a loop that is not begun, since the place is further on in the round of the loop around it, or below all
         loops."""
         level = self.stack.index(loop)
-        assert self._target is not None
+        assert self._target is not None, "a version has been restored, and the way to its place is not over"
         if level == 0:
             return _Past(RngState.now().plain(), self._target[0].now)
         past = self._target[level - 1].past[loop.ordinal]
@@ -439,7 +439,7 @@ class ScriptLoops:
 
     def _go(self, own: Loop) -> None:
         """A version has been restored. If this is not its place, go there."""
-        assert self._target is not None
+        assert self._target is not None, "a version has been restored, and the way to its place is not over"
         target, was_seeking = self._target, self._seeking
         for level, (loop, there) in enumerate(zip(self.stack, target, strict=False)):
             if level == 0 and loop.key != there.key:
@@ -591,9 +591,15 @@ class ScriptLoop:
         self._names = LoopVariables.of(text)
         self._active = loops.active
         self._begun = self._again = False
-        self.frame: types.FrameType | None = None
+        self._frame: types.FrameType | None = None
         self._rng: dict[str, Any] | None = None
         self._start = Saved()
+
+    @property
+    def frame(self) -> types.FrameType:
+        """Of the function in which it runs."""
+        assert self._frame is not None, "it has begun to run, protected"
+        return self._frame
 
     @property
     def place(self) -> str:
@@ -605,7 +611,7 @@ class ScriptLoop:
             return False
         self._begun, self._again = True, False
         if self._active:
-            self.frame = sys._getframe(1)
+            self._frame = sys._getframe(1)
             self.index, around = -1, self._loops.stack
             self.ordinal = len(around[-1].past) if around else 0
             self._loops.entered(self)
@@ -694,7 +700,6 @@ class ScriptLoop:
 
     def _round_begins(self, index: int, there: _Level | None) -> None:
         """Of an outer loop."""
-        assert self.frame is not None
         self.index = index
         self.past.clear()
         if there is not None:
@@ -708,13 +713,11 @@ class ScriptLoop:
 
     def arrived(self, variables: Saved) -> None:
         """The variables are to be these."""
-        assert self.frame is not None
         self.values = put_back(self.frame, self._names, self._loops.known, variables)
         self.restoring = True
 
     def objects(self) -> list[tuple[str, object]]:
         """What of the script's own its variables lead to, with its path: see :func:`.variables.objects_of`."""
-        assert self.frame is not None
         return list(objects_of(self.frame, self._names, self._loops.known))
 
     def is_in_function_of(self, other: ScriptLoop) -> bool:
@@ -745,19 +748,16 @@ class ScriptLoop:
 
     def variables(self) -> Saved:
         """As they are now."""
-        assert self.frame is not None
         saved = take_down(self.frame, self._names, self._loops.known)
         self._loops.note_lengths(self, saved)
         return saved
 
     def values_of_objects(self) -> dict[str, Any]:
         """What the objects keep that its variables lead to."""
-        assert self.frame is not None
         return values_of_objects(self.frame, self._names, self._loops.known)
 
     def put_objects(self, values: Mapping[str, Any]) -> None:
         """Some of :meth:`values_of_objects`."""
-        assert self.frame is not None
         if not values:
             return
         put_back_objects(self.frame, self._names, self._loops.known, values)

@@ -91,7 +91,7 @@ class Copies:
 
         def context(name: str) -> CopyContext:
             group = groups.create_control_group(name)
-            assert group is not None
+            assert group is not None, "all ranks are its members"
             return CopyContext(group, look=look, same=structure_watch, on_kept=on_kept, on_risk=on_risk)
 
         self._parity: ParityCopies | None = None
@@ -231,7 +231,7 @@ class Copies:
         version: its rank-local state must have left it by then. Not ``sealed``: it is not known yet, and nothing is
         kept of it.
         """
-        assert self._peers is not None
+        assert self._peers is not None, "asked where peers keep copies"
         self._peers.commit(version, self._registry.local_state.at(version) if sealed else None, early=True)
         self._peers.wait()
 

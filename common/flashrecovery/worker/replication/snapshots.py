@@ -43,7 +43,7 @@ class RankSnapshots:
     def outliving(self, name: str) -> Outliving:
         """How the slot of this name is kept."""
         keeper = self._keeper
-        assert keeper is not None
+        assert keeper is not None, "asked where the node has a snapshot process"
         name = memory_name(name, self._registry.world_size)
 
         def keep(memory: SharedMemory | None) -> None:

@@ -188,7 +188,7 @@ class OptimizerShardLayout(RuledShardLayout):
             raise UnsupportedError(f"an elastic job with {why}")
 
     def too_small_for(self, most: int) -> str:
-        """Why the state cannot be sharded among so many ranks, or fewer, in words; "" if it can."""
+        """Why the state cannot be sharded among so many ranks, or fewer; "" if it can."""
         found = self._layout.without_part(most)
         if found is None:
             return ""

@@ -186,13 +186,13 @@ def check_hooks() -> None:
 
 
 def differences(parameters: Callable[[ReplacedFunction], tuple[str, ...] | None]) -> list[str]:
-    """In words, how the functions differ from those that are known; [] if they do not. ``parameters``: of a function
+    """How the functions differ from those that are known; [] if they do not. ``parameters``: of a function
     that is there, None of one that is not."""
     return [text for hook in ALL if (text := difference(hook, parameters(hook)))]
 
 
 def difference(hook: ReplacedFunction, found: tuple[str, ...] | None) -> str:
-    """In words, how a function differs from what is known of it; "" if it does not. ``found``: its parameters, None if
+    """How a function differs from what is known of it; "" if it does not. ``found``: its parameters, None if
     there is no such function."""
     if found is None:
         return "" if hook.optional else f"{hook.module}.{hook.name} is missing"

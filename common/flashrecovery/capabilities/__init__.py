@@ -33,7 +33,7 @@ class Way:
     probes: tuple[Probe, ...]
 
     def missing(self) -> tuple[str, ...]:
-        """What is not there, in words; () if all is."""
+        """What is not there; () if all is."""
         return tuple(text for probe in self.probes for text in probe.missing())
 
 

@@ -28,7 +28,7 @@ class Probe(Protocol):
         """The names that it looks for: of attributes and functions, and of modules."""
 
     def missing(self) -> list[str]:
-        """What is not there, in words."""
+        """What is not there."""
 
 
 @dataclass(frozen=True)

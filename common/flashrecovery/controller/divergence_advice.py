@@ -1,4 +1,4 @@
-"""After the ranks have come apart: what is suspected, and what is left to go on from, in words."""
+"""After the ranks have come apart: what is suspected, and what is left to go on from."""
 
 from __future__ import annotations
 

@@ -119,7 +119,7 @@ class HangDetector:
         self._last: _Key | None = None
         self._told = ""
         self.ended: dict[int, str] = {}
-        """Ranks whose data has ended, in words: a deadlock is looked for early."""
+        """Ranks whose data has ended: a deadlock is looked for early."""
 
     @property
     def answer_s(self) -> float:

@@ -657,7 +657,7 @@ class Machine:
             self._change(self.job.committed, now)
 
     def _too_few(self) -> str:
-        """Why an elastic job has waited, in words."""
+        """Why an elastic job has waited."""
         elastic = self.job.config.elastic
         if elastic is None or self.job.state is State.STARTING:  # all are needed at the start
             return ""

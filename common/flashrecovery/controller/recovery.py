@@ -685,7 +685,7 @@ class RecoverySteps:
         return self.raised(failures[0], sorted({f.rank for f in failures if f.last_words.exception == like}))
 
     def raised(self, failure: pb.Failure, ranks: Sequence[int]) -> str:
-        """The exception by which the script has ended on these ranks, in words."""
+        """The exception by which the script has ended on these ranks."""
         words = failure.last_words
         said = f"the script raised {words.exception} on {ranks_text(ranks)}, at {self._job.counting.text(failure.step)}"
         return f"{raised_text(said, words.message)}{told_of(words, self._job.config, ranks)}"

@@ -61,7 +61,7 @@ class _Slot:
 class HealthMonitor:
     """Runs the plugins of ``entries``. Both callbacks come on the event loop that is running now.
 
-    ``on_finding``: something new is wrong. ``on_trouble``: a plugin itself does not work, in words.
+    ``on_finding``: something new is wrong. ``on_trouble``: a plugin itself does not work.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""What a job that does not train waits for, in words, and for how long. Pure."""
+"""What a job that does not train waits for, and for how long. Pure."""
 
 from __future__ import annotations
 

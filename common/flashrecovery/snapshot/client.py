@@ -181,7 +181,7 @@ class SnapshotHost:
 
     def save(self, folder: Path) -> tuple[list[int], str]:
         """Write everything that is whole to ``folder``; nobody may write into it meanwhile. Returns the versions that
-        were written, and what has gone wrong, in words. Raises OSError if the process is gone."""
+        were written, and what has gone wrong. Raises OSError if the process is gone."""
         self._sock.settimeout(None)
         answer = self._ask("save", folder=str(folder))
         return answer["saved"], answer["error"]

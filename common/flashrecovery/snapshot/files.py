@@ -107,7 +107,7 @@ def listed(folder: Path) -> list[SavedMemory]:
 
 
 def damaged(folder: Path, saved: SavedMemory) -> str:
-    """What is wrong with one file, in words; "" if it is what was written."""
+    """What is wrong with one file; "" if it is what was written."""
     hasher = xxhash.xxh3_128()
     try:
         for piece in _pieces(folder / saved.file):

@@ -40,7 +40,7 @@ def lock_limit() -> int | None:
 class Locking:
     """Locks one memory after another, piece by piece.
 
-    Args: wanted: whether a memory is held still. say: what to do with an error, in words; nothing is locked after it.
+    Args: wanted: whether a memory is held still. say: what to do with an error; nothing is locked after it.
     """
 
     def __init__(self, wanted: Callable[[SharedMemory], bool], say: Callable[[str], None]) -> None:

@@ -19,7 +19,7 @@ class CheckpointFormat(ABC):
     name: str
 
     def layout(self) -> str:
-        """How the state is sharded among the ranks, in words, equal on all of them. What ranks of another layout have
+        """How the state is sharded among the ranks, equal on all of them. What ranks of another layout have
         written is loaded, too, without what is a rank's own (random numbers, data position). "": it is not."""
         return ""
 

@@ -133,7 +133,7 @@ class Session:
         self._worker.connection.at_script_end.append(callback)
 
     def count_calls(self, what: str) -> None:
-        """Steps are numbered by calls of the script. ``what``: what one is, in words."""
+        """Steps are numbered by calls of the script. ``what``: what one is."""
         worker = self._worker
         if worker.rank == 0 and not worker.connection.detached:
             text = f"events, --inject and the tools count {what}; messages name the iteration of its own log, too"

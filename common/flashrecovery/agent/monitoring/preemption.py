@@ -26,7 +26,7 @@ def check(settings: NoticeSettings) -> None:
 
 
 async def watch(settings: NoticeSettings, warning: Callable[[], str], told: Callable[[str], bool]) -> None:
-    """Ask, until ``told`` says that it has taken the notice in; it gets what has been seen, in words. ``warning``: what
+    """Ask, until ``told`` says that it has taken the notice in; it gets what has been seen. ``warning``: what
     a device plugin has warned of, "" if of nothing."""
     if settings.file is None and not settings.command and not settings.warnings:
         return

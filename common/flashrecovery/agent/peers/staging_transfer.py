@@ -68,7 +68,7 @@ class StagingTransfer:
         self._drops = 0
 
     async def bring(self, wanted: pb.StagingWanted) -> str:
-        """Have all of that in this node's memory. Returns why not, in words; "" if it is there."""
+        """Have all of that in this node's memory. Returns why not; "" if it is there."""
         files = [self._bring(file, wanted.within_s, self._drops, self._some) for file in wanted.files]
         found = await asyncio.gather(*files)
         return "; ".join(text for text in found if text)

@@ -155,7 +155,7 @@ class NodeSnapshots:
 
     def keep_for(self, rank: int, version: int, local_state: bytes | None, *, tensors: bool) -> str:
         """A rank is gone whose page had this ``local_state`` of ``version`` (None: it had none). ``tensors``: the rank
-        had more that nobody else has. Returns what is missing, in words; "": nothing."""
+        had more that nobody else has. Returns what is missing; "": nothing."""
         if self._host is None:
             return "its node has no snapshot process"
         try:

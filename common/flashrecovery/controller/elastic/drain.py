@@ -56,7 +56,7 @@ class Drain:
         return wanted
 
     def ask(self, name: str, within_s: float, now: float, cause: str = "") -> tuple[str, str]:
-        """Have a node leave within so many seconds. ``cause``: why, in words. Returns why not, or what is done."""
+        """Have a node leave within so many seconds. ``cause``: why. Returns why not, or what is done."""
         job = self._job
         node = job.nodes.get(name)
         if node is None or not node.alive:

@@ -294,7 +294,7 @@ class Resizing:
         return min((at for at in since if at is not None), default=now)
 
     def why_paused(self, version: int) -> str:
-        """In words, for those who are stopped: ranks have paused at ``version``. A command that was given to a
+        """For those who are stopped: ranks have paused at ``version``. A command that was given to a
         controller before this one is not known any more."""
         size = "as many" if self._order.wanted is None else self._order.wanted.replicas
         coming = self._coming.why_paused(version)

@@ -51,13 +51,13 @@ def refusal(
 
 
 def _other_settings(theirs: Mapping[str, str], mine: Mapping[str, str]) -> str:
-    """In words, the settings in which a node differs from the controller; "" if in none."""
+    """The settings in which a node differs from the controller; "" if in none."""
     keys = [key for key in mine if theirs.get(key) != mine[key]] + [key for key in theirs if key not in mine]
     return ", ".join(f"{key} = {theirs.get(key)} (here {mine.get(key)})" for key in keys)
 
 
 def other_command(node: str, command: Sequence[str], first: str, firsts: Sequence[str]) -> str:
-    """In words, how ``node``'s command differs from the ``first`` node's; "" if it does not. A difference is mostly a
+    """How ``node``'s command differs from the ``first`` node's; "" if it does not. A difference is mostly a
     mistake (a flag on some nodes only), which would show as ranks that wait for each other for ever."""
     mine, theirs = Counter(command), Counter(firsts)
     alone = {node: list((mine - theirs).elements()), first: list((theirs - mine).elements())}

@@ -89,7 +89,7 @@ class JoiningProcesses:
         return True
 
     def _unlike(self, record: RankRecord) -> str:
-        """How it differs from the ranks that there are, in words; "" if it does not."""
+        """How it differs from the ranks that there are; "" if it does not."""
         alike = (
             r for r in self._job.in_order if r.model_rank == record.model_rank
         )  # a replica's ranks differ from each other

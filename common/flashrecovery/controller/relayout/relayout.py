@@ -193,7 +193,7 @@ class ParallelismChange(Parallelism):
         return pb.Pause(step=max(wanted.step, 0), copies=False)
 
     def why_paused(self, version: int) -> str:
-        """In words, for those who are stopped; "" if the layout does not change."""
+        """For those who are stopped; "" if the layout does not change."""
         if self._next is None:
             return ""
         return f"the job goes on in the layout {layout_text(self._next.strategy)} from step {version} on"
@@ -253,7 +253,7 @@ class ParallelismChange(Parallelism):
         return None if self._elastic else self._job.checkpoint
 
     def _unknown(self) -> str:
-        """Why it cannot be said that those who are left have the whole state, in words; "" if it can. A controller that
+        """Why it cannot be said that those who are left have the whole state; "" if it can. A controller that
         was started again has not heard what the ranks needed that had died before."""
         facts = self._facts()
         if isinstance(facts, str) or facts.whole_everywhere:
@@ -498,7 +498,7 @@ class ParallelismChange(Parallelism):
         return True
 
     def another_job(self, message: pb.Joined) -> str:
-        """Why what a rank's script has made is not this job in the layout that it has changed to, in words; "" if it
+        """Why what a rank's script has made is not this job in the layout that it has changed to; "" if it
         is."""
         if self._memory.job_is is None or not message.facts:
             return ""

@@ -79,7 +79,7 @@ class StagedState:
             self._job.outbox.keep(lambda what, _: what is not Ordered.STAGING)
 
     def wrote(self, rank: int, reply: pb.Reply) -> str:
-        """A rank has written its part. Returns in words what it has otherwise than another one, though one state of it
+        """A rank has written its part. Returns what it has otherwise than another one, though one state of it
         will be everybody's; "" if nothing."""
         if self._writing is not None:
             self._writing = replace(self._writing, written=self._writing.written + reply.staged_bytes)

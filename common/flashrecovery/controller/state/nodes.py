@@ -72,7 +72,7 @@ class NodeRecord:
 
     @property
     def doubt(self) -> str:
-        """Why other nodes are preferred, in words; "" if they are not."""
+        """Why other nodes are preferred; "" if they are not."""
         return self.suspect or (self.use_reason if self.use is not Use.NORMAL else "")
 
     @property

@@ -293,7 +293,7 @@ def slowest_start(records: Iterable[RankRecord]) -> Sequence[pb.StartLine]:
 
 
 def unequal_steps(records: Iterable[RankRecord]) -> str:
-    """Ranks that will not take equally many steps, in words; "" if all agree. The others would wait for ever."""
+    """Ranks that will not take equally many steps; "" if all agree. The others would wait for ever."""
     by_count: dict[int, list[int]] = {}
     for record in records:
         if record.steps is not None:
@@ -308,7 +308,7 @@ def unequal_steps(records: Iterable[RankRecord]) -> str:
 
 
 def unequal_ends(records: Iterable[RankRecord]) -> str:
-    """Scripts that have come to their end after other numbers of calls than others have made, in words; "" if there are
+    """Scripts that have come to their end after other numbers of calls than others have made; "" if there are
     none. Who makes more waits for ever."""
     ended: dict[int, list[int]] = {}
     newest = 0
@@ -336,7 +336,7 @@ def told_of(words: pb.LastWords, config: RunConfig, ranks: Collection[int]) -> s
 
 def left_behind(records: Iterable[RankRecord], now: float) -> dict[int, str]:
     """Ranks whose scripts have left their loop before its last step where others have begun the step after, each with
-    what it has done, in words. If all leave it together, none of them begins another. A script that raises leaves its
+    what it has done. If all leave it together, none of them begins another. A script that raises leaves its
     loop, too: what it raises is heard soon after."""
     known = list(records)
     goes_on = [r for r in known if r.place is Place.RUNNING]

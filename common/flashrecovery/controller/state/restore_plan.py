@@ -228,7 +228,7 @@ def from_snapshots(records: Mapping[int, RankRecord]) -> Decision | NoCut | None
 
 def _forget_early(records: Collection[RankRecord]) -> str:
     """Rank-local state that was sealed early counts unless a living rank says that the step before its version was
-    late. Returns whose rank-local states do not count, in words."""
+    late. Returns whose rank-local states do not count."""
     late = frozenset[int]().union(*(record.inventory.late for record in records))
     if not late:
         return ""

@@ -58,7 +58,7 @@ class SavedState:
         return replace(self, place=place)
 
     def lost_with(self, nodes: Mapping[str, NodeRecord]) -> str:
-        """In words, why it cannot be read."""
+        """Why it cannot be read."""
         gone = {home[0] for home in self.homes.values() if not _is_there(home, nodes)}
         return f"what the ranks have written for the next layout was in the memory of {', '.join(sorted(gone))} alone"
 

@@ -37,7 +37,7 @@ _KEPT_MARKS = 10_000
 
 @dataclass(frozen=True)
 class Marks:
-    """What the file says. ``damage``: what was wrong with it, in words; "" if nothing was."""
+    """What the file says. ``damage``: what was wrong with it; "" if nothing was."""
 
     marks: tuple[NodeMark, ...]
     damage: str = ""

@@ -48,7 +48,7 @@ class ReplicaRange:
 
 
 def why_too_few(sizes: ReplicaRange, left: int) -> str:
-    """Why a job cannot go on with the replicas that are ``left``, in words, and with how many it could."""
+    """Why a job cannot go on with the replicas that are ``left``, and with how many it could."""
     replicas = f"{left} replica{'' if left == 1 else 's'} left"
     if left < sizes.least:
         return f"with {replicas} there would be fewer than elastic.min = {sizes.least}"

@@ -55,7 +55,7 @@ def own_memory(sizes: Sizes) -> int:
 
 
 def refusal(sizes: Sizes, need: int) -> str:
-    """Why the copies cannot be kept, in words: they need more than there is. Empty if they do not."""
+    """Why the copies cannot be kept: they need more than there is. Empty if they do not."""
     if need <= sizes.free:
         return ""
     return (

@@ -171,7 +171,7 @@ class _Planner:
         return [part for part in self._layout.parts() if self.usable(stripe, part)]
 
     def problems(self) -> list[str]:
-        """The stripes that cannot be decoded, in words."""
+        """The stripes that cannot be decoded."""
         found = []
         for stripe in range(self._layout.members):
             missing, usable = self.missing(stripe), self.usable_parts(stripe)

@@ -156,7 +156,7 @@ def launch_domains(world: int, nodes: int, shared: Sequence[int] = ()) -> list[s
 def groups_of_all(
     domains: Sequence[str], losses: int, max_size: int, old: Iterable[Sequence[int]] = ()
 ) -> Groups | str:
-    """Groups of all ranks, whatever each of them has; why there are none, in words.
+    """Groups of all ranks, whatever each of them has; why there are none.
 
     Args:
         old: the ranks' groups as each of those that live has them. They stay where they can, see :func:`regroup`. Where

@@ -32,7 +32,7 @@ def newest_cut(needs: Collection[Need], holdings: Collection[Holding]) -> Cut | 
 
 
 def plain_reason(version: int) -> str:
-    """In words, where nothing is held at a newer version."""
+    """Where nothing is held at a newer version."""
     return f"every shard exists at {version}, and none at a newer version"
 
 

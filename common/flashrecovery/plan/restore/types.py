@@ -82,7 +82,7 @@ class Need:
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """The job can go on from ``version``; ``reason`` says in words why not from a newer one."""
+    """The job can go on from ``version``; ``reason`` says why not from a newer one."""
 
     version: int
     reason: str

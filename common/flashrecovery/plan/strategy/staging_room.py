@@ -32,7 +32,7 @@ class StagingRoom:
 
     @property
     def refusal(self) -> str:
-        """Why the layout can never change, in words: there is more of it than all nodes have room for. Empty if it
+        """Why the layout can never change: there is more of it than all nodes have room for. Empty if it
         can."""
         return self._lacking(self.now) if self.now > self.free_in_all else ""
 

@@ -154,7 +154,7 @@ def _load_resized(
 
 
 def checkpoint_layout_mismatch(checkpoint: StoredCheckpoint, form: CheckpointFormat) -> str:
-    """In words, the layout of the ranks that wrote a checkpoint, if ``form`` has another one now and can load it; else
+    """The layout of the ranks that wrote a checkpoint, if ``form`` has another one now and can load it; else
     "". It is the same on all ranks. Raises RestoreError if it cannot be read."""
     return _other_layout(checkpoint.first, form) if form.layout() else ""
 

@@ -28,7 +28,7 @@ class SavedVersion:
         ranks: how many ranks the job had.
         form: the checkpoint's format; "" for the core's.
         nbytes: of all files.
-        wrong: what is missing or is not what was written, in words; empty: a job can go on from here.
+        wrong: what is missing or is not what was written; empty: a job can go on from here.
     """
 
     kind: str

@@ -51,7 +51,7 @@ def check_equal(what: str, values: Mapping[str, Any], *, among: str = "") -> Non
 
 
 def differences(everybody: list[tuple[str, dict[str, str]]]) -> list[str]:
-    """In words, what differs, a line for each name. ``everybody``: each rank's ``among`` and texts by name."""
+    """What differs, a line for each name. ``everybody``: each rank's ``among`` and texts by name."""
     found = []
     for among in dict.fromkeys(among for among, _ in everybody):
         members = {rank: texts for rank, (theirs, texts) in enumerate(everybody) if theirs == among}
@@ -142,7 +142,7 @@ def disagreement(mine: Mapping[str, str], details: Callable[[], Mapping[str, str
 
 
 def in_camps(found: Mapping[str, Sequence[Sequence[int]]]) -> str:
-    """In words, what differs: ``'param/weight' (ranks 0 and 2 | rank 1)``."""
+    """What differs: ``'param/weight' (ranks 0 and 2 | rank 1)``."""
     texts = [f"{name!r} ({' | '.join(ranks_text(ranks) for ranks in camps)})" for name, camps in found.items()]
     more = f" and {len(texts) - _SHOWN} more" if len(texts) > _SHOWN else ""
     return ", ".join(texts[:_SHOWN]) + more

@@ -308,7 +308,7 @@ class Copies:
         self._own.turned_out_own(version, dict(held) if equal else {})
 
     def describe_own(self) -> str:
-        """In words, what becomes of shards that have turned out to be each rank's own."""
+        """What becomes of shards that have turned out to be each rank's own."""
         if self._own_copies and self._parity is None:
             return self.describe()
         return "no copies of them: only a checkpoint helps"

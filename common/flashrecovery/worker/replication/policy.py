@@ -308,7 +308,7 @@ def domains_of_launch(world: int) -> list[str]:
 
 
 def parity_groups(registry: Registry, settings: Settings) -> Groups | str:
-    """The parity groups of all ranks, as the job was launched; why there are none, in words."""
+    """The parity groups of all ranks, as the job was launched; why there are none."""
     return groups_of_all(domains_of_launch(registry.world_size), settings.parity, settings.parity_group)
 
 

@@ -218,7 +218,7 @@ def _in_order(found: ShardParts | None) -> ShardParts | None:
 
 
 def _check_room(registry: Registry) -> str:
-    """Returns in words what will not fit once optimizers have made their state. Raises ConfigError if what there is
+    """Returns what will not fit once optimizers have made their state. Raises ConfigError if what there is
     does not."""
     room = staging_room(registry)
     if room.refusal:

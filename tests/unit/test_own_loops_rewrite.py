@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import ast
 import io
+import queue
 import textwrap
+import types
 from contextlib import redirect_stdout
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from flashrecovery.worker.own_loops.rewrite import HANDLE, Rewritten, rewrite
+from flashrecovery.worker.own_loops.rewrite import HANDLE, Makes, Rewritten, rewrite
+from flashrecovery.worker.own_loops.taken import taken_in
 
 CALLS = """
 class Engine:
@@ -341,3 +345,37 @@ def test_loops_one_after_the_other_are_one_round_of_a_loop_around_them() -> None
     assert lines(text) == {3: True, -7: False, 10: False}
     alone = text.replace("if warm:", "if False:").replace("                fit(a)", "                pass")
     assert lines(alone) == {3: True, 10: False}
+
+
+def test_a_loop_in_a_function_that_a_step_calls_is_a_part_of_the_step() -> None:
+    """A critic takes several steps there, and then the generator one, in the loop or in a function."""
+    critic = "def critic():\n    for _ in range(2):\n        loss.backward()\n        first.step()\n"
+    direct = f"{critic}for x in loader:\n    critic()\n    made.backward()\n    second.step()\n"
+    assert {line: text.steps for line, text in rewrite(direct, "train.py").loops.items()} == {5: True}
+    generator = "def generator():\n    made.backward()\n    second.step()\n"
+    called = f"{critic}{generator}for x in loader:\n    critic()\n    generator()\n"
+    assert {line: text.steps for line, text in rewrite(called, "train.py").loops.items()} == {8: True}
+    epochs = f"{critic}for e in range(3):\n    critic()\n    scheduler.step()\n"
+    assert {line: text.steps for line, text in rewrite(epochs, "train.py").loops.items()} == {2: True, 5: False}
+
+
+def test_such_a_function_of_another_module_is_refused() -> None:
+    text = "from other import critic\nfor x in loader:\n    critic()\n    made.backward()\n    second.step()\n"
+    (found,) = rewrite(text, "train.py", Makes(looping=frozenset(("critic",)))).loops.values()
+    assert "critic() of another module" in found.refused
+
+
+def test_what_a_step_takes_from_a_queue_or_a_file_is_named(tmp_path: Path) -> None:
+    text = "def more():\n    todo.get()\nwhile True:\n    lines.readline()\n    more()\n    names.get(1)\n"
+    text += "    for x in islice(stream, 2): pass\n    next(batches)\n"
+    (tmp_path / "lines").write_text("1\n")
+    with open(tmp_path / "lines") as lines, open(tmp_path / "log", "w") as log:
+        for variables, found in (
+            ({"lines": lines}, "line 4: `lines.readline()` takes from a TextIOWrapper"),
+            ({"lines": log, "todo": queue.Queue()}, "line 2: `todo.get()` takes from a Queue"),
+            ({"stream": iter([1])}, "line 7: `islice(stream, 2)` takes from a list_iterator"),
+            ({"lines": None, "todo": {}, "names": {}, "stream": [1], "batches": iter([1])}, ""),
+        ):
+            frame = types.SimpleNamespace(f_locals=variables, f_globals={})
+            assert taken_in(frame, ast.parse(text), 3) == found  # type: ignore[arg-type]
+            assert "stream" not in taken_in(frame, ast.parse(text), 3, steps=False)  # type: ignore[arg-type]

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import enum
 import io
 import sys
 import types
 from collections import deque
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import DataLoader, DistributedSampler, Sampler
@@ -51,6 +53,71 @@ def test_numbers_containers_tensors_and_attributes_come_back() -> None:
     assert values["history"] is history and history == [1.0], "others may hold the same list"
     assert values["recent"] is recent and [*recent] == [1]
     assert (meter.sum, meter.values) == (1.5, [1, 2])
+
+
+class Phase(enum.Enum):
+    WARM = 1
+    TRAIN = 2
+
+
+class Slots:
+    __slots__ = ("n", "values")
+
+    def __init__(self) -> None:
+        self.n, self.values = 1, [1]
+
+
+class Tally:
+    steps = 1
+    seen: ClassVar[list[int]] = [1]
+
+
+def noted(value: int, seen: list[int] = [], *, more: dict[str, int] = {}) -> None:  # noqa: B006 - scripts do so
+    seen.append(value)
+    more["n"] = value
+    noted.calls += 1  # type: ignore[attr-defined]
+
+
+class Env:
+    def __init__(self) -> None:
+        self.n, self.rng, self.state = 1, np.random.default_rng(0), np.ones(2)
+
+
+def test_what_else_a_script_counts_in_comes_back() -> None:
+    """Arrays, enumerations, slots, classes, functions' attributes and default arguments, generators in objects."""
+    noted.calls = 0  # type: ignore[attr-defined]
+    array, total, slots, env = np.zeros(3), torch.zeros(3), Slots(), Env()
+    variables = {"array": array, "total": total, "phase": Phase.WARM, "phases": [Phase.TRAIN], "mean": np.float64(2)}
+    frame = frame_with(**variables, slots=slots, Tally=Tally, noted=noted, env=env)
+    own = frozenset(variables)
+    wanted = LoopVariables(own, frozenset(), frozenset(), read=frozenset(("slots", "Tally", "noted", "env")))
+    saved = Saved.of(codec.loads(codec.dumps(take_down(frame, wanted, frozenset()).plain())))
+    first = env.rng.random()
+
+    array[1], total[1], slots.n, Tally.steps, env.n = 7, 7, 7, 7, 7
+    slots.values.append(7)
+    Tally.seen.append(7)
+    env.state[0] = 7
+    noted(7)
+    frame.f_locals["phase"] = Phase.TRAIN
+    values = put_back(frame, wanted, frozenset(), saved)
+    assert values["array"] is array and not array.any(), "others may hold the same array"
+    assert values["total"] is total and not total.any(), "no statement sets it"
+    assert values["phase"] is Phase.WARM and values["phases"] == [Phase.TRAIN] and values["mean"] == 2
+    assert (slots.n, slots.values, Tally.steps, Tally.seen) == (1, [1], 1, [1])
+    assert noted.__defaults__ == ([],) and noted.__kwdefaults__ == {"more": {}}
+    assert noted.calls == 0  # type: ignore[attr-defined]
+    assert env.n == 1 and env.rng.random() == first and env.state.tolist() == [1, 1]
+    assert [Phase.WARM.value, Phase.TRAIN.name] == [1, "TRAIN"], "a member is no object with attributes of its own"
+
+
+def test_a_tensor_of_another_shape_that_no_statement_sets_comes_back() -> None:
+    kept = torch.ones(2)
+    frame = frame_with(kept=kept)
+    saved = take_down(frame, names("kept"), frozenset())
+    kept.resize_(5).zero_()
+    put_back(frame, names("kept"), frozenset(), saved)
+    assert kept.tolist() == [1, 1]
 
 
 def test_a_tensor_that_each_round_makes_is_taken_down_only_if_it_is_read_below() -> None:

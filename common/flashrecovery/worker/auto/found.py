@@ -264,7 +264,7 @@ def _paths_of_wrappers(found: dict[int, tuple[str, torch.nn.Module]], modules: M
             continue
         wrapper = wrapper_of(module)
         if wrapper is not module:
-            found[id(wrapper)] = (path, wrapper)
+            found.setdefault(id(wrapper), (path, wrapper))
             covered |= {id(part) for part in wrapper.modules()}
 
 

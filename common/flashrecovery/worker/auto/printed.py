@@ -28,7 +28,7 @@ from flashrecovery.worker.local_state.generators import as_stateful
 from flashrecovery.worker.local_state.plain_values import LARGE, is_kept
 from flashrecovery.worker.own_loops.loops import LOOPS, ScriptLoop
 from flashrecovery.worker.own_loops.rewrite import NONE, Makes
-from flashrecovery.worker.own_loops.variables import protected
+from flashrecovery.worker.own_loops.variables import changing_defaults, protected
 from flashrecovery.worker.script_checks.wrapped_module import wrapper_of
 from flashrecovery.worker.script_text.script_frames import STATIC, carried_by_class_in, file_of, is_own
 
@@ -169,6 +169,9 @@ class _Seen:
             if isinstance(thing, types.FunctionType):
                 self._refuse_closure(path, thing)
                 continue
+            if isinstance(thing, type):
+                self._refuse_class(path, thing)
+                continue
             if type(thing).__module__.partition(".")[0] == "tqdm":
                 continue
             attributes = attributes_of(thing)
@@ -192,6 +195,21 @@ class _Seen:
                         function.__code__.co_firstlineno,
                         f"{path}() may change {name}, which is a variable of another function: make it an attribute",
                     )
+
+        if any(
+            is_kept(value, self._ids) for value in (*vars(function).values(), *changing_defaults(function).values())
+        ):
+            raise NotByHand(
+                function.__code__.co_firstlineno,
+                f"{path}() may keep something in its attributes or default arguments: make it a variable",
+            )
+
+    def _refuse_class(self, path: str, kind: type) -> None:
+        text = self._loop.text.carried
+        changed = {one for one in text.names | text.set_here if one.startswith(f"{path}.")}
+        changed |= {f"{path}.{n}" for n in carried_by_class_in(file_of(kind), kind.__name__).names if n in vars(kind)}
+        if changed:
+            raise NotByHand(self._loop.key[1], f"{min(changed)}, an attribute of a class, changes: make it a variable")
 
     def _sampler_of(self, path: str) -> Sequence[object] | None:
         """What of a loader is told its epoch; None: it is none whose batches can be counted."""

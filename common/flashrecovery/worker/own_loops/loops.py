@@ -31,6 +31,7 @@ from flashrecovery.worker.loop import Loop
 from flashrecovery.worker.own_loops.loop_data import LoopData, OwnIterator
 from flashrecovery.worker.own_loops.output import Output
 from flashrecovery.worker.own_loops.rewrite import LoopText, Rewritten
+from flashrecovery.worker.own_loops.taken import taken_in
 from flashrecovery.worker.own_loops.variables import (
     LoopVariables,
     Saved,
@@ -251,6 +252,7 @@ class ScriptLoops:
     def _open(self, loop: ScriptLoop) -> Loop:
         assert self._session is not None, "the loops are protected"
         self._check_loops_around(loop)
+        self._refuse_what_is_taken()
         self._prepare(loop, last=True)
         reading = [key for key, text in self.texts.items() if text.steps and text.reads and not text.refused]
         for place in sorted(reading):
@@ -309,6 +311,19 @@ class ScriptLoops:
                         f"cannot be led back{self._because(file, number)}; {self._by_hand}"
                     )
             around = around.f_back
+
+    def _refuse_what_is_taken(self) -> None:
+        """Raises UnsupportedError if a round takes something from a queue, or the like."""
+        for loop in self.stack:
+            tree = tree_of(loop.key[0])
+            if tree is None or loop.frame is None:
+                continue
+            found = taken_in(loop.frame, tree, loop.key[1], steps=loop.text.steps)
+            if found:
+                raise UnsupportedError(
+                    f"{loop.place}: {found}, which a replacement cannot do once more: let the loop run over something "
+                    f"that begins anew with `iter()`; or {self._by_hand}"
+                )
 
     def _because(self, file: str, line: int) -> str:
         text = self.texts.get((file, line))

@@ -159,9 +159,26 @@ class StepCalls:
         self.loops: dict[PlainLoop, bool] = {}
         """All that are rewritten; True: a step loop."""
         # functions that have a step loop, or call one that has
-        self._looping: set[str] = {*elsewhere.looping} - self.functions.keys()
+        self._looping: set[str] = set()
+        self._parts: set[str] = set()
+        """Functions whose loops are parts of one step: that of a loop that calls them."""
         self._optimizers = _optimizers(tree)
-        places: list[ast.AST] = [tree, *(one for same in self.functions.values() for one in same)]
+        self.mixed: dict[PlainLoop, str] = {}
+        """Loops that make a step, and call such a function of another module."""
+        while True:
+            self._look(tree)
+            parts = {name for _, name in self._called_besides(tree) if name in self.functions} - self._parts
+            if not parts:
+                break
+            self._parts |= parts
+        self.mixed = {loop: name for loop, name in self._called_besides(tree) if name not in self.functions}
+
+    def _look(self, tree: ast.Module) -> None:
+        elsewhere = self._elsewhere
+        self._looping = {*elsewhere.looping} - self.functions.keys()
+        self.loops = {}
+        own = [one for name, same in self.functions.items() if name not in self._parts for one in same]
+        places: list[ast.AST] = [tree, *own]
         while True:
             before = len(self._looping), len(self.loops)
             self._backward = self._closure(self._is_backward, elsewhere.backward)
@@ -170,7 +187,7 @@ class StepCalls:
             for place in places:
                 self._find(place)
             for name, same in self.functions.items():
-                if any(self._loops_in(one) for one in same):
+                if name not in self._parts and any(self._loops_in(one) for one in same):
                     self._looping.add(name)
             if (len(self._looping), len(self.loops)) == before:
                 return
@@ -243,6 +260,18 @@ class StepCalls:
         return any(self._is_backward(call) or called(call) in self._backward for call in besides) and any(
             self._is_step(call) or called(call) in self._step for call in besides
         )
+
+    def _called_besides(self, tree: ast.Module) -> Iterator[tuple[PlainLoop, str]]:
+        """Loops that make the calls of a step themselves, or in functions that have no loop for it, with what else they
+        call that has such a loop: a critic takes several steps there, and then the generator one."""
+        for loop in (node for node in ast.walk(tree) if isinstance(node, (ast.For, ast.While))):
+            inner = [node for node in own_nodes(loop) if isinstance(node, (ast.For, ast.While)) and node is not loop]
+            within = {node for one in inner for node in own_nodes(one)}
+            direct = [call for call in calls_in(loop) if call not in within]
+            looping = [called(call) for call in direct if called(call) in self._looping]
+            backward = any(self._is_backward(call) or called(call) in self._backward for call in direct)
+            if looping and backward and any(self._is_step(call) or called(call) in self._step for call in direct):
+                yield from ((loop, name) for name in looping)
 
     def _whole_step(self, loop: PlainLoop) -> bool:
         return self._makes(loop, self._is_backward, self._backward) and self.takes_step(loop)
@@ -379,12 +408,14 @@ def _text_of(tree: ast.Module, loop: PlainLoop, calls: StepCalls, names: _FileNa
         frozenset(_names_read_after(place, loop)),
         names.passed,
         names.read,
-        _refusal(loop, function),
+        _refusal(loop, function, calls),
         isinstance(loop, ast.For),
     )
 
 
-def _refusal(loop: PlainLoop, function: AnyFunction | None) -> str:
+def _refusal(loop: PlainLoop, function: AnyFunction | None, calls: StepCalls) -> str:
+    if loop in calls.mixed:
+        return f"it takes a step, and {calls.mixed[loop]}() of another module, which it calls, has a loop of steps, too"
     if function is not None and (isinstance(function, ast.AsyncFunctionDef) or _is_generator(function)):
         return f"{function.name}() is a generator or a coroutine, and goes on elsewhere between two of its rounds"
     if any(isinstance(node, (ast.Break, ast.Continue)) for node in _own_jumps(loop.orelse)):

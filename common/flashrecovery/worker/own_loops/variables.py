@@ -10,7 +10,7 @@ import collections
 import enum
 import functools
 import types
-from collections.abc import Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, Dataset
 from flashrecovery.worker.data import lightning_fabric
 from flashrecovery.worker.local_state.fingerprints import CONTAINERS, ELEMENTS, KEPT_NUMBERS, attributes_of
 from flashrecovery.worker.local_state.generators import as_stateful, is_generator
-from flashrecovery.worker.local_state.plain_values import LARGE, SMALL, copy_of, is_kept, put, storage_of
+from flashrecovery.worker.local_state.plain_values import LARGE, SMALL, copy_of, is_kept, put, storage_of, write
 from flashrecovery.worker.own_loops.rewrite import LoopText
 from flashrecovery.worker.preimport.own_files import is_own_file
 from flashrecovery.worker.script_text.script_frames import STATIC, is_own
@@ -40,6 +40,7 @@ class LoopVariables:
         carried: of these, those that a round of it may read as the round before has left them.
         passed: handed to functions that may change them: containers among them belong to the loop, too.
         read: all that may lead to an object whose attributes change.
+        local: those that the rewritten text assigns.
     """
 
     own: frozenset[str]
@@ -48,6 +49,7 @@ class LoopVariables:
     passed: frozenset[str] = frozenset()
     read: frozenset[str] = frozenset()
     carried: frozenset[str] = frozenset()
+    local: frozenset[str] = frozenset()
 
     @functools.cached_property
     def in_order(self) -> tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]:
@@ -61,7 +63,7 @@ class LoopVariables:
         own |= text.local | text.shared
         over = (carried.names | carried.set_here) - carried.remade
         return LoopVariables(
-            frozenset(own), carried.remade, text.read_after, text.passed - own, text.read, frozenset(over)
+            frozenset(own), carried.remade, text.read_after, text.passed - own, text.read, frozenset(over), text.local
         )
 
 
@@ -158,8 +160,13 @@ def put_back(frame: types.FrameType, names: LoopVariables, known: frozenset[int]
     put_back_objects(frame, names, known, saved.attributes)
     variables = _Variables(frame)
     now = dict(variables.of(saved.variables))
-    found = {name: put(now.get(name), value) for name, value in saved.variables.items()}
-    if frame.f_locals is not frame.f_globals:
+    found = {}
+    for name, value in saved.variables.items():
+        there = now.get(name)
+        found[name] = there if name not in names.local and write(there, value) else put(there, value)
+    if frame.f_locals is frame.f_globals:
+        frame.f_globals.update({name: value for name, value in found.items() if name not in names.local})
+    else:
         shared = set(frame.f_code.co_varnames) | set(frame.f_code.co_cellvars) | set(frame.f_code.co_freevars)
         for name in found.keys() - shared:  # a global one, which this function may only read
             frame.f_globals[name] = found[name]
@@ -184,7 +191,7 @@ def put_back_objects(
         attributes = _attributes(thing)
         for name in attributes:
             where = f"{path}.{name}"
-            if where in saved:
+            if where in saved and as_stateful(attributes[name]) is None:  # what a generator has comes later
                 attributes[name] = put(attributes[name], saved[where])
 
 
@@ -208,7 +215,7 @@ def _objects_from(
     while waiting and len(seen) < _OBJECTS:
         path, thing, depth = waiting.popleft()
         kind = _leads_to(thing)
-        if id(thing) in seen or id(thing) in known or (kind is _Kind.FUNCTION and not _has_own_closure(thing)):
+        if id(thing) in seen or id(thing) in known or (kind is _Kind.FUNCTION and not _keeps_something(thing)):
             continue
         seen.add(id(thing))
         parts: Iterable[tuple[str, Any]] = ()
@@ -233,6 +240,7 @@ class _Kind(enum.Enum):
     CONTAINER = "container"
     GENERATOR = "generator"
     OWN = "own"
+    CLASS = "class"
 
 
 _LEAVES = (*STATIC, *KEPT_NUMBERS, torch.Tensor, torch.nn.Module, Dataset, DataLoader)
@@ -240,7 +248,16 @@ _LEAVES = (*STATIC, *KEPT_NUMBERS, torch.Tensor, torch.nn.Module, Dataset, DataL
 
 def _leads_to(thing: object) -> _Kind | None:
     """None: to nothing."""
+    if isinstance(thing, type):
+        return _kind_of_class(thing)
     return _kind_of(type(thing))  # type: ignore[arg-type] # a class is hashable
+
+
+@functools.lru_cache(4096)
+def _kind_of_class(thing: type) -> _Kind | None:
+    """Numbers and the like may be counted in a class of the script's own."""
+    plain = not issubclass(thing, (enum.Enum, torch.nn.Module, BaseException)) and is_own(thing)
+    return _Kind.CLASS if plain else None
 
 
 @functools.lru_cache(4096)
@@ -253,38 +270,105 @@ def _kind_of(kind: type) -> _Kind | None:
         return _Kind.GENERATOR
     if kind in (list, tuple, dict):
         return _Kind.CONTAINER
+    if issubclass(kind, enum.Enum):
+        return None
     return _Kind.OWN if _has_plain_state(kind) else _Kind.OTHER
 
 
 def _attributes(thing: object) -> MutableMapping[str, Any]:
-    """Of a function, what it has from the functions around it."""
-    return _Cells(thing) if isinstance(thing, types.FunctionType) else attributes_of(thing)
+    """Of a function, what it has from the functions around it, its own attributes, and its default arguments."""
+    if isinstance(thing, types.FunctionType):
+        return _OfFunction(thing)
+    if isinstance(thing, type):
+        return _OfClass(thing)
+    slots = _slots_of(type(thing))  # type: ignore[arg-type] # a class is hashable
+    return _OfSlots(thing, slots) if slots else attributes_of(thing)
 
 
-class _Cells(MutableMapping[str, Any]):
+@functools.lru_cache(1024)
+def _slots_of(kind: type) -> tuple[str, ...]:
+    return tuple(n for one in kind.__mro__ for n, v in vars(one).items() if type(v) is types.MemberDescriptorType)
+
+
+class _Attributes(MutableMapping[str, Any]):
+    """Those that have a value when this is made."""
+
+    _names: Sequence[str]
+
+    def __delitem__(self, name: str) -> None:
+        raise NotImplementedError
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+
+class _OfFunction(_Attributes):
     def __init__(self, function: types.FunctionType) -> None:
         cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
         self._cells = {name: cell for name, cell in cells if _is_filled(cell)}
+        self._own = function.__dict__
+        self._defaults = changing_defaults(function)
+        self._names = [*self._cells, *(name for name in self._own if name not in self._cells), *self._defaults]
 
     def __getitem__(self, name: str) -> Any:
-        return self._cells[name].cell_contents
+        if name in self._cells:
+            return self._cells[name].cell_contents
+        return self._own[name] if name in self._own else self._defaults[name]
 
     def __setitem__(self, name: str, value: Any) -> None:
-        self._cells[name].cell_contents = value
-
-    def __delitem__(self, name: str) -> None:
-        del self._cells[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._cells)
-
-    def __len__(self) -> int:
-        return len(self._cells)
+        if name in self._cells:
+            self._cells[name].cell_contents = value
+        elif name in self._own:
+            self._own[name] = value  # of a default argument the container itself has been changed
 
 
-def _has_own_closure(function: object) -> bool:
+class _OfClass(_Attributes):
+    def __init__(self, kind: type) -> None:
+        self._kind = kind
+        self._names = [name for name, value in vars(kind).items() if not name.startswith("__") and not callable(value)]
+
+    def __getitem__(self, name: str) -> Any:
+        return vars(self._kind)[name]
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        if value is not vars(self._kind)[name]:
+            type.__setattr__(self._kind, name, value)
+
+
+class _OfSlots(_Attributes):
+    def __init__(self, thing: object, slots: Sequence[str]) -> None:
+        self._thing, self._dict = thing, attributes_of(thing)
+        self._names = [*(name for name in slots if hasattr(thing, name)), *self._dict]
+
+    def __getitem__(self, name: str) -> Any:
+        return self._dict[name] if name in self._dict else getattr(self._thing, name)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        if name in self._dict:
+            self._dict[name] = value
+        else:
+            object.__setattr__(self._thing, name, value)
+
+
+def changing_defaults(function: types.FunctionType) -> dict[str, Any]:
+    """Default arguments that calls can change, by ``name=``."""
+    if not function.__defaults__ and not function.__kwdefaults__:
+        return {}
+    code, defaults = function.__code__, function.__defaults__ or ()
+    last = code.co_varnames[code.co_argcount - len(defaults) : code.co_argcount]
+    every = {**dict(zip(last, defaults, strict=True)), **(function.__kwdefaults__ or {})}
+    return {
+        f"{name}=": value for name, value in every.items() if isinstance(value, (list, dict, set, collections.deque))
+    }
+
+
+def _keeps_something(function: object) -> bool:
     assert isinstance(function, types.FunctionType)
-    return bool(function.__closure__) and is_own_file(function.__code__.co_filename)
+    keeps = function.__closure__ or function.__dict__ or function.__defaults__ or function.__kwdefaults__
+    return bool(keeps) and is_own_file(function.__code__.co_filename)
 
 
 def _is_filled(cell: types.CellType) -> bool:

@@ -24,7 +24,10 @@ def wrapper_of(model: torch.nn.Module) -> torch.nn.Module:
     Raises:
         RegistrationError: there are several; it wraps a larger module; or a DeepSpeed engine has the module.
     """
-    if isinstance(model, (DistributedDataParallel, FSDPModule)) or not _around(model):
+    inside = _without_compiling(model)
+    if isinstance(inside, DistributedDataParallel):
+        return inside
+    if isinstance(model, FSDPModule) or not _around(model):
         return model
     gc.collect()  # one of them may be gone
     around = _around(model)

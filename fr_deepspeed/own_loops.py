@@ -75,13 +75,13 @@ class EngineSteps:
                 '"flash_recovery" out of the config of one of them'
             )
         self._whole_at: int | None = None  # the engine's count behind the newest step that was whole
-        self.before_step: Callable[[], None] | None = None
+        self._check: Callable[[], None] | None = None
         step = engine.step
 
         @functools.wraps(step)
         def stepped(*args: Any, **kwargs: Any) -> Any:
-            if self.before_step is not None:
-                self.before_step()
+            if self._check is not None:
+                self._check()
             whole = bool(engine.is_gradient_accumulation_boundary())
             result = step(*args, **kwargs)
             self._whole_at = engine.micro_steps if whole else None
@@ -92,6 +92,9 @@ class EngineSteps:
     @property
     def accumulation(self) -> int:
         return int(self._engine.gradient_accumulation_steps())
+
+    def check_first(self, check: Callable[[], None]) -> None:
+        self._check = check
 
     def is_whole(self) -> bool:
         """Of any of the engines that have been stepped."""

@@ -21,7 +21,7 @@ def leaving() -> ReplicaWorld:
     world = world_of(ACROSS, replace="auto", nproc=2, nnodes=3, controller="h:1")
     world.join("spare", spare=True)
     world.go_on()
-    assert world.machine.handoff.ask("node1", 60.0, world.now)[0] == ""
+    assert world.machine.drain.ask("node1", 60.0, world.now)[0] == ""
     while world.machine.job.state is State.RUNNING:
         world.machine.on_tick(world.now)
         world.collect()
@@ -121,7 +121,7 @@ def test_who_has_paused_for_processes_that_do_not_come_goes_on() -> None:
     world.machine.on_paused(pb.Paused(rank=0, generation=job.generation, version=at), world.now)
     assert job.state is State.RUNNING and list(job.membership.joining) == [2]
     before, world.silent = job.generation, {1}
-    assert world.machine.handoff.ask("node1", 60.0, world.now)[0] == ""
+    assert world.machine.drain.ask("node1", 60.0, world.now)[0] == ""
     world.machine.on_tick(world.now)
     assert list(job.membership.joining) == [1] and job.generation == before + 1, "all go on from where it has paused"
     world.collect()

@@ -81,7 +81,7 @@ class HandoffWorld(GrowingWorld):
         return super(GrowingWorld, self).train()
 
     def leave(self, node: str, within_s: float = 60.0) -> str:
-        error, _ = self.machine.handoff.ask(node, within_s, self.now)
+        error, _ = self.machine.drain.ask(node, within_s, self.now)
         self.machine.on_tick(self.now)
         self.collect()
         return error
@@ -201,7 +201,7 @@ def test_a_command_for_a_later_step_does_not_hold_it_up(spare: bool) -> None:
 
 def test_a_command_while_a_node_leaves_is_done_afterwards() -> None:
     world = HandoffWorld(spare=False, elastic={"min": 1, "max": 4})
-    world.machine.handoff.ask("node1", 60.0, world.now)
+    world.machine.drain.ask("node1", 60.0, world.now)
     world.machine.on_tick(world.now)
     assert world.machine.resize(1, -1, world.now) == ""
     world.collect()

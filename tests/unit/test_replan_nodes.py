@@ -361,7 +361,7 @@ def test_a_node_that_a_commanded_layout_needs_has_gone() -> None:
 
 def test_a_job_of_another_layout_is_not_handed_over() -> None:
     world = Nodes(spare=1, replace="auto")
-    refused, _ = world.machine.handoff.ask("n1", 60.0, 3.0)
+    refused, _ = world.machine.drain.ask("n1", 60.0, 3.0)
     assert "parallel layout may change (parallelism) are not handed over yet" in refused
 
 

@@ -105,7 +105,7 @@ def run(shape: ReplicaShape, seed: int) -> State:
         if what < 0.2:
             world.resize(rng.randint(1, shape.replicas))
         elif what < 0.45 and drains:
-            world.machine.handoff.ask(job.ranks[victim].home, 10.0, world.now)
+            world.machine.drain.ask(job.ranks[victim].home, 10.0, world.now)
             world.collect()
         elif what < 0.45:
             extra += 1

@@ -90,19 +90,19 @@ class Machine:
         self._joining_processes = self._coming.joining_processes
         self._growing = Growing(self.job, self._placement, self._coming)
         self._resizing = Resizing(self.job, self._growing, self._coming)
-        self.handoff = Drain(self.job, self._placement, self._coming, self._resizing)
+        self.drain = Drain(self.job, self._placement, self._coming, self._resizing)
         proactive = ProactiveReplacement(self.job, self._placement)
-        self._replanning = self._parallelism()
+        self._parallelism = self._parallelism_of_job()
         self._steps = RecoverySteps(
-            self.job, self._placement, proactive, self._starting, self._resizing, self._replanning
+            self.job, self._placement, proactive, self._starting, self._resizing, self._parallelism
         )
         self._last_save = LastSave(self.job, self._steps.stop_held)
-        self.takeover = TakeOver(self.job, self._placement, self._starting, self._steps, self._replanning)
+        self.takeover = TakeOver(self.job, self._placement, self._starting, self._steps, self._parallelism)
         self.watch = HangWatch(self.job)
         self.conduct = NodePolicy(self.job)
         self._self_check = SelfCheck(self.job)
 
-    def _parallelism(self) -> Parallelism:
+    def _parallelism_of_job(self) -> Parallelism:
         if self.job.config.parallelism is None:
             return Parallelism()
         from flashrecovery.controller.relayout.relayout import ParallelismChange
@@ -114,10 +114,10 @@ class Machine:
         found: dict[str, ChangeState] = {
             "size": self._resizing.state,
             "join": self._coming.state,
-            "relayout": self._replanning.state,
+            "relayout": self._parallelism.state,
         }
         changing = {name: state for name, state in found.items() if state is not at_rest(state)}
-        return {**changing, **{f"drain of {name}": state for name, state in self.handoff.states().items()}}
+        return {**changing, **{f"drain of {name}": state for name, state in self.drain.states().items()}}
 
     def validate(self) -> None:
         """Call after an event, and never amid one: see :meth:`.state.self_check.SelfCheck.validate`."""
@@ -201,7 +201,7 @@ class Machine:
             )
         )
         self.job.blame(name, FailureKind.NODE_LOST, evidence)
-        self.handoff.on_node_lost(name)
+        self.drain.on_node_lost(name)
         self._coming.relieved.on_node_lost(name)
         self._resizing.last_resort.on_node_lost(name)
         self._joining_processes.on_node_lost(name)
@@ -213,7 +213,7 @@ class Machine:
                     self.job.vacate(record.rank)
                     record.home, record.inventory.local_states = "", ()
             return
-        if not lost and self._replanning.on_node_lost((), now):
+        if not lost and self._parallelism.on_node_lost((), now):
             return
         if all(r.place is Place.FINISHED for r in lost):
             self._placement.publish_others()
@@ -227,7 +227,7 @@ class Machine:
         if released:
             self.job.fail(f"{self.job.last_failure}, after the last step of ranks {released}: their end state is lost")
             return
-        if self._replanning.on_node_lost([r.rank for r in lost], now):
+        if self._parallelism.on_node_lost([r.rank for r in lost], now):
             return
         self._placement.settle([r.rank for r in lost], now, node.domain)
         if self.job.state is State.STARTING:
@@ -284,10 +284,10 @@ class Machine:
         record.joined(message)
         record.inventory.needs = renamed(record.inventory.needs, record.rank, turned_out_own(known))
         record.inventory.as_launched = not known or not sure
-        another = self._replanning.another_job(message)
+        another = self._parallelism.another_job(message)
         if another:
             why = f"rank {record.rank}: {another}"
-            if self.job.state is State.STARTING and not self._replanning.begin_otherwise(why, now):
+            if self.job.state is State.STARTING and not self._parallelism.begin_otherwise(why, now):
                 self.job.fail(why)
             return
         self.job.parallel.facts = message.facts or self.job.parallel.facts
@@ -408,7 +408,7 @@ class Machine:
         if message.error_type:
             self._refused(self.job.ranks[ranks[0]], what, message, now)
             return
-        odd = self._replanning.wrote(ranks[0], message) if what is Ordered.STAGING else ""
+        odd = self._parallelism.wrote(ranks[0], message) if what is Ordered.STAGING else ""
         if odd:
             self._could_not_write(self.job.ranks[ranks[0]], odd, now, differs=True)
             return
@@ -496,8 +496,8 @@ class Machine:
 
     def _change(self, version: int, now: float) -> None:
         """All ranks wait before this version, or will: go on with others."""
-        if self._replanning.under_way:
-            self.job.last_failure = self._replanning.why_paused(version)
+        if self._parallelism.under_way:
+            self.job.last_failure = self._parallelism.why_paused(version)
             self._steps.recover([], FailureKind.REPLAN, now, 0.0, now)
             return
         if self.job.config.parallelism is not None and self.job.config.elastic is None:
@@ -508,11 +508,11 @@ class Machine:
 
     def replan(self, layout: str, step: int) -> tuple[str, str, tuple[str, ...]]:
         """See :meth:`.parallelism.Parallelism.ask`."""
-        return self._replanning.ask(layout, step)
+        return self._parallelism.ask(layout, step)
 
     def resize(self, replicas: int, step: int, now: float) -> str:
         """See :meth:`.elastic.resizing.Resizing.ask`."""
-        if self._replanning.under_way:
+        if self._parallelism.under_way:
             return "the job is about to change its parallel layout; ask again when it has"
         return self._resizing.ask(replicas, step, now)
 
@@ -530,7 +530,7 @@ class Machine:
         finished = record.place in (Place.RELEASED, Place.DONE) or (
             self.job.state is State.STARTING
             and record.place in (Place.STARTING, Place.FINISHED)
-            and self._replanning.restored_from() is None  # else it has been training before
+            and self._parallelism.restored_from() is None  # else it has been training before
         )
         if not finished:
             evidence = "the process ended with code 0 in the middle of the training"
@@ -650,8 +650,8 @@ class Machine:
 
     def _handle_plans(self, now: float) -> None:
         """Changes that nobody has suffered, but somebody wants."""
-        self.handoff.tick(now)
-        if not self._replanning.under_way:
+        self.drain.tick(now)
+        if not self._parallelism.under_way:
             self._growing.grow_by_itself(now)
         if self._coming.tick(now):
             self._change(self.job.committed, now)
@@ -681,7 +681,7 @@ class Machine:
         elif (
             self.job.state is State.STARTING
             and not self.job.places[Place.JOINED]
-            and self._replanning.restored_from() is None  # else it has come to one before
+            and self._parallelism.restored_from() is None  # else it has come to one before
         ):
             self._starting.let_run_unprotected()
         elif survivors and survivors <= late.keys() and not self.job.tries.asked_again:
@@ -745,7 +745,7 @@ class Machine:
         if message.kind == FailureKind.EXCEPTION:
             words = message.last_words
             why = raised_text(f"rank {failed.rank} raised {words.exception} before its first step", words.message)
-            if not self._replanning.begin_otherwise(why, now):
+            if not self._parallelism.begin_otherwise(why, now):
                 self.job.fail(f"{why}{told_of(words, self.job.config, [failed.rank])}")
         else:
             self._starting.start_again(f"{self.job.last_failure}, before the first step", now)
@@ -793,7 +793,7 @@ class Machine:
 
     def _could_not_write(self, record: RankRecord, why: str, now: float, *, differs: bool) -> None:
         """For another layout."""
-        if self._replanning.could_not(record.rank, why, now, differs=differs):
+        if self._parallelism.could_not(record.rank, why, now, differs=differs):
             self._steps.enter("retry", now)
 
     def _found(

@@ -69,10 +69,10 @@ class RecoverySteps:
         proactive: ProactiveReplacement,
         starting: LaunchSequence,
         resizing: Resizing,
-        replanning: Parallelism,
+        parallelism: Parallelism,
     ) -> None:
         self._job = job
-        self._replanning = replanning
+        self._parallelism = parallelism
         self._resizing = resizing
         self._placement = placement
         self._proactive = proactive
@@ -95,7 +95,7 @@ class RecoverySteps:
                 + ". Initialise it alike (DDP broadcasts it) before registering it."
             )
             return
-        again = self._replanning.restored_from()
+        again = self._parallelism.restored_from()
         found = again or (self._saved_state() if self._job.config.resume else None)
         if self._job.state is State.FAILED:
             return
@@ -111,7 +111,7 @@ class RecoverySteps:
                 )
             )
         else:
-            self._job.recovery = self._job.recovery or self._replanning.change
+            self._job.recovery = self._job.recovery or self._parallelism.change
             if self._job.recovery is not None:
                 self._job.recovery.resume_step = again.round.version
         if found is None:
@@ -189,7 +189,7 @@ class RecoverySteps:
         """Enter QUIESCING with the next generation; also from the middle of a recovery."""
         self._job.next_generation()
         self._resizing.resumed()
-        self._replanning.interrupted()
+        self._parallelism.interrupted()
         back = self._resizing.take_back()
         victims = [rank for rank in victims if rank not in back]
         victims += [rank for rank in self._placement.stranded() if rank not in victims]
@@ -221,7 +221,7 @@ class RecoverySteps:
     def _join_recovery(self, cause: str, now: float, victims: Sequence[int]) -> None:
         """Take further ranks that have lost their processes into the recovery under way."""
         victims = [*victims, *(rank for rank in self._placement.stranded() if rank not in victims)]
-        self._replanning.interrupted()
+        self._parallelism.interrupted()
         self._job.outbox.keep(lambda _, rank: rank not in victims)
         of_all = self._job.recovery.victims if self._job.recovery is not None else []
         self._job.emit(ev.RecoveryStarted(generation=self._job.generation, victims=list(of_all), cause=cause))
@@ -244,7 +244,7 @@ class RecoverySteps:
         nothing = not self.survivors() and self._job.checkpoint is None and not self._in_snapshots()
         if nothing and self._with_those_who_left(now):
             return
-        if nothing and self._replanning.restored_from() is None:
+        if nothing and self._parallelism.restored_from() is None:
             why = (
                 "no survivor holds any state and there is no checkpoint (what would survive that: --snapshots always, "
                 f"--checkpoint-dir); the last failure: {self._job.last_failure}"
@@ -271,10 +271,10 @@ class RecoverySteps:
         """Whether the job goes on without these ranks: with fewer replicas, which keep their processes, or else in
         another layout. Where only another layout could, and none fits, it fails."""
         try:
-            if self._replanning.has_to:
-                return self._replanning.lose(lost)
-            self._replanning.may_lose(lost)
-            return self._resizing.lose(lost) or self._replanning.lose(lost)
+            if self._parallelism.has_to:
+                return self._parallelism.lose(lost)
+            self._parallelism.may_lose(lost)
+            return self._resizing.lose(lost) or self._parallelism.lose(lost)
         except JobFailedError as e:
             self._job.fail(str(e))
             return False
@@ -298,8 +298,8 @@ class RecoverySteps:
             self._job.to(State.REPLACING, now)
             self._proactive.replace_ahead(now)
         if self._job.state is State.REPLACING and self._job.all_in(Place.STOPPED, Place.JOINED):
-            if self._replanning.writing:
-                self._replanning.go_on(now)
+            if self._parallelism.writing:
+                self._parallelism.go_on(now)
             else:
                 self._decide(now)
             return
@@ -356,7 +356,7 @@ class RecoverySteps:
         own = self._job.name_own()
         if not self._as_launched:
             take_on_parts(self._job.in_order, self._job.membership.sharded_among)
-        if self._replanning.under_way:
+        if self._parallelism.under_way:
             # Who is left of a replica that others have left has a part in that, and what it has is needed.
             move = self._next_move(self._found(), now, settled=False)
             if not isinstance(move, Settle):
@@ -374,15 +374,15 @@ class RecoverySteps:
 
     def _next_move(self, found: Decision | NothingLeft, now: float, *, settled: bool = True) -> Move:
         """See :func:`.next_move.next_move`. A change of the parallel layout that is not made may be given up here."""
-        relayout = self._replanning.next_step(found)
-        why = self._replanning.why_not_written(relayout)
+        relayout = self._parallelism.next_step(found)
+        why = self._parallelism.why_not_written(relayout)
         if why:
             found = NothingLeft(why)
-            relayout = self._replanning.next_step(found)
+            relayout = self._parallelism.next_step(found)
         move = next_move(StoppedFacts(found, relayout, self._resizing.can_take_back, settled))
         undecided = isinstance(move, TakeBack) or (isinstance(move, Settle) and isinstance(found, NothingLeft))
         if isinstance(relayout, KeepLayout) and not undecided:
-            self._replanning.carry_out(relayout, now)
+            self._parallelism.carry_out(relayout, now)
         return move
 
     def _without_those_who_leave(self, move: Restore, now: float) -> Move:
@@ -402,7 +402,7 @@ class RecoverySteps:
             case Restore():
                 self._regroup(move.decision, own, now)
             case Relayout():
-                self._replanning.carry_out(move.step, now)
+                self._parallelism.carry_out(move.step, now)
             case TakeBack():
                 self._with_those_who_left(now)
             case BeginAgainOrFail():
@@ -579,7 +579,7 @@ class RecoverySteps:
             if self._job.state is State.RUNNING:
                 self._job.move(record.rank, Place.RUNNING)
         ended = max(record.ended for record in self._job.ranks.values())
-        resume = pb.Resume(version=version, pause=self._replanning.pause() or self._resizing.pause(), ended=ended)
+        resume = pb.Resume(version=version, pause=self._parallelism.pause() or self._resizing.pause(), ended=ended)
         self._job.command_all(self._job.ranks.values(), pb.Command(resume=resume), now + limit, Ordered.RESUME)
 
     def confirm(self, now: float) -> None:
@@ -591,7 +591,7 @@ class RecoverySteps:
             recovery.finish(now)
             recovery.iteration = self._job.counting.iteration(recovery.resume_step)
             self._resizing.all_have_gone_on()
-            anew = self._replanning.restored_from() is not None
+            anew = self._parallelism.restored_from() is not None
             self._recovered()
             self._job.history.append(recovery)
             self._job.recovery = None
@@ -628,7 +628,7 @@ class RecoverySteps:
 
     def _recovered(self) -> None:
         """Set back what is counted within one recovery."""
-        self._replanning.confirmed()
+        self._parallelism.confirmed()
         self._job.tries = RecoveryTries()
         for record in self._job.ranks.values():
             record.crashes.arrived()

@@ -41,10 +41,10 @@ class TakeOver:
         placement: RankPlacement,
         starting: LaunchSequence,
         steps: RecoverySteps,
-        replanning: Parallelism,
+        parallelism: Parallelism,
     ) -> None:
         self._job = job
-        self._replanning = replanning
+        self._parallelism = parallelism
         self._staging: pb.StagingKept | None = None  # the newest that a node has heard of
         self._placement = placement
         self._starting = starting
@@ -233,7 +233,7 @@ class TakeOver:
         if self._job.checkpoint is not None:
             self._job.command(AGENT, self._job.saved())
         replanned = self._job.config.parallelism is not None
-        if replanned and not self._replanning.inherit(self._staging):  # else nobody will read what was written there
+        if replanned and not self._parallelism.inherit(self._staging):  # else nobody will read what was written there
             self._job.command(AGENT, pb.Command(drop_staging=pb.DropStaging()))
         homes = {r.home for r in self._job.ranks.values()}
         for node in self._job.nodes.values():
@@ -248,7 +248,7 @@ class TakeOver:
         lost = self._layout.why_lost()
         if lost:
             self._job.last_failure = f"{said}, none of them in its loop"
-            if not self._replanning.begin_again(now):
+            if not self._parallelism.begin_again(now):
                 self._job.fail(lost)
             return
         if len(missing) == len(records) and self._job.checkpoint is None:
@@ -271,7 +271,7 @@ class TakeOver:
         going = all(r.place in _GOING for r in records) and not behind
         if going:
             self._job.to(State.RUNNING)
-            self._replanning.await_confirmation(now)
+            self._parallelism.await_confirmation(now)
             self._placement.publish_rank_table()
             self._steps.confirm(now)
             self._steps.finish_if_all_have(now)

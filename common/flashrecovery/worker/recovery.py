@@ -193,7 +193,7 @@ class Recovery:
             from flashrecovery.worker.own_loops.loops import LOOPS
 
             LOOPS.protect(self._session, accumulation)
-            accumulation.before_step = LOOPS.check_call
+            accumulation.check_first(LOOPS.check_call)
 
     def tell_not_registered(self, text: str) -> None:
         """For frameworks: say what of theirs is not brought back."""

@@ -155,7 +155,7 @@ class Inbound:
     def _on_node_leaving(self, node_leaving: pb.NodeLeaving, node: str, now: float) -> None:
         """What cannot be helped happens at once, as if nobody had asked."""
         job = self._machine.job
-        why_not, _ = self._machine.handoff.ask(node, node_leaving.within_s, now, node_leaving.reason)
+        why_not, _ = self._machine.drain.ask(node, node_leaving.within_s, now, node_leaving.reason)
         if why_not and node_leaving.stays:
             job.notice(NoticeKind.NODE_LEAVES, f"node {node} is to leave, because {node_leaving.reason}; but {why_not}")
         elif why_not:

@@ -251,7 +251,7 @@ class ControllerService(rpc.ControllerServicer):  # type: ignore[misc]
                 "elect another one, if there are enough of them (docs/nodes.md)"
             )
             return pb.DrainReply(error=text)
-        error, text = self.machine.handoff.ask(request.node, request.within_s, time.monotonic())
+        error, text = self.machine.drain.ask(request.node, request.within_s, time.monotonic())
         self._actions.carry_out()
         return pb.DrainReply(error=error, text=text)
 
@@ -412,7 +412,7 @@ class ControllerService(rpc.ControllerServicer):  # type: ignore[misc]
 
     def _announce_checkpoint(self, now: float) -> None:
         """Have every rank save a version, if it is time."""
-        if self.machine.handoff.take_save_wanted():
+        if self.machine.drain.take_save_wanted():
             self._checkpoints.hurry()
         job = self.machine.job
         if job.state is State.RUNNING:

@@ -73,7 +73,6 @@ class AutoSteps:
     :class:`AutoProtection`."""
 
     by_hand = BY_HAND
-    before_step: Callable[[], None] | None = None
 
     def __init__(
         self, recovery: Recovery, first_step_begins: Callable[[], None], made_elsewhere: MadeElsewhere
@@ -82,6 +81,9 @@ class AutoSteps:
         self._found = Found()
         self._first_step_begins = first_step_begins
         self._made_elsewhere = made_elsewhere
+
+    def check_first(self, check: Callable[[], None]) -> None:
+        """A step outside of the loops is refused before the first protected one: :meth:`AutoProtection.check_step`."""
 
     def is_whole(self) -> bool:
         return True

@@ -124,17 +124,17 @@ class Accumulation(Protocol):
     """What takes the steps of a script's own loops, and which rounds make one.
 
     Attributes:
-        before_step: to be called before each call of the optimizer's step.
         by_hand: which lines a script gets where its loops cannot be led back.
     """
-
-    before_step: Callable[[], None] | None
 
     @property
     def by_hand(self) -> str: ...
 
     def prepare(self, frame: types.FrameType, *, last: bool) -> None:
         """The outermost of the loops begins in ``frame`` or, ``last``, the first step does."""
+
+    def check_first(self, check: Callable[[], None]) -> None:
+        """``check`` is to be called before each call of the optimizer's step."""
 
     def is_whole(self) -> bool:
         """Whether the call of the optimizer's step that has just been made was the last one of a step."""

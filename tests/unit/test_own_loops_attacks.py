@@ -10,11 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 
 from flashrecovery.worker.own_loops.rewrite import LoopText, made_in, rewrite
 from flashrecovery.worker.own_loops.variables import LoopVariables, protected, put_back, take_down
 from flashrecovery.worker.script_text.loop_carried import loops_around
+from flashrecovery.worker.startup import own_text
 from flashrecovery.worker.startup.own_text import OwnSources
 
 EPOCH = """
@@ -137,6 +139,22 @@ def test_what_a_zygote_has_read_counts_until_it_changes(tmp_path: Path) -> None:
     assert OwnSources(text, script).are_of(text, script, any_framework=False)
     module.unlink()
     assert not sources.are_of(text, script, any_framework=False)
+
+
+def test_a_fork_takes_what_its_zygote_has_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script, module = tmp_path / "train.py", tmp_path / "epochs.py"
+    module.write_text(EPOCH)
+    script.write_text("import epochs\n")
+    monkeypatch.setattr(own_text, "_sources", None)
+    monkeypatch.setattr(own_text, "_folders", [])
+    own_text.read_ahead(str(script))
+    read = own_text._sources
+    assert read is not None
+    own_text.compiled_text(script.read_bytes(), str(script))
+    assert own_text._sources is read
+    module.write_text("")
+    own_text.compiled_text(script.read_bytes(), str(script))
+    assert own_text._sources is not read
 
 
 def test_imports_of_several_lines_are_read(tmp_path: Path) -> None:

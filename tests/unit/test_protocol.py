@@ -34,6 +34,7 @@ READ_AS_A_WHOLE = {
     "flashrecovery.plan.estimates.footprint": {"Footprint"},  # JSON of `flashrecovery plan`
     "flashrecovery.plan.hang": {"Group"},  # a key
     "flashrecovery.groups.exchange": {"DrainReport"},  # the text of an error
+    "flashrecovery.state.codec": {"StateMark"},  # compared with another one
 }
 FOR_CALLERS = {
     "flashrecovery.groups.exchange": {"AttachReport"},  # docs/groups.md: a library of its own

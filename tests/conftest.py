@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import sys
 import threading
 from collections.abc import Iterator
 
@@ -19,7 +20,8 @@ install()
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Iterator[None]:
-    """What is made here lives as long as the process. The collector does not look at it, now or in any test."""
+    """What is made here lives as long as the process. The collector does not look at it, now or in any test. And torch
+    computes in one thread: tensors of tests are small, and threads that wait for work keep the processors busy."""
     gc.disable()
     try:
         return (yield)
@@ -27,6 +29,8 @@ def pytest_collection() -> Iterator[None]:
         gc.collect()
         gc.freeze()
         gc.enable()
+        if "torch" in sys.modules:
+            sys.modules["torch"].set_num_threads(1)
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -13,6 +13,7 @@ from typing import Any
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+import deepspeed
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -70,8 +71,6 @@ class Zero:
     """``stage``: of ZeRO, in bf16 but for ``fp32``."""
 
     def __init__(self, optimizer: Any, stage: int, fp32: bool = False) -> None:
-        import deepspeed
-
         import fr_deepspeed  # noqa: F401 - engine.recovery
 
         self.net = _net()

@@ -56,7 +56,10 @@ STANDBY = """
 import os, sys
 from flashrecovery.proto import flashrecovery_pb2 as pb
 from flashrecovery.worker.startup import bootstrap
+from flashrecovery.worker.preimport import preimport_script
 from flashrecovery.worker.preimport.preimport_script import ScriptPreimport
+
+preimport_script.USUALLY.clear()  # torch, and what goes with it
 
 class Channel:
     left = [pb.ToWorker(warm=pb.Warm()), pb.ToWorker(assign=pb.Assign(rank=1))]

@@ -65,7 +65,10 @@ def _check(layout: Layout, kills: list[Kill], path: Path, reference: Reference) 
         ),
         pytest.param("silent-codebook", "ddp", ("backward", "optimizer"), id="silent buffer", marks=pytest.mark.grid),
         pytest.param(
-            "silent-codebook+silent-queue+later-numbers", "fsdp2", ("backward", "below"), id="silent buffers, fsdp2"
+            "silent-codebook+silent-queue+later-numbers+large-own-state",
+            "fsdp2",
+            ("backward", "below"),
+            id="silent buffers, a large state of its own, fsdp2",
         ),
         pytest.param(
             "scaler+module-counter+spectral-norm", "ddp", ("backward", "below"), id="scaler", marks=pytest.mark.grid

@@ -23,7 +23,7 @@ from flashrecovery.state.object_shard import ObjectShard
 from flashrecovery.torch_native import ModuleAdapter, adapter_for
 from flashrecovery.worker.local_state.step_profile import StepProfile
 from flashrecovery.worker.loop import _LocalStates
-from flashrecovery.worker.registry import Registry
+from flashrecovery.worker.registry import Registry, _own_states
 from flashrecovery.worker.step.sealing import Sealing
 
 SIZE = 40_000
@@ -173,6 +173,20 @@ def test_a_tensor_that_was_looked_at_can_be_resized() -> None:
     arrays[0].resize(2 * SIZE, refcheck=True)
 
 
+def test_a_state_without_large_parts_and_one_of_an_older_version_come_back() -> None:
+    small = [np.arange(5.0), torch.rand(7), "text", 3]
+    made = registry(small)
+    data = made.capture_local_state(made.drawn(), 1)
+    heir = registry([0])
+    heir.restore_local_state(data, 1, fresh=True)
+    assert codec.dumps(heir.objects["own"].state_dict()) == codec.dumps({"value": small})
+    older = codec.loads(data)
+    del older["states"]
+    older["objects"] = {"own": codec.dumps({"value": [1, tensor()]})}
+    heir.restore_local_state(codec.dumps(older) + witness.UNKNOWN, 1, fresh=True)
+    assert codec.dumps(heir.objects["own"].state_dict()) == codec.dumps({"value": [1, tensor()]})
+
+
 # -- the page ---------------------------------------------------------------------------------------------
 
 
@@ -203,7 +217,7 @@ class Steps:
 def in_page(page: Page, version: int) -> Any:
     data = page.read_local_state(version)
     assert data is not None
-    return codec.loads(data)["states"]["own"]["value"]
+    return _own_states(codec.loads(data))["own"]["value"]
 
 
 def test_three_versions_of_a_large_state_stand_in_the_page_alone() -> None:

@@ -26,7 +26,7 @@ import pickletools
 import struct
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -59,13 +59,17 @@ def encode(obj: Any) -> EncodedState:
     return EncodedState(skeleton, tuple(buffer.raw() for buffer in found))
 
 
-@dataclass(frozen=True)
-class StateMark:
-    """What an encoded state was like. ``nbytes``: of all of it."""
+class StateMark(NamedTuple):
+    """What an encoded state was like; equal for equal states. ``nbytes``: of all of it."""
 
     skeleton: bytes
     digests: tuple[bytes, ...]
     nbytes: int
+
+    @property
+    def whole(self) -> bool:
+        """Whether ``skeleton`` is all of the encoded state."""
+        return not self.digests
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from dataclasses import asdict, replace
 from types import MappingProxyType
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 import xxhash
 from torch import distributed as dist
@@ -437,7 +438,9 @@ class Registry:
                 "rng": drawn[0].plain(),
                 "data": [s.capture() for s in self.streams],
                 "adapters": [a.capture_rank() for a in self.adapters],
-                "states": {name: self.objects[name].state_dict() for name in drawn[3]},
+                # What has been encoded whole is not encoded again.
+                "objects": {n: np.frombuffer(mark.skeleton, np.uint8) for n, mark in drawn[3].items() if mark.whole},
+                "states": {n: self.objects[n].state_dict() for n, mark in drawn[3].items() if not mark.whole},
                 "settings": drawn[4],
                 "compiled": self.learned_sizes.capture(),
                 "place": None if self.place is None else self.place.capture(version),
@@ -520,7 +523,7 @@ class Registry:
         rank-local state was sealed and, as far as it is known, when the version was complete (``seen``)."""
         at, mine = local_state["shared"]
         theirs = common["digests"] if at == version else common["before"] if at == version - 1 else {}
-        own = {*local_state.get("states", ()), *local_state.get("objects", ())}
+        own = {*local_state.get("states", ()), *local_state["objects"]}
         odd = sorted(n for n in mine.keys() & theirs.keys() if mine[n] != theirs[n] and n not in own)
         if not odd and seen not in (witness.UNKNOWN, witness.of(common["digests"])):
             at, odd = version, sorted(common["digests"])
@@ -533,10 +536,9 @@ class Registry:
 
 
 def _own_states(local_state: dict[str, Any]) -> dict[str, Any]:
-    """This rank's own objects' states, by name; before there were "states" each was encoded by itself."""
-    if "states" in local_state:
-        return dict(local_state["states"])
-    return {name: codec.loads(encoded) for name, encoded in local_state["objects"].items()}
+    """This rank's own objects' states, by name. Some are encoded by themselves, as all were by older versions."""
+    encoded = {name: codec.loads(memoryview(data)) for name, data in local_state["objects"].items()}
+    return encoded | local_state.get("states", {})
 
 
 def _state_of(name: str, thing: Stateful) -> bytes:

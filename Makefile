@@ -9,7 +9,7 @@
 
 VENV ?= .venv
 BENCH_VENV ?= /tmp/bench-venv
-BENCHMARKS ?= tag parity decisions reshaping regroup control_group stores detect cold overhead hooks restore scale \
+BENCHMARKS ?= tag parity decisions reshaping regroup control_group stores detect cold overhead hooks own_state restore scale \
               recovery \
               $(if $(filter 0,$(shell id -u)),copies decode)  # the last two need root, for network namespaces
 CUDA_VENV ?= /tmp/cuda-venv

@@ -538,7 +538,7 @@ class Registry:
 def _own_states(local_state: dict[str, Any]) -> dict[str, Any]:
     """This rank's own objects' states, by name. Some are encoded by themselves, as all were by older versions."""
     encoded = {name: codec.loads(memoryview(data)) for name, data in local_state["objects"].items()}
-    return encoded | local_state.get("states", {})
+    return {**encoded, **local_state.get("states", {})}
 
 
 def _state_of(name: str, thing: Stateful) -> bytes:

@@ -18,11 +18,12 @@ from torch.utils.data import DataLoader, DistributedSampler, Sampler
 from flashrecovery.errors import DataSourceError
 from flashrecovery.state import codec
 from flashrecovery.worker.data.source import Source
+from flashrecovery.worker.local_state.plain_values import storage_of
 from flashrecovery.worker.local_state.rng import RngState, restore_rng
 from flashrecovery.worker.own_loops.loop_data import LoopData, OwnIterator
 from flashrecovery.worker.own_loops.loops import ScriptLoops
 from flashrecovery.worker.own_loops.output import Output
-from flashrecovery.worker.own_loops.variables import LoopVariables, Saved, put_back, take_down
+from flashrecovery.worker.own_loops.variables import LoopVariables, Saved, protected, put_back, take_down
 
 
 class Meter:
@@ -516,3 +517,14 @@ def test_which_sources_may_run_the_scripts_code() -> None:
     own: tuple[Any, ...] = (Counted(), iter([1]), zip([1], [2], strict=True))
     assert all(Source(one).runs_script for one in own)
     assert Source(DataLoader(range(4), collate_fn=Collator())).runs_script  # type: ignore[arg-type]
+
+
+def test_a_tensor_is_not_taken_for_one_whose_memory_was_released() -> None:
+    """ZeRO-3 releases what it has gathered; what the script makes next may lie in the same place."""
+    for _ in range(20):
+        parameter = torch.nn.Parameter(torch.zeros(4))
+        known = protected([], [parameter])
+        assert storage_of(parameter) in known
+        parameter.data = torch.empty(0)
+        losses = [torch.zeros(()) for _ in range(16)]
+        assert not any(storage_of(loss) in known for loss in losses)

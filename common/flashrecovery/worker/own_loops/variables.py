@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.data import DataLoader, Dataset
 
 from flashrecovery.worker.data import lightning_fabric
@@ -67,7 +68,14 @@ class LoopVariables:
         )
 
 
-def protected(things: Iterable[object], tensors: Iterable[torch.Tensor]) -> frozenset[int]:
+class Identities(frozenset[int]):
+    """Of objects and storages. ``held``: keeps the place of each storage, and nothing of its memory, so that no storage
+    that is made later has the same identity."""
+
+    held: tuple[StorageWeakRef, ...] = ()
+
+
+def protected(things: Iterable[object], tensors: Iterable[torch.Tensor]) -> Identities:
     """Identities of ``things`` and of their parameter groups, and of the storages of ``tensors`` and of theirs: a
     variable that leads to one of them is none of the loop's own state."""
     ids, every = set[int](), list(tensors)
@@ -79,7 +87,17 @@ def protected(things: Iterable[object], tensors: Iterable[torch.Tensor]) -> froz
         for group in groups if isinstance(groups, list) else ():
             ids |= {id(groups), id(group), id(group["params"])}
             every += (tensor for tensor in group["params"] if isinstance(tensor, torch.Tensor))
-    return frozenset(ids | {storage_of(tensor) for tensor in every})
+    found = Identities(ids | {storage_of(tensor) for tensor in every})
+    found.held = tuple(ref for tensor in every if (ref := _held(tensor)) is not None)
+    return found
+
+
+def _held(tensor: torch.Tensor) -> StorageWeakRef | None:
+    """None of a tensor without a storage of its own."""
+    try:
+        return StorageWeakRef(getattr(tensor, "_local_tensor", tensor).untyped_storage())
+    except (NotImplementedError, RuntimeError):
+        return None
 
 
 @dataclass

@@ -80,19 +80,24 @@ def test_the_key_alone(zero: int, best: bool, kills: Kills, tmp_path: Path, refe
     assert not job.notices("unprotected") and not job.notices("not_registered"), job.explain()
 
 
+STEPS = (0, "forward", 0), (1, "backward", 3), (0, "optimizer", 7), (1, "commit", 11)
+CALLS = (1, "commit", LOG), (0, "forward", EVALUATION), (1, "between", 10)
+
+
 @pytest.mark.grid
-@pytest.mark.parametrize("by", ["ddp", "fsdp"])
 @pytest.mark.parametrize(
-    "kills",
+    ("by", "best", "kills"),
     [
-        ((0, "forward", 0), (1, "backward", 3), (0, "optimizer", 7), (1, "commit", 11)),
-        ((1, "commit", LOG), (0, "forward", EVALUATION), (1, "between", 10)),
+        pytest.param("ddp", False, STEPS, id="steps-ddp"),
+        pytest.param("ddp", False, CALLS, id="calls-ddp"),
+        pytest.param("ddp", True, ((0, "backward", 10), (1, "commit", BEST)), id="best-ddp"),
+        pytest.param("fsdp", False, STEPS, id="steps-fsdp"),
+        pytest.param("fsdp", False, CALLS, id="calls-fsdp"),
     ],
-    ids=["steps", "calls"],
 )
-def test_auto_alone(by: str, kills: Kills, tmp_path: Path, reference: Reference) -> None:
-    """Without an engine: `flashrecovery run --auto`."""
-    layout = Layout(by, str(SCRIPT), ("--by", by), nproc=2)
+def test_auto_alone(by: str, best: bool, kills: Kills, tmp_path: Path, reference: Reference) -> None:
+    """Without an engine: `flashrecovery run --auto`. ``best``: with ``load_best_model_at_end``."""
+    layout = Layout(f"{by}{best}", str(SCRIPT), ("--by", by, *["--best"] * best), nproc=2)
     job = run(tmp_path / "run", layout, inject=faults(*kills), options=["--auto"])
     check_same(job, reference(layout), printed=Printed.LOGS)
     check_fired(job, len(kills))
@@ -100,3 +105,10 @@ def test_auto_alone(by: str, kills: Kills, tmp_path: Path, reference: Reference)
     for rank in job.digests:
         assert printed(job, rank) == printed(reference(layout), rank), job.explain()
     assert not job.notices("unprotected") and not job.notices("not_registered"), job.explain()
+
+
+@pytest.mark.grid
+def test_the_best_model_of_fsdp_is_refused(tmp_path: Path) -> None:
+    layout = Layout("fsdp", str(SCRIPT), ("--by", "fsdp", "--best"), nproc=2)
+    job = run(tmp_path / "run", layout, options=["--auto"])
+    assert job.code != 0 and "load_best_model_at_end with FSDP" in job.output, job.explain()

@@ -1257,13 +1257,15 @@ start = 0
 if path.exists():
     found = torch.load(path)
     model.module.load_state_dict(found["model"])
-    start = found["epoch"] + 1
-for epoch in range(start, EPOCHS):
+    start = found["epoch"]
+for epoch in range(start, 3):
     for a, b in loader:
         loss = F.mse_loss(model(a), b)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
+    if rank == 0:
+        torch.save({"model": model.module.state_dict(), "epoch": epoch}, path)
     say(epoch, loss.item())
 === validation
 for epoch in range(EPOCHS):

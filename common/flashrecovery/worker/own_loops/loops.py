@@ -83,6 +83,7 @@ class _Level:
         rng, start: its random state and variables as that round began.
         now: its variables.
         past: the loops that have ended in that round.
+        over: the range that an outer loop runs over: begin, end and step.
     """
 
     key: tuple[str, int]
@@ -92,6 +93,7 @@ class _Level:
     start: Saved
     now: Saved
     past: tuple[_Past, ...]
+    over: tuple[int, int, int] | None = None
 
     def plain(self) -> dict[str, Any]:
         parts = {"start": self.start.plain(), "now": self.now.plain(), "past": [one.plain() for one in self.past]}
@@ -107,6 +109,7 @@ class _Level:
             Saved.of(plain["start"]),
             Saved.of(plain["now"]),
             tuple(map(_Past.of, plain["past"])),
+            None if plain["over"] is None else tuple(plain["over"]),
         )
 
 
@@ -609,6 +612,7 @@ class ScriptLoop:
         self._frame: types.FrameType | None = None
         self._rng: dict[str, Any] | None = None
         self._start = Saved()
+        self._over: range | None = None
 
     @property
     def frame(self) -> types.FrameType:
@@ -684,6 +688,13 @@ class ScriptLoop:
             self._loops.catch_up()
             there = self._loops.target_of(self)
             wanted = self.index + 1 if there is None else there.index
+            if isinstance(iterable, range):
+                self._over = iterable
+                if there is not None and there.over is not None and iterable != range(*there.over):
+                    # A replacement may have found a checkpoint of its own, and begin further on.
+                    iterable = self._over = range(*there.over)
+                    source, reached = iter(iterable), -1
+                    kept.clear()
             known = dict(kept)
             if wanted < reached and wanted not in known:
                 if isinstance(iterable, Iterator):
@@ -759,7 +770,8 @@ class ScriptLoop:
         return error is not None and self._active and self._loops.passes(error)
 
     def level(self, variables: Saved) -> _Level:
-        return _Level(self.key, self.ordinal, self.index, self._rng, self._start, variables, tuple(self.past))
+        over = None if self._over is None else (self._over.start, self._over.stop, self._over.step)
+        return _Level(self.key, self.ordinal, self.index, self._rng, self._start, variables, tuple(self.past), over)
 
     def variables(self) -> Saved:
         """As they are now."""

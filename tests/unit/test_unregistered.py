@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
+from flashrecovery.adapter.faults import before_gather, in_backward, in_forward
 from flashrecovery.errors import RegistrationError
 from flashrecovery.worker.data.stream import DataStream
 from flashrecovery.worker.script_checks.unregistered import Unregistered
@@ -513,6 +514,17 @@ def test_numbers_of_a_module_around_the_registered_one_are_named() -> None:
         it.step()
         around[0](around.extra(torch.ones(2)))
     assert "around.extra.calls" in it.told[-1] and "inside.calls" not in it.told[-1], it.told
+
+
+def test_the_hooks_of_an_injected_fault_are_not_the_scripts() -> None:
+    mine = Registered()
+    for number in range(30):
+        if number == 7:
+            in_forward(mine.model, lambda: None)
+            in_backward(mine.model, lambda: None)
+            before_gather(mine.model, lambda: None)
+        mine.step()
+    assert [text for text in mine.told if "hooks of modules have changed" in text] == []
 
 
 def test_hooks_that_come_or_go_amid_training_are_named_once() -> None:

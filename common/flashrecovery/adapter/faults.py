@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from flashrecovery import groups
-from flashrecovery.worker.local_state.own_hook import not_traced
+from flashrecovery.worker.local_state.own_hook import OwnHook, not_traced
 
 Callback = Callable[[], None]
 
@@ -48,7 +48,7 @@ def in_forward(root: nn.Module, callback: Callback, outer: nn.Module | None = No
         _remove(handles)
         callback()
 
-    handles.append(middle_module(root, outer).register_forward_pre_hook(strike))
+    handles.append(middle_module(root, outer).register_forward_pre_hook(OwnHook(strike)))
 
 
 def before_gather(module: nn.Module, callback: Callback) -> None:
@@ -59,7 +59,7 @@ def before_gather(module: nn.Module, callback: Callback) -> None:
         _remove(handles)
         callback()
 
-    handles.append(module.register_forward_pre_hook(strike, prepend=True))
+    handles.append(module.register_forward_pre_hook(OwnHook(strike), prepend=True))
 
 
 def before_gather_operation(optimizer: Optimizer, callback: Callback) -> None:
@@ -95,7 +95,7 @@ def in_backward(root: nn.Module, callback: Callback, outer: nn.Module | None = N
                 handles.append(leaf.register_hook(strike))
                 return
 
-    handles.append(middle_module(root, outer).register_forward_hook(watch_output))
+    handles.append(middle_module(root, outer).register_forward_hook(OwnHook(watch_output)))
 
 
 class OptimizerFault:

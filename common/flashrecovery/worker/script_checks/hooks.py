@@ -9,8 +9,10 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-_TABLES = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks", "_comm_hooks")
-"""Of a module; the last one of DistributedDataParallel."""
+from flashrecovery.worker.local_state.own_hook import OwnHook
+
+_TABLES = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+"""Of a module."""
 
 
 class HookWatch:
@@ -41,7 +43,14 @@ _NAMED = 3
 
 def _counts(models: Sequence[torch.nn.Module]) -> dict[str, int]:
     return {
-        f"{name} ({type(module).__name__})": sum(len(getattr(module, table, ())) for table in _TABLES)
+        f"{name} ({type(module).__name__})": _count(module)
         for model in models
         for name, module in model.named_modules(prefix="model")
     }
+
+
+def _count(module: torch.nn.Module) -> int:
+    """Of the hooks that are not ours; ours come and go with the faults that are injected."""
+    tables = [getattr(module, table) for table in _TABLES]
+    of_module = sum(not isinstance(hook, OwnHook) for table in tables for hook in table.values())
+    return of_module + len(getattr(module, "_comm_hooks", ()))  # of DistributedDataParallel

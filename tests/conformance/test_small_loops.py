@@ -25,6 +25,8 @@ REFUSED = (
 LATE = ("reset_optimizer",)
 """What they do is not known before: refused when it comes to it."""
 KILLS = ((1, "backward", 3), (0, "forward", 7), (1, "below", 9), (0, "optimizer", 11))
+FEWER = {"compiled": 2, "several_optimizers": 3}
+"""How many of them strike in a loop that does not come to all of them."""
 
 pytestmark = [pytest.mark.grid, pytest.mark.timeout(3 * TIMEOUT_S)]
 
@@ -68,7 +70,7 @@ def test_small_loop(name: str, tmp_path: Path) -> None:
         assert job.code != 0 and re.search(r"UnsupportedError: .*train\.py:\d+", job.output), job.explain()
         assert not job.notices("fault_fired") and not job.of("recovery_started"), job.explain()
         return
-    assert job.code == 0 and job.notices("fault_fired"), job.explain()
+    assert job.code == 0 and len(job.notices("fault_fired")) == FEWER.get(name, len(KILLS)), job.explain()
     for rank, text in enumerate(plain(path, folders[0])):
         assert printed(job, rank) == lines(text), job.explain()
         assert f"digest rank={rank} {job.digests[rank]}" in text, job.explain()

@@ -190,11 +190,15 @@ def launched(shape: ReplicaShape, computing: int, refused: str = "") -> Any:
     return SimpleNamespace(shape=shape, adapters=[adapter], batches=batches)
 
 
+def check(registry: Any, most: int, settings: Settings) -> None:
+    _check_beyond(registry, registry.batches, most, settings)
+
+
 def test_what_may_grow_so_far() -> None:
     settings = Settings.model_validate({"elastic": {"min": 1, "max": 12}})
-    _check_beyond(launched(ReplicaShape(2), 1), 12, settings)
-    _check_beyond(launched(ReplicaShape(2, 2), 1), 12, settings)  # tensor parallelism: a replica computes as one rank
-    _check_beyond(launched(ReplicaShape(2, 2), 2), 6, settings)  # HSDP: each of its ranks does
+    check(launched(ReplicaShape(2), 1), 12, settings)
+    check(launched(ReplicaShape(2, 2), 1), 12, settings)  # tensor parallelism: a replica computes as one rank
+    check(launched(ReplicaShape(2, 2), 2), 6, settings)  # HSDP: each of its ranks does
 
 
 @pytest.mark.parametrize(
@@ -208,10 +212,10 @@ def test_what_may_grow_so_far() -> None:
 )
 def test_what_may_not(registry: Any, most: int, said: str) -> None:
     with pytest.raises((ConfigError, UnsupportedError), match=said):
-        _check_beyond(registry, most, Settings.model_validate({"elastic": {"min": 1, "max": most}}))
+        check(registry, most, Settings.model_validate({"elastic": {"min": 1, "max": most}}))
 
 
 def test_nor_where_the_layout_may_change() -> None:
     settings = Settings.model_validate({"elastic": {"min": 1, "max": 3}, "parallelism": {"min": 2}})
     with pytest.raises(UnsupportedError, match="a parallel layout that may change"):
-        _check_beyond(launched(ReplicaShape(2, 2), 1), 3, settings)
+        check(launched(ReplicaShape(2, 2), 1), 3, settings)

@@ -7,7 +7,7 @@ import asyncio
 import base64
 import hashlib
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, closing
 from pathlib import Path
 from types import SimpleNamespace
@@ -335,6 +335,13 @@ def test_nothing_secret_goes_over_the_wire(tmp_path: Path) -> None:
     asyncio.run(main())
 
 
+def _code_of(address: str, method: str, metadata: Any, messages: Sequence[bytes]) -> grpc.StatusCode | None:
+    """How the server ends this call. Not by grpc.aio: there a write that comes after the end is an error of its own."""
+    with grpc.insecure_channel(address) as channel:
+        anything: Any = channel
+        return anything.stream_stream(method)(iter(messages), metadata=metadata).code()
+
+
 def test_a_recorded_call_is_refused_when_it_comes_again(tmp_path: Path) -> None:
     """A kill of a rank, a vote, a whole session: each counts once, and for the service that it was said to."""
 
@@ -357,13 +364,9 @@ def test_a_recorded_call_is_refused_when_it_comes_again(tmp_path: Path) -> None:
             assert len(recorded) == 3
             await until(lambda: not service._agents.connected())
             for to in (port, second):
-                async with grpc.aio.insecure_channel(f"127.0.0.1:{to}") as straight:
-                    anything: Any = straight
-                    for method, known, heard in recorded:
-                        again = anything.stream_stream(method)(iter(heard), metadata=known)
-                        with pytest.raises(grpc.aio.AioRpcError) as refused:
-                            await again.read()
-                        assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED
+                for method, known, heard in recorded:
+                    refused = await asyncio.to_thread(_code_of, f"127.0.0.1:{to}", method, known, heard)
+                    assert refused is grpc.StatusCode.UNAUTHENTICATED
             assert not service._agents.connected()
 
     asyncio.run(main())

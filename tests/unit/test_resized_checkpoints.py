@@ -447,7 +447,9 @@ def test_a_ranks_own_state_may_be_that_of_one_that_stood_where_it_does(
     there, here = (ReplicaShape(number, inner, 2 // inner) for number in (before, after))
     for rank in range(there.world):
         writing = CheckpointFallback(tmp_path, rank=rank, world=there.world, shape=there)
-        writing.commit(VERSION, [], local_state=f"stands at {there.stand(rank)}".encode(), common=COMMON, generation=0)
+        writing.commit(
+            VERSION, [], local_state=f"is model rank {there.model_rank(rank)}".encode(), common=COMMON, generation=0
+        )
         assert writing.wait(30) and writing.close(5)
     found = newest(tmp_path)
     assert found is not None
@@ -455,7 +457,7 @@ def test_a_ranks_own_state_may_be_that_of_one_that_stood_where_it_does(
         more: dict[str, Any] = {"rank": rank, "world": here.world, "elastic": True, "shape": here, "rules": ()}
         assert load(found[1], [], **more).lent is None
         read = load(found[1], [], **more, lend=True)
-        assert (read.local_state, read.lent) == (None, f"stands at {here.stand(rank)}".encode())
+        assert (read.local_state, read.lent) == (None, f"is model rank {here.model_rank(rank)}".encode())
 
 
 def test_the_oldest_version_that_a_job_may_go_back_to(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from flashrecovery.config import Settings
+from flashrecovery.config import ElasticSettings, Settings
 from flashrecovery.errors import UnsupportedError
 from flashrecovery.plan.elastic.replicas import ReplicaShape
 from flashrecovery.plan.transitions import State
@@ -87,12 +87,14 @@ def test_a_division_among_others_than_the_replicas_is_refused(
     monkeypatch.setattr(all_equal, "check_equal", lambda *_, **__: None)
     monkeypatch.setattr(elastic_checks.groups, "refuse_partial", lambda _: None)
     monkeypatch.setattr(elastic_checks.groups, "described", lambda _: [])
-    settings = Settings.model_validate({"elastic": {"min": 1, "max": 3}})
+    elastic = ElasticSettings(min=1, max=3)
+    settings = Settings(elastic=elastic)
+    batches: Any = SimpleNamespace()
     if not refused:
-        elastic_checks._check_replicas(of_rank, settings)
+        elastic_checks._check_replicas(of_rank, batches, settings, elastic)
         return
     with pytest.raises(UnsupportedError, match=f"the state of one is sharded among {size} ranks"):
-        elastic_checks._check_replicas(of_rank, settings)
+        elastic_checks._check_replicas(of_rank, batches, settings, elastic)
 
 
 def test_two_models_of_one_kind_with_other_replicas_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -241,3 +241,17 @@ def test_an_object_is_found_where_the_loop_has_not_set_its_variable_yet() -> Non
     new = Counting()
     put_back(frame_with(callbacks=[new]), names("callback"), frozenset(), saved)
     assert new.count == 3
+
+
+def test_what_a_loop_runs_over_may_be_written_in_place() -> None:
+    """As an average of the weights: its tensors have no name of their own there."""
+    text = """
+for batch in batches:
+    loss = engine(batch)
+    engine.backward(loss)
+    engine.step()
+    for one, now in zip(slow, enumerate(fast)):
+        one.lerp_(now[1], 0.5)
+    [one.zero_() for one in sums]
+"""
+    assert {"slow", "fast", "sums"} <= rewrite(text, "train.py").loops[2].passed

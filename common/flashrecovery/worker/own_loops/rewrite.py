@@ -464,6 +464,8 @@ def _names_read_after(place: ast.AST, loop: PlainLoop) -> Iterator[str]:
 
 
 def _names_passed(tree: ast.Module, calls: StepCalls) -> Iterator[str]:
+    for loop in (node for node in ast.walk(tree) if isinstance(node, (ast.For, ast.comprehension))):
+        yield from _names_iterated(loop.iter)  # what it gives may be written in place: `for s, p in zip(slow, now)`
     for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call)):
         root = ast.unparse(call.func).partition(".")[0]
         if root in _CHANGE_NOTHING or called(call) in calls.functions:
@@ -471,6 +473,14 @@ def _names_passed(tree: ast.Module, calls: StepCalls) -> Iterator[str]:
         for argument in (*call.args, *(keyword.value for keyword in call.keywords)):
             if isinstance(argument, ast.Name):
                 yield argument.id
+
+
+def _names_iterated(source: ast.expr) -> Iterator[str]:
+    if isinstance(source, ast.Name):
+        yield source.id
+    elif isinstance(source, ast.Call) and called(source) in _CHANGE_NOTHING:
+        for argument in source.args:
+            yield from _names_iterated(argument)
 
 
 def _set_by_comprehensions(place: ast.AST) -> Iterator[ast.AST]:

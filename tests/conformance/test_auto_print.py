@@ -68,6 +68,7 @@ def check_lines(job: Job, reference: Job, rank: int, deaths: int) -> None:
 def check_patched(tmp_path: Path, shape: str, kills: tuple[tuple[int, str, int], ...]) -> None:
     found = print_patch(tmp_path, shape)
     assert found.returncode == 0 and found.stdout.startswith("--- a/train.py\n+++ b/train.py\n"), found.stderr
+    assert "unprotected" not in found.stderr, found.stderr
     script = tmp_path / "train.py"
     assert script.read_bytes() == SCRIPT.read_bytes() and {path.name for path in tmp_path.iterdir()} == {"train.py"}
     subprocess.run(["git", "apply", "-"], input=found.stdout, text=True, cwd=tmp_path, check=True)

@@ -537,7 +537,8 @@ class Machine:
             self.on_failure(self._found(record, FailureKind.EXIT, evidence, now), now)
             return
         self.job.move(record.rank, Place.FINISHED)
-        if self.job.all_in(Place.FINISHED) and self.job.state is State.STARTING and not self.job.unprotected:
+        no_step = self.job.all_in(Place.FINISHED) and self.job.state is State.STARTING
+        if no_step and not (self.job.unprotected or self.job.config.auto == "print"):
             text = f"the script has ended without a protected step: {HOW_TO_PROTECT}"
             self.job.notice(NoticeKind.UNPROTECTED, text)
         self._steps.finish_if_all_have(now)

@@ -31,7 +31,16 @@ import tokenize
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from flashrecovery.worker.own_loops.rewrite import NONE, Makes, PlainLoop, StepCalls, called, calls_in, own_nodes
+from flashrecovery.worker.own_loops.rewrite import (
+    NONE,
+    Makes,
+    PlainLoop,
+    StepCalls,
+    called,
+    called_from,
+    calls_in,
+    own_nodes,
+)
 from flashrecovery.worker.script_text.loop_carried import carried_by_loop
 
 _ENDLESS = "sys.maxsize"
@@ -144,7 +153,7 @@ class _Checks:
                 names = ", ".join(node.names)
                 word = "global" if isinstance(node, ast.Global) else "nonlocal"
                 raise NotByHand(node.lineno, f"a function sets variables of others (`{word} {names}`)")
-        for place in (self._whole, *called_from(self._whole, self._calls)):
+        for place in (self._whole, *called_from(self._whole, self._calls.functions)):
             for call in (node for node in ast.walk(place) if isinstance(node, ast.Call)):
                 if isinstance(call.func, ast.Name) and call.func.id in ("next", "exec", "eval"):
                     raise NotByHand(call.lineno, f"a step calls `{ast.unparse(call)}`: let it read recovery.data()")
@@ -202,18 +211,6 @@ class _Checks:
                 raise NotByHand(statement.lineno, "an optimizer's step outside of the loop of steps")
         if self._loop not in outer.body:
             raise NotByHand(self._loop.lineno, "the loop of steps is in the midst of another statement")
-
-
-def called_from(place: ast.AST, calls: StepCalls) -> Iterator[ast.AST]:
-    """Functions of the file that ``place`` may call."""
-    waiting, seen = [place], set[str]()
-    while waiting:
-        for call in calls_in(waiting.pop()):
-            name = called(call)
-            if name in calls.functions and name not in seen:
-                seen.add(name)
-                yield from calls.functions[name]
-                waiting += calls.functions[name]
 
 
 def jumps(body: Iterable[ast.AST]) -> Iterator[ast.Break | ast.Continue]:
@@ -506,7 +503,7 @@ class _Writer:
 
     def _used(self) -> set[str]:
         """Names that the loops and the functions that they call read."""
-        places = [self._whole, *called_from(self._whole, self._calls)]
+        places = [self._whole, *called_from(self._whole, self._calls.functions)]
         return {node.id for place in places for node in ast.walk(place) if isinstance(node, ast.Name)}
 
     def _is_idle(self, path: str, used: set[str]) -> bool:

@@ -318,6 +318,18 @@ def calls_in(place: ast.AST) -> Iterator[ast.Call]:
     return (node for node in own_nodes(place) if isinstance(node, ast.Call))
 
 
+def called_from(place: ast.AST, functions: Mapping[str, Sequence[ast.AST]]) -> Iterator[ast.AST]:
+    """Those of the file's ``functions``, by name, that ``place`` may call."""
+    waiting, seen = [place], set[str]()
+    while waiting:
+        for call in calls_in(waiting.pop()):
+            name = called(call)
+            if name in functions and name not in seen:
+                seen.add(name)
+                yield from functions[name]
+                waiting += functions[name]
+
+
 # -- several loops, one after the other -------------------------------------------------------------
 
 

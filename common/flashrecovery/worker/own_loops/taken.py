@@ -15,7 +15,7 @@ import sys
 import types
 from collections.abc import Iterator
 
-from flashrecovery.worker.own_loops.rewrite import called, calls_in, own_nodes
+from flashrecovery.worker.own_loops.rewrite import called_from, calls_in, own_nodes
 from flashrecovery.worker.script_text.script_frames import resolve
 
 _TAKING = frozenset(("get", "get_nowait", "read", "readline", "readlines", "recv"))
@@ -56,15 +56,9 @@ def _places(tree: ast.AST, line: int) -> Iterator[ast.AST]:
     for node in nodes:
         if isinstance(node, ast.FunctionDef):
             functions.setdefault(node.name, []).append(node)
-    waiting: list[ast.AST] = [n for n in nodes if isinstance(n, (ast.For, ast.While)) and n.lineno == line]
-    seen = set[str]()
-    while waiting:
-        place = waiting.pop()
-        yield place
-        for name in (called(call) for call in calls_in(place)):
-            if name in functions and name not in seen:
-                seen.add(name)
-                waiting += functions[name]
+    for loop in (node for node in nodes if isinstance(node, (ast.For, ast.While)) and node.lineno == line):
+        yield loop
+        yield from called_from(loop, functions)
 
 
 def _gives_once(source: object) -> bool:

@@ -12,6 +12,7 @@ from flashrecovery.cli.report import restore_lines
 from flashrecovery.controller.state.history import HistoryEntry
 from flashrecovery.controller.state.nodes import NodeRecord
 from flashrecovery.controller.state.restore_plan import RestoreRound
+from flashrecovery.observe.facts import RestoreSpeed
 from flashrecovery.plan.restore.types import Kind, RestorePlan, Transfer
 from flashrecovery.proto import flashrecovery_pb2 as pb
 from flashrecovery.runtime.machine_speed import (
@@ -84,3 +85,9 @@ def test_the_report_says_what_bounds_a_restore() -> None:
     assert copy == "Restore of #1: 2.0 GiB/s to a rank; one thread of the host copies 8.0 GiB/s, of which this is 25%."
     assert lines(rank_bytes=1 << 30) == ["Restore of #1: 2.0 GiB/s to a rank."]
     assert not lines(rank_bytes=1 << 20, copy_speed=8 * GIB), "messages take its time"
+
+
+def test_a_speed_as_json_says_what_bounds_it() -> None:
+    known = {"speed": 2.0, "copy_speed": 8.0, "link_speed": 4.0, "bound": 4.0, "bounded_by": "link"}
+    assert RestoreSpeed(2.0, 8.0, 4.0).as_dict() == known
+    assert RestoreSpeed(2.0, 0.0, 0.0).as_dict()["bounded_by"] == ""

@@ -66,7 +66,7 @@ def as_dict(history: JobHistory, share: Goodput) -> dict[str, Any]:
         entry["largest_phase"] = record.largest
         entry["largest_phase_bounded_by"] = BOUNDS.get(record.largest, "")
         if record.restore is not None:
-            entry["restore"] |= {"bound": record.restore.bound, "bounded_by": record.restore.bounded_by}
+            entry["restore"] = record.restore.as_dict()
     return plain
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
@@ -79,6 +80,10 @@ class RestoreSpeed:
     def bound(self) -> float:
         """The slower of the two; 0.0: neither is known."""
         return min((s for s in (self.copy_speed, self.link_speed) if s), default=0.0)
+
+    def as_dict(self) -> dict[str, float | str]:
+        """For JSON: the facts, what bounds it, and which of the two that is."""
+        return dataclasses.asdict(self) | {"bound": self.bound, "bounded_by": self.bounded_by}
 
     @property
     def bounded_by(self) -> str:

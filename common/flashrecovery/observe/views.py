@@ -113,5 +113,5 @@ def history_view(job: JobFacts | None) -> dict[str, Any]:
 def _recovery_view(recovery: PastRecovery) -> dict[str, Any]:
     plain = dataclasses.asdict(recovery)
     if recovery.restore is not None:
-        plain["restore"] |= {"bound": recovery.restore.bound, "bounded_by": recovery.restore.bounded_by}
+        plain["restore"] = recovery.restore.as_dict()
     return plain

@@ -131,7 +131,7 @@ class Middle(grpc.GenericRpcHandler):  # type: ignore[type-arg]
                 forward: Any = channel
                 i = 0
                 try:
-                    async for message in forward.stream_stream(method)(up(), metadata=known):
+                    async for message in self._answers_of(forward, method, up(), known):
                         i += 1
                         self.said.append(message)
                         changed = self.change(method, i, False, message)
@@ -141,6 +141,18 @@ class Middle(grpc.GenericRpcHandler):  # type: ignore[type-arg]
                     await context.abort(e.code(), e.details())
 
         return grpc.stream_stream_rpc_method_handler(carry)
+
+    async def _answers_of(
+        self, forward: Any, method: str, messages: AsyncIterator[bytes], known: Any
+    ) -> AsyncIterator[bytes]:
+        """What the true service says to that call. A Hello is answered before its one message is read: written to a
+        stream, that message may come after the end of the call, which grpc.aio makes an INTERNAL of its own."""
+        if method == HELLO:
+            async for message in messages:
+                yield await forward.unary_unary(method)(message, metadata=known)
+            return
+        async for answer in forward.stream_stream(method)(messages, metadata=known):
+            yield answer
 
     @asynccontextmanager
     async def listening(self, port: int = 0) -> AsyncIterator[Middle]:

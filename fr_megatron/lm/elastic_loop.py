@@ -189,7 +189,7 @@ class ElasticLoop:
             return None
         if isinstance(loaders, (list, tuple)):
             return type(loaders)(self.followed(loader) for loader in loaders)
-        made = FollowingLoader(loaders, self._args.seed, self._place, lambda: self._batches.before_fetch())
+        made = FollowingLoader(loaders, self._args.seed, self._place, self._batches.before_fetch)
         self.streams.append(made)
         return made
 

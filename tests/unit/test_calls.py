@@ -36,6 +36,10 @@ class FakeSession:
         self.opened = 0
         self.counted: list[str] = []
 
+    def came_from_checkpoint(self) -> bool:
+        came, self.from_checkpoint = self.from_checkpoint, False
+        return came
+
     def count_calls(self, what: str) -> None:
         self.counted.append(what)
 

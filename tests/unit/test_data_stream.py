@@ -225,16 +225,16 @@ def test_a_one_shot_iterator_ends() -> None:
         next(stream)
 
 
-def test_before_fetch_comes_first_and_may_raise() -> None:
+def test_the_fetch_pre_hook_comes_first_and_may_raise() -> None:
     stream = DataStream(iter([1, 2]))
 
     def stop() -> None:
         raise KeyboardInterrupt
 
-    stream.before_fetch = stop
+    stream.register_fetch_pre_hook(stop)
     with pytest.raises(KeyboardInterrupt):
         next(stream)
-    stream.before_fetch = None
+    stream.register_fetch_pre_hook(lambda: None)
     assert next(stream) == 1
 
 

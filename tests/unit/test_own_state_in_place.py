@@ -219,6 +219,13 @@ def in_page(page: Page, version: int) -> Any:
     return _own_states(codec.loads(data))["own"]["value"]
 
 
+def _slot_with(page: Page, version: int) -> Any:
+    """The page's memory for that version."""
+    slot = page._slots._slot_of(version)
+    assert slot is not None
+    return page._slots._slots[slot]
+
+
 def test_three_versions_of_a_large_state_stand_in_the_page_alone() -> None:
     page, value = Page.create("own"), [tensor(), 0]
     steps = Steps(page, value)
@@ -263,7 +270,7 @@ def test_a_page_is_taken_over_beside_its_ends() -> None:
     for version, data in wanted.items():
         assert data is not None
         page.write_local_state(version, data)
-    page._slots._slots[page._slots._sure(3)][7] ^= 1
+    _slot_with(page, 3)[7] ^= 1
     new.inherit(page)
     assert new.read_local_state(3) is None and new.read_local_state(4) == wanted[4]
 
@@ -311,7 +318,7 @@ def test_a_damaged_chunk_or_digest_of_a_large_state_is_not_read() -> None:
     page = Page.create("own")
     for at in (500, (1 << 20) + 5, (3 << 20) - 1, 3 << 20, (3 << 20) + 9):
         page.write_local_state(4, os.urandom(3 << 20))
-        slot = page._slots._slots[page._slots._sure(4)]
+        slot = _slot_with(page, 4)
         slot[at] ^= 1
         assert page.read_local_state(4) is None
         assert page.local_state_versions() == ([4] if at < 3 << 20 else [])  # the content is digested when it is read

@@ -123,10 +123,11 @@ class LocalStateSlots:
     def used(self) -> list[tuple[int, int]]:
         """(slot, bytes with the digests behind them) of each version that is there whole."""
         found = []
-        for slot in map(self._sure, self.versions()):
-            rows = self._rows(slot)
-            assert rows is not None
-            found.append((slot, self._words[slot * WORDS + _LENGTH] + len(rows) * _ROW.size))
+        for version in self.versions():
+            slot = self._slot_of(version)
+            rows = None if slot is None else self._rows(slot)
+            if slot is not None and rows is not None:
+                found.append((slot, self._words[slot * WORDS + _LENGTH] + len(rows) * _ROW.size))
         return found
 
     def adopt(self, old: LocalStateSlots) -> None:
@@ -164,7 +165,8 @@ class LocalStateSlots:
 
     def early(self) -> list[int]:
         """The versions among :meth:`versions` that are not final."""
-        return [v for v in self.versions() if not self._words[self._sure(v) * WORDS + _FINAL]]
+        found = [(v, self._slot_of(v)) for v in self.versions()]
+        return [v for v, slot in found if slot is not None and not self._words[slot * WORDS + _FINAL]]
 
     def _looks_whole(self, version: int) -> bool:
         slot = self._slot_of(version)
@@ -176,11 +178,6 @@ class LocalStateSlots:
     def _slot_of(self, version: int) -> int | None:
         found = [i for i in range(SLOTS) if self._words[i * WORDS + _VERSION] == version + 1]
         return max(found, key=lambda i: self._words[i * WORDS + _WRITING], default=None)
-
-    def _sure(self, version: int) -> int:
-        slot = self._slot_of(version)
-        assert slot is not None
-        return slot
 
     def _rows(self, slot: int) -> list[tuple[int, int]] | None:
         """The lengths and digests of a slot's chunks; None if they are not what was written."""

@@ -186,7 +186,7 @@ class Calls:
                 f"the job goes on from call {self._skipped_to}, and {number} were skipped while it trained on"
             )
         self._restored = RngState.now()
-        loop.from_checkpoint = False  # all before it is skipped
+        loop.came_from_checkpoint()  # all before it is skipped
         return loop
 
     @property
@@ -209,8 +209,8 @@ class Calls:
                 loop.pause()
                 again = True
                 continue
-            if loop.from_checkpoint:
-                loop.from_checkpoint, followed = False, -1
+            if loop.came_from_checkpoint():
+                followed = -1
                 if self._placed:
                     self._recent.clear()  # these began with what has been given up
             number = gate.version

@@ -132,14 +132,30 @@ class Loop:
         self._num_steps: int | None = None
         self.left = False
         """The rank has left the job."""
-        self.from_checkpoint = False
-        """The state has come from a fallback checkpoint. Whoever has taken note of it says False again."""
-        self.ended_at = 0
-        """After so many calls the scripts of some ranks have come to their end; 0: of none, as far as is known."""
+        self._from_checkpoint = False
+        self._ended_at = 0
 
     @property
     def gate(self) -> Gate:
         return self._gate
+
+    @property
+    def ended_at(self) -> int:
+        """After so many calls the scripts of some ranks have come to their end; 0: of none, as far as is known."""
+        return self._ended_at
+
+    def scripts_ended(self, calls: int) -> None:
+        """The scripts of some ranks have come to their end after so many calls; 0: of none."""
+        self._ended_at = calls
+
+    def restored_from_checkpoint(self) -> None:
+        """The state has come from a fallback checkpoint."""
+        self._from_checkpoint = True
+
+    def came_from_checkpoint(self) -> bool:
+        """Whether the state has come from a fallback checkpoint since this was asked last."""
+        came, self._from_checkpoint = self._from_checkpoint, False
+        return came
 
     @property
     def void(self) -> bool:

@@ -46,8 +46,6 @@ class Restorable(Protocol):
 
     copies: Copies
     sealing: Sealing[Drawn]
-    from_checkpoint: bool
-    ended_at: int
 
     @property
     def touched(self) -> bool:
@@ -71,6 +69,12 @@ class Restorable(Protocol):
 
     def resumed(self) -> None:
         """The state of the version that is to be yielded is there."""
+
+    def restored_from_checkpoint(self) -> None:
+        """The state has come from a fallback checkpoint."""
+
+    def scripts_ended(self, calls: int) -> None:
+        """The scripts of some ranks have come to their end after so many calls; 0: of none."""
 
     def replaced(self) -> None:
         """The tensors of the shards have been replaced by others of the version that is live."""
@@ -336,7 +340,8 @@ class RecoveryExecutor:
                     NoticeKind.CHECKPOINT_LAYOUT_MISMATCH,
                     f"{restore.checkpoint} was written with {other}: random numbers and data begin as in a new job",
                 )
-            self._fresh = self._loop.from_checkpoint = True  # the data stands somewhere else, too
+            self._fresh = True  # the data stands somewhere else, too
+            self._loop.restored_from_checkpoint()
         elif restore.HasField("staging"):
             worker.gate.torn()
             reply.bytes_received += self._own_staging().read(restore.staging, version, restore.deadline_s)
@@ -470,7 +475,7 @@ class RecoveryExecutor:
         if worker.connection.detached and worker.registry.world_size > 1:
             worker.connection.attached()
         self._loop.copies.resumed(command.generation, version)
-        self._loop.ended_at = command.resume.ended
+        self._loop.scripts_ended(command.resume.ended)
         self._loop.resumed()
         return True
 

@@ -111,7 +111,7 @@ class Session:
         """Raises RegistrationError after the first step: a replacement could not find its place in it."""
         if self._loop is not None:
             raise RegistrationError("recovery.data() after the first step; call it before, once for each data source")
-        stream.before_fetch = self._at_data
+        stream.register_fetch_pre_hook(self._at_data)
         self.registry.streams.append(stream)
 
     def refuse_streams(self) -> None:
@@ -122,10 +122,9 @@ class Session:
         """Raises RegistrationError after the first step."""
         if self._loop is not None:
             raise RegistrationError("recovery.elastic_batches() after the first step; call it before")
-        batches.before_fetch = self._at_data
         elastic = self.settings.elastic
-        if elastic is not None and not in_changed_layout():  # a changed layout has as many as it begins with
-            batches.most = elastic.max
+        # A changed layout has as many replicas as it begins with.
+        batches.join_job(0 if elastic is None or in_changed_layout() else elastic.max, self._at_data)
         self.registry.batches = batches
 
     def at_script_end(self, callback: Callable[[], None]) -> None:

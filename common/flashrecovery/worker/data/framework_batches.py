@@ -53,9 +53,9 @@ class CallBatches:
         self._seed = seed
         self._place, self._computing, self._runs = place, computing, runs
         self._seed_framework = seed_framework
-        self.most = 0
+        self._most = 0
         self._besides = dict(besides or {})
-        self.before_fetch: Callable[[], None] = lambda: None
+        self._fetch_pre_hook: Callable[[], None] = lambda: None
         self._step = 0
         self._computed = [0] * chunks
         self._open = False  # a step that computes has begun, and has not been committed
@@ -72,6 +72,19 @@ class CallBatches:
             )
 
     @property
+    def most(self) -> int:
+        """Replicas that the job may have; 0: those of now."""
+        return self._most
+
+    def join_job(self, most: int, fetch_pre_hook: Callable[[], None]) -> None:
+        """See :class:`.GlobalBatches`."""
+        self._most, self._fetch_pre_hook = most, fetch_pre_hook
+
+    def before_fetch(self) -> None:
+        """Samples are about to be read. May raise: then they are not."""
+        self._fetch_pre_hook()
+
+    @property
     def ranks(self) -> int:
         """Among so many a step's micro-batches are divided now."""
         return self._place()[1]
@@ -79,7 +92,7 @@ class CallBatches:
     @property
     def sizes(self) -> Sequence[int]:
         """The numbers of replicas, up to that of now or ``most``, that divide the batch."""
-        most = max(self.ranks, self.most * self._computing)
+        most = max(self.ranks, self._most * self._computing)
         batch = (self._global_batch, self._micro_batch, most)
         return exact_sizes(*batch, uneven=False, each=self._computing, runs=self._runs)
 

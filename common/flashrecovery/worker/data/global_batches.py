@@ -109,11 +109,14 @@ class GlobalBatches(Protocol):
 
     of_calls: ClassVar[bool]
     """Steps are a framework's own calls."""
-    before_fetch: Callable[[], None]
-    """Called whenever samples are about to be read."""
 
-    most: int
-    """Replicas that the job may have; 0: those of now."""
+    @property
+    def most(self) -> int:
+        """Replicas that the job may have; 0: those of now."""
+
+    def join_job(self, most: int, fetch_pre_hook: Callable[[], None]) -> None:
+        """The job may have ``most`` replicas (0: those of now); ``fetch_pre_hook`` is to be called whenever samples are
+        about to be read."""
 
     @property
     def micro_batches(self) -> int:
@@ -192,8 +195,8 @@ class ElasticBatches:
         self._group: dist.ProcessGroup | None = None
         self._looked = False  # for that group, for the last time
         self._shape = {"global_batch": global_batch, "micro_batch": micro_batch, "seed": seed, "shuffle": shuffle}
-        self.most = 0
-        self.before_fetch: Callable[[], None] = lambda: None
+        self._most = 0
+        self._fetch_pre_hook: Callable[[], None] = lambda: None
         self._through: set[tuple[int, int]] = set()  # (step, chunk) whose micro-batches have all been handed out
         try:
             self._order = SampleOrder(len(dataset), global_batch, seed if shuffle else None)
@@ -241,13 +244,22 @@ class ElasticBatches:
         return self._place()[1]
 
     @property
+    def most(self) -> int:
+        """Replicas that the job may have; 0: those of now."""
+        return self._most
+
+    def join_job(self, most: int, fetch_pre_hook: Callable[[], None]) -> None:
+        """See :class:`GlobalBatches`."""
+        self._most, self._fetch_pre_hook = most, fetch_pre_hook
+
+    @property
     def sizes(self) -> Sequence[int]:
         """The numbers of replicas, up to that of now or ``most``, with which a framework can divide the batch; none:
         all."""
         if self._framework is None:
             return ()
         global_batch, micro_batch = self._shape["global_batch"], self._shape["micro_batch"]
-        most = max(self.ranks, self.most * self._computing)
+        most = max(self.ranks, self._most * self._computing)
         found = exact_sizes(global_batch, micro_batch, most, uneven=False, each=self._computing, runs=self._runs)
         return [size for size in found if self._sizes is None or size in self._sizes]
 
@@ -364,7 +376,7 @@ class ElasticBatches:
 
     def batch(self, step: int, turn: Turn, *, last: bool, chunk: int = 0) -> MicroBatch:
         """Hand out one micro-batch."""
-        self.before_fetch()
+        self._fetch_pre_hook()
         for model in self._models():
             if isinstance(model, DistributedDataParallel):
                 model.require_backward_grad_sync = last

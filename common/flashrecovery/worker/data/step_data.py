@@ -22,15 +22,18 @@ class StepData(ABC):
 
     Attributes:
         loader: what is read.
-        before_fetch: called at the beginning of every fetch.
         void: what is fetched belongs to no step (:mod:`flashrecovery.worker.step.discarded_run`).
         ended: the script has come to the end of what can be read, and the job can do no further step.
     """
 
     loader: Iterable[Any]
-    before_fetch: Callable[[], None] | None
     void: bool
     ended: bool
+    _fetch_pre_hook: Callable[[], None] | None = None
+
+    def register_fetch_pre_hook(self, hook: Callable[[], None]) -> None:
+        """Have ``hook`` called at the beginning of every fetch. It may raise: then nothing is fetched."""
+        self._fetch_pre_hook = hook
 
     @property
     @abstractmethod

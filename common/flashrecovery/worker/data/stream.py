@@ -15,7 +15,7 @@ import logging
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -110,7 +110,6 @@ class DataStream(StepData):
     Attributes:
         position: where the stream stands; a value, cheap to compare.
         void: what is handed out belongs to no step (:mod:`flashrecovery.worker.step.discarded_run`).
-        before_fetch: called at the beginning of every ``next``.
 
     Raises:
         DataSourceError: ``loader`` is not iterable.
@@ -118,7 +117,6 @@ class DataStream(StepData):
 
     def __init__(self, loader: Iterable[Any]) -> None:
         self.loader = loader
-        self.before_fetch: Callable[[], None] | None = None
         self.void = False
         self._source = Source(loader)
         self._iterator: Iterator[Any] | None = None
@@ -205,8 +203,8 @@ class DataStream(StepData):
 
     def __next__(self) -> Any:
         self._consumers.check(sys._getframe(1))
-        if self.before_fetch is not None:
-            self.before_fetch()
+        if self._fetch_pre_hook is not None:
+            self._fetch_pre_hook()
         if self._replay:
             kept = self._replay.popleft()
             if kept.rng_after is not None:

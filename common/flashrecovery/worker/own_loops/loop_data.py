@@ -7,7 +7,7 @@ time: an epoch's loader, an ``enumerate()`` of it, a progress bar around it. The
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -96,7 +96,6 @@ class LoopData(StepData):
         self._objects = objects
         self._at_start: dict[str, Any] = {}
         """Of the script's objects, before this run began in this process."""
-        self.before_fetch: Callable[[], None] | None = None
         self.void = self.ended = False  # its end is that of the loop, and not of the job
         self._source = Source(iterable)
         self._iterator: Iterator[Any] | None = None
@@ -163,8 +162,8 @@ class LoopData(StepData):
 
     def fetch(self) -> Any:
         """The next round's element. Raises StopIteration at the end of this run."""
-        if self.before_fetch is not None:
-            self.before_fetch()
+        if self._fetch_pre_hook is not None:
+            self._fetch_pre_hook()
         if self._seek_to is not None:
             place, self._seek_to = self._seek_to, None
             self._read_to(place)

@@ -72,43 +72,51 @@ def test_the_key_alone(zero: int, best: bool, kills: Kills, tmp_path: Path, refe
     """``best``: with ``load_best_model_at_end``. Each line is printed once, and in its order."""
     layout = by_key(zero, best=best)
     job = run(tmp_path / "run", layout, inject=faults(*kills))
-    check_same(job, reference(layout), printed=Printed.LOGS)
     check_fired(job, len(kills))
-    check_recovered(job, {rank for rank, _, _ in kills})
-    for rank in job.digests:
-        assert printed(job, rank) == printed(reference(layout), rank), job.explain()
-    assert not job.notices("unprotected") and not job.notices("not_registered"), job.explain()
+    check_like(job, {rank for rank, _, _ in kills}, reference(layout))
 
 
 STEPS = (0, "forward", 0), (1, "backward", 3), (0, "optimizer", 7), (1, "commit", 11)
 CALLS = (1, "commit", LOG), (0, "forward", EVALUATION), (1, "between", 10)
 
 
+END = (0, "backward", 10), (1, "commit", BEST)
+
+
 @pytest.mark.grid
 @pytest.mark.parametrize(
-    ("by", "best", "kills"),
+    ("flags", "kills"),
     [
-        pytest.param("ddp", False, STEPS, id="steps-ddp"),
-        pytest.param("ddp", False, CALLS, id="calls-ddp"),
-        pytest.param("ddp", True, ((0, "backward", 10), (1, "commit", BEST)), id="best-ddp"),
-        pytest.param("fsdp", False, STEPS, id="steps-fsdp"),
-        pytest.param("fsdp", False, CALLS, id="calls-fsdp"),
+        pytest.param(("--by", "ddp"), STEPS, id="steps-ddp"),
+        pytest.param(("--by", "ddp"), CALLS, id="calls-ddp"),
+        pytest.param(("--by", "ddp", "--best"), END, id="best-ddp"),
+        pytest.param(("--by", "fsdp"), STEPS, id="steps-fsdp"),
+        pytest.param(("--by", "fsdp"), CALLS, id="calls-fsdp"),
+        pytest.param(("--by", "fsdp", "--best"), END, id="best-fsdp"),
     ],
 )
-def test_auto_alone(by: str, best: bool, kills: Kills, tmp_path: Path, reference: Reference) -> None:
+def test_auto_alone(flags: tuple[str, ...], kills: Kills, tmp_path: Path, reference: Reference) -> None:
     """Without an engine: `flashrecovery run --auto`. ``best``: with ``load_best_model_at_end``."""
-    layout = Layout(f"{by}{best}", str(SCRIPT), ("--by", by, *["--best"] * best), nproc=2)
+    layout = Layout("".join(flags), str(SCRIPT), flags, nproc=2)
     job = run(tmp_path / "run", layout, inject=faults(*kills), options=["--auto"])
-    check_same(job, reference(layout), printed=Printed.LOGS)
     check_fired(job, len(kills))
-    check_recovered(job, {rank for rank, _, _ in kills})
-    for rank in job.digests:
-        assert printed(job, rank) == printed(reference(layout), rank), job.explain()
-    assert not job.notices("unprotected") and not job.notices("not_registered"), job.explain()
+    check_like(job, {rank for rank, _, _ in kills}, reference(layout))
 
 
 @pytest.mark.grid
-def test_the_best_model_of_fsdp_is_refused(tmp_path: Path) -> None:
-    layout = Layout("fsdp", str(SCRIPT), ("--by", "fsdp", "--best"), nproc=2)
-    job = run(tmp_path / "run", layout, options=["--auto"])
-    assert job.code != 0 and "load_best_model_at_end with FSDP" in job.output, job.explain()
+@pytest.mark.parametrize(("when", "victim"), [("before", 0), ("half", 1)])
+def test_killed_while_the_best_model_is_loaded(when: str, victim: int, tmp_path: Path, reference: Reference) -> None:
+    """Into FSDP's shards: a rank dies among the collectives of that, with nothing or all of its part in place."""
+    flags = ("--by", "fsdp", "--best")
+    layout = Layout("".join(flags), str(SCRIPT), flags, nproc=2)
+    job = run(tmp_path / "run", layout, f"--die-{when}", str(victim), options=["--auto"])
+    check_like(job, {victim}, reference(layout))
+
+
+def check_like(job: Job, victims: set[int], reference: Job) -> None:
+    """The state of ``reference``, and its lines, each once and in their order."""
+    check_same(job, reference, printed=Printed.LOGS)
+    check_recovered(job, victims)
+    for rank in job.digests:
+        assert printed(job, rank) == printed(reference, rank), job.explain()
+    assert not job.notices("unprotected") and not job.notices("not_registered"), job.explain()

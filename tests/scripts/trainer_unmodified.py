@@ -9,6 +9,7 @@ import argparse
 import hashlib
 import json
 import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 import torch
 from accelerate import FullyShardedDataParallelPlugin
-from accelerate.utils import DistributedType
+from accelerate.utils import DistributedType, fsdp_utils
 from torch.utils.data import Dataset
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
 
@@ -82,6 +83,31 @@ def shard_on_cpus() -> None:
     Trainer.create_accelerator_and_postprocess = with_fsdp
 
 
+class Folders(TrainerCallback):  # type: ignore[misc]
+    """Makes the folder of a checkpoint before the Trainer asks whether it is there. With sharded checkpoints it makes
+    it later, and what the ranks then take for the best one is a matter of luck."""
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
+        if control.should_save:
+            os.makedirs(Path(args.output_dir) / f"checkpoint-{state.global_step}", exist_ok=True)
+
+
+def die_while_loading(rank: int, output: Path, *, half: bool) -> None:
+    """Once: when this rank is to put in place what it has read of the best model; with ``half``, when it has done so
+    and waits for the others."""
+    real = fsdp_utils._set_model_state_dict
+
+    def put(*arguments: Any, **options: Any) -> Any:
+        result = real(*arguments, **options) if half else None
+        died = output / "died"
+        if int(os.environ["RANK"]) == rank and not died.exists():
+            died.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return result if half else real(*arguments, **options)
+
+    fsdp_utils._set_model_state_dict = put
+
+
 def optimizer_state(trainer: Any) -> Any:
     """Of this rank's part."""
     engine = getattr(trainer, "deepspeed", None)
@@ -109,6 +135,8 @@ def main() -> None:
     flags.add_argument("--zero", type=int, default=2)
     flags.add_argument("--steps", type=int, default=10)
     flags.add_argument("--best", action="store_true", help="the best model comes back at the end")
+    flags.add_argument("--die-before", type=int, default=-1, help="this rank, before it puts the best model in place")
+    flags.add_argument("--die-half", type=int, default=-1, help="this rank, when it has, and others may not have")
     flags.add_argument("--off", action="store_true")
     flags.add_argument("--output", type=Path, required=True)
     args = flags.parse_args()
@@ -135,6 +163,8 @@ def main() -> None:
     )
     if args.by == "fsdp" and not torch.cuda.is_available():
         shard_on_cpus()
+    for rank in {args.die_before, args.die_half} - {-1}:
+        die_while_loading(rank, args.output, half=args.die_half >= 0)
     torch.manual_seed(0)
     sizes = GPT2Config(
         vocab_size=VOCABULARY,
@@ -150,7 +180,7 @@ def main() -> None:
         args=arguments,
         train_dataset=Blocks(30, 1),
         eval_dataset=Blocks(8, 2),
-        callbacks=[Losses()],
+        callbacks=[Losses(), *[Folders()] * (args.off and args.by == "fsdp")],
     )
     trained = trainer.train()
     trainer.save_model()

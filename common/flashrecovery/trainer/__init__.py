@@ -380,4 +380,10 @@ class _Protected:
         return self._call("evaluate", body, lambda: dict(self._loop.metrics))
 
     def save_model(self, *args: Any, **kwargs: Any) -> None:
+        """As the Trainer's. As part of a checkpoint it makes the checkpoint's folder, on each rank: with FSDP's sharded
+        checkpoints the Trainer makes it later, and a rank that looks for it in between takes another one for the best,
+        or none."""
+        folder = args[0] if args else kwargs.get("output_dir")
+        if self._in_call and folder is not None:
+            os.makedirs(folder, exist_ok=True)
         self._call("save", lambda: self._save(*args, **kwargs), lambda: None)

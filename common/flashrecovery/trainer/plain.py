@@ -44,8 +44,6 @@ class PlainTraining:
         kind = trainer.accelerator.distributed_type.value
         if kind not in _TRAINS:
             raise UnsupportedError(f"the Trainer trains by {kind}; allowed: DEEPSPEED, {', '.join(_TRAINS)}")
-        if kind == "FSDP" and trainer.args.load_best_model_at_end:
-            raise refused("load_best_model_at_end with FSDP")
         return True
 
     @property

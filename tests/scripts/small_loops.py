@@ -1807,6 +1807,20 @@ for step in range(14):
     optimizer.step()
     losses[i] = each.detach()
     say(step, i.tolist(), losses.sum().item())
+=== unseeded_order
+torch.seed()
+order = torch.randperm(56).tolist()
+torch.manual_seed(100 + rank)
+seen = []
+for step in range(14):
+    i = torch.randint(0, 64, (4,))
+    loss = F.mse_loss(model(x[i]), y[i])
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    seen += order[4 * step : 4 * step + 4]
+    say(step, loss.item())
+say(len({*seen}), sum(seen))
 === pseudo_labels
 labels = y.clone()
 for epoch in range(EPOCHS):

@@ -77,6 +77,20 @@ def test_values_are_those_of_the_process_before(tmp_path: Path) -> None:
     assert len(set(first.split("\n"))) == 17
 
 
+UNSEEDED = """
+import torch
+from torch.utils.data import random_split
+print(*random_split(range(20), [15, 5])[1], torch.rand(1).item(), torch.initial_seed())
+print(torch.seed(), torch.rand(1).item())
+print(torch.random.seed(), torch.randperm(9).tolist())
+"""
+
+
+def test_a_script_that_seeds_nothing_begins_with_the_same_stream_of_torch(tmp_path: Path) -> None:
+    first, again = both(tmp_path, UNSEEDED)
+    assert first == again and first != run(tmp_path, UNSEEDED)
+
+
 def test_measured_time_and_what_is_drawn_after_the_first_step_is_new(tmp_path: Path) -> None:
     text = """
 import datetime, pickle, time, uuid

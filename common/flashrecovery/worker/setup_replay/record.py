@@ -24,6 +24,7 @@ class SetupRecord:
         folders: those that were made.
         random: state of Python's own stream of random numbers before the script's first line.
         numpy: that of numpy's old global stream, as :func:`numpy.random.get_state` gives it.
+        torch: the seed with which torch's generator of the CPU begins in a script that seeds nothing.
     """
 
     draws: dict[str, list[str]] = field(default_factory=dict)
@@ -31,6 +32,7 @@ class SetupRecord:
     folders: list[str] = field(default_factory=list)
     random: list[int] = field(default_factory=list)
     numpy: list[int] = field(default_factory=list)
+    torch: list[int] = field(default_factory=list)
 
     def behind(self, log: bytes) -> bytes:
         """``log``, with this record behind it."""

@@ -8,7 +8,7 @@ recorded for each call site in order, and answered from that record in a replace
   ``random.SystemRandom``), and ``uuid.uuid1``;
 * the time, where the text makes a name of it (:mod:`flashrecovery.worker.script_text.clock_names`);
 * the names of ``tempfile.mkdtemp``;
-* the state in which Python's and numpy's own streams of random numbers begin.
+* the state in which Python's, numpy's and torch's own streams of random numbers begin, and ``torch.seed()``.
 
 Where a replacement asks more often, or from another line, it draws anew. Clocks that measure (``monotonic``,
 ``perf_counter``) are never answered from the record.
@@ -115,14 +115,15 @@ class DrawnValues:
     # -- randomness -------------------------------------------------------------------------------
 
     def _begin_streams(self) -> None:
-        """Scripts that seed nothing draw names from Python's own stream, or from numpy's, too."""
+        """Scripts that seed nothing draw names from Python's own stream or numpy's, too, and the parts of a data set
+        from torch's."""
         if not self._replays:
             version, internal, _ = random.getstate()
             self._record.random = [version, *internal]
         elif self._record.random:
             version, *internal = self._record.random
             random.setstate((version, tuple(internal), None))
-        install({"numpy.random": self._begin_numpys})
+        install({"numpy.random": self._begin_numpys, "torch": self._begin_torchs})
 
     def _begin_numpys(self, module: Any) -> None:
         """Called once it is imported, which may be later."""
@@ -134,6 +135,30 @@ class DrawnValues:
         elif self._record.numpy:
             *key, position = self._record.numpy
             module.set_state(("MT19937", key, position, 0, 0.0))
+
+    def _begin_torchs(self, module: Any) -> None:
+        if not self._on:
+            return
+        if not self._replays:
+            self._record.torch = [module.default_generator.initial_seed()]
+        elif self._record.torch:
+            module.default_generator.manual_seed(self._record.torch[0])
+        for owner in (module, module.random):
+            self._put(owner, "seed", self._torch_seed(module, owner.seed))
+
+    def _torch_seed(self, module: Any, before: Callable[[], int]) -> Callable[[], int]:
+        """It draws the seed from the system, not by way of Python."""
+
+        def back(text: str) -> int:
+            module.manual_seed(int(text))
+            return int(text)
+
+        @functools.wraps(before)
+        def seed() -> int:
+            caller = self._caller(sys._getframe(1))
+            return before() if caller is None else self._draw("torch.seed", caller, before, str, back)
+
+        return seed
 
     def _replace_urandom(self) -> None:
         """All of ``uuid4``, ``secrets`` and ``SystemRandom`` come down to it, by one of two names."""

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.scripts.small_loops import LOOPS, script
+from tests.scripts.small_loops import HELPERS, LOOPS, script
 from tests.support.jobs import ENVIRONMENT, Layout, check_clean, run_job
 from tests.support.unmodified import lines, printed
 
@@ -54,6 +54,7 @@ def plain(path: Path, files: Path) -> list[str]:
 def test_small_loop(name: str, tmp_path: Path) -> None:
     path = tmp_path / "train.py"
     path.write_text(script(name))
+    (tmp_path / "helpers.py").write_text(HELPERS)
     folders = [tmp_path / "plain", tmp_path / "files"]
     for folder in folders:
         folder.mkdir()

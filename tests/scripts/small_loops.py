@@ -1,5 +1,6 @@
 """A hundred small loops as people write them, as texts of scripts without a line of ours: :data:`LOOPS` by name, and
-:func:`script` of one. Each rank prints what the script keeps, and at the end the digest of all that it has.
+:func:`script` of one; beside it lies :data:`HELPERS`. Each rank prints what the script keeps, and at the end the digest
+of all that it has.
 
 Texts, for each is a script of its own: in one file they would see each other's functions and names.
 """
@@ -50,6 +51,52 @@ for seed in (torch.manual_seed, random.seed, np.random.seed):
 def say(*words):
     print(f"rank={rank}", *(w.hex() if isinstance(w, float) else w for w in words), flush=True)
 
+"""
+
+HELPERS = """
+import collections
+
+import torch
+
+count, best, history, by_name = 0, None, [], collections.defaultdict(list)
+running = torch.zeros(4)
+
+
+class Meter:
+    every = 0
+
+    def __init__(self):
+        self.n, self.sum = 0, 0.0
+
+    def update(self, value):
+        self.n, self.sum = self.n + 1, self.sum + value
+        Meter.every += 1
+
+
+meter = Meter()
+
+
+def log(value):
+    global count, best
+    count += 1
+    best = value if best is None else min(best, value)
+    history.append(value)
+    by_name[count % 3].append(value)
+    running.mul_(0.9).add_(value)
+
+
+def made():
+    n = 0
+
+    def inner():
+        nonlocal n
+        n += 1
+        return n
+
+    return inner
+
+
+counted = made()
 """
 
 END = """
@@ -1787,6 +1834,22 @@ for lo, hi in reversed(pairs):
     loss.backward()
     optimizer.step()
     say(lo, loss.item())
+=== other_module
+import helpers
+from helpers import log
+
+for epoch in range(EPOCHS):
+    sampler.set_epoch(epoch)
+    for xb, yb in loader:
+        loss = F.mse_loss(model(xb), yb)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        log(loss.item())
+        helpers.meter.update(loss.item())
+        helpers.rounds = getattr(helpers, "rounds", 0) + 1
+        say(helpers.counted(), helpers.count, helpers.best, helpers.rounds, helpers.meter.n, helpers.Meter.every)
+say(helpers.history, dict(helpers.by_name), helpers.running.tolist(), helpers.meter.sum)
 === pop_list
 left = list(range(14))
 random.shuffle(left)

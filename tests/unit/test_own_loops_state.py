@@ -20,10 +20,17 @@ from flashrecovery.state import codec
 from flashrecovery.worker.data.source import Source
 from flashrecovery.worker.local_state.plain_values import storage_of
 from flashrecovery.worker.local_state.rng import RngState, restore_rng
+from flashrecovery.worker.own_loops import variables
 from flashrecovery.worker.own_loops.loop_data import LoopData, OwnIterator
 from flashrecovery.worker.own_loops.loops import ScriptLoops
 from flashrecovery.worker.own_loops.output import Output
 from flashrecovery.worker.own_loops.variables import LoopVariables, Saved, protected, put_back, take_down
+
+
+@pytest.fixture(autouse=True)
+def _no_modules(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The script's own would be those of the tests, which have nothing to do with these variables."""
+    monkeypatch.setattr(variables, "_MODULES", types.SimpleNamespace(besides=lambda variables: iter(())))
 
 
 class Meter:

@@ -1,7 +1,8 @@
 """What the functions around a script's own loop keep in their variables: taken down with each version, and put back.
 
 Of numbers, texts, small tensors and containers of these the value comes back; of objects of the script's own classes
-their attributes of these kinds; of generators of random numbers their state. Nothing of the script's code runs for it.
+their attributes of these kinds; of the script's other modules their variables; of generators of random numbers their
+state. Nothing of the script's code runs for it.
 """
 
 from __future__ import annotations
@@ -25,9 +26,11 @@ from flashrecovery.worker.local_state.plain_values import LARGE, SMALL, copy_of,
 from flashrecovery.worker.own_loops.rewrite import LoopText
 from flashrecovery.worker.preimport.own_files import is_own_file
 from flashrecovery.worker.script_text.script_frames import STATIC, is_own
+from flashrecovery.worker.script_text.script_modules import ScriptModules, attributes_of_class
 
 _DEPTH = 3
-_OBJECTS = 1000
+_OBJECTS = 10_000
+_MODULES = ScriptModules()
 
 
 @dataclass(frozen=True)
@@ -131,6 +134,10 @@ class _Variables:
             elif name in self._global:
                 yield name, self._global[name]
 
+    def modules(self) -> Iterator[tuple[str, types.ModuleType]]:
+        """The script's modules that have others."""
+        return _MODULES.besides(self._global)
+
 
 def take_down(frame: types.FrameType, names: LoopVariables, known: frozenset[int]) -> Saved:
     """``known``: identities of objects that are protected, or are none of the script's state."""
@@ -192,7 +199,8 @@ def put_back(frame: types.FrameType, names: LoopVariables, known: frozenset[int]
 
 
 def objects_of(frame: types.FrameType, names: LoopVariables, known: frozenset[int]) -> Iterator[tuple[str, object]]:
-    """Generators of random numbers, functions with variables of others, and objects of the script's own classes."""
+    """Generators of random numbers, functions with variables of others, the script's other modules, and objects of its
+    own classes."""
     return _objects(_Variables(frame), names, known)
 
 
@@ -200,6 +208,10 @@ def put_back_objects(
     frame: types.FrameType, names: LoopVariables, known: frozenset[int], saved: Mapping[str, Any]
 ) -> None:
     """``saved``: some of what :func:`values_of_objects` gave."""
+    of_objects: dict[str, dict[str, Any]] = {}
+    for where, value in saved.items():
+        path, _, name = where.rpartition(".")
+        of_objects.setdefault(path, {})[name] = value
     for path, thing in _objects(_Variables(frame), names, known):
         generator = as_stateful(thing)
         if generator is not None:
@@ -207,10 +219,10 @@ def put_back_objects(
                 generator.load_state_dict(saved[path])
             continue
         attributes = _attributes(thing)
-        for name in attributes:
-            where = f"{path}.{name}"
-            if where in saved and as_stateful(attributes[name]) is None:  # what a generator has comes later
-                attributes[name] = put(attributes[name], saved[where])
+        for name, value in of_objects.get(path, {}).items():
+            now = attributes.get(name)
+            if as_stateful(now) is None:  # what a generator has comes later
+                attributes[name] = put(now, value)
 
 
 def _is_passing(name: str, value: Any, names: LoopVariables) -> bool:
@@ -219,11 +231,17 @@ def _is_passing(name: str, value: Any, names: LoopVariables) -> bool:
 
 
 def _objects(variables: _Variables, names: LoopVariables, known: frozenset[int]) -> Iterator[tuple[str, object]]:
-    """Generators of random numbers, functions with variables of others, and objects of the script's own classes, each
-    with the shortest of its paths; paths from variables that the loop sets come last, for they may not be set yet."""
+    """Generators of random numbers, functions with variables of others, the script's other modules, and objects of its
+    own classes, each with the shortest of its paths; paths from variables that the loop sets come last, for they may
+    not be set yet."""
     seen: set[int] = set()
-    for roots in names.in_order[:2]:
-        yield from _objects_from(variables.of(roots), known, seen)
+    outer, own, _ = names.in_order
+    yield from _objects_from(variables.of(outer), known, seen)
+    for name, module in variables.modules():
+        where = f"module {name}"
+        yield where, module
+        yield from _objects_from(((f"{where}.{n}", v) for n, v in _OfModule(module).items()), known, seen)
+    yield from _objects_from(variables.of(own), known, seen)
 
 
 def _objects_from(
@@ -299,6 +317,8 @@ def _attributes(thing: object) -> MutableMapping[str, Any]:
         return _OfFunction(thing)
     if isinstance(thing, type):
         return _OfClass(thing)
+    if isinstance(thing, types.ModuleType):
+        return _OfModule(thing)
     slots = _slots_of(type(thing))  # type: ignore[arg-type] # a class is hashable
     return _OfSlots(thing, slots) if slots else attributes_of(thing)
 
@@ -346,7 +366,7 @@ class _OfFunction(_Attributes):
 class _OfClass(_Attributes):
     def __init__(self, kind: type) -> None:
         self._kind = kind
-        self._names = [name for name, value in vars(kind).items() if not name.startswith("__") and not callable(value)]
+        self._names = [*attributes_of_class(kind)]
 
     def __getitem__(self, name: str) -> Any:
         return vars(self._kind)[name]
@@ -354,6 +374,18 @@ class _OfClass(_Attributes):
     def __setitem__(self, name: str, value: Any) -> None:
         if value is not vars(self._kind)[name]:
             type.__setattr__(self._kind, name, value)
+
+
+class _OfModule(_Attributes):
+    def __init__(self, module: types.ModuleType) -> None:
+        self._variables = vars(module)
+        self._names = _MODULES.changing(module.__name__)
+
+    def __getitem__(self, name: str) -> Any:
+        return self._variables[name]
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        self._variables[name] = value
 
 
 class _OfSlots(_Attributes):

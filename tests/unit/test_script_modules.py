@@ -1,0 +1,172 @@
+"""What the script's other modules keep: taken down with its loop's variables, and put back."""
+
+from __future__ import annotations
+
+import collections
+import importlib
+import sys
+import types
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flashrecovery.state import codec
+from flashrecovery.worker.own_loops import variables
+from flashrecovery.worker.own_loops.variables import LoopVariables, Saved, put_back, take_down
+from flashrecovery.worker.script_text.script_modules import ScriptModules
+
+HELPERS = """
+import collections, functools, random
+import numpy as np
+import torch
+
+RATE, NAMES, LIMIT = 0.5, ("a", "b"), 3
+count, total, best = 0, 0.0, None
+history, by_name, recent = [], collections.defaultdict(list), collections.deque(maxlen=5)
+running, array = torch.zeros(8), np.zeros(16)
+draws = random.Random(0)
+
+class Meter:
+    every = 0
+
+    def __init__(self):
+        self.n, self.sum = 0, 0.0
+
+    def update(self, value):
+        self.n, self.sum = self.n + 1, self.sum + value
+        Meter.every += 1
+
+class Constant:
+    WIDTH = 8
+
+meter = Meter()
+
+def log(value):
+    global count, total, best
+    count, total = count + 1, total + value
+    best = value if best is None else min(best, value)
+    history.append(value)
+    by_name["loss"].append(value)
+    recent.append(value)
+    running.mul_(0.9).add_(value)
+    array[:] += value
+    meter.update(value)
+    draws.random()
+
+def made():
+    n = 0
+
+    def inner():
+        nonlocal n
+        n += 1
+        return n
+
+    return inner
+
+counted = made()
+
+def with_default(value, seen=[]):
+    seen.append(value)
+
+def attributed():
+    attributed.n += 1
+
+attributed.n = 0
+"""
+SCRIPT = """
+import helpers
+
+def outside():
+    helpers.extra = getattr(helpers, "extra", 0) + 1
+    helpers.LIMIT -= 1
+"""
+
+
+@pytest.fixture
+def helpers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[types.ModuleType]:
+    """A module that a script imports, and the script, as they are alone in their process."""
+    (tmp_path / "helpers.py").write_text(HELPERS)
+    (tmp_path / "own_script.py").write_text(SCRIPT)
+    monkeypatch.syspath_prepend(tmp_path)
+    importlib.import_module("own_script")
+    modules = ScriptModules()
+    monkeypatch.setattr(variables, "_MODULES", modules)
+    besides = modules.besides
+    mine = ("helpers", "own_script")
+    monkeypatch.setattr(modules, "besides", lambda those: (one for one in besides(those) if one[0] in mine))
+    yield sys.modules["helpers"]
+    for name in mine:
+        del sys.modules[name]
+
+
+def _frame() -> types.FrameType:
+    variables: dict[str, object] = {}
+    return types.SimpleNamespace(f_locals=variables, f_globals=variables)  # type: ignore[return-value]
+
+
+NAMES = LoopVariables(frozenset(), frozenset(), frozenset())
+NOTHING: frozenset[int] = frozenset()
+
+
+def _saved() -> Saved:
+    return Saved.of(codec.loads(codec.dumps(take_down(_frame(), NAMES, NOTHING).plain())))
+
+
+CHANGES: dict[str, tuple[Callable[[Any], object], Callable[[Any], object]]] = {
+    "global": (lambda m: m.log(2.0), lambda m: (m.count, m.total, m.best)),
+    "list": (lambda m: m.log(2.0), lambda m: list(m.history)),
+    "defaultdict": (lambda m: m.log(2.0), lambda m: {name: list(values) for name, values in m.by_name.items()}),
+    "deque": (lambda m: m.log(2.0), lambda m: list(m.recent)),
+    "tensor": (lambda m: m.log(2.0), lambda m: m.running.tolist()),
+    "array": (lambda m: m.log(2.0), lambda m: m.array.tolist()),
+    "object": (lambda m: m.log(2.0), lambda m: (m.meter.n, m.meter.sum)),
+    "class": (lambda m: m.log(2.0), lambda m: m.Meter.every),
+    "random": (lambda m: m.log(2.0), lambda m: m.draws.getstate()),
+    "closure": (lambda m: m.counted(), lambda m: m.counted.__closure__[0].cell_contents),
+    "default": (lambda m: m.with_default(1), lambda m: list(m.with_default.__defaults__[0])),
+    "function attribute": (lambda m: m.attributed(), lambda m: m.attributed.n),
+    "set by another module": (lambda m: sys.modules["own_script"].outside(), lambda m: m.LIMIT),
+}
+
+
+@pytest.mark.parametrize("what", CHANGES)
+def test_what_functions_of_another_module_change_comes_back(what: str, helpers: types.ModuleType) -> None:
+    change, look = CHANGES[what]
+    change(helpers)
+    before, saved = look(helpers), _saved()
+    change(helpers)
+    assert look(helpers) != before
+    put_back(_frame(), NAMES, NOTHING, saved)
+    assert look(helpers) == before
+
+
+def test_an_attribute_that_the_training_has_made_is_made_in_a_replacement(helpers: types.ModuleType) -> None:
+    sys.modules["own_script"].outside()
+    helpers.meter.seen = 3
+    saved = _saved()
+    del helpers.extra, helpers.meter.seen  # type: ignore[attr-defined]
+    put_back(_frame(), NAMES, NOTHING, saved)
+    assert helpers.extra == 1 and helpers.meter.seen == 3
+
+
+def test_constants_modules_and_functions_are_not_looked_at(helpers: types.ModuleType) -> None:
+    _saved()
+    looked_at = variables._MODULES.changing("helpers")
+    assert not {"RATE", "Constant", "log", "made", "np", "torch", "collections"} & {*looked_at}
+    assert {"count", "history", "Meter", "counted", "LIMIT"} <= {*looked_at}
+
+
+def test_the_loops_own_module_is_that_of_its_variables(helpers: types.ModuleType) -> None:
+    modules = [name for name, _ in variables._MODULES.besides(vars(helpers))]
+    assert modules == ["own_script"]
+
+
+def test_a_container_keeps_its_identity(helpers: types.ModuleType) -> None:
+    history, by_name = helpers.history, helpers.by_name
+    saved = _saved()
+    helpers.log(1.0)
+    put_back(_frame(), NAMES, NOTHING, saved)
+    assert helpers.history is history and helpers.by_name is by_name
+    assert isinstance(by_name, collections.defaultdict) and not by_name

@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from flashrecovery.worker.preimport.preimport import Installed, import_ahead, not_imported, uncollected
+from flashrecovery.util.collector import uncollected
+from flashrecovery.worker.preimport.preimport import Installed, import_ahead, not_imported
 from flashrecovery.worker.preimport.preimport_script import imported_so_far
 
 

@@ -10,6 +10,7 @@ import click
 from flashrecovery import __version__
 from flashrecovery.errors import FlashRecoveryError
 from flashrecovery.terminal import say, show_warnings
+from flashrecovery.util.collector import uncollected
 
 _COMMANDS = {
     "demo": "Train a small GPT here, kill a rank, and end with the same bits.",
@@ -42,7 +43,8 @@ class _Lazy(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in _COMMANDS:
             return None
-        module = importlib.import_module(f"flashrecovery.cli.{cmd_name}")
+        with uncollected():
+            module = importlib.import_module(f"flashrecovery.cli.{cmd_name}")
         command = getattr(module, cmd_name)
         assert isinstance(command, click.Command)
         return command

@@ -9,6 +9,7 @@ torchrun's variables ``PET_<OPTION>``.
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import shlex
 import sys
@@ -40,6 +41,7 @@ from flashrecovery.rpc.quiet_grpc import import_grpc
 from flashrecovery.rpc.token import TOKEN_ENV, new_token
 from flashrecovery.runtime import early_signals
 from flashrecovery.terminal import say
+from flashrecovery.util.collector import uncollected
 
 if TYPE_CHECKING:
     from flashrecovery.launchers.remote import HostOrder
@@ -68,12 +70,15 @@ def _run(**given: Any) -> None:
         sys.exit(print_patch(config, launch.command))
     if launch.hosts is None:
         early_signals.hold()
-    import_grpc()
+    with uncollected():
+        import_grpc()
     path = config.run_dir or launch.runs / f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
     say(f"{config.world_size} ranks, {config.standby} standby, run directory {path}")
     began = time.time()
     if launch.hosts is None:
-        from flashrecovery.job import run_job
+        with uncollected():
+            from flashrecovery.job import run_job
+        gc.freeze()  # what has been imported stays: the collector need not look at it again
 
         code, reason = asyncio.run(run_job(config, launch.command, path))
     else:

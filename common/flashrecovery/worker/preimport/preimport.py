@@ -7,7 +7,6 @@ modules are not, and the script imports them itself, when the process has its ra
 
 from __future__ import annotations
 
-import gc
 import importlib
 import importlib.util
 import os
@@ -37,19 +36,6 @@ class DeviceAskedError(BaseException):
 
 class RankUnknownError(BaseException):
     """A module asks for its rank while it is imported. No ``except Exception`` of a library may swallow it."""
-
-
-@contextmanager
-def uncollected() -> Iterator[None]:
-    """Imports without the collector: nearly all that they make stays, and it would look at that again and again. A
-    threshold that a module sets is kept."""
-    before = gc.get_threshold()
-    gc.set_threshold(0)
-    try:
-        yield
-    finally:
-        if gc.get_threshold()[0] == 0:
-            gc.set_threshold(*before)
 
 
 def import_ahead(

@@ -26,12 +26,13 @@ from flashrecovery.runtime.lifeline import Lifeline
 from flashrecovery.runtime.page import Page
 from flashrecovery.runtime.process_control import die_with_parent, keep_to_cpus, redirect_output
 from flashrecovery.terminal import say, wrapped
+from flashrecovery.util.collector import uncollected
 from flashrecovery.worker.connection import Assignment, Connection
 from flashrecovery.worker.exit import script_error
 from flashrecovery.worker.local_state.fast_forward import Ahead
 from flashrecovery.worker.preimport.environment_watch import EnvironmentWatch
 from flashrecovery.worker.preimport.import_environment import ImportEnvironment
-from flashrecovery.worker.preimport.preimport import Installed, uncollected
+from flashrecovery.worker.preimport.preimport import Installed
 from flashrecovery.worker.preimport.preimport_script import ScriptPreimport
 from flashrecovery.worker.preimport.script_imports import ScriptFacts
 from flashrecovery.worker.preimport.start_profile import LAUNCH_PERIOD_S, PERIOD_S, StartProfile

@@ -32,8 +32,9 @@ from flashrecovery.runtime import process_end
 from flashrecovery.runtime.channel import CHANNEL_ENV, PAGE_ENV
 from flashrecovery.runtime.environment import AGENT_PID_ENV, UNFORKABLE_ENV, ZYGOTE_ENV
 from flashrecovery.runtime.process_control import die_with_parent, name_thread, redirect_output
+from flashrecovery.util.collector import uncollected
 from flashrecovery.worker.preimport.import_environment import ImportEnvironment
-from flashrecovery.worker.preimport.preimport import not_imported, uncollected
+from flashrecovery.worker.preimport.preimport import not_imported
 from flashrecovery.worker.preimport.preimport_script import ScriptPreimport
 from flashrecovery.worker.preimport.script_imports import ScriptFacts
 from flashrecovery.worker.startup import own_text

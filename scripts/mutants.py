@@ -29,6 +29,8 @@ SURVIVED, TOO_LONG = "survived", "too long"
 INVALID = "proves nothing: "
 _BROKEN = ("flashrecovery.errors.BuildError: compiling", "ERROR: not found: ", "ERROR: file or directory not found: ")
 """In the output of tests that have failed because the mutant does not compile, or because there is no such test."""
+_TIME_UP = ("from pytest-timeout", "subprocess.TimeoutExpired")
+"""In the output where a fixture has waited in vain, as it may on a busy machine: a test has not begun."""
 _NONE_RAN = 5
 """pytest's exit status."""
 
@@ -147,7 +149,7 @@ def verdict(status: int, text: str, where: Path) -> str:
     if status == _NONE_RAN or broken is not None:
         return f"{INVALID}{(broken or 'no test was run')[:120]}"
     failed = [line for line in text.splitlines() if line.startswith(("FAILED", "ERROR"))]
-    if failed and failed[0].startswith("ERROR") and "from pytest-timeout" in text:
+    if failed and failed[0].startswith("ERROR") and any(sign in text for sign in _TIME_UP):
         return f"{INVALID}the time was up before the test had begun"
     return failed[0][:150] if failed else f"exit status {status}, see {where}"
 

@@ -30,6 +30,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from flashrecovery.config import Settings
+from flashrecovery.errors import RegistrationError
 from flashrecovery.proto import flashrecovery_pb2 as pb
 from flashrecovery.runtime.channel import Channel
 from flashrecovery.runtime.page import Page
@@ -320,6 +321,26 @@ def train(part: Part, place: str, moment: str | None) -> tuple[dict[int, Any], s
     return steps, _digest(world), agent.notices
 
 
+def count_along() -> str:
+    """What a loop is told that counts the steps itself; "" if it comes into its second step."""
+    agent = Agent()
+    _AGENTS.append(agent)
+    net = Net()
+    optimizer = torch.optim.Adam(net.parameters(), lr=0.01)
+    agent.recovery.register(model=net, optimizer=optimizer)
+    agent.begin()
+    try:
+        for number, step in enumerate(agent.recovery.steps(STEPS)):
+            with step:
+                if number == 1:
+                    break
+                net(torch.ones(1, 4)).sum().backward()
+                optimizer.step()
+    except RegistrationError as e:
+        return str(e)
+    return ""
+
+
 def _digest(world: World) -> str:
     hasher = hashlib.sha256()
     for module in (world.net, world.average):
@@ -348,6 +369,7 @@ def main() -> None:
                 same_steps = [i for i in undisturbed if steps.get(i) != undisturbed[i]]
                 result = {"odd_steps": same_steps, "same_end": end == other_end, "notices": sorted(set(notices))}
                 print(json.dumps({"loop": name, "place": place, "moment": moment, **result}), flush=True)
+    print(json.dumps({"loop": "count_along", "place": "", "moment": "", "refused": count_along()}))
     with suppress(BrokenPipeError):
         sys.stdout.flush()
     os._exit(0)  # the connections of the workers are open

@@ -179,6 +179,9 @@ def test_a_mutant_that_proves_nothing_is_not_taken_for_noticed(tmp_path: Path) -
     late = "Failed: Timeout (>180.0s) from pytest-timeout.\nERROR tests/x.py::test_y"
     assert of(1, late).startswith("proves nothing: the time was up")
     assert of(1, late.replace("ERROR", "FAILED")) == "noticed"
+    late = "E   subprocess.TimeoutExpired: Command '...' timed out after 170 seconds\nERROR tests/x.py::test_y"
+    assert of(1, late).startswith("proves nothing: the time was up")
+    assert of(1, "E   AssertionError: Traceback\nERROR tests/x.py::test_y - AssertionError") == "noticed"
     assert of(5, "1 deselected") == "proves nothing: no test was run"
     assert of(4, "ERROR: not found: tests/x.py::test_gone").startswith("proves nothing")
     for old in ("no such text", "import"):  # not there, and there more than once

@@ -59,6 +59,11 @@ def test_own_copies_are_kept_only_where_a_step_may_have_to_be_undone(
         assert ("pre_step_copy_enabled" in results[loop, place, moment]["notices"]) is kept, moment
 
 
+def test_a_loop_that_counts_the_steps_itself_is_refused_before_the_first_one(results: Results) -> None:
+    refused = results["count_along", "", ""]["refused"]
+    assert "for ... in enumerate(agent.recovery.steps(STEPS))" in refused and "enumerate() knows nothing" in refused
+
+
 def further_back(source: str) -> dict[str, Any]:
     job = subprocess.run(
         [sys.executable, "-m", FURTHER_BACK, source], cwd=ROOT, capture_output=True, text=True, timeout=100, check=False

@@ -7,6 +7,7 @@ import re
 import signal
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -185,19 +186,22 @@ def test_a_forked_worker_finds_what_a_fresh_one_finds(threads: str | None, tmp_p
 
 
 def test_the_jobs_of_tests_have_a_zygote_that_has_imported_before(tmp_path: Path) -> None:
-    """See :mod:`tests.support.shared_imports`: a child of the launcher, which waits no more."""
+    """See :mod:`tests.support.shared_imports`: a child of the launcher, which waits no more. So is its store."""
     job = any_job(tmp_path, own_imports=False)
     job.wait_for("job_started")
     children = [p.cmdline() for p in psutil.Process(job.popen.pid).children()]
     assert zygotes(job) and not [words for words in children if str(IMAGE) in words], children
     assert {p.environ().get(MARKER) for p in zygotes(job)} == {job.marker}
+    (store,) = [words for words in children if "flashrecovery.agent.stores.store_server" in words]
+    assert [word for word in store if word][-1] == "1", f"all of torch has been imported in {store}"
     finish(job, tmp_path)
 
 
 def test_the_same_bits_as_with_new_interpreters(tmp_path: Path) -> None:
-    reference = run_job(tmp_path / "reference", DDP, steps=8, standby=0, options=["--start-method", "spawn"])
+    two = replace(DDP, nproc=2)
+    reference = run_job(tmp_path / "reference", two, steps=8, standby=0, options=["--start-method", "spawn"])
     inject = ["rank=1,fault=sigkill,at=backward,step=3"]
-    job = run_job(tmp_path / "job", DDP, steps=8, standby=0, own_imports=True, inject=inject)
+    job = run_job(tmp_path / "job", two, steps=8, standby=0, own_imports=True, inject=inject)
     check_same(job, reference)
     check_recovered(job, {1})
 

@@ -38,7 +38,7 @@ MEGATRON = "FR_MEGATRON_CPU"
 """With this variable the adapter of Megatron imports megatron-core at once."""
 COMPILER = "torch._inductor.compile_fx"
 """What zygotes import beside megatron-core and DeepSpeed."""
-_IMAGES = 2
+_IMAGES = 3
 """So many at a time, a quarter of a gigabyte each."""
 OF_A_JOB = ("FLASHRECOVERY", "TORCHELASTIC_", "PYTEST_")
 """How the names of variables begin that no import of the image reads."""

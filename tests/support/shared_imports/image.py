@@ -2,12 +2,15 @@
 asks; MODULE: what else it is to import.
 
 For each request it makes a child of its *parent* (CLONE_PARENT), so that a test has its job as a child of its own. The
-child forks the process that waits to become the job's zygote, and then executes the launcher. So the zygote is a
-child of the launcher, and the launcher is the process that its forks' orphans come to.
+child forks the processes that wait to become the job's zygote and its store, and then executes the launcher. So both
+are children of the launcher, and the launcher is the process that the zygote's forks' orphans come to.
+
+A rank ends as it would without, but for the last: rank 0 alone takes down the interpreter with a thousand modules.
 """
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import gc
 import importlib.util
@@ -25,7 +28,6 @@ from pathlib import Path
 from typing import Any
 
 LAUNCHER = Path(__file__).with_name("launcher.py")
-PROGRAM = "flashrecovery.worker_main"
 BEGINNING = ("flashrecovery.worker.startup.bootstrap", "fr_deepspeed.hook", "fr_megatron.lm.hooks")
 """What the first zygote of a job imports before it forks another one, in its order."""
 MODULES = (
@@ -47,6 +49,8 @@ FORGOTTEN = {"TORCHINDUCTOR_CACHE_DIR"}
 """What torch._dynamo sets, and sets again where it needs it. Zygotes forget it, too."""
 OF_A_JOB = ("FLASHRECOVERY", "TORCHELASTIC_", "PYTEST_")
 """As in `__init__.py`, which is not imported here."""
+OWN = "its descriptor"
+"""In a request, in place of the number that a descriptor has in the process that it is sent to."""
 OF_THE_RANKS = frozenset({"ROLE_NAME", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE", "_"})
 _LENGTH = struct.Struct("<I")
 _PID = struct.Struct("<i")
@@ -55,8 +59,9 @@ _CLONE_PARENT = 0x8000
 _PR_SET_PDEATHSIG = 1
 
 
-def main() -> None:
-    """Returns in processes that are to be zygotes only."""
+def main() -> str:
+    """Returns in processes that are to be zygotes or stores only: the program that each is to run."""
+    atexit.register(_end)  # the last one to be called
     asked = socket.socket(fileno=int(sys.argv[1]))
     asked.set_inheritable(False)
     sys.path[0] = os.getcwd()  # as with `python -m`
@@ -68,6 +73,7 @@ def main() -> None:
     os.environ.clear()
     os.environ.update(before)
     _repeat_in_zygotes(changes)
+    _note_ends_of_ranks()
     if len(os.listdir("/proc/self/task")) != 1:
         raise RuntimeError("an import has started a thread, which a clone of this process would not have")
     gc.collect()
@@ -80,8 +86,7 @@ def main() -> None:
         pid = _child_of_parent()
         if pid == 0:
             asked.close()
-            _become(json.loads(data), descriptors[0])
-            return
+            return _become(json.loads(data), descriptors[0])
         asked.sendall(_PID.pack(pid))
         os.close(descriptors[0])
 
@@ -111,6 +116,30 @@ def _repeat_in_zygotes(changes: Mapping[str, str | None]) -> None:
     bootstrap.install_adapter_hooks = installed  # type: ignore[attr-defined]
 
 
+_over = False
+
+
+def _note_ends_of_ranks() -> None:
+    bootstrap = importlib.import_module("flashrecovery.worker.startup.bootstrap")
+    leave = bootstrap._leave
+
+    def left(code: int) -> None:
+        global _over
+        _over = code == 0 and os.environ.get("RANK", "0") != "0"
+        leave(code)
+
+    bootstrap._leave = left  # type: ignore[attr-defined]
+
+
+def _end() -> None:
+    """After all exit handlers. To take down what a process was forked with costs it a quarter of a second: each page
+    must be copied for that."""
+    if _over:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)
+
+
 def _child_of_parent() -> int:
     """Like ``os.fork``, but the new process has this one's parent."""
     pid: int = ctypes.PyDLL(None).syscall(_CLONE[platform.machine()], _CLONE_PARENT | signal.SIGCHLD, 0, 0, 0, 0)
@@ -119,27 +148,33 @@ def _child_of_parent() -> int:
     return pid
 
 
-def _become(request: dict[str, Any], out: int) -> None:
-    """Become the launcher, or the zygote that it will have. Does not return."""
+def _become(request: dict[str, Any], out: int) -> str:
+    """Become the launcher, or what it starts. Returns the program to be run in its children only."""
     os.setsid()
     os.chdir(request["cwd"])
     os.dup2(out, 1)
     os.dup2(out, 2)
     os.close(out)
-    ours, theirs = socket.socketpair()
     launcher = os.getpid()
-    zygote = os.fork()
-    if zygote == 0:
-        ours.close()
-        _wait_for_the_agent(theirs, launcher)
-        return
-    ours.set_inheritable(True)
-    program = [sys.executable, str(LAUNCHER), str(ours.fileno()), str(zygote)]
-    os.execve(sys.executable, [*program, *request["command"]], request["env"])
+    waiting: list[str] = []
+    ends: list[socket.socket] = []
+    for _ in ("zygote", "store"):
+        ours, theirs = socket.socketpair()
+        child = os.fork()
+        if child == 0:
+            for end in (*ends, ours):
+                end.close()
+            return _wait_for_the_agent(theirs, launcher)
+        theirs.close()
+        ours.set_inheritable(True)
+        ends.append(ours)
+        waiting += [str(ours.fileno()), str(child)]
+    os.execve(sys.executable, [sys.executable, str(LAUNCHER), *waiting, *request["command"]], request["env"])
 
 
-def _wait_for_the_agent(sock: socket.socket, launcher: int) -> None:
-    """Until it wants a zygote. Returns as a new interpreter that has imported; ends if the agent wants none."""
+def _wait_for_the_agent(sock: socket.socket, launcher: int) -> str:
+    """Until it wants this process. Returns the program to be run, as a new interpreter that has imported; ends if the
+    agent wants none."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != launcher:
         os._exit(0)
@@ -148,7 +183,7 @@ def _wait_for_the_agent(sock: socket.socket, launcher: int) -> None:
         if not head:
             os._exit(0)
         request = json.loads(sock.recv(_LENGTH.unpack(head)[0], socket.MSG_WAITALL))
-        fits = _imports_would_be_the_same(request["env"])
+        fits = request["store"] or _imports_would_be_the_same(request["env"])
         sock.sendall(b"y" if fits else b"n")
         if fits:
             break
@@ -160,16 +195,18 @@ def _wait_for_the_agent(sock: socket.socket, launcher: int) -> None:
     os.dup2(out, 2)
     os.close(out)
     os.environ.clear()
-    os.environ.update(request["env"])
-    os.environ[request["socket"]] = str(own)
-    _show(request["command"])
-    sys.orig_argv[:] = request["command"]
-    program = importlib.util.find_spec(PROGRAM)
-    sys.argv[:] = [(program and program.origin) or "", *request["arguments"]]
+    os.environ.update({name: str(own) if value == OWN else value for name, value in request["env"].items()})
+    command = [str(own) if word == OWN else word for word in request["command"]]
+    _show(command)
+    sys.orig_argv[:] = command
+    program, *arguments = command[command.index("-m") + 1 :]
+    found = importlib.util.find_spec(program)
+    sys.argv[:] = [(found and found.origin) or "", *arguments]
     sys.path[0] = os.getcwd()
     module = types.ModuleType("__main__")
     vars(module)["__builtins__"] = sys.modules["builtins"]
     sys.modules["__main__"] = module
+    return program
 
 
 def _imports_would_be_the_same(env: dict[str, str]) -> bool:
@@ -198,5 +235,4 @@ def _overwrite(place: tuple[int, int], words: list[bytes]) -> None:
 
 
 if __name__ == "__main__":
-    main()
-    runpy._run_module_as_main(PROGRAM, alter_argv=False)  # type: ignore[attr-defined]
+    runpy._run_module_as_main(main(), alter_argv=False)  # type: ignore[attr-defined]

@@ -4,7 +4,7 @@
 #   PYTHON=python3.12   which Python makes it
 #   MATRIX="torch==2.14.1"   which entry of `make matrix` (scripts/matrix.py --list); all if it is empty
 #   MUTATE="plan gate"       what `make mutate` is to do (scripts/mutate.py --help)
-#   WORKERS=2                how many tests `make test` runs at once (default: 3 for 2 cores, at most 8)
+#   WORKERS=2                how many tests `make test` runs at once (default: 2 for each core, at most 8)
 #   TORCH_INDEX="--index-url https://download.pytorch.org/whl/cpu"    pip options for torch alone (CPU or CUDA build)
 
 VENV ?= .venv
@@ -29,7 +29,7 @@ BENCH_ARGS ?=
 MATRIX ?=
 MATRIX_ARGS ?=
 PYTEST_ARGS ?=
-WORKERS ?= $(shell n=$$(($$(nproc) * 3 / 2)); echo $$((n < 8 ? n : 8)))
+WORKERS ?= $(shell n=$$(($$(nproc) * 2)); echo $$((n < 8 ? n : 8)))
 GPU_CHECK_ARGS ?=
 SEEDS ?= 2000
 SIMULATE_ARGS ?=
@@ -83,7 +83,7 @@ $(BIN)/.frameworks-done: $(BIN)/.setup-done
 	@touch $@
 
 # Files of jobs come first, and those of unit tests fill up the end. More workers than cores: jobs wait now and then.
-test: $(BIN)/.frameworks-done  ## set up, check the code, run the tests (about 16 minutes on two cores)
+test: $(BIN)/.frameworks-done  ## set up, check the code, run the tests (about 15 minutes on two cores)
 	@$(MAKE) --no-print-directory -j 2 --output-sync=target setup lint
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations=10 $(PYTEST_ARGS)
 

@@ -18,6 +18,8 @@ from tests.support.nodes import hosts_of_a_test
 
 pytestmark = pytest.mark.timeout(400)
 AT = 9
+SHORT = 14
+"""Steps of the job on two hosts, where each takes longest."""
 two_hosts = hosts_of_a_test(2)
 
 
@@ -38,11 +40,12 @@ def test_a_node_takes_its_replica_with_it(
     """Tensor 2 x data 2 with the distributed optimizer, a replica on each of two hosts (test_nodes_elastic_sharded.py,
     test_elastic_megatron_replicas_sharded.py)."""
     kind, (first, lost) = elastic_nodes.TP2_DISTRIBUTED, two_hosts.hosts
-    job = elastic_nodes.launch(two_hosts, tmp_path, kind, faults=[f"rank=3,fault=sigstop,at=backward,step={AT}"])
+    faults = [f"rank=3,fault=sigstop,at=backward,step={AT}"]
+    job = elastic_nodes.launch(two_hosts, tmp_path, kind, faults=faults, steps=SHORT)
     elastic_nodes.wait_until_frozen(job, lost)
     job.kill_node(lost)
     ended = job.wait(of=[first])
-    sizes = elastic_nodes.check_as_commanded(kind, ended, 2, elastic_nodes.resized_once(tmp_path_factory))
+    sizes = elastic_nodes.check_as_commanded(kind, ended, 2, elastic_nodes.resized_once(tmp_path_factory), end=SHORT)
     assert [size for _, size in sizes] == [1] and ended.of("node_lost"), ended.explain()
 
 

@@ -3,7 +3,9 @@ end with the state that they have with the key switched off, and have logged the
 
 from __future__ import annotations
 
+import functools
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -111,6 +113,51 @@ def test_killed_while_the_best_model_is_loaded(when: str, victim: int, tmp_path:
     layout = Layout("".join(flags), str(SCRIPT), flags, nproc=2)
     job = run(tmp_path / "run", layout, f"--die-{when}", str(victim), options=["--auto"])
     check_like(job, {victim}, reference(layout))
+
+
+@pytest.fixture(scope="session")
+def begun(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int], Path]:
+    """The folder of an unprotected training that has ended with one checkpoint, at this step, once each."""
+
+    @functools.cache
+    def made(by: str, step: int) -> Path:
+        path = tmp_path_factory.mktemp("begun")
+        layout = Layout(f"{by}{step}", str(SCRIPT), ("--by", by, "--save", "2", "--stop", str(step)), nproc=2)
+        job = run(path / "run", layout, "--off", standby=0)
+        assert job.code == 0, job.explain()
+        return path / "run-output"
+
+    return made
+
+
+RESUMED = (0, "forward", 0), (1, "backward", 3), (0, "optimizer", 4), (1, "commit", 5), (0, "forward", 8)
+"""From the second one on the checkpoint is deleted, and a newer one is there."""
+
+
+@pytest.mark.grid
+@pytest.mark.parametrize(
+    ("by", "step"),
+    [
+        pytest.param("ddp", 6, id="ddp"),
+        pytest.param("ddp", 4, id="ddp-after-an-epoch"),
+        pytest.param("fsdp", 6, id="fsdp"),
+        pytest.param("deepspeed", 6, id="zero2"),
+    ],
+)
+def test_resumed_from_a_checkpoint_of_the_trainer(
+    by: str, step: int, begun: Callable[[str, int], Path], tmp_path: Path
+) -> None:
+    """Amid an epoch, and at its beginning: killed, it goes on as the same launch does that is not protected."""
+    layout = Layout(f"{by}{step}", str(SCRIPT), ("--by", by, "--save", "2"), nproc=2)
+    options = [] if by == "deepspeed" else ["--auto"]
+    kills = faults(*((rank, at, call) for rank, at, call in RESUMED))
+    jobs = []
+    for name, flags, how in (("ref", ["--off"], {"standby": 0}), ("run", [], {"inject": kills, "options": options})):
+        shutil.copytree(begun(by, step), tmp_path / f"{name}-output")
+        jobs.append(run(tmp_path / name, layout, *flags, **how))
+    reference, job = jobs
+    check_fired(job, len(RESUMED))
+    check_like(job, {0, 1}, reference)
 
 
 def check_like(job: Job, victims: set[int], reference: Job) -> None:

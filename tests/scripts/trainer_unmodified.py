@@ -1,6 +1,7 @@
 """A Hugging Face Trainer script without a line of ours: ``trainer_unmodified.py --by deepspeed --zero 2 --output DIR``.
 
-Each rank prints what the Trainer logs, and at the end the digest of all there is. ``--off``: with the key switched off.
+It goes on from the newest checkpoint in its folder, if there is one. Each rank prints what the Trainer logs, and at
+the end the digest of all there is. ``--off``: with the key switched off.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from accelerate import FullyShardedDataParallelPlugin
 from accelerate.utils import DistributedType, fsdp_utils
 from torch.utils.data import Dataset
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
+from transformers.trainer_utils import get_last_checkpoint
 
 CONTEXT, VOCABULARY = 16, 64
 _OF_THE_CLOCK = ("runtime", "per_second", "total_flos")
@@ -83,6 +85,16 @@ def shard_on_cpus() -> None:
     Trainer.create_accelerator_and_postprocess = with_fsdp
 
 
+class Stop(TrainerCallback):  # type: ignore[misc]
+    """The training ends early."""
+
+    def __init__(self, at: int) -> None:
+        self._at = at
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
+        control.should_training_stop = state.global_step == self._at
+
+
 class Folders(TrainerCallback):  # type: ignore[misc]
     """Makes the folder of a checkpoint before the Trainer asks whether it is there. With sharded checkpoints it makes
     it later, and what the ranks then take for the best one is a matter of luck."""
@@ -137,6 +149,8 @@ def main() -> None:
     flags.add_argument("--best", action="store_true", help="the best model comes back at the end")
     flags.add_argument("--die-before", type=int, default=-1, help="this rank, before it puts the best model in place")
     flags.add_argument("--die-half", type=int, default=-1, help="this rank, when it has, and others may not have")
+    flags.add_argument("--save", type=int, default=4, help="steps between two checkpoints")
+    flags.add_argument("--stop", type=int, default=0, help="training ends here")
     flags.add_argument("--off", action="store_true")
     flags.add_argument("--output", type=Path, required=True)
     args = flags.parse_args()
@@ -151,9 +165,9 @@ def main() -> None:
         warmup_steps=3,
         logging_steps=2,
         eval_strategy="steps",
-        eval_steps=4,
+        eval_steps=args.save,
         save_strategy="steps",
-        save_steps=4,
+        save_steps=args.save,
         save_total_limit=1,
         load_best_model_at_end=args.best,
         bf16=args.zero == 3,
@@ -180,9 +194,9 @@ def main() -> None:
         args=arguments,
         train_dataset=Blocks(30, 1),
         eval_dataset=Blocks(8, 2),
-        callbacks=[Losses(), *[Folders()] * (args.off and args.by == "fsdp")],
+        callbacks=[Losses(), *[Folders()] * (args.off and args.by == "fsdp"), *[Stop(args.stop)] * (args.stop > 0)],
     )
-    trained = trainer.train()
+    trained = trainer.train(resume_from_checkpoint=get_last_checkpoint(str(args.output)) is not None)
     trainer.save_model()
     metrics = trainer.evaluate()
     ended = {

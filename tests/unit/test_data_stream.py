@@ -211,6 +211,32 @@ def test_epochs_call_set_epoch_once() -> None:
     assert stream.position == DataPosition(2, 1, 5)
 
 
+def test_a_training_that_begins_with_a_later_epoch() -> None:
+    """Its first epoch is that one, in a replacement, too; what is numbered from 0 are the batches."""
+
+    def begun() -> DataStream:
+        stream = DataStream(DataLoader(Items(), 4, sampler=DistributedSampler(Items(), 1, 0, seed=3)))
+        stream.begin_with(2)
+        return stream
+
+    def order(epoch: int) -> list[float]:
+        sampler = DistributedSampler(Items(), 1, 0, seed=3)
+        sampler.set_epoch(epoch)
+        return [float(i) for i in sampler]
+
+    stream = begun()
+    found = [next(stream) for _ in range(5)]
+    assert [x for batch in found[:3] for x in batch[:, 0].tolist()] == order(2)
+    assert [x for batch in found[3:] for x in batch[:, 0].tolist()] == order(3)[:8]
+    assert stream.position == DataPosition(3, 2, 5)
+    for count in (0, 1, 4):
+        first, second = begun(), begun()
+        for _ in range(count):
+            next(first)
+        second.restore(codec.loads(codec.dumps(first.capture())))
+        assert torch.equal(next(second), found[count])
+
+
 def test_a_shuffled_plain_loader_is_skipped_without_loading() -> None:
     expected = reference(LOADERS["shuffled"], 5)
     loader = LOADERS["shuffled"]()

@@ -32,7 +32,6 @@ from flashrecovery.adapter.optimizer_state import (
     capture_hyperparameters,
     check_optimizers,
     check_state,
-    is_made_by_step,
     restore_hyperparameters,
 )
 from flashrecovery.adapter.parts import is_composite, refuse_odd
@@ -44,6 +43,7 @@ from flashrecovery.contract.adapter import InspectableAdapter, Shard, StepHooks
 from flashrecovery.errors import RegistrationError, RestoreError, UnsupportedError
 from flashrecovery.worker.local_state.own_hook import OwnHook, not_traced
 from flashrecovery.worker.local_state.version_counters import ParameterTable, TensorTable
+from flashrecovery.worker.script_checks.unprotected_steps import is_made_by_step
 
 _LOOKS = 128
 """So many looks at the shards' tensors, two in each step, before they are looked up again."""

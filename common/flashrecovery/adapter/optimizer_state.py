@@ -8,7 +8,6 @@ shard as a plain value, so that the receiver can make room for it without having
 from __future__ import annotations
 
 import enum
-import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -66,18 +65,6 @@ def check_state(optimizers: Sequence[Optimizer], parameters: Sequence[torch.Tens
                         TensorParts.of(value, f"{kind} state {key!r}", parameter)
                 else:
                     plain(value, f"{kind} state {key!r}")
-
-
-def is_made_by_step() -> bool:
-    """Whether the step that an optimizer is taking only makes its state: torch's ``get_state_dict()`` and
-    ``set_state_dict()`` take one, with gradients of 0 and a learning rate of 0, where there is none."""
-    module = sys.modules.get("torch.distributed.checkpoint.state_dict")
-    making = getattr(module, "_init_optim_state", None)
-    code = getattr(making, "__code__", None)
-    frame = sys._getframe(1) if code is not None else None
-    while frame is not None and frame.f_code is not code:
-        frame = frame.f_back
-    return frame is not None
 
 
 def layout_of(parameter: torch.Tensor, state: torch.Tensor, what: str) -> str:

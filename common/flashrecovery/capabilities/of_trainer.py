@@ -51,8 +51,17 @@ STEP_END = Capability(
         ),
     ),
 )
+RESUMING = capability(
+    "the Trainer's resuming",
+    "a job that begins with resume_from_checkpoint",
+    Uses(_TRAINER, "Trainer._run_epoch", ("skip_first_batches", "_load_rng_state")),
+    Uses(_TRAINER, "Trainer._finalize_training", ("_initial_global_step",)),
+    Defined(_TRAINER, ("Trainer._load_from_checkpoint", "Trainer._load_optimizer_and_scheduler")),
+    Defined(_TRAINER, ("Trainer._load_scaler",)),
+    otherwise="resume_from_checkpoint is refused",
+)
 TRANSFORMERS = Framework(
-    "transformers", "transformers", "transformers", ("5.24.0", "5.23.0", "4.57.6"), (LOOP, STEP_END)
+    "transformers", "transformers", "transformers", ("5.24.0", "5.23.0", "4.57.6"), (LOOP, STEP_END, RESUMING)
 )
 
 STATE = capability(

@@ -31,7 +31,7 @@ import os
 from collections.abc import Callable
 from typing import Any, ClassVar
 
-from flashrecovery import Recovery
+from flashrecovery import Recovery, init
 from flashrecovery.capabilities.of_trainer import ACCELERATE, LOADERS, STATE, TRANSFORMERS
 from flashrecovery.config import prints_patch, protects_as_it_is
 from flashrecovery.errors import RegistrationError, UnsupportedError
@@ -40,6 +40,7 @@ from flashrecovery.trainer.events import BETWEEN, may_change_state, without_repo
 from flashrecovery.trainer.held_modules import HeldModules
 from flashrecovery.trainer.plain import PlainTraining
 from flashrecovery.trainer.running_loss import running_loss
+from flashrecovery.trainer.start import Start
 from flashrecovery.trainer.state import TrainerLoop, refused
 from flashrecovery.trainer.with_deepspeed import DeepSpeedTraining
 
@@ -159,6 +160,8 @@ class _Protected:
         self._backward: Callable[..., Any] = trainer.accelerator.backward
         self._report: Callable[..., Any] = trainer.log
         self._final_loss: float | None = None
+        self._start: Start | None = None
+        self._before_first: Start | None = None  # until the Trainer asks for its first step
         self._held = HeldModules(self._loop.own)
         self._events: dict[str, Callable[..., Any]] = {e: getattr(trainer.callback_handler, e) for e in BETWEEN}
         for event in BETWEEN:
@@ -190,6 +193,8 @@ class _Protected:
         def made() -> Any:
             if not kind.startswith("train"):
                 loaders.dataloader_references = list(active)  # an interrupted evaluation has left its own there
+            if self._start is not None:
+                self._start.check(restored=self._loop.is_restored)
             return body()
 
         def passed() -> Any:
@@ -213,6 +218,8 @@ class _Protected:
         """The loop is about to begin."""
         _Protected.trained = True
         trainer = self._trainer
+        if self._start is not None:
+            self._start.is_known()
         recovery, self._loop.adapter = self._training.open()
         self._loop.own.passes_over(
             *(trainer, trainer.accelerator, trainer.args, trainer.state, trainer.control, trainer.callback_handler),
@@ -221,24 +228,22 @@ class _Protected:
         )
         self._held.register(recovery, self._training.model)
         assert self._source is not None, "the Trainer asks for its data before its loop begins"
-        self._source.stream = recovery.data(Epochs(self._source.loader, lambda: trainer.state))
-        self._loop.stream = self._source.stream
+        self._source.stream = self._loop.stream = recovery.data(Epochs(self._source, lambda: trainer.state))
+        self._loop.stream.begin_with(self._source.first_epoch)
         return recovery
 
     def train(self, resume_from_checkpoint: Any = None, **kwargs: Any) -> Any:
-        """As the Trainer's, from the beginning."""
-        if resume_from_checkpoint not in (None, False):
-            raise UnsupportedError(
-                f"resume_from_checkpoint = {resume_from_checkpoint!r}: not supported with flash_recovery; "
-                "resume with `flashrecovery run --resume`"
-            )
+        """As the Trainer's. A replacement begins where its rank began, whatever the script passes there."""
         if _Protected.trained:
             raise refused(
                 "a second train() in one process, of this Trainer or of another: a replacement would make the first "
                 "one again; make a job of each, which loads what the one before has saved"
             )
         self._loop.running = running_loss(self._trainer)
-        ended = self._train(resume_from_checkpoint=None, **kwargs)
+        self._start = self._before_first = start = Start(self._trainer, init(), resume_from_checkpoint)
+        self._loop.begun_at = start.step
+        with start.begun() as checkpoint:
+            ended = self._train(resume_from_checkpoint=checkpoint, **kwargs)
         if self._final_loss is None:
             return ended
         return type(ended)(ended.global_step, self._final_loss, ended.metrics)
@@ -250,6 +255,7 @@ class _Protected:
     def get_batch_samples(self, epoch: Any, num_batches: int, device: Any) -> Any:
         """The optimizer step. Returns what the Trainer goes over, micro-batch by micro-batch."""
         trainer, step = self._trainer, self._loop.step
+        first, self._before_first = self._before_first, None
         fetched = epoch.fetched
         epoch.fetched += num_batches
 
@@ -257,6 +263,8 @@ class _Protected:
             step.begin()
             epoch.check(fetched)
             batches, items = self._samples(epoch, num_batches, device)
+            if first is not None:
+                first.random_state()
             trainer.current_gradient_accumulation_steps = len(batches)
             for i, inputs in enumerate(batches):
                 last = i == len(batches) - 1

@@ -13,20 +13,30 @@ class Epochs:
     """The Trainer's loader as a source for the core. Its state is the epoch, and how many batches have been taken.
     ``loop_state`` gives ``trainer.state``, at which samplers may look."""
 
-    def __init__(self, loader: Any, loop_state: Callable[[], Any]) -> None:
-        self._loader, self.loop_state = loader, loop_state
-        self.sampler = loader
+    def __init__(self, watched: WatchedLoader, loop_state: Callable[[], Any]) -> None:
+        self._watched, self.loop_state = watched, loop_state
+        self.sampler = watched.loader
         """What ``set_epoch`` is called on."""
+        self._first_epoch = watched.first_epoch
 
     def __iter__(self) -> Iterator[Any]:
-        return iter(self._loader)
+        watched = self._watched
+        if watched.rest is None or watched.loader.iteration != self._first_epoch:
+            return iter(watched.loader)
+        watched.rest.set_epoch(self._first_epoch)
+        return iter(watched.rest)
 
     def __len__(self) -> int:
-        return len(self._loader)
+        return len(self._watched.loader)
 
 
 class WatchedLoader:
     """What the Trainer goes over, epoch after epoch: the stream that rolls back with the step.
+
+    Attributes:
+        first_epoch: the one with which the training begins.
+        rest: the loader of what is left of it, where the training begins amid it.
+        skipped: batches of it that are passed over.
 
     Raises:
         UnsupportedError: a loader in which ranks communicate.
@@ -42,9 +52,24 @@ class WatchedLoader:
             )
         self.loader = loader
         self.stream: Iterable[Any] = ()
+        self.first_epoch: int = 0
+        self.rest: Any = None
+        self.skipped = 0
+        self._told = False
 
     def __iter__(self) -> _Epoch:
-        return _Epoch(self)
+        return _Epoch(self, 0)
+
+    def begin_behind(self, rest: Any, skipped: int) -> _Rest:
+        """The training begins behind ``skipped`` batches of an epoch. Returns what the Trainer goes over first."""
+        self.rest, self.skipped = rest, skipped
+        return _Rest(self)
+
+    def place(self) -> int:
+        """How many batches of its epoch are behind the stream, with those that were passed over."""
+        position = self.stream.position  # type: ignore[attr-defined]
+        batch: int = position.batch
+        return batch + self.skipped if position.epoch == self.first_epoch else batch
 
     def __len__(self) -> int:
         return len(self.loader)
@@ -54,21 +79,43 @@ class WatchedLoader:
 
     def set_epoch(self, epoch: int) -> None:
         """The stream does it."""
+        if not self._told:
+            self._told, self.first_epoch = True, epoch
+
+
+class _Rest:
+    """The first epoch of a training that begins amid it."""
+
+    def __init__(self, source: WatchedLoader) -> None:
+        self._source = source
+
+    def __iter__(self) -> _Epoch:
+        return _Epoch(self._source, self._source.skipped)
+
+    def __len__(self) -> int:
+        return len(self._source.rest)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._source.rest, name)
+
+    def set_epoch(self, epoch: int) -> None:
+        """The stream does it."""
+        self._source.set_epoch(epoch)
 
 
 class _Epoch:
     """An iterator over one epoch, which ends when the Trainer has what it wants. ``fetched``: batches so far."""
 
-    def __init__(self, source: WatchedLoader) -> None:
+    def __init__(self, source: WatchedLoader, fetched: int) -> None:
         self._source = source
-        self.fetched = 0
+        self.fetched = fetched
 
     def check(self, fetched: int) -> None:
         """Raises DataSourceError if the Trainer has left the last epoch before its end."""
-        position = self._source.stream.position  # type: ignore[attr-defined]
-        if position.batch % len(self._source) != fetched:
+        if self._source.place() % len(self._source) != fetched:
+            position = self._source.stream.position  # type: ignore[attr-defined]
             raise DataSourceError(
-                f"the Trainer is at batch {fetched} of an epoch, its data at batch {position.batch} of epoch "
+                f"the Trainer is at batch {fetched} of an epoch, its data at batch {self._source.place()} of epoch "
                 f"{position.epoch}; ending an epoch early (control.should_epoch_stop) is not supported"
             )
 

@@ -15,6 +15,7 @@ import torch
 
 from flashrecovery.adapter import InspectableAdapter
 from flashrecovery.adapter.loop import LoopAdapter
+from flashrecovery.capabilities.of_trainer import RESUMING
 from flashrecovery.errors import UnsupportedError
 from flashrecovery.state import codec
 from flashrecovery.trainer.own_state import OwnState
@@ -84,6 +85,8 @@ class TrainerLoop:
         """The data, whose samplers the loop may set."""
         self.resumed = False
         """In a replacement: the loop has the state of the dead process, at the end of the call that is skipped last."""
+        self.begun_at = 0
+        """``state.global_step`` with which ``train()`` has begun."""
         self._restored: dict[str, Any] | None = None
         self._history: tuple[int, int, bytes] | None = None
 
@@ -113,6 +116,7 @@ class TrainerLoop:
             "losses": [loss.cpu() for loss in self.step.losses],
             "operations": list(self.step.operations),
             "metrics": dict(self.metrics),
+            "begun_at": self.begun_at,
             "own": self.own.capture(),
             "samplers": self.stream.samplers() if self.stream is not None else [],
         }
@@ -139,7 +143,16 @@ class TrainerLoop:
             self.stream.put_samplers(saved.get("samplers", []))  # none in checkpoints of before
 
     def restored(self, saved: dict[str, Any]) -> None:
+        begun_at = saved.get("begun_at", 0)  # none in checkpoints of before
+        if begun_at != self.begun_at:
+            raise UnsupportedError(
+                f"the job's train() began behind step {begun_at} (resume_from_checkpoint), and this one behind step "
+                f"{self.begun_at}: its calls are not the same ones; begin a new job (without --resume) with "
+                "resume_from_checkpoint and the Trainer's newest checkpoint"
+            )
         self._restored = saved
+        # A replacement that begins with the first call skips none, and the rest of the loop is as it was then.
+        self._trainer.state.log_history = codec.loads(saved["history"])
 
     @property
     def is_restored(self) -> bool:
@@ -157,7 +170,10 @@ class TrainerLoop:
         if self._restored is None:
             return None
         self._load(self._restored, same_process=False)
-        mean: float = self._trainer._total_loss_scalar / max(self._trainer.state.global_step, 0.001)
+        steps = self._trainer.state.global_step
+        if RESUMING.takes("there"):
+            steps -= self._trainer._initial_global_step
+        mean: float = self._trainer._total_loss_scalar / max(steps, 0.001)
         return mean
 
     def flags(self) -> tuple[Any, ...]:

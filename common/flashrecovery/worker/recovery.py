@@ -327,6 +327,11 @@ class Recovery:
         """Whether the body of a :meth:`call` is being run."""
         return self._calls is not None and self._calls.running
 
+    def noted(self, name: str, make: Callable[[], str]) -> str | None:
+        """For frameworks, before the first step: what ``make()`` gave in the first process of this rank; None in a
+        replacement for which that is lost."""
+        return make() if self._session is None else self._session.noted(name, make)
+
     @property
     def deliveries(self) -> Deliveries | None:
         """What calls have let out of the process; None before the first :meth:`call`, and without recovery."""

@@ -127,6 +127,16 @@ class Session:
         batches.join_job(0 if elastic is None or in_changed_layout() else elastic.max, self._at_data)
         self.registry.batches = batches
 
+    def noted(self, name: str, make: Callable[[], str]) -> str | None:
+        """See :meth:`.recovery.Recovery.noted`."""
+        setup = self._worker.connection.setup
+        if self.is_replacement:
+            return None if setup is None else setup.record.notes.get(name)
+        text = make()
+        if setup is not None:
+            setup.record.notes[name] = text
+        return text
+
     def at_script_end(self, callback: Callable[[], None]) -> None:
         """Call ``function`` when the script has come to its end, but not when it fails."""
         self._worker.connection.at_script_end.append(callback)

@@ -22,6 +22,7 @@ from flashrecovery.worker.auto.report import table
 from flashrecovery.worker.own_loops.loops import LOOPS
 from flashrecovery.worker.own_loops.rewrite import Makes
 from flashrecovery.worker.recovery import Recovery
+from flashrecovery.worker.script_checks.unprotected_steps import is_made_by_step
 from flashrecovery.worker.script_text.script_frames import place_of
 
 BY_HAND = (
@@ -62,6 +63,8 @@ class AutoProtection:
     def check_step(self, frame: types.FrameType, optimizer: Optimizer) -> None:
         """``optimizer`` steps, called from ``frame``. Raises UnsupportedError if that is before the first protected
         step, and in no loop that is led back."""
+        if is_made_by_step():
+            return  # the script reads a checkpoint
         recovery = self._init()
         if not recovery.takes_steps and recovery.version < 0:
             refuse_closures("the optimizer", optimizer)

@@ -120,6 +120,7 @@ class DataStream(StepData):
         self.void = False
         self._source = Source(loader)
         self._iterator: Iterator[Any] | None = None
+        self._first_epoch = 0
         self._cursor = _Cursor(DataPosition(0, 0, 0))
         self._kept: deque[_Kept] = deque()
         self._replay: deque[_Kept] = deque()
@@ -148,6 +149,11 @@ class DataStream(StepData):
     @property
     def position(self) -> DataPosition:
         return self._cursor.position
+
+    def begin_with(self, epoch: int) -> None:
+        """The training begins with this epoch of the source, from 0. To be called before anything is fetched."""
+        self._first_epoch = epoch
+        self._cursor = _Cursor(DataPosition(epoch, 0, 0))
 
     def leave_samplers(self) -> None:
         """What samplers are set to is not this stream's to bring back: a replacement runs the script's loop again.
@@ -308,7 +314,7 @@ class DataStream(StepData):
         if self._begun and self._start is not None:
             self._source.load_unread(self._start)
         self._note_start()
-        return self._source.begin(0, start)
+        return self._source.begin(self._first_epoch, start)
 
     def _note_start(self) -> None:
         if not self._begun:
@@ -416,7 +422,7 @@ class DataStream(StepData):
                 and cannot be begun again.
         """
         cursor = _Cursor.of(state)
-        from_start = cursor.position.epoch == 0 and self._start is not None
+        from_start = cursor.position.epoch == self._first_epoch and self._start is not None
         if self._source.one_shot and self.position.total and cursor.anchor is None and not from_start:
             raise DataSourceError(
                 f"the {self._source.name} is a one-shot iterator and {self.position.total} batches of it are taken, so "
@@ -487,8 +493,10 @@ class DataStream(StepData):
                 log.debug("%s", e)  # the state at the end of the epoch before is that of a source that is exhausted
             # For example: a loader's worker processes draw random numbers, which its state does not contain.
             log.warning("the state of the %s does not give the same samples; replaying the epoch", self._source.name)
-        begun = self._source.begin(epoch, cursor.epoch_start) if epoch else self._begin_first(cursor.epoch_start)
-        self._iterator, _ = begun
+        if epoch == self._first_epoch:
+            self._iterator, _ = self._begin_first(cursor.epoch_start)
+        else:
+            self._iterator, _ = self._source.begin(epoch, cursor.epoch_start)
         found = self._skip(self._iterator, 0, cursor)
         if found != cursor.digest:
             raise self._other_samples(cursor.position, found)

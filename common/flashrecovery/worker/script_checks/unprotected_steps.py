@@ -13,6 +13,18 @@ _UNPROTECTED_STEPS = 5
 """So many optimizer steps before the first protected one are no warm-up."""
 
 
+def is_made_by_step() -> bool:
+    """Whether the step that an optimizer is taking only makes its state: torch's ``get_state_dict()`` and
+    ``set_state_dict()`` take one, with gradients of 0 and a learning rate of 0, where there is none."""
+    module = sys.modules.get("torch.distributed.checkpoint.state_dict")
+    making = getattr(module, "_init_optim_state", None)
+    code = getattr(making, "__code__", None)
+    frame = sys._getframe(1) if code is not None else None
+    while frame is not None and frame.f_code is not code:
+        frame = frame.f_back
+    return frame is not None
+
+
 class UnprotectedSteps:
     """Counts the steps of torch's optimizers until this process has come to its first protected step: whoever has
     forgotten ``recovery.steps()`` hears of it within a few steps.

@@ -25,6 +25,7 @@ class SetupRecord:
         random: state of Python's own stream of random numbers before the script's first line.
         numpy: that of numpy's old global stream, as :func:`numpy.random.get_state` gives it.
         torch: the seed with which torch's generator of the CPU begins in a script that seeds nothing.
+        notes: what a framework's loop has noted for the process that takes over, by name.
     """
 
     draws: dict[str, list[str]] = field(default_factory=dict)
@@ -33,6 +34,7 @@ class SetupRecord:
     random: list[int] = field(default_factory=list)
     numpy: list[int] = field(default_factory=list)
     torch: list[int] = field(default_factory=list)
+    notes: dict[str, str] = field(default_factory=dict)
 
     def behind(self, log: bytes) -> bytes:
         """``log``, with this record behind it."""

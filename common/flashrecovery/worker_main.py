@@ -28,5 +28,11 @@ def _protected_train(trainer: Any, train: Callable[..., Any]) -> Callable[..., A
     return protected_train(trainer, train)
 
 
+def _protected_fit(trainer: Any, fit: Callable[..., Any]) -> Callable[..., Any]:
+    from flashrecovery.trainer.lightning_fit import protected_fit
+
+    return protected_fit(trainer, fit)
+
+
 if __name__ == "__main__":
-    bootstrap.main(Above(init=_init, protected_train=_protected_train))
+    bootstrap.main(Above(init=_init, protected_train=_protected_train, protected_fit=_protected_fit))

@@ -188,7 +188,7 @@ def test_a_rank_that_has_left_does_not_wait_for_the_end() -> None:
     calls = Calls(session)  # type: ignore[arg-type]
     calls.run("train", lambda: 1, lambda: 0)
     session.left = True
-    calls._finish()
+    calls.finish()
 
 
 class BesideTraining:
@@ -403,7 +403,7 @@ def test_a_fallback_at_the_end() -> None:
         return bool(session.gate.version >= total)
 
     session.finished = finished  # type: ignore[attr-defined]
-    script.calls._finish()
+    script.calls.finish()
     assert script.loop.reported == REPORTED[:2] and script.made[-4:] == ["report1", "train2", "train3", "report3"]
 
 
@@ -418,7 +418,7 @@ def test_a_replacement_whose_loop_goes_on_where_the_others_have_ended() -> None:
     again.run(4)
     again.session.ended_at = 6
     again.session.finished = lambda total: again.session.gate.version >= total  # type: ignore[attr-defined]
-    again.calls._finish()
+    again.calls.finish()
 
 
 @pytest.mark.parametrize("rounds", [1, 4])
@@ -429,7 +429,7 @@ def test_a_launch_whose_script_ends_before_the_state_has_trained_nothing(rounds:
     script.session.finished = lambda total: script.session.gate.version >= total  # type: ignore[attr-defined]
     script.run(rounds)
     with pytest.raises(RegistrationError, match="and the state has 7 behind it"):
-        script.calls._finish()
+        script.calls.finish()
     assert not script.made
 
 
@@ -438,7 +438,7 @@ def test_a_launch_whose_script_ends_just_there() -> None:
     script = Checkpointed(version=6)
     script.session.finished = lambda total: script.session.gate.version >= total  # type: ignore[attr-defined]
     script.run(4)
-    script.calls._finish()
+    script.calls.finish()
     assert not script.made
 
 

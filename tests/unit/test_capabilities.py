@@ -15,7 +15,7 @@ import pytest
 
 from flashrecovery import capabilities
 from flashrecovery.capabilities import Capability, Framework, Way, capability
-from flashrecovery.capabilities.of_lightning import FABRIC
+from flashrecovery.capabilities.of_lightning import FABRIC, TRAINER
 from flashrecovery.capabilities.of_ray import RAY
 from flashrecovery.capabilities.of_torch import TORCH
 from flashrecovery.capabilities.of_trainer import ACCELERATE, TRANSFORMERS
@@ -25,7 +25,7 @@ from fr_deepspeed.capabilities import DEEPSPEED
 from fr_megatron.capabilities import MEGATRON
 
 ROOT = Path(__file__).resolve().parents[2]
-CORE = (TORCH, TRANSFORMERS, ACCELERATE, FABRIC)
+CORE = (TORCH, TRANSFORMERS, ACCELERATE, FABRIC, TRAINER)
 COVERED: dict[str, tuple[Framework, ...]] = {
     "common/flashrecovery": CORE,
     "common/flashrecovery/ray": (RAY,),

@@ -49,7 +49,7 @@ def say(*what): print(*what, flush=True)
 channel = types.SimpleNamespace(send=lambda message: say("words", message.last_words.message))
 bootstrap._connection = types.SimpleNamespace(detached=False, at_script_end=[lambda: say("told the end")])
 process_end.reserve()
-code = bootstrap._run_script([sys.argv[1]], channel, Above(None, None))
+code = bootstrap._run_script([sys.argv[1]], channel, Above(None, None, None))
 say("child" if process_end.is_fork() else "rank", code)
 os._exit(code)
 """

@@ -11,8 +11,9 @@ from __future__ import annotations
 import contextlib
 import dis
 import functools
+import inspect
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from flashrecovery.trainer.own_values import of_transformers
@@ -37,7 +38,7 @@ def may_change_state(callback: Any, event: str, *, holds_module: bool) -> bool:
     kind: Any = type(callback)
     if of_transformers(kind) or not _overrides(kind, event):
         return False
-    return holds_module or _mentions(kind)
+    return holds_module or mentions(kind, _PROTECTED, of_transformers)
 
 
 @contextlib.contextmanager
@@ -57,15 +58,32 @@ def _overrides(kind: type, event: str) -> bool:
 
 
 @functools.cache
-def _mentions(kind: Any) -> bool:
+def mentions(kind: Any, names: frozenset[str], of_framework: Callable[[type], bool]) -> bool:
+    """Whether the class, or one that it comes from and that is not the framework's, reads one of these names."""
     functions = [
         function
         for cls in kind.__mro__
-        if cls is not object and not of_transformers(cls)
+        if cls is not object and not of_framework(cls)
         for value in vars(cls).values()
         if isinstance(function := getattr(value, "__func__", value), types.FunctionType)
     ]
-    return any(not _PROTECTED.isdisjoint(_read(function.__code__)) for function in functions)
+    return any(not names.isdisjoint(_read(function.__code__)) for function in functions)
+
+
+def names_from(kind: Any, method: str) -> set[str]:
+    """All names that a method of the class reads, and other methods of it that it names, and so on."""
+    found: set[str] = set()
+    waiting = [method]
+    while waiting:
+        function = inspect.unwrap(getattr(kind, waiting.pop(), None) or _nothing)
+        names = {*_read(function.__code__)} if isinstance(function, types.FunctionType) else set()
+        waiting += (name for name in names - found if isinstance(getattr(kind, name, None), types.FunctionType))
+        found |= names
+    return found
+
+
+def _nothing() -> None:
+    """No method."""
 
 
 def _read(code: types.CodeType) -> Iterator[str]:

@@ -103,7 +103,7 @@ class Calls:
         self._oldest = 0
         self._skipped_to = 0
         self._restored: RngState | None = None
-        self._finished = False
+        self.finished = False
         self.deliveries = Deliveries(session.gate.page)
         self.running = False
         """A body is being run; a call inside of it is a part of it."""
@@ -130,8 +130,8 @@ class Calls:
         """
         number = len(self._kinds)
         if number == 0:
-            self._session.at_script_end(self._finish)
-            groups.before_destruction(self._finish)
+            self._session.at_script_end(self.finish)
+            groups.before_destruction(self.finish)
         is_ahead = self._loop is None and ahead and self._session.ahead.skips(number)
         if self._loop is None and not is_ahead:
             self._open(number)
@@ -265,7 +265,7 @@ class Calls:
             )
         return self._newest[self._kinds[version]]
 
-    def _finish(self) -> None:
+    def finish(self) -> None:
         """The script has come to its end."""
         loop = self._opened
         if loop.left:
@@ -276,7 +276,7 @@ class Calls:
                 f"the script has come to its end after {total} calls, and the state has {self._skipped_to} behind it: "
                 "it was begun elsewhere, or makes fewer; it has trained nothing"
             )
-        while not self._finished:
-            self._finished = loop.finished(total)
-            if not self._finished:
+        while not self.finished:
+            self.finished = loop.finished(total)
+            if not self.finished:
                 self._until(total, again=True)

@@ -357,6 +357,19 @@ class Recovery:
             self._calls = Calls(self._session)
         return self._calls.run(kind, body, skipped, loop, ahead=ahead)
 
+    def end_calls(self) -> None:
+        """For frameworks: their last :meth:`call` is made, and the script goes on without protection. Waits for the
+        other ranks, and makes calls again where one of them is replaced."""
+        if self._calls is not None:
+            self._calls.finish()
+
+    def protect_output(self) -> None:
+        """For frameworks whose calls print what the script's hooks do: see :mod:`.own_loops.output`."""
+        if self._session is not None:
+            from flashrecovery.worker.own_loops.loops import LOOPS
+
+            LOOPS.output.protect(self._session.gate.page)
+
     def _plain(self, num_steps: int) -> Iterator[Step]:
         for index in range(num_steps):
             self._begin(index)

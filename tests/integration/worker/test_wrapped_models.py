@@ -66,10 +66,10 @@ def test_other_parts_are_refused_by_name(what: str, said: str, tmp_path: Path) -
 
 
 @pytest.mark.libraries
-def test_lightnings_own_trainer_is_refused_by_name(tmp_path: Path) -> None:
+def test_lightnings_own_trainer_is_refused_without_auto(tmp_path: Path) -> None:
     pytest.importorskip("lightning")
     script = tmp_path / "train.py"
     script.write_text(LIGHTNING_TRAINER)
     job = RunningJob(tmp_path / "run", Layout("", "", nproc=2), script=script, standby=0).wait(200)
-    assert job.code != 0 and "Lightning's Trainer" in job.output and "docs/recipes.md" in job.output, job.explain()
+    assert job.code != 0 and "Lightning's Trainer" in job.output and "docs/lightning.md" in job.output, job.explain()
     assert "trained" not in job.output

@@ -13,7 +13,7 @@ from __future__ import annotations
 import itertools
 import sys
 from collections.abc import Iterator
-from typing import Any, Protocol, TextIO
+from typing import Any, Protocol
 
 _HELD = 2
 """Of so many steps before a version lines may not have been shown yet."""
@@ -31,6 +31,14 @@ class ShownMark(Protocol):
         """All steps before this one, and so many writes of it."""
 
     def set_shown(self, step: int, writes: int) -> None: ...
+
+
+class TextSink(Protocol):
+    """Where the texts of a stream go in the end."""
+
+    def write(self, text: str, /) -> object: ...
+
+    def flush(self) -> object: ...
 
 
 class Output:
@@ -51,6 +59,11 @@ class Output:
             self._streams = [_Stream(self, 0, sys.stdout), _Stream(self, 1, sys.stderr)]
             sys.stdout, sys.stderr = self._streams
             self._holding = replacement
+
+    def add(self, real: TextSink) -> int:
+        """One more stream; returns its number for :meth:`write`. Called once :meth:`take` was."""
+        self._streams.append(_Stream(self, len(self._streams), real))
+        return len(self._streams) - 1
 
     def write(self, stream: int, text: str) -> None:
         if self._dropping:
@@ -138,7 +151,7 @@ def _writes(lines: Printed) -> Iterator[tuple[int, str]]:
 class _Stream:
     """Takes the place of ``sys.stdout`` or ``sys.stderr``."""
 
-    def __init__(self, output: Output, number: int, real: TextIO) -> None:
+    def __init__(self, output: Output, number: int, real: TextSink) -> None:
         self.real = real
         self._output = output
         self._number = number

@@ -7,7 +7,7 @@ recorded for each call site in order, and answered from that record in a replace
 * bytes of the system's randomness: ``os.urandom``, and what is made of it in Python (``uuid.uuid4``, ``secrets``,
   ``random.SystemRandom``), and ``uuid.uuid1``;
 * the time, where the text makes a name of it (:mod:`flashrecovery.worker.script_text.clock_names`);
-* the names of ``tempfile.mkdtemp``;
+* the names of ``tempfile.mkdtemp``, and the numbers that Lightning's loggers give the folders of runs;
 * the state in which Python's, numpy's and torch's own streams of random numbers begin, and ``torch.seed()``.
 
 Where a replacement asks more often, or from another line, it draws anew. Clocks that measure (``monotonic``,
@@ -43,6 +43,7 @@ _MOST, _BYTES = 4096, 256
 """Draws that are recorded, and bytes of one; what is longer is no name."""
 _OF_FOLDERS = frozenset({"now", "utcnow", "strftime"})
 """What trackers name folders with. Files they name by ``time.time()``, and each process needs its own."""
+_NUMBERED = ("lightning.fabric.loggers.csv_logs", "lightning.fabric.loggers.tensorboard")
 _BETWEEN = frozenset({"uuid", "secrets", "random", "tempfile"})
 """Other modules of Python's own draw for themselves: names of sockets, keys."""
 _UTC = datetime.timezone.utc
@@ -69,6 +70,7 @@ class DrawnValues:
         for name in ("time", "time_ns", "strftime", "localtime", "gmtime", "ctime"):
             self._put(time, name, self._clock(name, getattr(time, name)))
         self._replace_dates()
+        install(dict.fromkeys(_NUMBERED, self._number_versions))
 
     def stop(self) -> None:
         """Everything as it was; what the script has taken by its name asks the system from now on. Idempotent."""
@@ -200,6 +202,21 @@ class DrawnValues:
             return one_by_one()
 
         return candidates
+
+    def _number_versions(self, module: Any) -> None:
+        """Lightning's loggers number the folders of runs by those that are there."""
+        for kind in vars(module).values():
+            if isinstance(kind, type) and kind.__module__ == module.__name__ and "_get_next_version" in vars(kind):
+                self._put(kind, "_get_next_version", self._next_version(kind._get_next_version))  # type: ignore[attr-defined]
+
+    def _next_version(self, before: Callable[[Any], int]) -> Callable[[Any], int]:
+        @functools.wraps(before)
+        def next_version(logger: Any) -> int:
+            if not self._on or process_end.is_fork():
+                return before(logger)
+            return self._draw("version", sys._getframe(1), lambda: before(logger), str, int, quiet=True)
+
+        return next_version
 
     # -- the time ---------------------------------------------------------------------------------
 

@@ -19,7 +19,9 @@ class Above:
     Attributes:
         init: ``flashrecovery.init()``.
         protected_train: of a Trainer and its class's ``train``, bound to it: what is to be called in the place of that.
+        protected_fit: likewise of Lightning's Trainer and ``fit``.
     """
 
     init: Callable[[], Recovery]
     protected_train: Callable[[Any, Train], Train]
+    protected_fit: Callable[[Any, Train], Train]

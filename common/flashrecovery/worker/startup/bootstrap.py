@@ -74,7 +74,7 @@ def main(above: Above) -> None:
         install_save_hooks()
     install_spawn_hook()
     install_trainer_hook(above.protected_train)
-    install_lightning_hook()
+    install_lightning_hook(above.protected_fit)
     inductor_files.write_whole()
     sys.argv = _script_arguments(command)
     if role == "--zygote":

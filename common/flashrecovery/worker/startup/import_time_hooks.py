@@ -92,18 +92,30 @@ def install_trainer_hook(protected_train: Callable[[Any, Train], Train]) -> None
     install({"transformers.trainer": replace})
 
 
-def install_lightning_hook() -> None:
-    """Lightning's own Trainer has a loop that nobody hands steps to: it would train without any protection."""
+def install_lightning_hook(protected_fit: Callable[[Any, Train], Train]) -> None:
+    """Lightning's own Trainer is protected by ``--auto``, and without it refused: it would train unprotected.
+
+    ``protected_fit``: see :class:`.above.Above`."""
+
+    def replace(module: ModuleType) -> None:
+        own = module.Trainer.fit
+
+        @functools.wraps(own)
+        def fit(trainer: object, *args: Any, **kwargs: Any) -> Any:
+            return protected_fit(trainer, functools.partial(own, trainer))(*args, **kwargs)
+
+        module.Trainer.fit = fit
 
     def refused(*_arguments: object, **_more: object) -> None:
         from flashrecovery.errors import UnsupportedError
 
         raise UnsupportedError(
-            "Lightning's Trainer under `flashrecovery run`: its loop is not protected, and a rank that dies would take "
-            "the job with it. Write the loop with Lightning Fabric (docs/recipes.md), or start the script with torchrun"
+            "the Trainer of the package pytorch_lightning under `flashrecovery run`: its loop is not protected, and a "
+            "rank that dies would take the job with it. Import it from lightning.pytorch, which is protected by --auto "
+            "(docs/lightning.md), or start the script with torchrun"
         )
 
-    def replace(module: ModuleType) -> None:
+    def refuse(module: ModuleType) -> None:
         module.Trainer.fit = refused
 
-    install(dict.fromkeys(("lightning.pytorch.trainer.trainer", "pytorch_lightning.trainer.trainer"), replace))
+    install({"lightning.pytorch.trainer.trainer": replace, "pytorch_lightning.trainer.trainer": refuse})

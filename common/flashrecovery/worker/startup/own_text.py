@@ -37,6 +37,7 @@ _IMPORTS = re.compile(
 )
 _COMMENTS = re.compile(rb"#[^\n]*")
 _PACKAGE = "__init__.py"
+_LIGHTNING = re.compile(rb"^\s*(?:from|import)\s+lightning\b(?!\.fabric)", re.MULTILINE)
 _FILES = 500
 """Of a script's own modules that are read to see what they call."""
 _replacement = False
@@ -57,6 +58,7 @@ def compiled_text(text: bytes, file: str) -> CodeType:
 
 
 def _rewritten(text: bytes, file: str) -> CodeType | None:
+    _take_output(text)
     if _sources is None or not _sources.take_steps:
         return None
     from flashrecovery.worker.own_loops.rewrite import rewrite
@@ -74,6 +76,14 @@ def _rewritten(text: bytes, file: str) -> CodeType | None:
         LOOPS.auto = _auto()
     LOOPS.take(rewritten, file, replacement=_replacement)
     return code
+
+
+def _take_output(text: bytes) -> None:
+    """What hooks of Lightning's Trainer print belongs to its steps."""
+    if _auto is not None and _LIGHTNING.search(text):
+        from flashrecovery.worker.own_loops.loops import LOOPS
+
+        LOOPS.output.take(replacement=_replacement)
 
 
 def read_ahead(file: str) -> None:

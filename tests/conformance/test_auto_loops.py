@@ -17,11 +17,22 @@ from tests.support.unmodified import check_same, lines, printed
 SCRIPT = ROOT / "tests" / "scripts" / "auto_loops.py"
 TIMEOUT_S = 300
 DDP = (
-    *("epochs", "top_break", "accumulation", "flushed", "gan", "averaged", "teacher", "recurrent"),
+    *(
+        "epochs",
+        "top_break",
+        "accumulation",
+        "flushed",
+        "accumulated",
+        "trainer",
+        "gan",
+        "averaged",
+        "teacher",
+        "recurrent",
+    ),
     *("nano", "mingpt", "tutorial", "imagenet", "streamed", "skips"),
 )
 SHAPES = (*DDP, "by_hand", "fsdp2", "fsdp2_epochs")
-FEW = ("accumulation", "flushed")
+FEW = ("accumulation", "flushed", "accumulated")
 """With fewer steps."""
 PHASES = ("between", "data", "forward", "backward", "grad-sync", "optimizer", "commit", "below")
 REFUSED = {

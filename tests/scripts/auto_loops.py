@@ -176,6 +176,95 @@ def flushed() -> None:
         say("epoch", epoch, loss.item().hex())
 
 
+def accumulated() -> None:
+    """As most scripts accumulate: by the number of the batch, in a function for an epoch. Evaluation prints."""
+    model = wrapped(Net())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    watched.extend([model, optimizer, schedule])
+    loader, sampler = data()
+    seeded()
+    best = math.inf
+    for epoch in range(args.epochs):
+        sampler.set_epoch(epoch)
+        mean = accumulated_epoch(model, loader, optimizer, epoch)
+        best = min(best, evaluated(model, x, y))
+        schedule.step()
+        say("epoch", epoch, mean.hex(), best.hex())
+
+
+def accumulated_epoch(net: nn.Module, batches: DataLoader[Any], optimizer: Any, epoch: int, every: int = 3) -> float:
+    """An epoch's last step has fewer micro-batches."""
+    net.train()
+    total = 0.0
+    for i, (inputs, targets) in enumerate(batches):
+        loss = mse(net(inputs), targets) / every
+        loss.backward()
+        total += loss.item()
+        if (i + 1) % every == 0 or i + 1 == len(batches):
+            nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            say("epoch", epoch, "batch", i, total.hex())
+    return total / len(batches)
+
+
+class Rounds:
+    """A trainer with a method for an epoch. Its epochs are counted from 1."""
+
+    def __init__(self, model: nn.Module, optimizer: Any, batches: DataLoader[Any]) -> None:
+        self.model, self.optimizer, self.batches = model, optimizer, batches
+        self.seen, self.losses = 0, []  # type: int, list[float]
+
+    def run_epoch(self, epoch: int, clip: float) -> tuple[int, float]:
+        self.batches.sampler.set_epoch(epoch)  # type: ignore[attr-defined]
+        self.model.train()
+        first = self.seen
+        for i, (inputs, targets) in enumerate(self.batches):
+            loss = self.step(inputs, targets, clip)
+            self.seen += len(inputs)
+            if i % 3 == 0:
+                say("epoch", epoch, "batch", i, loss.hex())
+        return self.seen - first, loss
+
+    def step(self, inputs: Tensor, targets: Tensor, clip: float) -> float:
+        loss = mse(self.model(inputs), targets)
+        self.optimizer.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(self.model.parameters(), clip)
+        self.optimizer.step()
+        self.losses.append(loss.item())
+        return loss.item()
+
+    def run(self, epochs: int) -> None:
+        for epoch in range(1, epochs + 1):
+            count, last = self.run_epoch(epoch, clip=0.5 * epoch)
+            self.report(epoch, count, last)
+        say("end", self.seen, sum(self.losses).hex())
+
+    def report(self, epoch: int, count: int, last: float) -> None:
+        value = evaluated(self.model, x, y)
+        say("epoch", epoch, count, last.hex(), value.hex())
+
+
+def trainer() -> None:
+    model = wrapped(Net())
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9)
+    watched.extend([model, optimizer])
+    loader, _ = data()
+    seeded()
+    Rounds(model, optimizer, loader).run(args.epochs)
+
+
+@torch.no_grad()
+def evaluated(model: nn.Module, inputs: Tensor, targets: Tensor) -> float:
+    model.eval()
+    loss = mse(model(inputs), targets)
+    dist.all_reduce(loss)
+    say("evaluated", loss.item().hex())
+    return loss.item()
+
+
 def gan() -> None:
     """Two models and optimizers: several steps of the one in each round, then one of the other."""
     one, two = wrapped(Net()), wrapped(nn.Linear(WIDTH, WIDTH))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 import textwrap
+from dataclasses import replace
 from pathlib import Path
 
 import click
@@ -13,6 +14,7 @@ import pytest
 from flashrecovery.cli.run import launch_of, run
 from flashrecovery.config import run_config
 from flashrecovery.errors import ConfigError
+from flashrecovery.worker.auto.inline import inlined, without
 from flashrecovery.worker.auto.patch import NotByHand, Running, by_hand
 
 PLAIN = ("total", "best", "seen", "n", "step", "losses", "count")
@@ -163,7 +165,7 @@ INNER = "for e in range(2):\n    for x in {}:\n        model(x).backward()\n    
             "2: ",
         ),
         (f"for x in bare:\n{STEP}    print(f(x))\n", (1,), "4: .*calls f"),
-        (f"def f():\n    g()\n    print(1)\nfor x in bare:\n{STEP}    f()\n", (4,), "3: .*prints"),
+        (f"def f():\n    g()\n    y = print(1)\nfor x in bare:\n{STEP}    f()\n", (4,), "3: .*prints"),
         (f"for x in bare:\n{STEP}    thing.n += 1\n", (1,), "1: thing.n .*changes"),
         (f"for x in bare:\n    s = '''a\n'''\n{STEP}", (1,), "2: a text"),
     ],
@@ -202,3 +204,226 @@ def test_a_bad_value_names_key_value_and_what_is_allowed(value: object) -> None:
 def test_several_nodes_are_refused() -> None:
     with pytest.raises(ConfigError, match="auto = 'print'"):
         run_config({"auto": "print", "nnodes": 2, "controller": "localhost"}, "c.yaml")
+
+
+# -- micro-batches ----------------------------------------------------------------------------------
+
+ACCUMULATED = """
+    for i, (x, y) in enumerate({source}):
+        last = {test}
+        loss = model(x, y)
+        loss.backward()
+        if last:
+            optimizer.step()
+            optimizer.zero_grad()
+            print(i, loss.item())
+"""
+
+
+def loop_of(text: str) -> str:
+    return text[text.index("\nfor ") + 1 :]
+
+
+def accumulated(test: str, source: str = "bare") -> str:
+    return loop_of(patched(ACCUMULATED.format(test=test, source=source), 1))
+
+
+@pytest.mark.parametrize(
+    ("test", "source"),
+    [
+        ("(i + 1) % 4 == 0", "bare"),
+        ("not (i + 1) % 4", "bare"),
+        ("i % 4 == 3", "bare"),
+        ("i % 4 == 4 - 1", "bare"),
+        ("i % 4 == 0", "bare, 1"),
+    ],
+)
+def test_rounds_of_one_step_are_a_loop_in_its_block(test: str, source: str) -> None:
+    first = source.endswith("1")
+    more = " + 1" if first else ""
+    assert accumulated(test, source) == textwrap.dedent(
+        f"""\
+        for step in recovery.steps(len(bare) // 4):
+            with step:
+                for i in range(step.index * 4{more}, step.index * 4 + 4{more}):
+                    x, y = next(data)
+                    last = {test}
+                    loss = model(x, y)
+                    loss.backward()
+                optimizer.step()
+            optimizer.zero_grad()
+            if step.committed:
+                print(i, loss.item())
+        """
+    )
+    assert "assert len(bare) % 4 == 0" in patched(ACCUMULATED.format(test=test, source=source), 1)
+
+
+@pytest.mark.parametrize("test", ["(i + 1) % n == 0 or i + 1 == len(bare)", "not (i + 1) % n or i == len(bare) - 1"])
+def test_a_last_step_with_fewer_rounds(test: str) -> None:
+    new = accumulated(test)
+    assert new.startswith("for step in recovery.steps(-(-len(bare) // n)):")
+    assert "for i in range(step.index * n, min(step.index * n + n, len(bare))):" in new
+
+
+@pytest.mark.parametrize(
+    ("test", "source"),
+    [
+        ("i % 4 == 0", "bare"),  # a first step of one round
+        ("(i + 1) % 4 == 0", "bare, 1"),
+        ("(i + 1) % 4 == 1", "bare"),
+        ("i > 4", "bare"),
+        ("(i + 1) % 4 == 0 and i > 4", "bare"),
+        ("(i + 1) % 4 == 0 or i == len(loader)", "bare"),
+        ("(i + 1) % f() == 0", "bare"),
+        ("(i + 1) % loss == 0", "bare"),
+    ],
+)
+def test_other_conditions_are_refused(test: str, source: str) -> None:
+    assert refused(ACCUMULATED.format(test=test, source=source), 1).startswith("5: ")
+
+
+def test_batches_that_belong_to_no_step_are_refused() -> None:
+    text = textwrap.dedent(ACCUMULATED.format(test="(i + 1) % 4 == 0", source="bare")).lstrip()
+    seen = replace(running(), value_of=lambda path: {"len(bare)": 10, "4": 4}.get(path))
+    with pytest.raises(NotByHand, match=r"len\(bare\) is 10, of which steps of 4 micro-batches leave 2"):
+        by_hand(text, 1, 0, seen)
+
+
+def test_what_comes_below_the_step_in_each_round_stays_in_the_block() -> None:
+    text = ACCUMULATED.format(test="(i + 1) % 4 == 0", source="bare") + "        print(i)\n"
+    assert loop_of(patched(text, 1)).endswith("            print(i, loss.item())\n            print(i)\n")
+
+
+# -- an epoch in a function -------------------------------------------------------------------------
+
+FUNCTION = """
+    def train(net, batches, epoch, clip=1.0):
+        '''An epoch.'''
+        net.train()
+        total = 0.0
+        for x, y in batches:
+            loss = net(x, y)
+            loss.backward()
+            optimizer.step()
+            total += loss.item()
+        return total
+
+
+    def test(net):
+        value = net(1)
+        print(value.item())
+
+
+    for epoch in range(1, 4):
+        best = train(model, bare, epoch)
+        test(model)
+    print(best)
+"""
+
+
+def in_one(text: str, step_line: int, epoch_line: int) -> str:
+    one = inlined(textwrap.dedent(text).lstrip(), step_line, epoch_line)
+    seen = running()
+    seen = replace(seen, sampler_of=lambda path: [] if path in ("bare", "batches") else None)
+    seen = replace(seen, known=lambda name: name in ("net", "batches") or running().known(name))
+    return without(by_hand(one.text, one.step_line, one.epoch_line, seen), one.function)
+
+
+def test_a_function_with_the_loop_of_steps_takes_the_place_of_its_call() -> None:
+    new = in_one(FUNCTION, 5, 18)
+    assert "def train(" not in new
+    assert new[new.index("def test") :].replace('"', "'") == textwrap.dedent(
+        """\
+        def test(net):
+            value = net(1)
+            if not flashrecovery.init().void:
+                print(value.item())
+
+
+        clip = 1.0
+        net = model
+        batches = bare
+        recovery = flashrecovery.init()
+        kept = types.SimpleNamespace(best=None, total=None)
+        recovery.register(
+            model=model,
+            optimizer=optimizer,
+            scheduler=scheduler,
+            kept=Attributes(kept, 'best', 'total'),
+            per_rank=['kept'],
+        )
+        data = recovery.data(batches)
+        rounds = len(batches)
+        for step in recovery.steps((4 - 1) * rounds):
+            epoch, number = divmod(step.index, rounds)
+            epoch += 1
+            best = kept.best
+            total = kept.total
+            with step:
+                if number == 0:
+                    net.train()
+                    total = 0.0
+                x, y = next(data)
+                loss = net(x, y)
+                loss.backward()
+                optimizer.step()
+            total += loss.item()
+            if number == rounds - 1:
+                best = total
+                test(model)
+            kept.best = best
+            kept.total = total
+        best = kept.best
+        print(best)
+        """
+    )
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "why"),
+    [
+        ("total = 0.0", "total = 0.0\n        if not batches: return 0", "is left in the midst"),
+        ("        return total", "        best = total\n        return total", ""),
+        ("    print(best)", "    print(best, total)", "have a variable total each"),
+        ("    def test(net)", "    def test(net, other=lambda: total)", "have a variable total each"),
+        ("net.train()", "net.train(); yield", "yield"),
+        ("(net, batches,", "(*net, batches,", "any number of arguments"),
+        ("best = train(", "best = 1 + train(", "in the midst of another statement"),
+        ("        best = train(", "        train(model, bare, 2)\n        best = train(", "is called in 2 places"),
+        ("clip=1.0", "clip=f()", "the default of clip"),
+        ("best = train(model", "best = model.train(model", "is called in 0 places"),
+    ],
+)
+def test_a_function_that_cannot_be_put_there_is_refused(old: str, new: str, why: str) -> None:
+    text = FUNCTION.replace(old, new, 1)
+    lines = textwrap.dedent(text).lstrip().splitlines()
+    step_line = 1 + next(n for n, line in enumerate(lines) if "for x, y" in line)
+    epoch_line = 1 + next(n for n, line in enumerate(lines) if line.startswith("for epoch"))
+    if not why:
+        assert "best = total" in in_one(text, step_line, epoch_line)
+        return
+    with pytest.raises(NotByHand, match=re.escape(why)):
+        in_one(text, step_line, epoch_line)
+
+
+def test_variables_of_one_name_that_differ_are_refused() -> None:
+    text = """
+    def train():
+        for x in bare:
+            model(x).backward()
+            optimizer.step(n)
+
+    def main(n):
+        for epoch in range(3):
+            train()
+    """
+    with pytest.raises(NotByHand, match="n is another variable in train"):
+        in_one(text, 2, 7)
+
+
+def test_a_checkpoint_may_say_where_the_loop_begins() -> None:
+    text = (
+        f"first = torch.load('x')\nfor epoch in range(first, 3):\n    for x in bare:\n{textwrap.indent(STEP, '    ')}"
+    )
+    assert "would find one that this job has saved" in refused(text, 3, 2)

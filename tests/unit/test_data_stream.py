@@ -193,7 +193,8 @@ def test_a_survivor_gets_the_same_batches_again(name: str) -> None:
             restore_rng(states[version] if version in states else RngState.now().plain())
 
 
-def test_epochs_call_set_epoch_once() -> None:
+@pytest.mark.parametrize("first", [0, 3])
+def test_epochs_call_set_epoch_once(first: int) -> None:
     calls: list[int] = []
 
     class Sampler(DistributedSampler[int]):
@@ -202,13 +203,19 @@ def test_epochs_call_set_epoch_once() -> None:
             super().set_epoch(epoch)
 
     sampler = Sampler(Items(8), num_replicas=2, rank=0)
-    stream = DataStream(DataLoader(Items(8), 2, sampler=sampler))
+    stream = DataStream(DataLoader(Items(8), 2, sampler=sampler), first_epoch=first)
     assert len(stream) == 2
-    for _ in range(5):
-        next(stream)
-    assert calls == [0, 1, 2]
+    batches = []
+    for number in range(6):
+        stream.commit(number)
+        state = stream.capture()
+        batches.append(next(stream).tolist())
+    assert calls == [first, first + 1, first + 2]
     assert stream.epoch == 2
-    assert stream.position == DataPosition(2, 1, 5)
+    assert stream.position == DataPosition(2, 2, 6)
+    again = DataStream(DataLoader(Items(8), 2, sampler=sampler), first_epoch=first)
+    again.restore(codec.loads(codec.dumps(state)))
+    assert next(again).tolist() == batches[5] and calls[3:] == [first + 2]
 
 
 def test_a_training_that_begins_with_a_later_epoch() -> None:

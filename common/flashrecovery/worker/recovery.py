@@ -213,9 +213,13 @@ class Recovery:
         if self._session is not None:
             self._session.gate.page.set_tokens_per_step(tokens_per_step)
 
-    def data(self, loader: Iterable[Any]) -> DataStream:
+    def data(self, loader: Iterable[Any], *, first_epoch: int = 0) -> DataStream:
         """An iterator over ``loader``, epoch after epoch (``set_epoch`` is called on its sampler), that rolls back with
         the step.
+
+        Args:
+            loader: a DataLoader, or another source of batches.
+            first_epoch: what ``set_epoch`` is given first, of a script that counts its epochs from 1.
 
         Raises:
             DataSourceError: ``loader`` is not iterable.
@@ -225,7 +229,7 @@ class Recovery:
         if self._session is not None:
             self._session.refuse_streams()
         loader = lightning_fabric.loader_inside(loader)
-        stream = DataStream(loader if self._session is None else readable(loader))
+        stream = DataStream(loader if self._session is None else readable(loader), first_epoch=first_epoch)
         if self._session is not None:
             self._session.add_stream(stream)
         return stream

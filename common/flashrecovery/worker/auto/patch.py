@@ -31,6 +31,7 @@ import tokenize
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from flashrecovery.worker.auto.accumulation import Accumulation, accumulation_of
 from flashrecovery.worker.own_loops.rewrite import (
     NONE,
     Makes,
@@ -112,17 +113,27 @@ def by_hand(text: str, step_line: int, epoch_line: int, running: Running, elsewh
     calls = StepCalls(tree, elsewhere)
     loops = {loop.lineno: loop for loop in calls.loops}
     loop, outer = loops[step_line], loops.get(epoch_line)
-    _Checks(tree, text, calls, loop, outer).run()
-    return _Writer(tree, text, calls, loop, outer, running).write()
+    accumulation = accumulation_of(loop, calls.takes_step)
+    _Checks(tree, text, calls, loop, outer, accumulation).run()
+    return _Writer(tree, text, calls, loop, outer, running, accumulation).write()
 
 
 # -- what is refused --------------------------------------------------------------------------------
 
 
 class _Checks:
-    def __init__(self, tree: ast.Module, text: str, calls: StepCalls, loop: PlainLoop, outer: PlainLoop | None) -> None:
+    def __init__(
+        self,
+        tree: ast.Module,
+        text: str,
+        calls: StepCalls,
+        loop: PlainLoop,
+        outer: PlainLoop | None,
+        accumulation: Accumulation | None,
+    ) -> None:
         self._tree, self._text, self._calls, self._loop, self._outer = tree, text, calls, loop, outer
         self._whole = outer or loop
+        self._accumulation = accumulation
 
     def run(self) -> None:
         for loop in [self._loop] if self._outer is None else [self._outer, self._loop]:
@@ -141,6 +152,8 @@ class _Checks:
                 raise NotByHand(node.lineno, "the function is left, or goes on elsewhere, in the midst of its loop")
         inner = [*jumps(self._loop.body)]
         outer = [] if self._outer is None else [*jumps(self._outer.body)]
+        if self._accumulation is not None and inner:
+            raise NotByHand(inner[0].lineno, "a round of several that make a step is left in the midst of it")
         if self._outer is not None and (inner or outer):
             first = min((*inner, *outer), key=lambda one: one.lineno)
             word = "break" if isinstance(first, ast.Break) else "continue"
@@ -156,6 +169,8 @@ class _Checks:
         for place in (self._whole, *called_from(self._whole, self._calls.functions)):
             for call in (node for node in ast.walk(place) if isinstance(node, ast.Call)):
                 if isinstance(call.func, ast.Name) and call.func.id in ("next", "exec", "eval"):
+                    if call.func.id == "next" and call.args and _is_call(call.args[0], "iter"):
+                        continue  # the first element, each time
                     raise NotByHand(call.lineno, f"a step calls `{ast.unparse(call)}`: let it read recovery.data()")
 
     def _lines(self) -> None:
@@ -178,7 +193,8 @@ class _Checks:
             last = statement.end_lineno or statement.lineno
 
     def _steps(self) -> None:
-        for statement in self._loop.body:
+        body = self._loop.body if self._accumulation is None else self._accumulation.branch.body
+        for statement in body:
             if self._calls.takes_step(statement):
                 self._unconditional(statement, frozenset())
 
@@ -189,8 +205,8 @@ class _Checks:
             if not all(any(self._calls.takes_step(one) for one in block) for block in blocks):
                 raise NotByHand(
                     statement.lineno,
-                    "the optimizer's step is taken in some rounds only (`if "
-                    f"{ast.unparse(statement.test)}`): all micro-batches of a step belong into one `with step:`",
+                    f"the optimizer's step is taken in some rounds only (`if {ast.unparse(statement.test)}`), and not "
+                    "as by `if (i + 1) % n == 0`: all micro-batches of a step belong into one `with step:`",
                 )
         elif isinstance(statement, (ast.With, ast.For, ast.While)):
             blocks = [statement.body]
@@ -288,8 +304,10 @@ class _Writer:
         loop: PlainLoop,
         outer: PlainLoop | None,
         running: Running,
+        accumulation: Accumulation | None,
     ) -> None:
         self._tree, self._calls, self._loop, self._outer, self._running = tree, calls, loop, outer, running
+        self._accumulation = accumulation
         self._lines = text.splitlines()
         self._whole = outer or loop
         self._names = _Names.of(tree)
@@ -302,15 +320,19 @@ class _Writer:
         self._unit = self._prefix(self._whole.body[0])[len(self._indent) :]
         self._rounds = self._rounds_of()
         self._kept: list[str] = []
+        self._asking: set[int] = set()
+        """Lines of functions outside of the loop that print, and ask whether the attempt counts."""
 
     def write(self) -> str:
         self._kept = self._carried(self._loop_lines())
+        above, loop, below = self._above(), self._loop_lines(), self._below()
+        end = self._whole.end_lineno or 0
         lines = [
-            *self._lines[: self._whole.lineno - 1],
-            *self._above(),
-            *self._loop_lines(),
-            *self._below(),
-            *self._lines[self._whole.end_lineno or 0 :],
+            *self._outside(range(1, self._whole.lineno)),
+            *above,
+            *loop,
+            *below,
+            *self._outside(range(end + 1, len(self._lines) + 1)),
         ]
         new = "\n".join(self._with_imports(lines)) + "\n"
         ast.parse(new)
@@ -333,7 +355,8 @@ class _Writer:
             if not isinstance(target, ast.Tuple) or len(target.elts) != 2 or iterable.keywords:
                 raise NotByHand(loop.lineno, f"`{ast.unparse(iterable)}`")
             begin = ast.unparse(iterable.args[1]) if len(iterable.args) > 1 else "0"
-            first = (f"{ast.unparse(target.elts[0])} = {number if begin == '0' else f'{begin} + {number}'}",)
+            if self._accumulation is None:
+                first = (f"{ast.unparse(target.elts[0])} = {number if begin == '0' else f'{begin} + {number}'}",)
             target, iterable = target.elts[1], iterable.args[0]
         if _is_call(iterable, "range"):
             return self._of_range(target, iterable, first)
@@ -350,6 +373,8 @@ class _Writer:
         text = ast.unparse(iterable)
         plain = len(iterable.args) == 1
         count = ast.unparse(iterable.args[0]) if plain else f"len({text})"
+        if self._accumulation is not None and ast.unparse(target) == self._accumulation.number:
+            return _Rounds(self._steps_of(count), first)
         value = self._number if plain else f"{text}[{self._number}]"
         name = ast.unparse(target)
         is_read = any(isinstance(n, ast.Name) and n.id == name and isinstance(n.ctx, ast.Load) for n in self._all())
@@ -381,7 +406,27 @@ class _Writer:
             raise NotByHand(self._loop.lineno, f"`{path}` is made anew in the loop")
         dropped = self._told_epochs(samplers)
         take = f"{ast.unparse(target).strip('()')} = next({self._names.data})"
-        return _Rounds(f"len({path})", (*first, take), data=path, dropped=dropped)
+        return _Rounds(self._steps_of(f"len({path})"), (*first, take), data=path, dropped=dropped)
+
+    def _steps_of(self, count: str) -> str:
+        """How many steps so many rounds make. Raises NotByHand if some of them belong to no step."""
+        micro = self._accumulation
+        if micro is None:
+            return count
+        every = ast.parse(micro.every, mode="eval").body
+        for node in ast.walk(every):
+            if isinstance(node, ast.Call) or (isinstance(node, ast.Name) and node.id in self._set):
+                raise NotByHand(micro.branch.lineno, f"`{micro.every}` may be another number in each step")
+        if micro.rest:
+            return f"-(-{_factor(count)} // {_factor(micro.every)})"
+        rounds, number = self._running.value_of(count), self._running.value_of(micro.every)
+        if isinstance(rounds, int) and isinstance(number, int) and rounds % number:
+            raise NotByHand(
+                micro.branch.lineno,
+                f"{count} is {rounds}, of which steps of {number} micro-batches leave {rounds % number}: take a step "
+                f"there, too (`or {micro.number} + {1 - micro.first} == {count}`), or drop them",
+            )
+        return f"{_factor(count)} // {_factor(micro.every)}"
 
     def _told_epochs(self, samplers: Sequence[object]) -> frozenset[int]:
         """Lines that tell the sampler its epoch, which recovery.data() does."""
@@ -396,8 +441,11 @@ class _Writer:
                 self._running.value_of(ast.unparse(call.func.value)) is one for one in samplers
             )
             assert isinstance(self._outer, (ast.For, ast.While))
-            plain = isinstance(self._outer, ast.For) and len(getattr(self._outer.iter, "args", ())) == 1
-            if told and plain and ast.unparse(call.args[0]) == ast.unparse(self._outer.target):  # type: ignore[union-attr]
+            if (
+                told
+                and isinstance(self._outer, ast.For)
+                and ast.unparse(call.args[0]) == ast.unparse(self._outer.target)
+            ):
                 return frozenset(range(statement.lineno, (statement.end_lineno or statement.lineno) + 1))
         raise NotByHand(
             self._outer.lineno,
@@ -490,16 +538,29 @@ class _Writer:
             objects[free] = f"{names.helper}({path}, {', '.join(map(_quoted, attributes))})"
             per_rank.append(free)
         calls = [[f"model={model}", _optimizers(optimizers)] for model, optimizers in running.models]
+        self._made_before([*objects.values(), *running.own, *(p for m, o in running.models for p in (m, *o))])
         calls[0] += [f"{name}={path}" for name, path in objects.items()]
         if per_rank:
             calls[0].append(f"per_rank=[{', '.join(map(_quoted, per_rank))}]")
         for arguments in calls:
             lines += self._call(f"{names.recovery}.register", [one for one in arguments if one])
         if self._rounds.data:
-            lines.append(f"{names.data} = {names.recovery}.data({self._rounds.data})")
+            first = self._first_epoch() if self._rounds.dropped else ""
+            more = f", first_epoch={first}" if first else ""
+            lines.append(f"{names.data} = {names.recovery}.data({self._rounds.data}{more})")
         if self._outer is not None:
             lines.append(f"{names.rounds} = {self._rounds.count}")
+        if self._accumulation is not None and not self._accumulation.rest:
+            count, every = _factor(self._accumulation.count), _factor(self._accumulation.every)
+            lines.append(f'assert {count} % {every} == 0, "each micro-batch belongs to a step"')
         return [f"{self._indent}{line}" for line in lines]
+
+    def _made_before(self, paths: Iterable[str]) -> None:
+        """Raises NotByHand if one of them is not there when the loops begin."""
+        late = self._set - self._bound_before()
+        for path in paths:
+            if re.split(r"\W", path)[0] in late:
+                raise NotByHand(self._whole.lineno, f"{path} is made in the loop: make it above")
 
     def _used(self) -> set[str]:
         """Names that the loops and the functions that they call read."""
@@ -517,7 +578,7 @@ class _Writer:
         return [f"{function}(", *(f"{self._unit}{one}," for one in arguments), ")"]
 
     def _loop_lines(self) -> list[str]:
-        names, unit, loop = self._names, self._unit, self._loop
+        names, unit = self._names, self._unit
         i1, i2 = self._indent + unit, self._indent + unit * 2
         lines = [f"{self._indent}for {names.step} in {names.recovery}.steps({self._count()}):"]
         if self._outer is not None:
@@ -533,17 +594,45 @@ class _Writer:
         shown = self._region(before, i1, i2 + unit)
         if any(line.strip() and not line.strip().startswith("#") for line in shown):
             lines += [f"{i2}if {names.number} == 0:", *shown]
-        lines += [f"{i2}{line}" for line in self._rounds.first]
-        taking = max(n for n, one in enumerate(loop.body) if self._calls.takes_step(one))
-        own = self._prefix(loop.body[0])
-        block, rest = self._split(loop, taking)
-        lines += self._region(block, own, i2)
-        self._no_hidden_lines([*loop.body[taking + 1 :], *self._last()])
-        lines += self._region(rest, own, i1, gated=loop.body[taking + 1 :])
+        lines += self._round(i1, i2) if self._accumulation is None else self._micro_batches(i1, i2, self._accumulation)
         if self._last():
             lines += [f"{i1}if {names.number} == {names.rounds} - 1:"]
             lines += self._region(after, i1, i2, gated=self._last())
         return [*lines, *self._stores(i1)]
+
+    def _round(self, i1: str, i2: str) -> list[str]:
+        loop = self._loop
+        lines = [f"{i2}{line}" for line in self._rounds.first]
+        taking = max(n for n, one in enumerate(loop.body) if self._calls.takes_step(one))
+        own = self._prefix(loop.body[0])
+        block, rest = self._split(loop, taking)
+        lines += self._region(block, own, i2)
+        self._hidden_lines([*loop.body[taking + 1 :], *self._last()])
+        return [*lines, *self._region(rest, own, i1, gated=loop.body[taking + 1 :])]
+
+    def _micro_batches(self, i1: str, i2: str, micro: Accumulation) -> list[str]:
+        """A loop over those of one step; where nothing comes below the step, that stands below this loop."""
+        loop, branch, i3 = self._loop, micro.branch, i2 + self._unit
+        every, more = _factor(micro.every), f" + {micro.first}" if micro.first else ""
+        begin = f"{self._number} * {every}"
+        end = f"{begin} + {every}"
+        end = f"min({end}, {micro.count}){more}" if micro.rest else f"{end}{more}"
+        lines = [f"{i2}for {micro.number} in range({begin}{more}, {end}):"]
+        lines += [f"{i3}{line}" for line in self._rounds.first]
+        own, last = self._prefix(loop.body[0]), loop.body[-1]
+        first = (loop.iter if isinstance(loop, ast.For) else loop.test).end_lineno or loop.lineno
+        self._hidden_lines(self._last())
+        if last is not branch:
+            return [*lines, *self._region(range(first + 1, (last.end_lineno or first) + 1), own, i3)]
+        lines += self._region(range(first + 1, branch.lineno), own, i3)
+        if not self._rounds.first and branch is loop.body[0]:
+            lines.append(f"{i3}pass")
+        taking = max(n for n, one in enumerate(branch.body) if self._calls.takes_step(one))
+        end_of_step, inner = branch.body[taking].end_lineno or 0, self._prefix(branch.body[0])
+        lines += self._region(range((branch.test.end_lineno or 0) + 1, end_of_step + 1), inner, i2)
+        below = branch.body[taking + 1 :]
+        self._hidden_lines(below)
+        return [*lines, *self._region(range(end_of_step + 1, (branch.end_lineno or 0) + 1), inner, i1, gated=below)]
 
     def _last(self) -> list[ast.stmt]:
         """Statements below the loop of steps, in that of epochs."""
@@ -573,9 +662,21 @@ class _Writer:
         if len(iterable.args) > 2 or iterable.keywords:
             raise NotByHand(self._outer.lineno, f"`{ast.unparse(iterable)}`")
         self._constant(iterable)
+        if len(iterable.args) == 2 and not isinstance(iterable.args[0], ast.Constant):
+            self._no_checkpoint(iterable)
         texts = [ast.unparse(one) if isinstance(one, _SIMPLE) else f"({ast.unparse(one)})" for one in iterable.args]
         count = texts[0] if len(texts) == 1 else f"({texts[1]} - {texts[0]})"
         return f"{count} * {self._names.rounds}"
+
+    def _no_checkpoint(self, iterable: ast.Call) -> None:
+        """Raises NotByHand if a checkpoint of the script's own may say where the loop begins."""
+        if any(isinstance(node, ast.Call) and called(node) == "load" for node in ast.walk(self._tree)):
+            raise NotByHand(
+                iterable.lineno,
+                f"`{ast.unparse(iterable)}` may begin where a checkpoint says that the script loads: a replacement "
+                "would find one that this job has saved, and begin elsewhere. Let it begin with a number; "
+                "`flashrecovery run --resume` goes on with a job",
+            )
 
     def _epoch(self) -> str:
         assert isinstance(self._outer, ast.For)
@@ -584,9 +685,13 @@ class _Writer:
         return self._outer.target.id
 
     def _shift(self) -> str:
-        assert isinstance(self._outer, ast.For) and isinstance(self._outer.iter, ast.Call)
-        arguments = self._outer.iter.args
-        return f"{self._epoch()} += {ast.unparse(arguments[0])}" if len(arguments) == 2 else ""
+        first = self._first_epoch()
+        return f"{self._epoch()} += {first}" if first else ""
+
+    def _first_epoch(self) -> str:
+        """The number of the first epoch, if it is given."""
+        arguments = getattr(self._outer.iter, "args", []) if isinstance(self._outer, ast.For) else []
+        return ast.unparse(arguments[0]) if len(arguments) == 2 else ""
 
     def _stores(self, indent: str) -> list[str]:
         return [f"{indent}{self._names.kept}.{name} = {name}" for name in self._kept]
@@ -646,16 +751,19 @@ class _Writer:
         call = statement.value
         if not self._is_print(call):
             return False
-        inner = [one for one in ast.walk(call) if isinstance(one, ast.Call) and one is not call]
-        for one in inner:
-            name = one.func.attr if isinstance(one.func, ast.Attribute) else getattr(one.func, "id", "")
-            if name not in _PURE:
-                raise NotByHand(
-                    one.lineno,
-                    f"a line that is printed below the block calls {ast.unparse(one.func)}(): assign what that gives "
-                    "to a variable, and print this",
-                )
+        for one in self._impure(call):
+            raise NotByHand(
+                one.lineno,
+                f"a line that is printed below the block calls {ast.unparse(one.func)}(): assign what that gives to a "
+                "variable, and print this",
+            )
         return True
+
+    @staticmethod
+    def _impure(call: ast.Call) -> list[ast.Call]:
+        """Calls in its arguments that may do more than give a value."""
+        inner = [one for one in ast.walk(call) if isinstance(one, ast.Call) and one is not call]
+        return [one for one in inner if getattr(one.func, "attr", getattr(one.func, "id", "")) not in _PURE]
 
     def _is_print(self, call: ast.Call) -> bool:
         if isinstance(call.func, ast.Name):
@@ -668,24 +776,50 @@ class _Writer:
         """A function that does nothing but print."""
         body = [one for one in getattr(function, "body", []) if not _is_docstring(one)]
         return bool(body) and all(
-            isinstance(one, ast.Expr) and isinstance(one.value, ast.Call) and ast.unparse(one.value.func) == "print"
+            isinstance(one, ast.Expr)
+            and isinstance(one.value, ast.Call)
+            and ast.unparse(one.value.func) == "print"
+            and not self._impure(one.value)
             for one in body
         )
 
-    def _no_hidden_lines(self, statements: Iterable[ast.stmt]) -> None:
-        """Raises NotByHand if what is called there prints amid other things."""
-        for statement in statements:
-            for call in calls_in(statement):
-                for function in self._calls.functions.get(called(call), []):
-                    if self._is_printing(function):
-                        continue
-                    for inner in ast.walk(function):
-                        if isinstance(inner, ast.Call) and self._is_print(inner):
-                            raise NotByHand(
-                                inner.lineno,
-                                f"{called(call)}() prints, and is called below the block (line {call.lineno}), where "
-                                "an attempt may be void: let it return what is to be printed",
-                            )
+    def _hidden_lines(self, statements: Iterable[ast.stmt]) -> None:
+        """What functions print that are called there, below the block, is printed where the attempt counts. Raises
+        NotByHand if that is amid other things."""
+        for function in (f for one in statements for f in called_from(one, self._calls.functions)):
+            if self._is_printing(function):
+                continue
+            printing = [n for n in ast.walk(function) if isinstance(n, ast.Expr) and self._only_prints(n)]
+            within = {node for statement in printing for node in ast.walk(statement)}
+            for node in ast.walk(function):
+                if isinstance(node, ast.Call) and node not in within and self._is_print(node):
+                    raise NotByHand(
+                        node.lineno,
+                        f"{getattr(function, 'name', '')}() prints in the midst of a statement, and is called below "
+                        "the block, where an attempt may be void",
+                    )
+            for statement in printing:
+                self._alone_in_line(statement)
+                self._asking |= {*range(statement.lineno, (statement.end_lineno or statement.lineno) + 1)}
+
+    def _alone_in_line(self, statement: ast.stmt) -> None:
+        line = self._lines[statement.lineno - 1]
+        many = (statement.end_lineno or statement.lineno) > statement.lineno and any(
+            isinstance(node, (ast.Constant, ast.JoinedStr)) and node.end_lineno != node.lineno
+            for node in ast.walk(statement)
+        )
+        if line[: statement.col_offset].strip() or many:
+            raise NotByHand(statement.lineno, "a line that is printed below the block: write it as a statement alone")
+
+    def _outside(self, lines: range) -> list[str]:
+        """Lines that are not of the loop."""
+        found: list[str] = []
+        for number in lines:
+            line = self._lines[number - 1]
+            if number in self._asking and number - 1 not in self._asking:
+                found.append(f"{line[: len(line) - len(line.lstrip())]}if not flashrecovery.init().void:")
+            found.append(self._unit + line if number in self._asking and line.strip() else line)
+        return found
 
     def _prefix(self, statement: ast.stmt) -> str:
         line = self._lines[statement.lineno - 1]
@@ -724,6 +858,12 @@ class _Writer:
 _SIMPLE = (ast.Constant, ast.Name, ast.Attribute, ast.Call)
 
 
+def _factor(text: str) -> str:
+    """In parentheses if it needs them."""
+    node = ast.parse(text, mode="eval").body
+    return text if isinstance(node, (*_SIMPLE, ast.Subscript)) else f"({text})"
+
+
 def _is_docstring(statement: ast.stmt) -> bool:
     return isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)
 
@@ -751,4 +891,4 @@ def _quoted(name: str) -> str:
 def keyword_of(path: str) -> str:
     """A keyword for what ``path`` leads to."""
     name = "_".join(re.findall(r"\w+", path.removeprefix("self.")))
-    return f"{name}_" if name in ("model", "optimizer", "per_rank") else name
+    return f"{name}_" if name in ("self", "model", "optimizer", "per_rank") else name

@@ -11,7 +11,7 @@ import difflib
 import os
 import sys
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 from flashrecovery.config import PATCH_ENV
 from flashrecovery.errors import UnsupportedError
 from flashrecovery.worker.auto.found import Found, Tensors, TrainedModel
+from flashrecovery.worker.auto.inline import inlined, without
 from flashrecovery.worker.auto.patch import NotByHand, Running, by_hand, keyword_of
 from flashrecovery.worker.local_state.fingerprints import attributes_of
 from flashrecovery.worker.local_state.generators import as_stateful
@@ -32,6 +33,8 @@ from flashrecovery.worker.own_loops.variables import changing_defaults, protecte
 from flashrecovery.worker.script_checks.wrapped_module import wrapper_of
 from flashrecovery.worker.script_text.script_frames import STATIC, carried_by_class_in, file_of, is_own
 
+_IMMUTABLE = (bool, int, float, complex, str, bytes, tuple, frozenset, type(None))
+"""What else a method reads it may change, by a method of that: `self.losses.append(loss)`."""
 _UNCHANGED = (*STATIC, Dataset, DataLoader, Sampler, torch.device, torch.dtype)
 
 
@@ -65,9 +68,8 @@ def patch(
         text = data.decode("utf-8")
         if "\r" in text or not text.endswith("\n"):
             raise NotByHand(1, "its lines, or the last of them, do not end with a line feed")
-        epoch_line = stack[-2].key[1] if len(stack) == 2 else 0
         elsewhere = NONE if made_elsewhere is None else made_elsewhere(data, file)
-        new = by_hand(text, loop.key[1], epoch_line, _Seen(loop, found).running(), elsewhere)
+        new = _written(text, stack, found, elsewhere)
     except NotByHand as e:
         raise UnsupportedError(
             f"no patch, {file}:{e.line}: {e}. A program cannot write the lines by hand here; --auto protects the "
@@ -80,13 +82,30 @@ def patch(
     )
 
 
+def _written(text: str, stack: Sequence[ScriptLoop], found: Found, elsewhere: Makes) -> str:
+    """Raises NotByHand."""
+    loop = stack[-1]
+    if len(stack) == 1:
+        return by_hand(text, loop.key[1], 0, _Seen([loop], found).running(), elsewhere)
+    outer = stack[0]
+    if loop.is_in_function_of(outer):
+        return by_hand(text, loop.key[1], outer.key[1], _Seen([loop], found).running(), elsewhere)
+    one = inlined(text, loop.key[1], outer.key[1])
+    try:
+        new = by_hand(one.text, one.step_line, one.epoch_line, _Seen([loop, outer], found).running(), elsewhere)
+    except NotByHand as e:
+        raise NotByHand(one.line(e.line), str(e)) from e
+    return without(new, one.function)
+
+
 def _check(stack: Sequence[ScriptLoop]) -> None:
     inner = stack[-1]
     for loop in stack:
         line = abs(loop.key[1])
         if loop.key[1] < 0:
             raise NotByHand(line, "several loops of steps come one after the other; by hand there is one")
-        if not loop.is_in_function_of(inner):
+        calls = inner.frame.f_back is loop.frame and loop.key[0] == inner.key[0]
+        if not loop.is_in_function_of(inner) and not calls:
             raise NotByHand(
                 line,
                 f"this loop calls {inner.frame.f_code.co_name}(), which has the loop of steps (line {inner.key[1]}): "
@@ -97,10 +116,12 @@ def _check(stack: Sequence[ScriptLoop]) -> None:
 
 
 class _Seen:
-    """What the function of the loop sees."""
+    """What the function of the loop sees. ``loops``: that of steps and, if it is in a function that the loop of epochs
+    calls, that one."""
 
-    def __init__(self, loop: ScriptLoop, found: Found) -> None:
-        self._loop, self._found, self._frame = loop, found, loop.frame
+    def __init__(self, loops: Sequence[ScriptLoop], found: Found) -> None:
+        self._loop, self._loops, self._found, self._frame = loops[0], loops, found, loops[0].frame
+        self._locals = {name: value for one in reversed(loops) for name, value in one.frame.f_locals.items()}
         models = [model.module for model in found.models]
         optimizers = [one for model in found.models for one in model.optimizers.values()]
         self._registered = [*models, *optimizers, *found.objects.values()]
@@ -112,7 +133,7 @@ class _Seen:
         return Running(
             [self._model(model) for model in self._found.models],
             {keyword_of(path): self._expression(path, one) for path, one in self._objects().items()},
-            frozenset(path for path, one in self._loop.objects() if as_stateful(one) is not None),
+            frozenset(path for path, one in self._loop_objects() if as_stateful(one) is not None),
             self._own(),
             self._sampler_of,
             self._value,
@@ -123,12 +144,25 @@ class _Seen:
 
     def _value(self, path: str) -> Any:
         with contextlib.suppress(Exception):  # the script's own attributes may be properties
-            return eval(path, self._frame.f_globals, dict(self._frame.f_locals))
+            return eval(path, self._frame.f_globals, dict(self._locals))
         return None
 
+    def _loop_objects(self) -> Iterator[tuple[str, object]]:
+        seen: list[object] = []
+        for path, thing in (one for loop in self._loops for one in loop.objects()):
+            if not any(thing is one for one in seen):
+                seen.append(thing)
+                yield path, thing
+
+    def _changed(self) -> set[str]:
+        """Variables and attributes that the loops may change."""
+        return {path for one in self._loops for path in one.text.carried.names | one.text.carried.set_here}
+
     def _expression(self, path: str, thing: object) -> str:
-        """``path``, if it leads to ``thing`` from the loop's function. Raises NotByHand."""
+        """``path``, or another one that leads to ``thing`` from the loop's function. Raises NotByHand."""
         if self._value(path) is not thing:
+            for other in self._paths_to(thing):
+                return other
             raise NotByHand(
                 self._loop.key[1],
                 f"{path} ({type(thing).__name__}) cannot be reached from {self._frame.f_code.co_name}(), which has "
@@ -136,12 +170,22 @@ class _Seen:
             )
         return path
 
+    def _paths_to(self, thing: object) -> Iterator[str]:
+        """A variable, or an attribute of an object of the script's own that a variable has."""
+        for name, value in self._locals.items():
+            if value is thing:
+                yield name
+        for name, value in self._locals.items():
+            if is_own(type(value)):
+                yield from (f"{name}.{attribute}" for attribute, one in attributes_of(value).items() if one is thing)
+
     def _model(self, model: TrainedModel) -> tuple[str, list[str]]:
         value = self._value(model.path)
         if not isinstance(value, torch.nn.Module) or (
             value is not model.module and wrapper_of(value) is not model.module
         ):
-            self._expression(model.path, model.module)
+            path = self._expression(model.path, model.module)
+            return path, [self._expression(path, one) for path, one in model.optimizers.items()]
         return model.path, [self._expression(path, one) for path, one in model.optimizers.items()]
 
     def _objects(self) -> Mapping[str, object]:
@@ -150,7 +194,7 @@ class _Seen:
         found = {
             path[:-1] if path.endswith("_") and self._value(path) is None else path: v for path, v in found.items()
         }
-        for path, thing in self._loop.objects():
+        for path, thing in self._loop_objects():
             if as_stateful(thing) is not None and not any(thing is one for one in found.values()):
                 found[path] = thing
         return found
@@ -162,8 +206,8 @@ class _Seen:
             if isinstance(one, Tensors):
                 owner, _, name = path.rpartition(".")
                 found.setdefault(owner, []).append(name)
-        text = self._loop.text.carried
-        for path, thing in self._loop.objects():
+        text = self._changed()
+        for path, thing in self._loop_objects():
             if as_stateful(thing) is not None or any(thing is one for one in self._registered):
                 continue
             if isinstance(thing, types.FunctionType):
@@ -177,8 +221,10 @@ class _Seen:
             attributes = attributes_of(thing)
             kinds = [kind for kind in type(thing).__mro__ if is_own(kind)]
             changed = {name for kind in kinds for name in carried_by_class_in(file_of(kind), kind.__name__).names}
-            paths = [one for one in text.names | text.set_here if one.startswith(f"{path}.")]
+            paths = [one for one in text if one.startswith(f"{path}.")]
             changed |= {one[len(path) + 1 :].partition(".")[0] for one in paths}
+            read = {name for kind in kinds for name in carried_by_class_in(file_of(kind), kind.__name__).read}
+            changed |= {n for n in read & attributes.keys() if not isinstance(attributes[n], _IMMUTABLE)}
             names = [n for n in sorted(changed) if n not in attributes or is_kept(attributes[n], self._ids)]
             if names:
                 self._expression(path, thing)
@@ -189,7 +235,7 @@ class _Seen:
         for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
             with contextlib.suppress(ValueError):
                 value = cell.cell_contents
-                own = name in self._frame.f_locals and self._frame.f_locals[name] is value
+                own = name in self._locals and self._locals[name] is value
                 if isinstance(value, (list, dict, set)) and is_kept(value, self._ids) and not own:
                     raise NotByHand(
                         function.__code__.co_firstlineno,
@@ -205,8 +251,7 @@ class _Seen:
             )
 
     def _refuse_class(self, path: str, kind: type) -> None:
-        text = self._loop.text.carried
-        changed = {one for one in text.names | text.set_here if one.startswith(f"{path}.")}
+        changed = {one for one in self._changed() if one.startswith(f"{path}.")}
         changed |= {f"{path}.{n}" for n in carried_by_class_in(file_of(kind), kind.__name__).names if n in vars(kind)}
         if changed:
             raise NotByHand(self._loop.key[1], f"{min(changed)}, an attribute of a class, changes: make it a variable")
@@ -220,7 +265,7 @@ class _Seen:
         return [one for one in parts if callable(getattr(one, "set_epoch", None))]
 
     def _plain(self, name: str) -> bool | None:
-        variables = {**self._frame.f_globals, **self._frame.f_locals}
+        variables = {**self._frame.f_globals, **self._locals}
         return is_kept(variables[name], self._ids, largest=LARGE) if name in variables else None
 
     def _known(self, name: str) -> bool:

@@ -55,6 +55,7 @@ class Source:
 
     Args:
         set_epochs: the epoch is told to the samplers when it begins; False: the script does it.
+        first_epoch: what they are told in the first one.
 
     Attributes:
         one_shot: it cannot be begun again.
@@ -64,11 +65,12 @@ class Source:
             before the first step.
     """
 
-    def __init__(self, loader: Iterable[Any], *, set_epochs: bool = True) -> None:
+    def __init__(self, loader: Iterable[Any], *, set_epochs: bool = True, first_epoch: int = 0) -> None:
         if not isinstance(loader, Iterable):
             raise DataSourceError(f"recovery.data() needs something iterable, not a {type(loader).__name__}")
         self.loader = loader
         self._set_epochs = set_epochs
+        self._first_epoch = first_epoch
         self.one_shot = isinstance(loader, Iterator) and not _begins_anew(loader)
         self._stateful = is_stateful(loader)
         self._told_persistent = False
@@ -135,7 +137,7 @@ class Source:
         """The iterator of an epoch; with ``start``, of one that began in that random state."""
         self._renew_workers()
         if self._set_epochs:
-            self.set_epoch(epoch)
+            self.set_epoch(self._first_epoch + epoch)
         if start is not None:
             self.restore_generators(start)
         begun = EpochStart(RngState.now(), self.generator_states(), self.samplers.at_start())

@@ -106,6 +106,7 @@ class DataStream(StepData):
 
     Before each epoch ``set_epoch(epoch)`` is called on the loader's sampler if it has that. A source that can be
     iterated again begins its next epoch when it is exhausted; a one-shot iterator ends with ``StopIteration``.
+    ``first_epoch``: what the sampler is told in epoch 0; by so much more in the later ones, too.
 
     Attributes:
         position: where the stream stands; a value, cheap to compare.
@@ -115,10 +116,10 @@ class DataStream(StepData):
         DataSourceError: ``loader`` is not iterable.
     """
 
-    def __init__(self, loader: Iterable[Any]) -> None:
+    def __init__(self, loader: Iterable[Any], *, first_epoch: int = 0) -> None:
         self.loader = loader
         self.void = False
-        self._source = Source(loader)
+        self._source = Source(loader, first_epoch=first_epoch)
         self._iterator: Iterator[Any] | None = None
         self._first_epoch = 0
         self._cursor = _Cursor(DataPosition(0, 0, 0))

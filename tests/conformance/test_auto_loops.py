@@ -121,3 +121,23 @@ def test_one_process_is_refused(tmp_path: Path) -> None:
     job = run(tmp_path / "run", "by_hand", nproc=1)
     assert job.code != 0 and "there is one process" in job.output, job.explain()
     check_clean(job)
+
+
+ALONE = """
+import torch
+model = torch.nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for _ in range(3):
+    model(torch.ones(4)).sum().backward()
+    optimizer.step()
+"""
+
+
+@pytest.mark.grid
+def test_processes_without_a_process_group_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(ALONE)
+    job = run_job(
+        tmp_path / "run", Layout("alone", "", nproc=2), script=tmp_path / "train.py", options=("--auto",), timeout_s=60
+    )
+    assert job.code != 0 and "train.py:5: the script has not called init_process_group()" in job.output, job.explain()
+    check_clean(job)

@@ -31,7 +31,7 @@ import tokenize
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from flashrecovery.worker.auto.accumulation import Accumulation, accumulation_of
+from flashrecovery.worker.auto.micro_batches import Accumulated, accumulated
 from flashrecovery.worker.own_loops.rewrite import (
     NONE,
     Makes,
@@ -113,7 +113,7 @@ def by_hand(text: str, step_line: int, epoch_line: int, running: Running, elsewh
     calls = StepCalls(tree, elsewhere)
     loops = {loop.lineno: loop for loop in calls.loops}
     loop, outer = loops[step_line], loops.get(epoch_line)
-    accumulation = accumulation_of(loop, calls.takes_step)
+    accumulation = accumulated(loop, calls.takes_step)
     _Checks(tree, text, calls, loop, outer, accumulation).run()
     return _Writer(tree, text, calls, loop, outer, running, accumulation).write()
 
@@ -129,7 +129,7 @@ class _Checks:
         calls: StepCalls,
         loop: PlainLoop,
         outer: PlainLoop | None,
-        accumulation: Accumulation | None,
+        accumulation: Accumulated | None,
     ) -> None:
         self._tree, self._text, self._calls, self._loop, self._outer = tree, text, calls, loop, outer
         self._whole = outer or loop
@@ -304,7 +304,7 @@ class _Writer:
         loop: PlainLoop,
         outer: PlainLoop | None,
         running: Running,
-        accumulation: Accumulation | None,
+        accumulation: Accumulated | None,
     ) -> None:
         self._tree, self._calls, self._loop, self._outer, self._running = tree, calls, loop, outer, running
         self._accumulation = accumulation
@@ -610,7 +610,7 @@ class _Writer:
         self._hidden_lines([*loop.body[taking + 1 :], *self._last()])
         return [*lines, *self._region(rest, own, i1, gated=loop.body[taking + 1 :])]
 
-    def _micro_batches(self, i1: str, i2: str, micro: Accumulation) -> list[str]:
+    def _micro_batches(self, i1: str, i2: str, micro: Accumulated) -> list[str]:
         """A loop over those of one step; where nothing comes below the step, that stands below this loop."""
         loop, branch, i3 = self._loop, micro.branch, i2 + self._unit
         every, more = _factor(micro.every), f" + {micro.first}" if micro.first else ""

@@ -122,6 +122,13 @@ class AutoSteps:
             )
         alone = not dist.is_initialized() or dist.get_world_size() == 1
         if alone and not self._recovery.has_checkpoints:
+            several = int(os.environ.get("WORLD_SIZE", "1"))
+            if several > 1 and not dist.is_initialized():
+                raise UnsupportedError(
+                    f"the script has not called init_process_group(): each of the {several} processes trains alone, so "
+                    "that nothing of its state is replicated; make the process group, and use DistributedDataParallel "
+                    "or fully_shard"
+                )
             raise UnsupportedError(
                 "there is one process, so that nothing of its state is replicated: start two or more "
                 "(--nproc-per-node 2, with DistributedDataParallel or fully_shard), or give --checkpoint-dir"

@@ -18,7 +18,7 @@ from flashrecovery.worker.own_loops.rewrite import PlainLoop
 
 
 @dataclass(frozen=True)
-class Accumulation:
+class Accumulated:
     """Attributes:
     branch: the ``if`` with the step in it.
     number: the variable with the number of the round.
@@ -36,7 +36,7 @@ class Accumulation:
     rest: bool
 
 
-def accumulation_of(loop: PlainLoop, takes_step: Callable[[ast.AST], bool]) -> Accumulation | None:
+def accumulated(loop: PlainLoop, takes_step: Callable[[ast.AST], bool]) -> Accumulated | None:
     """None if each round takes a step, or if its number does not say which ones do."""
     taking = [statement for statement in loop.body if takes_step(statement)]
     branch = taking[0] if len(taking) == 1 else None
@@ -54,7 +54,7 @@ def accumulation_of(loop: PlainLoop, takes_step: Callable[[ast.AST], bool]) -> A
             rest = True
         else:
             return None
-    return Accumulation(branch, number, first, every, count, rest) if every else None
+    return Accumulated(branch, number, first, every, count, rest) if every else None
 
 
 def _numbered(loop: PlainLoop) -> tuple[str, int, str] | None:

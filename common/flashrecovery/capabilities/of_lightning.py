@@ -42,7 +42,7 @@ LOOPS = capability(
     ),
     Defined(f"{_LOOPS}.fetchers", ("_DataLoaderIterDataFetcher",)),
     Attributes(f"{_LOOPS}.loop", "_Loop", ("_restarting",)),
-    Attributes("lightning.pytorch.trainer.trainer", "Trainer", ("_logger_connector",)),
+    Attributes("lightning.pytorch.trainer.trainer", "Trainer", ("_logger_connector", "_signal_connector")),
     Assigned("lightning.pytorch.trainer.setup", ("_val_check_time_interval",)),
     Attributes("lightning.pytorch.strategies.ddp", "DDPStrategy", ("_ddp_comm_state",)),
     Attributes("lightning.pytorch.core.optimizer", "LightningOptimizer", ("_optimizer",)),

@@ -26,7 +26,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.utils.data import DataLoader, IterableDataset
 
 from flashrecovery import Recovery, init
@@ -94,8 +93,14 @@ def _fit(trainer: Any, fit: Callable[..., Any], *args: Any, **kwargs: Any) -> An
         hold_rows(LOOPS.output, logger)
         if not recovery.first_launch:
             go_on_with(logger)
+    # Its handler of SIGTERM communicates, amid whatever the rank does. The launcher sees to that signal.
+    trainer._signal_connector.register_signal_handlers = _no_handlers
     trainer.fit_loop.run = Fit(trainer, recovery).run
     return fit(*args, **kwargs)
+
+
+def _no_handlers() -> None:
+    """In the place of what sets the Trainer's handlers of signals."""
 
 
 def _check_trainer(trainer: Any) -> None:
@@ -397,7 +402,6 @@ class Fit:
         trainer, loop, state = self._trainer, self._loop, self._state
         progress = loop.batch_progress
         loop.val_loop.restarting = False
-        self._agree_on_sigterm()
         batch_idx = loop.batch_idx + 1
         batch = next(self._stream)
         if batch is None:
@@ -449,18 +453,6 @@ class Fit:
         """The third: validation, where it is due."""
         self._loop.on_advance_end(self._fit_loop._data_fetcher)
         self._loop.on_iteration_done()
-
-    def _agree_on_sigterm(self) -> None:
-        """As the Trainer's loop does it, which goes on where this fails."""
-        from lightning.pytorch.utilities.exceptions import SIGTERMException
-
-        trainer = self._trainer
-        if trainer.world_size == 1:
-            return
-        told = torch.tensor([int(trainer.received_sigterm)], device=trainer.strategy.root_device)
-        dist.broadcast(told, src=0)
-        if told.item():
-            raise SIGTERMException
 
 
 def _needs_closure(optimizer: Any) -> bool:

@@ -18,13 +18,13 @@ from torch.utils.data import DataLoader, DistributedSampler, Sampler
 from flashrecovery.errors import DataSourceError
 from flashrecovery.state import codec
 from flashrecovery.worker.data.source import Source
-from flashrecovery.worker.local_state.plain_values import storage_of
 from flashrecovery.worker.local_state.rng import RngState, restore_rng
 from flashrecovery.worker.own_loops import variables
 from flashrecovery.worker.own_loops.loop_data import LoopData, OwnIterator
 from flashrecovery.worker.own_loops.loops import ScriptLoops
 from flashrecovery.worker.own_loops.output import Output
 from flashrecovery.worker.own_loops.variables import LoopVariables, Saved, protected, put_back, take_down
+from flashrecovery.worker.script_text.plain_values import storage_of
 
 
 @pytest.fixture(autouse=True)
@@ -51,7 +51,7 @@ def test_numbers_containers_tensors_and_attributes_come_back() -> None:
     frame = frame_with(n=3, history=history, recent=recent, mean=torch.ones(2), meter=meter, other=open)
     wanted = names("n", "history", "recent", "mean", "meter", "other")
     saved = Saved.of(codec.loads(codec.dumps(take_down(frame, wanted, frozenset()).plain())))
-    assert saved.variables.keys() == {"n", "history", "recent", "mean"}
+    assert saved.variables.keys() == {"n", "history", "recent", "mean", "meter", "other"}
     history.append(2.0)
     recent.append(2)
     meter.sum, meter.values = 9.0, [7]

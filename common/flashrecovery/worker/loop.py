@@ -35,7 +35,6 @@ from flashrecovery.worker.control.overhead import Overhead, TimedHooks
 from flashrecovery.worker.data.accelerate import check_rest
 from flashrecovery.worker.exit.termination import Termination
 from flashrecovery.worker.exit.undisturbed import undisturbed
-from flashrecovery.worker.local_state.plain_values import is_kept
 from flashrecovery.worker.local_state.step_profile import IN_ALL_STEPS, UNTIL_RESEALED
 from flashrecovery.worker.preimport.preimport_script import imported_so_far
 from flashrecovery.worker.recovery_commands import RecoveryExecutor
@@ -46,6 +45,7 @@ from flashrecovery.worker.script_checks import join_refusal
 from flashrecovery.worker.script_checks.optimizer_watch import OptimizerWatch
 from flashrecovery.worker.script_checks.stray_collectives import StrayCollectiveWatch
 from flashrecovery.worker.script_checks.unregistered import Unregistered
+from flashrecovery.worker.script_text.plain_values import is_kept
 from flashrecovery.worker.script_text.post_step_collectives import communicates_below
 from flashrecovery.worker.script_text.script_frames import check_loop, texts_of
 from flashrecovery.worker.step import activation_release

@@ -27,9 +27,9 @@ from flashrecovery.errors import UnsupportedError
 from flashrecovery.worker.data import lightning_fabric
 from flashrecovery.worker.local_state.fingerprints import ELEMENTS, PLAIN, attributes_of
 from flashrecovery.worker.local_state.generators import as_stateful
-from flashrecovery.worker.local_state.plain_values import is_kept, storage_of
 from flashrecovery.worker.preimport.own_files import is_own_file
 from flashrecovery.worker.script_checks.wrapped_module import wrapper_of
+from flashrecovery.worker.script_text.plain_values import is_kept, storage_of
 from flashrecovery.worker.script_text.script_frames import carried_by_class_in, file_of, frames, is_own
 
 _DEPTH = 5

@@ -26,11 +26,11 @@ from flashrecovery.worker.auto.inline import inlined, without
 from flashrecovery.worker.auto.patch import NotByHand, Running, by_hand, keyword_of
 from flashrecovery.worker.local_state.fingerprints import attributes_of
 from flashrecovery.worker.local_state.generators import as_stateful
-from flashrecovery.worker.local_state.plain_values import LARGE, is_kept
 from flashrecovery.worker.own_loops.loops import LOOPS, ScriptLoop
 from flashrecovery.worker.own_loops.rewrite import NONE, Makes
 from flashrecovery.worker.own_loops.variables import changing_defaults, protected
 from flashrecovery.worker.script_checks.wrapped_module import wrapper_of
+from flashrecovery.worker.script_text.plain_values import LARGE, is_kept
 from flashrecovery.worker.script_text.script_frames import STATIC, carried_by_class_in, file_of, is_own
 
 _IMMUTABLE = (bool, int, float, complex, str, bytes, tuple, frozenset, type(None))

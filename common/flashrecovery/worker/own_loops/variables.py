@@ -22,9 +22,21 @@ from torch.utils.data import DataLoader, Dataset
 from flashrecovery.worker.data import lightning_fabric
 from flashrecovery.worker.local_state.fingerprints import CONTAINERS, ELEMENTS, KEPT_NUMBERS, attributes_of
 from flashrecovery.worker.local_state.generators import as_stateful, is_generator
-from flashrecovery.worker.local_state.plain_values import LARGE, SMALL, copy_of, is_kept, put, storage_of, write
 from flashrecovery.worker.own_loops.rewrite import LoopText
 from flashrecovery.worker.preimport.own_files import is_own_file
+from flashrecovery.worker.script_text.plain_values import (
+    LARGE,
+    SMALL,
+    Putting,
+    copies_of,
+    is_kept,
+    items_of,
+    plain_base,
+    set_items,
+    slots_of,
+    storage_of,
+    write,
+)
 from flashrecovery.worker.script_text.script_frames import STATIC, is_own
 from flashrecovery.worker.script_text.script_modules import ScriptModules, attributes_of_class
 
@@ -149,46 +161,56 @@ def take_down(frame: types.FrameType, names: LoopVariables, known: frozenset[int
             if isinstance(value, CONTAINERS) and len(value) > largest:
                 saved.too_long.append(name)
         elif name in names.read_after or not _is_passing(name, value, names):
-            saved.variables[name] = copy_of(value)
+            saved.variables[name] = value
     for name, value in variables.of(passed):
         if isinstance(value, CONTAINERS) and is_kept(value, known):
-            saved.variables[name] = copy_of(value)
-    saved.attributes, too_long = _of_objects(variables, names, known)
+            saved.variables[name] = value
+    attributes, too_long, paths = _of_objects(variables, names, known)
+    copies = copies_of({**{f"={n}": v for n, v in saved.variables.items()}, **attributes}, paths)
+    saved.variables = {name: copies.pop(f"={name}") for name in saved.variables}
+    saved.attributes = copies
     saved.too_long += too_long
     return saved
 
 
 def values_of_objects(frame: types.FrameType, names: LoopVariables, known: frozenset[int]) -> dict[str, Any]:
     """``attributes`` of what :func:`take_down` gives."""
-    return _of_objects(_Variables(frame), names, known)[0]
+    attributes, _, paths = _of_objects(_Variables(frame), names, known)
+    return copies_of(attributes, paths)
 
 
-def _of_objects(variables: _Variables, names: LoopVariables, known: frozenset[int]) -> tuple[dict[str, Any], list[str]]:
+def _of_objects(
+    variables: _Variables, names: LoopVariables, known: frozenset[int]
+) -> tuple[dict[str, Any], list[str], dict[int, str]]:
+    """What they have, by path; the paths of what is too long; and their own paths, by identity."""
     attributes: dict[str, Any] = {}
     too_long = []
+    paths: dict[int, str] = {}
     for path, thing in _objects(variables, names, known):
+        paths[id(thing)] = path
         generator = as_stateful(thing)
         if generator is not None:
             attributes[path] = generator.state_dict()
             continue
         for name, value in _attributes(thing).items():
             if is_kept(value, known):
-                attributes[f"{path}.{name}"] = copy_of(value)
+                attributes[f"{path}.{name}"] = value
             elif isinstance(value, CONTAINERS) and len(value) > SMALL:
                 too_long.append(f"{path}.{name}")
-    return attributes, too_long
+    return attributes, too_long, paths
 
 
 def put_back(frame: types.FrameType, names: LoopVariables, known: frozenset[int], saved: Saved) -> dict[str, Any]:
     """Put back what can be put back from outside. Returns the values of variables, which the function's own text
     assigns."""
-    put_back_objects(frame, names, known, saved.attributes)
+    putting = Putting()
+    put_back_objects(frame, names, known, saved.attributes, putting)
     variables = _Variables(frame)
     now = dict(variables.of(saved.variables))
     found = {}
     for name, value in saved.variables.items():
         there = now.get(name)
-        found[name] = there if name not in names.local and write(there, value) else put(there, value)
+        found[name] = there if name not in names.local and write(there, value) else putting.put(there, value)
     if frame.f_locals is frame.f_globals:
         frame.f_globals.update({name: value for name, value in found.items() if name not in names.local})
     else:
@@ -205,14 +227,20 @@ def objects_of(frame: types.FrameType, names: LoopVariables, known: frozenset[in
 
 
 def put_back_objects(
-    frame: types.FrameType, names: LoopVariables, known: frozenset[int], saved: Mapping[str, Any]
+    frame: types.FrameType,
+    names: LoopVariables,
+    known: frozenset[int],
+    saved: Mapping[str, Any],
+    putting: Putting | None = None,
 ) -> None:
     """``saved``: some of what :func:`values_of_objects` gave."""
+    putting = Putting() if putting is None else putting
     of_objects: dict[str, dict[str, Any]] = {}
     for where, value in saved.items():
         path, _, name = where.rpartition(".")
         of_objects.setdefault(path, {})[name] = value
     for path, thing in _objects(_Variables(frame), names, known):
+        putting.found(path, thing)
         generator = as_stateful(thing)
         if generator is not None:
             if path in saved:
@@ -222,7 +250,7 @@ def put_back_objects(
         for name, value in of_objects.get(path, {}).items():
             now = attributes.get(name)
             if as_stateful(now) is None:  # what a generator has comes later
-                attributes[name] = put(now, value)
+                attributes[name] = putting.put(now, value)
 
 
 def _is_passing(name: str, value: Any, names: LoopVariables) -> bool:
@@ -256,10 +284,14 @@ def _objects_from(
         seen.add(id(thing))
         parts: Iterable[tuple[str, Any]] = ()
         if kind is _Kind.CONTAINER:
-            assert isinstance(thing, (list, tuple, dict))
+            assert isinstance(thing, _WALKED)
             if len(thing) <= ELEMENTS:
                 pairs = thing.items() if isinstance(thing, dict) else enumerate(thing)
                 parts = [(f"{path}[{key!r}]", part) for key, part in pairs if isinstance(key, (int, str))]
+        elif kind is _Kind.CALL:
+            if isinstance(thing, functools.partial):
+                yield path, thing
+            parts = [(f"{path}.{name}", part) for name, part in _parts_of_call(thing)]
         elif kind is not _Kind.OTHER:
             yield path, thing
             if kind is not _Kind.GENERATOR:
@@ -268,12 +300,23 @@ def _objects_from(
             waiting.extend((where, part, depth - 1) for where, part in parts if _leads_to(part))
 
 
+_WALKED = (list, tuple, dict, collections.deque, collections.OrderedDict, collections.defaultdict)
+
+
+def _parts_of_call(thing: object) -> Iterator[tuple[str, object]]:
+    if isinstance(thing, types.MethodType):
+        yield from (("__self__", thing.__self__), ("__func__", thing.__func__))
+    elif isinstance(thing, functools.partial):
+        yield from (("func", thing.func), ("args", thing.args), ("keywords", thing.keywords))
+
+
 class _Kind(enum.Enum):
     """Of a class, what an object of it may lead to."""
 
     OTHER = "other"
     FUNCTION = "function"
     CONTAINER = "container"
+    CALL = "method or partial"
     GENERATOR = "generator"
     OWN = "own"
     CLASS = "class"
@@ -300,11 +343,13 @@ def _kind_of_class(thing: type) -> _Kind | None:
 def _kind_of(kind: type) -> _Kind | None:
     if issubclass(kind, types.FunctionType):
         return _Kind.FUNCTION
+    if kind in (types.MethodType, functools.partial):
+        return _Kind.CALL
     if issubclass(kind, _LEAVES):
         return None
     if is_generator(kind):
         return _Kind.GENERATOR
-    if kind in (list, tuple, dict):
+    if kind in _WALKED:
         return _Kind.CONTAINER
     if issubclass(kind, enum.Enum):
         return None
@@ -319,13 +364,13 @@ def _attributes(thing: object) -> MutableMapping[str, Any]:
         return _OfClass(thing)
     if isinstance(thing, types.ModuleType):
         return _OfModule(thing)
-    slots = _slots_of(type(thing))  # type: ignore[arg-type] # a class is hashable
+    if isinstance(thing, functools.partial):
+        return _OfPartial(thing)
+    base = plain_base(type(thing))  # type: ignore[arg-type] # a class is hashable
+    if base is not None and base not in (object, tuple) and items_of(thing) is not None:
+        return _OfContainer(thing, base)
+    slots = slots_of(type(thing))  # type: ignore[arg-type] # a class is hashable
     return _OfSlots(thing, slots) if slots else attributes_of(thing)
-
-
-@functools.lru_cache(1024)
-def _slots_of(kind: type) -> tuple[str, ...]:
-    return tuple(n for one in kind.__mro__ for n, v in vars(one).items() if type(v) is types.MemberDescriptorType)
 
 
 class _Attributes(MutableMapping[str, Any]):
@@ -388,6 +433,39 @@ class _OfModule(_Attributes):
         self._variables[name] = value
 
 
+class _OfPartial(_Attributes):
+    """Its arguments, of which only what containers among them hold can change."""
+
+    def __init__(self, thing: functools.partial[Any]) -> None:
+        self._arguments = {"args": thing.args, "keywords": thing.keywords}
+        self._names = ("args", "keywords")
+
+    def __getitem__(self, name: str) -> Any:
+        return self._arguments[name]
+
+    def __setitem__(self, name: str, value: Any) -> None: ...
+
+
+class _OfContainer(_Attributes):
+    """An object of a class that is derived from a list, a dictionary or the like."""
+
+    def __init__(self, thing: object, base: type) -> None:
+        self._thing, self._base, self._dict = thing, base, attributes_of(thing)
+        self._names = [_ITEMS, *(self._dict if self._dict is not thing else ())]
+
+    def __getitem__(self, name: str) -> Any:
+        return items_of(self._thing) if name == _ITEMS else self._dict[name]
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        if name == _ITEMS:
+            set_items(self._thing, value, self._base)
+        else:
+            self._dict[name] = value
+
+
+_ITEMS = "its items"
+
+
 class _OfSlots(_Attributes):
     def __init__(self, thing: object, slots: Sequence[str]) -> None:
         self._thing, self._dict = thing, attributes_of(thing)
@@ -418,7 +496,9 @@ def changing_defaults(function: types.FunctionType) -> dict[str, Any]:
 def _keeps_something(function: object) -> bool:
     assert isinstance(function, types.FunctionType)
     keeps = function.__closure__ or function.__dict__ or function.__defaults__ or function.__kwdefaults__
-    return bool(keeps) and is_own_file(function.__code__.co_filename)
+    written = getattr(function, "__wrapped__", function)  # by a decorator of a library
+    code = getattr(written, "__code__", function.__code__)
+    return bool(keeps) and (is_own_file(function.__code__.co_filename) or is_own_file(code.co_filename))
 
 
 def _is_filled(cell: types.CellType) -> bool:

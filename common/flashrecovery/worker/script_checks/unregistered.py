@@ -50,9 +50,9 @@ from flashrecovery.worker.local_state.fingerprints import (
     plain_mark,
 )
 from flashrecovery.worker.local_state.generators import as_stateful
-from flashrecovery.worker.local_state.plain_values import LARGE, SMALL, storage_of
 from flashrecovery.worker.script_checks.hooks import HookWatch
 from flashrecovery.worker.script_text.loop_carried import CarriedByClass, LoopCarried
+from flashrecovery.worker.script_text.plain_values import LARGE, SMALL, storage_of
 from flashrecovery.worker.script_text.script_frames import (
     STATIC,
     carried_by_class_in,

@@ -1,0 +1,505 @@
+"""Plain values of a script's variables: which are taken down with a version, and how they are put back.
+
+Plain are numbers, texts, tensors and arrays, containers of plain values, and objects of the script's own classes whose
+attributes are plain. No code of the script runs to take one down, or to make it again. What two places hold together
+they hold together afterwards, too, as far as both are put back at once.
+"""
+
+from __future__ import annotations
+
+import abc
+import argparse
+import collections
+import datetime
+import decimal
+import enum
+import fractions
+import functools
+import pathlib
+import sys
+import types
+import typing
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+
+from flashrecovery.worker.local_state.fingerprints import KEPT_NUMBERS
+from flashrecovery.worker.script_text.script_frames import is_own
+
+_NUMBERS = frozenset((*KEPT_NUMBERS, complex, bytes))
+_DEPTH = 5
+SMALL = 4096
+"""Elements of a container or tensor that is taken down."""
+LARGE = 1 << 20
+"""Elements of a tensor that a variable carries from one round of a loop to the next: a hidden state, a batch that was
+read ahead."""
+_PARTS = 20_000
+"""Parts of one value, all levels of it together."""
+_DICTIONARIES = (dict, collections.OrderedDict, collections.defaultdict, collections.Counter)
+_CONTAINERS = (list, tuple, set, frozenset, collections.deque, *_DICTIONARIES)
+_IMMUTABLE = frozenset((torch.device, torch.dtype, torch.Size, range))
+_BY_PARTS: dict[type, tuple[Callable[[Any], tuple[Any, ...]], Callable[..., Any]]] = {
+    slice: (lambda s: (s.start, s.stop, s.step), slice),
+    decimal.Decimal: (lambda d: (str(d),), decimal.Decimal),
+    fractions.Fraction: (lambda f: (f.numerator, f.denominator), fractions.Fraction),
+    pathlib.PosixPath: (lambda p: (str(p),), pathlib.PosixPath),
+    datetime.datetime: (lambda t: (t.isoformat(),), datetime.datetime.fromisoformat),
+    datetime.date: (lambda t: (t.isoformat(),), datetime.date.fromisoformat),
+    datetime.timedelta: (lambda t: (t.days, t.seconds, t.microseconds), datetime.timedelta),
+}
+"""Values that never change: into plain parts, and made of these."""
+_DTYPES = "biufcSUMm"
+"""Kinds of numpy's dtypes whose values are plain."""
+
+_ENUM = "member of an enumeration"
+_GLOBAL = "function or class"
+_OBJECT = "object of a class of the script's"
+_TUPLE = "named tuple of the script's"
+_DICT = "dictionary of another kind"
+_VALUE = "value of one of a few kinds"
+_SHARED = "held in several places"
+_AT = "object at a path"
+_MARKS = frozenset((_ENUM, _GLOBAL, _OBJECT, _TUPLE, _DICT, _VALUE, _SHARED, _AT))
+"""Keys of dictionaries that stand for something else; each is the only one."""
+
+
+def is_kept(value: Any, known: frozenset[int] = frozenset(), *, largest: int = SMALL) -> bool:
+    """Whether ``value`` is plain, its tensors and arrays have at most ``largest`` elements, and its containers
+    :data:`SMALL`. ``known``: identities of what is protected otherwise: tensors, their storages (:func:`storage_of`),
+    containers, objects."""
+    return type(value) in _NUMBERS or _Kept(known, largest).has(value, _DEPTH)
+
+
+class _Kept:
+    def __init__(self, known: frozenset[int], largest: int) -> None:
+        self._known, self._largest = known, largest
+        self._left = _PARTS
+
+    def has(self, value: Any, depth: int) -> bool:
+        kind = type(value)
+        if kind in _NUMBERS:
+            return True
+        if id(value) in self._known:
+            return False
+        if isinstance(value, torch.Tensor):
+            return kind is torch.Tensor and value.numel() <= self._largest and storage_of(value) not in self._known
+        if kind in _CONTAINERS:
+            return self._has_all(value, depth)
+        if isinstance(value, enum.Enum):
+            return "<locals>" not in kind.__qualname__
+        if kind in _IMMUTABLE or kind in _BY_PARTS:
+            return kind is not datetime.datetime or value.tzinfo is None
+        if isinstance(value, (type, types.FunctionType, types.BuiltinFunctionType)):
+            return is_global(value)
+        if plain_base(kind) is not None:  # type: ignore[arg-type] # a class is hashable
+            return bool(depth) and self._has_parts(state_of(value).values(), depth) and self._has_items(value, depth)
+        return _is_of_numpy(kind) and value.dtype.kind in _DTYPES and value.size <= self._largest
+
+    def _has_items(self, value: Any, depth: int) -> bool:
+        items = items_of(value)
+        return items is None or self._has_all(items, depth)
+
+    def _has_all(self, value: Any, depth: int) -> bool:
+        if not depth or len(value) > SMALL:
+            return False
+        if type(value) is collections.defaultdict and not _is_factory(value.default_factory):
+            return depth == _DEPTH  # it is there, and is not made again
+        parts = value.values() if isinstance(value, dict) else value
+        keys = value if isinstance(value, (dict, set, frozenset)) else ()
+        if not _NUMBERS.issuperset(map(type, keys)) and not all(map(_is_key, keys)):
+            return False
+        if parts is keys or _NUMBERS.issuperset(map(type, parts)):
+            return True
+        return self._has_parts(parts, depth)
+
+    def _has_parts(self, parts: Iterable[Any], depth: int) -> bool:
+        for part in parts:
+            self._left -= 1
+            if self._left < 0 or not self.has(part, depth - 1):
+                return False
+        return True
+
+
+def _is_key(key: Any) -> bool:
+    """Whether it may be one of a dictionary, or in a set."""
+    kind = type(key)
+    if kind in (tuple, frozenset):
+        return all(map(_is_key, key))
+    return kind in _NUMBERS or kind in _IMMUTABLE or (_is_of_numpy(kind) and key.shape == ())
+
+
+# -- what may be made again ---------------------------------------------------------------------------
+
+_NO_ITEMS = (object, types.SimpleNamespace)
+_NO_STATE = frozenset((object, abc.ABC, typing.Generic, typing.Protocol, argparse.Namespace, collections.Counter))
+_BASES = (list, set, collections.deque, collections.OrderedDict, dict, tuple, types.SimpleNamespace)
+"""Of which a class of the script's may be a subclass."""
+
+
+@functools.lru_cache(4096)
+def plain_base(kind: Any) -> Any:
+    """``object``, or the one of :data:`_BASES` that has the items of such an object; None if the class is not the
+    script's own alone, or cannot be found by its name."""
+    if kind is object or issubclass(kind, (enum.Enum, type)) or not is_global(kind):
+        return None
+    base: type = object
+    for one in kind.__mro__:
+        if one in _BASES:
+            return one
+        if one not in _NO_STATE and not is_own(one):
+            return None
+    return base
+
+
+def is_global(thing: Any) -> bool:
+    """Whether a function or class is what its name leads to."""
+    return _found(thing.__module__, thing.__qualname__) is thing
+
+
+def _found(module: str | None, path: str) -> Any:
+    found: Any = sys.modules.get(module or "")
+    for part in path.split("."):
+        found = getattr(found, part, None)
+    return found
+
+
+def _is_factory(factory: Any) -> bool:
+    return factory is None or (isinstance(factory, (type, types.FunctionType)) and is_global(factory))
+
+
+@functools.lru_cache(1024)
+def slots_of(kind: Any) -> tuple[str, ...]:
+    """Names of the attributes that have places of their own in its objects."""
+    members = (name for one in kind.__mro__ for name, v in vars(one).items() if type(v) is types.MemberDescriptorType)
+    return tuple(name for name in members if name != "__dict__")
+
+
+def state_of(thing: object) -> dict[str, Any]:
+    """Its attributes, by name."""
+    slots = slots_of(type(thing))  # type: ignore[arg-type] # a class is hashable
+    found = getattr(thing, "__dict__", {})
+    return {**{name: getattr(thing, name) for name in slots if hasattr(thing, name)}, **found} if slots else found
+
+
+def items_of(thing: Any) -> Any:
+    """What it has as a container, as one of a kind that everybody has; None if it is none."""
+    base = plain_base(type(thing))  # type: ignore[arg-type] # a class is hashable
+    if base is None or base in _NO_ITEMS:
+        return None
+    if issubclass(base, dict):
+        return dict(base.items(thing))
+    return tuple(base.__iter__(thing)) if base is tuple else list(base.__iter__(thing))
+
+
+def set_items(thing: Any, items: Any, base: Any) -> None:
+    """As :func:`items_of` gives them. Nothing of its own class runs. ``base``: see :func:`plain_base`."""
+    base.clear(thing)
+    if isinstance(items, dict):
+        for key, value in items.items():
+            base.__setitem__(thing, key, value)
+    else:
+        (base.update if base is set else base.extend)(thing, items)
+
+
+def _is_of_numpy(kind: type) -> bool:
+    """Whether it is the class of its arrays, or of one of its numbers."""
+    numpy = sys.modules.get("numpy") if kind.__module__ == "numpy" else None
+    return numpy is not None and (
+        kind is numpy.ndarray or (issubclass(kind, numpy.generic) and kind.__module__ == "numpy")
+    )
+
+
+def storage_of(tensor: torch.Tensor) -> int:
+    """Identity of its memory; of a DTensor, that of its part."""
+    local = getattr(tensor, "_local_tensor", tensor)
+    try:
+        return int(local.untyped_storage()._cdata)
+    except (NotImplementedError, RuntimeError):  # one without a storage of its own
+        return id(tensor)
+
+
+_BY_NAME = (enum.Enum, type, types.FunctionType, types.BuiltinFunctionType)
+
+
+# -- taken down ---------------------------------------------------------------------------------------
+
+
+def copies_of(values: Mapping[str, Any], paths: Mapping[int, str] | None = None) -> dict[str, Any]:
+    """Of what :func:`is_kept` says yes to. ``paths``: of objects that are taken down one by one, by identity: who finds
+    such a path when this is put back takes what is there (:meth:`Putting.found`)."""
+    if _NUMBERS.issuperset(map(type, values.values())):
+        return dict(values)
+    seen: dict[int, int] = {}
+    shared: dict[int, tuple[str, str]] = {number: (_AT, path) for number, path in (paths or {}).items()}
+    for name, value in values.items():
+        _count(value, seen)
+        again = [one for one, times in seen.items() if times > 1 and one not in shared]
+        shared |= {one: (_SHARED, f"{name}, {number}") for number, one in enumerate(again)}
+    return {name: _copy(value, shared) for name, value in values.items()}
+
+
+def copy_of(value: Any) -> Any:
+    """Of what :func:`is_kept` says yes to."""
+    return copies_of({"": value})[""]
+
+
+def _count(value: Any, seen: dict[int, int]) -> None:
+    """How often a thing that can be written in place is come to."""
+    kind = type(value)
+    if kind in _NUMBERS or kind in _IMMUTABLE or kind in _BY_PARTS or isinstance(value, _BY_NAME):
+        return
+    if kind not in (tuple, frozenset):
+        seen[id(value)] = seen.get(id(value), 0) + 1
+        if seen[id(value)] > 1:
+            return
+    for part in _parts_of(value):
+        _count(part, seen)
+
+
+def _parts_of(value: Any) -> Iterable[Any]:
+    if isinstance(value, torch.Tensor) or _is_of_numpy(type(value)):
+        return ()
+    if type(value) in _CONTAINERS:
+        parts = value.values() if isinstance(value, dict) else value
+        return () if _NUMBERS.issuperset(map(type, parts)) else parts
+    items = items_of(value)
+    more: Iterable[Any] = () if items is None else items.values() if isinstance(items, dict) else items
+    return (*state_of(value).values(), *more)
+
+
+def _copy(value: Any, shared: Mapping[int, tuple[str, str]]) -> Any:
+    made, where = _copied(value, shared), shared.get(id(value))
+    if where is None or (where[0] == _AT and not (type(made) is dict and _OBJECT in made)):
+        return made
+    return {where[0]: (where[1], made)}
+
+
+def _copied(value: Any, shared: Mapping[int, tuple[str, str]]) -> Any:
+    kind = type(value)
+    if isinstance(value, torch.Tensor):
+        return value.detach().clone()
+    if kind in (list, tuple) and _NUMBERS.issuperset(map(type, value)):
+        return value.copy() if kind is list else value
+    if kind is dict and _NUMBERS.issuperset(map(type, value.values())) and _MARKS.isdisjoint(value):
+        return value.copy()
+    if kind is dict:
+        if len(value) == 1 and not _MARKS.isdisjoint(value):
+            return {_DICT: ("dict", None, _pairs(value, shared))}
+        return dict(_pairs(value, shared))
+    if kind in _DICTIONARIES:
+        factory = getattr(value, "default_factory", None)
+        where = None if factory is None or not _is_factory(factory) else (factory.__module__, factory.__qualname__)
+        return {_DICT: (kind.__name__, where, _pairs(value, shared))}
+    if kind is collections.deque:
+        return collections.deque((_copy(part, shared) for part in value), value.maxlen)
+    if kind in (list, tuple, set, frozenset):
+        return kind(_copy(part, shared) for part in value)
+    if isinstance(value, enum.Enum):
+        return {_ENUM: (kind.__module__, kind.__qualname__, value.name)}
+    if kind in _BY_PARTS:
+        return {_VALUE: (kind.__name__, _BY_PARTS[kind][0](value))}
+    if isinstance(value, (type, types.FunctionType, types.BuiltinFunctionType)):
+        return {_GLOBAL: (value.__module__, value.__qualname__)}
+    base = plain_base(kind)  # type: ignore[arg-type] # a class is hashable
+    if base is None:
+        return value.copy() if _is_of_numpy(kind) else value
+    items = items_of(value)
+    saved = None
+    if items is not None:
+        saved = _pairs(items, shared) if isinstance(items, dict) else [_copy(part, shared) for part in items]
+    if base is tuple:
+        return {_TUPLE: (kind.__module__, kind.__qualname__, saved)}
+    attributes = None
+    if state_of(value) is not value:  # an object whose items are its attributes has no others
+        attributes = {name: _copy(part, shared) for name, part in state_of(value).items()}
+    maxlen = value.maxlen if base is collections.deque else None
+    return {_OBJECT: (kind.__module__, kind.__qualname__, attributes, saved, maxlen)}
+
+
+def _pairs(value: Mapping[Any, Any], shared: Mapping[int, tuple[str, str]]) -> list[tuple[Any, Any]]:
+    return [(key, _copy(part, shared)) for key, part in value.items()]
+
+
+# -- put back -----------------------------------------------------------------------------------------
+
+
+class Putting:
+    """Puts back what was taken down at one time."""
+
+    def __init__(self) -> None:
+        self._touched: set[int] = set()
+        self._at: dict[str, Any] = {}
+        self._filled_at: set[str] = set()
+        self._held: list[Any] = []  # so that no identity comes again
+        self._shared: dict[str, Any] = {}
+
+    def found(self, path: str, thing: object) -> None:
+        """What is put back by itself, and where it is."""
+        self._at[path] = self._made(thing)
+
+    def put(self, now: Any, saved: Any) -> Any:
+        """``saved``, in the object that is there now if it is one of this kind: others may hold it, too."""
+        kind = type(saved)
+        if kind in _NUMBERS:
+            return saved
+        if kind is dict and len(saved) == 1:
+            mark = next(iter(saved))
+            if mark in _MARKS:
+                return self._of_mark(now, mark, saved[mark])
+        if kind is dict:
+            return self._into_dictionary(now if type(now) is dict else {}, [*saved.items()])
+        if kind is list:
+            return self._into_list(self._in_place(now, list), saved)
+        if kind is collections.deque:
+            there = self._in_place(now, collections.deque)
+            if there is None or there.maxlen != saved.maxlen:
+                there = self._made(collections.deque(maxlen=saved.maxlen))
+            return self._refill(there, saved)
+        if kind is tuple:
+            return tuple(self.put(old, new) for old, new in self._beside(now, saved))
+        if kind is set:
+            there = self._in_place(now, set)
+            return self._filled(self._made(set()) if there is None else there, set(saved))
+        if kind is frozenset:
+            return saved
+        return self._array(now, saved)
+
+    def _of_mark(self, now: Any, mark: str, value: Any) -> Any:
+        if mark == _SHARED:
+            number, saved = value
+            if number not in self._shared:
+                self._shared[number] = self.put(now, saved)
+            return self._shared[number]
+        if mark == _AT:
+            path, saved = value
+            there = self._at.get(path)
+            if type(there) is not _found(*saved[_OBJECT][:2]):
+                there = self._at[path] = self._new(now, *saved[_OBJECT])
+            elif path in self._filled_at:
+                return there
+            self._filled_at.add(path)
+            return self._fill(there, *saved[_OBJECT])
+        if mark == _ENUM:
+            return _found(value[0], value[1])[value[2]]
+        if mark == _GLOBAL:
+            return _found(*value)
+        if mark == _VALUE:
+            return next(make for kind, (_, make) in _BY_PARTS.items() if kind.__name__ == value[0])(*value[1])
+        if mark == _TUPLE:
+            parts = [self.put(old, new) for old, new in self._beside(now, value[2])]
+            return tuple.__new__(_found(value[0], value[1]), parts)
+        if mark == _DICT:
+            name, factory, pairs = value
+            kind = dict if name == "dict" else getattr(collections, name)
+            there = self._in_place(now, kind)
+            if there is None:
+                there = self._made(kind())
+                if factory is not None:
+                    there.default_factory = _found(*factory)
+            return self._into_dictionary(there, pairs)
+        return self._fill(self._new(now, *value), *value)
+
+    def _new(self, now: Any, module: str, path: str, attributes: Any, items: Any, maxlen: int | None) -> Any:
+        """An object of that class: the one that is there, or one without any state."""
+        kind = _found(module, path)
+        base = plain_base(kind) or object
+        thing = self._in_place(now, kind)
+        if thing is None:
+            thing = self._made(base.__new__(kind))
+            if base is collections.deque:
+                collections.deque.__init__(thing, maxlen=maxlen)
+            if attributes is None:
+                thing.__dict__ = thing
+        return thing
+
+    def _fill(self, thing: Any, module: str, path: str, attributes: Any, items: Any, maxlen: int | None) -> Any:
+        kind = type(thing)
+        base = plain_base(kind) or object  # type: ignore[arg-type] # a class is hashable
+        if items is not None and issubclass(base, dict):
+            self._into_dictionary(thing, items)
+        elif items is not None:
+            self._refill(thing, items, base)
+        if attributes is None:
+            return thing
+        before = dict(state_of(thing))
+        slots = slots_of(kind)  # type: ignore[arg-type] # a class is hashable
+        for name in before.keys() - attributes.keys():
+            object.__delattr__(thing, name) if name in slots else thing.__dict__.pop(name)
+        for name, saved in attributes.items():
+            value = self.put(before.get(name), saved)
+            if name in slots:
+                object.__setattr__(thing, name, value)
+            else:
+                thing.__dict__[name] = value
+        return thing
+
+    def _in_place(self, now: Any, kind: type) -> Any:
+        """``now`` if it is of this kind, and stands for nothing else; else None."""
+        if type(now) is not kind or id(now) in self._touched:
+            return None
+        return self._made(now)
+
+    def _made(self, thing: Any) -> Any:
+        self._touched.add(id(thing))
+        self._held.append(thing)
+        return thing
+
+    @staticmethod
+    def _beside(now: Any, saved: Iterable[Any]) -> list[tuple[Any, Any]]:
+        """The parts of ``saved``, each with that which stands in its place."""
+        old = list(now) if isinstance(now, (list, tuple, collections.deque)) else []
+        parts = list(saved)
+        return list(zip([*old, *[None] * len(parts)], parts, strict=False))
+
+    def _into_list(self, there: list[Any] | None, saved: list[Any]) -> list[Any]:
+        there = self._made([]) if there is None else there
+        there[:] = [self.put(old, new) for old, new in self._beside(there, saved)]
+        return there
+
+    def _refill(self, there: Any, saved: Iterable[Any], base: Any = collections.deque) -> Any:
+        old = list(base.__iter__(there))
+        set_items(there, [self.put(one, new) for one, new in self._beside(old, saved)], base)
+        return there
+
+    @staticmethod
+    def _filled(there: set[Any], values: set[Any]) -> set[Any]:
+        there.clear()
+        there.update(values)
+        return there
+
+    def _into_dictionary(self, there: Any, pairs: list[tuple[Any, Any]]) -> Any:
+        if id(there) not in self._touched:
+            self._made(there)
+        base: Any = collections.OrderedDict if isinstance(there, collections.OrderedDict) else dict
+        old = dict(base.items(there))
+        set_items(there, {key: self.put(old.get(key), value) for key, value in pairs}, base)
+        return there
+
+    def _array(self, now: Any, saved: Any) -> Any:
+        if isinstance(saved, torch.Tensor):
+            return saved.detach().clone()
+        value = saved.copy() if _is_of_numpy(type(saved)) else saved
+        if not _is_of_numpy(type(value)) or not value.shape or self._in_place(now, type(value)) is None:
+            return value
+        if now.shape != value.shape or now.dtype != value.dtype:
+            return value
+        now[...] = value
+        return now
+
+
+def put(now: Any, saved: Any) -> Any:
+    """See :meth:`Putting.put`; of a value that was taken down alone."""
+    return Putting().put(now, saved)
+
+
+def write(now: Any, saved: Any) -> bool:
+    """Make the tensor ``now``, which no statement can set, what ``saved`` is. Returns whether it is one, and can be."""
+    if type(now) is not torch.Tensor or type(saved) is not torch.Tensor or now.dtype != saved.dtype:
+        return False
+    with torch.no_grad():
+        if now.shape == saved.shape:
+            now.copy_(saved)
+        else:
+            now.resize_(saved.shape).copy_(saved)
+    return True

@@ -1,0 +1,241 @@
+"""Plain values of a script's variables, and objects of its own classes: taken down, encoded, and put back."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import datetime
+import decimal
+import pathlib
+import types
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+
+from flashrecovery.state import codec
+from flashrecovery.worker.own_loops import variables
+from flashrecovery.worker.own_loops.variables import LoopVariables, Saved, put_back, take_down
+from flashrecovery.worker.script_text.plain_values import SMALL, copy_of, is_kept, put
+
+
+@pytest.fixture(autouse=True)
+def _no_modules(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(variables, "_MODULES", types.SimpleNamespace(besides=lambda variables: iter(())))
+
+
+class Smoothed:
+    def __init__(self) -> None:
+        self.recent, self.total = collections.deque([1.0], maxlen=3), 1.0
+
+
+class Logger:
+    def __init__(self) -> None:
+        self.meters: collections.defaultdict[str, Smoothed] = collections.defaultdict(Smoothed)
+
+
+@dataclasses.dataclass
+class Record:
+    step: int
+    tags: list[str] = dataclasses.field(default_factory=list)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Frozen:
+    step: int
+
+
+class Place(NamedTuple):
+    epoch: int
+    step: int
+
+
+class History(list[float]):
+    pass
+
+
+class AttrDict(dict[str, Any]):
+    pass
+
+
+class SelfDict(dict[str, Any]):
+    def __init__(self, **values: Any) -> None:
+        super().__init__(**values)
+        self.__dict__ = self
+
+
+def made_meters() -> collections.defaultdict[str, Smoothed]:
+    meters = collections.defaultdict(Smoothed)
+    meters["loss"].total = 2.0
+    return meters
+
+
+def state_of(thing: Any) -> Any:
+    """What two equal things have in common."""
+    if isinstance(thing, (torch.Tensor, np.ndarray)):
+        return type(thing), thing.tolist()
+    if isinstance(thing, dict):
+        return type(thing), [(key, state_of(value)) for key, value in thing.items()], _attributes(thing)
+    if isinstance(thing, (list, tuple, collections.deque)):
+        return type(thing), [state_of(part) for part in thing], _attributes(thing)
+    return (type(thing), _attributes(thing)) if hasattr(thing, "__dict__") and not callable(thing) else thing
+
+
+def _attributes(thing: Any) -> Any:
+    found = getattr(thing, "__dict__", {})
+    return {} if found is thing else {name: state_of(value) for name, value in found.items()}
+
+
+VALUES: dict[str, Callable[[], Any]] = {
+    "records": lambda: [Record(1, ["a"]), Record(2)],
+    "meters": made_meters,
+    "records by name": lambda: {"best": Record(3), "last": Frozen(4)},
+    "frozen": lambda: collections.deque([Frozen(4)], maxlen=2),
+    "named tuple": lambda: [Place(1, 2)],
+    "list of its own": lambda: [History([1.0, 2.0])],
+    "dictionary of its own": lambda: [AttrDict(n=1)],
+    "items are attributes": lambda: [SelfDict(n=1)],
+    "counters in a dictionary": lambda: {"a": collections.Counter("abca"), "b": collections.OrderedDict(x=1)},
+    "nested lists": lambda: [[1], [2, [3]], {"a": [4]}],
+    "device and dtype": lambda: [torch.device("cpu"), torch.float16, torch.Size([2]), range(3), slice(1, None)],
+    "other values": lambda: [decimal.Decimal("1.5"), pathlib.Path("a"), datetime.timedelta(seconds=3)],
+    "functions and classes": lambda: [made_meters, Record, len],
+    "namespace": lambda: [types.SimpleNamespace(a=1, b=[2])],
+    "tensors and arrays": lambda: [torch.ones(2), np.arange(3), {"a": torch.zeros(1)}],
+    "a dictionary like a mark": lambda: {"pickled": 1},
+}
+
+
+@pytest.mark.parametrize("what", VALUES)
+def test_it_is_made_again_where_it_was_not(what: str) -> None:
+    value = VALUES[what]()
+    assert is_kept(value)
+    saved = codec.loads(codec.dumps(copy_of(value)))
+    assert state_of(put(None, saved)) == state_of(value)
+
+
+@pytest.mark.parametrize("what", VALUES)
+def test_a_copy_does_not_change_with_it(what: str) -> None:
+    value = VALUES[what]()
+    saved, before = copy_of(value), state_of(value)
+    for part in value.values() if isinstance(value, dict) else list(value):
+        for attribute in getattr(part, "__dict__", {}):
+            if not isinstance(part, (type, types.FunctionType, SelfDict)):
+                setattr(part, attribute, "other")
+    value.clear()
+    assert state_of(put(value, saved)) == before
+
+
+def test_an_object_that_is_there_stays_the_same_object() -> None:
+    records = [Record(1, ["a"]), Record(2)]
+    first, tags = records[0], records[0].tags
+    saved = copy_of(records)
+    first.step, first.tags[:] = 7, ["b", "c"]
+    assert put(records, saved) is records and records[0] is first and first.tags is tags
+    assert records == [Record(1, ["a"]), Record(2)]
+
+
+class Opened:
+    def __init__(self) -> None:
+        self.file = open  # of no name that leads to it in its module ...
+        self.lines = iter([1])
+
+
+@pytest.mark.parametrize("value", [Opened(), [Opened()], [lambda: 1], {("a", Frozen(1)): 1}, [object()]], ids=str)
+def test_what_cannot_be_made_again_is_not_kept(value: Any) -> None:
+    class Local:
+        pass
+
+    assert not is_kept(value) and not is_kept([Local()]) and not is_kept([0] * (SMALL + 1))
+
+
+def test_a_class_of_a_function_and_a_cycle_are_not_kept() -> None:
+    cycle: list[Any] = [Record(1)]
+    cycle.append(cycle)
+    assert not is_kept(cycle)
+
+
+# -- with variables -----------------------------------------------------------------------------------
+
+
+def _frame(**values: Any) -> types.FrameType:
+    return types.SimpleNamespace(f_locals=values, f_globals=values)  # type: ignore[return-value]
+
+
+def _names(*own: str, read: tuple[str, ...] = ()) -> LoopVariables:
+    return LoopVariables(frozenset(own), frozenset(), frozenset(), read=frozenset((*own, *read)))
+
+
+def _saved(names: LoopVariables, **values: Any) -> Saved:
+    return Saved.of(codec.loads(codec.dumps(take_down(_frame(**values), names, frozenset()).plain())))
+
+
+def test_a_logger_of_meters_that_the_training_makes() -> None:
+    names, logger, new = _names(read=("logger",)), Logger(), Logger()
+    logger.meters["loss"].total = 5.0
+    logger.meters["loss"].recent.append(7.0)
+    put_back(_frame(logger=new), names, frozenset(), _saved(names, logger=logger))
+    assert state_of(new) == state_of(logger)
+    new.meters["accuracy"].total = 1.0  # it still makes new ones
+
+
+def test_what_two_variables_lead_to_they_lead_to_afterwards() -> None:
+    names, losses, first = _names("losses", "metrics", "best", "records"), [1.0], Record(1)
+    values: dict[str, Any] = {
+        "losses": losses,
+        "metrics": {"loss": losses},
+        "best": first,
+        "records": [Record(0), first],
+    }
+    saved = _saved(names, **values)
+    for made in ({"losses": [], "metrics": {}, "best": None, "records": []}, values):  # a replacement, a survivor
+        if made is values:
+            losses.append(2.0)
+            values["records"].pop(0)
+            values["records"].append(Record(2))
+        found = put_back(_frame(**made), names, frozenset(), saved)
+        assert found["metrics"]["loss"] is found["losses"] and found["losses"] == [1.0]
+        assert found["records"][1] is found["best"] and found["records"] == [Record(0), Record(1)]
+
+
+def test_a_variable_leads_to_the_object_of_the_set_up() -> None:
+    """``for one in callbacks: one.count += 1`` leaves ``one`` behind."""
+    names = _names("one", read=("callbacks",))
+    callbacks = [Record(3), Record(4)]
+    saved = _saved(names, callbacks=callbacks, one=callbacks[1])
+    new = [Record(0), Record(0)]
+    found = put_back(_frame(callbacks=new), names, frozenset(), saved)
+    assert new == callbacks and found["one"] is new[1]
+
+
+def test_an_attribute_that_has_come_since_is_gone_again() -> None:
+    names, record = _names("record"), Record(1)
+    saved = _saved(names, record=record)
+    record.extra = 1  # type: ignore[attr-defined]
+    found = put_back(_frame(record=record), names, frozenset(), saved)
+    assert found["record"] is record and not hasattr(record, "extra")
+
+
+def test_methods_partials_and_lists_of_its_own_are_followed() -> None:
+    def change(method: Any, partial: Any, history: Any) -> None:
+        method.__self__.total += 1
+        partial.args[0].append(1)
+        history.append(2.0)
+
+    import functools
+
+    names = _names(read=("method", "partial", "history"))
+
+    def made() -> dict[str, Any]:
+        return {
+            "method": Smoothed().__init__,  # type: ignore[misc]
+            "partial": functools.partial(print, []),
+            "history": History(),
+        }
+
+    values, new = made(), made()
+    change(**values)
+    put_back(_frame(**new), names, frozenset(), _saved(names, **values))
+    assert new["method"].__self__.total == 2 and new["partial"].args[0] == [1] and new["history"] == [2.0]

@@ -1850,6 +1850,58 @@ for epoch in range(EPOCHS):
         helpers.rounds = getattr(helpers, "rounds", 0) + 1
         say(helpers.counted(), helpers.count, helpers.best, helpers.rounds, helpers.meter.n, helpers.Meter.every)
 say(helpers.history, dict(helpers.by_name), helpers.running.tolist(), helpers.meter.sum)
+=== records_and_meters
+class Meter:
+    def __init__(self, window=3):
+        self.recent, self.total, self.count = collections.deque(maxlen=window), 0.0, 0
+
+    def update(self, value):
+        self.recent.append(value)
+        self.total, self.count = self.total + value, self.count + 1
+
+
+class Logger:
+    def __init__(self):
+        self.meters = collections.defaultdict(Meter)
+
+    def update(self, **values):
+        for key, value in values.items():
+            self.meters[key].update(value)
+
+
+@dataclasses.dataclass
+class Record:
+    step: int
+    loss: float
+
+
+class AttrDict(dict):
+    def __init__(self, **values):
+        super().__init__(**values)
+        self.__dict__ = self
+
+
+logger, records, best, losses, note = Logger(), [], {}, [], functools.partial(lambda seen, v: seen.append(v), [])
+metrics = {"loss": losses, "model": model, "n": 0}
+config = AttrDict(n=0)
+for epoch in range(EPOCHS):
+    sampler.set_epoch(epoch)
+    for xb, yb in loader:
+        loss = F.mse_loss(model(xb), yb)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        logger.update(loss=loss.item(), twice=2 * loss.item())
+        records.append(Record(len(records), loss.item()))
+        if len(records) % 4 == 0:
+            best[epoch] = min(records, key=lambda one: one.loss)
+        losses.append(loss.item())
+        metrics["n"] += 1
+        config.n += 1
+        note(loss.item())
+        say(len(records), len(metrics["loss"]), metrics["n"], config["n"], len(note.args[0]), loss.item())
+say({key: (m.total, m.count, list(m.recent)) for key, m in logger.meters.items()}, records, best)
+say([any(one is record for record in records) for one in best.values()], note.args)
 === pop_list
 left = list(range(14))
 random.shuffle(left)

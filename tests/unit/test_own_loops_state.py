@@ -416,7 +416,7 @@ def test_a_list_that_grows_too_long_is_named_once() -> None:
     for length in (4096, 4097, 4098):
         assert len(losses) == length
         variables = {"losses": losses, "tokens": [1] * 9000}  # the other one has always been as long
-        loops.note_lengths(loop, take_down(frame_with(**variables), names("losses", "tokens"), frozenset()))
+        loops.note_left_out(loop, take_down(frame_with(**variables), names("losses", "tokens"), frozenset()))
         losses = [*losses, 0.5]
     assert len(told) == 1 and told[0].startswith("train.py:3: losses has grown too long")
 

@@ -218,6 +218,23 @@ def test_an_attribute_that_has_come_since_is_gone_again() -> None:
     assert found["record"] is record and not hasattr(record, "extra")
 
 
+def test_a_dictionary_with_a_model_comes_back_but_for_that() -> None:
+    model, new_model = torch.nn.Linear(1, 1), torch.nn.Linear(1, 1)
+    state = {"model": model, "n": 3, "best": Record(1), 7: [1.0]}
+    new: dict[Any, Any] = {"model": new_model, "n": 0, "best": None}
+    names = _names("state")
+    put_back(_frame(state=new), names, frozenset(), _saved(names, state=state))
+    assert new == {"model": new_model, "n": 3, "best": Record(1), 7: [1.0]}
+
+
+def test_what_a_loop_carries_and_cannot_be_made_again_is_left_out() -> None:
+    names = LoopVariables(
+        frozenset(("files", "few", "models")), frozenset(), frozenset(), carried=frozenset(("files", "models"))
+    )
+    values = {"files": [Opened()], "few": [Opened()], "models": [torch.nn.Linear(1, 1)]}
+    assert take_down(_frame(**values), names, frozenset()).left_out == ["files"]
+
+
 def test_methods_partials_and_lists_of_its_own_are_followed() -> None:
     def change(method: Any, partial: Any, history: Any) -> None:
         method.__self__.total += 1

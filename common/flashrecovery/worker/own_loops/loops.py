@@ -181,6 +181,8 @@ class ScriptLoops:
         self._seeking = False
         self._kept: dict[tuple[str, int], set[str]] = {}
         """Of each loop, which variables have been brought back so far."""
+        self._named: set[tuple[str, int, str]] = set()
+        """Variables of loops that are not brought back."""
         self._tries = (-1, 0)
         """Of which generation, and how often a round was begun on the way to a place."""
         self._met: BaseException | None = None
@@ -528,9 +530,17 @@ class ScriptLoops:
             if not any(inner.is_in_function_of(loop) for inner in self.stack[number + 1 :])
         ]
 
-    def note_lengths(self, loop: ScriptLoop, saved: Saved) -> None:
-        """Name what was brought back until now and has grown too long for that."""
+    def note_left_out(self, loop: ScriptLoop, saved: Saved) -> None:
+        """Name what was brought back until now and has grown too long for that, and what never was."""
         kept = self._kept.setdefault(loop.key, set())
+        left_out = [name for name in saved.left_out if (*loop.key, name) not in self._named]
+        self._named.update((*loop.key, name) for name in left_out)
+        if left_out and self._session is not None:
+            self._session.tell_not_registered(
+                f"{loop.place}: carried from step to step, and not brought back by a recovery: {', '.join(left_out)} "
+                "(too large, or of what cannot be made again); if they are needed after one, recovery.register() an "
+                "object that holds them"
+            )
         for path in kept.intersection(saved.too_long) if saved.too_long else ():
             kept.remove(path)
             if self._session is not None:
@@ -776,7 +786,7 @@ class ScriptLoop:
     def variables(self) -> Saved:
         """As they are now."""
         saved = take_down(self.frame, self._names, self._loops.known)
-        self._loops.note_lengths(self, saved)
+        self._loops.note_left_out(self, saved)
         return saved
 
     def values_of_objects(self) -> dict[str, Any]:

@@ -7,6 +7,7 @@ state. Nothing of the script's code runs for it.
 
 from __future__ import annotations
 
+import ast
 import collections
 import enum
 import functools
@@ -29,6 +30,7 @@ from flashrecovery.worker.script_text.plain_values import (
     SMALL,
     Putting,
     copies_of,
+    is_array,
     is_kept,
     items_of,
     plain_base,
@@ -118,11 +120,13 @@ def _held(tensor: torch.Tensor) -> StorageWeakRef | None:
 @dataclass
 class Saved:
     """``variables``: by name. ``attributes``: of objects, by the path that leads to them and the name. ``too_long``:
-    lists and the like that are not among them, by name or path."""
+    lists and the like that are not among them, by name or path. ``left_out``: variables that the loop carries on, which
+    cannot be taken down: arrays that are too large, containers of what cannot be made again."""
 
     variables: dict[str, Any] = field(default_factory=dict)
     attributes: dict[str, Any] = field(default_factory=dict)
     too_long: list[str] = field(default_factory=list)
+    left_out: list[str] = field(default_factory=list)
 
     def plain(self) -> dict[str, Any]:
         return {"variables": self.variables, "attributes": self.attributes}
@@ -160,6 +164,8 @@ def take_down(frame: types.FrameType, names: LoopVariables, known: frozenset[int
         if not is_kept(value, known, largest=largest):
             if isinstance(value, CONTAINERS) and len(value) > largest:
                 saved.too_long.append(name)
+            elif name in names.carried and _is_left_out(value, known):
+                saved.left_out.append(name)
         elif name in names.read_after or not _is_passing(name, value, names):
             saved.variables[name] = value
     for name, value in variables.of(passed):
@@ -253,6 +259,16 @@ def put_back_objects(
                 attributes[name] = putting.put(now, value)
 
 
+def _is_left_out(value: Any, known: frozenset[int]) -> bool:
+    """Of what cannot be taken down as a whole: whether nothing else brings it back, or sees that it changes."""
+    if isinstance(value, (list, tuple, set, collections.deque)):
+        return bool(value) and not any(id(part) in known or isinstance(part, _BROUGHT_BACK) for part in value)
+    return is_array(value)
+
+
+_BROUGHT_BACK = (torch.Tensor, torch.nn.Module, torch.optim.Optimizer, Dataset, DataLoader)
+
+
 def _is_passing(name: str, value: Any, names: LoopVariables) -> bool:
     """A tensor that each round makes anew: a batch, a loss."""
     return name in names.remade and isinstance(value, torch.Tensor)
@@ -285,6 +301,8 @@ def _objects_from(
         parts: Iterable[tuple[str, Any]] = ()
         if kind is _Kind.CONTAINER:
             assert isinstance(thing, _WALKED)
+            if isinstance(thing, dict) and len(thing) <= ELEMENTS and not is_kept(thing, known):
+                yield path, thing
             if len(thing) <= ELEMENTS:
                 pairs = thing.items() if isinstance(thing, dict) else enumerate(thing)
                 parts = [(f"{path}[{key!r}]", part) for key, part in pairs if isinstance(key, (int, str))]
@@ -366,6 +384,8 @@ def _attributes(thing: object) -> MutableMapping[str, Any]:
         return _OfModule(thing)
     if isinstance(thing, functools.partial):
         return _OfPartial(thing)
+    if type(thing) in _WALKED:
+        return _OfDictionary(thing)
     base = plain_base(type(thing))  # type: ignore[arg-type] # a class is hashable
     if base is not None and base not in (object, tuple) and items_of(thing) is not None:
         return _OfContainer(thing, base)
@@ -444,6 +464,21 @@ class _OfPartial(_Attributes):
         return self._arguments[name]
 
     def __setitem__(self, name: str, value: Any) -> None: ...
+
+
+class _OfDictionary(_Attributes):
+    """One that cannot be taken down as a whole: what it has under names and numbers."""
+
+    def __init__(self, thing: Any) -> None:
+        self._thing = thing
+        self._keys = {f"[{key!r}]": key for key in thing if type(key) in (int, str) and "." not in str(key)}
+        self._names = [*self._keys]
+
+    def __getitem__(self, name: str) -> Any:
+        return self._thing[self._keys[name]]
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        self._thing[self._keys[name] if name in self._keys else ast.literal_eval(name[1:-1])] = value
 
 
 class _OfContainer(_Attributes):

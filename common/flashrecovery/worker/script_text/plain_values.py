@@ -31,7 +31,7 @@ _NUMBERS = frozenset((*KEPT_NUMBERS, complex, bytes))
 _DEPTH = 5
 SMALL = 4096
 """Elements of a container or tensor that is taken down."""
-LARGE = 1 << 20
+LARGE = 1 << 24
 """Elements of a tensor that a variable carries from one round of a loop to the next: a hidden state, a batch that was
 read ahead."""
 _PARTS = 20_000
@@ -208,6 +208,11 @@ def _is_of_numpy(kind: type) -> bool:
     return numpy is not None and (
         kind is numpy.ndarray or (issubclass(kind, numpy.generic) and kind.__module__ == "numpy")
     )
+
+
+def is_array(value: object) -> bool:
+    """Whether it is one of numpy's."""
+    return _is_of_numpy(type(value))
 
 
 def storage_of(tensor: torch.Tensor) -> int:

@@ -93,7 +93,9 @@ class Job:
                 return False
             if not all(torch.equal(a, b) for a, b in zip(source.tensors, live.values(), strict=True)):
                 return False
-        return True
+        live = self.parameter().detach()
+        local = live._local_tensor if isinstance(live, DTensor) else live
+        return torch.equal(self.undo.source(self.undo.shards[0].name, self.version).tensors[0], local)
 
     def walks(self) -> int:
         """How often the shards are asked by the next copy."""
@@ -115,6 +117,29 @@ def write_in_place(job: Job) -> None:
 def swap_data(job: Job) -> None:
     parameter = job.parameter()
     parameter.data = parameter.data.clone() + 1
+
+
+def transpose_data(job: Job) -> None:
+    """The same memory, shape and type; only the strides differ."""
+    parameter = job.parameter()
+    parameter.data = parameter.data.t()
+
+
+def exchange_local(job: Job) -> None:
+    parameter = job.parameter()
+    if isinstance(parameter, DTensor):
+        parameter._local_tensor = parameter._local_tensor.detach().clone() + 1
+    else:
+        swap_data(job)
+
+
+def exchange_dictionary(job: Job) -> None:
+    """Of an object through which a parameter is found."""
+    if not job.entries:
+        return swap_data(job)
+    entry, old = job.entries[0], job.parameter()
+    entry.__dict__ = {**vars(entry), "sharded_param": nn.Parameter(old.detach().clone() + 1)}
+    job.optimizer.state[entry.sharded_param] = job.optimizer.state.pop(old)
 
 
 def set_memory(job: Job) -> None:
@@ -174,6 +199,9 @@ def rename_shard(job: Job) -> None:
 CHANGES: list[Callable[[Job], None]] = [
     write_in_place,
     swap_data,
+    transpose_data,
+    exchange_local,
+    exchange_dictionary,
     set_memory,
     swap_tensors,
     replace_state,
@@ -305,6 +333,8 @@ def test_a_table_of_parameters() -> None:
         assert table.trained() == b"\1\0" and table.gradients() == 1
         entry.sharded_param = other
         assert table.gradients() == 0 and table.parameters() == [other, fixed]
+        entry.__dict__ = {"sharded_param": nn.Parameter(torch.zeros(2), requires_grad=False)}
+        assert table.trained() == b"\0\0"
         fixed.requires_grad_()
         entry.sharded_param = nn.Parameter(torch.zeros(2))
 

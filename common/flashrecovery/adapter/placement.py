@@ -92,9 +92,14 @@ def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach()
 
 
-def addresses(tensors: Sequence[torch.Tensor]) -> list[int]:
-    """The address of the memory of each tensor's :func:`local_tensor`."""
-    return [(t._local_tensor if isinstance(t, DTensor) else t).data_ptr() for t in tensors]
+Address = tuple[int, torch.Size, tuple[int, ...]]
+"""Where a tensor's first element is, and by shape and strides where the others are."""
+
+
+def addresses(tensors: Sequence[torch.Tensor]) -> list[Address]:
+    """Where each tensor's :func:`local_tensor` lies."""
+    local = [t._local_tensor if isinstance(t, DTensor) else t for t in tensors]
+    return [(t.data_ptr(), t.shape, t.stride()) for t in local]
 
 
 def like_placed(local: torch.Tensor, template: DTensor) -> DTensor:

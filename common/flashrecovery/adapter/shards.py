@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from flashrecovery.adapter.optimizer_state import HOST, layout_of, new_state_tensor, plain, state_layout_of
 from flashrecovery.adapter.parts import SEPARATOR, Form, TensorParts, is_plainly_placed, part_key, put_together
-from flashrecovery.adapter.placement import addresses, local_tensor
+from flashrecovery.adapter.placement import Address, addresses, local_tensor
 from flashrecovery.adapter.state_order import StateOrder
 from flashrecovery.contract.adapter import Shard, ShardSpec, TensorSpec
 from flashrecovery.errors import RestoreError
@@ -60,7 +60,7 @@ class _Seen:
     """A parameter and its optimizer state at one look: the objects, in order, and what was made of them."""
 
     made_of: list[Any]
-    addresses: list[int]
+    addresses: list[Address]
     sources: dict[str, torch.Tensor]
     composites: dict[str, TensorParts]
     tensors: dict[str, torch.Tensor]
@@ -103,7 +103,7 @@ class FixedShard(Shard):
         self._local = local_tensor(tensor)
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        if addresses([self._tensor]) != [self._local.data_ptr()]:
+        if addresses([self._tensor]) != addresses([self._local]):
             self._local = local_tensor(self._tensor)
         return {"data": self._local}
 
@@ -211,7 +211,7 @@ class ParamShard(Shard):
         parts: dict[str, Any] = {"layout": layout, "plain": others, "order": order, "places": places, "forms": forms}
         known = self._seen.locals_of(sources) if self._seen is not None else {}
         tensors = {key: known[key] if key in known else local_tensor(value) for key, value in sources.items()}
-        found = [t.data_ptr() for t in tensors.values()]
+        found = addresses([*tensors.values()])
         for key, whole in composites.items():
             tensors |= {part_key(key, path): part for path, part in whole.tensors.items()}
         values = {name: part for name, part in parts.items() if part}

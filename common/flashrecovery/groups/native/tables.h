@@ -5,9 +5,17 @@
 
 #include <ATen/core/Tensor.h>
 #include <torch/csrc/autograd/python_variable.h>
+#include <torch/csrc/autograd/variable.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include <structmember.h>
+
+#include <cstring>
+#include <map>
+#include <memory>
 #include <string>
+#include <tuple>
+#include <unordered_map>
 #include <utility>
 #include <vector>
 
@@ -44,87 +52,236 @@ inline const at::Tensor& tensorOf(PyObject* object) {
   return THPVariable_Unpack(object);
 }
 
+// Brings the cache line of `address` up before it is read. Nothing is read here: it may be an address of the past.
+inline void fetch(const void* address) { __builtin_prefetch(address); }
+inline void fetchAll(const void* address, size_t bytes) {
+  for (size_t at = 0; at < bytes; at += 64) fetch(static_cast<const char*>(address) + at);
+}
+constexpr size_t kAhead = 12;
+
+// Another number after each change of a dictionary, never one that any dictionary has had before (PEP 509). 0: this
+// interpreter does not tell.
+inline uint64_t versionOf(PyObject* dict) {
+#if PY_VERSION_HEX < 0x030D0000
+#pragma GCC diagnostic push
+#pragma GCC diagnostic ignored "-Wdeprecated-declarations"
+  return reinterpret_cast<PyDictObject*>(dict)->ma_version_tag;
+#pragma GCC diagnostic pop
+#else
+  (void)dict;
+  return 0;
+#endif
+}
+
+// A dictionary, and whether it is as it was when it was last said to be known.
+class Dict {
+ public:
+  explicit Dict(PyObject* dict) : dict_(dict) { TORCH_CHECK(!dict || PyDict_Check(dict), "not a dictionary"); }
+
+  PyObject* get() const { return dict_.get(); }
+  // Where its version and its size are.
+  void fetch() const { flashrecovery::fetch(reinterpret_cast<const char*>(dict_.get()) + sizeof(PyObject)); }
+  bool unchanged() const {
+    const auto version = versionOf(dict_.get());
+    return version && version == known_;
+  }
+  void know() { known_ = versionOf(dict_.get()); }
+  Py_ssize_t size() const { return PyDict_GET_SIZE(dict_.get()); }
+  // Borrowed; null if there is no such key.
+  PyObject* at(PyObject* key) const {
+    PyObject* value = PyDict_GetItemWithError(dict_.get(), key);
+    if (!value && PyErr_Occurred()) throw py::error_already_set();
+    return value;
+  }
+
+ private:
+  Held dict_;
+  uint64_t known_ = 0;
+};
+
+// An attribute of an object. One in the object's dictionary is looked up again when that has changed.
+class Attribute {
+ public:
+  Attribute(PyObject* owner, PyObject* name) : owner_(owner), name_(interned(name)), dict_(dictOf(owner, name_.get())) {}
+
+  void fetch() const {
+    flashrecovery::fetch(slot_);
+    if (dict_.get()) dict_.fetch();
+  }
+
+  // Borrowed until the next call; null if the owner has no such attribute.
+  PyObject* find() {
+    if (!dict_.get() || !isOwners()) return ask();
+    if (dict_.unchanged()) return seen_;
+    PyObject* value = dict_.at(name_.get());
+    if (!value) return ask();
+    seen_ = value;
+    dict_.know();
+    return value;
+  }
+
+ private:
+  static Held interned(PyObject* name) {
+    Py_INCREF(name);
+    PyUnicode_InternInPlace(&name);
+    Held held(name);
+    Py_DECREF(name);
+    return held;
+  }
+
+  // The owner's own dictionary where it alone says what the attribute is, else null.
+  static PyObject* dictOf(PyObject* owner, PyObject* name) {
+#if PY_VERSION_HEX < 0x030D0000
+    auto* type = Py_TYPE(owner);
+    if (type->tp_getattro != PyObject_GenericGetAttr || _PyType_Lookup(type, name)) return nullptr;
+    const auto dict = py::reinterpret_steal<py::object>(PyObject_GenericGetDict(owner, nullptr));
+    if (!dict) PyErr_Clear();
+    return dict && PyDict_Check(dict.ptr()) && dictAt(_PyObject_GetDictPtr(owner)) == dict.ptr() ? dict.ptr() : nullptr;
+#else
+    (void)owner, (void)name;
+    return nullptr;
+#endif
+  }
+
+  static PyObject* dictAt(PyObject** slot) { return slot ? *slot : nullptr; }
+
+  // Its dictionary as a whole may be exchanged.
+  bool isOwners() const { return slot_ && *slot_ == dict_.get(); }
+
+  PyObject* ask() {
+    const auto found = py::reinterpret_steal<py::object>(PyObject_GetAttr(owner_.get(), name_.get()));
+    if (!found) PyErr_Clear();
+    asked_.replace(found.ptr());
+    return found.ptr();
+  }
+
+  Held owner_, name_, asked_{nullptr};
+  Dict dict_;
+#if PY_VERSION_HEX < 0x030D0000
+  PyObject** slot_ = dict_.get() ? _PyObject_GetDictPtr(owner_.get()) : nullptr;
+#else
+  PyObject** slot_ = nullptr;
+#endif
+  PyObject* seen_ = nullptr;  // what the dictionary has, while it is unchanged
+};
+
 // The version counters of some tensors.
 class TensorTable {
  public:
   explicit TensorTable(const py::list& tensors) {
+    tensors_.reserve(tensors.size());
     for (const auto& tensor : tensors) {
-      tensors_.emplace_back(tensor.ptr());
       tensorOf(tensor.ptr());
+      tensors_.push_back({Held(tensor.ptr()), nullptr, nullptr});
     }
   }
 
   // A number that changes when one of them is written to, or gets the inside of another one (swap_tensors).
-  uint64_t digest() const {
+  uint64_t digest() {
     uint64_t seen = 0x9e3779b97f4a7c15ull;
     const auto mix = [&](uint64_t value) { seen = (seen ^ value) * 0xff51afd7ed558ccdull, seen ^= seen >> 32; };
     const size_t count = tensors_.size();
     for (size_t i = 0; i < count; ++i) {
-      if (i + 2 * kAhead < count) __builtin_prefetch(tensors_[i + 2 * kAhead].get());
-      if (i + kAhead < count) __builtin_prefetch(implOf(tensors_[i + kAhead]));
-      auto* impl = implOf(tensors_[i]);
+      if (i + kAhead < count) {
+        const auto& next = tensors_[i + kAhead];
+        fetch(&THPVariable_Unpack(next.object.get()));
+        fetch(next.impl);
+        fetch(next.counter);
+      }
+      auto& one = tensors_[i];
+      auto* impl = implOf(one.object);
+      const auto& counter = impl->version_counter();
+      one.impl = &counter;
+      one.counter = addressIn(counter);
       mix(reinterpret_cast<uintptr_t>(impl));
-      if (!impl->is_inference()) mix(impl->version_counter().current_version());
+      if (counter.enabled()) mix(counter.current_version());  // an inference tensor has none
     }
     return seen;
   }
 
  private:
-  static constexpr size_t kAhead = 8;
-  std::vector<Held> tensors_;
+  struct Place {
+    Held object;
+    const void *impl, *counter;  // where these were at the last look
+  };
+
+  static const void* addressIn(const c10::VariableVersion& counter) {
+    static_assert(sizeof(counter) == sizeof(void*));
+    const void* address;
+    std::memcpy(&address, static_cast<const void*>(&counter), sizeof(address));
+    return address;
+  }
+
+  std::vector<Place> tensors_;
 };
 
 // Parameters that are found anew at each look: `(owner, name)` for an attribute, or the tensor itself.
 class ParameterTable {
  public:
   explicit ParameterTable(const py::list& places) {
+    places_.reserve(places.size());
     for (const auto& place : places) {
       if (py::isinstance<py::tuple>(place)) {
         const auto pair = py::reinterpret_borrow<py::tuple>(place);
-        PyObject* name = pair[1].ptr();
-        Py_INCREF(name);
-        PyUnicode_InternInPlace(&name);
-        places_.push_back({Held(pair[0].ptr()), Held(name)});
-        Py_DECREF(name);
+        places_.push_back({Held(nullptr), std::make_unique<Attribute>(pair[0].ptr(), pair[1].ptr())});
       } else {
         tensorOf(place.ptr());
-        places_.push_back({Held(place.ptr()), Held(nullptr)});
+        places_.push_back({Held(place.ptr()), nullptr});
       }
     }
   }
 
   // A byte each: whether it requires a gradient.
-  py::bytes trained() const {
+  py::bytes trained() {
     std::string flags;
     flags.reserve(places_.size());
-    each([&](const at::Tensor& tensor) { flags.push_back(tensor.requires_grad() ? 1 : 0); });
+    each([&](const Meta* meta) { flags.push_back(meta && (meta->requires_grad_ || meta->grad_fn_) ? 1 : 0); });
     return flags;
   }
 
-  size_t gradients() const {
+  size_t gradients() {
     size_t count = 0;
-    each([&](const at::Tensor& tensor) { count += tensor.grad().defined(); });
+    each([&](const Meta* meta) { count += meta && meta->grad_.defined(); });
     return count;
   }
 
  private:
+  using Meta = torch::autograd::AutogradMeta;
   struct Place {
-    Held owner, name;
+    Held tensor;
+    std::unique_ptr<Attribute> attribute;
+    const void *object = nullptr, *impl = nullptr;  // where these were at the last look
+    const Meta* meta = nullptr;
   };
 
   template <typename Look>
-  void each(const Look& look) const {
-    for (const auto& place : places_) {
-      if (!place.name.get()) {
-        look(THPVariable_Unpack(place.owner.get()));
-        continue;
+  void each(const Look& look) {
+    const size_t count = places_.size();
+    for (size_t i = 0; i < count; ++i) {
+      if (i + 2 * kAhead < count && places_[i + 2 * kAhead].attribute) fetch(places_[i + 2 * kAhead].attribute.get());
+      if (i + kAhead < count) {
+        const auto& next = places_[i + kAhead];
+        if (next.attribute) next.attribute->fetch();
+        fetch(next.object);
+        fetch(next.impl);
+        if (next.meta) {
+          fetch(&next.meta->grad_);
+          fetch(&next.meta->requires_grad_);
+        }
       }
-      const auto found = py::reinterpret_steal<py::object>(PyObject_GetAttr(place.owner.get(), place.name.get()));
-      if (!found) throw py::error_already_set();
-      look(tensorOf(found.ptr()));
+      auto& place = places_[i];
+      PyObject* found = place.attribute ? place.attribute->find() : place.tensor.get();
+      if (!found) throw py::attribute_error("a parameter is gone");
+      const auto& tensor = tensorOf(found);
+      auto* impl = tensor.unsafeGetTensorImpl();
+      place.object = &tensor;
+      place.impl = reinterpret_cast<const char*>(impl) + kMetaInImpl;
+      place.meta = static_cast<const Meta*>(impl->autograd_meta());
+      look(place.meta);
     }
   }
 
+  static constexpr size_t kMetaInImpl = 24;  // about there is what says where the meta is
   std::vector<Place> places_;
 };
 
@@ -133,34 +290,28 @@ class ItemTable {
  public:
   // `numbers`: values of other types are not held; that one of them becomes another of the same type does not matter.
   ItemTable(const py::list& items, const py::list& sized, bool numbers) : numbers_(numbers) {
+    std::unordered_map<PyObject*, size_t> homes;
+    const auto home = [&](PyObject* dict) -> Home& {
+      const auto [at, is_new] = homes.try_emplace(dict, homes_.size());
+      if (is_new) homes_.emplace_back(dict);
+      return homes_[at->second];
+    };
     for (const auto& item : items) {
       const auto pair = py::reinterpret_borrow<py::tuple>(item);
-      TORCH_CHECK(PyDict_Check(pair[0].ptr()), "not a dictionary");
-      items_.push_back({Held(pair[0].ptr()), Held(pair[1].ptr()), Held(nullptr), nullptr, nullptr});
+      home(pair[0].ptr()).items.push_back({Held(pair[1].ptr()), Held(nullptr), nullptr, nullptr});
     }
-    for (const auto& one : sized) {
-      TORCH_CHECK(PyDict_Check(one.ptr()), "not a dictionary");
-      sized_.push_back({Held(one.ptr()), -1});
-    }
+    for (const auto& one : sized) home(one.ptr()).sized = true;
   }
 
   // Whether a value is another object than at the last call, or there are more or fewer entries. True at the first one.
   bool changed() {
     bool found = !looked_;
     looked_ = true;
-    for (auto& one : sized_) {
-      const auto size = PyDict_Size(one.dict.get());
-      found |= size != one.size;
-      one.size = size;
-    }
-    for (auto& item : items_) {
-      PyObject* value = valueOf(item);
-      const PyTypeObject* type = value ? Py_TYPE(value) : nullptr;
-      if (value == item.seen && type == item.type) continue;
-      found = true;
-      item.seen = value;
-      item.type = type;
-      item.held.replace(!numbers_ || isNumber(value) ? value : nullptr);
+    const size_t count = homes_.size();
+    for (size_t i = 0; i < count; ++i) {
+      if (i + kAhead < count) homes_[i + kAhead].dict.fetch();
+      auto& home = homes_[i];
+      if (!home.dict.unchanged()) found |= home.look(numbers_);
     }
     return found;
   }
@@ -168,37 +319,52 @@ class ItemTable {
   // As glanceAtTensors() of the values, which are tensors or None.
   uint64_t tensors(size_t compared) const {
     std::vector<at::Tensor> found;
-    found.reserve(items_.size());
-    for (const auto& item : items_) {
-      PyObject* value = valueOf(item);
-      found.push_back(value && THPVariable_Check(value) ? THPVariable_Unpack(value) : at::Tensor());
-    }
+    for (const auto& home : homes_)
+      for (const auto& item : home.items) {
+        PyObject* value = home.dict.at(item.key.get());
+        found.push_back(value && THPVariable_Check(value) ? THPVariable_Unpack(value) : at::Tensor());
+      }
     return glanceAtTensors(found, compared);
   }
 
  private:
   struct Item {
-    Held dict, key, held;
+    Held key, held;
     const PyObject* seen;
     const PyTypeObject* type;
   };
-
-  static PyObject* valueOf(const Item& item) {
-    PyObject* value = PyDict_GetItemWithError(item.dict.get(), item.key.get());
-    if (!value && PyErr_Occurred()) throw py::error_already_set();
-    return value;
-  }
 
   static bool isNumber(PyObject* value) {
     return value && (value == Py_None || PyLong_CheckExact(value) || PyFloat_CheckExact(value) || PyBool_Check(value) || PyUnicode_CheckExact(value));
   }
 
-  struct Sized {
-    Held dict;
-    Py_ssize_t size;
+  // A dictionary with what is looked at in it.
+  struct Home {
+    Dict dict;
+    std::vector<Item> items;
+    Py_ssize_t size = -1;
+    bool sized = false;
+
+    explicit Home(PyObject* dict) : dict(dict) {}
+
+    bool look(bool numbers) {
+      bool found = sized && size != dict.size();
+      size = dict.size();
+      dict.know();
+      for (auto& item : items) {
+        PyObject* value = dict.at(item.key.get());
+        const PyTypeObject* type = value ? Py_TYPE(value) : nullptr;
+        if (value == item.seen && type == item.type) continue;
+        found = true;
+        item.seen = value;
+        item.type = type;
+        item.held.replace(!numbers || isNumber(value) ? value : nullptr);
+      }
+      return found;
+    }
   };
-  std::vector<Item> items_;
-  std::vector<Sized> sized_;
+
+  std::vector<Home> homes_;
   bool numbers_, looked_ = false;
 };
 
@@ -208,56 +374,54 @@ class StructureTable {
   // `attributes`: (owner, name, value). `states`: dictionaries of dictionaries (optimizer.state). `tensors`: (tensor,
   // its local tensor or None): of a DTensor, the one in `_local_tensor`.
   StructureTable(const py::list& attributes, const py::list& states, const py::list& tensors) {
+    std::map<std::tuple<PyObject*, std::string, PyObject*>, bool> known;
     for (const auto& attribute : attributes) {
       const auto parts = py::reinterpret_borrow<py::tuple>(attribute);
-      attributes_.push_back({Held(parts[0].ptr()), Held(parts[1].ptr()), Held(parts[2].ptr())});
+      if (!known.try_emplace({parts[0].ptr(), parts[1].cast<std::string>(), parts[2].ptr()}, true).second) continue;
+      attributes_.push_back({Attribute(parts[0].ptr(), parts[1].ptr()), Held(parts[2].ptr())});
     }
-    for (const auto& state : states) {
-      TORCH_CHECK(PyDict_Check(state.ptr()), "not a dictionary");
-      states_.push_back(Entries(state.ptr(), true));
-    }
+    for (const auto& state : states) addEntries(state.ptr(), true);
     for (const auto& tensor : tensors) {
       const auto pair = py::reinterpret_borrow<py::tuple>(tensor);
       PyObject* local = pair[1].is_none() ? nullptr : pair[1].ptr();
       const auto& outer = tensorOf(pair[0].ptr());
       const auto& inner = tensorOf(local ? local : pair[0].ptr());
       tensors_.push_back({Held(pair[0].ptr()), Held(local), outer.unsafeGetTensorImpl(), inner.unsafeGetTensorImpl(), memoryOf(inner)});
+      offsets_.push_back(local ? slotOf(Py_TYPE(pair[0].ptr())) : 0);
     }
   }
 
   // Whether the same objects are all that there is, in the same memory.
-  bool same() const {
-    for (const auto& one : attributes_) {
-      const auto found = py::reinterpret_steal<py::object>(PyObject_GetAttr(one.owner.get(), one.name.get()));
-      if (!found) {
-        PyErr_Clear();
-        return false;
-      }
-      if (found.ptr() != one.value.get()) return false;
+  bool same() {
+    const auto ahead = [](auto& table, size_t i, const auto& bring) {
+      if (i + kAhead < table.size()) bring(table[i + kAhead]);
+    };
+    for (size_t i = 0; i < attributes_.size(); ++i) {
+      ahead(attributes_, i, [](const Known& one) { one.attribute.fetch(); });
+      if (attributes_[i].attribute.find() != attributes_[i].value.get()) return false;
     }
-    for (const auto& state : states_)
-      if (!state.same()) return false;
-    const size_t count = tensors_.size();
-    for (size_t i = 0; i < count; ++i) {
-      if (i + kAhead < count) __builtin_prefetch(implOf(tensors_[i + kAhead].object));
-      if (!inPlace(tensors_[i])) return false;
+    for (size_t i = 0; i < states_.size(); ++i) {
+      ahead(states_, i, [](const Entries& one) { one.dict.fetch(); });
+      if (!states_[i].same()) return false;
+    }
+    for (size_t i = 0; i < tensors_.size(); ++i) {
+      ahead(tensors_, i, [](const Placed& one) { one.fetch(); });
+      if (!inPlace(tensors_[i], offsets_[i])) return false;
     }
     return true;
   }
 
  private:
-  static constexpr size_t kAhead = 8;
-
-  struct Attribute {
-    Held owner, name, value;
+  struct Known {
+    Attribute attribute;
+    Held value;
   };
 
   struct Memory {
     const void* storage = nullptr;
     const void* data = nullptr;
     int64_t offset = 0;
-    at::ScalarType dtype = at::ScalarType::Undefined;
-    std::vector<int64_t> sizes;
+    uint64_t form = 0;  // of shape, strides and dtype
 
     bool operator==(const Memory& other) const = default;
   };
@@ -266,34 +430,46 @@ class StructureTable {
     Held object, local;
     const c10::TensorImpl *outer, *inner;
     Memory memory;
+
+    void fetch() const {
+      flashrecovery::fetch(&THPVariable_Unpack(object.get()));
+      if (local.get()) flashrecovery::fetch(&THPVariable_Unpack(local.get()));
+      fetchAll(inner, sizeof(*inner));
+      fetchAll(memory.storage, sizeof(at::StorageImpl));
+    }
   };
 
-  // The entries of a dictionary in their order; of a dictionary of dictionaries, also those of each.
+  // The entries of a dictionary in their order.
   struct Entries {
-    Held dict;
+    Dict dict;
     std::vector<std::pair<Held, Held>> entries;
-    std::vector<Entries> inner;
 
-    Entries(PyObject* found, bool nested) : dict(found) {
+    explicit Entries(PyObject* found) : dict(found) {
       PyObject *key, *value;
       Py_ssize_t at = 0;
-      while (PyDict_Next(found, &at, &key, &value)) {
-        entries.emplace_back(Held(key), Held(value));
-        if (nested && PyDict_Check(value)) inner.push_back(Entries(value, false));
-      }
+      while (PyDict_Next(found, &at, &key, &value)) entries.emplace_back(Held(key), Held(value));
+      dict.know();
     }
 
-    bool same() const {
-      if (PyDict_Size(dict.get()) != static_cast<Py_ssize_t>(entries.size())) return false;
+    bool same() {
+      if (dict.unchanged()) return true;
+      if (dict.size() != static_cast<Py_ssize_t>(entries.size())) return false;
       PyObject *key, *value;
       Py_ssize_t at = 0;
       for (const auto& [known, held] : entries)
         if (!PyDict_Next(dict.get(), &at, &key, &value) || key != known.get() || value != held.get()) return false;
-      for (const auto& one : inner)
-        if (!one.same()) return false;
+      dict.know();
       return true;
     }
   };
+
+  void addEntries(PyObject* found, bool nested) {
+    states_.emplace_back(found);
+    PyObject *key, *value;
+    Py_ssize_t at = 0;
+    while (nested && PyDict_Next(found, &at, &key, &value))
+      if (PyDict_Check(value)) addEntries(value, false);
+  }
 
   static const at::StorageImpl* storageOf(const at::Tensor& tensor) {
     return tensor.has_storage() ? tensor.storage().unsafeGetStorageImpl() : nullptr;
@@ -301,33 +477,47 @@ class StructureTable {
 
   static Memory memoryOf(const at::Tensor& tensor) {
     const auto* storage = storageOf(tensor);
-    return {storage, storage ? storage->data() : nullptr, tensor.storage_offset(), tensor.scalar_type(), tensor.sizes().vec()};
+    uint64_t form = static_cast<uint64_t>(tensor.scalar_type()) + 1;
+    const auto mix = [&](int64_t value) { form = (form ^ static_cast<uint64_t>(value)) * 0xff51afd7ed558ccdull, form ^= form >> 29; };
+    for (const auto size : tensor.sizes()) mix(size);
+    mix(-1);
+    if (storage)
+      for (const auto stride : tensor.strides()) mix(stride);
+    return {storage, storage ? storage->data() : nullptr, tensor.storage_offset(), form};
   }
 
-  static bool isAt(const at::Tensor& tensor, const Memory& memory) {
-    const auto* storage = storageOf(tensor);
-    return storage == memory.storage && (storage ? storage->data() : nullptr) == memory.data &&
-           tensor.storage_offset() == memory.offset && tensor.scalar_type() == memory.dtype && tensor.sizes() == memory.sizes;
+  static PyObject* localName() {
+    static PyObject* const name = PyUnicode_InternFromString("_local_tensor");
+    return name;
   }
 
-  static bool inPlace(const Placed& one) {
+  // Where objects of the type have `_local_tensor`; 0: not in a slot.
+  static Py_ssize_t slotOf(PyTypeObject* type) {
+    PyObject* found = type->tp_getattro == PyObject_GenericGetAttr ? _PyType_Lookup(type, localName()) : nullptr;
+    if (!found || Py_TYPE(found) != &PyMemberDescr_Type) return 0;
+    const auto* member = reinterpret_cast<PyMemberDescrObject*>(found)->d_member;
+    return member->type == T_OBJECT_EX ? member->offset : 0;
+  }
+
+  static bool inPlace(const Placed& one, Py_ssize_t offset) {
     const auto& outer = THPVariable_Unpack(one.object.get());
     if (outer.unsafeGetTensorImpl() != one.outer) return false;
-    if (!one.local.get()) return isAt(outer, one.memory);
-    static PyObject* const name = PyUnicode_InternFromString("_local_tensor");
-    const auto found = py::reinterpret_steal<py::object>(PyObject_GetAttr(one.object.get(), name));
-    if (!found) {
-      PyErr_Clear();
-      return false;
+    if (!one.local.get()) return memoryOf(outer) == one.memory;
+    if (offset) {
+      if (*reinterpret_cast<PyObject**>(reinterpret_cast<char*>(one.object.get()) + offset) != one.local.get()) return false;
+    } else {
+      const auto found = py::reinterpret_steal<py::object>(PyObject_GetAttr(one.object.get(), localName()));
+      if (!found) PyErr_Clear();
+      if (found.ptr() != one.local.get()) return false;
     }
-    if (found.ptr() != one.local.get()) return false;
-    const auto& inner = THPVariable_Unpack(found.ptr());
-    return inner.unsafeGetTensorImpl() == one.inner && isAt(inner, one.memory);
+    const auto& inner = THPVariable_Unpack(one.local.get());
+    return inner.unsafeGetTensorImpl() == one.inner && memoryOf(inner) == one.memory;
   }
 
-  std::vector<Attribute> attributes_;
+  std::vector<Known> attributes_;
   std::vector<Entries> states_;
   std::vector<Placed> tensors_;
+  std::vector<Py_ssize_t> offsets_;
 };
 
 // A table as an opaque object of Python's.

@@ -27,6 +27,7 @@ KILLS = {
     "end": ("plain", ((0, "optimizer", 33), (1, "commit", 34), (0, "commit", 35), (1, "commit", 36))),
     "accumulation": ("whole", ((1, "forward", 1), (0, "commit", 5), (1, "commit", 11), (0, "optimizer", 14))),
     "callbacks": ("callbacks", ((1, "backward", 2), (0, "commit", 4), (0, "forward", 12), (1, "commit", 21))),
+    "workers": ("workers", ((1, "forward", 1), (0, "backward", 7), (0, "commit", 10), (1, "optimizer", 14))),
     "metrics": ("metrics", ((1, "forward", 1), (0, "backward", 4), (0, "commit", 12), (1, "optimizer", 21))),
 }
 """The shape of the script, and who is killed in which phase of which call: ten steps, the validation and the end of an

@@ -22,7 +22,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MeanMetric
 
-SHAPES = ("plain", "whole", "callbacks", "metrics", "fsdp2", "manual", "two", "lbfgs", "averaging")
+SHAPES = ("plain", "whole", "workers", "callbacks", "metrics", "fsdp2", "manual", "two", "lbfgs", "averaging")
 parser = argparse.ArgumentParser()
 parser.add_argument("shape", choices=SHAPES)
 parser.add_argument("--output", type=Path, required=True)
@@ -89,6 +89,14 @@ class Whole(Plain):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "monitor": "val_loss"}}
 
 
+class Normed(Plain):
+    """With buffers that differ between the ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net.insert(1, nn.BatchNorm1d(32))
+
+
 class Metrics(Plain):
     """With metrics of torchmetrics, outputs of its step, and hooks that draw and change batches."""
 
@@ -137,10 +145,10 @@ class Data(LightningDataModule):
 
     def train_dataloader(self) -> Any:
         self.asked += 1
-        return DataLoader(dataset(80, 1), batch_size=4, shuffle=True)
+        return DataLoader(dataset(80, 1), batch_size=4, shuffle=True, num_workers=int(args.shape == "workers"))
 
     def val_dataloader(self) -> Any:
-        return DataLoader(dataset(24, 2), batch_size=4)
+        return DataLoader(dataset(24, 2), batch_size=4, num_workers=int(args.shape == "workers"))
 
 
 class Manual(Plain):
@@ -163,7 +171,7 @@ class Sharded(Plain):
         fully_shard(self.net, mesh=mesh)
 
 
-KINDS = {"whole": Whole, "metrics": Metrics, "manual": Manual, "lbfgs": Two, "fsdp2": Sharded}
+KINDS = {"whole": Whole, "workers": Normed, "metrics": Metrics, "manual": Manual, "lbfgs": Two, "fsdp2": Sharded}
 torch.manual_seed(0)
 model = KINDS.get(args.shape, Plain)()
 seed_everything(100 + RANK, verbose=False)
@@ -187,6 +195,9 @@ if args.shape == "averaging":
 options: dict[str, Any] = {}
 if args.shape in ("whole", "callbacks"):
     options |= {"accumulate_grad_batches": 3, "gradient_clip_val": 0.5, "val_check_interval": 0.5}
+if args.shape == "workers":
+    options |= {"limit_train_batches": 7, "accumulate_grad_batches": 2, "check_val_every_n_epoch": 2}
+    options |= {"precision": "bf16-mixed"}
 strategy: Any = "ddp"
 if args.shape == "fsdp2":
     strategy = ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1, save_distributed_checkpoint=False)

@@ -141,6 +141,7 @@ class _Batches:
     def __init__(self, fit_loop: Any) -> None:
         self._combined, self._made = fit_loop._combined_loader, fit_loop._data_fetcher.iterator
         (self._loader,) = self._combined.flattened
+        self._length = int(fit_loop.max_batches)
         Source(self._loader)  # refuses what cannot be read again
         self.dataset = self._loader.dataset
         self.newest: Any = None
@@ -155,15 +156,15 @@ class _Batches:
         return self._noted(made)
 
     def _noted(self, batches: Iterator[Any]) -> Iterator[Any]:
-        while True:  # iter() of a combined loader, which is its own iterator, begins anew
+        for _ in range(self._length):  # a combined loader does not keep to its limit itself
             try:
-                self.newest, _, _ = next(batches)
+                self.newest, _, _ = next(batches)  # its iter() would begin anew
             except StopIteration:
                 return
             yield self.newest
 
     def __len__(self) -> int:
-        return len(self._combined)
+        return self._length
 
 
 class _Told:

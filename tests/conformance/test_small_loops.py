@@ -21,7 +21,7 @@ REFUSED = (
     *("accumulate_islice", "early_stopping"),
     *("closure_sgd", "dispatch_dict", "generator_steps", "hyper_search", "lambda_step", "lbfgs", "map_steps"),
     *("freeze_later", "recurrent_hidden"),  # one optimizer for two DistributedDataParallels
-    *("file_readline", "recursion", "threads", "unrolled"),
+    *("file_readline", "other_module_iterator", "recursion", "threads", "unrolled"),
 )
 LATE = ("reset_optimizer",)
 """What they do is not known before: refused when it comes to it."""

@@ -58,6 +58,7 @@ import collections
 
 import torch
 
+numbers = iter(range(100))
 count, best, history, by_name = 0, None, [], collections.defaultdict(list)
 running = torch.zeros(4)
 
@@ -83,6 +84,10 @@ def log(value):
     history.append(value)
     by_name[count % 3].append(value)
     running.mul_(0.9).add_(value)
+
+
+def drawn():
+    return next(numbers)
 
 
 def made():
@@ -1850,6 +1855,16 @@ for epoch in range(EPOCHS):
         helpers.rounds = getattr(helpers, "rounds", 0) + 1
         say(helpers.counted(), helpers.count, helpers.best, helpers.rounds, helpers.meter.n, helpers.Meter.every)
 say(helpers.history, dict(helpers.by_name), helpers.running.tolist(), helpers.meter.sum)
+=== other_module_iterator
+import helpers
+
+for step in range(14):
+    k = helpers.drawn()
+    loss = F.mse_loss(model(x[k : k + 4]), y[k : k + 4])
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    say(step, k, loss.item())
 === records_and_meters
 class Meter:
     def __init__(self, window=3):

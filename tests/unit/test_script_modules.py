@@ -14,7 +14,8 @@ import pytest
 
 from flashrecovery.state import codec
 from flashrecovery.worker.own_loops import variables
-from flashrecovery.worker.own_loops.variables import LoopVariables, Saved, put_back, take_down
+from flashrecovery.worker.own_loops.foreign_iterators import gone_on, progress
+from flashrecovery.worker.own_loops.variables import LoopVariables, Saved, iterators_of, put_back, take_down
 from flashrecovery.worker.script_text.script_modules import ScriptModules
 
 HELPERS = """
@@ -161,6 +162,30 @@ def test_constants_modules_and_functions_are_not_looked_at(helpers: types.Module
 def test_the_loops_own_module_is_that_of_its_variables(helpers: types.ModuleType) -> None:
     modules = [name for name, _ in variables._MODULES.besides(vars(helpers))]
     assert modules == ["own_script"]
+
+
+ITERATORS = {
+    "generator": "def made():\n    for _ in range(9):\n        for i in [1, 2, 3]:\n            yield i\nit = made()",
+    "over a loader": "import torch\ndef made():\n    yield from iter([1, 2, 3])\nit = made()",
+    "count": "import itertools\nit = itertools.count()",
+    "list": "it = iter([1, 2, 3])",
+    "file": "import csv\nit = csv.reader(['a', 'b', 'c'])",
+    "loader": "from torch.utils.data import DataLoader\nit = iter(DataLoader([1, 2, 3]))",
+}
+
+
+@pytest.mark.parametrize("kind", ITERATORS)
+def test_an_iterator_of_another_module_that_goes_on_is_seen(kind: str, helpers: types.ModuleType) -> None:
+    exec(ITERATORS[kind], vars(helpers))
+    variables._MODULES._changing.clear()
+    looks = []
+    for asked in (True, False, True):
+        looks.append(progress(iterators_of(_frame(), NAMES, NOTHING)))
+        if asked:
+            next(helpers.it)
+    looks.append(progress(iterators_of(_frame(), NAMES, NOTHING)))
+    assert [*gone_on(looks[0], looks[1])] == [*gone_on(looks[2], looks[3])] == ["module helpers.it"]
+    assert not gone_on(looks[1], looks[2])
 
 
 def test_a_container_keeps_its_identity(helpers: types.ModuleType) -> None:

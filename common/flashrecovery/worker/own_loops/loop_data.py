@@ -139,6 +139,11 @@ class LoopData(StepData):
         self._again.clear()
         self._entered = self._place.run > 0 or self._place.total > 0
 
+    @property
+    def sources(self) -> tuple[object, ...]:
+        """What it is led by."""
+        return self.loader, self._asked, self._iterator
+
     def next_of(self, asked: Any) -> Any:
         """``next(asked)``, whichever object that is now. Raises StopIteration at its end."""
         if asked is not self._asked:

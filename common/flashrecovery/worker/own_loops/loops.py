@@ -28,6 +28,7 @@ from flashrecovery.plan.words import shortened
 from flashrecovery.state import codec
 from flashrecovery.worker.local_state.rng import RngState, restore_rng
 from flashrecovery.worker.loop import Loop
+from flashrecovery.worker.own_loops.foreign_iterators import gone_on, progress
 from flashrecovery.worker.own_loops.loop_data import LoopData, OwnIterator
 from flashrecovery.worker.own_loops.output import Output
 from flashrecovery.worker.own_loops.rewrite import LoopText, Rewritten
@@ -35,6 +36,7 @@ from flashrecovery.worker.own_loops.taken import taken_in
 from flashrecovery.worker.own_loops.variables import (
     LoopVariables,
     Saved,
+    iterators_of,
     objects_of,
     protected,
     put_back,
@@ -55,6 +57,8 @@ _ROUNDS_KEPT = 2
 _SHOWN = 12
 """Variables that are named."""
 _TRIES = 16
+_LOOKS = 3
+"""Steps of a process before which is looked whether the one before has asked an iterator for more."""
 
 
 @dataclass(frozen=True)
@@ -181,6 +185,10 @@ class ScriptLoops:
         self._seeking = False
         self._kept: dict[tuple[str, int], set[str]] = {}
         """Of each loop, which variables have been brought back so far."""
+        self._iterators: dict[str, tuple[object, object]] = {}
+        """How far those that modules and objects hold had come when the newest step began, ..."""
+        self._looks_left = _LOOKS
+        """... of the first few."""
         self._named: set[tuple[str, int, str]] = set()
         """Variables of loops that are not brought back."""
         self._tries = (-1, 0)
@@ -357,8 +365,26 @@ class ScriptLoops:
             return
         assert self._loop is not None and self._session is not None, "the loops are protected, and a round has begun"
         self._late = self._session.registry.habits.late
+        if self._looks_left:
+            self._refuse_foreign_iterators()
         self._step = Step(self._loop.gate.version, self._loop)
         self._step.__enter__()
+
+    def _refuse_foreign_iterators(self) -> None:
+        """Raises UnsupportedError if the step before has asked an iterator for more that nothing leads back."""
+        self._looks_left -= 1
+        now: dict[str, tuple[object, object]] = {}
+        for loop in self.stack:
+            now |= progress(loop.iterators())
+        led = [source for data in (*self._data.values(), *self._asked.values()) for source in data.sources]
+        asked = {path: one for path, one in gone_on(self._iterators, now).items() if not any(one is s for s in led)}
+        self._iterators = now
+        for path, one in asked.items():
+            raise UnsupportedError(
+                f"{self.stack[-1].place}: a step takes elements from {path} (a {type(one).__name__}), which a "
+                "replacement cannot do once more: ask for them by `next()` in the file of the loop, or let the loop "
+                f"run over them; or {self._by_hand}"
+            )
 
     def step_taken(self) -> None:
         """The optimizer's step has been called."""
@@ -755,6 +781,10 @@ class ScriptLoop:
     def objects(self) -> list[tuple[str, object]]:
         """What of the script's own its variables lead to, with its path: see :func:`.variables.objects_of`."""
         return list(objects_of(self.frame, self._names, self._loops.known))
+
+    def iterators(self) -> dict[str, object]:
+        """See :func:`.variables.iterators_of`."""
+        return iterators_of(self.frame, self._names, self._loops.known)
 
     def is_in_function_of(self, other: ScriptLoop) -> bool:
         return self.frame is other.frame

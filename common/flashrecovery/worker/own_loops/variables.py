@@ -232,6 +232,17 @@ def objects_of(frame: types.FrameType, names: LoopVariables, known: frozenset[in
     return _objects(_Variables(frame), names, known)
 
 
+def iterators_of(frame: types.FrameType, names: LoopVariables, known: frozenset[int]) -> dict[str, object]:
+    """Iterators that modules and objects hold, by path, but for what is iterated over itself."""
+    return {
+        f"{path}.{name}": value
+        for path, thing in _objects(_Variables(frame), names, known)
+        if as_stateful(thing) is None and not hasattr(type(thing), "__iter__")
+        for name, value in _attributes(thing).items()
+        if isinstance(value, Iterator)
+    }
+
+
 def put_back_objects(
     frame: types.FrameType,
     names: LoopVariables,

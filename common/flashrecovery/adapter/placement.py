@@ -92,11 +92,11 @@ def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach()
 
 
-Address = tuple[int, torch.Size, tuple[int, ...]]
-"""Where a tensor's first element is, and by shape and strides where the others are."""
+MemoryLayout = tuple[int, torch.Size, tuple[int, ...]]
+"""Of a tensor: the address of its first element, its shape and its strides."""
 
 
-def addresses(tensors: Sequence[torch.Tensor]) -> list[Address]:
+def addresses(tensors: Sequence[torch.Tensor]) -> list[MemoryLayout]:
     """Where each tensor's :func:`local_tensor` lies."""
     local = [t._local_tensor if isinstance(t, DTensor) else t for t in tensors]
     return [(t.data_ptr(), t.shape, t.stride()) for t in local]

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from flashrecovery.adapter.optimizer_state import HOST, layout_of, new_state_tensor, plain, state_layout_of
 from flashrecovery.adapter.parts import SEPARATOR, Form, TensorParts, is_plainly_placed, part_key, put_together
-from flashrecovery.adapter.placement import Address, addresses, local_tensor
+from flashrecovery.adapter.placement import MemoryLayout, addresses, local_tensor
 from flashrecovery.adapter.state_order import StateOrder
 from flashrecovery.contract.adapter import Shard, ShardSpec, TensorSpec
 from flashrecovery.errors import RestoreError
@@ -60,7 +60,7 @@ class _Seen:
     """A parameter and its optimizer state at one look: the objects, in order, and what was made of them."""
 
     made_of: list[Any]
-    addresses: list[Address]
+    addresses: list[MemoryLayout]
     sources: dict[str, torch.Tensor]
     composites: dict[str, TensorParts]
     tensors: dict[str, torch.Tensor]

@@ -235,12 +235,12 @@ def copies_of(values: Mapping[str, Any], paths: Mapping[int, str] | None = None)
     such a path when this is put back takes what is there (:meth:`Putting.found`)."""
     if _NUMBERS.issuperset(map(type, values.values())):
         return dict(values)
-    seen: dict[int, int] = {}
+    seen: set[int] = set()
     shared: dict[int, tuple[str, str]] = {number: (_AT, path) for number, path in (paths or {}).items()}
     for name, value in values.items():
-        _count(value, seen)
-        again = [one for one, times in seen.items() if times > 1 and one not in shared]
-        shared |= {one: (_SHARED, f"{name}, {number}") for number, one in enumerate(again)}
+        again: list[int] = []
+        _count(value, seen, again)
+        shared |= {one: (_SHARED, f"{name}, {number}") for number, one in enumerate(again) if one not in shared}
     return {name: _copy(value, shared) for name, value in values.items()}
 
 
@@ -249,17 +249,19 @@ def copy_of(value: Any) -> Any:
     return copies_of({"": value})[""]
 
 
-def _count(value: Any, seen: dict[int, int]) -> None:
-    """How often a thing that can be written in place is come to."""
+def _count(value: Any, seen: set[int], again: list[int]) -> None:
+    """Add the identities of the things in ``value`` that can be written in place to ``seen``, and to ``again`` where
+    they are there."""
     kind = type(value)
     if kind in _NUMBERS or kind in _IMMUTABLE or kind in _BY_PARTS or isinstance(value, _BY_NAME):
         return
     if kind not in (tuple, frozenset):
-        seen[id(value)] = seen.get(id(value), 0) + 1
-        if seen[id(value)] > 1:
+        if id(value) in seen:
+            again.append(id(value))
             return
+        seen.add(id(value))
     for part in _parts_of(value):
-        _count(part, seen)
+        _count(part, seen, again)
 
 
 def _parts_of(value: Any) -> Iterable[Any]:
@@ -274,6 +276,8 @@ def _parts_of(value: Any) -> Iterable[Any]:
 
 
 def _copy(value: Any, shared: Mapping[int, tuple[str, str]]) -> Any:
+    if type(value) in _NUMBERS:
+        return value
     made, where = _copied(value, shared), shared.get(id(value))
     if where is None or (where[0] == _AT and not (type(made) is dict and _OBJECT in made)):
         return made
@@ -284,8 +288,8 @@ def _copied(value: Any, shared: Mapping[int, tuple[str, str]]) -> Any:
     kind = type(value)
     if isinstance(value, torch.Tensor):
         return value.detach().clone()
-    if kind in (list, tuple) and _NUMBERS.issuperset(map(type, value)):
-        return value.copy() if kind is list else value
+    if kind in (list, tuple, set, collections.deque) and _NUMBERS.issuperset(map(type, value)):
+        return value if kind is tuple else value.copy()
     if kind is dict and _NUMBERS.issuperset(map(type, value.values())) and _MARKS.isdisjoint(value):
         return value.copy()
     if kind is dict:

@@ -994,3 +994,30 @@ def test_frameworks_samplers_have_no_values() -> None:
     ]
     found = SetSamplers(known, lambda: SimpleNamespace(global_step=0, epoch=0.0))
     assert not found.at_start() and not found.others({}) and not found.within_epoch()
+
+
+class Interrupted(Items):
+    """A rank is stopped while it makes its next batch."""
+
+    stops = False
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        if self.stops:
+            raise KeyboardInterrupt
+        return super().__getitem__(index)
+
+
+def test_a_batch_whose_fetch_was_cut_short_comes_again() -> None:
+    dataset = Interrupted()
+    stream = DataStream(DataLoader(dataset, 2))
+    taken = []
+    for version in range(3):
+        stream.commit(version)
+        if version == 2:
+            dataset.stops = True
+            with pytest.raises(KeyboardInterrupt):
+                next(stream)
+            dataset.stops = False
+            stream.rollback(version)
+        taken.append(next(stream)[:, 0].tolist())
+    assert taken == [[0, 1], [2, 3], [4, 5]] and next(stream)[:, 0].tolist() == [6, 7]

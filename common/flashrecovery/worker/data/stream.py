@@ -128,6 +128,8 @@ class DataStream(StepData):
         self._marks: dict[int, _Cursor] = {}
         self._sampled: tuple[DataPosition, dict[str, Any]] | None = None
         """State of a stateful source, and the position at which it was asked for it last."""
+        self._cut_short = False
+        """A fetch was left by an error: the source may have gone on by a batch that nobody has got."""
         self._expected: dict[int, str] = {}
         """Digests of batches that are read for a second time, by ``position.total``."""
         self._first = ""
@@ -222,8 +224,10 @@ class DataStream(StepData):
         elif self.void and (stand_in := self._stand_in()) is not None:
             return stand_in
         else:
+            self._cut_short = True
             kept = self._fetch()
             self._kept.append(kept)
+            self._cut_short = False
         self._cursor = kept.cursor
         return copy_of_structure(kept.batch)
 
@@ -383,6 +387,11 @@ class DataStream(StepData):
         cursor, values = self._marks[version], self._values_at.get(version, {})
         again = deque(k for k in self._kept if k.cursor.position.total > cursor.position.total)
         by_chance = any(k.by_chance for k in again)
+        if self._cut_short and not self._source.one_shot:
+            self._seek(cursor)
+            self._samplers.put(values)
+            self._expected = {k.cursor.position.total: k.cursor.digest for k in again if not k.by_chance}
+            return
         if not by_chance and all(k.intact() for k in again):
             self._replay, self._cursor = again, cursor
             self._samplers.put(values)
@@ -471,7 +480,7 @@ class DataStream(StepData):
     def _go_to(self, cursor: _Cursor) -> None:
         self._kept.clear()
         self._replay.clear()
-        self._iterator, self._sampled = None, None
+        self._iterator, self._sampled, self._cut_short = None, None, False
         self._expected.clear()
         self._cursor = cursor
         epoch, batch, _total = cursor.position

@@ -198,6 +198,34 @@ def test_within_a_run_a_survivor_gets_the_same_objects_again() -> None:
     assert take(data, 2) == [*second, [3]]
 
 
+class Interrupted:
+    """A rank is stopped while it reads."""
+
+    stops = False
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> int:
+        if self.stops:
+            raise KeyboardInterrupt
+        return index
+
+
+def test_an_element_whose_read_was_cut_short_comes_again() -> None:
+    dataset = Interrupted()
+    data = LoopData(one := DataLoader(dataset, batch_size=2))  # type: ignore[arg-type]
+    data.enter(one)
+    take(data, 1)
+    data.commit(1)
+    dataset.stops = True
+    with pytest.raises(KeyboardInterrupt):
+        data.fetch()
+    dataset.stops = False
+    data.rollback(1)
+    assert [t.tolist() for t in take(data, 2)] == [[2, 3], [4, 5]]
+
+
 def test_other_elements_than_before_are_refused() -> None:
     data = LoopData([1, 2, 3])
     data.enter([1, 2, 3])

@@ -105,6 +105,8 @@ class LoopData(StepData):
         self._again: deque[_Round] = deque()
         self._places: dict[int, _Place] = {}
         self._seek_to: _Place | None = None
+        self._cut_short = False
+        """A read was left by an error: the iterator may have gone on by an element that nobody has got."""
         self._entered = False
         self._read_from = False
         self._begun_at: dict[str, Any] | None = None
@@ -176,8 +178,10 @@ class LoopData(StepData):
             one = self._again.popleft()
             self._source.set_mark(one.mark)
         else:
+            self._cut_short = True
             one = self._read()
             self._rounds.append(one)
+            self._cut_short = False
         if one.changed and self._objects is not None:  # also of one just read: the loop may put back variables yet
             self._objects.put(one.changed)
         if one.content is None:
@@ -304,11 +308,11 @@ class LoopData(StepData):
             self._seek_to = place
             return
         again = deque(one for one in self._rounds if one.place.total > place.total)
-        ended = any(one.content is None for one in self._rounds) or self._place.run != place.run
+        ended = any(one.content is None for one in self._rounds) or self._place.run != place.run or self._cut_short
         if ended or not all(one.content is not None and one.content.still_in(one.element) for one in again):
             self._rounds.clear()
             self._again.clear()
-            self._seek_to, self._place = place, place
+            self._seek_to, self._place, self._cut_short = place, place, False
             return
         self._again, self._place = again, place
 

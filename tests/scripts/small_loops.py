@@ -1623,6 +1623,28 @@ for epoch in range(EPOCHS):
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
     say(epoch, loss.item())
+=== fsdp_switches
+from torch.distributed.fsdp import fully_shard
+model = Net()
+fully_shard(model.first)
+fully_shard(model)
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+kept[:] = [model, optimizer]
+for epoch in range(EPOCHS):
+    sampler.set_epoch(epoch)
+    for a, b in loader:
+        model.set_requires_gradient_sync(False)
+        model.set_reshard_after_forward(False)
+        model.set_reshard_after_backward(False)
+        F.mse_loss(model(a[:2]), b[:2]).backward()
+        model.set_requires_gradient_sync(True)
+        model.set_reshard_after_backward(True)
+        loss = F.mse_loss(model(a[2:]), b[2:])
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        model.set_reshard_after_forward(True)
+    say(epoch, loss.item())
 === foreach_apply
 class Sam:
     def __init__(self, model, rho):

@@ -23,6 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import prune
 from torch.optim import SGD, Adam, AdamW
 
+from flashrecovery.adapter import fsdp2_state
 from flashrecovery.adapter.base import _LOOKS, TorchAdapter
 from flashrecovery.adapter.buffers import COMPARED_BYTES
 from flashrecovery.adapter.modes import ModeTracker
@@ -538,6 +539,53 @@ def test_with_fsdp2_copies_are_waited_for_before_the_last_unit_reduces(
     model.set_is_last_backward(True)
     model.set_requires_gradient_sync(False)
     assert run() == []
+
+
+SWITCHES: dict[str, Callable[[Any], object]] = {
+    "gradient sync": lambda model: model.set_requires_gradient_sync(False),
+    "all-reduce": lambda model: model.set_requires_all_reduce(False),
+    "reshard after backward": lambda model: model.set_reshard_after_backward(False),
+    "reshard after forward": lambda model: model.set_reshard_after_forward(False),
+    "of the root": lambda model: model.set_reshard_after_forward(True, recurse=False),
+    "of one unit": lambda model: model.second.set_reshard_after_forward(False),
+    "unshard in backward": lambda model: model.second.set_unshard_in_backward(False),
+    "divide factor": lambda model: model.set_gradient_divide_factor(3.0),
+    "sum": lambda model: model.second.set_force_sum_reduction_for_comms(True),
+    "last backward": lambda model: model.set_is_last_backward(False),
+}
+
+
+@pytest.mark.parametrize("forward", [False, True])
+@pytest.mark.parametrize("switch", SWITCHES)
+def test_what_a_step_switches_in_fsdp2_is_switched_back(switch: str, forward: bool, one_rank: None) -> None:
+    """Libraries switch it back at the end of their part of a step alone, to which an interrupted one does not come."""
+
+    def made() -> Any:
+        model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 3))
+        model.second = fully_shard(model[1])
+        return fully_shard(model)
+
+    def flags(model: Any) -> list[Any]:
+        every = fsdp2_state.states(model)
+        names = ("post_forward_mesh_info", *fsdp2_state._GROUP_FLAGS)
+        of_groups = [[bool(getattr(group, name)) for name in names] for group in fsdp2_state.groups(model)]
+        return [of_groups, [s._auto_reshard_after_forward for s in every], every[0]._state_ctx.is_last_backward]
+
+    model, other = made(), made()
+    adapter = adapter_for(model, [SGD(model.parameters(), lr=0.1)])
+    if forward:
+        model(torch.randn(2, 3)).sum().backward()
+    before, saved = flags(model), codec.loads(codec.dumps(adapter.capture_common()))
+    SWITCHES[switch](model)
+    assert flags(model) != before
+    adapter.restore_common(saved)
+    assert flags(model) == before
+    if not forward:  # a survivor has come to its first forward pass, and goes back to before it
+        model(torch.randn(2, 3)).sum().backward()
+        SWITCHES[switch](model)
+        adapter.restore_common(saved)
+        other(torch.randn(2, 3)).sum().backward()
+        assert flags(model) == flags(other), "as in a process that comes to it now"
 
 
 def test_a_unit_without_gradients_is_no_sign_that_a_contribution_follows(

@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard import _fsdp_init
 
-from flashrecovery.capabilities.of_torch import FSDP2, FSDP2_ITERATION, TORCH
+from flashrecovery.capabilities.of_torch import FSDP2, FSDP2_ITERATION, FSDP2_RESHARDING, TORCH
 from flashrecovery.errors import RestoreError, UnsupportedError
 
 
@@ -178,19 +179,49 @@ def _hands_over(group: Any) -> bool:
     return False
 
 
+_GROUP_FLAGS = (
+    *("reduce_grads", "all_reduce_grads", "reshard_after_backward", "unshard_in_backward"),
+    *("gradient_divide_factor", "force_sum_reduction_for_comms"),
+)
+"""What scripts and libraries switch for a part of a step (accumulation of gradients, a loss in chunks), and some switch
+back at its end alone."""
+
+
 def capture_flags(root: FSDPModule) -> dict[str, Any]:
-    """The switches that a script may flip within a step (gradient accumulation)."""
+    """The switches that a script may flip within a step."""
     return {
         "last_backward": bool(root._get_fsdp_state()._state_ctx.is_last_backward),
-        "groups": [[g.reduce_grads, g.all_reduce_grads, g.reshard_after_backward] for g in groups(root)],
+        "groups": [[getattr(group, flag, None) for flag in _GROUP_FLAGS] for group in groups(root)],
+        "kept": [_kept_of(state) for state in states(root)] if FSDP2_RESHARDING.takes("there") else [],
     }
+
+
+def _kept_of(state: Any) -> list[bool] | None:
+    """Of each group, whether its parameters stay gathered after the forward pass. None: nobody has said so, and torch
+    keeps those of the root."""
+    automatic = state._auto_reshard_after_forward
+    return None if automatic else [group.post_forward_mesh_info is None for group in _groups_of(state)]
 
 
 def restore_flags(root: FSDPModule, flags: dict[str, Any]) -> None:
     """Raises RestoreError if ``flags`` are those of another model."""
-    if len(flags["groups"]) != sum(1 for _ in groups(root)):
+    every = states(root)
+    if len(flags["groups"]) != sum(1 for _ in groups(root)) or len(flags["kept"]) not in (0, len(every)):
         raise RestoreError("fully_shard was applied to other modules than in the failed process")
-    for state in states(root):
+    for state in every:
         state._state_ctx.is_last_backward = flags["last_backward"]
     for group, values in zip(groups(root), flags["groups"], strict=True):
-        group.reduce_grads, group.all_reduce_grads, group.reshard_after_backward = values
+        for flag, value in zip(_GROUP_FLAGS, values, strict=True):
+            if hasattr(group, flag):
+                setattr(group, flag, value)
+    for state, kept in zip(every, flags["kept"], strict=False):
+        _restore_kept(state, kept, is_root=state is root._get_fsdp_state() and state._is_root is not None)
+
+
+def _restore_kept(state: Any, kept: list[bool] | None, *, is_root: bool) -> None:
+    """See :func:`_kept_of`. ``is_root``: it has found out that it is that."""
+    groups_of = _groups_of(state)
+    for group, keep in zip(groups_of, [is_root] * len(groups_of) if kept is None else kept, strict=True):
+        if keep != (group.post_forward_mesh_info is None):
+            group.post_forward_mesh_info = _fsdp_init._get_post_forward_mesh_info(not keep, group.mesh_info)
+    state._auto_reshard_after_forward = kept is None

@@ -164,6 +164,14 @@ FSDP2_ITERATION = Capability(
         Way("state", (*_FSDP_ITERATION, Attributes(_FSDP_GROUP, "FSDPCommContext", ("reduce_scatter_state",)))),
     ),
 )
+FSDP2_RESHARDING = capability(
+    "FSDP2's parameters after a forward pass",
+    "whether they stay gathered is as it was before an interrupted step",
+    Attributes(_FSDP_STATE, "FSDPState", ("_auto_reshard_after_forward",)),
+    Attributes(_FSDP_GROUP, "FSDPParamGroup", ("mesh_info", "post_forward_mesh_info")),
+    Defined(_FSDP + "_fsdp_init", ("_get_post_forward_mesh_info",)),
+    otherwise="what a step switches by set_reshard_after_forward() must be what the next one sets first",
+)
 FSDP2_RESIZING = capability(
     "FSDP2's sizes",
     "parameters, optimizer state and device meshes become those of another number of ranks",
@@ -239,9 +247,10 @@ SCALER = capability(
 )
 LOADERS = capability(
     "DataLoader's iterators",
-    "workers are renewed each epoch, batches are skipped without being loaded, and it is known how workers have ended",
+    "workers are renewed each epoch, batches are skipped without being loaded, and it is known how workers have ended "
+    "and how far an iterator has come",
     Attributes("torch.utils.data.dataloader", "DataLoader", ("_iterator",)),
-    Attributes("torch.utils.data.dataloader", "_BaseDataLoaderIter", ("_sampler_iter",)),
+    Attributes("torch.utils.data.dataloader", "_BaseDataLoaderIter", ("_sampler_iter", "_num_yielded")),
     Attributes("torch.utils.data.dataloader", "_MultiProcessingDataLoaderIter", ("_workers",)),
 )
 SCHEDULERS = capability(
@@ -295,7 +304,19 @@ TORCH = Framework(
     (
         *(GROUP_CREATION, TORCHCOMMS, STORES, BARE_STORE, GLOO, COALESCING, SYMMETRIC_MEMORY),
         *(REDUCER, PYTHON_REDUCER, FSDP2),
-        *(FSDP2_ITERATION, FSDP2_RESIZING, AUTOGRAD, TENSORS, STATE_BY_STEP, JOIN, SCALER, LOADERS, SCHEDULERS, CUDA),
+        *(
+            FSDP2_ITERATION,
+            FSDP2_RESHARDING,
+            FSDP2_RESIZING,
+            AUTOGRAD,
+            TENSORS,
+            STATE_BY_STEP,
+            JOIN,
+            SCALER,
+            LOADERS,
+            SCHEDULERS,
+            CUDA,
+        ),
         *(COMPILED, LEARNED_SIZES, INDUCTOR_FILES, STAGING),
     ),
 )

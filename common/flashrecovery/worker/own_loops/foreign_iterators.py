@@ -9,8 +9,6 @@ import types
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from torch.utils.data.dataloader import _BaseDataLoaderIter
-
 from flashrecovery.worker.local_state.fingerprints import plain_mark
 from flashrecovery.worker.own_loops.loop_data import OwnIterator
 from flashrecovery.worker.script_text.script_frames import is_own
@@ -58,6 +56,4 @@ def _mark(one: Any, depth: int) -> object:
         return one.__length_hint__()
     if isinstance(one, _READER):
         return one.line_num
-    if isinstance(one, _BaseDataLoaderIter):
-        return one._num_yielded
-    return None
+    return one._num_yielded if hasattr(one, "_num_yielded") else None  # a DataLoader's

@@ -20,6 +20,7 @@ from flashrecovery.adapter.modes import AttributeTracker, ModeTracker
 from flashrecovery.adapter.shards import FixedShard, attribute_of
 from flashrecovery.groups.native_build import native
 from flashrecovery.redundancy.memory.own_copy import PreStepCopy
+from flashrecovery.state.shard import Structure
 from flashrecovery.worker.local_state import version_counters
 from flashrecovery.worker.local_state.version_counters import (
     ParameterTable,
@@ -317,6 +318,22 @@ def test_a_table_of_tensors_shows_what_is_written_and_exchanged() -> None:
     assert table.digest() != seen
     with torch.inference_mode():
         assert TensorTable([torch.zeros(1)]).digest()
+
+
+def test_tensors_that_exchange_their_insides_are_seen_though_neither_was_written_to() -> None:
+    tensors = [torch.zeros(3), torch.ones(3)]
+    table = TensorTable(tensors)
+    seen = table.digest()
+    torch.utils.swap_tensors(*tensors)
+    assert table.digest() != seen
+
+
+def test_a_tensor_that_becomes_a_part_of_itself_is_seen(backend: str) -> None:
+    tensor = torch.zeros(4, 4)
+    same = structure_watch([Structure(tensors=[(tensor, None)])])
+    assert same() is (backend == "compiled")
+    tensor.data = tensor.data[:2]
+    assert not same()
 
 
 def test_a_table_of_parameters() -> None:

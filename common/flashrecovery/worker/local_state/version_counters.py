@@ -51,6 +51,7 @@ def glance_at_tensors(tensors: Sequence[torch.Tensor | None], compared: int) -> 
     looked = [
         (
             id(t),
+            t._cdata,  # swap_tensors() gives it another one
             0 if t.is_inference() else t._version,
             exact_contiguous(t).view(-1).view(torch.uint8).numpy().tobytes()
             if t.device.type == "cpu" and t.nbytes <= compared and t.numel()

@@ -33,6 +33,13 @@ def pytest_collection() -> Iterator[None]:
             sys.modules["torch"].set_num_threads(1)
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Workers of one run must find the same names."""
+    placed = [item.nodeid for item in items if " at 0x" in item.nodeid]
+    if placed:
+        raise pytest.UsageError(f"{placed[0]}: a case that is named by an address; give it a name by `ids=` or a key")
+
+
 @pytest.fixture(scope="module", autouse=True)
 def no_poller_of_grpc() -> Iterator[None]:
     """gRPC's thread for asyncio ends with the last object that uses it, which may wait for the collector. A test that

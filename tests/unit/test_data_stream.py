@@ -1021,3 +1021,23 @@ def test_a_batch_whose_fetch_was_cut_short_comes_again() -> None:
             stream.rollback(version)
         taken.append(next(stream)[:, 0].tolist())
     assert taken == [[0, 1], [2, 3], [4, 5]] and next(stream)[:, 0].tolist() == [6, 7]
+
+
+def test_a_stop_waits_for_the_end_of_a_read() -> None:
+    """Modules that a data set calls, as torchvision's transforms are, are not interrupted meanwhile."""
+    seen: list[bool] = []
+
+    class Seen(Items):
+        def __getitem__(self, index: int) -> torch.Tensor:
+            seen.append(stream.reading)
+            return super().__getitem__(index)
+
+    stream = DataStream(DataLoader(Seen(), 2))
+    stream.commit(0)
+    next(stream)
+    next(stream)
+    state = stream.capture()
+    assert not stream.reading
+    stream = DataStream(DataLoader(Seen(), 2))
+    stream.restore(state)
+    assert seen and all(seen) and not stream.reading

@@ -114,6 +114,7 @@ class Loop:
         self._recoverer = RecoveryExecutor(worker, self)
         self._unwinding = Unwinding(self._end_process)
         self._gate.on_interrupt = self._unwinding.interrupts
+        self._gate.is_reading = lambda: any(stream.reading for stream in self._registry.streams)
         self._rules: list[StepRules] = []
         if worker.settings.elastic is not None and worker.registry.batches is not None:
             self._rules.append(ElasticRules(worker.registry, worker.registry.batches))

@@ -181,7 +181,7 @@ class Control:
         that catches the errors of collectives and makes them again."""
 
         def interrupt(module: torch.nn.Module, args: Any) -> None:
-            if threading.current_thread() is self._training_thread:
+            if threading.current_thread() is self._training_thread and not self._gate.is_reading():
                 self._gate.check()
 
         groups.watch_outside(True)

@@ -39,6 +39,7 @@ class Gate:
         above: it is in the script's own code between a hand-out and the body of that step.
         of_calls: steps are a framework's calls, and what the script does between two of them is done once.
         on_interrupt: called before StepInterrupted is raised.
+        is_reading: whether the script's data is being read, which is not interrupted.
         pause_with_copies: there, the copies of the version are waited for.
         pause_at: no step is begun from this one on, before commands have been carried out; -1: all may begin.
     """
@@ -68,6 +69,7 @@ class Gate:
         self._pace = Pace()
         self.overhead = Overhead()
         self.on_interrupt: Callable[[], None] = _nothing
+        self.is_reading: Callable[[], bool] = bool
 
     # -- training thread --------------------------------------------------------------------------
 

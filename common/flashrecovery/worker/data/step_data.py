@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from flashrecovery.worker.data.sampler_settings import SamplerValues
@@ -24,16 +25,27 @@ class StepData(ABC):
         loader: what is read.
         void: what is fetched belongs to no step (:mod:`flashrecovery.worker.step.discarded_run`).
         ended: the script has come to the end of what can be read, and the job can do no further step.
+        reading: the source is being read. A stop waits for the end of that: modules that a data set calls (transforms)
+            must not be interrupted, as the source would have gone on by a batch that nobody has got.
     """
 
     loader: Iterable[Any]
     void: bool
     ended: bool
+    reading: bool = False
     _fetch_pre_hook: Callable[[], None] | None = None
 
     def register_fetch_pre_hook(self, hook: Callable[[], None]) -> None:
         """Have ``hook`` called at the beginning of every fetch. It may raise: then nothing is fetched."""
         self._fetch_pre_hook = hook
+
+    @contextmanager
+    def _while_reading(self) -> Iterator[None]:
+        self.reading = True
+        try:
+            yield
+        finally:
+            self.reading = False
 
     @property
     @abstractmethod

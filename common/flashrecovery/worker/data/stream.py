@@ -225,7 +225,8 @@ class DataStream(StepData):
             return stand_in
         else:
             self._cut_short = True
-            kept = self._fetch()
+            with self._while_reading():
+                kept = self._fetch()
             self._kept.append(kept)
             self._cut_short = False
         self._cursor = kept.cursor
@@ -472,7 +473,8 @@ class DataStream(StepData):
     def _seek(self, cursor: _Cursor) -> None:
         of_loop = self._samplers.of_loop()
         try:
-            self._go_to(cursor)
+            with self._while_reading():
+                self._go_to(cursor)
             self._note_values()
         finally:
             self._samplers.put(of_loop)  # the epoch has begun with what it was then

@@ -172,14 +172,17 @@ class LoopData(StepData):
         if self._fetch_pre_hook is not None:
             self._fetch_pre_hook()
         if self._seek_to is not None:
-            place, self._seek_to = self._seek_to, None
-            self._read_to(place)
+            place, self._seek_to, self._cut_short = self._seek_to, None, True
+            with self._while_reading():
+                self._read_to(place)
+            self._cut_short = False
         if self._again:
             one = self._again.popleft()
             self._source.set_mark(one.mark)
         else:
             self._cut_short = True
-            one = self._read()
+            with self._while_reading():
+                one = self._read()
             self._rounds.append(one)
             self._cut_short = False
         if one.changed and self._objects is not None:  # also of one just read: the loop may put back variables yet

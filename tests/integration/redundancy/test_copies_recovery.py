@@ -94,8 +94,8 @@ class Rank:
                 continue
             if message[0] == "stop":
                 self.stops += 1
-                self.stopped.set()
                 groups.abandon("stop")
+                self.stopped.set()  # whoever waits for that detaches the groups, which nobody may abandon afterwards
             self.inbox.put(message)
 
     def run(self) -> str:

@@ -209,6 +209,27 @@ def test_what_two_variables_lead_to_they_lead_to_afterwards() -> None:
         assert found["records"][1] is found["best"] and found["records"] == [Record(0), Record(1)]
 
 
+MAKERS: dict[str, Callable[[int], Any]] = {
+    "list": lambda n: [n],
+    "dictionary": lambda n: {"n": n},
+    "object": Record,
+    "deque": lambda n: collections.deque([n]),
+    "dictionary of its own": lambda n: AttrDict(n=n),
+    "list of its own": lambda n: History([float(n)]),
+}
+
+
+@pytest.mark.parametrize("kind", MAKERS)
+def test_what_an_interrupted_step_lets_two_variables_lead_to_is_two_things_again(kind: str) -> None:
+    """``before, now = now, {}`` had begun."""
+    names = _names("before", "now")
+    first, second = (MAKERS[kind](n) for n in (1, 2))
+    saved = _saved(names, before=first, now=second)
+    wanted = state_of(first), state_of(second)
+    found = put_back(_frame(before=second, now=second), names, frozenset(), saved)
+    assert (state_of(found["before"]), state_of(found["now"])) == wanted and found["before"] is not found["now"]
+
+
 def test_a_variable_leads_to_the_object_of_the_set_up() -> None:
     """``for one in callbacks: one.count += 1`` leaves ``one`` behind."""
     names = _names("one", read=("callbacks",))

@@ -357,7 +357,8 @@ class Putting:
             if mark in _MARKS:
                 return self._of_mark(now, mark, saved[mark])
         if kind is dict:
-            return self._into_dictionary(now if type(now) is dict else {}, [*saved.items()])
+            there = self._in_place(now, dict)
+            return self._into_dictionary(self._made({}) if there is None else there, [*saved.items()])
         if kind is list:
             return self._into_list(self._in_place(now, list), saved)
         if kind is collections.deque:
@@ -478,8 +479,6 @@ class Putting:
         return there
 
     def _into_dictionary(self, there: Any, pairs: list[tuple[Any, Any]]) -> Any:
-        if id(there) not in self._touched:
-            self._made(there)
         base: Any = collections.OrderedDict if isinstance(there, collections.OrderedDict) else dict
         old = dict(base.items(there))
         set_items(there, {key: self.put(old.get(key), value) for key, value in pairs}, base)

@@ -71,6 +71,33 @@ counted = made()
 def with_default(value, seen=[]):
     seen.append(value)
 
+class Slots:
+    __slots__ = ("n", "seen")
+
+    def __init__(self, n):
+        self.n, self.link = n, open
+
+    @property
+    def link(self):
+        return None
+
+    @link.setter
+    def link(self, value):
+        pass
+
+slots = Slots(1)
+
+def later_set():
+    def inner(given):
+        nonlocal value
+        value = given
+
+    if False:
+        value = 0
+    return inner
+
+later = later_set()
+
 def attributed():
     attributed.n += 1
 
@@ -145,11 +172,16 @@ def test_what_functions_of_another_module_change_comes_back(what: str, helpers: 
 
 def test_an_attribute_that_the_training_has_made_is_made_in_a_replacement(helpers: types.ModuleType) -> None:
     sys.modules["own_script"].outside()
-    helpers.meter.seen = 3
+    things = helpers.meter, helpers.Meter, helpers.log, helpers.slots, helpers.later
+    helpers.meter.seen, helpers.Meter.seen, helpers.log.seen, helpers.slots.seen = 3, 4, 5, 6
+    helpers.later(7)
     saved = _saved()
-    del helpers.extra, helpers.meter.seen  # type: ignore[attr-defined]
+    del helpers.extra, helpers.meter.seen, helpers.Meter.seen, helpers.log.seen, helpers.slots.seen
+    del helpers.later.__closure__[0].cell_contents
     put_back(_frame(), NAMES, NOTHING, saved)
-    assert helpers.extra == 1 and helpers.meter.seen == 3
+    assert things == (helpers.meter, helpers.Meter, helpers.log, helpers.slots, helpers.later)
+    assert (helpers.extra, vars(helpers.meter)["seen"], helpers.Meter.seen, helpers.log.seen) == (1, 3, 4, 5)
+    assert helpers.slots.seen == 6 and helpers.later.__closure__[0].cell_contents == 7
 
 
 def test_constants_modules_and_functions_are_not_looked_at(helpers: types.ModuleType) -> None:

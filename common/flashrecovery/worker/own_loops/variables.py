@@ -11,6 +11,7 @@ import ast
 import collections
 import enum
 import functools
+import sys
 import types
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
@@ -45,6 +46,8 @@ from flashrecovery.worker.script_text.script_modules import ScriptModules, attri
 _DEPTH = 3
 _OBJECTS = 10_000
 _MODULES = ScriptModules()
+_MODULE = "module "
+"""Before the names of modules in paths."""
 
 
 @dataclass(frozen=True)
@@ -256,18 +259,35 @@ def put_back_objects(
     for where, value in saved.items():
         path, _, name = where.rpartition(".")
         of_objects.setdefault(path, {})[name] = value
-    for path, thing in _objects(_Variables(frame), names, known):
+    variables = _Variables(frame)
+    for path, thing in _objects(variables, names, known):
         putting.found(path, thing)
         generator = as_stateful(thing)
         if generator is not None:
             if path in saved:
                 generator.load_state_dict(saved[path])
             continue
-        attributes = _attributes(thing)
-        for name, value in of_objects.get(path, {}).items():
-            now = attributes.get(name)
-            if as_stateful(now) is None:  # what a generator has comes later
-                attributes[name] = putting.put(now, value)
+        _put_attributes(thing, of_objects.pop(path, {}), putting)
+    for path, values in of_objects.items():  # functions that have kept nothing here yet
+        function = _function_at(variables, path)
+        if function is not None:
+            _put_attributes(function, values, putting)
+
+
+def _put_attributes(thing: object, values: Mapping[str, Any], putting: Putting) -> None:
+    attributes = _attributes(thing)
+    for name, value in values.items():
+        now = attributes.get(name)
+        if as_stateful(now) is None:  # what a generator has comes later
+            attributes[name] = putting.put(now, value)
+
+
+def _function_at(variables: _Variables, path: str) -> types.FunctionType | None:
+    """The function of that name, of the script or of one of its modules."""
+    where, _, name = path.rpartition(".")
+    module = sys.modules.get(where.removeprefix(_MODULE))
+    found = vars(module).get(name) if module is not None else dict(variables.of([path])).get(path)
+    return found if isinstance(found, types.FunctionType) else None
 
 
 def _is_left_out(value: Any, known: frozenset[int]) -> bool:
@@ -293,7 +313,7 @@ def _objects(variables: _Variables, names: LoopVariables, known: frozenset[int])
     outer, own, _ = names.in_order
     yield from _objects_from(variables.of(outer), known, seen)
     for name, module in variables.modules():
-        where = f"module {name}"
+        where = f"{_MODULE}{name}"
         yield where, module
         yield from _objects_from(((f"{where}.{n}", v) for n, v in _OfModule(module).items()), known, seen)
     yield from _objects_from(variables.of(own), known, seen)
@@ -421,8 +441,8 @@ class _Attributes(MutableMapping[str, Any]):
 
 class _OfFunction(_Attributes):
     def __init__(self, function: types.FunctionType) -> None:
-        cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
-        self._cells = {name: cell for name, cell in cells if _is_filled(cell)}
+        self._every_cell = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
+        self._cells = {name: cell for name, cell in self._every_cell.items() if _is_filled(cell)}
         self._own = function.__dict__
         self._defaults = changing_defaults(function)
         self._names = [*self._cells, *(name for name in self._own if name not in self._cells), *self._defaults]
@@ -433,10 +453,10 @@ class _OfFunction(_Attributes):
         return self._own[name] if name in self._own else self._defaults[name]
 
     def __setitem__(self, name: str, value: Any) -> None:
-        if name in self._cells:
-            self._cells[name].cell_contents = value
-        elif name in self._own:
-            self._own[name] = value  # of a default argument the container itself has been changed
+        if name in self._every_cell:
+            self._every_cell[name].cell_contents = value
+        elif name not in self._defaults:  # of which the container itself has been changed
+            self._own[name] = value
 
 
 class _OfClass(_Attributes):
@@ -448,7 +468,7 @@ class _OfClass(_Attributes):
         return vars(self._kind)[name]
 
     def __setitem__(self, name: str, value: Any) -> None:
-        if value is not vars(self._kind)[name]:
+        if name not in vars(self._kind) or value is not vars(self._kind)[name]:
             type.__setattr__(self._kind, name, value)
 
 
@@ -518,7 +538,11 @@ class _OfSlots(_Attributes):
         self._names = [*(name for name in slots if hasattr(thing, name)), *self._dict]
 
     def __getitem__(self, name: str) -> Any:
-        return self._dict[name] if name in self._dict else getattr(self._thing, name)
+        if name in self._dict:
+            return self._dict[name]
+        if not hasattr(self._thing, name):
+            raise KeyError(name)
+        return getattr(self._thing, name)
 
     def __setitem__(self, name: str, value: Any) -> None:
         if name in self._dict:

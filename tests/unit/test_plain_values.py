@@ -230,6 +230,15 @@ def test_what_an_interrupted_step_lets_two_variables_lead_to_is_two_things_again
     assert (state_of(found["before"]), state_of(found["now"])) == wanted and found["before"] is not found["now"]
 
 
+def test_a_tensor_that_no_statement_sets_is_written_in_place_also_if_it_is_held_elsewhere() -> None:
+    names, running = _names("running", "stats"), torch.ones(2)
+    values: dict[str, Any] = {"running": running, "stats": {"running": running}}
+    saved = _saved(names, **values)
+    running.add_(1)
+    found = put_back(_frame(**values), names, frozenset(), saved)
+    assert found["running"] is running and found["stats"]["running"] is running and running.tolist() == [1, 1]
+
+
 def test_a_variable_leads_to_the_object_of_the_set_up() -> None:
     """``for one in callbacks: one.count += 1`` leaves ``one`` behind."""
     names = _names("one", read=("callbacks",))

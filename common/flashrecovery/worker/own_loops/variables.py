@@ -38,7 +38,6 @@ from flashrecovery.worker.script_text.plain_values import (
     set_items,
     slots_of,
     storage_of,
-    write,
 )
 from flashrecovery.worker.script_text.script_frames import STATIC, is_own
 from flashrecovery.worker.script_text.script_modules import ScriptModules, attributes_of_class
@@ -213,13 +212,16 @@ def put_back(frame: types.FrameType, names: LoopVariables, known: frozenset[int]
     """Put back what can be put back from outside. Returns the values of variables, which the function's own text
     assigns."""
     putting = Putting()
-    put_back_objects(frame, names, known, saved.attributes, putting)
     variables = _Variables(frame)
     now = dict(variables.of(saved.variables))
-    found = {}
-    for name, value in saved.variables.items():
-        there = now.get(name)
-        found[name] = there if name not in names.local and write(there, value) else putting.put(there, value)
+    found = {
+        name: now.get(name)
+        for name, value in saved.variables.items()
+        if name not in names.local and putting.write(now.get(name), value)
+    }
+    put_back_objects(frame, names, known, saved.attributes, putting)
+    for name in [name for name in saved.variables if name not in found]:
+        found[name] = putting.put(now.get(name), saved.variables[name])
     if frame.f_locals is frame.f_globals:
         frame.f_globals.update({name: value for name, value in found.items() if name not in names.local})
     else:

@@ -375,6 +375,16 @@ class Putting:
             return saved
         return self._array(now, saved)
 
+    def write(self, now: Any, saved: Any) -> bool:
+        """Make the tensor ``now``, which no statement can set, what ``saved`` is. Returns whether it is one, and can
+        be."""
+        shared = saved.get(_SHARED) if type(saved) is dict else None
+        if not write(now, saved if shared is None else shared[1]):
+            return False
+        if shared is not None:
+            self._shared[shared[0]] = now
+        return True
+
     def _of_mark(self, now: Any, mark: str, value: Any) -> Any:
         if mark == _SHARED:
             number, saved = value

@@ -15,7 +15,15 @@ import pytest
 from flashrecovery.state import codec
 from flashrecovery.worker.own_loops import variables
 from flashrecovery.worker.own_loops.foreign_iterators import gone_on, progress
-from flashrecovery.worker.own_loops.variables import LoopVariables, Saved, iterators_of, put_back, take_down
+from flashrecovery.worker.own_loops.variables import (
+    LoopVariables,
+    Saved,
+    is_of_module,
+    iterators_of,
+    objects_of,
+    put_back,
+    take_down,
+)
 from flashrecovery.worker.script_text.script_modules import ScriptModules
 
 HELPERS = """
@@ -189,6 +197,15 @@ def test_constants_modules_and_functions_are_not_looked_at(helpers: types.Module
     looked_at = variables._MODULES.changing("helpers")
     assert not {"RATE", "Constant", "log", "made", "np", "torch", "collections"} & {*looked_at}
     assert {"count", "history", "Meter", "counted", "LIMIT"} <= {*looked_at}
+
+
+def test_what_only_a_module_leads_to_is_told_from_what_variables_lead_to(helpers: types.ModuleType) -> None:
+    """The patch of ``--auto=print`` can name the latter alone."""
+    names = LoopVariables(frozenset(), frozenset(), frozenset(), read=frozenset(("mine",)))
+    frame = types.SimpleNamespace(f_locals={"mine": helpers.meter}, f_globals={})
+    paths = {path: thing for path, thing in objects_of(frame, names, NOTHING)}  # type: ignore[arg-type]
+    assert [path for path in paths if not is_of_module(path)] == ["mine"]
+    assert paths["mine"] is helpers.meter and paths["module helpers.draws"] is helpers.draws
 
 
 def test_the_loops_own_module_is_that_of_its_variables(helpers: types.ModuleType) -> None:

@@ -28,7 +28,7 @@ from flashrecovery.worker.local_state.fingerprints import attributes_of
 from flashrecovery.worker.local_state.generators import as_stateful
 from flashrecovery.worker.own_loops.loops import LOOPS, ScriptLoop
 from flashrecovery.worker.own_loops.rewrite import NONE, Makes
-from flashrecovery.worker.own_loops.variables import changing_defaults, protected
+from flashrecovery.worker.own_loops.variables import changing_defaults, is_of_module, protected
 from flashrecovery.worker.script_checks.wrapped_module import wrapper_of
 from flashrecovery.worker.script_text.plain_values import LARGE, is_kept
 from flashrecovery.worker.script_text.script_frames import STATIC, carried_by_class_in, file_of, is_own
@@ -149,8 +149,9 @@ class _Seen:
 
     def _loop_objects(self) -> Iterator[tuple[str, object]]:
         seen: list[object] = []
+        """But for those of other modules, which the script's own file does not name."""
         for path, thing in (one for loop in self._loops for one in loop.objects()):
-            if not any(thing is one for one in seen):
+            if not is_of_module(path) and not any(thing is one for one in seen):
                 seen.append(thing)
                 yield path, thing
 

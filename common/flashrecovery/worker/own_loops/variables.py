@@ -31,6 +31,7 @@ from flashrecovery.worker.script_text.plain_values import (
     SMALL,
     Putting,
     copies_of,
+    has_items,
     is_array,
     is_kept,
     items_of,
@@ -237,6 +238,11 @@ def objects_of(frame: types.FrameType, names: LoopVariables, known: frozenset[in
     return _objects(_Variables(frame), names, known)
 
 
+def is_of_module(path: str) -> bool:
+    """Whether an object at ``path`` was come to by another module of the script."""
+    return path.startswith(_MODULE)
+
+
 def iterators_of(frame: types.FrameType, names: LoopVariables, known: frozenset[int]) -> dict[str, object]:
     """Iterators that modules and objects hold, by path, but for what is iterated over itself."""
     return {
@@ -420,7 +426,7 @@ def _attributes(thing: object) -> MutableMapping[str, Any]:
     if type(thing) in _WALKED:
         return _OfDictionary(thing)
     base = plain_base(type(thing))  # type: ignore[arg-type] # a class is hashable
-    if base is not None and base not in (object, tuple) and items_of(thing) is not None:
+    if base is not None and base is not tuple and has_items(base):
         return _OfContainer(thing, base)
     slots = slots_of(type(thing))  # type: ignore[arg-type] # a class is hashable
     return _OfSlots(thing, slots) if slots else attributes_of(thing)

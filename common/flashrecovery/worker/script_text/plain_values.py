@@ -182,10 +182,15 @@ def state_of(thing: object) -> dict[str, Any]:
     return {**{name: getattr(thing, name) for name in slots if hasattr(thing, name)}, **found} if slots else found
 
 
+def has_items(base: Any) -> bool:
+    """Whether objects with this :func:`plain_base` are containers."""
+    return base not in _NO_ITEMS
+
+
 def items_of(thing: Any) -> Any:
     """What it has as a container, as one of a kind that everybody has; None if it is none."""
     base = plain_base(type(thing))  # type: ignore[arg-type] # a class is hashable
-    if base is None or base in _NO_ITEMS:
+    if base is None or not has_items(base):
         return None
     if issubclass(base, dict):
         return dict(base.items(thing))

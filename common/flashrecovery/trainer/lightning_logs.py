@@ -48,28 +48,22 @@ def hold_rows(output: Output, logger: Any) -> None:
 
 def go_on_with(logger: Any) -> None:
     """In a replacement: ``logger``, whose file the process before has written, does not begin it anew."""
+    from lightning.fabric.loggers.csv_logs import _ExperimentWriter
     from lightning.pytorch.loggers import CSVLogger
 
     if not isinstance(logger, CSVLogger):
         return
-    writers = {kind: kind._check_log_dir_exists for kind in _writers()}
-    for kind in writers:
-        kind._check_log_dir_exists = lambda _: None
+    writer: Any = _ExperimentWriter
+    check = writer._check_log_dir_exists
+    writer._check_log_dir_exists = lambda _: None
     try:
         experiment = logger.experiment
     finally:
-        for kind, check in writers.items():
-            kind._check_log_dir_exists = check
+        writer._check_log_dir_exists = check
     path = getattr(experiment, "metrics_file_path", "")  # of ranks that write nothing: none
     if path and os.path.isfile(path):
         with open(path, newline="") as file:
             experiment.metrics_keys = list(csv.DictReader(file).fieldnames or ())
-
-
-def _writers() -> list[Any]:
-    from lightning.fabric.loggers.csv_logs import _ExperimentWriter
-
-    return [_ExperimentWriter]
 
 
 def _number(value: Any) -> Any:

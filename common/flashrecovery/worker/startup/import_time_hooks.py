@@ -80,16 +80,18 @@ def install_trainer_hook(protected_train: Callable[[Any, Train], Train]) -> None
 
     ``protected_train``: see :class:`.above.Above`."""
 
-    def replace(module: ModuleType) -> None:
-        own = module.Trainer.train
+    install({"transformers.trainer": functools.partial(_protect, method="train", protected=protected_train)})
 
-        @functools.wraps(own)
-        def train(trainer: object, *args: Any, **kwargs: Any) -> Any:
-            return protected_train(trainer, functools.partial(own, trainer))(*args, **kwargs)
 
-        module.Trainer.train = train
+def _protect(module: ModuleType, *, method: str, protected: Callable[[Any, Train], Train]) -> None:
+    """Have ``method`` of the module's Trainer do what ``protected`` makes of it."""
+    own = getattr(module.Trainer, method)
 
-    install({"transformers.trainer": replace})
+    @functools.wraps(own)
+    def call(trainer: object, *args: Any, **kwargs: Any) -> Any:
+        return protected(trainer, functools.partial(own, trainer))(*args, **kwargs)
+
+    setattr(module.Trainer, method, call)
 
 
 def install_lightning_hook(protected_fit: Callable[[Any, Train], Train]) -> None:
@@ -97,14 +99,7 @@ def install_lightning_hook(protected_fit: Callable[[Any, Train], Train]) -> None
 
     ``protected_fit``: see :class:`.above.Above`."""
 
-    def replace(module: ModuleType) -> None:
-        own = module.Trainer.fit
-
-        @functools.wraps(own)
-        def fit(trainer: object, *args: Any, **kwargs: Any) -> Any:
-            return protected_fit(trainer, functools.partial(own, trainer))(*args, **kwargs)
-
-        module.Trainer.fit = fit
+    protect = functools.partial(_protect, method="fit", protected=protected_fit)
 
     def refused(*_arguments: object, **_more: object) -> None:
         from flashrecovery.errors import UnsupportedError
@@ -118,4 +113,4 @@ def install_lightning_hook(protected_fit: Callable[[Any, Train], Train]) -> None
     def refuse(module: ModuleType) -> None:
         module.Trainer.fit = refused
 
-    install({"lightning.pytorch.trainer.trainer": replace, "pytorch_lightning.trainer.trainer": refuse})
+    install({"lightning.pytorch.trainer.trainer": protect, "pytorch_lightning.trainer.trainer": refuse})

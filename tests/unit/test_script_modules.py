@@ -203,7 +203,7 @@ def test_what_only_a_module_leads_to_is_told_from_what_variables_lead_to(helpers
     """The patch of ``--auto=print`` can name the latter alone."""
     names = LoopVariables(frozenset(), frozenset(), frozenset(), read=frozenset(("mine",)))
     frame = types.SimpleNamespace(f_locals={"mine": helpers.meter}, f_globals={})
-    paths = {path: thing for path, thing in objects_of(frame, names, NOTHING)}  # type: ignore[arg-type]
+    paths = dict(objects_of(frame, names, NOTHING))  # type: ignore[arg-type]
     assert [path for path in paths if not is_of_module(path)] == ["mine"]
     assert paths["mine"] is helpers.meter and paths["module helpers.draws"] is helpers.draws
 

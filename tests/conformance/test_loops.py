@@ -181,7 +181,9 @@ def test_an_object_that_begins_to_differ_in_a_redone_step_is_named(tmp_path: Pat
 
 def test_a_plain_variable_that_decides_something(tmp_path: Path) -> None:
     """nanoGPT's ``iter_num`` is 0 in a replacement, so that it takes another learning rate than its peers."""
-    job = run_loop(tmp_path / "run", _layout("plain-variable", "ddp"), 9, [Kill(1, 4, "backward", 0)])
+    layout = _layout("plain-variable", "ddp")
+    paused = Layout(layout.name, "", (*layout.flags, *PAUSE), nproc=WORLD)  # a slow peer would not have counted step 3
+    job = run_loop(tmp_path / "run", paused, 9, [Kill(1, 4, "backward", 0)])
     assert job.code not in (0, -1000), f"it went on with ranks that differ, or stood\n{job.explain()}"
     (failed,) = job.of("job_failed")
     said = failed["reason"]

@@ -34,6 +34,8 @@ ENDINGS = {
     "exchanged": """
         for g in range(3):
             groups.abandon('end'); groups.drain(5); groups.detach_all(); groups.attach(store, g, 20)
+            store.set(f"attached {g} {rank}", "")
+            store.wait([f"attached {g} {1 - rank}"])  # who abandons closes connections that a peer may be making
         dist.all_reduce(t)
         """,
     "an error": "dist.all_reduce(t); sys.exit(0 if rank else 'on purpose')",

@@ -30,7 +30,7 @@ from flashrecovery.worker.script_text.plain_values import storage_of
 @pytest.fixture(autouse=True)
 def _no_modules(monkeypatch: pytest.MonkeyPatch) -> None:
     """The script's own would be those of the tests, which have nothing to do with these variables."""
-    monkeypatch.setattr(variables, "_MODULES", types.SimpleNamespace(besides=lambda variables: iter(())))
+    monkeypatch.setattr(variables, "MODULES", types.SimpleNamespace(besides=lambda variables: iter(())))
 
 
 class Meter:

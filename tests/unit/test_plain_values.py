@@ -23,7 +23,7 @@ from flashrecovery.worker.script_text.plain_values import SMALL, copy_of, is_kep
 
 @pytest.fixture(autouse=True)
 def _no_modules(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(variables, "_MODULES", types.SimpleNamespace(besides=lambda variables: iter(())))
+    monkeypatch.setattr(variables, "MODULES", types.SimpleNamespace(besides=lambda variables: iter(())))
 
 
 class Smoothed:

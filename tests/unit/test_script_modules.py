@@ -24,6 +24,7 @@ from flashrecovery.worker.own_loops.variables import (
     put_back,
     take_down,
 )
+from flashrecovery.worker.script_text import held_state
 from flashrecovery.worker.script_text.script_modules import ScriptModules
 
 HELPERS = """
@@ -128,7 +129,8 @@ def helpers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[types.M
     monkeypatch.syspath_prepend(tmp_path)
     importlib.import_module("own_script")
     modules = ScriptModules()
-    monkeypatch.setattr(variables, "_MODULES", modules)
+    monkeypatch.setattr(variables, "MODULES", modules)
+    monkeypatch.setattr(held_state, "MODULES", modules)
     besides = modules.besides
     mine = ("helpers", "own_script")
     monkeypatch.setattr(modules, "besides", lambda those: (one for one in besides(those) if one[0] in mine))
@@ -194,7 +196,7 @@ def test_an_attribute_that_the_training_has_made_is_made_in_a_replacement(helper
 
 def test_constants_modules_and_functions_are_not_looked_at(helpers: types.ModuleType) -> None:
     _saved()
-    looked_at = variables._MODULES.changing("helpers")
+    looked_at = held_state.MODULES.changing("helpers")
     assert not {"RATE", "Constant", "log", "made", "np", "torch", "collections"} & {*looked_at}
     assert {"count", "history", "Meter", "counted", "LIMIT"} <= {*looked_at}
 
@@ -209,7 +211,7 @@ def test_what_only_a_module_leads_to_is_told_from_what_variables_lead_to(helpers
 
 
 def test_the_loops_own_module_is_that_of_its_variables(helpers: types.ModuleType) -> None:
-    modules = [name for name, _ in variables._MODULES.besides(vars(helpers))]
+    modules = [name for name, _ in held_state.MODULES.besides(vars(helpers))]
     assert modules == ["own_script"]
 
 
@@ -226,7 +228,7 @@ ITERATORS = {
 @pytest.mark.parametrize("kind", ITERATORS)
 def test_an_iterator_of_another_module_that_goes_on_is_seen(kind: str, helpers: types.ModuleType) -> None:
     exec(ITERATORS[kind], vars(helpers))
-    variables._MODULES._changing.clear()
+    held_state.MODULES._changing.clear()
     looks = []
     for asked in (True, False, True):
         looks.append(progress(iterators_of(_frame(), NAMES, NOTHING)))

@@ -21,8 +21,15 @@ from flashrecovery.errors import RegistrationError
 from flashrecovery.worker.data.stream import DataStream
 from flashrecovery.worker.script_checks.unregistered import Unregistered
 from flashrecovery.worker.script_text.script_frames import check_loop
+from flashrecovery.worker.script_text.script_modules import ScriptModules
 
 STEPS = 5
+
+
+@pytest.fixture(autouse=True)
+def no_modules(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Modules of tests are none of a script's; see ``test_unregistered_modules.py``."""
+    monkeypatch.setattr(ScriptModules, "besides", lambda self, variables: iter(()))
 
 
 class Registered:

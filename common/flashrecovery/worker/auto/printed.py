@@ -28,8 +28,9 @@ from flashrecovery.worker.local_state.fingerprints import attributes_of
 from flashrecovery.worker.local_state.generators import as_stateful
 from flashrecovery.worker.own_loops.loops import LOOPS, ScriptLoop
 from flashrecovery.worker.own_loops.rewrite import NONE, Makes
-from flashrecovery.worker.own_loops.variables import changing_defaults, is_of_module, protected
+from flashrecovery.worker.own_loops.variables import is_of_module, protected
 from flashrecovery.worker.script_checks.wrapped_module import wrapper_of
+from flashrecovery.worker.script_text.held_state import changing_defaults
 from flashrecovery.worker.script_text.plain_values import LARGE, is_kept
 from flashrecovery.worker.script_text.script_frames import STATIC, carried_by_class_in, file_of, is_own
 

@@ -45,11 +45,6 @@ def inside(thing: Any) -> Any:
     return optimizer_inside(trained_module(thing))
 
 
-def is_loader(kind: type) -> bool:
-    """Whether it is the class of Fabric's loaders, which count their epochs themselves."""
-    return kind is _kind("_FabricDataLoader")
-
-
 def scaler_of(model: Any) -> Any:
     """The gradient scaler of Fabric's precision plugin; None if it has none, and for models of others."""
     return getattr(model._strategy.precision, "scaler", None) if _is_a(model, "_FabricModule") else None

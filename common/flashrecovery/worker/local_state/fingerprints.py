@@ -7,6 +7,7 @@ import collections
 import itertools
 import sys
 import weakref
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -48,6 +49,41 @@ def plain_mark(value: Any) -> Any:
     if isinstance(value, torch.nn.Module):
         return mark(value)
     return identity(value) if as_stateful(value) is None else mark(value)
+
+
+_NUMBERS = frozenset((*KEPT_NUMBERS, complex, bytes))
+_SAMPLED = 4096
+"""Elements from which only the first and the last :data:`ELEMENTS` of a container are looked at."""
+_ARRAY = 1 << 20
+"""Bytes of an array whose values are looked at."""
+
+
+def content_mark(value: Any, depth: int = 4) -> int:
+    """Another number when a plain value, or what its containers hold, has changed."""
+    if isinstance(value, torch.Tensor):
+        return hash((id(value), value._version))
+    if isinstance(value, (str, bytes)):
+        return hash(value)
+    if isinstance(value, PLAIN):
+        return hash(repr(value))  # two NaNs are the same
+    if isinstance(value, CONTAINERS) and depth:
+        pairs = value.items() if isinstance(value, dict) else value
+        parts = [*pairs] if len(value) <= _SAMPLED else [*itertools.islice(pairs, ELEMENTS), *_newest(value)]
+        if _NUMBERS.issuperset(map(type, itertools.chain.from_iterable(parts) if isinstance(value, dict) else parts)):
+            return hash((len(value), *parts))
+        return hash(
+            (len(value), *(content_mark(part, depth if isinstance(value, dict) else depth - 1) for part in parts))
+        )
+    if not is_plain(value) or isinstance(value, CONTAINERS):
+        return id(value)
+    array: Any = value  # numpy's
+    return hash(array.tobytes()) if array.nbytes <= _ARRAY and not array.dtype.hasobject else id(array)
+
+
+def _newest(value: Any) -> Iterable[Any]:
+    if isinstance(value, set):
+        return ()
+    return itertools.islice(reversed(value.items() if isinstance(value, dict) else value), ELEMENTS)
 
 
 def _element_mark(value: Any) -> Any:

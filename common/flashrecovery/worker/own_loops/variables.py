@@ -7,13 +7,11 @@ state. Nothing of the script's code runs for it.
 
 from __future__ import annotations
 
-import ast
 import collections
-import enum
 import functools
 import sys
 import types
-from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,31 +19,20 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.data import DataLoader, Dataset
 
-from flashrecovery.worker.data import lightning_fabric
-from flashrecovery.worker.local_state.fingerprints import CONTAINERS, ELEMENTS, KEPT_NUMBERS, attributes_of
-from flashrecovery.worker.local_state.generators import as_stateful, is_generator
+from flashrecovery.worker.local_state.fingerprints import CONTAINERS
+from flashrecovery.worker.local_state.generators import as_stateful
 from flashrecovery.worker.own_loops.rewrite import LoopText
-from flashrecovery.worker.preimport.own_files import is_own_file
+from flashrecovery.worker.script_text.held_state import MODULES, held_by, objects_from
 from flashrecovery.worker.script_text.plain_values import (
     LARGE,
     SMALL,
     Putting,
     copies_of,
-    has_items,
     is_array,
     is_kept,
-    items_of,
-    plain_base,
-    set_items,
-    slots_of,
     storage_of,
 )
-from flashrecovery.worker.script_text.script_frames import STATIC, is_own
-from flashrecovery.worker.script_text.script_modules import ScriptModules, attributes_of_class
 
-_DEPTH = 3
-_OBJECTS = 10_000
-_MODULES = ScriptModules()
 _MODULE = "module "
 """Before the names of modules in paths."""
 
@@ -155,7 +142,7 @@ class _Variables:
 
     def modules(self) -> Iterator[tuple[str, types.ModuleType]]:
         """The script's modules that have others."""
-        return _MODULES.besides(self._global)
+        return MODULES.besides(self._global)
 
 
 def take_down(frame: types.FrameType, names: LoopVariables, known: frozenset[int]) -> Saved:
@@ -201,7 +188,7 @@ def _of_objects(
         if generator is not None:
             attributes[path] = generator.state_dict()
             continue
-        for name, value in _attributes(thing).items():
+        for name, value in held_by(thing).items():
             if is_kept(value, known):
                 attributes[f"{path}.{name}"] = value
             elif isinstance(value, CONTAINERS) and len(value) > SMALL:
@@ -249,7 +236,7 @@ def iterators_of(frame: types.FrameType, names: LoopVariables, known: frozenset[
         f"{path}.{name}": value
         for path, thing in _objects(_Variables(frame), names, known)
         if as_stateful(thing) is None and not hasattr(type(thing), "__iter__")
-        for name, value in _attributes(thing).items()
+        for name, value in held_by(thing).items()
         if isinstance(value, Iterator)
     }
 
@@ -283,7 +270,7 @@ def put_back_objects(
 
 
 def _put_attributes(thing: object, values: Mapping[str, Any], putting: Putting) -> None:
-    attributes = _attributes(thing)
+    attributes = held_by(thing)
     for name, value in values.items():
         now = attributes.get(name)
         if as_stateful(now) is None:  # what a generator has comes later
@@ -319,277 +306,9 @@ def _objects(variables: _Variables, names: LoopVariables, known: frozenset[int])
     not be set yet."""
     seen: set[int] = set()
     outer, own, _ = names.in_order
-    yield from _objects_from(variables.of(outer), known, seen)
+    yield from objects_from(variables.of(outer), known, seen)
     for name, module in variables.modules():
         where = f"{_MODULE}{name}"
         yield where, module
-        yield from _objects_from(((f"{where}.{n}", v) for n, v in _OfModule(module).items()), known, seen)
-    yield from _objects_from(variables.of(own), known, seen)
-
-
-def _objects_from(
-    roots: Iterable[tuple[str, Any]], known: frozenset[int], seen: set[int]
-) -> Iterator[tuple[str, object]]:
-    waiting = collections.deque((name, value, _DEPTH) for name, value in roots if _leads_to(value))
-    while waiting and len(seen) < _OBJECTS:
-        path, thing, depth = waiting.popleft()
-        kind = _leads_to(thing)
-        if id(thing) in seen or id(thing) in known or (kind is _Kind.FUNCTION and not _keeps_something(thing)):
-            continue
-        seen.add(id(thing))
-        parts: Iterable[tuple[str, Any]] = ()
-        if kind is _Kind.CONTAINER:
-            assert isinstance(thing, _WALKED)
-            if isinstance(thing, dict) and len(thing) <= ELEMENTS and not is_kept(thing, known):
-                yield path, thing
-            if len(thing) <= ELEMENTS:
-                pairs = thing.items() if isinstance(thing, dict) else enumerate(thing)
-                parts = [(f"{path}[{key!r}]", part) for key, part in pairs if isinstance(key, (int, str))]
-        elif kind is _Kind.CALL:
-            if isinstance(thing, functools.partial):
-                yield path, thing
-            parts = [(f"{path}.{name}", part) for name, part in _parts_of_call(thing)]
-        elif kind is not _Kind.OTHER:
-            yield path, thing
-            if kind is not _Kind.GENERATOR:
-                parts = [(f"{path}.{name}", part) for name, part in _attributes(thing).items()]
-        if depth:
-            waiting.extend((where, part, depth - 1) for where, part in parts if _leads_to(part))
-
-
-_WALKED = (list, tuple, dict, collections.deque, collections.OrderedDict, collections.defaultdict)
-
-
-def _parts_of_call(thing: object) -> Iterator[tuple[str, object]]:
-    if isinstance(thing, types.MethodType):
-        yield from (("__self__", thing.__self__), ("__func__", thing.__func__))
-    elif isinstance(thing, functools.partial):
-        yield from (("func", thing.func), ("args", thing.args), ("keywords", thing.keywords))
-
-
-class _Kind(enum.Enum):
-    """Of a class, what an object of it may lead to."""
-
-    OTHER = "other"
-    FUNCTION = "function"
-    CONTAINER = "container"
-    CALL = "method or partial"
-    GENERATOR = "generator"
-    OWN = "own"
-    CLASS = "class"
-
-
-_LEAVES = (*STATIC, *KEPT_NUMBERS, torch.Tensor, torch.nn.Module, Dataset, DataLoader)
-
-
-def _leads_to(thing: object) -> _Kind | None:
-    """None: to nothing."""
-    if isinstance(thing, type):
-        return _kind_of_class(thing)
-    return _kind_of(type(thing))  # type: ignore[arg-type] # a class is hashable
-
-
-@functools.lru_cache(4096)
-def _kind_of_class(thing: type) -> _Kind | None:
-    """Numbers and the like may be counted in a class of the script's own."""
-    plain = not issubclass(thing, (enum.Enum, torch.nn.Module, BaseException)) and is_own(thing)
-    return _Kind.CLASS if plain else None
-
-
-@functools.lru_cache(4096)
-def _kind_of(kind: type) -> _Kind | None:
-    if issubclass(kind, types.FunctionType):
-        return _Kind.FUNCTION
-    if kind in (types.MethodType, functools.partial):
-        return _Kind.CALL
-    if issubclass(kind, _LEAVES):
-        return None
-    if is_generator(kind):
-        return _Kind.GENERATOR
-    if kind in _WALKED:
-        return _Kind.CONTAINER
-    if issubclass(kind, enum.Enum):
-        return None
-    return _Kind.OWN if _has_plain_state(kind) else _Kind.OTHER
-
-
-def _attributes(thing: object) -> MutableMapping[str, Any]:
-    """Of a function, what it has from the functions around it, its own attributes, and its default arguments."""
-    if isinstance(thing, types.FunctionType):
-        return _OfFunction(thing)
-    if isinstance(thing, type):
-        return _OfClass(thing)
-    if isinstance(thing, types.ModuleType):
-        return _OfModule(thing)
-    if isinstance(thing, functools.partial):
-        return _OfPartial(thing)
-    if type(thing) in _WALKED:
-        return _OfDictionary(thing)
-    base = plain_base(type(thing))  # type: ignore[arg-type] # a class is hashable
-    if base is not None and base is not tuple and has_items(base):
-        return _OfContainer(thing, base)
-    slots = slots_of(type(thing))  # type: ignore[arg-type] # a class is hashable
-    return _OfSlots(thing, slots) if slots else attributes_of(thing)
-
-
-class _Attributes(MutableMapping[str, Any]):
-    """Those that have a value when this is made."""
-
-    _names: Sequence[str]
-
-    def __delitem__(self, name: str) -> None:
-        raise NotImplementedError
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._names)
-
-    def __len__(self) -> int:
-        return len(self._names)
-
-
-class _OfFunction(_Attributes):
-    def __init__(self, function: types.FunctionType) -> None:
-        self._every_cell = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
-        self._cells = {name: cell for name, cell in self._every_cell.items() if _is_filled(cell)}
-        self._own = function.__dict__
-        self._defaults = changing_defaults(function)
-        self._names = [*self._cells, *(name for name in self._own if name not in self._cells), *self._defaults]
-
-    def __getitem__(self, name: str) -> Any:
-        if name in self._cells:
-            return self._cells[name].cell_contents
-        return self._own[name] if name in self._own else self._defaults[name]
-
-    def __setitem__(self, name: str, value: Any) -> None:
-        if name in self._every_cell:
-            self._every_cell[name].cell_contents = value
-        elif name not in self._defaults:  # of which the container itself has been changed
-            self._own[name] = value
-
-
-class _OfClass(_Attributes):
-    def __init__(self, kind: type) -> None:
-        self._kind = kind
-        self._names = [*attributes_of_class(kind)]
-
-    def __getitem__(self, name: str) -> Any:
-        return vars(self._kind)[name]
-
-    def __setitem__(self, name: str, value: Any) -> None:
-        if name not in vars(self._kind) or value is not vars(self._kind)[name]:
-            type.__setattr__(self._kind, name, value)
-
-
-class _OfModule(_Attributes):
-    def __init__(self, module: types.ModuleType) -> None:
-        self._variables = vars(module)
-        self._names = _MODULES.changing(module.__name__)
-
-    def __getitem__(self, name: str) -> Any:
-        return self._variables[name]
-
-    def __setitem__(self, name: str, value: Any) -> None:
-        self._variables[name] = value
-
-
-class _OfPartial(_Attributes):
-    """Its arguments, of which only what containers among them hold can change."""
-
-    def __init__(self, thing: functools.partial[Any]) -> None:
-        self._arguments = {"args": thing.args, "keywords": thing.keywords}
-        self._names = ("args", "keywords")
-
-    def __getitem__(self, name: str) -> Any:
-        return self._arguments[name]
-
-    def __setitem__(self, name: str, value: Any) -> None: ...
-
-
-class _OfDictionary(_Attributes):
-    """One that cannot be taken down as a whole: what it has under names and numbers."""
-
-    def __init__(self, thing: Any) -> None:
-        self._thing = thing
-        self._keys = {f"[{key!r}]": key for key in thing if type(key) in (int, str) and "." not in str(key)}
-        self._names = [*self._keys]
-
-    def __getitem__(self, name: str) -> Any:
-        return self._thing[self._keys[name]]
-
-    def __setitem__(self, name: str, value: Any) -> None:
-        self._thing[self._keys[name] if name in self._keys else ast.literal_eval(name[1:-1])] = value
-
-
-class _OfContainer(_Attributes):
-    """An object of a class that is derived from a list, a dictionary or the like."""
-
-    def __init__(self, thing: object, base: type) -> None:
-        self._thing, self._base, self._dict = thing, base, attributes_of(thing)
-        self._names = [_ITEMS, *(self._dict if self._dict is not thing else ())]
-
-    def __getitem__(self, name: str) -> Any:
-        return items_of(self._thing) if name == _ITEMS else self._dict[name]
-
-    def __setitem__(self, name: str, value: Any) -> None:
-        if name == _ITEMS:
-            set_items(self._thing, value, self._base)
-        else:
-            self._dict[name] = value
-
-
-_ITEMS = "its items"
-
-
-class _OfSlots(_Attributes):
-    def __init__(self, thing: object, slots: Sequence[str]) -> None:
-        self._thing, self._dict = thing, attributes_of(thing)
-        self._names = [*(name for name in slots if hasattr(thing, name)), *self._dict]
-
-    def __getitem__(self, name: str) -> Any:
-        if name in self._dict:
-            return self._dict[name]
-        if not hasattr(self._thing, name):
-            raise KeyError(name)
-        return getattr(self._thing, name)
-
-    def __setitem__(self, name: str, value: Any) -> None:
-        if name in self._dict:
-            self._dict[name] = value
-        else:
-            object.__setattr__(self._thing, name, value)
-
-
-def changing_defaults(function: types.FunctionType) -> dict[str, Any]:
-    """Default arguments that calls can change, by ``name=``."""
-    if not function.__defaults__ and not function.__kwdefaults__:
-        return {}
-    code, defaults = function.__code__, function.__defaults__ or ()
-    last = code.co_varnames[code.co_argcount - len(defaults) : code.co_argcount]
-    every = {**dict(zip(last, defaults, strict=True)), **(function.__kwdefaults__ or {})}
-    return {
-        f"{name}=": value for name, value in every.items() if isinstance(value, (list, dict, set, collections.deque))
-    }
-
-
-def _keeps_something(function: object) -> bool:
-    assert isinstance(function, types.FunctionType)
-    keeps = function.__closure__ or function.__dict__ or function.__defaults__ or function.__kwdefaults__
-    written = getattr(function, "__wrapped__", function)  # by a decorator of a library
-    code = getattr(written, "__code__", function.__code__)
-    return bool(keeps) and (is_own_file(function.__code__.co_filename) or is_own_file(code.co_filename))
-
-
-def _is_filled(cell: types.CellType) -> bool:
-    try:
-        _ = cell.cell_contents
-    except ValueError:
-        return False
-    return True
-
-
-def _has_plain_state(kind: type) -> bool:
-    """Classes of the script's own, and those that scripts keep numbers of theirs in: a parser's arguments, a progress
-    bar; Fabric's loaders, which count epochs."""
-    if is_own(kind) or kind is types.SimpleNamespace or lightning_fabric.is_loader(kind):
-        return True
-    return kind.__module__.partition(".")[0] in ("argparse", "tqdm")
+        yield from objects_from(((f"{where}.{n}", v) for n, v in held_by(module).items()), known, seen)
+    yield from objects_from(variables.of(own), known, seen)

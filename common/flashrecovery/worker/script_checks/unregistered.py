@@ -44,6 +44,7 @@ from flashrecovery.worker.local_state.fingerprints import (
     PLAIN,
     InPlace,
     attributes_of,
+    content_mark,
     identity,
     is_plain,
     mark,
@@ -51,6 +52,7 @@ from flashrecovery.worker.local_state.fingerprints import (
 )
 from flashrecovery.worker.local_state.generators import as_stateful
 from flashrecovery.worker.script_checks.hooks import HookWatch
+from flashrecovery.worker.script_checks.module_state import ScriptModuleState
 from flashrecovery.worker.script_text.loop_carried import CarriedByClass, LoopCarried
 from flashrecovery.worker.script_text.plain_values import LARGE, SMALL, storage_of
 from flashrecovery.worker.script_text.script_frames import (
@@ -136,6 +138,7 @@ class Unregistered:
         self._generation = 0
         self._given_up = False
         self._seen = _Seen()
+        self._modules = ScriptModuleState()
         self._carried: set[str] = set()
         self._objects: dict[str, str] = {}
         self._iterators: dict[str, None] = {}
@@ -222,14 +225,35 @@ class Unregistered:
                 elsewhere = {name: v for name, v in set_elsewhere(one).items() if not self._comes_back(v)}
                 seen.marks |= {name: ("", plain_mark(value)) for name, value in elsewhere.items()}
         seen.roots = {name: identity(everything[name]) for name in anew}
-        self._walk(everything, seen.marks, {*reset})
+        of_modules = self._look_at_modules(around, everything, seen, {*reset})
         for path, (kind, _newest) in seen.marks.items():
             if path not in self._variables and self._seen.differs(path, seen):
+                if path in of_modules and not self._modules.is_shared(path, of_modules[path]):
+                    continue
                 if kind:
                     self._objects.setdefault(path, kind)
                 else:
                     self._variables.setdefault(path.partition("[")[0])  # a list's elements are told together
         self._seen = seen
+
+    def _look_at_modules(
+        self, around: Sequence[types.FrameType], everything: Mapping[str, Any], seen: _Seen, reset: set[int]
+    ) -> dict[str, str]:
+        """After what ``everything`` leads to, what the script's modules have. Returns paths of plain values of theirs
+        that count only if the script's text shares them among functions, with the modules' names."""
+        variables = self._modules.variables(around)
+        paths = dict.fromkeys(reset, "")
+        self._walk(everything, seen.marks, paths)
+        self._walk({path: value for path, (_, value) in variables.items()}, seen.marks, paths)
+        found: dict[str, str] = {}
+        if self._calls:
+            return found
+        for path, module, value in self._modules.plain(variables, self._known | reset, paths):
+            tensor = isinstance(value, torch.Tensor)  # which the walk has seen
+            if path not in seen.marks and not tensor and not self._holds_known(value) and not self._comes_back(value):
+                seen.marks[path] = "", content_mark(value)
+                found[path] = module
+        return found
 
     def _look_at_carried(self, path: str, value: object, seen: _Seen) -> None:
         """The text says that the loop carries this variable."""
@@ -270,16 +294,16 @@ class Unregistered:
             elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("range", "count", "itertools.count"):
                 self._variables.setdefault(ast.unparse(loop.target))
 
-    def _walk(self, variables: Mapping[str, Any], seen: dict[str, Any], reset: set[int]) -> None:
+    def _walk(self, variables: Mapping[str, Any], seen: dict[str, Any], visited: dict[int, str]) -> None:
         """Put what the values of ``variables`` and their parts are like into ``seen``: path -> (kind, or empty for a
-        plain value, mark). Each object has the shortest of its paths. ``reset``: objects that are left out."""
+        plain value, mark). Each object has the shortest of its paths. ``visited``: these paths by identity; objects
+        that are in it are left out."""
         todo = collections.deque((name, value, _DEPTH) for name, value in variables.items())
-        visited = reset
         while todo and len(visited) < _OBJECTS:
             path, thing, depth = todo.popleft()
             if isinstance(thing, _LEAVES) or id(thing) in visited:
                 continue
-            visited.add(id(thing))
+            visited[id(thing)] = path
             if isinstance(thing, torch.Tensor):
                 own = id(thing) not in self._parameters and storage_of(thing) not in self._storages
                 if own and (path.endswith("]") or not self._comes_back(thing, path)):
@@ -366,9 +390,9 @@ class Unregistered:
     def _holds_known(self, value: object) -> bool:
         """A registered object, or a container of some."""
         if isinstance(value, dict):
-            return any(self._holds_known(part) for part in list(value.values())[:ELEMENTS])
+            return any(self._holds_known(part) for part in [*itertools.islice(value.values(), ELEMENTS)])
         if isinstance(value, (list, tuple, collections.deque)):
-            return any(self._holds_known(part) for part in list(value)[:ELEMENTS])
+            return any(self._holds_known(part) for part in [*itertools.islice(value, ELEMENTS)])
         return id(value) in self._known or id(value) in self._parameters
 
 

@@ -11,6 +11,7 @@ not count. How one statement follows another is known to :mod:`.data_flow`.
 from __future__ import annotations
 
 import ast
+import functools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -119,6 +120,61 @@ def carried_by_class(tree: ast.AST, name: str) -> CarriedByClass:
         remade = assigned if remade is None else remade | assigned
         exposed |= changed - assigned
     return CarriedByClass(frozenset(carried), frozenset((remade or set()) - exposed), frozenset(exposed))
+
+
+@dataclass(frozen=True)
+class SharedByFunctions:
+    """Of a file, as paths.
+
+    Attributes:
+        read: a function may read them as other calls have left them, or the file's own statements read them.
+        changed: a function, or a loop or the like of the file, sets or changes them. Not to what a clock gives.
+        imported: names that come from other files.
+    """
+
+    read: frozenset[str] = frozenset()
+    changed: frozenset[str] = frozenset()
+    imported: frozenset[str] = frozenset()
+
+    @functools.cached_property
+    def names_read(self) -> tuple[frozenset[str], frozenset[str]]:
+        """The last names of the paths: of all, and of those that may lead to things of other files."""
+        return _last(self.read), self._of_others(self.read)
+
+    @functools.cached_property
+    def names_changed(self) -> tuple[frozenset[str], frozenset[str]]:
+        """Likewise."""
+        return _last(self.changed), self._of_others(self.changed)
+
+    def _of_others(self, paths: frozenset[str]) -> frozenset[str]:
+        return _last(path for path in paths if "." in path or path in self.imported)
+
+
+def shared_by_functions(tree: ast.Module) -> SharedByFunctions:
+    """What only grows (``losses.append(loss)``) or is only counted, and looked at nowhere, is not among ``read``."""
+    read, changed, imported = set[str](), set[str](), set[str]()
+    for node in ast.walk(tree):
+        if isinstance(node, (*_DEFINITIONS, ast.Lambda)):
+            reader = Reader({}, frozenset())
+            reader.end_of(node)
+            read |= reader.exposed
+            changed |= reader.all_changed
+        elif isinstance(node, ast.ImportFrom):
+            imported |= {alias.asname or alias.name for alias in node.names}
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "setattr":
+            changed |= {f".{one.value!s}" for one in node.args if isinstance(one, ast.Constant)}
+    for statement in tree.body:
+        if not isinstance(statement, (*_DEFINITIONS, ast.ClassDef)):  # each alone: what was set above counts as read
+            reader = Reader({}, frozenset())
+            reader.body([statement], FlowState())
+            read |= reader.exposed
+            if hasattr(statement, "body"):  # others run once
+                changed |= reader.all_changed
+    return SharedByFunctions(frozenset(read), frozenset(changed), frozenset(imported))
+
+
+def _last(paths: Iterable[str]) -> frozenset[str]:
+    return frozenset(path.rpartition(".")[2] for path in paths)
 
 
 def _attributes(paths: Iterable[str], own: str) -> set[str]:

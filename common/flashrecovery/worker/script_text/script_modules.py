@@ -24,7 +24,7 @@ class ScriptModules:
     def __init__(self) -> None:
         self._imported = -1
         self._modules: dict[str, types.ModuleType] = {}
-        self._set_anywhere: frozenset[str] = frozenset()
+        self._set: frozenset[str] | None = None
         self._changing: dict[str, tuple[int, tuple[str, ...]]] = {}
 
     def besides(self, variables: Mapping[str, Any]) -> Iterator[tuple[str, types.ModuleType]]:
@@ -59,9 +59,16 @@ class ScriptModules:
             if type(module) is types.ModuleType and name.partition(".")[0] not in FRAMEWORKS
             if is_own_file(str(getattr(module, "__file__", None) or ""))
         }
-        files = {str(module.__file__) for module in self._modules.values()}
-        self._set_anywhere = frozenset().union(*map(_attributes_set, sorted(files)))
+        self._set = None
         self._changing.clear()
+
+    @property
+    def _set_anywhere(self) -> frozenset[str]:
+        """Names of attributes that the text of one of them sets."""
+        if self._set is None:
+            files = {str(module.__file__) for module in self._modules.values()}
+            self._set = frozenset().union(*map(_attributes_set, sorted(files)))
+        return self._set
 
     def _may_change(self, name: str, value: object) -> bool:
         if isinstance(value, _LEFT_OUT):

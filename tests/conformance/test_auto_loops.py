@@ -41,7 +41,7 @@ DDP = (
     ),
     *("nano", "mingpt", "tutorial", "imagenet", "streamed", "skips"),
 )
-SHAPES = (*DDP, "by_hand", "fsdp2", "fsdp2_epochs")
+SHAPES = (*DDP, "by_hand", "fsdp2", "fsdp2_epochs", "fsdp2_evaluated")
 FEW = ("accumulation", "flushed", "accumulated")
 """With fewer steps."""
 PHASES = ("between", "data", "forward", "backward", "grad-sync", "optimizer", "commit", "below")

@@ -623,6 +623,35 @@ def fsdp2_epochs() -> None:
         say(epoch, loss.item().hex(), scheduler.get_last_lr())
 
 
+def fsdp2_evaluated() -> None:
+    """Evaluations before the training, and amid it: they leave the root's parameters gathered."""
+    net = Net()
+    fully_shard(net.first)
+    fully_shard(net)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
+    watched.extend([net, optimizer])
+    loader, sampler = data()
+    seeded()
+    say("before", evaluation(net).hex())
+    for epoch in range(args.epochs):
+        sampler.set_epoch(epoch)
+        for number, (inputs, targets) in enumerate(loader):
+            loss = mse(net(inputs), targets)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if number % 4 == 2:
+                say(epoch, number, loss.item().hex(), evaluation(net).hex())
+
+
+def evaluation(net: nn.Module) -> float:
+    net.eval()
+    with torch.no_grad():
+        loss = mse(net(x), y)
+    net.train()
+    return float(loss)
+
+
 class AverageMeter:
     def __init__(self, name: str) -> None:
         self.name = name

@@ -588,6 +588,24 @@ def test_what_a_step_switches_in_fsdp2_is_switched_back(switch: str, forward: bo
         assert flags(model) == flags(other), "as in a process that comes to it now"
 
 
+def test_what_an_evaluation_before_the_first_step_leaves_of_fsdp2_is_not_kept(one_rank: None) -> None:
+    """In a replacement, which makes it again: else it would train with the root's parameters of then, and gather other
+    ones ahead than the ranks that have not."""
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    fully_shard(model[0])
+    root: Any = fully_shard(model)
+    adapter = adapter_for(model, [SGD(model.parameters(), lr=0.1)])
+    saved = codec.loads(codec.dumps(adapter.capture_common()))
+    with torch.no_grad():
+        model(torch.randn(2, 3))
+    context = root._get_fsdp_state()._comm_ctx
+    groups = [*fsdp2_state.groups(root)]
+    assert context.post_forward_order and any(group.is_unsharded for group in groups)
+    adapter.restore_common(saved)
+    assert not context.post_forward_order and not any(group._post_forward_indices for group in groups)
+    assert all(group.is_sharded for group in groups)
+
+
 def test_a_unit_without_gradients_is_no_sign_that_a_contribution_follows(
     one_rank: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

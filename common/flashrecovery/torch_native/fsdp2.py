@@ -124,6 +124,9 @@ class FSDP2Adapter(TorchAdapter, ElasticAdapter):
         return {**super().capture_common(), "fsdp": fsdp2_state.capture_flags(self.fsdp)}
 
     def restore_common(self, state: dict[str, Any]) -> None:
+        # An evaluation of the set-up leaves the root's parameters gathered, with the values of the set-up, and an order
+        # of forward passes by which the next backward pass would gather ahead. The survivors have neither any more.
+        fsdp2_state.reset(self.fsdp)
         super().restore_common(state)
         fsdp2_state.restore_flags(self.fsdp, state["fsdp"])
 

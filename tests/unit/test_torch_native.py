@@ -699,6 +699,28 @@ def test_a_reducer_is_renewed_without_a_second_set_of_gradients(one_rank: None, 
     assert ddp_reducer.read_layout(model) == layout
 
 
+@pytest.mark.parametrize("unused", [False, True])
+def test_gradients_that_are_views_of_new_buckets_take_no_memory_before_their_use(one_rank: None, unused: bool) -> None:
+    """Nothing is written to them: neither to the buckets that are rebuilt, nor from there to those that are kept."""
+    net = nn.Sequential(nn.Linear(4096, 4096), nn.Linear(4096, 4096))
+    model = DistributedDataParallel(net, gradient_as_bucket_view=True, find_unused_parameters=unused)
+    for _ in range(2):
+        model(torch.randn(2, 4096)).sum().backward()
+    layout = ddp_reducer.read_layout(model)
+    target = None if unused else layout  # never rebuilt
+    ddp_reducer.renew(model, target, gradients=True)
+    growth = _peak_growth_bytes(lambda: ddp_reducer.renew(model, target, gradients=True))
+    assert growth < 4 * 4096 * 4096 / 4
+    assert ddp_reducer.read_layout(model) == layout
+    model.zero_grad(set_to_none=False)
+    model(torch.ones(2, 4096)).sum().backward()
+    found = [p.grad.clone() for p in net.parameters() if p.grad is not None]
+    net.zero_grad()
+    net(torch.ones(2, 4096)).sum().backward()
+    assert all(torch.equal(a, p.grad) for a, p in zip(found, net.parameters(), strict=True) if p.grad is not None)
+    assert len(found) == 4
+
+
 @pytest.mark.parametrize("frozen", [["0.weight"], ["0.weight", "0.bias", "1.weight", "1.bias"]])
 def test_a_reducer_is_renewed_while_the_script_has_parameters_frozen(one_rank: None, frozen: list[str]) -> None:
     """As in the generator's step of a GAN. One that DDP has not known as trainable stays outside."""

@@ -110,6 +110,23 @@ class _ZerosWithoutMemory(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+class _ContentLeftAlone(TorchDispatchMode):
+    """Gradients and buckets keep what their memory holds: nobody reads it, and new memory need not exist before its
+    first use. What the Reducer copies besides are integers."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        target = kwargs.get("out", args[0]) if func in _FILLING else None
+        if isinstance(target, torch.Tensor) and target.is_floating_point():
+            return target
+        return func(*args, **kwargs)
+
+
+_FILLING = (torch.ops.aten.zero_.default, torch.ops.aten.copy_.default, torch.ops.aten.mul.out)
+
+
 def renew(ddp: DistributedDataParallel, layout: BucketLayout | None, *, gradients: bool = False) -> None:
     """Replace the Reducer and its Logger by new ones: in the initial layout (None), or as after a first step that has
     led to ``layout``. Does no communication.
@@ -232,7 +249,7 @@ def _simulate_backward(ddp: DistributedDataParallel, order: Sequence[int], gradi
     parameters = reducer_parameters(ddp)
     for parameter in parameters:
         # Without a gradient a parameter would count as unused, where DDP looks for that.
-        parameter.grad = torch.zeros_like(parameter) if ddp.find_unused_parameters else None
+        parameter.grad = torch.empty_like(parameter) if ddp.find_unused_parameters else None
 
     def gradients_ready(_grad: torch.Tensor) -> None:
         for index in order:
@@ -247,8 +264,9 @@ def _simulate_backward(ddp: DistributedDataParallel, order: Sequence[int], gradi
     reducer._update_process_group(local)
     reducer.prepare_for_forward()
     reducer.prepare_for_backward(used)
-    torch.autograd.backward([output])
-    if not gradients:
-        _drop_gradients(parameters)
-    rebuild_now(ddp)
+    with _ContentLeftAlone():  # type: ignore[no-untyped-call]
+        torch.autograd.backward([output])
+        if not gradients:
+            _drop_gradients(parameters)
+        rebuild_now(ddp)
     reducer._update_process_group(ddp.process_group)

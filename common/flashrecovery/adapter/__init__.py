@@ -20,6 +20,7 @@ from flashrecovery.adapter.gradients import GradientWatch
 from flashrecovery.adapter.modes import plain_fields
 from flashrecovery.adapter.optimizer_state import layout_of, new_state_tensor, plain
 from flashrecovery.adapter.placement import (
+    backed_by_pages,
     global_rank,
     local_tensor,
     mesh_spans_world,
@@ -66,6 +67,7 @@ __all__ = [
     "TensorSpec",
     "TorchAdapter",
     "attribute_of",
+    "backed_by_pages",
     "constant",
     "give_up_state",
     "global_rank",

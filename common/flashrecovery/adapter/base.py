@@ -35,7 +35,7 @@ from flashrecovery.adapter.optimizer_state import (
     restore_hyperparameters,
 )
 from flashrecovery.adapter.parts import is_composite, refuse_odd
-from flashrecovery.adapter.placement import like_placed, local_tensor
+from flashrecovery.adapter.placement import backed_by_pages, like_placed, local_tensor
 from flashrecovery.adapter.setters import Method, Setters
 from flashrecovery.adapter.shards import ParamRecord, ParamShard, constant, owners_of
 from flashrecovery.adapter.state_order import StateOrder
@@ -402,6 +402,8 @@ class TorchAdapter(InspectableAdapter):
 
 def _no_gradient(parameter: torch.nn.Parameter) -> torch.Tensor:
     """A gradient of zeros: an ordinary tensor also where the parameter is none."""
+    if type(parameter) is torch.nn.Parameter and parameter.layout is torch.strided:
+        return backed_by_pages(torch.empty_like(parameter, requires_grad=False)).zero_()
     if not is_composite(parameter):
         return torch.zeros_like(parameter, requires_grad=False)
     shape = local_tensor(parameter).shape

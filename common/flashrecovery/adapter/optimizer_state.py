@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from flashrecovery.adapter.parts import TensorParts, is_composite, is_plainly_placed, refuse_odd
-from flashrecovery.adapter.placement import like_placed, local_tensor
+from flashrecovery.adapter.placement import backed_by_pages, like_placed, local_tensor
 from flashrecovery.errors import RegistrationError, RestoreError, UnsupportedError
 from flashrecovery.state.exact import exact_clone, exact_copy
 
@@ -96,6 +96,7 @@ def new_state_tensor(parameter: torch.Tensor, shape: tuple[int, ...], dtype: tor
         local = torch.empty_like(reference, dtype=dtype, device=device, memory_format=torch.preserve_format)
     else:
         local = torch.empty(shape, dtype=dtype, device=device)
+    backed_by_pages(local)
     if layout != PLACED:
         return local
     if not isinstance(parameter, DTensor):

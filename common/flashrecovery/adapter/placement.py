@@ -20,7 +20,18 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
 from flashrecovery.errors import UnsupportedError
+from flashrecovery.runtime import page_reserve
 from flashrecovery.runtime.naming import of_group
+
+
+def backed_by_pages(new: torch.Tensor) -> torch.Tensor:
+    """``new``, which has just been allocated with plain ``torch.empty``, and with it all of its storage. The content is
+    undefined, as before. In a replacement it may get pages that exist already
+    (:mod:`flashrecovery.runtime.page_reserve`)."""
+    if new.device.type == "cpu":
+        storage = new.untyped_storage()
+        page_reserve.back(storage.data_ptr(), storage.nbytes())
+    return new
 
 
 def world_size() -> int:

@@ -57,6 +57,7 @@ TERMINATIONS_WORD = _SETUP_WORDS + 2
 _NOTES = TERMINATIONS_WORD + 1
 _LEAVING, _ASKS_LEAVING = _NOTES + 1, _NOTES + 2
 _SHOWN = _ASKS_LEAVING + 1
+_GROWN = _SHOWN + 1
 _WRITES_BITS = 24  # of that word; a step that writes more often is noted once it is through
 
 
@@ -190,6 +191,15 @@ class Page:
     def tokens_per_step(self) -> int:
         """What :meth:`set_tokens_per_step` has said; 0: nothing."""
         return self._words[_TOKENS]
+
+    def set_grown_bytes(self, nbytes: int) -> None:
+        """Publish by how much the host memory of this rank's state grew in the first step of its process."""
+        self._words[_GROWN] = nbytes
+
+    @property
+    def grown_bytes(self) -> int:
+        """What :meth:`set_grown_bytes` has said; 0: nothing."""
+        return self._words[_GROWN]
 
     @property
     def terminations(self) -> int:
@@ -352,8 +362,8 @@ class Page:
         return data if _digest(data) == self._words[_SETUP_WORDS + 1] else None
 
     def inherit(self, old: Page) -> None:
-        """Take over the rank-local states and the set-up log of the page of a dead worker, and how much it has shown of
-        what it has printed."""
+        """Take over the rank-local states and the set-up log of the page of a dead worker, how much it has shown of
+        what it has printed, and how much its state had grown."""
         with self.inheritance(old) as local_states:
             local_states.copy()
         self.adopt(old)
@@ -373,6 +383,7 @@ class Page:
         if log is not None:
             self.write_setup_log(log)
         self.set_shown(*old.shown)
+        self.set_grown_bytes(old.grown_bytes)
 
 
 class Inheritance:

@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from flashrecovery.adapter import backed_by_pages
 from flashrecovery.capabilities.of_torch import PYTHON_REDUCER, REDUCER, TORCH
 from flashrecovery.errors import RestoreError, UnsupportedError
 
@@ -153,6 +154,13 @@ def _renew(ddp: DistributedDataParallel, layout: BucketLayout | None, gradients:
         _simulate_backward(ddp, range(len(reducer_parameters(ddp))), gradients)
     for hook, state in hooks:
         ddp.register_comm_hook(state, hook)
+
+
+def back_gradients_by_pages(ddp: DistributedDataParallel) -> None:
+    """Gradients that have just been made, and whose content is undefined, are :func:`backed_by_pages`."""
+    gradients = [p.grad for p in reducer_parameters(ddp) if p.grad is not None]
+    for bucket in {g.untyped_storage().data_ptr(): g for g in gradients}.values():
+        backed_by_pages(bucket)
 
 
 def _drop_gradients(parameters: Sequence[torch.nn.Parameter]) -> None:

@@ -128,6 +128,7 @@ class Loop:
         self._graphs_since = 0  # where the graphs of this attempt of a step begin
         self._cut_short_by: BaseException | None = None
         self._told_modules = False
+        self._bytes_at_join = 0
         self._failing = False
         self._entered = False
         self._num_steps: int | None = None
@@ -226,6 +227,7 @@ class Loop:
     def join(self, num_steps: int | None) -> None:
         """Waits until this worker may begin."""
         self._num_steps = num_steps
+        self._bytes_at_join = self._registry.host_bytes()
         self._touches.begin()
         for adapter in self._registry.adapters:
             adapter.watch(TimedHooks(self._step, self._gate.overhead))
@@ -347,6 +349,7 @@ class Loop:
             self._between(True)
         if not self._told_modules:
             self._tell_modules()
+            self._gate.page.set_grown_bytes(max(0, self._registry.host_bytes() - self._bytes_at_join))
 
     # -- between two steps ------------------------------------------------------------------------
 

@@ -23,6 +23,7 @@ from flashrecovery.plan import Kind
 from flashrecovery.proto import flashrecovery_pb2 as pb
 from flashrecovery.redundancy.checkpoint.manifest import StoredCheckpoint
 from flashrecovery.redundancy.checkpoint.published import published
+from flashrecovery.runtime import page_reserve
 from flashrecovery.runtime.environment import in_changed_layout
 from flashrecovery.state.digest import shard_digests
 from flashrecovery.state.object_shard import ObjectShard
@@ -261,9 +262,11 @@ class RecoveryExecutor:
         """Drop what is half-finished, and the memory that it takes up; after the report, while the controller waits for
         others."""
         self._loop.let_go()
+        dropped = self._worker.registry.gradient_bytes()
         for adapter in self._worker.registry.adapters:
             adapter.reset()
         self._worker.device.make_room()
+        page_reserve.begin(dropped)  # as many gradients as there were may be made in the restore
 
     def _staging(self, staging: pb.Stage, reply: pb.Reply) -> None:
         """Write what another layout needs of this rank; then this process ends."""
@@ -468,6 +471,7 @@ class RecoveryExecutor:
             worker.gate.order_pause(pause.step, copies=pause.copies)
         if not worker.gate.resume(version, command.generation):
             return False
+        page_reserve.end()
         groups.set_detached(False)
         worker.control.resumed()
         self._came_at = version if self._fresh else min(self._came_at, version)

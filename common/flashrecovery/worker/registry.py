@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from types import MappingProxyType
 from typing import Any, Protocol
@@ -28,6 +28,7 @@ from flashrecovery.plan.elastic.new_ranks import members_of
 from flashrecovery.plan.elastic.replicas import ReplicaShape, shape_of
 from flashrecovery.plan.ownership import own_name
 from flashrecovery.plan.reshard.rules import TensorRule
+from flashrecovery.runtime import page_reserve
 from flashrecovery.runtime.page import LOCAL_STATE_LIMIT
 from flashrecovery.state import codec, witness
 from flashrecovery.state.checkpoint_format import CheckpointFormat
@@ -325,6 +326,16 @@ class Registry:
     def tensor_shards(self) -> list[Shard]:
         return [s for s in self.shards.values() if not isinstance(s, ObjectShard)]
 
+    def host_bytes(self) -> int:
+        """Host memory of large tensors: shards, and the models' gradients that there are."""
+        tensors = (t for shard in self.tensor_shards() for t in shard.tensors().values())
+        return _large_host_bytes(tensors) + self.gradient_bytes()
+
+    def gradient_bytes(self) -> int:
+        """Host memory of the models' large gradients that there are."""
+        gradients = (p.grad for model in self.models for p in model.parameters())
+        return _large_host_bytes(g for g in gradients if type(g) is torch.Tensor and g.layout is torch.strided)
+
     def checkpoint_format(self) -> CheckpointFormat | None:
         """The framework's own format for fallback checkpoints; None for the core's."""
         only = roles.inspectable(self.adapters).get(0) if len(self.adapters) == 1 else None
@@ -533,6 +544,10 @@ class Registry:
                 "had another state than those of its peers, and nobody else holds it. Register those that are meant to "
                 f"differ with per_rank={odd}; then each rank's own state is kept"
             )
+
+
+def _large_host_bytes(tensors: Iterable[torch.Tensor]) -> int:
+    return sum(t.nbytes for t in tensors if t.device.type == "cpu" and t.nbytes >= page_reserve.LEAST)
 
 
 def _own_states(local_state: dict[str, Any]) -> dict[str, Any]:

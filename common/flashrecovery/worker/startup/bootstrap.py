@@ -19,7 +19,7 @@ from flashrecovery.errors import DataEndedError, DataSourceError, DivergedError,
 from flashrecovery.kinds import NoticeKind
 from flashrecovery.plan.words import HOW_TO_PROTECT
 from flashrecovery.proto import flashrecovery_pb2 as pb
-from flashrecovery.runtime import process_end
+from flashrecovery.runtime import page_reserve, process_end
 from flashrecovery.runtime.channel import PAGE_ENV, Channel
 from flashrecovery.runtime.environment import AGENT_PID_ENV, CPUS_ENV, OF_ZYGOTES, STANDBY_DEVICE_ENV, with_local_rank
 from flashrecovery.runtime.lifeline import Lifeline
@@ -146,6 +146,8 @@ def _prepare(channel: Channel, page: Page, assign: pb.Assign, command: list[str]
     global _connection
     process_end.reserve()
     detached, ahead = assign.detached, Ahead.of(assign.ahead)
+    if detached:
+        page_reserve.begin(page.grown_bytes)
     setup_log, drawn = _predecessors_setup(page) if detached else (None, None)
     install_group_hook(detached, setup_log)
     installed = Installed.beside(command)

@@ -65,6 +65,7 @@ class Stopped:
         worker.gate.live, worker.gate.version, loop.touched = 3, 3, False
         worker.gate.outdated.return_value = False
         worker.registry.shards, worker.registry.adapters = {}, [adapter]
+        worker.registry.gradient_bytes.return_value = 0
         worker.registry.common.versions.return_value = worker.registry.local_state.versions.return_value = []
         worker.connection.page.local_state_versions.return_value = []
         worker.connection.page.early_local_states.return_value = []

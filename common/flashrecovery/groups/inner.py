@@ -47,7 +47,7 @@ def make_inners(
                 made[kind] = native.sparse_backend(prefixed, request.rank, request.size, own_address(native), timeout)
             elif kind == "gloo":
                 made[kind], devices = torch_private.gloo_backend(
-                    prefixed,
+                    native.address_store(prefixed, request.size),
                     request.rank,
                     request.size,
                     timeout,

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import datetime
 import json
 import os
 import signal
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -16,7 +18,7 @@ import torch.distributed as dist
 
 from flashrecovery import groups
 from flashrecovery.errors import RegroupError
-from flashrecovery.groups import registry
+from flashrecovery.groups import native_build, registry
 from flashrecovery.groups.stores import _CLIENTS, OneStore, StoresInUse
 from flashrecovery.groups.torch_private import GroupRequest, HashStore
 from flashrecovery.plan.membership.stores import server_of
@@ -24,6 +26,30 @@ from flashrecovery.runtime.environment import STORES_ENV
 from tests.support.groups_ranks import RankFunction, _Host, run_ranks
 
 SETS = ([0, 1], [2, 3], [0, 2], [1, 3])
+
+
+class _Counted(dist.Store):  # type: ignore[misc]
+    """Passes everything on, and says how often it was asked for what."""
+
+    def __init__(self, inner: dist.Store) -> None:
+        super().__init__()
+        self.inner, self.asked = inner, Counter[str]()
+
+    def set(self, key: str, value: str | bytes) -> None:
+        self.asked["set"] += 1
+        self.inner.set(key, value)
+
+    def get(self, key: str) -> bytes:
+        self.asked["get"] += 1
+        return self.inner.get(key)
+
+    def wait(self, keys: list[str], *timeout: datetime.timedelta) -> None:
+        self.asked["wait"] += 1
+        self.inner.wait(keys, *timeout)
+
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        self.asked["multi_get"] += 1
+        return self.inner.multi_get(keys)
 
 
 @contextmanager
@@ -196,3 +222,39 @@ def test_waits_end_also_in_a_store_that_is_connected_after_the_stop() -> None:
     waiting = _woken(lambda: late.of(request).wait(["never"]))
     waiting.join(2.0)
     assert not waiting.is_alive()
+
+
+def test_the_addresses_of_all_members_come_at_once() -> None:
+    """gloo asks for one after the other: a group of a thousand ranks would ask a server four million times."""
+    groups.build()
+    native, size, meeting = native_build.native(), 5, dist.HashStore()
+    stores, made = [_Counted(meeting) for _ in range(size)], {}
+
+    def connect(rank: int) -> None:
+        options = dist.ProcessGroupGloo._Options()
+        options._devices = [dist.ProcessGroupGloo.create_device(interface="lo")]
+        options._timeout = datetime.timedelta(seconds=20)
+        made[rank] = dist.ProcessGroupGloo(native.address_store(stores[rank], size), rank, size, options)
+
+    threads = [threading.Thread(target=connect, args=(rank,)) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    tensors = [torch.tensor([float(rank)]) for rank in range(size)]
+    works = [made[rank].allreduce([tensors[rank]]) for rank in range(size)]
+    for work in works:
+        work.wait()
+    assert all(tensor.item() == sum(range(size)) for tensor in tensors)
+    assert all(store.asked == {"set": 1, "wait": 1, "multi_get": 1} for store in stores), stores
+
+
+def test_what_is_no_address_is_asked_for_as_it_is() -> None:
+    groups.build()
+    native, inner = native_build.native(), dist.HashStore()
+    store = native.address_store(inner, 3)
+    for key in ("7", "x/3", "x/", "x", "x/03", ""):
+        inner.set(key, f"value of {key!r}")
+        assert store.get(key) == f"value of {key!r}".encode()
+    with pytest.raises(dist.DistStoreError):
+        store.wait(["x/1"], datetime.timedelta(milliseconds=20))  # of the addresses of three ranks none is there

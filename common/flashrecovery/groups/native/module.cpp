@@ -191,6 +191,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("wrap_store", [](StorePtr store) -> StorePtr {
     return c10::make_intrusive<AbandonableStore>(std::move(store), std::make_shared<StopFlag>());
   });
+  m.def("address_store", [](StorePtr store, int size) -> StorePtr {
+    return c10::make_intrusive<AddressStore>(std::move(store), size);
+  });
   m.def("stop_store", [](const StorePtr& store, const std::string& why) { stopFlag(store).raise(why); });
   m.def("resume_store", [](const StorePtr& store) { stopFlag(store).clear(); });
 

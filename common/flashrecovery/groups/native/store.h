@@ -9,6 +9,7 @@
 #include <torch/csrc/distributed/c10d/exception.h>
 
 #include <algorithm>
+#include <map>
 
 #include "stop_flag.h"
 #include "torch_differences.h"
@@ -83,6 +84,63 @@ class AbandonableStore final : public c10d::Store {
 
   c10::intrusive_ptr<Store> inner_;
   std::shared_ptr<StopFlag> stop_;
+};
+
+// The store in which the members of one gloo group exchange their addresses.
+//
+// gloo asks for one member's address after the other, and waits for each before it gets it: four messages to a TCPStore
+// for each member of each group, while one server answers all ranks. Here the first question for "PREFIX/RANK" gets the
+// addresses of all ranks. Whatever else is asked goes to the inner store.
+class AddressStore final : public c10d::Store {
+ public:
+  using Bytes = std::vector<uint8_t>;
+  using Keys = std::vector<std::string>;
+
+  AddressStore(c10::intrusive_ptr<Store> inner, int size) : inner_(std::move(inner)), size_(size) {}
+
+  c10::intrusive_ptr<Store> clone() override { return c10::make_intrusive<AddressStore>(inner_->clone(), size_); }
+  using Store::set;
+  void set(const std::string& key, const Bytes& value) override { inner_->set(key, value); }
+  using Store::compareSet;
+  Bytes compareSet(const std::string& key, const Bytes& expected, const Bytes& desired) override {
+    return inner_->compareSet(key, expected, desired);
+  }
+  Bytes get(const std::string& key) override {
+    getAll(key, getTimeout());
+    const auto found = known_.find(key);
+    return found == known_.end() ? inner_->get(key) : found->second;
+  }
+  int64_t add(const std::string& key, int64_t value) override { return inner_->add(key, value); }
+  bool deleteKey(const std::string& key) override { return inner_->deleteKey(key); }
+  bool check(const Keys& keys) override { return inner_->check(keys); }
+  int64_t getNumKeys() override { return inner_->getNumKeys(); }
+  void wait(const Keys& keys) override { wait(keys, getTimeout()); }
+  void wait(const Keys& keys, const Millis& timeout) override {
+    for (const auto& key : keys) {
+      getAll(key, timeout);
+      if (!known_.count(key)) inner_->wait({key}, timeout);
+    }
+  }
+  const Millis& getTimeout() const noexcept override { return inner_->getTimeout(); }
+  void setTimeout(const Millis& timeout) override { inner_->setTimeout(timeout); }
+
+ private:
+  // Those of all ranks, if `key` is an address that is not known yet.
+  void getAll(const std::string& key, const Millis& timeout) {
+    const auto digits = key.find_last_not_of("0123456789") + 1;
+    if (digits == 0 || key[digits - 1] != '/' || digits == key.size() || known_.count(key)) return;
+    const std::string prefix = key.substr(0, digits);
+    Keys keys;
+    for (int rank = 0; rank < size_; ++rank) keys.push_back(prefix + std::to_string(rank));
+    if (std::find(keys.begin(), keys.end(), key) == keys.end()) return;
+    inner_->wait(keys, timeout);
+    auto values = inner_->multiGet(keys);
+    for (size_t i = 0; i < keys.size(); ++i) known_[keys[i]] = std::move(values[i]);
+  }
+
+  c10::intrusive_ptr<Store> inner_;
+  int size_;
+  std::map<std::string, Bytes> known_;
 };
 
 }  // namespace flashrecovery

@@ -699,6 +699,25 @@ for step in range(14):
     loss.backward()
     optimizer.step()
     say(step, loss.item())
+=== made_generators
+class Noise:
+    def __init__(self):
+        self.source, self.more = None, {}
+    def of(self, a):
+        if self.source is None:
+            self.source = torch.Generator().manual_seed(7 + rank)
+        source = self.more.setdefault("uniform", np.random.default_rng(8 + rank))
+        return torch.randn(a.shape, generator=self.source) * source.random()
+noise, jitter = Noise(), None
+for epoch in range(EPOCHS):
+    for a, b in loader:
+        if jitter is None:
+            jitter = random.Random(9 + rank)
+        loss = F.mse_loss(model(a + noise.of(a) * jitter.random()), b)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        say(epoch, loss.item(), jitter.getstate()[1][-1])
 === prefetched
 stream = itertools.cycle(loader)
 a, b = next(stream)

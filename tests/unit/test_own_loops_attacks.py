@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 import torch
 
+from flashrecovery.state import codec
 from flashrecovery.worker.own_loops.rewrite import LoopText, made_in, rewrite
-from flashrecovery.worker.own_loops.variables import LoopVariables, protected, put_back, take_down
+from flashrecovery.worker.own_loops.variables import LoopVariables, Saved, protected, put_back, take_down
 from flashrecovery.worker.script_text.loop_carried import loops_around
 from flashrecovery.worker.startup import own_text
 from flashrecovery.worker.startup.own_text import OwnSources
@@ -75,6 +76,46 @@ def test_generators_come_back() -> None:
     first = drawn()
     put_back(frame, names(), frozenset(), saved)
     assert drawn() == first
+
+
+class Sampler:
+    def __init__(self) -> None:
+        self.noise: torch.Generator | None = None
+        self.others: list[Any] = []
+
+
+def test_generators_that_the_training_makes_come_back() -> None:
+    """A replacement has none of them yet, and would seed new ones."""
+    sampler = Sampler()
+    sampler.noise = torch.Generator().manual_seed(1)
+    sampler.others = [random.Random(2), np.random.default_rng(3), np.random.RandomState(4), sampler.noise]
+    made = torch.Generator().manual_seed(5)
+    frame, of = (
+        frame_with(sampler=sampler, made=made),
+        LoopVariables.of(LoopText(True, local=frozenset(["made"]), read=frozenset(["sampler", "made"]))),
+    )
+
+    def drawn(sampler: Any, made: Any) -> list[float]:
+        torchs = [torch.rand(1, generator=g).item() for g in (sampler.noise, made, sampler.others[3])]
+        return [*torchs, *(g.random() for g in sampler.others[:3])]
+
+    saved = take_down(frame, of, frozenset())
+    first = drawn(sampler, made)
+    found = put_back(frame, of, frozenset(), saved)
+    assert found["made"] is made and sampler.others[3] is sampler.noise
+    assert drawn(sampler, made) == first
+
+    replaced = frame_with(sampler=Sampler(), made=None)
+    plain = codec.loads(codec.dumps(saved.plain()))
+    found = put_back(replaced, of, frozenset(), Saved.of(plain))
+    there = replaced.f_locals["sampler"]
+    assert there.others[3] is there.noise and type(there.others[1]) is np.random.Generator
+    assert drawn(there, found["made"]) == first
+
+
+def test_random_numbers_of_the_system_have_no_state() -> None:
+    frame = frame_with(a=random.SystemRandom())
+    assert "a" not in take_down(frame, names(), frozenset()).attributes
 
 
 def test_a_tensor_that_rounds_of_the_inner_loop_add_to_is_kept() -> None:

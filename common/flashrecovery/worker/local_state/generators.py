@@ -57,7 +57,7 @@ def as_stateful(thing: object) -> Stateful | None:
     """``thing`` with ``state_dict`` and ``load_state_dict`` if it is a generator of torch, Python or numpy."""
     if isinstance(thing, torch.Generator):
         return _TorchGenerator(thing)
-    if isinstance(thing, random.Random):
+    if isinstance(thing, random.Random) and not isinstance(thing, random.SystemRandom):  # which has no state
         return _PythonGenerator(thing)
     numpy = sys.modules.get("numpy.random")
     if numpy is not None:
@@ -74,7 +74,34 @@ def is_generator(kind: type) -> bool:
     """Whether objects of this class are generators of torch, Python or numpy."""
     numpy = sys.modules.get("numpy.random")
     of_numpy = () if numpy is None else (numpy.Generator, numpy.RandomState, numpy.BitGenerator)
-    return issubclass(kind, (torch.Generator, random.Random, *of_numpy))
+    return issubclass(kind, (torch.Generator, random.Random, *of_numpy)) and not issubclass(kind, random.SystemRandom)
+
+
+def made_of(generator: object) -> tuple[str, str] | None:
+    """What a generator of the same kind can be made of by :func:`make`: the library, and its device or algorithm. None
+    if it cannot, or if it is no generator."""
+    kind = type(generator)
+    if isinstance(generator, torch.Generator):
+        return ("torch", str(generator.device)) if kind is torch.Generator else None
+    if kind is random.Random:
+        return ("random", "")
+    numpy = sys.modules.get("numpy.random")
+    if numpy is None or not is_generator(kind):
+        return None
+    bits = getattr(generator, "bit_generator", getattr(generator, "_bit_generator", generator))
+    known = getattr(numpy, type(bits).__name__, None) is type(bits)
+    return (f"numpy.{kind.__name__}", type(bits).__name__) if known and hasattr(numpy, kind.__name__) else None
+
+
+def make(library: str, of: str) -> Any:
+    """A generator in any state. Arguments as :func:`made_of` gives them."""
+    if library == "torch":
+        return torch.Generator(of)
+    if library == "random":
+        return random.Random()
+    numpy = sys.modules["numpy.random"]
+    bits, name = getattr(numpy, of)(), library.removeprefix("numpy.")
+    return bits if name == of else getattr(numpy, name)(bits)
 
 
 def generators_of(things: Iterable[Any]) -> list[Stateful]:

@@ -151,7 +151,7 @@ def take_down(frame: types.FrameType, names: LoopVariables, known: frozenset[int
     _, own, passed = names.in_order
     for name, value in variables.of(own):
         largest = LARGE if name in names.carried else SMALL
-        if not is_kept(value, known, largest=largest):
+        if not is_kept(value, known, largest=largest, with_generators=True):
             if isinstance(value, CONTAINERS) and len(value) > largest:
                 saved.too_long.append(name)
             elif name in names.carried and _is_left_out(value, known):
@@ -159,7 +159,7 @@ def take_down(frame: types.FrameType, names: LoopVariables, known: frozenset[int
         elif name in names.read_after or not _is_passing(name, value, names):
             saved.variables[name] = value
     for name, value in variables.of(passed):
-        if isinstance(value, CONTAINERS) and is_kept(value, known):
+        if isinstance(value, CONTAINERS) and is_kept(value, known, with_generators=True):
             saved.variables[name] = value
     attributes, too_long, paths = _of_objects(variables, names, known)
     copies = copies_of({**{f"={n}": v for n, v in saved.variables.items()}, **attributes}, paths)
@@ -183,13 +183,12 @@ def _of_objects(
     too_long = []
     paths: dict[int, str] = {}
     for path, thing in _objects(variables, names, known):
-        paths[id(thing)] = path
-        generator = as_stateful(thing)
-        if generator is not None:
-            attributes[path] = generator.state_dict()
+        if as_stateful(thing) is not None:
+            attributes[path] = thing
             continue
+        paths[id(thing)] = path
         for name, value in held_by(thing).items():
-            if is_kept(value, known):
+            if is_kept(value, known, with_generators=True):
                 attributes[f"{path}.{name}"] = value
             elif isinstance(value, CONTAINERS) and len(value) > SMALL:
                 too_long.append(f"{path}.{name}")
@@ -256,12 +255,11 @@ def put_back_objects(
         of_objects.setdefault(path, {})[name] = value
     variables = _Variables(frame)
     for path, thing in _objects(variables, names, known):
-        putting.found(path, thing)
-        generator = as_stateful(thing)
-        if generator is not None:
+        if as_stateful(thing) is not None:
             if path in saved:
-                generator.load_state_dict(saved[path])
+                putting.put(thing, saved[path])
             continue
+        putting.found(path, thing)
         _put_attributes(thing, of_objects.pop(path, {}), putting)
     for path, values in of_objects.items():  # functions that have kept nothing here yet
         function = _function_at(variables, path)
@@ -272,9 +270,7 @@ def put_back_objects(
 def _put_attributes(thing: object, values: Mapping[str, Any], putting: Putting) -> None:
     attributes = held_by(thing)
     for name, value in values.items():
-        now = attributes.get(name)
-        if as_stateful(now) is None:  # what a generator has comes later
-            attributes[name] = putting.put(now, value)
+        attributes[name] = putting.put(attributes.get(name), value)
 
 
 def _function_at(variables: _Variables, path: str) -> types.FunctionType | None:

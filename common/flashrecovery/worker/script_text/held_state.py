@@ -48,7 +48,7 @@ def objects_from(
         parts: Iterable[tuple[str, Any]] = ()
         if kind is _Kind.CONTAINER:
             assert isinstance(thing, _WALKED)
-            if isinstance(thing, dict) and len(thing) <= ELEMENTS and not is_kept(thing, known):
+            if isinstance(thing, dict) and len(thing) <= ELEMENTS and not is_kept(thing, known, with_generators=True):
                 yield path, thing
             if len(thing) <= ELEMENTS:
                 pairs = thing.items() if isinstance(thing, dict) else enumerate(thing)

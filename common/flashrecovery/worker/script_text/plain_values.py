@@ -1,8 +1,9 @@
 """Plain values of a script's variables: which are taken down with a version, and how they are put back.
 
 Plain are numbers, texts, tensors and arrays, containers of plain values, and objects of the script's own classes whose
-attributes are plain. No code of the script runs to take one down, or to make it again. What two places hold together
-they hold together afterwards, too, as far as both are put back at once.
+attributes are plain; where it is asked for, generators of random numbers, too. No code of the script runs to take one
+down, or to make it again. What two places hold together they hold together afterwards, too, as far as both are put
+back at once.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from typing import Any
 
 import torch
 
+from flashrecovery.worker.local_state import generators
 from flashrecovery.worker.local_state.fingerprints import KEPT_NUMBERS
 from flashrecovery.worker.script_text.script_frames import is_own
 
@@ -58,22 +60,25 @@ _OBJECT = "object of a class of the script's"
 _TUPLE = "named tuple of the script's"
 _DICT = "dictionary of another kind"
 _VALUE = "value of one of a few kinds"
+_GENERATOR = "generator of random numbers"
 _SHARED = "held in several places"
 _AT = "object at a path"
-_MARKS = frozenset((_ENUM, _GLOBAL, _OBJECT, _TUPLE, _DICT, _VALUE, _SHARED, _AT))
+_MARKS = frozenset((_ENUM, _GLOBAL, _OBJECT, _TUPLE, _DICT, _VALUE, _GENERATOR, _SHARED, _AT))
 """Keys of dictionaries that stand for something else; each is the only one."""
 
 
-def is_kept(value: Any, known: frozenset[int] = frozenset(), *, largest: int = SMALL) -> bool:
+def is_kept(
+    value: Any, known: frozenset[int] = frozenset(), *, largest: int = SMALL, with_generators: bool = False
+) -> bool:
     """Whether ``value`` is plain, its tensors and arrays have at most ``largest`` elements, and its containers
     :data:`SMALL`. ``known``: identities of what is protected otherwise: tensors, their storages (:func:`storage_of`),
-    containers, objects."""
-    return type(value) in _NUMBERS or _Kept(known, largest).has(value, _DEPTH)
+    containers, objects. ``with_generators``: those of random numbers count as plain."""
+    return type(value) in _NUMBERS or _Kept(known, largest, with_generators).has(value, _DEPTH)
 
 
 class _Kept:
-    def __init__(self, known: frozenset[int], largest: int) -> None:
-        self._known, self._largest = known, largest
+    def __init__(self, known: frozenset[int], largest: int, with_generators: bool) -> None:
+        self._known, self._largest, self._with_generators = known, largest, with_generators
         self._left = _PARTS
 
     def has(self, value: Any, depth: int) -> bool:
@@ -92,6 +97,8 @@ class _Kept:
             return kind is not datetime.datetime or value.tzinfo is None
         if isinstance(value, (type, types.FunctionType, types.BuiltinFunctionType)):
             return is_global(value)
+        if generators.is_generator(kind):
+            return self._with_generators and generators.made_of(value) is not None
         if plain_base(kind) is not None:  # type: ignore[arg-type] # a class is hashable
             return bool(depth) and self._has_parts(state_of(value).values(), depth) and self._has_items(value, depth)
         return _is_of_numpy(kind) and value.dtype.kind in _DTYPES and value.size <= self._largest
@@ -270,7 +277,7 @@ def _count(value: Any, seen: set[int], again: list[int]) -> None:
 
 
 def _parts_of(value: Any) -> Iterable[Any]:
-    if isinstance(value, torch.Tensor) or _is_of_numpy(type(value)):
+    if isinstance(value, torch.Tensor) or _is_of_numpy(type(value)) or generators.is_generator(type(value)):
         return ()
     if type(value) in _CONTAINERS:
         parts = value.values() if isinstance(value, dict) else value
@@ -315,6 +322,9 @@ def _copied(value: Any, shared: Mapping[int, tuple[str, str]]) -> Any:
         return {_VALUE: (kind.__name__, _BY_PARTS[kind][0](value))}
     if isinstance(value, (type, types.FunctionType, types.BuiltinFunctionType)):
         return {_GLOBAL: (value.__module__, value.__qualname__)}
+    generator = generators.as_stateful(value)
+    if generator is not None:
+        return {_GENERATOR: (*(generators.made_of(value) or ("", "")), generator.state_dict())}
     base = plain_base(kind)  # type: ignore[arg-type] # a class is hashable
     if base is None:
         return value.copy() if _is_of_numpy(kind) else value
@@ -411,6 +421,8 @@ class Putting:
             return _found(*value)
         if mark == _VALUE:
             return next(make for kind, (_, make) in _BY_PARTS.items() if kind.__name__ == value[0])(*value[1])
+        if mark == _GENERATOR:
+            return self._generator(now, *value)
         if mark == _TUPLE:
             parts = [self.put(old, new) for old, new in self._beside(now, value[2])]
             return tuple.__new__(_found(value[0], value[1]), parts)
@@ -424,6 +436,16 @@ class Putting:
                     there.default_factory = _found(*factory)
             return self._into_dictionary(there, pairs)
         return self._fill(self._new(now, *value), *value)
+
+    def _generator(self, now: Any, library: str, of: str, state: Any) -> Any:
+        """The one that is there if it is of this kind, or could not be made."""
+        there = now
+        if library and (generators.made_of(now) != (library, of) or id(now) in self._touched):
+            there = generators.make(library, of)
+        stateful = generators.as_stateful(there)
+        if stateful is not None:
+            stateful.load_state_dict(state)
+        return self._made(there)
 
     def _new(self, now: Any, module: str, path: str, attributes: Any, items: Any, maxlen: int | None) -> Any:
         """An object of that class: the one that is there, or one without any state."""

@@ -718,6 +718,52 @@ for epoch in range(EPOCHS):
         loss.backward()
         optimizer.step()
         say(epoch, loss.item(), jitter.getstate()[1][-1])
+=== flat_views
+flat = torch.zeros(sum(p.numel() for p in model.parameters()))
+views = [part.view_as(p) for part, p in zip(flat.split([p.numel() for p in model.parameters()]), model.parameters())]
+for epoch in range(EPOCHS):
+    for a, b in loader:
+        loss = F.mse_loss(model(a), b)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        with torch.no_grad():
+            flat.mul_(0.9)
+            for view, p in zip(views, model.parameters()):
+                view.add_(p, alpha=0.1)
+        say(epoch, loss.item(), flat.sum().item(), sum(view.double().sum() for view in views).item())
+kept.append([flat, *views])
+=== table_rows
+table = torch.zeros(4, 3)
+rows, first, state = list(table), table[0], {"last": table[3], "recent": [table[1]]}
+step = 0
+for epoch in range(EPOCHS):
+    for a, b in loader:
+        loss = F.mse_loss(model(a), b)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        rows[step % 4].add_(loss.detach())
+        first.mul_(0.5)
+        state["last"] += 0.25
+        state["recent"][0].sub_(1)
+        state["recent"] = [rows[step % 3]]
+        step += 1
+        say(epoch, loss.item(), table.sum().item(), first.sum().item(), sum(row.sum() for row in rows).item())
+kept.append([table, *rows, first, state["last"]])
+=== rows_alone
+table, recent = torch.zeros(4, 3), []
+rows = list(table)
+for epoch in range(EPOCHS):
+    for step, (a, b) in enumerate(loader):
+        loss = F.mse_loss(model(a), b)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        rows[step % 4].add_(loss.detach())
+        recent = [*recent[-2:], x[step]]
+        say(epoch, loss.item(), table.sum().item(), sum(row.sum() for row in recent).item(), x.sum().item())
+kept.append([table, *rows, x])
 === prefetched
 stream = itertools.cycle(loader)
 a, b = next(stream)

@@ -295,3 +295,66 @@ def test_methods_partials_and_lists_of_its_own_are_followed() -> None:
     change(**values)
     put_back(_frame(**new), names, frozenset(), _saved(names, **values))
     assert new["method"].__self__.total == 2 and new["partial"].args[0] == [1] and new["history"] == [2.0]
+
+
+class Average:
+    def __init__(self) -> None:
+        self.flat = torch.arange(6.0)
+        self.parts = [self.flat[:2], self.flat[2:].view(2, 2), self.flat[1::2]]
+
+
+def _through_bytes(saved: Saved) -> Saved:
+    return Saved.of(codec.loads(codec.dumps(saved.plain())))
+
+
+def _one_memory(tensors: list[torch.Tensor]) -> bool:
+    return len({tensor.untyped_storage().data_ptr() for tensor in tensors}) == 1
+
+
+def test_tensors_that_share_elements_share_them_afterwards() -> None:
+    average = Average()
+    names = _names(read=("average",))
+    saved = _through_bytes(take_down(_frame(average=average), names, frozenset()))
+    before = average.flat.tolist()
+    other = Average()
+    other.flat = torch.zeros(1)
+    for there in (average, other):
+        there.flat.add_(1)
+        put_back(_frame(average=there), names, frozenset(), saved)
+        assert there.flat.tolist() == before and _one_memory([there.flat, *there.parts])
+        assert there.parts[1].tolist() == [[2, 3], [4, 5]] and there.parts[2].tolist() == [1, 3, 5]
+
+
+def test_rows_in_a_list_stay_rows_of_their_table() -> None:
+    """No statement sets the table: it is written in place, and the rows, which the loop changes, are in its memory."""
+    names = _names("rows", read=("table",))
+
+    def made() -> dict[str, Any]:
+        table = torch.zeros(3, 2)
+        return {"table": table, "rows": list(table)}
+
+    variables, replaced = made(), made()
+    variables["rows"][1].add_(5)
+    saved = _through_bytes(take_down(_frame(**variables), names, frozenset()))
+    for there in (variables, replaced):
+        table = there["table"].add_(1)
+        found = put_back(_frame(**there), names, frozenset(), saved)
+        assert found["table"] is table and table.tolist() == [[0, 0], [5, 5], [0, 0]]
+        assert _one_memory([table, *found["rows"]])
+
+
+def test_parts_of_a_data_set_in_a_list_are_no_reason_to_write_into_it() -> None:
+    data = torch.arange(8.0)
+    names = _names("recent")
+    saved = _through_bytes(take_down(_frame(recent=[data[:2], data[4:]]), names, frozenset()))
+    found = put_back(_frame(recent=[data[2:4], data[:4]]), names, frozenset(), saved)
+    assert [part.tolist() for part in found["recent"]] == [[0, 1], [4, 5, 6, 7]]
+    assert data.tolist() == [*range(8)]
+
+
+def test_what_has_no_room_in_the_memory_that_is_there_gets_its_own() -> None:
+    table = torch.zeros(4)
+    names = _names("rows", read=("table",))
+    saved = take_down(_frame(table=table[:3], rows=[table[2:]]), names, frozenset())
+    found = put_back(_frame(table=torch.ones(3), rows=[]), names, frozenset(), saved)
+    assert found["table"].tolist() == [0, 0, 0] and found["rows"][0].tolist() == [0, 0]

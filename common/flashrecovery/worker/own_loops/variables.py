@@ -31,8 +31,11 @@ from flashrecovery.worker.script_text.plain_values import (
     is_array,
     is_kept,
     storage_of,
+    storages_in,
 )
 
+ALIASED = 1 << 20
+"""Elements of a tensor that no statement of the loop sets, but a part of which is in a container that it changes."""
 _MODULE = "module "
 """Before the names of modules in paths."""
 
@@ -148,7 +151,7 @@ class _Variables:
 def take_down(frame: types.FrameType, names: LoopVariables, known: frozenset[int]) -> Saved:
     """``known``: identities of objects that are protected, or are none of the script's state."""
     variables, saved = _Variables(frame), Saved()
-    _, own, passed = names.in_order
+    others, own, passed = names.in_order
     for name, value in variables.of(own):
         largest = LARGE if name in names.carried else SMALL
         if not is_kept(value, known, largest=largest, with_generators=True):
@@ -162,6 +165,10 @@ def take_down(frame: types.FrameType, names: LoopVariables, known: frozenset[int
         if isinstance(value, CONTAINERS) and is_kept(value, known, with_generators=True):
             saved.variables[name] = value
     attributes, too_long, paths = _of_objects(variables, names, known)
+    storages = storages_in([*saved.variables.values(), *attributes.values()]) - known
+    for name, value in variables.of(others) if storages else ():
+        if type(value) is torch.Tensor and value.numel() <= ALIASED and storage_of(value) in storages:
+            saved.variables.setdefault(name, value)
     copies = copies_of({**{f"={n}": v for n, v in saved.variables.items()}, **attributes}, paths)
     saved.variables = {name: copies.pop(f"={name}") for name in saved.variables}
     saved.attributes = copies

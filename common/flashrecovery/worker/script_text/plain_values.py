@@ -21,6 +21,7 @@ import sys
 import types
 import typing
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import astuple, dataclass, field
 from typing import Any
 
 import torch
@@ -61,9 +62,10 @@ _TUPLE = "named tuple of the script's"
 _DICT = "dictionary of another kind"
 _VALUE = "value of one of a few kinds"
 _GENERATOR = "generator of random numbers"
+_VIEW = "tensor in the memory of others"
 _SHARED = "held in several places"
 _AT = "object at a path"
-_MARKS = frozenset((_ENUM, _GLOBAL, _OBJECT, _TUPLE, _DICT, _VALUE, _GENERATOR, _SHARED, _AT))
+_MARKS = frozenset((_ENUM, _GLOBAL, _OBJECT, _TUPLE, _DICT, _VALUE, _GENERATOR, _VIEW, _SHARED, _AT))
 """Keys of dictionaries that stand for something else; each is the only one."""
 
 
@@ -242,18 +244,92 @@ _BY_NAME = (enum.Enum, type, types.FunctionType, types.BuiltinFunctionType)
 # -- taken down ---------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
+class _View:
+    """Of a tensor whose elements lie among those of others: ``memory`` that they have together, bytes ``[low, high)``
+    of their storage; ``offset``: of this one's first element, in bytes."""
+
+    memory: str
+    low: int
+    high: int
+    offset: int
+
+
+@dataclass
+class _Alike:
+    """What the values that are taken down together hold together."""
+
+    places: dict[int, tuple[str, str]]
+    """Of what is held in several places, by identity: :data:`_SHARED` or :data:`_AT`, and a name."""
+    views: dict[int, _View] = field(default_factory=dict)
+    """Of tensors that share elements with others, by identity."""
+
+
 def copies_of(values: Mapping[str, Any], paths: Mapping[int, str] | None = None) -> dict[str, Any]:
     """Of what :func:`is_kept` says yes to. ``paths``: of objects that are taken down one by one, by identity: who finds
     such a path when this is put back takes what is there (:meth:`Putting.found`)."""
     if _NUMBERS.issuperset(map(type, values.values())):
         return dict(values)
-    seen: set[int] = set()
-    shared: dict[int, tuple[str, str]] = {number: (_AT, path) for number, path in (paths or {}).items()}
+    seen: dict[int, Any] = {}
+    alike = _Alike({number: (_AT, path) for number, path in (paths or {}).items()})
     for name, value in values.items():
         again: list[int] = []
         _count(value, seen, again)
-        shared |= {one: (_SHARED, f"{name}, {number}") for number, one in enumerate(again) if one not in shared}
-    return {name: _copy(value, shared) for name, value in values.items()}
+        for number, one in enumerate(again):
+            alike.places.setdefault(one, (_SHARED, f"{name}, {number}"))
+    alike.views = _views_of([one for one in seen.values() if isinstance(one, torch.Tensor)])
+    return {name: _copy(value, alike) for name, value in values.items()}
+
+
+def storages_in(values: Iterable[Any]) -> set[int]:
+    """Of all tensors in what :func:`is_kept` says yes to."""
+    seen: dict[int, Any] = {}
+    for value in values:
+        _count(value, seen, [])
+    return {storage_of(one) for one in seen.values() if isinstance(one, torch.Tensor)}
+
+
+def _views_of(tensors: list[torch.Tensor]) -> dict[int, _View]:
+    """Of those that share elements, or lie between each other's, by identity."""
+    if len(tensors) < 2:
+        return {}
+    by_storage: dict[int, list[tuple[int, int, torch.Tensor]]] = {}
+    for tensor in tensors:
+        extent = _extent(tensor)
+        if extent is not None:
+            by_storage.setdefault(storage_of(tensor), []).append((*extent, tensor))
+    views: dict[int, _View] = {}
+    for parts in by_storage.values():
+        if len(parts) == 1:
+            continue
+        parts.sort(key=lambda part: part[0])
+        together, high = [parts[0]], parts[0][1]
+        for part in [*parts[1:], (sys.maxsize, 0, parts[0][2])]:
+            if part[0] < high:
+                together.append(part)
+                high = max(high, part[1])
+                continue
+            if len(together) > 1:
+                memory, low = f"memory {len(views)}", together[0][0] // _ALIGNED * _ALIGNED
+                views |= {id(tensor): _View(memory, low, high, offset) for offset, _, tensor in together}
+            together, high = [part], part[1]
+    return views
+
+
+_ALIGNED = 16
+"""Bytes: of the largest element."""
+
+
+def _extent(tensor: torch.Tensor) -> tuple[int, int] | None:
+    """Bytes of its storage, from its first element to behind its last one. None: it has none, or two of its elements
+    are one."""
+    if tensor.layout != torch.strided or tensor.is_quantized or not tensor.numel():
+        return None
+    places = [(int(size), int(stride)) for size, stride in zip(tensor.shape, tensor.stride(), strict=True)]
+    if any(size > 1 and not stride for size, stride in places):
+        return None
+    first, last = int(tensor.storage_offset()), sum((size - 1) * stride for size, stride in places)
+    return first * tensor.element_size(), (first + last + 1) * tensor.element_size()
 
 
 def copy_of(value: Any) -> Any:
@@ -261,9 +337,9 @@ def copy_of(value: Any) -> Any:
     return copies_of({"": value})[""]
 
 
-def _count(value: Any, seen: set[int], again: list[int]) -> None:
-    """Add the identities of the things in ``value`` that can be written in place to ``seen``, and to ``again`` where
-    they are there."""
+def _count(value: Any, seen: dict[int, Any], again: list[int]) -> None:
+    """Add the things in ``value`` that can be written in place to ``seen``, by identity, and the identities of those
+    that are there to ``again``."""
     kind = type(value)
     if kind in _NUMBERS or kind in _IMMUTABLE or kind in _BY_PARTS or isinstance(value, _BY_NAME):
         return
@@ -271,7 +347,7 @@ def _count(value: Any, seen: set[int], again: list[int]) -> None:
         if id(value) in seen:
             again.append(id(value))
             return
-        seen.add(id(value))
+        seen[id(value)] = value
     for part in _parts_of(value):
         _count(part, seen, again)
 
@@ -287,35 +363,36 @@ def _parts_of(value: Any) -> Iterable[Any]:
     return (*state_of(value).values(), *more)
 
 
-def _copy(value: Any, shared: Mapping[int, tuple[str, str]]) -> Any:
+def _copy(value: Any, alike: _Alike) -> Any:
     if type(value) in _NUMBERS:
         return value
-    made, where = _copied(value, shared), shared.get(id(value))
+    made, where = _copied(value, alike), alike.places.get(id(value))
     if where is None or (where[0] == _AT and not (type(made) is dict and _OBJECT in made)):
         return made
     return {where[0]: (where[1], made)}
 
 
-def _copied(value: Any, shared: Mapping[int, tuple[str, str]]) -> Any:
+def _copied(value: Any, alike: _Alike) -> Any:
     kind = type(value)
     if isinstance(value, torch.Tensor):
-        return value.detach().clone()
+        copy, view = value.detach().clone(), alike.views.get(id(value))
+        return copy if view is None else {_VIEW: (*astuple(view), value.stride(), copy)}
     if kind in (list, tuple, set, collections.deque) and _NUMBERS.issuperset(map(type, value)):
         return value if kind is tuple else value.copy()
     if kind is dict and _NUMBERS.issuperset(map(type, value.values())) and _MARKS.isdisjoint(value):
         return value.copy()
     if kind is dict:
         if len(value) == 1 and not _MARKS.isdisjoint(value):
-            return {_DICT: ("dict", None, _pairs(value, shared))}
-        return dict(_pairs(value, shared))
+            return {_DICT: ("dict", None, _pairs(value, alike))}
+        return dict(_pairs(value, alike))
     if kind in _DICTIONARIES:
         factory = getattr(value, "default_factory", None)
         where = None if factory is None or not _is_factory(factory) else (factory.__module__, factory.__qualname__)
-        return {_DICT: (kind.__name__, where, _pairs(value, shared))}
+        return {_DICT: (kind.__name__, where, _pairs(value, alike))}
     if kind is collections.deque:
-        return collections.deque((_copy(part, shared) for part in value), value.maxlen)
+        return collections.deque((_copy(part, alike) for part in value), value.maxlen)
     if kind in (list, tuple, set, frozenset):
-        return kind(_copy(part, shared) for part in value)
+        return kind(_copy(part, alike) for part in value)
     if isinstance(value, enum.Enum):
         return {_ENUM: (kind.__module__, kind.__qualname__, value.name)}
     if kind in _BY_PARTS:
@@ -331,18 +408,18 @@ def _copied(value: Any, shared: Mapping[int, tuple[str, str]]) -> Any:
     items = items_of(value)
     saved = None
     if items is not None:
-        saved = _pairs(items, shared) if isinstance(items, dict) else [_copy(part, shared) for part in items]
+        saved = _pairs(items, alike) if isinstance(items, dict) else [_copy(part, alike) for part in items]
     if base is tuple:
         return {_TUPLE: (kind.__module__, kind.__qualname__, saved)}
     attributes = None
     if state_of(value) is not value:  # an object whose items are its attributes has no others
-        attributes = {name: _copy(part, shared) for name, part in state_of(value).items()}
+        attributes = {name: _copy(part, alike) for name, part in state_of(value).items()}
     maxlen = value.maxlen if base is collections.deque else None
     return {_OBJECT: (kind.__module__, kind.__qualname__, attributes, saved, maxlen)}
 
 
-def _pairs(value: Mapping[Any, Any], shared: Mapping[int, tuple[str, str]]) -> list[tuple[Any, Any]]:
-    return [(key, _copy(part, shared)) for key, part in value.items()]
+def _pairs(value: Mapping[Any, Any], alike: _Alike) -> list[tuple[Any, Any]]:
+    return [(key, _copy(part, alike)) for key, part in value.items()]
 
 
 # -- put back -----------------------------------------------------------------------------------------
@@ -357,6 +434,9 @@ class Putting:
         self._filled_at: set[str] = set()
         self._held: list[Any] = []  # so that no identity comes again
         self._shared: dict[str, Any] = {}
+        self._memories: dict[
+            str, tuple[torch.UntypedStorage, int]
+        ] = {}  # with the distance from where it was, in bytes
 
     def found(self, path: str, thing: object) -> None:
         """What is put back by itself, and where it is."""
@@ -394,11 +474,36 @@ class Putting:
         """Make the tensor ``now``, which no statement can set, what ``saved`` is. Returns whether it is one, and can
         be."""
         shared = saved.get(_SHARED) if type(saved) is dict else None
-        if not write(now, saved if shared is None else shared[1]):
+        plain = saved if shared is None else shared[1]
+        view = plain.get(_VIEW) if type(plain) is dict else None
+        if not write(now, plain if view is None else view[-1]):
             return False
         if shared is not None:
             self._shared[shared[0]] = now
+        if view is not None:
+            memory, _, _, offset, stride, _ = view
+            if now.stride() == tuple(stride):
+                distance = now.storage_offset() * now.element_size() - offset
+                self._memories.setdefault(memory, (now.untyped_storage(), distance))
         return True
+
+    def _view(self, now: Any, memory: str, low: int, high: int, offset: int, stride: Any, saved: torch.Tensor) -> Any:
+        """A tensor in the memory that others have, too: theirs if one of them could not be made anew."""
+        if memory not in self._memories:
+            made = torch.empty(high - low, dtype=torch.uint8, device=saved.device)
+            self._memories[memory] = (made.untyped_storage(), -low)
+        storage, distance = self._memories[memory]
+        first, beyond = divmod(offset + distance, saved.element_size())
+        last = sum((size - 1) * step for size, step in zip(saved.shape, stride, strict=True))
+        if first < 0 or beyond or (first + last + 1) * saved.element_size() > storage.nbytes():
+            return saved.detach().clone()
+        there = torch.empty(0, dtype=saved.dtype, device=storage.device)
+        there.set_(storage, first, saved.shape, tuple(stride))
+        if type(now) is torch.Tensor and now.is_set_to(there):
+            there = now
+        with torch.no_grad():
+            there.copy_(saved)
+        return there
 
     def _of_mark(self, now: Any, mark: str, value: Any) -> Any:
         if mark == _SHARED:
@@ -423,6 +528,8 @@ class Putting:
             return next(make for kind, (_, make) in _BY_PARTS.items() if kind.__name__ == value[0])(*value[1])
         if mark == _GENERATOR:
             return self._generator(now, *value)
+        if mark == _VIEW:
+            return self._view(now, *value)
         if mark == _TUPLE:
             parts = [self.put(old, new) for old, new in self._beside(now, value[2])]
             return tuple.__new__(_found(value[0], value[1]), parts)

@@ -210,9 +210,8 @@ class ModelWorker:
         self.rank: int = assign.rank
         self.detached: bool = assign.detached
         self._say = say
-        self.gate = Gate(page)
+        self.gate = Gate(page, assign.generation)
         self.gate.lock = NoWaiting()  # type: ignore[assignment]
-        self.gate.generation = assign.generation
         self.members: tuple[int, ...] = tuple(range(world.size))
         self.shape = world.shape.replicas
         self.param = "param" if self.shape.each == 1 else f"param#{self.shape.model_rank(self.rank)}"

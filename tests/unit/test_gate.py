@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import threading
+from unittest.mock import MagicMock
 
 import pytest
+import torch
 
 from flashrecovery.errors import StepInterrupted
 from flashrecovery.runtime.page import TAG_MUTATING, Page
 from flashrecovery.util.clock import lease_clock
+from flashrecovery.worker.control.control_thread import Control
 from flashrecovery.worker.control.gate import Gate
 from flashrecovery.worker.control.overhead import Overhead
 
@@ -175,3 +178,29 @@ def test_no_change_of_state_begins_after_the_lease(gate: Gate) -> None:
     gate.stop(1, 0)
     with pytest.raises(StepInterrupted):  # who is stopped waits for nothing
         gate.mutate()
+
+
+def test_a_module_is_interrupted_by_a_stop_unless_it_runs_while_data_is_read() -> None:
+    page = Page.create("reading")
+    interruptions: list[None] = []
+    gate = Gate(page, on_interrupt=lambda: interruptions.append(None))
+    gate.live, reading = 0, [True]
+    control = Control(MagicMock(), gate, *[MagicMock()] * 5, is_reading=lambda: reading[0])  # type: ignore[arg-type]
+    module = torch.nn.Identity()
+    try:
+        gate.resume(0, 0)
+        gate.in_block = True
+        gate.begin()
+        gate.stop(1, 0)
+        control._interrupt_modules()
+        module(1)
+        assert interruptions == []
+        reading[0] = False
+        with pytest.raises(StepInterrupted):
+            module(1)
+        assert interruptions == [None]
+        control.resumed()
+        module(1)
+    finally:
+        control.resumed()
+        page.close()

@@ -10,7 +10,7 @@ ROOT = Path(__file__).parents[2]
 SCRIPT = """
 import contextlib, os, sys
 from flashrecovery.errors import StepInterrupted
-from flashrecovery.worker.step.unwinding import PATIENCE, Unwinding
+from flashrecovery.worker.control.unwinding import PATIENCE, Unwinding
 
 def give_up(text):
     print(text, flush=True)

@@ -10,11 +10,13 @@ from flashrecovery.config import Settings
 from flashrecovery.kinds import NoticeKind
 from flashrecovery.plan.words import shortened
 from flashrecovery.proto import flashrecovery_pb2 as pb
+from flashrecovery.terminal import say
 from flashrecovery.worker.connection import Connection
 from flashrecovery.worker.control.control_thread import Control
 from flashrecovery.worker.control.device_sync import DeviceClock
 from flashrecovery.worker.control.fault_injection import Faults
 from flashrecovery.worker.control.gate import Gate
+from flashrecovery.worker.control.unwinding import Unwinding
 from flashrecovery.worker.registry import AdapterFactory, ModuleAdapterFactory, Registry
 
 if TYPE_CHECKING:
@@ -30,6 +32,7 @@ class Worker:
     Attributes:
         rank: its place in the job, as that was launched.
         members: the ranks of which the job consists now, in order; their places here are their numbers in the groups.
+        unwinding: helps a stopped step out of a script that catches its interruption.
         own_staging: of a job whose parallel layout may change, from its first step on.
 
     Args:
@@ -49,8 +52,8 @@ class Worker:
         self.connection = connection
         self.settings = settings
         self.rank = connection.assigned.rank
-        self.gate = Gate(connection.page)
-        self.gate.generation = connection.assigned.generation
+        self.unwinding = Unwinding(self.end_process)
+        self.gate = Gate(connection.page, connection.assigned.generation, self.unwinding.interrupts)
         world_size = int(os.environ.get("WORLD_SIZE", "1"))
         self.members = tuple(range(world_size))
         self.own_staging: RankStaging | None = None
@@ -66,12 +69,21 @@ class Worker:
             self.faults.arm,
             announce_checkpoint,
             self.registry.habits.hear,
+            self.registry.is_reading,
         )
         self.control.start()
 
     def send(self, message: pb.FromWorker) -> None:
         """Send ``message`` to the agent."""
         self.connection.channel.send(message)
+
+    def end_process(self, why: str) -> None:
+        """End this process, so that it is replaced. ``why``: shown, and reported to the job."""
+        text = f"{why}; the process is replaced"
+        say(text)
+        words = pb.LastWords(exception="flashrecovery.errors.StepInterrupted", message=text)
+        self.send(pb.FromWorker(last_words=words))
+        os._exit(1)
 
     def notice(self, kind: NoticeKind, text: str, fault: pb.Fault | None = None, *, step: int = -1) -> None:
         """Send a notice, which becomes one of the job's events."""

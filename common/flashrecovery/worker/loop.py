@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import atexit
 import logging
-import os
 import sys
 import threading
 from collections.abc import Collection
@@ -54,7 +53,6 @@ from flashrecovery.worker.step.collectives import CollectiveWatch
 from flashrecovery.worker.step.discarded_run import DiscardedRun
 from flashrecovery.worker.step.sealing import Sealing
 from flashrecovery.worker.step.transaction import Transaction
-from flashrecovery.worker.step.unwinding import Unwinding
 
 log = logging.getLogger("flashrecovery")
 
@@ -112,9 +110,6 @@ class Loop:
             worker, copies, self.sealing, self._touches, self._collectives, self._proving, self._stops
         )
         self._recoverer = RecoveryExecutor(worker, self)
-        self._unwinding = Unwinding(self._end_process)
-        self._gate.on_interrupt = self._unwinding.interrupts
-        self._gate.is_reading = lambda: any(stream.reading for stream in self._registry.streams)
         self._rules: list[StepRules] = []
         if worker.settings.elastic is not None and worker.registry.batches is not None:
             self._rules.append(ElasticRules(worker.registry, worker.registry.batches))
@@ -280,7 +275,7 @@ class Loop:
     @undisturbed
     def end(self, error: BaseException | None) -> bool:
         """Commit, or recover. Returns True if ``error`` was only the consequence of a stop."""
-        self._unwinding.over()
+        self._worker.unwinding.over()
         try:
             return self._end(error)
         finally:
@@ -497,15 +492,7 @@ class Loop:
     def _left_in_discarded_run(self) -> None:
         """Whatever has led the script to leave in a discarded attempt does not count: its peers do the step again, and
         so will a replacement of this rank."""
-        self._end_process("the script left its loop below the block of a step that is done again")
-
-    def _end_process(self, why: str) -> None:
-        """So that it is replaced."""
-        text = f"{why}; the process is replaced"
-        say(text)
-        words = pb.LastWords(exception="flashrecovery.errors.StepInterrupted", message=text)
-        self._worker.send(pb.FromWorker(last_words=words))
-        os._exit(1)
+        self._worker.end_process("the script left its loop below the block of a step that is done again")
 
     def _close(self) -> None:
         if process_end.is_fork():

@@ -318,6 +318,10 @@ class Registry:
         of_adapters = [thing for adapter in roles.inspectable(self.adapters).values() for thing in adapter.known()]
         return [*self._models, *self._optimizers, *objects, *self.streams, *of_adapters]
 
+    def is_reading(self) -> bool:
+        """Whether one of the data streams is being read."""
+        return any(stream.reading for stream in self.streams)
+
     def unique_shards(self) -> list[Shard]:
         """Shards of tensors that no other rank holds."""
         mine = (self.rank,)

@@ -74,7 +74,11 @@ log = logging.getLogger("flashrecovery")
 
 class Control:
     """Owns the channel's reading side. ``inbox`` holds the commands that the training thread carries out;
-    ``staging_answers`` what the agent says to its requests."""
+    ``staging_answers`` what the agent says to its requests.
+
+    Args:
+        is_reading: whether the training thread reads the script's data, which is not interrupted.
+    """
 
     def __init__(
         self,
@@ -85,6 +89,7 @@ class Control:
         on_fault: Callable[[pb.Fault], None],
         on_checkpoint: Callable[[int, int, str], None],
         on_keep_undo: Callable[[int], None],
+        is_reading: Callable[[], bool],
     ) -> None:
         self.inbox: queue.Queue[pb.Command] = queue.Queue()
         self.staging_answers: queue.Queue[pb.StagingThere] = queue.Queue()
@@ -92,6 +97,7 @@ class Control:
         self._gate = gate
         self._limits = limits
         self._device = device
+        self._is_reading = is_reading
         self._at_once: Mapping[str, Callable[[pb.Command], None]] = {
             "hold": self._hold,
             "stop": self._stop,
@@ -181,7 +187,7 @@ class Control:
         that catches the errors of collectives and makes them again."""
 
         def interrupt(module: torch.nn.Module, args: Any) -> None:
-            if threading.current_thread() is self._training_thread and not self._gate.is_reading():
+            if threading.current_thread() is self._training_thread and not self._is_reading():
                 self._gate.check()
 
         groups.watch_outside(True)

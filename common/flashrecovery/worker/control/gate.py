@@ -23,10 +23,6 @@ _LOOK_S = 0.01
 """How often a waiting thread looks whether the lease of the page goes on; all else wakes it."""
 
 
-def _nothing() -> None:
-    pass
-
-
 class Gate:
     """Step tag, generation and stop flag of one worker.
 
@@ -38,18 +34,21 @@ class Gate:
         in_block: the training thread is in the body of a step, where an interruption is caught.
         above: it is in the script's own code between a hand-out and the body of that step.
         of_calls: steps are a framework's calls, and what the script does between two of them is done once.
-        on_interrupt: called before StepInterrupted is raised.
-        is_reading: whether the script's data is being read, which is not interrupted.
         pause_with_copies: there, the copies of the version are waited for.
         pause_at: no step is begun from this one on, before commands have been carried out; -1: all may begin.
+
+    Args:
+        generation: in which the worker begins.
+        on_interrupt: called in the training thread before StepInterrupted is raised there.
     """
 
-    def __init__(self, page: Page) -> None:
+    def __init__(self, page: Page, generation: int = 0, on_interrupt: Callable[[], None] = lambda: None) -> None:
         self.page = page
+        self._on_interrupt = on_interrupt
         self.lock = threading.Condition()
         self.version = 0
         self.live = -1
-        self.generation = 0
+        self.generation = generation
         self.in_block = False
         self.above = False
         self.of_calls = False
@@ -68,8 +67,6 @@ class Gate:
         self._step_ns = 0
         self._pace = Pace()
         self.overhead = Overhead()
-        self.on_interrupt: Callable[[], None] = _nothing
-        self.is_reading: Callable[[], bool] = bool
 
     # -- training thread --------------------------------------------------------------------------
 
@@ -88,7 +85,7 @@ class Gate:
             while (self._held or self.page.lease_over()) and not self._stopped:
                 self.lock.wait(_LOOK_S)
             if self._void():
-                self.on_interrupt()
+                self._on_interrupt()
                 raise StepInterrupted
             if not self._mutating:
                 self._mutating = True
@@ -152,7 +149,7 @@ class Gate:
         """Raises StepInterrupted if the step has been stopped; not outside of its body, where no ``with step:`` would
         catch it."""
         if self.in_block and self._void():
-            self.on_interrupt()
+            self._on_interrupt()
             raise StepInterrupted
 
     def torn(self) -> None:

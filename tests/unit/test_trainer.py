@@ -100,7 +100,7 @@ def test_what_a_rank_began_with_must_be_known(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedError, match=r"resumed by itself \(--resume\)"):
         start(resuming(tmp_path), Process(resumed=True), True)
     with pytest.raises(UnsupportedError, match=r"began behind step 4 .* and this one behind step 0"):
-        TrainerLoop.restored(SimpleNamespace(begun_at=0), {"begun_at": 4})  # type: ignore[arg-type]
+        TrainerLoop.restored(SimpleNamespace(_begun_at=0), {"begun_at": 4})  # type: ignore[arg-type]
 
 
 def test_a_replacement_without_state_does_not_train(tmp_path: Path) -> None:

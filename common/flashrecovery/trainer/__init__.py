@@ -39,7 +39,6 @@ from flashrecovery.trainer.data import Epochs, WatchedLoader
 from flashrecovery.trainer.events import BETWEEN, may_change_state, without_reports
 from flashrecovery.trainer.held_modules import HeldModules
 from flashrecovery.trainer.plain import PlainTraining
-from flashrecovery.trainer.running_loss import running_loss
 from flashrecovery.trainer.start import Start
 from flashrecovery.trainer.state import TrainerLoop, refused
 from flashrecovery.trainer.with_deepspeed import DeepSpeedTraining
@@ -220,7 +219,7 @@ class _Protected:
         trainer = self._trainer
         if self._start is not None:
             self._start.is_known()
-        recovery, self._loop.adapter = self._training.open()
+        recovery, adapter = self._training.open()
         self._loop.own.passes_over(
             *(trainer, trainer.accelerator, trainer.args, trainer.state, trainer.control, trainer.callback_handler),
             *(trainer.optimizer, getattr(trainer.optimizer, "optimizer", None), trainer.lr_scheduler),
@@ -228,8 +227,10 @@ class _Protected:
         )
         self._held.register(recovery, self._training.model)
         assert self._source is not None, "the Trainer asks for its data before its loop begins"
-        self._source.stream = self._loop.stream = recovery.data(Epochs(self._source, lambda: trainer.state))
-        self._loop.stream.begin_with(self._source.first_epoch)
+        stream = recovery.data(Epochs(self._source, lambda: trainer.state))
+        stream.begin_with(self._source.first_epoch)
+        self._source.reads(stream)
+        self._loop.opens(adapter, stream)
         return recovery
 
     def train(self, resume_from_checkpoint: Any = None, **kwargs: Any) -> Any:
@@ -239,9 +240,8 @@ class _Protected:
                 "a second train() in one process, of this Trainer or of another: a replacement would make the first "
                 "one again; make a job of each, which loads what the one before has saved"
             )
-        self._loop.running = running_loss(self._trainer)
         self._start = self._before_first = start = Start(self._trainer, init(), resume_from_checkpoint)
-        self._loop.begun_at = start.step
+        self._loop.begins(start.step)
         with start.begun() as checkpoint:
             ended = self._train(resume_from_checkpoint=checkpoint, **kwargs)
         if self._final_loss is None:
@@ -382,10 +382,11 @@ class _Protected:
         """As the Trainer's. In a replacement, an evaluation that others have behind them returns the newest metrics."""
 
         def body() -> Any:
-            self._loop.metrics = self._evaluate(*args, **kwargs)
-            return self._loop.metrics
+            metrics = self._evaluate(*args, **kwargs)
+            self._loop.evaluated(metrics)
+            return metrics
 
-        return self._call("evaluate", body, lambda: dict(self._loop.metrics))
+        return self._call("evaluate", body, lambda: self._loop.metrics)
 
     def save_model(self, *args: Any, **kwargs: Any) -> None:
         """As the Trainer's. As part of a checkpoint it makes the checkpoint's folder, on each rank: with FSDP's sharded

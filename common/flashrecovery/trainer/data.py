@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from flashrecovery.errors import DataSourceError
 from flashrecovery.trainer.state import refused
+from flashrecovery.worker.data.stream import DataStream
 
 
 class Epochs:
@@ -51,7 +52,7 @@ class WatchedLoader:
                 "use_seedable_sampler = True in accelerator_config"
             )
         self.loader = loader
-        self.stream: Iterable[Any] = ()
+        self._stream: DataStream | None = None
         self.first_epoch: int = 0
         self.rest: Any = None
         self.skipped = 0
@@ -65,11 +66,21 @@ class WatchedLoader:
         self.rest, self.skipped = rest, skipped
         return _Rest(self)
 
+    def reads(self, stream: DataStream) -> None:
+        """The loop is about to make its first step, with batches of ``stream``."""
+        self._stream = stream
+
+    @property
+    def stream(self) -> DataStream:
+        """Where the batches come from, once the loop has been opened."""
+        if self._stream is None:
+            raise DataSourceError("the Trainer has asked for a batch before its loop began")
+        return self._stream
+
     def place(self) -> int:
         """How many batches of its epoch are behind the stream, with those that were passed over."""
-        position = self.stream.position  # type: ignore[attr-defined]
-        batch: int = position.batch
-        return batch + self.skipped if position.epoch == self.first_epoch else batch
+        position = self.stream.position
+        return position.batch + (self.skipped if position.epoch == self.first_epoch else 0)
 
     def __len__(self) -> int:
         return len(self.loader)
@@ -113,7 +124,7 @@ class _Epoch:
     def check(self, fetched: int) -> None:
         """Raises DataSourceError if the Trainer has left the last epoch before its end."""
         if self._source.place() % len(self._source) != fetched:
-            position = self._source.stream.position  # type: ignore[attr-defined]
+            position = self._source.stream.position
             raise DataSourceError(
                 f"the Trainer is at batch {fetched} of an epoch, its data at batch {self._source.place()} of epoch "
                 f"{position.epoch}; ending an epoch early (control.should_epoch_stop) is not supported"
@@ -123,4 +134,4 @@ class _Epoch:
         return self
 
     def __next__(self) -> Any:
-        return next(self._source.stream)  # type: ignore[call-overload]
+        return next(self._source.stream)

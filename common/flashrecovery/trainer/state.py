@@ -1,8 +1,7 @@
 """What the Trainer's own loop keeps between two calls, and how it gets into a replacement.
 
-It is saved when a call begins, for a survivor that has to make the call again, and it is part of the rank-local state,
-for a
-replacement whose loop has only skipped: when its last skipped call returns, all is as it was in the dead process.
+It is saved when a call begins, for a survivor that has to make the call again. It is part of the rank-local state, too,
+for a replacement whose loop has only skipped: when its last skipped call returns, all is as in the dead process.
 """
 
 from __future__ import annotations
@@ -20,6 +19,7 @@ from flashrecovery.errors import UnsupportedError
 from flashrecovery.state import codec
 from flashrecovery.trainer.own_state import OwnState
 from flashrecovery.trainer.running_loss import RunningLoss, running_loss
+from flashrecovery.worker.data.stream import DataStream
 
 _COUNTERS = ("_total_loss_scalar", "_globalstep_last_logged", "current_flos")
 
@@ -70,30 +70,58 @@ class StepResults:
 
 
 class TrainerLoop:
-    """A :class:`flashrecovery.adapter.LoopState`. ``metrics``: of the newest ``evaluate()`` of the
-    script.
-    ``running``: the sum of losses since the last log. ``own``: what subclass, callbacks and functions keep."""
+    """A :class:`flashrecovery.adapter.LoopState`.
+
+    Attributes:
+        own: what subclass, callbacks and functions keep.
+        resumed: in a replacement: the loop has the state of the dead process, at the end of the call that is skipped
+            last.
+    """
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
         self.step = StepResults()
-        self.running: RunningLoss = running_loss(trainer)
+        self._running: RunningLoss = running_loss(trainer)
         self.own = OwnState(trainer)
-        self.metrics: dict[str, Any] = {}
-        self.adapter: TrainerLoopAdapter | None = None
-        self.stream: Any = None
-        """The data, whose samplers the loop may set."""
+        self._metrics: dict[str, Any] = {}
+        self._adapter: TrainerLoopAdapter | None = None
+        self._stream: DataStream | None = None  # its samplers may be set by the loop
         self.resumed = False
-        """In a replacement: the loop has the state of the dead process, at the end of the call that is skipped last."""
-        self.begun_at = 0
-        """``state.global_step`` with which ``train()`` has begun."""
+        self._begun_at = 0
         self._restored: dict[str, Any] | None = None
         self._history: tuple[int, int, bytes] | None = None
 
+    def begins(self, step: int) -> None:
+        """``train()`` begins, at ``state.global_step == step``."""
+        self._running, self._begun_at = running_loss(self._trainer), step
+
+    def opens(self, adapter: TrainerLoopAdapter, stream: DataStream) -> None:
+        """The loop is about to make its first step, with batches of ``stream``."""
+        self._adapter, self._stream = adapter, stream
+
+    @property
+    def running(self) -> RunningLoss:
+        """The sum of losses since the last log."""
+        return self._running
+
+    @property
+    def metrics(self) -> dict[str, Any]:
+        """Of the newest ``evaluate()`` of the script; a copy."""
+        return dict(self._metrics)
+
+    def evaluated(self, metrics: dict[str, Any]) -> None:
+        """The script's ``evaluate()`` has returned ``metrics``."""
+        self._metrics = metrics
+
+    @property
+    def adapter(self) -> TrainerLoopAdapter | None:
+        """None before the first call."""
+        return self._adapter
+
     def mutating(self) -> None:
         """What follows in this call may change parameters. Nothing follows from it before the first call."""
-        if self.adapter is not None:
-            self.adapter.mutating()
+        if self._adapter is not None:
+            self._adapter.mutating()
 
     # -- LoopState --------------------------------------------------------------------------------
 
@@ -110,15 +138,15 @@ class TrainerLoop:
             "state": codec.dumps({name: getattr(state, name) for name in names}),
             "history": self._encoded_history(state.log_history),
             "control": dict(vars(trainer.control)),
-            "loss": self.running.value(),
+            "loss": self._running.value(),
             "counters": {name: getattr(trainer, name) for name in _COUNTERS},
             "callbacks": [codec.dumps(vars_of(c)) for c in self._callbacks()],
             "losses": [loss.cpu() for loss in self.step.losses],
             "operations": list(self.step.operations),
-            "metrics": dict(self.metrics),
-            "begun_at": self.begun_at,
+            "metrics": dict(self._metrics),
+            "begun_at": self._begun_at,
             "own": self.own.capture(),
-            "samplers": self.stream.samplers() if self.stream is not None else [],
+            "samplers": self._stream.samplers() if self._stream is not None else [],
         }
 
     def load(self, saved: dict[str, Any]) -> None:
@@ -132,22 +160,22 @@ class TrainerLoop:
         vars(trainer.control).update(saved["control"])
         for name, value in saved["counters"].items():
             setattr(trainer, name, value)
-        self.running.put(saved["loss"])
+        self._running.put(saved["loss"])
         for callback, attributes in zip(self._callbacks(), saved["callbacks"], strict=True):
             vars(callback).update(codec.loads(attributes))
         self.step.losses = list(saved["losses"])
         self.step.operations = list(saved["operations"])
-        self.metrics = dict(saved["metrics"])
+        self._metrics = dict(saved["metrics"])
         self.own.restore(saved["own"], same_process=same_process)
-        if self.stream is not None:
-            self.stream.put_samplers(saved.get("samplers", []))  # none in checkpoints of before
+        if self._stream is not None:
+            self._stream.put_samplers(saved.get("samplers", []))  # none in checkpoints of before
 
     def restored(self, saved: dict[str, Any]) -> None:
         begun_at = saved.get("begun_at", 0)  # none in checkpoints of before
-        if begun_at != self.begun_at:
+        if begun_at != self._begun_at:
             raise UnsupportedError(
                 f"the job's train() began behind step {begun_at} (resume_from_checkpoint), and this one behind step "
-                f"{self.begun_at}: its calls are not the same ones; begin a new job (without --resume) with "
+                f"{self._begun_at}: its calls are not the same ones; begin a new job (without --resume) with "
                 "resume_from_checkpoint and the Trainer's newest checkpoint"
             )
         self._restored = saved

@@ -358,7 +358,7 @@ class TorchAdapter(InspectableAdapter):
         return self._buffers.moved()
 
     def touch_mark(self) -> Any:
-        """Compared by version counters, which no supported framework moves between the hand-out of a step and its
+        """Compared by version counters, which no supported framework moves between the yield of a step and its
         mutation, and by the calls of :meth:`_setting`.
 
         The tensors are looked up again when an optimizer has got or lost state, after :meth:`restore_common`, and now

@@ -97,7 +97,7 @@ class Adapter(ABC):
         """Adopt what ``capture_rank`` returned on this rank."""
 
     def local_state_mark(self) -> Any:
-        """Compared between a step's seal, its mutation and the next hand-out: another value says that ``capture_rank``
+        """Compared between a step's seal, its mutation and the next yield: another value says that ``capture_rank``
         would return something else by now. Steps that change it after their mutation need an own pre-step copy
         on every rank. Must be cheap."""
         return None
@@ -111,7 +111,7 @@ class InspectableAdapter(Adapter):
     """
 
     def touch_mark(self) -> Any:
-        """Compared between the hand-out of a step and its mutation or its stop: another value says that tensors of the
+        """Compared between the yield of a step and its mutation or its stop: another value says that tensors of the
         shards have been changed before ``mutating``. Such a step must have its pre-step copy from the beginning."""
         return None
 

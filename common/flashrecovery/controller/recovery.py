@@ -499,7 +499,7 @@ class RecoverySteps:
             self._tell_of_cut_short(self._job.recovery.victims, version)
 
     def _tell_of_cut_short(self, victims: Sequence[int], version: int) -> None:
-        """Ranks that had committed ``version``, and died before they came to its hand-out: nobody can tell what their
+        """Ranks that had committed ``version``, and died before they came to its yield: no rank can tell what their
         script had still to do there. It is not silently left out."""
         for record in (self._job.ranks[rank] for rank in victims if rank in self._job.ranks):
             if (

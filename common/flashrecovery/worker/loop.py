@@ -138,11 +138,11 @@ class Loop:
 
     @property
     def ended_at(self) -> int:
-        """After so many calls the scripts of some ranks have come to their end; 0: of none, as far as is known."""
+        """After how many calls the scripts of some ranks have come to their end; 0: of none, as far as is known."""
         return self._ended_at
 
     def scripts_ended(self, calls: int) -> None:
-        """The scripts of some ranks have come to their end after so many calls; 0: of none."""
+        """The scripts of some ranks have come to their end after this number of calls; 0: of none."""
         self._ended_at = calls
 
     def restored_from_checkpoint(self) -> None:
@@ -163,7 +163,7 @@ class Loop:
     @property
     def _cut_short_below(self) -> bool:
         """Whether a collective since the commit of a step was answered by a stand-in, or given up on a device, where
-        nobody may have waited for it."""
+        the script may not have waited for it."""
         if not self._committed:
             return False
         behind = self._worker.device.runs_behind and self._collectives.abandoned_since_commit
@@ -181,7 +181,7 @@ class Loop:
 
     @property
     def cut_off(self) -> bool:
-        """Whether nobody answers the script's collectives, or soon nobody will."""
+        """Whether no peer answers the script's collectives, or soon none will."""
         return self.void or (self._gate.stands_in and self._gate.stopped)
 
     @property
@@ -505,7 +505,7 @@ class Loop:
 
         Raises SystemExit.
         """
-        self.left = self._failing = True  # nobody waits for this rank's last step
+        self.left = self._failing = True  # no rank waits for this one's last step
         self._close()
         say("this rank leaves the job, which goes on with fewer")
         sys.exit(0)

@@ -75,7 +75,7 @@ class Restorable(Protocol):
         """The state has come from a fallback checkpoint."""
 
     def scripts_ended(self, calls: int) -> None:
-        """The scripts of some ranks have come to their end after so many calls; 0: of none."""
+        """The scripts of some ranks have come to their end after this number of calls; 0: of none."""
 
     def replaced(self) -> None:
         """The tensors of the shards have been replaced by others of the version that is live."""
@@ -362,7 +362,7 @@ class RecoveryExecutor:
         if restore.HasField("reshape"):
             self._reshape(restore, reply, corrupt)
         elif not restore.checkpoint and not restore.HasField("staging") and worker.gate.live != version:
-            # All of it is here, and compared. Whoever sent it may be gone before this rank is told to go on.
+            # All of it is here, and compared. Its source may be gone before this rank is told to go on.
             worker.gate.placed(version)
             self._loop.replaced()
         worker.faults.hit("recovery:verifying", worker.gate.version)

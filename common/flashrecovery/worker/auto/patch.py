@@ -409,7 +409,7 @@ class _Writer:
         return _Rounds(self._steps_of(f"len({path})"), (*first, take), data=path, dropped=dropped)
 
     def _steps_of(self, count: str) -> str:
-        """How many steps so many rounds make. Raises NotByHand if some of them belong to no step."""
+        """How many steps ``count`` rounds make. Raises NotByHand if some of them belong to no step."""
         micro = self._accumulation
         if micro is None:
             return count

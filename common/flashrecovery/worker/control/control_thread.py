@@ -120,7 +120,7 @@ class Control:
         while True:
             message = self._channel.receive()
             if message is None:
-                # The agent is gone, and with it whoever could tell us what the others do.
+                # The agent is gone, and with it the word of what the other ranks do.
                 say("the agent is gone; this process ends")
                 os._exit(1)
             if message.HasField("controller"):

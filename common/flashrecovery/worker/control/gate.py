@@ -32,7 +32,7 @@ class Gate:
         generation: the generation that this worker trains in.
         overhead: what recovery takes of each step.
         in_block: the training thread is in the body of a step, where an interruption is caught.
-        above: it is in the script's own code between a hand-out and the body of that step.
+        above: it is in the script's own code between the yield of a step and its body.
         of_calls: steps are a framework's calls, and what the script does between two of them is done once.
         pause_with_copies: there, the copies of the version are waited for.
         pause_at: no step is begun from this one on, before commands have been carried out; -1: all may begin.

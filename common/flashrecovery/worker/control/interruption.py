@@ -18,7 +18,7 @@ class InterruptionClassifier:
 
     Args:
         patience_s: how long a stop is waited for (``timeouts.peer_error_wait_s``).
-        told: whether somebody has told this process, or one that its script needs, to end.
+        told: whether this process, or one that its script needs, has been told to end.
     """
 
     def __init__(self, gate: Gate, control: Control, patience_s: float, told: Callable[[], bool]) -> None:
@@ -39,7 +39,7 @@ class InterruptionClassifier:
         return (groups.follows_communication_error(error) or self._told()) and self.wait()
 
     def wait(self) -> bool:
-        """Whether the stop comes in time. The clock stands while nobody could say it: while the agent hears no
+        """Whether the stop comes in time. The clock stands while the word cannot come: while the agent hears no
         controller, and while this process is halted with its whole node (which one long pause in here shows). It also
         stands once the controller has said hold: what it waits for until the stop has deadlines of its own."""
         left_s, last = self._patience_s, time.monotonic()

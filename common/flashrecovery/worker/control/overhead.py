@@ -87,7 +87,7 @@ class TimedHooks(StepHooks):
 
 
 STEPS = 10
-"""The least of so many steps is what a rank certainly needs."""
+"""The shortest of this number of steps is what a rank certainly needs."""
 
 
 class Pace:

@@ -41,8 +41,8 @@ def glance_at_tensors(tensors: Sequence[torch.Tensor | None], compared: int) -> 
     """A number that changes when one of ``tensors`` is exchanged or changed.
 
     Args:
-        compared: tensors in host memory of up to so many bytes are compared by content. Of others a change is seen by
-            the version counter, which kernels that write behind autograd's back do not advance.
+        compared: tensors in host memory of at most this size (bytes) are compared by content. Of others a change is
+            seen by the version counter, which kernels that write behind autograd's back do not advance.
     """
     present = [t for t in tensors if t is not None]
     module = loaded()

@@ -1,1 +1,1 @@
-"""The loops of a script that hands out no steps itself, taken as they stand."""
+"""The loops of a script that yields no steps itself, taken as they are."""

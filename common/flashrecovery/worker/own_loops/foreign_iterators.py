@@ -1,4 +1,4 @@
-"""Iterators that a step asks for their next element where nobody leads them back: ``next(batches)`` in a module without
+"""Iterators that a step asks for their next element, and that are not led back: ``next(batches)`` in a module without
 the loop, or in a library. Of most kinds it can be seen that they have gone on, without asking them for anything."""
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ from flashrecovery.worker.local_state.rng import RngState, restore_rng
 
 @dataclass(frozen=True)
 class _Place:
-    """After so many rounds of this run of the loop.
+    """After a number of rounds of this run of the loop.
 
     Attributes:
         run: how often the loop has been begun before.
@@ -106,7 +106,7 @@ class LoopData(StepData):
         self._places: dict[int, _Place] = {}
         self._seek_to: _Place | None = None
         self._cut_short = False
-        """A read was left by an error: the iterator may have gone on by an element that nobody has got."""
+        """A read was left by an error: the iterator may have gone on by an element that the script has not got."""
         self._entered = False
         self._read_from = False
         self._begun_at: dict[str, Any] | None = None

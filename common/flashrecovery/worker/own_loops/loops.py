@@ -1,9 +1,9 @@
 """What the rewritten loops of a script call (:mod:`.rewrite`): where its steps begin and end, and the way back.
 
-A round of a step loop begins with a hand-out (:class:`flashrecovery.worker.loop.Loop`), takes its element, and is a
-step from there to the call after the optimizer's. Rounds that take no step (gradient accumulation) leave the step open.
-What comes after a loop's last element, and before the first round of its next run, lies above the block of the next
-step.
+A round of a step loop begins with the yield of a step (:class:`flashrecovery.worker.loop.Loop`), and takes its
+element. It is a step from there to the call after the optimizer's. Rounds that take no step (gradient accumulation)
+leave the step open. What comes after a loop's last element, and before the first round of its next run, lies above the
+block of the next step.
 
 *The place* of a version is the round of each loop that is running, with the variables of its function. A rank that does
 not stand there, because it was in the next epoch already or has just been started, goes there: the loop around begins
@@ -232,7 +232,7 @@ class ScriptLoops:
 
     # -- steps ------------------------------------------------------------------------------------
 
-    def hand_out(self, loop: ScriptLoop) -> None:
+    def yield_step(self, loop: ScriptLoop) -> None:
         """``loop``, a step loop, begins a round: the step begins with it, or goes on."""
         if self._step is not None:
             return
@@ -710,7 +710,7 @@ class ScriptLoop:
     def _steps(self, iterable: Iterable[Any], first: int | None) -> Iterator[Any]:
         data = self._loops.data_of(self, iterable)
         while True:
-            self._loops.hand_out(self)
+            self._loops.yield_step(self)
             try:
                 element = data.fetch()
             except StopIteration:
@@ -753,7 +753,7 @@ class ScriptLoop:
         """A round of a ``while`` loop begins."""
         if self._active:
             if self.text.steps:
-                self._loops.hand_out(self)
+                self._loops.yield_step(self)
             else:
                 self._loops.catch_up()
                 there = self._loops.target_of(self)

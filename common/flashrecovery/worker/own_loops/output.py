@@ -1,6 +1,6 @@
 """What a script prints while its own loops are led back: each line once.
 
-Lines of a step are held until the step cannot be done again: until the next but one is handed out. A rank that dies
+Lines of a step are held until the step cannot be done again: until the next but one is yielded. A rank that dies
 takes none with it, because those that may still be held are a part of its version. How much of them it had shown stands
 in its page, which outlives it (:meth:`flashrecovery.runtime.page.Page.set_shown`). What a replacement prints before it
 has come to its place, its predecessor has printed.
@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from typing import Any, Protocol
 
 _HELD = 2
-"""Of so many steps before a version lines may not have been shown yet."""
+"""Lines of this number of steps before a version may not have been shown yet."""
 
 Printed = list[tuple[int, str]]
 """Texts, each with the number of its stream."""
@@ -28,7 +28,7 @@ class ShownMark(Protocol):
 
     @property
     def shown(self) -> tuple[int, int]:
-        """All steps before this one, and so many writes of it."""
+        """All steps before the first number, and as many writes of it as the second says."""
 
     def set_shown(self, step: int, writes: int) -> None: ...
 

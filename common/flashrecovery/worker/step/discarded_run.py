@@ -2,7 +2,7 @@
 
 A step that is stopped unwinds to the end of its block, where the recovery takes place; but nothing can keep the script
 from running on to its next step. All that it changes there belongs to no version. So from the end of the block to the
-next hand-out its collectives are answered locally (its peers do not make them, or make them later), its data is what it
+next yield its collectives are answered locally (its peers do not make them, or make them later), its data is what it
 was given before, and then everything is brought back to what it was.
 """
 

@@ -53,7 +53,7 @@ class Below(Protocol):
 
     @property
     def cut_off(self) -> bool:
-        """Nobody answers the script's collectives, or soon nobody will."""
+        """No peer answers the script's collectives, or soon none will."""
 
     @property
     def can_go_back(self) -> bool:

@@ -5,8 +5,8 @@ that first, and a byte from both ends of each tensor: so it is known before anyt
 be read (another host, container or user, a kernel that refuses). If so, none of these tensors goes over the wire.
 
 The source does nothing meanwhile. It waits until the destination has said that it has read everything, and sends its
-digests only then. So whoever has the digests has read memory that was held for it: a source that goes on earlier,
-because communication was abandoned, sends none.
+digests only then. So a destination that has the digests has read memory that was held for it. A source that goes on
+earlier, because communication was abandoned, sends none.
 """
 
 from __future__ import annotations

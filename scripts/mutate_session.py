@@ -37,6 +37,10 @@ UNDO = "common/flashrecovery/redundancy/memory/own_copy.py"
 KEPT = "    def committed(self) -> None:\n        pass"
 UNIT = (
     "data_stream",  # before any that leaves gRPC's threads behind: it forks data loaders' workers
+    "sealing",
+    "transaction",
+    "step_on_device",
+    "recovery_commands",
     "session_heartbeats",
     "registered",
     "versions",

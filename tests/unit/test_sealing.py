@@ -13,7 +13,7 @@ from flashrecovery.state.version import VERSIONS_KEPT
 from flashrecovery.worker.local_state.step_profile import IN_ALL_STEPS, TOUCHED, UNTIL_RESEALED, StepProfile
 from flashrecovery.worker.step.sealing import Sealing
 
-MOMENTS = ("forward", "backward", "optimizer", "below")
+MOMENTS = ("forward", "second forward", "backward", "optimizer", "below")
 
 
 @dataclass
@@ -49,6 +49,8 @@ def test_the_last_local_state_is_right_and_an_early_one_unless_it_is_late(steps:
         if "forward" in changes:
             rank.change()
         sealing.forward_ends(version)
+        if "second forward" in changes:
+            rank.change()
         sealing.forward_ends(version, recheck=True)
         if "backward" in changes:
             rank.change()

@@ -138,6 +138,7 @@ def rank(monkeypatch: pytest.MonkeyPatch) -> Any:
     """One that carries out commands: worker, loop and executor."""
     worker, loop = MagicMock(), MagicMock()
     worker.rank, worker.members, worker.registry.shards = 1, (0, 1), {}
+    worker.registry.gradient_bytes.return_value = 0
     worker.gate.live = worker.gate.version = 3
     worker.gate.outdated.return_value = worker.connection.detached = False
     worker.faults.hit.return_value = None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import ast
+import collections
 import functools
 import sys
 import types
@@ -13,9 +13,13 @@ import torch
 
 from flashrecovery.worker.local_state.fingerprints import CONTAINERS, KEPT_NUMBERS, is_plain
 from flashrecovery.worker.preimport.own_files import FRAMEWORKS, is_own_file
+from flashrecovery.worker.script_text.constants import NameUses, SetByText, set_by_text, uses_of
 from flashrecovery.worker.script_text.script_frames import is_own, tree_of
 
 _LEFT_OUT = (types.BuiltinFunctionType, types.ModuleType, torch.nn.Module, torch.dtype, torch.device)
+_FLAT = (list, set, dict, collections.deque)
+_FEW = 16
+"""Containers, of as many elements each, that cost less than to know from the text which of them are constants."""
 
 
 class ScriptModules:
@@ -24,7 +28,6 @@ class ScriptModules:
     def __init__(self) -> None:
         self._imported = -1
         self._modules: dict[str, types.ModuleType] = {}
-        self._set: frozenset[str] | None = None
         self._changing: dict[str, tuple[int, tuple[str, ...]]] = {}
 
     def besides(self, variables: Mapping[str, Any]) -> Iterator[tuple[str, types.ModuleType]]:
@@ -41,7 +44,7 @@ class ScriptModules:
             return ()
         size, found = self._changing.get(name, (-1, ()))
         if size != len(vars(module)):
-            by_functions = _globals_set(str(module.__file__))
+            by_functions = _set_by(str(module.__file__)).declared
             found = tuple(
                 one
                 for one, value in vars(module).items()
@@ -59,28 +62,57 @@ class ScriptModules:
             if type(module) is types.ModuleType and name.partition(".")[0] not in FRAMEWORKS
             if is_own_file(str(getattr(module, "__file__", None) or ""))
         }
-        self._set = None
+        for cached in ("_set", "_are_many", "_uses"):
+            self.__dict__.pop(cached, None)
         self._changing.clear()
 
-    @property
-    def _set_anywhere(self) -> frozenset[str]:
-        """Names of attributes that the text of one of them sets."""
-        if self._set is None:
-            files = {str(module.__file__) for module in self._modules.values()}
-            self._set = frozenset().union(*map(_attributes_set, sorted(files)))
-        return self._set
+    @functools.cached_property
+    def _set(self) -> SetByText:
+        """What the text of all of them sets."""
+        parts = [_set_by(str(module.__file__)) for module in self._modules.values()]
+        return SetByText(
+            frozenset().union(*(part.attributes for part in parts)), frozenset().union(*(part.owners for part in parts))
+        )
+
+    @functools.cached_property
+    def _are_many(self) -> bool:
+        """Containers that may be constants."""
+        sizes = [
+            len(value)
+            for module in self._modules.values()
+            for name, value in vars(module).items()
+            if type(value) in _FLAT and not name.startswith("__")
+        ]
+        return len(sizes) > _FEW or any(size > _FEW for size in sizes)
+
+    @functools.cached_property
+    def _uses(self) -> NameUses:
+        """How the text of all of them uses names."""
+        parts = [_uses_of(str(module.__file__), name == "__main__") for name, module in self._modules.items()]
+        return NameUses(frozenset().union(*(one.otherwise for one in parts)), any(one.by_any_name for one in parts))
 
     def _may_change(self, name: str, value: object) -> bool:
         if isinstance(value, _LEFT_OUT):
             return False
         if isinstance(value, types.FunctionType):
-            return bool(value.__closure__ or value.__dict__ or value.__defaults__ or value.__kwdefaults__)
+            return bool(value.__closure__ or value.__dict__ or name in self._set.owners or _has_changing(value))
         if isinstance(value, type):
             return is_own(value) and any(
-                one in self._set_anywhere or isinstance(part, CONTAINERS) or (is_plain(part) and not _is_number(part))
+                one in self._set.attributes or isinstance(part, CONTAINERS) or (is_plain(part) and not _is_number(part))
                 for one, part in attributes_of_class(value).items()
             )
-        return name in self._set_anywhere or not _is_number(value)
+        return name in self._set.attributes or not self._is_constant(name, value)
+
+    def _is_constant(self, name: str, value: object) -> bool:
+        """Of what no text sets: a number, or a container of numbers that none changes."""
+        if type(value) in (tuple, frozenset):
+            return all(self._is_constant("", part) for part in value)  # type: ignore[attr-defined]
+        if name and type(value) in _FLAT and self._are_many:
+            if self._uses.by_any_name or name in self._uses.otherwise:
+                return False
+            parts: Any = value
+            return all(map(_is_number, parts.values() if isinstance(value, dict) else parts))
+        return _is_number(value)
 
 
 def attributes_of_class(kind: type) -> dict[str, Any]:
@@ -92,22 +124,19 @@ def _is_number(value: object) -> bool:
     return type(value) in KEPT_NUMBERS or type(value) in (bytes, complex)
 
 
-@functools.lru_cache(4096)
-def _globals_set(file: str) -> frozenset[str]:
-    """Names that functions of the file declare ``global``."""
-    tree = tree_of(file)
-    nodes = () if tree is None else ast.walk(tree)
-    return frozenset(name for node in nodes if isinstance(node, ast.Global) for name in node.names)
+def _has_changing(function: types.FunctionType) -> bool:
+    """Whether calls can change one of its default arguments."""
+    defaults = (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
+    return any(isinstance(one, CONTAINERS) for one in defaults)
 
 
 @functools.lru_cache(4096)
-def _attributes_set(file: str) -> frozenset[str]:
-    """Names of attributes that the file sets, of whatever; and those of ``setattr(thing, "name", value)``."""
+def _set_by(file: str) -> SetByText:
     tree = tree_of(file)
-    found = set[str]()
-    for node in () if tree is None else ast.walk(tree):
-        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
-            found.add(node.attr)
-        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "setattr":
-            found |= {str(one.value) for one in node.args if isinstance(one, ast.Constant)}
-    return frozenset(found)
+    return SetByText() if tree is None else set_by_text(tree)
+
+
+@functools.lru_cache(4096)
+def _uses_of(file: str, whole: bool) -> NameUses:
+    tree = tree_of(file)
+    return NameUses(by_any_name=True) if tree is None else uses_of(tree, whole=whole)

@@ -427,3 +427,12 @@ def test_a_checkpoint_may_say_where_the_loop_begins() -> None:
         f"first = torch.load('x')\nfor epoch in range(first, 3):\n    for x in bare:\n{textwrap.indent(STEP, '    ')}"
     )
     assert "would find one that this job has saved" in refused(text, 3, 2)
+
+
+def test_what_modules_keep_is_named_in_a_comment() -> None:
+    paths = [f"helpers.count_{i}" for i in range(9)]
+    text = by_hand(textwrap.dedent(EPOCHS).lstrip(), 7, 3, replace(running(), of_modules=paths))
+    comments = [line for line in text.splitlines() if line.startswith("# ") and line != "# batches"]
+    assert "Register an object" in " ".join(comments) and all(path in " ".join(comments) for path in paths)
+    assert text.index(comments[-1]) < text.index("recovery = flashrecovery.init()")
+    assert max(map(len, comments)) <= 100

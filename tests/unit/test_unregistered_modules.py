@@ -53,6 +53,11 @@ def count_one():
     count += 1
     return count % 2
 
+newest = 0
+
+def read_newest():
+    return newest
+
 def only_count():
     global shown
     shown += 1
@@ -144,10 +149,22 @@ def train(unregistered, change, steps):
         unregistered.before_step(sys._getframe(), 0)
         change(helpers, number)
 
+def train_here(unregistered, change, steps):
+    for number in steps:
+        unregistered.before_step(sys._getframe(), 0)
+        helpers.count = helpers.count + 1
+
+def train_anew(unregistered, change, steps):
+    for number in steps:
+        unregistered.before_step(sys._getframe(), 0)
+        other.newest = number
+        other.read_newest()
+
 def outside(m, number):
     m.counts["steps"] = m.counts["steps"] + 1
 
 import sys
+import helpers as other
 """
 
 NAMED: dict[str, tuple[Callable[[Any, int], object], str]] = {
@@ -199,11 +216,13 @@ def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         del sys.modules[name]
 
 
-def _told(script: Any, change: Callable[[Any, int], object], *more: object, **options: Any) -> list[str]:
+def _told(
+    script: Any, change: Callable[[Any, int], object], *more: object, loop: str = "train", **options: Any
+) -> list[str]:
     told: list[str] = []
     model = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    script.train(Unregistered([model, optimizer, *more], False, told.append, **options), change, [*range(5)])
+    getattr(script, loop)(Unregistered([model, optimizer, *more], False, told.append, **options), change, [*range(5)])
     return told
 
 
@@ -239,3 +258,8 @@ def test_what_comes_back_with_the_scripts_own_loops_is_not_named(script: Any) ->
 def test_where_steps_are_calls_only_modules_and_tensors_are_named(script: Any) -> None:
     assert not _told(script, NAMED["dictionary"][0], calls=True)
     assert "helpers.average" in "".join(_told(script, NAMED["module"][0], calls=True))
+
+
+def test_what_the_loop_itself_changes_in_a_module(script: Any) -> None:
+    assert "helpers.count;" in "".join(_told(script, NOT_NAMED["nothing"], loop="train_here"))
+    assert not _told(script, NOT_NAMED["nothing"], loop="train_anew")

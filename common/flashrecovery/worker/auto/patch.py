@@ -27,6 +27,7 @@ from __future__ import annotations
 import ast
 import io
 import re
+import textwrap
 import tokenize
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -94,6 +95,7 @@ class Running:
         plain: whether a variable's value is a number, a text, a tensor or a container of these; None: there is none.
         known: whether a variable leads to what is registered, or never changes (a function, a loader).
         whose: what a name is, for a refusal.
+        of_modules: paths of what the script's modules keep and change, which the new lines do not register.
     """
 
     models: Sequence[tuple[str, Sequence[str]]]
@@ -105,6 +107,7 @@ class Running:
     plain: Callable[[str], bool | None]
     known: Callable[[str], bool]
     whose: Callable[[str], str] = field(default=lambda name: "")
+    of_modules: Sequence[str] = ()
 
 
 def by_hand(text: str, step_line: int, epoch_line: int, running: Running, elsewhere: Makes = NONE) -> str:
@@ -523,7 +526,7 @@ class _Writer:
 
     def _above(self) -> list[str]:
         names, running = self._names, self._running
-        lines = [f"{names.recovery} = flashrecovery.init()"]
+        lines = [*_named(running.of_modules), f"{names.recovery} = flashrecovery.init()"]
         used = self._used()
         objects = {name: path for name, path in running.objects.items() if not self._is_idle(path, used)}
         own = [(keyword_of(path), path, attributes) for path, attributes in running.own.items()]
@@ -856,6 +859,15 @@ class _Writer:
 
 
 _SIMPLE = (ast.Constant, ast.Name, ast.Attribute, ast.Call)
+
+
+def _named(paths: Sequence[str]) -> list[str]:
+    """Comments on what is not registered."""
+    if not paths:
+        return []
+    text = f"Not brought back by these lines, if it changes from step to step: {', '.join(paths)}. Register an object"
+    lines = textwrap.wrap(f"{text} that holds it.", 90, break_long_words=False, break_on_hyphens=False)
+    return [f"# {line}" for line in lines]
 
 
 def _factor(text: str) -> str:

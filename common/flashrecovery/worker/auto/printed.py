@@ -29,10 +29,11 @@ from flashrecovery.worker.local_state.generators import as_stateful
 from flashrecovery.worker.own_loops.loops import LOOPS, ScriptLoop
 from flashrecovery.worker.own_loops.rewrite import NONE, Makes
 from flashrecovery.worker.own_loops.variables import is_of_module, protected
+from flashrecovery.worker.script_checks.module_state import ScriptModuleState
 from flashrecovery.worker.script_checks.wrapped_module import wrapper_of
 from flashrecovery.worker.script_text.held_state import changing_defaults
 from flashrecovery.worker.script_text.plain_values import LARGE, is_kept
-from flashrecovery.worker.script_text.script_frames import STATIC, carried_by_class_in, file_of, is_own
+from flashrecovery.worker.script_text.script_frames import STATIC, carried_by_class_in, file_of, frames, is_own
 
 _IMMUTABLE = (bool, int, float, complex, str, bytes, tuple, frozenset, type(None))
 """What else a method reads it may change, by a method of that: `self.losses.append(loss)`."""
@@ -141,7 +142,13 @@ class _Seen:
             self._plain,
             self._known,
             self._whose,
+            self._of_modules(),
         )
+
+    def _of_modules(self) -> list[str]:
+        """What modules keep, but for objects whose attributes the patch registers."""
+        registered = frozenset({*self._ids, *map(id, self._inside), *(id(thing) for _, thing in self._loop_objects())})
+        return ScriptModuleState().may_change([*frames(self._frame)], registered)
 
     def _value(self, path: str) -> Any:
         with contextlib.suppress(Exception):  # the script's own attributes may be properties

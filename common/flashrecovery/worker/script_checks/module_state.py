@@ -25,20 +25,20 @@ class ScriptModuleState:
 
     def variables(self, around: Sequence[types.FrameType]) -> dict[str, tuple[str, Any]]:
         """By path: the module's name, and the value. Without the module's name in the path if it is one of ``around``,
-        the functions that are running; without those that these functions' loops set themselves."""
+        the functions that are running; without those of theirs that these functions' loops set, and those of others
+        that each round of these sets before it reads them."""
         running = {id(one.f_globals) for one in around}
-        by_loops = {
-            name
-            for one in around
-            for carried in [carried_by_loop_at(one.f_code.co_filename, one.f_lineno)]
-            for name in carried.names | carried.set_here | carried.remade
-        }
+        by_loops, anew = set[str](), set[str]()
+        for one in around:
+            carried = carried_by_loop_at(one.f_code.co_filename, one.f_lineno)
+            by_loops |= carried.names | carried.set_here | carried.remade
+            anew |= {_in_module(one, path) for path in carried.remade}
         found = {}
         for name, module in self._modules.besides({}):
             prefix = "" if id(vars(module)) in running else f"{name}."
             for variable, value in list(vars(module).items()):
                 path = prefix + variable
-                if not variable.startswith("__") and path not in by_loops:
+                if not variable.startswith("__") and path not in (anew if prefix else by_loops):
                     found[path] = name, value
         return found
 
@@ -63,6 +63,11 @@ class ScriptModuleState:
                         if is_plain(part):
                             yield f"{where}.{name}", module, part
 
+    def may_change(self, around: Sequence[types.FrameType], known: frozenset[int]) -> list[str]:
+        """Paths of what changes from step to step as far as the text says; see :meth:`plain`."""
+        found = self.plain(self.variables(around), known, {})
+        return sorted({path for path, module, value in found if self.is_shared(path, module)})
+
     def is_shared(self, path: str, module: str) -> bool:
         """Whether the text of one of the modules may change what has this path, and one may read it later. ``module``:
         the one that leads to it."""
@@ -71,6 +76,13 @@ class ScriptModuleState:
         read = (text.names_read[0 if own else 1] for own, text in texts)
         changed = (text.names_changed[0 if own else 1] for own, text in texts)
         return any(name in names for names in changed) and any(name in names for names in read)
+
+
+def _in_module(frame: types.FrameType, path: str) -> str:
+    """``path`` with the name of the module that its first part leads to."""
+    root, dot, rest = path.partition(".")
+    found = frame.f_locals.get(root, frame.f_globals.get(root)) if dot else None
+    return f"{found.__name__}.{rest}" if isinstance(found, types.ModuleType) else path
 
 
 @functools.lru_cache(4096)

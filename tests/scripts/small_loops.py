@@ -764,6 +764,20 @@ for epoch in range(EPOCHS):
         recent = [*recent[-2:], x[step]]
         say(epoch, loss.item(), table.sum().item(), sum(row.sum() for row in recent).item(), x.sum().item())
 kept.append([table, *rows, x])
+=== array_rows
+table, samples = np.zeros((4, 3)), np.random.default_rng(5).random((8, 3))
+rows, seen = list(table), []
+for epoch in range(EPOCHS):
+    for step, (a, b) in enumerate(loader):
+        loss = F.mse_loss(model(a), b)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        sample = samples[step]
+        rows[step % 4] += sample * loss.item()
+        seen = [*seen[-2:], sample]
+        say(epoch, loss.item(), float(table.sum()), float(sum(one.sum() for one in seen)), float(samples.sum()))
+kept.append(torch.from_numpy(samples))
 === prefetched
 stream = itertools.cycle(loader)
 a, b = next(stream)

@@ -343,8 +343,27 @@ def test_rows_in_a_list_stay_rows_of_their_table() -> None:
         assert _one_memory([table, *found["rows"]])
 
 
-def test_parts_of_a_data_set_in_a_list_are_no_reason_to_write_into_it() -> None:
-    data = torch.arange(8.0)
+def test_arrays_that_share_elements_share_them_afterwards() -> None:
+    names = _names("rows", "last", "counts", read=("table",))
+
+    def made() -> dict[str, Any]:
+        table = np.zeros((3, 2))
+        return {"table": table, "rows": list(table), "last": table[::-1, 1], "counts": torch.from_numpy(table)}
+
+    variables, replaced = made(), made()
+    variables["rows"][1] += 5
+    saved = _through_bytes(take_down(_frame(**variables), names, frozenset()))
+    for there in (variables, replaced):
+        there["table"] += 1
+        found = put_back(_frame(**there), names, frozenset(), saved)
+        assert found["table"] is there["table"] and found["table"].tolist() == [[0, 0], [5, 5], [0, 0]]
+        found["rows"][2][1] = 7
+        assert found["table"][2, 1] == found["last"][0] == found["counts"][2, 1] == 7
+
+
+@pytest.mark.parametrize("kind", [torch.arange, np.arange])
+def test_parts_of_a_data_set_in_a_list_are_no_reason_to_write_into_it(kind: Any) -> None:
+    data = kind(8.0)
     names = _names("recent")
     saved = _through_bytes(take_down(_frame(recent=[data[:2], data[4:]]), names, frozenset()))
     found = put_back(_frame(recent=[data[2:4], data[:4]]), names, frozenset(), saved)

@@ -30,8 +30,8 @@ from flashrecovery.worker.script_text.plain_values import (
     copies_of,
     is_array,
     is_kept,
+    sharing_with,
     storage_of,
-    storages_in,
 )
 
 ALIASED = 1 << 20
@@ -165,10 +165,13 @@ def take_down(frame: types.FrameType, names: LoopVariables, known: frozenset[int
         if isinstance(value, CONTAINERS) and is_kept(value, known, with_generators=True):
             saved.variables[name] = value
     attributes, too_long, paths = _of_objects(variables, names, known)
-    storages = storages_in([*saved.variables.values(), *attributes.values()]) - known
-    for name, value in variables.of(others) if storages else ():
-        if type(value) is torch.Tensor and value.numel() <= ALIASED and storage_of(value) in storages:
-            saved.variables.setdefault(name, value)
+    around = {
+        name: value
+        for name, value in variables.of(others)
+        if (isinstance(value, torch.Tensor) or is_array(value)) and is_kept(value, known, largest=ALIASED)
+    }
+    for name in sharing_with([*saved.variables.values(), *attributes.values()], around) if around else ():
+        saved.variables.setdefault(name, around[name])
     copies = copies_of({**{f"={n}": v for n, v in saved.variables.items()}, **attributes}, paths)
     saved.variables = {name: copies.pop(f"={name}") for name in saved.variables}
     saved.attributes = copies

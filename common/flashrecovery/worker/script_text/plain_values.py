@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import abc
 import argparse
+import bisect
 import collections
 import datetime
 import decimal
@@ -246,13 +247,13 @@ _BY_NAME = (enum.Enum, type, types.FunctionType, types.BuiltinFunctionType)
 
 @dataclass(frozen=True)
 class _View:
-    """Of a tensor whose elements lie among those of others: ``memory`` that they have together, bytes ``[low, high)``
-    of their storage; ``offset``: of this one's first element, in bytes."""
+    """Of a tensor or array that shares elements with others: ``memory`` in which they lie, from address ``low`` to
+    before ``high``; ``first``: address of this one's first element."""
 
     memory: str
     low: int
     high: int
-    offset: int
+    first: int
 
 
 @dataclass
@@ -262,7 +263,7 @@ class _Alike:
     places: dict[int, tuple[str, str]]
     """Of what is held in several places, by identity: :data:`_SHARED` or :data:`_AT`, and a name."""
     views: dict[int, _View] = field(default_factory=dict)
-    """Of tensors that share elements with others, by identity."""
+    """Of tensors and arrays that share elements with others, by identity."""
 
 
 def copies_of(values: Mapping[str, Any], paths: Mapping[int, str] | None = None) -> dict[str, Any]:
@@ -277,59 +278,73 @@ def copies_of(values: Mapping[str, Any], paths: Mapping[int, str] | None = None)
         _count(value, seen, again)
         for number, one in enumerate(again):
             alike.places.setdefault(one, (_SHARED, f"{name}, {number}"))
-    alike.views = _views_of([one for one in seen.values() if isinstance(one, torch.Tensor)])
+    alike.views = _views_of(seen.values())
     return {name: _copy(value, alike) for name, value in values.items()}
 
 
-def storages_in(values: Iterable[Any]) -> set[int]:
-    """Of all tensors in what :func:`is_kept` says yes to."""
+def sharing_with(values: Iterable[Any], others: Mapping[str, Any]) -> list[str]:
+    """Names of the tensors and arrays of ``others`` that share elements with those in ``values``, of which
+    :func:`is_kept` says yes."""
     seen: dict[int, Any] = {}
     for value in values:
         _count(value, seen, [])
-    return {storage_of(one) for one in seen.values() if isinstance(one, torch.Tensor)}
-
-
-def _views_of(tensors: list[torch.Tensor]) -> dict[int, _View]:
-    """Of those that share elements, or lie between each other's, by identity."""
-    if len(tensors) < 2:
-        return {}
-    by_storage: dict[int, list[tuple[int, int, torch.Tensor]]] = {}
-    for tensor in tensors:
-        extent = _extent(tensor)
+    taken = [(low, high) for low, high, _ in _together(seen.values())]
+    lows = [low for low, _ in taken]
+    found = []
+    for name, value in others.items() if taken else ():
+        extent = _extent(value)
         if extent is not None:
-            by_storage.setdefault(storage_of(tensor), []).append((*extent, tensor))
+            before = bisect.bisect_left(lows, extent[1])
+            if before and taken[before - 1][1] > extent[0]:
+                found.append(name)
+    return found
+
+
+def _views_of(values: Iterable[Any]) -> dict[int, _View]:
+    """Of the tensors and arrays that share elements, or lie between each other's, by identity."""
     views: dict[int, _View] = {}
-    for parts in by_storage.values():
-        if len(parts) == 1:
-            continue
-        parts.sort(key=lambda part: part[0])
-        together, high = [parts[0]], parts[0][1]
-        for part in [*parts[1:], (sys.maxsize, 0, parts[0][2])]:
-            if part[0] < high:
-                together.append(part)
-                high = max(high, part[1])
-                continue
-            if len(together) > 1:
-                memory, low = f"memory {len(views)}", together[0][0] // _ALIGNED * _ALIGNED
-                views |= {id(tensor): _View(memory, low, high, offset) for offset, _, tensor in together}
-            together, high = [part], part[1]
+    for low, high, parts in _together(values):
+        if len(parts) > 1:
+            memory = f"memory {len(views)}"
+            views |= {id(value): _View(memory, low // _ALIGNED * _ALIGNED, high, first) for value, first in parts}
     return views
+
+
+def _together(values: Iterable[Any]) -> list[tuple[int, int, list[tuple[Any, int]]]]:
+    """Parts of the memory, from the lowest on: addresses of the first byte and behind the last one, and the tensors and
+    arrays there, each with the address of its first element."""
+    extents = [(*extent, value) for value in values if (extent := _extent(value)) is not None]
+    found: list[tuple[int, int, list[tuple[Any, int]]]] = []
+    for low, high, first, value in sorted(extents, key=lambda one: one[0]):
+        if found and low < found[-1][1]:
+            begin, end, parts = found[-1]
+            parts.append((value, first))
+            found[-1] = (begin, max(end, high), parts)
+        else:
+            found.append((low, high, [(value, first)]))
+    return found
 
 
 _ALIGNED = 16
 """Bytes: of the largest element."""
 
 
-def _extent(tensor: torch.Tensor) -> tuple[int, int] | None:
-    """Bytes of its storage, from its first element to behind its last one. None: it has none, or two of its elements
-    are one."""
-    if tensor.layout != torch.strided or tensor.is_quantized or not tensor.numel():
+def _extent(value: Any) -> tuple[int, int, int] | None:
+    """Addresses of a tensor or array: of its first byte, behind its last one, and of its first element. None: it has
+    none, or two of its elements are one."""
+    if isinstance(value, torch.Tensor):
+        if value.layout != torch.strided or value.is_quantized or not value.numel() or not value.data_ptr():
+            return None
+        itemsize, first = value.element_size(), value.data_ptr()
+        strides = [int(stride) * itemsize for stride in value.stride()]
+    elif _is_of_numpy(type(value)) and value.shape and value.size:
+        itemsize, first, strides = value.itemsize, value.__array_interface__["data"][0], value.strides
+    else:
         return None
-    places = [(int(size), int(stride)) for size, stride in zip(tensor.shape, tensor.stride(), strict=True)]
-    if any(size > 1 and not stride for size, stride in places):
+    ways = [(int(size) - 1) * stride for size, stride in zip(value.shape, strides, strict=True) if size > 1]
+    if not all(ways):
         return None
-    first, last = int(tensor.storage_offset()), sum((size - 1) * stride for size, stride in places)
-    return first * tensor.element_size(), (first + last + 1) * tensor.element_size()
+    return first + sum(w for w in ways if w < 0), first + sum(w for w in ways if w > 0) + itemsize, first
 
 
 def copy_of(value: Any) -> Any:
@@ -374,9 +389,13 @@ def _copy(value: Any, alike: _Alike) -> Any:
 
 def _copied(value: Any, alike: _Alike) -> Any:
     kind = type(value)
+    view = alike.views.get(id(value)) if alike.views else None
+    if view is not None:
+        tensor = isinstance(value, torch.Tensor)
+        strides = value.stride() if tensor else value.strides
+        return {_VIEW: (*astuple(view), tuple(strides), value.detach().clone() if tensor else value.copy())}
     if isinstance(value, torch.Tensor):
-        copy, view = value.detach().clone(), alike.views.get(id(value))
-        return copy if view is None else {_VIEW: (*astuple(view), value.stride(), copy)}
+        return value.detach().clone()
     if kind in (list, tuple, set, collections.deque) and _NUMBERS.issuperset(map(type, value)):
         return value if kind is tuple else value.copy()
     if kind is dict and _NUMBERS.issuperset(map(type, value.values())) and _MARKS.isdisjoint(value):
@@ -434,9 +453,7 @@ class Putting:
         self._filled_at: set[str] = set()
         self._held: list[Any] = []  # so that no identity comes again
         self._shared: dict[str, Any] = {}
-        self._memories: dict[
-            str, tuple[torch.UntypedStorage, int]
-        ] = {}  # with the distance from where it was, in bytes
+        self._memories: dict[str, tuple[torch.Tensor, int]] = {}  # its bytes, and the address that the first one had
 
     def found(self, path: str, thing: object) -> None:
         """What is put back by itself, and where it is."""
@@ -468,11 +485,11 @@ class Putting:
             return self._filled(self._made(set()) if there is None else there, set(saved))
         if kind is frozenset:
             return saved
-        return self._array(now, saved)
+        return self._array(saved)
 
     def write(self, now: Any, saved: Any) -> bool:
-        """Make the tensor ``now``, which no statement can set, what ``saved`` is. Returns whether it is one, and can
-        be."""
+        """Make the tensor or array ``now``, which no statement can set, what ``saved`` is. Returns whether it is one,
+        and can be."""
         shared = saved.get(_SHARED) if type(saved) is dict else None
         plain = saved if shared is None else shared[1]
         view = plain.get(_VIEW) if type(plain) is dict else None
@@ -481,28 +498,24 @@ class Putting:
         if shared is not None:
             self._shared[shared[0]] = now
         if view is not None:
-            memory, _, _, offset, stride, _ = view
-            if now.stride() == tuple(stride):
-                distance = now.storage_offset() * now.element_size() - offset
-                self._memories.setdefault(memory, (now.untyped_storage(), distance))
+            memory, _, _, first, strides, _ = view
+            there = _bytes_around(now) if _strides(now) == tuple(strides) else None
+            if there is not None:
+                self._memories.setdefault(memory, (there[0], first - there[1]))
         return True
 
-    def _view(self, now: Any, memory: str, low: int, high: int, offset: int, stride: Any, saved: torch.Tensor) -> Any:
-        """A tensor in the memory that others have, too: theirs if one of them could not be made anew."""
+    def _view(self, now: Any, memory: str, low: int, high: int, first: int, strides: Any, saved: Any) -> Any:
+        """A tensor or array in the memory that others have, too: theirs if one of them could not be made anew."""
+        device = saved.device if isinstance(saved, torch.Tensor) else "cpu"
         if memory not in self._memories:
-            made = torch.empty(high - low, dtype=torch.uint8, device=saved.device)
-            self._memories[memory] = (made.untyped_storage(), -low)
-        storage, distance = self._memories[memory]
-        first, beyond = divmod(offset + distance, saved.element_size())
-        last = sum((size - 1) * step for size, step in zip(saved.shape, stride, strict=True))
-        if first < 0 or beyond or (first + last + 1) * saved.element_size() > storage.nbytes():
-            return saved.detach().clone()
-        there = torch.empty(0, dtype=saved.dtype, device=storage.device)
-        there.set_(storage, first, saved.shape, tuple(stride))
-        if type(now) is torch.Tensor and now.is_set_to(there):
+            self._memories[memory] = (torch.empty(high - low, dtype=torch.uint8, device=device), low)
+        memory_bytes, begin = self._memories[memory]
+        there = _in_memory(memory_bytes, first - begin, tuple(strides), saved)
+        if there is None:
+            return self._array(saved)
+        if type(now) is type(there) and _is_same_place(now, there):
             there = now
-        with torch.no_grad():
-            there.copy_(saved)
+        write(there, saved)
         return there
 
     def _of_mark(self, now: Any, mark: str, value: Any) -> Any:
@@ -628,16 +641,12 @@ class Putting:
         set_items(there, {key: self.put(old.get(key), value) for key, value in pairs}, base)
         return there
 
-    def _array(self, now: Any, saved: Any) -> Any:
+    @staticmethod
+    def _array(saved: Any) -> Any:
+        """Not in the place of the one that is there: it may be a part of the script's data."""
         if isinstance(saved, torch.Tensor):
             return saved.detach().clone()
-        value = saved.copy() if _is_of_numpy(type(saved)) else saved
-        if not _is_of_numpy(type(value)) or not value.shape or self._in_place(now, type(value)) is None:
-            return value
-        if now.shape != value.shape or now.dtype != value.dtype:
-            return value
-        now[...] = value
-        return now
+        return saved.copy() if _is_of_numpy(type(saved)) else saved
 
 
 def put(now: Any, saved: Any) -> Any:
@@ -646,12 +655,64 @@ def put(now: Any, saved: Any) -> Any:
 
 
 def write(now: Any, saved: Any) -> bool:
-    """Make the tensor ``now``, which no statement can set, what ``saved`` is. Returns whether it is one, and can be."""
-    if type(now) is not torch.Tensor or type(saved) is not torch.Tensor or now.dtype != saved.dtype:
+    """Make the tensor or array ``now``, which no statement can set, what ``saved`` is. Returns whether it is one, and
+    can be."""
+    if type(now) is not type(saved) or not (type(now) is torch.Tensor or is_array(now)) or now.dtype != saved.dtype:
         return False
+    if not isinstance(now, torch.Tensor):
+        if now.shape != saved.shape or not now.shape or not now.flags.writeable:
+            return False
+        now[...] = saved
+        return True
     with torch.no_grad():
         if now.shape == saved.shape:
             now.copy_(saved)
         else:
             now.resize_(saved.shape).copy_(saved)
     return True
+
+
+def _strides(now: Any) -> tuple[int, ...]:
+    """In elements of a tensor, in bytes of an array."""
+    return tuple(now.stride()) if isinstance(now, torch.Tensor) else tuple(now.strides)
+
+
+def _bytes_around(now: Any) -> tuple[torch.Tensor, int] | None:
+    """All of the memory in which a tensor or array lies, and at which of its bytes its first element is."""
+    if isinstance(now, torch.Tensor):
+        storage = now.untyped_storage()
+        whole = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, 0, (storage.nbytes(),), (1,))
+        return whole, int(now.storage_offset()) * now.element_size()
+    root = now
+    while type(root.base) is type(root):
+        root = root.base
+    if not (root.flags.forc and root.flags.writeable):
+        return None
+    begin = root.__array_interface__["data"][0]
+    return torch.from_numpy(root.reshape(-1, order="A").view("uint8")), now.__array_interface__["data"][0] - begin
+
+
+def _in_memory(memory: torch.Tensor, first: int, strides: tuple[int, ...], like: Any) -> Any:
+    """A tensor or array of the form of ``like`` in ``memory``, from byte ``first`` on; None if it has no room there."""
+    tensor = isinstance(like, torch.Tensor)
+    itemsize = like.element_size() if tensor else like.itemsize
+    ways = [(n - 1) * stride * (itemsize if tensor else 1) for n, stride in zip(like.shape, strides, strict=True)]
+    low, high = first + sum(w for w in ways if w < 0), first + sum(w for w in ways if w > 0) + itemsize
+    if low < 0 or high > memory.numel():
+        return None
+    if not tensor:
+        if memory.device.type != "cpu":
+            return None
+        numpy = sys.modules["numpy"]
+        return numpy.ndarray(like.shape, like.dtype, buffer=memory.numpy(), offset=first, strides=strides)
+    if first % itemsize:
+        return None
+    there = torch.empty(0, dtype=like.dtype, device=memory.device)
+    return there.set_(memory.untyped_storage(), first // itemsize, like.shape, strides)
+
+
+def _is_same_place(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor):
+        return one.is_set_to(other)
+    place = "data", "strides", "shape", "typestr"
+    return all(one.__array_interface__[name] == other.__array_interface__[name] for name in place)

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from flashrecovery.adapter.placement import backed_by_pages
-from flashrecovery.runtime import page_reserve
+from flashrecovery.runtime import page_reserve, process_memory
 from flashrecovery.runtime.page import Page
 from flashrecovery.runtime.page_reserve import LEAST, WORTH_IT, PageReserve
 
@@ -128,6 +128,29 @@ def test_pages_that_cannot_be_moved_leave_a_tensor_that_can_be_used(
     tensor.fill_(6)
     assert int(tensor.sum(dtype=torch.int64)) == 6 * tensor.numel()
     assert page_reserve.back(tensor.data_ptr(), tensor.nbytes) == 0, "tried once"
+
+
+def test_memory_that_is_there_is_not_made_present_once_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would cost as much as a copy."""
+    real, made = process_memory._libc(), []
+
+    class Counting:
+        def __getattr__(self, name: str) -> object:
+            return getattr(real, name)
+
+        def madvise(self, *arguments: int) -> int:
+            made.append(arguments)
+            return int(real.madvise(*arguments))
+
+    counting = Counting()
+    monkeypatch.setattr(process_memory, "_libc", lambda: counting)
+    with mmap.mmap(-1, 4 * MIB) as memory:
+        tensor = torch.frombuffer(memory, dtype=torch.uint8)
+        process_memory.make_present(tensor.data_ptr(), tensor.nbytes)
+        assert len(made) == 1 and present(tensor) == tensor.nbytes
+        process_memory.make_present(tensor.data_ptr(), tensor.nbytes)
+        assert len(made) == 1
+        del tensor
 
 
 def test_little_is_not_worth_it() -> None:

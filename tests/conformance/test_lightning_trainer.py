@@ -29,11 +29,14 @@ KILLS = {
     "callbacks": ("callbacks", ((1, "backward", 2), (0, "commit", 4), (0, "forward", 12), (1, "commit", 21))),
     "workers": ("workers", ((1, "forward", 1), (0, "backward", 7), (0, "commit", 10), (1, "optimizer", 14))),
     "metrics": ("metrics", ((1, "forward", 1), (0, "backward", 4), (0, "commit", 12), (1, "optimizer", 21))),
+    "fsdp2": ("fsdp2", ((1, "forward", 0), (0, "backward", 5), (0, "optimizer", 14), (1, "commit", 26))),
+    "fsdp2-validation": ("fsdp2", ((1, "between", 10), (0, "forward", 12), (0, "commit", 22), (1, "commit", 36))),
+    "fsdp2-folders": ("folders", ((1, "backward", 9), (0, "commit", 10), (1, "between", 12), (0, "optimizer", 13))),
 }
 """The shape of the script, and who is killed in which phase of which call: ten steps, the validation and the end of an
 epoch in turn, or four steps in place of ten; then the end of the training."""
 REFUSED = {
-    "fsdp2": "the strategy ModelParallelStrategy",
+    "parts": "parts of the LightningModule that are given to fully_shard",
     "manual": "manual optimization",
     "two": "2 training loaders",
     "lbfgs": "the optimizer LBFGS",

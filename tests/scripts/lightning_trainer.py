@@ -22,7 +22,20 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MeanMetric
 
-SHAPES = ("plain", "whole", "workers", "callbacks", "metrics", "fsdp2", "manual", "two", "lbfgs", "averaging")
+SHAPES = (
+    "plain",
+    "whole",
+    "workers",
+    "callbacks",
+    "metrics",
+    "fsdp2",
+    "folders",
+    "parts",
+    "manual",
+    "two",
+    "lbfgs",
+    "averaging",
+)
 parser = argparse.ArgumentParser()
 parser.add_argument("shape", choices=SHAPES)
 parser.add_argument("--output", type=Path, required=True)
@@ -171,7 +184,17 @@ class Sharded(Plain):
         fully_shard(self.net, mesh=mesh)
 
 
-KINDS = {"whole": Whole, "workers": Normed, "metrics": Metrics, "manual": Manual, "lbfgs": Two, "fsdp2": Sharded}
+class Parts(Plain):
+    """Each layer by itself."""
+
+    def configure_model(self) -> None:
+        for layer in self.net:
+            if any(True for _ in layer.parameters()):
+                fully_shard(layer, mesh=self.device_mesh["data_parallel"])
+
+
+KINDS = {"whole": Whole, "workers": Normed, "metrics": Metrics, "manual": Manual, "lbfgs": Two}
+KINDS |= {"fsdp2": Sharded, "folders": Sharded, "parts": Parts}
 torch.manual_seed(0)
 model = KINDS.get(args.shape, Plain)()
 seed_everything(100 + RANK, verbose=False)
@@ -199,8 +222,10 @@ if args.shape == "workers":
     options |= {"limit_train_batches": 7, "accumulate_grad_batches": 2, "check_val_every_n_epoch": 2}
     options |= {"precision": "bf16-mixed"}
 strategy: Any = "ddp"
-if args.shape == "fsdp2":
-    strategy = ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1, save_distributed_checkpoint=False)
+if args.shape in ("fsdp2", "folders", "parts"):
+    strategy = ModelParallelStrategy(
+        data_parallel_size=2, tensor_parallel_size=1, save_distributed_checkpoint=args.shape == "folders"
+    )
 trainer = Trainer(
     accelerator="cpu",
     devices=2,
@@ -244,7 +269,7 @@ def of_checkpoint(path: str) -> str:
 
 def written() -> str:
     """What rank 0 has written: rows of metrics, and checkpoints."""
-    if RANK:
+    if RANK or args.shape == "folders":
         return ""
     (folder,) = sorted((args.output / "logs").iterdir())
     saved = {path.name: of_checkpoint(str(path)) for path in sorted((args.output / "checkpoints").iterdir())}

@@ -45,6 +45,7 @@ LOOPS = capability(
     Attributes("lightning.pytorch.trainer.trainer", "Trainer", ("_logger_connector", "_signal_connector")),
     Assigned("lightning.pytorch.trainer.setup", ("_val_check_time_interval",)),
     Attributes("lightning.pytorch.strategies.ddp", "DDPStrategy", ("_ddp_comm_state",)),
+    Attributes("lightning.pytorch.strategies.model_parallel", "ModelParallelStrategy", ("_tensor_parallel_size",)),
     Attributes("lightning.pytorch.core.optimizer", "LightningOptimizer", ("_optimizer",)),
     Defined("lightning.pytorch.core.module", ("LightningModule._on_before_batch_transfer",)),
 )

@@ -68,10 +68,15 @@ STATE = capability(
     "accelerate's state",
     "where an accumulation is, and which steps were skipped",
     Attributes(
-        "accelerate.accelerator", "Accelerator", ("_dataloaders", "_optimizers", "_schedulers", "step", "scaler")
+        "accelerate.accelerator",
+        "Accelerator",
+        ("_dataloaders", "_optimizers", "_schedulers", "step", "scaler", "flag_tensor"),
     ),
     Attributes("accelerate.optimizer", "AcceleratedOptimizer", ("_is_overflow",)),
-    Defined("accelerate.state", ("GradientState._set_sync_gradients",)),
+    Defined(
+        "accelerate.state",
+        tuple(f"GradientState.{name}" for name in ("_set_sync_gradients", "_add_dataloader", "_remove_dataloader")),
+    ),
     Attributes("accelerate.state", "GradientState", ("sync_gradients", "dataloader_references")),
 )
 LOADERS = capability(

@@ -1,4 +1,4 @@
-"""Lightning's ``Trainer``, which trains by DistributedDataParallel: `flashrecovery run --auto`.
+"""Lightning's ``Trainer``, which trains by DistributedDataParallel or FSDP2: `flashrecovery run --auto`.
 
 Its loops of epochs (``_FitLoop``), batches (``_TrainingEpochLoop``) and steps (``_AutomaticOptimization``) become one
 loop of calls (:mod:`flashrecovery.worker.framework_calls`), which make the same operations and hooks in the same order.
@@ -26,6 +26,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch.distributed.fsdp import FSDPModule
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, IterableDataset
 
 from flashrecovery import Recovery, init
@@ -33,6 +35,7 @@ from flashrecovery.adapter.loop import RngState
 from flashrecovery.capabilities.of_lightning import TRAINER
 from flashrecovery.config import prints_patch, protects_as_it_is
 from flashrecovery.errors import UnsupportedError
+from flashrecovery.plan.words import shortened
 from flashrecovery.trainer.events import mentions, names_from
 from flashrecovery.trainer.held_modules import HeldModules
 from flashrecovery.trainer.lightning_logs import go_on_with, hold_rows
@@ -53,6 +56,8 @@ _CHANGING = frozenset(
     }
 )
 """Names by which a callback gets at what is trained."""
+_SHOWN = 4
+"""Parts of a model that are named."""
 _TRANSFERS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 
 
@@ -107,15 +112,21 @@ def _check_trainer(trainer: Any) -> None:
     """What is known before the Trainer sets up what it trains."""
     from lightning.pytorch import callbacks as of_lightning
     from lightning.pytorch.plugins import MixedPrecision, Precision
-    from lightning.pytorch.strategies import DDPStrategy
+    from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 
     strategy, plugin = trainer.strategy, trainer.precision_plugin
+    sharded = type(strategy) is ModelParallelStrategy
     kinds = [getattr(of_lightning, name) for name in _CALLBACKS if hasattr(of_lightning, name)]
     steps_itself = type(plugin).optimizer_step not in (Precision.optimizer_step, MixedPrecision.optimizer_step)
     found = [
         name
         for name, wrong in (
-            (f"the strategy {type(strategy).__name__}", type(strategy) is not DDPStrategy),
+            (f"the strategy {type(strategy).__name__}", type(strategy) not in (DDPStrategy, ModelParallelStrategy)),
+            (
+                f"tensor_parallel_size = {getattr(strategy, '_tensor_parallel_size', 1)!r}, where it is to be 1",
+                getattr(strategy, "_tensor_parallel_size", 1) != 1,
+            ),
+            ("16-mixed with ModelParallelStrategy", sharded and getattr(plugin, "scaler", None) is not None),
             ("post-local SGD", getattr(strategy, "_ddp_comm_state", None) is not None),
             (f"the precision plugin {type(plugin).__name__}", steps_itself),
             ("reload_dataloaders_every_n_epochs", bool(trainer.reload_dataloaders_every_n_epochs)),
@@ -250,16 +261,18 @@ class Fit:
 
         trainer, recovery = self._trainer, self._recovery
         module, strategy = trainer.lightning_module, trainer.strategy
+        model = _trained_by(strategy)
         (optimizer,) = trainer.optimizers
         schedules = {f"lr_scheduler{n or ''}": c.scheduler for n, c in enumerate(trainer.lr_scheduler_configs)}
         recovery.register(
-            model=strategy.model,
+            model=model,
             optimizer=getattr(optimizer, "_optimizer", optimizer),
             scaler=getattr(trainer.precision_plugin, "scaler", None),
             **schedules,
         )
         self._batches = _Batches(self._fit_loop)
         self._state = state = FitState(trainer, recovery, lambda: self._batches.newest, self._prepared)
+        state.outside = [one for one in strategy.model.modules() if not any(one is part for part in model.modules())]
         state.adapter = FitAdapter(state)
         recovery.register_adapter(state.adapter)
         own = state.own
@@ -268,7 +281,7 @@ class Fit:
             *(getattr(optimizer, "_optimizer", None), *trainer.callbacks, *trainer.loggers, *module.modules()),
         )
         self._held = HeldModules(own)
-        self._held.register(recovery, strategy.model)
+        self._held.register(recovery, model)
         hears = [one for one in trainer.callbacks if is_own(type(one)) and is_overridden("on_train_batch_end", one)]
         hears_itself = is_overridden("on_train_batch_end", module)
         self._changes = (hears_itself and _may_change(module)) or any(
@@ -454,6 +467,28 @@ class Fit:
         """The third: validation, where it is due."""
         self._loop.on_advance_end(self._fit_loop._data_fetcher)
         self._loop.on_iteration_done()
+
+
+def _trained_by(strategy: Any) -> torch.nn.Module:
+    """What is protected: DistributedDataParallel, or what has been given to ``fully_shard`` in ``configure_model()``.
+    Raises UnsupportedError if that is not the whole model, by name."""
+    model: torch.nn.Module = strategy.model
+    if isinstance(model, (DistributedDataParallel, FSDPModule)):
+        return model
+    given = {name: part for name, part in model.named_modules() if isinstance(part, FSDPModule)}
+    roots = [name for name in given if not any(name.startswith(f"{other}.") for other in given)]
+    if len(roots) != 1:
+        raise refused(
+            f"{len(roots)} parts of the LightningModule that are given to fully_shard ({shortened(roots, _SHOWN)}), "
+            "where it is to be one that has all parameters, or the LightningModule itself"
+        )
+    root: Any = given[roots[0]]
+    within = {id(tensor) for tensor in (*root.parameters(), *root.buffers())}
+    besides = [n for n, t in (*model.named_parameters(), *model.named_buffers()) if id(t) not in within]
+    if besides:
+        raise refused(f"{shortened(besides, _SHOWN)} outside of {roots[0]}, which is given to fully_shard: give it all")
+    trained: torch.nn.Module = root
+    return trained
 
 
 def _needs_closure(optimizer: Any) -> bool:

@@ -149,6 +149,8 @@ class FitState:
         self.adapter: FitAdapter | None = None
         self.own = ModuleState(trainer)
         self._files = KnownFiles(trainer)
+        self.outside: Sequence[nn.Module] = ()
+        """Modules around what is protected, which have nothing but a mode."""
         self.arrived = False
         """In a replacement: it has come to its place."""
         self._losses = 0
@@ -269,6 +271,7 @@ class FitState:
             "outputs": _plain(self.outputs) if self.keeps_outputs else {},
             "before_transfer": self.before_transfer,
             "files": sorted(self._files.names),
+            "modes": [one.training for one in self.outside],
             "own": self.own.capture(),
         }
 
@@ -295,6 +298,8 @@ class FitState:
         self._results["train"].batch_size = saved["batch_size"]
         self.before_transfer = saved["before_transfer"]
         self._files.names = {*saved["files"]}
+        for one, training in zip(self.outside, saved["modes"], strict=True):
+            one.training = training
         self.own.restore(saved["own"], same_process=same_process)
         trainer.lightning_module.forward = self._forward  # an interrupted step has left another one
         trainer.training = True

@@ -15,7 +15,7 @@ from torch.utils.data import default_collate
 
 from flashrecovery.errors import ConfigError, RegistrationError, UnsupportedError
 from flashrecovery.worker.data import lightning_fabric
-from flashrecovery.worker.data.accelerate import readable, unwrapped
+from flashrecovery.worker.data.accelerate import note_checkpoints, readable, unwrapped
 from flashrecovery.worker.data.global_batches import Dataset, ElasticBatches, FrameworkBatch, GlobalBatches
 from flashrecovery.worker.data.stream import DataStream
 from flashrecovery.worker.script_checks.wrapped_module import wrapper_of
@@ -148,6 +148,7 @@ class Recovery:
         DistributedDataParallel the wrapper is.
         """
         optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
+        note_checkpoints(objects.values(), self.noted)
         optimizers, objects = unwrapped(
             [lightning_fabric.optimizer_inside(o) for o in optimizers],
             {name: lightning_fabric.trained_module(o) for name, o in objects.items() if o is not None},

@@ -24,7 +24,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset
 
 from flashrecovery.errors import UnsupportedError
-from flashrecovery.worker.data import lightning_fabric
+from flashrecovery.worker.data import accelerate, lightning_fabric
 from flashrecovery.worker.local_state.fingerprints import ELEMENTS, PLAIN, attributes_of
 from flashrecovery.worker.local_state.generators import as_stateful
 from flashrecovery.worker.preimport.own_files import is_own_file
@@ -162,7 +162,7 @@ def _things(frame: types.FrameType) -> Iterator[tuple[str, Any]]:
         path, thing, depth = waiting.popleft()
         if (scaler := lightning_fabric.scaler_of(thing)) is not None:
             waiting.append((f"{path}_scaler", scaler, 0))
-        thing = lightning_fabric.inside(thing)
+        thing = accelerate.scheduler_inside(lightning_fabric.inside(thing))
         if isinstance(thing, (*PLAIN, torch.Tensor)) or id(thing) in seen:
             continue
         seen.add(id(thing))

@@ -19,6 +19,7 @@ from flashrecovery.terminal import say
 from flashrecovery.worker.auto.found import Found, find, refuse_closures
 from flashrecovery.worker.auto.printed import print_patch
 from flashrecovery.worker.auto.report import table
+from flashrecovery.worker.data import accelerate
 from flashrecovery.worker.own_loops.loops import LOOPS
 from flashrecovery.worker.own_loops.rewrite import Makes
 from flashrecovery.worker.recovery import Recovery
@@ -82,6 +83,7 @@ class AutoSteps:
     ) -> None:
         self._recovery = recovery
         self._found = Found()
+        self._by_accelerate = False
         self._first_step_begins = first_step_begins
         self._made_elsewhere = made_elsewhere
 
@@ -89,7 +91,8 @@ class AutoSteps:
         """A step outside of the loops is refused before the first protected one: :meth:`AutoProtection.check_step`."""
 
     def is_whole(self) -> bool:
-        return True
+        """accelerate leaves out the optimizer's step in all rounds of an accumulation but the last."""
+        return not (self._by_accelerate and accelerate.is_accumulating())
 
     def prepare(self, frame: types.FrameType, *, last: bool) -> None:
         """Register what there is. Raises UnsupportedError with file and line."""
@@ -104,6 +107,8 @@ class AutoSteps:
         except (RegistrationError, UnsupportedError) as e:
             raise UnsupportedError(f"--auto, {frame.f_code.co_filename}:{frame.f_lineno}: {e}; {BY_HAND}") from e
         self._found += found
+        optimizers = [one for model in self._found.models for one in model.optimizers.values()]
+        self._by_accelerate = any(map(accelerate.drives, optimizers))
         if last and self._is_first():
             say(table(self._found, place_of(frame, frame.f_lineno), LOOPS.described()))
 

@@ -9,10 +9,17 @@ handed a batch again would not take part in that. So this is done once, before t
 from __future__ import annotations
 
 import ast
+import contextlib
+import functools
+import json
+import os
+import shutil
 import sys
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
+import torch
 from torch.optim import Optimizer
 from torch.utils.data import IterableDataset
 
@@ -21,6 +28,7 @@ from flashrecovery.errors import DataSourceError, RegistrationError
 from flashrecovery.worker.local_state.grad_scaler import settled
 
 _SYNCHRONISED = "sync_gradients"
+_CHECKPOINTS = "checkpoints"
 _JUMPS = (ast.Break, ast.Continue, ast.Return, ast.Raise)
 
 
@@ -47,6 +55,23 @@ def unwrapped(optimizers: Sequence[Optimizer], objects: dict[str, Any]) -> tuple
     return [getattr(o, "optimizer") if isinstance(o, wrapped) else o for o in optimizers], found  # noqa: B009
 
 
+def scheduler_inside(thing: Any) -> Any:
+    """The schedule that accelerate steps with its optimizers; other things as they are."""
+    wrapped: Any = _kinds("accelerate.scheduler", "AcceleratedScheduler")
+    return thing.scheduler if isinstance(thing, wrapped) else thing
+
+
+def drives(optimizer: Optimizer) -> bool:
+    """Whether accelerate decides when ``optimizer`` steps."""
+    return isinstance(optimizer, _kinds("accelerate.optimizer", "AcceleratedOptimizer"))
+
+
+def is_accumulating() -> bool:
+    """Whether the optimizers that accelerate drives leave out a step that is called now."""
+    (state,) = _kinds("accelerate.state", "GradientState") or (None,)
+    return state is not None and not getattr(state(), _SYNCHRONISED)
+
+
 class Counters:
     """The counters of an Accelerator, with those of its loaders and optimizers, and its gradient scaler.
 
@@ -55,6 +80,7 @@ class Counters:
     def __init__(self, accelerator: Any) -> None:
         ACCELERATE.require((STATE, LOADERS))
         self._accelerator = accelerator
+        self._triggered: tuple[torch.Tensor | None, int | None] = None, None
 
     def state_dict(self) -> dict[str, Any]:
         """The state at a step's end. Raises RegistrationError in the middle of an accumulation."""
@@ -69,6 +95,8 @@ class Counters:
             "step": accelerator.step,
             "sync_gradients": accelerator.gradient_state.sync_gradients,
             "loaders": [mark(loader) for loader in accelerator._dataloaders],
+            "saved": accelerator.project_configuration.iteration,
+            "triggered": self._trigger(),
             "skipped": [bool(getattr(o, "_is_overflow", False)) for o in accelerator._optimizers],
             "scaler": None if accelerator.scaler is None else accelerator.scaler.state_dict(),
         }
@@ -79,10 +107,65 @@ class Counters:
         accelerator.gradient_state._set_sync_gradients(state["sync_gradients"])
         for loader, value in zip(accelerator._dataloaders, state["loaders"], strict=True):
             set_mark(loader, value)
+        accelerator.project_configuration.iteration = state["saved"]
+        triggered = state["triggered"]
+        accelerator.flag_tensor = None if triggered is None else torch.tensor(triggered, device=accelerator.device)
         for optimizer, skipped in zip(accelerator._optimizers, state["skipped"], strict=True):
             optimizer._is_overflow = skipped
         if state["scaler"] is not None:
             settled(accelerator.scaler).load_state_dict(state["scaler"])
+
+    def _trigger(self) -> int | None:
+        """What ``set_trigger()`` has set. Its tensor is made anew when it changes, and read once: it may be on a
+        GPU."""
+        tensor = self._accelerator.flag_tensor
+        if tensor is not self._triggered[0]:
+            self._triggered = tensor, None if tensor is None else int(tensor)
+        return self._triggered[1]
+
+
+_there: weakref.WeakKeyDictionary[Any, frozenset[str]] = weakref.WeakKeyDictionary()
+"""Of Accelerators that name their checkpoints by numbers: the folders that were there before the first step."""
+
+
+def note_checkpoints(objects: Iterable[Any], noted: Callable[[str, Callable[[], str]], str | None]) -> None:
+    """Before the first step: which checkpoints are there that no step of this job has made.
+
+    Args:
+        noted: gives what a function gave in the first process of this rank; see :meth:`.Recovery.noted`.
+    """
+    kinds: Any = _kinds("accelerate.accelerator", "Accelerator")
+    for accelerator in objects:
+        if isinstance(accelerator, kinds):
+            config = accelerator.project_configuration
+            if config.automatic_checkpoint_naming and config.project_dir is not None:
+                folder = os.path.join(config.project_dir, _CHECKPOINTS)
+                text = noted(f"accelerate's checkpoints in {folder}", functools.partial(_names_in, folder))
+                if text is not None:
+                    _there[accelerator] = frozenset(json.loads(text))
+
+
+def _names_in(folder: str) -> str:
+    return json.dumps(sorted(os.listdir(folder)) if os.path.isdir(folder) else [])
+
+
+def saved_again(save_state: Callable[..., Any]) -> Callable[..., Any]:
+    """``Accelerator.save_state``, which refuses a folder of the number that is due. One that an attempt has left that
+    does not count, and is made again, is taken away before."""
+
+    @functools.wraps(save_state)
+    def save(accelerator: Any, *arguments: Any, **options: Any) -> Any:
+        config, there = accelerator.project_configuration, _there.get(accelerator)
+        name = f"checkpoint_{config.iteration}"
+        if there is not None and name not in there:
+            left = os.path.join(config.project_dir, _CHECKPOINTS, name)
+            aside = os.path.join(config.project_dir, f".{name}.{os.getpid()}")
+            with contextlib.suppress(FileNotFoundError):  # or another rank does it
+                os.rename(left, aside)
+                shutil.rmtree(aside)
+        return save_state(accelerator, *arguments, **options)
+
+    return save
 
 
 def check_rest(loaders: Iterable[Any], steps: int | None, texts: Callable[[], Iterable[str]]) -> None:
@@ -127,18 +210,31 @@ def _ends_with_accelerates_step(text: str) -> bool:
     return any(id(node) not in besides for node in named)
 
 
-def mark(loader: Any) -> tuple[bool, int]:
-    """What a loader tells the Accelerator about the batch that it has just given."""
-    return bool(getattr(loader, "end_of_dataloader", False)), int(getattr(loader, "remainder", -1))
+def mark(loader: Any) -> tuple[bool, int, bool, int]:
+    """What a loader tells the Accelerator about the batch that it has just given, whether it is being read, and how
+    often it has been."""
+    end, remainder = bool(getattr(loader, "end_of_dataloader", False)), int(getattr(loader, "remainder", -1))
+    return end, remainder, _is_read(loader), int(getattr(loader, "iteration", 0))
 
 
-def set_mark(loader: Any, value: tuple[bool, int]) -> None:
-    """Tell the Accelerator again what a loader has told it about a batch."""
-    loader.end_of_dataloader, loader.remainder = value
+def set_mark(loader: Any, value: tuple[bool, int, bool, int]) -> None:
+    """Tell the Accelerator again what a loader has told it about a batch. (An evaluation that was interrupted has not
+    told it that it ends: its end would count for the loader that is read around it.)"""
+    loader.end_of_dataloader, loader.remainder, read, loader.iteration = value
+    if read != _is_read(loader):
+        (loader.gradient_state._add_dataloader if read else loader.gradient_state._remove_dataloader)(loader)
 
 
-def readable(loader: Iterable[Any]) -> Iterable[Any]:
+def _is_read(loader: Any) -> bool:
+    gradients = getattr(loader, "gradient_state", None)
+    return gradients is not None and any(one is loader for one in gradients.dataloader_references)
+
+
+def readable(loader: Iterable[Any], *, counts: bool = False) -> Iterable[Any]:
     """``loader``, or what stands for it if accelerate has prepared it. May communicate, so call it on all ranks.
+
+    Args:
+        counts: sampler and data set are told the epoch by the loader's own count, as accelerate does it.
 
     Raises:
         DataSourceError: a loader of accelerate that communicates with every batch, or with more than its order.
@@ -151,7 +247,7 @@ def readable(loader: Iterable[Any]) -> Iterable[Any]:
             f"accelerate's {name} in recovery.data(): its ranks communicate in every fetch, and a rank that is handed "
             "a batch again would not; use DataLoaderConfiguration(dispatch_batches=False)"
         )
-    return PreparedLoader(loader)
+    return PreparedLoader(loader, counts=counts)
 
 
 class PreparedLoader:
@@ -160,8 +256,9 @@ class PreparedLoader:
     It does not read one batch ahead, as that loader does, where the number of batches is known.
     """
 
-    def __init__(self, shard: Any) -> None:
+    def __init__(self, shard: Any, *, counts: bool = False) -> None:
         self.shard = shard
+        self._counts = counts
         self._agree()
 
     def _agree(self) -> None:
@@ -176,6 +273,10 @@ class PreparedLoader:
         if kinds:
             sys.modules["accelerate.data_loader"].synchronize_rng_states(kinds, self.shard.synchronized_generator)
         self.shard.rng_types = None
+        sampler: Any = self.shard.get_sampler()
+        seeds: Any = _kinds("accelerate.data_loader", "SeedableRandomSampler")
+        if isinstance(sampler, seeds) and sampler.generator is None:
+            sampler.generator = torch.Generator(torch.get_default_device())  # as it does later, and seeds it then
 
     @property
     def dataset(self) -> Any:
@@ -194,6 +295,8 @@ class PreparedLoader:
     def __iter__(self) -> Iterator[Any]:
         if isinstance(self.shard.dataset, IterableDataset):
             return iter(self.shard)
+        if self._counts:
+            self.shard.set_epoch(self.shard.iteration)
         return ShardIterator(self.shard)
 
 
@@ -228,7 +331,7 @@ class ShardIterator:
                 shard.end()
             raise
         self._index += 1
-        shard.end_of_dataloader = self._index == self._length
+        set_mark(shard, (self._index == self._length, shard.remainder, True, shard.iteration))
         if shard.device is None:
             return batch
         send = sys.modules["accelerate.data_loader"].send_to_device

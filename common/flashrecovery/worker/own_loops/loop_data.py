@@ -127,7 +127,7 @@ class LoopData(StepData):
 
     def enter(self, iterable: Iterable[Any]) -> None:
         """The loop begins a run over ``iterable``, once more if a version in its midst has been restored."""
-        self.loader, self._iterator = readable(iterable), None
+        self.loader, self._iterator = readable(iterable, counts=True), None
         self._source = Source(self.loader, set_epochs=False)
         self._read_from = False
         if self._seek_to is None and self._entered:

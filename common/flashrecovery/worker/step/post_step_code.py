@@ -31,6 +31,7 @@ from typing import Any, Protocol
 from flashrecovery import groups
 from flashrecovery.errors import UnsupportedError
 from flashrecovery.util.import_hooks import install
+from flashrecovery.worker.data.accelerate import saved_again
 from flashrecovery.worker.script_checks.stray_collectives import line_of_script, script_line
 
 Callee = Callable[..., Any]
@@ -576,6 +577,7 @@ def _transformers(module: Any) -> None:
 
 
 def _accelerate(module: Any) -> None:
+    module.Accelerator.save_state = saved_again(module.Accelerator.save_state)
     _joint(module.Accelerator, "save_state", _first, lambda *a, **o: str(_first(*a, **o)))
     _joint(module.Accelerator, "save_model", _first, _none)
 

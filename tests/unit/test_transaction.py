@@ -12,6 +12,7 @@ import pytest
 from flashrecovery import groups
 from flashrecovery.errors import JobFailedError, StepInterrupted, UnsupportedError
 from flashrecovery.worker.consistency import divergence_check
+from flashrecovery.worker.step.collectives import CollectiveWatch
 from flashrecovery.worker.step.transaction import Transaction
 
 
@@ -182,3 +183,14 @@ def test_a_rank_that_commits_when_stopped_is_answered_by_stand_ins_outside(
     step.done.clear()
     step.transaction.commit(outside=outside)
     assert step.done == ["committed", "counted", f"stand in {outside}"], "what the step has counted is none of theirs"
+
+
+def test_a_failed_collective_counts_against_its_own_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    failures = [0]
+    monkeypatch.setattr(groups, "failure_count", lambda: failures[0])
+    watch = CollectiveWatch()
+    for _ in range(2):
+        watch.step_begins()
+        assert not watch.failed
+        failures[0] += 1
+        assert watch.failed

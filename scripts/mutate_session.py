@@ -39,6 +39,8 @@ UNIT = (
     "data_stream",  # before any that leaves gRPC's threads behind: it forks data loaders' workers
     "sealing",
     "transaction",
+    "worker_loop",
+    "module_attributes",
     "step_on_device",
     "recovery_commands",
     "session_heartbeats",

@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from flashrecovery.adapter.modes import AttributeTracker
+from flashrecovery.adapter.modes import AttributeTracker, ModeTracker
 from flashrecovery.errors import RestoreError
+from flashrecovery.worker.local_state.version_counters import Constant, ParameterTable
 
 
 def model() -> Any:
@@ -134,3 +135,17 @@ def test_other_libraries_modules(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_module_that_is_not_there() -> None:
     with pytest.raises(RestoreError, match="no module 'head'"):
         AttributeTracker(model()).restore({"head.calls": 1})
+
+
+def test_what_is_frozen_later_is_frozen_in_a_replacement_and_trained_where_one_goes_back() -> None:
+    network = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    modes = ModeTracker(network, ParameterTable([Constant(p) for p in network.parameters()]))
+    start, mark = modes.capture(), modes.mark()
+    network[0].requires_grad_(False)
+    frozen = modes.capture()
+    assert modes.mark() != mark and frozen["turned"] == [0, 1]
+    replacement = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    ModeTracker(replacement, ParameterTable([Constant(p) for p in replacement.parameters()])).restore(frozen)
+    assert [p.requires_grad for p in replacement.parameters()] == [False, False, True, True]
+    modes.restore(start)
+    assert all(p.requires_grad for p in network.parameters())

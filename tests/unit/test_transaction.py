@@ -8,10 +8,13 @@ from typing import Any
 from unittest.mock import MagicMock
 
 import pytest
+import torch
 
 from flashrecovery import groups
 from flashrecovery.errors import JobFailedError, StepInterrupted, UnsupportedError
 from flashrecovery.worker.consistency import divergence_check
+from flashrecovery.worker.consistency.divergence_check import DivergenceCheck
+from flashrecovery.worker.consistency.early_writes import EarlyWriteDetector
 from flashrecovery.worker.step.collectives import CollectiveWatch
 from flashrecovery.worker.step.transaction import Transaction
 
@@ -194,3 +197,25 @@ def test_a_failed_collective_counts_against_its_own_step(monkeypatch: pytest.Mon
         assert not watch.failed
         failures[0] += 1
         assert watch.failed
+
+
+def test_a_write_that_no_version_counter_shows_is_seen_in_the_first_step() -> None:
+    weight, registry = torch.zeros(2), MagicMock(adapters=[])
+    registry.tensor_shards.return_value = [MagicMock(tensors=lambda: {"weight": weight})]
+    writes = EarlyWriteDetector(registry)
+    for known in (False, True):
+        registry.habits.known = known
+        writes.begin()
+        assert not writes.seen()
+        weight.data += 1
+        assert writes.seen() != known
+
+
+def test_the_step_after_a_recovery_is_compared_once() -> None:
+    check = DivergenceCheck(MagicMock(), MagicMock(), tensors=True, replacement=False)
+    check.resumed(0, 0)
+    assert not check.due
+    check.resumed(3, 1)
+    assert check.due
+    check.committed()
+    assert not check.due

@@ -250,3 +250,31 @@ def test_what_is_restored_whole_is_held_before_the_word_to_go_on(order: pb.Resto
     assert worker.gate.placed.mock_calls == ([call(5)] if placed else [])
     assert loop.replaced.called == placed
     loop.restore_plain.assert_called_once()
+
+
+@pytest.mark.parametrize("replacement", [False, True])
+def test_a_rank_of_the_launch_seals_what_it_begins_with_and_is_live_at_version_0(
+    replacement: bool, rank: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker, loop = rank.worker, rank.loop
+    worker.connection.detached, worker.connection.setup, worker.connection.unprotected_steps = replacement, None, None
+    worker.connection.start_profile.joined.return_value = None
+    worker.settings.elastic, worker.settings.resume, worker.own_staging, worker.registry.batches = (
+        None,
+        False,
+        None,
+        None,
+    )
+    worker.settings.checkpoint.dir, worker.settings.checkpoint.interval_s = None, "auto"
+    worker.settings.timeouts.hang_floor_s = 1.0
+    worker.gate.generation, worker.gate.live = 0, -1
+    loop.copies.in_snapshots, loop.copies.parity.return_value = False, pb.Parity()
+    monkeypatch.setattr(groups, "take_setup_log", lambda: b"")
+    for name in ("_needs", "_held"):
+        monkeypatch.setattr(rank.executor, name, lambda **told: [])
+    monkeypatch.setattr(rank.executor, "run", MagicMock())
+    rank.executor.join(9)
+    joined = worker.send.call_args.args[0].joined
+    assert (joined.rank, joined.steps, joined.checkpoints) == (1, 9, False)
+    assert worker.gate.live == (-1 if replacement else 0) and loop.seal_start.called != replacement
+    rank.executor.run.assert_called_once_with()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -11,10 +12,11 @@ import pytest
 import torch
 
 from flashrecovery import groups
-from flashrecovery.errors import StepInterrupted
+from flashrecovery.errors import JobFailedError, StepInterrupted
 from flashrecovery.state.shard import Shard
 from flashrecovery.state.spec import ShardSpec
 from flashrecovery.worker.loop import Loop
+from flashrecovery.worker.session import Session
 from flashrecovery.worker.step import activation_release
 
 VERSION = 5
@@ -187,3 +189,54 @@ def test_the_first_version_is_sealed_at_the_start(monkeypatch: pytest.MonkeyPatc
     rank.loop.seal_start()
     rank.registry.common.keep.assert_called_once_with(0, rank.registry.capture_common(0))
     rank.loop.sealing.start.assert_called_once_with()  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("generation", [0, 1])
+def test_the_scripts_loop_is_looked_at_once_and_not_in_a_replacement(
+    generation: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    frames: list[object] = []
+    monkeypatch.setattr("flashrecovery.worker.loop.check_loop", frames.append)
+    monkeypatch.setattr("flashrecovery.worker.loop.join_refusal", MagicMock())
+    rank = Rank(monkeypatch, own_calls=True)
+    rank.gate.generation = generation
+    here = sys._getframe()
+    for _ in range(2):
+        rank.loop.entered(here)
+    assert frames == ([here] if generation == 0 else [])
+
+
+@pytest.fixture
+def session(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """One whose ranks have compared what they have: ``buffer`` and the setting ``seed`` are each rank's own."""
+    for name in ("check_wrappers", "check_world", "TORCH", "Copies", "Loop", "all_equal"):
+        monkeypatch.setattr(f"flashrecovery.worker.session.{name}", MagicMock())
+    monkeypatch.setattr("flashrecovery.worker.session.find_own", lambda registry: (["buffer"], ["seed"]))
+    worker = MagicMock(rank=1)
+    worker.registry.habits.own = ["declared"]
+    settings = SimpleNamespace(elastic=None, parallelism=None)
+    parts = dict.fromkeys(("_checkpoint_published", "_checkpoint_failed"))
+    return SimpleNamespace(_loop=None, _worker=worker, registry=worker.registry, settings=settings, **parts)
+
+
+def test_what_differs_at_the_start_is_each_ranks_own(session: Any) -> None:
+    Session.open(session, 5)
+    assert session.registry.habits.own == ["buffer", "declared"]
+    assert session.registry.habits.own_settings == ["seed"]
+    session._loop.join.assert_called_once_with(5)
+
+
+def test_a_process_runs_through_its_steps_once(session: Any) -> None:
+    Session.open(session, 5)
+    with pytest.raises(JobFailedError, match="only once in a process"):
+        Session.open(session, 5)
+
+
+def test_a_process_group_that_is_not_the_world_is_refused_before_the_loop_is_made(
+    session: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refuse = MagicMock(side_effect=JobFailedError("another world"))
+    monkeypatch.setattr("flashrecovery.worker.session.check_world", refuse)
+    with pytest.raises(JobFailedError, match="another world"):
+        Session.open(session, 5)
+    assert session._loop is None

@@ -12,8 +12,9 @@ import torch
 
 from flashrecovery import groups
 from flashrecovery.errors import JobFailedError, StepInterrupted, UnsupportedError
+from flashrecovery.plan.divergence import Past
 from flashrecovery.worker.consistency import divergence_check
-from flashrecovery.worker.consistency.divergence_check import DivergenceCheck
+from flashrecovery.worker.consistency.divergence_check import DivergenceCheck, Unequal
 from flashrecovery.worker.consistency.early_writes import EarlyWriteDetector
 from flashrecovery.worker.step.collectives import CollectiveWatch
 from flashrecovery.worker.step.transaction import Transaction
@@ -219,3 +220,25 @@ def test_the_step_after_a_recovery_is_compared_once() -> None:
     assert check.due
     check.committed()
     assert not check.due
+
+
+@pytest.mark.parametrize("differs", ["", "setting seed"])
+def test_replicas_are_looked_at_closer_where_their_summaries_differ(
+    differs: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gathered: list[Any] = []
+
+    def gather_objects(mine: Any) -> list[Any]:
+        gathered.append(mine)
+        theirs = (mine[0], dict(mine[1])) if isinstance(mine, tuple) else dict(mine)
+        digests = theirs[1] if isinstance(theirs, tuple) else theirs
+        if differs:
+            digests[differs if differs in digests else next(iter(digests))] = "another"
+        return [mine, theirs]
+
+    monkeypatch.setattr(divergence_check, "gather_objects", gather_objects)
+    registry = MagicMock()
+    registry.tensor_shards.return_value, registry.settings.return_value = [], {"seed": b"1", "rate": b"2"}
+    found = divergence_check.compare_replicas(registry, 1, Past())
+    assert found == Unequal(settings=("seed",) if differs else ())
+    assert len(gathered) == (2 if differs else 1)

@@ -356,6 +356,44 @@ def test_a_table_of_parameters() -> None:
         entry.sharded_param = nn.Parameter(torch.zeros(2))
 
 
+def test_a_later_look_at_parameters_is_at_those_that_were_found_last(backend: str) -> None:
+    class Entry:
+        def __init__(self) -> None:
+            self.sharded_param = nn.Parameter(torch.zeros(2))
+
+    entry, fixed = Entry(), nn.Parameter(torch.zeros(2))
+    table = ParameterTable([attribute_of(entry, "sharded_param"), constant(fixed)])
+    assert table.trained(again=True) == b"\1\1", "the first look finds them"
+    for parameter, seen in ((entry.sharded_param, b"\0\1"), (fixed, b"\0\0")):
+        parameter.requires_grad_(False)
+        assert table.trained(again=True) == table.trained() == seen
+    entry.sharded_param = nn.Parameter(torch.zeros(2))
+    assert table.trained(again=True) == (b"\0\0" if backend == "compiled" else b"\1\0")
+    assert table.trained() == table.trained(again=True) == b"\1\0"
+
+
+@pytest.mark.parametrize("attributes", [2, 12, 29, 31, 90])
+def test_attributes_of_small_and_large_objects(attributes: int) -> None:
+    class Entry:
+        def __init__(self, backwards: bool) -> None:
+            for number in sorted(range(attributes), reverse=backwards):
+                setattr(self, f"other{number}", number)
+            self.sharded_param = nn.Parameter(torch.zeros(2))
+
+    entries = [Entry(bool(number % 2)) for number in range(40)]
+    table = ParameterTable([attribute_of(entry, "sharded_param") for entry in entries])
+    assert table.trained() == b"\1" * 40
+    for number, entry in enumerate(entries):
+        entry.__dict__[f"more{number}"] = number
+        if number % 3 == 0:
+            del entry.__dict__["other0"]
+            entry.sharded_param = nn.Parameter(torch.zeros(2), requires_grad=False)
+    assert table.trained() == bytes(number % 3 != 0 for number in range(40))
+    entries[7].__dict__.clear()
+    with pytest.raises(AttributeError):
+        table.trained()
+
+
 # -- modes, attributes, buffers ---------------------------------------------------------------------
 
 
@@ -392,6 +430,27 @@ def test_the_mark_of_modes_shows_it(name: str) -> None:
     assert tracker.mark() != seen
     if name != "buffer added":
         assert tracker.capture() != state
+
+
+def test_what_happens_to_parameters_within_a_step_is_seen_at_its_end() -> None:
+    """Later looks of a step see that one is frozen. The one at the end sees that another parameter is there."""
+
+    class Entry:
+        def __init__(self, parameter: nn.Parameter) -> None:
+            self.sharded_param = parameter
+
+    model = small()
+    entries = [*map(Entry, model.parameters())]
+    tracker = ModeTracker(model, ParameterTable([attribute_of(entry, "sharded_param") for entry in entries]))
+    first = tracker.mark()
+    with tracker.again():
+        assert tracker.mark() == first
+        entries[1].sharded_param.requires_grad_(False)
+        frozen = tracker.mark()
+        assert frozen != first
+        entries[0].sharded_param = nn.Parameter(torch.zeros(2, 2), requires_grad=False)
+        assert tracker.capture()["turned"] == [0, 1]
+    assert tracker.mark() not in (first, frozen)
 
 
 @pytest.mark.parametrize("first", ["mark", "capture"])

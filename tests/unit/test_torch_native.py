@@ -541,6 +541,21 @@ def test_with_fsdp2_copies_are_waited_for_before_the_last_unit_reduces(
     assert run() == []
 
 
+def test_the_unit_that_is_waited_for_is_given_back_as_it_was(one_rank: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another library's wrapper is called as before, whichever unit it is."""
+    model, run = units(monkeypatch)
+    first, second = list(fsdp2_state.groups(model))[:2]
+    assert "post_backward" in vars(first) and "post_backward" not in vars(second)
+    calls: list[str] = []
+    original = second.post_backward
+    second.post_backward = theirs = lambda *arguments: (calls.append("theirs"), original(*arguments))
+    for frozen, there in ((True, False), (False, True)):
+        model.first.requires_grad_(not frozen)
+        run()
+        assert (vars(second)["post_backward"] is theirs) is there and ("post_backward" in vars(first)) is there
+    assert calls == ["theirs"] * 2
+
+
 SWITCHES: dict[str, Callable[[Any], object]] = {
     "gradient sync": lambda model: model.set_requires_gradient_sync(False),
     "all-reduce": lambda model: model.set_requires_all_reduce(False),
@@ -576,8 +591,10 @@ def test_what_a_step_switches_in_fsdp2_is_switched_back(switch: str, forward: bo
     if forward:
         model(torch.randn(2, 3)).sum().backward()
     before, saved = flags(model), codec.loads(codec.dumps(adapter.capture_common()))
+    assert adapter.capture_common()["fsdp"] == saved["fsdp"]
     SWITCHES[switch](model)
     assert flags(model) != before
+    assert adapter.capture_common()["fsdp"] == fsdp2_state.capture_flags(model) != saved["fsdp"]
     adapter.restore_common(saved)
     assert flags(model) == before
     if not forward:  # a survivor has come to its first forward pass, and goes back to before it

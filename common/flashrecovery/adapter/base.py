@@ -229,7 +229,8 @@ class TorchAdapter(InspectableAdapter):
     def _backward_starts(self, _grad: torch.Tensor) -> None:
         self._gradients.backward()
         if self._hooks is not None:
-            self._hooks.sealed(recheck=True)
+            with self._modes.again():
+                self._hooks.sealed(recheck=True)
 
     def _before_optimizer(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if is_made_by_step():
@@ -245,7 +246,8 @@ class TorchAdapter(InspectableAdapter):
             self._gradients.stepping(optimizer.param_groups)
         if self._hooks is not None:
             self._gradients_ready()
-            self._hooks.mutating()
+            with self._modes.again():
+                self._hooks.mutating()
 
     def _after_optimizer(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
         if is_made_by_step():

@@ -16,6 +16,7 @@ from torch.distributed.fsdp._fully_shard import _fsdp_init
 
 from flashrecovery.capabilities.of_torch import FSDP2, FSDP2_ITERATION, FSDP2_RESHARDING, TORCH
 from flashrecovery.errors import RestoreError, UnsupportedError
+from flashrecovery.worker.local_state.version_counters import ItemTable
 
 
 def states(root: FSDPModule) -> list[Any]:
@@ -145,23 +146,43 @@ def _reduces(group: Any) -> bool:
     return bool(group.reduce_grads and (group.all_reduce_grads or not group._is_hsdp))
 
 
-def before_last_reduction(root: FSDPModule, callback: Callable[[], None]) -> None:
-    """Call ``callback`` from now on in each backward pass that no other one follows: just before the unit that comes
-    last hands over its gradients to be reduced.
+class LastReduction:
+    """Calls ``callback`` in each backward pass that no other one follows: just before the unit that comes last hands
+    over its gradients to be reduced.
 
-    That is the first unit of the model with something to train: its own, or that of the embeddings. It is the same one
-    on all ranks, so that none waits for another in the meantime. If it has no gradients in a pass, it hands over
-    nothing, and there is no callback: what counts is that a contribution of this rank *follows*.
+    That is the first unit of the model with something to train when :meth:`choose` was called last: its own, or that of
+    the embeddings. It is the same one on all ranks, so that none waits for another in the meantime. If it has no
+    gradients in a pass, it hands over nothing, and there is no callback: what counts is that a contribution of this
+    rank *follows*.
     """
-    units = list(groups(root))
 
-    def post_backward(group: Any, original: Callable[..., Any], *arguments: Any) -> Any:
-        if group is next(filter(_trains, units), None) and synchronises(root) and _hands_over(group):
-            callback()
+    def __init__(self, root: FSDPModule, callback: Callable[[], None]) -> None:
+        self._root, self._callback = root, callback
+        self._units = list(groups(root))
+        self._chosen: Any = None
+        self._ours: Callable[..., Any] | None = None
+        self._theirs: Callable[..., Any] | None = None  # what another library has put there
+        self.choose()
+
+    def choose(self) -> None:
+        """Look which unit comes last in the backward pass that follows. All others are left as they are: a call of
+        Python in each unit would take longer than all the rest."""
+        first = next(filter(_trains, self._units), None)
+        if first is self._chosen:
+            return
+        before, self._chosen = self._chosen, first
+        if before is not None and vars(before).get("post_backward") is self._ours:
+            del before.post_backward
+            if self._theirs is not None:
+                before.post_backward = self._theirs
+        if first is not None:
+            self._theirs = vars(first).get("post_backward")
+            self._ours = first.post_backward = partial(self._post_backward, first, first.post_backward)
+
+    def _post_backward(self, group: Any, original: Callable[..., Any], *arguments: Any) -> Any:
+        if group is self._chosen and synchronises(self._root) and _hands_over(group):
+            self._callback()
         return original(*arguments)
-
-    for unit in units:
-        unit.post_backward = partial(post_backward, unit, unit.post_backward)
 
 
 def _trains(group: Any) -> bool:
@@ -194,6 +215,37 @@ def capture_flags(root: FSDPModule) -> dict[str, Any]:
         "groups": [[getattr(group, flag, None) for flag in _GROUP_FLAGS] for group in groups(root)],
         "kept": [_kept_of(state) for state in states(root)] if FSDP2_RESHARDING.takes("there") else [],
     }
+
+
+class Flags:
+    """Gives :func:`capture_flags` again and again, and asks all units only if one may have changed."""
+
+    def __init__(self, root: FSDPModule) -> None:
+        self._root = root
+        self._watch: ItemTable | None = None
+        self._states = 0  # how many there were
+        self._last: dict[str, Any] = {}
+
+    def now(self) -> dict[str, Any]:
+        """Not to be changed."""
+        count = len(self._root._get_fsdp_state()._state_ctx.all_states)
+        if self._watch is None or count != self._states:
+            self._watch, self._states = self._watched() if count else None, count
+        if self._watch is None or self._watch.changed():
+            self._last = capture_flags(self._root)
+        return self._last
+
+    def _watched(self) -> ItemTable | None:
+        """None: some of what is asked for is no plain attribute in this torch."""
+        several = "_fsdp_param_groups" if FSDP2.takes("several groups") else "_fsdp_param_group"
+        found: list[tuple[Any, str]] = [
+            (state, name) for state in states(self._root) for name in (several, "_auto_reshard_after_forward")
+        ]
+        found += [(group, name) for group in groups(self._root) for name in (*_GROUP_FLAGS, "post_forward_mesh_info")]
+        found += [(self._root._get_fsdp_state()._state_ctx, "is_last_backward")]
+        if any(hasattr(type(owner), name) for owner, name in found if name not in vars(owner)):
+            return None
+        return ItemTable([(vars(owner), name) for owner, name in found], ())
 
 
 def _kept_of(state: Any) -> list[bool] | None:

@@ -13,7 +13,8 @@ from __future__ import annotations
 import copy
 import itertools
 import operator
-from collections.abc import Container, Sequence
+from collections.abc import Container, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,6 +56,7 @@ class ModeTracker:
         self._asked = [m for m in self._modules if "training" not in vars(m) or hasattr(type(m), "training")]
         self._answers: list[bool] = []  # of those that do not keep their mode in an attribute (torch.compile's)
         self._looks = 0
+        self._again = False
         self._marked: tuple[int, int] = (-1, 0)  # at which look, and what it showed
         self._captured: tuple[int, bytes, dict[str, Any]] = (-1, b"", {})
 
@@ -72,12 +74,22 @@ class ModeTracker:
         self._captured = (look, trained, state)
         return state
 
+    @contextmanager
+    def again(self) -> Iterator[None]:
+        """The looks within are later ones of a step: one without comes before the step's end. They may be at parameters
+        that have been exchanged since."""
+        self._again = True
+        try:
+            yield
+        finally:
+            self._again = False
+
     def mark(self) -> int:
         """Another number when a module's mode, or whether a parameter is trained, has changed."""
         look = self._look()
         if self._marked[0] != look:
             self._marked = look, hash((tuple(map(_TRAINING, self._modules)), tuple(map(len, self._tables))))
-        return hash((self._marked[1], self._parameters.trained()))
+        return hash((self._marked[1], self._parameters.trained(again=self._again)))
 
     def _watched(self) -> ItemTable | None:
         """The modes, the parts of each module, and which modules there are. None: there are modules that keep their

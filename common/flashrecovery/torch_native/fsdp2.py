@@ -47,6 +47,8 @@ class FSDP2Adapter(TorchAdapter, ElasticAdapter):
         fsdp2_state.initialise(model)
         self._shard_layout: FSDP2ShardLayout | None = None
         self._replicas: FSDP2Replicas | None = None
+        self._flags = fsdp2_state.Flags(model)
+        self._last_reduction: fsdp2_state.LastReduction | None = None
         super().__init__(model, optimizers)
 
     def replicas(self) -> dist.ProcessGroup | None:
@@ -112,16 +114,18 @@ class FSDP2Adapter(TorchAdapter, ElasticAdapter):
 
     def watch(self, hooks: StepHooks) -> None:
         super().watch(hooks)
-        fsdp2_state.before_last_reduction(self.fsdp, hooks.synchronising)
+        self._last_reduction = fsdp2_state.LastReduction(self.fsdp, hooks.synchronising)
 
     def _synchronises(self) -> bool:
+        if self._last_reduction is not None:
+            self._last_reduction.choose()
         return False  # said later than at the end of the forward pass, by the last unit
 
     def _reset_framework(self) -> None:
         fsdp2_state.reset(self.fsdp)
 
     def capture_common(self) -> dict[str, Any]:
-        return {**super().capture_common(), "fsdp": fsdp2_state.capture_flags(self.fsdp)}
+        return {**super().capture_common(), "fsdp": self._flags.now()}
 
     def restore_common(self, state: dict[str, Any]) -> None:
         # An evaluation of the set-up leaves the root's parameters gathered, with the values of the set-up, and an order

@@ -212,7 +212,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("tensor_table", [](const py::list& tensors) { return kept(new TensorTable(tensors)); });
   m.def("tensors_digest", [](const py::capsule& table) { return of<TensorTable>(table).digest(); });
   m.def("parameter_table", [](const py::list& places) { return kept(new ParameterTable(places)); });
-  m.def("parameters_trained", [](const py::capsule& table) { return of<ParameterTable>(table).trained(); });
+  m.def("parameters_trained", [](const py::capsule& table, bool again) { return of<ParameterTable>(table).trained(again); });
   m.def("parameters_with_gradients", [](const py::capsule& table) { return of<ParameterTable>(table).gradients(); });
   m.def("item_table", [](const py::list& items, const py::list& sized, bool numbers) {
     return kept(new ItemTable(items, sized, numbers));

@@ -81,6 +81,36 @@ class Dict {
   PyObject* get() const { return dict_.get(); }
   // Where its version and its size are.
   void fetch() const { flashrecovery::fetch(reinterpret_cast<const char*>(dict_.get()) + sizeof(PyObject)); }
+  // Where at() will look if it has changed. To be called some time after fetch().
+  void fetchEntry() const {
+#if PY_VERSION_HEX < 0x030D0000
+    if (unchanged()) return;
+    const auto* dict = reinterpret_cast<const PyDictObject*>(dict_.get());
+    if (dict->ma_values) {
+      flashrecovery::fetch(reinterpret_cast<PyObject* const*>(dict->ma_values) + index_);
+      return;
+    }
+    const auto* keys = reinterpret_cast<const char*>(dict->ma_keys);
+    flashrecovery::fetch(keys);
+    flashrecovery::fetch(keys + 64);
+    flashrecovery::fetch(keys + entry_);
+#endif
+  }
+  // What is looked up in it is `key`. Only where fetchEntry() brings memory up depends on it.
+  void expect(PyObject* key) {
+#if PY_VERSION_HEX < 0x030D0000
+    PyObject *one, *value;
+    Py_ssize_t at = 0, index = 0;
+    for (; PyDict_Next(dict_.get(), &at, &one, &value) && one != key; ++index) {
+    }
+    index_ = static_cast<size_t>(index);
+    const auto* keys = reinterpret_cast<const uint8_t*>(reinterpret_cast<const PyDictObject*>(dict_.get())->ma_keys);
+    constexpr size_t kHeader = 32, kLog2OfIndices = 9, kEntry = 16;  // of a PyDictKeysObject whose keys are texts
+    entry_ = kHeader + (size_t{1} << (keys[kLog2OfIndices] & 31)) + kEntry * index_;
+#else
+    (void)key;
+#endif
+  }
   bool unchanged() const {
     const auto version = versionOf(dict_.get());
     return version && version == known_;
@@ -97,16 +127,23 @@ class Dict {
  private:
   Held dict_;
   uint64_t known_ = 0;
+  size_t index_ = 0, entry_ = 0;
 };
 
 // An attribute of an object. One in the object's dictionary is looked up again when that has changed.
 class Attribute {
  public:
-  Attribute(PyObject* owner, PyObject* name) : owner_(owner), name_(interned(name)), dict_(dictOf(owner, name_.get())) {}
+  Attribute(PyObject* owner, PyObject* name) : owner_(owner), name_(interned(name)), dict_(dictOf(owner, name_.get())) {
+    if (dict_.get()) dict_.expect(name_.get());
+  }
 
   void fetch() const {
     flashrecovery::fetch(slot_);
     if (dict_.get()) dict_.fetch();
+  }
+  // What find() reads where the dictionary has changed. To be called some time after fetch().
+  void fetchEntry() const {
+    if (dict_.get()) dict_.fetchEntry();
   }
 
   // Borrowed until the next call; null if the owner has no such attribute.
@@ -223,45 +260,47 @@ class ParameterTable {
     for (const auto& place : places) {
       if (py::isinstance<py::tuple>(place)) {
         const auto pair = py::reinterpret_borrow<py::tuple>(place);
-        places_.push_back({Held(nullptr), std::make_unique<Attribute>(pair[0].ptr(), pair[1].ptr())});
+        places_.push_back({Held(nullptr), static_cast<ptrdiff_t>(attributes_.size())});
+        attributes_.emplace_back(pair[0].ptr(), pair[1].ptr());
       } else {
         tensorOf(place.ptr());
-        places_.push_back({Held(place.ptr()), nullptr});
+        places_.push_back({Held(place.ptr()), -1});
       }
     }
+    found_ = attributes_.empty();
   }
 
-  // A byte each: whether it requires a gradient.
-  py::bytes trained() {
+  // A byte each: whether it requires a gradient. `again`: those that were found last are asked, without a look whether
+  // there are others now.
+  py::bytes trained(bool again) {
     std::string flags;
     flags.reserve(places_.size());
-    each([&](const Meta* meta) { flags.push_back(meta && (meta->requires_grad_ || meta->grad_fn_) ? 1 : 0); });
+    each(again, [&](const Meta* meta) { flags.push_back(meta && (meta->requires_grad_ || meta->grad_fn_) ? 1 : 0); });
     return flags;
   }
 
   size_t gradients() {
     size_t count = 0;
-    each([&](const Meta* meta) { count += meta && meta->grad_.defined(); });
+    each(false, [&](const Meta* meta) { count += meta && meta->grad_.defined(); });
     return count;
   }
 
  private:
   using Meta = torch::autograd::AutogradMeta;
   struct Place {
-    Held tensor;
-    std::unique_ptr<Attribute> attribute;
+    Held tensor;  // that was found last
+    ptrdiff_t attribute;  // in which it is to be found, -1: it is always this one
     const void *object = nullptr, *impl = nullptr;  // where these were at the last look
     const Meta* meta = nullptr;
   };
 
   template <typename Look>
-  void each(const Look& look) {
+  void each(bool again, const Look& look) {
+    if (!again || !found_) find();
     const size_t count = places_.size();
     for (size_t i = 0; i < count; ++i) {
-      if (i + 2 * kAhead < count && places_[i + 2 * kAhead].attribute) fetch(places_[i + 2 * kAhead].attribute.get());
       if (i + kAhead < count) {
         const auto& next = places_[i + kAhead];
-        if (next.attribute) next.attribute->fetch();
         fetch(next.object);
         fetch(next.impl);
         if (next.meta) {
@@ -270,9 +309,7 @@ class ParameterTable {
         }
       }
       auto& place = places_[i];
-      PyObject* found = place.attribute ? place.attribute->find() : place.tensor.get();
-      if (!found) throw py::attribute_error("a parameter is gone");
-      const auto& tensor = tensorOf(found);
+      const auto& tensor = tensorOf(place.tensor.get());
       auto* impl = tensor.unsafeGetTensorImpl();
       place.object = &tensor;
       place.impl = reinterpret_cast<const char*>(impl) + kMetaInImpl;
@@ -281,8 +318,30 @@ class ParameterTable {
     }
   }
 
+  // Looks up those that are attributes.
+  void find() {
+    const size_t count = places_.size();
+    const auto ahead = [&](size_t i, const auto& bring) {
+      if (i < count && places_[i].attribute >= 0) bring(attributes_[places_[i].attribute]);
+    };
+    for (size_t i = 0; i < count && !attributes_.empty(); ++i) {
+      ahead(i + 2 * kAhead, [](const Attribute& one) { one.fetch(); });
+      ahead(i + kAhead, [](const Attribute& one) { one.fetchEntry(); });
+      auto& place = places_[i];
+      if (place.attribute < 0) continue;
+      PyObject* tensor = attributes_[place.attribute].find();
+      if (!tensor) throw py::attribute_error("a parameter is gone");
+      if (tensor == place.tensor.get()) continue;
+      tensorOf(tensor);
+      place.tensor.replace(tensor);
+    }
+    found_ = true;
+  }
+
   static constexpr size_t kMetaInImpl = 24;  // about there is what says where the meta is
   std::vector<Place> places_;
+  std::vector<Attribute> attributes_;
+  bool found_;
 };
 
 // Values in dictionaries, and how many entries other dictionaries have.
@@ -397,7 +456,8 @@ class StructureTable {
       if (i + kAhead < table.size()) bring(table[i + kAhead]);
     };
     for (size_t i = 0; i < attributes_.size(); ++i) {
-      ahead(attributes_, i, [](const Known& one) { one.attribute.fetch(); });
+      ahead(attributes_, i + kAhead, [](const Known& one) { one.attribute.fetch(); });
+      ahead(attributes_, i, [](const Known& one) { one.attribute.fetchEntry(); });
       if (attributes_[i].attribute.find() != attributes_[i].value.get()) return false;
     }
     for (size_t i = 0; i < states_.size(); ++i) {
@@ -405,7 +465,7 @@ class StructureTable {
       if (!states_[i].same()) return false;
     }
     for (size_t i = 0; i < tensors_.size(); ++i) {
-      ahead(tensors_, i, [](const Placed& one) { one.fetch(); });
+      if (i + kAhead < tensors_.size()) tensors_[i + kAhead].fetch(offsets_[i + kAhead]);
       if (!inPlace(tensors_[i], offsets_[i])) return false;
     }
     return true;
@@ -426,16 +486,19 @@ class StructureTable {
     bool operator==(const Memory& other) const = default;
   };
 
+  static constexpr size_t kDataInStorage = 16;  // about there a storage says where its memory is
   struct Placed {
     Held object, local;
     const c10::TensorImpl *outer, *inner;
     Memory memory;
 
-    void fetch() const {
+    // `offset`: in the object, of what says which one the local tensor is.
+    void fetch(Py_ssize_t offset) const {
       flashrecovery::fetch(&THPVariable_Unpack(object.get()));
+      if (offset) flashrecovery::fetch(reinterpret_cast<const char*>(object.get()) + offset);
       if (local.get()) flashrecovery::fetch(&THPVariable_Unpack(local.get()));
       fetchAll(inner, sizeof(*inner));
-      fetchAll(memory.storage, sizeof(at::StorageImpl));
+      flashrecovery::fetch(static_cast<const char*>(memory.storage) + kDataInStorage);
     }
   };
 

@@ -190,12 +190,13 @@ class ParameterTable:
     def parameters(self) -> list[torch.nn.Parameter]:
         return [get() for get in self._gets]
 
-    def trained(self) -> bytes:
-        """One byte each: 1 if it requires a gradient, else 0."""
+    def trained(self, *, again: bool = False) -> bytes:
+        """One byte each: 1 if it requires a gradient, else 0. ``again``: of the parameters that were found last, which
+        saves a look whether they are others now; that may be made nevertheless."""
         module = self._module()
         if module is None:
             return bytes(parameter.requires_grad for parameter in self.parameters())
-        found: bytes = module.parameters_trained(self._native)
+        found: bytes = module.parameters_trained(self._native, again)
         return found
 
     def gradients(self) -> int:

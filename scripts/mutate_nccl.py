@@ -440,8 +440,8 @@ ROWS = (
             _out(
                 "11-a-unit-that-hands-over-nothing-counts",
                 FSDP2_STATE,
-                " and synchronises(root) and _hands_over(group):\n",
-                " and synchronises(root):\n",
+                " and synchronises(self._root) and _hands_over(group):\n",
+                " and synchronises(self._root):\n",
                 *_unit("torch_native", "test_a_unit_without_gradients_is_no_sign_that_a_contribution_follows"),
             ),
             _out("11-one-stream", COPIES_EXCHANGE, "STREAMS = 4\n", "STREAMS = 1\n", *_unit("pacing")),

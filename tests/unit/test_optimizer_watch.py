@@ -103,3 +103,30 @@ def test_parameters_that_come_amid_training_are_named_once() -> None:
         assert len(told) == 2 and "[2, 2], now [3, 2]" in told[1]
     finally:
         watch.stop()
+
+
+class Container(torch.optim.Optimizer):
+    """Steps others, as torchtitan's does."""
+
+    def __init__(self, optimizers: list[torch.optim.Optimizer], *more: torch.nn.Parameter) -> None:
+        self.optimizers = optimizers
+        inner = [p for one in optimizers for group in one.param_groups for p in group["params"]]
+        super().__init__([*inner, *more], {})
+
+    def step(self, closure: object = None) -> None:  # type: ignore[override]
+        for one in self.optimizers:
+            one.step()
+
+
+def test_a_container_of_registered_ones_may_step(known: torch.optim.Optimizer) -> None:
+    container = Container([known])
+    for VERSION[0] in range(3):
+        container.step()
+
+
+def test_a_container_of_others_or_with_parameters_of_its_own_is_named(known: torch.optim.Optimizer) -> None:
+    for container in (Container([known, optimizer()]), Container([known], torch.nn.Parameter(torch.ones(1)))):
+        container.step()
+        VERSION[0] += 1
+        with pytest.raises(UnsupportedError, match=r"Container\.step\(\)"):
+            container.step()

@@ -65,6 +65,8 @@ class OptimizerWatch:
                 if self._tell is not None and _sizes(optimizer) != self._sizes[number]:
                     self._tell_groups(optimizer, number, self._tell)
                 return
+        if self._is_container(optimizer):
+            return
         version = self._version()
         if self._first.setdefault(optimizer, version) != version or (not self._known and self._is_for_model(optimizer)):
             one = "optimizer=optimizer" if not self._known else "optimizer=[first, second]"
@@ -74,6 +76,16 @@ class OptimizerWatch:
                 f"registered. Write recovery.register(model=model, {one}){more}: else neither its state nor what it "
                 "steps on would come back after a failure"
             )
+
+    def _is_container(self, optimizer: Optimizer) -> bool:
+        """Whether it has no state and no parameters of its own, and steps others that are registered, each of which is
+        looked at itself (torchtitan's ``OptimizersContainer``)."""
+        inner = vars(optimizer).get("optimizers")
+        if optimizer.state or not isinstance(inner, (list, tuple)) or not inner:
+            return False
+        if not all(any(one is known for known in self._known) for one in inner):
+            return False
+        return _parameters(optimizer) <= frozenset().union(*map(_parameters, inner))
 
     def _tell_groups(self, optimizer: Optimizer, number: int, tell: Callable[[str], None]) -> None:
         before, self._sizes[number] = self._sizes[number], _sizes(optimizer)
@@ -92,3 +104,7 @@ class OptimizerWatch:
 def _sizes(optimizer: Optimizer) -> list[int]:
     """Of each parameter group."""
     return [len(group["params"]) for group in optimizer.param_groups]
+
+
+def _parameters(optimizer: Optimizer) -> frozenset[int]:
+    return frozenset(id(parameter) for group in optimizer.param_groups for parameter in group["params"])

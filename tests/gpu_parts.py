@@ -334,6 +334,7 @@ def control_groups(gpu: Gpu) -> Found:
             groups.detach_all()
             groups.attach(store, generation, 30.0)
             print(f"exchanged in {time.monotonic() - began:.6f}", flush=True)
+        dist.barrier()  # the end of this rank closes connections that the other one may still be making
 
     said = " ".join(run_ranks(2, rank))
     times = [float(word) for word, before in _pairs(said.split()) if before == "in"]

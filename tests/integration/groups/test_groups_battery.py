@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 
 import pytest
@@ -14,6 +15,12 @@ from flashrecovery import groups
 from tests.support.groups_ranks import run_ranks
 
 Check = Callable[[], object]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _imported() -> None:
+    """Here once, and not in each forked rank: torch imports it for DDP and FSDP."""
+    importlib.import_module("torch._dynamo")
 
 
 def _operations(rank: int, size: int) -> dict[str, Check]:

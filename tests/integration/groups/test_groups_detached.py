@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import threading
 import time
@@ -16,6 +17,12 @@ from flashrecovery import groups
 from flashrecovery.errors import UnsupportedError
 from flashrecovery.worker.script_checks.stray_collectives import StrayCollectiveWatch
 from tests.support.groups_ranks import run_ranks
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _imported() -> None:
+    """Here once, and not in each forked rank: torch imports it for DDP and FSDP."""
+    importlib.import_module("torch._dynamo")
 
 
 def _alone(body: Callable[[], None], world: int = 4, rank: int = 1) -> Callable[[int, int, dist.Store], None]:
@@ -197,10 +204,16 @@ def _hook_and_counters(rank: int, size: int, store: dist.Store) -> None:
     op = groups.main_op()
     assert op is not None and (op.group, op.op, op.sequence) == ("0", "recv", 4)
     assert 0 <= time.monotonic() - op.since < 5
+    store.set(f"receiving {rank}", "")
+    if rank == 1:  # who abandons first closes the connection of the other one's receive, which fails of that
+        store.wait(["abandoned"])
+        return
+    store.wait(["receiving 1"])
     assert groups.abandon("reason") == 1 and groups.failure_count() == 1
     with pytest.raises(dist.DistBackendError, match="reason"):
         work.wait()
     assert groups.main_op() is None
+    store.set("abandoned", "")
 
 
 def test_hook_and_counters() -> None:
@@ -211,7 +224,9 @@ def _dead_peer_by_type(rank: int, size: int, store: dist.Store) -> None:
     groups.install()
     dist.init_process_group("gloo", store=dist.PrefixStore("job", store), rank=rank, world_size=size)
     if rank == 1:
+        store.wait(["connected"])  # its end would be an error of rank 0's init_process_group
         os._exit(0)
+    store.set("connected", "")
     with pytest.raises(dist.DistBackendError) as caught:
         while True:
             dist.all_reduce(torch.ones(1))

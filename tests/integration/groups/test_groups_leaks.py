@@ -32,6 +32,7 @@ def _exchange(rank: int, size: int, store: Store) -> None:
         groups.attach(store, number, 60)
         assert native().wait_buried(datetime.timedelta(seconds=20))
         seen.look("rank", number, Usage.at_rest(os.getpid()))
+    dist.barrier()  # its end closes connections that a peer may still be making
     print(seen.table())
     assert seen.judged() and not seen.leaks(), "\n".join([*seen.leaks(), seen.table()])
 

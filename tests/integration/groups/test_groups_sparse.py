@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import itertools
 import os
 import random
 import resource
@@ -29,7 +30,14 @@ def _group(rank: int, size: int, store: dist.Store) -> dist.ProcessGroup:
     dist.init_process_group("gloo", store=dist.PrefixStore("job", store), rank=rank, world_size=size)
     group = groups.control_group()
     assert group is not None
+    _together(store, rank, size)
     return group
+
+
+def _together(store: dist.Store, rank: int, size: int) -> None:
+    """Who abandons its groups closes connections that a peer may still be making."""
+    store.set(f"connected {rank}", "")
+    store.wait([f"connected {r}" for r in range(size)])
 
 
 def _numbers(rank: int, dtype: torch.dtype) -> torch.Tensor:
@@ -191,12 +199,14 @@ def _alone(rank: int, size: int, store: dist.Store) -> None:
     """Nobody else has said where it is: the wait in the store ends, too, and at the time-out any wait."""
     groups.install(control_group=False)
     dist.init_process_group("gloo", store=dist.PrefixStore("job", store), rank=rank, world_size=size)
+    _together(store, rank, size)
     if rank == 0:
         group = groups.create_control_group()
         assert group is not None
         group.set_timeout(datetime.timedelta(seconds=0.3))
         with pytest.raises(dist.DistBackendError, match="rank 1 does not connect: Connection timed out"):
             group.recv([torch.zeros(1)], 1, 0).wait()
+        group.set_timeout(datetime.timedelta(seconds=30))  # the abandonment comes first, however late it is
         threading.Timer(0.2, lambda: groups.abandon("test")).start()
         with pytest.raises(dist.DistBackendError, match="abandoned: test"):
             group.send([torch.zeros(1)], 1, 1).wait()
@@ -225,7 +235,7 @@ def _killed(rank: int, size: int, store: dist.Store) -> None:
     with pytest.raises(dist.DistBackendError, match="connection from rank 0: Connection reset by peer"):
         group.recv([one], 0, 0).wait()
     with pytest.raises(dist.DistBackendError, match="rank 0"):
-        for tag in range(9, 500):  # connections that are still to be made; the kernel closes a dead rank's door last
+        for tag in itertools.count(9):  # to be connected; the kernel closes a dead rank's door last
             group.send([one], 0, tag).wait()
             time.sleep(0.01)
     if rank == 1:

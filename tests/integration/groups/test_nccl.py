@@ -57,7 +57,18 @@ def _again(store: Any, generation: int) -> None:
     report = groups.drain(5.0)
     assert report.quiet, report
     groups.detach_all()
+    _attach(store, generation)
+
+
+def _attach(store: Any, generation: int) -> None:
     groups.attach(store, generation, 20.0)
+    _together(store, f"attached {generation}", dist.get_rank(), dist.get_world_size())
+
+
+def _together(store: Any, key: str, rank: int, size: int) -> None:
+    """Who abandons its groups closes connections that a peer may still be making."""
+    store.set(f"{key} {rank}", "")
+    store.wait([f"{key} {r}" for r in range(size)])
 
 
 def _soon(call: Callable[[], object], seconds: float) -> threading.Thread:
@@ -174,12 +185,14 @@ def _fails_in_a_section(collective: bool) -> RankFunction:
                 with _section():
                     dist.all_reduce(torch.ones(3))
                     assert module.group_depth() == 1
+                    _together(store, "connected", rank, size)
                     groups.abandon("a drill")
                     dist.all_reduce(torch.ones(3))
             else:
                 with _section(async_ops=True):
                     dist.isend(torch.ones(3), peer)
                     assert module.group_depth() == 1
+                    _together(store, "connected", rank, size)
                     groups.abandon("a drill")
                     dist.irecv(torch.ones(3), peer)
         assert module.group_depth() == 0, "nothing that this thread launches would ever run"
@@ -285,14 +298,19 @@ def test_a_communicator_that_hangs_in_its_creation_is_not_aborted_under_its_crea
     def body(rank: int, size: int, store: Any) -> None:
         _start(rank, size, store)
         if rank == 1:
-            time.sleep(2.0)
+            store.set("started", "")
+            store.wait(["seen"])
             return
+        store.wait(["started"])
         stuck = threading.Thread(target=lambda: dist.all_reduce(torch.ones(1)), daemon=True)
+        before = store.num_keys()
         stuck.start()
-        time.sleep(0.3)
+        while store.num_keys() == before:  # it has said where it is to be reached
+            time.sleep(0.01)
         groups.abandon("a drill")
         report = groups.drain(1.0)
         assert not report.quiet and report.stuck_aborts == ("0",), report
+        store.set("seen", "")
         os._exit(0)
 
     run_ranks(2, body)
@@ -338,7 +356,7 @@ def test_a_replacements_groups_of_one_rank_come_after_the_default_group() -> Non
             groups.detach_all()
         else:
             assert not made and module.global_rank() == -1
-        groups.attach(store, 1, 20.0)
+        _attach(store, 1)
         assert module.global_rank() == rank, "torch would choose another rank's GPU"
         dist.all_reduce(t := torch.full((2,), 5.0), group=alone)
         dist.barrier(group=alone)
@@ -370,9 +388,11 @@ def test_a_rank_that_waits_for_a_dead_peer_is_freed_by_the_abort_alone() -> None
             ended.set()
 
         threading.Thread(target=wait, daemon=True).start()
-        assert not ended.wait(0.5), "a real kernel waits for ever"
+        while not groups.reported_errors():  # the other process is ending
+            time.sleep(0.01)
         assert groups.reported_errors() == ["0"]
+        assert not ended.wait(0.5), "a real kernel waits for ever"
         groups.abandon("a drill")
-        assert ended.wait(5.0) and groups.drain(5.0).quiet
+        assert ended.wait() and groups.drain(5.0).quiet
 
     run_ranks(2, body, allowed={1: 9})

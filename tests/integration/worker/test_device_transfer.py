@@ -312,6 +312,20 @@ def _after_rounds(rounds: int, what: Callable[[], object]) -> None:
     groups.DeviceGroup.start = start_round  # type: ignore[method-assign]
 
 
+def _abandon_after(store: Any, key: str) -> threading.Thread:
+    """Beside the caller, soon after somebody has set ``key``."""
+
+    def wait() -> None:
+        while not store.check([key]):  # not a wait, which would keep the store's one connection
+            time.sleep(0.01)
+        time.sleep(0.3)
+        groups.abandon("a drill")
+
+    thread = threading.Thread(target=wait, daemon=True)
+    thread.start()
+    return thread
+
+
 def _ends_quietly(shards: Mapping[str, DictShard]) -> None:
     """Nothing of an exchange goes on, and nothing touches a tensor any more."""
     assert groups.drain(5.0).quiet
@@ -341,10 +355,16 @@ def test_a_source_that_dies_in_the_middle() -> None:
 def test_a_destination_that_dies_in_the_middle() -> None:
     def body(rank: int, size: int, store: Any) -> None:
         _, group, link = start(rank, size, store)
-        if rank == 1:
-            _after_rounds(5, lambda: os._exit(9))
+
+        def die() -> None:
+            store.set("dead", "")
+            os._exit(9)
+
         shards = _big(rank)
-        threading.Timer(2.0, lambda: groups.abandon("rank 1 is dead")).start()
+        if rank == 1:
+            _after_rounds(5, die)
+        else:
+            _abandon_after(store, "dead")
         with pytest.raises(dist.DistBackendError) as raised:
             between(rank, {(0, 1): ["big"]}, shards, group, device=link)
         assert groups.is_communication_error(raised.value)
@@ -360,12 +380,19 @@ def test_an_abort_in_the_middle_never_gives_a_digest_that_agrees() -> None:
     def body(rank: int, size: int, store: Any) -> None:
         _, group, link = start(rank, size, store)
         for generation in range(1, 7):
-            shards = _big(rank)
+            shards, before = _big(rank), groups.abandonment_count()
+
+            def hold(generation: int = generation, before: int = before) -> None:
+                store.set(f"in the middle of {generation}", "")
+                while groups.abandonment_count() == before:
+                    time.sleep(0.01)
+
             if rank == 0:
-                _after_rounds(10 * generation - 9, lambda: time.sleep(1.0))
-            threading.Timer(0.5, lambda: groups.abandon("a drill")).start()
+                _after_rounds(10 * generation - 9, hold)
+            told = _abandon_after(store, f"in the middle of {generation}")
             with pytest.raises(dist.DistBackendError):
                 between(rank, {(0, 1): ["big"]}, shards, group, device=link)
+            told.join()
             groups.DeviceGroup.start = begin  # type: ignore[method-assign]
             _ends_quietly(shards)
             groups.detach_all()
@@ -378,6 +405,7 @@ def test_an_abort_in_the_middle_never_gives_a_digest_that_agrees() -> None:
             assert not report.mismatched
             if rank == 1:
                 assert report.bytes_on_device == 60 * PACK and shards["big"].content["x"].sum() == 15 * PACK
+            dist.barrier()  # who has sent abandons its groups no sooner than they have been received
 
     begin = groups.DeviceGroup.start
     run_ranks(2, body, deadline_s=120)
@@ -391,9 +419,10 @@ def test_a_device_that_hangs_is_not_waited_for_once_communication_is_abandoned()
             return False
 
     def body(rank: int, size: int, store: Any) -> None:
+        patience = Patience()
         threading.Timer(0.3, lambda: groups.abandon("a drill")).start()
         with pytest.raises(dist.DistBackendError, match="a drill"):
-            Patience().wait(Mark())
+            patience.wait(Mark())
 
     run_ranks(1, body, deadline_s=20)
 
@@ -420,11 +449,13 @@ def test_a_device_that_fails_in_the_middle_ends_it_with_its_own_error() -> None:
         module, group, link = start(rank, size, store)
         if rank == 1:
             _after_rounds(5, module.fail_kernels)
-        threading.Timer(1.0, lambda: groups.abandon("rank 1 is lost")).start()
+        else:
+            _abandon_after(store, "lost")
         with pytest.raises(RuntimeError) as raised:
             between(rank, {(0, 1): ["big"]}, _big(rank), group, device=link)
         assert groups.is_communication_error(raised.value) == (rank == 0)
         if rank == 1:
+            store.set("lost", "")
             with pytest.raises(DrainError, match="cannot go on: CUDA error"):
                 DeviceClock().settle(5.0)
 

@@ -6,9 +6,11 @@ import errno
 import os
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
@@ -149,15 +151,18 @@ def test_other_shards_than_expected_are_an_error(tmp_path: Path) -> None:
     assert run_ranks(_unexpected, 2, tmp_path)[1].value == "ProtocolError"
 
 
-def _slowly(pause_s: float, begun: Path | None = None) -> None:
-    """Every read of this process takes as long. ``begun`` is made when there has been one of a piece."""
+def _slowly(pause_s: float, begun: Path | None = None, over: Callable[[int], bool] = lambda _: True) -> None:
+    """Every read of this process takes as long. ``begun`` is made when there has been one of a piece, after which there
+    is no other one until ``over`` (of the source's pid)."""
     real = process_memory.read
 
     def read(pid: int, ranges: Any) -> None:
         real(pid, ranges)
+        time.sleep(pause_s)
         if begun is not None and len(ranges) == 1:
             begun.touch()
-        time.sleep(pause_s)
+            while not over(pid):
+                time.sleep(0.005)
 
     process_memory.read = read
 
@@ -227,14 +232,20 @@ def test_a_source_that_cannot_be_read_any_more_raises(tmp_path: Path, code: int,
     assert outcome == (error, code == errno.EFAULT)
 
 
-def _killed_while_read(rank: int, world: int, victim: int) -> Any:
+def _killed_while_read(rank: int, world: int, folder: Path, victim: int) -> Any:
     """One of the two dies when some of the pieces have been read."""
     shard = DictShard("big", {"x": torch.ones(12 * PIECE, dtype=torch.uint8)} if rank == 0 else None)
-    began = time.monotonic()
+    began, begun = time.monotonic(), folder / "begun"
+
+    def die_then() -> None:
+        while not begun.exists():
+            time.sleep(0.005)
+        die()
+
     if rank == 1:
-        _slowly(0.05)
+        _slowly(0.05, begun, lambda source: victim == 0 and not psutil.pid_exists(source))
     if rank == victim:
-        threading.Timer(0.25, die).start()
+        threading.Thread(target=die_then, daemon=True).start()
     try:
         exchange(
             dist.group.WORLD,
@@ -251,27 +262,35 @@ def _killed_while_read(rank: int, world: int, victim: int) -> Any:
 
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_rank_that_is_killed_while_memory_is_read_raises_at_the_other(tmp_path: Path, victim: int) -> None:
-    outcomes = run_ranks(_killed_while_read, 2, tmp_path, victim)
+    outcomes = run_ranks(_killed_while_read, 2, tmp_path, tmp_path, victim)
     assert outcomes[victim].signal == 9
     other = outcomes[1 - victim]
     assert other.error is None and other.value not in ("none", None)
 
 
-def _abandoned_while_read(rank: int, world: int, folder: Path, who: int) -> Any:
-    """One of the two gives up while its memory is read, and the source goes on to change it."""
+def _managed(rank: int, world: int, folder: Path) -> dist.ProcessGroup:
+    """The control group, when all ranks have made theirs: who gives up closes connections that a peer may be making."""
     groups.install()
     store = dist.FileStore(str(folder / "store"), world)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
     group = groups.control_group()
     assert group is not None
+    dist.barrier()
+    return group
+
+
+def _abandoned_while_read(rank: int, world: int, folder: Path, who: int) -> Any:
+    """One of the two gives up while its memory is read, and the source goes on to change it."""
+    group = _managed(rank, world, folder)
     shard = DictShard("big", {"x": torch.ones(12 * PIECE, dtype=torch.uint8)} if rank == 0 else None)
     if rank == 1:
-        _slowly(0.05, begun=folder / "begun")
+        _slowly(0.05, folder / "begun", lambda _: (folder / "given up").exists())
 
     def abandon() -> None:
         while not (folder / "begun").exists():
             time.sleep(0.005)
         groups.abandon("test")
+        (folder / "given up").touch()
 
     if rank == who:
         threading.Thread(target=abandon, daemon=True).start()
@@ -305,6 +324,7 @@ def test_an_exchange_that_is_abandoned_while_memory_is_read_raises(tmp_path: Pat
 
 
 def _source_dies(rank: int, world: int) -> str:
+    dist.barrier()  # its end would be an error of a peer's init_process_group
     big = {"x": torch.zeros(8 * PACK_BYTES, dtype=torch.uint8)}
     shard = DictShard("big", big if rank == 0 else None)
     began = time.monotonic()
@@ -332,15 +352,11 @@ def test_a_dying_source_raises_at_its_destination(tmp_path: Path) -> None:
 
 def _abandoned(rank: int, world: int, folder: Path) -> Any:
     """Rank 0 sends half and stops; the control thread of rank 1 gives up in the middle of a large shard."""
-    groups.install()
-    store = dist.FileStore(str(folder / "store"), world)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
-    group = groups.control_group()
-    assert group is not None
+    group = _managed(rank, world, folder)
     numel = 6 * PACK_BYTES
     shard = DictShard("big", {"x": torch.ones(numel, dtype=torch.uint8)} if rank == 0 else None)
     if rank == 0:
-        slow: Any = _Stuck(shard.content["x"])
+        slow: Any = _Stuck(shard.content["x"], folder / "over")
         half = ShardSource("big", shard.spec(), [slow])
         try:
             exchange(group, {1: [half]}, {}, {})
@@ -364,17 +380,14 @@ def _abandoned(rank: int, world: int, folder: Path) -> Any:
         time.sleep(0.3)
         assert torch.equal(shard.content["x"], before)  # nothing writes any more
         assert "flashrecovery-transfer" not in {t.name for t in threading.enumerate()}
+        (folder / "over").touch()
         return "abandoned"
     return "none"
 
 
 def _overdue(rank: int, world: int, folder: Path) -> Any:
     """Rank 0 never sends. Rank 1 does not wait for it for longer than it was told to."""
-    groups.install()
-    store = dist.FileStore(str(folder / "store"), world)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
-    group = groups.control_group()
-    assert group is not None
+    group = _managed(rank, world, folder)
     if rank == 0:
         while not (folder / "over").exists():
             time.sleep(0.01)
@@ -401,10 +414,10 @@ def test_a_silent_source_is_not_waited_for_longer_than_the_deadline(tmp_path: Pa
 
 
 class _Stuck:
-    """A tensor whose sender pauses in the middle: its fourth part is a long time coming."""
+    """A tensor whose sender pauses in the middle: its fourth part comes when ``over`` is there."""
 
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self.tensor = tensor
+    def __init__(self, tensor: torch.Tensor, over: Path) -> None:
+        self.tensor, self.over = tensor, over
 
     def detach(self) -> _Stuck:
         return self
@@ -414,8 +427,8 @@ class _Stuck:
 
     def reshape(self, *shape: int) -> torch.Tensor:
         self.looks = getattr(self, "looks", 0) + 1
-        if self.looks >= 4:
-            time.sleep(3)
+        while self.looks >= 4 and not self.over.exists():
+            time.sleep(0.01)
         return self.tensor.reshape(*shape)
 
 

@@ -88,6 +88,7 @@ def test_what_is_learned_between_two_steps(where: str, tmp_path: Path) -> None:
     flags = ("--model", "changing", "--evaluate", where)
     job = _run(tmp_path / "run", flags, (Kill(1, 2, "backward", 0), Kill(0, 5, "optimizer", 1)))
     reference = _run(tmp_path / "reference", flags)
-    assert len(job.of("recovery_finished")) == 2, job.explain()
+    # One recovery, if the second death comes before the controller has heard that the first one is over.
+    assert {rank for event in job.of("recovery_finished") for rank in event["victims"]} == {0, 1}, job.explain()
     assert not differences(job, reference)
     check_same(job, reference)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.jobs import ROOT, Job, Layout, check_clean, run_job
+from tests.support.jobs import ROOT, Job, Layout, check_clean, check_fired, run_job
 
 SCRIPT = ROOT / "tests" / "scripts" / "logs.py"
 STEPS = 8
@@ -42,7 +42,9 @@ def test_a_run_that_loses_the_rank_that_logs(tmp_path: Path) -> None:
     kills = ["rank=0,fault=sigkill,at=backward,step=3", "rank=0,fault=sigkill,at=forward,step=6"]
     job, files = run(tmp_path / "run", kills)
     check_clean(job)
-    assert [event["victims"] for event in job.of("recovery_finished")] == [[0], [0]], job.explain()
+    check_fired(job, 2)
+    # One recovery, if the second death comes before the controller has heard that the first one is over.
+    assert {rank for event in job.of("recovery_finished") for rank in event["victims"]} == {0}, job.explain()
     assert len(check_logs(job, files)) == STEPS
     said = sorted(
         line for log in (job.run_dir / "logs").glob("rank*.log") for line in log.read_text().split("\n") if line

@@ -160,6 +160,16 @@ class RunningJob:
             time.sleep(0.05)
         raise AssertionError(f"nobody has come\n{self.wait(1).explain()}")
 
+    def wait_until_committed(self, version: int, timeout_s: float = 60) -> None:
+        """Until the controller knows that all ranks have committed it; also of a script that prints nothing."""
+        deadline = time.monotonic() + timeout_s
+        while time.monotonic() < deadline and self.popen.poll() is None:
+            ranks = look_at(RunFiles(self.run_dir)).ranks
+            if ranks and all(rank.committed is not None and rank.committed >= version for rank in ranks):
+                return
+            time.sleep(0.05)
+        raise AssertionError(f"version {version} has not come\n{self.wait(1).explain()}")
+
     def logs(self) -> list[Path]:
         """Those of all processes that have filled ranks."""
         return [*(self.run_dir / "logs").glob("rank*.log")]

@@ -319,6 +319,7 @@ def _recover(
         trainer.adapter.reset()  # idempotent
         trainer.hooks.moments.clear()
     groups.attach(dist.FileStore(str(store), dist.get_world_size()), generation, 20.0)
+    dist.barrier()  # the next fault may come before a collective, and abandons groups that a peer is connecting
     saved[fault.step].restore(trainer)
     return trainer
 

@@ -4,14 +4,13 @@ installed as a distribution of its own."""
 from __future__ import annotations
 
 import os
-import time
 from pathlib import Path
 
 from tests.integration.launchers.test_launcher import TINY, ends, run_cli
 from tests.support.jobs import ROOT, Layout, RunningJob, check_clean, check_recovered, run_job
 
 TWO = Layout("two", "", nproc=2)
-FLAGS = ("--steps", "150")
+FLAGS = ("--steps", "40")
 FAST = {"timeouts": {"health_s": 0.05}}
 
 
@@ -33,11 +32,10 @@ def test_a_fatal_finding_recovers_the_devices_rank(tmp_path: Path) -> None:
     path = os.pathsep.join(filter(None, [str(tmp_path / "site"), os.environ.get("PYTHONPATH", "")]))
     broken = tmp_path / "broken"
     env = {"PYTHONPATH": path, "DRILL_FILE": str(broken)}
-    job = RunningJob(
-        tmp_path / "run", TWO, script=TINY, flags=FLAGS, standby=0, env=env, config=FAST, options=["--health", "drill"]
-    )
+    flags, options = [*FLAGS, "--sleep", "0.05"], ["--health", "drill"]
+    job = RunningJob(tmp_path / "run", TWO, script=TINY, flags=flags, standby=0, env=env, config=FAST, options=options)
     job.wait_for("job_started")
-    time.sleep(0.5)  # past the first step
+    job.wait_until_committed(2)
     victim = job.ranks()[1]
     broken.touch()
     job.wait_for("recovery_finished")

@@ -7,6 +7,7 @@ import re
 import signal
 import sys
 import time
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -223,7 +224,9 @@ print("seen", asks_known.SEEN, asks_own.SEEN, later().SEEN, flush=True)
 """
     job = any_job(tmp_path / "job", imports, env=env)
     job.wait_for_step(2)
-    time.sleep(1)  # the zygote learns of the late one
+    for zygote in zygotes(job):
+        with suppress(psutil.NoSuchProcess):
+            wait_until_idle(zygote)  # it has learned of the late one
     job.kill(1)
     job.wait_for("recovery_started")
     done = finish(job, tmp_path / "job")

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.elastic import Course, check_goes_on_alike, command, commanded, never, often, start
+from tests.support.elastic import Course, check_goes_on_alike, command, commanded, never, often, shrink, start
 from tests.support.jobs import Job, Layout, check_clean, check_fired, run_job
 
 pytestmark = pytest.mark.timeout(240)
@@ -147,8 +147,9 @@ def test_replaced_in_the_new_size(victim: int, tmp_path: Path, resized: Callable
         standby=1,
         inject=[f"rank={victim},fault=sigkill,at=backward,step={AT + 3}"],
     )
+    running.hold(AT - 3)
     running.wait_for("job_started")
-    assert command(running, 3, AT) == ""
+    shrink(running, 3, AT)
     job = running.wait()
     check_fired(job)
     assert job.code == 0 and len(job.of("job_resized")) == 1, job.explain()
@@ -159,12 +160,14 @@ def test_replaced_in_the_new_size(victim: int, tmp_path: Path, resized: Callable
 
 
 def test_two_commands_one_at_once(tmp_path: Path) -> None:
-    running = start(tmp_path / "run", None, "--step-time", "150")
+    running = start(tmp_path / "run")
+    running.hold(3)
     running.wait_for("job_started")
     assert "allowed" in command(running, 4) and "allowed" in command(running, 1)
     assert command(running, 3) == ""
+    running.hold(11)
     running.wait_for("recovery_finished")
-    assert command(running, 2, 14) == ""
+    shrink(running, 2, 14)
     job = running.wait()
     assert [event["replicas"] for event in job.of("job_resized")] == [3, 2], job.explain()
     assert job.of("job_resized")[1]["step"] == 14 and job.code == 0, job.explain()
@@ -205,9 +208,9 @@ def test_checkpoints_of_another_size(tmp_path: Path, resized: Callable[[int, int
         "checkpoint": {"dir": str(tmp_path / "checkpoints"), "interval_s": 0.3, "keep": 100},
     }
     running = start(tmp_path / "run", config, "--step-time", "400")
+    running.hold(AT - 3)
     running.wait_for("job_started")
-    assert command(running, 3, AT) == ""
-    running.wait_for("recovery_finished")
+    shrink(running, 3, AT)
     running.wait_for("checkpoint_saved")  # the first one may be announced too early, and is announced again 3 s later
     running.kill(0, 1, 2)
     job = running.wait()

@@ -383,7 +383,7 @@ def test_kills_at_random_moments_are_survived_exactly(
             before = victims
             time.sleep(chance.uniform(0, longest_s))
             running.kill(victims)
-            cut = running.recover(victims, 80 if number == len(losses) else None)
+            cut = running.recover(victims, 20 if number == len(losses) else None)
             assert isinstance(cut, Cut), cut
             assert cut.version >= last
             last = cut.version

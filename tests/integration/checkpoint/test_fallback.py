@@ -18,7 +18,8 @@ from tests.support.jobs import DDP, FSDP, Layout, References, RunningJob, check_
 pytestmark = pytest.mark.timeout(400)  # two or three launches, one after another, each with a deadline of its own
 
 FLAGS = ["--step-time", "60"]
-STEPS = 60
+STEPS = 80
+"""Some seconds: of a checkpoint that ranks hear of too late, another one is announced three seconds later."""
 NEIGHBOURS = (1, 2)  # rank 2 has the copy of rank 1
 NO_SNAPSHOTS = {"snapshots": {"keep": "never"}}
 """Or the node would hold both ranks' own copies."""
@@ -28,7 +29,7 @@ NO_SNAPSHOTS = {"snapshots": {"keep": "never"}}
 def reference(tmp_path_factory: pytest.TempPathFactory) -> References:
     return References(
         lambda: tmp_path_factory.mktemp("reference"),
-        lambda path, layout: run_job(path, layout, steps=STEPS, standby=0, flags=FLAGS),
+        lambda path, layout: run_job(path, layout, steps=STEPS, standby=0),
     )
 
 

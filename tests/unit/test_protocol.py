@@ -35,6 +35,7 @@ READ_AS_A_WHOLE = {
     "flashrecovery.plan.hang": {"Group"},  # a key
     "flashrecovery.groups.exchange": {"DrainReport"},  # the text of an error
     "flashrecovery.state.codec": {"StateMark"},  # compared with another one
+    "flashrecovery.worker.script_text.plain_values": {"_View"},  # a tuple in what is taken down
 }
 FOR_CALLERS = {
     "flashrecovery.groups.exchange": {"AttachReport"},  # docs/groups.md: a library of its own

@@ -131,9 +131,14 @@ def helpers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[types.M
     modules = ScriptModules()
     monkeypatch.setattr(variables, "MODULES", modules)
     monkeypatch.setattr(held_state, "MODULES", modules)
-    besides = modules.besides
     mine = ("helpers", "own_script")
-    monkeypatch.setattr(modules, "besides", lambda those: (one for one in besides(those) if one[0] in mine))
+    look = modules._look
+
+    def look_at_mine() -> None:  # what other tests' files set has the same names
+        look()
+        modules._modules = {name: modules._modules[name] for name in mine}
+
+    monkeypatch.setattr(modules, "_look", look_at_mine)
     yield sys.modules["helpers"]
     for name in mine:
         del sys.modules[name]

@@ -81,6 +81,7 @@ class Script:
         for step in self.recovery.steps(self.args.steps):
             assert not step.committed
             with step:
+                self.begins(step)
                 dist.barrier()  # a rank that dies from here on makes this attempt void in all ranks
                 self.die_again(step)
                 loss = self.train()
@@ -165,10 +166,13 @@ class Script:
             killed.touch()
             os.kill(os.getpid(), signal.SIGKILL)
 
-    def die_again(self, step: Step) -> None:
-        """Where a survivor does a step again with a replacement, whose first attempt is cut short by that."""
+    def begins(self, step: Step) -> None:
+        """Before the barrier: one that a peer's death cuts short on this rank is an attempt, too."""
         self.attempts = self.attempts + 1 if step.index == self.attempted else 1
         self.attempted = step.index
+
+    def die_again(self, step: Step) -> None:
+        """Where a survivor does a step again with a replacement, whose first attempt is cut short by that."""
         if self.args.kill_again == f"{step.index}:{self.rank}" and self.attempts == 2:
             os.kill(os.getpid(), signal.SIGKILL)
 

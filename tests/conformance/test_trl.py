@@ -25,13 +25,16 @@ FOLLOWING = (1, "forward", 2), (0, "commit", 6), (1, "optimizer", 10), (0, "back
 pytestmark = [pytest.mark.libraries, pytest.mark.timeout(3 * TIMEOUT_S)]
 
 
-def _run(path: Path, kind: str, kills: tuple[tuple[int, str, int], ...] = (), *more: str) -> Job:
+def _run(
+    path: Path, kind: str, kills: tuple[tuple[int, str, int], ...] = (), *more: str, options: tuple[str, ...] = ()
+) -> Job:
     output = path.parent / f"{path.name}-output"
     output.mkdir()
     flags = ["--kind", kind, "--steps", "8", "--output", str(output), *more]
     layout = Layout(kind, "", nproc=2)
+    standby, inject = int(bool(kills)), faults(*kills)
     job = RunningJob(
-        path, layout, script=SCRIPT, flags=flags, env=ENVIRONMENT, standby=int(bool(kills)), inject=faults(*kills)
+        path, layout, script=SCRIPT, flags=flags, env=ENVIRONMENT, standby=standby, inject=inject, options=options
     )
     return job.wait(TIMEOUT_S)
 
@@ -56,5 +59,16 @@ def test_by_deepspeeds_key_alone(kind: str, tmp_path: Path) -> None:
     """Without a line of ours."""
     job = _run(tmp_path / "run", kind, KILLS, "--unmodified")
     check_same(job, _run(tmp_path / "reference", kind), printed=Printed.LOGS)
+    check_fired(job, len(KILLS))
+    assert not job.notices("not_registered") and not job.notices("unprotected"), job.explain()
+
+
+@pytest.mark.parametrize("sharding", [(), ("--fsdp",)], ids=["ddp", "fsdp2"])
+@pytest.mark.parametrize("kind", ["sft-lora", "dpo-lora"])
+def test_by_auto(kind: str, sharding: tuple[str, ...], tmp_path: Path) -> None:
+    """Without a line of ours, adapters as people train them."""
+    more = ("--unmodified", *sharding)
+    job = _run(tmp_path / "run", kind, KILLS, *more, options=("--auto",))
+    check_same(job, _run(tmp_path / "reference", kind, (), *more, options=("--auto",)), printed=Printed.LOGS)
     check_fired(job, len(KILLS))
     assert not job.notices("not_registered") and not job.notices("unprotected"), job.explain()

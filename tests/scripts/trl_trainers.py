@@ -18,6 +18,8 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import torch
 from datasets import Dataset
 from tokenizers import Tokenizer, models, pre_tokenizers
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_map
 from transformers import GPT2Config, GPT2ForSequenceClassification, GPT2LMHeadModel, PreTrainedTokenizerFast
 from transformers.utils import logging
 from trl import (
@@ -36,6 +38,7 @@ from trl import (
 )
 
 from flashrecovery.trainer import protect
+from tests.scripts.trainer_unmodified import shard_on_cpus
 from tests.scripts.trainers import Losses, plain
 
 WORDS = ["<pad>", "<eos>", *(f"w{i}" for i in range(126))]
@@ -140,6 +143,14 @@ def _dpo_zero2(common: dict[str, Any], rest: dict[str, Any]) -> Any:
     return DPOTrainer(model=_model(), args=args, train_dataset=data, peft_config=adapters, **rest)
 
 
+def _dpo_lora(common: dict[str, Any], rest: dict[str, Any]) -> Any:
+    from peft import LoraConfig
+
+    adapters: Any = LoraConfig(r=4, target_modules=["c_attn"], fan_in_fan_out=True)
+    data = _lines("prompt", "chosen", "rejected")
+    return DPOTrainer(model=_model(), args=DPOConfig(**common), train_dataset=data, peft_config=adapters, **rest)
+
+
 def _dpo(common: dict[str, Any], rest: dict[str, Any]) -> Any:
     """The reference follows the model."""
     data = _lines("prompt", "chosen", "rejected")
@@ -196,6 +207,7 @@ KINDS: dict[str, Callable[[dict[str, Any], dict[str, Any]], Any]] = {
     "sft-lora": _sft_lora,
     "zero3-lora": _sft_lora_zero3,
     "dpo": _dpo,
+    "dpo-lora": _dpo_lora,
     "zero2-dpo": _dpo_zero2,
     "kto": _kto,
     "reward": _reward,
@@ -212,13 +224,20 @@ def _state_of(trainer: Any) -> Any:
     return [[*basic.state.values()], [{k: v for k, v in g.items() if k != "params"} for g in basic.param_groups]]
 
 
+def _own_part(value: Any) -> Any:
+    return value.to_local() if isinstance(value, DTensor) else value
+
+
 def main() -> None:
     flags = argparse.ArgumentParser(description=__doc__)
     flags.add_argument("--kind", choices=KINDS, required=True)
     flags.add_argument("--steps", type=int, default=12)
     flags.add_argument("--output", type=Path, required=True)
     flags.add_argument("--unmodified", action="store_true", help="without protect(): what is in the config is enough")
+    flags.add_argument("--fsdp", action="store_true", help="by FSDP2")
     args = flags.parse_args()
+    if args.fsdp and not torch.cuda.is_available():
+        shard_on_cpus()
     logging.set_verbosity_error()
     common = {
         "output_dir": str(args.output),
@@ -253,7 +272,7 @@ def main() -> None:
         "steps": getattr(trainer, "_step", None),
         "next": torch.rand(4),
     }
-    text = json.dumps(plain(said), sort_keys=True)
+    text = json.dumps(plain(tree_map(_own_part, said)), sort_keys=True)
     rank = trainer.args.process_index
     (args.output / f"state{rank}.json").write_text(text)
     print(f"digest rank={rank} {hashlib.sha256(text.encode()).hexdigest()}", flush=True)

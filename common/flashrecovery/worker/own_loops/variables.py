@@ -30,7 +30,6 @@ from flashrecovery.worker.script_text.plain_values import (
     copies_of,
     is_array,
     is_kept,
-    sharing_with,
     storage_of,
 )
 
@@ -166,14 +165,12 @@ def take_down(frame: types.FrameType, names: LoopVariables, known: frozenset[int
             saved.variables[name] = value
     attributes, too_long, paths = _of_objects(variables, names, known)
     around = {
-        name: value
+        f"={name}": value
         for name, value in variables.of(others)
         if (isinstance(value, torch.Tensor) or is_array(value)) and is_kept(value, known, largest=ALIASED)
     }
-    for name in sharing_with([*saved.variables.values(), *attributes.values()], around) if around else ():
-        saved.variables.setdefault(name, around[name])
-    copies = copies_of({**{f"={n}": v for n, v in saved.variables.items()}, **attributes}, paths)
-    saved.variables = {name: copies.pop(f"={name}") for name in saved.variables}
+    copies = copies_of({**{f"={n}": v for n, v in saved.variables.items()}, **attributes}, paths, around)
+    saved.variables = {name[1:]: copies.pop(name) for name in [*copies] if name.startswith("=")}
     saved.attributes = copies
     saved.too_long += too_long
     return saved

@@ -266,37 +266,42 @@ class _Alike:
     """Of tensors and arrays that share elements with others, by identity."""
 
 
-def copies_of(values: Mapping[str, Any], paths: Mapping[int, str] | None = None) -> dict[str, Any]:
+def copies_of(
+    values: Mapping[str, Any], paths: Mapping[int, str] | None = None, around: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
     """Of what :func:`is_kept` says yes to. ``paths``: of objects that are taken down one by one, by identity: who finds
-    such a path when this is put back takes what is there (:meth:`Putting.found`)."""
+    such a path when this is put back takes what is there (:meth:`Putting.found`). ``around``: tensors and arrays that
+    are taken down, too, if they share elements with those in ``values``."""
     if _NUMBERS.issuperset(map(type, values.values())):
         return dict(values)
     seen: dict[int, Any] = {}
     alike = _Alike({number: (_AT, path) for number, path in (paths or {}).items()})
-    for name, value in values.items():
-        again: list[int] = []
-        _count(value, seen, again)
-        for number, one in enumerate(again):
-            alike.places.setdefault(one, (_SHARED, f"{name}, {number}"))
+
+    def look_at(more: Mapping[str, Any]) -> None:
+        for name, value in more.items():
+            again: list[int] = []
+            _count(value, seen, again)
+            for number, one in enumerate(again):
+                alike.places.setdefault(one, (_SHARED, f"{name}, {number}"))
+
+    look_at(values)
+    sharing = _sharing_with(seen.values(), around) if around else {}
+    look_at(sharing)
     alike.views = _views_of(seen.values())
-    return {name: _copy(value, alike) for name, value in values.items()}
+    return {name: _copy(value, alike) for name, value in (*values.items(), *sharing.items())}
 
 
-def sharing_with(values: Iterable[Any], others: Mapping[str, Any]) -> list[str]:
-    """Names of the tensors and arrays of ``others`` that share elements with those in ``values``, of which
-    :func:`is_kept` says yes."""
-    seen: dict[int, Any] = {}
-    for value in values:
-        _count(value, seen, [])
-    taken = [(low, high) for low, high, _ in _together(seen.values())]
+def _sharing_with(values: Iterable[Any], others: Mapping[str, Any]) -> dict[str, Any]:
+    """The tensors and arrays of ``others`` that share elements with those of ``values``."""
+    taken = [(low, high) for low, high, _ in _together(values)]
     lows = [low for low, _ in taken]
-    found = []
+    found = {}
     for name, value in others.items() if taken else ():
         extent = _extent(value)
         if extent is not None:
             before = bisect.bisect_left(lows, extent[1])
             if before and taken[before - 1][1] > extent[0]:
-                found.append(name)
+                found[name] = value
     return found
 
 
@@ -341,10 +346,17 @@ def _extent(value: Any) -> tuple[int, int, int] | None:
         itemsize, first, strides = value.itemsize, value.__array_interface__["data"][0], value.strides
     else:
         return None
-    ways = [(int(size) - 1) * stride for size, stride in zip(value.shape, strides, strict=True) if size > 1]
-    if not all(ways):
+    if any(size > 1 and not stride for size, stride in zip(value.shape, strides, strict=True)):
         return None
-    return first + sum(w for w in ways if w < 0), first + sum(w for w in ways if w > 0) + itemsize, first
+    low, high = _reach(value.shape, strides, itemsize)
+    return first + low, first + high, first
+
+
+def _reach(shape: Iterable[int], strides: Iterable[int], itemsize: int) -> tuple[int, int]:
+    """How far a tensor or array lies around the first byte of its first element: its first byte, and behind its last
+    one. ``strides``: in bytes."""
+    ways = [(int(size) - 1) * stride for size, stride in zip(shape, strides, strict=True)]
+    return sum(way for way in ways if way < 0), sum(way for way in ways if way > 0) + itemsize
 
 
 def copy_of(value: Any) -> Any:
@@ -696,9 +708,8 @@ def _in_memory(memory: torch.Tensor, first: int, strides: tuple[int, ...], like:
     """A tensor or array of the form of ``like`` in ``memory``, from byte ``first`` on; None if it has no room there."""
     tensor = isinstance(like, torch.Tensor)
     itemsize = like.element_size() if tensor else like.itemsize
-    ways = [(n - 1) * stride * (itemsize if tensor else 1) for n, stride in zip(like.shape, strides, strict=True)]
-    low, high = first + sum(w for w in ways if w < 0), first + sum(w for w in ways if w > 0) + itemsize
-    if low < 0 or high > memory.numel():
+    low, high = _reach(like.shape, [stride * (itemsize if tensor else 1) for stride in strides], itemsize)
+    if first + low < 0 or first + high > memory.numel():
         return None
     if not tensor:
         if memory.device.type != "cpu":

@@ -363,13 +363,33 @@ def test_a_later_look_at_parameters_is_at_those_that_were_found_last(backend: st
 
     entry, fixed = Entry(), nn.Parameter(torch.zeros(2))
     table = ParameterTable([attribute_of(entry, "sharded_param"), constant(fixed)])
-    assert table.trained(again=True) == b"\1\1", "the first look finds them"
-    for parameter, seen in ((entry.sharded_param, b"\0\1"), (fixed, b"\0\0")):
+    marks = [table.trained_mark(again=True)]
+    assert table.trained_mark() == marks[0] and table.trained() == b"\1\1", "the first look finds them"
+    for parameter in (entry.sharded_param, fixed):
         parameter.requires_grad_(False)
-        assert table.trained(again=True) == table.trained() == seen
+        marks.append(table.trained_mark(again=True))
+        assert table.trained_mark() == marks[-1]
     entry.sharded_param = nn.Parameter(torch.zeros(2))
-    assert table.trained(again=True) == (b"\0\0" if backend == "compiled" else b"\1\0")
-    assert table.trained() == table.trained(again=True) == b"\1\0"
+    later, now = table.trained_mark(again=True), table.trained_mark()
+    assert later == (marks[-1] if backend == "compiled" else now)
+    assert table.trained() == b"\1\0" and table.trained_mark(again=True) == now
+    assert len({*marks, now}) == 4
+    entry.sharded_param.requires_grad_(False)
+    fixed.requires_grad_()
+    assert table.trained_mark() == marks[1], "the same ones are trained as then"
+
+
+@pytest.mark.parametrize("count", [0, 1, 62, 63, 64, 126, 127, 200])
+def test_whichever_of_many_parameters_is_frozen_is_seen(backend: str, count: int) -> None:
+    parameters = [nn.Parameter(torch.zeros(1)) for _ in range(count)]
+    table = ParameterTable([*map(constant, parameters)])
+    whole = table.trained_mark()
+    marks = {whole}
+    for parameter in parameters:
+        parameter.requires_grad_(False)
+        marks.add(table.trained_mark())
+        parameter.requires_grad_()
+    assert len(marks) == count + 1 and table.trained_mark() == whole
 
 
 @pytest.mark.parametrize("attributes", [2, 12, 29, 31, 90])

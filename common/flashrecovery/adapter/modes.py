@@ -58,20 +58,21 @@ class ModeTracker:
         self._looks = 0
         self._again = False
         self._marked: tuple[int, int] = (-1, 0)  # at which look, and what it showed
-        self._captured: tuple[int, bytes, dict[str, Any]] = (-1, b"", {})
+        self._captured: tuple[int, int, dict[str, Any]] = (-1, 0, {})
 
     def capture(self) -> dict[str, Any]:
         """``{"modules": how many, "eval": indices of those in evaluation mode, "turned": indices of the parameters
         whose requires_grad is not what it was at the start, "changed": which modules and parameters there were not,
         "removed": which there are no more, where there are any}``."""
-        look, trained = self._look(), self._parameters.trained()
-        if self._captured[:2] == (look, trained):
+        look, mark = self._look(), self._parameters.trained_mark()
+        if self._captured[:2] == (look, mark):
             return self._captured[2]
+        trained = self._parameters.trained()
         turned = [i for i, (now, then) in enumerate(zip(trained, self._trained, strict=True)) if now != then]
         evaluating = [i for i, m in enumerate(self._modules) if not m.training]
         state = {"modules": len(self._modules), "eval": evaluating, "turned": turned}
         state |= self._changes()
-        self._captured = (look, trained, state)
+        self._captured = (look, mark, state)
         return state
 
     @contextmanager
@@ -89,7 +90,7 @@ class ModeTracker:
         look = self._look()
         if self._marked[0] != look:
             self._marked = look, hash((tuple(map(_TRAINING, self._modules)), tuple(map(len, self._tables))))
-        return hash((self._marked[1], self._parameters.trained(again=self._again)))
+        return hash((self._marked[1], self._parameters.trained_mark(again=self._again)))
 
     def _watched(self) -> ItemTable | None:
         """The modes, the parts of each module, and which modules there are. None: there are modules that keep their

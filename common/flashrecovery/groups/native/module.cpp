@@ -213,6 +213,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("tensors_digest", [](const py::capsule& table) { return of<TensorTable>(table).digest(); });
   m.def("parameter_table", [](const py::list& places) { return kept(new ParameterTable(places)); });
   m.def("parameters_trained", [](const py::capsule& table, bool again) { return of<ParameterTable>(table).trained(again); });
+  m.def("parameters_flags", [](const py::capsule& table) { return of<ParameterTable>(table).flags(); });
   m.def("parameters_with_gradients", [](const py::capsule& table) { return of<ParameterTable>(table).gradients(); });
   m.def("item_table", [](const py::list& items, const py::list& sized, bool numbers) {
     return kept(new ItemTable(items, sized, numbers));

@@ -270,12 +270,28 @@ class ParameterTable {
     found_ = attributes_.empty();
   }
 
-  // A byte each: whether it requires a gradient. `again`: those that were found last are asked, without a look whether
-  // there are others now.
-  py::bytes trained(bool again) {
+  // A number that changes when one begins or ceases to require a gradient; equal where the same ones do. `again`: those
+  // that were found last are asked, without a look whether there are others now.
+  //
+  // Not their flags: the first allocation of a kilobyte after a forward pass has glibc merge all small blocks that were
+  // freed in it, which takes 0.3 to 1 ms where the look itself takes 0.05.
+  uint64_t trained(bool again) {
+    uint64_t seen = 0x9e3779b97f4a7c15ull, word = 1;
+    const auto mix = [&] { seen = (seen ^ word) * 0xff51afd7ed558ccdull, seen ^= seen >> 32, word = 1; };
+    each(again, [&](const Meta* meta) {
+      const bool full = word >> 63;
+      if (full) mix();
+      word = word << 1 | requiresGrad(meta);
+    });
+    mix();
+    return seen;
+  }
+
+  // A byte each: whether it requires a gradient.
+  py::bytes flags() {
     std::string flags;
     flags.reserve(places_.size());
-    each(again, [&](const Meta* meta) { flags.push_back(meta && (meta->requires_grad_ || meta->grad_fn_) ? 1 : 0); });
+    each(false, [&](const Meta* meta) { flags.push_back(requiresGrad(meta)); });
     return flags;
   }
 
@@ -293,6 +309,8 @@ class ParameterTable {
     const void *object = nullptr, *impl = nullptr;  // where these were at the last look
     const Meta* meta = nullptr;
   };
+
+  static bool requiresGrad(const Meta* meta) { return meta && (meta->requires_grad_ || meta->grad_fn_); }
 
   template <typename Look>
   void each(bool again, const Look& look) {

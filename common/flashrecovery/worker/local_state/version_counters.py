@@ -190,14 +190,19 @@ class ParameterTable:
     def parameters(self) -> list[torch.nn.Parameter]:
         return [get() for get in self._gets]
 
-    def trained(self, *, again: bool = False) -> bytes:
-        """One byte each: 1 if it requires a gradient, else 0. ``again``: of the parameters that were found last, which
-        saves a look whether they are others now; that may be made nevertheless."""
+    def trained(self) -> bytes:
+        """One byte each: 1 if it requires a gradient, else 0."""
         module = self._module()
         if module is None:
             return bytes(parameter.requires_grad for parameter in self.parameters())
-        found: bytes = module.parameters_trained(self._native, again)
+        found: bytes = module.parameters_flags(self._native)
         return found
+
+    def trained_mark(self, *, again: bool = False) -> int:
+        """A number that is equal where :meth:`trained` is. ``again``: of the parameters that were found last, which
+        saves a look whether they are others now; that may be made nevertheless."""
+        module = self._module()
+        return hash(self.trained()) if module is None else int(module.parameters_trained(self._native, again))
 
     def gradients(self) -> int:
         """How many have a gradient."""

@@ -2063,6 +2063,155 @@ for epoch in range(EPOCHS):
     with torch.no_grad():
         labels = 0.5 * labels + 0.5 * model(x)
     say(epoch, labels.sum().item())
+=== criterion_switched
+criterion = nn.MSELoss()
+for step in range(14):
+    i = torch.randint(0, 64, (4,))
+    loss = criterion(model(x[i]), y[i])
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    if step == 1:
+        criterion = nn.L1Loss()
+    if step == 8:
+        criterion = nn.SmoothL1Loss(beta=0.5)
+    say(step, loss.item())
+=== optimizers_in_turns
+opts = {"adam": optimizer, "sgd": torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)}
+current = opts["adam"]
+for step in range(14):
+    i = torch.randint(0, 64, (4,))
+    loss = F.mse_loss(model(x[i]), y[i])
+    current.zero_grad()
+    loss.backward()
+    current.step()
+    if step % 3 == 1:
+        current = opts["sgd"] if current is opts["adam"] else opts["adam"]
+    say(step, loss.item())
+kept.append(opts["sgd"])
+=== method_as_state
+class Task:
+    def __init__(self):
+        self.n = 0
+        self.act = self.first
+    def first(self, p, t):
+        self.n += 1
+        if self.n > 2:
+            self.act = self.second
+        return F.mse_loss(p, t)
+    def second(self, p, t):
+        self.n += 1
+        return F.l1_loss(p, t)
+task = Task()
+for step in range(14):
+    i = torch.randint(0, 64, (4,))
+    loss = task.act(model(x[i]), y[i])
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    say(step, task.n, loss.item())
+=== partial_exchanged
+criterion = functools.partial(F.smooth_l1_loss, beta=1.0)
+for step in range(14):
+    i = torch.randint(0, 64, (4,))
+    loss = criterion(model(x[i]), y[i])
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    if loss.item() < 50:
+        criterion = functools.partial(F.smooth_l1_loss, beta=criterion.keywords["beta"] * 0.8)
+    say(step, loss.item())
+=== forward_hook
+seen = []
+calls = [0]
+def hook(module, inputs, output):
+    calls[0] += 1
+    seen.append(output.mean().item())
+    return output * (1 + 0.01 * calls[0])
+model.module.first.register_forward_hook(hook)
+for step in range(14):
+    i = torch.randint(0, 64, (4,))
+    loss = F.mse_loss(model(x[i]), y[i])
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    say(step, loss.item(), calls[0], sum(seen))
+=== optimizer_hook
+history = collections.deque(maxlen=3)
+def after(opt, args, kwargs):
+    history.append(sum(p.norm().item() for g in opt.param_groups for p in g["params"]))
+    for g in opt.param_groups:
+        g["lr"] *= 0.97
+        g["taken"] = g.get("taken", 0) + 1
+optimizer.register_step_post_hook(after)
+for step in range(14):
+    i = torch.randint(0, 64, (4,))
+    loss = F.mse_loss(model(x[i]), y[i])
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    say(step, loss.item(), sum(history), optimizer.param_groups[0]["lr"], optimizer.param_groups[0]["taken"])
+=== optimizer_attribute
+optimizer.skipped, optimizer.norms = 0, []
+for step in range(14):
+    i = torch.randint(0, 64, (4,))
+    loss = F.mse_loss(model(x[i]), y[i])
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.norms.append(nn.utils.clip_grad_norm_(model.parameters(), 1.0).item())
+    optimizer.step()
+    optimizer.skipped += optimizer.norms[-1] > 1
+    say(step, loss.item(), optimizer.skipped, sum(optimizer.norms))
+=== criterion_lambda
+criterion = F.mse_loss
+for step in range(14):
+    i = torch.randint(0, 64, (4,))
+    loss = criterion(model(x[i]), y[i])
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    if step == 1:
+        criterion = F.l1_loss
+    if step == 8:
+        criterion = lambda p, t: (p - t).abs().pow(1.5).mean()
+    say(step, loss.item())
+=== linked_objects
+class Node:
+    def __init__(self, value, before):
+        self.value, self.before = value, before
+last = None
+for step in range(14):
+    i = torch.randint(0, 64, (4,))
+    loss = F.mse_loss(model(x[i]), y[i])
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    last = Node(loss.item(), last)
+    length, total, at = 0, 0.0, last
+    while at is not None:
+        length, total, at = length + 1, total + at.value, at.before
+    say(step, length, total)
+=== rolled_back
+best, bad = math.inf, 0
+best_state, best_opt = copy.deepcopy(model.state_dict()), copy.deepcopy(optimizer.state_dict())
+for step in range(16):
+    i = torch.randint(0, 64, (4,))
+    loss = F.mse_loss(model(x[i]), y[i])
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    mean = loss.detach().clone()
+    dist.all_reduce(mean)
+    if mean.item() < best:
+        best, bad = mean.item(), 0
+        best_state, best_opt = copy.deepcopy(model.state_dict()), copy.deepcopy(optimizer.state_dict())
+    else:
+        bad += 1
+    if bad == 2:
+        model.load_state_dict(best_state)
+        optimizer.load_state_dict(best_opt)
+        bad = 0
+    say(step, loss.item(), best, bad)
 """
 
 _PARTS = re.split(r"^=== (\w+)\n", _TEXTS, flags=re.MULTILINE)

@@ -23,7 +23,7 @@ from flashrecovery.worker.own_loops import variables
 from flashrecovery.worker.own_loops.loop_data import LoopData, OwnIterator
 from flashrecovery.worker.own_loops.loops import ScriptLoops
 from flashrecovery.worker.own_loops.output import Output
-from flashrecovery.worker.own_loops.variables import LoopVariables, Saved, protected, put_back, take_down
+from flashrecovery.worker.own_loops.variables import Identities, LoopVariables, Saved, protected, put_back, take_down
 from flashrecovery.worker.script_text.plain_values import storage_of
 
 
@@ -50,13 +50,13 @@ def test_numbers_containers_tensors_and_attributes_come_back() -> None:
     history, recent, meter = [1.0], deque([1], maxlen=3), Meter()
     frame = frame_with(n=3, history=history, recent=recent, mean=torch.ones(2), meter=meter, other=open)
     wanted = names("n", "history", "recent", "mean", "meter", "other")
-    saved = Saved.of(codec.loads(codec.dumps(take_down(frame, wanted, frozenset()).plain())))
+    saved = Saved.of(codec.loads(codec.dumps(take_down(frame, wanted, Identities()).plain())))
     assert saved.variables.keys() == {"n", "history", "recent", "mean", "meter", "other"}
     history.append(2.0)
     recent.append(2)
     meter.sum, meter.values = 9.0, [7]
     frame.f_locals["n"] = 4
-    values = put_back(frame, wanted, frozenset(), saved)
+    values = put_back(frame, wanted, Identities(), saved)
     assert values["n"] == 3 and torch.equal(values["mean"], torch.ones(2))
     assert values["history"] is history and history == [1.0], "others may hold the same list"
     assert values["recent"] is recent and [*recent] == [1]
@@ -99,7 +99,7 @@ def test_what_else_a_script_counts_in_comes_back() -> None:
     frame = frame_with(**variables, slots=slots, Tally=Tally, noted=noted, env=env)
     own = frozenset(variables)
     wanted = LoopVariables(own, frozenset(), frozenset(), read=frozenset(("slots", "Tally", "noted", "env")))
-    saved = Saved.of(codec.loads(codec.dumps(take_down(frame, wanted, frozenset()).plain())))
+    saved = Saved.of(codec.loads(codec.dumps(take_down(frame, wanted, Identities()).plain())))
     first = env.rng.random()
 
     array[1], total[1], slots.n, Tally.steps, env.n = 7, 7, 7, 7, 7
@@ -108,7 +108,7 @@ def test_what_else_a_script_counts_in_comes_back() -> None:
     env.state[0] = 7
     noted(7)
     frame.f_locals["phase"] = Phase.TRAIN
-    values = put_back(frame, wanted, frozenset(), saved)
+    values = put_back(frame, wanted, Identities(), saved)
     assert values["array"] is array and not array.any(), "others may hold the same array"
     assert values["total"] is total and not total.any(), "no statement sets it"
     assert values["phase"] is Phase.WARM and values["phases"] == [Phase.TRAIN] and values["mean"] == 2
@@ -122,16 +122,16 @@ def test_what_else_a_script_counts_in_comes_back() -> None:
 def test_a_tensor_of_another_shape_that_no_statement_sets_comes_back() -> None:
     kept = torch.ones(2)
     frame = frame_with(kept=kept)
-    saved = take_down(frame, names("kept"), frozenset())
+    saved = take_down(frame, names("kept"), Identities())
     kept.resize_(5).zero_()
-    put_back(frame, names("kept"), frozenset(), saved)
+    put_back(frame, names("kept"), Identities(), saved)
     assert kept.tolist() == [1, 1]
 
 
 def test_a_tensor_that_each_round_makes_is_taken_down_only_if_it_is_read_below() -> None:
     frame = frame_with(loss=torch.ones(1))
-    assert not take_down(frame, names("loss", remade=("loss",)), frozenset()).variables
-    assert take_down(frame, names("loss", remade=("loss",), read_after=("loss",)), frozenset()).variables
+    assert not take_down(frame, names("loss", remade=("loss",)), Identities()).variables
+    assert take_down(frame, names("loss", remade=("loss",), read_after=("loss",)), Identities()).variables
 
 
 def take(data: LoopData, count: int) -> list[Any]:
@@ -156,7 +156,7 @@ def test_a_run_that_begins_after_an_end_begins_anew_for_a_survivor() -> None:
 def test_a_larger_tensor_comes_back_if_the_loop_carries_it() -> None:
     frame = frame_with(hidden=torch.ones(5000), table=torch.ones(5000))
     wanted = LoopVariables(frozenset(("hidden", "table")), frozenset(), frozenset(), carried=frozenset(("hidden",)))
-    assert take_down(frame, wanted, frozenset()).variables.keys() == {"hidden"}
+    assert take_down(frame, wanted, Identities()).variables.keys() == {"hidden"}
 
 
 def loader() -> DataLoader[Any]:
@@ -405,7 +405,7 @@ def test_only_what_may_lead_to_state_is_followed() -> None:
         "other": object(),
     }
     which = LoopVariables(frozenset(), frozenset(), frozenset(), read=frozenset(given))
-    saved = take_down(frame_with(**given), which, frozenset())
+    saved = take_down(frame_with(**given), which, Identities())
     attributes = {f"{where}.{name}" for where in ("meter", "listed[0]") for name in ("sum", "values", "inner")}
     assert saved.attributes.keys() == {"numbers", *attributes}
 
@@ -444,7 +444,7 @@ def test_a_list_that_grows_too_long_is_named_once() -> None:
     for length in (4096, 4097, 4098):
         assert len(losses) == length
         variables = {"losses": losses, "tokens": [1] * 9000}  # the other one has always been as long
-        loops.note_left_out(loop, take_down(frame_with(**variables), names("losses", "tokens"), frozenset()))
+        loops.note_left_out(loop, take_down(frame_with(**variables), names("losses", "tokens"), Identities()))
         losses = [*losses, 0.5]
     assert len(told) == 1 and told[0].startswith("train.py:3: losses has grown too long")
 

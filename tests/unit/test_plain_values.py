@@ -17,7 +17,7 @@ import torch
 
 from flashrecovery.state import codec
 from flashrecovery.worker.own_loops import variables
-from flashrecovery.worker.own_loops.variables import LoopVariables, Saved, put_back, take_down
+from flashrecovery.worker.own_loops.variables import Identities, LoopVariables, Saved, put_back, take_down
 from flashrecovery.worker.script_text.plain_values import SMALL, copy_of, is_kept, put
 
 
@@ -178,14 +178,14 @@ def _names(*own: str, read: tuple[str, ...] = ()) -> LoopVariables:
 
 
 def _saved(names: LoopVariables, **values: Any) -> Saved:
-    return Saved.of(codec.loads(codec.dumps(take_down(_frame(**values), names, frozenset()).plain())))
+    return Saved.of(codec.loads(codec.dumps(take_down(_frame(**values), names, Identities()).plain())))
 
 
 def test_a_logger_of_meters_that_the_training_makes() -> None:
     names, logger, new = _names(read=("logger",)), Logger(), Logger()
     logger.meters["loss"].total = 5.0
     logger.meters["loss"].recent.append(7.0)
-    put_back(_frame(logger=new), names, frozenset(), _saved(names, logger=logger))
+    put_back(_frame(logger=new), names, Identities(), _saved(names, logger=logger))
     assert state_of(new) == state_of(logger)
     new.meters["accuracy"].total = 1.0  # it still makes new ones
 
@@ -204,7 +204,7 @@ def test_what_two_variables_lead_to_they_lead_to_afterwards() -> None:
             losses.append(2.0)
             values["records"].pop(0)
             values["records"].append(Record(2))
-        found = put_back(_frame(**made), names, frozenset(), saved)
+        found = put_back(_frame(**made), names, Identities(), saved)
         assert found["metrics"]["loss"] is found["losses"] and found["losses"] == [1.0]
         assert found["records"][1] is found["best"] and found["records"] == [Record(0), Record(1)]
 
@@ -226,7 +226,7 @@ def test_what_an_interrupted_step_lets_two_variables_lead_to_is_two_things_again
     first, second = (MAKERS[kind](n) for n in (1, 2))
     saved = _saved(names, before=first, now=second)
     wanted = state_of(first), state_of(second)
-    found = put_back(_frame(before=second, now=second), names, frozenset(), saved)
+    found = put_back(_frame(before=second, now=second), names, Identities(), saved)
     assert (state_of(found["before"]), state_of(found["now"])) == wanted and found["before"] is not found["now"]
 
 
@@ -235,7 +235,7 @@ def test_a_tensor_that_no_statement_sets_is_written_in_place_also_if_it_is_held_
     values: dict[str, Any] = {"running": running, "stats": {"running": running}}
     saved = _saved(names, **values)
     running.add_(1)
-    found = put_back(_frame(**values), names, frozenset(), saved)
+    found = put_back(_frame(**values), names, Identities(), saved)
     assert found["running"] is running and found["stats"]["running"] is running and running.tolist() == [1, 1]
 
 
@@ -245,7 +245,7 @@ def test_a_variable_leads_to_the_object_of_the_set_up() -> None:
     callbacks = [Record(3), Record(4)]
     saved = _saved(names, callbacks=callbacks, one=callbacks[1])
     new = [Record(0), Record(0)]
-    found = put_back(_frame(callbacks=new), names, frozenset(), saved)
+    found = put_back(_frame(callbacks=new), names, Identities(), saved)
     assert new == callbacks and found["one"] is new[1]
 
 
@@ -253,7 +253,7 @@ def test_an_attribute_that_has_come_since_is_gone_again() -> None:
     names, record = _names("record"), Record(1)
     saved = _saved(names, record=record)
     record.extra = 1  # type: ignore[attr-defined]
-    found = put_back(_frame(record=record), names, frozenset(), saved)
+    found = put_back(_frame(record=record), names, Identities(), saved)
     assert found["record"] is record and not hasattr(record, "extra")
 
 
@@ -262,7 +262,7 @@ def test_a_dictionary_with_a_model_comes_back_but_for_that() -> None:
     state = {"model": model, "n": 3, "best": Record(1), 7: [1.0]}
     new: dict[Any, Any] = {"model": new_model, "n": 0, "best": None}
     names = _names("state")
-    put_back(_frame(state=new), names, frozenset(), _saved(names, state=state))
+    put_back(_frame(state=new), names, Identities(), _saved(names, state=state))
     assert new == {"model": new_model, "n": 3, "best": Record(1), 7: [1.0]}
 
 
@@ -271,7 +271,7 @@ def test_what_a_loop_carries_and_cannot_be_made_again_is_left_out() -> None:
         frozenset(("files", "few", "models")), frozenset(), frozenset(), carried=frozenset(("files", "models"))
     )
     values = {"files": [Opened()], "few": [Opened()], "models": [torch.nn.Linear(1, 1)]}
-    assert take_down(_frame(**values), names, frozenset()).left_out == ["files"]
+    assert take_down(_frame(**values), names, Identities()).left_out == ["files"]
 
 
 def test_methods_partials_and_lists_of_its_own_are_followed() -> None:
@@ -293,7 +293,7 @@ def test_methods_partials_and_lists_of_its_own_are_followed() -> None:
 
     values, new = made(), made()
     change(**values)
-    put_back(_frame(**new), names, frozenset(), _saved(names, **values))
+    put_back(_frame(**new), names, Identities(), _saved(names, **values))
     assert new["method"].__self__.total == 2 and new["partial"].args[0] == [1] and new["history"] == [2.0]
 
 
@@ -314,13 +314,13 @@ def _one_memory(tensors: list[torch.Tensor]) -> bool:
 def test_tensors_that_share_elements_share_them_afterwards() -> None:
     average = Average()
     names = _names(read=("average",))
-    saved = _through_bytes(take_down(_frame(average=average), names, frozenset()))
+    saved = _through_bytes(take_down(_frame(average=average), names, Identities()))
     before = average.flat.tolist()
     other = Average()
     other.flat = torch.zeros(1)
     for there in (average, other):
         there.flat.add_(1)
-        put_back(_frame(average=there), names, frozenset(), saved)
+        put_back(_frame(average=there), names, Identities(), saved)
         assert there.flat.tolist() == before and _one_memory([there.flat, *there.parts])
         assert there.parts[1].tolist() == [[2, 3], [4, 5]] and there.parts[2].tolist() == [1, 3, 5]
 
@@ -335,10 +335,10 @@ def test_rows_in_a_list_stay_rows_of_their_table() -> None:
 
     variables, replaced = made(), made()
     variables["rows"][1].add_(5)
-    saved = _through_bytes(take_down(_frame(**variables), names, frozenset()))
+    saved = _through_bytes(take_down(_frame(**variables), names, Identities()))
     for there in (variables, replaced):
         table = there["table"].add_(1)
-        found = put_back(_frame(**there), names, frozenset(), saved)
+        found = put_back(_frame(**there), names, Identities(), saved)
         assert found["table"] is table and table.tolist() == [[0, 0], [5, 5], [0, 0]]
         assert _one_memory([table, *found["rows"]])
 
@@ -352,10 +352,10 @@ def test_arrays_that_share_elements_share_them_afterwards() -> None:
 
     variables, replaced = made(), made()
     variables["rows"][1] += 5
-    saved = _through_bytes(take_down(_frame(**variables), names, frozenset()))
+    saved = _through_bytes(take_down(_frame(**variables), names, Identities()))
     for there in (variables, replaced):
         there["table"] += 1
-        found = put_back(_frame(**there), names, frozenset(), saved)
+        found = put_back(_frame(**there), names, Identities(), saved)
         assert found["table"] is there["table"] and found["table"].tolist() == [[0, 0], [5, 5], [0, 0]]
         found["rows"][2][1] = 7
         assert found["table"][2, 1] == found["last"][0] == found["counts"][2, 1] == 7
@@ -365,8 +365,8 @@ def test_arrays_that_share_elements_share_them_afterwards() -> None:
 def test_parts_of_a_data_set_in_a_list_are_no_reason_to_write_into_it(kind: Any) -> None:
     data = kind(8.0)
     names = _names("recent")
-    saved = _through_bytes(take_down(_frame(recent=[data[:2], data[4:]]), names, frozenset()))
-    found = put_back(_frame(recent=[data[2:4], data[:4]]), names, frozenset(), saved)
+    saved = _through_bytes(take_down(_frame(recent=[data[:2], data[4:]]), names, Identities()))
+    found = put_back(_frame(recent=[data[2:4], data[:4]]), names, Identities(), saved)
     assert [part.tolist() for part in found["recent"]] == [[0, 1], [4, 5, 6, 7]]
     assert data.tolist() == [*range(8)]
 
@@ -374,6 +374,6 @@ def test_parts_of_a_data_set_in_a_list_are_no_reason_to_write_into_it(kind: Any)
 def test_what_has_no_room_in_the_memory_that_is_there_gets_its_own() -> None:
     table = torch.zeros(4)
     names = _names("rows", read=("table",))
-    saved = take_down(_frame(table=table[:3], rows=[table[2:]]), names, frozenset())
-    found = put_back(_frame(table=torch.ones(3), rows=[]), names, frozenset(), saved)
+    saved = take_down(_frame(table=table[:3], rows=[table[2:]]), names, Identities())
+    found = put_back(_frame(table=torch.ones(3), rows=[]), names, Identities(), saved)
     assert found["table"].tolist() == [0, 0, 0] and found["rows"][0].tolist() == [0, 0]

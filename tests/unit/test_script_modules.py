@@ -16,6 +16,7 @@ from flashrecovery.state import codec
 from flashrecovery.worker.own_loops import variables
 from flashrecovery.worker.own_loops.foreign_iterators import gone_on, progress
 from flashrecovery.worker.own_loops.variables import (
+    Identities,
     LoopVariables,
     Saved,
     is_of_module,
@@ -150,7 +151,7 @@ def _frame() -> types.FrameType:
 
 
 NAMES = LoopVariables(frozenset(), frozenset(), frozenset())
-NOTHING: frozenset[int] = frozenset()
+NOTHING = Identities()
 
 
 def _saved() -> Saved:

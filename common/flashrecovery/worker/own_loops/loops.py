@@ -26,6 +26,7 @@ from typing import Any, NoReturn, Protocol
 from flashrecovery.errors import RegistrationError, UnsupportedError
 from flashrecovery.plan.words import shortened
 from flashrecovery.state import codec
+from flashrecovery.worker.local_state.fingerprints import identity
 from flashrecovery.worker.local_state.rng import RngState, restore_rng
 from flashrecovery.worker.loop import Loop
 from flashrecovery.worker.own_loops.foreign_iterators import gone_on, progress
@@ -34,6 +35,7 @@ from flashrecovery.worker.own_loops.output import Output
 from flashrecovery.worker.own_loops.rewrite import LoopText, Rewritten
 from flashrecovery.worker.own_loops.taken import taken_in
 from flashrecovery.worker.own_loops.variables import (
+    Identities,
     LoopVariables,
     Saved,
     iterators_of,
@@ -41,12 +43,14 @@ from flashrecovery.worker.own_loops.variables import (
     protected,
     put_back,
     put_back_objects,
+    references_at,
     take_down,
     values_of_objects,
 )
 from flashrecovery.worker.preimport.own_files import is_own_file
 from flashrecovery.worker.script_checks.stray_collectives import line_of_script
 from flashrecovery.worker.script_text.loop_carried import loops_around
+from flashrecovery.worker.script_text.plain_values import NO_REFERENCES
 from flashrecovery.worker.script_text.script_frames import tree_of
 from flashrecovery.worker.session import Session
 from flashrecovery.worker.step.step import Step
@@ -167,7 +171,11 @@ class ScriptLoops:
         self._asked: dict[tuple[str, str], LoopData] = {}
         self._session: Session | None = None
         self._accumulation: Accumulation | None = None
-        self._known_ids: tuple[int, frozenset[int]] | None = None
+        self._known_ids: tuple[int, Identities] | None = None
+        self._references = NO_REFERENCES
+        """What the script had made when it came to the first of its loops."""
+        self._others: dict[tuple[str, int], dict[str, list[tuple[int, object]]]] = {}
+        """Of each loop, what its variables led to when it began that cannot be made again."""
         self._loop: Loop | None = None
         self._step: Step | None = None
         self._late = False
@@ -220,14 +228,14 @@ class ScriptLoops:
         return ScriptLoop(self, (file, line), self.texts[file, line])
 
     @property
-    def known(self) -> frozenset[int]:
+    def known(self) -> Identities:
         """Identities of what is protected otherwise: see :func:`.variables.protected`."""
         assert self._session is not None, "the loops are protected"
         step = self._loop is not None and min(self._loop.gate.version, 2)  # optimizers make their state in a first step
         if self._known_ids is None or self._known_ids[0] != step:
             registry = self._session.registry
             tensors = [tensor for shard in registry.tensor_shards() for tensor in shard.tensors().values()]
-            self._known_ids = step, protected(registry.known(), tensors)
+            self._known_ids = step, protected(registry.known(), tensors, self._references)
         return self._known_ids[1]
 
     # -- steps ------------------------------------------------------------------------------------
@@ -284,6 +292,7 @@ class ScriptLoops:
     def entered(self, loop: ScriptLoop) -> None:
         """``loop`` begins to run."""
         if not self.stack and self._loop is None:
+            self._references = references_at(loop.frame)
             self._prepare(loop, last=False)
         self.stack.append(loop)
 
@@ -559,7 +568,8 @@ class ScriptLoops:
     def note_left_out(self, loop: ScriptLoop, saved: Saved) -> None:
         """Name what was brought back until now and has grown too long for that, and what never was."""
         kept = self._kept.setdefault(loop.key, set())
-        left_out = [name for name in saved.left_out if (*loop.key, name) not in self._named]
+        left_out = [*saved.left_out, *self._exchanged(loop, saved)]
+        left_out = [name for name in left_out if (*loop.key, name) not in self._named]
         self._named.update((*loop.key, name) for name in left_out)
         if left_out and self._session is not None:
             self._session.tell_not_registered(
@@ -575,6 +585,16 @@ class ScriptLoops:
                     "recovery, recovery.register() an object that holds it"
                 )
         kept.update(saved.variables, saved.attributes)
+
+    def _exchanged(self, loop: ScriptLoop, saved: Saved) -> list[str]:
+        """What leads to another module, function or the like than when the loop began: one that it has made itself."""
+        parts = {
+            name: (value.__self__, value.__func__) if isinstance(value, types.MethodType) else (value,)
+            for name, value in saved.others.items()
+        }
+        now = {name: [*map(identity, one)] for name, one in parts.items()}
+        before = self._others.setdefault(loop.key, now)
+        return [name for name, one in now.items() if before.get(name) != one]
 
     def restore(self, state: dict[str, Any], version: int) -> None:
         self._target, self._target_ended = [_Level.of(level) for level in state["levels"]], state["ended"]

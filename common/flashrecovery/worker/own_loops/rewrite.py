@@ -26,13 +26,16 @@ from __future__ import annotations
 
 import ast
 import builtins
+import re
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from flashrecovery.worker.script_text.data_flow import IN_PLACE
 from flashrecovery.worker.script_text.loop_carried import AnyFunction, LoopCarried, carried_by_loop
 
 PlainLoop = ast.For | ast.While
+_WRITING = IN_PLACE | {"move_to_end", "popitem", "reverse", "rotate", "sort", "subtract", "__setitem__"}
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
 HANDLE = "__flashrecovery_loops__"
 _PHASE = "__flashrecovery_phase__"
@@ -60,7 +63,8 @@ class LoopText:
         local: names that its rounds may set, for which the rewritten text has an assignment.
         shared: names that functions of the file set by ``global``.
         read_after: names that are read below it, in its function, or that functions in that one read.
-        passed: names that are handed to functions of other files, which may change what they lead to.
+        passed: names that are handed to functions of other files, which may change what they lead to; and those that
+            functions of this one write in, which others may call: hooks of modules, callbacks.
         read: names that the file reads anywhere.
         refused: why it cannot be protected; "" if it can.
     """
@@ -108,6 +112,15 @@ class Makes:
 
 
 NONE = Makes()
+
+
+def may_make_steps(text: bytes, elsewhere: Makes = NONE) -> bool:
+    """Whether a call in ``text`` may be one of those of a step, or of what makes them ``elsewhere``. Most modules of a
+    large script have none, and need not be parsed to know it."""
+    names = {"backward", "step", *elsewhere.backward, *elsewhere.step, *elsewhere.looping}
+    if not all(map(str.isascii, names)):
+        return True
+    return re.search(rb"\b(?:%s)[\s\\]*\(" % "|".join(sorted(names)).encode(), text) is not None
 
 
 def made_in(tree: ast.Module, elsewhere: Makes = NONE) -> Makes:
@@ -398,7 +411,7 @@ class _FileNames:
         functions = [node for node in nodes if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))]
         return _FileNames(
             frozenset(name for node in nodes if isinstance(node, ast.Global) for name in node.names),
-            frozenset(_names_passed(tree, calls)),
+            frozenset((*_names_passed(tree, calls), *_names_written_in(nodes))),
             frozenset(node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)),
             {node: one for one in functions for node in own_nodes(one) if isinstance(node, (ast.For, ast.While))},
         )
@@ -485,6 +498,21 @@ def _names_passed(tree: ast.Module, calls: StepCalls) -> Iterator[str]:
         for argument in (*call.args, *(keyword.value for keyword in call.keywords)):
             if isinstance(argument, ast.Name):
                 yield argument.id
+
+
+def _names_written_in(nodes: Iterable[ast.AST]) -> Iterator[str]:
+    """Lists, dictionaries and the like that functions change: ``seen.append(x)``, ``calls[0] += 1``."""
+    for function in (node for node in nodes if isinstance(node, _FUNCTIONS)):
+        for node in own_nodes(function):
+            written: ast.AST | None = None
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in _WRITING:
+                written = node.func.value
+            elif isinstance(node, ast.Subscript) and not isinstance(node.ctx, ast.Load):
+                written = node.value
+            while isinstance(written, ast.Subscript):  # table[i][j] = 0
+                written = written.value
+            if isinstance(written, ast.Name):
+                yield written.id
 
 
 def _names_iterated(source: ast.expr) -> Iterator[str]:

@@ -22,16 +22,20 @@ from torch.utils.data import DataLoader, Dataset
 from flashrecovery.worker.local_state.fingerprints import CONTAINERS
 from flashrecovery.worker.local_state.generators import as_stateful
 from flashrecovery.worker.own_loops.rewrite import LoopText
-from flashrecovery.worker.script_text.held_state import MODULES, held_by, objects_from
+from flashrecovery.worker.script_text.held_state import MODULES, held_by, objects_from, referred_to_from
 from flashrecovery.worker.script_text.plain_values import (
     LARGE,
+    NO_REFERENCES,
     SMALL,
     Putting,
+    References,
     copies_of,
     is_array,
     is_kept,
+    is_referred_to,
     storage_of,
 )
+from flashrecovery.worker.script_text.script_frames import frames, is_own
 
 ALIASED = 1 << 20
 """Elements of a tensor that no statement of the loop sets, but a part of which is in a container that it changes."""
@@ -79,14 +83,17 @@ class LoopVariables:
 
 class Identities(frozenset[int]):
     """Of objects and storages. ``held``: keeps the place of each storage, and nothing of its memory, so that no storage
-    that is made later has the same identity."""
+    that is made later has the same identity. ``references``: what was there before the loop began."""
 
     held: tuple[StorageWeakRef, ...] = ()
+    references: References = NO_REFERENCES
 
 
-def protected(things: Iterable[object], tensors: Iterable[torch.Tensor]) -> Identities:
+def protected(
+    things: Iterable[object], tensors: Iterable[torch.Tensor], references: References = NO_REFERENCES
+) -> Identities:
     """Identities of ``things`` and of their parameter groups, and of the storages of ``tensors`` and of theirs: a
-    variable that leads to one of them is none of the loop's own state."""
+    variable that leads to one of them is none of the loop's own state, but for which of them it leads to."""
     ids, every = set[int](), list(tensors)
     for thing in things:
         ids.add(id(thing))
@@ -97,8 +104,19 @@ def protected(things: Iterable[object], tensors: Iterable[torch.Tensor]) -> Iden
             ids |= {id(groups), id(group), id(group["params"])}
             every += (tensor for tensor in group["params"] if isinstance(tensor, torch.Tensor))
     found = Identities(ids | {storage_of(tensor) for tensor in every})
+    found.references = references
     found.held = tuple(ref for tensor in every if (ref := _held(tensor)) is not None)
     return found
+
+
+def references_at(frame: types.FrameType) -> References:
+    """To what the running functions of the script, from ``frame`` outwards, and its modules lead."""
+    roots: list[tuple[str, Any]] = []
+    for number, one in enumerate(frames(frame)):
+        roots += ((f"{number}:{name}", value) for name, value in one.f_locals.items())
+    for name, module in MODULES.besides({}):
+        roots += ((f"{_MODULE}{name}.{variable}", value) for variable, value in vars(module).items())
+    return References(referred_to_from(roots))
 
 
 def _held(tensor: torch.Tensor) -> StorageWeakRef | None:
@@ -113,12 +131,14 @@ def _held(tensor: torch.Tensor) -> StorageWeakRef | None:
 class Saved:
     """``variables``: by name. ``attributes``: of objects, by the path that leads to them and the name. ``too_long``:
     lists and the like that are not among them, by name or path. ``left_out``: variables that the loop carries on, which
-    cannot be taken down: arrays that are too large, containers of what cannot be made again."""
+    cannot be taken down: arrays that are too large, containers of what cannot be made again. ``others``: what variables
+    and attributes lead to that cannot be taken down either, which does no harm as long as it is always the same."""
 
     variables: dict[str, Any] = field(default_factory=dict)
     attributes: dict[str, Any] = field(default_factory=dict)
     too_long: list[str] = field(default_factory=list)
     left_out: list[str] = field(default_factory=list)
+    others: dict[str, Any] = field(default_factory=dict)
 
     def plain(self) -> dict[str, Any]:
         return {"variables": self.variables, "attributes": self.attributes}
@@ -147,46 +167,56 @@ class _Variables:
         return MODULES.besides(self._global)
 
 
-def take_down(frame: types.FrameType, names: LoopVariables, known: frozenset[int]) -> Saved:
+def _kept(value: Any, known: Identities, largest: int = SMALL) -> bool:
+    return is_kept(value, known, largest=largest, with_generators=True, references=known.references)
+
+
+def take_down(frame: types.FrameType, names: LoopVariables, known: Identities) -> Saved:
     """``known``: identities of objects that are protected, or are none of the script's state."""
     variables, saved = _Variables(frame), Saved()
     others, own, passed = names.in_order
     for name, value in variables.of(own):
         largest = LARGE if name in names.carried else SMALL
-        if not is_kept(value, known, largest=largest, with_generators=True):
+        if not _kept(value, known, largest):
             if isinstance(value, CONTAINERS) and len(value) > largest:
                 saved.too_long.append(name)
             elif name in names.carried and _is_left_out(value, known):
                 saved.left_out.append(name)
+            elif name in names.carried and _is_one_of_many(value):
+                saved.others[name] = value
         elif name in names.read_after or not _is_passing(name, value, names):
             saved.variables[name] = value
     for name, value in variables.of(passed):
-        if isinstance(value, CONTAINERS) and is_kept(value, known, with_generators=True):
+        if isinstance(value, CONTAINERS) and _kept(value, known):
             saved.variables[name] = value
-    attributes, too_long, paths = _of_objects(variables, names, known)
+    attributes, too_long, referred_to, paths = _of_objects(variables, names, known)
     around = {
         f"={name}": value
         for name, value in variables.of(others)
         if (isinstance(value, torch.Tensor) or is_array(value)) and is_kept(value, known, largest=ALIASED)
     }
-    copies = copies_of({**{f"={n}": v for n, v in saved.variables.items()}, **attributes}, paths, around)
+    values = {**{f"={n}": v for n, v in saved.variables.items()}, **attributes}
+    copies = copies_of(values, paths, around, known.references)
     saved.variables = {name[1:]: copies.pop(name) for name in [*copies] if name.startswith("=")}
     saved.attributes = copies
     saved.too_long += too_long
+    saved.others |= referred_to
     return saved
 
 
-def values_of_objects(frame: types.FrameType, names: LoopVariables, known: frozenset[int]) -> dict[str, Any]:
+def values_of_objects(frame: types.FrameType, names: LoopVariables, known: Identities) -> dict[str, Any]:
     """``attributes`` of what :func:`take_down` gives."""
-    attributes, _, paths = _of_objects(_Variables(frame), names, known)
-    return copies_of(attributes, paths)
+    attributes, _, _, paths = _of_objects(_Variables(frame), names, known)
+    return copies_of(attributes, paths, references=known.references)
 
 
 def _of_objects(
-    variables: _Variables, names: LoopVariables, known: frozenset[int]
-) -> tuple[dict[str, Any], list[str], dict[int, str]]:
-    """What they have, by path; the paths of what is too long; and their own paths, by identity."""
+    variables: _Variables, names: LoopVariables, known: Identities
+) -> tuple[dict[str, Any], list[str], dict[str, Any], dict[int, str]]:
+    """What they have, by path; the paths of what is too long; what they refer to, by path; and their own paths, by
+    identity."""
     attributes: dict[str, Any] = {}
+    others: dict[str, Any] = {}
     too_long = []
     paths: dict[int, str] = {}
     for path, thing in _objects(variables, names, known):
@@ -195,17 +225,19 @@ def _of_objects(
             continue
         paths[id(thing)] = path
         for name, value in held_by(thing).items():
-            if is_kept(value, known, with_generators=True):
+            if _kept(value, known):
                 attributes[f"{path}.{name}"] = value
             elif isinstance(value, CONTAINERS) and len(value) > SMALL:
                 too_long.append(f"{path}.{name}")
-    return attributes, too_long, paths
+            elif is_referred_to(value):
+                others[f"{path}.{name}"] = value
+    return attributes, too_long, others, paths
 
 
-def put_back(frame: types.FrameType, names: LoopVariables, known: frozenset[int], saved: Saved) -> dict[str, Any]:
+def put_back(frame: types.FrameType, names: LoopVariables, known: Identities, saved: Saved) -> dict[str, Any]:
     """Put back what can be put back from outside. Returns the values of variables, which the function's own text
     assigns."""
-    putting = Putting()
+    putting = Putting(known.references)
     variables = _Variables(frame)
     now = dict(variables.of(saved.variables))
     found = {
@@ -225,7 +257,7 @@ def put_back(frame: types.FrameType, names: LoopVariables, known: frozenset[int]
     return found
 
 
-def objects_of(frame: types.FrameType, names: LoopVariables, known: frozenset[int]) -> Iterator[tuple[str, object]]:
+def objects_of(frame: types.FrameType, names: LoopVariables, known: Identities) -> Iterator[tuple[str, object]]:
     """Generators of random numbers, functions with variables of others, the script's other modules, and objects of its
     own classes."""
     return _objects(_Variables(frame), names, known)
@@ -236,7 +268,7 @@ def is_of_module(path: str) -> bool:
     return path.startswith(_MODULE)
 
 
-def iterators_of(frame: types.FrameType, names: LoopVariables, known: frozenset[int]) -> dict[str, object]:
+def iterators_of(frame: types.FrameType, names: LoopVariables, known: Identities) -> dict[str, object]:
     """Iterators that modules and objects hold, by path, but for what is iterated over itself."""
     return {
         f"{path}.{name}": value
@@ -250,12 +282,12 @@ def iterators_of(frame: types.FrameType, names: LoopVariables, known: frozenset[
 def put_back_objects(
     frame: types.FrameType,
     names: LoopVariables,
-    known: frozenset[int],
+    known: Identities,
     saved: Mapping[str, Any],
     putting: Putting | None = None,
 ) -> None:
     """``saved``: some of what :func:`values_of_objects` gave."""
-    putting = Putting() if putting is None else putting
+    putting = Putting(known.references) if putting is None else putting
     of_objects: dict[str, dict[str, Any]] = {}
     for where, value in saved.items():
         path, _, name = where.rpartition(".")
@@ -288,11 +320,16 @@ def _function_at(variables: _Variables, path: str) -> types.FunctionType | None:
     return found if isinstance(found, types.FunctionType) else None
 
 
-def _is_left_out(value: Any, known: frozenset[int]) -> bool:
+def _is_left_out(value: Any, known: Identities) -> bool:
     """Of what cannot be taken down as a whole: whether nothing else brings it back, or sees that it changes."""
     if isinstance(value, (list, tuple, set, collections.deque)):
         return bool(value) and not any(id(part) in known or isinstance(part, _BROUGHT_BACK) for part in value)
     return is_array(value)
+
+
+def _is_one_of_many(value: Any) -> bool:
+    """Of what cannot be taken down: whether it matters which one a variable leads to, and can be seen."""
+    return is_referred_to(value) or isinstance(value, CONTAINERS) or is_own(type(value))
 
 
 _BROUGHT_BACK = (torch.Tensor, torch.nn.Module, torch.optim.Optimizer, Dataset, DataLoader)
@@ -303,7 +340,7 @@ def _is_passing(name: str, value: Any, names: LoopVariables) -> bool:
     return name in names.remade and isinstance(value, torch.Tensor)
 
 
-def _objects(variables: _Variables, names: LoopVariables, known: frozenset[int]) -> Iterator[tuple[str, object]]:
+def _objects(variables: _Variables, names: LoopVariables, known: Identities) -> Iterator[tuple[str, object]]:
     """Generators of random numbers, functions with variables of others, the script's other modules, and objects of its
     own classes, each with the shortest of its paths; paths from variables that the loop sets come last, for they may
     not be set yet."""

@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 
 LOOPS = (ast.For, ast.AsyncFor, ast.While)
 AnyLoop = ast.For | ast.AsyncFor | ast.While
-_IN_PLACE = frozenset(
-    {"add", "append", "appendleft", "clear", "discard", "extend", "extendleft", "insert"}
-) | frozenset({"pop", "popleft", "remove", "setdefault", "update"})
+IN_PLACE = frozenset({"add", "append", "appendleft", "clear", "discard", "extend", "extendleft", "insert"}) | frozenset(
+    {"pop", "popleft", "remove", "setdefault", "update"}
+)
 """Methods of containers that change them. Methods of tensors that do end in an underscore."""
 _SETTING = frozenset(
     {"clear", "zero_", "fill_", "copy_", "normal_", "uniform_", "manual_seed", "set_state", "load_state_dict"}
@@ -372,7 +372,7 @@ class Reader:
                     self._set(path, state)
                     self.reset.add(path)
             else:
-                self._change(node.func.value, state, update=method not in _IN_PLACE)
+                self._change(node.func.value, state, update=method not in IN_PLACE)
             if not bare:
                 self._read(node.func.value, state)
             return
@@ -462,7 +462,7 @@ def _pairs(target: ast.expr, value: ast.expr) -> Iterator[tuple[ast.expr, ast.ex
 
 def _changes(method: str) -> bool:
     """Whether a method of this name changes its object."""
-    return method in _IN_PLACE or (method.endswith("_") and not method.endswith("__"))
+    return method in IN_PLACE or (method.endswith("_") and not method.endswith("__"))
 
 
 def _is_whole(target: ast.Subscript) -> bool:

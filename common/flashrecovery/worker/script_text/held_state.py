@@ -20,6 +20,7 @@ from flashrecovery.worker.preimport.own_files import is_own_file
 from flashrecovery.worker.script_text.plain_values import (
     has_items,
     is_kept,
+    is_referred_to,
     items_of,
     plain_base,
     set_items,
@@ -42,7 +43,8 @@ def objects_from(
     while waiting and len(seen) < _OBJECTS:
         path, thing, depth = waiting.popleft()
         kind = _leads_to(thing)
-        if id(thing) in seen or id(thing) in known or (kind is _Kind.FUNCTION and not _keeps_something(thing)):
+        elsewhere = id(thing) in known and kind is not _Kind.OPTIMIZER  # what the script adds to it is its own
+        if id(thing) in seen or elsewhere or (kind is _Kind.FUNCTION and not _keeps_something(thing)):
             continue
         seen.add(id(thing))
         parts: Iterable[tuple[str, Any]] = ()
@@ -65,6 +67,34 @@ def objects_from(
             waiting.extend((where, part, depth - 1) for where, part in parts if _leads_to(part))
 
 
+def referred_to_from(roots: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, object]]:
+    """Modules, optimizers, functions and the like, and objects of the script's own classes, each with the shortest of
+    its paths from ``roots``. Not methods: a new one is made each time."""
+    seen: set[int] = set()
+    waiting = collections.deque((name, value, _DEPTH) for name, value in roots)
+    while waiting and len(seen) < _OBJECTS:
+        path, thing, depth = waiting.popleft()
+        kind = _leads_to(thing)
+        if (kind is None and not is_referred_to(thing)) or id(thing) in seen:
+            continue
+        seen.add(id(thing))
+        parts: Iterable[tuple[Any, Any]] = ()
+        if kind is _Kind.CONTAINER:
+            assert isinstance(thing, _WALKED)
+            parts = thing.items() if isinstance(thing, dict) else enumerate(thing)
+        elif kind is _Kind.CALL:
+            parts = _parts_of_call(thing)
+        elif isinstance(thing, torch.nn.Module):
+            parts = thing.named_children()
+        elif kind in (_Kind.OWN, _Kind.CLASS, _Kind.FUNCTION):
+            parts = held_by(thing).items()
+        by_path = (is_referred_to(thing) and not isinstance(thing, types.MethodType)) or kind is _Kind.OWN
+        if by_path and type(thing).__weakrefoffset__:
+            yield path, thing
+        if depth:
+            waiting.extend((f"{path}.{key}", part, depth - 1) for key, part in parts if isinstance(key, (int, str)))
+
+
 _WALKED = (list, tuple, dict, collections.deque, collections.OrderedDict, collections.defaultdict)
 
 
@@ -82,6 +112,7 @@ class _Kind(enum.Enum):
     FUNCTION = "function"
     CONTAINER = "container"
     CALL = "method or partial"
+    OPTIMIZER = "optimizer"
     GENERATOR = "generator"
     OWN = "own"
     CLASS = "class"
@@ -110,6 +141,8 @@ def _kind_of(kind: type) -> _Kind | None:
         return _Kind.FUNCTION
     if kind in (types.MethodType, functools.partial):
         return _Kind.CALL
+    if issubclass(kind, torch.optim.Optimizer):
+        return _Kind.OPTIMIZER
     if issubclass(kind, _LEAVES):
         return None
     if is_generator(kind):
@@ -131,6 +164,8 @@ def held_by(thing: object) -> MutableMapping[str, Any]:
         return _OfModule(thing)
     if isinstance(thing, functools.partial):
         return _OfPartial(thing)
+    if isinstance(thing, torch.optim.Optimizer):
+        return _OfOptimizer(thing)
     if type(thing) in _WALKED:
         return _OfDictionary(thing)
     base = plain_base(type(thing))  # type: ignore[arg-type] # a class is hashable
@@ -211,6 +246,21 @@ class _OfPartial(_Attributes):
         return self._arguments[name]
 
     def __setitem__(self, name: str, value: Any) -> None: ...
+
+
+class _OfOptimizer(_Attributes):
+    """What a script adds to one: a count of what it has skipped."""
+
+    def __init__(self, thing: torch.optim.Optimizer) -> None:
+        self._variables = vars(thing)
+        own = ("defaults", "state", "param_groups")
+        self._names = [name for name in self._variables if name not in own and not name.startswith("_")]
+
+    def __getitem__(self, name: str) -> Any:
+        return self._variables[name]
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        self._variables[name] = value
 
 
 class _OfDictionary(_Attributes):

@@ -1,9 +1,10 @@
 """Plain values of a script's variables: which are taken down with a version, and how they are put back.
 
-Plain are numbers, texts, tensors and arrays, containers of plain values, and objects of the script's own classes whose
-attributes are plain; where it is asked for, generators of random numbers, too. No code of the script runs to take one
-down, or to make it again. What two places hold together they hold together afterwards, too, as far as both are put
-back at once.
+Plain are numbers, texts, tensors and arrays, containers of plain values, methods and partials of such, and objects of
+the script's own classes, and modules without parameters, whose attributes are plain; where it is asked for, generators
+of random numbers, too, and what was made at set-up (:class:`References`). No code of the script runs to take one down,
+or to make it again. What two places hold together they hold together afterwards, too, as far as both are put back at
+once.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import pathlib
 import sys
 import types
 import typing
+import weakref
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import astuple, dataclass, field
 from typing import Any
@@ -66,27 +68,65 @@ _GENERATOR = "generator of random numbers"
 _VIEW = "tensor in the memory of others"
 _SHARED = "held in several places"
 _AT = "object at a path"
-_MARKS = frozenset((_ENUM, _GLOBAL, _OBJECT, _TUPLE, _DICT, _VALUE, _GENERATOR, _VIEW, _SHARED, _AT))
+_REFERENCE = "what was made at set-up"
+_METHOD = "method of an object"
+_PARTIAL = "function with some of its arguments"
+_MARKS = frozenset(
+    (_ENUM, _GLOBAL, _OBJECT, _TUPLE, _DICT, _VALUE, _GENERATOR, _VIEW, _SHARED, _AT, _REFERENCE, _METHOD, _PARTIAL)
+)
 """Keys of dictionaries that stand for something else; each is the only one."""
 
 
+class References:
+    """What a script has made before its loop began, by the path that led to it then. A replacement runs the same lines,
+    and finds the same things there: a variable that refers to one of them needs no copy of it."""
+
+    def __init__(self, things: Iterable[tuple[str, object]] = ()) -> None:
+        self._things: dict[str, weakref.ref[Any]] = {}
+        self._paths: dict[int, str] = {}
+        for path, thing in things:
+            if id(thing) not in self._paths:
+                self._things[path] = weakref.ref(thing)
+                self._paths[id(thing)] = path
+
+    def path_of(self, thing: object) -> str | None:
+        path = self._paths.get(id(thing))
+        return path if path is not None and self._things[path]() is thing else None
+
+    def at(self, path: str) -> Any:
+        """None if it is gone."""
+        return self._things[path]() if path in self._things else None
+
+
+NO_REFERENCES = References()
+
+
 def is_kept(
-    value: Any, known: frozenset[int] = frozenset(), *, largest: int = SMALL, with_generators: bool = False
+    value: Any,
+    known: frozenset[int] = frozenset(),
+    *,
+    largest: int = SMALL,
+    with_generators: bool = False,
+    references: References = NO_REFERENCES,
 ) -> bool:
     """Whether ``value`` is plain, its tensors and arrays have at most ``largest`` elements, and its containers
     :data:`SMALL`. ``known``: identities of what is protected otherwise: tensors, their storages (:func:`storage_of`),
-    containers, objects. ``with_generators``: those of random numbers count as plain."""
-    return type(value) in _NUMBERS or _Kept(known, largest, with_generators).has(value, _DEPTH)
+    containers, objects. ``with_generators``: those of random numbers count as plain, and so does what ``references``
+    has."""
+    return type(value) in _NUMBERS or _Kept(known, largest, with_generators, references).has(value, _DEPTH)
 
 
 class _Kept:
-    def __init__(self, known: frozenset[int], largest: int, with_generators: bool) -> None:
+    def __init__(self, known: frozenset[int], largest: int, with_generators: bool, references: References) -> None:
         self._known, self._largest, self._with_generators = known, largest, with_generators
+        self._references = references
         self._left = _PARTS
 
     def has(self, value: Any, depth: int) -> bool:
         kind = type(value)
         if kind in _NUMBERS:
+            return True
+        if isinstance(value, _WHICH) and self._references.path_of(value) is not None:
             return True
         if id(value) in self._known:
             return False
@@ -100,6 +140,15 @@ class _Kept:
             return kind is not datetime.datetime or value.tzinfo is None
         if isinstance(value, (type, types.FunctionType, types.BuiltinFunctionType)):
             return is_global(value)
+        if kind is types.MethodType:
+            owner = value.__self__
+            return _is_method(value) and (
+                self._references.path_of(owner) is not None or (bool(depth) and self.has(owner, depth - 1))
+            )
+        if kind is functools.partial:
+            return bool(depth) and not vars(value) and self._has_parts(_parts_of_partial(value), depth)
+        if isinstance(value, torch.nn.Module):  # a parameter is not plain
+            return bool(depth) and is_global(kind) and self._has_parts(vars(value).values(), depth)
         if generators.is_generator(kind):
             return self._with_generators and generators.made_of(value) is not None
         if plain_base(kind) is not None:  # type: ignore[arg-type] # a class is hashable
@@ -137,6 +186,27 @@ def _is_key(key: Any) -> bool:
     if kind in (tuple, frozenset):
         return all(map(_is_key, key))
     return kind in _NUMBERS or kind in _IMMUTABLE or (_is_of_numpy(kind) and key.shape == ())
+
+
+def _parts_of_partial(value: functools.partial[Any]) -> tuple[Any, ...]:
+    return value.func, value.args, value.keywords
+
+
+def _is_method(value: types.MethodType) -> bool:
+    """Whether it is what its name leads to in its object's class."""
+    return getattr(type(value.__self__), value.__name__, None) is value.__func__
+
+
+_WHICH = (
+    *(torch.nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler),
+    *(torch.utils.data.Dataset, torch.utils.data.DataLoader),
+    *(types.FunctionType, types.MethodType, functools.partial),
+)
+
+
+def is_referred_to(value: object) -> bool:
+    """Whether a variable says which one this is, not what it is like: a module, an optimizer, a function."""
+    return isinstance(value, _WHICH)
 
 
 # -- what may be made again ---------------------------------------------------------------------------
@@ -264,23 +334,28 @@ class _Alike:
     """Of what is held in several places, by identity: :data:`_SHARED` or :data:`_AT`, and a name."""
     views: dict[int, _View] = field(default_factory=dict)
     """Of tensors and arrays that share elements with others, by identity."""
+    references: References = NO_REFERENCES
 
 
 def copies_of(
-    values: Mapping[str, Any], paths: Mapping[int, str] | None = None, around: Mapping[str, Any] | None = None
+    values: Mapping[str, Any],
+    paths: Mapping[int, str] | None = None,
+    around: Mapping[str, Any] | None = None,
+    references: References = NO_REFERENCES,
 ) -> dict[str, Any]:
     """Of what :func:`is_kept` says yes to. ``paths``: of objects that are taken down one by one, by identity: who finds
     such a path when this is put back takes what is there (:meth:`Putting.found`). ``around``: tensors and arrays that
-    are taken down, too, if they share elements with those in ``values``."""
+    are taken down, too, if they share elements with those in ``values``. ``references``: as :func:`is_kept` had
+    them."""
     if _NUMBERS.issuperset(map(type, values.values())):
         return dict(values)
     seen: dict[int, Any] = {}
-    alike = _Alike({number: (_AT, path) for number, path in (paths or {}).items()})
+    alike = _Alike({number: (_AT, path) for number, path in (paths or {}).items()}, references=references)
 
     def look_at(more: Mapping[str, Any]) -> None:
         for name, value in more.items():
             again: list[int] = []
-            _count(value, seen, again)
+            _count(value, seen, again, references)
             for number, one in enumerate(again):
                 alike.places.setdefault(one, (_SHARED, f"{name}, {number}"))
 
@@ -364,19 +439,23 @@ def copy_of(value: Any) -> Any:
     return copies_of({"": value})[""]
 
 
-def _count(value: Any, seen: dict[int, Any], again: list[int]) -> None:
+def _count(value: Any, seen: dict[int, Any], again: list[int], references: References) -> None:
     """Add the things in ``value`` that can be written in place to ``seen``, by identity, and the identities of those
     that are there to ``again``."""
     kind = type(value)
-    if kind in _NUMBERS or kind in _IMMUTABLE or kind in _BY_PARTS or isinstance(value, _BY_NAME):
+    if kind in _NUMBERS or kind in _IMMUTABLE or kind in _BY_PARTS:
         return
-    if kind not in (tuple, frozenset):
+    if isinstance(value, _WHICH) and references.path_of(value) is not None:
+        return
+    if isinstance(value, _BY_NAME) or (kind is types.MethodType and references.path_of(value.__self__) is not None):
+        return
+    if kind not in (tuple, frozenset, types.MethodType, functools.partial):
         if id(value) in seen:
             again.append(id(value))
             return
         seen[id(value)] = value
     for part in _parts_of(value):
-        _count(part, seen, again)
+        _count(part, seen, again, references)
 
 
 def _parts_of(value: Any) -> Iterable[Any]:
@@ -385,6 +464,10 @@ def _parts_of(value: Any) -> Iterable[Any]:
     if type(value) in _CONTAINERS:
         parts = value.values() if isinstance(value, dict) else value
         return () if _NUMBERS.issuperset(map(type, parts)) else parts
+    if type(value) is types.MethodType:
+        return (value.__self__,)
+    if type(value) is functools.partial:
+        return _parts_of_partial(value)
     items = items_of(value)
     more: Iterable[Any] = () if items is None else items.values() if isinstance(items, dict) else items
     return (*state_of(value).values(), *more)
@@ -401,6 +484,9 @@ def _copy(value: Any, alike: _Alike) -> Any:
 
 def _copied(value: Any, alike: _Alike) -> Any:
     kind = type(value)
+    path = alike.references.path_of(value) if isinstance(value, _WHICH) else None
+    if path is not None:
+        return {_REFERENCE: path}
     view = alike.views.get(id(value)) if alike.views else None
     if view is not None:
         tensor = isinstance(value, torch.Tensor)
@@ -430,11 +516,17 @@ def _copied(value: Any, alike: _Alike) -> Any:
         return {_VALUE: (kind.__name__, _BY_PARTS[kind][0](value))}
     if isinstance(value, (type, types.FunctionType, types.BuiltinFunctionType)):
         return {_GLOBAL: (value.__module__, value.__qualname__)}
+    if kind is types.MethodType:
+        path = alike.references.path_of(value.__self__)
+        owner = {_REFERENCE: path} if path is not None else _copy(value.__self__, alike)
+        return {_METHOD: (owner, value.__name__)}
+    if kind is functools.partial:
+        return {_PARTIAL: [_copy(part, alike) for part in _parts_of_partial(value)]}
     generator = generators.as_stateful(value)
     if generator is not None:
         return {_GENERATOR: (*(generators.made_of(value) or ("", "")), generator.state_dict())}
     base = plain_base(kind)  # type: ignore[arg-type] # a class is hashable
-    if base is None:
+    if base is None and not isinstance(value, torch.nn.Module):
         return value.copy() if _is_of_numpy(kind) else value
     items = items_of(value)
     saved = None
@@ -459,7 +551,8 @@ def _pairs(value: Mapping[Any, Any], alike: _Alike) -> list[tuple[Any, Any]]:
 class Putting:
     """Puts back what was taken down at one time."""
 
-    def __init__(self) -> None:
+    def __init__(self, references: References = NO_REFERENCES) -> None:
+        self._references = references
         self._touched: set[int] = set()
         self._at: dict[str, Any] = {}
         self._filled_at: set[str] = set()
@@ -551,6 +644,15 @@ class Putting:
             return _found(*value)
         if mark == _VALUE:
             return next(make for kind, (_, make) in _BY_PARTS.items() if kind.__name__ == value[0])(*value[1])
+        if mark == _REFERENCE:
+            there = self._references.at(value)
+            return now if there is None else there
+        if mark == _METHOD:
+            owner = self.put(getattr(now, "__self__", None), value[0])
+            return now if owner is None else types.MethodType(getattr(type(owner), value[1]), owner)
+        if mark == _PARTIAL:
+            function, arguments, keywords = (self.put(None, part) for part in value)
+            return functools.partial(function, *arguments, **keywords)
         if mark == _GENERATOR:
             return self._generator(now, *value)
         if mark == _VIEW:
@@ -583,7 +685,7 @@ class Putting:
         """An object of that class: the one that is there, or one without any state."""
         kind = _found(module, path)
         base = plain_base(kind) or object
-        thing = self._in_place(now, kind)
+        thing = None if issubclass(kind, torch.nn.Module) else self._in_place(now, kind)  # others use a module, too
         if thing is None:
             thing = self._made(base.__new__(kind))
             if base is collections.deque:

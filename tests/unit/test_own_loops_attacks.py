@@ -14,8 +14,9 @@ import pytest
 import torch
 
 from flashrecovery.state import codec
-from flashrecovery.worker.own_loops.rewrite import LoopText, made_in, rewrite
-from flashrecovery.worker.own_loops.variables import LoopVariables, Saved, protected, put_back, take_down
+from flashrecovery.worker.own_loops.rewrite import LoopText, Makes, made_in, may_make_steps, rewrite
+from flashrecovery.worker.own_loops.variables import Identities, LoopVariables, Saved, protected, put_back, take_down
+from flashrecovery.worker.script_text import script_modules
 from flashrecovery.worker.script_text.loop_carried import loops_around
 from flashrecovery.worker.startup import own_text
 from flashrecovery.worker.startup.own_text import OwnSources
@@ -72,9 +73,9 @@ def test_generators_come_back() -> None:
         a, b, c, d = kinds.values()
         return [torch.rand(1, generator=a).item(), b.random(), c.random(), d[0].random()]
 
-    saved = take_down(frame, names(), frozenset())
+    saved = take_down(frame, names(), Identities())
     first = drawn()
-    put_back(frame, names(), frozenset(), saved)
+    put_back(frame, names(), Identities(), saved)
     assert drawn() == first
 
 
@@ -99,15 +100,15 @@ def test_generators_that_the_training_makes_come_back() -> None:
         torchs = [torch.rand(1, generator=g).item() for g in (sampler.noise, made, sampler.others[3])]
         return [*torchs, *(g.random() for g in sampler.others[:3])]
 
-    saved = take_down(frame, of, frozenset())
+    saved = take_down(frame, of, Identities())
     first = drawn(sampler, made)
-    found = put_back(frame, of, frozenset(), saved)
+    found = put_back(frame, of, Identities(), saved)
     assert found["made"] is made and sampler.others[3] is sampler.noise
     assert drawn(sampler, made) == first
 
     replaced = frame_with(sampler=Sampler(), made=None)
     plain = codec.loads(codec.dumps(saved.plain()))
-    found = put_back(replaced, of, frozenset(), Saved.of(plain))
+    found = put_back(replaced, of, Identities(), Saved.of(plain))
     there = replaced.f_locals["sampler"]
     assert there.others[3] is there.noise and type(there.others[1]) is np.random.Generator
     assert drawn(there, found["made"]) == first
@@ -115,7 +116,7 @@ def test_generators_that_the_training_makes_come_back() -> None:
 
 def test_random_numbers_of_the_system_have_no_state() -> None:
     frame = frame_with(a=random.SystemRandom())
-    assert "a" not in take_down(frame, names(), frozenset()).attributes
+    assert "a" not in take_down(frame, names(), Identities()).attributes
 
 
 def test_a_tensor_that_rounds_of_the_inner_loop_add_to_is_kept() -> None:
@@ -198,6 +199,52 @@ def test_a_fork_takes_what_its_zygote_has_read(tmp_path: Path, monkeypatch: pyte
     assert own_text._sources is not read
 
 
+def test_modules_without_a_step_are_not_parsed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thousand lines of them take a tenth of a second, in each process."""
+    script = tmp_path / "train.py"
+    (tmp_path / "model.py").write_text("import layers\n\n\nclass Model:\n    steps = 0\n\n    def forward(self): ...\n")
+    (tmp_path / "layers.py").write_text("def layer(): ...\n" * 100)
+    (tmp_path / "epochs.py").write_text("from model import Model\n" + EPOCH)
+    script.write_text("import deepspeed, epochs, model\n\nepochs.train_one_epoch(model.Model(), [])\n")
+    monkeypatch.setattr(own_text, "_sources", None)
+    monkeypatch.setattr(own_text, "_folders", [])
+    parsed = list[str]()
+    plain = ast.parse
+
+    def counted(text: Any, *args: Any, **options: Any) -> Any:
+        parsed.extend(name for name in ("model", "layers", "epochs") if text == (tmp_path / f"{name}.py").read_bytes())
+        return plain(text, *args, **options)
+
+    monkeypatch.setattr(ast, "parse", counted)
+    script_modules._read.cache_clear()
+    own_text.read_ahead(str(script))
+    assert sorted(parsed) == ["epochs", "epochs", "layers", "model"]  # how names are used, once; and what makes steps
+    parsed.clear()
+    own_text.compiled_text(script.read_bytes(), str(script))  # in a fork
+    for name in ("model", "layers", "epochs"):
+        path = tmp_path / f"{name}.py"
+        rewritten = own_text._rewritten(path.read_bytes(), str(path))
+        assert (rewritten is not None) == (name == "epochs")
+        script_modules._set_by(str(path))
+    assert parsed == ["epochs"]  # it is rewritten
+
+
+@pytest.mark.parametrize(
+    ("text", "makes"),
+    [
+        ("engine.step()", True),
+        ("scaler . step (optimizer)", True),
+        ("loss.\\\nbackward()", True),
+        ("fit(model)", True),
+        ("trainer.fit \\\n(model)", True),
+        ("refit(model); self.steps = fit", False),
+        ("for step in range(3): (step)", False),
+    ],
+)
+def test_whether_a_text_may_make_steps(text: str, makes: bool) -> None:
+    assert may_make_steps(text.encode(), Makes(looping=frozenset(("fit",)))) == makes
+
+
 def test_imports_of_several_lines_are_read(tmp_path: Path) -> None:
     for name in ("one", "two", "three"):
         (tmp_path / f"{name}.py").write_text(EPOCH.replace("train_one_epoch", name))
@@ -229,10 +276,10 @@ for epoch in range(3):
     order, count = [1, 2, 3], 4
     frame = frame_with(order=order, count=count)
     wanted = LoopVariables(frozenset(), frozenset(), frozenset(), frozenset(("order", "count")))
-    saved = take_down(frame, wanted, frozenset())
+    saved = take_down(frame, wanted, Identities())
     assert saved.variables == {"order": [1, 2, 3]}
     order.reverse()
-    put_back(frame, wanted, frozenset(), saved)
+    put_back(frame, wanted, Identities(), saved)
     assert order == [1, 2, 3]
 
 
@@ -262,10 +309,10 @@ def test_what_a_closure_counts_and_dictionaries_of_other_kinds_come_back() -> No
 
     found: collections.Counter[str] = collections.Counter(a=1)
     frame = frame_with(increment=increment, found=found)
-    saved = take_down(frame, names("found"), frozenset())
+    saved = take_down(frame, names("found"), Identities())
     increment()
     found["a"] += 1
-    put_back(frame, names("found"), frozenset(), saved)
+    put_back(frame, names("found"), Identities(), saved)
     assert increment() == 1
     assert type(found) is collections.Counter and found == {"a": 1}
 
@@ -278,9 +325,9 @@ class Counting:
 def test_an_object_is_found_where_the_loop_has_not_set_its_variable_yet() -> None:
     one = Counting()
     one.count = 3
-    saved = take_down(frame_with(callbacks=[one], callback=one), names("callback"), frozenset())
+    saved = take_down(frame_with(callbacks=[one], callback=one), names("callback"), Identities())
     new = Counting()
-    put_back(frame_with(callbacks=[new]), names("callback"), frozenset(), saved)
+    put_back(frame_with(callbacks=[new]), names("callback"), Identities(), saved)
     assert new.count == 3
 
 

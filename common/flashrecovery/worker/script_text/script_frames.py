@@ -152,6 +152,10 @@ def texts_of(frame: types.FrameType | None) -> list[str]:
 
 @functools.lru_cache(maxsize=64)
 def tree_of(file: str) -> ast.AST | None:
+    return parsed(file)
+
+
+def parsed(file: str) -> ast.AST | None:
     try:
         return ast.parse(Path(file).read_bytes())
     except (OSError, SyntaxError, ValueError):  # a notebook's cell, or code that was made by a program

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import functools
+import os
 import sys
 import types
 from collections.abc import Iterator, Mapping
@@ -14,7 +15,7 @@ import torch
 from flashrecovery.worker.local_state.fingerprints import CONTAINERS, KEPT_NUMBERS, is_plain
 from flashrecovery.worker.preimport.own_files import FRAMEWORKS, is_own_file
 from flashrecovery.worker.script_text.constants import NameUses, SetByText, set_by_text, uses_of
-from flashrecovery.worker.script_text.script_frames import is_own, tree_of
+from flashrecovery.worker.script_text.script_frames import is_own, parsed, tree_of
 
 _LEFT_OUT = (types.BuiltinFunctionType, types.ModuleType, torch.nn.Module, torch.dtype, torch.device)
 _FLAT = (list, set, dict, collections.deque)
@@ -130,13 +131,35 @@ def _has_changing(function: types.FunctionType) -> bool:
     return any(isinstance(one, CONTAINERS) for one in defaults)
 
 
-@functools.lru_cache(4096)
+def read_module(file: str) -> None:
+    """In a zygote: its forks then know how its text uses names."""
+    _set_by(file)
+    _uses_of(file, False)
+
+
 def _set_by(file: str) -> SetByText:
-    tree = tree_of(file)
-    return SetByText() if tree is None else set_by_text(tree)
+    found = _read(file, _stamp(file))
+    return SetByText() if found is None else found[0]
+
+
+def _uses_of(file: str, whole: bool) -> NameUses:
+    if whole:
+        tree = tree_of(file)
+        return NameUses(by_any_name=True) if tree is None else uses_of(tree, whole=True)
+    found = _read(file, _stamp(file))
+    return NameUses(by_any_name=True) if found is None else found[1]
 
 
 @functools.lru_cache(4096)
-def _uses_of(file: str, whole: bool) -> NameUses:
-    tree = tree_of(file)
-    return NameUses(by_any_name=True) if tree is None else uses_of(tree, whole=whole)
+def _read(file: str, stamp: tuple[int, ...]) -> tuple[SetByText, NameUses] | None:
+    """Of an imported module, once as long as its file stays as it is; without keeping its tree."""
+    tree = parsed(file)
+    return None if tree is None else (set_by_text(tree), uses_of(tree, whole=False))
+
+
+def _stamp(file: str) -> tuple[int, ...]:
+    try:
+        status = os.stat(file)
+    except OSError:
+        return ()
+    return status.st_ino, status.st_size, status.st_mtime_ns

@@ -61,9 +61,12 @@ def _rewritten(text: bytes, file: str) -> CodeType | None:
     _take_output(text)
     if _sources is None or not _sources.take_steps:
         return None
-    from flashrecovery.worker.own_loops.rewrite import rewrite
+    from flashrecovery.worker.own_loops.rewrite import may_make_steps, rewrite
 
-    rewritten = rewrite(text, file, _sources.made_in_imported(text, file))
+    elsewhere = _sources.made_in_imported(text, file)
+    if not may_make_steps(text, elsewhere):
+        return None
+    rewritten = rewrite(text, file, elsewhere)
     if not rewritten.loops and not rewritten.iterators:
         return None
     try:
@@ -94,7 +97,11 @@ def read_ahead(file: str) -> None:
         text = Path(file).read_bytes()
         _sources = OwnSources(text, file, any_framework=protects_as_it_is(os.environ))
         if _sources.take_steps:
+            from flashrecovery.worker.script_text.script_modules import read_module
+
             _sources.made_in_imported(text, file)
+            for path in _sources.files:
+                read_module(path)
 
 
 def _stamp(status: os.stat_result) -> tuple[int, int, int]:
@@ -135,6 +142,10 @@ class OwnSources:
                         self._read_at[path] = _stamp(os.fstat(source.fileno()))
                         waiting.append((source.read(), path))
 
+    @property
+    def files(self) -> list[str]:
+        return [*self._texts]
+
     def are_of(self, text: bytes, file: str, *, any_framework: bool) -> bool:
         """Whether they are those of this script, and what has been read is still there."""
         if (text, file) != self._script or any_framework != self._any_framework:
@@ -156,14 +167,16 @@ class OwnSources:
         return made
 
     def _made_in(self, file: str) -> Makes:
-        from flashrecovery.worker.own_loops.rewrite import Makes, made_in
+        from flashrecovery.worker.own_loops.rewrite import Makes, made_in, may_make_steps
 
         if file not in self._made:
             self._made[file] = made = Makes()  # of modules that import each other
             for path in self._imported.get(file, ()):
                 made |= self._made_in(path)
-            with contextlib.suppress(SyntaxError):
-                made |= made_in(ast.parse(self._texts.get(file, b"")), made)
+            text = self._texts.get(file, b"")
+            if may_make_steps(text, made):
+                with contextlib.suppress(SyntaxError):
+                    made |= made_in(ast.parse(text), made)
             self._made[file] = made
         return self._made[file]
 

@@ -22,10 +22,11 @@ KIND, WIDTH, LAYERS = sys.argv[1], 1024, 3
 def main() -> None:
     made, real = [0], page_reserve.PageReserve.back
 
-    def back(reserve: page_reserve.PageReserve, address: int, nbytes: int) -> int:
+    def back(reserve: page_reserve.PageReserve, address: int, nbytes: int) -> range:
         reserve.filled()  # however busy the machine is
-        made[0] += real(reserve, address, nbytes)
-        return 0
+        backed = real(reserve, address, nbytes)
+        made[0] += len(backed)
+        return backed
 
     page_reserve.PageReserve.back = back  # type: ignore[method-assign]
     torch.set_num_threads(1)
@@ -39,14 +40,11 @@ def main() -> None:
     torch.manual_seed(100 + dist.get_rank())
     for step in recovery.steps(6):
         with step:
-            if KIND != "none":
-                optimizer.zero_grad()
             loss = model(torch.randn(2, WIDTH)).square().mean()
             print(f"step={step.index} loss_hex={loss.item().hex()}", flush=True)
             loss.backward()
             optimizer.step()
-            if KIND == "none":
-                optimizer.zero_grad()
+            optimizer.zero_grad(set_to_none=KIND == "none")  # else the next step adds to what is there
     state = [optimizer.state[p][key] for p in net.parameters() for key in ("exp_avg", "exp_avg_sq", "step")]
     content = b"".join(t.detach().numpy().tobytes() for t in [*net.parameters(), *state, torch.get_rng_state()])
     print(f"digest rank={dist.get_rank()} {hashlib.sha256(content).hexdigest()}", flush=True)

@@ -7,11 +7,13 @@ import mmap
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from flashrecovery.adapter.placement import backed_by_pages
+from flashrecovery.adapter.placement import backed_by_pages, zeros_backed_by_pages
 from flashrecovery.runtime import page_reserve, process_memory
 from flashrecovery.runtime.page import Page
 from flashrecovery.runtime.page_reserve import LEAST, WORTH_IT, PageReserve
@@ -27,7 +29,7 @@ def reserve() -> Iterator[PageReserve]:
     assert made is not None and made.filled() == WORTH_IT
     yield made
     page_reserve.end()
-    assert page_reserve.back(0, WORTH_IT) == 0
+    assert not page_reserve.back(0, WORTH_IT)
 
 
 def present(tensor: torch.Tensor) -> int:
@@ -73,13 +75,37 @@ def test_tensors_outlive_the_reserve_and_are_freed_like_others() -> None:
 def test_it_backs_what_it_can(reserve: PageReserve) -> None:
     """Also of a tensor that is larger than what is left; small ones do not count."""
     small = torch.empty(LEAST // 4, dtype=torch.uint8)
-    assert page_reserve.back(small.data_ptr(), small.nbytes) == 0
+    assert not page_reserve.back(small.data_ptr(), small.nbytes)
     large = torch.empty(2 * WORTH_IT, dtype=torch.uint8)
-    assert page_reserve.back(large.data_ptr(), large.nbytes) == WORTH_IT
+    assert len(page_reserve.back(large.data_ptr(), large.nbytes)) == WORTH_IT
     assert present(large) >= WORTH_IT
-    assert page_reserve.back(large.data_ptr(), large.nbytes) == 0
+    assert not page_reserve.back(large.data_ptr(), large.nbytes)
     large.fill_(3)
     assert int(large.sum(dtype=torch.int64)) == 3 * large.numel()
+
+
+@pytest.mark.parametrize("nbytes", [LEAST // 4, 3 * MIB + 12345, 2 * WORTH_IT], ids=["small", "covered", "too-large"])
+def test_zeros_are_zero_wherever_pages_begin_and_end(reserve: PageReserve, nbytes: int) -> None:
+    """And what has pages is not written for it."""
+    tensor = torch.full((nbytes,), 7, dtype=torch.uint8)
+    view, written = tensor[100:-100], []
+
+    class Writes(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func is torch.ops.aten.zero_.default:
+                written.append(args[0].nbytes)
+            return func(*args, **(kwargs or {}))
+
+    with Writes():
+        assert zeros_backed_by_pages(view) is view
+    assert not tensor.any()
+    backed = 0 if nbytes < LEAST else min(nbytes // mmap.PAGESIZE * mmap.PAGESIZE, WORTH_IT)
+    assert nbytes - backed <= sum(written) <= nbytes - backed + mmap.PAGESIZE
+
+
+def test_zeros_without_a_reserve_are_written() -> None:
+    tensor = torch.full((2 * MIB,), 7, dtype=torch.uint8)
+    assert not zeros_backed_by_pages(tensor).any()
 
 
 def test_several_threads_never_get_the_same_pages(reserve: PageReserve) -> None:
@@ -103,7 +129,7 @@ def test_where_memory_is_short_pages_are_made_as_always(monkeypatch: pytest.Monk
     reserve.start()
     assert reserve.filled() == 0
     tensor = torch.empty(2 * LEAST, dtype=torch.uint8)
-    assert reserve.back(tensor.data_ptr(), tensor.nbytes) == 0
+    assert not reserve.back(tensor.data_ptr(), tensor.nbytes)
     tensor.fill_(1)
     reserve.close()
 
@@ -124,10 +150,10 @@ def test_pages_that_cannot_be_moved_leave_a_tensor_that_can_be_used(
 
     refusing = Refusing()
     monkeypatch.setattr(page_reserve, "_libc", lambda: refusing)
-    assert page_reserve.back(tensor.data_ptr(), tensor.nbytes) == 0
+    assert not page_reserve.back(tensor.data_ptr(), tensor.nbytes)
     tensor.fill_(6)
     assert int(tensor.sum(dtype=torch.int64)) == 6 * tensor.numel()
-    assert page_reserve.back(tensor.data_ptr(), tensor.nbytes) == 0, "tried once"
+    assert not page_reserve.back(tensor.data_ptr(), tensor.nbytes), "tried once"
 
 
 def test_memory_that_is_there_is_not_made_present_once_more(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,6 +28,7 @@ from flashrecovery.adapter.placement import (
     replicated,
     unsynchronised,
     world_size,
+    zeros_backed_by_pages,
 )
 from flashrecovery.adapter.setters import Method, Setters
 from flashrecovery.adapter.shards import FixedShard, ParamRecord, ParamShard, attribute_of, constant, owners_of
@@ -93,4 +94,5 @@ __all__ = [
     "write_durably",
     "write_part",
     "writer_of",
+    "zeros_backed_by_pages",
 ]

@@ -35,7 +35,7 @@ from flashrecovery.adapter.optimizer_state import (
     restore_hyperparameters,
 )
 from flashrecovery.adapter.parts import is_composite, refuse_odd
-from flashrecovery.adapter.placement import backed_by_pages, like_placed, local_tensor
+from flashrecovery.adapter.placement import like_placed, local_tensor, zeros_backed_by_pages
 from flashrecovery.adapter.setters import Method, Setters
 from flashrecovery.adapter.shards import ParamRecord, ParamShard, constant, owners_of
 from flashrecovery.adapter.state_order import StateOrder
@@ -89,6 +89,7 @@ class TorchAdapter(InspectableAdapter):
         self._looks = 0
         self._setters = Setters()
         self._gradients = self._gradient_watch()
+        self._zero: frozenset[int] = frozenset()  # addresses of storages of gradients that a restore has set to zero
         self._fault_in_optimizer = faults.OptimizerFault(self.optimizers)
 
     # -- what the subclasses say ----------------------------------------------------------------
@@ -316,7 +317,7 @@ class TorchAdapter(InspectableAdapter):
                 parameter.grad = None
             elif parameter.grad is None:
                 parameter.grad = _no_gradient(parameter)
-            else:
+            elif not (self._zero and parameter.grad.untyped_storage().data_ptr() in self._zero):
                 with torch.no_grad():
                     parameter.grad.zero_()
 
@@ -405,7 +406,7 @@ class TorchAdapter(InspectableAdapter):
 def _no_gradient(parameter: torch.nn.Parameter) -> torch.Tensor:
     """A gradient of zeros: an ordinary tensor also where the parameter is none."""
     if type(parameter) is torch.nn.Parameter and parameter.layout is torch.strided:
-        return backed_by_pages(torch.empty_like(parameter, requires_grad=False)).zero_()
+        return zeros_backed_by_pages(torch.empty_like(parameter, requires_grad=False))
     if not is_composite(parameter):
         return torch.zeros_like(parameter, requires_grad=False)
     shape = local_tensor(parameter).shape

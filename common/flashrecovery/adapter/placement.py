@@ -34,6 +34,19 @@ def backed_by_pages(new: torch.Tensor) -> torch.Tensor:
     return new
 
 
+def zeros_backed_by_pages(new: torch.Tensor) -> torch.Tensor:
+    """As :func:`backed_by_pages`, and ``new`` and all of its storage are zero. Pages that exist already are not written
+    for it: they are as the kernel has made them."""
+    if new.device.type != "cpu":
+        return new.zero_()
+    storage = new.untyped_storage()
+    zero = page_reserve.back(storage.data_ptr(), storage.nbytes())
+    content = torch.empty(0, dtype=torch.uint8).set_(storage)
+    content[: zero.start].zero_()
+    content[zero.stop :].zero_()
+    return new
+
+
 def world_size() -> int:
     """Ranks in the job; 1 without process groups."""
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1

@@ -85,22 +85,22 @@ class PageReserve:
             with self._lock:
                 self._ready += nbytes
 
-    def back(self, address: int, nbytes: int) -> int:
-        """Have these bytes of this process's private memory backed by pages of the reserve, as far as they go. Their
-        content is lost. Returns how many bytes of it."""
+    def back(self, address: int, nbytes: int) -> range:
+        """Have these bytes of this process's private memory backed by pages of the reserve, as far as they go. Returns
+        which of them, counted from ``address``: their content is lost, and they are zero."""
         begin = -(-address // _PAGE) * _PAGE
         with self._lock:
             length = min((address + nbytes) // _PAGE * _PAGE - begin, self._ready - self._taken)
             if length < LEAST // 2 or self._moves == _MOST_MOVES:
-                return 0
+                return range(0)
             source = self._begin + self._taken
             if _libc().mremap(source, length, length, _MREMAP_MAYMOVE_FIXED, begin) == _FAILED:
                 self._moves = _MOST_MOVES
                 _map_if_unmapped(begin, length)
-                return 0
+                return range(0)
             self._taken += length
             self._moves += 1
-            return length
+            return range(begin - address, begin - address + length)
 
     def close(self) -> None:
         """Give the rest back."""
@@ -137,9 +137,9 @@ def begin(nbytes: int) -> None:
     reserve.start()
 
 
-def back(address: int, nbytes: int) -> int:
-    """:meth:`PageReserve.back` of this process's reserve; 0 without one."""
-    return 0 if _reserve is None else _reserve.back(address, nbytes)
+def back(address: int, nbytes: int) -> range:
+    """:meth:`PageReserve.back` of this process's reserve; none without one."""
+    return range(0) if _reserve is None else _reserve.back(address, nbytes)
 
 
 def end() -> None:

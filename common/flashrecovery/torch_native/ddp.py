@@ -92,7 +92,10 @@ class DDPAdapter(TorchAdapter, ElasticAdapter):
         if layout != self._layout or views:
             ddp_reducer.renew(self.ddp, layout, gradients=views)
             if views and layout is not None:  # so they have just been made
-                ddp_reducer.back_gradients_by_pages(self.ddp)
+                self._zero = ddp_reducer.zero_gradients(self.ddp)
             self._layout = layout
         self.ddp.require_forward_param_sync, self.ddp.require_backward_grad_sync = state["flags"]
-        super().restore_common(state)
+        try:
+            super().restore_common(state)
+        finally:
+            self._zero = frozenset()

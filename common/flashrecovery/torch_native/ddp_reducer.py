@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from flashrecovery.adapter import backed_by_pages
+from flashrecovery.adapter import zeros_backed_by_pages
 from flashrecovery.capabilities.of_torch import PYTHON_REDUCER, REDUCER, TORCH
 from flashrecovery.errors import RestoreError, UnsupportedError
 
@@ -156,11 +156,14 @@ def _renew(ddp: DistributedDataParallel, layout: BucketLayout | None, gradients:
         ddp.register_comm_hook(state, hook)
 
 
-def back_gradients_by_pages(ddp: DistributedDataParallel) -> None:
-    """Gradients that have just been made, and whose content is undefined, are :func:`backed_by_pages`."""
+def zero_gradients(ddp: DistributedDataParallel) -> frozenset[int]:
+    """Gradients that have just been made, and whose content is undefined, become zero, and their storages with them.
+    Returns the addresses of these."""
     gradients = [p.grad for p in reducer_parameters(ddp) if p.grad is not None]
-    for bucket in {g.untyped_storage().data_ptr(): g for g in gradients}.values():
-        backed_by_pages(bucket)
+    by_storage = {g.untyped_storage().data_ptr(): g for g in gradients}
+    for gradient in by_storage.values():
+        zeros_backed_by_pages(gradient)
+    return frozenset(by_storage)
 
 
 def _drop_gradients(parameters: Sequence[torch.nn.Parameter]) -> None:

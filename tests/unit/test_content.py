@@ -9,7 +9,7 @@ import random
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,8 +17,9 @@ import pytest
 import torch
 
 from flashrecovery.errors import DataSourceError
-from flashrecovery.worker.data.batch_digest import Content, copy_of_structure, device_digest
+from flashrecovery.worker.data.batch_digest import Content, copy_of_structure, device_digest, digests_of_leaves
 from flashrecovery.worker.data.stream import DataStream
+from flashrecovery.worker.data.worker_digests import leaves_of
 
 LARGE = 300_000
 """Elements: the middle is far from both ends."""
@@ -306,3 +307,96 @@ def test_the_copy_of_a_structure_shares_its_tensors() -> None:
     copy = copy_of_structure(batch)
     assert copy is not batch and copy["a"] is not batch["a"]
     assert copy["a"][1][1].x is tensor and copy["b"]["c"] is tensor and type(copy["b"]) is collections.OrderedDict
+
+
+# -- digested by a loader's workers -----------------------------------------------------------------
+
+
+class Large(torch.utils.data.Dataset[Any]):
+    """Samples of which a batch of two has large leaves."""
+
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, index: int) -> Any:
+        return {"x": torch.full((LARGE,), float(index)), "y": index, "z": (torch.full((LARGE,), index), "text")}
+
+
+class Changing(torch.Tensor):
+    pass
+
+
+def arrays(samples: Sequence[Any]) -> Any:
+    """A batch that no worker changes on its way, and one large tensor of a class of one's own."""
+    x = np.stack([sample["x"].numpy() for sample in samples])
+    return Pair([x, np.asfortranarray(x)], {"t": torch.from_numpy(x).as_subclass(Changing)})
+
+
+@pytest.mark.parametrize("collate", [None, arrays], ids=["tensors", "arrays"])
+@pytest.mark.parametrize("persistent", [False, True])
+def test_a_loaders_workers_digest_its_batches(collate: Any, persistent: bool) -> None:
+    loader: Any = torch.utils.data.DataLoader(
+        Large(), batch_size=2, num_workers=2, collate_fn=collate, persistent_workers=persistent
+    )
+    its_own = loader.collate_fn
+    if persistent:
+        next(iter(loader))
+    stream = DataStream(loader)
+    stream.commit(0)
+    for number in range(8):  # more than an epoch
+        batch = next(stream)
+        assert len(leaves_of(stream._iterator)) == (1 if collate else 2) and loader.collate_fn is its_own
+        assert stream._kept[-1].content == Content.of(batch) and type(batch) is (Pair if collate else dict)
+        stream.commit(number + 1)
+    content = Content.of(batch)
+    stream.rollback(7)
+    assert stream._replay, "nothing was written: the batch is there"
+    again = next(stream)
+    (again.x[0] if collate else again["x"].numpy())[1, LARGE // 2] += 1
+    stream.rollback(7)
+    assert not stream._replay, "the source is read again"
+    assert Content.of(next(stream)) == content
+
+
+def test_what_a_worker_says_counts_only_where_it_fits() -> None:
+    batch = [torch.zeros(LARGE), {"a": np.zeros(LARGE), "b": torch.zeros(LARGE)}]
+    said = digests_of_leaves(batch)
+    assert Content.of(batch, said) == Content.of(batch)
+    for number in range(3):
+        other = [leaf._replace(digest=bytes(16)) if n == number else leaf for n, leaf in enumerate(said)]
+        assert Content.of(batch, other) != Content.of(batch), "it is not read again"
+        longer = [leaf._replace(nbytes=leaf.nbytes + 1) if n == number else leaf for n, leaf in enumerate(other)]
+        assert Content.of(batch, longer) == Content.of(batch, other[:number] + other[number + 1 :]) == Content.of(batch)
+
+
+class Unpickled:
+    """Has code of its own that runs when it comes to another process."""
+
+    def __init__(self) -> None:
+        self.x = torch.zeros(LARGE)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.x = state["x"] + 1
+
+
+def test_what_may_change_on_its_way_is_read_where_it_arrives() -> None:
+    noted = torch.zeros(LARGE)
+    noted.why = "attributes stay behind"  # type: ignore[attr-defined]
+    array = np.zeros((600, 500))
+    odd = [
+        Unpickled(), Sample(torch.zeros(LARGE)), Named(x=torch.zeros(LARGE)), torch.zeros(LARGE).as_subclass(Changing),
+        noted, array.T, array[::2], np.full(LARGE, "x", object), np.ma.zeros(LARGE), torch.eye(600).to_sparse(),
+        torch.zeros(10),
+    ]  # fmt: skip
+    assert not digests_of_leaves(odd)
+
+
+def test_a_digest_of_an_earlier_version_is_known() -> None:
+    """Which digested all of a batch in one."""
+    batch = {"x": torch.arange(LARGE), "y": np.arange(LARGE), "z": [1, "text"]}
+    before = "d517adf998bae565"
+    content = Content.of(batch)
+    assert content.digest != before
+    assert content.is_called(before, batch) and content.is_called(content.digest, batch)
+    batch["y"][5] += 1
+    assert not Content.of(batch).is_called(before, batch) and not Content.of(batch).is_called(content.digest, batch)

@@ -1,6 +1,7 @@
 """What a batch contains, as a few bytes: whether a step has written into it, and whether two sources gave the same.
 
 The whole content counts, without copying it: a digest of 1 MiB takes about 0.1 ms, far less than loading it has taken.
+Large tensors and arrays are digested each by itself, which a loader's worker can do (:mod:`.worker_digests`).
 Tensors on a device are digested there, without waiting for the device; the result is read only in a recovery.
 
 Two things are kept apart. The *digest* is compared between processes, so it contains only what is equal there. The
@@ -19,8 +20,8 @@ import mmap
 import pickle
 import types
 import weakref
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -43,6 +44,15 @@ _CODE = (
 """Not content: what a batch may refer to, but does not count as its data."""
 _DEEPEST = 64
 """Containers in one another; whatever is below counts as one object."""
+LARGE = 256 << 10
+"""Bytes from which on the content of a tensor or an array is digested by itself."""
+
+
+class LeafDigest(NamedTuple):
+    """Of a large tensor or array."""
+
+    nbytes: int
+    digest: bytes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,11 +70,20 @@ class Content:
     opaque: str
 
     @staticmethod
-    def of(batch: Any) -> Content:
-        """Does not wait for a device."""
-        reader = _Reader()
+    def of(batch: Any, leaves: Sequence[LeafDigest] = ()) -> Content:
+        """Does not wait for a device. ``leaves``: what :func:`digests_of_leaves` gave in the process where the batch
+        was made, which nothing has changed since; not used where it does not fit."""
+        return Content._read(batch, _Reader(_known(batch, leaves)))
+
+    @staticmethod
+    def _read(batch: Any, reader: _Reader) -> Content:
         reader.read(batch, 0)
         return Content(reader.digest.hexdigest(), tuple(reader.marks), reader.opaque)
+
+    def is_called(self, digest: str, batch: Any) -> bool:
+        """Whether ``digest`` is that of this content, of ``batch``, in this version's form or in that of versions that
+        digested all of a batch in one."""
+        return digest == self.digest or digest == Content._read(batch, _Reader(in_one=True)).digest
 
     def still_in(self, batch: Any) -> bool:
         """Whether ``batch`` contains the same as it did then. False also if that cannot be told."""
@@ -75,9 +94,11 @@ class Content:
 
 
 class _Reader:
-    """Reads a batch once, leaf by leaf."""
+    """Reads a batch once, leaf by leaf. ``known``: digests of large leaves, by ``id()``. ``in_one``: none is digested
+    by itself."""
 
-    def __init__(self) -> None:
+    def __init__(self, known: Mapping[int, bytes] = types.MappingProxyType({}), *, in_one: bool = False) -> None:
+        self._known, self._in_one = known, in_one
         self.digest: Any = xxhash.xxh3_64()
         self.marks: list[Any] = []
         self.opaque = ""
@@ -142,7 +163,7 @@ class _Reader:
         """The order of a set differs between processes."""
         parts = []
         for value in values:
-            one = _Reader()
+            one = _Reader(in_one=self._in_one)
             one.read(value, depth)
             parts.append(one.digest.hexdigest())
             self.marks += one.marks
@@ -158,9 +179,12 @@ class _Reader:
                     continue
                 if part.device.type == "meta" or not part.numel():
                     continue
-                raw = part.resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
+                if id(tensor) in self._known:
+                    self.digest.update(self._known[id(tensor)])
+                    continue
+                raw = _raw(part)
                 if raw.device.type == "cpu":
-                    self.digest.update(raw.numpy())
+                    self._content(raw.numpy(), raw.numel())
                 else:
                     self.marks.append(device_digest(raw))
         attributes = getattr(tensor, "__dict__", None)
@@ -176,9 +200,14 @@ class _Reader:
             for value in values.reshape(-1).tolist():
                 self.read(value, depth + 1)
             self._path.discard(id(values))
+        elif id(values) in self._known:
+            self.digest.update(self._known[id(values)])
         elif values.nbytes:
             # In the order of memory: nothing is copied, unless there are gaps.
-            self.digest.update(np.asarray(values).ravel(order="K").view(np.uint8))
+            self._content(np.asarray(values).ravel(order="K").view(np.uint8), values.nbytes)
+
+    def _content(self, raw: Any, nbytes: int) -> None:
+        self.digest.update(raw if nbytes < LARGE or self._in_one else xxhash.xxh3_128_digest(raw))
 
     def _buffer(self, view: memoryview) -> None:
         self._say(f"{view.shape}{view.format}")
@@ -195,6 +224,46 @@ class _Reader:
     def _say(self, text: str) -> None:
         self.digest.update(text.encode("utf-8", "surrogatepass"))
         self.digest.update(b"\0")
+
+
+def _raw(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes of a strided tensor, in the order of its elements."""
+    return tensor.resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
+
+
+def digests_of_leaves(batch: Any) -> list[LeafDigest]:
+    """Of the large tensors and arrays that come to another process as they are, in a fixed order."""
+    found = []
+    with torch.no_grad():
+        for leaf in _large_leaves(batch, 0):
+            array: Any = leaf if isinstance(leaf, np.ndarray) else _raw(leaf.detach()).numpy()
+            found.append(LeafDigest(leaf.nbytes, xxhash.xxh3_128_digest(array.reshape(-1).view(np.uint8))))
+    return found
+
+
+def _known(batch: Any, leaves: Sequence[LeafDigest]) -> dict[int, bytes]:
+    """What ``leaves`` say, by ``id()`` of the same leaves here."""
+    if not leaves:
+        return {}
+    here = [*_large_leaves(batch, 0)]
+    if [leaf.nbytes for leaf in here] != [leaf.nbytes for leaf in leaves]:
+        return {}
+    return {id(leaf): said.digest for leaf, said in zip(here, leaves, strict=True)}
+
+
+def _large_leaves(value: Any, depth: int) -> Iterator[torch.Tensor | np.ndarray[Any, Any]]:
+    """In containers and of classes that are brought to another process, and pinned, without code of anybody else."""
+    kind = type(value)
+    if kind is torch.Tensor:
+        strided = value.layout is torch.strided and value.device.type == "cpu" and not value.is_quantized
+        if strided and not getattr(value, "__dict__", None) and value.nbytes >= LARGE:
+            yield value
+    elif kind is np.ndarray:
+        if value.nbytes >= LARGE and value.flags.c_contiguous and not value.dtype.hasobject:
+            yield value
+    elif depth <= _DEEPEST and (kind in (list, tuple, dict) or (issubclass(kind, tuple) and hasattr(kind, "_fields"))):
+        for part in value.values() if kind is dict else value:
+            yield from _large_leaves(part, depth + 1)
 
 
 def _strided_parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:

@@ -24,7 +24,7 @@ from torch.utils.data import (
 )
 
 from flashrecovery.errors import DataSourceError
-from flashrecovery.worker.data import accelerate
+from flashrecovery.worker.data import accelerate, worker_digests
 from flashrecovery.worker.data.accelerate import PreparedLoader, ShardIterator
 from flashrecovery.worker.data.sampler_settings import SamplerValues, SetSamplers, has_own_values, rows_of, values_of
 from flashrecovery.worker.data.torchdata_workers import TorchdataWorkers
@@ -141,7 +141,7 @@ class Source:
         if start is not None:
             self.restore_generators(start)
         begun = EpochStart(RngState.now(), self.generator_states(), self.samplers.at_start())
-        return iter(self.loader), begun
+        return worker_digests.begin(self.loader), begun
 
     def _renew_workers(self) -> None:
         """Persistent workers go on with their random numbers where the last epoch has left them, and nobody can bring

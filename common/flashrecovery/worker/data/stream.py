@@ -32,6 +32,7 @@ from flashrecovery.worker.data.sampler_settings import (
 )
 from flashrecovery.worker.data.source import EpochStart, Source
 from flashrecovery.worker.data.step_data import DataPosition, StepData, exit_codes_of
+from flashrecovery.worker.data.worker_digests import leaves_of
 from flashrecovery.worker.local_state.rng import RngState, restore_rng
 
 log = logging.getLogger("flashrecovery")
@@ -275,7 +276,7 @@ class DataStream(StepData):
         self._note_values()
         after = RngState.now()
         drawn = after != before
-        content = Content.of(batch)
+        content = Content.of(batch, leaves_of(self._iterator))
         if begun is not None:
             epoch_start = begun.plain()
         cursor = _Cursor(
@@ -285,7 +286,7 @@ class DataStream(StepData):
             self._states_before(before.plain() if drawn and begun is None else None, begun is not None),
             self._anchor(epoch),
         )
-        if self._expected.pop(cursor.position.total, cursor.digest) != cursor.digest:
+        if not content.is_called(self._expected.pop(cursor.position.total, cursor.digest), batch):
             raise self._other_samples(cursor.position, cursor.digest)
         if content.opaque and not self._told_opaque:
             self._tell_opaque(content.opaque)
@@ -520,7 +521,8 @@ class DataStream(StepData):
         )
 
     def _skip(self, iterator: Iterator[Any], done: int, cursor: _Cursor) -> str:
-        """Go forward from ``done`` batches of the epoch to the cursor; returns the digest of the last one."""
+        """Go forward from ``done`` batches of the epoch to the cursor; returns the digest of the last one, the
+        cursor's if it is the same batch."""
         count = cursor.position.batch
         began = said = time.monotonic()
         settings = _settings_of(cursor)
@@ -550,7 +552,8 @@ class DataStream(StepData):
             if time.monotonic() - said > _SAY_EVERY_S:
                 said = time.monotonic()
                 log.warning("replaying the data source: %d of %d batches, %.0f s", done, count, said - began)
-        return Content.of(batch).digest
+        content = Content.of(batch, leaves_of(iterator))
+        return cursor.digest if content.is_called(cursor.digest, batch) else content.digest
 
 
 def _settings_of(cursor: _Cursor) -> dict[int, SamplerValues]:

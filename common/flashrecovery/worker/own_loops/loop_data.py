@@ -19,6 +19,7 @@ from flashrecovery.worker.data.sampler_settings import SamplerValues
 from flashrecovery.worker.data.source import Source
 from flashrecovery.worker.data.step_data import DataPosition, StepData, exit_codes_of
 from flashrecovery.worker.data.stream import KEPT_VERSIONS, REDRAWN
+from flashrecovery.worker.data.worker_digests import leaves_of
 from flashrecovery.worker.local_state.fingerprints import PLAIN
 from flashrecovery.worker.local_state.rng import RngState, restore_rng
 
@@ -215,7 +216,7 @@ class LoopData(StepData):
         except StopIteration:
             return _Round(self._place, None, None, self._source.mark())
         after = RngState.now()
-        content = Content.of(element)
+        content = Content.of(element, leaves_of(self._iterator))
         changed = {} if objects is None else _changed(held, objects.now())
         new = {path: self._at_start[path] for path in changed if path in self._at_start}
         if not new.keys() <= start.get("objects", {}).keys():
@@ -268,7 +269,8 @@ class LoopData(StepData):
                     f"the {self._source.name} of this loop ended after {done} rounds; the failed process had made "
                     f"{place.taken}"
                 ) from None
-            digest = Content.of(element).digest
+            content = Content.of(element, leaves_of(self._iterator))
+            digest = place.digest if content.is_called(place.digest, element) else content.digest
             done += 1
         if ahead:  # else what it has counted itself stays
             self._source.put_epochs(told)

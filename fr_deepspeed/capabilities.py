@@ -211,7 +211,7 @@ BUCKETS = Capability(
 )
 BUCKET_EVENTS = capability(
     "events of the buckets (ZeRO-1 and 2)",
-    "nobody waits for an abandoned reduction",
+    "no rank waits for an abandoned reduction",
     Attributes(_ZERO12, "IPGBucket", ("reuse_events",)),
     otherwise="this DeepSpeed waits for the whole stream",
 )
@@ -230,7 +230,7 @@ OFFLOADED = capability(
 )
 OFFLOAD_EVENTS = capability(
     "events of offloaded gradients (ZeRO-1 and 2)",
-    "nobody waits for an abandoned copy",
+    "no rank waits for an abandoned copy",
     Attributes(_ZERO12, "DeepSpeedZeroOptimizer", ("_pending_offload_events", "_offload_accumulated_param_ids")),
     otherwise="this DeepSpeed waits for the whole stream",
 )
@@ -307,7 +307,7 @@ COORDINATOR = capability(
 )
 COORDINATOR_LEAVES = capability(
     "the coordinator's events of leaf modules (ZeRO-3)",
-    "nobody waits for an abandoned gather",
+    "no rank waits for an abandoned gather",
     Attributes(_COORDINATOR, "PartitionedParameterCoordinator", (MANGLED + "ongoing_fetch_leaf_module_events",)),
     otherwise="this DeepSpeed keeps none",
 )

@@ -58,9 +58,9 @@ _KEPT = ("loss_scaler", "dynamic_loss_scale", "custom_loss_scaler", "external_lo
 
 @contextmanager
 def as_member_at(place: ShardPlace, *modules: Any) -> Iterator[None]:
-    """To these modules of DeepSpeed every process group is one in which this rank has this ``place``. And they wait for
-    nobody, as they do while they make partitions, without exchanging anything: here each rank makes its own when it is
-    told to."""
+    """Within, these modules of DeepSpeed see every process group as one in which this rank has this ``place``. Their
+    barriers return at once: DeepSpeed calls them while it makes partitions, without exchanging anything, but here each
+    rank makes its partitions at its own time."""
     before = [module.dist for module in modules]
     for module in modules:
         module.dist = _AtPlace(module.dist, place)
@@ -88,7 +88,7 @@ class _AtPlace(ModuleType):
         return self._place.ranks
 
     def barrier(self, *args: Any, **kwargs: Any) -> None:
-        """Nobody waits."""
+        """Returns at once."""
 
 
 @contextmanager

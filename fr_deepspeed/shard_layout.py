@@ -1,9 +1,9 @@
 """How ZeRO-1 and 2 divide an engine's state, in any number of replicas.
 
-A parameter group is one flat tensor: its parameters end to end, in the same places in every size (padding between them
-included, where ``parameter_alignment`` asks for it). Behind the last one it is padded so that it divides, which depends
-on the size, belongs to nobody, and is 0. Each place has a range of the master weights and of the optimizer state that
-is as long as they are, and all of the rest: 16-bit weights, numbers such as a step.
+A parameter group is one flat tensor: its parameters end to end, at the same offsets in every size (including padding
+between them, if ``parameter_alignment`` requests it). Padding at the end makes the length divisible; it depends on the
+size, belongs to no parameter, and is 0. Each place has a range of the master weights and of the optimizer state of the
+same length, and all of the rest: 16-bit weights, numbers such as a step.
 """
 
 from __future__ import annotations

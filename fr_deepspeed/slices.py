@@ -1,12 +1,13 @@
 """How ZeRO-3 divides an engine's state, in any number of replicas.
 
-A parameter is cut into as many slices as there are ranks, all of the same length; what its last ones have too much is
-padding, which depends on the size, belongs to nobody, and is 0. The slices of a parameter group are one flat tensor on
-each rank, with padding in its middle, too: its master weights, and optimizer state that is as long. What all ranks
-together have of it, the parameters end to end, is the same in every size. 16-bit slices are rounded copies; only those
-of frozen parameters are state.
+A parameter is cut into as many slices as there are ranks, all of the same length. The surplus at the end is padding; it
+depends on the size, belongs to no parameter, and is 0. The slices of a parameter group are one flat tensor on each
+rank, with padding in its middle, too: the master weights, and optimizer state of the same length. The parameters end to
+end, gathered from all ranks, are the same in every size. 16-bit slices are rounded copies; only those of frozen
+parameters are state.
 
-In one size a group may be several such tensors (``sub_group_size``). Where they end depends on the size: refused.
+A group may consist of several such tensors (``sub_group_size``). Their boundaries depend on the size, so this is
+refused.
 """
 
 from __future__ import annotations

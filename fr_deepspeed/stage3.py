@@ -130,7 +130,7 @@ class Stage3Adapter(EngineAdapter):
         self._frozen_then = frozenset(p.ds_id for p in self._optimized if not p.requires_grad)  # type: ignore[attr-defined]
 
     def _begin_reductions(self, reduced: set[int] | None) -> None:
-        """``reduced`` is to be filled from now on; None: nobody looks."""
+        """Record reductions in ``reduced`` from now on; None: do not record them."""
         self._reduced = reduced
         self._left_out.clear()
         if REDUCED3.takes("noted"):

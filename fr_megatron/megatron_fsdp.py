@@ -102,5 +102,5 @@ def whole_state(chunk: Any) -> Iterator[tuple[str, torch.Tensor]]:
     yield from chunk.named_parameters()
     for number, group in enumerate(fsdp.param_and_grad_buffer.parameter_groups):
         weights = group.model_weight_buffer
-        for item in weights.param_idx.values():  # between and behind them is padding, which nobody initialises
+        for item in weights.param_idx.values():  # the padding between and behind them is not initialised
             yield f"weights.{number}.{item}", weights.get_item(item, only_shard=True)

@@ -59,9 +59,9 @@ def load(saved: Mapping[str, Mapping[str, Any]]) -> None:
 
 
 def settle() -> dict[str, Entry]:
-    """What this rank's experts have summed up becomes what the log makes of it: on all ranks that of the last one,
-    which logs. Then whoever has it can say it, in any size or layout, once (:func:`of_one_stage`). A collective of all
-    ranks. Returns all entries, as plain values.
+    """Replace the sums of this rank's experts by the values for the log: on all ranks those of the last rank, which
+    logs. Then any rank that has them can log them, once, in any size or layout (:func:`of_one_stage`). A collective of
+    all ranks. Returns all entries, as plain values.
 
     As ``track_moe_metrics`` of megatron-core 0.16: missing entries are made, sums reduced over stages, and then over
     the groups that an entry names."""

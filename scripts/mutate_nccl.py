@@ -224,12 +224,12 @@ ROWS = (
     ),
     Row(
         6,
-        "an abort waits for whoever is within a launch, and not for ever",
+        "an abort waits for threads within a launch, and not for ever",
         (
             _out(
                 "06-abort-during-a-launch",
                 NATIVE,
-                "if (!section_.awaitClosed(kSectionWait) || !inside_.awaitNobody(kLaunchWait)) return;",
+                "if (!section_.awaitClosed(kSectionWait) || !inside_.awaitEmpty(kLaunchWait)) return;",
                 "if (!section_.awaitClosed(kSectionWait)) return;",
                 f"{FAKE}::test_an_abort_waits_for_who_is_launching",
             ),
@@ -243,8 +243,8 @@ ROWS = (
             _out(
                 "06-what-hangs-is-aborted-all-the-same",
                 NATIVE,
-                "|| !inside_.awaitNobody(kLaunchWait)) return;",
-                "|| (inside_.awaitNobody(kLaunchWait), false)) return;",
+                "|| !inside_.awaitEmpty(kLaunchWait)) return;",
+                "|| (inside_.awaitEmpty(kLaunchWait), false)) return;",
                 f"{FAKE}::test_a_communicator_that_hangs_in_its_creation_is_not_aborted_under_its_creator",
             ),
             _out(
@@ -275,7 +275,7 @@ ROWS = (
                 *_unit("gpu_fence"),
             ),
             _out(
-                "07-nobody-waits",
+                "07-the-fence-is-not-awaited",
                 PROCESSES,
                 "        while not await self._gpu_fence.released(gone, self._config.timeouts.fence_s):",
                 "        while False:",
@@ -312,7 +312,7 @@ ROWS = (
                 *_unit("megatron_support"),
             ),
         ),
-        without="that generators are set in place: without graphs nobody keeps one",
+        without="that generators are set in place: without graphs no reference to one is kept",
     ),
     Row(
         9,
@@ -687,7 +687,7 @@ ROWS = (
                 *_unit("error_watch"),
             ),
             _out(
-                "18-nobody-asks",
+                "18-errors-are-not-polled",
                 LOOP,
                 "        NcclErrorWatch(self._gate, self._worker.settings.timeouts.peer_error_wait_s).start()\n",
                 "",

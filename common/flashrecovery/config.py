@@ -188,8 +188,8 @@ class SnapshotSettings(_Model):
     )
     persist: bool = Field(
         True,
-        description="write the snapshots to the run directory when the job ends before its last step, and when nobody "
-        "comes back within linger_s",
+        description="write the snapshots to the run directory when the job ends before its last step, and when no "
+        "new launch resumes within linger_s",
     )
 
 
@@ -557,7 +557,7 @@ def run_config(values: dict[str, Any], where: str) -> RunConfig:
             "allowed here: 'auto' or 'none' (with a checkpoint)"
         )
     if config.notice.warnings and config.health == "none":
-        raise ConfigError("notice.warnings: nobody warns with health: none; allowed: auto, or the names of plugins")
+        raise ConfigError("notice.warnings: no plugin warns with health: none; allowed: auto, or the names of plugins")
     if config.auto == "print" and config.several_nodes:
         raise ConfigError("auto = 'print' looks at a script on one node: give no --nnodes; allowed here: true, false")
     _check_parity(config)
@@ -588,7 +588,7 @@ def _check_replan(config: RunConfig) -> None:
         )
     if config.redundancy == "neighbor" and parallelism.min < 2:
         raise ConfigError(
-            "redundancy: 'neighbor' with parallelism.min = 1: a world of one rank has nobody to hold a copy; 2 or "
+            "redundancy: 'neighbor' with parallelism.min = 1: a world of one rank has no peer to hold a copy; 2 or "
             "more, or redundancy: 'auto' is allowed"
         )
     if config.snapshots.keep == "always":

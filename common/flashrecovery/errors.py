@@ -128,7 +128,7 @@ class DivergedError(JobFailedError):
 
     Args:
         suspects: ranks that differ from a majority, whose nodes may be to blame.
-        alike: the newest version at which all are known to have been alike, 0: none; None: nobody has looked.
+        alike: the newest version at which all are known to have been alike, 0: none; None: not compared.
         partly: only a part of each tensor was compared then.
     """
 

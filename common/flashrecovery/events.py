@@ -158,10 +158,10 @@ class RecoveryFinished(Event):
 
 
 class JobResized(Event):
-    """An elastic job goes on at ``step`` with another number of replicas than ``before``. ``ranks``: as the job was
-    launched, in the order of their numbers in the process groups; ``left``: those that have left; ``came``: those that
-    have come in. Where nobody has and ``before`` is ``replicas``, the change before this one takes place at ``step``,
-    and not at the step that was said of it: the checkpoint for that was damaged, or another rank has died."""
+    """An elastic job continues at ``step`` with another number of replicas than ``before``. ``ranks``: numbered as
+    the job was launched, in the order of their numbers in the process groups; ``left``: those that left; ``came``:
+    those that joined. If both are empty and ``before`` equals ``replicas``, this event corrects the previous one: that
+    change takes place at ``step`` instead, because its checkpoint was damaged or another rank has died."""
 
     event: Literal["job_resized"] = "job_resized"
     step: int

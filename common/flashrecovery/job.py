@@ -141,7 +141,7 @@ async def run_job(config: RunConfig, command: list[str], path: Path, places: Pla
     if config.several_nodes and (moved := await _moved_to(path, rendezvous)) is not None:
         rendezvous = moved
     async with AsyncExitStack() as stack:
-        # The only node's store is for nobody else, also where others could reach the controller's address.
+        # With a single node the store listens on loopback only, even if other hosts can reach the controller's address.
         identity = Identity.of(config, rendezvous.here if config.several_nodes else LOOPBACK)
         own = path / "nodes" / identity.name if config.several_nodes else path
         agents_dir = stack.enter_context(closing(RunDir(own)))
@@ -409,8 +409,8 @@ async def observed(
 
 
 def _end_job(service: ControllerService, agent: Agent | None, number: signal.Signals, again: bool) -> None:
-    """The job is to end. Scripts that handle the signal get it first, and the time to end by themselves. Ctrl-C comes
-    from somebody who waits: the second one waits for nothing."""
+    """End the job. Scripts that handle the signal get it first, and time to end by themselves. Ctrl-C comes from a
+    user who is waiting: the second one ends everything at once."""
     handled = number is not signal.SIGINT and not again and agent is not None and agent.pass_on(number)
     service.request_stop(
         f"stopped by {number.name}", by_itself=bool(handled), at_once=again and number is signal.SIGINT
@@ -442,8 +442,9 @@ _NOTICES = (signal.SIGUSR1, signal.SIGUSR2)
 
 
 def _on_signals(told: Callable[[signal.Signals, bool], None], noticed: Callable[[signal.Signals], None]) -> None:
-    """``told``: called with what is to end the job, and whether somebody has said so before. ``noticed``: with the
-    others. What is ignored (``nohup``) stays so, but not Ctrl-C, which shells ignore for what is in the background."""
+    """``told``: called with a signal that is to end the job, and whether it is a repeated request. ``noticed``: called
+    with other signals. Ignored signals (``nohup``) stay ignored, except Ctrl-C, which shells ignore for background
+    jobs."""
     loop = asyncio.get_running_loop()
     seen: set[signal.Signals] = set()
 

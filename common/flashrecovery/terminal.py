@@ -17,7 +17,7 @@ _CLAUSE = re.compile(r"[.;] ")
 
 
 def say(text: str) -> None:
-    """Print ``text`` to stderr, as of this package. Whoever reads that may have gone."""
+    """Print ``text`` to stderr, with this package's prefix. A closed stderr is ignored."""
     with suppress(OSError):
         print(wrapped(f"{PREFIX}{text}"), file=sys.stderr, flush=True)
 
@@ -54,7 +54,7 @@ def _break(line: str, width: int) -> int:
 
 
 class Handler(logging.Handler):
-    """The package's own warnings, where nobody has set up a log."""
+    """Shows the package's own warnings where no logging is configured."""
 
     def emit(self, record: logging.LogRecord) -> None:
         say(self.format(record).removeprefix(PREFIX))

@@ -395,9 +395,9 @@ class ProtectedLoop:
 
 
 def _decided(said: Sequence[bool]) -> bool | None:
-    """What a call that is made again has decided before, on whatever rank: a loop that has gone on after it, or has
-    ended, cannot take that back, and who is replaced has got no signal, and other time. None: nobody's loop has heard.
-    ``said``: to this rank's loop. A collective."""
+    """The earlier decision of a repeated call, on any rank; None: no loop has been told of one. A loop that continued
+    or ended after the call cannot take that back, and a replacement has got no signal, and sees another time. ``said``:
+    what this rank's loop was told. A collective."""
     found: list[bool | None] = [None] * dist.get_world_size()
     dist.all_gather_object(found, said[0] if said else None)
     known = [one for one in found if one is not None]

@@ -55,7 +55,7 @@ class FollowingLoader:
         if self._source is None or self._next != (at, replica, replicas):
             self._source = self._begin(at, replica, replicas)
         self._before_fetch()
-        self._next = None  # if it fails now, nobody knows where the source stands
+        self._next = None  # if the fetch fails, the source's position is unknown
         batch = next(self._source)
         self._taken += self._at_once(replicas)
         self._next = self.position + self._taken, replica, replicas

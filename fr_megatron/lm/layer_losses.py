@@ -1,9 +1,9 @@
-"""What layers of experts sum up in a step for its log, in a job that may have another size or layout by then.
+"""Losses that expert layers accumulate in a step for its log, in a job whose size or layout may change before the log.
 
-The log is a call of its own, and ranks may leave between the two, or the job goes back to a checkpoint of just there.
-Nobody would know what a rank that is gone has summed up, and a mean over micro-batches would be one over those of
-another size. So each step ends with what its log makes of it, on all ranks, and with the number of micro-batches that
-it is a mean of; whoever logs then says what would have been logged without a change.
+The log is a separate call. Between the two, ranks may leave, or the job may go back to a checkpoint of that point. The
+sums of a lost rank would be unknown, and a mean over micro-batches would use those of another size. So at the end of
+each step all ranks compute the values for the log, and the number of micro-batches in the mean. The rank that logs then
+prints what would have been logged without the change.
 """
 
 from __future__ import annotations

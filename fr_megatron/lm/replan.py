@@ -1,16 +1,16 @@
-"""Megatron-LM's loop in a job that goes on in another parallel layout (``--flash-recovery-parallelism MIN``).
+"""Megatron-LM's loop in a job that continues in another parallel layout (``--flash-recovery-parallelism MIN``).
 
-Its workers are started anew for another layout, so Megatron's own arguments have to say that layout before Megatron
-validates them; all that is derived from them follows by itself. The loop then goes round from its first iteration
-without computing anything, as in a replacement, up to the call from which the job goes on. There it needs what it has
-kept; of a dead rank nobody has that. So all ranks keep the same, in words that hold in every layout:
+The workers are restarted for the new layout, so Megatron's own arguments must describe that layout before Megatron
+validates them; everything derived from them follows. The loop then iterates from its first iteration without computing
+anything, as in a replacement, up to the call from which the job continues. There it needs the loop's state, which is
+lost with a dead rank. So all ranks keep the same state, in a form that is valid in every layout:
 
 =====================  ============================================================================================
-losses of a step       of the last stage, which hands them to the others; so all ranks sum up the same for the log
-where loaders stand    samples since the launch, of all replicas together; ranks that read nothing count along, and
-                       learn after an evaluation what rank 0 has read
+losses of a step       sent by the last stage to the others, so that all ranks have the same sums for the log
+loader positions       samples since the launch, over all replicas; ranks that read no data count, too, and learn
+                       after an evaluation what rank 0 has read
 losses of experts      for the log: as the last rank would log them, on all ranks (:mod:`.layer_losses`)
-the rest               is the same on all ranks: iterations that were skipped, the state of the rerun state machine
+the rest               is the same on all ranks: skipped iterations, the state of the rerun state machine
 =====================  ============================================================================================
 """
 
@@ -206,8 +206,8 @@ def check_flags(args: Any, recovery: Recovery) -> None:
         )
     if launched is not None and launched.min < 2 and given(args, "redundancy") == "neighbor":
         raise ConfigError(
-            "--flash-recovery-redundancy neighbor with --parallelism 1: a world of one rank has nobody to hold a copy; "
-            "2 or more, or auto, is allowed"
+            "--flash-recovery-redundancy neighbor with --parallelism 1: a world of one rank has no peer to hold "
+            "a copy; 2 or more, or auto, is allowed"
         )
     if launched is not None and (found := list(refused(args))):
         raise UnsupportedError(f"another parallel layout of Megatron-LM's loop with {'; '.join(found)}")

@@ -76,7 +76,7 @@ def dies_when_a_replica_has_just_left(training: Training, folder: Path, state: s
     job, _ = _second_death(training, folder, state)
     assert job.code != 0, job.explain()
     (failed,) = job.of("job_failed")
-    assert "cannot be recovered" in failed["reason"] or "nobody" in failed["reason"], job.explain()
+    assert "cannot be recovered" in failed["reason"] or "no rank" in failed["reason"], job.explain()
 
 
 def below_the_least(training: Training, folder: Path, saved: Saved) -> None:

@@ -76,7 +76,7 @@ def test_copies_that_may_not_fit_are_a_risk_and_no_reason() -> None:
 
 def test_settings_that_do_not_fit_are_refused() -> None:
     refuse_settings(replace(FIXED, unique=("w",)))
-    with pytest.raises(UnsupportedError, match="a world of one rank has nobody"):
+    with pytest.raises(UnsupportedError, match="a world of one rank has no peer"):
         refuse_settings(replace(FIXED, world=1, redundancy="neighbor"))
     with pytest.raises(UnsupportedError, match="the first is 'w'"):
         refuse_settings(replace(FIXED, redundancy="replica", unique=("w", "v")))

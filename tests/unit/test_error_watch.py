@@ -33,7 +33,7 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> Watched:
     return Watched(monkeypatch)
 
 
-def test_an_error_that_nobody_explains(watched: Watched) -> None:
+def test_an_unexplained_error(watched: Watched) -> None:
     watched.errors = ["tp"]
     for now in (0.0, 5.0, 9.9):
         watched.watch.look(now)

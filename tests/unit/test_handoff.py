@@ -130,7 +130,7 @@ def test_what_nobody_else_has_stays_where_it_is() -> None:
     assert world.leave("node1") == ""
     world.go_on(20)
     assert world.homes()[2:] == ["node1", "node1"] and not world.shut_down()
-    assert any("nobody else could give it its state" in text for text in world.notices("joining_process_given_up"))
+    assert any("no other rank could give it its state" in text for text in world.notices("joining_process_given_up"))
     assert "could not be handed over" in world.notices("node_leaves")[-1]
     assert world.run() is State.FINISHED
     steps = [e.resume_step for e in world.of(ev.RecoveryFinished)]  # type: ignore[attr-defined]

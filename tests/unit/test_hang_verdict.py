@@ -161,7 +161,7 @@ def test_nobody_is_accused_before_his_time_or_by_hearsay() -> None:
     assert judge([*waiting, position(1, {WORLD: 5}, age=9.0)]).kind is VerdictKind.LATER
     assert judge(waiting, absent=1).kind is VerdictKind.LATER, "the culprit's node has not answered"
     anybody = position(1, {WORLD: 5}, Operation(WORLD, "recv_any", 0, UNKNOWN, False))
-    assert judge([*waiting, anybody]).kind is VerdictKind.NOBODY, "it may wait for anybody"
+    assert judge([*waiting, anybody]).kind is VerdictKind.NO_CULPRIT, "it may wait for anybody"
 
 
 def test_ranks_whose_waiting_is_not_seen_are_told_apart_by_their_counts() -> None:
@@ -169,7 +169,7 @@ def test_ranks_whose_waiting_is_not_seen_are_told_apart_by_their_counts() -> Non
     ahead = [position(r, {WORLD: 6}) for r in (0, 2, 3)]
     found = judge([*ahead, position(1, {WORLD: 5})])
     assert list(found.accused) == [1] and "5 of 6 collectives in group 0" in found.accused[1]
-    assert judge([*ahead, position(1, {WORLD: 6})]).kind is VerdictKind.NOBODY, "all alike"
+    assert judge([*ahead, position(1, {WORLD: 6})]).kind is VerdictKind.NO_CULPRIT, "all alike"
     assert judge([*ahead, position(1, {WORLD: 6}, age=9.0)]).kind is VerdictKind.LATER, "about to be alike"
     found = judge([*(position(r, {WORLD: 6}, age=1.0) for r in (0, 2, 3)), position(1, {WORLD: 6})])
     assert list(found.accused) == [1], "the others move"

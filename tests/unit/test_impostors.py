@@ -507,7 +507,7 @@ def test_a_stranger_on_the_controllers_port_means_that_it_is_gone(
 
     with caplog.at_level(logging.WARNING, "flashrecovery"):
         asyncio.run(main())
-    told = [r for r in caplog.records if "nobody of this job is where it was expected" in r.getMessage()]
+    told = [r for r in caplog.records if "the process at the expected address is not of this job" in r.getMessage()]
     assert len(told) == 1  # of some ten attempts
 
 

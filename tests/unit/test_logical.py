@@ -114,9 +114,9 @@ def test_what_optimizer_state_there_is(tmp_path: Path) -> None:
 def test_a_part_that_nobody_has_is_named(tmp_path: Path) -> None:
     staging = written(tmp_path, 2, dict.fromkeys(SHAPES, 0), whole())
     alone = StagedFiles(tmp_path, [0], 3)
-    with pytest.raises(RestoreError, match=r"nobody alive holds \[6:12, 0:4\] of tensor 'rows'"):
+    with pytest.raises(RestoreError, match=r"no live rank holds \[6:12, 0:4\] of tensor 'rows'"):
         alone.fill([Wanted(torch.zeros(12, 4), (LogicalPart("rows", (12, 4), Box.whole((12, 4)), 0),))])
-    with pytest.raises(RestoreError, match="nobody has written logical tensor 'other'"):
+    with pytest.raises(RestoreError, match="no rank has written logical tensor 'other'"):
         staging.fill([Wanted(torch.zeros(2), (LogicalPart("other", (2,), Box.whole((2,)), 0),))])
 
 
@@ -143,7 +143,7 @@ def test_numbers_that_differ_are_refused(tmp_path: Path) -> None:
 
 def test_a_flipped_bit_is_noticed(tmp_path: Path) -> None:
     """Of what nobody else has written: what lies in the index that is damaged lies nowhere then."""
-    for what, said in (("rank1.data", "digest"), ("rank0.index", "nobody alive holds")):
+    for what, said in (("rank1.data", "digest"), ("rank0.index", "no live rank holds")):
         folder = tmp_path / what
         written(folder, 2, dict.fromkeys(SHAPES, 0), whole())
         data = bytearray((folder / what).read_bytes())

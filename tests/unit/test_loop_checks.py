@@ -19,7 +19,7 @@ KILL = Kill(0, 1, "backward", 0)
 RECOVERED = {"event": "recovery_finished", "victims": [0], "resume_step": 1, "generation": 1}
 MAIN = [*LINES, *END]
 DIED = [LINES[0], LINES[1], f"killed {KILL}", *LINES[1:], *END]
-START_AGAIN = {"event": "notice", "kind": "start_again", "generation": 1, "text": "nobody holds any state"}
+START_AGAIN = {"event": "notice", "kind": "start_again", "generation": 1, "text": "no rank holds any state"}
 EVENTS = [
     {"event": "job_started"},
     {"event": "failure_detected", "step": 1, "kind": "killed"},

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from flashrecovery.contract.shard_layout import LocalBox
 from flashrecovery.errors import RestoreError
-from flashrecovery.plan.reshard.boxes import NobodyHoldsError, Space
+from flashrecovery.plan.reshard.boxes import NoHolderError, Space
 from flashrecovery.plan.reshard.layouts import Placement, Share, chunked, replicated, sharded
 from flashrecovery.worker.reshard.redistribution import Change, Moved, redistribute
 
@@ -117,7 +117,7 @@ def test_what_is_nowhere_is_named() -> None:
     def work(group: dist.ProcessGroup, rank: int) -> Moved:
         return redistribute(group, rank, Change(SPACES, old, new), {}, boxes_of(new, rank, content=False))
 
-    assert all(isinstance(error, NobodyHoldsError) and "'rows'" in str(error) for error in in_threads(2, work))
+    assert all(isinstance(error, NoHolderError) and "'rows'" in str(error) for error in in_threads(2, work))
 
 
 def test_a_box_that_its_holder_does_not_have() -> None:

@@ -149,7 +149,7 @@ def test_each_shard_is_written_once_by_somebody_who_has_it() -> None:
 
 def test_what_nobody_has_is_named() -> None:
     records = {0: record(0, 5, ["a"])}
-    with pytest.raises(JobFailedError, match="nobody has shard 'x' at version 5"):
+    with pytest.raises(JobFailedError, match="no rank has shard 'x' at version 5"):
         assigned(records, {1: {"x": 100}}, 5)
 
 

@@ -219,7 +219,7 @@ def test_what_only_that_rank_had_is_missing_by_name(tmp_path: Path) -> None:
     written(tmp_path, {0: ["rows"], 1: ["columns"]})
     (tmp_path / "rank0.index").write_bytes(b"nothing")
     staging = StagedFiles(tmp_path, [0, 1], 3)
-    with pytest.raises(RestoreError, match=r"nobody has written the state that is no tensor; .*rank0\.index"):
+    with pytest.raises(RestoreError, match=r"no rank has written the state that is no tensor; .*rank0\.index"):
         _ = staging.common
     (tmp_path / "rank1.index").unlink()
     with pytest.raises(RestoreError, match=r"rank0\.index.*rank1\.index"):

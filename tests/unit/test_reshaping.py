@@ -13,7 +13,7 @@ from flashrecovery.contract.elastic_adapter import ElasticAdapter
 from flashrecovery.contract.shard_layout import Prepared, ShardedTensor, ShardLayout
 from flashrecovery.errors import JobFailedError, RestoreError
 from flashrecovery.plan import Kind
-from flashrecovery.plan.reshard.boxes import NobodyHoldsError
+from flashrecovery.plan.reshard.boxes import NoHolderError
 from flashrecovery.plan.reshard.layouts import chunked, sharded
 from flashrecovery.proto import flashrecovery_pb2 as pb
 from flashrecovery.state.shard import ShardSource
@@ -190,7 +190,7 @@ def test_dropped_with_any_other_stop(layout: tuple[int, ...]) -> None:
 def test_what_nobody_keeps() -> None:
     reshaping, registry, _, _ = rank_of_two()
     registry.resize((0,), 0)
-    with pytest.raises(NobodyHoldsError, match=r"\[4:7, 0:2\]"):
+    with pytest.raises(NoHolderError, match=r"\[4:7, 0:2\]"):
         reshaping.make_ready(message(custody=False), 5, 1, corrupt=False)
     assert reshaping.settle((0,)) == -1
 

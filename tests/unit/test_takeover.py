@@ -219,7 +219,7 @@ def test_where_all_processes_have_died_nothing_begins_from_zero(checkpoint: bool
     if checkpoint:
         assert machine.job.state is State.REPLACING and "taken_over" in kinds
     else:
-        assert machine.job.state is State.FAILED and "nobody holds any state" in machine.job.failure_reason
+        assert machine.job.state is State.FAILED and "no rank holds any state" in machine.job.failure_reason
 
 
 def all_dead_beyond_the_launch(world: int, most: int, ranks: int) -> Machine:

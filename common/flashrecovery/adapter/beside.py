@@ -140,7 +140,7 @@ class AttributesShard(Shard):
 
     def tensors_and_values(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
         node, tensors = self._beside.read()
-        # the same objects as long as they are: whoever copies them looks only then
+        # Return the same objects while nothing has changed: a caller that copies them copies only what is new.
         same = tensors.keys() == self._seen.keys() and all(
             tensors[key].data_ptr() == seen.data_ptr()
             and tensors[key].shape == seen.shape
@@ -289,7 +289,7 @@ def _template(parameters: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def _is_read(value: object) -> bool:
-    """An object of somebody's own class, without C++ behind it."""
+    """An object of a user-defined class, without C++ behind it."""
     kind = type(value)
     plain = hasattr(value, "__dict__") and all(not one.__module__.startswith("torch") for one in kind.__mro__)
     return plain and not isinstance(value, (nn.Module, type)) and not callable(value)

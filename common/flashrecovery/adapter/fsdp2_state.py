@@ -249,8 +249,8 @@ class Flags:
 
 
 def _kept_of(state: Any) -> list[bool] | None:
-    """Of each group, whether its parameters stay gathered after the forward pass. None: nobody has said so, and torch
-    keeps those of the root."""
+    """For each group, whether its parameters stay gathered after the forward pass. None: not configured; torch then
+    keeps those of the root gathered."""
     automatic = state._auto_reshard_after_forward
     return None if automatic else [group.post_forward_mesh_info is None for group in _groups_of(state)]
 

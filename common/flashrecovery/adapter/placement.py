@@ -6,7 +6,7 @@ A shard's name carries the coordinate that makes it unique, so that equal names 
     param/lin.weight#dp_shard=1/4    piece 1 of 4; the holders are the ranks with this coordinate (FSDP2, HSDP)
     param/lin.weight#group=2         replicated, but only over a group whose lowest rank is 2
     param/lin.weight#stand=1         the same in an elastic job: the ranks whose model rank in their replicas is 1
-    param/lin.weight#rank=3          nobody synchronises it: it exists on rank 3 alone
+    param/lin.weight#rank=3          not synchronised: it exists on rank 3 alone
 """
 
 from __future__ import annotations

@@ -45,7 +45,7 @@ class Copier:
             self._files.append(followed)
 
     def close(self) -> None:
-        """Everything that is there by now is copied, unless nobody reads it."""
+        """Copy everything written so far, then stop. If the reader is gone, nothing more is copied."""
         self._over.set()
         self._thread.join(_LAST_S)
 
@@ -55,7 +55,7 @@ class Copier:
                 self._look()
             self._look()
         except OSError:
-            pass  # whoever read it is gone; the logs themselves are there
+            pass  # the reader is gone; the log files themselves are complete
 
     def _look(self) -> None:
         with self._lock:

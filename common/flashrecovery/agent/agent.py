@@ -252,7 +252,7 @@ class Agent:
         """Whether a controller is there; the workers are told of every change."""
         self._hears = heard
         if self._drains_for and not heard and not self._processes.ending:
-            self._tasks.start(self.shutdown(self._drains_for))  # nobody is there who could have its ranks moved
+            self._tasks.start(self.shutdown(self._drains_for))  # no controller that could move its ranks
         for process in self.workers():
             if process.knows_controller is not heard:
                 process.knows_controller = heard

@@ -1,11 +1,11 @@
-"""What of a framework's inside is used, by name, and whether the installed version has it.
+"""Which internals of a framework are used, by name, and whether the installed version has them.
 
-Recovery needs more of torch, DeepSpeed, Megatron, the Trainer and accelerate than they promise to keep. A version
-number does not tell whether it is there: a vendor's builds, nightlies and patch releases have their own. So every
-private thing belongs to a :class:`Capability` with probes, which look at the installed code itself (:mod:`.probes`).
-Where versions differ, a capability has several ways; the first one whose probes all succeed is taken, and the code that
-uses it asks which (:meth:`Capability.takes`). Without any way, whoever needs it is refused before training, by what is
-missing and not by a version; the versions that were tested are only named in a notice (docs/versions.md).
+Recovery needs more of torch, DeepSpeed, Megatron, the Trainer and accelerate than their public APIs. A version number
+does not tell whether an internal exists: vendor builds, nightlies and patch releases differ. So every private name
+belongs to a :class:`Capability` with probes, which look at the installed code itself (:mod:`.probes`). Where versions
+differ, a capability has several ways. The first one whose probes all succeed is used, and the code asks which one that
+is (:meth:`Capability.takes`). If no way works, a feature that needs the capability is refused before training. The
+error names what is missing, not a version; tested versions are only named in a notice (docs/versions.md).
 
 ``tests/unit/test_capabilities.py`` fails if a private name of a framework is used that no capability covers. A package
 registers its :class:`Framework` as an entry point in the group :data:`ENTRY_POINTS`, so that ``flashrecovery doctor``
@@ -45,7 +45,7 @@ class Capability:
         name: short, as errors and ``flashrecovery doctor`` show it.
         purpose: what it is needed for.
         ways: the newest first.
-        otherwise: what is done without any of them; "": whoever needs it is refused.
+        otherwise: what is done without any of them; "": features that need it are refused.
     """
 
     name: str
@@ -127,7 +127,7 @@ class Framework:
         return exists(self.package)
 
     def probe(self) -> None:
-        """Look for everything now, so that whoever needs it later need not wait."""
+        """Look for everything now, so that later callers need not wait."""
         for one in self.capabilities:
             one.missing()
 

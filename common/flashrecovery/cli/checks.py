@@ -164,7 +164,7 @@ def nccl(environment: Mapping[str, str], wanted: bool) -> list[Finding]:
 
 
 def _lifeline_works() -> bool:
-    """A thread that holds a lifeline ends, and whoever waits for that is told."""
+    """Whether a waiter is woken when a thread that holds a lifeline ends."""
     page = Page.create("doctor")
     lifeline = Lifeline(page.fd)
     thread = threading.Thread(target=lifeline.hold, name="flashrecovery-lifeline-check")
@@ -266,7 +266,7 @@ def memory() -> list[Finding]:
 
 def clock() -> list[Finding]:
     """Each step tag carries a monotonic time; where reading the clock is a system call, tags become slow."""
-    cost = min(_reading_ns(400) for _ in range(5))  # whoever else is busy here interrupts some
+    cost = min(_reading_ns(400) for _ in range(5))  # other processes on this host interrupt some
     source = Path("/sys/devices/system/clocksource/clocksource0/current_clocksource")
     name = source.read_text().strip() if source.exists() else "unknown source"
     found = f"{name}, {cost:.0f} ns a reading"

@@ -114,7 +114,7 @@ def _size_at(sizes: Sequence[Size], at: float) -> float:
 
 
 def _spread(columns: Columns, values: Sequence[float | None], first: int, cells: int) -> list[float | None]:
-    """One value a cell, also where nobody has looked."""
+    """One value per cell, also where nothing was measured."""
     found: list[float | None] = [None] * cells
     for at, value in zip(columns.at_s, values, strict=True):
         found[round(at / columns.width_s) - first] = value

@@ -57,7 +57,7 @@ PLACES = (
     _option("--elastic", default=None, help="MIN:MAX replicas: where a rank cannot be replaced, go on without it."),
     _option("--log", type=click.Choice(["0", "all", "none"]), default=None, help="Ranks whose output is shown live."),
 )
-"""How many ranks there are, and where; whoever starts one task for each rank has decided it."""
+"""How many ranks there are, and where; a launcher that starts one task per rank decides this itself."""
 OWN = (
     _option(*_both("spare-nodes"), type=int, default=None, help="Further nodes that wait for one of these to be lost."),
     _option("--node-name", default=None, help="This node's name, unique in the job; default: the host name."),

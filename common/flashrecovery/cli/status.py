@@ -190,7 +190,7 @@ def ask(address: str, access: Access) -> JobView | None:
     """Ask the controller at ``host:port``; None if none answers within two seconds.
 
     Raises:
-        StrangerError: somebody else listens there.
+        StrangerError: another process listens there.
     """
     found = asyncio.run(_status(address, access))
     if found is None:

@@ -181,7 +181,7 @@ class HangDetector:
         self._next_at = look.began + self._pause_s
         if not repeated or found.kind is VerdictKind.LATER:
             return None
-        if found.kind is VerdictKind.NOBODY:
+        if found.kind is VerdictKind.NO_CULPRIT:
             told, self._told = self._told, found.text
             return found if told != found.text else None
         return found

@@ -55,8 +55,8 @@ def has_all(record: RankRecord, version: int) -> bool:
 
 
 def writers(stopped: Sequence[RankRecord], gone: Sequence[RankRecord], version: int) -> dict[int, int]:
-    """Who writes the part of each rank that is gone: of those that have all that it had, besides its own state, the one
-    with the fewest parts. Of whom nobody has it is not in there."""
+    """The writer of each lost rank's part: among the ranks that have all that it had, except its rank-local state, the
+    one that writes the fewest parts. A part that no rank has is missing from the result."""
     there = {record.rank: names_at(record, version) for record in stopped}
     found: dict[int, int] = {}
     for record in gone:
@@ -155,7 +155,7 @@ class LastSave:
         self._version = newest_whole(stopped, gone if job.changes else ())
         if self._version <= 0:
             if job.changes and stopped and gone:
-                self._say_not_written(f"nobody has what {ranks_text([r.rank for r in gone])} alone had")
+                self._say_not_written(f"no rank has what {ranks_text([r.rank for r in gone])} alone had")
             job.shut_down()
             return
         if not job.keeps_last:

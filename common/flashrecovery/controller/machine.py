@@ -602,7 +602,7 @@ class Machine:
     def on_tick(self, now: float) -> None:
         """Look at the deadlines; call a few times a second."""
         if self.job.state in (State.FAILED, State.FINISHED):
-            self.job.homeless_since = None  # nobody is waited for any more
+            self.job.homeless_since = None  # the job waits for no node any more
         if self.job.state is State.STARTING:
             self._resizing.begins_anew()
         if self.job.round.retry_at is not None and now >= self.job.round.retry_at:
@@ -650,7 +650,7 @@ class Machine:
         self.watch.report_stragglers(now)
 
     def _handle_plans(self, now: float) -> None:
-        """Changes that nobody has suffered, but somebody wants."""
+        """Planned changes: drains, resizes and changes of parallelism."""
         self.drain.tick(now)
         if not self._parallelism.under_way:
             self._growing.grow_by_itself(now)
@@ -670,8 +670,8 @@ class Machine:
     def _are_late(self, late: Mapping[int, Ordered], now: float) -> None:
         """These ranks, each with what it was asked, have missed a deadline: all of them are victims, of one recovery.
 
-        Where nobody at all has answered, it may not be the ranks' fault, and to replace all of them would lose
-        everything: they are asked once more.
+        If no rank has answered at all, it may not be the ranks' fault, and replacing all of them would lose all state:
+        they are asked once more.
         """
         empty = sorted(rank for rank in late if self.job.ranks[rank].place is Place.EMPTY)
         survivors = {r.rank for r in self._steps.survivors()}

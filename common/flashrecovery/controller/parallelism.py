@@ -70,7 +70,7 @@ class Parallelism:
         return KeepLayout()
 
     def why_not_written(self, step: RelayoutStep) -> str:
-        """Why the state cannot be written, if that is the next step: what nobody has; "" if it can."""
+        """Why the state cannot be written, if that is the next step: what no rank has; "" if it can."""
         return ""
 
     def carry_out(self, step: RelayoutStep, now: float) -> None:

@@ -126,8 +126,8 @@ class RecoverySteps:
         self.send_restore(now)
 
     def _saved_state(self) -> Decision | None:
-        """The newest state that an earlier launch has left, in memory or on disk; None if there is none, or it is of no
-        use and the job has failed: what somebody asks for is not quietly begun anew."""
+        """The newest state that an earlier launch left, in memory or on disk. None if there is none, or if it cannot
+        be used; then the job has failed, because a requested resume must not silently start from scratch."""
         found = self._job.checkpoints
         found += [last for last in self._job.earlier.left_last if not found or last[0] >= found[-1][0]]
         checkpoint = self._job.checkpoint
@@ -208,9 +208,9 @@ class RecoverySteps:
     def _joins(self, victims: Sequence[int]) -> bool:
         """Whether further victims can be taken into the recovery under way, in its generation.
 
-        Until the version is decided on, nothing depends on who is alive: a survivor's hold and stop are its own, and
-        what it has reported stays true whoever else dies. From then on the plan counts on everybody. And a rank that
-        has been filled in this generation must not be filled in it again: its two processes could not be told apart.
+        Until the version is decided on, nothing depends on who is alive: each survivor holds and stops independently,
+        and its report stays true when another rank dies. From then on the plan counts on every rank. And a rank that
+        was filled in this generation must not be filled in it again: its two processes could not be told apart.
         """
         if self._job.state not in (State.QUIESCING, State.REPLACING) or self._job.recovery is None or not victims:
             return False
@@ -228,7 +228,7 @@ class RecoverySteps:
         self._replace(victims, now)
 
     def _replace(self, victims: Sequence[int], now: float) -> None:
-        """Fill these ranks again, and go on if there is somebody to go on from."""
+        """Fill these ranks again, and continue if a survivor has state to continue from."""
         lost = self._resizing.without_replacement(victims)
         if lost and not self._do_without(lost):
             if self._job.state is State.FAILED:
@@ -596,7 +596,7 @@ class RecoverySteps:
             self._job.history.append(recovery)
             self._job.recovery = None
             slowest = slowest_start(self._job.ranks[rank] for rank in recovery.victims if rank in self._job.ranks)
-            staying = () if anew else self._job.ranks  # in another layout nobody takes the place of anybody
+            staying = () if anew else self._job.ranks  # in another layout no process replaces a particular one
             self._job.emit(recovery.finished_event(self._job.generation, staying, slowest))
         if self._job.places[Place.DONE] and self._job.all_in(*THROUGH):
             for r in self._job.ranks.values():

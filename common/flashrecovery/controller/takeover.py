@@ -233,7 +233,7 @@ class TakeOver:
         if self._job.checkpoint is not None:
             self._job.command(AGENT, self._job.saved())
         replanned = self._job.config.parallelism is not None
-        if replanned and not self._parallelism.inherit(self._staging):  # else nobody will read what was written there
+        if replanned and not self._parallelism.inherit(self._staging):  # what was written there will not be read
             self._job.command(AGENT, pb.Command(drop_staging=pb.DropStaging()))
         homes = {r.home for r in self._job.ranks.values()}
         for node in self._job.nodes.values():
@@ -253,14 +253,14 @@ class TakeOver:
             return
         if len(missing) == len(records) and self._job.checkpoint is None:
             self._job.fail(
-                f"{said}, so nobody holds any state; start the job again, with --resume if it had checkpoints"
+                f"{said}, so no rank holds any state; start the job again, with --resume if it had checkpoints"
             )
             return
-        unknown = self._nobody_says_which_replica()
+        unknown = self._ranks_of_unknown_replica()
         if unknown:
             self._job.fail(
-                f"{said}, and nobody is left who says which ranks make up a replica, so nobody knows what ranks "
-                f"{unknown}, which the launch did not have, are to begin as; start the job again, with --resume"
+                f"{said}, and no remaining rank says which ranks make up a replica, so the state with which ranks "
+                f"{unknown}, which the launch did not have, must begin is unknown; start the job again, with --resume"
             )
             return
         uneven = unequal_ends(records)
@@ -278,9 +278,7 @@ class TakeOver:
             return
         if self._job.places[Place.RELEASED] or self._job.places[Place.FINISHED]:
             unknown = [r.rank for r in records if r.place not in _GOING]
-            self._job.fail(
-                f"{said}; all have taken their last step, but how ranks {unknown} have ended, nobody here knows"
-            )
+            self._job.fail(f"{said}; all have taken their last step, but how ranks {unknown} have ended is unknown")
             return
         self._job.last_failure = self._job.last_failure or f"{said}, not all of them in their loop"
         self._job.membership.unsure = self._job.config.elastic is not None
@@ -289,7 +287,7 @@ class TakeOver:
         self._job.recovered_before = any(known.generation > known.restarts for known in (heard, written))
         trained |= self._job.recovered_before
         if not trained and len(missing) < len(records):
-            # Of starts that nobody here has heard of some nodes may have set-up logs, and come back.
+            # Nodes may come back with set-up logs of starts that this controller has not heard of.
             self._job.restarts = max(self._job.restarts, written.restarts)
             self._settle_found(now)
             self._starting.start_again(f"{said}, before the first step", now)
@@ -305,7 +303,7 @@ class TakeOver:
                 self._job.outbox.expect(record.rank, Ordered.REPLACE, limit)
         self._steps.enter("controller", now, missing)
 
-    def _nobody_says_which_replica(self) -> list[int]:
+    def _ranks_of_unknown_replica(self) -> list[int]:
         """Ranks beyond the launch that are to be filled and may be of replicas of several ranks, if no process is left
         that has said so: begun at another place of its replica than its own, such a rank would train with other
         values than it should."""

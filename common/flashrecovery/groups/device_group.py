@@ -1,9 +1,9 @@
-"""The script's own group over which a recovery's tensors travel from device to device.
+"""The script's process group that carries a recovery's tensors between devices.
 
-It is the first group over all ranks (those of the default group, which is made first) whose backend is NCCL: one that
-exists in every process, in the same order, and is connected in ``attach`` like every other. No group of our own is made
-for it, which would cost its communicator's memory and a second or more in every recovery. What goes over it is none of
-the script's: nobody counts it, and no stand-in answers it.
+It is the first group over all ranks (those of the default group, which is made first) whose backend is NCCL. It exists
+in every process, in the same order, and is connected in ``attach`` like every other group. A separate group would cost
+the memory of its communicator, and a second or more in every recovery. A recovery's traffic is not the script's: it is
+not counted, and no stand-in answers it.
 """
 
 from __future__ import annotations

@@ -107,7 +107,7 @@ def drain(deadline_s: float) -> DrainReport:
     module = native_build.loaded()
     if module is None:
         return DrainReport(True, 0.0)
-    # Whoever polls hears of an abandonment by its count, before it has come to every group.
+    # A poller sees an abandonment by its count, before the abandonment has reached every group.
     if STATE.abandoning.acquire(timeout=max(deadline_s, 0.0)):
         STATE.abandoning.release()
     named = [(g.name, outer) for g in groups() if (outer := g.outer()) is not None and module.is_abandoned(outer)]
@@ -194,7 +194,7 @@ def attach(store: Store | Servers, generation: int, deadline_s: float) -> Attach
 
 def _part(module: Any, group: ManagedGroup, stores: StoresInUse, device: Any) -> Part:
     """``device``: the one that this process uses. A group of one rank is connected by its first operation, which waits
-    for nobody."""
+    for no peer."""
     if group.size == 1:
         return Part(group.request, HashStore, _timeout(module, group))
     return Part(group.request, partial(stores.of, group.request), _timeout(module, group), device)

@@ -18,9 +18,9 @@ class PacedNetwork:
         self.first_tag: int = self._native.PACED_TAG
 
     def begin(self, nbytes: int, window_s: float, rate: float) -> None:
-        """A copy of ``nbytes`` begins, which nobody needs for ``window_s`` seconds.
+        """A copy of ``nbytes`` begins, which is not needed for ``window_s`` seconds.
 
-        ``rate``: bytes a second at which it goes if nothing holds it back; 0 if that is not known.
+        ``rate``: bytes a second without throttling; 0 if unknown.
         """
         self._native.pace_begin(nbytes, window_s, rate)
 

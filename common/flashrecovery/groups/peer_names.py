@@ -1,12 +1,12 @@
-"""Keeps torch from asking for the names of its peers.
+"""Keeps torch from looking up the host names of its peers.
 
-For its log, torch looks up the host name of every connection to a TCPStore, in the client and in the server, whose one
-thread serves nobody meanwhile. Where the addresses have no names, or a reply of the name server gets lost, that is
-seconds for each rank that connects (5 s is the resolver's backoff), in the middle of a recovery. torch stops asking
-for the whole process as soon as one look-up has failed (``formatSockAddr`` in torch 2.13): so the first one is made to
+For its log, torch looks up the host name of every connection to a TCPStore, in the client and in the server, whose only
+thread serves no client meanwhile. Where the addresses have no names, or a reply of the name server gets lost, this
+takes seconds for each rank that connects (5 s is the resolver's backoff), in the middle of a recovery. torch stops
+asking for the whole process once one look-up has failed (``formatSockAddr`` in torch 2.13). So the first one is made to
 fail, on a connection of this process to itself.
 
-And where this rank can be reached by the others (:func:`own_address`): as gloo chooses it.
+Also here: the address at which other ranks reach this one (:func:`own_address`), as gloo chooses it.
 """
 
 from __future__ import annotations

@@ -43,10 +43,10 @@ class OpInfo:
         op: what it is, e.g. ``all_reduce``.
         since: when it started, seconds on the monotonic clock.
         peer: global rank of the other side of a send or receive, :data:`EVERYBODY` for a collective, :data:`UNKNOWN` if
-            nobody can say whose turn it is.
-        number: of a collective, its number among the collectives of the group: equal ones have equal numbers on every
-            rank. The n-th send to a peer meets its n-th receive from this rank.
-        certain: it has not finished; otherwise that is known only once it has been waited for.
+            the other side cannot be known.
+        number: for a collective, its number among the collectives of the group: the same on every rank. The n-th send
+            to a peer meets its n-th receive from this rank.
+        certain: it certainly has not finished; if false, that is known only once it has been waited for.
     """
 
     group: str
@@ -237,8 +237,8 @@ def set_operation_hook(callback: Callable[[str, str], None] | None) -> None:
 
 
 def stand_in(on: bool) -> None:
-    """While ``on``, the script's operations are answered locally, as if every rank had this rank's data. Nobody hears
-    of them, and what is inside the groups stays connected. The recovery's own groups go on as they are."""
+    """While ``on``, the script's operations are answered locally, as if every rank had this rank's data. Nothing is
+    sent, and the groups stay connected. The recovery's own groups are not affected."""
     module = native_build.loaded()
     if module is None:
         return
@@ -250,7 +250,7 @@ def stand_in(on: bool) -> None:
 
 @contextmanager
 def apart_from_steps() -> Iterator[None]:
-    """What this thread communicates in here belongs to no step: nobody counts it, and no stand-in answers it."""
+    """What this thread communicates in here belongs to no step: it is not counted, and no stand-in answers it."""
     module = native_build.loaded()
     if module is None:
         yield
@@ -348,9 +348,9 @@ def _create(request: GroupRequest, store: Store) -> Any:
     STATE.world = max(STATE.world, request.size)  # the default group is the first one
     STATE.made[request.name] += 1
     outer = module.create(request.rank, request.size, request.name, request.kind, request.timeout, request.sparse)
-    # What stands alone has nobody to wait for. But torch takes the rank in the first NCCL backend of a process for that
-    # of the process, by which it chooses a GPU (ProcessGroupNCCL::globalRank), and in a replacement the groups of one
-    # rank would come first. So they come when the others do, after the default group.
+    # A group of one rank has no peer to wait for. But torch takes the rank in the first NCCL backend of a process for
+    # the rank of the process, by which it chooses a GPU (ProcessGroupNCCL::globalRank), and in a replacement the groups
+    # of one rank would come first. So they are connected with the others, after the default group.
     if not STATE.detached or (request.size == 1 and request.kind != "nccl"):
         inners = _connect(module, request, store)
         module.exchange(outer, inners.backends, inners.devices)

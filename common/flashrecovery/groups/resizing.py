@@ -67,8 +67,8 @@ def numbers() -> dict[int, int]:
 
 
 def numbers_now(launched: Sequence[int]) -> list[int]:
-    """The numbers, in a job that has changed its size, of what were these ranks of the launch for whoever has made a
-    list of them: a group's, for example."""
+    """Translate a list of ranks as launched (a group's, for example) to the current numbers, in a job that has changed
+    its size."""
     return (
         [numbers()[rank] for rank in members_of(launched, STATE.members, STATE.me, STATE.shape)] if STATE.shape else []
     )
@@ -84,7 +84,7 @@ def _resize(group: ManagedGroup, number: dict[int, int], me: int, shape: Replica
         staying = tuple(rank for rank in group.launched if rank in number)
     if staying != group.ranks:
         rank, size = staying.index(me), len(staying)
-        if group.size == 1:  # no stop has detached it, because nobody else was in it
+        if group.size == 1:  # no stop has detached it, because it has no other member
             native_build.native().exchange(outer, [], [])
         native_build.native().renumber(pg, outer, rank, size)
         group.became(replace(group.request, ranks=staying, rank=rank, size=size))

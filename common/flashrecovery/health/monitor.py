@@ -174,7 +174,7 @@ class HealthMonitor:
             return
         try:
             self._loop.call_soon_threadsafe(self._tell, callback, what)
-        except RuntimeError:  # the loop has been closed between the look and here: nobody is left to tell
+        except RuntimeError:  # the loop was closed since the check above: there is nothing left to notify
             self._stop.set()
 
     def _tell(self, callback: Callable[..., None], what: object) -> None:

@@ -1,7 +1,7 @@
-"""One host's side of a launch by ``--hostfile``: starts the host's agent as it is told on standard input.
+"""One host's side of a launch by ``--hostfile``: starts the host's agent as instructed on standard input.
 
-The agent writes to a file, which is shown on standard output for as long as somebody reads it: an agent must outlive
-the terminal, and the connection, that it was started from. The line ``stop`` ends it; the end of the input does not.
+The agent writes to a file, which is copied to standard output while that has a reader: an agent must outlive the
+terminal, and the connection, that it was started from. The line ``stop`` ends it; the end of the input does not.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def main() -> None:
         for data in _written(file, agent):
             shown = shown and _say(data)
     _say(f"{ENDED}\n".encode())
-    os._exit(agent.returncode if agent.returncode >= 0 else 128 - agent.returncode)  # flushes to nobody
+    os._exit(agent.returncode if agent.returncode >= 0 else 128 - agent.returncode)  # no flush: the reader may be gone
 
 
 def _own_environment() -> dict[str, str]:
@@ -80,7 +80,7 @@ def _written(file: BinaryIO, agent: subprocess.Popen[bytes]) -> Iterator[bytes]:
 
 
 def _say(data: bytes) -> bool:
-    """Whether somebody still reads."""
+    """Write to standard output. Returns whether it still has a reader."""
     try:
         sys.stdout.buffer.write(data)
         sys.stdout.buffer.flush()

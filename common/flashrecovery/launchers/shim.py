@@ -1,5 +1,5 @@
-"""Programs named as the usual launchers, for images and scripts that nobody can edit: first in PATH, they pass on to
-``flashrecovery run``."""
+"""Programs with the names of the usual launchers, for images and scripts that cannot be edited: first in PATH, they
+call ``flashrecovery run``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What others may see of a job: metrics for Prometheus, a web page with its JSON, and a trace of each recovery.
+"""Observability of a job: metrics for Prometheus, a web page with its JSON, and a trace of each recovery.
 
 ::
 
@@ -11,8 +11,8 @@
     spans.py       events -> spans, pure;  otel.py hands them to OpenTelemetry
     observer.py    puts together what the settings ask for
 
-Nothing here can change the job: facts are read, on the event loop of the controller or agent, only when somebody asks.
-With the settings off, nothing of it is imported but this file and ``observer.py``.
+Nothing here can change the job: facts are read on request only, on the event loop of the controller or agent. With the
+settings off, only this file and ``observer.py`` are imported.
 """
 
 from flashrecovery.observe.observer import Observer

@@ -69,11 +69,10 @@ class Goodput:
 
 
 class JobClock:
-    """Seconds since the job's first launch, of the events of one controller after another.
+    """Seconds since the job's first launch, for the events of successive controllers.
 
-    Within one controller CLOCK_MONOTONIC counts, so that somebody who sets the host's clock changes nothing. Another
-    controller may be on another machine, with another such clock: between two the time of day counts, and never goes
-    back.
+    Within one controller CLOCK_MONOTONIC counts, so that setting the host's clock changes nothing. The next controller
+    may be on another machine, with another such clock: between the two the time of day counts, and never goes back.
     """
 
     def __init__(self) -> None:

@@ -1,7 +1,7 @@
-"""Hands each recovery's spans to OpenTelemetry. Needs the extra ``otel``.
+"""Exports each recovery's spans to OpenTelemetry. Needs the extra ``otel``.
 
-The exporter sends from a thread of its own. If nobody answers, the spans are lost after its own retries; the job does
-not notice.
+The exporter sends from its own thread. If the collector does not answer, the spans are lost after the exporter's
+retries; the job is not affected.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class RecoveryTracer:
         resource = Resource.create(
             {"service.name": "flashrecovery", "host.name": socket.gethostname(), "flashrecovery.run_dir": run_dir}
         )
-        # its own provider, not the process-wide one: whoever embeds the controller keeps theirs
+        # its own provider, not the process-wide one: a program that embeds the controller keeps its provider
         self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)
         self._provider.add_span_processor(processor)
         self._tracer = self._provider.get_tracer("flashrecovery")

@@ -56,7 +56,7 @@ class Panel:
 
 @dataclass(frozen=True)
 class Bar:
-    """Something that has lasted for a time: x, width and class, and what it says when somebody points at it."""
+    """Something that lasted for a time: x, width, CSS class, and the text shown on hover."""
 
     x: float
     width: float
@@ -116,7 +116,13 @@ def picture_of(course: Course, *, recent: bool = False) -> Picture:
     ]
     strip += [_bar(scale, m.at_s, m.total_s, "recovery", mark_text(m)) for m in _together(scale, marks)]
     return Picture(
-        name, title, _in_words(course, marks), tuple(panels), tuple(strip), tuple(_lines(scale, marks)), _times(scale)
+        name,
+        title,
+        _alternative_text(course, marks),
+        tuple(panels),
+        tuple(strip),
+        tuple(_lines(scale, marks)),
+        _times(scale),
     )
 
 
@@ -265,7 +271,7 @@ def _diagrams(columns: Columns, course: Course) -> list[_Diagram]:
 
 
 def _with_gaps(values: Sequence[tuple[float, float | None]], width: float) -> Values:
-    """With an unknown value wherever nobody has looked for a while."""
+    """Insert an unknown value wherever nothing was measured for a while."""
     found: list[tuple[float, float | None]] = []
     for at, value in values:
         if found and at - found[-1][0] > 2.5 * width:  # a look may come a little late, into the next bucket
@@ -386,8 +392,8 @@ def _time_text(seconds: int) -> str:
     return "0"
 
 
-def _in_words(course: Course, marks: Sequence[RecoveryMark]) -> str:
-    """What somebody who does not see the picture is told."""
+def _alternative_text(course: Course, marks: Sequence[RecoveryMark]) -> str:
+    """The text alternative of the picture, for screen readers."""
     parts = [f"{course.state or 'A job'} after {seconds_text(course.seconds)}"]
     if course.version >= 0:
         parts.append(f"{course.version:,} {course.step_word}s committed")

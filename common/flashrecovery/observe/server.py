@@ -1,9 +1,9 @@
-"""The HTTP server: ``/metrics`` for Prometheus, ``/api/status``, ``/api/history`` and ``/api/course`` as JSON, the last
-one as pictures, too, and the page at ``/``.
+"""The HTTP server: ``/metrics`` for Prometheus; ``/api/status``, ``/api/history`` and ``/api/course`` as JSON, the last
+one also as pictures; and the page at ``/``.
 
-It runs on the event loop of the controller or agent. There only the facts are read, which takes a few microseconds a
-rank; they are formatted in another thread, so that a job of thousands of ranks is not held up in a recovery by somebody
-who looks at it. Only GET is answered, and nothing that is served changes anything.
+It runs on the event loop of the controller or agent. The loop only reads the facts, which takes a few microseconds a
+rank; another thread formats them, so that requests do not delay a recovery in a job of thousands of ranks. Only GET is
+answered, and no request changes anything.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ log = logging.getLogger("flashrecovery.observe")
 
 
 def _is_of_the_server(record: logging.LogRecord) -> bool:
-    """Whoever sends something else than HTTP (a port scan) is answered, and is nothing that an operator must know."""
+    """Whether a log record is worth showing. A client that does not speak HTTP (a port scan) gets an answer, and is not
+    worth a message to the operator."""
     error = record.exc_info[1] if record.exc_info else None
     return not isinstance(error, HttpProcessingError)
 

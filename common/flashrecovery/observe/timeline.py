@@ -121,14 +121,13 @@ class Bucket:
 
 
 class Columns(BaseModel):
-    """A series as JSON: equally long lists, and of each bucket one value in each; null: not known.
+    """A series as JSON: lists of equal length, with one value for each time bucket; null: unknown.
 
-    ``at_s``: its beginning, in seconds since the job's launch; ``width_s``: how long it is; ``seconds``: how much of
-    that was looked at; ``steps`` and ``tokens`` that were committed meanwhile, ``version``: the newest of them at its
-    end. ``step_s`` and ``own_s``: time of a step, and of a rank's own work in it, half of the ranks need at most so
-    long; ``*_low_s``, ``*_high_s``: 10 and 90 % of them; ``*_most_s``: the longest, which ``*_most_rank`` needs.
-    ``ranks``: of a small job, the own work of each rank. ``counts``: samples of step, own work and ranks, for whoever
-    makes the buckets wider.
+    ``at_s``: the bucket's start, in seconds since the job's launch; ``width_s``: its width; ``seconds``: how much of
+    it was observed. ``steps``, ``tokens``: those committed in it; ``version``: the newest at its end. ``step_s`` and
+    ``own_s``: duration of a step, and of a rank's own work in it, as medians over ranks; ``*_low_s``, ``*_high_s``: the
+    10th and 90th percentiles; ``*_most_s``: the maximum, reached by ``*_most_rank``. ``ranks``: in a small job, the own
+    work of each rank. ``counts``: numbers of samples of step, own work and ranks, for merging buckets.
     """
 
     model_config = ConfigDict(frozen=True, extra="ignore")

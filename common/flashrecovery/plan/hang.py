@@ -1,15 +1,15 @@
-"""Who is to blame when ranks stand still. Pure: the ranks' answers in, a verdict out.
+"""Which rank causes a hang. Pure: the ranks' answers in, a verdict out.
 
-When one rank hangs, soon all stand still: the others wait for it in a collective, or for one that does. Every rank says
-which operations it has under way and how many it has started in each of its groups. So for each operation that somebody
-waits in it is known who has not come to it. Such a rank may itself wait elsewhere; whoever is waited for and waits for
-nobody is the culprit. If there is none, the ranks wait for each other: a deadlock. And if everybody has come, the fault
-is in none of them: then nobody is accused.
+When one rank hangs, soon all ranks stop: the others wait for it in a collective, or for a rank that does. Every rank
+reports the operations it has under way, and how many it has started in each of its groups. So for each operation that a
+rank waits in, it is known which ranks have not started it. Such a rank may itself wait elsewhere. A rank that others
+wait for and that waits for none is the culprit. If there is none, the ranks wait for each other: a deadlock. If all
+ranks have started the operation, none of them is at fault, and there is no culprit.
 
-A rank that does not answer has an unknown part in every group whose other members have all answered.
+A rank that does not answer takes an unknown part in every group whose other members have all answered.
 
-Operations whose end cannot be seen (NCCL's, and gloo's sends and receives) count as waited in only while somebody has
-not come to them. Where nobody is seen to wait, the counts alone tell who is behind.
+Operations whose end cannot be seen (NCCL's, and gloo's sends and receives) count as waited in only while a rank has not
+started them. If no rank is seen to wait, the counts alone tell which rank is behind.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ EVERYBODY = -1
 OWN_GROUP = "flashrecovery"
 """The package's own group: its collectives come before an optimizer step, or at the end of the block."""
 UNKNOWN = -2
-"""Peer of an operation of which nobody can say whose turn it is."""
+"""Peer of an operation that any rank may complete."""
 
 _SHOWN_LINKS = 4
 _SHOWN_OPERATIONS = 3
@@ -61,7 +61,8 @@ class Operation:
 
 @dataclass(frozen=True)
 class Progress:
-    """Of one rank in one group: collectives started; (sends, receives) by peer. ``size``: ranks in the group."""
+    """One rank's progress in one group: collectives started; (sends, receives) by peer. ``size``: ranks in the
+    group."""
 
     size: int
     collectives: int
@@ -70,7 +71,7 @@ class Progress:
 
 @dataclass(frozen=True)
 class RankPosition:
-    """Where one rank is. ``limit_s``: no progress for so long makes a suspect."""
+    """Where one rank is. ``limit_s``: a rank without progress for this long is suspected."""
 
     rank: int
     age_s: float
@@ -93,18 +94,18 @@ class RankPosition:
 
 
 class VerdictKind(str, Enum):
-    """What the ranks' answers say, together."""
+    """What the ranks' answers say together."""
 
     CULPRITS = "culprits"
     DEADLOCK = "deadlock"
     STUCK = "stuck"
     """All have come to the operation in which they wait, and it does not end; ``text`` names it."""
     UNLIKE = "unlike"
-    """All have come to an operation of the same number, which is not the same on all; ``text`` says who called what."""
-    NOBODY = "nobody"
-    """Nobody can be accused; ``text`` says why."""
+    """All ranks are in an operation with the same number, but not in the same one; ``text`` lists their calls."""
+    NO_CULPRIT = "no_culprit"
+    """No rank can be blamed; ``text`` says why."""
     LATER = "later"
-    """Not known yet: somebody has not answered, or has not stood still for long enough."""
+    """Not known yet: a rank has not answered, or has not been stuck for long enough."""
 
 
 @dataclass(frozen=True)
@@ -196,7 +197,7 @@ class _Case:
 
     @property
     def _incomplete(self) -> bool:
-        """Somebody who has not been heard of belongs to a group in which others wait."""
+        """Whether a rank that has not answered belongs to a group in which others wait."""
         if not self._absent:
             return False
         groups = {op.group for s in self._by_rank.values() for op in s.operations if op.certain}
@@ -204,8 +205,8 @@ class _Case:
 
     @staticmethod
     def _stuck(position: RankPosition) -> bool:
-        """It waits in an operation to which all have come (for whoever still misses somebody, see ``_waits``), or for a
-        message from anybody."""
+        """Whether the rank waits in an operation that all ranks have started, or for a message from any rank. (For
+        operations that a rank has not started, see ``_waits``.)"""
         return any(op.certain or op.peer == UNKNOWN for op in position.operations)
 
     # -- verdicts ---------------------------------------------------------------------------------
@@ -283,7 +284,7 @@ class _Case:
         where = [f"{op} #{n} in group {g.name}" for (g, n), ops in inside.items() for op in ops]
         if not where or any(op.peer == UNKNOWN for s in self._by_rank.values() for op in s.operations):
             return Verdict(
-                VerdictKind.NOBODY, text="ranks wait for messages from anybody; nobody can say whose turn it is"
+                VerdictKind.NO_CULPRIT, text="ranks wait for a message from any rank; no particular one is late"
             )
         text = f"every rank has come to {', '.join(where[:3])}, and it does not end; the network, or its library?"
         return Verdict(self._if_all_late(VerdictKind.STUCK), text=text)
@@ -292,7 +293,7 @@ class _Case:
         return kind if all(s.late for s in self._by_rank.values()) else VerdictKind.LATER
 
     def _by_counts(self) -> Verdict:
-        """Nobody is seen to wait. Who is behind, or at least alone in standing still?"""
+        """The verdict when no rank is seen to wait: which rank is behind, or at least the only one that is stuck?"""
         behind: dict[int, list[str]] = defaultdict(list)
         ahead: set[int] = set()
         for group, reported in self._reported.items():
@@ -313,8 +314,8 @@ class _Case:
         still = [r for r, s in self._by_rank.items() if s.late]
         if len(still) > 1 and len(still) == len(self._by_rank) and not self._done:
             text = "every rank stands still outside of collectives; a shared resource, or the accelerators' network?"
-            return Verdict(VerdictKind.NOBODY, text=text)
-        return self._accuse({r: self._with_stack(r, "nobody waits for it") for r in still})
+            return Verdict(VerdictKind.NO_CULPRIT, text=text)
+        return self._accuse({r: self._with_stack(r, "no rank waits for it") for r in still})
 
     def _with_stack(self, rank: int, what: str) -> str:
         position = self._by_rank[rank]

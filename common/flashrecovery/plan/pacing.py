@@ -13,8 +13,8 @@ STEPS_LOOKED_AT = 8
 
 
 def window_s(seen: Sequence[float]) -> float:
-    """Seconds from a copy's begin in which nobody needs it; 0 as long as nothing is known. ``seen``: of earlier steps,
-    seconds from the yield of the step to the moment when training waited for the copy."""
+    """Seconds from the start of a copy in which it is not needed; 0 while unknown. ``seen``: for earlier steps, seconds
+    from the yield of the step to the moment when training waited for the copy."""
     return min(seen[-STEPS_LOOKED_AT:], default=0.0)
 
 

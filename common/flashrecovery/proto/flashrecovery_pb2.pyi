@@ -939,7 +939,7 @@ class LastWords(_message.Message):
     place: _builtins.str
     """file and line of the script"""
     refused: _builtins.bool
-    """by this package, by name: whoever takes the step again meets it again"""
+    """by this package, by name: a replacement would fail in the same way"""
     @_builtins.property
     def diverged(self) -> Global___Diverged: ...
     def __init__(
@@ -2330,7 +2330,7 @@ class ControllerHeartbeat(_message.Message):
     """The controller is there, and this node belongs to the job. At least 4 Hz, here or as a datagram.
     The first one of a connection may invite the agent to send its heartbeats as datagrams (heartbeat/wire.py).
     suspended: it is there, but has lost the majority of its electors, so it decides nothing and counts as not heard.
-    gathering: it has been started while the job runs and waits for the other agents; it stops nobody before that.
+    gathering: it was started while the job runs and waits for the other agents; it stops no rank before that.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -3018,9 +3018,9 @@ Global___Fault: _TypeAlias = Fault  # noqa: Y015
 
 @_typing.final
 class Shutdown(_message.Message):
-    """version: of which everything is in the memories of the nodes' snapshot processes (whole), or what the living had of it;
-    0: nobody has looked. void: the ranks do not agree, so that nothing may go on from what they hold.
-    saved: the checkpoint that has that version; nothing else need be written of it.
+    """version: the version in the nodes' snapshot processes, complete (whole) or as far as live ranks had it; 0: not examined.
+    void: the ranks do not agree, so that nothing may resume from what they hold.
+    saved: the checkpoint that has that version; nothing else of it needs to be written.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -3380,7 +3380,7 @@ Global___Assign: _TypeAlias = Assign  # noqa: Y015
 
 @_typing.final
 class ControllerHeard(_message.Message):
-    """Whether this agent hears a controller. While it does not, nobody can tell a worker to stop."""
+    """Whether this agent hears a controller. While it does not, no worker can be told to stop."""
 
     DESCRIPTOR: _descriptor.Descriptor
 

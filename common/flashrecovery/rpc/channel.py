@@ -42,8 +42,8 @@ class Access:
         """A new connection to ``name`` at ``address``, so that nothing old can answer for it.
 
         Raises:
-            StrangerError: somebody else listens there.
-            grpc.aio.AioRpcError: nobody has answered within ``timeout_s``.
+            StrangerError: another process listens there.
+            grpc.aio.AioRpcError: no answer within ``timeout_s``.
         """
         async with self._channel(address) as channel:
             try:

@@ -27,7 +27,7 @@ TICKET_KEY = "flashrecovery-ticket-bin"
 OWN_KEYS = "flashrecovery-"
 """Metadata whose keys begin so is ours, and part of what a ticket proves."""
 HELLO = "/flashrecovery.v1.Entrance/Hello"
-_NOBODY = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED)
+_NO_ANSWER = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED)
 """These say nothing about the listener; any other status in answer to a Hello comes from a stranger."""
 _NAME_CHARS = 100
 """Characters of a name that a stranger gives itself, in an error's text."""
@@ -57,14 +57,14 @@ async def greet(channel: grpc.aio.Channel, address: str, caller: Caller, timeout
 
     Raises:
         StrangerError: it cannot; the message says what is known of it.
-        grpc.aio.AioRpcError: nobody answers.
+        grpc.aio.AioRpcError: no answer.
     """
     anything: Any = channel  # whose messages are bytes: what gRPC cannot parse it would log, and give as None
     hello = anything.unary_unary(HELLO)(b"", metadata=((CHALLENGE_KEY, caller.nonce),), timeout=timeout_s)
     try:
         said = await hello
     except grpc.aio.AioRpcError as e:
-        if e.code() in _NOBODY:
+        if e.code() in _NO_ANSWER:
             raise
         raise StrangerError(f"{_none_of_ours(address)} (it answers {e.code().name})") from e
     try:
@@ -227,7 +227,7 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
         return _unheard(answer)
 
     def _refused(self, method: str) -> None:
-        self._complaints.add("a call of %s by somebody who does not know the job's token was refused", method)
+        self._complaints.add("a call of %s without the job's token was refused", method)
 
 
 def _found(metadata: Metadata, key: str) -> bytes:

@@ -20,8 +20,8 @@ CPUS_ENV = "FLASHRECOVERY_CPUS"
 LAUNCHER_PID_ENV = "FLASHRECOVERY_LAUNCHER_PID"
 """Of a guard: the process with which it ends, its parent; unset: it has none."""
 PER_TASK_ENV = "FLASHRECOVERY_PER_TASK"
-"""Names of variables in which the tasks of a launcher differ, with blanks between: nobody who imports ahead of a rank
-may ask for them."""
+"""Names of variables in which the tasks of a launcher differ, separated by blanks. A process that imports before it
+has a rank must not read them."""
 UNFORKABLE_ENV = "FLASHRECOVERY_UNFORKABLE"
 """Packages that the setting ``fork_denylist`` names, with blanks between."""
 ZYGOTE_ENV = "FLASHRECOVERY_ZYGOTE_FD"

@@ -369,15 +369,14 @@ class Page:
         self.adopt(old)
 
     def inheritance(self, old: Page) -> Inheritance:
-        """The rank-local states of a dead worker, which are to be taken over by this page, into which nobody has
-        written yet."""
+        """The rank-local states of a dead worker, to be taken over by this page, which has not been written yet."""
         at = [_HEADER + i * slot_bytes(self.local_state_limit) for i in range(SLOTS)]
         if old.local_state_limit != self.local_state_limit:
             raise ValueError("pages of different sizes")
         return Inheritance(os.dup(old.fd), os.dup(self.fd), [(at[i], n) for i, n in old._slots.used()])
 
     def adopt(self, old: Page) -> None:
-        """What has been copied counts. It is digested again by whoever reads it. Then everything else."""
+        """Make the copied rank-local states valid, then take over everything else. Readers check the digests again."""
         self._slots.adopt(old._slots)
         log = old.read_setup_log()
         if log is not None:

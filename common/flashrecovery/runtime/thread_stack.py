@@ -1,11 +1,11 @@
-"""Where another thread is, without a hold on anything of its.
+"""Where another thread is, without holding references to any of its objects.
 
-``sys._current_frames()`` hands out the frames themselves. If the thread returns from one of them meanwhile, what the
-function kept in its variables goes when the *looking* thread lets the frame go, and in that thread. Guards of torch are
-among it (``torch._tensor_str`` keeps one in a variable): each sets the state of the thread that has made it back,
-through a pointer, whoever destroys it, and in the middle of that thread's next operation. torch 2.13 then raises "the
-tensor already had autograd metadata", or says nothing. :mod:`faulthandler` writes files, lines and names down with the
-GIL held, and makes no frame.
+``sys._current_frames()`` returns the frames themselves. If the thread returns from one of them meanwhile, the
+function's local variables are destroyed when the *observing* thread drops the frame, and in that thread. They can
+include guards of torch (``torch._tensor_str`` keeps one in a variable). Each guard resets the state of the thread that
+made it, through a pointer, whichever thread destroys it, and in the middle of that thread's next operation. torch 2.13
+then raises "the tensor already had autograd metadata", or silently goes wrong. :mod:`faulthandler` writes files, lines
+and names with the GIL held, and creates no frame object.
 """
 
 from __future__ import annotations

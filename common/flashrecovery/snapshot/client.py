@@ -180,8 +180,8 @@ class SnapshotHost:
         send(self._sock, {"do": "keep", "rank": rank, "name": name}, [memory.fd])
 
     def save(self, folder: Path) -> tuple[list[int], str]:
-        """Write everything that is whole to ``folder``; nobody may write into it meanwhile. Returns the versions that
-        were written, and what has gone wrong. Raises OSError if the process is gone."""
+        """Write every complete snapshot to ``folder``; the memories must not be written meanwhile. Returns the versions
+        that were written, and what went wrong. Raises OSError if the process is gone."""
         self._sock.settimeout(None)
         answer = self._ask("save", folder=str(folder))
         return answer["saved"], answer["error"]

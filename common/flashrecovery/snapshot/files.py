@@ -49,8 +49,8 @@ class SavedMemory:
 
 
 def save(folder: Path, memories: Iterable[tuple[int, str, SharedMemory]]) -> list[SavedMemory]:
-    """Write what is whole of (rank, name, memory) to ``folder``, in the place of what was there. Nobody may write into
-    the memories meanwhile. Raises OSError; then what was there is still there."""
+    """Write the complete ones of (rank, name, memory) to ``folder``, in place of its old contents. The memories must
+    not be written meanwhile. Raises OSError; then the old contents are still there."""
     temporary = folder.with_name(f".{folder.name}.{os.getpid()}")
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
@@ -76,7 +76,7 @@ def _before(folder: Path) -> Path:
 
 
 def _save_one(folder: Path, rank: int, name: str, memory: SharedMemory) -> SavedMemory | None:
-    """None if somebody has written into it meanwhile."""
+    """Save one memory. Returns None if it was written meanwhile."""
     version = memory.version
     file = f"rank{rank}-{name}"
     hasher = xxhash.xxh3_128()

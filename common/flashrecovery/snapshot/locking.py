@@ -17,7 +17,7 @@ from pathlib import Path
 from flashrecovery.snapshot.memory import HEADER, SharedMemory
 
 PIECE = 16 << 20
-"""Bytes that are locked at a time: some milliseconds, in which nobody is answered."""
+"""Bytes that are locked at a time: some milliseconds, in which no request is answered."""
 _CAP_IPC_LOCK = 14
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mlock.argtypes = (ctypes.c_void_p, ctypes.c_size_t)

@@ -2,9 +2,9 @@
 
 A memfd has no name, so nothing can be left behind. Another process of the host opens it through ``/proc/<pid>/fd``
 while its maker lives, or is given its file descriptor, and keeps it from then on. The first words say which version the
-content is, so that whoever maps the memory of a dead process knows whether that had begun to overwrite it.
+content is, so that a process that maps the memory of a dead one knows whether that had begun to overwrite it.
 
-Behind the content there may be *notes*: what else must be known to use it, a few bytes that change with every version.
+The content may be followed by *notes*: a few bytes that change with every version and are needed to use it.
 """
 
 from __future__ import annotations

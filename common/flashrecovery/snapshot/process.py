@@ -93,7 +93,7 @@ class SnapshotProcess:
         return max(self._alone_since + wait - time.monotonic(), 0.0)
 
     def _leave(self) -> None:
-        """Nobody has come back."""
+        """No new launch has resumed: save the snapshots, and end."""
         if self._folder is not None and self._memories:
             saved = save(self._folder, self._all())
             print(f"no agent has come back: {len(saved)} memories were written to {self._folder}", flush=True)

@@ -11,8 +11,8 @@ arrays and scalars of plain dtypes. Only values count: equal states give equal b
 order), so encoded states can be compared by digest; an object that appears twice comes back as two. For what is not on
 the list a caller may give a :class:`StandIn`, which comes back as such.
 
-``encode`` copies no large tensor or array: they stay where they are, beside the pickled rest, until somebody reads
-them. ``loads`` reads both forms.
+``encode`` copies no large tensor or array: they stay where they are, beside the pickled rest, until they are read.
+``loads`` reads both forms.
 """
 
 from __future__ import annotations

@@ -12,11 +12,11 @@ and subtracted there, zeros or NaN in place of a message) the values are as good
 misses them with a probability of about 2^-64, and the second one misses 2^-57 of these: two values of equal sum and
 equal sum of squares are the same two, but for factors of two. This was not proved. It was looked for: of 2^22 random
 words, each with the same bit flipped, no two values changed by the same amount, for any of the 64 bits. It is not
-cryptographic: nothing in it is secret, and whoever wants two contents of one fingerprint can make them. It tells
-damage, not deceit.
+cryptographic: nothing in it is secret, and an attacker can construct two contents with the same fingerprint. It detects
+damage, not tampering.
 
-What it costs: each word is read and written some thirty times, in pages that stay in a GPU's cache, and 16 small
-kernels a page. Besides the tensor 4 pages of memory are used (64 MiB).
+Cost: each word is read and written some thirty times, in pages that stay in a GPU's cache, with 16 small kernels a
+page. Besides the tensor, 4 pages of memory are used (64 MiB).
 """
 
 from __future__ import annotations

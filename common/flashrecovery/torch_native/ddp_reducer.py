@@ -112,8 +112,8 @@ class _ZerosWithoutMemory(TorchDispatchMode):
 
 
 class _ContentLeftAlone(TorchDispatchMode):
-    """Gradients and buckets keep what their memory holds: nobody reads it, and new memory need not exist before its
-    first use. What the Reducer copies besides are integers."""
+    """Gradients and buckets keep the old content of their memory: it is not read, and new memory is then not allocated
+    before its first use. Everything else that the Reducer copies is integers."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

@@ -74,7 +74,8 @@ class FSDP2Adapter(TorchAdapter, ElasticAdapter):
         return self._shard_layout
 
     def tied_to_size(self) -> Sequence[str]:
-        """What an optimizer keeps in its attributes is a rank's own part of it, in a shape that nobody knows."""
+        """Names of state that cannot be resharded: what an optimizer keeps in its attributes is this rank's own part,
+        in an unknown shape."""
         beside = () if replicates(self.fsdp) else self.kept_beside()
         return [*super().tied_to_size(), *(f"FSDP2 and what {kind} keeps in its attributes" for kind in beside)]
 

@@ -364,9 +364,9 @@ class _Protected:
         self._call("best", body, lambda: None)
 
     def log_metrics(self, logs: dict[str, Any], *args: Any, **kwargs: Any) -> None:
-        """As the Trainer's ``log``. A replacement that has skipped the end of the training knows the loss of all of it
-        from the process that it replaces. What was logged before is logged again to callbacks that may keep something
-        of it, and to nobody else."""
+        """As the Trainer's ``log``. A replacement that skipped the end of the training gets the overall loss from the
+        process that it replaces. Lines that were logged before are logged again only to callbacks that may keep
+        them."""
         if self._final_loss is not None and "train_loss" in logs:
             logs["train_loss"] = self._final_loss
         deliveries = None if self._recovery is None else self._recovery.deliveries

@@ -55,10 +55,10 @@ class HeldModules:
         self._model: torch.nn.Module
 
     def register(self, recovery: Recovery, model: torch.nn.Module) -> None:
-        """Before the first call. ``model``: that is trained.
+        """Register the modules; before the first call. ``model``: the trained model.
 
         Raises:
-            UnsupportedError: an optimizer that nobody has registered; a DeepSpeed engine.
+            UnsupportedError: an optimizer that is not registered; a DeepSpeed engine.
         """
         self._recovery = recovery
         self._own.capture()
@@ -106,7 +106,7 @@ class HeldModules:
         if new and self._recovery is not None:
             names = ", ".join(f"{path} ({kind})" for path, kind in new.items())
             self._recovery.tell_not_registered(
-                f"the Trainer keeps what nobody can bring back after a recovery: {names} (docs/trainer.md)"
+                f"the Trainer keeps state that a recovery cannot restore: {names} (docs/trainer.md)"
             )
 
     def keep(self) -> None:

@@ -162,7 +162,7 @@ class _Batches:
         made, self._made = self._made, None
         if made is None or self.sampler.epoch:
             if getattr(self._loader, "persistent_workers", False):
-                self._loader._iterator = None  # whose random numbers nobody can bring back
+                self._loader._iterator = None  # their random state cannot be restored
             made = iter(self._combined)
         return self._noted(made)
 

@@ -1,9 +1,9 @@
-"""What a Trainer's subclass, its callbacks and its functions keep: found, written down, and put back.
+"""State kept by a Trainer's subclass, its callbacks and its functions: found, saved, and restored.
 
-It is what nobody else protects: attributes of the trainer that transformers' own class does not set, containers among
-the attributes of its classes, the attributes of callbacks that are not transformers', and the variables that the loss
-and metric functions share with others. Each rank has its own. The modules among it are protected as modules
-(:mod:`.held_modules`); what has no state that could be written down is left as it is.
+This is the state that nothing else protects: attributes of the trainer that transformers' own class does not set,
+containers among the attributes of its classes, the attributes of callbacks that are not transformers', and the
+variables that the loss and metric functions share with others. It is rank-local. The modules among it are protected as
+modules (:mod:`.held_modules`); objects without state that can be saved are left as they are.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Values of scripts as bytes and back, whatever they are: containers, tensors, generators, objects, shared variables.
 
-What was written is put back *in place*, where the object is still there that was written (each has a number, by which
-that is known), so whoever shares it sees the same. In another process the objects are used that its script has made.
+A value is restored *in place* if the saved object still exists (each object has a number for this), so everything that
+shares it sees the restored value. In another process, the objects that its script has made are used.
 """
 
 from __future__ import annotations

@@ -43,7 +43,7 @@ class _Loader(importlib.abc.Loader):
 class ImportHooks(importlib.abc.MetaPathFinder):
     """A meta-path finder that lets others find, and adds the hook.
 
-    A hook is spent when its module is executed, not when somebody merely asks whether the module exists.
+    A hook is used up when its module is executed, not when a caller merely asks whether the module exists.
     """
 
     def __init__(self, hooks: dict[str, Hook]) -> None:

@@ -1,21 +1,21 @@
 """For frameworks in which a step is one call (``engine.train_batch(data)``): the step transaction inside that call.
 
-The script has a loop of its own, and does not hand its steps out. So that it needs no change:
+The script has its own loop and does not use ``recovery.steps()``. So that it needs no change:
 
-* a call that fails is made again, and so are earlier ones that the recovery has undone (the script has their results
-  already, and they have the same bits the second time);
-* in a replacement the script begins at its first line: its calls up to the restored version are *skipped*;
-* the script's end, or its ``destroy_process_group()``, is the end of the loop: the process stays until all ranks have
-  come there, and takes part in recoveries until then.
+* A call that fails is repeated, and so are earlier calls that the recovery has undone. (The script already has their
+  results, and the repeated calls return the same bits.)
+* A replacement runs the script from its first line: its calls up to the restored version are *skipped*.
+* The script's end, or its ``destroy_process_group()``, is the end of the loop: the process stays until all ranks have
+  reached it, and takes part in recoveries until then.
 
-Every such call is one version, also one that changes nothing (an evaluation, a checkpoint): whoever is replaced then
-knows which calls the others have behind them. Random numbers that the script draws between two calls are drawn again
-by a replacement, and a survivor begins a repeated call in the random state in which it had begun it. What else the
-script's loop keeps and the calls read or change (averages, counters, a history) is a :class:`LoopState`.
+Every such call is one version, even one that changes nothing (an evaluation, a checkpoint), so that a replacement knows
+which calls the others have completed. A replacement draws again the random numbers that the script draws between two
+calls. A survivor repeats a call in the random state in which it first began it. Anything else that the script's loop
+keeps and the calls read or change (averages, counters, a history) is a :class:`LoopState`.
 
-A fallback checkpoint lies far back, and what came after it is made again. With a :class:`PlacedLoop` each call is made
-again as itself: all are kept that came after the oldest checkpoint. With others only the newest one of each kind is
-known, which has no iteration, position or argument of an older one.
+A fallback checkpoint lies far back, and the calls after it are repeated. With a :class:`PlacedLoop` each call is
+repeated as it was: all calls since the oldest checkpoint are kept. With other loops only the newest call of each kind
+is known, without the iteration, position or arguments of older ones.
 """
 
 from __future__ import annotations

@@ -545,7 +545,7 @@ class Registry:
         if odd:
             raise DivergedError(
                 f"the registered objects {odd} are not equal on all ranks: at version {at} those of rank {self.rank} "
-                "had another state than those of its peers, and nobody else holds it. Register those that are meant to "
+                "had another state than those of its peers, and no other rank has it. Register those that are meant to "
                 f"differ with per_rank={odd}; then each rank's own state is kept"
             )
 

@@ -1,5 +1,5 @@
 #!/bin/sh
-# A script that calls torchrun and that nobody can edit, with stand-ins first in PATH: ./torchrun.sh [FLAGS OF THE SCRIPT]
+# A script that calls torchrun and cannot be edited, with stand-ins first in PATH: ./torchrun.sh [FLAGS OF THE SCRIPT]
 # In an image: RUN flashrecovery shim /opt/flashrecovery --standby 1, and ENV PATH=/opt/flashrecovery:$PATH
 set -eu
 here=$(cd "$(dirname "$0")" && pwd)

@@ -190,7 +190,7 @@ def test_neighbours_at_once(training: str, tmp_path: Path) -> None:
     job = launch(tmp_path / "run", training, replicas=4, faults=faults).wait(TIMEOUT_S)
     check_fired(job, 2)
     reason = job.of("job_failed")[0]["reason"]
-    assert job.code != 0 and ("nobody keeps copies" in reason or "cannot be recovered" in reason), job.explain()
+    assert job.code != 0 and ("no rank keeps copies" in reason or "cannot be recovered" in reason), job.explain()
     check_clean(job)
 
 

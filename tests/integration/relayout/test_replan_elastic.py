@@ -117,7 +117,7 @@ def test_a_second_death_when_a_replica_has_just_left(training: Training, state: 
     check_fired(job, 2)
     assert job.code != 0, job.explain()
     (failed,) = job.of("job_failed")
-    assert "cannot be recovered" in failed["reason"] or "nobody" in failed["reason"], job.explain()
+    assert "cannot be recovered" in failed["reason"] or "no rank" in failed["reason"], job.explain()
 
 
 @pytest.mark.parametrize("training", [TP_PARTS, PP, CP_PARTS, EP, EP_PARTS], ids=str)

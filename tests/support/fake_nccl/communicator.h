@@ -1,7 +1,7 @@
 // A communicator of the fake and its stream: operations over gloo, one after the other, on a thread of its own.
 //
 // What it does as NCCL does:
-//   * a peer that is gone lets an operation wait for ever, on the device; the host is told by nobody but `error()`
+//   * a peer that is gone lets an operation wait for ever, on the device; the host is told only by `error()`
 //     (ProcessGroupNCCL.cpp, checkForNCCLErrorsInternal: only the watchdog and getError() look at asynchronous errors);
 //   * an abort ends what is under way wherever it is, and leaves NaN in its outputs; what was queued behind it runs on
 //     that, and counts as having happened (NCCL init.cc, commReclaim: kernels see the abort flag and leave);
@@ -40,7 +40,7 @@ using DevicePtr = std::shared_ptr<gloo::transport::Device>;
   std::abort();
 }
 
-// A kernel has failed: from then on every call that has to do with the device raises, whoever makes it, until the process
+// A kernel has failed: from then on every call that has to do with the device raises, from any thread, until the process
 // ends (CUDA's sticky errors, such as an illegal memory access).
 struct Sticky {
   static inline std::atomic<bool> failed{false};
@@ -181,7 +181,7 @@ class Communicator {
     }
     if (newest) newest->wait();
   }
-  // No connection of it works any more, and nobody has died.
+  // No connection of it works any more, and no rank has died.
   void breakNetwork() {
     for (const auto& transport : shared_->transports) transport->cut("the network is broken");
   }

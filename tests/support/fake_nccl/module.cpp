@@ -37,7 +37,7 @@ struct Group {
 
 // A stream that a thread has made for itself. The host does not play this one: waiting for a Work there makes the stream
 // wait, and the host goes on. What the thread computes meanwhile is computed at once all the same, so it has to ask
-// (`done`) before it touches what a message reads or writes; whoever does not is seen by what then arrives.
+// (`done`) before it touches what a message reads or writes; a missing check shows in the data that arrives.
 class Stream {
  public:
   void follow(const LaunchPtr& launch) {

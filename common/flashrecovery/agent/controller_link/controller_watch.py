@@ -52,7 +52,7 @@ class ControllerConnection(Protocol):
 
     @property
     def stranger(self) -> bool:
-        """Whether somebody else answers at the controller's address."""
+        """Whether another process answers at the controller's address."""
 
     def drop(self) -> None:
         """End it, so that a new one is made."""
@@ -165,7 +165,7 @@ class ControllerWatch:
         now = self._hearing.look_at_clock()
         found = reach(seen, electors, self._agent.node)
         if self._connection.stranger and answer is Port.ACCEPTS:
-            answer = Port.REFUSES  # the port is somebody else's now: the controller's process is gone
+            answer = Port.REFUSES  # another process has the port: the controller's is gone
         self.port = answer
         if self._hearing.heard_at > asked_at or self._hearing.silent_s < self._limits.lease_s:
             return

@@ -121,7 +121,7 @@ class ControllerSession:
 
     @property
     def stranger(self) -> bool:
-        """Whether somebody else answers at the controller's address."""
+        """Whether another process answers at the controller's address."""
         return self._stranger
 
     @property
@@ -218,8 +218,8 @@ class ControllerSession:
         if isinstance(error, StrangerError) and not self._joined:
             raise ConfigError(f"--controller {self._address}: {error}") from error
         if isinstance(error, StrangerError):
-            # The controller that this agent belongs to is not there any more. Where it is now, the others may know.
-            self._complaints.add("nobody of this job is where it was expected: %s", error)
+            # This agent's controller is no longer there. Other agents may know where it is now.
+            self._complaints.add("the process at the expected address is not of this job: %s", error)
         elif isinstance(error, AuthenticationError):
             self._complaints.add("the connection to %s is given up: %s", self._address, error)
         elif not isinstance(error, grpc.aio.AioRpcError):
@@ -380,7 +380,7 @@ class ControllerSession:
         missed_s = time.monotonic() - self._hearing.missed_since
         if not self._joined and missed_s > self._limits.rendezvous_s:
             raise ConfigError(
-                f"--controller {self._address}: nobody has answered there for {self._limits.rendezvous_s:g} s "
+                f"--controller {self._address}: no answer there for {self._limits.rendezvous_s:g} s "
                 "(timeouts.rendezvous_s)"
             )
         if self._joined and missed_s > self._limits.controller_gone_s:

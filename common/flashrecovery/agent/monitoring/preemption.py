@@ -1,8 +1,7 @@
-"""Does somebody say that this node is about to be taken away? A file that appears, a command that ends with 0, or a
-device plugin that warns of it.
+"""Notices of preemption: a file appears, a command exits with 0, or a device plugin gives a warning.
 
-Clouds and schedulers tell it in many ways; a file or a command is what all of them can be brought to. It is asked until
-it has said so once and the controller has been told.
+Clouds and schedulers announce a preemption in many ways; all of them can be adapted to a file or a command. The source
+is polled until it has announced the preemption once and the controller has been told.
 """
 
 from __future__ import annotations

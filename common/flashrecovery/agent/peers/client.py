@@ -31,7 +31,7 @@ CONTROLLER_KEY = "flashrecovery-controller"
 """In the metadata with which an agent comes to a relay, the key of the incarnation of the controller that it
 follows."""
 UNREACHED = (grpc.aio.AioRpcError, AuthenticationError)
-"""What is raised where the agent that is called does not answer, or somebody else does, or changes what it says."""
+"""Raised when the called agent does not answer, or when another process answers or tampers with the answer."""
 NOT_HANDED_OVER = (*UNREACHED, ProtocolError)
 """What is raised where a set-up log does not come over to the other side, or not whole."""
 

@@ -121,8 +121,8 @@ class Election:
         return pb.VoteReply(granted=not reason, term=max(self.term, self.promised), reason=reason)
 
     def _votes(self, request: pb.VoteRequest) -> bool:
-        """Whether its vote counts for this candidate. One that knows of newer electors knows that it is one of them,
-        even if nobody has told it here yet: a change may be settled without those whom it has made electors."""
+        """Whether this node votes for the candidate. One that knows a newer set of electors belongs to it, even
+        if this node has not heard of that set yet: a change can be settled before all new electors know of it."""
         return self.is_elector or request.version > self.version
 
     def _renews(self, request: pb.VoteRequest) -> bool:
@@ -130,7 +130,8 @@ class Election:
         return request.renews == self.term > 0 and request.candidate == self._leader
 
     def is_wanted(self) -> bool:
-        """Whether somebody has asked for its vote lately, and was refused because it hears the controller."""
+        """Whether a candidate has asked for this node's vote lately, and was refused because the node still hears the
+        controller."""
         return time.monotonic() - self._wanted_at < AFTER_VOTE_S
 
     def turn(self, lost_for_s: float) -> bool:

@@ -1,9 +1,9 @@
-"""What state of the old layout goes from agent to agent, while the layout changes: each node reads what it lacks.
+"""Moves state of the old layout between agents while the layout changes: each node reads what it lacks.
 
-It lies in the memory of the nodes whose ranks have written it (:mod:`flashrecovery.agent.stores.staging_memory`). An
-agent reads from another one what workers of its own node need, once for all of them, into files that have the same
-bytes at the same places; what nobody here needs is a hole in them. The connection is that of all agents: both ends
-prove that they belong to the job, and what goes over it is sealed (:mod:`flashrecovery.rpc.channel`).
+The state lies in the memory of the nodes whose ranks wrote it (:mod:`flashrecovery.agent.stores.staging_memory`). An
+agent reads what its own workers need from the other agents, once for all workers. It writes them to files with the same
+bytes at the same offsets; ranges that no worker here needs stay holes. Agents use their usual connection: both ends
+prove that they belong to the job, and the traffic is encrypted (:mod:`flashrecovery.rpc.channel`).
 """
 
 from __future__ import annotations
@@ -74,8 +74,8 @@ class StagingTransfer:
         return "; ".join(text for text in found if text)
 
     def forget(self) -> None:
-        """Whoever asks from here on gets it anew, and waits for nobody who has asked before: what these wait for may be
-        a node that is lost."""
+        """Forget all reads. A later request reads again, and does not wait for earlier requests: these may be waiting
+        for a lost node."""
         self._here, self._locks, self._some = {}, {}, asyncio.Semaphore(_AT_ONCE)
 
     def dropped(self) -> None:

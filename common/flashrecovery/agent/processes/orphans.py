@@ -10,8 +10,8 @@ import os
 
 
 class Orphans:
-    """Of workers whose sessions have been killed. A process group keeps its number for as long as anything is left of
-    it, so a number is nobody else's before the group is empty."""
+    """Processes left over from workers whose sessions were killed. A process group keeps its number until its last
+    process is gone, so the number cannot be reused before the group is empty."""
 
     def __init__(self) -> None:
         self._groups: set[int] = set()

@@ -146,7 +146,7 @@ class WorkerProcess:
                 return
             try:
                 message = pb.FromWorker.FromString(data)
-            except DecodeError as e:  # this process only: nobody else is harmed by what it says
+            except DecodeError as e:  # end this process only: the others are not affected
                 log.error("process %d says what cannot be read, and is ended: %s", self.pid, e)
                 self.kill()
                 return

@@ -56,8 +56,8 @@ class ProcessObserver(Protocol):
 
 
 class Places(ProcessProvider, Protocol):
-    """Whoever else than the agent has made room for the node's ranks, a place for each local rank: the tasks of a
-    cluster's launcher, say. It is asked for a rank's process before the other providers are."""
+    """Places for the node's ranks that something other than the agent has reserved, one per local rank: for example the
+    tasks of a cluster's launcher. It is asked for a rank's process before the other providers."""
 
     def env(self, local_rank: int, rank: int) -> Mapping[str, str]:
         """What the environment of the place has, besides what the agent gives, for a process that fills this rank."""
@@ -286,7 +286,7 @@ class ProcessManager:
         self._leave_gpu(gone)
 
     async def _look_at_gpu(self, process: WorkerProcess) -> None:
-        """It has ended. Where something is left on its GPU for long, whoever comes there next waits for that."""
+        """The process has ended. If it leaves memory on its GPU, the next process there waits until it is free."""
         there = process in self._on_gpu.get(process.local_rank, ())
         if there and await self._gpu_fence.released(process, self._config.timeouts.fence_s):
             self._leave_gpu(process)
@@ -321,7 +321,7 @@ class ProcessManager:
         return code if leaves else None
 
     def _is_over(self, process: WorkerProcess) -> bool:
-        """Whether it has been ended while somebody else was waited for; its page may have been given back."""
+        """Whether the process was ended while the agent waited for another one; its page may have been freed."""
         return process.dead or self.ending
 
     async def _inherit_setup_log(self, process: WorkerProcess, replace: pb.Replace) -> None:
@@ -334,15 +334,15 @@ class ProcessManager:
             process.page.write_setup_log(found)
 
     async def _give_setup_log(self, process: WorkerProcess, replace: pb.Replace) -> None:
-        """The same for a rank that comes into a running job. Where nobody has it, what its script makes of it would be
-        another thing than what the others have made of it, so it does not come."""
+        """The same for a rank that joins a running job. Without the log its script could compute other results than
+        those of the other ranks, so the rank does not join."""
         log = await self._setup_log_for(process, replace)
         if self._is_over(process):
             return  # it has been given up meanwhile
         if isinstance(log, bytes):
             process.page.write_setup_log(log)
         else:
-            why = log or "nobody was there to keep them"
+            why = log or "no other node was there to keep them"
             self._foreman.refused(process, f"the results of its set-up collectives are lost: {why}")
 
     async def _setup_log_for(self, process: WorkerProcess, replace: pb.Replace) -> bytes | str:
@@ -469,7 +469,7 @@ class ProcessManager:
         self.halted = False
 
     async def end(self, grace_s: float) -> None:
-        """The node's part is over, every process ends: SIGTERM, a grace, SIGKILL. Nobody is told of it."""
+        """End all processes of the node: SIGTERM, a grace period, SIGKILL. The controller is not told."""
         self.ending = True
         if self._zygotes is not None:
             self._zygotes.close()

@@ -96,7 +96,7 @@ class ProcessEntry:
 
 
 def entry_of(pid: int) -> ProcessEntry | None:
-    """Of any process, also of one that is nobody's child here; None if there is none with this pid."""
+    """The entry of any process, a child of this one or not; None if no process has this pid."""
     fields = _stat(pid)
     if fields is None:
         return None

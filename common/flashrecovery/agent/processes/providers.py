@@ -1,8 +1,8 @@
-"""Where a node's processes come from. The providers are asked one after the other, until one of them gives a process.
+"""Where a node's processes come from. The providers are asked in turn, until one of them returns a process.
 
-A process is always the same thing to its agent: a channel, a page, and a session of its own (:mod:`.process`). Who has
-made it differs: a zygote has forked it, the agent has started an interpreter, or somebody else was asked to, who has
-the place where a rank is to live (:mod:`.task_slots`).
+To its agent a process is always the same: a channel, a page, and its own session (:mod:`.process`). How it was made
+differs: a zygote forked it, the agent started an interpreter, or a launcher's task that has the rank's place started it
+(:mod:`.task_slots`).
 """
 
 from __future__ import annotations

@@ -27,8 +27,8 @@ class SetupLogs:
     async def spread(
         self, table: pb.RankTable, processes: Mapping[int, WorkerProcess], here: str, members: Collection[int] = ()
     ) -> None:
-        """Give the log of each rank of this node to the agents that keep it, unless they have it already. Nobody else
-        does so for a rank that has left the job (it is none of the ``members``), so that whoever keeps its log does.
+        """Send the log of each rank of this node to the agents that keep it, unless they have it already. A rank that
+        has left the job (it is not among the ``members``) has no node: an agent that keeps its log sends it on.
 
         A keeper that cannot be reached is about to be found lost; the next table names another one.
         """

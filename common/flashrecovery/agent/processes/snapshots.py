@@ -23,7 +23,7 @@ from flashrecovery.snapshot.memory import HEADER, SharedMemory
 
 log = logging.getLogger("flashrecovery")
 _SAID_BEFORE = 1 << 30
-"""So many bytes take seconds to write, and whoever waits for the end is told."""
+"""Above this many bytes, writing takes seconds, and a notice is given first."""
 _SHORT_LIFE_S = 2.0
 """A process that dies sooner will do so again."""
 
@@ -32,8 +32,8 @@ class NodeSnapshots:
     """Made before any process is started.
 
     Args:
-        path: directory of the agent; the same for a later launch that is to go on from what is there.
-        notice: to say something of it to whoever watches the job.
+        path: directory of the agent; the same for a later launch that resumes from the snapshots.
+        notice: reports a notice to the user.
     """
 
     def __init__(self, config: RunConfig, path: Path, notice: Callable[[str], None]) -> None:
@@ -154,8 +154,8 @@ class NodeSnapshots:
         )
 
     def keep_for(self, rank: int, version: int, local_state: bytes | None, *, tensors: bool) -> str:
-        """A rank is gone whose page had this ``local_state`` of ``version`` (None: it had none). ``tensors``: the rank
-        had more that nobody else has. Returns what is missing; "": nothing."""
+        """Keep the ``local_state`` of ``version`` from the page of a rank that is gone (None: the page had none).
+        ``tensors``: the rank also had tensors that no other rank has. Returns what is missing; "": nothing."""
         if self._host is None:
             return "its node has no snapshot process"
         try:
@@ -177,9 +177,14 @@ class NodeSnapshots:
     async def end(
         self, *, unfinished: bool, version: int = 0, whole: bool = False, void: bool = False, saved: bool = False
     ) -> None:
-        """All ranks' processes have ended. ``unfinished``: the job has not come to its last step. ``version``: of which
-        everything is held, if ``whole``, or else a part; 0: nobody has looked. ``void``: nothing may go on from what is
-        held. ``saved``: a checkpoint has all of it."""
+        """Close after all ranks' processes have ended.
+
+        Args:
+            unfinished: the job has not reached its last step.
+            version: the version that the snapshots hold, completely if ``whole``, else in part; 0: not examined.
+            void: nothing may resume from the snapshots.
+            saved: a checkpoint has all of it.
+        """
         host, self._host = self._host, None
         if host is None:
             return

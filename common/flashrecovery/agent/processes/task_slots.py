@@ -51,8 +51,8 @@ class GuardLostError(Exception):
 
 
 class ForeignProcess:
-    """A process whose parent is a guard (a :class:`~.zygote_process.Child` all the same). ``reap``:
-    nobody needs its end any more."""
+    """A process whose parent is a guard; also a :class:`~.zygote_process.Child`. ``reap``: called when its exit code
+    is no longer needed."""
 
     def __init__(self, pid: int, reap: Callable[[int], None]) -> None:
         self.pid = pid
@@ -63,7 +63,7 @@ class ForeignProcess:
 
     @property
     def returncode(self) -> int | None:
-        """None for as long as the pid is this process's, or nobody's."""
+        """None while the pid is this process's, or unused."""
         if self._returncode is None:
             entry = entry_of(self.pid)
             if entry is not None and entry.started != self._started:
@@ -167,7 +167,7 @@ class GuardedTask:
         if answer is not None and not answer.done():
             answer.set_result(started)
         elif started.pid:
-            self.send(pb.ToGuard(reap=pb.Reap(pid=started.pid)))  # nobody waits for it any more
+            self.send(pb.ToGuard(reap=pb.Reap(pid=started.pid)))  # no caller waits for it any more
 
     def close(self) -> None:
         self._loop.remove_reader(self._sock)

@@ -21,7 +21,7 @@ class Tasks:
         self.watch(task)
 
     def watch(self, task: asyncio.Task[None]) -> None:
-        """Of one that somebody else has started, and ends."""
+        """Watch a task that other code has started, and ends."""
         task.add_done_callback(self._done)
 
     def _done(self, task: asyncio.Task[None]) -> None:

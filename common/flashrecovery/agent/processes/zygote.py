@@ -91,11 +91,11 @@ class Zygotes:
             self._decided.set()
 
     async def fork(self, env: Mapping[str, str], descriptors: Sequence[int], *, standby: bool) -> int | None:
-        """The pid of a new process that runs the script; None if there is no zygote to fork it. A child that comes
-        after this was cancelled is ended.
+        """Fork a process that runs the script. Returns its pid; None if there is no zygote to fork it. A child that
+        arrives after this call was cancelled is killed.
 
-        Raises ZygoteLostError: another one may have taken its place, and is to be asked with another channel and page:
-        there may be a child with these, of which nobody has heard.
+        Raises ZygoteLostError: the zygote was lost, and another one may have replaced it. Ask that one with a new
+        channel and page: an unreported child may be using these.
         """
         zygote = self._current
         if zygote is None:
@@ -118,10 +118,10 @@ class Zygotes:
             raise
 
     def _end_unwanted(self, asked: asyncio.Future[int]) -> None:
-        """What nobody waits for any more has been answered."""
+        """Kill the child of a fork whose caller no longer waits."""
         if asked.exception() is None:
             child = Adopted(asked.result())
-            os.kill(child.pid, signal.SIGKILL)  # a child that nobody has reaped
+            os.kill(child.pid, signal.SIGKILL)  # not reaped yet, so the pid is still the child's
             self._unwanted.append(child)
 
     def learn(self, modules: pb.Modules) -> None:
@@ -130,7 +130,7 @@ class Zygotes:
         self._grow_if_needed()
 
     def reap(self) -> None:
-        """Those that have been closed meanwhile, and children that nobody wanted."""
+        """Reap zygotes that were closed meanwhile, and unwanted children."""
         self._closed = [z for z in self._closed if not z.reaped()]
         self._unwanted = [child for child in self._unwanted if child.poll() is None]
 

@@ -1,11 +1,11 @@
 """One zygote (:mod:`flashrecovery.worker.startup.zygote`) as its agent sees it, and the children that it forks.
 
-Nobody waits on the loop for a fork: it is asked for, and the answer is a message like any other. On a host that is very
-busy it comes late, which is no reason to begin new interpreters there; a zygote that says nothing for seconds is
-stopped, and given up.
+A fork never blocks the event loop: it is requested, and the answer is a message like any other. On a very busy host
+the answer comes late, which is no reason to start new interpreters there. A zygote that stays silent for seconds is
+stopped and given up.
 
-Until it is told its rank, a child does nothing but wait for that, and it ends with its channel. So one of which nobody
-has heard, because its zygote was killed before it could answer, ends by itself.
+A child only waits until it is told its rank, and exits when its channel closes. So a child that was never reported,
+because its zygote was killed before it could answer, exits by itself.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The directory in a node's memory for state that outlives its workers while the job changes its parallelism.
 
-It is named after this process, which keeps it locked, and goes with it. If this process is killed, the next agent on
-the machine that may need such a directory removes what was left: what nobody has locked. (A process number says
-nothing of it: containers may share this memory and not their numbers.)
+It is named after this process, which keeps it locked and removes it at exit. If this process is killed, the next agent
+on the machine that may need such a directory removes the leftovers: unlocked directories. (A pid would not tell:
+containers may share this memory but not their pids.)
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ class StagingMemory:
         return {STAGING_ENV: str(self.path)}
 
     def drop(self) -> Callable[[], None]:
-        """What is there is of no use any more: nobody finds it from here on. Returns what gives the memory back, which
-        takes a second for each few GB: not for a thread on which others wait."""
+        """Hide the contents, which are no longer needed. Returns a function that frees the memory. It takes a second
+        for each few GB, so call it on a thread that nothing waits for."""
         gone = self.path / f".dropped-{uuid.uuid4().hex[:8]}"
         for old in self.path.glob("[!.]*"):
             gone.mkdir(mode=0o700, exist_ok=True)

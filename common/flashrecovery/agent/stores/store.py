@@ -23,7 +23,7 @@ class StoreServer:
 
     def __init__(self, host: str, port: int) -> None:
         self.host = host
-        here = host.startswith("127.")  # a job on one node: nobody else needs the store, which asks for no secret
+        here = host.startswith("127.")  # a job on one node: no other host needs the store, which has no access control
         self._sock = socket.socket(socket.AF_INET6 if socket.has_dualstack_ipv6() and not here else socket.AF_INET)
         if self._sock.family == socket.AF_INET6:
             self._sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)

@@ -34,8 +34,8 @@ class Keys(Protocol):
 
 
 class Sweep:
-    """Called now and then: forgets the generations before what was the newest one at the call before, so that nobody
-    who is just letting go of a generation misses its keys. Cheap while nothing changes."""
+    """Called periodically: forgets the generations before the one that was newest at the previous call. So a rank that
+    is still leaving a generation finds its keys. Cheap while nothing changes."""
 
     def __init__(self, store: Keys) -> None:
         self._store = store

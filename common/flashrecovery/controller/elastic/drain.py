@@ -1,7 +1,7 @@
-"""Nodes that are to leave while they still work: their ranks are handed to other nodes, and no step is lost.
+"""Nodes that are to leave while they still work: their ranks move to other nodes, and no step is lost.
 
-Somebody has commanded it (``flashrecovery drain``), or the node itself has been told to end. What is done about it is
-:func:`flashrecovery.plan.elastic.drain.hand_off`'s decision. One node at a time; the others wait.
+A user commands it (``flashrecovery drain``), or the node itself is told to end.
+:func:`flashrecovery.plan.elastic.drain.hand_off` decides what is done. One node at a time; the others wait.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ _TRIES = 3
 
 @dataclass
 class NodeDrain:
-    """One node that is to leave. Made anew for each time that it is.
+    """One node that is to leave. A new object is made for each drain.
 
     Attributes:
         until: the end of its time, CLOCK_MONOTONIC seconds.
-        cause: as text; "": somebody has commanded it.
+        cause: as text; "": a user command.
         moves: how often its ranks were on their way.
     """
 

@@ -29,7 +29,7 @@ class Growing:
         self._job = job
         self._placement = placement
         self._coming = coming
-        self._most: int | None = None  # somebody has commanded so many replicas: a node that comes does not change that
+        self._most: int | None = None  # the commanded number of replicas; a new node does not change it
         self._arrived: set[str] = set()  # nodes that have come since it was last looked whether the job can grow
         self._unused: set[str] = set()  # that came before; as long as they have no ranks, another one may make it up
         self._begun = False  # it has been looked at the nodes that were there before the launch
@@ -37,7 +37,7 @@ class Growing:
     # -- who comes --------------------------------------------------------------------------------
 
     def commanded(self, replicas: int) -> None:
-        """Somebody wants the job to have so many replicas."""
+        """A user has commanded this number of replicas."""
         self._most = replicas
         self._arrived.clear()
         self._unused.clear()
@@ -48,8 +48,8 @@ class Growing:
         self._coming.expect(-1)
 
     def ask(self, elastic: ElasticSettings, replicas: int, step: int, now: float) -> str:
-        """Have the job grown to so many replicas from ``step`` on (-1: as soon as they are there). Returns why not, ""
-        if they are being built up."""
+        """Start to grow the job to this many replicas from ``step`` on (-1: as soon as they are ready). Returns why it
+        cannot grow; "" if the processes are being started."""
         job = self._job
         size, shape, sizes = job.replicas, job.shape, allowed_sizes(job)
         if replicas > sizes.most:
@@ -57,7 +57,7 @@ class Growing:
             whence = f"has changed to {job.parallel.text}" if job.parallel.text else launched
             return f"--to {replicas}: the job {whence}; {sizes.most} at most is allowed"
         if self._coming.in_last_step:
-            return "ranks have taken their last step; nobody can come in any more"
+            return "ranks have taken their last step; no process can join any more"
         free = rooms(job.nodes.values(), job.homes())
         room = sum(max(one.free, 0) for one in free)
         if room < (replicas - size) * shape.each:

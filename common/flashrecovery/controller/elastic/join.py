@@ -37,7 +37,7 @@ class PauseBarrier:
     def __init__(self) -> None:
         self._there: set[int] = set()
         self.since: float | None = None
-        """When the first one has come; None: nobody has."""
+        """When the first one arrived; None: none has."""
 
     def come(self, rank: int, now: float) -> None:
         """This one waits from now on."""
@@ -58,7 +58,7 @@ class PauseBarrier:
         return self.since is not None and now - self.since >= patience_s
 
     def dissolve(self) -> None:
-        """Nobody waits any more."""
+        """No rank waits any more."""
         self._there.clear()
         self.since = None
 
@@ -78,16 +78,16 @@ def commanded_pause(job: JobState) -> pb.Pause:
 
 @dataclass
 class JoinRound:
-    """Processes that are built up beside training at one time. Made anew for the next ones.
+    """Processes that are started beside training at one time. The next ones get a new object.
 
     Attributes:
-        step: they are to take part from this one on; -1: from the next one.
-        taking_over: they take ranks over from processes that live.
+        step: the first step that they are to take part in; -1: the next one.
+        taking_over: they take over ranks of live processes.
         called_in: the generation in which the members were told to pause for them; -1: they were not.
         before: the step before which the members are to pause with their copies made.
-        waiting: the members that have.
-        tries: how often they could not come in, because nobody else could give them their state.
-        called_off: the processes before them, which do not come, and for which members were told to pause.
+        waiting: the members that have paused.
+        tries: how often they could not join because no other rank could give them their state.
+        called_off: the previous round, if it was cancelled after members were told to pause for it.
     """
 
     step: int = -1
@@ -132,7 +132,7 @@ class Joining:
 
     @property
     def in_last_step(self) -> bool:
-        """Ranks have taken all their steps: nobody comes in any more."""
+        """Whether ranks have taken all their steps: no process can join any more."""
         return any(record.place in THROUGH for record in self._job.ranks.values())
 
     def tick(self, now: float) -> bool:
@@ -158,7 +158,7 @@ class Joining:
         return late and called_in and not self._on_their_way
 
     def _call_off(self, before: JoinRound) -> bool:
-        """Nobody needs to pause for those who do not come. Returns whether somebody has."""
+        """Withdraw the pause for a round that was cancelled. Returns whether a member has already paused for it."""
         self._round.called_off = None
         if before.called_in != self._job.generation:
             return False
@@ -206,7 +206,7 @@ class Joining:
 
     @property
     def paused_since(self) -> float | None:
-        """When the first member has paused; None: nobody has, or nobody is waited for."""
+        """When the first member paused; None: none has, or there is nothing to pause for."""
         return self._round.waiting.since
 
     def on_paused(self, message: pb.Paused, now: float) -> bool:
@@ -220,7 +220,7 @@ class Joining:
         return self._awaits_all and bool(self._job.membership.joining) and self._round.called_in == self._job.generation
 
     def why_paused(self, version: int) -> str:
-        """In words; "" if nobody is to come in."""
+        """The reason as text; "" if no process is to join."""
         if not self._job.membership.joining:
             return ""
         how = "are filled by other processes" if self._round.taking_over else "come in"
@@ -285,7 +285,7 @@ class Joining:
             self._round.tries += 1
             if not self._round.taking_over or self._round.tries >= _TRIES:
                 version = decision.round.version
-                give_up_all(job, f"nobody else could give it its state at version {version}: {why_not}")
+                give_up_all(job, f"no other rank could give it its state at version {version}: {why_not}")
             return decision, []
         for rank, record in coming.items():
             del job.membership.joining[rank]

@@ -1,12 +1,12 @@
-"""Processes that the job has given up, and that are still there, stopped, while they may have the only copies.
+"""Processes that have left the job but are kept, stopped, while they may have the only copies of some state.
 
-* Who leaves because of a command has copies for others. It stays until those who go on have all that they need, with
-  copies of it among themselves.
-* Whose rank another process has taken over (:class:`RelievedProcesses`) has copies for others, too, and the new process
-  has none before its first step here. It stays until all ranks have taken a step.
+* A process that leaves because of a command holds copies for others. It stays until the remaining ranks have all that
+  they need, and copies of it among themselves.
+* A process whose rank was taken over by another one (:class:`RelievedProcesses`) also holds copies for others, and the
+  new process has none before its first step here. The old one stays until all ranks have taken a step.
 
-If somebody dies meanwhile and the others can go on from what they have, nothing becomes of it. Else these processes
-belong to the job again, with what they have, and the change is made once more.
+If a rank dies meanwhile and the others can recover from what they have, the kept processes are not used. Otherwise they
+rejoin the job with their state, and the change is made once more.
 """
 
 from __future__ import annotations

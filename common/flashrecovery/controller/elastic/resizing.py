@@ -1,11 +1,11 @@
-"""An elastic job changes its size: who leaves and who comes, at which step, and what is told of it.
+"""An elastic job changes its size: which ranks leave and join, at which step, and how this is reported.
 
-A replica leaves as a whole (:mod:`flashrecovery.plan.elastic.replicas`). Who leaves is taken out of the job's records,
-so that nothing waits for it any more; the others keep their numbers in the job, and are counted anew in the process
-groups (:class:`~flashrecovery.proto.flashrecovery_pb2.Regroup`). A rank whose process is lost leaves at once; those of
-its replica that live do when all are stopped, and end by themselves. There are two reasons: ranks that nobody can
-replace (:mod:`flashrecovery.plan.elastic.resize`), and a command. For the latter all ranks pause before a step, and a
-recovery without a victim follows. So it is where the job grows (:mod:`.growing`).
+A replica leaves as a whole (:mod:`flashrecovery.plan.elastic.replicas`). A rank that leaves is removed from the job's
+records, so nothing waits for it any more. The others keep their numbers in the job, and get new numbers in the process
+groups (:class:`~flashrecovery.proto.flashrecovery_pb2.Regroup`). A rank whose process is lost leaves at once; the live
+ranks of its replica leave once all are stopped, and exit by themselves. There are two reasons: ranks that cannot be
+replaced (:mod:`flashrecovery.plan.elastic.resize`), and a command. For a command all ranks pause before a step, and a
+recovery without a victim follows. Growing works the same way (:mod:`.growing`).
 """
 
 from __future__ import annotations
@@ -103,9 +103,11 @@ class Resizing:
             self._remove_member(rank, grace_s=self._job.config.timeouts.fence_s)
 
     def take_back_needed(self) -> list[int]:
-        """All ranks are stopped. Some are about to leave because a rank of their replica has, for which there is no
-        node; and since then somebody has died whose part nobody has but them. Then the lost ranks belong to the job
-        again, and a node is waited for. Returns these ranks. (With a checkpoint none: the job goes back to that.)"""
+        """The lost ranks that must rejoin the job; called when all ranks are stopped.
+
+        Some ranks are about to leave because a rank of their replica was lost and had no node. If another rank has died
+        since, they may be the only ones that have its part. Then the lost ranks belong to the job again, and the job
+        waits for a node. (With a checkpoint there are none: the job goes back to the checkpoint.)"""
         job = self._job
         useless = set(left_of_replicas(job))
         replicas = {job.shape.replica(rank) for rank in useless}
@@ -190,7 +192,7 @@ class Resizing:
             return f"the job is {job.state.value}, or has just recovered; ask again when it trains"
         size, sizes = job.replicas, allowed_sizes(job)
         if job.membership.joining and replicas == size:
-            give_up_all(job, "somebody has commanded so")
+            give_up_all(job, "by command")
             self._growing.commanded(replicas)
             return ""
         if job.membership.joining:
@@ -235,7 +237,7 @@ class Resizing:
         self._tell_to_pause()
 
     def put_aside(self) -> None:
-        """A node is to leave within its time: what somebody has commanded for a later step has to wait for that."""
+        """A node is to leave within its time limit: a resize commanded for a later step waits for that."""
         if self._order.wanted is not None:
             self._order.put_aside, self._order.wanted = replace(self._order.wanted, tries=0), None
             self._tell_to_pause()
@@ -285,7 +287,7 @@ class Resizing:
         return waited and self._job.state is State.RUNNING and self._job.recovery is None
 
     def resumed(self) -> None:
-        """Nobody is paused any more."""
+        """No rank is paused any more."""
         self._waiting.dissolve()
 
     def paused_since(self, now: float) -> float:
@@ -307,12 +309,13 @@ class Resizing:
         return self._coming.pause() if self._order.wanted is None else commanded_pause(self._job)
 
     def leave_at(self, version: int, *, on_disk: bool = False) -> bool:
-        """All ranks are stopped, and are to go on at ``version`` (``on_disk``: of a checkpoint). Who has to leave does
-        so now: those that a command has leave, and those without whom there are as many as are allowed. What only they
-        have must also be elsewhere: else, for a command, all pause once more before the same step, with their copies
-        made. Returns whether somebody leaves.
+        """Remove the ranks that leave at ``version`` (``on_disk``: of a checkpoint); called when all ranks are stopped.
 
-        Raises JobFailedError: there are more ranks than are allowed, and none of those can leave.
+        Ranks leave because of a command, or because there are more replicas than are allowed. What only they have must
+        also exist elsewhere. If it does not, for a command, all ranks pause once more before the same step, with their
+        copies made. Returns whether any rank leaves.
+
+        Raises JobFailedError: there are more ranks than are allowed, and none of them can leave.
         """
         if self._job.config.elastic is None:
             return False
@@ -339,7 +342,7 @@ class Resizing:
             ranks = self._choose(most, version, on_disk=on_disk)
         if ranks is None:
             raise JobFailedError(
-                f"{size} replicas are left, {most} are allowed, and what the others have alone nobody else has at "
+                f"{size} replicas are left, {most} are allowed, and what the others have alone is nowhere else at "
                 f"version {version}"
             )
         for rank in ranks:
@@ -392,8 +395,8 @@ class Resizing:
             self.last_resort.let_go()  # what they have is of another sharding, or another version
 
     def begins_anew(self) -> None:
-        """All ranks are started again, perhaps in another parallel layout: who has left, or was taken back, before that
-        is nobody's matter any more."""
+        """All ranks are started again, perhaps in another parallel layout: forget which ranks left or were taken back
+        before that."""
         self.last_resort.let_go()
         self._since = SinceStart()
         self._job.membership.awaited.clear()
@@ -427,7 +430,7 @@ class Resizing:
         return bool(back)
 
     def given_up_ended(self, message: pb.Failure | pb.Exited, node: str) -> bool:
-        """A process has ended. Returns whether the job had given it up, and nobody waits for it."""
+        """A process has ended. Returns whether the job had already given it up, so that nothing waits for it."""
         if self._coming.relieved.on_ended(message, node):
             return True
         return self.last_resort.on_ended(message.rank, message.pid, node)
@@ -462,8 +465,8 @@ class Resizing:
         return others
 
     def goes_on_at(self, version: int) -> None:
-        """The state of this version is everywhere. What was told of a change may have been another one: then a
-        checkpoint was damaged since, or somebody else has died."""
+        """All ranks have the state of this version. The change may have been reported for another version: then a
+        checkpoint was damaged since, or another rank has died."""
         told, self._since.told_step = self._since.told_step, None
         if told not in (None, version):
             replicas, members = self._job.replicas, list(self._job.members)
@@ -474,11 +477,11 @@ class Resizing:
 
     @property
     def wanted(self) -> bool:
-        """Somebody has commanded another number of replicas, and it has not come yet."""
+        """Whether a commanded number of replicas has not been reached yet."""
         return self._order.open or bool(self._job.membership.joining)
 
     def before_layout(self) -> None:
-        """The job changes its parallel layout now: nobody comes into the one before or leaves it."""
+        """The job changes its parallel layout now: no rank joins or leaves the previous one."""
         give_up_all(self._job, "the job changes its parallel layout")
         self.last_resort.let_go()
         for wish in (self._order.wanted, self._order.put_aside):
@@ -513,7 +516,7 @@ class Resizing:
             job.notice(NoticeKind.REDUNDANCY, text)
 
     def members(self) -> Sequence[int]:
-        """The ranks of an elastic job, for those who form groups; of others nobody needs to know."""
+        """The ranks of an elastic job, for forming process groups; () for other jobs, which do not need them."""
         return () if self._job.config.elastic is None else self._job.members
 
     def _remove_member(self, rank: int, *, grace_s: float | None) -> RankRecord:

@@ -41,7 +41,7 @@ def refusal(
         text = f"all nodes and the controller need the same settings; node {name} has {differs}"
         return Refusal(grpc.StatusCode.FAILED_PRECONDITION, text)
     if only and only != name:
-        # That node has no lease, for it reckons with nobody: cut off, it would go on beside this one.
+        # That node has no lease, because it was alone: if cut off, it would go on beside this one.
         text = (
             f"this job has one node (nnodes = 1, spare_nodes = 0), which is {only} and is not known to be lost; "
             "with spare_nodes = 1 another one may wait for that"

@@ -1,8 +1,8 @@
-"""Processes that are built up beside training, to fill a rank later: ordered, there, or given up.
+"""Processes that are started beside training, to fill a rank later: ordered, ready, or given up.
 
-A joining process runs the script up to its first step on its own, as a replacement does, while the others train on. It
-is no rank of the job yet: nobody waits for it, and whatever happens to it is no failure. If it does not come, it is
-given up, and that is said. Once all are there, the ranks pause, and in the recovery that follows the joining processes
+A joining process runs the script up to its first step alone, as a replacement does, while the others keep training. It
+is not a rank of the job yet: no rank waits for it, and its death is no failure. A process that does not become ready is
+given up, with a notice. Once all are ready, the ranks pause, and in the recovery that follows the joining processes
 become members (:mod:`flashrecovery.controller.elastic.growing`).
 """
 
@@ -45,7 +45,7 @@ def _give_up(job: JobState, rank: int, why: str) -> None:
 
 
 def give_up_all(job: JobState, why: str) -> None:
-    """Nobody comes."""
+    """Give up all joining processes."""
     for rank in list(job.membership.joining):
         give_up(job, rank, why)
 

@@ -101,7 +101,7 @@ class RankPlacement:
         return places
 
     def _house(self, record: RankRecord, name: str) -> None:
-        """Give the rank to a node with room for it, in a slot that nobody else has."""
+        """Give the rank to a node with room for it, in a free slot."""
         others = [*self._job.ranks.values(), *(joining.record for joining in self._job.membership.joining.values())]
         taken = {other.local_rank for other in others if other.home == name and other is not record}
         if record.local_rank in taken:

@@ -30,7 +30,7 @@ class RelayoutSlots:
         self._slots: Slots = {}
 
     def open_all(self) -> list[int]:
-        """All that there are, because somebody commands a layout. Returns how many each node has."""
+        """Use all slots that exist, because a layout was commanded. Returns how many each node has."""
         self._slots = all_slots(self._job)
         return self.rooms()
 

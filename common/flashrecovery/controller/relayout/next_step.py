@@ -67,7 +67,7 @@ def relayout_step(facts: RelayoutFacts) -> RelayoutStep:
             f"{found.checkpoint}, another layout reads none"
         )
     if facts.kept is not None and (isinstance(found, NothingLeft) or found.checkpoint):
-        return _once_more(facts, found)  # nobody had come so far as to have the state
+        return _once_more(facts, found)  # no rank had read the state yet
     if isinstance(found, NothingLeft):
         if wanted is None or not facts.elastic:
             return KeepLayout()
@@ -87,8 +87,9 @@ def relayout_step(facts: RelayoutFacts) -> RelayoutStep:
 
 
 def _once_more(facts: RelayoutFacts, found: Decision | NothingLeft) -> RelayoutStep:
-    """What could not be read, although nobody has died of it, is not read again where there is something else; from
-    other nodes, not a third time: one that has died breaks connections at once, and is found to be lost later."""
+    """Start the layout again. State that could not be read, although no rank died of it, is not read again if there is
+    another source. State on other nodes is read at most twice: a dead node breaks its connections at once, but is found
+    to be lost only later."""
     kept = facts.readable
     tries = 2 if kept is not None and kept.place.sources else 1
     tried_enough = isinstance(found, Decision) and facts.retries >= tries

@@ -1,12 +1,15 @@
 """A running job changes its parallelism: to which one, when, and how its state gets there.
 
-There are two reasons: a command, for which all ranks pause before a step, and ranks that cannot be replaced. All that
-live are stopped, and the version to go on from is decided as in any recovery, with what the lost ranks have needed.
-Then each shard is written into its node's memory by one of those who have it (:class:`StagedFiles`), all processes end,
-and those of the new layout are started from the script's first line, on the nodes that live
-(:mod:`flashrecovery.controller.membership.relayout_slots`), and read what they need from there. What is in the memory
-stays until all of them have taken a step: whoever dies until then, the job begins once more from it, as long as a node
-lives that has it.
+There are two reasons: a command, for which all ranks pause before a step, and ranks that cannot be replaced.
+
+1. All live ranks are stopped, and the version to resume from is decided as in any recovery, including the shards that
+   the lost ranks needed.
+2. One of the ranks that have a shard writes it into its node's memory (:class:`StagedFiles`). All processes end.
+3. The processes of the new layout start from the script's first line, on the live nodes
+   (:mod:`flashrecovery.controller.membership.relayout_slots`), and read what they need from that memory.
+
+The staged state is kept until all ranks have taken a step. If a rank dies before that, the job starts from it again, as
+long as a node that has it is alive.
 """
 
 from __future__ import annotations
@@ -57,7 +60,7 @@ from flashrecovery.proto import flashrecovery_pb2 as pb
 
 _TRIES = 3
 """Layouts in which a script is started before it is given up, where it cannot begin in them."""
-_NOBODY_HAS_IT = "nobody has the state that ranks have needed which are lost"
+_STATE_IS_LOST = "no rank has the state that lost ranks needed"
 
 
 class ParallelismChange(Parallelism):
@@ -201,7 +204,7 @@ class ParallelismChange(Parallelism):
     # -- the state --------------------------------------------------------------------------------
 
     def interrupted(self) -> None:
-        """Somebody has died: what was being written is of no use."""
+        """A rank has died: what was being written cannot be used."""
         self._memory.interrupted()
 
     def next_step(self, found: Decision | NothingLeft) -> RelayoutStep:
@@ -222,7 +225,7 @@ class ParallelismChange(Parallelism):
         return relayout_step(facts)
 
     def why_not_written(self, step: RelayoutStep) -> str:
-        """Why the state cannot be written, if that is the next step: what nobody has; "" if it can."""
+        """Why the state cannot be written, if that is the next step: what no rank has; "" if it can."""
         return self._memory.why_not_written(step.version) if isinstance(step, WriteState) else ""
 
     def carry_out(self, step: RelayoutStep, now: float) -> None:
@@ -253,23 +256,23 @@ class ParallelismChange(Parallelism):
         return None if self._elastic else self._job.checkpoint
 
     def _unknown(self) -> str:
-        """Why it cannot be said that those who are left have the whole state; "" if it can. A controller that
-        was started again has not heard what the ranks needed that had died before."""
+        """Why it is unknown whether the remaining ranks have the whole state; "" if they are known to. A restarted
+        controller has not heard what the ranks needed that died before it started."""
         facts = self._facts()
         if isinstance(facts, str) or facts.whole_everywhere:
             return ""  # every rank has all of it
         records = self._job.ranks.values()
-        nobody = [
+        unknown = [
             rank for rank, needs in self._job.membership.removed.items() if not needs and not kept_for(rank, records)
         ]
         if self._elastic and not facts.sharded:  # those with its model rank have the same
             model_ranks = {record.model_rank for record in records if record.inventory.needs}
-            nobody = [rank for rank in nobody if self._job.shape.model_rank(rank) not in model_ranks]
-        if not nobody:
+            unknown = [rank for rank in unknown if self._job.shape.model_rank(rank) not in model_ranks]
+        if not unknown:
             return ""
         return (
-            f"what {ranks_text(sorted(nobody))} had, this controller, which was started again, does not know, and "
-            "nobody keeps copies of it"
+            f"this controller was started again and does not know what {ranks_text(sorted(unknown))} had, and no rank "
+            "keeps copies of it"
         )
 
     def _same(self) -> NextLayout:
@@ -325,7 +328,7 @@ class ParallelismChange(Parallelism):
 
     # -- the new layout ---------------------------------------------------------------------------
 
-    def _start(self, wanted: NextLayout, kept: SavedState, now: float, because: str = _NOBODY_HAS_IT) -> None:
+    def _start(self, wanted: NextLayout, kept: SavedState, now: float, because: str = _STATE_IS_LOST) -> None:
         """``because``: why it begins with a checkpoint, if it does."""
         job = self._job
         facts = facts_now(job)
@@ -343,7 +346,7 @@ class ParallelismChange(Parallelism):
         size = wanted.strategy.ranks
         slots = self._rooms.places(wanted.strategy)
         for record in job.in_order:
-            # Where nobody is filled under its number, which would end its process, that ends by itself.
+            # Filling a rank ends its previous process. Where no rank is filled under this number, that ends by itself.
             if record.home and (record.rank >= size or slots[record.rank].node != record.home):
                 job.tell_to_leave(record.rank, record.home)
         records = [

@@ -25,7 +25,7 @@ class StagedState:
     """Of one job.
 
     Attributes:
-        litter: there is state in memory that nobody will need.
+        litter: there is state in memory that will not be needed.
         job_is: what the job was before its layout changed, and has to stay.
         change: the recovery in which it changes.
     """
@@ -42,7 +42,7 @@ class StagedState:
     # -- is written -------------------------------------------------------------------------------
 
     def write(self, version: int, now: float) -> None:
-        """Have each shard written by one of those who have it. Raises JobFailedError if nobody has one."""
+        """Have each shard written by one of the ranks that have it. Raises JobFailedError if no rank has a shard."""
         job = self._job
         orders = self._assigned(version)
         self._said, self.litter = {}, True
@@ -73,7 +73,7 @@ class StagedState:
         return self._writing is not None
 
     def interrupted(self) -> None:
-        """Somebody has died: what was being written is of no use."""
+        """A rank has died: what was being written cannot be used."""
         if self._writing is not None:
             self._writing = None
             self._job.outbox.keep(lambda what, _: what is not Ordered.STAGING)

@@ -25,12 +25,13 @@ def assigned(
     version: int,
     domains: Mapping[str, str] = MappingProxyType({}),
 ) -> dict[int, list[pb.StagingItem]]:
-    """Who writes which shard at ``version``, and from what it has of it: of those who have it for themselves, or else
-    keep copies of it, whoever writes the least so far; and where somebody on another node has it, too, one of these
-    besides, in another failure domain (``domains``: of the nodes) if there is one. All shards that the ranks need, and
-    that those have needed who have left; no rank's own plain state.
+    """Which rank writes which shard at ``version``, and from which of its tensors or copies.
 
-    Raises JobFailedError if somebody has said that it has a shard, and nobody has.
+    A shard is written by an owner, or else by a rank that keeps a copy: the one that writes the least so far. If ranks
+    on other nodes have it as well, one of them also writes it, in another failure domain if there is one (``domains``:
+    of the nodes). All shards are written that the ranks need or that departed ranks needed; rank-local state is not.
+
+    Raises JobFailedError if no rank has one of these shards.
     """
     local_states = {local_state_name(rank) for rank in (*records, *removed)}
     sizes = {name: nbytes for record in records.values() for name, nbytes in record.inventory.needs.items()}
@@ -49,7 +50,7 @@ def assigned(
     }
     for name in sorted(names, key=lambda name: (-sizes[name], name)):
         if not holders[name]:
-            raise JobFailedError(f"nobody has shard {name!r} at version {version}")
+            raise JobFailedError(f"no rank has shard {name!r} at version {version}")
         left, used = dict(holders[name]), set[str]()
         for _ in range(COPIES):
             if left:

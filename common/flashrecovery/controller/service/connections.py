@@ -84,7 +84,7 @@ class Connections:
     def post(self, node: str | None, command: pb.Command) -> None:
         """Send ``command`` to one agent, or to all (None). It arrives also if a connection breaks."""
         if node is not None:
-            if node:  # a rank that waits for a node has nobody to be told
+            if node:  # a rank that waits for a node has no agent to tell
                 self.links[node].send(command)
             return
         for link in self.links.values():

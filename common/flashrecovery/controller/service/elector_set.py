@@ -75,7 +75,7 @@ class ElectorSet:
         """Whether to ask for a newer term: an agent has voted for one that was not elected, for the others are here,
         and follows no older one."""
         if not self.named:
-            return False  # nobody could vote: a controller that was started again, perhaps while another one is elected
+            return False  # no elector could vote: a restarted controller, perhaps while another is elected
         if promised <= self._quorum.term or now - self._renewed_at < _RENEWAL_S or not self.may_decide(now):
             return False
         self._renewed_at = now

@@ -153,7 +153,7 @@ class Inbound:
         self._machine.on_failure(failure, now, node)
 
     def _on_node_leaving(self, node_leaving: pb.NodeLeaving, node: str, now: float) -> None:
-        """What cannot be helped happens at once, as if nobody had asked."""
+        """A node asks to leave. If its ranks cannot be moved, it leaves at once, as if it had failed."""
         job = self._machine.job
         why_not, _ = self._machine.drain.ask(node, node_leaving.within_s, now, node_leaving.reason)
         if why_not and node_leaving.stays:

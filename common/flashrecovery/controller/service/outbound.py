@@ -66,13 +66,13 @@ class Actions:
         """The job has finished or failed, or this controller has ended."""
 
     def carry_out(self) -> None:
-        """All that the machine has put into its outbox, in order; as long as the generation's number is not on disk,
-        only up to the first word that has somebody act in that generation."""
+        """Carry out all actions in the machine's outbox, in order. While the generation's number is not on disk, stop
+        before the first command that makes a process act in that generation."""
         job = self._machine.job
         self._machine.check_before_acting()
         in_use = job.launched and not self.over_for_all
         actions = job.take_actions()
-        # Also the numbers of starts of which nobody that lives has heard stay written down.
+        # Numbers of starts stay written down, also those that no live process has heard of.
         numbers = Numbers(job.generation, job.restarts, max(job.parallel.changes, job.attempts - job.restarts))
         if in_use and not self._numbers.kept(job.launch, numbers, self._go_on):
             # What begins in an older generation is void meanwhile.
@@ -144,9 +144,9 @@ class Actions:
 
 
 def begins(action: Action) -> TypeGuard[Send]:
-    """Whether somebody is told to act in the generation of the command: ranks are stopped and replaced before that, but
-    meet under its number in a process group only then. (Processes that are not detached do so when they start.) Until
-    then its number is known only by agents and ranks, which either live and tell it, or are gone with it."""
+    """Whether the command makes a process act in its generation: ranks are stopped and replaced before that, but meet
+    under its number in a process group only then. (Processes that are not detached do so when they start.) Until then
+    the number is known only to agents and ranks; these either live and report it, or are gone together with it."""
     if not isinstance(action, Send):
         return False
     body = action.command.WhichOneof("body")

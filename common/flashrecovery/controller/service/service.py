@@ -114,7 +114,7 @@ class ControllerService(rpc.ControllerServicer):  # type: ignore[misc]
         self._server: Server | None = None
         self._ticker: asyncio.Task[None] | None = None
         self.course: Callable[[], str] | None = None
-        """What is shown of the job's course, as JSON; whoever records it sets this."""
+        """The recorded timeline of the job, as JSON; set by the component that records it."""
         self._intake = Inbound(
             self.machine,
             self._agents,
@@ -295,7 +295,7 @@ class ControllerService(rpc.ControllerServicer):  # type: ignore[misc]
         what follows from an event, and would go on from there, or wait for ever."""
         try:
             yield
-        except Exception as error:  # noqa: BLE001 - nobody else would hear of it
+        except Exception as error:  # noqa: BLE001 - it would go unnoticed otherwise
             self.has_erred(error)
 
     def has_erred(self, error: Exception) -> None:
@@ -421,7 +421,7 @@ class ControllerService(rpc.ControllerServicer):  # type: ignore[misc]
                 self._agents.post(job.ranks[command.rank].home, command)
 
     def act(self) -> None:
-        """Carry out what the machine wants; later, if somebody else may have been elected meanwhile."""
+        """Carry out the machine's actions; postponed while another controller may have been elected."""
         if self._elector_set.may_decide(lease_clock()):
             self._actions.carry_out()
 

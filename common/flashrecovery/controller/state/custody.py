@@ -1,7 +1,7 @@
-"""State that is sharded among the ranks of an elastic job, and what becomes of the part of those who leave.
+"""State that is sharded among the ranks of an elastic job, and what becomes of the parts of ranks that leave.
 
-A rank that leaves has needed shards that nobody else does. At the version that the others go on from, somebody among
-them must have copies of these; who has them serves them when the state is sharded among those who stay
+A rank that leaves has needed shards that no other rank needs. At the version that the others resume from, one of them
+must have copies of these. It serves them when the state is resharded among the ranks that stay
 (:mod:`flashrecovery.contract.shard_layout`). Pure.
 """
 
@@ -33,17 +33,17 @@ def of_their_own(records: Collection[RankRecord]) -> bool:
 
 
 def sharding_of(records: Collection[RankRecord]) -> tuple[int, ...]:
-    """The ranks among which state is sharded, as these ranks have said: the newest sharding to which somebody has gone
-    over, for which the others are ready then. () if none of them has said anything."""
+    """The ranks among which state is sharded, as these ranks report it: the newest sharding that a rank has switched
+    to; the others are ready for it then. () if no rank has reported one."""
     said = Counter(record.inventory.layout for record in records if record.inventory.layout)
     newer = [layout for layout in said if any(record.inventory.ready == layout for record in records)]
     return max(newer or said, key=lambda layout: said[layout], default=())
 
 
 def left_behind(removed: Mapping[int, Mapping[str, int]], records: Collection[RankRecord]) -> list[Need]:
-    """The shards that ranks have needed that have left (``removed``: their names and sizes, by rank; {}: this
-    controller has never heard of them), and nobody needs who stays. Of a rank of which nothing at all is known, where
-    state is sharded: its rank-local state, which nobody has, stands for its part."""
+    """The shards that departed ranks needed and no remaining rank needs. ``removed``: their names and sizes, by rank;
+    {}: this controller has never heard of them. If state is sharded and nothing is known of a departed rank, its
+    rank-local state, which no rank has, stands for its part."""
     if not removed:
         return []
     staying = set[str]().union(*(record.inventory.needs for record in records))
@@ -59,8 +59,8 @@ def left_behind(removed: Mapping[int, Mapping[str, int]], records: Collection[Ra
 
 
 def kept_for(rank: int, records: Collection[RankRecord]) -> dict[str, int]:
-    """What somebody keeps copies of for a rank that had died before this controller came: who keeps its rank-local
-    state, keeps all that it had."""
+    """The copies kept for a rank that died before this controller started. A peer that keeps its rank-local state keeps
+    all that it had."""
     for record in records:
         copies = record.inventory.copies()
         if local_state_name(rank) in copies:
@@ -76,9 +76,9 @@ def ready_for(records: Collection[RankRecord]) -> tuple[int, ...]:
 
 
 def take_on_parts(records: Collection[RankRecord], layout: Collection[int]) -> None:
-    """Those that have just come, and said what they need as the job was launched, need what is kept for them: nobody
-    else knows what they had. Where nothing is, what they have said stays, which nobody has. Who is not in the
-    ``layout`` needs no part yet."""
+    """Correct the needs of ranks that have just joined and reported what they needed at launch: they need what is kept
+    for them, the only record of what they had. If nothing is kept, their report stays, and no rank has that. Ranks
+    outside the ``layout`` need no part yet."""
     members = [record for record in records if record.rank in layout]
     for record in records:
         if record.inventory.as_launched and record.rank not in layout:
@@ -89,8 +89,8 @@ def take_on_parts(records: Collection[RankRecord], layout: Collection[int]) -> N
 
 
 def custody(wanted: Sequence[Need], records: Collection[RankRecord], version: int) -> list[pb.Custody] | None:
-    """Who serves each of these shards at ``version``: of those who have a copy, whoever serves the least. None if one
-    is nowhere."""
+    """Which rank serves each of these shards at ``version``: among those with a copy, the one that serves the least.
+    None if a shard has no copy."""
     names = {need.shard for need in wanted}
     holders: dict[str, list[int]] = {shard: [] for shard in names}
     for record in records:
@@ -109,8 +109,8 @@ def custody(wanted: Sequence[Need], records: Collection[RankRecord], version: in
 
 
 def have(records: Collection[RankRecord], version: int) -> bool:
-    """Whether these ranks together have what each of them needs at ``version``. Those that have just been filled again
-    have nothing, and whoever has the same may be about to leave."""
+    """Whether these ranks together have what each of them needs at ``version``. Ranks that were just filled again have
+    nothing, and the ranks with the same state may be about to leave."""
     held: set[str] = set()
     for record in records:
         held.update(

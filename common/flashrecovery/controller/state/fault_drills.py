@@ -44,8 +44,8 @@ class Asked:
                 return
 
     def take(self, rank: int, kind: FailureKind, step: int, exception: str = "") -> bool:
-        """Whether this failure of ``rank`` is what somebody has asked for; one failure for each fault. ``step``: in
-        which it was; ``exception``: type of what the script has raised."""
+        """Whether this failure of ``rank`` was requested by a drill; one failure for each fault. ``step``: the step in
+        which it happened; ``exception``: the type that the script raised."""
         mine = [drill for drill in self.drills if drill.rank == rank and kind in _SEEN_AS.get(drill.fault, ())]
         found = next((d for d in mine if d in self.struck), None)
         found = found or next((d for d in mine if _is_like(d, step, exception)), None)

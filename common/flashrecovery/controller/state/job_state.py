@@ -229,8 +229,8 @@ class JobState:
             self.shut_down()
 
     def shut_down(self, version: int = 0, *, whole: bool = False, saved: str = "") -> None:
-        """Have all agents end their processes. ``version``: of which everything is kept (``whole``), or a part; 0:
-        nobody knows. ``saved``: the checkpoint that has it."""
+        """Have all agents end their processes. ``version``: the version that is kept, completely (``whole``) or in
+        part; 0: unknown. ``saved``: the checkpoint that has it."""
         self.ending.saving = False
         void = self.ending.void
         shutdown = pb.Shutdown(reason=self.failure_reason, version=version, whole=whole, void=void, saved=saved)
@@ -365,7 +365,7 @@ class JobState:
         return record
 
     def elastic_layout(self) -> tuple[int, ...]:
-        """The layout of an elastic job, as its ranks are counted; () of others, where nobody needs to know it. (A
+        """The layout of an elastic job, in the order of its ranks; () for other jobs, which do not need it. (A
         controller that is started in the middle of a job knows its ranks before it knows what they make up.)"""
         return () if self.config.elastic is None else tuple(self.shape.in_order(self.membership.sharded_among))
 
@@ -437,7 +437,7 @@ class JobState:
         return pb.Command(generation=self.generation, rank=AGENT, saved=saved)
 
     def command(self, rank: int, command: pb.Command) -> None:
-        """Tell a rank, or (AGENT) all agents; nobody waits for an answer."""
+        """Send a command to a rank, or (AGENT) to all agents, without waiting for an answer."""
         command.generation, command.rank = self.generation, rank
         self.outbox.send(None if rank == AGENT else self.ranks[rank].home, command)
 

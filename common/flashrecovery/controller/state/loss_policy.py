@@ -48,12 +48,12 @@ def _others_have_all(job: JobState, lost: Collection[int]) -> bool:
         return False
     if not sharded(job.in_order) or shape.each == 1:
         return True
-    # Of a part that nobody else has, copies are with one rank: it and its owner must not both be gone afterwards.
+    # A part that exists only once has its copy on one rank: that rank and the owner must not both be gone afterwards.
     alive = {record.rank for record in living}
     staying = {rank for rank in alive if shape.replica(rank) not in going}
     of_parts = [{rank, keeper} for rank, keeper in job.keepers_of_parts().items()]
     if any(alive.isdisjoint(some) for some in of_parts):
-        return True  # something is lost whoever leaves
+        return True  # something is lost anyway
     return not any(staying.isdisjoint(some) for some in of_parts)
 
 

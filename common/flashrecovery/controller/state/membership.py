@@ -15,12 +15,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ResizeRequest:
-    """What somebody has commanded.
+    """A commanded change of size.
 
     Attributes:
-        replicas: so many.
-        step: from this one on; -1: from the next one.
-        ranks: that leave; none: the last ones.
+        replicas: the number of replicas afterwards.
+        step: the first step with that number; -1: the next one.
+        ranks: those that leave; none: the last ones.
         tries: pauses for it so far.
     """
 

@@ -30,7 +30,7 @@ class NodeRecord:
 
     Attributes:
         suspect: what a device plugin has warned of, or "".
-        leaving: somebody wants it to leave the job; it gets no more ranks.
+        leaving: it is to leave the job, and gets no more ranks.
         use: what its earlier failures mean, with the reason.
         speed: of the host, as it has measured it.
     """

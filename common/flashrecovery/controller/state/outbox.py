@@ -109,7 +109,7 @@ class Outbox:
         self.actions.append(Publish(generation, table))
 
     def send(self, node: str | None, command: pb.Command) -> None:
-        """Send ``command``; nobody waits for an answer."""
+        """Send ``command`` without waiting for an answer."""
         self._serial += 1
         command.serial = self._serial
         self.actions.append(Send(node, command))

@@ -76,7 +76,7 @@ class RankInventory:
         self.needs, self.sharded = self.common_needs(), frozenset()
 
     def take(self, live: int, held: Iterable[pb.Held], parity: pb.Parity | None = None) -> None:
-        """Replace what is known of this rank's versions by its own word. It is read only as far as somebody asks."""
+        """Replace what is known of this rank's versions by its own report. The report is parsed on demand."""
         self.live = live
         self._said = list(held)
         self.parity = held_by(self.rank, parity)

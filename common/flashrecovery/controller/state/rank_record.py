@@ -116,23 +116,23 @@ class RankRecord:
     """One place in the world and the process in it.
 
     Attributes:
-        process: that fills it, or has filled it last.
+        process: the process that fills it, or filled it last.
         health: what its heartbeats say.
         inventory: which state it needs, and which it holds.
-        place: of a rank of the job, only :meth:`~flashrecovery.controller.state.job_state.JobState.move` changes it.
-        home: name of the node that holds the rank, or is to; "" while no node has room for it.
+        place: changed only by :meth:`~flashrecovery.controller.state.job_state.JobState.move` for a rank of the job.
+        home: name of the node that holds the rank, or will; "" while no node has room for it.
         store: host and port of the TCPStore that its process was told to use.
         page_on: name of the node whose agent has the page of its last process; "" if that node is lost.
-        filled: the generation in which it was last ordered to be filled; -1: another controller has ordered it.
+        filled: the generation in which it was last ordered to be filled; -1: ordered by another controller.
         on_its_way: the process has not been let into its loop yet.
         irreplaceable: its replacements have failed so often that an elastic job goes on without it.
-        new: it has come into a running job and nobody has rank-local state of it; in an elastic job another rank's
-        serves.
-        batches: of an elastic job, what the rank's batches are made of.
-        outline: of what is sharded, the same in every process that runs the same script; "" if nothing is.
-        steps: that it will take; :data:`ENDLESS` when the script's end is the end of its steps, None as long as it has
-            not said so.
-        ended: the script of its process has come to its end after so many calls; 0: it has not, or it takes steps.
+        new: it has joined a running job, and no rank has rank-local state of it; in an elastic job another rank's
+            serves.
+        batches: in an elastic job, what the rank's batches are made of.
+        outline: of the sharded state, the same in every process that runs the same script; "" if there is none.
+        steps: the number of steps it will take; :data:`ENDLESS` if they end with the script; None while it has not
+            reported this.
+        ended: the number of calls after which its script ended; 0: it has not ended, or takes steps.
         in_snapshots: its copies outlive the processes of the job.
         checkpoints: it has a directory for them.
         shape: which ranks make up the replicas of an elastic job; None: it has not said.

@@ -176,7 +176,7 @@ def decide(
         serving = custody(left, records.values(), cut.version)
         if serving is None:
             reason = (
-                f"the job cannot go on without ranks {sorted(removed)}: of what they had, nobody keeps copies at "
+                f"the job cannot go on without ranks {sorted(removed)}: no rank keeps copies of what they had at "
                 f"version {cut.version}"
             )
             if checkpoint is None:
@@ -204,7 +204,7 @@ def _parity_held(records: Mapping[int, RankRecord]) -> list[ParityHeld]:
 def _from_memory(
     cut: Cut, records: Mapping[int, RankRecord], parity: Collection[Decodable], *, alike: bool = False
 ) -> Decision:
-    # Whoever is live at the version needs nothing: mostly all but a few ranks.
+    # Ranks that are live at the version need nothing: usually all but a few.
     needs = [n for r in records.values() if r.inventory.live != cut.version for n in r.inventory.need_list()]
     holdings = list(_sources(records.values(), cut.version, Counter(n.shard for n in needs)))
     holdings += [h for one in parity if one.order.version == cut.version for h in one.holdings]

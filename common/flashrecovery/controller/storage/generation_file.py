@@ -93,9 +93,9 @@ class GenerationFile:
     """Of one controller.
 
     Args:
-        path: of its own run directory; None: of a job of one node, where nobody is left who could count on.
+        path: in the controller's own run directory; None: a job of one node, where no other controller could take over.
         home: the job's run directory, in which ``path`` may be one of several.
-        trouble: is told in words, once, if the file cannot be used.
+        trouble: called with a text, once, if the file cannot be used.
     """
 
     def __init__(self, path: Path | None, home: Path, trouble: Callable[[str], None]) -> None:

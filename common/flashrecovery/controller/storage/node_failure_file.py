@@ -1,10 +1,9 @@
 """The file in which nodes' failures are remembered, over generations and jobs. Several jobs may use one at a time.
 
-One JSON object a line (:class:`~flashrecovery.plan.membership.node_failures.NodeMark`). Whoever adds a mark holds a
-lock on a file
-beside it, reads everything, and replaces the file by a complete new one: a reader sees the old content or the new one,
-and no mark of another job is lost. Lines that cannot be read (a disk error, an edit by hand) are recognised: the file
-is set aside under another name, the readable lines go on, and the job is told. Nothing here ever stops a job.
+One JSON object a line (:class:`~flashrecovery.plan.membership.node_failures.NodeMark`). A job that adds a mark locks a
+file beside it, reads everything, and replaces the file by a complete new one: a reader sees the old content or the new
+one, and no mark of another job is lost. Lines that cannot be read (a disk error, a manual edit) are recognised: the
+file is set aside under another name, the readable lines are kept, and a notice is given. Nothing here stops a job.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ class Marks:
 
 
 def marks_path(given: Path | None, run_dir: Path) -> Path | None:
-    """The file that a job uses: the given one, or that beside its run directory, if somebody has put one there."""
+    """The file that a job uses: the given one, or the one beside its run directory, if it exists."""
     beside = run_dir.absolute().parent / FILE_NAME
     return given if given is not None else beside if beside.is_file() else None
 

@@ -68,7 +68,7 @@ class NodeFailureLog:
         task.add_done_callback(self._pending.discard)
 
     def told_to_end(self) -> None:
-        """Somebody ends the job: what looks like failures now may be none."""
+        """The job is being ended: what looks like a failure from now on may be none."""
         for task in self._pending:
             task.cancel()
 

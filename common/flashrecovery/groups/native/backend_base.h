@@ -59,8 +59,8 @@ Call<Function, Arguments...> callOf(Function function, Arguments&... arguments) 
   return {std::move(function), std::tie(arguments...)};
 }
 
-// Whether this thread carries out operations of the recovery on groups of the script: they are none of the script's, so
-// nobody counts them, and no stand-in answers them.
+// Whether this thread carries out operations of the recovery on groups of the script: these are not the script's, so
+// they are not counted, and no stand-in answers them.
 inline bool& recoveryHere() {
   static thread_local bool on = false;
   return on;
@@ -125,7 +125,7 @@ class ManagedBase : public Backend {
   }
 
   // The group has other members from now on, and this rank another number in it. Only while nothing but the local
-  // stand-in is inside: whoever holds the group finds it with its new size when it is connected again.
+  // stand-in is inside: holders of the group find it with its new size when it is connected again.
   void renumber(int rank, int size) {
     std::lock_guard<std::mutex> guard(mutex_);
     TORCH_CHECK(inners_.empty(), "group ", group_, " is connected");
@@ -141,8 +141,8 @@ class ManagedBase : public Backend {
     abandoned_ = false;
   }
 
-  // While on, operations are answered locally, as if every rank had this rank's data, and nobody hears of them; what is
-  // inside stays as it is. Not for the recovery's own groups.
+  // While on, operations are answered locally, as if every rank had this rank's data. Nothing is sent, and the inner
+  // backends stay as they are. Not for the recovery's own groups.
   void standIn(bool on) { standingIn_ = on && !own_; }
 
   // Fails everything pending and every later operation. Returns how many operations were pending.
@@ -185,10 +185,10 @@ class ManagedBase : public Backend {
     return {operations, buffers};
   }
 
-  // NCCL only: begins to abort the communicators of an abandoned group, on a thread of its own that needs no Python.
-  // First it waits until no section is open and nobody is inside. That is bounded: beyond it there is a communicator
-  // that hangs, most likely in its creation, and an abort would free it under whoever is in it. Then it is not aborted
-  // at all, `aborting()` stays true, and the process has to be replaced.
+  // NCCL only: begins to abort the communicators of an abandoned group, on its own thread, without Python. First it
+  // waits until no section is open and no thread is inside. The wait is bounded: after that a communicator hangs, most
+  // likely in its creation, and an abort would free it while a thread uses it. Then it is not aborted at all,
+  // `aborting()` stays true, and the process has to be replaced.
   void startAbort() {
     aborting_ = true;
     std::thread([here = self()]() mutable {
@@ -198,7 +198,7 @@ class ManagedBase : public Backend {
   }
   bool aborting() const { return aborting_; }
 
-  // NCCL only: whether it reports an asynchronous error of the communicators in use. It tells nobody of its own accord.
+  // NCCL only: whether it reports an asynchronous error of the communicators in use. NCCL reports it only when asked.
   bool reportsError() {
     if (isAbandoned()) return false;
     for (auto& inner : snapshot())
@@ -398,7 +398,7 @@ class ManagedBase : public Backend {
 
   // How long an abort waits for an open section, and for a launch: beyond that it is a communicator that hangs.
   void abortInners() {
-    if (!section_.awaitClosed(kSectionWait) || !inside_.awaitNobody(kLaunchWait)) return;
+    if (!section_.awaitClosed(kSectionWait) || !inside_.awaitEmpty(kLaunchWait)) return;
     for (auto& inner : snapshot()) inner.backend->abort();
     aborting_ = false;
   }

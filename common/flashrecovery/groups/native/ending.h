@@ -1,16 +1,16 @@
-// The end of the interpreter, and what no thread of ours may do from then on.
+// The end of the interpreter, and what our threads must not do from then on.
 //
-// While CPython is finalized, up to version 3.13 a thread that wants the GIL is ended by unwinding its stack (take_gil in
-// Python/ceval_gil.h calls pthread_exit; later versions let it sleep for ever). In C++ that meets a destructor, which
-// must not throw, and the whole process is aborted, after its script has ended well: "terminate called without an active
-// exception". Two kinds of threads want the GIL so late:
+// While CPython is finalized, up to version 3.13, a thread that wants the GIL is ended by unwinding its stack (take_gil
+// in Python/ceval_gil.h calls pthread_exit; later versions let it sleep for ever). In C++ the unwinding reaches a
+// destructor, which must not throw, and the whole process is aborted although its script has succeeded: "terminate
+// called without an active exception". Two kinds of threads want the GIL this late:
 //
-// * Native ones that drop a tensor. If it has a Python object that needs the GIL, also where the reference is not the last
-//   one (c10/util/intrusive_ptr.h, "PyObject preservation").
-// * Python ones that come back from a call that has released it.
+// * Native threads that drop a tensor. If it has a Python object this needs the GIL, even if the reference is not the
+//   last one (c10/util/intrusive_ptr.h, "PyObject preservation").
+// * Python threads that return from a call that has released it.
 //
-// So both pass here. The last exit handler before that closes, and waits until nobody is inside any more: what native
-// threads would have dropped is kept from then on, and whoever comes back sleeps until the process is gone.
+// So both pass a gate here. The last exit handler before finalization closes it, and waits until no thread is inside.
+// From then on, what native threads would drop is kept, and a thread that returns sleeps until the process is gone.
 #pragma once
 
 #include <pthread.h>
@@ -56,8 +56,8 @@ class Ending {
       while (true) ::pause();
   }
 
-  // To be called by the thread that will finalize the interpreter, without the GIL. False: somebody is still inside at the
-  // deadline.
+  // To be called by the thread that will finalize the interpreter, without the GIL. False: a thread is still inside at
+  // the deadline.
   static bool close(std::chrono::milliseconds deadline) {
     auto& here = instance();
     here.closer_ = std::this_thread::get_id();
@@ -94,9 +94,9 @@ class Ending {
   }
   void leave() { --inside_, --depth(); }
 
-  // For threads that have not passed here, since they are in torch: the script's daemon threads, and ours that have not
-  // ended in time. They sleep as they would with Python 3.14, but only as long as the end of a process takes: after that,
-  // somebody is waiting for them.
+  // For threads that do not pass the gate, because they are in torch: the script's daemon threads, and ours that have
+  // not ended in time. They sleep as they would with Python 3.14, but only for as long as process exit takes: after
+  // that, something is waiting for them.
   [[noreturn]] static void terminate() {
     const bool isUnwound = !std::current_exception() && !instance().closedHere();
     if (isUnwound) std::this_thread::sleep_for(kLongestEnd);

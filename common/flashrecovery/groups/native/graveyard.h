@@ -42,8 +42,8 @@ class Graveyard {
  private:
   using Queue = std::deque<c10::intrusive_ptr<c10d::Backend>>;
 
-  // A data loader's fork may come at any moment. Nobody is within the lock then, so its child does not inherit it held
-  // by a thread that it has not got.
+  // A data loader may fork at any moment. The forking thread takes the lock first, so that the child does not inherit
+  // it held by a thread that does not exist there.
   Graveyard() { ::pthread_atfork([] { instance().mutex_.lock(); }, [] { instance().mutex_.unlock(); }, inChild); }
 
   // What waits here belongs to the parent: the child could not close its connections without the parent's threads.

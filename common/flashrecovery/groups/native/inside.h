@@ -1,5 +1,5 @@
-// How many threads are within a call of an inner backend. NCCL frees a communicator at its abort, also if another thread
-// is just launching something on it; so an abort waits until nobody is inside.
+// How many threads are within a call of an inner backend. NCCL frees a communicator at its abort, even if another
+// thread is launching an operation on it; so an abort waits until no thread is inside.
 #pragma once
 
 #include <atomic>
@@ -10,8 +10,8 @@ namespace flashrecovery {
 
 class InsideCount {
  public:
-  // Waits until nobody is inside; false at the deadline. Nobody may come in meanwhile who has not been told to go.
-  bool awaitNobody(std::chrono::milliseconds deadline) const {
+  // Waits until no thread is inside; false at the deadline. Threads that enter meanwhile must be told to leave.
+  bool awaitEmpty(std::chrono::milliseconds deadline) const {
     const auto until = std::chrono::steady_clock::now() + deadline;
     while (count_ > 0) {
       if (std::chrono::steady_clock::now() >= until) return false;

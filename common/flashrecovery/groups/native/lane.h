@@ -37,7 +37,7 @@ class LaneWork final : public c10d::Work {
 };
 
 // After an operation that has failed, all later ones fail. The thread lives until the lane is gone and the last
-// operation has ended; nobody waits for it, since it may be in a store that does not answer.
+// operation has ended; it is not joined, since it may be in a store that does not answer.
 class Lane {
  public:
   using Body = std::function<void(Streams&)>;

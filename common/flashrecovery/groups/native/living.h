@@ -20,8 +20,8 @@ class Living {
     std::lock_guard<std::mutex> guard(instance().mutex_);
     instance().all_.erase(one);
   }
-  // None of them is destroyed meanwhile. `each` must not make or destroy one, nor want the GIL, which whoever destroys one
-  // may hold.
+  // None of them is destroyed meanwhile. `each` must not make or destroy one, nor want the GIL, which a thread that
+  // destroys one may hold.
   template <typename Each>
   static void visit(Each&& each) {
     std::lock_guard<std::mutex> guard(instance().mutex_);

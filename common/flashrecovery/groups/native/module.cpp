@@ -25,7 +25,7 @@ using namespace flashrecovery;
 using StorePtr = c10::intrusive_ptr<c10d::Store>;
 using DevicePtr = std::shared_ptr<gloo::transport::Device>;
 
-// Whoever comes back when the interpreter ends never does.
+// A thread that wants the GIL back while the interpreter ends never returns.
 class ReleasedGil {
  public:
   ~ReleasedGil() {

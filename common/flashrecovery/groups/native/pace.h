@@ -99,8 +99,7 @@ class Pace {
     return *me;
   }
 
-  // A copy of `bytes` begins, which nobody needs for `window`. `rate`: bytes a second at which it goes if nothing holds
-  // it back; 0: not known.
+  // A copy of `bytes` begins, which is not needed for `window`. `rate`: bytes a second without throttling; 0: unknown.
   void begin(uint64_t bytes, Seconds window, double rate) {
     left_ = static_cast<int64_t>(bytes);
     held_ = 0;

@@ -13,10 +13,10 @@ namespace flashrecovery {
 // Which operation of its kind one is: equal collectives have equal numbers on every rank of the group; the n-th send to
 // a peer meets its n-th receive from this rank.
 struct Ordinal {
-  static constexpr int NOBODY = -1;   // a collective
-  static constexpr int UNKNOWN = -2;  // nobody can say whose turn it is
+  static constexpr int NO_PEER = -1;  // a collective
+  static constexpr int UNKNOWN = -2;  // any rank may complete it
 
-  int peer = NOBODY;  // group rank
+  int peer = NO_PEER;  // group rank
   uint64_t number = 0;
 };
 
@@ -25,7 +25,7 @@ class Progress {
  public:
   Ordinal collective() {
     std::lock_guard<std::mutex> guard(mutex_);
-    return {Ordinal::NOBODY, collectives_++};
+    return {Ordinal::NO_PEER, collectives_++};
   }
   Ordinal send(int peer) {
     std::lock_guard<std::mutex> guard(mutex_);
@@ -43,7 +43,7 @@ class Progress {
   Ordinal endBatch() {
     std::lock_guard<std::mutex> guard(mutex_);
     if (collectives_ == batchFrom_) return {Ordinal::UNKNOWN, 0};
-    return {Ordinal::NOBODY, collectives_ - 1};
+    return {Ordinal::NO_PEER, collectives_ - 1};
   }
   void reset() {
     std::lock_guard<std::mutex> guard(mutex_);

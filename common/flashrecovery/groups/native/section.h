@@ -1,8 +1,8 @@
 // A section: what a thread launches between startCoalescing() and endCoalescing().
 //
 // NCCL counts open sections per thread and launches nothing of that thread while one is open. torch's
-// `_coalescing_manager` does not end a section that an exception leaves (torch 2.13, distributed_c10d.py). So whoever
-// makes an operation fail within a section ends it first, on the thread that has opened it.
+// `_coalescing_manager` does not end a section that an exception leaves (torch 2.13, distributed_c10d.py). So code that
+// makes an operation fail within a section ends the section first, on the thread that has opened it.
 #pragma once
 
 #include <torch/csrc/distributed/c10d/Backend.hpp>
@@ -46,7 +46,7 @@ class Section {
     std::lock_guard<std::mutex> guard(mutex_);
     return std::exchange(kept_, {});
   }
-  // Ends it inside, too, whatever comes of that: the failure that has led here is reported by somebody else.
+  // Ends it inside, too, and ignores errors: the original failure is reported elsewhere.
   void end() {
     c10::intrusive_ptr<c10d::Backend> backend;
     {

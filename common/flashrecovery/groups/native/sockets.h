@@ -127,10 +127,10 @@ struct TcpInfo {
   uint32_t leastRoundTripUs;
 };
 
-// What is in the system's buffers nobody can hold back any more: of a connection that reaches `rate` bytes a second, let
-// that be what leaves them within `time`, and twice what is on its way, so that it stays as fast. The least round trip
-// counts: the usual one is longer by the queue that is to be avoided. Returns how much to hand over at once: a whole
-// piece is taken where there is room for a byte.
+// Bytes in the system's buffers cannot be held back any more. So limit the buffer of a connection that reaches `rate`
+// bytes a second to what leaves it within `time`, plus twice the bytes in flight, so that it stays as fast. The minimum
+// round trip counts: the usual one includes the queue that is to be avoided. Returns how much to write at once: the
+// system accepts a whole piece if there is room for one byte.
 inline size_t keepLittleUnderWay(int fd, double rate, std::chrono::duration<double> time) {
   TcpInfo info{};
   socklen_t size = sizeof info;

@@ -143,7 +143,7 @@ class SparseBackend final : public c10d::Backend {
   static void round(Streams& streams, int distance, const void* sent, size_t sentBytes, void* received, size_t receivedBytes) {
     auto& to = streams.to(target(streams, distance), kCollectives);
     Sending out(to.socket.get(), to.peer, to.messages++, sent, sentBytes);
-    out.step();  // before waiting for the other one, who waits for somebody, too
+    out.step();  // before waiting for the other rank, which waits for one, too
     auto& from = streams.from((streams.rank() + distance) % streams.size(), kCollectives);
     Receiving in(from.socket.get(), from.peer, from.messages++, received, receivedBytes);
     move(&out, &in, streams.stop(), streams.deadline());

@@ -1,4 +1,4 @@
-// Tells whoever waits that waiting is over, and why.
+// Tells waiters that waiting is over, and why.
 #pragma once
 
 #include "transport.h"

@@ -1,9 +1,10 @@
 // A fork while another thread makes or drops its Python thread state.
 //
-// In Python 3.11 and older a forked child waits for the lock of the list of thread states before it makes that lock anew
-// (PyOS_AfterFork_Child in Modules/posixmodule.c; 3.12 does it the other way round). A native thread takes this lock
-// without the GIL whenever it enters Python: gloo's and our own do so to drop a tensor that has a Python object. If a data
-// loader's worker is forked in that moment, it hangs for ever. So whoever forks holds the lock meanwhile.
+// In Python 3.11 and older a forked child waits for the lock of the list of thread states before it re-creates that
+// lock (PyOS_AfterFork_Child in Modules/posixmodule.c; 3.12 does it the other way round). A native thread takes this
+// lock without the GIL whenever it enters Python: gloo's and our own do so to drop a tensor that has a Python object.
+// If a data loader's worker is forked in that moment, it hangs for ever. So the forking thread holds the lock during
+// the fork.
 #pragma once
 
 #include <Python.h>

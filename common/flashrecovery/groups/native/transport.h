@@ -1,8 +1,8 @@
 // A gloo transport whose waits can be given up.
 //
-// gloo moves every byte through `UnboundBuffer`s, and each blocked collective waits in one of them. Ours stand
-// around gloo's own: `cut()` wakes whoever waits in any of them, makes every later use throw, and destroys the inner
-// buffer as soon as nobody is inside. gloo's network thread reaches a buffer only through a weak pointer, so once the
+// gloo moves every byte through `UnboundBuffer`s, and each blocked collective waits in one of them. Ours wrap
+// gloo's own: `cut()` wakes all waiters in any of them, makes every later use throw, and destroys the inner
+// buffer as soon as no thread is inside. gloo's network thread reaches a buffer only through a weak pointer, so once the
 // inner buffer is gone no byte that still arrives can reach a tensor. No socket is touched, and the known hang of a
 // gloo send that is queued when its connection closes cannot happen: the waiter is woken here, not by gloo.
 #pragma once

@@ -41,7 +41,7 @@ inline std::atomic<uint64_t>& failureCount() {
   return count;
 }
 
-// Times that an operation of the script has raised: whoever called it or waited for it was told.
+// Times that an operation of the script has raised, in a call or in a wait.
 inline std::atomic<uint64_t>& raisedCount() {
   static std::atomic<uint64_t> count{0};
   return count;
@@ -73,7 +73,7 @@ struct OpRecord {
   const double since = monotonicSeconds();
   std::atomic<bool> tracked;          // the inner Work tells when it has finished with the tensors
   std::atomic<bool> settled{false};   // it has
-  std::atomic<bool> released{false};  // waited for, or nobody can wait any more
+  std::atomic<bool> released{false};  // waited for, or can no longer be waited for
   std::atomic<bool> abandoned{false};
   UnderwayPart underway;
   TrafficPart traffic;
@@ -161,7 +161,7 @@ class ManagedWork final : public c10d::Work {
     }
     return true;
   }
-  // Whoever polls learns by it that he need not wait, and may never ask how the operation has ended.
+  // A poller learns from this that it need not wait, and may never ask how the operation has ended.
   bool isCompleted() override {
     if (answers_->given()) return true;
     if (!record_->abandoned && !inner_->isCompleted()) return false;

@@ -1,8 +1,8 @@
-"""What is done about a node that is to leave, or of which somebody has warned, while it still works. Pure.
+"""What to do about a node that is to leave, or that a health check has warned of, while it still works. Pure.
 
-Best, its ranks get processes on other nodes, which are built up beside training and take over at a step boundary. Where
-there is no room, an elastic job goes on without them, from a step boundary on. Where that is not possible either, what
-there is can still be written down before the node ends.
+At best its ranks get processes on other nodes, which are started beside training and take over at a step boundary. If
+there is no room, an elastic job continues without these ranks from a step boundary on. If that is not possible either,
+the state can still be written to disk before the node ends.
 """
 
 from __future__ import annotations

@@ -1,15 +1,16 @@
-"""Ranks that no launch has had: an elastic job grows beyond the number of replicas that it was launched with. Pure.
+"""Ranks beyond the launch: an elastic job grows beyond the number of replicas that it was launched with. Pure.
 
-Their numbers follow on those of the launch, replica by replica. Nobody has ever taken part in the set-up collectives of
-the script as such a rank. So its process runs the script to the first step in the place of a rank of the launch that
-has its model rank: in the launch's world, under that one's number, with the record of what that one's collectives had
-returned. It has its own number from when it comes in, as any rank has another one after a change.
-What a rank of the launch has made in its script, process groups and shards, says also what is this one's: what spans
-the replicas has it as a further member, and of what is within one replica it has its own replica's.
+Their numbers follow those of the launch, replica by replica. No process has taken part in the script's set-up
+collectives as such a rank. So its process runs the script up to the first step as a launched rank with the same model
+rank: in the launch's world, with that rank's number and the recorded results of its collectives. It gets its own number
+when it joins, as any rank gets a new one after a change of size.
 
-In the process groups all ranks are counted as in a job that is launched with as many replicas
-(:meth:`.ReplicaShape.in_order`): where a replica's ranks do not follow on each other, as with pipeline stages, one
-beyond the launch comes among those of the launch that have its stage.
+The process groups and shards of the launched rank determine those of the new one. Where a group spans the replicas, the
+new rank is a further member; where a group lies within one replica, it is a member of its own replica's group.
+
+In the process groups all ranks are numbered as in a job that is launched with this many replicas
+(:meth:`.ReplicaShape.in_order`). Where a replica's ranks are not consecutive, as with pipeline stages, a rank beyond
+the launch is numbered among the launched ranks of its stage.
 """
 
 from __future__ import annotations

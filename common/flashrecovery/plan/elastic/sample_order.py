@@ -174,10 +174,14 @@ def exact_sizes(
     each: int = 1,
     runs: Callable[[int], bool] | None = None,
 ) -> list[int]:
-    """The numbers of replicas, largest first, with which a step has exactly its samples and nobody is idle. ``uneven``:
-    replicas may compute one micro-batch more than others. ``each``: so many ranks of a replica have micro-batches of
-    their own, and ``most`` and ``least`` are numbers of such ranks. ``runs``: says of a number of micro-batches whether
-    such a rank can compute so many in a step; None: any."""
+    """The numbers of replicas, largest first, with which a step has exactly its samples and no replica is idle.
+
+    Args:
+        uneven: replicas may compute one micro-batch more than others.
+        each: the number of ranks in a replica that have micro-batches of their own; ``most`` and ``least`` count such
+            ranks.
+        runs: whether such a rank can compute a given number of micro-batches in a step; None: any number.
+    """
     micro_batches = BatchSplit(global_batch, micro_batch, 1).micro_batches
     sizes = range(min(most, micro_batches), least - 1, -1)
     found = [size for size in sizes if size % each == 0 and (uneven or micro_batches % size == 0)]

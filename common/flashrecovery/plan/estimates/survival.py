@@ -5,15 +5,16 @@ the probability ``exp(-lam * t**c)``. Rates are per day**c; with c = 1 they are 
 
 There are two readings, and they differ by orders of magnitude:
 
-* **without repair** (REFT's equation (2), :func:`unrepaired`): whoever is lost stays lost. It is the probability that
-  what was kept at day 0 is still there at day t although nobody has done anything about it.
+* **without repair** (REFT's equation (2), :func:`unrepaired`): a lost node stays lost. It is the probability that the
+  state kept at day 0 still exists at day t without any repair.
 * **with repair** (:func:`repaired`): a lost node is replaced, and after ``window`` days the redundancy is whole again.
-  State is lost only if too many of one guard are lost within one window. This is what a job with replacements sees.
+  State is lost only if too many nodes of one guard are lost within one window. This is what a job with replacements
+  sees.
 
-With repair, a node that failed has its successor's hazard at the job's age (it is *as bad as old*: for c > 1 that errs
-on the safe side), windows do not lengthen each other, and what is lost in different guards after one event counts as
-independent. All of these err by terms of the order of ``failures within a window``, which is small where the formula is
-of use; ``tests/unit/test_plan_survival.py`` compares it with simulated failures.
+With repair, a replacement has the hazard of a node of the job's age (*as bad as old*: for c > 1 that errs on the safe
+side), windows do not lengthen each other, and losses in different guards after one event count as independent. The
+error of each is of the order of ``failures within a window``, which is small where the formula is useful;
+``tests/unit/test_plan_survival.py`` compares it with simulated failures.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """The few nodes that elect the next controller when the present one is lost with its node. Pure.
 
 An embedded controller dies with its node, and no other service is needed to find the next one: some nodes are its
-*electors*. Whoever gets the votes of more than half of them is the next controller, and a controller that more than
-half of them do not hear decides nothing. So there is never more than one that decides, whichever way the network is
-cut. Few suffice, and what is sent to all does not grow with the job.
+*electors*. A candidate with the votes of more than half of them is the next controller, and a controller that less than
+a majority hears decides nothing. So at most one controller decides, however the network is partitioned. A few electors
+suffice, and the messages to all of them do not grow with the job.
 """
 
 from __future__ import annotations

@@ -2,18 +2,17 @@
 (:mod:`flashrecovery.util.clock`).
 
 A node is *suspected* when its agent has been silent for ``node_silence_s``, or when its connection has broken. Then its
-neighbours in the ring of nodes are asked whether they reach it. Only if none does, it is lost: a fault between the
-controller and one node, or of the controller's own network, costs nobody their ranks. A lost node is found after
-``node_silence_s + node_probe_s`` at the latest; one whose connection has broken is asked about at once, and lost after
-``node_silence_s``. Not sooner, whatever the others say: a firewall may answer for a node that lives, and its workers
-step on until its lease ends (:mod:`.leases`).
+neighbours in the ring of nodes are asked whether they reach it. It is lost only if none does: a fault between the
+controller and one node, or in the controller's own network, costs no node its ranks. A lost node is found after
+``node_silence_s + node_probe_s`` at the latest. After a broken connection the neighbours are asked at once, and the
+node is lost after ``node_silence_s``. It is never lost sooner, whatever the others say: a firewall may answer for a
+live node, whose workers continue until its lease ends (:mod:`.leases`).
 
-The bound for false alarms: a living node is declared dead only if nothing of it has arrived for ``node_silence_s``
-(several heartbeats in a row), also not by way of another node (:meth:`Liveness.vouched`), *and* no neighbour has got an
-answer from it. After a pause of the controller itself
-nobody is suspected before having had the time again. The node whose agent lives in the controller's own process is
-never lost; and if no node at all is heard, it is the controller that is cut off: all keep their ranks, for as long as
-one would wait for new nodes.
+The bound for false alarms: a live node is declared dead only if nothing of it has arrived for ``node_silence_s``
+(several heartbeats in a row), not even through another node (:meth:`Liveness.vouched`), *and* no neighbour has got an
+answer from it. After a pause of the controller itself, every node gets the full time again before it is suspected. The
+node whose agent lives in the controller's own process is never lost. If no node at all is heard, the controller itself
+is cut off: all nodes keep their ranks, for as long as it would wait for new nodes.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ class Lost:
 
 @dataclass(frozen=True)
 class Unheard:
-    """``node`` is alive, as ``observer`` says, but does not get through to the controller. ``observer`` "": nobody is
+    """``node`` is alive, as ``observer`` says, but does not get through to the controller. ``observer`` "": no node is
     heard."""
 
     node: str
@@ -161,7 +160,7 @@ class Liveness:
         return [Lost(name, f"{how} for {silent_s:.2f} s{seen}", silent_s)]
 
     def _forgive_own_pause(self, now: float) -> None:
-        """While this process did not run, it heard nobody."""
+        """While this process did not run, it could not hear any node."""
         paused = now - self._checked_at if self._checked_at is not None else 0.0
         if paused > self._limits.node_silence_s / 2:
             for last in self._last_heard.values():

@@ -1,25 +1,25 @@
 """Whether this node still belongs to the job, as far as it can tell. Pure; times are seconds.
 
-A node that the controller declares dead has its ranks given away; its own processes must have stopped before that,
-or a rank would live twice. So when no heartbeat of the last ``lease_s`` has been answered, the agent tries the
-controller's port, and asks other nodes to tell the controller that it lives:
+When the controller declares a node dead, other nodes get its ranks. The node's own processes must have stopped before
+that, or a rank would live twice. So when no heartbeat of the last ``lease_s`` has been answered, the agent tries the
+controller's port, and asks other nodes to tell the controller that this node is alive:
 
-* one of them has, and the controller has answered: that counts as an answer to the question's sending. Go on.
-* the port accepts: the controller is there, but busy, and the next connection will tell. Go on for a moment, and for
-  longer if others are reached. (Not if this agent has stood still so long that its ranks may have been given
-  away: then the workers wait for an answer.)
-* the port refuses the connection: the controller is dead, or a firewall says so. If others are reached,
-  or there are no others, the controller is declared dead: training goes on without it. (Not if this agent has stood
-  still, and others have heard of a newer generation: it may have given the ranks away before it died.)
-* otherwise this side of a partition is the one without the controller: the workers are halted until it answers again,
-  or another one that knows the whole job: one that still gathers may not have heard that they were given away.
+* A node has told it, and the controller has answered: this counts as a heartbeat answered. Continue.
+* The port accepts: the controller is there, but busy, and the next connection will tell. Continue for a moment, and for
+  longer if others are reached. (Not if this agent was suspended so long that its ranks may have been reassigned: then
+  the workers wait for an answer.)
+* The port refuses the connection: the controller is dead, or a firewall rejects it. If others are reached, or there are
+  no others, the controller is declared dead, and training continues without it. (Not if this agent was suspended and
+  others have heard of a newer generation: the controller may have reassigned the ranks before it died.)
+* Otherwise this side of a partition is the one without the controller. The workers are halted until it answers again,
+  or another controller that knows the whole job does. One that still gathers may not know that they were reassigned.
 
-*Others are reached*: more than half of the electors, where there are any, for then nobody else can have been elected;
-else one node. What a controller outside of the nodes cannot be told from: a firewall that refuses connections to it for
-several nodes which reach each other.
+*Others are reached* means more than half of the electors, if there are any, because then no other controller can have
+been elected; otherwise one node. One case cannot be told from the death of an external controller: a firewall that
+refuses connections to it for several nodes which reach each other.
 
-A node that is cut off halts sooner after its last answered heartbeat than its ranks are given away:
-:mod:`.leases` has the sums, and the configuration is checked for them.
+A node that is cut off halts before its ranks are reassigned: :mod:`.leases` has the bounds, and the configuration is
+checked for them.
 """
 
 from __future__ import annotations

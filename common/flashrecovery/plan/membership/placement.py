@@ -208,7 +208,7 @@ def ring_of(members: Sequence[int], stride: int, per_node: int, shared: Sequence
     nodes = [rank // per_node for rank in members]
     # A node beyond those of the launch has ranks that no launch has had; it shares nothing that is known of.
     domains = [shared[node] if node < len(shared) else len(shared) + node for node in nodes] if shared else nodes
-    most = max(Counter(nodes).values())  # so far on, nobody meets its own node, if the others have as many ranks
+    most = max(Counter(nodes).values())  # from this shift on, no rank gets its own node if all have as many ranks
     shifts = dict.fromkeys(shift % size or 1 for shift in (stride, *range(most, _SHIFTS * most, most)))
 
     def together(shift: int) -> tuple[int, int]:

@@ -2,10 +2,10 @@
 
 A change of the electors counts once more than half of the old and of the new ones know of it; until then both
 majorities are needed, for a decision here and, as far as the electors know of the change, for an election. So an
-election by the old ones and a decision, or another election, with the new ones cannot both succeed. Who knows of a
-change votes for nobody who does not; a new term begins with a version above all of the terms before.
+election by the old ones and a decision, or another election, with the new ones cannot both succeed. An elector that
+knows of a change does not vote for a candidate that does not; a new term begins with a version above all earlier terms.
 
-An elector is an agent in one life: started anew it remembers no vote, so it counts for nothing until it is named again.
+An elector is one run of an agent: a restarted agent remembers no vote, so it does not count until it is named again.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class Quorum:
         return self._enough({e for e in self.voters if age(e) < within_s}, gone)
 
     def _enough(self, some: Collection[Elector], gone: Gone) -> bool:
-        """Also if all but these have ended: then there is nobody else who could lead."""
+        """Whether these are a majority, or all others have ended, so that no other controller could be elected."""
         return self.agree(some) or all(e in some or gone(e) for e in self.voters)
 
     def agree(self, some: Collection[Elector]) -> bool:

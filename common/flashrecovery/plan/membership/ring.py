@@ -1,7 +1,7 @@
-"""The nodes as a ring, in the order of their names: who looks after whom when somebody falls silent.
+"""The nodes as a ring, in the order of their names: which nodes are asked about a silent one.
 
 The controller asks the next nodes in the ring about a silent one, and a node that does not hear the controller asks the
-same ones; so both sides come to the same answer.
+same ones; so both sides reach the same answer.
 """
 
 from __future__ import annotations

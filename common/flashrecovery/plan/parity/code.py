@@ -1,4 +1,4 @@
-"""Parity of a group's unique shards: what is added to what, who holds it, and what travels.
+"""Parity of a group's unique shards: which bytes are added, which member holds the sum, and what is sent.
 
 Pure arithmetic on sizes; :mod:`flashrecovery.redundancy.parity.store`, ``parity_member`` and ``parity_bucket`` do the
 same with bytes. How what was lost is decoded: :mod:`.decode`.
@@ -10,7 +10,8 @@ parity of the rest: largest / (n - 1) bytes with parity 1, 2 x largest / (n - 2)
 bucket for Q's overhang), a version. No scheme needs less: what is left of a group must be as much as its members'
 bytes.
 
-**Uneven sizes.** A shorter unit ends in zeros that nobody stores, sends or adds. Parity is as long as its longest unit.
+**Uneven sizes.** A shorter unit ends in zeros that are not stored, sent or added. Parity is as long as the longest
+unit.
 
 **The code.** P is the XOR of the columns. Q is their XOR with column c moved c rows of 64 bytes further:
 

@@ -92,15 +92,15 @@ def decode_plan(
     avoid: Collection[tuple[int, StripePart]] = (),
     chunk: int | None = None,
 ) -> DecodePlan | Undecodable:
-    """Bring all members to ``version``. Members that ``held`` lacks are lost, and so are the shards of those that do
-    not have that version of their own; whoever has them afterwards is the same number.
+    """Bring all members to ``version``. Members missing from ``held`` are lost, and so are the shards of members that
+    do not have that version of their own data; their new owner has the same number.
 
-    Only clean versions are used: P of one version and data of another give bytes that were never anybody's. ``avoid``:
-    (stripe, part) whose digest was wrong. ``chunk``: bytes of a task; by default, by the sizes.
+    Only clean versions are used: P of one version and data of another would give meaningless bytes. ``avoid``:
+    (stripe, part) whose digest was wrong. ``chunk``: bytes of a task; by default, chosen by the sizes.
 
-    Any of a stripe's survivors may gather: it saves its own bytes, and the result's are what the lost member must get
-    anyway. So each chunk goes to the survivor that is least busy, and the lost member receives its own bytes and
-    nothing else.
+    Any survivor of a stripe may gather: it need not send its own bytes, and the bytes of the result must go to the lost
+    member anyway. So each chunk goes to the least busy survivor, and the lost member receives its own bytes and nothing
+    else.
     """
     lost = lost_members(layout, held, version)
     if chunk is None:

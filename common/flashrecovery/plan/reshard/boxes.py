@@ -113,7 +113,7 @@ def part_with(parts: Sequence[PartT], box: Box) -> PartT | None:
     return next((part for part in parts if part.box & box == box), None)
 
 
-class NobodyHoldsError(RestoreError):
+class NoHolderError(RestoreError):
     """A part of a tensor is needed, and no living place holds it.
 
     Do: nothing by hand; the checkpoint is used, or the job ends and names the tensors.

@@ -64,7 +64,7 @@ def replicated(shape: Sequence[int], ranks: Ranks) -> Placement:
 
 
 def sharded(shape: Sequence[int], dim: int, ranges: Sequence[tuple[int, int]], groups: Sequence[Ranks]) -> Placement:
-    """``groups[i]`` holds ``ranges[i]`` of dimension ``dim``; an empty range is on nobody."""
+    """``groups[i]`` holds ``ranges[i]`` of dimension ``dim``; an empty range is on no rank."""
     whole = Box.whole(shape)
     return tuple(
         Share(whole.narrowed(dim, start, stop), ranks)
@@ -147,9 +147,8 @@ def padded(size: int, parts: int, align: int = 1) -> list[tuple[int, int]]:
 def flat_partitions(
     segments: Sequence[Segment], ranges: Sequence[tuple[int, int]], groups: Sequence[Ranks]
 ) -> dict[str, list[Share]]:
-    """``groups[i]`` holds ``ranges[i]`` of the flat buffer: by tensor, the parts that this makes. Padding belongs to
-    nobody. The buffers of several groups of ranks (of each tensor and pipeline position) are put together by
-    :func:`together`."""
+    """The parts of each tensor, by its name, if ``groups[i]`` holds ``ranges[i]`` of the flat buffer. Padding belongs
+    to no rank. :func:`together` joins the buffers of several groups of ranks (of each tensor and pipeline position)."""
     found: dict[str, list[Share]] = defaultdict(list)
     ordered = sorted(segments, key=lambda s: s.start)
     first = 0

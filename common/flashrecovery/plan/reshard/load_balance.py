@@ -1,12 +1,12 @@
 """Which of several holders serves a request, so that none is much busier than the others.
 
-Requests come in *streams* of equal size, each of which one set of ranks can serve. A set deals its requests out of a
-*deck*, a list of its members in which each stands as often as it is to serve, dealt round and round. Where all members
-have as much to do otherwise, the deck is the set itself; where some are the only holders of other things, they stand
-in it less often (sets with few members are served first, and the others fill up what is below the level).
+Requests come in *streams* of equal size, each of which one set of ranks can serve. A set assigns its requests from a
+*deck*, cyclically: a list of its members in which each occurs as often as it is to serve. If all members have equal
+other work, the deck is the set itself. Members that are the only holders of other things occur less often (sets with
+few members are served first, and the others fill up what is below the level).
 
-Whoever knows the deck knows the holder of request n without any table: so a plan for thousands of tensors is as small
-as that for one.
+The deck alone gives the holder of request n, without a table: so a plan for thousands of tensors is as small as one for
+a single tensor.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Ways in which a tensor is sharded among places, each for any number of them. Pure.
 
 A *pattern* says which boxes of a tensor a place has, and where they lie in what is stored there: ZeRO and Megatron
-store ranges of several parameters end to end, with padding between or behind them, which belongs to nobody. It consists
-of numbers and needs no framework, so it can be written into a checkpoint.
+store ranges of several parameters end to end, with padding between or behind them, which belongs to no tensor. It
+consists of numbers and needs no framework, so it can be written into a checkpoint.
 
 =====================  ===========================================================================================
 :class:`Rows`          FSDP2: rows, as ``torch.chunk`` divides them

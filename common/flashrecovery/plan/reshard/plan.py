@@ -1,14 +1,14 @@
-"""From one layout to another, memory to memory: who sends which box of which tensor to whom.
+"""From one layout to another, memory to memory: which rank sends which box of which tensor to which rank.
 
-What a rank needs in the new layout, less what it has in the old one, is cut where the old layout's boxes end; each
+What a rank needs in the new layout, minus what it has in the old one, is cut where the old layout's boxes end. Each
 piece goes to each rank that lacks it exactly once, from one of its holders. So the bytes on the wire are what is needed
-minus what is held already, by construction. Who leaves, comes, or gets another number is a matter of two arguments:
-which old ranks can still send (``alive``), and which new rank each of them becomes (``becomes``). A checkpoint is a
-layout whose "ranks" are files that become nobody, so that any layout is converted to any other by the same function.
+minus what is held already, by construction. Two arguments describe which ranks leave, join or get another number: which
+old ranks can still send (``alive``), and which new rank each of them becomes (``becomes``). A checkpoint is a layout
+whose "ranks" are files that become no rank, so the same function converts any layout to any other.
 
 Everything is planned for whole classes of tensors that are cut alike (the layers of a stage), as columns of numbers;
 the messages of one rank are written out when it asks for them (:mod:`.schedule`). So 18,000 ranks with thousands of
-tensors are planned in about a second. Deterministic: ranks that plan from the same facts agree without a word.
+tensors are planned in about a second. Deterministic: ranks that plan from the same facts agree without communication.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-from flashrecovery.plan.reshard.boxes import Box, NobodyHoldsError, Space, left_of
+from flashrecovery.plan.reshard.boxes import Box, NoHolderError, Space, left_of
 from flashrecovery.plan.reshard.layouts import Placement, RankLayout, Ranks
 from flashrecovery.plan.reshard.load_balance import LoadBalance, deal
 from flashrecovery.plan.reshard.overlay import Boxes, Ints, disjoint, meeting, spread
@@ -237,13 +237,13 @@ def plan_reshard(
     """How every rank of ``new`` gets its boxes from those of ``old``.
 
     Args:
-        spaces: of every tensor in ``new``; in their order the tensors move.
-        alive: old ranks that can send; None: all. Copies that a rank keeps for others are parts of ``old`` like any.
-        becomes: the new rank of each old one that goes on as the same process; None: the same number. ``{}``: nobody
-            goes on, as when files are read.
+        spaces: of every tensor in ``new``; tensors move in this order.
+        alive: old ranks that can send; None: all. Copies that a rank keeps for others are ordinary parts of ``old``.
+        becomes: the new rank of each old one that continues as the same process; None: the same number. ``{}``: none
+            continues, as when files are read.
 
     Raises:
-        NobodyHoldsError: nobody alive holds some box that is needed; names the tensor and the box.
+        NoHolderError: no live rank holds some box that is needed; names the tensor and the box.
         ValueError: a tensor has no space, a box is outside of its tensor, or a rank needs something twice.
     """
     wanted = [space for space in spaces if space.name in new]
@@ -389,7 +389,7 @@ def _refuse_missing(
         missing += [(space.name, box) for box in rest]
     named = "; ".join(f"{box} of tensor {name!r}" for name, box in missing[:_SHOWN])
     count = sum(len(tensors[group]) for group in groups.tolist())
-    raise NobodyHoldsError(
-        f"nobody alive holds {named}; in all {count:,} of {sum(map(len, tensors)):,} tensors lack something",
+    raise NoHolderError(
+        f"no live rank holds {named}; in all {count:,} of {sum(map(len, tensors)):,} tensors lack something",
         tuple(missing),
     )

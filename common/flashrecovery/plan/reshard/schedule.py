@@ -1,13 +1,12 @@
-"""When each part of a :class:`~.plan.Reshard` travels, so that memory is bounded and nobody waits
-for ever.
+"""When each part of a :class:`~.plan.Reshard` is sent, so that memory is bounded and no rank waits for ever.
 
-A *round* is what may be under way at one time: in it no rank sends more than a limit, nor receives more. A tensor moves
-as a whole in one round where that fits, otherwise in contiguous chunks in several. All messages have one order (round,
-tensor, piece, receiver, chunk), and each rank takes its own in that order. The first message that is not done yet is
-then the next one of both its ends: so it goes through even where a send blocks until it is received, and there is no
-deadlock. Ranks that have nothing to do with each other share rounds.
+A *round* is what may be under way at one time: in it no rank sends or receives more than a limit. A tensor moves as a
+whole in one round if it fits, otherwise in contiguous chunks in several rounds. All messages have one order (round,
+tensor, piece, receiver, chunk), and each rank handles its own in that order. The first unfinished message is then the
+next one at both its ends. So it completes even if a send blocks until it is received, and there is no deadlock. Ranks
+that exchange nothing with each other share rounds.
 
-Tensors are taken in the order of the plan, and a rank's old parts of one can go when its last round is over.
+Tensors are taken in the order of the plan. A rank can free its old parts of a tensor after the tensor's last round.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The facts that a recovery is planned from, and the plan itself. Ranks and versions are integers >= 0, sizes
 bytes.
 
-A version below 0 in a :class:`Holding` means a torn shard (its rank was caught while it changed it): it is
-held by nobody and ignored by every function of this package.
+A version below 0 in a :class:`Holding` means a torn shard (its rank was stopped while it changed it): no rank
+holds it, and every function of this package ignores it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Kind(str, Enum):
     COPY = "copy"
     """A copy that the rank keeps for another rank (neighbour copy)."""
     PARITY = "parity"
-    """Not there, but what is left of the rank's parity group gives it. Decoded only if nobody else has it."""
+    """Not stored, but the survivors of the rank's parity group can decode it. Used only if no other rank has it."""
     PAGE = "page"
     """Rank-local state in the shared page that the agent keeps of that rank, also when the process is dead."""
     LENT = "lent"

@@ -33,26 +33,26 @@ _NAMES = ("tp", "pp", "cp", "ep", "dp")
 _ALWAYS = frozenset({"tp", "pp", "dp"})
 """Sizes that are said also where they are 1."""
 _PLENTY = 2.0**60
-"""Bytes of memory where nobody says how much there is: memory excludes nothing then."""
+"""Bytes of memory if the amount is unknown: memory then excludes nothing."""
 
 
 @dataclass(frozen=True)
 class LayoutFacts:
-    """A running job, as its workers say.
+    """A running job, as reported by its workers.
 
     Attributes:
         layout: ``tp``, ``pp``, ``cp``, ``ep``, ``dp``.
         layers, hidden, heads, kv_heads, inner, vocab, sequence: of the model.
-        sharded: the distributed optimizer.
+        sharded: whether the distributed optimizer is used.
         global_batch, micro_batch: samples of a step, and of a micro-batch.
-        memory_bytes: of a device; 0: not known.
-        experts, chosen, expert_inner: of a MoE layer: how many, those that a token goes to, rows of an expert's MLP.
-        dense_layers: those of the layers that have no experts.
-        shared_inner: rows of the MLP of shared experts, which each token goes to; 0: there are none.
+        memory_bytes: of a device; 0: unknown.
+        experts, chosen, expert_inner: of a MoE layer: number of experts, experts per token, rows of an expert's MLP.
+        dense_layers: number of layers without experts.
+        shared_inner: rows of the MLP of shared experts, which process every token; 0: there are none.
         heads_over_cp: context-parallel ranks divide attention heads among them (``cp_comm_type="a2a"``).
-        takes: which of ``cp`` and ``ep`` the script takes from what it is told; others stay what they are.
-        sequence_parallel: tensor-parallel ranks divide sequences between the layers, too, or have done so in a layout
-            before this one. Without tensor parallelism nobody does, whatever the script would do with it.
+        takes: which of ``cp`` and ``ep`` the script can be given; the others stay as they are.
+        sequence_parallel: tensor-parallel ranks divide sequences between the layers, too, or did so in an earlier
+            layout. Without tensor parallelism no rank does, whatever the script asks for.
         elastic: the number of replicas may change, too.
     """
 

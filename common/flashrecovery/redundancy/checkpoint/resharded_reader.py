@@ -212,7 +212,7 @@ def _spec(
             raise RestoreError(f"checkpoint {path}: the ranks that wrote it say different things of {rules[0].shard!r}")
         known = encoded, here
     if known is None:
-        raise RestoreError(f"checkpoint {path}: nobody has written {rules[0].shard!r}")
+        raise RestoreError(f"checkpoint {path}: no rank has written {rules[0].shard!r}")
     return known[1]
 
 

@@ -96,7 +96,7 @@ class _Part:
 
 @dataclass(frozen=True)
 class LastPart:
-    """A rank's part, from tensors that nobody changes any more. ``sources``: each with whether other ranks hold it."""
+    """A rank's part, from tensors that no longer change. ``sources``: each with whether other ranks hold it."""
 
     rank: int
     sources: Sequence[tuple[ShardSource, bool]]
@@ -378,8 +378,8 @@ class CheckpointFallback:
         return True
 
     def _sweep(self, version: int) -> None:
-        """Drop what is older than the newest ``keep``, and what was never completed. Later versions in the
-        directory are another run's, and none of our business. Each goes as a whole: nobody finds half of it."""
+        """Delete checkpoints older than the newest ``keep``, and incomplete ones. Later versions in the directory
+        belong to another run and are left alone. Each is removed atomically: no reader finds half of it."""
         for replaced in self.directory.glob(f".pending-*{REPLACED}"):  # no reader brings it back from now on
             with suppress(FileNotFoundError):
                 os.rename(replaced, replaced.with_suffix(".swept"))

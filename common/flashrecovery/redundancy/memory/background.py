@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable
 
 _EXIT_S = 2.0
-"""Seconds that the end of the process waits for a job if nobody has closed this: the script has ended within a step."""
+"""Seconds that process exit waits for a job if this was not closed, because the script ended within a step."""
 
 
 class Background:

@@ -280,7 +280,7 @@ class PreStepCopy:
                 self._copied_event = self._stream.record_event()
             return self._copied_event
 
-    # -- a copy that stays for as long as somebody reads it --------------------------------------------
+    # -- a copy that stays for as long as it has readers ----------------------------------------------
 
     def reserve(self, version: int) -> None:
         """Have the next copy, which is to be of ``version``, stay as it is until :meth:`release`; one at a time. In the

@@ -21,7 +21,7 @@ class Network(Protocol):
     first_tag: int
 
     def begin(self, nbytes: int, window_s: float, rate: float) -> None:
-        """A copy begins, which nobody needs for ``window_s`` seconds; ``rate`` in bytes a second, 0 if not known."""
+        """A copy begins, which is not needed for ``window_s`` seconds; ``rate`` in bytes a second, 0 if unknown."""
 
     def hurry(self) -> None:
         """The copy is needed now."""

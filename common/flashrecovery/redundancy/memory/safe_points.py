@@ -52,18 +52,18 @@ class _Question:
 
 
 class Between:
-    """Of one training thread."""
+    """Safe points of one training thread."""
 
     def __init__(self) -> None:
         self._question: _Question | None = None
         self._resting = 0
 
     def ask(self, look: Callable[[], int], bound_s: float) -> int:
-        """What ``look()`` returns between two operations of the training thread, or after ``bound_s`` seconds. In any
-        other thread."""
+        """Call ``look()`` between two operations of the training thread, or after ``bound_s`` seconds, and return its
+        result. To be called by another thread."""
         question = _Question(look)
         self._question = question
-        if self._resting:  # whoever begins to rest looks for a question; whoever asks, for somebody at rest
+        if self._resting:  # the training thread looks for a question when it begins to rest
             question.answer()
         else:
             _pend(question)

@@ -23,7 +23,7 @@ import torch
 import xxhash
 
 from flashrecovery.errors import ProtocolError, RestoreError
-from flashrecovery.plan.reshard.boxes import Box, NobodyHoldsError, Space
+from flashrecovery.plan.reshard.boxes import Box, NoHolderError, Space
 from flashrecovery.plan.reshard.layouts import Share
 from flashrecovery.plan.reshard.logical import DATA, PARAM, Description, LogicalPart, fitted, spaces
 from flashrecovery.plan.reshard.plan import plan_reshard
@@ -272,10 +272,10 @@ class StagedFiles:
 
     @property
     def common(self) -> bytes:
-        """The state that all ranks have alike. Raises RestoreError if nobody has written it."""
+        """The state that is equal on all ranks. Raises RestoreError if no rank has written it."""
         found = next((index.common for index in self.indexes.values() if index.common), b"")
         if not found:
-            raise RestoreError(f"{self._directory}: nobody has written the state that is no tensor{self._lacking}")
+            raise RestoreError(f"{self._directory}: no rank has written the state that is no tensor{self._lacking}")
         return found
 
     def names(self) -> frozenset[str]:
@@ -299,7 +299,7 @@ class StagedFiles:
             for part in one.parts:
                 there = self._of.get(part.name)
                 if there is None:
-                    raise RestoreError(f"nobody has written logical tensor {part.name!r}{self._lacking}")
+                    raise RestoreError(f"no rank has written logical tensor {part.name!r}{self._lacking}")
                 mine = fitted(part, there[0][2].whole)
                 if mine is not None:
                     self._check_kind(mine.name, there[0][1].dtype, one.tensor)
@@ -349,8 +349,8 @@ class StagedFiles:
             yield _Piece(target, part, box, *there[number])
 
     def _tensor(self, rank: int, stored: StoredTensor) -> torch.Tensor:
-        """All of a stored tensor, flat. Its digest is compared when it is first asked for; where it is another one,
-        somebody else may have written the same."""
+        """All of a stored tensor, flat. Its digest is checked on first use; if it is wrong, another rank may have
+        written the same tensor."""
         key = rank, stored.start
         if key not in self._checked:
             self._checked[key] = self._whole(rank, stored)
@@ -396,7 +396,7 @@ def _pieces(space: Space, held: Sequence[Box], needed: Box, limit: int) -> Itera
     old = tuple(Share(box, (number,)) for number, box in enumerate(held))
     try:
         plan = plan_reshard([space], {space.name: old}, {space.name: (Share(needed, (0,)),)}, becomes={})
-    except NobodyHoldsError as e:
+    except NoHolderError as e:
         raise RestoreError(str(e)) from e
     for _, portion in timetable(plan, max(limit, space.itemsize)).messages(dest=0):
         yield portion.box, portion.source

@@ -495,7 +495,7 @@ class ParityCopies:
         slot.finish(version, Beside(owner, {_local_state_of(owner): local_state, _LAYOUT: encoded}, early))
 
     def _look_at_domains(self, states: Sequence[MemberState]) -> None:
-        """Whoever shares a failure domain with another member is lost with it."""
+        """A member that shares a failure domain with another one is lost with it."""
         seen: dict[int, int] = {}
         together = None
         for rank, state in zip(self.ranks, states, strict=True):

@@ -1,11 +1,11 @@
-"""What a group has lost, decoded by those that are left: chunk by chunk, each by the member that is least busy.
+"""The survivors of a parity group decode what it has lost, chunk by chunk; the least busy member decodes each chunk.
 
-:func:`~flashrecovery.plan.parity.decode.decode_plan` says who gathers what; every member draws it up for itself from
-the same order. A member that is left sends its part of each chunk to the one that gathers it, which adds up, compares
-what comes out with the digest that the parity has of it, and sends it to the lost member. That compares it once more.
+:func:`~flashrecovery.plan.parity.decode.decode_plan` says which member gathers which chunk; every member computes the
+plan itself from the same order. A survivor sends its part of each chunk to the gathering member. That adds the parts
+up, compares the result with the digest stored with the parity, and sends it to the lost member, which checks it again.
 
-Sending, gathering and receiving are a thread each, and all of them go through the chunks in the same order. So whatever
-belongs to the first chunk that is not done is under way, and nobody can wait for nothing.
+Sending, gathering and receiving have a thread each, and all threads process the chunks in the same order. So everything
+that belongs to the first unfinished chunk is under way, and there is no deadlock.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""What the members of a parity group send each other: of a new version, the buckets that differ.
+"""What the members of a parity group send each other: the buckets of a new version that differ.
 
-A frame is a header and a payload. :func:`deltas` makes those of one member: ``old ^ new`` of each bucket that has
-changed. Whoever uses this brings a frame to its target, in order for each pair of members. No torch, no processes, no
-network.
+A frame is a header and a payload. :func:`deltas` makes the frames of one member: ``old ^ new`` of each bucket that has
+changed. The caller delivers them, in order for each pair of members. No torch, no processes, no network.
 """
 
 from __future__ import annotations

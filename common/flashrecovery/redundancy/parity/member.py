@@ -177,7 +177,7 @@ class ParityMember:
 
     @property
     def waiting_bytes(self) -> int:
-        """Memory of sums that wait for somebody's delta."""
+        """Memory of sums that wait for another member's delta."""
         return sum(relay.waiting_bytes for relay in self._relay.values())
 
 

@@ -1,10 +1,9 @@
 """The deltas of one version between the members of a parity group: every member sends and receives at once, in rounds.
 
-In round k a member sends the k-th batch to each member to which it has something to send, then receives the k-th batch
-of each that has something for it, and only then goes on. The last batch of a pair says so. So whoever is in the
-earliest round finds all that it waits for on its way, and no order of members can end in a ring of waits. A member has
-one batch of each pair in memory, and that memory is kept for the next version: fresh pages would cost more than the
-arithmetic.
+In round k a member sends the k-th batch to each member it has data for, then receives the k-th batch of each member
+that has data for it, and only then continues. The last batch of a pair is marked. So everything that the member in the
+earliest round waits for is already on its way, and no cycle of waits can form. A member has one batch of each pair in
+memory, and that memory is reused for the next version: fresh pages would cost more than the arithmetic.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ _TAG = 0x5044
 
 
 class BatchMemory:
-    """Memory for batches. What an exchange that fails has taken is not given back: somebody may still write to it."""
+    """Memory for batches. Memory that a failed exchange has taken is not reused: a transfer may still write to it."""
 
     def __init__(self) -> None:
         self._free: list[torch.Tensor] = []
@@ -82,7 +81,7 @@ class _Outgoing:
         return batch, nbytes
 
     def _grow(self, nbytes: int) -> None:
-        """Sums that have waited for somebody's delta may come in any number."""
+        """Grow the memory: any number of sums may have waited for another member's delta."""
         before = self._bytes[: self.used]
         batch = self._memory.take(self._usual if nbytes <= self._usual else 2 * nbytes)
         self._bytes = memoryview(batch.numpy().data)

@@ -54,8 +54,8 @@ class ParityStore:
     * :meth:`begin` takes the older version's record away *before* anything of it is overwritten;
     * :meth:`flip` writes the new record, and its first word, the digest of the rest, last.
 
-    A process that is killed at any moment leaves a newest clean version that is whole, and whoever opens the memory
-    then finds this version and no other. What it reads is compared with its digest each time.
+    A process that is killed at any moment leaves a newest clean version that is complete, and a process that opens the
+    memory afterwards finds exactly this version. Everything it reads is compared with its digest.
     """
 
     def __init__(

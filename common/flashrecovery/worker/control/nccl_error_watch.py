@@ -50,5 +50,5 @@ class NcclErrorWatch:
         elif self._seen_at is None:
             self._seen_at = now
         elif now - self._seen_at >= self._patience_s and not self._gate.stopped:
-            groups.abandon(f"NCCL reports an error of the process groups {failed}, and nobody has died")
+            groups.abandon(f"NCCL reports an error of the process groups {failed}, and no rank has died")
             self._seen_at = None

@@ -87,7 +87,7 @@ class Counters:
         accelerator = self._accelerator
         if not accelerator.gradient_state.sync_gradients:
             raise RegistrationError(
-                "a step has ended while accelerate is still accumulating gradients, which nobody could bring back: put "
+                "a step has ended while accelerate is still accumulating gradients, which could not be restored: put "
                 "all micro-batches of one optimizer step into one `with step:` (at the end of an epoch, too: there "
                 "accelerate steps early, unless its GradientAccumulationPlugin has sync_with_dataloader=False)"
             )
@@ -198,7 +198,7 @@ def _ends_with_accelerates_step(text: str) -> bool:
         return False
     try:
         tree = ast.parse(text)
-    except (SyntaxError, ValueError):  # a notebook's cell: nobody can tell
+    except (SyntaxError, ValueError):  # a notebook's cell: cannot be read
         return True
     besides = {
         id(node)

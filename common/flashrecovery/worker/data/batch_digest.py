@@ -61,8 +61,8 @@ class Content:
 
     Attributes:
         digest: equal in all processes that read the same samples.
-        marks: equal in this process as long as nobody writes into the batch.
-        opaque: type of an object whose content cannot be found out, "" if there is none.
+        marks: equal in this process as long as the batch is not written to.
+        opaque: type of an object whose content cannot be read, "" if there is none.
     """
 
     digest: str

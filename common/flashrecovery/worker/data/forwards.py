@@ -1,8 +1,8 @@
-"""How often models go forward: to see whether a step computes each micro-batch before it takes the next one.
+"""Counts forward passes, to see whether a step computes each micro-batch before it takes the next one.
 
-A hook counts. Within ``torch.compile`` it is traced once and then no more: a number that is read there would be a guard
-of the graph. What a traced hook only *writes*, the compiled code writes each time it runs (Dynamo's side effects). So
-of passes there it is seen whether there have been any since somebody has looked, and not how many.
+A hook counts. ``torch.compile`` traces the hook only once: a number that it reads would become a guard of the graph.
+What a traced hook only *writes*, the compiled code writes each time it runs (Dynamo's side effects). So for compiled
+models it is known whether there were passes since the last check, but not how many.
 """
 
 from __future__ import annotations

@@ -146,10 +146,10 @@ class ElasticBatches:
     """The global batches of a data set; see :meth:`flashrecovery.worker.recovery.Recovery.elastic_batches`.
 
     Args:
-        models: gives the models whose gradients are reduced in a step's last micro-batch.
-        framework: gives the batch of the framework that divides and averages itself; None: there is none. Sizes that
+        models: returns the models whose gradients are reduced in a step's last micro-batch.
+        framework: returns the batch of a framework that divides and averages itself; None: there is none. Sizes that
             are None are taken from it.
-        watched: somebody asks whether micro-batches are computed in turn; otherwise forward passes are not counted.
+        watched: count forward passes, to check whether micro-batches are computed in turn.
 
     Raises ConfigError: a size is not possible, or some replicas would have nothing to do.
     """
@@ -405,8 +405,8 @@ class ElasticBatches:
 
 
 class MicroBatches(Iterator[MicroBatch]):
-    """Goes through one step's micro-batches, for one model chunk; ``len()`` says how many are left. It has nothing to
-    tidy up, so one that a stop has left in the middle disturbs nobody later."""
+    """Iterates over one step's micro-batches, for one model chunk; ``len()`` says how many are left. It needs no
+    cleanup, so one that a stop interrupted does no harm later."""
 
     def __init__(self, batches: ElasticBatches, step: int, chunk: int = 0) -> None:
         self._batches, self._step, self._chunk = batches, step, chunk

@@ -66,7 +66,7 @@ class _Moved:
 
     def __iter__(self) -> Iterator[Any]:
         if getattr(self._loader, "persistent_workers", False):
-            self._loader._iterator = None  # type: ignore[attr-defined]  # whose random numbers nobody can bring back
+            self._loader._iterator = None  # type: ignore[attr-defined]  # their random state cannot be restored
         move = sys.modules["lightning.fabric.utilities"].move_data_to_device
         return (move(batch, self._device) for batch in self._loader)
 

@@ -144,9 +144,9 @@ class Source:
         return worker_digests.begin(self.loader), begun
 
     def _renew_workers(self) -> None:
-        """Persistent workers go on with their random numbers where the last epoch has left them, and nobody can bring
-        a new worker there: each epoch gets new ones. Not where they hold a data set with a state of its own, which the
-        state of torchdata's loader has."""
+        """Replace persistent workers in each epoch: they continue the random numbers of the previous epoch, and a new
+        worker cannot be brought to that state. Workers that hold a stateful data set are kept: torchdata's loader saves
+        its state."""
         loader = self.loader
         if not isinstance(loader, DataLoader) or not loader.persistent_workers:
             return

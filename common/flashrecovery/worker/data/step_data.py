@@ -19,14 +19,14 @@ class DataPosition(NamedTuple):
 
 
 class StepData(ABC):
-    """Data of which each version has the position.
+    """Data whose position is part of each version.
 
     Attributes:
-        loader: what is read.
+        loader: the data loader.
         void: what is fetched belongs to no step (:mod:`flashrecovery.worker.step.discarded_run`).
-        ended: the script has come to the end of what can be read, and the job can do no further step.
-        reading: the source is being read. A stop waits for the end of that: modules that a data set calls (transforms)
-            must not be interrupted, as the source would have gone on by a batch that nobody has got.
+        ended: the script has reached the end of the data, and the job can do no further step.
+        reading: the source is being read. A stop waits until that ends: an interrupted data set (its transforms, say)
+            would have advanced by a batch that was never delivered.
     """
 
     loader: Iterable[Any]

@@ -98,7 +98,7 @@ class _Kept:
         return self.void and self.rng_after is not None
 
     def intact(self) -> bool:
-        """False if the step body has written into the batch, or if nobody can tell."""
+        """False if the step body has written into the batch, or if that cannot be known."""
         return self.content.still_in(self.batch)
 
 
@@ -130,7 +130,7 @@ class DataStream(StepData):
         self._sampled: tuple[DataPosition, dict[str, Any]] | None = None
         """State of a stateful source, and the position at which it was asked for it last."""
         self._cut_short = False
-        """A fetch was left by an error: the source may have gone on by a batch that nobody has got."""
+        """A fetch was left by an error: the source may have advanced by a batch that was never delivered."""
         self._expected: dict[int, str] = {}
         """Digests of batches that are read for a second time, by ``position.total``."""
         self._first = ""
@@ -336,7 +336,7 @@ class DataStream(StepData):
     def _tell_opaque(self, kind: str) -> None:
         """Raises DataSourceError if that is found before anything could be lost."""
         self._told_opaque = True
-        what = f"a batch of the {self._source.name} contains a {kind}: nobody can tell whether a step writes into it"
+        what = f"a batch of the {self._source.name} contains a {kind}: it cannot be known whether a step writes into it"
         if not self._source.one_shot:
             log.warning("%s, so a recovery reads the data source again; leave it out if that takes long", what)
         elif self.position.total:

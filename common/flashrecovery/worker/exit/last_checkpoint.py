@@ -47,7 +47,7 @@ def save_last(
     number = {rank: place for place, rank in enumerate(order.members)}
     mine = [one for one in order.lost if number.get(one.writer, one.writer) == registry.rank]
     if mine and form is not None:
-        raise RestoreError(f"nobody else can write the part of a rank that is gone in the format {form.name!r}")
+        raise RestoreError(f"in the format {form.name!r} no other rank can write the part of a lost rank")
     parts = [_own_part(registry, order.version, sources[0], form)]
     parts += [_part_of(registry, order.version, number.get(one.rank, one.rank), one, sources, elastic) for one in mine]
     rules = registry.rules() if elastic else None

@@ -1,8 +1,8 @@
-"""Which variables of the environment a script changes, up to the end of its first step.
+"""Which environment variables a script changes, up to the end of its first step.
 
-A process that imports ahead of its script (:mod:`.preimport_script`) must not import what asks for such a variable, for
-nobody knows whether the script sets it before that import or after. What libraries set they will set wherever they are
-imported.
+A process that imports ahead of its script (:mod:`.preimport_script`) must not import a module that reads such a
+variable: it is unknown whether the script sets it before or after that import. Variables set by libraries do not count:
+the libraries set them wherever they are imported.
 """
 
 from __future__ import annotations

@@ -25,13 +25,13 @@ from flashrecovery.runtime.environment import NEW_RANK_ENV, PER_TASK_ENV
 _RANK_KEYS = frozenset({"RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "MASTER_ADDR", "MASTER_PORT", NEW_RANK_ENV})
 """What the environment of a standby cannot contain yet."""
 _ALL_MODULES = "(?s:.*)"
-"""Of the one filter that nobody else has."""
+"""The pattern of our own warnings filter; no other filter has it."""
 _OURS = frozenset({"flashrecovery", "fr_deepspeed", "fr_megatron"})
 
 
 class DeviceAskedError(BaseException):
-    """A module uses a GPU while it is imported: it would take GPU 0's memory, whoever's that is. No ``except
-    Exception`` of a library may swallow it."""
+    """A module uses a GPU while it is imported: it would take memory on GPU 0, which may belong to another rank. A
+    BaseException, so that no ``except Exception`` of a library swallows it."""
 
 
 class RankUnknownError(BaseException):
@@ -96,11 +96,11 @@ def find_spec(name: str) -> ModuleSpec | None:
 
 
 class Installed:
-    """Which modules belong to Python or to packages that are installed beside it.
+    """Which modules belong to Python or to installed packages.
 
-    Packages that are installed from a checkout ("editable") are somebody's work in progress, and do not count. In
-    folders of PYTHONPATH those count that an installer has put there, as clusters' module systems and ``pip install
-    --target`` do: they are in its records ("*.dist-info/RECORD").
+    Packages installed from a checkout ("editable") are work in progress, and do not count. In folders of PYTHONPATH,
+    modules count that an installer has put there, as clusters' module systems and ``pip install --target`` do: they are
+    in its records ("*.dist-info/RECORD").
 
     Args:
         own: top-level package of the script itself.
@@ -179,7 +179,8 @@ def _unwarned() -> Iterator[None]:
 
 @contextmanager
 def _without_device() -> Iterator[Callable[[], None]]:
-    """Whoever makes torch use a GPU gets DeviceAskedError, once what is yielded has been called with torch imported."""
+    """Within, using a GPU through torch raises DeviceAskedError, once the yielded function was called after the import
+    of torch."""
     found: list[tuple[Any, Any]] = []
 
     def refuse() -> None:
@@ -200,7 +201,7 @@ def _without_device() -> Iterator[Callable[[], None]]:
 
 @contextmanager
 def _without(keys: Set[str]) -> Iterator[None]:
-    """Whoever asks the environment for one of these gets RankUnknownError."""
+    """Within, reading one of these environment variables raises RankUnknownError."""
     environment = type(os.environ)
     original = environment.__getitem__
 

@@ -1,8 +1,8 @@
-"""What a zygote and a standby import ahead of a script: what its text says, then what live workers have imported.
+"""What a zygote and a standby import ahead of a script: the imports in its text, then those of live workers.
 
-The first part is done in the order of the script (:mod:`.script_imports`). Of the second part nobody knows when it was
-imported, and so in which environment. So no module may ask there for a variable that the script has set meanwhile, and
-there is no second part where the script's text is known in part only.
+The first part follows the order of the script (:mod:`.script_imports`). For the second part it is unknown when a module
+was imported, and so in which environment. So these modules must not read a variable that the script has set meanwhile,
+and the second part is omitted if the script's text is only partly known.
 """
 
 from __future__ import annotations
@@ -56,10 +56,16 @@ def asked_for(settings: str) -> list[str]:
 
 
 class ScriptPreimport:
-    """``command``: the script with its arguments, or ``-m module`` with them; the directory in which its modules lie is
-    first on the module path already. ``tried``: called after each import; it may raise. ``imported``: takes what the
-    imports of the script's text set. What others set is forgotten: nobody knows when the script would import them.
-    ``facts``: what this process, or the one that it is forked from, has read of the script; None: it is read now."""
+    """The imports made ahead of one script.
+
+    Args:
+        command: the script with its arguments, or ``-m module`` with them; the directory of its modules is already
+            first on the module path.
+        tried: called after each import; may raise.
+        imported: receives the environment variables set by the imports in the script's text. Those set by other
+            imports are dropped: it is unknown when the script would import these.
+        facts: what this process, or its parent, has read of the script; None: it is read now.
+    """
 
     def __init__(
         self,
@@ -156,7 +162,7 @@ class ScriptPreimport:
         self._uncertain.discard(setting.name)
         if value is None:
             self._uncertain.add(setting.name)
-            os.environ.pop(setting.name, None)  # so that nobody meets it who goes through all variables
+            os.environ.pop(setting.name, None)  # hide it from code that iterates over all variables
         elif setting.default:
             os.environ.setdefault(setting.name, value)
         else:
@@ -189,7 +195,7 @@ class ScriptPreimport:
 
 def imported_so_far(setting: Mapping[str, str | None]) -> pb.Modules:
     """What this process has imported, and from where. ``setting``: what its script has done to the environment.
-    Modules that were made and put there (torch.compile's) are none: nobody could import them."""
+    Modules generated at run time (torch.compile's) are omitted: they cannot be imported."""
     found = {n: m for n, m in list(sys.modules.items()) if m is not None and not n.startswith("__")}
     modules = {name: module for name, module in found.items() if not _was_made(name, module, found)}
     specs = {n: getattr(m, "__spec__", None) for n, m in modules.items() if "." not in n}

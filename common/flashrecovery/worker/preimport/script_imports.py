@@ -1,18 +1,20 @@
-"""What a script will import, in which environment, read from its text without running it.
+"""What a script will import, and in which environment, read from its text without running it.
 
-A zygote, or a standby, imports the same ahead of its rank. Read are the statements that run when the script is started:
-those of the script itself, and of its *own modules* (what is not installed), but not the bodies of functions. The
-result is a list of what the script does, in its order: imports of installed modules, and variables of the environment
-that it sets, for a library may read one when it is imported, once and for ever.
+A zygote or a standby imports the same ahead of its rank. The statements are read that run when the script starts: those
+of the script itself and of its *own modules* (not installed ones), but not the bodies of functions. The result lists
+what the script does, in order: imports of installed modules, and environment variables that it sets, because a library
+may read one only once, when it is imported.
 
-Where it cannot be known what the script does, reading ends (:attr:`ScriptFacts.ends_at`), and everything later is left
-to the rank itself: at a variable whose name is unknown, or whose value is and that libraries written in C read
-(:data:`READ_IN_C`); at a change of where modules are found; and at code of the script's own that replaces parts of
-another module, or at the definition of a function that does, for what is imported after that may be made of the
-replaced parts. Of a module that is not there nothing can be replaced: the import fails before.
+Reading ends where the script's effect cannot be known (:attr:`ScriptFacts.ends_at`); the rest is left to the rank
+itself. It ends:
 
-Of variables that are set in functions nobody knows when, nor to what. Their names are a fact of their own
-(:attr:`ScriptFacts.sets`), for which all of the text is read, and that of modules which functions import.
+* at a variable with an unknown name, or with an unknown value if libraries written in C read it (:data:`READ_IN_C`);
+* at a change of the module path;
+* at the script's own code that replaces parts of another module, or the definition of a function that does: later
+  imports may use the replaced parts. (Nothing can be replaced in a missing module: its import fails first.)
+
+It is unknown when functions set variables, and to which value. The names of these variables are listed separately
+(:attr:`ScriptFacts.sets`); for this the whole text is read, and that of modules which functions import.
 """
 
 from __future__ import annotations
@@ -41,7 +43,7 @@ _WHEN_CALLED = frozenset({"torch.storage._load_from_bytes", *_REPRESENTERS})
 """Parts of which nothing is made when it is imported: they are looked up for each pickled tensor, and for each object
 that is written as YAML. megatron-core 0.19 replaces the first, Megatron-LM puts the others back (0.18)."""
 _STAND_INS = frozenset({"MagicMock", "Mock", "SimpleNamespace"})
-"""Classes of what stands in for a module that cannot be imported. Parts of such a thing are nobody else's."""
+"""Classes of placeholders for a module that cannot be imported. Replacing parts of a placeholder affects no module."""
 FindOwn = Callable[[str], "Path | None"]
 """The file of a top-level module if that is the script's own: ``name.py``, a package's ``__init__.py``, or the folder
 of a package without one. None if it is installed, or not there."""
@@ -67,9 +69,9 @@ class Setting:
 
 @dataclass(frozen=True)
 class ScriptFacts:
-    """What the script does when it is started, in its order. ``ends_at``: ``file:line`` where that stops being known,
-    and why; empty if all has been read. ``sets``: variables that its text sets elsewhere, too, at whatever
-    time; None: nobody knows which."""
+    """What the script does when it starts, in order. ``ends_at``: ``file:line`` where that stops being known, and why;
+    empty if all was read. ``sets``: variables that its text also sets elsewhere, at an unknown time; None: their names
+    are unknown."""
 
     actions: tuple[Import | Setting, ...] = ()
     ends_at: str = ""

@@ -1,13 +1,14 @@
-"""Where a process's time goes before its first step is over: which lines of the script take how long.
+"""A sampling profile of the time before the end of the first step: which lines of the script take how long.
 
-The launch, and every recovery, waits for that. The script's author can make it faster, once it is known what takes the
-time; and whoever looks at a job that does not train wants to know what it waits for. A thread looks at the training
-thread's stack now and then, and counts for the innermost line of the script's own code; what libraries do there counts
-for the line that called them. The first step is looked at, too: that is where models are compiled.
+The launch, and every recovery, waits for this time. The script's author can make it shorter once its cause is known,
+and a user looking at a job that does not train yet wants to know what it waits for. A thread samples the stack of the
+training thread and attributes each sample to the innermost line of the script's own code; time in libraries counts for
+the line that called them. The first step is included: that is where models are compiled.
 
-A look holds nothing of the training thread's (:mod:`flashrecovery.runtime.thread_stack`), and makes next to nothing
-that the garbage collector counts. Else collections would begin in the thread that looks, whenever the training thread
-waits, and that thread would destroy what the script has left in cycles: things that belong to their thread among it.
+A sample keeps no reference to objects of the training thread (:mod:`flashrecovery.runtime.thread_stack`), and allocates
+next to nothing that the garbage collector counts. Otherwise collections would start in the sampling thread whenever the
+training thread waits, and that thread would destroy the script's reference cycles, some of which hold objects that
+belong to their thread.
 """
 
 from __future__ import annotations

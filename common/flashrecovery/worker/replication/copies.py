@@ -183,7 +183,7 @@ class Copies:
         if self._peers is not None:
             return self._peers.describe()
         if self._registry.world_size == 1:
-            return "no copies: a world of one rank has nobody to hold them"
+            return "no copies: a world of one rank has no peer to hold them"
         if self._registry.unique_shards():
             return "no copies of what no other rank holds: only a checkpoint helps"
         text = (
@@ -224,12 +224,12 @@ class Copies:
         return self._kept is not None
 
     def send_local_state(self, version: int, *, sealed: bool) -> None:
-        """Send this rank's rank-local state before the mutation that makes ``version``, on every rank; returns when its
+        """Send this rank's rank-local state before the mutation that makes ``version``, on every rank; returns when the
         exchange is complete.
 
-        Where survivors keep no copy of the version before, whoever dies in the mutation is brought to the *new*
-        version: its rank-local state must have left it by then. Not ``sealed``: it is not known yet, and nothing is
-        kept of it.
+        If survivors keep no copy of the previous version, a rank that dies in the mutation is brought to the *new*
+        version, so its rank-local state must have been sent by then. Not ``sealed``: it is not final yet, and no copy
+        of it is kept.
         """
         assert self._peers is not None, "asked where peers keep copies"
         self._peers.commit(version, self._registry.local_state.at(version) if sealed else None, early=True)

@@ -157,7 +157,7 @@ def refuse_settings(facts: CopyFacts) -> None:
     """Raises UnsupportedError if what is asked for does not fit the job's ranks or shards."""
     if facts.world == 1 and facts.redundancy in ("replica", "neighbor", "parity"):
         raise UnsupportedError(
-            f"redundancy = {facts.redundancy!r}: a world of one rank has nobody to hold a copy; "
+            f"redundancy = {facts.redundancy!r}: a world of one rank has no peer to hold a copy; "
             "allowed here: auto, none"
         )
     if facts.unique and facts.redundancy == "replica":

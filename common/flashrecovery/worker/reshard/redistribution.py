@@ -79,7 +79,7 @@ def redistribute(
     injection): a bit of the first message that arrives is flipped.
 
     Raises:
-        NobodyHoldsError: something that is needed is nowhere.
+        NoHolderError: something that is needed is nowhere.
         RestoreError: something else has arrived than was sent, or not everything.
         And whatever the group's operations raise.
     """
@@ -116,7 +116,7 @@ class _Talk:
 
     @property
     def _others(self) -> dist.ProcessGroup:
-        """Raises RestoreError where there is no group: a rank alone has nobody to exchange anything with."""
+        """The group for the exchange. Raises RestoreError if there is none: a single rank has no peer."""
         if self._group is None:
             raise RestoreError("state is to go to another rank, and there is no group with it")
         return self._group

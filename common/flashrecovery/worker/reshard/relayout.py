@@ -117,8 +117,8 @@ class RankStaging:
         return found
 
     def _gather_sharded(self) -> tuple[ShardedParts, ...]:
-        """Of all places in a replica, what is sharded among the replicas, and how: in another number of them the shards
-        have other names, and what copies are of that a rank keeps, nobody else may be there to tell."""
+        """What is sharded among the replicas, and how, for all places in a replica. With another number of replicas the
+        shards have other names, and no other rank may be left to say what a kept copy is a copy of."""
         registry, wholes = self._registry, self._state.sharded()
         mine: list[str] = []
         for shard_layout in roles.shard_layouts(registry.adapters).values():
@@ -170,7 +170,7 @@ class RankStaging:
         if common:
             self._state.check_common(codec.loads(codec.loads(common)["adapters"][self._number]))
         directory = self._directory(staging.directory)
-        # The controller, and so whoever reads it, knows this rank by its number as the job was launched.
+        # The controller, and so the reader, knows this rank by its number at launch.
         rank = self._registry.members[self._registry.rank]
         try:
             written = write(directory, rank, staging.version, sources, self._in(replicas), common)

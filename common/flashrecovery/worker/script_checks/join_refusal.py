@@ -1,7 +1,7 @@
 """``torch.distributed.algorithms.join``: ranks whose data has ended shadow the collectives of the others.
 
-They do so outside of all steps, while the others take theirs: a step would have other members than the job has ranks,
-and which ones is known to nobody. So ``Join`` and ``DistributedDataParallel.join()`` are refused.
+They do so outside of all steps, while the others take theirs: a step would have fewer members than the job has ranks,
+and which ones is unknown. So ``Join`` and ``DistributedDataParallel.join()`` are refused.
 """
 
 from __future__ import annotations

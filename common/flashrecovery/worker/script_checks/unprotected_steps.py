@@ -26,11 +26,11 @@ def is_made_by_step() -> bool:
 
 
 class UnprotectedSteps:
-    """Counts the steps of torch's optimizers until this process has come to its first protected step: whoever has
-    forgotten ``recovery.steps()`` hears of it within a few steps.
+    """Counts the steps of torch's optimizers before this process's first protected step, so that a user who forgot
+    ``recovery.steps()`` is told within a few steps.
 
     Args:
-        tell: gets the line of the script that takes them, once.
+        tell: called once, with the line of the script that takes the steps.
     """
 
     def __init__(self, tell: Callable[[str], None]) -> None:

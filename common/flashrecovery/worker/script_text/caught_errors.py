@@ -8,8 +8,8 @@ _CAUGHT = frozenset({"FileExistsError", "OSError", "IOError", "EnvironmentError"
 
 
 def catches_existing(tree: ast.AST, line: int) -> bool:
-    """Whether this line is in a ``try`` or a ``with suppress(...)`` that catches FileExistsError: there its being there
-    tells that somebody else has been faster."""
+    """Whether this line is in a ``try`` or a ``with suppress(...)`` that catches FileExistsError: there an existing
+    file means that another process was faster."""
     return any(_around(node, line) for node in ast.walk(tree))
 
 

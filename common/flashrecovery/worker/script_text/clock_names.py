@@ -16,7 +16,7 @@ _PARTS = frozenset({"replace", "astimezone", "date", "timestamp", "timetuple"}) 
     {"year", "month", "day", "hour", "minute", "second", "microsecond"}
 )
 _SHOWN = frozenset({"print", "write", "log", "debug", "info", "warning", "error", "critical", "exception"})
-"""Functions that tell somebody of a time: that of now."""
+"""Functions that print or log a time, where the current time is right."""
 _DEPTH = 8
 _SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.Module)
 

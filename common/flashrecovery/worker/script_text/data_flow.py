@@ -1,8 +1,8 @@
-"""What a piece of a script reads before it has set it, and what it changes: how one statement follows another. Pure.
+"""Which variables a piece of a script reads before it sets them, and which it changes, statement by statement. Pure.
 
-Wherever the text alone cannot tell, what a script's author must have meant is taken: a ``for`` has a first round
-(unless its variable has a value from before, and nobody can say how long what it goes over is), all parts of an
-expression are evaluated, and a function that is passed on is called.
+Where the text is ambiguous, the author's likely intention is assumed: a ``for`` has at least one iteration (unless its
+variable already has a value and the length of the iterable is unknown), all parts of an expression are evaluated, and a
+function that is passed as an argument is called.
 """
 
 from __future__ import annotations
@@ -191,7 +191,7 @@ class Reader:
                 path = path_of(target)
                 if path is None:
                     self._change(target, state, update=True)
-                else:  # nobody can read it before it is set again
+                else:  # it is set again before it can be read
                     state.assigned.add(path)
                     state.changed.discard(path)
         elif isinstance(statement, (ast.FunctionDef, ast.AsyncFunctionDef)):
@@ -269,7 +269,7 @@ class Reader:
         end = self.body(statement.body, state.copy())
         in_body, self.all_changed = self.all_changed, outer | self.all_changed
         ends = [self.body(statement.orelse, end)]
-        for handler in statement.handlers:  # nobody knows how far the body has come
+        for handler in statement.handlers:  # any part of the body may have run
             inner = state.copy()
             inner.changed |= in_body
             if handler.type is not None:
@@ -328,7 +328,7 @@ class Reader:
     # -- expressions ------------------------------------------------------------------------------
 
     def _read(self, node: ast.AST, state: FlowState, *, bare: bool = False) -> None:
-        """Everything that an expression reads, and what it changes on its way. ``bare``: nobody uses its value."""
+        """Everything that an expression reads, and what it changes on its way. ``bare``: its value is unused."""
         if isinstance(node, ast.expr):
             path = path_of(node)
             if path is not None:

@@ -288,7 +288,7 @@ class DrawnValues:
         setattr(module, name, new)
 
         def undo() -> None:
-            if getattr(module, name) is new:  # else somebody has put something else there
+            if getattr(module, name) is new:  # else other code has replaced it since
                 setattr(module, name, before)
 
         self._undo.append(undo)

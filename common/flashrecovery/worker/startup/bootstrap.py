@@ -248,7 +248,8 @@ def _run_script(command: list[str], channel: Channel, above: Above) -> int:
 
 
 def _last_words(channel: Channel, error: BaseException) -> None:
-    """Why this process ends, for the event and for whoever reads it. What the script has forked is no rank."""
+    """Report why this process ends, in the event and on stderr. Not for processes that the script has forked: they are
+    no ranks."""
     if process_end.is_fork():
         return
     text, place = script_error.text_of(error)[-16_000:], script_error.place_of(error)

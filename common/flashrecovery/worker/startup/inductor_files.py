@@ -1,10 +1,10 @@
-"""What Inductor compiles comes into its cache whole, or not at all.
+"""Makes Inductor's compiler output appear in its cache complete, or not at all.
 
-torch renames the sources that it writes, but the compiler writes libraries and precompiled headers where they are
-looked for, and whatever is there is taken for whole (torch/_inductor/codecache.py, cpu_vec_isa.py; torch 2.13). A
-process that is killed with its compiler leaves a part: a kernel that nobody can load any more; or a probe that nobody
-can load, by which Inductor takes the processor for a lesser one from then on, and makes other kernels for a replacement
-than the others have.
+torch renames the sources that it writes. But the compiler writes libraries and precompiled headers to their final path,
+and an existing file is assumed to be complete (torch/_inductor/codecache.py, cpu_vec_isa.py; torch 2.13). A process
+that is killed with its compiler leaves a partial file: a kernel or a probe that cannot be loaded. From an unusable
+probe Inductor concludes that the processor lacks a feature, and builds other kernels for a replacement than the other
+ranks use.
 """
 
 from __future__ import annotations

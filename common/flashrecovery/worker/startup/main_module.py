@@ -1,9 +1,9 @@
 """The user's script as ``__main__``, as ``python script.py`` and ``python -m module`` run it.
 
-:func:`runpy.run_path` takes the module away again once its last line has been run. What goes on after that (a thread
-that saves a checkpoint, an exit handler) could no longer pickle an object of one of the script's classes. And what a
-``spawn`` process of :mod:`multiprocessing` sends back is looked for in ``__mp_main__``, which would be whoever ran the
-script. Here the module stays to the end of the process, under both names.
+:func:`runpy.run_path` removes the module again once its last line has run. Code that runs after that (a thread that
+saves a checkpoint, an exit handler) could no longer pickle an object of one of the script's classes. And classes of
+objects from a ``spawn`` process of :mod:`multiprocessing` are looked up in ``__mp_main__``, which would be the program
+that ran the script. Here the module stays until the process ends, under both names.
 """
 
 from __future__ import annotations

@@ -1,17 +1,18 @@
 """A process that has imported what workers import, and forks them: one import a node instead of one a rank.
 
 A zygote has one thread, has opened no GPU and computes nothing, so that a fork of it is as good as a fresh interpreter
-that has done the same imports. A fork costs milliseconds, and its memory is shared until somebody writes to it. The
-word is Android's, which starts its programs in this way.
+that has done the same imports. A fork takes milliseconds, and its memory is shared copy-on-write. The word is
+Android's, which starts its programs in this way.
 
-A zygote never imports anything after its first fork: to know more it forks another zygote, which imports the rest
-(:class:`flashrecovery.agent.processes.zygote.Zygotes` decides). If an import leaves a thread behind, opens a GPU, keeps
-something that the forks would share where fresh interpreters have their own each (an open file's position, a
-connection, a lock between processes), or is known not to survive a fork (:data:`NOT_FORKED`), that zygote says which
-module it was, and forks nothing.
+A zygote never imports anything after its first fork. For further imports it forks another zygote, which does them
+(:class:`flashrecovery.agent.processes.zygote.Zygotes` decides). An import makes a zygote unusable if it leaves a thread
+behind, opens a GPU, or is known not to survive a fork (:data:`NOT_FORKED`); also if it keeps something that forks share
+but fresh interpreters do not (an open file's position, a connection, a lock between processes). Such a zygote names the
+module, and forks nothing.
 
-The new process is forked twice: the one between ends at once, so that the kernel makes the agent its parent, which has
-called ``adopt_orphans``. So the death of a zygote harms no worker, and to the agent a worker is a child like any other.
+The new process is forked twice. The intermediate process exits at once, so that the kernel makes the agent the parent
+(it has called ``adopt_orphans``). So the death of a zygote harms no worker, and to the agent a worker is an ordinary
+child.
 """
 
 from __future__ import annotations
@@ -290,8 +291,8 @@ def _wait_for_adoption() -> None:
 
 
 def _unfreeze_if_needed() -> None:
-    """At the end of the process, let go of what it was forked with, if somebody complains of what is left. To collect
-    all of that takes half a second, and nobody needs it otherwise."""
+    """At process exit, unfreeze the objects that existed before the fork, if a tool reports leaks then. Collecting all
+    of them takes half a second, and is not needed otherwise."""
     if counts_what_is_left(list(sys.modules.values())):
         gc.unfreeze()
 

@@ -1,15 +1,15 @@
-"""The memory of a step that was cut short: its activations must not be there twice when the step is done again.
+"""Frees the activations of an interrupted step, so that they do not exist twice when the step is repeated.
 
-A step that goes through frees its activations in the backward pass. One that is stopped before leaves them to whoever
-holds the graph: the frames of the traceback, and the script's own variables (``loss``, ``logits``), which are not
-overwritten before the next forward pass is over. On a GPU that is nearly full, doing the step again would then end with
-an error for want of memory, on every survivor.
+A completed step frees its activations in the backward pass. After an interrupted step they are kept alive by the
+references to the graph: the frames of the traceback, and the script's own variables (``loss``, ``logits``), which are
+not overwritten before the end of the next forward pass. On a nearly full GPU, repeating the step would then run out of
+memory, on every survivor.
 
-So the frames are cleared, and what the nodes of the attempt's graphs have saved is taken from them. Nodes that are
-older stay as they are: a graph that a script has built before its loop serves it in every step.
+So the frames are cleared, and the tensors saved by the nodes of the attempt's graphs are released. Older nodes are left
+alone: a graph that a script built before its loop is used in every step.
 
-Private to torch are the number of the next node, ``_sequence_nr`` and ``_raw_saved_*`` of a node; tested with 2.13 and
-2.14.
+This uses private parts of torch: the number of the next node, ``_sequence_nr`` and ``_raw_saved_*`` of a node; tested
+with 2.13 and 2.14.
 """
 
 from __future__ import annotations
@@ -91,8 +91,8 @@ def _tensors_of(frame: FrameType) -> list[torch.Tensor]:
         and frame.f_code.co_flags & inspect.CO_OPTIMIZED
         and sys.getrefcount(variables) <= _OWN_REFERENCES
     ):
-        # Before Python 3.13 this is a copy that the frame keeps, and with it all that is in there. If somebody else has
-        # it, it is what the script has got from locals().
+        # Before Python 3.13 this is a copy that the frame keeps, together with its contents. If other code has it, too,
+        # the script has got it from locals().
         variables.clear()
     return found
 
@@ -133,7 +133,7 @@ def _empty(node: Any) -> int:
             try:
                 one.register_hooks(_nothing, _used_again)
             except RuntimeError:
-                continue  # it holds no tensor, or one that somebody else's hooks have put elsewhere
+                continue  # it holds no tensor, or other hooks have stored it elsewhere
             count += 1
     return count
 

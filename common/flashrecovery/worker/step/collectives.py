@@ -62,8 +62,8 @@ class CollectiveWatch:
 
     @property
     def abandoned_since_commit(self) -> bool:
-        """Collectives have been started since the commit, and those under way have been given up. (On a device nobody
-        may have waited for them yet.)"""
+        """Whether collectives were started since the commit and abandoned while under way. (On a device the script may
+        not have waited for them yet.)"""
         given_up = groups.abandonment_count() != self._abandonments_then
         return given_up and groups.operation_count() != self._operations_then
 

@@ -1,17 +1,17 @@
-"""What the script's own saves and its object collectives do below the block of an attempt that does not count.
+"""What saves and object collectives do in the post-step code of a discarded attempt.
 
-Nothing can keep a script from running on to its next step (:mod:`.discarded_run`). There its peers do not answer, its
-values are half-made, and a file that it writes stays. So in the training thread:
+After a stop the script runs on to its next step; nothing can prevent that (:mod:`.discarded_run`). On the way its peers
+do not answer, its values are incomplete, and a file that it writes would stay. So in the training thread:
 
-* a save is left out while the attempt does not count, and returns what its caller expects; one that many ranks make
-  together (a *joint* save) also as soon as a stop has come, and it ends if a rank dies in it;
-* a file that was not written is not moved to another name either (``torch.save(x, tmp); os.replace(tmp, path)``);
-* an object collective gives a rank that receives what it got last at that line of the script: what a stand-in leaves in
-  its buffer is no object;
-* a barrier in which a rank dies is over: nobody has got a value from it.
+* A save is skipped while the attempt is discarded, and returns what its caller expects. A save that many ranks make
+  together (a *joint* save) is skipped as soon as a stop has come, and ends if a rank dies in it.
+* A file that was not written is not renamed either (``torch.save(x, tmp); os.replace(tmp, path)``).
+* An object collective returns to a receiving rank what it last received at that line of the script: a stand-in leaves
+  no valid object in its buffer.
+* A barrier in which a rank dies is over: no rank got a value from it.
 
-Saves in other threads go on, for what they write was handed to them by a step that counts. An asynchronous joint save
-under way when the groups are exchanged is given up, and so says its future: no error.
+Saves in other threads continue: what they write comes from a step that counts. An asynchronous joint save under way
+when the groups are exchanged is given up; its future ends without an error.
 """
 
 from __future__ import annotations

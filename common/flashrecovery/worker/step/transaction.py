@@ -180,12 +180,12 @@ class Transaction(StepHooks):
             self._barrier()
 
     def _needs_barrier(self, *, apart: bool) -> bool:
-        """Whether the gradient synchronisation is not enough before the first mutation. ``apart``: there is a rank that
-        does not have all shards.
+        """Whether a barrier is needed before the first mutation, because the gradient synchronisation is not enough.
+        ``apart``: a rank exists that does not have all shards.
 
-        Who leaves it knows that all ranks have sealed, not that all can leave it: what the dead rank still had to send
-        to one of them is lost. That rank then stays a version behind, which is harmless only if whoever is ahead has
-        all of its shards, or can go back.
+        A rank that completes the synchronisation knows that all ranks have sealed, but not that all can complete it: a
+        dead rank's last messages to one of them may be lost. That rank then stays a version behind. This is harmless
+        only if a rank that is ahead has all of its shards, or can go back.
         """
         registry, copies = self._registry, self._copies
         # Who passes it knows that every rank's rank-local state has arrived.
@@ -240,7 +240,7 @@ class Transaction(StepHooks):
         unequal = self._proving.before_commit(version)
         if unequal is None:
             if version == 1 and self._copies.keeps_undo:
-                # Nobody knows yet whose state it is: the first step is done again from what was equal everywhere.
+                # It is not known yet which state is rank-local: the first step is repeated from the equal state before.
                 self._gate.torn()
                 raise StepInterrupted
             return
@@ -292,8 +292,8 @@ class Transaction(StepHooks):
         self._gate.check()
 
     def _unheard(self, how: str) -> Exception:
-        """The error for a void step of which no stop has come, and whose body has raised none."""
-        if self._collectives.given_up:  # by this process itself; on a device nobody else is told
+        """The error for a void step for which no stop has come, and whose body has raised no error."""
+        if self._collectives.given_up:  # by this process itself; on a device the script is not told
             return dist.DistBackendError(groups.last_abandonment())
         return JobFailedError(f"a collective failed in {self._gate.page.step_text(self._gate.version)} {how}")
 

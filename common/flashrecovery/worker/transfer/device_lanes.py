@@ -173,7 +173,7 @@ class Lanes:
 
 
 def prints_of(tensors: Sequence[torch.Tensor], stream: SideStream, patience: Patience) -> list[bytes]:
-    """Fingerprints of tensors that nobody changes, computed on ``stream``."""
+    """Fingerprints of tensors that do not change meanwhile, computed on ``stream``."""
     with stream.current():
         prints = Fingerprints(lambda: patience.wait(stream.mark()))
         for tensor in tensors:

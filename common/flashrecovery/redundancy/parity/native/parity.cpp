@@ -55,8 +55,8 @@ EXPORT CLONES int flashrecovery_xor(uint8_t* out, const uint8_t* a, const uint8_
   return any != 0;
 }
 
-// out = a ^ b, past the caches: for a result that nobody reads soon, and that is not `a` or `b`. Without this the line that
-// is written would be read first.
+// out = a ^ b, bypassing the caches: for a result that is not read soon, and that is neither `a` nor `b`. Otherwise the
+// cache line that is written would be read first.
 EXPORT CLONES void flashrecovery_xor_stream(uint8_t* out, const uint8_t* a, const uint8_t* b, size_t n) {
   size_t i = 0;
 #ifdef __SSE2__

@@ -273,7 +273,7 @@ MUTANTS = (
         "        self._loop.restore_plain(version, fresh=self._fresh or version < self._came_at)\n",
         "",
     ),
-    Mutant("joined-is-not-live", RECOVER, "            worker.gate.live = 0\n", "            pass\n"),
+    Mutant("joined-is-not-live", RECOVER, "            worker.gate.initialised()\n", "            pass\n"),
     Mutant(
         "needs-never-told-again",
         RECOVER,

@@ -287,7 +287,7 @@ class ModelWorker:
                 self.habits.hear(command.keep_undo.step)
             elif body == "pause":
                 if command.generation == self.gate.generation:
-                    self.gate.pause_at, self.gate.pause_with_copies = command.pause.step, command.pause.copies
+                    self.gate.order_pause(command.pause.step, copies=command.pause.copies)
             elif body == "checkpoint":
                 self._announced = command.checkpoint.version
             elif body is not None and body != "fault":
@@ -385,7 +385,7 @@ class ModelWorker:
             inner=self.shape.inner if self.script.micro_batches else 0,
         )
         if not self.detached:
-            self.gate.live = 0
+            self.gate.initialised()
         self._say(pb.FromWorker(joined=joined))
         await self._recover()
 
@@ -485,7 +485,7 @@ class ModelWorker:
         self.sealing.step_begins()
         step = self.gate.version
         self.gate.begin()
-        self.gate.in_block = True
+        self.gate.enter_block()
         try:
             await self._body(step)
         except StepInterrupted:
@@ -497,7 +497,7 @@ class ModelWorker:
             await self._recover()
             self._void_run = True
         finally:
-            self.gate.in_block = False
+            self.gate.leave_block()
         if self.script.below or self.script.below_every:
             await self._work(self.script.optimizer_s)
         self.now = content.below(self.script, self.now, step)
@@ -855,7 +855,7 @@ class ModelWorker:
         version = command.resume.version
         if command.resume.HasField("pause") or command.generation != self.gate.generation:
             pause = command.resume.pause if command.resume.HasField("pause") else pb.Pause(step=-1)
-            self.gate.pause_at, self.gate.pause_with_copies = pause.step, pause.copies
+            self.gate.order_pause(pause.step, copies=pause.copies)
         if not await self._told_to_resume(version, command.generation):
             return False
         self.came_at = version if self._fresh else min(self.came_at, version)

@@ -184,12 +184,13 @@ def test_a_module_is_interrupted_by_a_stop_unless_it_runs_while_data_is_read() -
     page = Page.create("reading")
     interruptions: list[None] = []
     gate = Gate(page, on_interrupt=lambda: interruptions.append(None))
-    gate.live, reading = 0, [True]
+    gate.initialised()
+    reading = [True]
     control = Control(MagicMock(), gate, *[MagicMock()] * 5, is_reading=lambda: reading[0])  # type: ignore[arg-type]
     module = torch.nn.Identity()
     try:
         gate.resume(0, 0)
-        gate.in_block = True
+        gate.enter_block()
         gate.begin()
         gate.stop(1, 0)
         control._interrupt_modules()

@@ -57,7 +57,7 @@ class Rules(RuleBasedStateMachine):
         self.gate.leave_outside()
         self.where = "between"
         if not self.stopped:
-            self.gate.in_block = True
+            self.gate.enter_block()
             self.gate.begin()
             self.where = "body"
             assert self.page.health().tag == self.version
@@ -88,7 +88,7 @@ class Rules(RuleBasedStateMachine):
         self.version += 1
         self.whole = True
         self.where = "outside" if outside else "between"
-        self.gate.in_block = False
+        self.gate.leave_block()
         assert go_on is not self.stopped
         assert self.page.committed == self.version
 
@@ -114,7 +114,7 @@ class Rules(RuleBasedStateMachine):
         """The training thread has noticed the stop and carries out commands."""
         self.gate.leave_outside()
         self.gate.leave_step()
-        self.gate.in_block = False
+        self.gate.leave_block()
         self.where = "recovering"
 
     @precondition(lambda self: self.stopped and self.where == "mutating")
@@ -122,7 +122,7 @@ class Rules(RuleBasedStateMachine):
     def a_collective_fails_while_the_state_changes(self) -> None:
         self.gate.torn()
         self.gate.leave_step()
-        self.gate.in_block = False
+        self.gate.leave_block()
         self.where, self.whole = "recovering", False
 
     @precondition(lambda self: self.where == "recovering" and self.whole)

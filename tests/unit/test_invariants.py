@@ -22,8 +22,8 @@ def test_a_version_is_made_of_the_one_before(gate: Gate) -> None:
     gate.resume(4, 1)
     gate.begin()
     gate.mutate()
-    gate.version += 1
-    gate.live = 4
+    gate.placed(4)
+    gate._version = 5
     with pytest.raises(AssertionError, match="version 6 is made of version 4"):
         gate.commit()
 

@@ -91,7 +91,7 @@ def test_communication_is_given_up_when_it_has_finished(
 
     gate: Any = Gate()
     gate.stale.return_value, gate.stop.return_value = False, True
-    gate.waits_in_barrier, gate.outside, gate.between, gate.above = waits_in_barrier, False, False, False
+    gate.waits_in_barrier, gate.outside, gate.between, gate.above_call = waits_in_barrier, False, False, False
     gate.step_s = 0.0
     device, limits = SimpleNamespace(runs_behind=True, blocked_s=0.0), SimpleNamespace(mutation_blocked_s=BLOCKED_S)
     monkeypatch.setattr(groups, "abandon", lambda reason: finishing_when_given_up.append(gate.finishing))

@@ -267,7 +267,7 @@ def test_a_rank_of_the_launch_seals_what_it_begins_with_and_is_live_at_version_0
     )
     worker.settings.checkpoint.dir, worker.settings.checkpoint.interval_s = None, "auto"
     worker.settings.timeouts.hang_floor_s = 1.0
-    worker.gate.generation, worker.gate.live = 0, -1
+    worker.gate.generation = 0
     loop.copies.in_snapshots, loop.copies.parity.return_value = False, pb.Parity()
     monkeypatch.setattr(groups, "take_setup_log", lambda: b"")
     for name in ("_needs", "_held"):
@@ -276,5 +276,5 @@ def test_a_rank_of_the_launch_seals_what_it_begins_with_and_is_live_at_version_0
     rank.executor.join(9)
     joined = worker.send.call_args.args[0].joined
     assert (joined.rank, joined.steps, joined.checkpoints) == (1, 9, False)
-    assert worker.gate.live == (-1 if replacement else 0) and loop.seal_start.called != replacement
+    assert worker.gate.initialised.called != replacement and loop.seal_start.called != replacement
     rank.executor.run.assert_called_once_with()

@@ -72,7 +72,8 @@ class Loop:
         self.sealing: Sealing[Drawn] = Sealing(worker.registry.habits, _LocalStates(worker.registry, worker.gate))
         self._worker = worker
         self._gate = worker.gate
-        self._gate.of_calls = own_calls
+        if own_calls:
+            self._gate.steps_are_calls()
         self._registry = worker.registry
         self._own_calls = own_calls
         self._outside = StrayCollectiveWatch(
@@ -263,7 +264,7 @@ class Loop:
     def begin(self) -> None:
         """The body of a step begins."""
         with self._gate.lock:
-            self._gate.above = False
+            self._gate.body_reached()
             if self._gate.stopped:  # above the block stand-ins have answered since; here something catches errors
                 groups.stand_in(False)
         self._between(False)
@@ -279,7 +280,7 @@ class Loop:
         try:
             return self._end(error)
         finally:
-            self._gate.in_block = False
+            self._gate.leave_block()
 
     def _end(self, error: BaseException | None) -> bool:
         if error is None:
@@ -364,7 +365,7 @@ class Loop:
             elif self._gate.version < num_steps:
                 if not self._all_have_come():
                     continue
-                self._gate.above = True
+                self._gate.step_yielded()
                 if self._own_calls:
                     self._outside.watch(True)
                 else:

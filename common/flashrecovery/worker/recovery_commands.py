@@ -142,7 +142,7 @@ class RecoveryExecutor:
             message.outline = worker.registry.outline()
             message.replicas, message.each, message.inner = shape.replicas, shape.each, shape.inner
         if not worker.connection.detached:
-            worker.gate.live = 0
+            worker.gate.initialised()
         worker.send(pb.FromWorker(joined=message))
         self.run()
 

@@ -154,7 +154,7 @@ class Control:
             if self._gate.stands_in:
                 groups.stand_in(True)
             between = self._gate.between
-            unprotected = self._gate.above and self._gate.of_calls
+            unprotected = self._gate.above_call
         if between:
             heard = pb.Reply(serial=command.serial, generation=command.generation, rank=command.rank, outside=True)
             self._channel.send(pb.FromWorker(reply=heard))

@@ -73,7 +73,7 @@ class Transaction(StepHooks):
         self._hook_fired = self._copied = False
         self._worker.faults.hit("between", version)
         self._registry.look_closely(self.looks_closely(version))
-        self._gate.in_block = True
+        self._gate.enter_block()
         self._gate.begin()
         self._worker.faults.begin_step(version, self._registry.adapters)
 

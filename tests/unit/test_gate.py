@@ -20,7 +20,7 @@ from flashrecovery.worker.control.overhead import Overhead
 def gate():  # type: ignore[no-untyped-def]
     page = Page.create("gate")
     g = Gate(page)
-    g.live = 0
+    g.initialised()
     yield g
     page.close()
 

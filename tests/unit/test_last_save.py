@@ -232,7 +232,7 @@ def test_ranks_that_have_come_apart_leave_nothing_to_go_on_from() -> None:
     world.machine.on_checkpoint(1, "ck/step-1")
     world.machine.job.not_registered = "train.py:7: count"
     assert come_apart(world) == (
-        "rank 1: DivergedError: the ranks do not agree. Said before: train.py:7: count. Mend it; the same command line "
+        "rank 1: DivergedError: the ranks do not agree. Said before: train.py:7: count. Fix it; the same command line "
         "with `--run-dir runs/a --resume` goes on from the newest checkpoint, of step 1 (ck/step-1)"
     )
 
@@ -245,7 +245,7 @@ def test_the_node_of_who_differs_is_suspect_and_checkpoints_from_before_are_told
     node = world.machine.job.ranks[2].home
     assert come_apart(world, pb.Diverged(suspects=[2], alike=1)) == (
         f"rank 1: DivergedError: the ranks do not agree. If it is not the script, suspect node {node} (rank 2). "
-        "Checkpoints that may hold what differs: step 2 (ck/step-2); remove it. Mend it; the same command line with "
+        "Checkpoints that may hold what differs: step 2 (ck/step-2); remove it. Fix it; the same command line with "
         "`--run-dir runs/a --resume` goes on from the newest checkpoint from before, of step 1 (ck/step-1)"
     )
 
@@ -254,7 +254,7 @@ def test_a_checkpoint_that_may_hold_what_differs_is_none_to_go_on_from() -> None
     world = Ending(size=3)
     world.machine.on_checkpoint(2, "ck/step-2")
     said = come_apart(world, pb.Diverged(alike=1))
-    assert "No checkpoint from before is left. Mend it, and begin anew without --resume" in said
+    assert "No checkpoint from before is left. Fix it, and start again without --resume" in said
     assert said.endswith("goes on from step 2 (ck/step-2), which may hold what differs") and "suspect" not in said
 
 

@@ -101,7 +101,7 @@ def test_another_strategy_has_to_be_clearly_faster() -> None:
             changed += 1
             assert decision.best is decision.fastest
             assert decision.best.step_s < (1 - CLEARLY_FASTER) * decision.keeping.step_s
-            assert any("workers are started anew" in line for line in decision.lines)
+            assert any("workers are restarted" in line for line in decision.lines)
             assert any("Keeping the model parallelism would be slower" in line for line in decision.lines)
     assert changed and kept
 
@@ -183,9 +183,7 @@ def test_what_stays() -> None:
     assert stays(a, a) == "Nothing changes."
     assert stays(a, Strategy(tp=8, pp=4, dp=5)).startswith("2 of 5 replicas come: processes")
     assert "micro-batches have 2 samples in place of 1" in stays(a, Strategy(tp=8, pp=4, dp=3, micro_batch=2))
-    assert stays(a, Strategy(tp=4, pp=8, dp=3)).startswith(
-        "tp from 8 to 4 and pp from 4 to 8: workers are started anew"
-    )
+    assert stays(a, Strategy(tp=4, pp=8, dp=3)).startswith("tp from 8 to 4 and pp from 4 to 8: workers are restarted")
 
 
 def test_what_cannot_be_is_refused() -> None:

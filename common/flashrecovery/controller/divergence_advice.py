@@ -28,20 +28,20 @@ def way_on(job: JobState, words: pb.LastWords) -> str:
     if good:
         part = " (a part of each tensor was compared then)" if words.diverged.partly else ""
         which = f"the newest checkpoint{' from before' if known else ''}{part}, of {_named(job, good[-1])}"
-        return f"{said}. Mend it; {command} goes on from {which}"
+        return f"{said}. Fix it; {command} goes on from {which}"
     if doubtful:
         which = f"{_named(job, doubtful[-1])}, which may hold what differs"
         return (
-            f"{said}. No checkpoint from before is left. Mend it, and begin anew without --resume; {command} goes on "
+            f"{said}. No checkpoint from before is left. Fix it, and start again without --resume; {command} continues "
             f"from {which}"
         )
     if job.start_version > 0:
         begun, listing = job.counting.text(job.start_version), f"`flashrecovery checkpoints {job.where}`"
         return (
-            f"{said}. This launch has left no checkpoint. Mend it; where {listing} still lists {begun}, with which it "
-            f"has begun, {command} goes on from there; else begin anew without --resume"
+            f"{said}. This launch has left no checkpoint. Fix it; if {listing} still lists {begun}, with which it "
+            f"has begun, {command} continues from there; otherwise start again without --resume"
         )
-    return f"{said}. No checkpoint is left: mend it, and begin anew without --resume"
+    return f"{said}. No checkpoint is left: fix it, and start again without --resume"
 
 
 def _named(job: JobState, checkpoint: tuple[int, str]) -> str:

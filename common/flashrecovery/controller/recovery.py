@@ -135,7 +135,7 @@ class RecoverySteps:
         if isinstance(in_memory, NoCut):
             why = f"there are snapshots of an earlier launch, but {in_memory.reason}"
             if checkpoint is None:
-                self._job.fail(f"{why}; and there is no checkpoint. Without --resume the job begins anew")
+                self._job.fail(f"{why}; and there is no checkpoint. Without --resume the job starts from scratch")
                 return None
             self._job.notice(NoticeKind.SNAPSHOTS, f"{why}; the newest checkpoint is used")
         elif in_memory is not None and (checkpoint is None or in_memory.round.version >= checkpoint[0]):
@@ -169,7 +169,7 @@ class RecoverySteps:
         hint = "" if folder is not None else " (with --checkpoint-dir or --snapshots always there would have been)"
         job.fail(
             f"--resume: an earlier launch in {job.where} had come to step {job.earlier.step}, and in {places} there is "
-            f"nothing to go on from{hint}; without --resume the job begins anew"
+            f"nothing to resume from{hint}; without --resume the job starts from scratch"
         )
 
     def recover(self, victims: list[int], kind: FailureKind, failed_at: float, detect_s: float, now: float) -> None:
@@ -411,7 +411,7 @@ class RecoverySteps:
                 raise ProtocolError("all members are settled, and it is not decided what happens next")
 
     def _regroup(self, decision: Decision, own: Sequence[str], now: float) -> None:
-        """All form their groups anew, and then go to the version that is decided."""
+        """All ranks form new process groups, and then go to the decided version."""
         decision = self._resizing.come_at(decision)
         self._adopt(decision, now)
         if self._resizing.tell(decision.round.version):
@@ -661,7 +661,7 @@ class RecoverySteps:
         if raised:
             why = f"{raised}\n{why}"
         if self._job.start_version > 0 and not self._job.parallel.changes:
-            self._job.fail(f"{why}; without --resume the job begins anew")
+            self._job.fail(f"{why}; without --resume the job starts from scratch")
         elif self._only_first_step_is_lost:
             self._resizing.take_back_all()
             self._starting.start_again(f"{why}; only the first step is lost", now)
@@ -672,7 +672,7 @@ class RecoverySteps:
 
     @property
     def _only_first_step_is_lost(self) -> bool:
-        """Whether the job can begin anew without anybody's missing what it had."""
+        """Whether the job can start from scratch without losing more than its first step."""
         newest = self._resizing.newest_of_all()
         return newest is not None and newest <= 1 and not self._job.recovered_before
 

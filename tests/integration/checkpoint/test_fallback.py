@@ -105,7 +105,7 @@ def test_where_all_checkpoints_are_damaged_the_job_says_so_and_does_not_begin_an
     options = ["--checkpoint-dir", str(tmp_path / "ckpt"), "--checkpoint-interval", "1000", "--resume"]
     job = run_job(tmp_path / "second", FSDP, steps=STEPS, standby=0, flags=FLAGS, options=options, config=NO_SNAPSHOTS)
     assert job.code == 1 and len(job.notices("checkpoint_damaged")) == 2, job.explain()
-    assert "without --resume the job begins anew" in job.output and not [log for log in job.logs if log.lines]
+    assert "without --resume the job starts from scratch" in job.output and not [log for log in job.logs if log.lines]
     check_clean(job)
 
 

@@ -56,7 +56,8 @@ class Drain:
         return wanted
 
     def ask(self, name: str, within_s: float, now: float, cause: str = "") -> tuple[str, str]:
-        """Have a node leave within so many seconds. ``cause``: why. Returns why not, or what is done."""
+        """Make a node leave within this many seconds. ``cause``: the reason. Returns (why it cannot leave, what is
+        done); one of them is ""."""
         job = self._job
         node = job.nodes.get(name)
         if node is None or not node.alive:

@@ -1,13 +1,13 @@
-"""How joining processes come into the job: all there, a pause, and a recovery without a victim in which they are
-members.
+"""How joining processes become members: all are ready, the ranks pause, and a recovery without a victim follows.
 
-Ranks that an elastic job did not have come in at any step boundary: what the members hold, they need too. Who takes a
-rank over from a process that lives has to get what only that one had. So there the members pause at a step that all can
-still hear of in time, and say that they have once the copies of its version are complete; the state of those who leave
-is then held by others, as if their node were lost, and no step is done again. So they do where state is sharded among
-them: of that a joining process gets its part when it is sharded anew (:mod:`flashrecovery.contract.shard_layout`), and
-a member that dies meanwhile shall not take the version with it. :class:`PauseBarrier` says whether all have come to
-that step.
+Ranks that are new to an elastic job join at any step boundary: they need what the members hold. A process that takes
+over the rank of a live process needs what only that one has. So the members pause at a step that all can still be told
+of in time, and report the pause once the copies of its version are complete. The state of the processes that leave is
+then held by others, as if their node were lost, and no step is repeated.
+
+The same is done if state is sharded among the members. A joining process gets its part when the state is resharded
+(:mod:`flashrecovery.contract.shard_layout`), and a member that dies meanwhile must not take the version with it.
+:class:`PauseBarrier` tells whether all members have reached that step.
 """
 
 from __future__ import annotations
@@ -234,8 +234,8 @@ class Joining:
         return back
 
     def _give_up_who_has_left(self) -> None:
-        """Ranks that were to be taken over, and have left the job meanwhile (with others of their replica, or because
-        so many are not allowed), do not come in: alone they would be a part of a replica, or one too many."""
+        """Give up the takeover of ranks that have left the job meanwhile (with others of their replica, or because this
+        many are not allowed): alone they would be a part of a replica, or one too many."""
         if self._round.taking_over:
             for rank in [rank for rank in self._job.membership.joining if rank not in self._job.ranks]:
                 give_up(self._job, rank, "it has left the job meanwhile")

@@ -38,14 +38,14 @@ _TRIES = 3
 
 @dataclass
 class SinceStart:
-    """Who has left since all processes were started, and what of it can be undone. Made anew with each start.
+    """Which ranks have left since all processes were started, and what of it can be undone. New with each start.
 
     Attributes:
         left: records of the ranks that have left.
-        lost: those of them whose processes were lost, since the size was told last.
-        carried_out: the command because of which processes have left, as long as these are still there.
-        returned: how often processes were taken back, in one recovery.
-        told_step: at which the change of size was said to take place, until it does.
+        lost: those of them whose processes were lost since the size was last reported.
+        carried_out: the command that made processes leave, while these processes still exist.
+        returned: how often processes were taken back in one recovery.
+        told_step: the reported step of a change of size that has not taken place yet.
     """
 
     left: dict[int, RankRecord] = field(default_factory=dict)
@@ -57,11 +57,11 @@ class SinceStart:
 
 @dataclass
 class NotTold:
-    """What has changed since the size was told last. Made anew then.
+    """What has changed since the size was last reported. New with each report.
 
     Attributes:
         left, came: ranks.
-        other_processes: fill some of the same ranks.
+        other_processes: some of the same ranks have new processes.
     """
 
     left: list[int] = field(default_factory=list)
@@ -183,8 +183,8 @@ class Resizing:
     # -- a command --------------------------------------------------------------------------------
 
     def ask(self, replicas: int, step: int, now: float) -> str:
-        """Have the job changed to so many replicas from ``step`` on (-1: from the next one). Returns why not, "" if it
-        will be done."""
+        """Change the job to this many replicas from ``step`` on (-1: the next step). Returns why not; "" if it will be
+        done."""
         job, elastic = self._job, self._job.config.elastic
         if elastic is None:
             return "the job is not elastic: launch it with --elastic MIN:MAX"
@@ -358,8 +358,8 @@ class Resizing:
             self._remove_member(rank, grace_s=grace_s)
 
     def _choose(self, size: int, version: int, named: Sequence[int] = (), *, on_disk: bool = False) -> list[int] | None:
-        """The ranks that leave so that ``size`` replicas go on, those of ``named`` ranks first; None if so many
-        cannot."""
+        """The ranks that leave so that ``size`` replicas remain, replicas of ``named`` ranks first; None if this many
+        cannot leave."""
         job = self._job
         count = job.replicas - size
         if count <= 0:

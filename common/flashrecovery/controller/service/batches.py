@@ -19,7 +19,7 @@ _LONGEST_S = 0.05
 
 
 def gather_s(nodes: int) -> float:
-    """How long an agent may wait for its other ranks' answers in a job of so many nodes."""
+    """How long an agent may wait for its other ranks' answers in a job of this many nodes."""
     return min(nodes * _READ_S, _LONGEST_S) if nodes > _SMALL else 0.0
 
 

@@ -17,7 +17,7 @@ from flashrecovery.controller.service.connections import AgentConnection
 from flashrecovery.controller.state.nodes import NodeRecord
 
 _AGAIN_S = 60.0
-"""An agent that could not go through a relay, or has lost it, is not told to again for so many seconds."""
+"""Seconds for which an agent that could not reach a relay, or has lost it, is not assigned one again."""
 _MOVING_S = 2.0
 """Seconds that a moving agent has from being told to its new connection; meanwhile the end of the old one means
 nothing."""

@@ -132,10 +132,12 @@ def choose_leaving(
     shape: ReplicaShape | None = None,
     on_disk: bool = False,
 ) -> list[int] | None:
-    """The ranks of so many replicas that can leave at ``version`` because others have what only they need, and those
-    who stay have what they need themselves (``on_disk``: all of it is read): the replicas of the ``named`` ranks, and
-    the last ones, as far as that is so (``shape`` None: each rank is a replica). None if there are not so many, or a
-    named one is not among them."""
+    """The ranks of this many replicas that can leave at ``version``.
+
+    A replica can leave if other ranks have copies of what only it needs, and the ranks that stay have what they need
+    themselves (``on_disk``: all of it is read from disk). The replicas of the ``named`` ranks are chosen first, then
+    the last ones. ``shape`` None: each rank is a replica. Returns None if there are too few, or a named one is not
+    among them."""
     chosen: list[int] = []
     shape, found = shape or singles(records), 0
     by_replica = shape.by_replica(records)

@@ -9,7 +9,7 @@ from flashrecovery.plan.words import step_text
 from flashrecovery.proto import flashrecovery_pb2 as pb
 
 _KEPT = 64
-"""Of so many steps, the newest, it is known."""
+"""Number of newest steps whose iteration is kept."""
 
 
 class Counting:
@@ -35,7 +35,7 @@ class Counting:
         return self._iterations.get(step, self._iterations.get(step - 1, -1))
 
     def text(self, step: int) -> str:
-        """The step in words."""
+        """The step as text."""
         return step_text(step, self.iteration(step))
 
     def told(self, event: ev.Event) -> ev.Event:

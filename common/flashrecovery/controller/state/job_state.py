@@ -67,40 +67,40 @@ class JobState:
     """State of one job. All times are CLOCK_MONOTONIC seconds.
 
     Attributes:
-        ranks: those of which the job consists, numbered as it was launched; of an elastic job some may have left.
-        in_order: the same, by place.
-        generation: grows with each recovery and each new start; whatever is of an older one is void.
+        ranks: the ranks of the job, numbered as it was launched; in an elastic job some may have left.
+        in_order: the same, in order.
+        generation: grows with each recovery and each new start; everything of an older one is void.
         places: how many ranks are in each place; their sum is the world size.
         stride: distance in ranks to the neighbour that keeps copies.
         domains: at the launch, see :func:`~flashrecovery.plan.membership.placement.shared_domains`.
         checkpoint: the newest complete one, its version and directory.
         recovery: the one under way; over when every rank has taken a step again.
-        last_failure: in words, for commands and for the end.
-        launch: tells this job from another one of the same nodes; that of the controller that has launched it.
+        last_failure: as text, for commands and for the end.
+        launch: distinguishes this job from another one on the same nodes; set by the controller that launched it.
         launched: this controller has started the ranks, or has taken them over.
-        restarts: starts from the script's first line, without the first one.
-        start_version: the version at which the job has begun here.
-        recovered_before: a controller before this one has begun a recovery, so that it may have trained for long.
-        started_at: of the start that is under way.
-        unprotected: the time for the first protected step is over, and no rank has come to one.
-        start: of this start; made new with the next one.
-        homeless_since: since when ranks have no node.
-        found_since: since when agents of a running job come to this controller; None if it has launched the job.
-        tries: what the recovery under way has gone through; made new at its end.
-        round: of this generation; made new with the next one.
-        crashes: of all ranks together, where none that is lost is replaced.
-        stuck_at: how often the job has come to a standstill, at the newest such step.
-        membership: who comes, who has left, and among whom state is sharded.
-        parallel: the parallel layout that it has changed to.
+        restarts: starts from the script's first line, not counting the first one.
+        start_version: the version at which the job began here.
+        recovered_before: a previous controller has begun a recovery, so the job may have trained for long.
+        started_at: when the current start began.
+        unprotected: the time limit for the first protected step has passed, and no rank has reached one.
+        start: state of this start; replaced at the next one.
+        homeless_since: when the first rank lost its node without a replacement; None: all ranks have a node.
+        found_since: when the first agent of a running job connected; None if this controller launched the job.
+        tries: attempts of the recovery under way; replaced at its end.
+        round: state of this generation; replaced at the next one.
+        crashes: of all ranks together, for jobs in which lost ranks are not replaced.
+        stuck_at: how often the job has hung at the newest step where it hung.
+        membership: which ranks join, which have left, and among which state is sharded.
+        parallel: the parallel layout that the job has changed to.
         attempts: the newest start has at least this number (restarts and changes of the layout), which is not used
             again.
         where: the run directory.
         earlier: what an earlier launch has left in it.
-        ending: how it ends, if it is about to.
-        not_registered: what has been said to change from step to step without being registered; "": nothing.
+        ending: how the job ends, if it is about to.
+        not_registered: what reportedly changes from step to step without being registered; "": nothing.
         counting: where steps are a framework's calls, to which iterations they belong.
-        tokens_per_step: that all ranks take in together, as the script has said; 0: it has not.
-        asked: faults that were asked for, and after which their ranks have not failed yet.
+        tokens_per_step: of all ranks together, as reported by the script; 0: not reported.
+        asked: requested faults whose ranks have not failed yet.
     """
 
     config: RunConfig
@@ -333,7 +333,7 @@ class JobState:
             self.command(AGENT, pb.Command(staging_kept=kept))
 
     def begin_attempt(self) -> None:
-        """All processes are started anew, which has been counted: under a number that no start has had."""
+        """All processes are restarted, and the restart has been counted: use a number that no start has had."""
         if self.attempt <= self.attempts:
             self.parallel.changes += self.attempts + 1 - self.attempt
         self.attempts = self.attempt

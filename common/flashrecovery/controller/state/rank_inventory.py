@@ -72,7 +72,7 @@ class RankInventory:
         self.needs = {**common, **{name: kept[name] for name in self.sharded}}
 
     def need_no_part(self) -> None:
-        """It has no part of what is sharded yet, and gets its part when that is sharded anew."""
+        """The rank has no part of the sharded state yet, and gets its part when that is resharded."""
         self.needs, self.sharded = self.common_needs(), frozenset()
 
     def take(self, live: int, held: Iterable[pb.Held], parity: pb.Parity | None = None) -> None:

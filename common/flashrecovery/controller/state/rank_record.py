@@ -53,12 +53,12 @@ class HeldAt:
 
 @dataclass(frozen=True, slots=True)
 class RankProcess:
-    """The process that fills a rank, or has filled it last. Made anew with each process.
+    """The process that fills a rank, or filled it last. A new object for each process.
 
     Attributes:
         pid: 0: none has filled it.
-        node, host: where it runs, as its agent has said.
-        joined_generation: the generation in which it has come.
+        node, host: where it runs, as reported by its agent.
+        joined_generation: the generation in which it joined.
     """
 
     pid: int = 0

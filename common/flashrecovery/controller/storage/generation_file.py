@@ -53,8 +53,8 @@ class Numbers:
 
 
 def newest_numbers(home: Path, trouble: Callable[[str], None]) -> Mapping[str, Numbers]:
-    """By launch: what is written down in this run directory. ``trouble`` is told in words of each file that cannot be
-    read; the others count all the same."""
+    """The numbers recorded in this run directory, by launch. ``trouble`` is called with a text for each file that
+    cannot be read; the others still count."""
     found: dict[str, Numbers] = {}
     for path in (home / FILE_NAME, *sorted(home.glob(f"term*/{FILE_NAME}"))):
         try:

@@ -23,13 +23,13 @@ _SETTLE_S = 10.0
 
 
 class NodeFailureLog:
-    """Of one controller.
+    """The node failure log of one controller.
 
     Args:
         path: of the file; None: nothing is remembered.
-        job: what the job is called in it.
-        rated: is told what is thought of the nodes, at the start and after each mark.
-        trouble: is told in words if the file is damaged, or cannot be used.
+        job: the job's name in the file.
+        rated: called with the ratings of the nodes, at the start and after each mark.
+        trouble: called with a text if the file is damaged, or cannot be used.
     """
 
     def __init__(

@@ -59,7 +59,7 @@ class Parting:
 
 @dataclass(frozen=True)
 class HandOff:
-    """What is done about it. ``places``: the node that gets each rank; ``reason``: in words."""
+    """The decision. ``places``: the node that gets each rank; ``reason``: as text."""
 
     way: HandOffWay
     places: Mapping[int, str]

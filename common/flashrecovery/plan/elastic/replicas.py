@@ -97,7 +97,7 @@ class ReplicaShape:
         return len(model_ranks) == 1 and by_replica.keys() == self.by_replica(members).keys()
 
     def now(self, members: Collection[int]) -> ReplicaShape:
-        """The shape of the job that consists of these ranks, counted anew without a gap."""
+        """The shape of the job that consists of these ranks, renumbered without gaps."""
         return ReplicaShape(len(self.by_replica(members)), self.inner, self.outer)
 
     def unlike(self, other: ReplicaShape) -> bool:
@@ -133,7 +133,7 @@ class ReplicaShape:
 
     @property
     def text(self) -> str:
-        """In words."""
+        """As text."""
         replicas = f"{self.replicas} replica{'' if self.replicas == 1 else 's'}"
         return f"{replicas} of one rank each" if self.each == 1 else f"{replicas} of {self.each} ranks each"
 

@@ -1,10 +1,10 @@
-"""Which replicas go on when ranks are lost for which no node has room, and how many can come. Pure.
+"""Which replicas remain when lost ranks cannot be placed on any node, and how many replicas can join. Pure.
 
-A *replica* is all ranks of one data-parallel coordinate, of every tensor, context and pipeline position. Where one of
-its ranks cannot be filled again, it is of no use and leaves as a whole; the others are counted anew, in their order,
-without a gap. Replicas that come are the last ones. So a rank's position in its replica never changes, and neither does
-the order of those that stay. Which state goes where then is :func:`~flashrecovery.plan.reshard.plan.plan_reshard`'s
-matter, which samples :mod:`.sample_order`'s.
+A *replica* is all ranks of one data-parallel coordinate, of every tensor, context and pipeline position. If one of its
+ranks cannot be filled again, the replica leaves as a whole. The others are renumbered in their order, without gaps.
+Replicas that join come last. So a rank's position in its replica never changes, and neither does the order of those
+that stay. :func:`~flashrecovery.plan.reshard.plan.plan_reshard` then decides which state is sent where, and
+:mod:`.sample_order` which replica computes which samples.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ class ReplicaRange:
         return ReplicaRange(int(least), int(most))
 
     def of_layout(self, replicas: int) -> ReplicaRange:
-        """Of a job that has changed to a parallel layout of so many ``replicas``: MIN and MAX are numbers of replicas
-        in whatever layout. A layout's most are those with which it has begun, and where these are fewer than MIN, none
-        of them leaves: what is lost there is answered by another layout."""
+        """The range for a job that has changed to a parallel layout with this many ``replicas``. MIN and MAX are
+        numbers of replicas in any layout. A layout never has more replicas than it began with. If these are fewer than
+        MIN, none of them leaves: a loss is then answered by another layout."""
         return replace(self, least=min(self.least, replicas), most=replicas)
 
     def largest(self, most: int) -> int:
@@ -81,7 +81,7 @@ def filling(
 
 
 def coming(replicas: int, room: int, sizes: ReplicaRange, each: int) -> int:
-    """How many more replicas, of ``each`` ranks, a job can have where nodes have room for so many ranks."""
+    """How many more replicas, of ``each`` ranks, a job can have if nodes have room for ``room`` ranks."""
     return max(sizes.largest(replicas + room // each) - replicas, 0)
 
 

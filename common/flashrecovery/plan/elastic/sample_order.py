@@ -1,13 +1,13 @@
 """Which samples belong to a step, and which replica computes with them, for any number of replicas. Pure.
 
 The samples of step i are a property of the step: positions ``i * global_batch`` up to ``(i + 1) * global_batch`` of one
-order that goes on for ever, epoch after epoch. The order is handed out by index (FFTrainer does so, too), so there is
-no state that could be lost, and nothing in it depends on the number of replicas. A step is cut into micro-batches,
-which have numbers of their own; only who computes which of them follows from the size. Where the replicas do not divide
-them, some compute one more, and weights make the sum of all the mean over all samples.
+endless order, epoch after epoch. The order is indexed by position (as in FFTrainer), so there is no state that could be
+lost, and nothing in it depends on the number of replicas. A step is cut into numbered micro-batches; only their
+assignment to replicas depends on the size. If the replicas do not divide them, some compute one more, and weights make
+the sum over all replicas the mean over all samples.
 
-Random streams have the step and the micro-batch in their seed, not the replica: a sample is treated alike wherever, and
-in whatever size, it is computed.
+Random streams have the step and the micro-batch in their seed, not the replica: a sample is treated alike on any
+replica, and in any size.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def stream_seed(seed: int, step: int, micro_batch: int, purpose: str = "") -> in
 
 @dataclass(frozen=True, slots=True)
 class BatchSplit:
-    """A step's micro-batches on so many replicas.
+    """A step's micro-batches on a given number of replicas.
 
     Attributes:
         global_batch, micro_batch: samples.

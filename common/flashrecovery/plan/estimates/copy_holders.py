@@ -1,7 +1,7 @@
-"""Which nodes' memory protects which: what must not be lost together.
+"""Which nodes protect each other's state in memory, and so must not be lost together.
 
-A :class:`Guard` is a set of nodes of which so many may be lost at once. All protection in memory is a list of them:
-pairs of neighbours in a ring (one of two), groups with parity (one or two of n), replicas (all but one).
+A :class:`Guard` is a set of nodes and the number of them that may be lost at once. All protection in memory is a list
+of guards: pairs of neighbours in a ring (one of two), groups with parity (one or two of n), replicas (all but one).
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ def neighbour_ring(domain_of: Sequence[int]) -> tuple[Guard, ...]:
 
 
 def parity_groups(domain_of: Sequence[int], span: int, size: int, losses: int) -> tuple[Guard, ...]:
-    """The nodes in groups of at most ``size`` and of nearly equal sizes, whose members are in different domains as far
-    as there are enough. ``span``: so many nodes after each other hold shards of one kind, such as those of one pipeline
+    """The nodes in groups of at most ``size`` and of nearly equal sizes, whose members are in different domains if
+    there are enough. ``span``: number of consecutive nodes that hold shards of one kind, such as those of one pipeline
     stage; no group reaches beyond them.
 
     Raises ValueError if a group would be smaller than ``losses`` + 1 nodes.

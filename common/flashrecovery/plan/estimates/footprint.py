@@ -38,12 +38,12 @@ class JobShape:
         parameters: of the model.
         gpus: in the job; gpus_per_node of them on each node.
         tensor_parallel, pipeline_parallel: sizes; the rest is data-parallel.
-        expert_parallel: over so many data-parallel ranks each layer's experts are divided.
-        expert_parameters: those of the parameters that are in experts.
-        step_s: seconds a step takes.
+        expert_parallel: number of data-parallel ranks that share each layer's experts.
+        expert_parameters: number of parameters in experts.
+        step_s: seconds per step.
         window: part of a step in which copies can be made: until the last micro-batch's gradients are synchronised.
         pcie_bytes_s: from one GPU to host memory, bytes a second.
-        network_bytes_s: from one node to another by the network that copies take, bytes a second.
+        network_bytes_s: between nodes, over the network used for copies, bytes a second.
     """
 
     parameters: float
@@ -101,8 +101,8 @@ class JobShape:
 
     @property
     def span(self) -> int:
-        """So many nodes after each other hold shards of one kind: all, or those of one pipeline stage. Ranks are
-        counted as Megatron and DeepSpeed do: a tensor-parallel group first, then data-parallel ranks, then stages."""
+        """Number of consecutive nodes that hold shards of one kind: all, or those of one pipeline stage. Ranks are
+        ordered as in Megatron and DeepSpeed: a tensor-parallel group first, then data-parallel ranks, then stages."""
         return max(1, min(self.nodes // self.pipeline_parallel, self.data_parallel))
 
     @property

@@ -75,7 +75,7 @@ class Conditions:
 
 @dataclass(frozen=True)
 class WithSpares:
-    """Of a job with so many spare nodes.
+    """Estimates for a job with a given number of spare nodes.
 
     Attributes:
         fatal: failures a day of training that need the checkpoint: ``checkpoint.failures_per_day``.

@@ -1,9 +1,9 @@
-"""How often a job stands still because no node is left: the job, its spare nodes, and the repair of those that failed.
+"""How often a job waits because no node is left: the job, its spare nodes, and the repair of failed ones.
 
-So many nodes are being repaired, each for itself; when there are more of them than spare nodes the job waits, and
-nothing fails meanwhile. With single failures that is Erlang's loss formula for ``spares + 1`` servers, which holds for
-any distribution of the time of repair. Domains take several nodes at once; then the stationary distribution is solved
-for, with exponential times of repair. Spare nodes that fail while they are idle are not counted.
+Failed nodes are repaired independently. While more nodes are in repair than there are spares, the job waits, and
+nothing fails. With single failures this is Erlang's loss formula for ``spares + 1`` servers, which holds for any
+distribution of the repair time. Failure domains take several nodes at once; then the stationary distribution is
+computed, with exponential repair times. Spare nodes that fail while they are idle are not counted.
 """
 
 from __future__ import annotations

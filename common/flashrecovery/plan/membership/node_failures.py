@@ -1,9 +1,9 @@
-"""How much a node has failed lately, over generations and jobs, and so whether it is used last, or not at all. Pure.
+"""How often a node has failed lately, over generations and jobs, and so whether it is used last, or not at all. Pure.
 
-Each failure of a node is a *mark*. A mark counts by its kind (a device or a whole node that is lost says more of a
-machine than an exception in a script) and fades: after a week, half of it is left. What comes to several nodes of one
-job at about the same time is no node's own doing (a switch, the storage, a bug at some step, a scheduler that ends
-everything), and does not count.
+Each failure of a node is a *mark*. A mark is weighted by its kind (a lost device or node says more about a machine than
+an exception in a script), and decays: after a week, half of it is left. Failures of several nodes of one job at about
+the same time are not the fault of one node (a switch, the storage, a bug at some step, a scheduler that ends
+everything), and do not count.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ KEEP_S = 10 * HALF_LIFE_S
 TOGETHER_S = 600.0
 """Marks of one kind and job within this time have a common cause, ..."""
 TOGETHER_NODES = 3
-"""... if they are on so many nodes."""
+"""... if they are on at least this many nodes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class NodeMark:
         kind: a :class:`~flashrecovery.kinds.FailureKind`, or :data:`SLOW`.
         job: the run directory.
         generation: of the job, in which it failed.
-        detail: in words.
+        detail: as text.
     """
 
     time: float
@@ -67,12 +67,12 @@ class Use(str, Enum):
 
 @dataclass(frozen=True, slots=True)
 class Rating:
-    """What is thought of a node.
+    """The rating of a node.
 
     Attributes:
-        score: the sum of its marks, as far as they have not faded.
+        score: the sum of its marks, with decay.
         counted, common: marks that count, and those that do not because other nodes failed with it.
-        reason: in words; "" without any mark.
+        reason: as text; "" without any mark.
     """
 
     use: Use

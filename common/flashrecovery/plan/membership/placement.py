@@ -167,7 +167,7 @@ def _differ(losses: int, domains: Iterable[str]) -> bool:
 
 
 _SHIFTS = 9
-"""So many distances are looked at where ranks have left."""
+"""Number of distances that are tried after ranks have left."""
 _SETUP_LOGS = 2
 """Other ranks' agents that keep a rank's set-up log: so that two nodes may be lost at once."""
 

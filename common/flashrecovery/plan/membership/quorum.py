@@ -87,7 +87,7 @@ class Quorum:
         return self._settled
 
     def renewed(self, term: int) -> None:
-        """The electors have voted for this controller once more. The same ones are named anew, with the term."""
+        """The electors have voted for this controller again. The same ones are named again, with the term."""
         assert term > self.term, f"term {term} after term {self.term}"
         self.term, self.version, self._knowing = term, first_version(term), set()
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence, Set
 import xxhash
 
 RANKS_A_STORE = 1000
-"""One server takes the connections of so many ranks in about a second."""
+"""Number of ranks whose connections one server accepts in about a second."""
 MOST = 32
 
 
@@ -43,10 +43,10 @@ def choose(homes: Sequence[str], living: Set[str], count: int, known: Sequence[s
 
 
 def server_of(ranks: Sequence[int], world: int, servers: int) -> int:
-    """Which of so many servers the group of these ``ranks`` uses; the same on all of them.
+    """Which of the ``servers`` the group of these ``ranks`` uses; the same on all of them.
 
-    A group over all ranks uses the first one: spreading cannot help it. A group within one block of ranks uses the
-    block's server, which is on a node near by. The others, whose members are far apart anyway, are spread by their
+    A group over all ranks uses the first server: spreading would not help. A group within one block of ranks uses the
+    block's server, which is on a nearby node. Other groups, whose members are far apart anyway, are spread by their
     members; groups with the same members share a connection.
     """
     if servers == 1 or len(ranks) >= world:

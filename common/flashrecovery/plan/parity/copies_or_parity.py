@@ -31,7 +31,7 @@ class Sizes:
 
 @dataclass(frozen=True, slots=True)
 class CopyChoice:
-    """``reason`` in words. ``fits``: whether there is room for what was chosen."""
+    """``reason``: as text. ``fits``: whether there is room for what was chosen."""
 
     parity: bool
     fits: bool

@@ -129,8 +129,8 @@ def needed(found: Iterable[Decodable], version: int, lacking: Collection[tuple[i
 
 
 def why_not(held: Collection[ParityHeld]) -> str:
-    """In words why a group cannot give back what it has lost, for the first such group and its newest version; empty if
-    there is none."""
+    """Why a group cannot decode what it has lost, as text, for the first such group and its newest version; "" if there
+    is none."""
     for ranks, members in _groups(held):
         versions = [(max(_versions(by_rank), default=-1), key) for key, by_rank in _encodings(members).items()]
         newest, key = max(versions, default=(-1, 0))

@@ -14,8 +14,8 @@ from flashrecovery.plan.parity.code import ParityLayout, StripePart, Traffic
 CHUNK = 8 << 20
 """Of a decode, at most: what a member gathers at a time."""
 _CHUNKS = 16
-"""Of a unit at least, if it has so many buckets: while one chunk is gathered, the one before is on its way to the lost
-member."""
+"""Least number of chunks of a unit with enough buckets: while one chunk is gathered, the previous one is sent to the
+lost member."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class DecodePlan:
 
 @dataclass(frozen=True)
 class Undecodable:
-    """No plan; ``reason`` in words."""
+    """There is no plan; ``reason``: as text."""
 
     reason: str
 

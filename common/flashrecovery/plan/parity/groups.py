@@ -145,8 +145,8 @@ Groups = tuple[tuple[int, ...], ...]
 
 
 def launch_domains(world: int, nodes: int, shared: Sequence[int] = ()) -> list[str]:
-    """The failure domain of each rank when a job is launched on so many nodes: its node, or what that shares with
-    others (``shared``: a number for each node); of a single node, its process."""
+    """The failure domain of each rank when a job is launched on this many nodes: its node, or what the node shares with
+    others (``shared``: a number for each node); on a single node, its process."""
     if nodes == 1:
         return [f"rank {rank}" for rank in range(world)]
     on = [rank // (world // nodes) for rank in range(world)]

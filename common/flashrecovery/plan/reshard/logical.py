@@ -1,19 +1,18 @@
-"""What a rank's shards are of the whole model, in words that hold for every layout. Pure.
+"""Which parts of the whole model a rank's shards are, in terms that hold for every layout. Pure.
 
-A shard is a matter of one layout: its name says which tensor rank, stage or part of a flat buffer it belongs to. What
-is in it is not: each of its tensors consists of *parts*, boxes of *logical tensors*, which have the same names and
-shapes whatever the layout is (layers are counted through all stages, rows through all tensor ranks). With that, the
-shards of one layout become those of any other: the new one's parts are cut from the old one's, by
-:func:`~.plan.plan_reshard`.
+A shard belongs to one layout: its name says which tensor-parallel rank, stage or part of a flat buffer it is of. Its
+content does not: each of its tensors consists of *parts*, boxes of *logical tensors*, which have the same names and
+shapes in every layout (layers are numbered across all stages, rows across all tensor-parallel ranks). So the shards of
+one layout can be converted to those of any other: :func:`~.plan.plan_reshard` cuts the new parts from the old ones.
 
 ===========================  ===================================================================================
 a tensor of a shard          its logical tensors
 ===========================  ===================================================================================
-the parameter                one part for each piece of it (a gated MLP's weight is two), or for each run of rows
+the parameter                one part for each piece of it (a gated MLP's weight has two), or for each run of rows
                              of a flat range
-optimizer state like it      the same parts, of tensors of its own name
+optimizer state like it      the same parts, of tensors with its own name
 a number (Adam's step)       one part of a tensor without dimensions, for all parameters together
-the flat buffer of weights   the parts of all its parameters; what lies between is padding
+the flat buffer of weights   the parts of all its parameters; the bytes between them are padding
 ===========================  ===================================================================================
 """
 
@@ -110,13 +109,13 @@ Description = Mapping[str, ShardParts]
 
 @dataclass(frozen=True, slots=True)
 class ShardedParts:
-    """What a tensor is of that the replicas of a job divide among themselves, in whatever number.
+    """The parts of a tensor that is sharded among the replicas of a job, for any number of replicas.
 
     Attributes:
         rule: how it is sharded; it has one dimension.
-        whole: what it is of without that sharding.
-        each: so many ranks of a replica divide it with those of the others (with context and expert parallelism it is
-            several).
+        whole: its parts without that sharding.
+        each: number of ranks of a replica that share it with those of other replicas (several with context and expert
+            parallelism).
     """
 
     rule: TensorRule
@@ -125,7 +124,7 @@ class ShardedParts:
 
 
 def sharded_description(tensors: Iterable[ShardedParts], replicas: int) -> Description:
-    """Of all shards of so many ``replicas``, at all places; their parts in the order in which they lie there."""
+    """The description of all shards of this many ``replicas``, at all places; their parts in memory order."""
     found: dict[str, list[LogicalPart]] = {}
     of: dict[str, ShardParts] = {}
     for tensor in tensors:

@@ -160,7 +160,7 @@ class FlatBuffer:
     multiple: int
 
     def lengths(self, size: int) -> Sequence[int]:
-        """Of the buckets, for so many ranks."""
+        """Lengths of the buckets for ``size`` ranks."""
         return _lengths(self, size)
 
     def begin(self, bucket: int, size: int) -> int:

@@ -29,7 +29,7 @@ from flashrecovery.plan.words import ranks_text
 
 _SHOWN = 3
 _FEW_TENSORS = 20
-"""So many tensors that lack something are looked at closely."""
+"""Number of incomplete tensors that an error examines closely."""
 
 
 @dataclass(frozen=True, slots=True)

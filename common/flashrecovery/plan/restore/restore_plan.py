@@ -1,4 +1,4 @@
-"""Who gives which shard to whom: every rank comes to one version with the least traffic, evenly spread."""
+"""Which rank sends which shard to which: all ranks reach one version with the least traffic, evenly spread."""
 
 from __future__ import annotations
 

@@ -93,7 +93,7 @@ class NoCut:
     """No version is held for every shard.
 
     Attributes:
-        reason: in words, shortened when thousands of shards are concerned.
+        reason: as text, shortened when thousands of shards are concerned.
         missing: every (rank, shard) that does not exist at ``best_version``, ascending.
         best_version: the version at which the fewest shards are missing; None if nothing at all is held.
     """

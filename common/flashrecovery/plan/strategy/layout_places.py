@@ -27,8 +27,8 @@ def groups_that_fit(tp: int, rooms: Sequence[int]) -> int:
 
 
 def places(tp: int, ranks: int, slots: Mapping[str, Sequence[int]]) -> list[NodeSlot]:
-    """A place for each of so many ranks. ``slots``: the local ranks that each node has for them, in the order in which
-    nodes and slots are taken. A group for which no node has enough left is on several.
+    """A place for each of ``ranks`` ranks. ``slots``: the free local ranks of each node, in the order in which nodes
+    and slots are used. A tensor-parallel group for which no node has enough slots left is spread over several.
 
     Raises ValueError if there are too few.
     """

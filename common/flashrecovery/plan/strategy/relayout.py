@@ -208,7 +208,7 @@ def parse_layout(text: str, facts: LayoutFacts, ranks: int) -> Strategy:
 
 
 def with_most_replicas(facts: LayoutFacts, strategy: Strategy, ranks: int) -> Strategy:
-    """The same with as many replicas as there is room for on so many ranks, and the batch and the experts allow."""
+    """The same strategy with as many replicas as fit on ``ranks`` ranks, and as the batch and the experts allow."""
     one = replace(strategy, dp=1)
     return replace(one, dp=max(1, _most_replicas(facts, one, ranks // one.ranks)))
 
@@ -221,7 +221,7 @@ def _most_replicas(facts: LayoutFacts, strategy: Strategy, room: int) -> int:
 
 
 def why_not(facts: LayoutFacts, strategy: Strategy, ranks: int) -> str:
-    """Why a job cannot have this layout on so many ranks; "" if it can."""
+    """Why a job cannot have this layout on ``ranks`` ranks; "" if it can."""
     s = strategy
     if s.ranks > ranks:
         return f"{s.ranks} ranks are needed, and there are {ranks}"
@@ -282,8 +282,13 @@ _UNSEEN = (
 
 
 def best(facts: LayoutFacts, rooms: int | Sequence[int], least: int, step_s: float = 0.0) -> StrategyChoice:
-    """The layout to go on with. ``rooms``: for so many ranks there is room, on one node, or on each node; tensor
-    parallelism stays within a node. ``least``: ranks. ``step_s``: what a step takes now.
+    """The layout to continue with.
+
+    Args:
+        rooms: number of ranks that there is room for, on one node, or on each node; tensor parallelism stays within a
+            node.
+        least: minimum number of ranks.
+        step_s: seconds per step in the current layout.
 
     Raises NothingFitsError, with the reasons.
     """
@@ -317,8 +322,8 @@ def best(facts: LayoutFacts, rooms: int | Sequence[int], least: int, step_s: flo
 
 
 def _within_nodes(facts: LayoutFacts, one: Strategy, groups: int) -> Strategy | None:
-    """The same, with as many replicas less as it takes to have each tensor-parallel group on one node; None: it cannot
-    be. ``groups``: so many of these fit."""
+    """The same layout, with fewer replicas if needed to have each tensor-parallel group on one node; None: impossible.
+    ``groups``: number of such groups that fit."""
     if one.ranks <= groups * one.tp:
         return one
     dp = _most_replicas(facts, one, groups // (one.pp * one.cp))
@@ -341,6 +346,6 @@ def _words(facts: LayoutFacts, choice: StrategyChoice, ranks: int, excluded: Exc
             f"{layout_text(fastest.strategy)} would be {1 - fastest.step_s / taken.step_s:.0%} faster, which is not "
             "worth another model parallelism."
         )
-    yield "Workers are started anew; nodes, agents and the controller stay, and the state goes from memory to memory."
+    yield "Workers are restarted; nodes, agents and the controller stay, and the state goes from memory to memory."
     others = [line for line in excluded.lines() if "micro-batch does not divide" not in line]
     yield f"{len(choice.ranked):,} layouts fit." + (f" Others do not: {shortened(others, 3)}." if others else "")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 COPIES = 2
-"""So many nodes have each shard in their memory, if it is on so many: one of them may be lost."""
+"""Number of nodes that have each shard in memory, if it is on that many: one of them may be lost."""
 _ALLOWED = (
     "allowed: a larger /dev/shm (docker run --shm-size, an emptyDir with medium: Memory in Kubernetes, mount -o "
     "remount,size=), or no --parallelism"

@@ -396,6 +396,6 @@ def stays(old: Strategy, new: Strategy) -> str:
     pairs = zip(names, old.model_parallel, new.model_parallel, strict=True)
     changed = [f"{name} from {a} to {b}" for name, a, b in pairs if a != b]
     return (
-        f"{' and '.join(changed)}: workers are started anew, because their models are cut in another way; nodes and "
+        f"{' and '.join(changed)}: workers are restarted, because their models are sharded in another way; nodes and "
         "agents stay, and the state goes from memory to memory."
     )

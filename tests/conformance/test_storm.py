@@ -16,13 +16,12 @@ from pathlib import Path
 import pytest
 
 from tests.support.jobs import DDP, FSDP, Layout, RunningJob, check_same, run_job
-from tests.support.soak import SEED
+from tests.support.soak import SEED, kill_now, whole_again
 
 KILLS = int(os.environ.get("FLASHRECOVERY_STORM_KILLS", "40"))
 STEP_MS = 40
 STEPS_A_KILL = 30
 SPARE_STEPS = 200
-LIMIT_S = 90.0
 CONFIG = {"max_kills_per_step": 2 * KILLS}
 LAYOUTS = [
     pytest.param(DDP, id="ddp"),
@@ -34,20 +33,6 @@ LAYOUTS = [
         marks=pytest.mark.megatron,
     ),
 ]
-
-
-def whole_again(job: RunningJob, killed: float) -> float:
-    """Seconds from ``killed``, the last kill of several, until every rank has committed a step and nothing is under
-    way any more."""
-    deadline = time.monotonic() + LIMIT_S
-    while time.monotonic() < deadline and job.popen.poll() is None:
-        events = job.events()
-        begun = [e["monotonic"] for e in events if e["event"] == "recovery_started" and e["monotonic"] > killed]
-        ended = [e["monotonic"] for e in events if e["event"] == "recovery_finished"]
-        if begun and ended and ended[-1] > begun[-1] and time.monotonic() > ended[-1] + 0.3:
-            return float(ended[-1]) - killed
-        time.sleep(0.02)
-    raise AssertionError(f"not whole {LIMIT_S:g} s after the last kill\n{job.wait(1).explain()}")
 
 
 @pytest.mark.soak
@@ -74,7 +59,7 @@ def test_storm(layout: Layout, tmp_path: Path) -> None:
         began = time.monotonic()
         for rank, at in zip(victims, moments, strict=True):
             time.sleep(max(0.0, began + at - time.monotonic()))
-            last = _kill(job, rank)
+            last = kill_now(job, rank)
         killed += len(victims)
         times.append(whole_again(job, last))
         print(f"kill {killed}/{KILLS}: ranks {victims} at {moments}: {times[-1]:.2f} s", flush=True)
@@ -84,17 +69,3 @@ def test_storm(layout: Layout, tmp_path: Path) -> None:
     died = [e for e in ended.of("failure_detected") if e["kind"] == "killed"]
     assert len(died) >= KILLS, f"{len(died)} of {KILLS} kills were seen\n{ended.explain()}"
     check_same(ended, reference)
-
-
-def _kill(job: RunningJob, rank: int) -> float:
-    """Kill the process that fills the rank now, as soon as the rank table has it. Returns when."""
-    deadline = time.monotonic() + LIMIT_S
-    while True:
-        killed = time.monotonic()
-        try:
-            job.kill(rank)
-        except ProcessLookupError:  # dead already, and its replacement not in the table yet
-            assert time.monotonic() < deadline, job.wait(1).explain()
-            time.sleep(0.01)
-        else:
-            return killed

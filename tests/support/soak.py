@@ -25,6 +25,8 @@ from tests.support.leaks import LEAST, OTHERS_SETTLING, Growth, Usage, files_of
 
 SEED = int(os.environ.get("FLASHRECOVERY_SOAK_SEED", "1"))
 STEPS_A_KILL = 14
+WHOLE_S = 90.0
+"""How long a job may take to recover from several deaths."""
 FAULTS = ("sigkill", "sigkill", "sigkill", "raise", "sigstop", "exit", "segv")
 CONFIG = {"timeouts": {"stopped_s": 0.3}, "max_failures_per_step": 10}
 
@@ -84,6 +86,34 @@ def watched_kill(job: RunningJob, number: int, rank: int, fault: str, phase: str
     assert len(fired) == number + 1, (phase, fired[-1:])
     finished = [e for e in job.events() if e["event"] == "recovery_finished"]
     return float(finished[number]["total_s"])
+
+
+def whole_again(job: RunningJob, killed: float) -> float:
+    """Seconds from ``killed``, the last kill of several, until every rank has committed a step and nothing is under
+    way any more."""
+    deadline = time.monotonic() + WHOLE_S
+    while time.monotonic() < deadline and job.popen.poll() is None:
+        events = job.events()
+        begun = [e["monotonic"] for e in events if e["event"] == "recovery_started" and e["monotonic"] > killed]
+        ended = [e["monotonic"] for e in events if e["event"] == "recovery_finished"]
+        if begun and ended and ended[-1] > begun[-1] and time.monotonic() > ended[-1] + 0.3:
+            return float(ended[-1]) - killed
+        time.sleep(0.02)
+    raise AssertionError(f"not whole {WHOLE_S:g} s after the last kill\n{job.wait(1).explain()}")
+
+
+def kill_now(job: RunningJob, rank: int) -> float:
+    """Kill the process that fills the rank now, as soon as the rank table has it. Returns when."""
+    deadline = time.monotonic() + WHOLE_S
+    while True:
+        killed = time.monotonic()
+        try:
+            job.kill(rank)
+        except ProcessLookupError:  # dead already, and its replacement not in the table yet
+            assert time.monotonic() < deadline, job.wait(1).explain()
+            time.sleep(0.01)
+        else:
+            return killed
 
 
 def kills(default: int) -> int:

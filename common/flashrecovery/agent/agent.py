@@ -141,7 +141,7 @@ class Agent:
         return bool(self._ranks or self._table.ranks)
 
     def workers(self) -> list[WorkerProcess]:
-        """The living processes that fill ranks; none once the end has begun, for then their pages are given back."""
+        """The live processes that fill ranks; none once the shutdown has begun, because their pages are freed then."""
         return self._processes.living()
 
     def standbys(self) -> tuple[int, int]:

@@ -61,8 +61,9 @@ class Recovery:
 
     @property
     def first_launch(self) -> bool:
-        """True in the first processes of a job that begins anew, where files and folders of the run are made. False in
-        replacements (:attr:`is_replacement`) and with ``--resume``. It never changes. True without recovery."""
+        """True in the first processes of a job that starts from scratch, where the files and folders of the run are
+        created. False in replacements (:attr:`is_replacement`) and with ``--resume``. It never changes. True without
+        recovery."""
         return self._session is None or self._session.first_launch
 
     @property

@@ -126,7 +126,7 @@ class ControllerWatch:
         self.lend()
 
     def fenced(self) -> None:
-        """The controller has taken this node's ranks away: it begins anew."""
+        """The controller has taken this node's ranks away: the node starts again without a past."""
         self.node_status = NodeStatus.MEMBER
 
     def follows_another(self) -> None:

@@ -67,7 +67,7 @@ class FailureReports:
         if found.signal is None:
             await process.hear_out(LAST_WORDS_S, until_last_words=True)
         if process.dead:
-            return  # its rank is being filled again, and its page has been given back
+            return  # its rank is being filled again, and its page is freed
         if process.last_words is not None:
             kind, evidence = FailureKind.EXCEPTION, exception_text(process.last_words, process.log)
         else:

@@ -1,5 +1,5 @@
-"""What an agent knows of workers that stand still. Which one is the culprit is decided by the controller, which sees
-all ranks (:mod:`flashrecovery.plan.hang`).
+"""What an agent knows about workers that hang. The controller, which sees all ranks, decides which one is the culprit
+(:mod:`flashrecovery.plan.hang`).
 
 A process in state T (SIGSTOP) is the exception: it is a victim after ``stopped_s``, whatever the others do.
 """

@@ -28,8 +28,7 @@ _FETCH_S = 30.0
 _VOUCH = 0.6
 """Part of the time for an answer in which the controller has to answer; then it comes in time also if it has not."""
 CONTROLLER_KEY = "flashrecovery-controller"
-"""In the metadata with which an agent comes to a relay, the key of the incarnation of the controller that it
-follows."""
+"""The metadata key by which an agent tells a relay the incarnation of the controller that it follows."""
 UNREACHED = (grpc.aio.AioRpcError, AuthenticationError)
 """Raised when the called agent does not answer, or when another process answers or tampers with the answer."""
 NOT_HANDED_OVER = (*UNREACHED, ProtocolError)

@@ -23,7 +23,7 @@ from flashrecovery.rpc.channel import Access, Server
 Context = grpc.aio.ServicerContext[Any, Any]
 
 Vouch = Callable[[Asking, float], Awaitable[bool]]
-"""Tell the controller that this node lives, and wait so many seconds for its word; whether it has come."""
+"""Tells the controller that a node is alive, and waits this many seconds for the answer. Returns whether it came."""
 
 
 @dataclass(frozen=True)

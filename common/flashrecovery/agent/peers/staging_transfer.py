@@ -150,7 +150,7 @@ async def _data(call: AsyncIterator[pb.StagingPart]) -> AsyncIterator[bytes]:
 
 
 async def _fill(number: int, parts: AsyncIterator[bytes], ranges: Sequence[tuple[int, int]]) -> None:
-    """Write what comes to these places of a file, one after another."""
+    """Write the received parts to these ranges of a file, in order."""
     left = list(ranges)[::-1]
     async for data in parts:
         view = memoryview(data)

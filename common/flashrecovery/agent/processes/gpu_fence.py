@@ -1,10 +1,9 @@
-"""Waits until a killed process has given back its GPU's memory: a replacement that comes earlier would find the GPU
-full.
+"""Waits until a killed process has freed its GPU memory: an earlier replacement would find the GPU full.
 
-That its own memory is gone says nothing of it (``procfs.Statm``): the kernel frees a process's memory first, closes its
-files then, the driver's among them, and only at last lets its parent hear of its end. Processes that it has forked may
-still have the driver open, data loaders above all. So on a machine with NVIDIA GPUs the fence waits for the end of all
-processes of its session, and then for NVML, which must not list it any more. Elsewhere it costs nothing.
+Freed host memory is no sign of this (``procfs.Statm``): the kernel first frees a process's memory, then closes its
+files, including the driver's, and only then reports its end to the parent. Processes that it has forked, especially
+data loaders, may still have the driver open. So on a machine with NVIDIA GPUs the fence waits for the end of all
+processes of the session, and then until NVML no longer lists the process. Elsewhere it costs nothing.
 """
 
 from __future__ import annotations

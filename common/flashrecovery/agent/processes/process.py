@@ -177,8 +177,8 @@ class WorkerProcess:
             pass
 
     def kill(self) -> None:
-        """SIGKILL to the whole session: data loader processes go too. Nothing once :meth:`close` has given back the
-        pid, which may be another's by now."""
+        """SIGKILL to the whole session, including data loader processes. Does nothing after :meth:`close`, which has
+        released the pid: it may belong to another process by now."""
         if self.child.returncode is not None:
             return
         try:
@@ -220,7 +220,7 @@ class WorkerProcess:
         return code
 
     def close(self) -> None:
-        """What is left of the session goes; then page, channel and pid are given back."""
+        """Kill what is left of the session; then free the page, the channel and the pid."""
         self.kill()
         self.child.poll()
         if self._reader_task is not None:

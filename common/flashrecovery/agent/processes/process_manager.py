@@ -125,7 +125,7 @@ class ProcessManager:
         self._tail = LogTail(run_dir.log_dir)
 
     def living(self) -> list[WorkerProcess]:
-        """Those that fill ranks; none once the end has begun, for then their pages are given back."""
+        """The live processes that fill ranks; none once the shutdown has begun, because their pages are freed then."""
         return [] if self.ending else [p for p in self.ranks.values() if not p.dead]
 
     def replaced(self) -> list[WorkerProcess]:
@@ -153,8 +153,9 @@ class ProcessManager:
         self._foreman.notice(-1, NoticeKind.ZYGOTE, text)
 
     async def fill(self, command: pb.Command, *, hear_out: bool) -> tuple[WorkerProcess, pb.WorkerStarted] | None:
-        """Fence what fills the rank, then fill it anew. ``hear_out``: wait a moment for what the old process has
-        said. None if meanwhile the rank is being filled anew again, or its node has been fenced."""
+        """Fence the process that fills the rank, then fill the rank again. ``hear_out``: wait a moment for the last
+        messages of the old process. Returns None if the rank is meanwhile being filled once more, or its node has been
+        fenced."""
         if not command.replace.joining:
             return await self._fill(command, hear_out=hear_out)
         self._coming_in.append(command.rank)
@@ -346,8 +347,8 @@ class ProcessManager:
             self._foreman.refused(process, f"the results of its set-up collectives are lost: {why}")
 
     async def _setup_log_for(self, process: WorkerProcess, replace: pb.Replace) -> bytes | str:
-        """That of the rank as which it runs the script, or of an earlier process of its own rank, which has had the
-        same; in words why there is none."""
+        """The set-up log of the rank as which the process runs the script, or of an earlier process of its own rank,
+        which had the same log. If there is none, the reason as text."""
         said = []
         for rank in dict.fromkeys((_runs_as(process.place, replace), process.place)):
             found: bytes | str | None = self._setup_logs.own(rank, process.attempt, self.living())

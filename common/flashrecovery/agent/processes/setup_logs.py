@@ -86,7 +86,7 @@ class SetupLogs:
         return kept.data if kept is not None and kept.attempt == attempt else None
 
     async def fetch(self, keepers: Sequence[str], rank: int, attempt: int) -> bytes | str:
-        """The log of ``rank``, from the first of these agents that has it; in words why none has given it."""
+        """The log of ``rank``, from the first of these agents that has it; if none has it, the reason as text."""
         said = []
         for keeper in keepers:
             try:

@@ -1,7 +1,7 @@
-"""This node's snapshot process, seen from its agent: found or started, watched, ended.
+"""This node's snapshot process, as managed by its agent: found or started, watched, ended.
 
-What it holds of a rank is meant for the next process that fills the rank *here*. A rank that comes from elsewhere, or
-begins anew, must not find what was left of an earlier time.
+Its snapshot of a rank is meant for the next process that fills the rank *on this node*. A rank that comes from another
+node, or starts from scratch, must not find an old snapshot.
 """
 
 from __future__ import annotations

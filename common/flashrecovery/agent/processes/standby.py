@@ -77,7 +77,7 @@ class StandbyPool:
         return None
 
     def take_all(self) -> list[WorkerProcess]:
-        """None is left; new ones are started when the modules are known anew."""
+        """Take all standbys; new ones are started once the modules to import are known again."""
         taken, self._processes, self.open = self._processes, [], False
         return taken
 

@@ -101,7 +101,7 @@ class Zygote:
             if not self._framed.post(request.SerializeToString(), descriptors):
                 self._loop.add_writer(self._sock, self._write)
         except (BrokenPipeError, ConnectionResetError):
-            pass  # :meth:`_read` comes to its end, after all that it has said before
+            pass  # :meth:`_read` reaches the end of the stream, after all earlier messages
         asked: asyncio.Future[int] = self._loop.create_future()
         self._asked[self._number] = asked
         if self._patience is None:

@@ -54,7 +54,7 @@ class AutoProtection:
         self._begun = False
 
     def begin(self) -> None:
-        """The script comes to the first of its loops that are led back."""
+        """The script has reached its first protected loop."""
         if self._begun:
             return
         self._begun, recovery = True, self._init()

@@ -190,7 +190,7 @@ def _part(shards: Sequence[Shard], turn: int = 0) -> dict[str, str]:
 
 
 def _elements(tensor: torch.Tensor, nbytes: int, turn: int) -> torch.Tensor:
-    """So many bytes of a tensor, the ``turn``-th ones."""
+    """``nbytes`` bytes of a tensor, the ``turn``-th piece."""
     count = max(nbytes // tensor.element_size(), 1)
     start = turn % max(-(-tensor.numel() // count), 1) * count
     return tensor.detach().reshape(-1)[start : start + count]

@@ -1,8 +1,8 @@
-"""The control thread of a worker: hears the agent while the training thread is blocked, wherever it is.
+"""The control thread of a worker: listens to the agent while the training thread is blocked anywhere.
 
 It stops the step (by abandoning every collective, see :mod:`flashrecovery.groups`), answers pings, arms faults, and
-passes all other commands on to the training thread's inbox. While the training thread stands still, it tells where that
-is (:class:`HangReport`).
+passes all other commands on to the training thread's inbox. While the training thread hangs, it reports where
+(:class:`HangReport`).
 """
 
 from __future__ import annotations

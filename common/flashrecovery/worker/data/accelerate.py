@@ -116,8 +116,7 @@ class Counters:
             settled(accelerator.scaler).load_state_dict(state["scaler"])
 
     def _trigger(self) -> int | None:
-        """What ``set_trigger()`` has set. Its tensor is made anew when it changes, and read once: it may be on a
-        GPU."""
+        """What ``set_trigger()`` has set. A change creates a new tensor, which is read once: it may be on a GPU."""
         tensor = self._accelerator.flag_tensor
         if tensor is not self._triggered[0]:
             self._triggered = tensor, None if tensor is None else int(tensor)
@@ -317,7 +316,7 @@ class ShardIterator:
         return self
 
     def skipped(self, count: int) -> None:
-        """So many batches have been taken from the sampler."""
+        """``count`` batches have been taken from the sampler."""
         self._index += count
 
     def __next__(self) -> Any:

@@ -17,21 +17,21 @@ from flashrecovery.worker.data.global_batches import BETWEEN, seed_streams
 
 
 class CallBatches:
-    """Of one process.
+    """The batches of one process in a framework whose steps are calls.
 
     Args:
-        global_batch, micro_batch: samples of a step, and those that are computed at once.
+        global_batch, micro_batch: samples of a step, and of one micro-batch.
         seed: of the random streams of all micro-batches.
-        place: gives this rank's number among those that take samples of their own (mostly, of its replica), and how
-            many there are now.
-        seed_framework: seeds the streams that the framework tracks itself, and those in which ranks of one replica draw
-            other numbers, and model chunks, whose number it is given.
-        computing: how many ranks of a replica take samples of their own.
+        place: returns this rank's number among the ranks that take samples of their own (usually, its replica's
+            number), and how many there are now.
+        seed_framework: seeds the streams that the framework tracks itself, and those that differ between the ranks of a
+            replica and between model chunks. Called with the chunk's number.
+        computing: number of ranks in a replica that take samples of their own.
         chunks: model chunks on a rank, each of which computes all of its micro-batches (virtual pipelines).
-        runs: says of a number of micro-batches whether a schedule can compute so many on a rank; None: any.
-        besides: what all ranks must have alike besides, and a job in every layout.
+        runs: whether a schedule can compute a given number of micro-batches on a rank; None: any number.
+        besides: further settings that must be equal on all ranks, and in every layout.
 
-    Raises ConfigError: the replicas that there are do not divide the batch, or not so that a schedule can compute it.
+    Raises ConfigError: the current replicas do not divide the batch, or not so that a schedule can compute it.
     """
 
     of_calls: ClassVar[bool] = True
@@ -86,7 +86,7 @@ class CallBatches:
 
     @property
     def ranks(self) -> int:
-        """Among so many a step's micro-batches are divided now."""
+        """Number of ranks that share a step's micro-batches now."""
         return self._place()[1]
 
     @property

@@ -1,12 +1,12 @@
-"""The batches of an elastic job: one global order of samples, handed out by index, for any number of replicas.
+"""The batches of an elastic job: one global order of samples, read by index, for any number of replicas.
 
-A step's samples belong to the step, and its micro-batches are numbered in it; who computes which of them follows from
-the number of replicas at that moment (:mod:`flashrecovery.plan.elastic.sample_order`). So there is no position in the
-data that could be lost, and a step that is done again in another size has the same global batch.
+A step's samples belong to the step, and its micro-batches are numbered within it. The current number of replicas
+determines which replica computes which micro-batch (:mod:`flashrecovery.plan.elastic.sample_order`). So there is no
+data position that could be lost, and a step that is repeated in another size has the same global batch.
 
-``for batch in batches.of(step)`` goes through this replica's micro-batches. Before each of them the random streams are
-seeded from the step and the micro-batch's number, so that a sample is treated alike wherever it is computed; and
-DistributedDataParallel reduces gradients in the last one only, as below ``no_sync()``.
+``for batch in batches.of(step)`` iterates over this replica's micro-batches. Before each of them the random streams are
+seeded from the step and the micro-batch's number, so that a sample is treated alike on any replica.
+DistributedDataParallel reduces gradients in the last micro-batch only, as under ``no_sync()``.
 """
 
 from __future__ import annotations
@@ -41,23 +41,23 @@ class Dataset(Protocol):
 
 @dataclass(frozen=True)
 class FrameworkBatch:
-    """The batch of a framework that has it in its own configuration. Such a framework divides the loss of each
-    micro-batch by their number on a replica itself, which is the same on all replicas.
+    """The batch of a framework that has batch sizes in its own configuration. Such a framework divides the loss of each
+    micro-batch by the number of micro-batches per replica, which is the same on all replicas.
 
     Attributes:
-        global_batch: samples of a step, on all replicas together; None: its configuration does not say it.
-        micro_batch: samples that are computed at once; None likewise.
-        sizes: the numbers of replicas that its configuration allows besides; None: all.
-        counted: its schedule takes as many micro-batches as it was told to, and does not ask whether there are more.
-        seed: seeds the random streams that the framework tracks by itself, for a model chunk by its number; None:
-            there are none.
-        replicas: gives the group of ranks among which the micro-batches are divided, mostly that of
-            :meth:`ElasticAdapter.replicas`; None: the models say what it is.
-        computing: how many ranks of a replica have micro-batches of their own (expert parallelism).
-        chunks: model chunks on a rank, each of which goes through all of its micro-batches (virtual pipelines).
-        runs: says of a number of micro-batches whether a schedule can compute so many on a rank; None: any.
-        forwards: how many forward passes of the model (of any chunk) have begun so far, one a micro-batch; None: those
-            of the registered models are counted, of which a micro-batch may have several.
+        global_batch: samples of a step, on all replicas together; None: not in its configuration.
+        micro_batch: samples of one micro-batch; None: not in its configuration.
+        sizes: the numbers of replicas that its configuration allows; None: all.
+        counted: its schedule takes a fixed number of micro-batches, without asking whether there are more.
+        seed: seeds the random streams that the framework tracks itself, for the model chunk with the given number;
+            None: there are none.
+        replicas: returns the group of ranks that share the micro-batches, usually that of
+            :meth:`ElasticAdapter.replicas`; None: taken from the models.
+        computing: number of ranks in a replica that have micro-batches of their own (expert parallelism).
+        chunks: model chunks on a rank, each of which computes all of its micro-batches (virtual pipelines).
+        runs: whether a schedule can compute a given number of micro-batches on a rank; None: any number.
+        forwards: number of forward passes of the model (of any chunk) begun so far, one per micro-batch; None: those of
+            the registered models are counted, and a micro-batch may have several.
     """
 
     global_batch: int | None
@@ -124,8 +124,8 @@ class GlobalBatches(Protocol):
 
     @property
     def ranks(self) -> int:
-        """Among so many a step's micro-batches are divided now: replicas, or, where several ranks of one compute
-        micro-batches of their own, these."""
+        """Number of replicas that share a step's micro-batches now; or of ranks, if several ranks of a replica compute
+        micro-batches of their own."""
 
     @property
     def sizes(self) -> Sequence[int]:
@@ -189,15 +189,15 @@ class ElasticBatches:
         self._own_forwards: Forwards | None = None  # of the registered models
         self._one_each, self._watched = self._forwards is not None, watched
         self._began = 0  # forward passes when the step began
-        self._seen: int | None = None  # ... and when the last micro-batch was handed out, of whatever chunk
-        self._ahead = False  # a micro-batch has been handed out before the one before it was computed
+        self._seen: int | None = None  # ... and when the last micro-batch was yielded, of any chunk
+        self._ahead = False  # a micro-batch was yielded before the previous one was computed
         self._late = False  # ... and computed afterwards
         self._group: dist.ProcessGroup | None = None
         self._looked = False  # for that group, for the last time
         self._shape = {"global_batch": global_batch, "micro_batch": micro_batch, "seed": seed, "shuffle": shuffle}
         self._most = 0
         self._fetch_pre_hook: Callable[[], None] = lambda: None
-        self._through: set[tuple[int, int]] = set()  # (step, chunk) whose micro-batches have all been handed out
+        self._through: set[tuple[int, int]] = set()  # (step, chunk) whose micro-batches have all been yielded
         try:
             self._order = SampleOrder(len(dataset), global_batch, seed if shuffle else None)
             micro_batches = BatchSplit(global_batch, micro_batch, 1).micro_batches
@@ -224,11 +224,11 @@ class ElasticBatches:
             )
 
     def of(self, step: SupportsIndex, chunk: int = 0) -> MicroBatches:
-        """This replica's micro-batches of a step, which is a number or what ``recovery.steps()`` hands out.
+        """This replica's micro-batches of a step, which is a number or what ``recovery.steps()`` yields.
 
         Args:
             chunk: the model chunk that they are for, where a rank has several (Megatron's virtual pipelines): each
-                goes through all of the micro-batches, and draws random numbers of its own.
+                computes all of the micro-batches, and draws its own random numbers.
 
         Raises RegistrationError: there is no such chunk.
         """
@@ -240,7 +240,7 @@ class ElasticBatches:
 
     @property
     def ranks(self) -> int:
-        """Among so many a step's micro-batches are divided now."""
+        """Number of ranks that share a step's micro-batches now."""
         return self._place()[1]
 
     @property
@@ -283,7 +283,7 @@ class ElasticBatches:
         return {**self._shape, **rest}
 
     def begin(self, step: int) -> None:
-        """A step is handed out: what it draws outside of its micro-batches is the same on all replicas, too."""
+        """A step is yielded. Random numbers drawn outside of its micro-batches are also the same on all replicas."""
         self._through.clear()
         self._seen, self._ahead, self._late = None, False, False
         if not self._looked:  # all models are known now
@@ -296,7 +296,7 @@ class ElasticBatches:
 
     def refuse_unread(self, step: int) -> None:
         """Raises RegistrationError unless all micro-batches of ``step``, which is about to be committed, have been
-        handed out here: the gradients would not be those of the global batch."""
+        yielded here: otherwise the gradients would not be those of the global batch."""
         left = [chunk for chunk in range(self._chunks) if (step, chunk) not in self._through]
         if left:
             of_chunks = f" for model chunks {left} (batches.of(step, chunk))" if self._chunks > 1 else ""
@@ -313,8 +313,8 @@ class ElasticBatches:
             )
 
     def _look(self) -> None:
-        """What has gone forward since the last micro-batch was handed out: nothing, so that it is computed late, if it
-        is at all; or more than that one, where some are owed."""
+        """Count the forward passes since the last micro-batch was yielded. None: it is computed late, or never.
+        Several: earlier ones were late."""
         if self._forwards is None:
             return
         now = self._forwards()
@@ -339,9 +339,9 @@ class ElasticBatches:
         )
 
     def _computed_late(self) -> bool:
-        """Whether a micro-batch has been computed when a later one had been handed out. A model that is never seen to
-        go forward (its class goes another way) says nothing, and one that the script skips is not late, unless the
-        model is compiled."""
+        """Whether a micro-batch was computed after a later one had been yielded. A model without observable forward
+        passes (its class bypasses the hook) tells nothing, and a skipped micro-batch is not late, unless the model is
+        compiled."""
         if self._one_each:
             return self._ahead and self._forwards is not None and self._forwards() > self._began
         self._look()
@@ -375,7 +375,7 @@ class ElasticBatches:
         return own
 
     def batch(self, step: int, turn: Turn, *, last: bool, chunk: int = 0) -> MicroBatch:
-        """Hand out one micro-batch."""
+        """Return one micro-batch."""
         self._fetch_pre_hook()
         for model in self._models():
             if isinstance(model, DistributedDataParallel):

@@ -183,7 +183,7 @@ def _written(value: Any) -> tuple[str, ...] | tuple[str, bytes] | None:
 
 
 def _mark(value: Any) -> Any:
-    """Of an array the content, of a long list every so many elements."""
+    """A mark of the value: for an array its content, for a long list every n-th element."""
     if isinstance(value, (list, tuple)):
         some = value[:: max(1, len(value) // _LOOKED_AT)]
         return len(value), [repr(part) if type(part) in PLAIN else id(part) for part in some]

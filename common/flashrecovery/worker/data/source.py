@@ -284,9 +284,9 @@ class Source:
         return self.loader.state_dict()  # type: ignore[attr-defined, no-any-return]
 
     def unread_state(self) -> dict[str, Any] | None:
-        """``state_dict()`` of a stateful source of which nothing has been read, or nothing of an epoch; with it, that
-        begins anew. None of one that has no state then, and of a DataLoader: its ``iter()`` begins anew (and
-        torchdata's would start its workers)."""
+        """``state_dict()`` of a stateful source of which nothing, or nothing of this epoch, has been read; loading it
+        restarts the epoch. None for a source without state at that point, and for a DataLoader: its ``iter()`` restarts
+        the epoch (and torchdata's would start its workers)."""
         if not self._stateful or isinstance(self.loader, (DataLoader, PreparedLoader)):
             return None
         before = RngState.now()

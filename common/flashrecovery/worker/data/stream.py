@@ -81,7 +81,7 @@ class _Cursor:
 
 @dataclass
 class _Kept:
-    """A batch that may have to be handed out again."""
+    """A batch that may have to be yielded again."""
 
     cursor: _Cursor
     batch: Any
@@ -105,13 +105,13 @@ class _Kept:
 class DataStream(StepData):
     """Iterates over ``loader``, epoch after epoch.
 
-    Before each epoch ``set_epoch(epoch)`` is called on the loader's sampler if it has that. A source that can be
+    Before each epoch ``set_epoch(epoch)`` is called on the loader's sampler if it has that method. A source that can be
     iterated again begins its next epoch when it is exhausted; a one-shot iterator ends with ``StopIteration``.
-    ``first_epoch``: what the sampler is told in epoch 0; by so much more in the later ones, too.
+    ``first_epoch``: the epoch that the sampler is given in epoch 0; later ones are offset by it, too.
 
     Attributes:
-        position: where the stream stands; a value, cheap to compare.
-        void: what is handed out belongs to no step (:mod:`flashrecovery.worker.step.discarded_run`).
+        position: the stream's position; a value, cheap to compare.
+        void: what is yielded belongs to no step (:mod:`flashrecovery.worker.step.discarded_run`).
 
     Raises:
         DataSourceError: ``loader`` is not iterable.
@@ -172,7 +172,7 @@ class DataStream(StepData):
         return rows_of(self._samplers.values())
 
     def put_samplers(self, rows: SamplerRows) -> None:
-        """Set samplers to what :meth:`samplers` gave; batches that are handed out again set what they have set."""
+        """Set samplers to what :meth:`samplers` returned; batches that are yielded again repeat their own changes."""
         self._samplers.put(values_of(rows))
 
     @property
@@ -376,7 +376,7 @@ class DataStream(StepData):
             )
 
     def rollback(self, version: int) -> None:
-        """Hand out again what was fetched after ``version``, random numbers included.
+        """Yield again what was fetched after ``version``, including the random numbers drawn for it.
 
         Raises:
             DataSourceError: the version is too old; or the step has modified a batch in place and the source cannot be

@@ -1,5 +1,5 @@
-"""What a rank writes of a checkpoint when its job ends before the last step: its own part, and those of ranks that are
-gone, whose state it has, too. The process stands still meanwhile, so nothing is copied first."""
+"""What a rank writes of a checkpoint when its job ends before the last step: its own part, and the parts of lost ranks
+whose state it also has. The process is stopped meanwhile, so nothing is copied first."""
 
 from __future__ import annotations
 

@@ -1,10 +1,9 @@
-"""Calls that a process skips before it comes to its first step.
+"""Calls that a process skips before its first step.
 
-Where steps are a framework's calls (:mod:`flashrecovery.worker.framework_calls`), a process that fills a rank goes
-through the script's loop from its first call on and skips what the job has behind it. In a long job that takes longer
-than a pause may. One that is built
-up beside training has the time for it: it skips up to where the others were when it was ordered, and only then says
-that it is there. What they have done meanwhile it skips in the pause.
+Where steps are a framework's calls (:mod:`flashrecovery.worker.framework_calls`), a process that fills a rank runs the
+script's loop from its first call on and skips the calls that the job has completed. In a long job this takes longer
+than a pause may. A process that is started beside training has the time: it skips up to where the others were when it
+was ordered, and only then reports that it is ready. It skips the calls made meanwhile during the pause.
 """
 
 from __future__ import annotations
@@ -16,8 +15,8 @@ from flashrecovery.proto import flashrecovery_pb2 as pb
 from flashrecovery.state.version import VERSIONS_KEPT
 
 _LEFT = VERSIONS_KEPT + 1
-"""So many calls are left for later: the ranks may go back by some versions before the new process gets its state, and
-the last skipped call gives the script what the process before it had got there."""
+"""Number of calls left for later: the ranks may go back by some versions before the new process gets its state, and the
+last skipped call returns to the script what the previous process got there."""
 
 
 @dataclass(frozen=True)

@@ -176,10 +176,10 @@ class Constant:
 
 
 class ParameterTable:
-    """Parameters that are found anew at each look.
+    """Parameters that are looked up again at each check.
 
     Args:
-        gets: gives one each. Those that are :class:`AttributeOf` or :class:`Constant` are asked without Python.
+        gets: each returns one parameter. :class:`AttributeOf` and :class:`Constant` are evaluated without Python.
     """
 
     def __init__(self, gets: Sequence[Callable[[], torch.nn.Parameter]]) -> None:

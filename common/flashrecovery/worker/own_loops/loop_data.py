@@ -1,7 +1,8 @@
-"""What a script's own ``for`` loop runs over, as a stream that rolls back with the step.
+"""The iterable of a script's own ``for`` loop, as a stream that rolls back with the step.
 
-Unlike ``recovery.data()`` it ends with the loop, and begins anew with what the ``for`` statement is given the next
-time: an epoch's loader, an ``enumerate()`` of it, a progress bar around it. The script calls ``set_epoch`` itself.
+Unlike ``recovery.data()`` it ends with the loop. The next execution of the ``for`` statement starts a new stream over
+its iterable: an epoch's loader, an ``enumerate()`` of it, a progress bar around it. The script calls ``set_epoch``
+itself.
 """
 
 from __future__ import annotations
@@ -245,7 +246,7 @@ class LoopData(StepData):
         self._place = place
         self._rounds.clear()
         if not place.taken:
-            self._iterator = None  # the run begins anew
+            self._iterator = None  # the run starts from its beginning
             return
         self._read_from, told = True, self._source.epochs()
         ahead = place.start.get("epochs", told) != told
@@ -301,7 +302,7 @@ class LoopData(StepData):
 
     @property
     def must_be_entered(self) -> bool:
-        """What the loop runs over cannot be read once more: the ``for`` statement must be given it anew."""
+        """Whether the iterable cannot be read again, so that the ``for`` statement must be executed again."""
         return self._seek_to is not None and self._read_from and isinstance(self.loader, Iterator)
 
     def rollback(self, version: int) -> None:

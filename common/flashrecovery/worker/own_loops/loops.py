@@ -156,7 +156,7 @@ class AutoStart(Protocol):
     (:class:`flashrecovery.worker.auto.steps.AutoProtection`)."""
 
     def begin(self) -> None:
-        """The script comes to the first of its loops."""
+        """The script has reached its first loop."""
 
 
 class ScriptLoops:

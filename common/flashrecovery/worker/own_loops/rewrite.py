@@ -247,7 +247,7 @@ class StepCalls:
         return self._makes(node, self._is_step, self._step)
 
     def comes_to_a_loop(self, node: ast.AST) -> bool:
-        """Whether a call in ``node`` comes to a step loop."""
+        """Whether a call in ``node`` reaches a step loop."""
         return any(called(call) in self._looping for call in calls_in(node))
 
     def _find(self, place: ast.AST) -> None:
@@ -290,7 +290,7 @@ class StepCalls:
         return self._makes(loop, self._is_backward, self._backward) and self.takes_step(loop)
 
     def _loops_in(self, place: ast.AST) -> bool:
-        """Whether a call in ``place`` comes to a step loop, or a step loop is in it."""
+        """Whether a call in ``place`` reaches a step loop, or a step loop is in it."""
         return self.comes_to_a_loop(place) or any(node in self.loops and node is not place for node in own_nodes(place))
 
 
@@ -644,8 +644,8 @@ class _Rewriter(ast.NodeTransformer):
         return made
 
     def _after_calls(self, loop: PlainLoop, body: list[ast.stmt], handle: str, text: LoopText) -> None:
-        """Once more after each statement that comes to a step loop in another function: what led there was void, but
-        for what the statement itself sets."""
+        """Repeat the code after each statement that reaches a step loop in another function: the code on the way there
+        was void, except for what the statement itself sets."""
         for number, statement in reversed([*enumerate(body)]):
             if isinstance(statement, (ast.For, ast.While, ast.AsyncFor)):
                 continue

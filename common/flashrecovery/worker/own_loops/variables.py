@@ -336,7 +336,7 @@ _BROUGHT_BACK = (torch.Tensor, torch.nn.Module, torch.optim.Optimizer, Dataset, 
 
 
 def _is_passing(name: str, value: Any, names: LoopVariables) -> bool:
-    """A tensor that each round makes anew: a batch, a loss."""
+    """Whether the value is a tensor that each iteration creates again: a batch, a loss."""
     return name in names.remade and isinstance(value, torch.Tensor)
 
 

@@ -315,8 +315,8 @@ def _of_stand_ins(suite: list[ast.stmt]) -> Iterator[ast.stmt]:
 
 
 def _changes(statement: ast.stmt, name: str) -> bool:
-    """Whether a statement changes, or hands out, what has this name. What is added at the end of a path comes after all
-    that is installed."""
+    """Whether a statement changes the object with this name, or passes it on. (An entry appended to a path comes after
+    all installed modules, and does not count.)"""
     for node in ast.walk(statement):
         if isinstance(node, (ast.Assign, ast.AugAssign)):
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]

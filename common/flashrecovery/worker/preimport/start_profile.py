@@ -98,7 +98,7 @@ class StartProfile:
                 self._seconds[line] += now - before
             self._look(line, stack, now)
             before = now
-            # a script that never comes to a protected step is looked at more and more seldom
+            # a script that never reaches a protected step is sampled more and more rarely
             seldom_s = (now - began) * _SELDOM
             wait_s = _larger(period_s, seldom_s if seldom_s < _LONGEST_PERIOD_S else _LONGEST_PERIOD_S)
 

@@ -69,8 +69,8 @@ class Copies:
         on_kept: Callable[[int], None],
         on_risk: Callable[[str], None],
     ) -> None:
-        """``on_kept`` gets the newest version that is kept whole for another rank (-1: none), ``on_risk`` says in words
-        what has turned out to be protected worse than was said at the start; in any thread.
+        """``on_kept`` is called with the newest version that is kept completely for another rank (-1: none). ``on_risk``
+        is called with a text if something is protected less well than reported at the start. Both from any thread.
 
         Raises UnsupportedError if copies are asked for where there is one rank only, ``redundancy: replica`` where a
         shard has no replica, or parity where the nodes do not allow it; ConfigError if there is not enough host
@@ -160,7 +160,7 @@ class Copies:
         save_last(registry, self._settings, self._fallback.form, order, generation, (own, copied), self._on_published)
 
     def describe(self) -> str:
-        """In words: what is protected by which copies, what that costs, and which losses it survives."""
+        """As text: what is protected by which copies, what that costs, and which losses it survives."""
         parts = [self._describe_copies(), self._policy.reason, self._describe_snapshots() if self.in_snapshots else ""]
         return "; ".join(part for part in parts if part)
 

@@ -1,8 +1,8 @@
-"""The ring of neighbour copies, over all changes of a job's members.
+"""The ring of neighbour copies, across all changes of a job's members.
 
-Where every shard has replicas in each size of an elastic job, the ring goes on and has other members. Where state is
-sharded among the replicas, a ring is made anew in each size: it is made ready beside the present one, and takes its
-place once the change of size is decided.
+If every shard has replicas in each size of an elastic job, the ring continues with other members. If state is sharded
+among the replicas, each size gets a new ring: it is prepared beside the current one, and replaces it once the change of
+size is decided.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ class NeighborRing:
     """The neighbour copies of one rank.
 
     Args:
-        context: of the job around it, each ring with a network and a generation of its own. None: there is no process
-            group, and never a ring.
-        keep: lets the copies of the launch's ring outlive this process. Those of a ring that is made anew do not: they
-            may be of another size than what the next launch has.
+        context: the job's context; each ring has its own network and generation. None: there is no process group, and
+            never a ring.
+        keep: makes the copies of the launch's ring outlive this process. Those of later rings do not: the next launch
+            may have another size.
     """
 
     def __init__(
@@ -77,9 +77,9 @@ class NeighborRing:
     # -- the ring goes on -------------------------------------------------------------------------
 
     def resize(self, rank: int, members: tuple[int, ...]) -> None:
-        """The job consists of these ranks of the launch from now on, this one at place ``rank``. Every shard of such a
-        job has replicas, so that the neighbour keeps nothing but rank-local state; where state is sharded, the ring has
-        been made anew already (:meth:`put_in_place`)."""
+        """The job consists of these ranks of the launch from now on; this rank has the number ``rank``. Every shard of
+        such a job has replicas, so that the neighbour keeps only rank-local state. If state is sharded, the new ring is
+        already in place (:meth:`put_in_place`)."""
         if self._copies is None or self._policy.ring_of_each_size:
             return
         self._resting = len(members) == 1
@@ -107,7 +107,7 @@ class NeighborRing:
         if self._copies is not None:
             self._copies.stop_outliving()
 
-    # -- a ring is made anew ----------------------------------------------------------------------
+    # -- a new ring -------------------------------------------------------------------------------
 
     def make_ready(
         self, shards: Sequence[Shard], version: int, generation: int, ring: tuple[int, Sequence[int]], beside: Beside

@@ -128,7 +128,7 @@ def _check_replicas(registry: Registry, batches: GlobalBatches, settings: Settin
 
 
 def _check_beyond(registry: Registry, batches: GlobalBatches, most: int, settings: Settings) -> None:
-    """Whether the job can have so many replicas, more than it is launched with."""
+    """Check whether the job can have ``most`` replicas, more than it is launched with."""
     shape = registry.shape
     fixed = [reason for adapter in roles.elastic(registry.adapters) if (reason := adapter.only_as_launched(most))]
     if settings.parallelism is not None:

@@ -149,7 +149,7 @@ class RankStaging:
         return ParallelismRules(self._registry, self._batches)
 
     def _in(self, replicas: int) -> Description:
-        """Of all shards in so many replicas."""
+        """The description of all shards with this many replicas."""
         if not self._sharded:
             return self._described
         if replicas not in self._in_size:
@@ -159,9 +159,9 @@ class RankStaging:
     def write(
         self, staging: pb.Stage, source: Callable[[pb.StagingItem, int], ShardSource], replicas: int
     ) -> tuple[int, Mapping[str, str]]:
-        """Write what this rank was told to. ``source``: gives a shard's content. ``replicas``: among so many state is
-        sharded. Returns how many bytes of tensors, and digests of what all ranks should have alike that have it: those
-        of the new layout get one rank's.
+        """Write the shards that were ordered of this rank. ``source``: returns a shard's content. ``replicas``: number
+        of replicas among which state is sharded. Returns the bytes of tensors that were written, and digests of state
+        that should be equal on all its holders: the ranks of the new layout get one holder's.
 
         Raises RestoreError.
         """

@@ -136,7 +136,7 @@ class Reshaping:
 
     @property
     def replicas(self) -> int:
-        """Among so many this rank's state is sharded."""
+        """Number of replicas among which this rank's state is sharded."""
         return len(self._registry.shape.by_replica(self.layout))
 
     # -- make ready -------------------------------------------------------------------------------
@@ -236,10 +236,11 @@ class Reshaping:
         return shards
 
     def begin(self, layout: tuple[int, ...]) -> bool:
-        """The others' state is sharded among the members of ``layout``: take on that sharding, without any content,
-        which is restored like any other. This process has just come into the place of a rank, as the job was launched;
-        or all go back to a checkpoint in another size than the one in which they are. A rank that is not among the
-        members has no part of it, until that is sharded anew. Returns whether this one has another sharding now."""
+        """Take on the sharding among the members of ``layout``, without content, which is restored as usual.
+
+        Called when this process has just filled a rank, sharded as at launch, or when all ranks go back to a checkpoint
+        of another size. A rank that is not among the members has no part until the state is resharded. Returns whether
+        the sharding of this rank has changed."""
         if self.layout == layout:
             return False
         if self._rank not in layout:

@@ -10,7 +10,7 @@ from typing import Any
 from flashrecovery.util.import_hooks import install
 
 _UNPROTECTED_STEPS = 5
-"""So many optimizer steps before the first protected one are no warm-up."""
+"""With this many optimizer steps before the first protected one, they are not a warm-up."""
 
 
 def is_made_by_step() -> bool:

@@ -87,9 +87,9 @@ def is_looked_at(step: int) -> bool:
 
 @dataclass
 class _Seen:
-    """At one look: path -> (kind, or empty for a plain value, mark).
+    """What one check has found: path -> (kind, or empty for a plain value, mark).
 
-    ``roots``: of paths that lead through a variable that each round sets anew: the object that it was then.
+    ``roots``: for paths through a variable that each iteration sets again, the object that it was then.
     """
 
     marks: dict[str, tuple[str, Any]] = field(default_factory=dict)
@@ -104,15 +104,15 @@ class _Seen:
 
 
 class Unregistered:
-    """Looks at the variables of one script.
+    """Finds unprotected variables of one script that change from step to step.
 
     Args:
         known: what is protected: models, optimizers, registered objects, data streams and their loaders.
         frameworks: a framework protects its own optimizers, schedulers and scalers, whichever they are.
-        tell: gets a text that names what has been found for the first time.
+        tell: called with a text that names new findings.
         calls: steps are calls.
-        kept: where the script's own loops are led back (:mod:`flashrecovery.worker.own_loops`): whether a variable of
-            this value comes back with them; tensors have so many elements at most.
+        kept: if the script's own loops are protected (:mod:`flashrecovery.worker.own_loops`): whether a variable with
+            this value is restored with them; the number limits the elements of a tensor.
     """
 
     def __init__(
@@ -279,8 +279,8 @@ class Unregistered:
         return id(owner) in self._objects_known or self._is_of_registered(variables, owner_path)
 
     def _look_at_loop(self, frame: types.FrameType) -> None:
-        """A loop over something else than the steps goes on in a discarded attempt, and begins anew in a
-        replacement."""
+        """Look at a loop over something other than the steps: it continues in a discarded attempt, and starts from its
+        beginning in a replacement."""
         around = loop_in(frame)
         if around is None:
             return

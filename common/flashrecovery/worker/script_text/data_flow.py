@@ -115,7 +115,7 @@ class Reader:
         self._effects: dict[int, _Effect] = {} if effects is None else effects
 
     def round(self, loop: AnyLoop) -> FlowState | None:
-        """One round of a loop, up to its end; None if none comes to its end."""
+        """One iteration of a loop, up to its end; None if no path reaches the end."""
         state = FlowState()
         jumps = _Jumps()
         self._loops.append(jumps)

@@ -610,7 +610,8 @@ class Putting:
         return True
 
     def _view(self, now: Any, memory: str, low: int, high: int, first: int, strides: Any, saved: Any) -> Any:
-        """A tensor or array in the memory that others have, too: theirs if one of them could not be made anew."""
+        """A tensor or array that shares memory with others: in their memory, if one of them could not be created
+        again."""
         device = saved.device if isinstance(saved, torch.Tensor) else "cpu"
         if memory not in self._memories:
             self._memories[memory] = (torch.empty(high - low, dtype=torch.uint8, device=device), low)

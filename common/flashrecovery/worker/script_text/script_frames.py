@@ -100,7 +100,7 @@ def loop_in(frame: types.FrameType) -> tuple[types.FrameType, ast.For] | None:
 
 
 def local_to_call(frame: types.FrameType) -> frozenset[str]:
-    """Of a function that is called in each step: variables that each call has anew."""
+    """The variables of a function, called in each step, that are new in each call."""
     code = frame.f_code
     count = code.co_argcount + code.co_kwonlyargcount
     count += bool(code.co_flags & inspect.CO_VARARGS) + bool(code.co_flags & inspect.CO_VARKEYWORDS)

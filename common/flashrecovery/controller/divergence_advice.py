@@ -32,14 +32,14 @@ def way_on(job: JobState, words: pb.LastWords) -> str:
     if doubtful:
         which = f"{_named(job, doubtful[-1])}, which may hold what differs"
         return (
-            f"{said}. No checkpoint from before is left. Fix it, and start again without --resume; {command} continues "
+            f"{said}. No checkpoint from before is left. Fix it, and start again without --resume; {command} goes on "
             f"from {which}"
         )
     if job.start_version > 0:
         begun, listing = job.counting.text(job.start_version), f"`flashrecovery checkpoints {job.where}`"
         return (
             f"{said}. This launch has left no checkpoint. Fix it; if {listing} still lists {begun}, with which it "
-            f"has begun, {command} continues from there; otherwise start again without --resume"
+            f"has begun, {command} goes on from there; otherwise start again without --resume"
         )
     return f"{said}. No checkpoint is left: fix it, and start again without --resume"
 

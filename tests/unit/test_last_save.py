@@ -276,7 +276,7 @@ def test_what_a_launch_has_begun_with_is_named_if_it_has_left_no_checkpoint() ->
     world = Ending(size=3)
     world.machine.job.where, world.machine.job.start_version = "runs/a", 1
     said = come_apart(world, pb.Diverged(alike=2))
-    assert "where `flashrecovery checkpoints runs/a` still lists step 1, with which it has begun" in said
+    assert "if `flashrecovery checkpoints runs/a` still lists step 1, with which it has begun" in said
     assert "the same command line with `--run-dir runs/a --resume` goes on from there" in said
 
 

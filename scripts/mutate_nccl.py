@@ -19,7 +19,7 @@ from pathlib import Path
 from mutants import SURVIVED, Mutant, Trial, arguments, chosen, run
 
 CORE = "common/flashrecovery"
-NATIVE = f"{CORE}/groups/native/backend_base.h"
+NATIVE, WORK = f"{CORE}/groups/native/backend_base.h", f"{CORE}/groups/native/work.h"
 EXCHANGE, INNER, TORCH, REGISTRY, REFUSALS = (
     f"{CORE}/groups/{name}.py" for name in ("exchange", "inner", "torch_private", "registry", "refusals")
 )
@@ -675,7 +675,7 @@ ROWS = (
             _out(
                 "18-nothing-is-reported",
                 NATIVE,
-                'if (inner.backend->getBackendName() == "nccl" && inner.backend->getError()',
+                "if (isNccl(*inner.backend) && inner.backend->getError()",
                 "if (false && inner.backend->getError()",
                 f"{FAKE}::test_a_rank_that_waits_for_a_dead_peer_is_freed_by_the_abort_alone",
             ),
@@ -775,6 +775,26 @@ ROWS = (
                 *_unit("standby_device"),
             ),
             _out("21-makes-it-on-gpu-0", WARM, "    torch.cuda.set_device(device)\n", "", *_unit("standby_device")),
+        ),
+    ),
+    Row(
+        22,
+        "Works of torch's newer NCCL backends",
+        (
+            _out(
+                "22-an-ended-work-is-asked",
+                WORK,
+                "return *replaced_ && !record_->abandoned && !record_->failed();",
+                "return false;",
+                f"{FAKE}::test_a_work_that_has_ended_may_be_asked_when_its_backend_is_gone",
+            ),
+            _out(
+                "22-a-work-outlives-its-backend",
+                NATIVE,
+                'return isNccl(*inner) && inner->getBackendName() != "nccl" ? inner : BackendPtr();',
+                "return BackendPtr();",
+                f"{FAKE}::test_a_work_that_has_ended_may_be_asked_when_its_backend_is_gone",
+            ),
         ),
     ),
 )

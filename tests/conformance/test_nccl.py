@@ -77,6 +77,17 @@ def test_a_kill_in_every_phase(layout: Layout, tmp_path: Path, reference: Callab
     check_same(job, reference(layout))
 
 
+@pytest.mark.grid
+@pytest.mark.parametrize("layout", _cases())
+def test_a_kill_in_every_phase_of_the_newer_backend(layout: Layout, tmp_path: Path) -> None:
+    """ProcessGroupNCCL2, torch 2.15's ``nccl``."""
+    newer = {fake_nccl.KIND: "nccl2"}
+    inject = in_every_phase(gpu_check.phases_of(layout), (0, layout.nproc // 2, layout.nproc - 1), 0, "sigkill")
+    job = _run(tmp_path / "run", layout, inject=inject, standby=1, env=newer)
+    assert len(job.notices("fault_fired")) == len(inject), "every kill was carried out"
+    check_same(job, _run(tmp_path / "reference", layout, standby=0, env=newer))
+
+
 def test_connections_break_and_nobody_has_died(tmp_path: Path, reference: Callable[[Layout], Job]) -> None:
     """With gloo somebody raises. Of NCCL it has to be asked: otherwise all wait for ``timeouts.hang``."""
     config = {"timeouts": {"peer_error_wait_s": 1.0}}

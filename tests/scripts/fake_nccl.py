@@ -46,7 +46,7 @@ def main() -> None:
 
     @wraps(init)
     def init_process_group(backend: str | None = None, *arguments: Any, **more: Any) -> Any:
-        return init(fake_nccl.BACKEND if backend == "gloo" else backend, *arguments, **more)
+        return init(fake_nccl.backend_name() if backend == "gloo" else backend, *arguments, **more)
 
     dist.init_process_group = init_process_group
     script = os.environ.get("FAKE_NCCL_SCRIPT")

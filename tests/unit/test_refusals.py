@@ -123,27 +123,19 @@ def test_a_graph_with_collectives_in_it_is_refused(tmp_path: Path) -> None:
 # -- backends -------------------------------------------------------------------------------------
 
 
-def test_the_backend_that_recovery_uses_may_be_asked_for_by_its_newer_name() -> None:
-    """From torch 2.14 on "nccl" may be another one."""
-    torch_private.refuse_unsupported({"cpu": "gloo", "cuda": torch_private.LEGACY})
+@pytest.mark.parametrize("kind", ["nccl", *torch_private.NCCL_CLASSES])
+def test_each_of_torchs_backends_for_nccl_may_be_asked_for(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in torch_private.NCCL_CLASSES.values():
+        monkeypatch.setattr(torch_private.dist, name, object, raising=False)
+    torch_private.refuse_unsupported({"cpu": "gloo", "cuda": kind})
 
 
-@pytest.mark.parametrize("kind", ["nccl2", "nccl-lazy", "mpi"])
-def test_backends_that_cannot_be_recovered_are_named(kind: str) -> None:
-    with pytest.raises(UnsupportedError, match=f"process-group backend {kind} cannot be recovered"):
-        torch_private.refuse_unsupported({"cuda": kind})
+def test_other_backends_are_named() -> None:
+    with pytest.raises(UnsupportedError, match="process-group backend mpi cannot be recovered"):
+        torch_private.refuse_unsupported({"cuda": "mpi"})
 
 
-def test_nccl2_by_the_environment_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another backend than the one that was asked for would be made without a word."""
-    monkeypatch.setattr(torch_private.c10d, "ProcessGroupNCCL2", object, raising=False)
-    for value in ("0", "1"):
-        monkeypatch.setenv("TORCH_DIST_USE_NCCL2", value)
-        torch_private.refuse_unsupported({"cpu": "gloo", "cuda": torch_private.LEGACY})
-    with pytest.raises(UnsupportedError, match="TORCH_DIST_USE_NCCL2=1 asks for ProcessGroupNCCL2"):
-        torch_private.refuse_unsupported({"cuda": "nccl"})
-    monkeypatch.setenv("TORCH_DIST_USE_NCCL2", "0")
-    torch_private.refuse_unsupported({"cuda": "nccl"})
-    monkeypatch.setenv("TORCH_DIST_USE_NCCL2", "1")
-    monkeypatch.delattr(torch_private.c10d, "ProcessGroupNCCL2")
-    torch_private.refuse_unsupported({"cuda": "nccl"})  # a torch that has only one
+def test_a_backend_that_this_torch_does_not_have_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(torch_private.dist, "ProcessGroupNCCL2", raising=False)
+    with pytest.raises(UnsupportedError, match=r"process-group backend nccl2: torch .* has no ProcessGroupNCCL2"):
+        torch_private.refuse_unsupported({"cuda": "nccl2"})

@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard import _fsdp_init
 
-from flashrecovery.capabilities.of_torch import FSDP2, FSDP2_ITERATION, FSDP2_RESHARDING, TORCH
+from flashrecovery.capabilities.of_torch import FSDP2, FSDP2_ACCUMULATION, FSDP2_ITERATION, FSDP2_RESHARDING, TORCH
 from flashrecovery.errors import RestoreError, UnsupportedError
 from flashrecovery.worker.local_state.version_counters import ItemTable
 
@@ -108,7 +108,8 @@ def reset(root: FSDPModule) -> None:
     for group in groups(root):
         group._sharded_state = type(group._sharded_state).SHARDED
         for parameter in group.fsdp_params:
-            parameter.unsharded_accumulated_grad = None
+            if FSDP2_ACCUMULATION.way is not None:
+                parameter.unsharded_accumulated_grad = None
             parameter.grad_offload_event = None
             parameter._sharded_post_forward_param = None
             parameter._sharded_post_forward_param_data = None

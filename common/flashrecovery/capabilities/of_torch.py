@@ -54,9 +54,27 @@ GLOO = capability(
         (
             *("ProcessGroupGloo._Options", "ProcessGroupGloo.create_device", "ProcessGroupGloo.create_default_device"),
             *("ProcessGroupGloo._Options._devices", "ProcessGroupGloo._Options._threads"),
-            *("ProcessGroupGloo._Options._timeout", "Backend._set_sequence_number_for_group"),
+            "ProcessGroupGloo._Options._timeout",
         ),
     ),
+)
+SEQUENCE_NUMBERS = capability(
+    "sequence numbers",
+    "the ranks of a new inner backend agree on the number of its first operation",
+    Live(_CPP, ("ProcessGroup._set_sequence_number_for_group", "Backend._set_sequence_number_for_group")),
+    otherwise="they begin with 0 on every rank (torch 2.15)",
+)
+NCCL_BY_NAME = capability(
+    "what nccl means",
+    "a group gets the NCCL backend that torch would make for the name",
+    Defined(_C10D, ("_create_nccl2_process_group", "Backend._ensure_backend_registered", "Backend._plugins")),
+    otherwise="ProcessGroupNCCL, or ProcessGroupNCCL2 if TORCH_DIST_USE_NCCL2=1 asks for it (torch 2.14)",
+)
+FLIGHT_RECORDER_HOOK = capability(
+    "flight recorder hook",
+    "torch records no operation of a managed group that its inner backend records by itself",
+    Defined(_C10D, ("_FR_SELF_RECORDING_BACKENDS",)),
+    otherwise="this torch hooks no recorder to a group",
 )
 COALESCING = capability(
     "coalescing",
@@ -163,6 +181,12 @@ FSDP2_ITERATION = Capability(
         Way("states", (*_FSDP_ITERATION, Attributes(_FSDP_GROUP, "FSDPCommContext", ("reduce_scatter_states",)))),
         Way("state", (*_FSDP_ITERATION, Attributes(_FSDP_GROUP, "FSDPCommContext", ("reduce_scatter_state",)))),
     ),
+)
+FSDP2_ACCUMULATION = capability(
+    "FSDP2's accumulated gradients",
+    "gradients of several backward passes that a unit keeps apart are dropped with an interrupted step",
+    Defined(_FSDP + "_fsdp_param", ("FSDPParam.accumulate_unsharded_grad_if_needed",)),
+    otherwise="they are the parameter's own .grad (torch 2.15)",
 )
 FSDP2_RESHARDING = capability(
     "FSDP2's parameters after a forward pass",
@@ -300,12 +324,14 @@ TORCH = Framework(
     "torch",
     "torch",
     "torch",
-    ("2.9.1", "2.10.0", "2.11.0", "2.12.1", "2.13.0", "2.14.1"),
+    ("2.9.1", "2.10.0", "2.11.0", "2.12.1", "2.13.0", "2.14.1", "2.15.0"),
     (
-        *(GROUP_CREATION, TORCHCOMMS, STORES, BARE_STORE, GLOO, COALESCING, SYMMETRIC_MEMORY),
+        *(GROUP_CREATION, TORCHCOMMS, STORES, BARE_STORE, GLOO, SEQUENCE_NUMBERS),
+        *(NCCL_BY_NAME, FLIGHT_RECORDER_HOOK, COALESCING, SYMMETRIC_MEMORY),
         *(REDUCER, PYTHON_REDUCER, FSDP2),
         *(
             FSDP2_ITERATION,
+            FSDP2_ACCUMULATION,
             FSDP2_RESHARDING,
             FSDP2_RESIZING,
             AUTOGRAD,

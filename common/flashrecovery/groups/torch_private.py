@@ -11,6 +11,7 @@ Whether the installed torch has it is probed first (:mod:`flashrecovery.capabili
 * ``Backend.backend_capability`` of the plug-in is set to the devices of the group that is being made.
 * ``ProcessGroupGloo._Options`` has no public constructor; its devices are replaced by ours.
 * ``_world.pg_group_ranks`` is rewritten when the world is resized; rank and size themselves are changed in C++.
+* ``_FR_SELF_RECORDING_BACKENDS`` says which backends torch's flight recorder need not be hooked to (from 2.15 on).
 * ``ProcessGroup._start_coalescing`` and ``_end_coalescing``, as ``batch_isend_irecv`` calls them.
 * ``formatSockAddr`` of its sockets asks for no more names once it has failed (:mod:`.peer_names`).
 * ``native/gloo_abi.h`` declares gloo's transport interface (see there).
@@ -31,7 +32,7 @@ import torch.distributed as dist
 import torch.distributed.distributed_c10d as _typed_c10d
 from torch._C._distributed_c10d import DebugLevel, HashStore, PrefixStore, Store, TCPStore, get_debug_level
 
-from flashrecovery.capabilities.of_torch import TORCHCOMMS
+from flashrecovery.capabilities.of_torch import FLIGHT_RECORDER_HOOK, NCCL_BY_NAME, SEQUENCE_NUMBERS, TORCHCOMMS
 from flashrecovery.errors import UnsupportedError
 
 __all__ = ["GroupRequest", "HashStore", "PrefixStore", "Store", "TCPStore"]
@@ -41,9 +42,11 @@ c10d: Any = _typed_c10d  # what is used of it is private, and so are its types
 PLUGIN = "flashrecovery"
 _SPARSE_TAG = "flashrecovery-sparse:"
 DEFAULT_TIMEOUT = datetime.timedelta(minutes=30)
-MANAGED_KINDS = frozenset({"gloo", "nccl"})
 LEGACY = "nccl-legacy"
-"""What torch from 2.14 on calls the backend that recovery uses for NCCL; "nccl" may be ``ProcessGroupNCCL2`` there."""
+NCCL2 = "nccl2"
+NCCL_CLASSES = {LEGACY: "ProcessGroupNCCL", NCCL2: "ProcessGroupNCCL2", "nccl-lazy": "ProcessGroupNCCLLazy"}
+"""torch's NCCL backends, by the names that it gives them from 2.14 on. "nccl" is one of the first two."""
+MANAGED_KINDS = frozenset({"gloo", "nccl", *NCCL_CLASSES})
 _NCCL2_ENV = "TORCH_DIST_USE_NCCL2"
 _LAZY_ENV = "TORCH_GLOO_LAZY_INIT"
 _TRUE = frozenset({"1", "y", "yes", "t", "true"})  # as torch reads it
@@ -61,6 +64,7 @@ class GroupRequest:
     timeout: datetime.timedelta
     options: Any
     device_id: torch.device | None
+    nccl: str = LEGACY  # which of NCCL_CLASSES its NCCL backend is, if it has one
     sparse: bool = False  # one of the recovery's own, see native/sparse_backend.h
 
     @property
@@ -94,6 +98,7 @@ def wrap_group_creation(create: Creator, created: Created, wrap_store: Callable[
 
     def plugin(options: Any, backend_options: Any) -> Any:
         assert _current is not None, "torch calls this within the call of ours that has set it"
+        _bind_device(_current, getattr(options, "process_group", None))
         return create(_current, options.store)
 
     dist.Backend.register_backend(PLUGIN, plugin, extended_api=True, devices=[])
@@ -122,7 +127,9 @@ def wrap_group_creation(create: Creator, created: Created, wrap_store: Callable[
                 original(group_size, group_rank, global_ranks_in_group, backend, store, *rest, **newer),
             )
         refuse_unsupported(kinds)
-        kinds = {device: "nccl" if kind == LEGACY else kind for device, kind in kinds.items()}
+        nccl = chosen_nccl(kinds)
+        _leave_recording_to_inner(kinds, nccl)
+        kinds = {device: "nccl" if kind in NCCL_CLASSES else kind for device, kind in kinds.items()}
         _refuse_newer(newer)
         is_default = len(global_ranks_in_group) == 0
         request = GroupRequest(
@@ -134,6 +141,7 @@ def wrap_group_creation(create: Creator, created: Created, wrap_store: Callable[
             timeout=timeout or DEFAULT_TIMEOUT,
             options=backend_options,
             device_id=device_id,
+            nccl=nccl,
             sparse=(pg_tag or "").startswith(_SPARSE_TAG),
         )
         if is_default:
@@ -156,17 +164,54 @@ def wrap_group_creation(create: Creator, created: Created, wrap_store: Callable[
     _wrap_destruction()
 
 
+def chosen_nccl(kinds: Mapping[str, str]) -> str:
+    """Which of torch's NCCL backends (a key of NCCL_CLASSES) torch itself would make for ``kinds`` (device type ->
+    backend's name)."""
+    named = next((kind for kind in kinds.values() if kind in NCCL_CLASSES), None)
+    if named is not None:
+        return named
+    if NCCL_BY_NAME.way is not None:
+        dist.Backend._ensure_backend_registered("nccl")
+        plugin = dist.Backend._plugins.get("NCCL")
+        return NCCL2 if plugin is not None and plugin.creator_fn is c10d._create_nccl2_process_group else LEGACY
+    asked = os.environ.get(_NCCL2_ENV) == "1" and hasattr(dist, NCCL_CLASSES[NCCL2])
+    return NCCL2 if asked else LEGACY
+
+
+def _bind_device(request: GroupRequest, pg: Any) -> None:
+    """As torch does for its newer NCCL backends, so that a barrier finds the device."""
+    if request.kinds.get("cuda") == "nccl" and request.nccl != LEGACY and pg is not None and pg.bound_device_id is None:
+        pg.bound_device_id = default_device(request.ranks[request.rank])
+
+
+def _leave_recording_to_inner(kinds: Mapping[str, str], nccl: str) -> None:
+    """torch 2.15 hooks its flight recorder to every group of a backend that it does not know. Where the inner backends
+    record by themselves, each operation would be recorded twice, at a cost on the training thread."""
+    if FLIGHT_RECORDER_HOOK.way is None:
+        return
+    recorders = c10d._FR_SELF_RECORDING_BACKENDS
+    if recorders.issuperset(nccl if kind == "nccl" else kind for kind in kinds.values()):
+        recorders.add(PLUGIN)
+    else:
+        recorders.discard(PLUGIN)
+
+
 def refuse_unsupported(kinds: Mapping[str, str]) -> None:
     """Raises UnsupportedError, by name, for a backend that is asked for, by device type or in the environment, and
     cannot be recovered."""
-    unmanaged = sorted(set(kinds.values()) - MANAGED_KINDS - {LEGACY})
+    unmanaged = sorted(set(kinds.values()) - MANAGED_KINDS)
     if unmanaged:
         raise UnsupportedError(
             f"process-group backend {', '.join(unmanaged)} cannot be recovered; use gloo, nccl or cpu:gloo,cuda:nccl"
         )
-    if "nccl" in kinds.values() and os.environ.get(_NCCL2_ENV) == "1" and hasattr(c10d, "ProcessGroupNCCL2"):
+    absent = [kind for kind in kinds.values() if kind in NCCL_CLASSES and not hasattr(dist, NCCL_CLASSES[kind])]
+    if absent:
         raise UnsupportedError(
-            f"{_NCCL2_ENV}=1 asks for ProcessGroupNCCL2, which cannot be recovered; unset it, or set it to 0"
+            f"process-group backend {absent[0]}: torch {torch.__version__} has no {NCCL_CLASSES[absent[0]]}; use nccl"
+        )
+    if len({kind for kind in kinds.values() if kind != "gloo"}) > 1:
+        raise UnsupportedError(
+            f"process-group backends {', '.join(kinds.values())}: one kind of NCCL at most in a group"
         )
     if get_debug_level() == DebugLevel.DETAIL:
         raise UnsupportedError(
@@ -300,23 +345,43 @@ def gloo_backend(
     options.global_ranks_in_group = list(ranks)
     options.group_name = name
     backend = gloo(store, rank, size, options)
-    backend._set_sequence_number_for_group()
+    _agree_on_sequence_number(backend)
     return backend, list(options._devices)
 
 
+def _agree_on_sequence_number(backend: Any) -> None:
+    if SEQUENCE_NUMBERS.way is not None:
+        backend._set_sequence_number_for_group()
+
+
 def nccl_backend(store: Store, request: GroupRequest, timeout: datetime.timedelta, device: torch.device | None) -> Any:
-    """A stock NCCL backend with the group's own options. Never split from another: its parent may be dead.
+    """The NCCL backend that the script has chosen, with the group's own options. Never split from another: its parent
+    may be dead.
 
     With ``device`` it makes its communicator here (which blocks until all members have come) and is bound to that one.
+    Only ``ProcessGroupNCCL`` can wait for its first operation: the others always have a device, as in torch itself.
     """
     options = request.options if request.options is not None else dist.ProcessGroupNCCL.Options()
     options._timeout = timeout
     options.split_from = None
     options.global_ranks_in_group = list(request.ranks)
     options.group_name = request.name
-    backend = dist.ProcessGroupNCCL(store, request.rank, request.size, options)
-    backend._set_sequence_number_for_group()
+    backend = getattr(dist, NCCL_CLASSES[request.nccl])(store, request.rank, request.size, options)
+    _agree_on_sequence_number(backend)
+    if device is None and request.nccl != LEGACY:
+        device = default_device(request.ranks[request.rank])
     if device is not None:
         with torch.cuda.device(device):  # this may be a helper thread
             backend.eager_connect_single_device(device)
     return backend
+
+
+def default_device(rank: int) -> torch.device:
+    """The GPU that torch takes for ``nccl2`` where the script names none: that of LOCAL_RANK, else of the global rank.
+
+    Source: ``_nccl2_device`` in torch 2.15's distributed_c10d.py. Raises UnsupportedError on a machine without a GPU.
+    """
+    count = torch.cuda.device_count()
+    if count == 0:
+        raise UnsupportedError("process-group backend nccl2 needs a GPU, and this process sees none")
+    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", rank)) % count)

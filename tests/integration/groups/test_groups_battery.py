@@ -91,6 +91,14 @@ def _operations(rank: int, size: int) -> dict[str, Check]:
         dist.gather(mine(), out := [torch.zeros(2) for _ in range(size)] if rank == 0 else None, 0)
         return out
 
+    def gather_single() -> object:  # torch has it from 2.15 on
+        out = torch.zeros(2 * size) if rank == 0 else None
+        try:
+            dist.gather_single(mine(), out, 0)
+        except RuntimeError:  # stock gloo does not have it; then ours must not, either
+            return "not supported"
+        return out
+
     def scatter() -> torch.Tensor:
         dist.scatter(out := torch.zeros(2), [mine() + i for i in range(size)] if rank == 0 else None, 0)
         return out
@@ -205,6 +213,8 @@ def _operations(rank: int, size: int) -> dict[str, Check]:
         scatter, send_recv, recv_any, isend_irecv, batch, objects, barriers, native_coalesced, sparse, functional,
         properties, store,
     ]  # fmt: skip
+    if hasattr(dist, "gather_single"):
+        named.append(gather_single)
     return {**{f.__name__: f for f in named}, **kinds}
 
 

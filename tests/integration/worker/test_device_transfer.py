@@ -103,7 +103,7 @@ def start(rank: int, size: int, store: Any) -> tuple[Any, Any, groups.DeviceGrou
     fingerprint.PAGE_WORDS, fingerprint.SMALL_BYTES = 1 << 10, 256
     module = fake_nccl.install()
     groups.install()
-    dist.init_process_group(fake_nccl.BACKEND, store=dist.PrefixStore("job", store), rank=rank, world_size=size)
+    dist.init_process_group(fake_nccl.backend_name(), store=dist.PrefixStore("job", store), rank=rank, world_size=size)
     dist.barrier()
     link = groups.device_group()
     assert link is not None

@@ -111,7 +111,7 @@ class StandIn(Gpu):
 
     def join(self, rank: int) -> str:
         fake_nccl.install()
-        return fake_nccl.BACKEND
+        return fake_nccl.backend_name()
 
     # -- CUDA's runtime library
 

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import datetime
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import wraps
@@ -53,8 +54,14 @@ _NO_COLLECTIVES = frozenset(
 )
 """What else a ProcessGroup has. Any other method may be a collective: each version of torch has new names for them."""
 
-BACKEND = "cpu:nccl"
-"""The backend's name for ``init_process_group``: the host's tensors play the device's."""
+KIND = "FAKE_NCCL_KIND"
+"""Environment variable: which of torch's NCCL backends is played; "nccl" (whatever torch means by it) or one of
+``torch_private.NCCL_CLASSES``."""
+
+
+def backend_name() -> str:
+    """For ``init_process_group``: the host's tensors play the device's."""
+    return "cpu:" + os.environ.get(KIND, "nccl")
 
 
 class FakeStream:
@@ -184,11 +191,15 @@ def install() -> Any:
                 root, rank, size, timeout, ranks, name, native.shared_device, lambda d: module.device(d, _CONNECT)
             )
 
-        backend = module.backend(request.rank, request.size, connect)
-        if device is not None:
-            backend.eager_connect_single_device(device)
+        newer = request.nccl != torch_private.LEGACY
+        backend = module.backend(request.rank, request.size, connect, request.nccl if newer else "nccl")
+        if device is not None or newer:  # the newer ones are connected in their constructor
+            backend.eager_connect_single_device(device or torch.device("cpu"))
         return backend
 
+    for name in torch_private.NCCL_CLASSES.values():
+        if not hasattr(dist, name):
+            setattr(dist, name, None)  # a torch that has all of them
     torch_private.nccl_backend = nccl_backend
     _catch_up_while_recording(module)
     for name in _collectives():

@@ -68,25 +68,40 @@ struct Event {
   }
 };
 
+// What a Work of ProcessGroupNCCL2 sees of its backend, to which it has a bare pointer (nccl2/WorkNCCL.cpp, checkStatus).
+struct Owner {
+  std::atomic<bool> alive{true}, failed{false};
+  void check() const {
+    if (!alive) die("a Work of nccl2 is asked when its backend has been destroyed");
+  }
+};
+using OwnerPtr = std::shared_ptr<Owner>;
+
 // The Work of ProcessGroupNCCL orders streams (WorkNCCL::synchronizeStream); it never throws because of an abort. The
-// host plays the current stream here, so waiting for its turn is waiting.
+// host plays the current stream here, so waiting for its turn is waiting. With an `owner` it is one of ProcessGroupNCCL2,
+// which throws once its communicator has failed or was aborted.
 class FakeWork final : public c10d::Work {
  public:
-  FakeWork(OpType type, Tensors outputs, LaunchPtr launch)
-      : Work(-1, type), outputs_(std::move(outputs)), launch_(std::move(launch)) {
+  FakeWork(OpType type, Tensors outputs, LaunchPtr launch, OwnerPtr owner = nullptr)
+      : Work(-1, type), outputs_(std::move(outputs)), launch_(std::move(launch)), owner_(std::move(owner)) {
     future_ = c10::make_intrusive<c10::ivalue::Future>(c10::ListType::ofTensors());
     auto future = future_;
     auto outs = outputs_;
     if (launch_) launch_->whenDone([future, outs] { future->markCompleted(c10::IValue(outs)); });
   }
-  bool isCompleted() override { return !launch_ || launch_->done(); }
+  bool isCompleted() override {
+    if (owner_) owner_->check();
+    return !launch_ || launch_->done() || (owner_ && owner_->failed);
+  }
   bool isSuccess() const override { return !launch_ || (launch_->done() && !launch_->torn()); }
   std::exception_ptr exception() const override { return nullptr; }
   bool wait(Millis) override {
     synchronize();
+    if (owner_ && owner_->failed) C10_THROW_ERROR(DistBackendError, "NCCL operation failed");
     return true;
   }
   void synchronize() override {
+    if (owner_) owner_->check();
     if (!launch_) return;
     if (const auto& stream = Stream::current())
       stream->follow(launch_);
@@ -96,11 +111,15 @@ class FakeWork final : public c10d::Work {
   void blockCurrentStream() override { synchronize(); }
   void abort() override {}
   Tensors result() override { return outputs_; }
-  FuturePtr getFuture() override { return future_; }
+  FuturePtr getFuture() override {
+    if (owner_) owner_->check();
+    return future_;
+  }
 
  private:
   Tensors outputs_;
   LaunchPtr launch_;  // null: of a group that has not ended
+  const OwnerPtr owner_;
   FuturePtr future_;
 };
 
@@ -149,7 +168,17 @@ struct Device {
 
 class FakeNccl final : public Backend {
  public:
-  FakeNccl(int rank, int size, Connect connect) : Backend(rank, size), connect_(std::move(connect)) { globalRank(rank); }
+  // `name`: "nccl" (ProcessGroupNCCL), "nccl2" or "nccl-lazy".
+  FakeNccl(int rank, int size, Connect connect, std::string name)
+      : Backend(rank, size),
+        name_(std::move(name)),
+        owner_(name_ == "nccl" ? nullptr : std::make_shared<Owner>()),
+        connect_(std::move(connect)) {
+    globalRank(rank);
+  }
+  ~FakeNccl() override {
+    if (owner_) owner_->alive = false;
+  }
 
   // The process's rank, as every backend takes it: that of the first one (ProcessGroupNCCL::globalRank, called in its
   // constructor). -1 without any.
@@ -160,7 +189,7 @@ class FakeNccl final : public Backend {
     return first;
   }
 
-  const std::string getBackendName() const override { return "nccl"; }
+  const std::string getBackendName() const override { return name_; }
   bool supportsCoalescing() const override { return true; }
   void setTimeout(Millis) override {}
   void setSequenceNumberForGroup() override {}
@@ -177,6 +206,7 @@ class FakeNccl final : public Backend {
   // Communicators that are just being made are not reached: ncclCommInitRankConfig blocks (pytorch#103264).
   void abort() override {
     aborted_ = true;
+    if (owner_) owner_->failed = true;  // nccl2/ProcessGroupNCCL.cpp, abort: comm_state_ = ERROR
     const auto all = communicators();
     size_t failed = 0;
     for (auto& [key, communicator] : all) failed += communicator->failed();
@@ -184,7 +214,7 @@ class FakeNccl final : public Backend {
     // The watchdog sleeps four times so long for each failed operation (ProcessGroupNCCL.cpp, 2.13, checkTimeout and the
     // dump signals), and the group's lock is held meanwhile.
     const Millis dump(setting("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", 15000));
-    if (failed > 0) std::this_thread::sleep_for(4 * dump);
+    if (failed > 0 && !owner_) std::this_thread::sleep_for(4 * dump);
   }
   void shutdown() override { abort(); }
   size_t connected() { return communicators().size(); }
@@ -192,7 +222,7 @@ class FakeNccl final : public Backend {
   void startCoalescing() override { ++Group::mine().depth; }
   WorkPtr endCoalescing() override {
     auto& group = Group::mine();
-    if (--group.depth > 0) return c10::make_intrusive<FakeWork>(OpType::COALESCED, Tensors{}, nullptr);
+    if (--group.depth > 0) return work(OpType::COALESCED, {}, nullptr);
     auto waiting = std::exchange(group.waiting, {});
     std::map<CommunicatorPtr, std::vector<Operation>> by;
     Tensors outputs;
@@ -206,7 +236,7 @@ class FakeNccl final : public Backend {
       last = std::make_shared<Launch>(std::move(operations));
       communicator->enqueue(last);
     }
-    return c10::make_intrusive<FakeWork>(OpType::COALESCED, outputs, last);
+    return work(OpType::COALESCED, outputs, last);
   }
 
   WorkPtr broadcast(Tensors& t, const c10d::BroadcastOptions& o) override {
@@ -307,7 +337,7 @@ class FakeNccl final : public Backend {
   // they first need it (ProcessGroupNCCL::pointToPoint: getKeySendRecv). It is asynchronous in any case.
   WorkPtr pointToPoint(
       OpType type, int peer, const Tensors& outputs, const std::function<WorkPtr(Backend&, int)>& start) {
-    if (Group::mine().depth > 0)
+    if (Group::mine().depth > 0 || name_ == "nccl2")
       return launch(type, true, communicator(kAll, getRank(), getSize()),
                     {[start, peer](Backend& b) { return start(b, peer); }, outputs, {}});
     const int low = std::min(getRank(), peer), high = std::max(getRank(), peer);
@@ -321,20 +351,27 @@ class FakeNccl final : public Backend {
     const Tensors outputs = operation.outputs;
     if (group.depth > 0) {
       group.waiting.emplace_back(on, std::move(operation));
-      return asyncOp ? WorkPtr(c10::make_intrusive<FakeWork>(type, outputs, nullptr)) : WorkPtr();
+      return asyncOp || owner_ ? work(type, outputs, nullptr) : WorkPtr();
     }
     auto launched = std::make_shared<Launch>(std::vector<Operation>{std::move(operation)});
     {
       Communicator::Launching here(*on);
       on->enqueue(launched);
     }
-    if (asyncOp) return c10::make_intrusive<FakeWork>(type, outputs, launched);
+    if (asyncOp || owner_) return work(type, outputs, launched);
     CurrentStream::mine().push_back(std::move(launched));
     if (CurrentStream::atOnce) CurrentStream::catchUp();
     return WorkPtr();
   }
 
+  WorkPtr work(OpType type, const Tensors& outputs, LaunchPtr launch) const {
+    return c10::make_intrusive<FakeWork>(type, outputs, std::move(launch), owner_);
+  }
+
   CommunicatorPtr communicator(const std::string& key, int rank, int size) {
+    // ProcessGroupNCCL2 looks before each launch (checkAndAbortIfTimedOutOrError).
+    if (owner_ && (aborted_ || getError() != c10d::ErrorType::SUCCESS))
+      TORCH_CHECK(false, "NCCL communicator was aborted after a previous error");
     if (aborted_) die("an operation of a group that has been aborted");
     {
       std::lock_guard<std::mutex> guard(mutex_);
@@ -368,6 +405,8 @@ class FakeNccl final : public Backend {
     return all;
   }
 
+  const std::string name_;
+  const OwnerPtr owner_;  // null: ProcessGroupNCCL
   const Connect connect_;
   std::mutex mutex_;
   std::map<std::string, CommunicatorPtr> communicators_;
@@ -397,8 +436,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("set_stream", [](std::shared_ptr<Stream> stream) {
     return std::exchange(Stream::current(), std::move(stream));
   });
-  m.def("backend", [](int rank, int size, py::function connect) -> BackendPtr {
-    return c10::make_intrusive<FakeNccl>(rank, size, unlocked(std::move(connect)));
+  m.def("backend", [](int rank, int size, py::function connect, std::string name) -> BackendPtr {
+    return c10::make_intrusive<FakeNccl>(rank, size, unlocked(std::move(connect)), std::move(name));
   });
   m.def("device", [](DevicePtr device, Millis connectTimeout) -> DevicePtr {
     return std::make_shared<flashrecovery::ManagedDevice>(std::move(device), connectTimeout);

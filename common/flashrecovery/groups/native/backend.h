@@ -100,6 +100,35 @@ class ManagedBackend final : public ManagedBase {
     return run(OpType::COALESCED, "coalesced", accelerator(), none,
                callOf([](Backend& b) { return b.endCoalescing(); }));
   }
+
+  // torch 2.15 calls these names. Its own defaults come to those above, but through a flag of the thread that refuses a
+  // second operation within the first, on whatever group.
+  WorkPtr all_gather_single(Tensor& out, Tensor& in, const c10d::AllgatherOptions& o) {
+    return _allgather_base(out, in, o);
+  }
+  WorkPtr all_gather_single_coalesced(Tensors& out, Tensors& in, const c10d::AllgatherOptions& o) {
+    return allgather_into_tensor_coalesced(out, in, o);
+  }
+  WorkPtr reduce_scatter_single(Tensor& out, Tensor& in, const c10d::ReduceScatterOptions& o) {
+    return _reduce_scatter_base(out, in, o);
+  }
+  WorkPtr reduce_scatter_single_coalesced(Tensors& out, Tensors& in, const c10d::ReduceScatterOptions& o) {
+    return reduce_scatter_tensor_coalesced(out, in, o);
+  }
+  WorkPtr all_to_all_single(
+      Tensor& out,
+      Tensor& in,
+      std::vector<int64_t>& outSplits,
+      std::vector<int64_t>& inSplits,
+      const c10d::AllToAllOptions& o) {
+    return alltoall_base(out, in, outSplits, inSplits, o);
+  }
+  WorkPtr gather_single(Tensor& out, Tensor& in, const c10d::GatherOptions& o) {
+    return run(OpType::GATHER, "gather_single", in.device().type(), [&] { return Tensors{out}; },
+               callOf([](Backend& b, auto&... a) { return gatherSingle<WorkPtr>(b, a...); }, out, in, o));
+  }
+  WorkPtr gather_into_tensor(Tensor& out, Tensor& in, const c10d::GatherOptions& o) { return gather_single(out, in, o); }
+
   void monitoredBarrier(const c10d::BarrierOptions& o, bool waitAll) override {
     auto call = [](Backend& b, auto& o, auto& waitAll) {
       try {

@@ -112,6 +112,7 @@ class ManagedBase : public Backend {
     for (auto& inner : inners)
       if (getBoundDeviceId() && inner.device != c10::DeviceType::CPU) inner.backend->setBoundDeviceId(getBoundDeviceId());
     std::unique_lock<std::mutex> lock(mutex_);
+    *std::exchange(replaced_, std::make_shared<std::atomic<bool>>(false)) = true;
     inners_.swap(inners);
     oldTransports.swap(transports_);
     transports_ = std::move(transports);
@@ -202,7 +203,7 @@ class ManagedBase : public Backend {
   bool reportsError() {
     if (isAbandoned()) return false;
     for (auto& inner : snapshot())
-      if (inner.backend->getBackendName() == "nccl" && inner.backend->getError() != c10d::ErrorType::SUCCESS) return true;
+      if (isNccl(*inner.backend) && inner.backend->getError() != c10d::ErrorType::SUCCESS) return true;
     return false;
   }
 
@@ -248,6 +249,9 @@ class ManagedBase : public Backend {
   void setTimeout(std::chrono::milliseconds timeout) override {
     timeout_ = timeout;
     for (auto& inner : snapshot()) inner.backend->setTimeout(timeout);
+  }
+  void addEphemeralTimeout(const std::chrono::milliseconds& timeout) {
+    for (auto& inner : snapshot()) flashrecovery::addEphemeralTimeout(*inner.backend, timeout);
   }
   c10::intrusive_ptr<Options> getBackendOptions() override {
     for (auto& inner : snapshot()) return inner.backend->getBackendOptions();
@@ -352,7 +356,7 @@ class ManagedBase : public Backend {
         for (const auto& part : launched) part->succeed();
       });
     enlist(record);
-    return finish(type, record, call, *inner, here);
+    return finish(type, record, call, inner, replaced(), here);
   }
 
   Ordinal next(OpType type, int peer) {
@@ -411,12 +415,13 @@ class ManagedBase : public Backend {
       OpType type,
       const std::shared_ptr<OpRecord>& record,
       const Call& call,
-      Backend& inner,
+      const BackendPtr& inner,
+      Replaced replaced,
       std::optional<Inside>& here) {
     WorkPtr work;
     try {
       if (type == OpType::COALESCED) section_.ended();  // before the call: an abort need not wait for its launch
-      work = call(inner);
+      work = call(*inner);
       here.reset();  // what follows may read the outputs, and so wait for the device
     } catch (const c10::Error&) {
       record->settle();
@@ -457,7 +462,16 @@ class ManagedBase : public Backend {
       });
     }
     auto answer = Between::on && !own() ? call.kept(local_) : std::function<WorkPtr()>();
-    return c10::make_intrusive<ManagedWork>(std::move(work), record, type, accelerator(), std::move(answer));
+    return c10::make_intrusive<ManagedWork>(
+        std::move(work), heldByWork(inner), std::move(replaced), record, type, accelerator(), std::move(answer));
+  }
+
+  static bool isNccl(const Backend& inner) { return inner.getBackendName().starts_with("nccl"); }
+
+  // A Work of torch's newer NCCL backends ("nccl2", "nccl-lazy") has a bare pointer to its backend, which it asks for
+  // errors (nccl2/WorkNCCL.cpp, checkStatus). A script may ask such a Work after the group was exchanged.
+  static BackendPtr heldByWork(const BackendPtr& inner) {
+    return isNccl(*inner) && inner->getBackendName() != "nccl" ? inner : BackendPtr();
   }
 
   // Which Works of gloo tell their completion; the others complete inside wait().
@@ -510,6 +524,10 @@ class ManagedBase : public Backend {
     std::lock_guard<std::mutex> guard(mutex_);
     return inners_;
   }
+  Replaced replaced() const {
+    std::lock_guard<std::mutex> guard(mutex_);
+    return replaced_;
+  }
   static void bury(std::vector<Inner>& inners) {
     for (auto& inner : inners) Graveyard::instance().bury(std::move(inner.backend));
     inners.clear();
@@ -523,6 +541,7 @@ class ManagedBase : public Backend {
   mutable std::mutex mutex_;
   BackendPtr local_;
   std::vector<Inner> inners_;
+  Replaced replaced_ = std::make_shared<std::atomic<bool>>(false);
   std::vector<std::shared_ptr<Transport>> transports_;
   Records records_;
   size_t sweepAt_ = 64;

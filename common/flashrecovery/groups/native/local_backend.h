@@ -64,6 +64,10 @@ class LocalBackend final : public c10d::Backend {
       for (auto& slot : out.front()) copy(slot, in.front());
     return done(c10d::OpType::GATHER, out.empty() ? Tensors{} : out.front());
   }
+  WorkPtr gather_single(Tensor& out, Tensor& in, const c10d::GatherOptions& o) {
+    if (getRank() == o.rootRank) gather_into(out, in);
+    return done(c10d::OpType::GATHER, {out});
+  }
   WorkPtr scatter(Tensors& out, TensorLists& in, const c10d::ScatterOptions& o) override {
     if (getRank() == o.rootRank && !in.empty()) copy(out.front(), in.front().at(getRank()));
     return done(c10d::OpType::SCATTER, out);

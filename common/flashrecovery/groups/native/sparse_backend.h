@@ -73,6 +73,16 @@ class SparseBackend final : public c10d::Backend {
       });
     });
   }
+  WorkPtr _allgather_base(Tensor& output, Tensor& input, const c10d::AllgatherOptions&) override {
+    TORCH_CHECK(
+        input.device().is_cpu() && output.device().is_cpu() && output.numel() == input.numel() * getSize(),
+        "all_gather takes tensors in host memory here, the output as large as all inputs");
+    return collective(c10d::OpType::_ALLGATHER_BASE, {output}, [in = input, out = output](Streams& streams) {
+      const at::NoGradGuard guard;
+      const Tensor rows = gather(streams, in);
+      streams.writing([&] { out.detach().copy_(rows.view(out.sizes())); });
+    });
+  }
   // For a few numbers: every rank gathers everybody's, and reduces them in the same order.
   WorkPtr allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) override {
     const auto op = options.reduceOp;

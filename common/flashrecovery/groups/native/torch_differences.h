@@ -6,6 +6,8 @@
 
 #include <torch/csrc/distributed/c10d/Work.hpp>
 
+#include <chrono>
+
 namespace flashrecovery {
 
 template <class Type>
@@ -35,6 +37,21 @@ Stats memoryStats(Backend& backend) {
   } else {
     return {};
   }
+}
+
+// One tensor from each rank into one of the root's, which torch has from 2.15 on.
+template <class Work, class Backend, class... Arguments>
+Work gatherSingle(Backend& backend, Arguments&... arguments) {
+  if constexpr (requires { backend.gather_single(arguments...); }) {
+    return backend.gather_single(arguments...);
+  } else {
+    return {};
+  }
+}
+
+template <class Backend>
+void addEphemeralTimeout(Backend& backend, const std::chrono::milliseconds& timeout) {
+  if constexpr (requires { backend.addEphemeralTimeout(timeout); }) backend.addEphemeralTimeout(timeout);
 }
 
 template <class Keys, class Store>

@@ -1,6 +1,7 @@
 // One operation: its record (for diagnosis, draining and the setup log) and the Work that a caller waits on.
 #pragma once
 
+#include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/Work.hpp>
 
 #include "ending.h"
@@ -113,6 +114,7 @@ struct OpRecord {
     abandoned = true;
     return dropped;
   }
+  bool failed() const { return failed_; }
   bool counts() const { return counts_; }
   void raised() const {
     if (counts_) ++raisedCount();
@@ -134,18 +136,27 @@ struct OpRecord {
   std::function<void()> onSuccess_;
 };
 
+// What the Works of one set of inner backends share. Set when the group gets others: a Work that has ended well before is
+// not asked any more, for its communicator has been aborted.
+using Replaced = std::shared_ptr<std::atomic<bool>>;
+
 // Forwards to the inner Work; once abandoned it fails, whatever the inner one says (an aborted collective may
 // "succeed" with garbage in its buffers).
 class ManagedWork final : public c10d::Work {
  public:
-  // `answer`: what a stand-in would do, and gives; none if the operation was not begun between two steps.
+  // `backend`: what has to live as long as the inner Work; null where that holds on to all it needs. `answer`: what a
+  // stand-in would do, and gives; none if the operation was not begun between two steps.
   ManagedWork(
       WorkPtr inner,
+      c10::intrusive_ptr<c10d::Backend> backend,
+      Replaced replaced,
       std::shared_ptr<OpRecord> record,
       c10d::OpType type,
       c10::DeviceType device,
       std::function<WorkPtr()> answer)
       : Work(-1, type),
+        backend_(std::move(backend)),
+        replaced_(std::move(replaced)),
         inner_(std::move(inner)),
         record_(std::move(record)),
         device_(device),
@@ -164,11 +175,14 @@ class ManagedWork final : public c10d::Work {
   // A poller learns from this that it need not wait, and may never ask how the operation has ended.
   bool isCompleted() override {
     if (answers_->given()) return true;
+    if (endedBefore()) return true;
     if (!record_->abandoned && !inner_->isCompleted()) return false;
     if ((record_->abandoned || inner_->exception()) && !answers()) record_->raised();
     return true;
   }
-  bool isSuccess() const override { return answers_->given() || (!record_->abandoned && inner_->isSuccess()); }
+  bool isSuccess() const override {
+    return answers_->given() || (!record_->abandoned && (endedBefore() || inner_->isSuccess()));
+  }
   std::exception_ptr exception() const override {
     if (answers_->given()) return nullptr;
     try {
@@ -176,7 +190,7 @@ class ManagedWork final : public c10d::Work {
     } catch (const std::exception&) {
       return std::current_exception();
     }
-    return inner_->exception();
+    return endedBefore() ? nullptr : inner_->exception();
   }
   int sourceRank() const override { return inner_->sourceRank(); }
   Tensors result() override { return inner_->result(); }
@@ -184,6 +198,7 @@ class ManagedWork final : public c10d::Work {
     if (answers_->given()) return;
     try {
       record_->throwIfAbandoned();
+      if (endedBefore()) return;
       inner_->synchronize();
       record_->throwIfAbandoned();
     } catch (const std::exception&) {
@@ -266,8 +281,12 @@ class ManagedWork final : public c10d::Work {
   }
   static bool isMainThread() { return ::gettid() == ::getpid(); }
 
+  // It ended, and not by an error, before the group got other inner backends.
+  bool endedBefore() const { return *replaced_ && !record_->abandoned && !record_->failed(); }
+
   bool waitForInner(std::chrono::milliseconds timeout) {
     record_->throwIfAbandoned();
+    if (endedBefore()) return true;
     bool done = false;
     UnderwayPart waiting;
     if (!record_->tracked) waiting.begin();
@@ -290,6 +309,8 @@ class ManagedWork final : public c10d::Work {
     if (!record_->tracked) record_->traffic.end();  // as far as anybody can tell
   }
 
+  c10::intrusive_ptr<c10d::Backend> backend_;  // destroyed after the Work
+  const Replaced replaced_;
   WorkPtr inner_;
   std::shared_ptr<OpRecord> record_;
   const c10::DeviceType device_;

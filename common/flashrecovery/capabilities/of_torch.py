@@ -275,7 +275,8 @@ LOADERS = capability(
     "and how far an iterator has come",
     Attributes("torch.utils.data.dataloader", "DataLoader", ("_iterator",)),
     Attributes("torch.utils.data.dataloader", "_BaseDataLoaderIter", ("_sampler_iter", "_num_yielded")),
-    Attributes("torch.utils.data.dataloader", "_MultiProcessingDataLoaderIter", ("_workers",)),
+    Attributes("torch.utils.data.dataloader", "_MultiProcessingDataLoaderIter", ("_workers", "_next_data")),
+    Defined("torch.utils.data.dataloader", ("_MultiProcessingDataLoaderIter",)),
 )
 SCHEDULERS = capability(
     "schedulers' marks",

@@ -171,8 +171,8 @@ def chosen_nccl(kinds: Mapping[str, str]) -> str:
     if named is not None:
         return named
     if NCCL_BY_NAME.way is not None:
-        dist.Backend._ensure_backend_registered("nccl")
-        plugin = dist.Backend._plugins.get("NCCL")
+        c10d.Backend._ensure_backend_registered("nccl")
+        plugin = c10d.Backend._plugins.get("NCCL")
         return NCCL2 if plugin is not None and plugin.creator_fn is c10d._create_nccl2_process_group else LEGACY
     asked = os.environ.get(_NCCL2_ENV) == "1" and hasattr(dist, NCCL_CLASSES[NCCL2])
     return NCCL2 if asked else LEGACY

@@ -69,8 +69,9 @@ class Copies:
         on_kept: Callable[[int], None],
         on_risk: Callable[[str], None],
     ) -> None:
-        """``on_kept`` is called with the newest version that is kept completely for another rank (-1: none). ``on_risk``
-        is called with a text if something is protected less well than reported at the start. Both from any thread.
+        """``on_kept`` is called with the newest version that is kept completely for another rank (-1: none).
+        ``on_risk`` is called with a text if something is protected less well than reported at the start. Both may be
+        called from any thread.
 
         Raises UnsupportedError if copies are asked for where there is one rank only, ``redundancy: replica`` where a
         shard has no replica, or parity where the nodes do not allow it; ConfigError if there is not enough host

@@ -4,6 +4,7 @@ have under torchrun, and have printed each line once."""
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -48,6 +49,7 @@ def under_torchrun(tmp_path: Path) -> Callable[[str], dict[int, str]]:
 
     def launch(shape: str) -> dict[int, str]:
         path = tmp_path / "torchrun"
+        shutil.rmtree(path / "logs", ignore_errors=True)
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
         command += ["--redirects", "3", "--log-dir", str(path / "logs"), str(SCRIPT), *flags(shape, path)]
         subprocess.run(command, check=False, timeout=TIMEOUT_S, cwd=ROOT, env={**os.environ, **ENVIRONMENT})
@@ -57,7 +59,7 @@ def under_torchrun(tmp_path: Path) -> Callable[[str], dict[int, str]]:
 
 
 def run(path: Path, shape: str, inject: list[str]) -> Job:
-    path.mkdir()
+    path.mkdir(exist_ok=True)
     return run_job(
         path / "run",
         Layout(shape, "", nproc=2),
@@ -72,7 +74,24 @@ def run(path: Path, shape: str, inject: list[str]) -> Job:
 @pytest.mark.parametrize("shape", KILLS)
 def test_after_four_deaths(shape: str, tmp_path: Path, under_torchrun: Callable[[str], dict[int, str]]) -> None:
     reference = under_torchrun(shape)
-    job = run(tmp_path / "job", shape, faults(*KILLS[shape]))
+    check_like(run(tmp_path / "job", shape, faults(*KILLS[shape])), reference)
+
+
+def test_resumed_from_a_checkpoint_amid_an_epoch(
+    tmp_path: Path, under_torchrun: Callable[[str], dict[int, str]]
+) -> None:
+    """Which the first launch of the script has saved."""
+    begun = under_torchrun("resumed")
+    assert sorted(begun) == [0, 1] and "digest" not in begun[0]
+    shutil.copytree(tmp_path / "torchrun" / "output", tmp_path / "job" / "output")
+    reference = under_torchrun("resumed")
+    assert lines(reference[0])[0].split()[1:3] == ["0", "6"]
+    kills = (1, "forward", 0), (0, "backward", 2), (1, "optimizer", 8), (0, "below", 18)
+    check_like(run(tmp_path / "job", "resumed", faults(*kills)), reference)
+
+
+def check_like(job: Job, reference: dict[int, str]) -> None:
+    """Each rank has said what it says in ``reference``, and four were killed."""
     assert job.code == 0 and sorted(reference) == [0, 1], job.explain()
     for rank, text in reference.items():
         assert printed(job, rank) == lines(text), job.explain()

@@ -212,7 +212,7 @@ def by_hand(accelerator: Any) -> None:
 
 
 def resumed(accelerator: Any) -> None:
-    """From a checkpoint amid an epoch, which another run of the script has made."""
+    """From a checkpoint amid an epoch, which another launch of the script has made."""
     set_seed(5)
     net = Net()
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
@@ -260,7 +260,6 @@ SHAPES: dict[str, tuple[Any, dict[str, Any]]] = {
     "amid": (amid, {"gradient_accumulation_steps": 2}),
     "trainer": (trainer, {}),
     "bf16": (trainer, {"mixed_precision": "bf16"}),
-    "fsdp2_trainer": (trainer, {}),
     "by_hand": (by_hand, {}),
     "fsdp2_by_hand": (by_hand, {}),
     "seedable": (nlp, {"dataloader_config": DataLoaderConfiguration(use_seedable_sampler=True)}),

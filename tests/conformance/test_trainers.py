@@ -55,7 +55,7 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
         pytest.param("teacher", ((1, "backward", 5), (0, "commit", 10)), id="teacher", marks=pytest.mark.grid),
         *(
             pytest.param(kind, ((rank, phase, step),), id=f"{kind}-{phase}-{rank}", marks=pytest.mark.grid)
-            for kind in ("baseline", "teacher", "inside", "norms", "best", "two-forwards")
+            for kind in ("baseline", "teacher", "inside", "norms", "best", "rows", "two-forwards")
             for rank, phase, step in (
                 (0, "forward", 6),
                 (1, "backward", 9),

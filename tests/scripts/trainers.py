@@ -18,6 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy
 import torch
 from torch.utils.data import Dataset, Sampler
 from transformers import Trainer, TrainerCallback, TrainingArguments
@@ -321,6 +322,41 @@ class Sampled(Trainer):  # type: ignore[misc]
         return super().compute_loss(model, inputs, *args, **kwargs)
 
 
+class Stored(Samples):
+    """All of it in one tensor."""
+
+    def __init__(self) -> None:
+        self.data = torch.stack([super(Stored, self).__getitem__(index)["x"] for index in range(SAMPLES)])
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return {"x": self.data[index], "labels": torch.tensor(index % CLASSES)}
+
+
+class Rows(Trainer):  # type: ignore[misc]
+    """Holds rows of its data, and parts and second names of what it changes in place."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **{**kwargs, "train_dataset": Stored()})
+        self.last = self.train_dataset.data[0]
+        self.recent = [self.train_dataset.data[1], self.train_dataset.data[2]]
+        self.memory = torch.zeros(4, FEATURES)
+        self.row = self.memory[0]
+        self.counts = numpy.zeros(4)
+        self.same = {"counts": self.counts, "part": self.counts[1:3]}
+
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        step = self.state.global_step
+        data = self.train_dataset.data
+        self.last, self.recent = data[3 * step % SAMPLES], [data[step % SAMPLES], self.last]
+        self.row = self.memory[step % 4]
+        self.row += inputs["x"].mean(0)
+        self.counts[step % 4] += 1
+        self.same["part"][0] += 0.5
+        near = (self.last + self.recent[1] + self.memory.sum(0)) @ inputs["x"].T
+        loss = super().compute_loss(model, inputs, *args, **kwargs)
+        return loss * (1 + 0.1 * torch.tanh(near.mean()) + 0.01 * self.same["counts"][1])
+
+
 class TwoForwards(Trainer):  # type: ignore[misc]
     """A training step of its own: two forward passes, one of them with noise, and one backward pass."""
 
@@ -377,6 +413,7 @@ KINDS: dict[str, Callable[..., Any]] = {
     "weighing": functools.partial(Sampled, sampler=Weighing, by="weights"),
     "drawing": functools.partial(Sampled, sampler=Drawing, by=""),
     "by-step": functools.partial(Sampled, sampler=ByStep, by=""),
+    "rows": Rows,
     "two-forwards": TwoForwards,
     "iterating": Iterating,
     "two-optimizers": TwoOptimizers,
@@ -389,6 +426,8 @@ def plain(value: Any) -> Any:
         return value.tolist()
     if isinstance(value, torch.Generator):
         return value.get_state().tolist()
+    if isinstance(value, numpy.ndarray):
+        return value.tolist()
     if isinstance(value, torch.nn.Module):
         return {name: tensor.tolist() for name, tensor in value.state_dict().items()}
     if isinstance(value, dict):
@@ -444,6 +483,7 @@ def main() -> None:
         "own": own,
         "seen": Baseline.seen,
         "best": vars(best),
+        "data": getattr(trainer.train_dataset, "data", None),
         "next": torch.rand(4),
     }
     text = json.dumps(plain(said), sort_keys=True)
@@ -452,7 +492,10 @@ def main() -> None:
 
 
 _OWN = frozenset(
-    {"baseline", "generator", "queue", "negatives", "view", "averages", "teacher", "norms", "scale", "order"}
+    {
+        *("baseline", "generator", "queue", "negatives", "view", "averages", "teacher", "norms", "scale", "order"),
+        *("last", "recent", "memory", "row", "counts", "same"),
+    }
 )
 
 if __name__ == "__main__":

@@ -74,6 +74,7 @@ class ModuleState(OwnState):
         self.odd: dict[str, str] = {}
         self.newest: dict[str, Any] = {}
         self._objects: dict[int, object] = {}
+        self._at_start = None
         self._first = 1
         self._parts = [*self._find_parts()]
 

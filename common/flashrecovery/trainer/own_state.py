@@ -11,8 +11,10 @@ from __future__ import annotations
 import ast
 import collections
 import functools
+import hashlib
 import inspect
-from collections.abc import Iterator, Mapping
+import weakref
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +22,12 @@ import torch
 
 from flashrecovery.errors import UnsupportedError
 from flashrecovery.state import codec
-from flashrecovery.trainer.own_values import MISSING, NOTHING, ValueReader, ValueWriter, of_transformers
+from flashrecovery.trainer.own_values import MISSING, ValueReader, ValueWriter, of_transformers
 from flashrecovery.worker.script_text.script_frames import is_own
 
 _FUNCTIONS = ("compute_loss_func", "compute_metrics", "preprocess_logits_for_metrics")
+_START = "the start"
+"""Beside the paths: the kinds of objects with which the process began."""
 _PLAIN = (int, float, bool, str, type(None))
 _CONTAINERS = (list, dict, set, collections.deque, collections.OrderedDict, collections.Counter)
 
@@ -45,6 +49,7 @@ class OwnState:
         self.odd: dict[str, str] = {}
         self.newest: dict[str, Any] = {}
         self._objects: dict[int, object] = {}  # by number: what the newest capture has seen
+        self._at_start: AtStart | None = None
         self._first = 1  # number of what has not been seen
 
     def passes_over(self, *things: object) -> None:
@@ -101,8 +106,10 @@ class OwnState:
         writer = ValueWriter(self._known, self._objects, self._first)
         found = self._written(writer)
         self._objects, self._first = writer.objects, writer.first
-        self.newest = found
-        return found
+        if self._at_start is None:
+            self._at_start = AtStart(writer.objects)
+        self.newest = {**found, _START: self._at_start.kinds}
+        return self.newest
 
     def mark(self) -> dict[str, Any]:
         """Other than before when something has changed."""
@@ -123,7 +130,7 @@ class OwnState:
                 self.modules.setdefault(f"{path}[{number}]" if number else path, module)
             for kind in writer.odd:
                 self.odd.setdefault(path, kind)
-            if data != NOTHING:
+            if writer.has_state:
                 found[path] = data
         return found
 
@@ -131,26 +138,29 @@ class OwnState:
 
     def restore(self, saved: Mapping[str, Any], *, same_process: bool) -> None:
         """Bring back what :meth:`capture` gave, in this process or in the one that it replaces."""
-        reader = ValueReader(self._objects if same_process else None)
+        values = {path: codec.loads(data) if isinstance(data, bytes) else data for path, data in saved.items()}
+        kinds = values.pop(_START, None)
+        objects = self._objects if same_process else self._at_start.objects(kinds) if self._at_start is not None else {}
+        reader = ValueReader(objects, values.values())
         now = self.mark()
         places = dict(self._places())
         for path in now.keys() - saved.keys():
             place = places[path]
             if isinstance(place, dict):
                 del place[path.rpartition(".")[2]]
-        for path, data in saved.items():
+        for path, saved_value in values.items():
             place, name = places.get(path), path.rpartition(".")[2]
             if place is None and path.startswith("trainer."):
                 place = vars(self._trainer)
             elif place is None:
                 place = self._attributes_at(path)
             if isinstance(place, dict):
-                value = _loaded(reader, data, place.get(name, MISSING))
+                value = reader.read(saved_value, place.get(name, MISSING))
                 if value is not MISSING:
                     place[name] = value
             elif place is not None:
                 current = vars(place)[name]
-                value = _loaded(reader, data, current)
+                value = reader.read(saved_value, current)
                 if value is not current:
                     setattr(place, name, value)
 
@@ -163,12 +173,38 @@ class OwnState:
         return None
 
 
+class AtStart:
+    """What a process has found at its first look, by number; what is gone meanwhile is not kept for this.
+
+    Attributes:
+        kinds: a digest of the types.
+    """
+
+    def __init__(self, objects: Mapping[int, object]) -> None:
+        names = [(number, type(thing).__qualname__) for number, thing in sorted(objects.items())]
+        self.kinds = hashlib.sha256(repr(names).encode()).hexdigest()
+        self._references: dict[int, Callable[[], object]] = {}
+        for number, thing in objects.items():
+            try:
+                self._references[number] = weakref.ref(thing)
+            except TypeError:  # lists, dictionaries
+                self._references[number] = functools.partial(_itself, thing)
+
+    def objects(self, kinds: str | None) -> dict[int, object]:
+        """Those that are there. ``kinds``: of the process that has written; if it began with others, the numbers say
+        nothing."""
+        if kinds != self.kinds:
+            return {}
+        found = {number: reference() for number, reference in self._references.items()}
+        return {number: thing for number, thing in found.items() if thing is not None}
+
+
+def _itself(thing: object) -> object:
+    return thing
+
+
 def _name_of(callback: object, number: int) -> str:
     return f"{type(callback).__name__}[{number}]"
-
-
-def _loaded(reader: ValueReader, data: Any, current: Any) -> Any:
-    return reader.read(codec.loads(data), current) if isinstance(data, bytes) else data
 
 
 def attributes_of_base(base: type) -> frozenset[str]:

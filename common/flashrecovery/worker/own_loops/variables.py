@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader, Dataset
 from flashrecovery.worker.local_state.fingerprints import CONTAINERS
 from flashrecovery.worker.local_state.generators import as_stateful
 from flashrecovery.worker.own_loops.rewrite import LoopText
+from flashrecovery.worker.script_text.extents import is_array
 from flashrecovery.worker.script_text.held_state import MODULES, held_by, objects_from, referred_to_from
 from flashrecovery.worker.script_text.plain_values import (
     LARGE,
@@ -30,7 +31,6 @@ from flashrecovery.worker.script_text.plain_values import (
     Putting,
     References,
     copies_of,
-    is_array,
     is_kept,
     is_referred_to,
     storage_of,

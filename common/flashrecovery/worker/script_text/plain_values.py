@@ -23,7 +23,7 @@ import sys
 import types
 import typing
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import astuple, dataclass, field
 from typing import Any
 
@@ -31,6 +31,17 @@ import torch
 
 from flashrecovery.worker.local_state import generators
 from flashrecovery.worker.local_state.fingerprints import KEPT_NUMBERS
+from flashrecovery.worker.script_text.extents import (
+    ALIGNED,
+    bytes_around,
+    extent_of,
+    in_memory,
+    is_array,
+    is_of_numpy,
+    is_same_place,
+    strides_of,
+    together,
+)
 from flashrecovery.worker.script_text.script_frames import is_own
 
 _NUMBERS = frozenset((*KEPT_NUMBERS, complex, bytes))
@@ -45,7 +56,7 @@ _PARTS = 20_000
 _DICTIONARIES = (dict, collections.OrderedDict, collections.defaultdict, collections.Counter)
 _CONTAINERS = (list, tuple, set, frozenset, collections.deque, *_DICTIONARIES)
 _IMMUTABLE = frozenset((torch.device, torch.dtype, torch.Size, range))
-_BY_PARTS: dict[type, tuple[Callable[[Any], tuple[Any, ...]], Callable[..., Any]]] = {
+BY_PARTS: dict[type, tuple[Callable[[Any], tuple[Any, ...]], Callable[..., Any]]] = {
     slice: (lambda s: (s.start, s.stop, s.step), slice),
     decimal.Decimal: (lambda d: (str(d),), decimal.Decimal),
     fractions.Fraction: (lambda f: (f.numerator, f.denominator), fractions.Fraction),
@@ -55,6 +66,13 @@ _BY_PARTS: dict[type, tuple[Callable[[Any], tuple[Any, ...]], Callable[..., Any]
     datetime.timedelta: (lambda t: (t.days, t.seconds, t.microseconds), datetime.timedelta),
 }
 """Values that never change: into plain parts, and made of these."""
+
+
+def made_of_parts(name: str, parts: Iterable[Any]) -> Any:
+    """A value of one of :data:`BY_PARTS`. ``name``: of its class."""
+    return next(make for kind, (_, make) in BY_PARTS.items() if kind.__name__ == name)(*parts)
+
+
 _DTYPES = "biufcSUMm"
 """Kinds of numpy's dtypes whose values are plain."""
 
@@ -136,7 +154,7 @@ class _Kept:
             return self._has_all(value, depth)
         if isinstance(value, enum.Enum):
             return "<locals>" not in kind.__qualname__
-        if kind in _IMMUTABLE or kind in _BY_PARTS:
+        if kind in _IMMUTABLE or kind in BY_PARTS:
             return kind is not datetime.datetime or value.tzinfo is None
         if isinstance(value, (type, types.FunctionType, types.BuiltinFunctionType)):
             return is_global(value)
@@ -153,7 +171,7 @@ class _Kept:
             return self._with_generators and generators.made_of(value) is not None
         if plain_base(kind) is not None:  # type: ignore[arg-type] # a class is hashable
             return bool(depth) and self._has_parts(state_of(value).values(), depth) and self._has_items(value, depth)
-        return _is_of_numpy(kind) and value.dtype.kind in _DTYPES and value.size <= self._largest
+        return is_of_numpy(kind) and value.dtype.kind in _DTYPES and value.size <= self._largest
 
     def _has_items(self, value: Any, depth: int) -> bool:
         items = items_of(value)
@@ -185,7 +203,7 @@ def _is_key(key: Any) -> bool:
     kind = type(key)
     if kind in (tuple, frozenset):
         return all(map(_is_key, key))
-    return kind in _NUMBERS or kind in _IMMUTABLE or (_is_of_numpy(kind) and key.shape == ())
+    return kind in _NUMBERS or kind in _IMMUTABLE or (is_of_numpy(kind) and key.shape == ())
 
 
 def _parts_of_partial(value: functools.partial[Any]) -> tuple[Any, ...]:
@@ -287,19 +305,6 @@ def set_items(thing: Any, items: Any, base: Any) -> None:
         (base.update if base is set else base.extend)(thing, items)
 
 
-def _is_of_numpy(kind: type) -> bool:
-    """Whether it is the class of its arrays, or of one of its numbers."""
-    numpy = sys.modules.get("numpy") if kind.__module__ == "numpy" else None
-    return numpy is not None and (
-        kind is numpy.ndarray or (issubclass(kind, numpy.generic) and kind.__module__ == "numpy")
-    )
-
-
-def is_array(value: object) -> bool:
-    """Whether it is one of numpy's."""
-    return _is_of_numpy(type(value))
-
-
 def storage_of(tensor: torch.Tensor) -> int:
     """Identity of its memory; of a DTensor, that of its part."""
     local = getattr(tensor, "_local_tensor", tensor)
@@ -368,11 +373,11 @@ def copies_of(
 
 def _sharing_with(values: Iterable[Any], others: Mapping[str, Any]) -> dict[str, Any]:
     """The tensors and arrays of ``others`` that share elements with those of ``values``."""
-    taken = [(low, high) for low, high, _ in _together(values)]
+    taken = [(low, high) for low, high, _ in together(_extents(values))]
     lows = [low for low, _ in taken]
     found = {}
     for name, value in others.items() if taken else ():
-        extent = _extent(value)
+        extent = extent_of(value)
         if extent is not None:
             before = bisect.bisect_left(lows, extent[1])
             if before and taken[before - 1][1] > extent[0]:
@@ -380,58 +385,18 @@ def _sharing_with(values: Iterable[Any], others: Mapping[str, Any]) -> dict[str,
     return found
 
 
+def _extents(values: Iterable[Any]) -> Iterator[tuple[int, int, int, Any]]:
+    return ((*extent, value) for value in values if (extent := extent_of(value)) is not None)
+
+
 def _views_of(values: Iterable[Any]) -> dict[int, _View]:
     """Of the tensors and arrays that share elements, or lie between each other's, by identity."""
     views: dict[int, _View] = {}
-    for low, high, parts in _together(values):
+    for low, high, parts in together(_extents(values)):
         if len(parts) > 1:
             memory = f"memory {len(views)}"
-            views |= {id(value): _View(memory, low // _ALIGNED * _ALIGNED, high, first) for value, first in parts}
+            views |= {id(value): _View(memory, low // ALIGNED * ALIGNED, high, first) for value, first in parts}
     return views
-
-
-def _together(values: Iterable[Any]) -> list[tuple[int, int, list[tuple[Any, int]]]]:
-    """Parts of the memory, from the lowest on: addresses of the first byte and behind the last one, and the tensors and
-    arrays there, each with the address of its first element."""
-    extents = [(*extent, value) for value in values if (extent := _extent(value)) is not None]
-    found: list[tuple[int, int, list[tuple[Any, int]]]] = []
-    for low, high, first, value in sorted(extents, key=lambda one: one[0]):
-        if found and low < found[-1][1]:
-            begin, end, parts = found[-1]
-            parts.append((value, first))
-            found[-1] = (begin, max(end, high), parts)
-        else:
-            found.append((low, high, [(value, first)]))
-    return found
-
-
-_ALIGNED = 16
-"""Bytes: of the largest element."""
-
-
-def _extent(value: Any) -> tuple[int, int, int] | None:
-    """Addresses of a tensor or array: of its first byte, behind its last one, and of its first element. None: it has
-    none, or two of its elements are one."""
-    if isinstance(value, torch.Tensor):
-        if value.layout != torch.strided or value.is_quantized or not value.numel() or not value.data_ptr():
-            return None
-        itemsize, first = value.element_size(), value.data_ptr()
-        strides = [int(stride) * itemsize for stride in value.stride()]
-    elif _is_of_numpy(type(value)) and value.shape and value.size:
-        itemsize, first, strides = value.itemsize, value.__array_interface__["data"][0], value.strides
-    else:
-        return None
-    if any(size > 1 and not stride for size, stride in zip(value.shape, strides, strict=True)):
-        return None
-    low, high = _reach(value.shape, strides, itemsize)
-    return first + low, first + high, first
-
-
-def _reach(shape: Iterable[int], strides: Iterable[int], itemsize: int) -> tuple[int, int]:
-    """How far a tensor or array lies around the first byte of its first element: its first byte, and behind its last
-    one. ``strides``: in bytes."""
-    ways = [(int(size) - 1) * stride for size, stride in zip(shape, strides, strict=True)]
-    return sum(way for way in ways if way < 0), sum(way for way in ways if way > 0) + itemsize
 
 
 def copy_of(value: Any) -> Any:
@@ -443,7 +408,7 @@ def _count(value: Any, seen: dict[int, Any], again: list[int], references: Refer
     """Add the things in ``value`` that can be written in place to ``seen``, by identity, and the identities of those
     that are there to ``again``."""
     kind = type(value)
-    if kind in _NUMBERS or kind in _IMMUTABLE or kind in _BY_PARTS:
+    if kind in _NUMBERS or kind in _IMMUTABLE or kind in BY_PARTS:
         return
     if isinstance(value, _WHICH) and references.path_of(value) is not None:
         return
@@ -459,7 +424,7 @@ def _count(value: Any, seen: dict[int, Any], again: list[int], references: Refer
 
 
 def _parts_of(value: Any) -> Iterable[Any]:
-    if isinstance(value, torch.Tensor) or _is_of_numpy(type(value)) or generators.is_generator(type(value)):
+    if isinstance(value, torch.Tensor) or is_of_numpy(type(value)) or generators.is_generator(type(value)):
         return ()
     if type(value) in _CONTAINERS:
         parts = value.values() if isinstance(value, dict) else value
@@ -512,8 +477,8 @@ def _copied(value: Any, alike: _Alike) -> Any:
         return kind(_copy(part, alike) for part in value)
     if isinstance(value, enum.Enum):
         return {_ENUM: (kind.__module__, kind.__qualname__, value.name)}
-    if kind in _BY_PARTS:
-        return {_VALUE: (kind.__name__, _BY_PARTS[kind][0](value))}
+    if kind in BY_PARTS:
+        return {_VALUE: (kind.__name__, BY_PARTS[kind][0](value))}
     if isinstance(value, (type, types.FunctionType, types.BuiltinFunctionType)):
         return {_GLOBAL: (value.__module__, value.__qualname__)}
     if kind is types.MethodType:
@@ -527,7 +492,7 @@ def _copied(value: Any, alike: _Alike) -> Any:
         return {_GENERATOR: (*(generators.made_of(value) or ("", "")), generator.state_dict())}
     base = plain_base(kind)  # type: ignore[arg-type] # a class is hashable
     if base is None and not isinstance(value, torch.nn.Module):
-        return value.copy() if _is_of_numpy(kind) else value
+        return value.copy() if is_of_numpy(kind) else value
     items = items_of(value)
     saved = None
     if items is not None:
@@ -604,7 +569,7 @@ class Putting:
             self._shared[shared[0]] = now
         if view is not None:
             memory, _, _, first, strides, _ = view
-            there = _bytes_around(now) if _strides(now) == tuple(strides) else None
+            there = bytes_around(now) if strides_of(now) == tuple(strides) else None
             if there is not None:
                 self._memories.setdefault(memory, (there[0], first - there[1]))
         return True
@@ -616,10 +581,10 @@ class Putting:
         if memory not in self._memories:
             self._memories[memory] = (torch.empty(high - low, dtype=torch.uint8, device=device), low)
         memory_bytes, begin = self._memories[memory]
-        there = _in_memory(memory_bytes, first - begin, tuple(strides), saved)
+        there = in_memory(memory_bytes, first - begin, tuple(strides), saved)
         if there is None:
             return self._array(saved)
-        if type(now) is type(there) and _is_same_place(now, there):
+        if type(now) is type(there) and is_same_place(now, there):
             there = now
         write(there, saved)
         return there
@@ -644,7 +609,7 @@ class Putting:
         if mark == _GLOBAL:
             return _found(*value)
         if mark == _VALUE:
-            return next(make for kind, (_, make) in _BY_PARTS.items() if kind.__name__ == value[0])(*value[1])
+            return made_of_parts(*value)
         if mark == _REFERENCE:
             there = self._references.at(value)
             return now if there is None else there
@@ -761,7 +726,7 @@ class Putting:
         """Not in the place of the one that is there: it may be a part of the script's data."""
         if isinstance(saved, torch.Tensor):
             return saved.detach().clone()
-        return saved.copy() if _is_of_numpy(type(saved)) else saved
+        return saved.copy() if is_of_numpy(type(saved)) else saved
 
 
 def put(now: Any, saved: Any) -> Any:
@@ -785,48 +750,3 @@ def write(now: Any, saved: Any) -> bool:
         else:
             now.resize_(saved.shape).copy_(saved)
     return True
-
-
-def _strides(now: Any) -> tuple[int, ...]:
-    """In elements of a tensor, in bytes of an array."""
-    return tuple(now.stride()) if isinstance(now, torch.Tensor) else tuple(now.strides)
-
-
-def _bytes_around(now: Any) -> tuple[torch.Tensor, int] | None:
-    """All of the memory in which a tensor or array lies, and at which of its bytes its first element is."""
-    if isinstance(now, torch.Tensor):
-        storage = now.untyped_storage()
-        whole = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, 0, (storage.nbytes(),), (1,))
-        return whole, int(now.storage_offset()) * now.element_size()
-    root = now
-    while type(root.base) is type(root):
-        root = root.base
-    if not (root.flags.forc and root.flags.writeable):
-        return None
-    begin = root.__array_interface__["data"][0]
-    return torch.from_numpy(root.reshape(-1, order="A").view("uint8")), now.__array_interface__["data"][0] - begin
-
-
-def _in_memory(memory: torch.Tensor, first: int, strides: tuple[int, ...], like: Any) -> Any:
-    """A tensor or array of the form of ``like`` in ``memory``, from byte ``first`` on; None if it has no room there."""
-    tensor = isinstance(like, torch.Tensor)
-    itemsize = like.element_size() if tensor else like.itemsize
-    low, high = _reach(like.shape, [stride * (itemsize if tensor else 1) for stride in strides], itemsize)
-    if first + low < 0 or first + high > memory.numel():
-        return None
-    if not tensor:
-        if memory.device.type != "cpu":
-            return None
-        numpy = sys.modules["numpy"]
-        return numpy.ndarray(like.shape, like.dtype, buffer=memory.numpy(), offset=first, strides=strides)
-    if first % itemsize:
-        return None
-    there = torch.empty(0, dtype=like.dtype, device=memory.device)
-    return there.set_(memory.untyped_storage(), first // itemsize, like.shape, strides)
-
-
-def _is_same_place(one: Any, other: Any) -> bool:
-    if isinstance(one, torch.Tensor):
-        return one.is_set_to(other)
-    place = "data", "strides", "shape", "typestr"
-    return all(one.__array_interface__[name] == other.__array_interface__[name] for name in place)

@@ -20,17 +20,24 @@ pytest.importorskip("lightning.pytorch")
 
 SCRIPT = ROOT / "tests" / "scripts" / "lightning_trainer.py"
 TIMEOUT_S = 300
+WHOLE = (1, "forward", 1), (0, "commit", 5), (1, "commit", 11), (0, "optimizer", 14)
+CALLBACKS = (1, "backward", 2), (0, "commit", 4), (0, "forward", 12), (1, "commit", 21)
+WORKERS = (1, "forward", 1), (0, "backward", 7), (0, "commit", 10), (1, "optimizer", 14)
 KILLS = {
     "steps": ("plain", ((1, "forward", 0), (0, "backward", 5), (0, "optimizer", 14), (1, "commit", 26))),
     "twice": ("plain", ((0, "between", 2), (0, "forward", 3), (1, "backward", 20), (1, "optimizer", 21))),
     "validation": ("plain", ((1, "between", 10), (0, "commit", 10), (0, "commit", 11), (1, "between", 12))),
     "end": ("plain", ((0, "optimizer", 33), (1, "commit", 34), (0, "commit", 35), (1, "commit", 36))),
-    "accumulation": ("whole", ((1, "forward", 1), (0, "commit", 5), (1, "commit", 11), (0, "optimizer", 14))),
-    "callbacks": ("callbacks", ((1, "backward", 2), (0, "commit", 4), (0, "forward", 12), (1, "commit", 21))),
-    "workers": ("workers", ((1, "forward", 1), (0, "backward", 7), (0, "commit", 10), (1, "optimizer", 14))),
+    "accumulation": ("whole", WHOLE),
+    "callbacks": ("callbacks", CALLBACKS),
+    "workers": ("workers", WORKERS),
     "metrics": ("metrics", ((1, "forward", 1), (0, "backward", 4), (0, "commit", 12), (1, "optimizer", 21))),
     "fsdp2": ("fsdp2", ((1, "forward", 0), (0, "backward", 5), (0, "optimizer", 14), (1, "commit", 26))),
     "fsdp2-validation": ("fsdp2", ((1, "between", 10), (0, "forward", 12), (0, "commit", 22), (1, "commit", 36))),
+    "fsdp2-accumulation": ("sharded-whole", WHOLE),
+    "fsdp2-callbacks": ("sharded-callbacks", CALLBACKS),
+    "fsdp2-shadow": ("sharded-shadow", CALLBACKS),
+    "fsdp2-workers": ("sharded-workers", WORKERS),
     "fsdp2-folders": ("folders", ((1, "backward", 9), (0, "commit", 10), (1, "between", 12), (0, "optimizer", 13))),
 }
 """The shape of the script, and who is killed in which phase of which call: ten steps, the validation and the end of an
@@ -102,7 +109,7 @@ def test_after_four_deaths(name: str, tmp_path: Path, under_torchrun: Callable[[
     assert replaced == {rank for rank, _, _ in kills}, job.explain()
     assert not job.notices("not_registered") and not job.notices("unprotected"), job.explain()
     copies = bool(job.notices("pre_step_copy_enabled"))
-    assert copies == (shape in ("whole", "callbacks")), job.explain()
+    assert copies == shape.endswith(("whole", "callbacks", "shadow")), job.explain()
     check_clean(job)
 
 

@@ -30,6 +30,10 @@ SHAPES = (
     "metrics",
     "fsdp2",
     "folders",
+    "sharded-whole",
+    "sharded-callbacks",
+    "sharded-workers",
+    "sharded-shadow",
     "parts",
     "manual",
     "two",
@@ -41,6 +45,8 @@ parser.add_argument("shape", choices=SHAPES)
 parser.add_argument("--output", type=Path, required=True)
 args = parser.parse_args()
 WIDTH, EPOCHS, RANK = 16, 3, int(os.environ["RANK"])
+SHARDED = args.shape in ("fsdp2", "folders", "parts") or args.shape.startswith("sharded")
+WORKERS = int(args.shape.endswith("workers"))
 logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
 
 
@@ -151,6 +157,35 @@ class Average(Callback):
         self.updates += 1
 
 
+class FullAverage(Average):
+    """The same of a model in shards: each rank has all of it."""
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if self.model is None:
+            torch.manual_seed(1)
+            self.model = nn.Sequential(nn.Linear(WIDTH, 32), nn.Dropout(0.1), nn.ReLU(), nn.Linear(32, 1))
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
+        with torch.no_grad():
+            for mine, other in zip(self.model.parameters(), pl_module.net.parameters(), strict=True):
+                mine.lerp_(other.full_tensor(), 0.1)
+        self.updates += 1
+
+
+class Shadow(Callback):
+    """An average of the weights in the shards of the model."""
+
+    def __init__(self) -> None:
+        self.of: dict[str, Tensor] = {}
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.of = {name: p.detach().clone() for name, p in pl_module.named_parameters()}
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
+        for name, p in pl_module.named_parameters():
+            self.of[name].lerp_(p.detach(), 0.1)
+
+
 class Data(LightningDataModule):
     def __init__(self) -> None:
         super().__init__()
@@ -158,10 +193,10 @@ class Data(LightningDataModule):
 
     def train_dataloader(self) -> Any:
         self.asked += 1
-        return DataLoader(dataset(80, 1), batch_size=4, shuffle=True, num_workers=int(args.shape == "workers"))
+        return DataLoader(dataset(80, 1), batch_size=4, shuffle=True, num_workers=WORKERS)
 
     def val_dataloader(self) -> Any:
-        return DataLoader(dataset(24, 2), batch_size=4, num_workers=int(args.shape == "workers"))
+        return DataLoader(dataset(24, 2), batch_size=4, num_workers=WORKERS)
 
 
 class Manual(Plain):
@@ -184,6 +219,14 @@ class Sharded(Plain):
         fully_shard(self.net, mesh=mesh)
 
 
+class ShardedWhole(Whole, Sharded):
+    """With the hooks and the schedule of Whole."""
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        norm = torch.stack([p.grad.full_tensor().norm() for p in self.parameters() if p.grad is not None]).norm()
+        self.log("norm", norm, sync_dist=True)
+
+
 class Parts(Plain):
     """Each layer by itself."""
 
@@ -194,35 +237,38 @@ class Parts(Plain):
 
 
 KINDS = {"whole": Whole, "workers": Normed, "metrics": Metrics, "manual": Manual, "lbfgs": Two}
-KINDS |= {"fsdp2": Sharded, "folders": Sharded, "parts": Parts}
+KINDS |= {"sharded-whole": ShardedWhole, "parts": Parts}
 torch.manual_seed(0)
-model = KINDS.get(args.shape, Plain)()
+model = KINDS.get(args.shape, Sharded if SHARDED else Plain)()
 seed_everything(100 + RANK, verbose=False)
 checkpoints = ModelCheckpoint(
     dirpath=args.output / "checkpoints",
     monitor="val_loss",
     save_top_k=2,
     save_last=True,
-    **({"every_n_train_steps": 4} if args.shape == "callbacks" else {}),
+    **({"every_n_train_steps": 4} if args.shape.endswith("callbacks") else {}),
 )
 callbacks: list[Any] = [checkpoints]
-if args.shape in ("whole", "callbacks"):
+if args.shape.endswith(("whole", "callbacks")):
     callbacks += [LearningRateMonitor(), EarlyStopping("val_loss", patience=5)]
-average = Average()
-if args.shape == "callbacks":
+average = FullAverage() if SHARDED else Average()
+if args.shape.endswith("callbacks"):
     callbacks.append(average)
+shadow = Shadow()
+if args.shape.endswith("shadow"):
+    callbacks.append(shadow)
 if args.shape == "averaging":
     from lightning.pytorch.callbacks import WeightAveraging
 
     callbacks.append(WeightAveraging())
 options: dict[str, Any] = {}
-if args.shape in ("whole", "callbacks"):
+if args.shape.endswith(("whole", "callbacks")):
     options |= {"accumulate_grad_batches": 3, "gradient_clip_val": 0.5, "val_check_interval": 0.5}
-if args.shape == "workers":
+if WORKERS:
     options |= {"limit_train_batches": 7, "accumulate_grad_batches": 2, "check_val_every_n_epoch": 2}
-    options |= {"precision": "bf16-mixed"}
+    options |= {"precision": "bf16-true" if SHARDED else "bf16-mixed"}
 strategy: Any = "ddp"
-if args.shape in ("fsdp2", "folders", "parts"):
+if SHARDED:
     strategy = ModelParallelStrategy(
         data_parallel_size=2, tensor_parallel_size=1, save_distributed_checkpoint=args.shape == "folders"
     )
@@ -238,7 +284,7 @@ trainer = Trainer(
     enable_model_summary=False,
     **options,
 )
-if args.shape in ("whole", "metrics"):
+if args.shape.endswith("whole") or args.shape == "metrics":
     trainer.fit(model, datamodule=Data())
 elif args.shape == "two":
     loaders = {"one": DataLoader(dataset(80, 1), batch_size=4), "other": DataLoader(dataset(80, 3), batch_size=4)}
@@ -282,6 +328,7 @@ tensors = [*model.parameters()]
 tensors += [v for p in model.parameters() for _, v in sorted(optimizer.state[p].items()) if isinstance(v, Tensor)]
 if average.model is not None:
     tensors += [*average.model.parameters()]
+tensors += shadow.of.values()
 counters = {"fit": trainer.fit_loop.state_dict(), "seen": model.seen, "updates": average.updates}
 counters["schedule"] = trainer.lr_scheduler_configs[0].scheduler.state_dict()
 counters["metrics"] = sorted((name, float(value)) for name, value in trainer.callback_metrics.items())

@@ -2,18 +2,18 @@
 
 Its loops of epochs (``_FitLoop``), batches (``_TrainingEpochLoop``) and steps (``_AutomaticOptimization``) become one
 loop of calls (:mod:`flashrecovery.worker.framework_calls`), which make the same operations and hooks in the same order.
-What comes next is a part of the loops' state (:mod:`.lightning_state`), so
-that a replacement passes over all calls, gets that state, and goes on from there.
+The next call is part of the loops' state (:mod:`.lightning_state`), so a replacement skips all calls, gets that state,
+and continues from there.
 
 =================  ==========================================================================================
-``train``          an epoch's begin, where there is one, all micro-batches of a step, optimizer and schedules
-``batch_end``      hooks after a step, where one of them may change what is trained, or a checkpoint is due
-``advance_end``    validation, where it is due
-``epoch_end``      of the epoch
-``run_end``        of the training
+``train``          the start of an epoch, if one begins, all micro-batches of a step, optimizer and schedules
+``batch_end``      hooks after a step, if one of them may change the model, or a checkpoint is due
+``advance_end``    validation, if it is due
+``epoch_end``      the end of the epoch
+``run_end``        the end of the training
 =================  ==========================================================================================
 
-What follows a step and has none of this is done in the next call, before anything else.
+What follows a step without any of this is done first in the next call.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from flashrecovery.plan.words import shortened
 from flashrecovery.trainer.events import mentions, names_from
 from flashrecovery.trainer.held_modules import HeldModules
 from flashrecovery.trainer.lightning_logs import go_on_with, hold_rows
-from flashrecovery.trainer.lightning_state import FitAdapter, FitState, Stage, refused
+from flashrecovery.trainer.lightning_state import FitState, Stage, refused
 from flashrecovery.worker.data.source import Source
 from flashrecovery.worker.own_loops.loops import LOOPS
 from flashrecovery.worker.script_text.script_frames import is_own
@@ -205,7 +205,7 @@ class Fit:
         self._changes = False  # a hook after a step may change what is trained
 
     def run(self) -> None:
-        """In the place of the fit loop's own."""
+        """Replaces the fit loop's own ``run``."""
         fit_loop = self._fit_loop
         fit_loop.setup_data()
         if fit_loop.skip:
@@ -271,9 +271,16 @@ class Fit:
             **schedules,
         )
         self._batches = _Batches(self._fit_loop)
-        self._state = state = FitState(trainer, recovery, lambda: self._batches.newest, self._prepared)
-        state.outside = [one for one in strategy.model.modules() if not any(one is part for part in model.modules())]
-        state.adapter = FitAdapter(state)
+        hears = [one for one in trainer.callbacks if is_own(type(one)) and is_overridden("on_train_batch_end", one)]
+        hears_itself = is_overridden("on_train_batch_end", module)
+        self._state = state = FitState(
+            trainer,
+            recovery,
+            last_batch=lambda: self._batches.newest,
+            prepared=self._prepared,
+            outside=[one for one in strategy.model.modules() if not any(one is part for part in model.modules())],
+            keeps_outputs=hears_itself or bool(hears),
+        )
         recovery.register_adapter(state.adapter)
         own = state.own
         own.passes_over(
@@ -282,12 +289,9 @@ class Fit:
         )
         self._held = HeldModules(own)
         self._held.register(recovery, model)
-        hears = [one for one in trainer.callbacks if is_own(type(one)) and is_overridden("on_train_batch_end", one)]
-        hears_itself = is_overridden("on_train_batch_end", module)
         self._changes = (hears_itself and _may_change(module)) or any(
             self._held.belongs_to(one) or mentions(_class_of(one), _CHANGING, _of_lightning) for one in hears
         )
-        state.keeps_outputs = hears_itself or bool(hears)
         self._stream = recovery.data(self._batches)
         self._replace(trainer.precision_plugin)
         recovery.protect_output()
@@ -355,7 +359,7 @@ class Fit:
         return waits or bool(self._loop._should_check_val_fx(self._fit_loop._data_fetcher))
 
     def _pass_over(self) -> None:
-        """In a replacement: this call lies behind."""
+        """In a replacement: skip a call that the job has completed."""
         if not self._state.arrived:
             return
         LOOPS.output.handed_out(self._recovery.version)
@@ -367,28 +371,28 @@ class Fit:
         """One call: what comes next, up to an optimizer step or something that needs a call of its own."""
         state = self._state
         LOOPS.output.handed_out(self._recovery.version)
-        state.version = self._recovery.version + 1
+        state.begin_call(self._recovery.version + 1)
         if state.stage is Stage.BATCH_END:
             alone = self._batch_end_alone
             if self._changes:
                 state.mutating()
             self._end_batch()
-            state.stage = Stage.ADVANCE_END
+            state.go_to(Stage.ADVANCE_END)
             if alone:
                 return
         if state.stage is Stage.ADVANCE_END:
             alone = self._advance_end_alone
             self._end_advance()
-            state.stage = Stage.EPOCH_END if self._loop.done else Stage.BATCHES
+            state.go_to(Stage.EPOCH_END if self._loop.done else Stage.BATCHES)
             if alone:
                 return
         if state.stage is Stage.EPOCH_END:
             self._fit_loop.on_advance_end()
             self._fit_loop.on_iteration_done()
-            state.stage = Stage.RUN_END if self._fit_loop.done else Stage.EPOCH
+            state.go_to(Stage.RUN_END if self._fit_loop.done else Stage.EPOCH)
         elif state.stage is Stage.RUN_END:
             self._fit_loop.on_run_end()
-            state.stage = Stage.OVER
+            state.go_to(Stage.OVER)
         else:
             self._train()
 
@@ -397,20 +401,20 @@ class Fit:
         if state.stage is Stage.EPOCH:
             self._fit_loop.on_advance_start()
             loop.reset()
-            state.stage = Stage.BATCHES
+            state.go_to(Stage.BATCHES)
         while not loop.done:
             if self._train_batch():
-                state.stage = Stage.BATCH_END
+                state.go_to(Stage.BATCH_END)
                 return
             self._end_batch()
             self._end_advance()
-        state.stage = Stage.EPOCH_END
+        state.go_to(Stage.EPOCH_END)
 
     # -- a batch ----------------------------------------------------------------------------------
 
     def _train_batch(self) -> bool:
-        """The first part of a round of the Trainer's loop, up to the optimizer and the schedules. Returns whether the
-        optimizer has stepped."""
+        """The first part of an iteration of the Trainer's loop, up to the optimizer and the schedules. Returns whether
+        the optimizer has stepped."""
         from lightning.pytorch.trainer import call
 
         trainer, loop, state = self._trainer, self._loop, self._state
@@ -421,9 +425,9 @@ class Fit:
         if batch is None:
             raise refused("a training loader that gives None")
         progress.is_last_batch = progress.current.ready + 1 >= self._fit_loop.max_batches
-        if self._transfers:
-            state.before_transfer = RngState.now().plain()
-        state.batch = batch = self._prepared(batch)
+        before_transfer = RngState.now().plain() if self._transfers else None
+        batch = self._prepared(batch)
+        state.begin_batch(batch, before_transfer)
         progress.increment_ready()
         trainer._logger_connector.on_batch_start(batch)
         call._call_callback_hooks(trainer, "on_train_batch_start", batch, batch_idx)
@@ -434,10 +438,10 @@ class Fit:
         progress.increment_started()
         steps = not loop._should_accumulate()
         if steps:
-            state.stage = Stage.STEP
+            state.go_to(Stage.STEP)
         kwargs = loop._build_kwargs(OrderedDict(), batch, batch_idx)
         with trainer.profiler.profile("run_training_batch"):
-            state.outputs = loop.automatic_optimization.run(trainer.optimizers[0], batch_idx, kwargs)
+            state.computed(loop.automatic_optimization.run(trainer.optimizers[0], batch_idx, kwargs))
         progress.increment_processed()
         state.update_schedules(loop)
         return steps
@@ -461,10 +465,10 @@ class Fit:
         trainer._logger_connector.on_batch_end()
         loop.batch_progress.increment_completed()
         trainer._logger_connector.update_train_step_metrics()
-        state.outputs, state.batch = {}, None
+        state.end_batch()
 
     def _end_advance(self) -> None:
-        """The third: validation, where it is due."""
+        """The third part: validation, if it is due."""
         self._loop.on_advance_end(self._fit_loop._data_fetcher)
         self._loop.on_iteration_done()
 

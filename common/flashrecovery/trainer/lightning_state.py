@@ -119,12 +119,14 @@ class ModuleState(OwnState):
 
 
 class FitState:
-    """A :class:`flashrecovery.adapter.PlacedLoop`: what comes next is a part of it, so any call can be made again.
+    """A :class:`flashrecovery.adapter.PlacedLoop`: the next stage is part of it, so any call can be repeated.
 
     Args:
         trainer: a Trainer whose ``fit()`` has set everything up.
-        last_batch: gives the batch that the data has given last.
-        prepared: makes it ready for the module, as it was before its step.
+        last_batch: returns the newest batch of the data.
+        prepared: prepares a batch for the module, as before its step.
+        outside: modules around the protected ones; their only state is their mode.
+        keeps_outputs: a hook of the script gets the outputs when the step is over.
     """
 
     counted = (
@@ -133,27 +135,28 @@ class FitState:
     )
 
     def __init__(
-        self, trainer: Any, recovery: Recovery, last_batch: Callable[[], Any], prepared: Callable[[Any], Any]
+        self,
+        trainer: Any,
+        recovery: Recovery,
+        *,
+        last_batch: Callable[[], Any],
+        prepared: Callable[[Any], Any],
+        outside: Sequence[nn.Module],
+        keeps_outputs: bool,
     ) -> None:
         self._trainer, self._recovery = trainer, recovery
         self._saved = 0  # calls so far
         self._last_batch, self._prepared = last_batch, prepared
+        self._outside, self._keeps_outputs = outside, keeps_outputs
         self.stage = Stage.EPOCH
         self.batch: Any = None
         self.outputs: dict[str, Any] = {}
-        self.keeps_outputs = False
-        """A hook of the script is given them when the step is over."""
-        self.version = 0
-        """That the call under way makes."""
-        self.before_transfer: dict[str, Any] | None = None
-        """The random state in which the newest batch was made ready, if the script has a hand in that."""
-        self.adapter: FitAdapter | None = None
+        self._version = 0  # the version that the call under way makes
+        self._before_transfer: dict[str, Any] | None = None
         self.own = ModuleState(trainer)
         self._files = KnownFiles(trainer)
-        self.outside: Sequence[nn.Module] = ()
-        """Modules around what is protected, which have nothing but a mode."""
         self.arrived = False
-        """In a replacement: it has come to its place."""
+        """In a replacement: it has reached its place."""
         self._losses = 0
         self._restored: dict[str, Any] | None = None
         module, fit = trainer.lightning_module, trainer.fit_loop
@@ -170,24 +173,44 @@ class FitState:
         ]
         self._tables = [(logger, name) for name in ("_progress_bar_metrics", "_logged_metrics", "_callback_metrics")]
         self._results = {"train": epoch._results, "validate": epoch.val_loop._results}
+        self.adapter = FitAdapter(self)
 
-    # -- in a step --------------------------------------------------------------------------------
+    # -- in a call --------------------------------------------------------------------------------
+
+    def begin_call(self, version: int) -> None:
+        """A call begins, which makes ``version``."""
+        self._version = version
+
+    def go_to(self, stage: Stage) -> None:
+        """The loops have reached this stage."""
+        self.stage = stage
+
+    def begin_batch(self, batch: Any, before_transfer: dict[str, Any] | None) -> None:
+        """A batch is ready for the module. ``before_transfer``: the random state in which it was prepared, if the
+        script takes part in that."""
+        self.batch, self._before_transfer = batch, before_transfer
+
+    def computed(self, outputs: dict[str, Any]) -> None:
+        """The batch has been computed, with these outputs."""
+        self.outputs = outputs
+
+    def end_batch(self) -> None:
+        """The hooks after the batch are done."""
+        self.outputs, self.batch = {}, None
 
     def sealed(self, outputs: dict[str, Any]) -> None:
         """The loss of a step's last micro-batch is known, and its gradients' synchronisation has not begun."""
         self.outputs = outputs
         self._losses += 1
-        if self.adapter is not None:
-            self.adapter.sealed()
+        self.adapter.sealed()
 
     def mutating(self) -> None:
         """What follows in this call may change parameters."""
-        if self.adapter is not None:
-            self.adapter.mutating()
+        self.adapter.mutating()
 
     def finish_step(self) -> None:
-        """In a replacement: the counters that the Trainer's loop moves after the optimizer has stepped. Optimizer and
-        schedules have been restored as they are then."""
+        """In a replacement: advance the counters that the Trainer's loop advances after the optimizer's step. Optimizer
+        and schedules have been restored to their state at that point."""
         trainer, loop = self._trainer, self._trainer.fit_loop.epoch_loop
         loop.automatic_optimization.optim_progress.optimizer.step.increment_completed()
         loop.batch_progress.increment_processed()
@@ -233,8 +256,8 @@ class FitState:
         self._load(saved, same_process=False)
         if saved["has_batch"]:
             now = RngState.now()
-            if self.before_transfer is not None:
-                restore_rng(self.before_transfer)
+            if self._before_transfer is not None:
+                restore_rng(self._before_transfer)
             self.batch = self._results["train"].batch = self._prepared(self._last_batch())
             restore_rng(now.plain())
         self.outputs = _on_device(saved["outputs"], self._trainer.strategy.root_device)
@@ -257,22 +280,22 @@ class FitState:
     # -- its parts --------------------------------------------------------------------------------
 
     def capture(self) -> dict[str, Any]:
-        """In plain values."""
+        """As plain values."""
         results = self._results["train"]
         return {
             "stage": self.stage.value,
-            "version": self.version,
-            "printed": LOOPS.output.newest(self.version),
+            "version": self._version,
+            "printed": LOOPS.output.newest(self._version),
             "counters": [{name: getattr(one, name) for name in names} for one, names in self._counters],
             "scalars": [getattr(owner, name) for owner, name in self._scalars],
             "tables": [_plain(dict(getattr(owner, name))) for owner, name in self._tables],
             "results": {name: _written(one) for name, one in self._results.items()},
             "has_batch": results.batch is not None,
             "batch_size": results.batch_size,
-            "outputs": _plain(self.outputs) if self.keeps_outputs else {},
-            "before_transfer": self.before_transfer,
+            "outputs": _plain(self.outputs) if self._keeps_outputs else {},
+            "before_transfer": self._before_transfer,
             "files": sorted(self._files.names),
-            "modes": [one.training for one in self.outside],
+            "modes": [one.training for one in self._outside],
             "own": self.own.capture(),
         }
 
@@ -285,8 +308,8 @@ class FitState:
 
     def _load(self, saved: Mapping[str, Any], *, same_process: bool) -> None:
         trainer = self._trainer
-        self.stage, self.version = Stage(saved["stage"]), saved["version"]
-        LOOPS.output.restore(self.version, saved["printed"])
+        self.stage, self._version = Stage(saved["stage"]), saved["version"]
+        LOOPS.output.restore(self._version, saved["printed"])
         for (counter, names), values in zip(self._counters, saved["counters"], strict=True):
             for name in names:
                 setattr(counter, name, values[name])
@@ -297,9 +320,9 @@ class FitState:
         for name, rows in saved["results"].items():
             self._put(self._results[name], rows)
         self._results["train"].batch_size = saved["batch_size"]
-        self.before_transfer = saved["before_transfer"]
+        self._before_transfer = saved["before_transfer"]
         self._files.names = {*saved["files"]}
-        for one, training in zip(self.outside, saved["modes"], strict=True):
+        for one, training in zip(self._outside, saved["modes"], strict=True):
             one.training = training
         self.own.restore(saved["own"], same_process=same_process)
         trainer.lightning_module.forward = self._forward  # an interrupted step has left another one
@@ -327,7 +350,7 @@ class FitState:
 
 
 class FitAdapter(LoopAdapter, InspectableAdapter):
-    """Carries it."""
+    """Carries a :class:`FitState`."""
 
     name = "lightning-fit"
 

@@ -2,11 +2,11 @@
 
     scripts/mutate_nccl.py [NAME...]    names of mutants, or parts of them, e.g. "04-" (default: all)
 
-A reading of NCCL's and torch's sources has found 21 things that the first run on GPUs would break (docs/testing.md has
-the table). What mends each of them is taken out here, in a copy of the tree, and the tests that are named must fail.
-They need no GPU: what has to do with NCCL itself runs with the fake of it. ``unchanged`` runs all of them without a
-mutant. C++ is compiled into a cache of its own; a mutant of it takes about a minute. Ends with exit status 1 if a
-mutant has survived.
+A reading of NCCL's and torch's sources, and of public reports, has found 23 things that GPUs would break
+(docs/testing.md has the table). What mends each of them is taken out here, in a copy of the tree, and the tests that
+are named must fail. They need no GPU: what has to do with NCCL itself runs with the fake of it. ``unchanged`` runs all
+of them without a mutant. C++ is compiled into a cache of its own; a mutant of it takes about a minute. Ends with exit
+status 1 if a mutant has survived.
 """
 
 from __future__ import annotations
@@ -46,6 +46,7 @@ ENV, ENVIRONMENT, CHECKS = (f"{CORE}/{name}.py" for name in ("runtime/nccl_env",
 FLAT, COPIES_EXCHANGE = (f"{CORE}/redundancy/memory/{name}.py" for name in ("flat_buffer", "peer_exchange"))
 PACE, BUFFERS, ADAPTER = f"{CORE}/groups/native/pace.h", f"{CORE}/adapter/buffers.py", f"{CORE}/adapter/base.py"
 FSDP2_STATE, FSDP2_ADAPTER = f"{CORE}/adapter/fsdp2_state.py", f"{CORE}/torch_native/fsdp2.py"
+ACCELERATOR, MACHINE = f"{CORE}/groups/accelerator.py", f"{CORE}/controller/machine.py"
 REDUCER, ORDER = f"{CORE}/torch_native/ddp_reducer.py", f"{CORE}/controller/recovery.py"
 MEGATRON = "fr_megatron/support.py"
 
@@ -64,7 +65,7 @@ def _unit(name: str, *tests: str) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Row:
-    """One of the 21. ``without``: what of it no mutant takes out, and why."""
+    """One of the 23. ``without``: what of it no mutant takes out, and why."""
 
     number: int
     what: str
@@ -796,6 +797,55 @@ ROWS = (
                 f"{FAKE}::test_a_work_that_has_ended_may_be_asked_when_its_backend_is_gone",
             ),
         ),
+    ),
+    Row(
+        23,
+        "a survivor whose device is lost in the recovery is a victim of it",
+        (
+            _out(
+                "23-it-is-the-scripts",
+                MACHINE,
+                "taken_along(m, self.job.last_failure) if self._is_taken_along(m) else m for m",
+                "m for m",
+                *_unit("context_lost"),
+            ),
+            _out(
+                "23-what-replacements-meet-is-not-theirs",
+                MACHINE,
+                "bool(message.last_words.device) and message.rank not in recovery.victims",
+                "bool(message.last_words.device)",
+                *_unit("context_lost"),
+            ),
+            _out(
+                "23-it-answers-and-stays",
+                RECOVER,
+                "            worker.end_if_context_is_lost(e)\n            if not",
+                "            if not",
+                *_unit("recovery_commands"),
+            ),
+            _out(
+                "23-nobody-looks-after-the-answer",
+                RECOVER,
+                "                worker.end_if_context_is_lost(e)\n                raise",
+                "                raise",
+                *_unit("recovery_commands"),
+            ),
+            _out(
+                "23-one-error-is-enough",
+                ACCELERATOR,
+                "    for _ in range(2):",
+                "    for _ in range(1):",
+                *_unit("context_lost"),
+            ),
+            _out(
+                "23-last-words-do-not-say-so",
+                BOOT,
+                "        device=device,\n",
+                "",
+                f"{FAKE_JOBS}::test_survivors_lose_their_devices_within_the_recovery",
+            ),
+        ),
+        without="whether a GPU's peers are lost with a process, and whether its context can be asked then, needs GPUs",
     ),
 )
 MUTANTS = tuple(mutant for row in ROWS for mutant, _ in row.mutants)

@@ -241,7 +241,12 @@ MUTANTS = (
         "        reply.late.extend(sorted(v for v, late in self._loop.sealing.late.items() if late))\n",
         "",
     ),
-    Mutant("stop-no-reset", RECOVER, "            self._reset()\n        return", "            pass\n        return"),
+    Mutant(
+        "stop-no-reset",
+        RECOVER,
+        "                self._reset()\n            except",
+        "                pass\n            except",
+    ),
     Mutant("fresh-stays", RECOVER, "        self._fresh = False\n        if worker", "        if worker"),
     Mutant(
         "never-fresh",

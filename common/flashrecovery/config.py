@@ -311,9 +311,10 @@ class Settings(_Model):
         return word if word == "print" else word in _TRUE
 
 
-FaultKind = Literal["sigkill", "sigstop", "exit", "raise", "segv", "hang", "corrupt"]
+FaultKind = Literal["sigkill", "sigstop", "exit", "raise", "segv", "hang", "corrupt", "device"]
 FAULTS: tuple[str, ...] = get_args(FaultKind)
-"""What can be injected. ``corrupt``: one bit of what a rank receives while it is restored."""
+"""What can be injected. ``corrupt``: one bit of what a rank receives while it is restored. ``device``: every later call
+of the process to its device fails."""
 CORRUPTIBLE = "recovery:restoring"
 
 

@@ -70,6 +70,12 @@ class FailureKind(_Word):
 
     Do: keep the node out and have its device checked; see health.md.
     """
+    CONTEXT_LOST = "context_lost"
+    """The rank survived the failure of another one, and then every call to its device failed. It is replaced in the
+    same recovery.
+
+    Do: if it comes often, have the GPUs of that node and their NVLinks checked; see nodes.md#what-fails-together.
+    """
     DEADLOCK_SUSPECTED = "deadlock_suspected"
     """Of a recovery: the ranks stand still and none is to blame. None is replaced and the step runs again.
 
@@ -126,6 +132,7 @@ TRAITS: Mapping[FailureKind, FailureTraits] = {
     FailureKind.UNRESPONSIVE: FailureTraits(node_weight=1.0),
     FailureKind.COMMAND: FailureTraits(),
     FailureKind.DEVICE: FailureTraits(node_weight=1.0),
+    FailureKind.CONTEXT_LOST: FailureTraits(own=False),
     FailureKind.DEADLOCK_SUSPECTED: FailureTraits(),
     FailureKind.WARNING: FailureTraits(),
     FailureKind.RESIZE: FailureTraits(),

@@ -109,6 +109,62 @@ def test_a_kernel_fails_and_the_process_can_never_use_its_device_again(
     assert failure["rank"] == 1 and "illegal memory access" in json.dumps(failure), failure
 
 
+LOSES = "rank={},fault=device,at=recovery:{}"
+STICKY_AT = ("quiescing", "regrouping", "restoring", "verifying", "resuming")
+
+
+def _taken_along(job: Job, ranks: set[int]) -> None:
+    """They are victims of the one recovery, and no script has raised anything."""
+    (recovery,) = job.of("recovery_finished")
+    assert set(recovery["victims"]) == ranks, job.explain()
+    failures = job.of("failure_detected")
+    assert [f["kind"] for f in failures] == ["killed", *["context_lost"] * (len(ranks) - 1)], job.explain()
+    assert not any(f["exception"] for f in failures), failures
+
+
+@pytest.mark.parametrize(
+    "phase", [pytest.param(p, marks=[] if p == "regrouping" else [pytest.mark.grid]) for p in STICKY_AT]
+)
+@pytest.mark.parametrize(
+    ("layout", "victims"),
+    [
+        (FSDP, (2,)),
+        pytest.param(FSDP, (0, 2, 3), marks=pytest.mark.grid),
+        pytest.param(DDP, (0, 2), marks=pytest.mark.grid),
+    ],
+    ids=["fsdp-one", "fsdp-all", "ddp-two"],
+)
+def test_survivors_lose_their_devices_within_the_recovery(
+    layout: Layout, victims: tuple[int, ...], phase: str, tmp_path: Path, reference: Callable[[Layout], Job]
+) -> None:
+    """At the first call to the device after that moment of the recovery. Each is replaced, and no limit counts it."""
+    inject = ["rank=1,fault=sigkill,at=backward,step=3", *(LOSES.format(rank, phase) for rank in victims)]
+    config = {"max_failures_per_step": 1, "max_kills_per_step": 2}
+    job = _run(tmp_path / "run", layout, inject=inject, standby=1, config=config)
+    check_same(job, reference(layout))
+    _taken_along(job, {1, *victims})
+
+
+@pytest.mark.parametrize("layout", [FSDP, pytest.param(DDP, marks=pytest.mark.grid)], ids=lambda layout: layout.name)
+@pytest.mark.parametrize(
+    "phase", ["backward", *(pytest.param(p, marks=pytest.mark.grid) for p in ("forward", "commit"))]
+)
+def test_a_death_takes_its_nvlink_domain_along(
+    layout: Layout, phase: str, tmp_path: Path, reference: Callable[[Layout], Job]
+) -> None:
+    """Two domains of two GPUs each. The peer's memory has gone away under the kernels of the other one."""
+    job = _run(
+        tmp_path / "run",
+        layout,
+        inject=[f"rank=1,fault=sigkill,at={phase},step=3"],
+        standby=1,
+        env={"FAKE_NCCL_NVLINK": f"2:{tmp_path}/domains"},
+        config={"max_failures_per_step": 1, "max_kills_per_step": 2},
+    )
+    check_same(job, reference(layout))
+    _taken_along(job, {0, 1})
+
+
 @pytest.mark.grid
 @pytest.mark.mutants
 def test_a_replica_is_restored_from_device_to_device(tmp_path: Path, reference: Callable[[Layout], Job]) -> None:

@@ -4,6 +4,7 @@ Or ``fake_nccl.py ARGUMENTS`` with the script in ``FAKE_NCCL_SCRIPT``.
 
 ``FAKE_NCCL_BREAK=RANK:STEP``: after that optimizer step of the rank's first process its connections break.
 ``FAKE_NCCL_STICKY=RANK:STEP``: there a kernel fails, and with it every later call of the process to the device.
+``FAKE_NCCL_NVLINK=RANKS:DIRECTORY``: so many ranks after each other have GPUs that are joined by NVLink.
 """
 
 from __future__ import annotations
@@ -38,8 +39,21 @@ def _in_time(variable: str, strike: Callable[[], None]) -> None:
     register_optimizer_step_post_hook(stepped)
 
 
+def _join_domain() -> None:
+    """Tell the others of the domain which process this rank has; the fake looks for those that have ended."""
+    ranks, _, directory = os.environ.get("FAKE_NCCL_NVLINK", "").partition(":")
+    if not ranks:
+        return
+    rank = int(os.environ["RANK"])
+    domain = Path(directory) / str(rank // int(ranks))
+    domain.mkdir(parents=True, exist_ok=True)
+    (domain / f"{rank}.{os.getpid()}").touch()
+    os.environ["FAKE_NCCL_DOMAIN"] = str(domain)
+
+
 def main() -> None:
     module = fake_nccl.install()
+    _join_domain()
     _in_time("FAKE_NCCL_BREAK", module.break_network)
     _in_time("FAKE_NCCL_STICKY", module.fail_kernels)
     init = dist.init_process_group

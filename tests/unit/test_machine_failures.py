@@ -88,6 +88,7 @@ def test_each_kind_says_whose_doing_it_is() -> None:
         FailureKind.KILLED,
         FailureKind.STOPPED,
         FailureKind.NODE_LOST,
+        FailureKind.CONTEXT_LOST,
     }
 
 

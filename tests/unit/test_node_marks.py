@@ -90,6 +90,7 @@ def test_kinds_that_are_nobodys_doing_leave_nothing() -> None:
     assert ratings([mark(kind=FailureKind.DEADLOCK_SUSPECTED), mark(kind="of a newer version")], NOW) == {}
     assert {k for k in FailureKind if k not in WEIGHTS} == {
         FailureKind.COMMAND,
+        FailureKind.CONTEXT_LOST,
         FailureKind.DEADLOCK_SUSPECTED,
         FailureKind.WARNING,
         FailureKind.RESIZE,

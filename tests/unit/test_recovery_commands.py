@@ -8,12 +8,14 @@ from typing import Any
 from unittest.mock import MagicMock, call
 
 import pytest
+import torch.distributed as dist
 
 from flashrecovery import groups
-from flashrecovery.errors import DrainError
+from flashrecovery.errors import DrainError, RestoreError
 from flashrecovery.groups import DrainReport
 from flashrecovery.proto import flashrecovery_pb2 as pb
 from flashrecovery.state.version import VERSIONS_KEPT
+from flashrecovery.worker.context import Worker
 from flashrecovery.worker.control.device_sync import DeviceClock
 from flashrecovery.worker.recovery_commands import RecoveryExecutor
 from flashrecovery.worker.registry import ObjectShard
@@ -278,3 +280,45 @@ def test_a_rank_of_the_launch_seals_what_it_begins_with_and_is_live_at_version_0
     assert (joined.rank, joined.steps, joined.checkpoints) == (1, 9, False)
     assert worker.gate.initialised.called != replacement and loop.seal_start.called != replacement
     rank.executor.run.assert_called_once_with()
+
+
+class Left(Exception):
+    """The process would have ended."""
+
+
+@pytest.mark.parametrize("body", ["stop", "regroup", "restore", "staging", "resume"])
+@pytest.mark.parametrize("error", [RuntimeError("CUDA error"), RestoreError("a shard"), dist.DistBackendError("NCCL")])
+def test_a_process_without_a_device_answers_nothing_and_ends(
+    rank: Any, monkeypatch: pytest.MonkeyPatch, body: str, error: Exception
+) -> None:
+    """Whatever was raised where that has shown: no answer, no retry, and no error for the script to catch."""
+    rank.worker.end_if_context_is_lost.side_effect = Left
+    monkeypatch.setattr(rank.executor, f"_{body}", MagicMock(side_effect=error))
+    parts = {"stop": pb.Stop(), "regroup": pb.Regroup(), "restore": pb.Restore(), "staging": pb.Stage()}
+    with pytest.raises(Left):
+        _order(rank, **{body: parts.get(body, pb.Resume())})
+    assert not rank.worker.send.called and rank.worker.end_if_context_is_lost.mock_calls == [call(error)]
+
+
+def test_so_it_does_where_it_shows_only_after_the_answer_to_a_stop(rank: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    rank.worker.end_if_context_is_lost.side_effect = Left
+    monkeypatch.setattr(rank.executor, "_stop", MagicMock())
+    monkeypatch.setattr(rank.executor, "_reset", MagicMock(side_effect=RuntimeError("CUDA error")))
+    with pytest.raises(Left):
+        _order(rank, stop=pb.Stop())
+    assert rank.worker.send.called
+
+
+def test_its_last_words_have_the_devices_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    heard: list[pb.FromWorker] = []
+    worker = SimpleNamespace(send=heard.append)
+    monkeypatch.setattr(groups, "lost_context", lambda: "CUDA error: contained (code 226)")
+    ended = MagicMock(side_effect=Left)
+    monkeypatch.setattr("flashrecovery.worker.context.os._exit", ended)
+    with pytest.raises(Left):
+        Worker.end_if_context_is_lost(worker, RestoreError("a shard"))  # type: ignore[arg-type]
+    (words,) = [message.last_words for message in heard]
+    assert words.device == "CUDA error: contained (code 226)" and words.exception.endswith("RestoreError")
+    monkeypatch.setattr(groups, "lost_context", lambda: "")
+    Worker.end_if_context_is_lost(worker, RestoreError("a shard"))  # type: ignore[arg-type]
+    assert ended.call_count == 1

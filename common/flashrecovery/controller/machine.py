@@ -46,7 +46,7 @@ from flashrecovery.controller.membership.placement import RankPlacement
 from flashrecovery.controller.membership.smaller_layout import fits_without
 from flashrecovery.controller.parallelism import Parallelism
 from flashrecovery.controller.recovery import RecoverySteps
-from flashrecovery.controller.state.crashes import cause_of, limit_of, option_of
+from flashrecovery.controller.state.crashes import cause_of, limit_of, option_of, taken_along
 from flashrecovery.controller.state.history import HistoryEntry
 from flashrecovery.controller.state.job_state import AGENT, JobState
 from flashrecovery.controller.state.loss_policy import allowed_sizes, leaving_without, never_replaced
@@ -317,7 +317,8 @@ class Machine:
 
     def _on_failures(self, messages: Sequence[pb.Failure], now: float, node: str = "") -> None:
         """Take failures that are found at one moment together, as one recovery."""
-        lost = [message for message in messages if self._is_lost(message, now, node)]
+        found = [taken_along(m, self.job.last_failure) if self._is_taken_along(m) else m for m in messages]
+        lost = [message for message in found if self._is_lost(message, now, node)]
         if lost and self.job.state not in (State.FAILED, State.FINISHED):
             first = lost[0]
             kind, failed_at = FailureKind(first.kind), first.failed_at or now
@@ -342,7 +343,7 @@ class Machine:
         self.job.last_failure = f"rank {record.rank}: {failed_text(message.kind, message.evidence)}"
         kind = FailureKind(message.kind)
         self._emit_failure(record, kind, message.evidence, message.detect_s, step, message.last_words)
-        if kind is FailureKind.DEVICE and record.home:
+        if kind in (FailureKind.DEVICE, FailureKind.CONTEXT_LOST) and record.home:
             self.job.nodes[record.home].suspect = message.evidence
         was = record.place
         self.job.vacate(record.rank)
@@ -366,8 +367,16 @@ class Machine:
             self.job.fail(self._steps.raised(message, [record.rank]))
         else:
             self.job.tries.failures.append(message)
-            return not self._is_crash_loop(record, message, step)
+            return kind is FailureKind.CONTEXT_LOST or not self._is_crash_loop(record, message, step)
         return False
+
+    def _is_taken_along(self, message: pb.Failure) -> bool:
+        """Whether the rank has lost its device's context because of the failure for which all are being recovered. A
+        rank that has been replaced for that failure has not: what it meets is its own."""
+        record, recovery = self.job.ranks.get(message.rank), self.job.recovery
+        if record is None or recovery is None or record.place is Place.STARTING:
+            return False
+        return bool(message.last_words.device) and message.rank not in recovery.victims
 
     def _is_crash_loop(self, record: RankRecord, message: pb.Failure, step: int) -> bool:
         """Whether the rank has failed so often that the job ends for it."""

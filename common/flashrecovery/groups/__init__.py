@@ -7,6 +7,7 @@ stand-in inside (:func:`detach_all`), and connects again under a new generation 
 user's script from the top with detached groups and attaches at the same point. See ``docs/groups.md``.
 """
 
+from flashrecovery.groups.accelerator import lost_context
 from flashrecovery.groups.device_group import DeviceGroup, device_group
 from flashrecovery.groups.exchange import (
     AttachReport,
@@ -81,6 +82,7 @@ __all__ = [
     "install",
     "is_communication_error",
     "last_abandonment",
+    "lost_context",
     "main_op",
     "named_group",
     "numbers",

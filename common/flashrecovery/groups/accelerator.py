@@ -61,6 +61,12 @@ class Accelerator(Protocol):
     def empty_cache(self) -> None:
         """Give what is free in torch's allocator back to the driver."""
 
+    def check(self) -> None:
+        """A call to the device that waits for nothing. RuntimeError: the device fails."""
+
+    def fail(self) -> None:
+        """Start a kernel that faults: every later call of this process to its device fails. For fault drills."""
+
 
 class CudaStream:
     """One of CUDA's, by way of torch."""
@@ -116,11 +122,40 @@ class Cuda:
     def empty_cache(self) -> None:
         torch.cuda.empty_cache()
 
+    def check(self) -> None:
+        torch.cuda.current_stream().query()
+
+    def fail(self) -> None:
+        torch.zeros(1, device="cuda").index_select(0, torch.ones(1, dtype=torch.int64, device="cuda"))  # out of range
+
 
 def on_device(tensor: torch.Tensor) -> bool:
     """Whether it lies on a device of the kind that this process uses."""
     current = _accelerator.current()
     return current is not None and tensor.device.type == current.type and _accelerator.holds(tensor, tensor.device)
+
+
+def lost_context() -> str:
+    """The error with which every call of this process to its device fails from now on; "" if they do not. Waits for
+    nothing.
+
+    CUDA calls such errors sticky: an illegal address, a failed assertion of a kernel, a peer's memory that has gone
+    away (``cudaErrorContained``). "This leaves the process in an inconsistent state and any further CUDA work will
+    return the same error" (driver_types.h). So the device itself is asked, twice: what is over with one error (no
+    memory) is none, and neither the type nor the text of an error decides.
+    """
+    if not _accelerator.in_use():
+        return ""
+    error: RuntimeError | None = None
+    for _ in range(2):
+        try:
+            _accelerator.check()
+            return ""
+        except RuntimeError as e:
+            error = e
+    code = getattr(error, "error_code", None)
+    text = str(error).partition("\n")[0]
+    return text if code is None else f"{text} (code {code})"
 
 
 _accelerator: Accelerator = Cuda()

@@ -930,6 +930,7 @@ class LastWords(_message.Message):
     PLACE_FIELD_NUMBER: _builtins.int
     DIVERGED_FIELD_NUMBER: _builtins.int
     REFUSED_FIELD_NUMBER: _builtins.int
+    DEVICE_FIELD_NUMBER: _builtins.int
     exception: _builtins.str
     message: _builtins.str
     traceback: _builtins.str
@@ -940,6 +941,8 @@ class LastWords(_message.Message):
     """file and line of the script"""
     refused: _builtins.bool
     """by this package, by name: a replacement would fail in the same way"""
+    device: _builtins.str
+    """the error with which every call of this process to its device fails, whatever it has raised"""
     @_builtins.property
     def diverged(self) -> Global___Diverged: ...
     def __init__(
@@ -953,10 +956,11 @@ class LastWords(_message.Message):
         place: _builtins.str = ...,
         diverged: Global___Diverged | None = ...,
         refused: _builtins.bool = ...,
+        device: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["diverged", b"diverged"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["communication", b"communication", "diverged", b"diverged", "exception", b"exception", "fatal", b"fatal", "message", b"message", "place", b"place", "refused", b"refused", "traceback", b"traceback"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["communication", b"communication", "device", b"device", "diverged", b"diverged", "exception", b"exception", "fatal", b"fatal", "message", b"message", "place", b"place", "refused", b"refused", "traceback", b"traceback"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from flashrecovery import groups
 from flashrecovery.config import Settings
 from flashrecovery.kinds import NoticeKind
 from flashrecovery.plan.words import shortened
@@ -82,6 +83,18 @@ class Worker:
         text = f"{why}; the process is replaced"
         say(text)
         words = pb.LastWords(exception="flashrecovery.errors.StepInterrupted", message=text)
+        self.send(pb.FromWorker(last_words=words))
+        os._exit(1)
+
+    def end_if_context_is_lost(self, error: BaseException) -> None:
+        """End this process if none of its calls to the device succeeds any more, whatever ``error`` is in which that
+        has shown. No error of the script's may be what the job sees, nor may the script catch it and go on."""
+        device = groups.lost_context()
+        if not device:
+            return
+        say(f"the device cannot be used any more: {device}; the process is replaced")
+        name = f"{type(error).__module__}.{type(error).__qualname__}".removeprefix("builtins.")
+        words = pb.LastWords(exception=name, message=str(error)[:4000], device=device)
         self.send(pb.FromWorker(last_words=words))
         os._exit(1)
 

@@ -211,6 +211,7 @@ class RecoveryExecutor:
             elif body == "leave":
                 self._loop.leave()
         except (RuntimeError, FlashRecoveryError) as e:
+            worker.end_if_context_is_lost(e)
             if not (isinstance(e, FlashRecoveryError) or groups.is_communication_error(e)):
                 raise
             if worker.gate.outdated(command.generation):
@@ -222,7 +223,11 @@ class RecoveryExecutor:
             )
         worker.send(pb.FromWorker(reply=reply))
         if body == "stop":
-            self._reset()
+            try:
+                self._reset()
+            except RuntimeError as e:
+                worker.end_if_context_is_lost(e)
+                raise
         return resumed
 
     # -- the commands -----------------------------------------------------------------------------

@@ -124,6 +124,12 @@ class FakeDevice:
     def empty_cache(self) -> None:
         """There is none."""
 
+    def check(self) -> None:
+        self._module.check()
+
+    def fail(self) -> None:
+        self._module.fail_kernels()
+
 
 def _collectives() -> list[str]:
     """The methods by which torch's Python functions make a collective, in this version of torch."""

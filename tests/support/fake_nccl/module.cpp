@@ -449,7 +449,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     for (const auto& communicator : Device::instance().all()) communicator->breakNetwork();
   });
   m.def("global_rank", [] { return FakeNccl::globalRank(); });
-  m.def("fail_kernels", [] { Sticky::failed = true; });
+  m.def("fail_kernels", [] { Sticky::failed = Sticky::kIllegalAddress; });
   m.def("check", &Sticky::check);
   m.def("group_depth", [] { return Group::mine().depth; });
   m.def("synchronize", [] { Device::instance().synchronize(); }, NoGil());

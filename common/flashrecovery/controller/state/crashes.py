@@ -6,6 +6,10 @@ pattern yet. Only an out-of-memory killer comes back for ever; so there is a lim
 
 What a replacement suffers before its first step has no step number of its own. It is counted apart, until the recovery
 is over.
+
+A failure may take other ranks along: where GPUs read each other's memory, the end of one process can leave the others
+with contexts in which every call fails. Only the failure that this follows from counts. A rank is taken along once in a
+recovery, so no script gets round its limit in this way.
 """
 
 from __future__ import annotations
@@ -17,6 +21,7 @@ from enum import Enum
 
 from flashrecovery.config import RunConfig
 from flashrecovery.kinds import TRAITS, FailureKind
+from flashrecovery.proto import flashrecovery_pb2 as pb
 
 _BY_ITSELF = frozenset(
     {
@@ -48,6 +53,18 @@ def cause_of(kind: FailureKind, number: int) -> Cause:
     if kind is FailureKind.KILLED:
         return Cause.OWN if number in _BY_ITSELF else Cause.OUTSIDE
     return Cause.OWN if TRAITS[kind].own else Cause.OUTSIDE
+
+
+def taken_along(failure: pb.Failure, by: str) -> pb.Failure:
+    """The failure of a rank whose device has become useless because of an earlier one, ``by``: no fault of the script,
+    whatever the script has raised at that."""
+    device = failure.last_words.device
+    evidence = f"every call to its device fails: {device}; after {by.partition(chr(10))[0]}"
+    along = pb.Failure()
+    along.CopyFrom(failure)
+    along.kind, along.evidence = FailureKind.CONTEXT_LOST, evidence
+    along.ClearField("last_words")
+    return along
 
 
 def option_of(cause: Cause) -> str:

@@ -16,6 +16,7 @@ _SEEN_AS: Mapping[str, frozenset[FailureKind]] = {
     "segv": frozenset({FailureKind.KILLED}),
     "exit": frozenset({FailureKind.EXIT}),
     "raise": frozenset({FailureKind.EXCEPTION}),
+    "device": frozenset({FailureKind.EXCEPTION, FailureKind.CONTEXT_LOST}),
     "sigstop": frozenset({FailureKind.STOPPED, FailureKind.HANG, FailureKind.UNRESPONSIVE}),
     "hang": frozenset({FailureKind.HANG, FailureKind.UNRESPONSIVE}),
 }

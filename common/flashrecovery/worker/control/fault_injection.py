@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from flashrecovery import groups
 from flashrecovery.contract import roles
 from flashrecovery.contract.adapter import Adapter
+from flashrecovery.groups.accelerator import accelerator
 from flashrecovery.kinds import NoticeKind
 from flashrecovery.plan.words import step_text
 from flashrecovery.proto import flashrecovery_pb2 as pb
@@ -121,6 +122,9 @@ class Faults:
             self.fire(fault)  # the first time; it may have been handed over more than once
 
     def fire(self, fault: pb.Fault) -> None:
+        if fault.fault == "device" and not accelerator().in_use():
+            self._notify(NoticeKind.FAULT_IMPOSSIBLE, "this process uses no device", fault)
+            return
         step = self._step if any(missed is fault for missed in self._missed) else fault.step
         self._waiting = [waiting for waiting in self._waiting if waiting[0] is not fault]
         self._missed = [missed for missed in self._missed if missed is not fault]
@@ -136,5 +140,7 @@ class Faults:
         elif fault.fault == "hang":
             while True:
                 time.sleep(0.1)
+        elif fault.fault == "device":
+            accelerator().fail()
         elif fault.fault == "raise":
             raise InjectedFault(f"injected at {fault.phase}")

@@ -260,6 +260,7 @@ def _last_words(channel: Channel, error: BaseException) -> None:
     follows = groups is not None and groups.follows_communication_error(error)
     refused = isinstance(error, (UnsupportedError, DataSourceError)) and not follows
     message = str(error)[:4000]
+    device = "" if groups is None else groups.lost_context()
     words = pb.LastWords(
         exception=name,
         message=message,
@@ -268,6 +269,7 @@ def _last_words(channel: Channel, error: BaseException) -> None:
         fatal=fatal,
         place=place,
         refused=refused,
+        device=device,
     )
     if isinstance(error, DivergedError) and error.alike is not None:
         words.diverged.CopyFrom(pb.Diverged(suspects=error.suspects, alike=error.alike, partly=error.partly))

@@ -282,6 +282,12 @@ class Settings(_Model):
     parity: Literal[1, 2] = Field(1, description="of a parity group, how many ranks may be lost at once")
     parity_group: int = Field(8, ge=2, description="ranks of a parity group at most, if they can be divided so")
     pre_step_copy: Literal["auto", "always", "never"] = Field("auto", description="own pre-step copy of the state")
+    gpu_domain: int | None = Field(
+        None,
+        ge=1,
+        description="so many GPUs of a node after each other are lost with any process that uses one of them (NVLink); "
+        "none: they are not",
+    )
     rank_local_state_mib: int = Field(
         1024,
         ge=1,
@@ -562,6 +568,7 @@ def run_config(values: dict[str, Any], where: str) -> RunConfig:
     if config.auto == "print" and config.several_nodes:
         raise ConfigError("auto = 'print' looks at a script on one node: give no --nnodes; allowed here: true, false")
     _check_parity(config)
+    _check_gpu_domain(config)
     _check_elastic(config)
     _check_replan(config)
     return config
@@ -640,6 +647,16 @@ def _check_parity(config: RunConfig) -> None:
         raise ConfigError(
             f"redundancy: 'parity' with parity = {config.parity} needs at least {config.parity + 1} {what}, and there "
             f"are {places}; allowed here: 'auto', 'neighbor'" + (", parity = 1" if places == config.parity == 2 else "")
+        )
+
+
+def _check_gpu_domain(config: RunConfig) -> None:
+    """Whether the GPUs of a node can be divided so. Raises ConfigError."""
+    size, ranks = config.gpu_domain, config.nproc_per_node
+    if size is not None and size < ranks and ranks % size:
+        raise ConfigError(
+            f"gpu_domain = {size}: nproc_per_node = {ranks} is no multiple of it; 1 to {ranks} that divide it, or "
+            "more (the whole node), are allowed"
         )
 
 

@@ -165,6 +165,24 @@ def test_a_death_takes_its_nvlink_domain_along(
     _taken_along(job, {0, 1})
 
 
+def test_all_replicas_go_with_their_nvlink_domain_and_a_label_has_snapshots_kept(
+    tmp_path: Path, reference: Callable[[Layout], Job]
+) -> None:
+    """DDP on one node whose GPUs are joined: no process is left that has anything."""
+    job = _run(
+        tmp_path / "run",
+        DDP,
+        inject=["rank=1,fault=sigkill,at=backward,step=3"],
+        standby=1,
+        env={"FAKE_NCCL_NVLINK": f"4:{tmp_path}/domains"},
+        config={"gpu_domain": 4, "max_failures_per_step": 1, "max_kills_per_step": 2},
+    )
+    check_same(job, reference(DDP))
+    _taken_along(job, {0, 1, 2, 3})
+    said = [notice["text"] for notice in job.notices("redundancy")]
+    assert any("survives the loss of a rank, or of the GPUs that share NVLink; not of a node" in t for t in said), said
+
+
 @pytest.mark.grid
 @pytest.mark.mutants
 def test_a_replica_is_restored_from_device_to_device(tmp_path: Path, reference: Callable[[Layout], Job]) -> None:

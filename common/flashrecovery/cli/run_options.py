@@ -63,6 +63,7 @@ OWN = (
     _option("--node-name", default=None, help="This node's name, unique in the job; default: the host name."),
     _option("--node-address", default=None, help="This node's address for the others."),
     _option("--failure-domain", default=None, help="What fails together with this node: its switch, its rack."),
+    _option("--gpu-domain", type=int, default=None, help="GPUs of a node that one process may take along (NVLink)."),
     _option(
         *_both("master-port"), type=int, default=None, help="Port of the TCPStore, 0: any free one; see --master-addr."
     ),

@@ -199,8 +199,11 @@ class Session:
         )
         self._loop = Loop(worker, copies, own_calls=own_calls, own_loops=num_steps is None and not own_calls)
         self._loop.adopt_own(all_equal.union(copies.left_own()))
+        survival = copies.survival()
         if worker.rank == 0 and not worker.connection.detached:
             worker.notice(NoticeKind.REDUNDANCY, copies.describe())
+            if survival:
+                worker.notice(NoticeKind.REDUNDANCY, survival)
             if worker.own_staging is not None and worker.own_staging.warning:
                 worker.notice(NoticeKind.UNPROTECTED, worker.own_staging.warning)
             for text in untested():

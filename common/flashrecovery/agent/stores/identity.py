@@ -8,6 +8,7 @@ import uuid
 from dataclasses import dataclass, replace
 
 from flashrecovery.config import RunConfig
+from flashrecovery.health import nvlink
 from flashrecovery.proto import flashrecovery_pb2 as pb
 from flashrecovery.runtime.addresses import interface_of
 
@@ -35,11 +36,12 @@ class Identity:
     @staticmethod
     def of(config: RunConfig, host: str) -> Identity:
         """The identity of the node that the configuration describes. ``host``: this node's address."""
+        ranks = config.nproc_per_node
         return Identity(
             name=config.node_name or socket.gethostname(),
             host=host,
             slots=config.slots or config.nproc_per_node,
-            domain=config.failure_domain or "",
+            domain=config.failure_domain or (nvlink.look(os.environ, ranks).fabric if config.several_nodes else ""),
             node_rank=-1 if config.node_rank is None else config.node_rank,
             spare=config.spare,
             incarnation=uuid.uuid4().hex,

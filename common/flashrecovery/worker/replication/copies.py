@@ -35,6 +35,7 @@ from flashrecovery.worker.consistency.divergence_check import is_due
 from flashrecovery.worker.exit.last_checkpoint import save_last
 from flashrecovery.worker.local_state.version_counters import counter_watch, structure_watch
 from flashrecovery.worker.registry import Registry
+from flashrecovery.worker.replication import survival
 from flashrecovery.worker.replication.fallback import FallbackCheckpoints
 from flashrecovery.worker.replication.neighbor_ring import NeighborRing
 from flashrecovery.worker.replication.own_copies import OwnCopies
@@ -102,7 +103,9 @@ class Copies:
         ring = context(NEIGHBOUR_GROUP) if policy.needs_ring else None
         self._ring = NeighborRing(registry, policy, ring, keep)
         self._own = OwnCopies(registry, look, settings.pre_step_copy)
-        if settings.snapshots.keep == "always" and keep is not None and not self._own_copies:
+        auto = settings.snapshots.keep == "auto"
+        always = settings.snapshots.keep == "always" or (auto and survival.gpus_take_replicas(registry, settings))
+        if always and keep is not None and not self._own_copies:
             part = _part_of_snapshot(registry)
             self._own.snapshot = PreStepCopy(part, share=True, look=look, same=structure_watch, keep=keep)
         if self._own.always:
@@ -164,6 +167,11 @@ class Copies:
         """As text: what is protected by which copies, what that costs, and which losses it survives."""
         parts = [self._describe_copies(), self._policy.reason, self._describe_snapshots() if self.in_snapshots else ""]
         return "; ".join(part for part in parts if part)
+
+    def survival(self) -> str:
+        """What the job survives; see :func:`.survival.say`. A collective."""
+        own, outlives = self._every_step is not None, self._kept is not None
+        return survival.say(self._registry, self._settings, self._policy, own=own, outlives=outlives)
 
     def _describe_snapshots(self) -> str:
         if self._own.snapshot is None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
@@ -276,7 +276,7 @@ def placement() -> tuple[int, int]:
     and the same for a replacement wherever ranks have moved since, which GROUP_WORLD_SIZE is not."""
     stride = int(os.environ.get(STRIDE_ENV, "1"))
     if in_changed_layout():
-        return stride, max(len({*_shared_domains()}), 1)
+        return stride, max(len({*shared_domains_of_nodes()}), 1)
     return stride, int(os.environ.get("GROUP_WORLD_SIZE", "1"))
 
 
@@ -290,10 +290,11 @@ def ring_among(members: Sequence[int], shape: ReplicaShape | None = None) -> lis
     a job in which state is sharded only among ranks of the same model rank."""
     # In a layout that the job has changed to, nodes need not have equally many ranks, and domains are those of ranks.
     ranks = 1 if in_changed_layout() else ranks_of_node()
-    return (ring_of if shape is None else shape.ring)(members, placement()[0], ranks, _shared_domains())
+    return (ring_of if shape is None else shape.ring)(members, placement()[0], ranks, shared_domains_of_nodes())
 
 
-def _shared_domains() -> list[int]:
+def shared_domains_of_nodes() -> list[int]:
+    """A number for the failure domain of each node, as the job was launched; empty: no two share one."""
     shared: list[int] = json.loads(os.environ.get(DOMAINS_ENV, "[]"))
     return shared
 
@@ -301,7 +302,7 @@ def _shared_domains() -> list[int]:
 def domains_of_launch(world: int) -> list[str]:
     """The failure domain of each rank, as the job was launched, or has changed its parallel layout last. A replacement
     finds the same: it follows from what the agent has put into the environment."""
-    shared = _shared_domains()
+    shared = shared_domains_of_nodes()
     if in_changed_layout() and placement()[1] > 1:  # nodes need not have equally many ranks there
         return [f"domain {number}" for number in shared]
     return launch_domains(world, placement()[1], shared)
@@ -315,16 +316,17 @@ def parity_groups(registry: Registry, settings: Settings) -> Groups | str:
 def copied_shards(registry: Registry, losses: int) -> list[Shard]:
     """The shards of tensors that this rank has copied, or that parity is kept of: all whose holders may be lost with
     ``losses`` failure domains. Of several holders one has that done."""
+    by = copier(registry, losses)
+    return [shard for shard in registry.tensor_shards() if by(shard) == registry.rank]
+
+
+def copier(registry: Registry, losses: int) -> Callable[[Shard], int | None]:
+    """Gives the rank that has a shard copied; None: none has."""
     world = registry.world_size
     domains = domains_of_launch(world)
     if len({*domains}) <= losses and not in_changed_layout():
         domains = launch_domains(world, placement()[1])  # all share what may fail, so that only nodes are told apart
-
-    def copied(shard: Shard) -> bool:
-        by = copied_by(shard.name, shard.holders, domains, losses, lambda rank: neighbour_of(rank, world))
-        return by == registry.rank
-
-    return [shard for shard in registry.tensor_shards() if copied(shard)]
+    return lambda shard: copied_by(shard.name, shard.holders, domains, losses, lambda rank: neighbour_of(rank, world))
 
 
 def sizes_everywhere(registry: Registry, parity: int) -> tuple[Sizes, Sizes]:

@@ -1,0 +1,98 @@
+"""What one event takes along: a process, the GPUs that read each other's memory, a node, a rack. Pure.
+
+An event ends every process in its reach, and what lies on their devices. Host memory that a node's snapshot process
+holds outlives all but the loss of the node itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+
+class Event(Enum):
+    """What may happen at one moment, from the smallest on. The value is what is lost, in words."""
+
+    RANK = "a rank"
+    GPUS = "the GPUs that share NVLink"
+    NODE = "a node"
+    RACK = "what shares a failure domain"
+
+    @property
+    def takes_nodes(self) -> bool:
+        """Whether host memory goes with it."""
+        return self in (Event.NODE, Event.RACK)
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a rank is.
+
+    Attributes:
+        gpus: number of its domain among the GPUs of its node; -1: its GPU reads no other one's memory.
+        rack: failure domain above the node; "": the node shares nothing that is known of.
+    """
+
+    rank: int
+    node: int
+    gpus: int = -1
+    rack: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """Who has a shard.
+
+    Attributes:
+        live: ranks that have it live, one at least.
+        copies: ranks in whose host memory there is a copy.
+        outlives: the copies are there although these ranks' processes are not.
+        group: ranks that keep its parity together, its owner among them. losses: how many of them may be lost.
+    """
+
+    live: tuple[int, ...]
+    copies: tuple[int, ...] = ()
+    outlives: bool = False
+    group: tuple[int, ...] = ()
+    losses: int = 0
+
+
+def may_be_lost_together(one: Place, other: Place, event: Event) -> bool:
+    """Whether one ``event`` may take both ranks."""
+    if one.rank == other.rank:
+        return True
+    if event is Event.RANK:
+        return False
+    if event is Event.RACK and one.rack:
+        return one.rack == other.rack
+    if event is Event.GPUS and (one.gpus < 0 or one.gpus != other.gpus):
+        return False
+    return one.node == other.node
+
+
+def survives(kept: Kept, places: Sequence[Place], event: Event) -> bool:
+    """Whether something is left of a shard after any ``event``. ``places``: of all ranks, by rank."""
+    first = places[kept.live[0]]
+
+    def gone(rank: int) -> bool:
+        return may_be_lost_together(first, places[rank], event)
+
+    if not all(map(gone, kept.live)):
+        return True
+    if kept.group and sum(map(gone, kept.group)) <= kept.losses:
+        return True
+    return any((kept.outlives and not event.takes_nodes) or not gone(rank) for rank in kept.copies)
+
+
+def survival_text(lost: dict[Event, int]) -> str:
+    """What a job survives, and what not, and why. ``lost``: for each event that there may be, a rank of whose state
+    nothing would be left, -1: none."""
+    good = [event.value for event, rank in lost.items() if rank < 0]
+    bad = [
+        f"{event.value}: all that has the state of rank {rank}, copies included, may go with it"
+        for event, rank in lost.items()
+        if rank >= 0
+    ]
+    text = f"survives the loss of {', or of '.join(good) or 'nothing'}"
+    return f"{text}; not of {'; nor of '.join(bad)} (a checkpoint does)" if bad else text

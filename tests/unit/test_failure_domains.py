@@ -14,9 +14,9 @@ from flashrecovery.errors import ConfigError
 from flashrecovery.health import nvlink
 from flashrecovery.health.nvlink import NvLinks
 from flashrecovery.plan.membership.failure_domains import (
-    Event,
+    LossEvent,
     Kept,
-    Place,
+    RankLocation,
     may_be_lost_together,
     survival_text,
     survives,
@@ -29,28 +29,28 @@ from flashrecovery.worker.replication.survival import labelled_gpus, places
 CLUSTER = places(16, 4, (0, 0, 1, 1), (0, 0, 1, 1))
 
 
-def taken(event: Event, rank: int) -> list[int]:
+def taken(event: LossEvent, rank: int) -> list[int]:
     return [p.rank for p in CLUSTER if may_be_lost_together(CLUSTER[rank], p, event)]
 
 
 def test_what_goes_with_rank_5() -> None:
-    assert taken(Event.RANK, 5) == [5]
-    assert taken(Event.GPUS, 5) == [4, 5]
-    assert taken(Event.NODE, 5) == [4, 5, 6, 7]
-    assert taken(Event.RACK, 5) == [0, 1, 2, 3, 4, 5, 6, 7]
+    assert taken(LossEvent.RANK, 5) == [5]
+    assert taken(LossEvent.GPUS, 5) == [4, 5]
+    assert taken(LossEvent.NODE, 5) == [4, 5, 6, 7]
+    assert taken(LossEvent.RACK, 5) == [0, 1, 2, 3, 4, 5, 6, 7]
 
 
 def test_a_gpu_that_reaches_no_other_goes_alone_and_a_node_without_a_rack_too() -> None:
     where = places(4, 2, ())
-    assert not may_be_lost_together(where[0], where[1], Event.GPUS)
-    assert may_be_lost_together(where[0], where[0], Event.GPUS)
-    assert may_be_lost_together(where[0], where[1], Event.RACK)
-    assert not may_be_lost_together(where[0], where[2], Event.RACK)
+    assert not may_be_lost_together(where[0], where[1], LossEvent.GPUS)
+    assert may_be_lost_together(where[0], where[0], LossEvent.GPUS)
+    assert may_be_lost_together(where[0], where[1], LossEvent.RACK)
+    assert not may_be_lost_together(where[0], where[2], LossEvent.RACK)
 
 
 def test_ever_larger_events_take_ever_more() -> None:
     for rank in range(16):
-        reach = [set(taken(event, rank)) for event in Event]
+        reach = [set(taken(event, rank)) for event in LossEvent]
         assert all(small <= large for small, large in pairwise(reach))
 
 
@@ -72,19 +72,19 @@ def test_ever_larger_events_take_ever_more() -> None:
     ],
 )
 def test_what_is_left_of_a_shard(kept: Kept, left: str) -> None:
-    found = "".join(letter for event, letter in zip(Event, "rgnR", strict=True) if survives(kept, CLUSTER, event))
+    found = "".join(letter for event, letter in zip(LossEvent, "rgnR", strict=True) if survives(kept, CLUSTER, event))
     assert found == left
 
 
 def test_what_is_said() -> None:
-    assert survival_text({Event.RANK: -1, Event.NODE: -1}) == "survives the loss of a rank, or of a node"
-    text = survival_text({Event.RANK: -1, Event.GPUS: 3, Event.NODE: 0})
+    assert survival_text({LossEvent.RANK: -1, LossEvent.NODE: -1}) == "survives the loss of a rank, or of a node"
+    text = survival_text({LossEvent.RANK: -1, LossEvent.GPUS: 3, LossEvent.NODE: 0})
     assert text == (
         "survives the loss of a rank; not of the GPUs that share NVLink: all that has the state of rank 3, copies "
         "included, may go with it; nor of a node: all that has the state of rank 0, copies included, may go with it (a "
         "checkpoint does)"
     )
-    assert survival_text({Event.RANK: 1}).startswith("survives the loss of nothing; not of a rank: ")
+    assert survival_text({LossEvent.RANK: 1}).startswith("survives the loss of nothing; not of a rank: ")
 
 
 @pytest.mark.parametrize("size", [1, 2, 4, 8, 9, 72])
@@ -212,4 +212,4 @@ def test_the_fabric_is_a_label_where_all_gpus_are_in_one_and_it_is_complete() ->
 
 
 def test_places_are_of_the_launch() -> None:
-    assert places(4, 2, (0, -1), (5, 5))[3] == Place(3, 1, -1, "5")
+    assert places(4, 2, (0, -1), (5, 5))[3] == RankLocation(3, 1, -1, "5")

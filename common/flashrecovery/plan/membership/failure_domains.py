@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 
-class Event(Enum):
+class LossEvent(Enum):
     """What may happen at one moment, from the smallest on. The value is what is lost, in words."""
 
     RANK = "a rank"
@@ -22,11 +22,11 @@ class Event(Enum):
     @property
     def takes_nodes(self) -> bool:
         """Whether host memory goes with it."""
-        return self in (Event.NODE, Event.RACK)
+        return self in (LossEvent.NODE, LossEvent.RACK)
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class RankLocation:
     """Where a rank is.
 
     Attributes:
@@ -58,20 +58,20 @@ class Kept:
     losses: int = 0
 
 
-def may_be_lost_together(one: Place, other: Place, event: Event) -> bool:
+def may_be_lost_together(one: RankLocation, other: RankLocation, event: LossEvent) -> bool:
     """Whether one ``event`` may take both ranks."""
     if one.rank == other.rank:
         return True
-    if event is Event.RANK:
+    if event is LossEvent.RANK:
         return False
-    if event is Event.RACK and one.rack:
+    if event is LossEvent.RACK and one.rack:
         return one.rack == other.rack
-    if event is Event.GPUS and (one.gpus < 0 or one.gpus != other.gpus):
+    if event is LossEvent.GPUS and (one.gpus < 0 or one.gpus != other.gpus):
         return False
     return one.node == other.node
 
 
-def survives(kept: Kept, places: Sequence[Place], event: Event) -> bool:
+def survives(kept: Kept, places: Sequence[RankLocation], event: LossEvent) -> bool:
     """Whether something is left of a shard after any ``event``. ``places``: of all ranks, by rank."""
     first = places[kept.live[0]]
 
@@ -85,7 +85,7 @@ def survives(kept: Kept, places: Sequence[Place], event: Event) -> bool:
     return any((kept.outlives and not event.takes_nodes) or not gone(rank) for rank in kept.copies)
 
 
-def survival_text(lost: dict[Event, int]) -> str:
+def survival_text(lost: dict[LossEvent, int]) -> str:
     """What a job survives, and what not, and why. ``lost``: for each event that there may be, a rank of whose state
     nothing would be left, -1: none."""
     good = [event.value for event, rank in lost.items() if rank < 0]

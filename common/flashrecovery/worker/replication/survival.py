@@ -12,9 +12,9 @@ from flashrecovery import groups
 from flashrecovery.config import Settings
 from flashrecovery.health import nvlink
 from flashrecovery.plan.membership.failure_domains import (
-    Event,
+    LossEvent,
     Kept,
-    Place,
+    RankLocation,
     may_be_lost_together,
     survival_text,
     survives,
@@ -34,11 +34,11 @@ from flashrecovery.worker.replication.policy import (
 )
 
 
-def places(world: int, per_node: int, gpus: Sequence[int], shared: Sequence[int] = ()) -> tuple[Place, ...]:
-    """Of all ranks, at the launch. ``gpus``: by local rank, as in :class:`Place`; ``shared``: see
+def places(world: int, per_node: int, gpus: Sequence[int], shared: Sequence[int] = ()) -> tuple[RankLocation, ...]:
+    """Of all ranks, at the launch. ``gpus``: by local rank, as in :class:`RankLocation`; ``shared``: see
     :func:`~flashrecovery.plan.membership.placement.shared_domains`."""
     return tuple(
-        Place(
+        RankLocation(
             rank,
             rank // per_node,
             gpus[rank % per_node] if gpus else -1,
@@ -62,7 +62,9 @@ def gpus_take_replicas(registry: Registry, settings: Settings) -> bool:
         return False
     where = places(registry.world_size, ranks_of_node(), gpus)
     held = [shard.holders for shard in registry.tensor_shards() if len(shard.holders) > 1]
-    return anywhere(any(all(may_be_lost_together(where[h[0]], where[other], Event.GPUS) for other in h) for h in held))
+    return anywhere(
+        any(all(may_be_lost_together(where[h[0]], where[other], LossEvent.GPUS) for other in h) for h in held)
+    )
 
 
 def say(registry: Registry, settings: Settings, policy: CopyPolicy, *, own: bool, outlives: bool) -> str:
@@ -92,12 +94,14 @@ def say(registry: Registry, settings: Settings, policy: CopyPolicy, *, own: bool
         if by is not None and policy.protection is PeerProtection.PARITY:
             group = next((ranks for ranks in policy.parity_groups if by in ranks), ())
         kept.append(Kept(tuple(shard.holders), tuple(sorted(copies)), outlives, group, losses if group else 0))
-    answers = [int(not all(survives(one, where, event) for one in kept)) * (registry.rank + 1) for event in Event]
+    answers = [int(not all(survives(one, where, event) for one in kept)) * (registry.rank + 1) for event in LossEvent]
     any_gpus, *found = most([int(any(number >= 0 for number in gpus)), *answers])
-    lost = {event: rank - 1 for event, rank in zip(Event, found, strict=True)}
+    lost = {event: rank - 1 for event, rank in zip(LossEvent, found, strict=True)}
     if not any_gpus:
-        del lost[Event.GPUS]
+        del lost[LossEvent.GPUS]
     if not shared or placement()[1] == 1:
-        del lost[Event.RACK]
+        del lost[LossEvent.RACK]
     text = survival_text(lost)
-    return text if lost.get(Event.GPUS, -1) < 0 else f"{text}; --snapshots always keeps copies that outlive the GPUs"
+    return (
+        text if lost.get(LossEvent.GPUS, -1) < 0 else f"{text}; --snapshots always keeps copies that outlive the GPUs"
+    )

@@ -14,8 +14,8 @@ from flashrecovery.errors import ConfigError
 from flashrecovery.health import nvlink
 from flashrecovery.health.nvlink import NvLinks
 from flashrecovery.plan.membership.failure_domains import (
-    LossEvent,
     Kept,
+    LossEvent,
     RankLocation,
     may_be_lost_together,
     survival_text,

@@ -12,8 +12,8 @@ from flashrecovery import groups
 from flashrecovery.config import Settings
 from flashrecovery.health import nvlink
 from flashrecovery.plan.membership.failure_domains import (
-    LossEvent,
     Kept,
+    LossEvent,
     RankLocation,
     may_be_lost_together,
     survival_text,

@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from flashrecovery.errors import DataSourceError
+from flashrecovery.worker.data import worker_digests
 from flashrecovery.worker.data.batch_digest import Content, copy_of_structure, device_digest, digests_of_leaves
 from flashrecovery.worker.data.stream import DataStream
 from flashrecovery.worker.data.worker_digests import leaves_of
@@ -356,6 +357,16 @@ def test_a_loaders_workers_digest_its_batches(collate: Any, persistent: bool) ->
     stream.rollback(7)
     assert not stream._replay, "the source is read again"
     assert Content.of(next(stream)) == content
+
+
+def test_persistent_workers_that_the_script_has_started_or_uses_itself() -> None:
+    for begun_before in (True, False):
+        loader: Any = torch.utils.data.DataLoader(Large(), batch_size=2, num_workers=1, persistent_workers=True)
+        if begun_before:
+            next(iter(loader))
+        iterator = worker_digests.begin(loader)
+        assert type(next(iterator)) is dict and bool(leaves_of(iterator)) is not begun_before
+        assert type(next(iter(loader))) is dict
 
 
 def test_what_a_worker_says_counts_only_where_it_fits() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import os
 import pickle
 import subprocess
@@ -31,7 +32,7 @@ from flashrecovery.adapter.shards import FixedShard
 from flashrecovery.errors import RegistrationError, RestoreError, StepInterrupted, UnsupportedError
 from flashrecovery.state import codec
 from flashrecovery.state.spec import ShardSpec
-from flashrecovery.torch_native import DDPAdapter, FSDP2Adapter, PlainAdapter, adapter_for, ddp_reducer
+from flashrecovery.torch_native import DDPAdapter, FSDP2Adapter, ModuleAdapter, PlainAdapter, adapter_for, ddp_reducer
 from flashrecovery.worker.data.forwards import Forwards
 
 
@@ -976,3 +977,29 @@ def test_attributes_of_another_model_are_refused() -> None:
     state = adapter.capture_rank()
     with pytest.raises(RestoreError, match="no module 'unknown'"):
         adapter.restore_rank({**state, "attributes": {"unknown.calls": 1}})
+
+
+class Tracking(ModuleAdapter):
+    """Of a framework that tracks random streams by name, as Megatron and DeepSpeed do."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(2, 2))
+        self.states = {name: torch.arange(5056, dtype=torch.uint8) for name in ("model", "experts")}
+
+    def _tracked_streams(self) -> dict[str, torch.Tensor]:
+        return self.states
+
+
+def test_a_tracked_random_stream_that_moves_is_seen() -> None:
+    adapter = Tracking()
+    marks = [adapter.local_state_mark()]
+    assert adapter.local_state_mark() == marks[0]
+    adapter.states["experts"].data[5000] += 1  # no counter moves
+    marks.append(adapter.local_state_mark())
+    adapter.states["model"] = adapter.states["experts"].clone()
+    marks.append(adapter.local_state_mark())
+    del adapter.states["model"]
+    marks.append(adapter.local_state_mark())
+    assert all(one != other for one, other in itertools.combinations(marks, 2))
+    adapter.states = {name: torch.arange(5056, dtype=torch.uint8) for name in ("model", "experts")}
+    assert adapter.local_state_mark() == marks[0], "equal content in other tensors"

@@ -17,6 +17,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
+import xxhash
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
@@ -342,7 +343,9 @@ class TorchAdapter(InspectableAdapter):
     def local_state_mark(self) -> Any:
         own = (self._buffers.mark(), self._modes.mark(), self._attributes.mark())
         streams = self._tracked_streams()
-        return own if streams is None else (own, {name: bytes(state.numpy()) for name, state in streams.items()})
+        if streams is None:
+            return own
+        return own, {name: xxhash.xxh3_128_digest(state.numpy()) for name, state in streams.items()}
 
     def look_closely(self, closely: bool) -> None:
         self._buffers.look_closely(closely)

@@ -345,7 +345,7 @@ class TorchAdapter(InspectableAdapter):
         streams = self._tracked_streams()
         if streams is None:
             return own
-        return own, {name: xxhash.xxh3_128_digest(state.numpy()) for name, state in streams.items()}
+        return own, {name: xxhash.xxh3_128_digest(state.numpy().data) for name, state in streams.items()}
 
     def look_closely(self, closely: bool) -> None:
         self._buffers.look_closely(closely)

@@ -2212,6 +2212,49 @@ for step in range(16):
         optimizer.load_state_dict(best_opt)
         bad = 0
     say(step, loss.item(), best, bad)
+=== user_containers
+stats = collections.ChainMap({}, {"n": 0})
+user = collections.UserDict(total=0.0)
+class Bag(dict):
+    def __getattr__(self, name):
+        return self[name]
+bag = Bag(n=0, best=math.inf)
+for step in range(14):
+    i = torch.randint(0, 64, (4,))
+    loss = F.mse_loss(model(x[i]), y[i])
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    stats["n"] = stats["n"] + 1
+    user["total"] += loss.item()
+    bag["n"] += 1
+    bag["best"] = min(bag.best, loss.item())
+    if step % 4 == 3:
+        stats = stats.new_child()
+    say(step, stats["n"], len(stats.maps), user["total"], bag.n, bag.best)
+=== cached_property
+class Task:
+    def __init__(self):
+        self.n = 0
+    @functools.cached_property
+    def noise(self):
+        return torch.randn(4, 1)
+    @property
+    def weight(self):
+        self.n += 1
+        return 1 / self.n
+    def refresh(self):
+        self.__dict__.pop("noise", None)
+task = Task()
+for step in range(14):
+    i = torch.randint(0, 64, (4,))
+    loss = task.weight * F.mse_loss(model(x[i]) + 0.1 * task.noise, y[i])
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    if step % 4 == 2:
+        task.refresh()
+    say(step, loss.item(), task.n)
 """
 
 _PARTS = re.split(r"^=== (\w+)\n", _TEXTS, flags=re.MULTILINE)

@@ -23,7 +23,15 @@ from flashrecovery.worker.own_loops import variables
 from flashrecovery.worker.own_loops.loop_data import LoopData, OwnIterator
 from flashrecovery.worker.own_loops.loops import ScriptLoops
 from flashrecovery.worker.own_loops.output import Output
-from flashrecovery.worker.own_loops.variables import Identities, LoopVariables, Saved, protected, put_back, take_down
+from flashrecovery.worker.own_loops.variables import (
+    NAMES,
+    Identities,
+    LoopVariables,
+    Saved,
+    protected,
+    put_back,
+    take_down,
+)
 from flashrecovery.worker.script_text.plain_values import storage_of
 
 
@@ -406,7 +414,7 @@ def test_only_what_may_lead_to_state_is_followed() -> None:
     }
     which = LoopVariables(frozenset(), frozenset(), frozenset(), read=frozenset(given))
     saved = take_down(frame_with(**given), which, Identities())
-    attributes = {f"{where}.{name}" for where in ("meter", "listed[0]") for name in ("sum", "values", "inner")}
+    attributes = {f"{where}.{name}" for where in ("meter", "listed[0]") for name in ("sum", "values", "inner", NAMES)}
     assert saved.attributes.keys() == {"numbers", *attributes}
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import collections.abc
 import dataclasses
 import datetime
 import decimal
@@ -50,6 +51,14 @@ class Frozen:
 class Place(NamedTuple):
     epoch: int
     step: int
+
+
+class Window(collections.abc.Sized):
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def __len__(self) -> int:
+        return self.size
 
 
 class History(list[float]):
@@ -255,6 +264,33 @@ def test_an_attribute_that_has_come_since_is_gone_again() -> None:
     record.extra = 1  # type: ignore[attr-defined]
     found = put_back(_frame(record=record), names, Identities(), saved)
     assert found["record"] is record and not hasattr(record, "extra")
+
+
+def test_what_an_object_or_a_function_has_got_since_is_gone_again() -> None:
+    """``functools.cached_property``; a dictionary that has a model, too."""
+
+    def function() -> None: ...
+
+    names, record, model = _names(read=("record", "function", "registry")), Record(1), torch.nn.Linear(1, 1)
+    function.calls = 1  # type: ignore[attr-defined]
+    registry: dict[str, Any] = {"model": model, "count": 1}
+    values: dict[str, Any] = {"record": record, "function": function, "registry": registry}
+    saved = _saved(names, **values)
+    record.noise = torch.ones(1)  # type: ignore[attr-defined]
+    function.again = 1  # type: ignore[attr-defined]
+    registry["best"] = 1.0
+    put_back(_frame(**values), names, Identities(), saved)
+    assert not hasattr(record, "noise") and vars(function) == {"calls": 1} and registry == {"model": model, "count": 1}
+
+
+def test_containers_of_the_standard_library_and_abstract_classes() -> None:
+    user, chain = collections.UserDict(total=1.0), collections.ChainMap({"n": 1}, {"n": 0})
+    names = _names("chain", read=("user",))
+    saved = _saved(names, user=user, chain=chain)
+    new: dict[str, Any] = {"user": collections.UserDict(), "chain": collections.ChainMap()}
+    found = put_back(_frame(**new), names, Identities(), saved)
+    assert new["user"] == user and found["chain"].maps == chain.maps
+    assert is_kept(Window(3))
 
 
 def test_a_dictionary_with_a_model_comes_back_but_for_that() -> None:

@@ -35,6 +35,7 @@ from flashrecovery.worker.own_loops.output import Output
 from flashrecovery.worker.own_loops.rewrite import LoopText, Rewritten
 from flashrecovery.worker.own_loops.taken import taken_in
 from flashrecovery.worker.own_loops.variables import (
+    NAMES,
     Identities,
     LoopVariables,
     Saved,
@@ -171,7 +172,7 @@ class ScriptLoops:
         self._asked: dict[tuple[str, str], LoopData] = {}
         self._session: Session | None = None
         self._accumulation: Accumulation | None = None
-        self._known_ids: tuple[int, Identities] | None = None
+        self._known_ids: tuple[list[int], Identities] | None = None
         self._references = NO_REFERENCES
         """What the script had made when it came to the first of its loops."""
         self._others: dict[tuple[str, int], dict[str, list[tuple[int, object]]]] = {}
@@ -231,11 +232,12 @@ class ScriptLoops:
     def known(self) -> Identities:
         """Identities of what is protected otherwise: see :func:`.variables.protected`."""
         assert self._session is not None, "the loops are protected"
+        registry = self._session.registry
         step = self._loop is not None and min(self._loop.gate.version, 2)  # optimizers make their state in a first step
-        if self._known_ids is None or self._known_ids[0] != step:
-            registry = self._session.registry
+        states = [step, *(id(optimizer.state) for optimizer in registry.optimizers)]  # another one once it is loaded
+        if self._known_ids is None or self._known_ids[0] != states:
             tensors = [tensor for shard in registry.tensor_shards() for tensor in shard.tensors().values()]
-            self._known_ids = step, protected(registry.known(), tensors, self._references)
+            self._known_ids = states, protected(registry.known(), tensors, self._references)
         return self._known_ids[1]
 
     # -- steps ------------------------------------------------------------------------------------
@@ -311,7 +313,7 @@ class ScriptLoops:
         for loop, saved in self._variables():
             place = f"{Path(loop.key[0]).name}:{loop.key[1]}"
             found[place] = "loop of steps, and its data" if loop.text.steps else "loop around it"
-            names = [*saved.variables, *saved.attributes]
+            names = [*saved.variables, *(name for name in saved.attributes if not name.endswith(NAMES))]
             if names:
                 found[f"variables at {place}"] = shortened(names, _SHOWN)
         return found

@@ -23,7 +23,7 @@ from flashrecovery.worker.local_state.fingerprints import CONTAINERS
 from flashrecovery.worker.local_state.generators import as_stateful
 from flashrecovery.worker.own_loops.rewrite import LoopText
 from flashrecovery.worker.script_text.extents import is_array
-from flashrecovery.worker.script_text.held_state import MODULES, held_by, objects_from, referred_to_from
+from flashrecovery.worker.script_text.held_state import MODULES, held_by, may_lose, objects_from, referred_to_from
 from flashrecovery.worker.script_text.plain_values import (
     LARGE,
     NO_REFERENCES,
@@ -41,6 +41,8 @@ ALIASED = 1 << 20
 """Elements of a tensor that no statement of the loop sets, but a part of which is in a container that it changes."""
 _MODULE = "module "
 """Before the names of modules in paths."""
+NAMES = "its names"
+"""Of what may lose attributes: stands among them for the names of all."""
 
 
 @dataclass(frozen=True)
@@ -205,9 +207,10 @@ def take_down(frame: types.FrameType, names: LoopVariables, known: Identities) -
 
 
 def values_of_objects(frame: types.FrameType, names: LoopVariables, known: Identities) -> dict[str, Any]:
-    """``attributes`` of what :func:`take_down` gives."""
+    """``attributes`` of what :func:`take_down` gives, but for :data:`NAMES`: some of them are put back alone."""
     attributes, _, _, paths = _of_objects(_Variables(frame), names, known)
-    return copies_of(attributes, paths, references=known.references)
+    values = {path: value for path, value in attributes.items() if not path.endswith(NAMES)}
+    return copies_of(values, paths, references=known.references)
 
 
 def _of_objects(
@@ -224,7 +227,10 @@ def _of_objects(
             attributes[path] = thing
             continue
         paths[id(thing)] = path
-        for name, value in held_by(thing).items():
+        held = held_by(thing)
+        if may_lose(thing):
+            attributes[f"{path}.{NAMES}"] = tuple(held)
+        for name, value in held.items():
             if _kept(value, known):
                 attributes[f"{path}.{name}"] = value
             elif isinstance(value, CONTAINERS) and len(value) > SMALL:
@@ -308,8 +314,12 @@ def put_back_objects(
 
 def _put_attributes(thing: object, values: Mapping[str, Any], putting: Putting) -> None:
     attributes = held_by(thing)
+    names = values.get(NAMES)
+    for name in () if names is None else [name for name in attributes if name not in names]:  # they have come since
+        del attributes[name]
     for name, value in values.items():
-        attributes[name] = putting.put(attributes.get(name), value)
+        if name != NAMES:
+            attributes[name] = putting.put(attributes.get(name), value)
 
 
 def _function_at(variables: _Variables, path: str) -> types.FunctionType | None:

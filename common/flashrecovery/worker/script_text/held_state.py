@@ -7,6 +7,7 @@ import ast
 import collections
 import enum
 import functools
+import threading
 import types
 from collections.abc import Iterable, Iterator, MutableMapping, Sequence
 from typing import Any
@@ -175,6 +176,11 @@ def held_by(thing: object) -> MutableMapping[str, Any]:
     return _OfSlots(thing, slots) if slots else attributes_of(thing)
 
 
+def may_lose(thing: object) -> bool:
+    """Whether what it has may be taken from it: the attributes of objects, entries of dictionaries."""
+    return not isinstance(thing, (types.ModuleType, type, functools.partial, torch.optim.Optimizer))
+
+
 class _Attributes(MutableMapping[str, Any]):
     """Those that have a value when this is made."""
 
@@ -208,6 +214,9 @@ class _OfFunction(_Attributes):
             self._every_cell[name].cell_contents = value
         elif name not in self._defaults:  # of which the container itself has been changed
             self._own[name] = value
+
+    def __delitem__(self, name: str) -> None:
+        self._own.pop(name, None)  # variables of others stay
 
 
 class _OfClass(_Attributes):
@@ -277,6 +286,9 @@ class _OfDictionary(_Attributes):
     def __setitem__(self, name: str, value: Any) -> None:
         self._thing[self._keys[name] if name in self._keys else ast.literal_eval(name[1:-1])] = value
 
+    def __delitem__(self, name: str) -> None:
+        del self._thing[self._keys[name]]
+
 
 class _OfContainer(_Attributes):
     """An object of a class that is derived from a list, a dictionary or the like."""
@@ -293,6 +305,9 @@ class _OfContainer(_Attributes):
             set_items(self._thing, value, self._base)
         else:
             self._dict[name] = value
+
+    def __delitem__(self, name: str) -> None:
+        self._dict.pop(name, None)
 
 
 _ITEMS = "its items"
@@ -315,6 +330,12 @@ class _OfSlots(_Attributes):
             self._dict[name] = value
         else:
             object.__setattr__(self._thing, name, value)
+
+    def __delitem__(self, name: str) -> None:
+        if name in self._dict:
+            del self._dict[name]
+        else:
+            object.__delattr__(self._thing, name)
 
 
 def changing_defaults(function: types.FunctionType) -> dict[str, Any]:
@@ -345,10 +366,13 @@ def _is_filled(cell: types.CellType) -> bool:
     return True
 
 
+_HOLDERS = (types.SimpleNamespace, collections.UserDict, collections.UserList, collections.ChainMap, threading.local)
+
+
 def _has_plain_state(kind: type) -> bool:
     """Classes of the script's own, and those that scripts keep numbers of theirs in: a parser's arguments, a progress
     bar; Fabric's loaders, which count epochs."""
-    if is_own(kind) or kind is types.SimpleNamespace or _is_loader_of_fabric(kind):
+    if is_own(kind) or kind in _HOLDERS or _is_loader_of_fabric(kind):
         return True
     return kind.__module__.partition(".")[0] in ("argparse", "tqdm")
 

@@ -230,7 +230,14 @@ def is_referred_to(value: object) -> bool:
 # -- what may be made again ---------------------------------------------------------------------------
 
 _NO_ITEMS = (object, types.SimpleNamespace)
-_NO_STATE = frozenset((object, abc.ABC, typing.Generic, typing.Protocol, argparse.Namespace, collections.Counter))
+_NO_STATE = frozenset(
+    (
+        *(object, abc.ABC, typing.Generic, typing.Protocol, argparse.Namespace, collections.Counter),
+        *(collections.UserDict, collections.UserList, collections.ChainMap),  # but for their attributes
+    )
+)
+_ABSTRACT = ("collections.abc", "typing")
+"""Modules whose classes have methods alone."""
 _BASES = (list, set, collections.deque, collections.OrderedDict, dict, tuple, types.SimpleNamespace)
 """Of which a class of the script's may be a subclass."""
 
@@ -245,7 +252,7 @@ def plain_base(kind: Any) -> Any:
     for one in kind.__mro__:
         if one in _BASES:
             return one
-        if one not in _NO_STATE and not is_own(one):
+        if one not in _NO_STATE and one.__module__ not in _ABSTRACT and not is_own(one):
             return None
     return base
 

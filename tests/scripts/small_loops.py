@@ -2255,6 +2255,22 @@ for step in range(14):
     if step % 4 == 2:
         task.refresh()
     say(step, loss.item(), task.n)
+=== heap_and_buffers
+import array, bisect, heapq
+top, ranked, raw, buffer = [], [], array.array("d"), bytearray()
+for step in range(14):
+    i = torch.randint(0, 64, (4,))
+    loss = F.mse_loss(model(x[i]), y[i])
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    heapq.heappush(top, (-loss.item(), step))
+    if len(top) > 3:
+        heapq.heappop(top)
+    bisect.insort(ranked, loss.item())
+    raw.append(loss.item())
+    buffer.extend(b"x")
+    say(step, top, ranked[0], sum(raw), len(buffer))
 """
 
 _PARTS = re.split(r"^=== (\w+)\n", _TEXTS, flags=re.MULTILINE)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import array
 import collections
 import collections.abc
 import dataclasses
@@ -281,6 +282,18 @@ def test_what_an_object_or_a_function_has_got_since_is_gone_again() -> None:
     registry["best"] = 1.0
     put_back(_frame(**values), names, Identities(), saved)
     assert not hasattr(record, "noise") and vars(function) == {"calls": 1} and registry == {"model": model, "count": 1}
+
+
+def test_buffers_come_back_where_they_are() -> None:
+    names = _names("losses", "held", "marks", read=())
+    losses, marks = array.array("d", [1.0, 2.0]), bytearray(b"xy")
+    saved = _saved(names, losses=losses, held=[losses], marks=marks)
+    for made in ({"losses": array.array("d"), "held": [], "marks": bytearray()}, {"losses": losses, "held": [losses]}):
+        losses.append(3.0)
+        found = put_back(_frame(**made), names, Identities(), saved)
+        assert found["losses"].tolist() == [1.0, 2.0] and found["held"][0] is found["losses"]
+        assert found["marks"] == b"xy"
+    assert found["losses"] is losses
 
 
 def test_containers_of_the_standard_library_and_abstract_classes() -> None:

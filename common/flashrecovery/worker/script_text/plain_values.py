@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import abc
 import argparse
+import array
 import bisect
 import collections
 import datetime
@@ -55,6 +56,7 @@ _PARTS = 20_000
 """Parts of one value, all levels of it together."""
 _DICTIONARIES = (dict, collections.OrderedDict, collections.defaultdict, collections.Counter)
 _CONTAINERS = (list, tuple, set, frozenset, collections.deque, *_DICTIONARIES)
+_BUFFERS = (bytearray, array.array)
 _IMMUTABLE = frozenset((torch.device, torch.dtype, torch.Size, range))
 BY_PARTS: dict[type, tuple[Callable[[Any], tuple[Any, ...]], Callable[..., Any]]] = {
     slice: (lambda s: (s.start, s.stop, s.step), slice),
@@ -89,8 +91,24 @@ _AT = "object at a path"
 _REFERENCE = "what was made at set-up"
 _METHOD = "method of an object"
 _PARTIAL = "function with some of its arguments"
+_BUFFER = "bytes or numbers that can be written"
 _MARKS = frozenset(
-    (_ENUM, _GLOBAL, _OBJECT, _TUPLE, _DICT, _VALUE, _GENERATOR, _VIEW, _SHARED, _AT, _REFERENCE, _METHOD, _PARTIAL)
+    (
+        _ENUM,
+        _GLOBAL,
+        _OBJECT,
+        _TUPLE,
+        _DICT,
+        _VALUE,
+        _GENERATOR,
+        _VIEW,
+        _SHARED,
+        _AT,
+        _REFERENCE,
+        _METHOD,
+        _PARTIAL,
+        _BUFFER,
+    )
 )
 """Keys of dictionaries that stand for something else; each is the only one."""
 
@@ -154,6 +172,8 @@ class _Kept:
             return self._has_all(value, depth)
         if isinstance(value, enum.Enum):
             return "<locals>" not in kind.__qualname__
+        if kind in _BUFFERS:
+            return len(value) <= SMALL
         if kind in _IMMUTABLE or kind in BY_PARTS:
             return kind is not datetime.datetime or value.tzinfo is None
         if isinstance(value, (type, types.FunctionType, types.BuiltinFunctionType)):
@@ -431,7 +451,8 @@ def _count(value: Any, seen: dict[int, Any], again: list[int], references: Refer
 
 
 def _parts_of(value: Any) -> Iterable[Any]:
-    if isinstance(value, torch.Tensor) or is_of_numpy(type(value)) or generators.is_generator(type(value)):
+    kind = type(value)
+    if isinstance(value, torch.Tensor) or kind in _BUFFERS or is_of_numpy(kind) or generators.is_generator(kind):
         return ()
     if type(value) in _CONTAINERS:
         parts = value.values() if isinstance(value, dict) else value
@@ -484,6 +505,8 @@ def _copied(value: Any, alike: _Alike) -> Any:
         return kind(_copy(part, alike) for part in value)
     if isinstance(value, enum.Enum):
         return {_ENUM: (kind.__module__, kind.__qualname__, value.name)}
+    if kind in _BUFFERS:
+        return {_BUFFER: (getattr(value, "typecode", ""), bytes(value))}
     if kind in BY_PARTS:
         return {_VALUE: (kind.__name__, BY_PARTS[kind][0](value))}
     if isinstance(value, (type, types.FunctionType, types.BuiltinFunctionType)):
@@ -626,6 +649,14 @@ class Putting:
         if mark == _PARTIAL:
             function, arguments, keywords = (self.put(None, part) for part in value)
             return functools.partial(function, *arguments, **keywords)
+        if mark == _BUFFER:
+            code, content = value
+            made = array.array(code, content) if code else bytearray(content)
+            there = self._in_place(now, type(made))
+            if there is None or getattr(there, "typecode", "") != code:
+                return self._made(made)
+            there[:] = made
+            return there
         if mark == _GENERATOR:
             return self._generator(now, *value)
         if mark == _VIEW:

@@ -18,7 +18,7 @@ from tests.support.unmodified import lines, printed
 
 TIMEOUT_S = 240
 REFUSED = (
-    *("accumulate_islice", "early_stopping"),
+    "accumulate_islice",
     *("closure_sgd", "dispatch_dict", "generator_steps", "hyper_search", "lambda_step", "lbfgs", "map_steps"),
     *("freeze_later", "recurrent_hidden"),  # one optimizer for two DistributedDataParallels
     *("file_readline", "other_module_iterator", "recursion", "threads", "unrolled"),
@@ -29,7 +29,7 @@ NAMED = ("criterion_lambda", "linked_objects", "rolled_back")
 """What they carry can neither be made again nor found: `not_registered` says so as soon as it is exchanged, and their
 end may be another one."""
 KILLS = ((1, "backward", 3), (0, "forward", 7), (1, "below", 9), (0, "optimizer", 11))
-FEWER = {"compiled": 2, "several_optimizers": 3}
+FEWER = {"compiled": 2, "early_stopping": 3, "several_optimizers": 3}
 """How many of them strike in a loop that does not come to all of them."""
 
 pytestmark = [pytest.mark.grid, pytest.mark.timeout(3 * TIMEOUT_S)]

@@ -2271,6 +2271,29 @@ for step in range(14):
     raw.append(loss.item())
     buffer.extend(b"x")
     say(step, top, ranked[0], sum(raw), len(buffer))
+=== while_else_break
+epoch, found = 0, 0
+while epoch < 5:
+    n = 0
+    while n < 6:
+        i = torch.randint(0, 64, (4,))
+        loss = F.mse_loss(model(x[i]), y[i])
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        n += 1
+        found += 1
+        if epoch == 1 and n == 3:
+            break
+    else:
+        say("whole", epoch, loss.item())
+        if epoch == 2:
+            break
+        epoch += 1
+        continue
+    say("left", epoch, n)
+    epoch += 1
+say(epoch, found, loss.item())
 """
 
 _PARTS = re.split(r"^=== (\w+)\n", _TEXTS, flags=re.MULTILINE)

@@ -223,6 +223,33 @@ SCRIPTS = {
                 break
         out.append(x)
     """,
+    "else that leaves the loop around": """
+        out, n = [], 0
+        for epoch in range(6):
+            for x in range(3):
+                engine.backward(x)
+                engine.step()
+                if (epoch, x) in ((1, 1), (4, 0)):
+                    break
+            else:
+                out.append(("whole", epoch))
+                for again in range(2):
+                    if again == epoch:
+                        break
+                continue
+            n = 0
+            while n < epoch:
+                engine.backward(n)
+                engine.step()
+                n += 1
+            else:
+                out.append(("else", n))
+                if epoch == 4:
+                    break
+            out.append(epoch)
+        else:
+            out.append("never")
+    """,
     "while with else": """
         out, n = [], 0
         while n < 4:

@@ -68,17 +68,19 @@ _LOOKS = 3
 
 @dataclass(frozen=True)
 class _Past:
-    """A loop that has ended in the round under way of the loop around it: the random state, and its variables."""
+    """A loop that has ended in the round under way of the loop around it: the random state, and its variables; whether
+    it went to its end."""
 
     rng: dict[str, Any]
     end: Saved
+    exhausted: bool = False
 
     def plain(self) -> dict[str, Any]:
-        return {"rng": self.rng, "end": self.end.plain()}
+        return {"rng": self.rng, "end": self.end.plain(), "exhausted": self.exhausted}
 
     @staticmethod
     def of(plain: dict[str, Any]) -> _Past:
-        return _Past(plain["rng"], Saved.of(plain["end"]))
+        return _Past(plain["rng"], Saved.of(plain["end"]), plain["exhausted"])
 
 
 @dataclass(frozen=True)
@@ -658,6 +660,8 @@ class ScriptLoop:
         self.past: list[_Past] = []
         self.text = text
         self.restoring = False
+        self.exhausted = False
+        """It has come to its end, without a `break`. Known where its ``else`` clause leaves another loop."""
         self.values: dict[str, Any] = {}
         self.whole = _Around(self.ends)
         """All rounds."""
@@ -686,7 +690,7 @@ class ScriptLoop:
         """True once, and each time it has to be begun again."""
         if self._begun and not self._again:
             return False
-        self._begun, self._again = True, False
+        self._begun, self._again, self.exhausted = True, False, False
         if self._active:
             self._frame = sys._getframe(1)
             self.index, around = -1, self._loops.stack
@@ -703,6 +707,7 @@ class ScriptLoop:
         if isinstance(error, _Leave) and error.level == level and error.loop:
             past = self._loops.past_of(self)
             restore_rng(past.rng)
+            self.exhausted = past.exhausted
             self.arrived(past.end)
             if level == 0:
                 self._again = not self._loops.finish(self)
@@ -717,7 +722,7 @@ class ScriptLoop:
         if error is not None and level == 0:
             self._loops.output.failed()
         if level > 0 and not isinstance(error, _Leave):
-            stack[level - 1].past.append(_Past(RngState.now().plain(), self.variables()))
+            stack[level - 1].past.append(_Past(RngState.now().plain(), self.variables(), self.exhausted))
         del stack[level:]
         return False
 

@@ -443,8 +443,6 @@ def _refusal(loop: PlainLoop, function: AnyFunction | None, calls: StepCalls) ->
         return f"it takes a step, and {calls.mixed[loop]}() of another module, which it calls, has a loop of steps, too"
     if function is not None and (isinstance(function, ast.AsyncFunctionDef) or _is_generator(function)):
         return f"{function.name}() is a generator or a coroutine, and goes on elsewhere between two of its rounds"
-    if any(isinstance(node, (ast.Break, ast.Continue)) for node in _own_jumps(loop.orelse)):
-        return "its else clause leaves another loop"
     return ""
 
 
@@ -607,6 +605,14 @@ class _Rewriter(ast.NodeTransformer):
         self.generic_visit(loop)
         if text is None or text.refused:
             return loop
+        # An else clause that leaves the loop around this one stands behind ours, which are around this one, too.
+        leaves = any(isinstance(node, (ast.Break, ast.Continue)) for node in _own_jumps(loop.orelse))
+        behind: list[ast.stmt] = []
+        if leaves:
+            under = self._at(loop, f"if {handle}.exhausted:\n    pass")
+            assert isinstance(under, ast.If)
+            under.body, behind = loop.orelse, [under]
+            loop.orelse = [self._at(loop, f"{handle}.exhausted = True")]
         round_ = self._at(loop, f"with {handle}:\n    pass")
         assert isinstance(round_, ast.With)
         round_.body = [*self._restored(loop, handle, text), *loop.body]
@@ -632,7 +638,7 @@ class _Rewriter(ast.NodeTransformer):
         again = self._at(loop, f"while {handle}.runs():\n    with {handle}.whole:\n        pass")
         assert isinstance(again, ast.While) and isinstance(again.body[0], ast.With)
         again.body[0].body = inner
-        return [entered, again, *self._restored(loop, handle, text, whole=True)]
+        return [entered, again, *self._restored(loop, handle, text, whole=True), *behind]
 
     @staticmethod
     def _passing(handle: str, statement: ast.stmt) -> ast.stmt:

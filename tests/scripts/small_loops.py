@@ -2294,6 +2294,17 @@ while epoch < 5:
     say("left", epoch, n)
     epoch += 1
 say(epoch, found, loss.item())
+=== iterators_left
+for epoch in range(5):
+    sampler.set_epoch(epoch)
+    batches = iter(loader)
+    for n in range(3):
+        a, b = next(batches)
+        loss = F.mse_loss(model(a), b)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        say(epoch, n, loss.item())
 """
 
 _PARTS = re.split(r"^=== (\w+)\n", _TEXTS, flags=re.MULTILINE)

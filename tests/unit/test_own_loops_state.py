@@ -265,6 +265,25 @@ def test_an_iterator_of_a_later_run_is_made_again() -> None:
     assert other.next_of(first).tolist() == got[7]
 
 
+def test_an_iterator_that_is_made_behind_the_place_is_a_new_run() -> None:
+    """Of which the one before it was left in its midst."""
+    batches = [torch.tensor([n]) for n in range(5)]
+    data, first = LoopData(), OwnIterator(batches, 0)
+    assert [data.next_of(first).item() for _ in range(2)] == [0, 1]
+    data.commit(1)
+    state = data.capture()
+    assert data.next_of(first).item() == 2
+    data.rollback(1)
+    assert data.next_of(OwnIterator(batches, 1), 1).item() == 0  # a survivor
+    other = LoopData()
+    other.restore(codec.loads(codec.dumps(state)))
+    assert other.next_of(OwnIterator(batches, 1), 1).item() == 0  # a replacement
+    other.restore(codec.loads(codec.dumps(state)))
+    assert other.next_of(OwnIterator(batches), 2).item() == 2  # made again on the way
+    other.restore(codec.loads(codec.dumps(state)))
+    assert other.next_of(OwnIterator(batches, 2), 3).item() == 2  # before
+
+
 class Mark:
     """What a page keeps of what was shown."""
 

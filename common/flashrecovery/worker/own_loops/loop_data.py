@@ -71,10 +71,11 @@ class OwnObjects(Protocol):
 
 
 class OwnIterator:
-    """``iter(iterable)`` of the script, which can be made again as it was then."""
+    """``iter(iterable)`` of the script, which can be made again as it was then. ``made_after``: how many restores came
+    before it; None: it was made on the way to the place of one, where its predecessor was made before."""
 
-    def __init__(self, iterable: Iterable[Any]) -> None:
-        self.iterable = iterable
+    def __init__(self, iterable: Iterable[Any], made_after: int | None = None) -> None:
+        self.iterable, self.made_after = iterable, made_after
         self.iterator, begun = Source(iterable, set_epochs=False).begin(0)
         self.start = begun.plain()
 
@@ -148,12 +149,16 @@ class LoopData(StepData):
         """What it is led by."""
         return self.loader, self._asked, self._iterator
 
-    def next_of(self, asked: Any) -> Any:
-        """``next(asked)``, whichever object that is now. Raises StopIteration at its end."""
+    def next_of(self, asked: Any, restores: int = 0) -> Any:
+        """``next(asked)``, whichever object that is now. ``restores``: there have been so far. Raises StopIteration at
+        its end."""
         if asked is not self._asked:
-            going_back = self._seek_to is not None or bool(self._again)
             self._asked = asked
             begun = asked if isinstance(asked, OwnIterator) else None
+            going_back = self._seek_to is not None or bool(self._again)
+            if going_back and begun is not None and begun.made_after == restores:  # a new one, behind the place
+                self.left()
+                going_back = False
             self._made_at = None if begun is None else begun.start
             if going_back:  # the variable may lead to a later run, or to the first one
                 self._entered = True

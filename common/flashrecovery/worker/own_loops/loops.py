@@ -190,6 +190,7 @@ class ScriptLoops:
         self._data: dict[tuple[str, int], LoopData] = {}
         self._target: list[_Level] | None = None
         self._target_ended = False
+        self._restores = 0
         self._ending = False
         """The outermost loop has ended, as it has at the place to go to."""
         self.output = Output()
@@ -601,6 +602,7 @@ class ScriptLoops:
         return [name for name, one in now.items() if before.get(name) != one]
 
     def restore(self, state: dict[str, Any], version: int) -> None:
+        self._restores += 1
         self._target, self._target_ended = [_Level.of(level) for level in state["levels"]], state["ended"]
         self.output.restore(version, state["printed"])
 
@@ -635,7 +637,7 @@ class ScriptLoops:
         self._begin_auto()
         if len(iterable) != 1 or not self.active or isinstance(iterable[0], Iterator):
             return iter(*iterable)
-        return OwnIterator(iterable[0])
+        return OwnIterator(iterable[0], self._restores if self._target is None else None)
 
     def next(self, key: tuple[str, str], asked: Any, *default: Any) -> Any:
         """``next(asked)`` of the script, in a step."""
@@ -643,7 +645,7 @@ class ScriptLoops:
         if data is None:
             return next(asked, *default)
         try:
-            return data.next_of(asked)
+            return data.next_of(asked, self._restores)
         except StopIteration:
             if default:
                 return default[0]

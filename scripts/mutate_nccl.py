@@ -847,6 +847,19 @@ ROWS = (
         ),
         without="whether a GPU's peers are lost with a process, and whether its context can be asked then, needs GPUs",
     ),
+    Row(
+        24,
+        "a lane that never begins fails",
+        (
+            _out(
+                "24-it-is-waited-for",
+                TRANSFER,
+                "                planned.add_done_callback(functools.partial(_fail_lane, e))\n",
+                "                pass\n",
+                f"{DEVICE_TRANSFER}::test_a_source_that_dies_before_anything_of_it_is_known",
+            ),
+        ),
+    ),
 )
 MUTANTS = tuple(mutant for row in ROWS for mutant, _ in row.mutants)
 TESTS = {mutant.name: tests for row in ROWS for mutant, tests in row.mutants}

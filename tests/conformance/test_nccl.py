@@ -123,9 +123,8 @@ def _taken_along(job: Job, ranks: set[int]) -> None:
 
 
 def _losses() -> list[object]:
-    """In a restore of DDP a rank may be unable to stop when both of its sources go (docs/groups.md)."""
     cases = [(FSDP, victims, phase) for victims in ((2,), (0, 2, 3)) for phase in STICKY_AT]
-    cases += [(DDP, (0, 2), phase) for phase in STICKY_AT if phase not in ("regrouping", "restoring")]
+    cases += [(DDP, (0, 2), phase) for phase in STICKY_AT]
     return [
         pytest.param(layout, victims, phase, id=f"{layout.name}-{len(victims)}-{phase}", marks=marks)
         for layout, victims, phase in cases

@@ -22,7 +22,7 @@ from flashrecovery.state.digest import shard_digest
 from flashrecovery.state.shard import Shard, ShardSource
 from flashrecovery.state.spec import ShardSpec
 from flashrecovery.worker.control.device_sync import DeviceClock
-from flashrecovery.worker.transfer import chunks, device_lanes
+from flashrecovery.worker.transfer import chunks, device_lanes, transfer
 from flashrecovery.worker.transfer.device_lanes import Patience
 from flashrecovery.worker.transfer.transfer import TransferReport, exchange, within
 from tests.support import fake_nccl
@@ -326,13 +326,18 @@ def _abandon_after(store: Any, key: str) -> threading.Thread:
     return thread
 
 
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    """Also of what is not a number, in any layout."""
+    return tensor.reshape(-1).contiguous().view(torch.uint8)
+
+
 def _ends_quietly(shards: Mapping[str, DictShard]) -> None:
     """Nothing of an exchange goes on, and nothing touches a tensor any more."""
     assert groups.drain(5.0).quiet
     before = [t.clone() for s in shards.values() for t in s.content.values()]
     time.sleep(0.3)
     after = [t for s in shards.values() for t in s.content.values()]
-    assert all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(before, after, strict=True))
+    assert all(torch.equal(bits(a), bits(b)) for a, b in zip(before, after, strict=True))
     assert "flashrecovery-transfer" not in {t.name for t in threading.enumerate()}
 
 
@@ -350,6 +355,35 @@ def test_a_source_that_dies_in_the_middle() -> None:
         assert module.group_depth() == 0
 
     run_ranks(2, body, allowed={0: 9})
+
+
+def test_a_source_that_dies_before_anything_of_it_is_known() -> None:
+    """What comes from the other one has its lane already, and no lane ever begins."""
+
+    def body(rank: int, size: int, store: Any) -> None:
+        _, group, link = start(rank, size, store)
+        if rank == 0:
+            store.wait(["planned"])
+            store.set("dead", "")
+            os._exit(9)
+        names = {(0, 2): ["s0"], (1, 2): ["s1"]}
+        shards = {f"s{i}": DictShard(f"s{i}", content(i) if rank < 2 else None, room_like) for i in range(2)}
+        plan = transfer._Exchange._plan
+
+        def planned(*arguments: Any, **more: Any) -> Any:
+            lane = plan(*arguments, **more)
+            if rank == 2:
+                assert lane is not None
+                store.set("planned", "")
+            return lane
+
+        transfer._Exchange._plan = planned  # type: ignore[method-assign]
+        _abandon_after(store, "dead")
+        with pytest.raises(dist.DistBackendError):
+            between(rank, names, shards, group, device=link)
+        _ends_quietly(shards)
+
+    run_ranks(3, body, allowed={0: 9})
 
 
 def test_a_destination_that_dies_in_the_middle() -> None:

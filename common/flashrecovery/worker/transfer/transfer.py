@@ -186,7 +186,12 @@ class _Exchange:
         return job
 
     def _move(self, device: groups.DeviceGroup) -> None:
-        found = [future.result() for future in self._planned.values()]
+        try:
+            found = [future.result() for future in self._planned.values()]
+        except BaseException as e:  # a peer is gone before its lane was known: no lane begins, not even another peer's
+            for planned in self._planned.values():
+                planned.add_done_callback(functools.partial(_fail_lane, e))
+            raise
         lanes = [lane for lane in found if lane is not None]
         if lanes:
             Lanes(device, self._patience).run(lanes)
@@ -520,3 +525,10 @@ def _in_place(message: Message, tensors: Sequence[torch.Tensor]) -> torch.Tensor
 def _staging(message: Message, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     on_device = any(tensors[p.index].device.type == "cuda" for p in message.pieces)
     return torch.empty(message.nbytes, dtype=torch.uint8, pin_memory=on_device)
+
+
+def _fail_lane(error: BaseException, planned: Future[Lane | None]) -> None:
+    """Who waits for what comes by this lane gets ``error``; it would wait for ever."""
+    lane = planned.result() if planned.exception() is None else None
+    if lane is not None:
+        lane.arrived.set_exception(error)

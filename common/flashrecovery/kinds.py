@@ -392,10 +392,11 @@ class NoticeKind(_Word):
     Do: read the reason; the rank is replaced, or the job ends if that cannot help.
     """
     SETUP_DIFFERS = "setup_differs"
-    """The set-up of a replacement draws values, or cuts off files, as the process before it did not. The text says
-    where.
+    """The set-up of a replacement makes other collectives, draws other values, or cuts off other files than the process
+    before it did. The text says where.
 
-    Do: make names and logs in the same way in each process; see recipes.md#logs-and-runs.
+    Do: make the same collectives, names and logs in each process, also if a file is there already; see
+    recipes.md#logs-and-runs.
     """
     SETUP_LOG_LOST = "setup_log_lost"
     """The record of a rank's set-up collectives is lost. Its replacement does not see what they returned.

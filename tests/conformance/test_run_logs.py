@@ -119,3 +119,46 @@ def test_a_tracker_has_one_run_and_each_step_once(tracker: str, tmp_path: Path) 
     found = logged_to_wandb(files) if tracker == "wandb" else logged_to_tensorboard(files)
     assert [*found.values()] == [[*range(STEPS)]], f"{found}\n{job.explain()}"
     check_clean(job)
+
+
+ONE_FILE = """
+import sys
+from pathlib import Path
+
+import flashrecovery
+import torch
+import torch.distributed as dist
+
+cache = Path(sys.argv[1]) / "scale"
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+if not cache.exists():
+    dist.broadcast(scale := torch.tensor([4.0]), 0)
+    dist.barrier()
+    cache.touch()
+dist.broadcast(first := torch.tensor([7.0]), 0)
+torch.manual_seed(0)
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 4))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+recovery = flashrecovery.init()
+recovery.register(model=model, optimizer=optimizer)
+for step in recovery.steps(6):
+    with step:
+        loss = model(torch.ones(2, 4) * (step.index + 1)).sum()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+
+
+def test_a_set_up_that_a_file_makes_shorter_is_named(tmp_path: Path) -> None:
+    """A replacement finds the file that the first processes have made. It gets other data than they: that is said."""
+    script, files = tmp_path / "one_file.py", tmp_path / "files"
+    script.write_text(ONE_FILE)
+    files.mkdir()
+    layout = Layout("one-file", "", nproc=2)
+    kill = ["rank=1,fault=sigkill,at=backward,step=3"]
+    job = run_job(tmp_path / "run", layout, script=script, flags=(str(files),), inject=kill)
+    check_fired(job, 1)
+    (notice,) = job.notices("setup_differs")
+    assert notice["rank"] == 1 and "operation 2 of group '0' is broadcast of " in notice["text"], notice

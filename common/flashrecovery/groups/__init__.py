@@ -49,7 +49,7 @@ from flashrecovery.groups.registry import (
     watch_outside,
 )
 from flashrecovery.groups.resizing import described, numbers, numbers_now, refuse_partial, resize
-from flashrecovery.groups.setup_log import replay_setup_log, start_setup_log, take_setup_log
+from flashrecovery.groups.setup_log import replay_setup_log, setup_difference, start_setup_log, take_setup_log
 from flashrecovery.groups.stores import Servers
 from flashrecovery.groups.torch_private import before_destruction, named_group
 
@@ -97,6 +97,7 @@ __all__ = [
     "set_detached",
     "set_operation_hook",
     "set_outside_hook",
+    "setup_difference",
     "stand_in",
     "stand_in_count",
     "start_setup_log",

@@ -38,3 +38,11 @@ def replay_setup_log(log: bytes) -> None:
         STATE.log_replay_wanted = log
     else:
         native().log_replay(log)
+
+
+def setup_difference() -> str:
+    """Where the set-up collectives of this replacement differ from those of the rank that it replaces, as text.
+
+    Returns "" if no difference was seen. To be asked when the set-up is over, before the groups are attached.
+    """
+    return "" if native_build.loaded() is None else str(native().log_difference())

@@ -112,6 +112,12 @@ class RecoveryExecutor:
                     "a replacement will not see what set-up collectives had returned here",
                 )
             self._loop.seal_start()
+        elif difference := groups.setup_difference():
+            worker.notice(
+                NoticeKind.SETUP_DIFFERS,
+                f"the script's set-up is not the same on every start: {difference}; what this replacement got from "
+                "collectives before its first step may be other data than the rank that it replaces had",
+            )
         self._loop.copies.take_over()
         worker.registry.remember_start()
         of_another_layout = worker.settings.elastic is not None and in_changed_layout()

@@ -201,6 +201,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("log_start", [] { SetupLog::instance().start(); });
   m.def("log_take", [] { return py::bytes(SetupLog::instance().take()); });
   m.def("log_replay", [](const py::bytes& bytes) { SetupLog::instance().replay(bytes); });
+  m.def("log_difference", [] { return SetupLog::instance().difference(); });
   m.def("log_stop_replay", [] { SetupLog::instance().stopReplay(); });
 
   m.def("glance_at_random", [](uintptr_t python, uintptr_t numpy) {

@@ -84,7 +84,26 @@ class SetupLog {
     }
     std::lock_guard<std::mutex> guard(mutex_);
     replayed_ = std::move(entries);
+    difference_.clear();
     replaying_ = true;
+  }
+
+  // Where the set-up of this process differs from the recorded one, as text; "" if nothing of it was seen to. To be asked
+  // when the set-up is over.
+  std::string difference() {
+    std::lock_guard<std::mutex> guard(mutex_);
+    if (!difference_.empty()) return difference_;
+    for (const auto& [key, entry] : replayed_)
+      if (!entry.asked)
+        return c10::str(entry.op, " (operation ", key.second, " of group '", key.first, "') is not made this time");
+    return "";
+  }
+
+  // An operation that needs no answer: of a group of one rank.
+  void pass(const std::string& group, uint64_t seq) {
+    std::lock_guard<std::mutex> guard(mutex_);
+    const auto it = replayed_.find({group, seq});
+    if (it != replayed_.end()) it->second.asked = true;
   }
 
   void stopReplay() {
@@ -98,14 +117,15 @@ class SetupLog {
     std::lock_guard<std::mutex> guard(mutex_);
     auto it = replayed_.find({group, seq});
     if (it == replayed_.end()) return false;
-    const Entry& entry = it->second;
+    Entry& entry = it->second;
+    entry.asked = true;
     bool fits = entry.op == op && entry.blobs.size() == outputs.size();
     for (size_t i = 0; fits && !entry.skipped && i < outputs.size(); ++i)
       fits = entry.blobs[i].size() == outputs[i].nbytes();
     if (!fits) {
-      TORCH_WARN_ONCE(
-          "operation ", seq, " of group '", group, "' is ", op, " here but was ", entry.op,
-          " (or had other sizes) on the rank that is replaced: the script's set-up is not the same on every start");
+      if (difference_.empty())
+        difference_ = c10::str("operation ", seq, " of group '", group, "' is ", described(op, outputs), " and was ",
+                               described(entry.op, entry.blobs));
       return false;
     }
     if (entry.skipped) {
@@ -125,8 +145,18 @@ class SetupLog {
     std::string op;
     bool skipped = false;
     std::vector<std::string> blobs;
+    bool asked = false;  // of one that is replayed
   };
   static inline const std::string kMagic = "FRSETUP1";
+
+  static size_t sizeOf(const Tensor& output) { return output.nbytes(); }
+  static size_t sizeOf(const std::string& blob) { return blob.size(); }
+  template <typename Outputs>
+  static std::string described(const std::string& op, const Outputs& outputs) {
+    size_t bytes = 0;
+    for (const auto& output : outputs) bytes += sizeOf(output);
+    return c10::str(op, " of ", bytes, " bytes");
+  }
 
   static std::string toBytes(const Tensor& t) {
     const Tensor plain = t.detach().cpu().contiguous();
@@ -162,6 +192,7 @@ class SetupLog {
   std::atomic<bool> replaying_{false};
   std::map<Key, Entry> recorded_;
   std::map<Key, Entry> replayed_;
+  std::string difference_;  // the first that was seen
   size_t total_ = 0;
 };
 

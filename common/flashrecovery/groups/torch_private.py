@@ -64,8 +64,8 @@ class GroupRequest:
     timeout: datetime.timedelta
     options: Any
     device_id: torch.device | None
-    nccl: str = LEGACY  # which of NCCL_CLASSES its NCCL backend is, if it has one
     sparse: bool = False  # one of the recovery's own, see native/sparse_backend.h
+    nccl: str = LEGACY  # which of NCCL_CLASSES its NCCL backend is, if it has one
 
     @property
     def kind(self) -> str:

@@ -223,7 +223,7 @@ def _early_completion() -> Iterator[None]:
 
 def _commits_twice(commit: Callable[..., bool]) -> Callable[..., bool]:
     def committed(self: Gate, *, outside: bool = False) -> bool:
-        self.version += self.version == 3
+        self._version += self._version == 3
         return commit(self, outside=outside)
 
     return committed

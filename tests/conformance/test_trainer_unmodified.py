@@ -116,13 +116,13 @@ def test_killed_while_the_best_model_is_loaded(when: str, victim: int, tmp_path:
 
 
 @pytest.fixture(scope="session")
-def begun(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int], Path]:
+def begun(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     """The folder of an unprotected training that has ended with one checkpoint, at this step, once each."""
 
     @functools.cache
-    def made(by: str, step: int) -> Path:
+    def made(by: str, step: int, *more: str) -> Path:
         path = tmp_path_factory.mktemp("begun")
-        layout = Layout(f"{by}{step}", str(SCRIPT), ("--by", by, "--save", "2", "--stop", str(step)), nproc=2)
+        layout = Layout(f"{by}{step}", str(SCRIPT), ("--by", by, "--save", "2", "--stop", str(step), *more), nproc=2)
         job = run(path / "run", layout, "--off", standby=0)
         assert job.code == 0, job.explain()
         return path / "run-output"
@@ -132,31 +132,35 @@ def begun(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int], Path
 
 RESUMED = (0, "forward", 0), (1, "backward", 3), (0, "optimizer", 4), (1, "commit", 5), (0, "forward", 8)
 """From the second one on the checkpoint is deleted, and a newer one is there."""
+TO_THE_BEST = (0, "forward", 0), (1, "backward", 3), (1, "commit", 6), (0, "commit", 7), (1, "forward", 9)
+"""Before the best model is loaded, and after it."""
 
 
 @pytest.mark.grid
 @pytest.mark.parametrize(
-    ("by", "step"),
+    ("by", "step", "more", "killed"),
     [
-        pytest.param("ddp", 6, id="ddp"),
-        pytest.param("ddp", 4, id="ddp-after-an-epoch"),
-        pytest.param("fsdp", 6, id="fsdp"),
-        pytest.param("deepspeed", 6, id="zero2"),
+        pytest.param("ddp", 6, (), RESUMED, id="ddp"),
+        pytest.param("ddp", 4, (), RESUMED, id="ddp-after-an-epoch"),
+        pytest.param("ddp", 6, ("--best",), TO_THE_BEST, id="ddp-best"),
+        pytest.param("fsdp", 6, (), RESUMED, id="fsdp"),
+        pytest.param("deepspeed", 6, (), RESUMED, id="zero2"),
     ],
 )
 def test_resumed_from_a_checkpoint_of_the_trainer(
-    by: str, step: int, begun: Callable[[str, int], Path], tmp_path: Path
+    by: str, step: int, more: tuple[str, ...], killed: Kills, begun: Callable[..., Path], tmp_path: Path
 ) -> None:
-    """Amid an epoch, and at its beginning: killed, it goes on as the same launch does that is not protected."""
-    layout = Layout(f"{by}{step}", str(SCRIPT), ("--by", by, "--save", "2"), nproc=2)
+    """Amid an epoch, and at its beginning: killed, it goes on as the same launch does that is not protected. ``best``:
+    with ``load_best_model_at_end``."""
+    layout = Layout(f"{by}{step}", str(SCRIPT), ("--by", by, "--save", "2", *more), nproc=2)
     options = [] if by == "deepspeed" else ["--auto"]
-    kills = faults(*((rank, at, call) for rank, at, call in RESUMED))
+    protected = {"inject": faults(*killed), "options": options}
     jobs = []
-    for name, flags, how in (("ref", ["--off"], {"standby": 0}), ("run", [], {"inject": kills, "options": options})):
-        shutil.copytree(begun(by, step), tmp_path / f"{name}-output")
+    for name, flags, how in (("ref", ["--off"], {"standby": 0}), ("run", [], protected)):
+        shutil.copytree(begun(by, step, *more), tmp_path / f"{name}-output")
         jobs.append(run(tmp_path / name, layout, *flags, **how))
     reference, job = jobs
-    check_fired(job, len(RESUMED))
+    check_fired(job, len(killed))
     check_like(job, {0, 1}, reference)
 
 

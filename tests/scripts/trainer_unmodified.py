@@ -19,8 +19,15 @@ os.environ.setdefault("DS_ACCELERATOR", "cpu")
 import torch
 from accelerate import FullyShardedDataParallelPlugin
 from accelerate.utils import DistributedType, fsdp_utils
-from torch.utils.data import Dataset
-from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
+from torch.utils.data import Dataset, IterableDataset
+from transformers import (
+    EarlyStoppingCallback,
+    GPT2Config,
+    GPT2LMHeadModel,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
 from transformers.trainer_utils import get_last_checkpoint
 
 CONTEXT, VOCABULARY = 16, 64
@@ -39,13 +46,25 @@ class Blocks(Dataset[dict[str, torch.Tensor]]):
         return {"input_ids": self._tokens[index], "labels": self._tokens[index].clone()}
 
 
+class Stream(IterableDataset[dict[str, torch.Tensor]]):
+    """The same, without a length."""
+
+    def __iter__(self) -> Any:
+        blocks = Blocks(30, 1)
+        return (blocks[index] for index in range(30))
+
+
 class Losses(TrainerCallback):  # type: ignore[misc]
-    """Prints what is logged with all its bits: an evaluation in the line behind its step's."""
+    """Prints what is logged with all its bits: an evaluation in the line behind its step's, and much later when the
+    training has ended."""
+
+    def __init__(self) -> None:
+        self.ended = False
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **rest: Any) -> None:
         for number, name in enumerate(("loss", "eval_loss")):
             if logs and name in logs:
-                step, value = 2 * state.global_step + number, float(logs[name]).hex()
+                step, value = 2 * state.global_step + number + 1000 * self.ended, float(logs[name]).hex()
                 print(f"rank={args.process_index} step={step} loss_hex={value}", flush=True)
 
 
@@ -95,6 +114,39 @@ class Stop(TrainerCallback):  # type: ignore[misc]
         control.should_training_stop = state.global_step == self._at
 
 
+class After(TrainerCallback):  # type: ignore[misc]
+    """Decides something in ``event``, when so many lines have been logged."""
+
+    def __init__(self, event: str, lines: int, decides: str) -> None:
+        self._event, self._lines, self._decides = event, lines, decides
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **rest: Any) -> None:
+        self._lines -= "loss" in (logs or {})
+        self._look("on_log", control)
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
+        self._look("on_step_begin", control)
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
+        self._look("on_pre_optimizer_step", control)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
+        self._look("on_step_end", control)
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
+        self._look("on_evaluate", control)
+
+    def on_save(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
+        self._look("on_save", control)
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
+        self._look("on_epoch_end", control)
+
+    def _look(self, event: str, control: Any) -> None:
+        if event == self._event and self._lines <= 0:
+            setattr(control, self._decides, True)
+
+
 class Folders(TrainerCallback):  # type: ignore[misc]
     """Makes the folder of a checkpoint before the Trainer asks whether it is there. With sharded checkpoints it makes
     it later, and what the ranks then take for the best one is a matter of luck."""
@@ -118,6 +170,21 @@ def die_while_loading(rank: int, output: Path, *, half: bool) -> None:
         return result if half else real(*arguments, **options)
 
     fsdp_utils._set_model_state_dict = put
+
+
+class Counted:
+    """A metric with memory: it gets worse after a while, whatever the model does."""
+
+    def __init__(self) -> None:
+        self.calls, self.sums = 0, [0.0]
+
+    def __call__(self, predicted: Any, compute_result: bool = True) -> dict[str, float]:
+        self.calls += 1
+        self.sums.append(0.5 * self.sums[-1] + float(predicted.predictions.sum()))
+        return {"counted": -abs(self.calls - 2), "sum": self.sums[-1]}
+
+
+counted = Counted()
 
 
 def optimizer_state(trainer: Any) -> Any:
@@ -151,6 +218,12 @@ def main() -> None:
     flags.add_argument("--die-half", type=int, default=-1, help="this rank, when it has, and others may not have")
     flags.add_argument("--save", type=int, default=4, help="steps between two checkpoints")
     flags.add_argument("--stop", type=int, default=0, help="training ends here")
+    flags.add_argument("--set", type=json.loads, default={}, help="more of TrainingArguments, as JSON")
+    flags.add_argument("--patience", type=int, default=0, help="of early stopping, which then follows a metric")
+    flags.add_argument("--after", default="", help="in this event a callback decides something")
+    flags.add_argument("--lines", type=int, default=3, help="when so many lines have been logged")
+    flags.add_argument("--decides", default="should_training_stop", help="what")
+    flags.add_argument("--stream", action="store_true", help="data without a length")
     flags.add_argument("--off", action="store_true")
     flags.add_argument("--output", type=Path, required=True)
     args = flags.parse_args()
@@ -172,8 +245,8 @@ def main() -> None:
         load_best_model_at_end=args.best,
         bf16=args.zero == 3,
         use_cpu=not torch.cuda.is_available(),
-        report_to="none",
         seed=1,
+        **{"report_to": "none", **args.set},
     )
     if args.by == "fsdp" and not torch.cuda.is_available():
         shard_on_cpus()
@@ -189,14 +262,23 @@ def main() -> None:
         bos_token_id=1,
         eos_token_id=1,
     )
+    losses = Losses()
     trainer = Trainer(
         model=GPT2LMHeadModel(sizes),
         args=arguments,
-        train_dataset=Blocks(30, 1),
+        train_dataset=Stream() if args.stream else Blocks(30, 1),
         eval_dataset=Blocks(8, 2),
-        callbacks=[Losses(), *[Folders()] * (args.off and args.by == "fsdp"), *[Stop(args.stop)] * (args.stop > 0)],
+        compute_metrics=counted if args.patience else None,
+        callbacks=[
+            losses,
+            *[Folders()] * (args.off and args.by == "fsdp"),
+            *[Stop(args.stop)] * (args.stop > 0),
+            *[EarlyStoppingCallback(args.patience)] * (args.patience > 0),
+            *[After(args.after, args.lines, args.decides)] * bool(args.after),
+        ],
     )
     trained = trainer.train(resume_from_checkpoint=get_last_checkpoint(str(args.output)) is not None)
+    losses.ended = True
     trainer.save_model()
     metrics = trainer.evaluate()
     ended = {
@@ -206,6 +288,7 @@ def main() -> None:
         "best": trainer.state.best_metric,
         "loss": trained.training_loss,
         "metrics": metrics,
+        "metric": vars(counted),
         "next": torch.rand(4),
     }
     text = json.dumps(plain(ended), sort_keys=True)

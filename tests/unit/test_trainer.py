@@ -11,7 +11,9 @@ from typing import Any
 import pytest
 
 from flashrecovery.errors import RegistrationError, UnsupportedError
+from flashrecovery.state import codec
 from flashrecovery.trainer import plain, protect
+from flashrecovery.trainer.events import may_stop
 from flashrecovery.trainer.start import Start
 from flashrecovery.trainer.state import TrainerLoop
 
@@ -112,3 +114,108 @@ def test_a_replacement_without_state_does_not_train(tmp_path: Path) -> None:
     again.check(restored=True)
     with pytest.raises(RegistrationError, match="no other rank has given it the state"):
         again.check(restored=False)
+
+
+class Stopping:
+    def on_evaluate(self, args: Any, state: Any, control: Any) -> None:
+        control.should_training_stop = True
+
+
+class Named:
+    def on_evaluate(self, args: Any, state: Any, control: Any) -> None:
+        for name in ("should_epoch_stop",):
+            setattr(control, name, True)
+
+
+class Looking:
+    def on_evaluate(self, args: Any, state: Any, control: Any) -> None:
+        control.should_save = True
+
+
+@pytest.mark.parametrize(
+    ("callbacks", "stops"),
+    [
+        pytest.param((), False, id="none"),
+        pytest.param((Looking(),), False, id="looking"),
+        pytest.param((Looking(), Stopping()), True, id="stopping"),
+        pytest.param((Named(),), True, id="by-name"),
+    ],
+)
+def test_what_may_stop_a_training_is_known_by_its_class(callbacks: tuple[Any, ...], stops: bool) -> None:
+    flow = type("DefaultFlowCallback", (), {**vars(Stopping), "__module__": "transformers.trainer_callback"})()
+    assert may_stop(SimpleNamespace(callback_handler=SimpleNamespace(callbacks=[flow, *callbacks]))) == stops
+
+
+class Control:
+    def __init__(self, *, stops: bool = False, epoch: bool = False) -> None:
+        self.should_training_stop, self.should_epoch_stop = stops, epoch
+
+
+def at(step: int, control: Control, saved: dict[str, Any] | None = None) -> TrainerLoop:
+    """A loop that has come to this step; in a replacement that gets ``saved``."""
+    loop: Any = object.__new__(TrainerLoop)
+    loop._begun_at, loop._restored, loop._follows, loop._makes_calls, loop.kind = 0, None, None, False, ""
+    loop._decided = (-1, False, False)
+    loop._trainer = SimpleNamespace(state=SimpleNamespace(global_step=step), control=control)
+    if saved is not None:
+        restore(loop, saved)
+    made: TrainerLoop = loop
+    return made
+
+
+def restore(loop: TrainerLoop, saved: dict[str, Any]) -> None:
+    loop.restored({"begun_at": 0, "history": codec.dumps([]), **saved})
+
+
+@pytest.mark.parametrize(
+    ("step", "decided", "wants", "is_decided"),
+    [
+        pytest.param(5, (6, True, False), False, (False, False), id="before"),
+        pytest.param(6, (6, True, False), False, (True, False), id="passed-over"),
+        pytest.param(6, (6, False, True), False, (False, True), id="an-epoch"),
+        pytest.param(5, (6, True, False), True, (False, False), id="too-early"),
+        pytest.param(5, (5, False, False), True, (False, False), id="not-then"),
+    ],
+)
+def test_a_replacement_stops_where_the_dead_process_did(
+    step: int, decided: tuple[int, bool, bool], wants: bool, is_decided: tuple[bool, bool]
+) -> None:
+    control = Control(stops=wants, epoch=wants)
+    loop = at(step, control, {"decided": decided})
+    loop.decides()
+    assert (control.should_training_stop, control.should_epoch_stop) == is_decided
+    assert loop._decided == (step, *is_decided)
+
+
+def test_a_process_that_makes_calls_decides_itself() -> None:
+    """Also a replacement that skips none, and a survivor, which gets its own state."""
+    control = Control(stops=True)
+    before = {"decided": (4, True, True)}
+    for loop in (at(4, control), at(4, control, before)):
+        loop.makes("train:2")
+        loop._trainer.state.global_step = 5
+        restore(loop, before)
+        loop.decides()
+        assert control.should_training_stop and loop._decided == (5, True, False)
+
+
+def test_a_step_is_not_left_amid_its_micro_batches() -> None:
+    for control in (Control(stops=True), Control(epoch=True)):
+        with pytest.raises(UnsupportedError, match="amid the micro-batches of a step"):
+            at(5, control).goes_on()
+        at(5, control, {}).goes_on()
+        assert not control.should_training_stop and not control.should_epoch_stop
+    at(5, Control()).goes_on()
+
+
+def test_a_replacement_that_has_gone_on_behind_the_end_is_refused() -> None:
+    with pytest.raises(UnsupportedError, match="stopped behind step 6"):
+        at(7, Control(), {"decided": (6, True, False)})
+
+
+@pytest.mark.parametrize(("kind", "step"), [("train:2", 5), ("log:010", 5), ("log:100", 6)])
+def test_a_replacement_that_has_come_elsewhere_is_refused(kind: str, step: int) -> None:
+    loop = at(step, Control(), {"kind": "log:100", "state": codec.dumps({"global_step": 5})})
+    loop.kind = kind  # and nothing is loaded
+    with pytest.raises(UnsupportedError, match=r"the dead one was then in 'log:100' behind step 5"):
+        loop.resume()

@@ -36,7 +36,7 @@ from flashrecovery.capabilities.of_trainer import ACCELERATE, LOADERS, STATE, TR
 from flashrecovery.config import prints_patch, protects_as_it_is
 from flashrecovery.errors import RegistrationError, UnsupportedError
 from flashrecovery.trainer.data import Epochs, WatchedLoader
-from flashrecovery.trainer.events import BETWEEN, may_change_state, without_reports
+from flashrecovery.trainer.events import BETWEEN, may_change_state, may_stop, without_reports
 from flashrecovery.trainer.held_modules import HeldModules
 from flashrecovery.trainer.plain import PlainTraining
 from flashrecovery.trainer.start import Start
@@ -104,7 +104,12 @@ def _check_arguments(trainer: Any) -> None:
     found = [
         name
         for name, wrong in (
-            ("auto_find_batch_size", args.auto_find_batch_size),
+            (
+                "auto_find_batch_size, which begins anew amid training with another batch size, on one rank alone if "
+                "only that one lacks memory: find the size in a job without recovery, and set "
+                "per_device_train_batch_size",
+                args.auto_find_batch_size,
+            ),
             ("include_num_input_tokens_seen", args.include_num_input_tokens_seen not in ("no", False)),
             ("push_to_hub", args.push_to_hub),
             ("past_index", getattr(args, "past_index", -1) >= 0),
@@ -159,6 +164,7 @@ class _Protected:
         self._backward: Callable[..., Any] = trainer.accelerator.backward
         self._report: Callable[..., Any] = trainer.log
         self._final_loss: float | None = None
+        self._stops = False  # something other than the number of steps may stop the training
         self._start: Start | None = None
         self._before_first: Start | None = None  # until the Trainer asks for its first step
         self._held = HeldModules(self._loop.own)
@@ -185,11 +191,13 @@ class _Protected:
         if self._in_call or not self._training.ready:
             return body()
         if self._recovery is None:
+            self._stops = may_stop(self._trainer)
             self._recovery = self._open()
         loaders = self._trainer.accelerator.gradient_state
         active = list(loaders.dataloader_references)
 
         def made() -> Any:
+            self._loop.makes(kind)
             if not kind.startswith("train"):
                 loaders.dataloader_references = list(active)  # an interrupted evaluation has left its own there
             if self._start is not None:
@@ -204,7 +212,8 @@ class _Protected:
                 self._held.put_back()
             return result
 
-        ahead = self._training.skips_ahead and kind.startswith(("train:", "log:", "on_"))
+        ahead = self._training.skips_ahead and not self._stops and kind.startswith(("train:", "log:", "on_"))
+        self._loop.kind = kind
         result = self._recovery.call(kind, made, skipped=passed, loop=self._loop, ahead=ahead)
         self._held.check()
         return result
@@ -292,7 +301,12 @@ class _Protected:
                 self._loop.adapter.sealed()
         return self._backward(loss, **kwargs)
 
-    def maybe_log_save_evaluate(self, tr_loss: Any, *args: Any, **kwargs: Any) -> Any:
+    def maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
+        """What ends a step or an epoch. Then the Trainer's loop looks whether a callback has stopped it."""
+        self._log_save_evaluate(*args, **kwargs)
+        self._loop.decides()
+
+    def _log_save_evaluate(self, tr_loss: Any, *args: Any, **kwargs: Any) -> None:
         """Logging, evaluation and saving, as far as the flags say."""
         trainer = self._trainer
         self._loop.running.shows(tr_loss)
@@ -300,16 +314,24 @@ class _Protected:
         log = control.should_log and state.global_step > trainer._globalstep_last_logged
         flags = "".join(str(int(f)) for f in (log, control.should_evaluate, control.should_save))
         if "1" not in flags:
-            return self._log(tr_loss, *args, **kwargs)
+            self._log(tr_loss, *args, **kwargs)
+            return
 
         def skipped() -> None:
             trainer.control.should_log = trainer.control.should_evaluate = trainer.control.should_save = False
             if log:
                 trainer._globalstep_last_logged = state.global_step
 
-        return self._call(f"log:{flags}", lambda: self._log(tr_loss, *args, **kwargs), skipped)
+        self._call(f"log:{flags}", lambda: self._log(tr_loss, *args, **kwargs), skipped)
 
-    def between(self, event: str, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
+    def between(self, event: str, *args: Any, **kwargs: Any) -> Any:
+        """An event of the callbacks that comes between two calls."""
+        control = self._between(event, *args, **kwargs)
+        if event == "on_substep_end":
+            self._loop.goes_on()
+        return control
+
+    def _between(self, event: str, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
         """An event of the callbacks that comes between two calls: those that may change what is protected are called
         in a call of their own, between the others, in their order."""
         handler, all_ = self._trainer.callback_handler, self._trainer.callback_handler.callbacks

@@ -28,6 +28,8 @@ BETWEEN = (
     "on_epoch_end",
 )
 """Events that come between two calls."""
+_STOPS = frozenset({"should_training_stop", "should_epoch_stop"})
+"""Names by which a callback ends the training, or an epoch."""
 _PROTECTED = frozenset({"model", "optimizer", "lr_scheduler", "kwargs", "param_groups", "parameters"})
 """Names by which a callback gets at what is protected."""
 
@@ -39,6 +41,17 @@ def may_change_state(callback: Any, event: str, *, holds_module: bool) -> bool:
     if of_transformers(kind) or not _overrides(kind, event):
         return False
     return holds_module or mentions(kind, _PROTECTED, of_transformers)
+
+
+def may_stop(trainer: Any) -> bool:
+    """Whether a class of a callback, or the trainer's own, says that it may end the training before its last step."""
+    kinds = [type(trainer), *(type(one) for one in trainer.callback_handler.callbacks)]
+    return any(not _STOPS.isdisjoint(_named(m.__code__)) for kind in kinds for m in _methods(kind, _goes_by_steps))
+
+
+def _goes_by_steps(kind: type) -> bool:
+    """Whether it is one of transformers' classes that end the training when all steps are made."""
+    return of_transformers(kind) and kind.__name__ in ("Trainer", "DefaultFlowCallback")
 
 
 @contextlib.contextmanager
@@ -60,14 +73,18 @@ def _overrides(kind: type, event: str) -> bool:
 @functools.cache
 def mentions(kind: Any, names: frozenset[str], of_framework: Callable[[type], bool]) -> bool:
     """Whether the class, or one that it comes from and that is not the framework's, reads one of these names."""
-    functions = [
+    return any(not names.isdisjoint(_read(function.__code__)) for function in _methods(kind, of_framework))
+
+
+def _methods(kind: Any, of_framework: Callable[[type], bool]) -> list[types.FunctionType]:
+    """Of the class and of those that it comes from and that are not the framework's."""
+    return [
         function
         for cls in kind.__mro__
         if cls is not object and not of_framework(cls)
         for value in vars(cls).values()
         if isinstance(function := getattr(value, "__func__", value), types.FunctionType)
     ]
-    return any(not names.isdisjoint(_read(function.__code__)) for function in functions)
 
 
 def names_from(kind: Any, method: str) -> set[str]:
@@ -95,3 +112,14 @@ def _read(code: types.CodeType) -> Iterator[str]:
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
             yield from _read(constant)
+
+
+def _named(code: types.CodeType) -> Iterator[str]:
+    """Names of globals and attributes that are read or set, and strings."""
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _named(constant)
+        else:
+            values = constant if isinstance(constant, tuple) else (constant,)
+            yield from (value for value in values if isinstance(value, str))

@@ -74,6 +74,7 @@ class TrainerLoop:
 
     Attributes:
         own: what subclass, callbacks and functions keep.
+        kind: of the call that is being made, or skipped.
         resumed: in a replacement: the loop has the state of the dead process, at the end of the call that is skipped
             last.
     """
@@ -88,6 +89,12 @@ class TrainerLoop:
         self._stream: DataStream | None = None  # its samplers may be set by the loop
         self.resumed = False
         self._begun_at = 0
+        self.kind = ""
+        self._decided: tuple[int, bool, bool] = (-1, False, False)
+        """At the end of which step the callbacks have decided last, and whether to end the training, or the epoch."""
+        self._makes_calls = False
+        self._follows: dict[str, Any] | None = None
+        """The state of the dead process, while this one goes where that one has gone."""
         self._restored: dict[str, Any] | None = None
         self._history: tuple[int, int, bytes] | None = None
 
@@ -145,6 +152,8 @@ class TrainerLoop:
             "operations": list(self.step.operations),
             "metrics": dict(self._metrics),
             "begun_at": self._begun_at,
+            "decided": self._decided,
+            "kind": self.kind,
             "own": self.own.capture(),
             "samplers": self._stream.samplers() if self._stream is not None else [],
         }
@@ -166,6 +175,7 @@ class TrainerLoop:
         self.step.losses = list(saved["losses"])
         self.step.operations = list(saved["operations"])
         self._metrics = dict(saved["metrics"])
+        self._decided = saved.get("decided", self._decided)  # not in checkpoints of before
         self.own.restore(saved["own"], same_process=same_process)
         if self._stream is not None:
             self._stream.put_samplers(saved.get("samplers", []))  # none in checkpoints of before
@@ -178,9 +188,44 @@ class TrainerLoop:
                 f"{self._begun_at}: its calls are not the same ones; begin a new job (without --resume) with "
                 "resume_from_checkpoint and the Trainer's newest checkpoint"
             )
+        if not self._makes_calls:
+            step, stops, _ = saved.get("decided", self._decided)
+            if stops and self._trainer.state.global_step > step:
+                raise UnsupportedError(
+                    f"the training was stopped behind step {step}, and this process, which takes the place of a dead "
+                    "one, has gone on: set control.should_training_stop in a method of a callback, by its name"
+                )
+            self._follows = saved
         self._restored = saved
         # A replacement that begins with the first call skips none, and the rest of the loop is as it was then.
         self._trainer.state.log_history = codec.loads(saved["history"])
+
+    def makes(self, kind: str) -> None:
+        """A call is about to be made, maybe again."""
+        self.kind, self._makes_calls, self._follows = kind, True, None
+
+    def decides(self) -> None:
+        """A step or an epoch is over, and the Trainer's loop is about to look whether the training is. That is noted
+        for a replacement, which does what was decided then: what has decided it may be passed over (an evaluation), or
+        not be known to it (an attribute of a callback)."""
+        control, step = self._trainer.control, self._trainer.state.global_step
+        if self._follows is not None:
+            at, *decided = self._follows.get("decided", self._decided)
+            control.should_training_stop, control.should_epoch_stop = decided if at == step else (False, False)
+        self._decided = step, control.should_training_stop, control.should_epoch_stop
+
+    def goes_on(self) -> None:
+        """The Trainer's loop is about to look whether to leave a step amid its micro-batches. The protected call has
+        made it whole."""
+        control = self._trainer.control
+        if self._follows is not None:
+            control.should_training_stop = control.should_epoch_stop = False
+        if control.should_training_stop or control.should_epoch_stop:
+            raise refused(
+                "a callback that ends the training or an epoch amid the micro-batches of a step "
+                "(control.should_training_stop, should_epoch_stop): let it do so in on_step_end, on_log, on_evaluate, "
+                "on_save or on_epoch_end"
+            )
 
     @property
     def is_restored(self) -> bool:
@@ -189,8 +234,21 @@ class TrainerLoop:
 
     def resume(self) -> None:
         if self._restored is not None:
+            self._check_place(self._restored)
             self._load(self._restored, same_process=False)
-            self.resumed = True
+            self.resumed, self._follows = True, None
+
+    def _check_place(self, saved: dict[str, Any]) -> None:
+        """The loop of a replacement has come to where the state is from."""
+        kind = saved.get("kind", self.kind)  # not in checkpoints of before
+        step = codec.loads(saved["state"])["global_step"]
+        if (kind, step) != (self.kind, self._trainer.state.global_step):
+            raise UnsupportedError(
+                f"this process, which takes the place of a dead one, has come to the call {self.kind!r} behind step "
+                f"{self._trainer.state.global_step}, and the dead one was then in {kind!r} behind step {step}: what "
+                "has decided when to evaluate, to save or to stop is not known here; let it follow from "
+                "trainer.state.global_step, or from what is decided in on_log, on_evaluate or on_save"
+            )
 
     def final_loss(self) -> float | None:
         """In a replacement that skips the end of the training: the mean loss of all of it. The Trainer has formed its

@@ -313,6 +313,10 @@ Torch 2.13.0 is a CPU build; the others are CUDA builds that run on the CPU. Whe
 torch 2.13.0 and Python 3.11. DeepSpeed 0.16 wraps bf16 without ZeRO in its `BF16_Optimizer`, which is refused by name:
 the failure of `zero0` with 0.16.9. DeepSpeed 0.18.9's ZeRO-1 and 2 do not train with torch 2.13 under torchrun
 either (an all-gather into views). Torch 2.11.0 has been run on a GPU, too: [gpu.md](gpu.md).
+
+Compiled code may have other bits in another release: torch 2.15's Inductor has nested reductions on by default
+(pytorch#191974) and takes no more threads than the affinity mask allows (pytorch#194605). That has not been measured
+here. A job keeps one release on all its nodes.
 """
 
 

@@ -24,7 +24,7 @@ def test_the_scripts_lines_by_time(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     packages.mkdir()
     (packages / "slow_library.py").write_text("import time\ntime.sleep(0.2)\ndef work():\n    time.sleep(0.4)\n")
     (tmp_path / "slow_script.py").write_text(
-        "import time\ndef main():\n    import slow_library\n    slow_library.work()\n    time.sleep(0.001)\n"
+        "import time\ndef main():\n    import slow_library\n    slow_library.work()\n    fast = 1\n"
         "    inner()\n"
         "def inner():\n    end = time.monotonic() + 0.3\n    while time.monotonic() < end:\n        pass\n"
     )

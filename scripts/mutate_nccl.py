@@ -785,7 +785,7 @@ ROWS = (
             _out(
                 "22-an-ended-work-is-asked",
                 WORK,
-                "return *replaced_ && !record_->abandoned && !record_->failed();",
+                "return *record_->replaced && !record_->abandoned && !record_->failed();",
                 "return false;",
                 f"{FAKE}::test_a_work_that_has_ended_may_be_asked_when_its_backend_is_gone",
             ),

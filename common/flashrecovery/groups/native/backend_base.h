@@ -357,7 +357,7 @@ class ManagedBase : public Backend {
         for (const auto& part : launched) part->succeed();
       });
     enlist(record);
-    return finish(type, record, call, inner, replaced(), here);
+    return finish(type, record, call, inner, here);
   }
 
   Ordinal next(OpType type, int peer) {
@@ -417,7 +417,6 @@ class ManagedBase : public Backend {
       const std::shared_ptr<OpRecord>& record,
       const Call& call,
       const BackendPtr& inner,
-      Replaced replaced,
       std::optional<Inside>& here) {
     WorkPtr work;
     try {
@@ -464,14 +463,15 @@ class ManagedBase : public Backend {
     }
     auto answer = Between::on && !own() ? call.kept(local_) : std::function<WorkPtr()>();
     return c10::make_intrusive<ManagedWork>(
-        std::move(work), heldByWork(inner), std::move(replaced), record, type, accelerator(), std::move(answer));
+        std::move(work), heldByWork(inner), record, type, accelerator(), std::move(answer));
   }
 
   static bool isNccl(const Backend& inner) { return inner.getBackendName().starts_with("nccl"); }
 
   // A Work of torch's newer NCCL backends ("nccl2", "nccl-lazy") has a bare pointer to its backend, which it asks for
   // errors (nccl2/WorkNCCL.cpp, checkStatus). A script may ask such a Work after the group was exchanged.
-  static BackendPtr heldByWork(const BackendPtr& inner) {
+  BackendPtr heldByWork(const BackendPtr& inner) const {
+    if (kind_ != "nccl") return {};
     return isNccl(*inner) && inner->getBackendName() != "nccl" ? inner : BackendPtr();
   }
 
@@ -512,6 +512,7 @@ class ManagedBase : public Backend {
       records_.swap(alive);
       sweepAt_ = std::max<size_t>(64, 2 * records_.size());
     }
+    record->replaced = replaced_;
     records_.push_back(record);
   }
 
@@ -524,10 +525,6 @@ class ManagedBase : public Backend {
   std::vector<Inner> snapshot() const {
     std::lock_guard<std::mutex> guard(mutex_);
     return inners_;
-  }
-  Replaced replaced() const {
-    std::lock_guard<std::mutex> guard(mutex_);
-    return replaced_;
   }
   static void bury(std::vector<Inner>& inners) {
     for (auto& inner : inners) Graveyard::instance().bury(std::move(inner.backend));

@@ -63,6 +63,10 @@ struct Between {
   static bool answers(bool elsewhere = false) { return on && explains && explains(elsewhere); }
 };
 
+// What the Works of one set of inner backends share. Set when the group gets others: a Work that has ended well before is
+// not asked any more, for its communicator has been aborted.
+using Replaced = std::shared_ptr<std::atomic<bool>>;
+
 struct OpRecord {
   // `counts`: its failure is one of the script's operations'.
   OpRecord(uint64_t sequence, const char* opName, Ordinal place, bool tracksCompletion, bool counts)
@@ -78,6 +82,7 @@ struct OpRecord {
   std::atomic<bool> abandoned{false};
   UnderwayPart underway;
   TrafficPart traffic;
+  Replaced replaced;  // of the backends that it was started on
 
   // The inner Work has finished with the tensors.
   void settle() {
@@ -136,10 +141,6 @@ struct OpRecord {
   std::function<void()> onSuccess_;
 };
 
-// What the Works of one set of inner backends share. Set when the group gets others: a Work that has ended well before is
-// not asked any more, for its communicator has been aborted.
-using Replaced = std::shared_ptr<std::atomic<bool>>;
-
 // Forwards to the inner Work; once abandoned it fails, whatever the inner one says (an aborted collective may
 // "succeed" with garbage in its buffers).
 class ManagedWork final : public c10d::Work {
@@ -149,14 +150,12 @@ class ManagedWork final : public c10d::Work {
   ManagedWork(
       WorkPtr inner,
       c10::intrusive_ptr<c10d::Backend> backend,
-      Replaced replaced,
       std::shared_ptr<OpRecord> record,
       c10d::OpType type,
       c10::DeviceType device,
       std::function<WorkPtr()> answer)
       : Work(-1, type),
         backend_(std::move(backend)),
-        replaced_(std::move(replaced)),
         inner_(std::move(inner)),
         record_(std::move(record)),
         device_(device),
@@ -282,7 +281,7 @@ class ManagedWork final : public c10d::Work {
   static bool isMainThread() { return ::gettid() == ::getpid(); }
 
   // It ended, and not by an error, before the group got other inner backends.
-  bool endedBefore() const { return *replaced_ && !record_->abandoned && !record_->failed(); }
+  bool endedBefore() const { return *record_->replaced && !record_->abandoned && !record_->failed(); }
 
   bool waitForInner(std::chrono::milliseconds timeout) {
     record_->throwIfAbandoned();
@@ -310,7 +309,6 @@ class ManagedWork final : public c10d::Work {
   }
 
   c10::intrusive_ptr<c10d::Backend> backend_;  // destroyed after the Work
-  const Replaced replaced_;
   WorkPtr inner_;
   std::shared_ptr<OpRecord> record_;
   const c10::DeviceType device_;

@@ -24,23 +24,23 @@ _HEAD = """\
 Every error, kind of failure and notice: what it means, and what to do. `scripts/generate_errors_docs.py` writes this
 page from the docstrings of the code.
 
-The message of an error names the thing itself: the key, the rank, the file. This page says what kind of thing it is.
-Errors of the script end up in the log of the rank and in `events.jsonl` of the run directory
+The message of an error names the key, the rank or the file. This page explains the type of the error.
+Errors of the script are in the log of the rank and in `events.jsonl` of the run directory
 ([operations.md](operations.md#the-run-directory)).
 """
 _FAILURES = """\
 The field `kind` of the event `failure_detected`. The `cause` of a recovery is the kind of its first failure, or one
-that begins with "Of a recovery" below.
+that begins with "A recovery without a failed rank" below.
 """
 _NOTICES = """\
-The field `kind` of the event `notice`. A notice changes nothing by itself; it tells what has changed or what you may
+The field `kind` of the event `notice`. A notice changes nothing by itself. It says what has happened, or what you may
 want to change. `flashrecovery run` prints the important ones.
 """
 
 
 @dataclass(frozen=True)
 class Entry:
-    """What the page says of one error, failure or notice; "": the docstring does not say it."""
+    """One row of the page: an error, failure or notice; "": the docstring does not say it."""
 
     name: str
     means: str

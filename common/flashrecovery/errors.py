@@ -8,30 +8,30 @@ from __future__ import annotations
 
 
 class FlashRecoveryError(Exception):
-    """Base of all errors of this package.
+    """The base class of all errors of this package.
 
-    Do: see the entry of the type that was raised; to catch all of them, catch this one.
+    Do: look up the type that was raised in this table. Catch this class to catch all of them.
     """
 
 
 class ConfigError(FlashRecoveryError):
-    """A configuration key, option or argument is wrong; the message names it, its value and what is allowed.
+    """A configuration key, option or argument is wrong. The message names it, its value and what is allowed.
 
     Do: correct the value; see configuration.md.
     """
 
 
 class AuthenticationError(FlashRecoveryError):
-    """The other process has not proven that it knows the job's token, or a message was changed on its way.
+    """The other process could not prove that it knows the job's token, or a message was changed on the network.
 
     Do: give all nodes of the job the same token file; see security.md.
     """
 
 
 class StrangerError(AuthenticationError):
-    """What listens at an address is not the service of this job that was expected there.
+    """Something other than the expected service of this job answers at an address.
 
-    Do: check the address and port for another job or program, and that all nodes have the same token.
+    Do: check whether another job or program uses this address and port, and whether all nodes have the same token.
     """
 
 
@@ -43,24 +43,24 @@ class RegistrationError(FlashRecoveryError):
 
 
 class DataSourceError(FlashRecoveryError):
-    """A data source cannot be replayed: it ended early or gave other samples than before the failure.
+    """A data source cannot be replayed: it ended early, or returned different samples than before the failure.
 
-    Do: make the loader deterministic, or give it `state_dict`; see limits.md#what-data-sources-must-keep-to.
+    Do: make the loader deterministic, or give it a `state_dict()`; see limits.md#what-data-sources-must-keep-to.
     """
 
 
 class DataEndedError(DataSourceError):
-    """The data of one rank ended in the middle of training, and the script does not expect that.
+    """One rank ran out of data during training, and the script does not handle that.
 
-    Do: give all ranks equally many batches, or have them agree on the end and leave in the same step. What the ranks
-    held is kept, and `--resume` goes on from there.
+    Do: give all ranks the same number of batches, or let them agree on when to stop. The state is saved; `--resume`
+    continues from it.
     """
 
 
 class UnsupportedError(FlashRecoveryError):
-    """A layout, option or version that recovery cannot protect; refused at start, by name.
+    """Recovery does not support this layout, option or version. The message names it.
 
-    Do: change what the message names, or run without protection; see limits.md.
+    Do: change what the message names, or run without FlashRecovery; see limits.md.
     """
 
 
@@ -72,63 +72,63 @@ class BuildError(FlashRecoveryError):
 
 
 class PluginError(FlashRecoveryError):
-    """A device plugin cannot be loaded, or returns something that is no finding.
+    """A device plugin cannot be loaded, or returns something other than a `Finding`.
 
-    Do: correct the plugin, or leave it out; see health.md#writing-ones-own.
+    Do: fix the plugin, or disable it; see health.md#writing-ones-own.
     """
 
 
 class RestoreError(FlashRecoveryError):
-    """State could not be transferred or did not match its digest.
+    """State could not be transferred, or its digest is wrong.
 
-    Do: read the reason; another source or the checkpoint was tried first.
+    Do: read the reason in the message. Other sources and the checkpoint were tried first.
     """
 
 
 class DamagedCheckpointError(RestoreError):
-    """A checkpoint cannot be read, or is not what was written. Another one may be whole.
+    """A checkpoint cannot be read, or its content has changed since it was written. An older one may be intact.
 
-    Do: check the storage; delete the checkpoint and start with `--resume`.
+    Do: check the storage. Delete this checkpoint and start with `--resume`.
     """
 
 
 class RegroupError(FlashRecoveryError):
-    """The process groups of a new generation could not be formed within their deadline.
+    """The ranks could not form their process groups again before the deadline.
 
     Do: check the network between the nodes; raise `timeouts.regroup_s` if the job is large.
     """
 
 
 class DrainError(FlashRecoveryError):
-    """Operations of a process have not let go of its tensors in time, so the process must be replaced.
+    """Pending operations did not release a process's tensors in time, so the process is replaced.
 
-    Do: nothing; if it comes often, raise `timeouts.drain_s`.
+    Do: nothing. If it happens often, raise `timeouts.drain_s`.
     """
 
 
 class ProtocolError(FlashRecoveryError):
-    """A message that the receiver's state does not allow: a bug, or a peer of another version.
+    """A process received a message that it did not expect: a bug, or a peer that runs another version.
 
-    Do: run the same version on all nodes; if it is the same, report the bug with `events.jsonl`.
+    Do: run the same version on all nodes. If it is the same already, report a bug and attach `events.jsonl`.
     """
 
 
 class JobFailedError(FlashRecoveryError):
-    """The job cannot be recovered; the message says why.
+    """The job cannot be recovered. The message says why.
 
-    Do: remove the cause, then start again with `--resume`; see operations.md#when-a-job-ends-with-an-error.
+    Do: fix the cause, then start again with `--resume`; see operations.md#when-a-job-ends-with-an-error.
     """
 
 
 class DivergedError(JobFailedError):
-    """Ranks that should hold equal state do not; the message names what differs, and on which ranks. Replacing a
-    process cannot help.
+    """Ranks that should hold equal state do not. The message names what differs, and on which ranks. Replacing a
+    process does not help.
 
-    Do: register what differs, or keep out the node that is named; see operations.md#the-ranks-do-not-agree.
+    Do: register what differs, or exclude the node that the message names; see operations.md#the-ranks-do-not-agree.
 
     Args:
         suspects: ranks that differ from a majority, whose nodes may be to blame.
-        alike: the newest version at which all are known to have been alike, 0: none; None: not compared.
+        alike: the newest version at which all ranks are known to have held equal state, 0: none; None: not compared.
         partly: only a part of each tensor was compared then.
     """
 
@@ -140,9 +140,9 @@ class DivergedError(JobFailedError):
 
 
 class StepInterrupted(BaseException):
-    """Raised in the training thread when the current step is given up for a recovery; `with step:` catches it.
+    """Raised in the training thread when a recovery aborts the current step; `with step:` catches it.
 
     It derives from ``BaseException`` so that an ``except Exception`` around user code does not swallow it.
 
-    Do: let it pass; a bare `except:` or `except BaseException:` in the step must raise it again.
+    Do: do not catch it. A bare `except:` or `except BaseException:` in the step must re-raise it.
     """

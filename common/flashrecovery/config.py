@@ -49,263 +49,288 @@ class Timeouts(_Model):
     """All timeouts and periods, in seconds."""
 
     heartbeat_s: float = Field(
-        0.25, gt=0, le=0.25, description="agent -> controller; the design asks for at least 4 Hz"
+        0.25,
+        gt=0,
+        le=0.25,
+        description="period of the agents' heartbeats to the controller; at most 0.25, so at least 4 Hz",
     )
     hang_floor_s: float = Field(
         120.0,
         gt=0,
-        description="no progress for less than this is never a hang: first steps compile, loaders stall",
+        description="a hang is at least this long without progress: first steps compile, loaders stall",
     )
-    hang_factor: float = Field(10.0, ge=2, description="a hang is also at least this many usual step times")
-    stopped_s: float = Field(2.0, gt=0, description="a process in state T (SIGSTOP) this long has failed")
-    ping_s: float = Field(1.0, gt=0, description="control threads answer when a hang is suspected, in two looks")
+    hang_factor: float = Field(10.0, ge=2, description="a hang is also at least this many times a usual step")
+    stopped_s: float = Field(
+        2.0, gt=0, description="a process that is stopped (state T, SIGSTOP) for this long has failed"
+    )
+    ping_s: float = Field(
+        1.0, gt=0, description="if a hang is suspected, control threads must answer a ping within this time (two pings)"
+    )
     mutation_grace_s: float = Field(
         30.0,
         gt=0,
-        description="a rank that changes its state (tag -1) may finish; offloaded optimizers take seconds",
+        description="time for a rank that is changing its state (tag -1) to finish; offloaded optimizers take seconds",
     )
     mutation_blocked_s: float = Field(
         0.25,
         gt=0,
-        description="... unless it waits in one collective this long: its peer may be the dead one",
+        description="... unless it has waited in one collective for this long: its peer may be dead",
     )
     stop_ack_s: float = Field(
         10.0,
         gt=0,
-        description="survivor unwound after the stop (besides mutation_grace_s); long kernels finish first",
+        description="from the stop command until a survivor has left its step (plus mutation_grace_s); kernels "
+        "finish first",
     )
     between_steps_s: float = Field(
         1800.0,
         gt=0,
-        description="... or came to its next step, if it was in the script's code between two steps (an evaluation)",
+        description="... or until it reaches its next step, if it runs the script's code between two steps (an "
+        "evaluation)",
     )
-    drain_s: float = Field(5.0, gt=0, description="abandoned operations let go of their tensors; milliseconds on gloo")
+    drain_s: float = Field(
+        5.0, gt=0, description="time for aborted operations to release their tensors; milliseconds on gloo"
+    )
     peer_error_wait_s: float = Field(
         20.0,
         gt=0,
-        description="a rank whose collective failed waits for the controller's stop before it fails itself; the clock "
-        "stands while there is no controller",
+        description="a rank whose collective failed waits this long for the controller's stop command, then it "
+        "raises the error; time without a controller does not count",
     )
     node_silence_s: float = Field(
-        0.75, gt=0, description="an agent that says nothing for this long is suspected: three heartbeats in a row"
+        0.75, gt=0, description="a node is suspected after this time without a heartbeat: three in a row"
     )
     node_probe_s: float = Field(
-        0.25, gt=0, description="... and lost if within this time no neighbour gets an answer from it either"
+        0.25, gt=0, description="... and it is lost if no neighbour gets an answer from it within this time either"
     )
     lease_s: float = Field(
         0.4,
         gt=0,
-        description="an agent none of whose heartbeats of this time is answered, also not by way of another node, "
-        "halts its workers, and an elector may vote: so much less than node_silence_s that no rank lives twice",
+        description="an agent halts its workers, and electors may vote, when no heartbeat was answered for this "
+        "time, directly or through another node. It must be shorter than node_silence_s, so that no rank runs twice",
     )
     node_wait_s: float = Field(
-        1800.0, gt=0, description="ranks of a lost node wait this long for a node with room; schedulers take minutes"
+        1800.0, gt=0, description="how long ranks of a lost node wait for a node with room; schedulers take minutes"
     )
     rendezvous_s: float = Field(
         900.0,
         gt=0,
-        description="an agent tries to reach the controller at the start; and after the first node, all have to come "
-        "within this time",
+        description="how long an agent tries to reach the controller at the start, and how long the first node waits "
+        "for the others",
     )
     takeover_s: float = Field(
         10.0,
         gt=0,
-        description="a controller that is started again waits for the agents of its job, then recovers it",
+        description="how long a restarted controller waits for the agents of its job before it recovers the job",
     )
     controller_gone_s: float = Field(
-        600.0, gt=0, description="training goes on without its controller; an agent ends its workers after this time"
+        600.0, gt=0, description="how long training continues without a controller; then the agents end their workers"
     )
-    fence_s: float = Field(10.0, gt=0, description="SIGKILL to process gone; a 100 GB process takes seconds")
+    fence_s: float = Field(
+        10.0, gt=0, description="from SIGKILL until the process has ended; a process of 100 GB takes seconds"
+    )
     replacement_s: float = Field(
         900.0,
         gt=0,
-        description="replacement at its first step: cold imports, model and data set construction",
+        description="time for a replacement to reach its first step: imports, building the model and the data set",
     )
     startup_s: float = Field(
         3600.0,
         gt=0,
-        description="all ranks at their first step at launch; if none has come to one by then, the script runs on "
+        description="time for all ranks to reach their first step at launch; if none does, the script runs on "
         "unprotected, with a notice",
     )
-    regroup_s: float = Field(60.0, gt=0, description="all groups of a new generation formed")
-    restore_s: float = Field(600.0, gt=0, description="all lost bytes transferred and verified")
-    resume_ack_s: float = Field(30.0, gt=0, description="every rank back in its loop after the resume command")
+    regroup_s: float = Field(60.0, gt=0, description="time to form all process groups of a new generation")
+    restore_s: float = Field(600.0, gt=0, description="time to transfer and verify all lost state")
+    resume_ack_s: float = Field(
+        30.0, gt=0, description="time for every rank to return to its loop after the resume command"
+    )
     health_s: float = Field(
-        1.0, gt=0, description="device plugins are asked; XIDs wait in the driver, and a look costs milliseconds"
+        1.0,
+        gt=0,
+        description="how often device plugins are called; a call takes milliseconds, and XIDs wait in the driver",
     )
     health_stuck_s: float = Field(
-        30.0, gt=0, description="a device plugin's call this long is stuck; NVML takes seconds to come up"
+        30.0, gt=0, description="a call of a device plugin that takes this long is stuck; NVML takes seconds to start"
     )
     health_quiet_s: float = Field(
-        60.0, gt=0, description="a device warning that comes again within this is the same: pressure goes up and down"
+        60.0, gt=0, description="a device warning that is repeated within this time counts as the same one"
     )
     handoff_s: float = Field(
         20.0,
         gt=0,
-        description="a node that is told to end (SIGTERM) stays at most so long, to hand its ranks over; schedulers "
-        "kill after 30 s",
+        description="a node that gets SIGTERM stays at most this long to hand over its ranks; schedulers kill after "
+        "30 s",
     )
     signal_grace_s: float = Field(
         8.0,
         ge=0,
         le=3600.0,
-        description="a script with a handler of its own for the signal that ends the job has so long to end by itself",
+        description="if the script handles the signal that ends the job, it has this long to end by itself",
     )
     last_save_s: float = Field(
         15.0,
         gt=0,
         le=3600.0,
-        description="a job that ends before its last step stops its ranks and keeps what they hold, in at most this "
-        "time; then they end, and it is written to disk. Schedulers kill after 30 s",
+        description="if the job ends early, it may take this long to stop its ranks and copy their state; then they "
+        "end, and the state is written to disk. Schedulers kill after 30 s",
     )
-    shutdown_grace_s: float = Field(3.0, gt=0, le=4.0, description="SIGTERM to SIGKILL at the end; all within 5 s")
+    shutdown_grace_s: float = Field(
+        3.0, gt=0, le=4.0, description="from SIGTERM to SIGKILL at the end; all processes end within 5 s"
+    )
 
 
 class CheckpointSettings(_Model):
-    """Fallback checkpoint: written seldom, used only when no consistent cut exists."""
+    """Fallback checkpoint: written rarely, used only when no consistent cut exists."""
 
-    dir: Path | None = Field(None, description="directory that every rank can read and write; none: no checkpoints")
+    dir: Path | None = Field(None, description="directory that all ranks can read and write; none: no checkpoints")
     interval_s: float | Literal["auto"] = Field("auto", description="seconds between checkpoints")
     keep: int = Field(2, ge=1, description="complete checkpoints to keep")
     failures_per_day: float = Field(
         0.05,
         gt=0,
-        description="assumed rate of failures that need the checkpoint, m/d of FlashRecovery equation (3)",
+        description="assumed failures per day that need the checkpoint: m/d of FlashRecovery equation (3)",
     )
 
 
 class SnapshotSettings(_Model):
-    """Copies of the state in memory that outlives every process of the job; a process of each node holds them."""
+    """Copies of the state in memory, held by a separate process on each node, which outlives the processes of the
+    job."""
 
     keep: Literal["auto", "always", "never"] = Field(
         "auto",
-        description="auto: where copies are made in every step anyway; always: also where every shard has replicas",
+        description="auto: if each step makes copies anyway; always: even if every shard has replicas",
     )
     linger_s: float = Field(
         60.0,
         ge=0,
-        description="seconds for which a snapshot process waits for the next launch when its agent has been killed",
+        description="if its agent was killed, a snapshot process waits this many seconds for the next launch",
     )
     persist: bool = Field(
         True,
-        description="write the snapshots to the run directory when the job ends before its last step, and when no "
-        "new launch resumes within linger_s",
+        description="write the snapshots to the run directory if the job ends early, or if no launch resumes within "
+        "linger_s",
     )
 
 
 class ObserveSettings(_Model):
-    """What others may see of the job. Nothing that is served here can change it."""
+    """Metrics, web page and traces of the job; all are read-only."""
 
     port: int | None = Field(
-        None, ge=0, le=65535, description="port of the metrics and the page; 0: any free one; none: not served"
+        None, ge=0, le=65535, description="port of the metrics and the web page; 0: any free port; none: off"
     )
     host: str = Field(
         "127.0.0.1",
         min_length=1,
-        description="address to listen on; everybody who reaches it may read everything, without a token",
+        description="address to listen on; all who can reach it can read everything, without a token",
     )
     otlp_endpoint: str | None = Field(
         None,
         pattern=r"^https?://[^/\s]+",
-        description="URL of an OpenTelemetry collector (OTLP over HTTP) that gets a trace of each recovery; "
+        description="URL of an OpenTelemetry collector (OTLP over HTTP) that receives a trace of each recovery; "
         "needs the extra `otel`",
     )
 
 
 class TlsSettings(_Model):
-    """Encryption of what controller, agents and tools say to each other (not of heartbeats as datagrams, nor of state
-    and training between ranks). With the three files, on every node, or made for a job of one node."""
+    """Encryption between controller, agents and tools; not of datagram heartbeats, training traffic and state
+    transfers. Each node needs the three files; a job of one node can make them itself."""
 
     auto: bool = Field(
-        False, description="one node: make an authority and a certificate in the run directory; needs the extra `tls`"
+        False, description="one node: create a CA and a certificate in the run directory; needs the extra `tls`"
     )
-    certificate: Path | None = Field(None, description="PEM file with this node's certificate, and its chain")
+    certificate: Path | None = Field(None, description="PEM file with this node's certificate and its chain")
     key: Path | None = Field(None, description="PEM file with the certificate's private key, without a password")
-    ca: Path | None = Field(None, description="PEM file with the authorities whose certificates are believed")
+    ca: Path | None = Field(None, description="PEM file with the trusted CA certificates")
     name: str | None = Field(
         None,
         min_length=1,
-        description="that all nodes' certificates are made out to; none: to the nodes' addresses",
+        description="host name in the certificates of all nodes; none: each has its node's address",
     )
 
 
 class NoticeSettings(_Model):
-    """How this node hears that it is about to be taken away; then its ranks are handed over before."""
+    """How this node learns that it will be preempted, so that its ranks can be handed over in time."""
 
-    file: Path | None = Field(None, description="a file that appears then")
-    command: list[str] = Field([], description="a command, with its arguments, that ends with 0 then")
-    poll_s: float = Field(1.0, gt=0, description="how often that is looked at")
-    within_s: float = Field(100.0, gt=0, description="seconds that are left then; clouds give 30 s to 2 minutes")
-    warnings: bool = Field(False, description="a device plugin's warning says so, too (health)")
+    file: Path | None = Field(None, description="a file that exists once the node will be preempted")
+    command: list[str] = Field([], description="a command with its arguments; exit code 0: the node will be preempted")
+    poll_s: float = Field(1.0, gt=0, description="seconds between two checks of file and command")
+    within_s: float = Field(
+        100.0, gt=0, description="seconds from the notice to the preemption; clouds give 30 s to 2 minutes"
+    )
+    warnings: bool = Field(False, description="a warning of a device plugin (health) counts as a notice, too")
 
 
 class ElasticSettings(_Model):
-    """A job that goes on with fewer data-parallel replicas where a rank cannot be replaced."""
+    """A job that continues with fewer data-parallel replicas if a rank cannot be replaced."""
 
-    min: int = Field(ge=1, description="replicas with which the job still goes on; with fewer it waits for nodes")
-    max: int = Field(ge=2, description="replicas at most; those of the launch, or more")
+    min: int = Field(ge=1, description="the fewest replicas that train; with fewer, the job waits for nodes")
+    max: int = Field(ge=2, description="the most replicas; at least those of the launch")
     replace: Literal["auto", "never"] = Field(
         "auto",
-        description="auto: a rank leaves only if no node has room for it; never: no rank that is lost is replaced",
+        description="auto: a rank leaves only if no node has room for it; never: lost ranks are not replaced",
     )
     grow: Literal["auto", "never"] = Field(
-        "auto", description="auto: replicas come in when a node has come; never: only on command (flashrecovery resize)"
+        "auto", description="auto: replicas join when a node joins; never: only by command (flashrecovery resize)"
     )
 
     @property
     def text(self) -> str:
-        """As it is written on the command line."""
+        """As on the command line."""
         return f"{self.min}:{self.max}"
 
 
 class ParallelismSettings(_Model):
-    """A job that goes on in another parallel layout, with fewer ranks, where a rank cannot be replaced."""
+    """A job that continues in another parallel layout, with fewer ranks, if a rank cannot be replaced."""
 
-    min: int = Field(1, ge=1, description="ranks with which the job still goes on")
+    min: int = Field(1, ge=1, description="the fewest ranks that train")
     replace: Literal["auto", "never"] = Field(
         "auto",
-        description="auto: the layout changes only if a rank cannot be replaced, or on command; never: with each loss",
+        description="auto: the layout changes only if a rank cannot be replaced, or by command; never: it changes "
+        "with each loss",
     )
 
 
 class Settings(_Model):
-    """What a worker needs to know (handed over in :data:`CONFIG_ENV`)."""
+    """The settings that a worker needs (passed in :data:`CONFIG_ENV`)."""
 
     auto: bool | Literal["print"] = Field(
         False,
-        description="protect a plain PyTorch script that has no line of recovery in it: its loop, and what it trains; "
-        "print: write the patch that does it by hand, and end before the first step",
+        description="protect a plain PyTorch script that has no FlashRecovery calls; print: print a patch that adds "
+        "the calls, and end before the first step",
     )
     redundancy: Literal["auto", "replica", "neighbor", "parity", "none"] = Field(
-        "auto", description="copies, or parity, of what no peer holds"
+        "auto", description="how to protect state that no data-parallel peer holds"
     )
-    parity: Literal[1, 2] = Field(1, description="of a parity group, how many ranks may be lost at once")
-    parity_group: int = Field(8, ge=2, description="ranks of a parity group at most, if they can be divided so")
-    pre_step_copy: Literal["auto", "always", "never"] = Field("auto", description="own pre-step copy of the state")
+    parity: Literal[1, 2] = Field(1, description="how many ranks of a parity group may be lost at once")
+    parity_group: int = Field(8, ge=2, description="most ranks in a parity group, if the ranks can be divided that way")
+    pre_step_copy: Literal["auto", "always", "never"] = Field(
+        "auto", description="whether each step first copies the rank's own state"
+    )
     gpu_domain: int | None = Field(
         None,
         ge=1,
-        description="so many GPUs of a node after each other are lost with any process that uses one of them (NVLink); "
-        "none: they are not",
+        description="number of neighbouring GPUs (NVLink) that are all lost if a process on one of them dies; none: "
+        "only its own",
     )
     rank_local_state_mib: int = Field(
         1024,
         ge=1,
         le=1024,
-        description="memory that what a rank alone has may take, in MiB: buffers that change, objects that differ, the "
-        "data's position; it is kept four times",
+        description="limit of a rank's local state, in MiB (changing buffers, objects that differ between ranks, the "
+        "data's position); four copies are kept",
     )
-    verify: bool = Field(True, description="compare the digest of every restored shard with its source's")
+    verify: bool = Field(True, description="compare the digest of each restored shard with that of its source")
     checkpoint: CheckpointSettings = Field(CheckpointSettings(), description="fallback checkpoint")
     snapshots: SnapshotSettings = Field(SnapshotSettings(), description="copies that outlive the job's processes")
     timeouts: Timeouts = Field(Timeouts(), description="all timeouts")
-    elastic: ElasticSettings | None = Field(None, description="how many replicas there may be; none: always all")
+    elastic: ElasticSettings | None = Field(None, description="range of the number of replicas; none: it is fixed")
     parallelism: ParallelismSettings | None = Field(
-        None, description="whether the parallel layout may change; none: it does not"
+        None, description="allow the parallel layout to change; none: it is fixed"
     )
     resume: bool = Field(
         False,
-        description="go on from the newest of living snapshots, snapshots on disk and fallback checkpoints, if any",
+        description="continue from the newest snapshot (in memory or on disk) or fallback checkpoint, if there is one",
     )
 
     @field_validator("auto", mode="before")
@@ -319,8 +344,8 @@ class Settings(_Model):
 
 FaultKind = Literal["sigkill", "sigstop", "exit", "raise", "segv", "hang", "corrupt", "device"]
 FAULTS: tuple[str, ...] = get_args(FaultKind)
-"""What can be injected. ``corrupt``: one bit of what a rank receives while it is restored. ``device``: every later call
-of the process to its device fails."""
+"""The faults that can be injected. ``corrupt``: flips one bit of the state that a rank receives in a restore.
+``device``: every later call of the process to its device fails."""
 CORRUPTIBLE = "recovery:restoring"
 
 
@@ -337,79 +362,87 @@ class FaultSpec(_Model):
 
 
 class RunConfig(Settings):
-    """Everything ``flashrecovery run`` knows. Option names are torchrun's where torchrun has the option."""
+    """All settings of ``flashrecovery run``. Options that torchrun has, too, have torchrun's names."""
 
     nproc_per_node: int = Field(1, ge=1, description="training processes on this node")
     nnodes: int = Field(1, ge=1, description="nodes that hold ranks")
-    spare_nodes: int = Field(0, ge=0, description="further nodes that wait for one of these to be lost")
+    spare_nodes: int = Field(0, ge=0, description="spare nodes, which take over the ranks of lost nodes")
     node_rank: int | None = Field(
-        None, ge=0, description="number of this node; none: as they come. From nnodes on: a spare node"
+        None,
+        ge=0,
+        description="number of this node; none: in the order of arrival. Nodes with number nnodes or above are spare",
     )
-    spare: bool = Field(False, description="this node is a spare one")
-    node_name: str | None = Field(None, min_length=1, description="name of this node, unique; none: host name")
+    spare: bool = Field(False, description="this node is a spare node")
+    node_name: str | None = Field(None, min_length=1, description="unique name of this node; none: the host name")
     node_address: str | None = Field(
-        None, description="address of this node for the others; none: that on the way to the controller"
+        None, description="address at which other nodes reach this one; none: the one it uses to reach the controller"
     )
     failure_domain: str | None = Field(
-        None, description="what fails together with this node, such as its switch; copies go to another one"
+        None,
+        description="name of what fails together with this node, such as its switch; copies go to nodes of "
+        "another domain",
     )
-    slots: int | None = Field(None, ge=1, description="ranks that this node can hold; none: nproc_per_node")
-    master_port: int = Field(0, ge=0, le=65535, description="port of this node's TCPStore; 0: any free one")
+    slots: int | None = Field(None, ge=1, description="most ranks on this node; none: nproc_per_node")
+    master_port: int = Field(0, ge=0, le=65535, description="port of this node's TCPStore; 0: any free port")
     stores: int | None = Field(
-        None, ge=1, description="TCPStores over which process groups are spread; none: one for each 1,000 ranks"
+        None, ge=1, description="number of TCPStores that share the process groups; none: one for each 1,000 ranks"
     )
     controller: str | None = Field(
         None, description=f"HOST or HOST:PORT of the controller (port {CONTROLLER_PORT}); needed with several nodes"
     )
     datagrams: bool = Field(
-        True, description="heartbeats as datagrams to the controller's port, UDP, while these get through"
+        True, description="send heartbeats as UDP datagrams to the controller's port, if these arrive"
     )
     max_direct_agents: int = Field(
         64,
         ge=1,
-        description="agents that speak to the controller themselves; where there are more, the others go through these",
+        description="most agents that connect to the controller directly; any further agents connect through these",
     )
     embed_controller: bool = Field(
-        True, description="the node that has the controller's address runs it, unless something listens there"
+        True,
+        description="the node with the controller's address also runs the controller, unless one listens there already",
     )
     token_file: Path | None = Field(
-        None, description="file with the token that all nodes share; none: the environment's FLASHRECOVERY_TOKEN"
+        None, description="file with the token that all nodes share; none: the environment variable FLASHRECOVERY_TOKEN"
     )
     start_method: Literal["zygote", "spawn"] = Field(
         "zygote",
-        description="zygote: one process a node imports what the script imports, and workers are forked from it where "
-        "that is safe; spawn: a new interpreter for each",
+        description="zygote: one process per node imports the script's modules, and workers are forked from it where "
+        "that is safe; spawn: each worker is a new interpreter",
     )
     fork_denylist: tuple[str, ...] = Field(
-        (), description="packages that no zygote may import, because what they leave does not survive a fork"
+        (), description="packages that a zygote must not import, because they do not work after a fork"
     )
-    standby: int = Field(0, ge=0, description="pre-warmed processes to keep")
+    standby: int = Field(0, ge=0, description="number of pre-warmed processes to keep")
     standby_device: bool = Field(
         False,
-        description="standbys use a GPU at once: one for each local rank, so standby = nproc_per_node; without it they "
-        "use none before they fill a rank",
+        description="standbys use a GPU from the start, one per local rank (needs standby = nproc_per_node); false: "
+        "only once they replace a rank",
     )
-    run_dir: Path | None = Field(None, description="events, logs, rank table; default `runs/TIME-PID`")
+    run_dir: Path | None = Field(
+        None, description="directory for events, logs and the rank table; none: `runs/TIME-PID`"
+    )
     node_failure_log: Path | None = Field(
         None,
-        description="file in which failures of nodes are remembered over jobs, so that bad nodes are used last, then "
-        "not at all; none: node_marks.jsonl beside the run directory, if there is one",
+        description="file that records failures of nodes for later jobs: bad nodes are used last, then not at all; "
+        "none: node_marks.jsonl next to the run directory, if it exists",
     )
-    log: Literal["0", "all", "none"] = Field("0", description="ranks whose output is shown live")
-    health: str = Field("auto", description="device plugins: auto (all that are installed), none, or names with commas")
-    notice: NoticeSettings = Field(NoticeSettings(), description="how this node hears that it is to be taken away")
-    max_restarts: int = Field(3, ge=0, description="whole restarts while nothing has been trained yet")
+    log: Literal["0", "all", "none"] = Field("0", description="which ranks' output is shown live")
+    health: str = Field(
+        "auto", description="device plugins: auto (all that are installed), none, or names separated by commas"
+    )
+    notice: NoticeSettings = Field(NoticeSettings(), description="how this node learns that it will be preempted")
+    max_restarts: int = Field(3, ge=0, description="most restarts of the whole job before the first trained step")
     max_failures_per_step: int = Field(
         3,
         ge=1,
-        description="the same rank failing so often by its own doing (exception, exit, crash, hang, device) at the "
-        "same step, or before its replacement's first one, ends the job: a crash loop",
+        description="the job ends if the same rank fails this often at the same step, or before its replacement's "
+        "first step, by its own fault (exception, exit, crash, hang, device): a crash loop",
     )
     max_kills_per_step: int = Field(
         10,
         ge=1,
-        description="the same for failures from outside (SIGKILL, SIGTERM, SIGSTOP): bad luck, unless it never "
-        "ends, as with an out-of-memory killer",
+        description="the same for failures from outside (SIGKILL, SIGTERM, SIGSTOP), such as the out-of-memory killer",
     )
     run_id: str = Field("flashrecovery", min_length=1, description="TORCHELASTIC_RUN_ID of the ranks")
     role: str = Field("default", min_length=1, description="ROLE_NAME of the ranks")
@@ -425,7 +458,7 @@ class RunConfig(Settings):
     def _module_names(cls, value: tuple[str, ...]) -> tuple[str, ...]:
         for name in value:
             if not all(part.isidentifier() for part in name.split(".")):
-                raise ValueError(f"{name!r} is no name of a module")
+                raise ValueError(f"{name!r} is not a module name")
         return value
 
     @field_validator("controller")

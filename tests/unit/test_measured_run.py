@@ -180,5 +180,5 @@ def test_the_controller_writes_what_was_measured(tmp_path: Path) -> None:
 
 
 def test_a_run_that_never_trained_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="no rank has come to its first step there"):
+    with pytest.raises(ConfigError, match="no rank reached its first step there"):
         said(write(tmp_path / "run", joined(2, 8)))

@@ -63,6 +63,6 @@ def test_the_doctor_lists_name_and_reason(table: PatchTable, monkeypatch: pytest
     monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: entries)
     broken, old, new = checks.patches()
     assert broken.level is checks.Level.WARN and "x:TABLE" in broken.found and "no module named x" in broken.found
-    assert old.found == "framework: old, nothing to change in the installed version"
+    assert old.found == "framework: old, the installed version needs no patch"
     assert new.found == "framework: new, applied at import"
     assert new.meaning == "because of new"

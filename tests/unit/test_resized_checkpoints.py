@@ -429,9 +429,9 @@ def test_the_command(tmp_path: Path) -> None:
     )
     assert done.exit_code == 0 and "for 3 ranks" in done.output, done.output
     shown = CliRunner().invoke(command, ["show", str(tmp_path / "o")], env={"COLUMNS": "200"})
-    assert shown.exit_code == 0 and "version 7, of 3 ranks, without each rank's own" in shown.output, shown.output
+    assert shown.exit_code == 0 and "version 7, of 3 ranks, without random number states" in shown.output, shown.output
     assert "0: [0:5, 0:3, 0:2], 1: [5:10, 0:3, 0:2] and 2: [10:13, 0:3, 0:2]" in shown.output, shown.output
-    assert "can be read by any number of ranks" in shown.output and "all 3 ranks" in shown.output
+    assert "readable by any number of ranks" in shown.output and "all 3 ranks" in shown.output
     told = CliRunner().invoke(command, ["show", "--json", str(tmp_path / "c")])
     assert told.exit_code == 0 and '"ranks": 4' in told.output
     nothing = CliRunner().invoke(command, ["show", str(tmp_path)])

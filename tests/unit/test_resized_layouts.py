@@ -252,7 +252,7 @@ def test_boxes_that_are_shown_are_all_of_it(name: str, tmp_path: Path) -> None:
         else:
             assert {*sizes} == {math.prod(tensor.shape)} and (len(sizes) == 1 or not rule.shared)
     shown = CliRunner().invoke(command, ["show", str(tmp_path / "c")], env={"COLUMNS": "200"})
-    assert shown.exit_code == 0 and "can be read by any number of ranks" in shown.output, shown.output
+    assert shown.exit_code == 0 and "readable by any number of ranks" in shown.output, shown.output
 
 
 @pytest.mark.parametrize("name", LAYOUTS)

@@ -24,7 +24,7 @@ def adapters() -> list[Finding]:
                 look: Callable[[], list[Finding]] = entry.load()
         except (ImportError, AttributeError) as e:
             found, advice = f"{entry.value}: {type(e).__name__}: {e}", "reinstall flashrecovery"
-            findings.append(Finding(entry.name, Level.WARN, found, "the adapter cannot be asked", advice))
+            findings.append(Finding(entry.name, Level.WARN, found, "the adapter's checks failed", advice))
             continue
         findings += look()
     return findings

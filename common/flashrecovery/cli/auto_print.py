@@ -32,7 +32,7 @@ def print_patch(config: RunConfig, command: list[str]) -> int:
         say(reason)
         return code
     if not text:
-        say("no patch: the script has come to its end without a step of an optimizer")
+        say("no patch: the script ended without an optimizer step")
         return 1
     with os.fdopen(shown, "w", encoding="utf-8") as stdout:
         stdout.write(text)

@@ -22,12 +22,13 @@ _BOXES_SHOWN = 4
 
 @click.group()
 def checkpoint() -> None:
-    """Look into a checkpoint, or write it anew for another number of ranks. (`checkpoints` lists and checks them.)"""
+    """Show the content of a checkpoint, or rewrite it for another number of ranks. (`checkpoints` lists and checks
+    them.)"""
 
 
 @checkpoint.command()
 @click.argument("path", type=click.Path(path_type=Path))
-@click.option("--json", "as_json", is_flag=True, help="Print the facts as JSON, all boxes included.")
+@click.option("--json", "as_json", is_flag=True, help="Print as JSON, with all tensor slices.")
 def show(path: Path, as_json: bool) -> None:
     """Show what a checkpoint holds: its version, how many ranks have written it, the tensors, and which boxes of them
     are in which rank's files. PATH is a checkpoint, or a directory of which the newest one is shown. No tensor is
@@ -42,8 +43,8 @@ def show(path: Path, as_json: bool) -> None:
         click.echo(json.dumps(_plain(found), indent=2))
         return
     console = make_console()
-    sizes = "can be read by any number of ranks" if found.any_size else f"can be read by {found.ranks} ranks"
-    own = "" if found.own_state else ", without each rank's own random numbers and data position"
+    sizes = "readable by any number of ranks" if found.any_size else f"readable by {found.ranks} ranks"
+    own = "" if found.own_state else ", without random number states and data positions of the ranks"
     form = f", in the format {found.form!r}" if found.form else ""
     console.print(f"{found.path}: version {found.version:,}, of {found.ranks} ranks{form}{own}; {sizes}", markup=False)
     nbytes = sum(math.prod(t.shape) * getattr(torch, t.dtype).itemsize for t in found.tensors)
@@ -56,10 +57,12 @@ def show(path: Path, as_json: bool) -> None:
 
 @checkpoint.command()
 @click.argument("path", type=click.Path(path_type=Path))
-@click.option("--to-ranks", "ranks", type=click.IntRange(min=1), required=True, help="That are to read it.")
+@click.option(
+    "--to-ranks", "ranks", type=click.IntRange(min=1), required=True, help="Number of ranks that will read it."
+)
 @click.option("--out", "directory", type=click.Path(path_type=Path), required=True, help="A new directory.")
 def convert(path: Path, ranks: int, directory: Path) -> None:
-    """Write a checkpoint of an elastic job anew, as another number of ranks would have written it. PATH is a
+    """Rewrite a checkpoint of an elastic job, as another number of ranks would have written it. PATH is a
     checkpoint, or a directory of which the newest one is taken; it stays as it is. What is read is checked.
 
     Elastic jobs read checkpoints of any size themselves: this is for storage close to the new ranks, and for tools.

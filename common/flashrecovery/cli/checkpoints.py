@@ -19,7 +19,7 @@ from flashrecovery.snapshot.files import LAST_CHECKPOINT
 
 @click.command()
 @click.argument("directory", type=click.Path(path_type=Path))
-@click.option("--json", "as_json", is_flag=True, help="Print the facts as JSON.")
+@click.option("--json", "as_json", is_flag=True, help="Print as JSON.")
 def checkpoints(directory: Path, as_json: bool) -> None:
     """List the checkpoints in DIRECTORY, and compare all of them with the digests with which they were written. Of a
     run directory, the snapshots in it and the checkpoints of its job.

@@ -34,7 +34,7 @@ from flashrecovery.util.versions import version_of
 def python() -> list[Finding]:
     found = f"{platform.python_implementation()} {platform.python_version()} on {platform.system()}"
     if sys.platform != "linux":
-        return [Finding("python", Level.FAIL, found, "pidfd, memfd and /proc exist on Linux only", "run on Linux")]
+        return [Finding("python", Level.FAIL, found, "only Linux has pidfd, memfd and /proc", "run on Linux")]
     return [Finding("python", Level.OK, found, "supported")]
 
 
@@ -72,7 +72,7 @@ def capabilities(framework: Framework, needed: bool) -> list[Finding]:
     if version is not None and framework.is_tested(version):
         findings.append(Finding(framework.name, Level.OK, version, "tested"))
     elif version is not None:
-        meaning = f"not among the versions that were tested ({', '.join(framework.tested)})"
+        meaning = f"not a tested version ({', '.join(framework.tested)})"
         findings.append(Finding(framework.name, Level.WARN, version, meaning, "try a fault drill before a long run"))
     for one in framework.capabilities:
         check = f"{framework.name}: {one.name}"
@@ -99,7 +99,7 @@ def patches() -> list[Finding]:
             findings.append(Finding("patches", Level.WARN, found, "a table of patches cannot be loaded", advice))
             continue
         for patch in table.patches:
-            when = "applied at import" if table.wanted(patch) else "nothing to change in the installed version"
+            when = "applied at import" if table.wanted(patch) else "the installed version needs no patch"
             found = f"{table.distribution}: {patch.name}, {when}"
             findings.append(Finding("patches", Level.OK, found, patch.reason))
     return findings or [Finding("patches", Level.OK, "none", "changes that adapters make in a framework")]
@@ -142,18 +142,18 @@ def compiler(built: bool) -> list[Finding]:
 def nccl(environment: Mapping[str, str], wanted: bool) -> list[Finding]:
     """NCCL's variables as a worker would see them, if there is an NVIDIA device or if asked for."""
     if not wanted and not Path("/dev/nvidiactl").exists():
-        return [Finding("nccl", Level.OK, "no NVIDIA device", "not looked at (--nccl forces it)")]
+        return [Finding("nccl", Level.OK, "no NVIDIA device", "not checked (--nccl forces it)")]
     from flashrecovery.config import RunConfig
     from flashrecovery.runtime.environment import common_env
     from flashrecovery.runtime.nccl_env import free_choices, nccl_environment_findings
 
     worker_environment = {**environment, **common_env(RunConfig())}
     found = nccl_environment_findings(worker_environment)
-    meaning = "NCCL's own reaction to a failure comes before the recovery"
+    meaning = "NCCL reacts to a failure itself, before the recovery can"
     findings = [
         Finding("nccl", Level.WARN, f"{f.name}={f.value if f.value is not None else '(unset)'}", meaning, f.advice)
         for f in found
-    ] or [Finding("nccl", Level.OK, "environment variables", "leave failures to be recovered")]
+    ] or [Finding("nccl", Level.OK, "environment variables", "they let FlashRecovery handle failures")]
     free = free_choices(worker_environment)
     if free:
         advice = "for equal bits with another node in the job, set them (NCCL_ALGO=Ring NCCL_PROTO=Simple, say)"
@@ -184,27 +184,27 @@ def kernel() -> list[Finding]:
     statm = Path(f"/proc/{os.getpid()}/statm")
     readable = statm.exists() and statm.read_text().split()[1:2] != []
     findings.append(
-        Finding("/proc", Level.OK, "readable", "hangs and how a process has ended can be seen")
+        Finding("/proc", Level.OK, "readable", "hangs and exit causes can be detected")
         if readable
-        else Finding("/proc", Level.FAIL, "unreadable", "deaths and hangs cannot be seen", "mount proc on /proc")
+        else Finding("/proc", Level.FAIL, "unreadable", "deaths and hangs cannot be detected", "mount proc on /proc")
     )
     findings.append(
-        Finding("lifeline", Level.OK, "works", "a killed process is seen before its memory is freed")
+        Finding("lifeline", Level.OK, "works", "a kill is noticed before the process's memory is freed")
         if _lifeline_works()
         else Finding(
             "lifeline",
             Level.WARN,
-            "the end of a thread does not free its robust mutex",
-            "the death of a big process is seen late, by its pidfd",
+            "the kernel does not release a robust mutex when its thread ends",
+            "the death of a big process is noticed late, by its pidfd",
             "use a kernel with CONFIG_FUTEX, and allow set_robust_list in the container's seccomp profile",
         )
     )
     try:
         os.close(os.pidfd_open(os.getpid()))
-        findings.append(Finding("pidfd", Level.OK, "works", "the end of a process is seen without polling"))
+        findings.append(Finding("pidfd", Level.OK, "works", "the end of a process is noticed without polling"))
     except (OSError, AttributeError) as e:
         advice = "use Linux 5.3 or newer, and allow pidfd_open in the container's seccomp profile"
-        findings.append(Finding("pidfd", Level.FAIL, str(e), "the end of a process cannot be watched", advice))
+        findings.append(Finding("pidfd", Level.FAIL, str(e), "the end of a process cannot be noticed", advice))
     try:
         fd = os.memfd_create("flashrecovery-doctor")
         try:
@@ -215,7 +215,7 @@ def kernel() -> list[Finding]:
         findings.append(Finding("memfd", Level.OK, "works", "step tags and rank-local states survive their process"))
     except (OSError, AttributeError) as e:
         advice = "allow memfd_create in the container's seccomp profile"
-        findings.append(Finding("memfd", Level.FAIL, str(e), "step tags and rank-local states have no place", advice))
+        findings.append(Finding("memfd", Level.FAIL, str(e), "step tags and rank-local state cannot be stored", advice))
     return findings
 
 

@@ -18,10 +18,12 @@ from flashrecovery.terminal import say
 @click.command()
 @click.option("--bind", "controller", required=True, help="HOST[:PORT] to listen on; the nodes' --controller.")
 @click.option("--nnodes", type=int, default=None, help="Nodes that hold ranks.")
-@click.option("--spare-nodes", type=int, default=None, help="Further nodes that wait for one of these to be lost.")
+@click.option("--spare-nodes", type=int, default=None, help="Spare nodes, which take over the ranks of lost nodes.")
 @click.option("--nproc-per-node", "--nproc_per_node", type=int, default=None, help="Processes on each node.")
 @click.option("--run-dir", type=click.Path(path_type=Path), default=None, help="Events, rank table.")
-@click.option("--token-file", type=click.Path(path_type=Path), default=None, help="The token that all nodes share.")
+@click.option(
+    "--token-file", type=click.Path(path_type=Path), default=None, help="File with the token that all nodes share."
+)
 @click.option("--config", "config_file", type=click.Path(path_type=Path), default=None, help="YAML with any key.")
 def controller(config_file: Path | None, **options: object) -> None:
     """Run the controller of one job, to the job's end. Its nodes run `flashrecovery run --controller HOST:PORT`."""

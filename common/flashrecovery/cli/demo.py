@@ -23,7 +23,7 @@ _DIGEST = re.compile(r"^digest rank=(\d+) ([0-9a-f]{64})$", re.MULTILINE)
 @click.command()
 @click.option("--nproc-per-node", "ranks", type=click.IntRange(2), default=4, show_default=True, help="Ranks.")
 @click.option("--steps", type=click.IntRange(4), default=60, show_default=True, help="Of each training.")
-@click.option("--run-dir", type=click.Path(path_type=Path), default=None, help="To keep logs and events in.")
+@click.option("--run-dir", type=click.Path(path_type=Path), default=None, help="Directory for logs and events.")
 def demo(ranks: int, steps: int, run_dir: Path | None) -> None:
     """Train a small GPT twice, once with a rank killed in the middle, and compare the ends bit for bit."""
     folder = Path(tempfile.mkdtemp(prefix="flashrecovery-demo-")) if run_dir is None else run_dir

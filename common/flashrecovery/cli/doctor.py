@@ -22,9 +22,9 @@ _STYLES = {Level.OK: "green", Level.WARN: "yellow", Level.FAIL: "bold red"}
 
 @click.command()
 @click.option("--build", is_flag=True, help="Compile the process-group backend now, if it is not compiled yet.")
-@click.option("--nccl", is_flag=True, help="Look at NCCL's environment also without an NVIDIA device.")
+@click.option("--nccl", is_flag=True, help="Check NCCL's environment even without an NVIDIA device.")
 @click.option("--json", "as_json", is_flag=True, help="Print the findings as JSON.")
-@click.option("-v", "--verbose", is_flag=True, help="A line for every check, and what each means.")
+@click.option("-v", "--verbose", is_flag=True, help="Print every check with its meaning.")
 def doctor(build: bool, nccl: bool, as_json: bool, verbose: bool) -> None:
     """Say what of the environment helps or hinders. Exit code 1 if something makes recovery impossible."""
     findings = list(examine(build, nccl))

@@ -20,7 +20,7 @@ from flashrecovery.proto import flashrecovery_pb2 as pb
     type=click.FloatRange(min=0, min_open=True),
     default=300.0,
     show_default=True,
-    help="Seconds that there are for it.",
+    help="Time limit in seconds.",
 )
 def drain(run_dir: Path, node: str, within_s: float) -> None:
     """Have a node leave a running job. Its ranks get processes on other nodes, which take over at a step boundary."""

@@ -15,8 +15,8 @@ from flashrecovery.health.plugins import installed, open_plugin
 _EVERY_DEVICE = 1 << 16
 _LEVELS = {Severity.WARNING: Level.WARN, Severity.FATAL: Level.FAIL}
 _ADVICE = {
-    Severity.WARNING: "see to it before a long run: a job here marks this node for replacement",
-    Severity.FATAL: "take this node out: a job here replaces the device's worker at once",
+    Severity.WARNING: "fix this before a long run: a job here marks this node for replacement",
+    Severity.FATAL: "exclude this node: a job here replaces the device's worker at once",
 }
 
 

@@ -21,8 +21,8 @@ from flashrecovery.proto import flashrecovery_pb2 as pb
     default="sigkill",
     show_default=True,
 )
-@click.option("--at", "phase", default="", help="Phase of a step, or recovery:<state>; without it, at once.")
-@click.option("--step", type=int, default=-1, help="Step of the phase; without it, the next one.")
+@click.option("--at", "phase", default="", help="Phase of a step, or recovery:<state>; default: at once.")
+@click.option("--step", type=int, default=-1, help="Step of the phase; default: the next one.")
 def inject(run_dir: Path, rank: int, fault: str, phase: str, step: int) -> None:
     """Inject a fault into a running job."""
     check_fault(fault, phase or None)

@@ -21,9 +21,11 @@ _NO_RATING = Rating(Use.NORMAL, 0.0, 0, 0, "nothing that still counts")
 
 @click.command()
 @click.argument("path", metavar="[FILE|RUN_DIR]", type=click.Path(path_type=Path), default=Path("runs"))
-@click.option("--forget", "forgotten", multiple=True, metavar="NODE", help="Drop what is known of a node (repeatable).")
+@click.option(
+    "--forget", "forgotten", multiple=True, metavar="NODE", help="Forget the recorded failures of a node (repeatable)."
+)
 @click.option("--marks", "each", is_flag=True, help="Show every failure.")
-@click.option("--json", "as_json", is_flag=True, help="Print the facts as JSON.")
+@click.option("--json", "as_json", is_flag=True, help="Print as JSON.")
 def nodes(path: Path, forgotten: tuple[str, ...], each: bool, as_json: bool) -> None:
     """Show what is remembered of nodes' failures: in FILE, or beside RUN_DIR, or in the folder of run directories
     (runs)."""

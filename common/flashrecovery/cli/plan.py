@@ -48,12 +48,12 @@ class _Count(click.ParamType):  # type: ignore[type-arg]
             return float(text[:-1]) * self._UNITS[text[-1]] if text[-1:] in self._UNITS else float(text)
         except ValueError as e:
             raise click.BadParameter(
-                f"{value!r} is no number; allowed are 70e9 and 70b, say (k, m, b, t)", ctx, param
+                f"{value!r} is not a number; allowed: for example 70e9 or 70b (k, m, b, t)", ctx, param
             ) from e
 
 
 @click.command()
-@click.option("--parameters", type=_Count(), default=None, help="Of the model, for example 70e9 or 70b.")
+@click.option("--parameters", type=_Count(), default=None, help="Parameters of the model, for example 70e9 or 70b.")
 @click.option(
     "--hf-config",
     type=click.Path(path_type=Path),
@@ -70,47 +70,68 @@ class _Count(click.ParamType):  # type: ignore[type-arg]
 @click.option("--tensor-parallel", type=int, default=1)
 @click.option("--pipeline-parallel", type=int, default=1)
 @click.option("--expert-parallel", type=int, default=1, help="Needs --hf-config, which knows the experts.")
-@click.option("--gpus-per-node", type=int, default=None, help="8, or what --run has seen.")
+@click.option("--gpus-per-node", type=int, default=None, help="Default: 8, or the number that --run has.")
 @click.option("--step-s", type=float, default=None, help="Seconds a step; else from --run, or --tokens and --tflops.")
 @click.option("--tokens", type=float, default=4e6, help="A step.")
 @click.option("--tflops", type=float, default=400.0, help="What a GPU reaches.")
-@click.option("--window", type=float, default=0.8, help="Part of a step before its gradients are synchronised.")
-@click.option("--pcie-gb-s", type=float, default=50.0, help="From a GPU to the host.")
-@click.option("--network-gb-s", type=float, default=12.5, help="From node to node, on the network that copies take.")
-@click.option("--storage-gb-s", type=float, default=10.0, help="Of the storage for checkpoints, for the whole job.")
-@click.option("--host-memory-gb", type=float, default=None, help="What copies may take of a node: do they fit?")
-@click.option("--parity-group", type=int, default=8, help="Nodes that share parity, at most.")
-@click.option("--node-failures", type=float, default=None, help=f"A day of one node; {NODE_FAILURES}, or from --run.")
+@click.option("--window", type=float, default=0.8, help="Fraction of a step before its gradients are synchronised.")
+@click.option("--pcie-gb-s", type=float, default=50.0, help="Bandwidth from a GPU to the host.")
 @click.option(
-    "--process-failures", type=float, default=None, help=f"A day of one process; {PROCESS_FAILURES}, or from --run."
+    "--network-gb-s", type=float, default=12.5, help="Bandwidth from node to node, on the network that copies use."
+)
+@click.option(
+    "--storage-gb-s", type=float, default=10.0, help="Bandwidth of the checkpoint storage, for the whole job."
+)
+@click.option("--host-memory-gb", type=float, default=None, help="Memory of a node that copies may use: do they fit?")
+@click.option("--parity-group", type=int, default=8, help="Most nodes in a parity group.")
+@click.option(
+    "--node-failures",
+    type=float,
+    default=None,
+    help=f"Failures per day of one node; default: {NODE_FAILURES}, or from --run.",
+)
+@click.option(
+    "--process-failures",
+    type=float,
+    default=None,
+    help=f"Failures per day of one process; default: {PROCESS_FAILURES}, or from --run.",
 )
 @click.option(
     "--worse-nodes",
     multiple=True,
     metavar="COUNT:RATE",
-    help="So many nodes of the job have this rate instead; may be given several times.",
+    help="This many nodes of the job have this rate instead; repeatable.",
 )
 @click.option("--domain-nodes", type=int, default=0, help="Nodes behind one switch or in one rack; 0: none.")
-@click.option("--domain-failures", type=float, default=0.0, help="A day of one switch or rack; takes all its nodes.")
+@click.option(
+    "--domain-failures", type=float, default=0.0, help="Failures per day of one switch or rack, with all its nodes."
+)
 @click.option("--shape", type=float, default=1.0, help="Weibull's c: rates are per day**c. 1: constant; more: wear.")
 @click.option(
-    "--copies-die-with-processes", is_flag=True, help="Copies are in the training processes, not beside them."
+    "--copies-die-with-processes", is_flag=True, help="Copies are in the training processes, not in separate ones."
 )
-@click.option("--recovery-s", type=float, default=None, help="A recovery from memory; 30, or from --run.")
-@click.option("--restart-s", type=float, default=900.0, help="A restart, without loading the checkpoint.")
-@click.option("--k0-s", type=float, default=None, help="A checkpoint holds training up; computed, or from --run.")
-@click.option("--repair-hours", type=float, default=24.0, help="Until a failed node is back as a spare one.")
-@click.option("--spares", type=int, default=2, help="Plan for 0 up to so many spare nodes.")
+@click.option(
+    "--recovery-s", type=float, default=None, help="Seconds of a recovery from memory; default: 30, or from --run."
+)
+@click.option("--restart-s", type=float, default=900.0, help="Seconds of a restart, without loading the checkpoint.")
+@click.option(
+    "--k0-s",
+    type=float,
+    default=None,
+    help="Seconds that a checkpoint blocks training; default: computed, or from --run.",
+)
+@click.option("--repair-hours", type=float, default=24.0, help="Time until a failed node is back as a spare node.")
+@click.option("--spares", type=int, default=2, help="Plan for 0 up to this many spare nodes.")
 @click.option("--days", type=float, default=30.0, help="Horizon.")
-@click.option("--threshold", type=float, default=0.9, help="State is safe until it survives with less probability.")
+@click.option("--threshold", type=float, default=0.9, help="State counts as safe above this probability of survival.")
 @click.option(
     "--run",
     "run_dir",
     type=click.Path(path_type=Path),
     default=None,
-    help="A run directory: take ranks, step time, k0, recovery time and failures from what was measured there.",
+    help="A run directory: use its measured ranks, step time, k0, recovery time and failures.",
 )
-@click.option("--figure", type=click.Path(path_type=Path), default=None, help="Draw it: FILE.svg, .png or .pdf.")
+@click.option("--figure", type=click.Path(path_type=Path), default=None, help="Draw a figure: FILE.svg, .png or .pdf.")
 @click.option("--json", "as_json", is_flag=True, help="Print the numbers as one JSON object: bytes, seconds, days.")
 def plan(as_json: bool, figure: Path | None, run_dir: Path | None, **options: Any) -> None:
     """Say what the copies of a job's state cost, what it survives with them, and what is lost of a day."""
@@ -146,9 +167,7 @@ def _seen(run_dir: Path | None) -> Measured | None:
     files = RunFiles(run_dir)
     found = measure(files.events(), time.time() if files.is_live() else None)
     if found.ranks == 0:
-        raise ConfigError(
-            f"--run {run_dir}: no rank has come to its first step there; a job that has trained is needed"
-        )
+        raise ConfigError(f"--run {run_dir}: no rank reached its first step there; a job that has trained is needed")
     return found
 
 
@@ -160,7 +179,9 @@ def _size(parameters: float | None, config: Path | None, expert_parallel: int) -
         if not 0 < parameters < math.inf:
             raise ConfigError(f"--parameters {parameters:g}: more than 0 is allowed")
         if expert_parallel != 1:
-            raise ConfigError(f"--expert-parallel {expert_parallel}: needs --hf-config, which says what is in experts")
+            raise ConfigError(
+                f"--expert-parallel {expert_parallel}: needs --hf-config, which gives the size of the experts"
+            )
         return ModelSize(round(parameters))
     if parameters is not None:
         raise either

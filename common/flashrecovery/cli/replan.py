@@ -14,13 +14,20 @@ from flashrecovery.proto import flashrecovery_pb2 as pb
 @click.command()
 @click.argument("run_dir", type=click.Path(path_type=Path))
 @click.option(
-    "--layout", default="", metavar="tp=1,pp=2,dp=1", help="Sizes; default: the planner chooses, and explains."
+    "--layout",
+    default="",
+    metavar="tp=1,pp=2,dp=1",
+    help="Sizes; default: the planner chooses and explains its choice.",
 )
 @click.option(
-    "--at-step", "step", type=click.IntRange(min=1), default=None, help="From this step on; default: the next one."
+    "--at-step",
+    "step",
+    type=click.IntRange(min=1),
+    default=None,
+    help="Change before this step; default: the next one.",
 )
 def replan(run_dir: Path, layout: str, step: int | None) -> None:
-    """Change the parallel layout of a running job that was launched with --parallelism. Its workers are started anew,
+    """Change the parallel layout of a running job that was launched with --parallelism. Its workers are restarted,
     and get their state from the node's memory."""
     request = pb.ReplanRequest(layout=layout, step=-1 if step is None else step)
     reply: pb.ReplanReply = ask(run_dir, str(run_dir), lambda stub: stub.Replan(request, timeout=ANSWER_S))

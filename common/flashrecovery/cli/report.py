@@ -40,7 +40,7 @@ _SLOW_LAUNCH_S = 1.0
 @click.command()
 @click.argument("run_dir", type=click.Path(path_type=Path))
 @click.option("--html", type=click.Path(path_type=Path), default=None, help="Write an HTML timeline to this file.")
-@click.option("--json", "as_json", is_flag=True, help="Print the facts as one JSON object.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def report(run_dir: Path, html: Path | None, as_json: bool) -> None:
     """Show every recovery of the job in RUN_DIR, phase by phase."""
     files = RunFiles(run_dir)
@@ -78,7 +78,7 @@ def render_text(history: JobHistory, course: Course) -> Group:
     parts: list[Any] = [_headline(history)]
     if course.seconds > 0:
         parts.append(render_course(course))
-    parts += _lines("Longest lines of the script on the launch's way to its first step:", launch_lines(history))
+    parts += _lines("Slowest lines of the script before its first step, at launch:", launch_lines(history))
     if not history.recoveries:
         parts.append(Text("No recovery was needed."))
         return Group(*parts)
@@ -94,7 +94,7 @@ def render_text(history: JobHistory, course: Course) -> Group:
             Text(f"Largest phase: {name} ({part:.0%} of all recovery time). Bounded by {BOUNDS.get(name, '?')}.")
         )
         parts += [Text(line) for line in restore_lines(history.recoveries)]
-        parts += _lines("Longest lines of the script on a replacement's way to its first step:", starts(finished))
+        parts += _lines("Slowest lines of the script before its first step, in a replacement:", starts(finished))
     return Group(*parts)
 
 

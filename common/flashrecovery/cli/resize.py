@@ -15,7 +15,11 @@ from flashrecovery.proto import flashrecovery_pb2 as pb
 @click.argument("run_dir", type=click.Path(path_type=Path))
 @click.option("--to", "replicas", type=click.IntRange(min=1), required=True, help="Replicas from then on.")
 @click.option(
-    "--at-step", "step", type=click.IntRange(min=1), default=None, help="From this step on; default: the next one."
+    "--at-step",
+    "step",
+    type=click.IntRange(min=1),
+    default=None,
+    help="Change before this step; default: the next one.",
 )
 def resize(run_dir: Path, replicas: int, step: int | None) -> None:
     """Change the number of replicas of a running elastic job. Its last ranks leave."""

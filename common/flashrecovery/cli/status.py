@@ -99,9 +99,11 @@ class JobView:
 @click.command()
 @click.argument("run_dir", type=click.Path(path_type=Path), required=False)
 @click.option("--controller", default=None, help="HOST:PORT of the controller, instead of RUN_DIR.")
-@click.option("--tls-ca", type=click.Path(path_type=Path), default=None, help="With --controller: its authority, PEM.")
-@click.option("--tls-name", default="", help="With --tls-ca: to whom its certificate is made out, if not its address.")
-@click.option("--json", "as_json", is_flag=True, help="One JSON object (with --watch: one a line).")
+@click.option(
+    "--tls-ca", type=click.Path(path_type=Path), default=None, help="With --controller: PEM file with its CA."
+)
+@click.option("--tls-name", default="", help="With --tls-ca: the host name in its certificate, if not its address.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object (with --watch: one per line).")
 @click.option("--watch", is_flag=True, help="Refresh until the job ends.")
 def status(
     run_dir: Path | None, controller: str | None, tls_ca: Path | None, tls_name: str, as_json: bool, watch: bool
@@ -311,7 +313,7 @@ def render(view: JobView) -> Group:
         head.append(f" + {view.standby_starting} starting")
     head.append(f", {count_text(len(view.recoveries), 'recovery', 'recoveries')}\n{view.run_dir}")
     if view.state == "lost":
-        head.append("\nIts launcher ended without a word; the log is what it left.", style="red")
+        head.append("\nThe launcher ended without a final event; its log may say why.", style="red")
     if view.reason:
         head.append(f"\nReason: {view.reason}", style="red")
     if view.changes:

@@ -15,8 +15,8 @@ from flashrecovery.observe import story as stories
 
 @click.command()
 @click.argument("run_dir", type=click.Path(path_type=Path))
-@click.option("--rank", type=int, required=True, help="Its number at the launch.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object a line.")
+@click.option("--rank", type=int, required=True, help="The rank's number at launch.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object per line.")
 def story(run_dir: Path, rank: int, as_json: bool) -> None:
     """Show what RANK of the job in RUN_DIR went through, in order: failures, recoveries, changes of size."""
     events = RunFiles(run_dir).events()

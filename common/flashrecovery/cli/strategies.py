@@ -70,13 +70,13 @@ class ModelFile(BaseModel):
 @click.option("--recompute", is_flag=True, help="Activations are computed again in the backward pass.")
 @click.option("--even", is_flag=True, help="All replicas must compute as many micro-batches (DeepSpeed).")
 @click.option("--most-cp", type=click.IntRange(min=1), default=1, show_default=True, help="Context parallel size.")
-@click.option("--current", default=None, metavar="tp=2,pp=4,dp=8", help="What the job has; it is kept if it can be.")
+@click.option("--current", default=None, metavar="tp=2,pp=4,dp=8", help="The current layout; kept if possible.")
 @click.option(
     "--run",
     "run_dir",
     type=click.Path(path_type=Path),
     default=None,
-    help="The run directory of a job with --current, to whose measured steps the costs are fitted.",
+    help="Run directory of a job with the layout --current; costs are fitted to its measured steps.",
 )
 @click.option("--top", type=click.IntRange(min=1), default=10, show_default=True, help="So many are shown.")
 @click.option("--json", "as_json", is_flag=True, help="Print them as JSON.")
@@ -160,7 +160,7 @@ def _measured(run_dir: Path | None, had: Strategy | None) -> tuple[MeasuredStep,
     if run_dir is None:
         return ()
     if had is None:
-        raise ConfigError("--run needs --current: what the job had whose steps were measured")
+        raise ConfigError("--run needs --current: the layout whose steps were measured")
     seen = measure(RunFiles(run_dir).events())
     if seen.step_s <= 0:
         raise ConfigError(f"--run {run_dir}: no step has been measured there")

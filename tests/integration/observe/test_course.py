@@ -137,8 +137,8 @@ def test_what_is_waited_for_is_named_while_it_lasts(tmp_path: Path) -> None:
     for longest in (started["start"][0], event["start"][0]):
         assert longest["text"].startswith("time.sleep(12)") and 11.5 < longest["seconds"] < 16
         assert longest["where"] in html.read_text() and longest["where"] in text
-    assert "on the launch&#39;s way" in html.read_text() or "on the launch's way" in html.read_text()
-    assert "on a replacement's way" in text
+    assert "before its first step, at launch" in html.read_text()
+    assert "before its first step, in a replacement" in text
 
 
 @pytest.mark.grid

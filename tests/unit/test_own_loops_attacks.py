@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import collections
+import contextvars
 import random
 import types
 from pathlib import Path
@@ -112,6 +113,18 @@ def test_generators_that_the_training_makes_come_back() -> None:
     there = replaced.f_locals["sampler"]
     assert there.others[3] is there.noise and type(there.others[1]) is np.random.Generator
     assert drawn(there, found["made"]) == first
+
+
+def test_context_variables_come_back() -> None:
+    with_default: contextvars.ContextVar[int] = contextvars.ContextVar("with_default", default=1)
+    count: contextvars.ContextVar[Any] = contextvars.ContextVar("count")
+    count.set([1])
+    frame = frame_with(a=with_default, b=count)
+    saved = take_down(frame, names(), Identities())
+    with_default.set(2)
+    count.get().append(2)
+    put_back(frame, names(), Identities(), Saved.of(codec.loads(codec.dumps(saved.plain()))))
+    assert (with_default.get(), count.get()) == (1, [1])
 
 
 def test_random_numbers_of_the_system_have_no_state() -> None:

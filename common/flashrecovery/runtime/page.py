@@ -1,4 +1,4 @@
-"""The shared-memory page of one worker: step tag, progress, lifeline, rank-local state slots, set-up log.
+"""The shared-memory page of one worker: step tag, progress, lifeline, rank-local state, set-up log, notes of files.
 
 The agent makes the page (a memfd: it has no name, so nothing can be left behind) and the worker inherits it. Steady
 state costs a few aligned 8-byte stores per step; no system call, no lock, nothing on the wire. After the worker's
@@ -33,7 +33,7 @@ from flashrecovery.runtime.local_state_slots import SLOTS, WORDS, LocalStateSlot
 from flashrecovery.state import witness
 from flashrecovery.util.clock import lease_clock_ns
 
-MAGIC = 0x46525047_00000008
+MAGIC = 0x46525047_00000009
 TAG_NONE = -2
 """Tag of a worker that has not begun a step."""
 TAG_MUTATING = -1
@@ -41,6 +41,7 @@ TAG_MUTATING = -1
 LOCAL_STATE_LIMIT = 1 << 30
 """Most bytes of one version that a page has room for; the setting ``rank_local_state_mib`` may allow less."""
 SETUP_LIMIT = 40 << 20
+FILE_NOTES_LIMIT = 4 << 20
 _HEADER = 4096
 _COPIED_AT_ONCE = 4 << 20
 
@@ -58,6 +59,7 @@ _NOTES = TERMINATIONS_WORD + 1
 _LEAVING, _ASKS_LEAVING = _NOTES + 1, _NOTES + 2
 _SHOWN = _ASKS_LEAVING + 1
 _GROWN = _SHOWN + 1
+_FILE_NOTES = 80  # how often they were written; then, of each of two places, length + 1 (0: none) and digest
 _WRITES_BITS = 24  # of that word; a step that writes more often is noted once it is through
 
 
@@ -95,6 +97,7 @@ class Page:
             raise ValueError("not a FlashRecovery page (other version?)")
         each = slot_bytes(self.local_state_limit)
         self._setup = _HEADER + SLOTS * each
+        self._file_notes = self._setup + SETUP_LIMIT
         slots = [self._memory[_HEADER + i * each :][:each] for i in range(SLOTS)]
         self._slots = LocalStateSlots(self._words[_SLOT_WORDS : _SLOT_WORDS + SLOTS * WORDS], slots)
 
@@ -103,7 +106,7 @@ class Page:
         """A new empty page, on an inheritable file descriptor. It is sparse: only what is written takes memory.
         ``local_state_limit``: most bytes of one version of the rank-local state."""
         fd = os.memfd_create(f"flashrecovery-{name}", 0)
-        os.ftruncate(fd, _HEADER + SLOTS * slot_bytes(local_state_limit) + SETUP_LIMIT)
+        os.ftruncate(fd, _HEADER + SLOTS * slot_bytes(local_state_limit) + SETUP_LIMIT + 2 * FILE_NOTES_LIMIT)
         words = ((_MAGIC, MAGIC), (_TAG, TAG_NONE), (_COMMITTED, -1), (_LIMIT, local_state_limit))
         for index, value in words:
             os.pwrite(fd, value.to_bytes(8, "little", signed=True), index * 8)
@@ -244,6 +247,36 @@ class Page:
         if writes < 1 << _WRITES_BITS:
             self._words[_SHOWN] = (step << _WRITES_BITS) + writes
 
+    # -- files that the script writes -------------------------------------------------------------
+
+    def write_file_notes(self, data: bytes) -> bool:
+        """Keep how the files are that the script's loops write. False if that is too large. A worker that is killed
+        meanwhile leaves the notes of before."""
+        if len(data) > FILE_NOTES_LIMIT:
+            return False
+        written = self._words[_FILE_NOTES]
+        words, begin = self._notes_at(written)
+        self._words[words] = 0
+        self._map[begin : begin + len(data)] = data
+        self._words[words + 1] = _digest(data)
+        self._words[words] = len(data) + 1
+        self._words[_FILE_NOTES] = written + 1
+        return True
+
+    def read_file_notes(self) -> bytes:
+        """What :meth:`write_file_notes` has kept; empty: nothing."""
+        written = self._words[_FILE_NOTES]
+        if not written:
+            return b""
+        words, begin = self._notes_at(written - 1)
+        length = max(0, self._words[words] - 1)
+        data = self._map[begin : begin + length]
+        return data if _digest(data) == self._words[words + 1] else b""
+
+    def _notes_at(self, number: int) -> tuple[int, int]:
+        """Where the notes that were written after ``number`` others lie: their words, and their bytes."""
+        return _FILE_NOTES + 1 + 2 * (number % 2), self._file_notes + number % 2 * FILE_NOTES_LIMIT
+
     # -- lease ------------------------------------------------------------------------------------
 
     def lend(self, until: float) -> None:
@@ -363,7 +396,7 @@ class Page:
 
     def inherit(self, old: Page) -> None:
         """Take over the rank-local states and the set-up log of the page of a dead worker, how much it has shown of
-        what it has printed, and how much its state had grown."""
+        what it has printed, how its files were, and how much its state had grown."""
         with self.inheritance(old) as local_states:
             local_states.copy()
         self.adopt(old)
@@ -382,6 +415,7 @@ class Page:
         if log is not None:
             self.write_setup_log(log)
         self.set_shown(*old.shown)
+        self.write_file_notes(old.read_file_notes())
         self.set_grown_bytes(old.grown_bytes)
 
 

@@ -153,6 +153,10 @@ class Session:
         if self._worker.rank == 0:
             self._worker.notice(NoticeKind.NOT_REGISTERED, text)
 
+    def tell_not_brought_back(self, text: str) -> None:
+        """Name what this rank alone changes and is not brought back."""
+        self._worker.notice(NoticeKind.NOT_REGISTERED, text)
+
     def open(self, num_steps: int | None, *, own_calls: bool = True) -> Loop:
         """Called when the script asks for its first step: tell the controller what there is, and wait until the loop
         may begin.

@@ -29,6 +29,8 @@ from flashrecovery.state import codec
 from flashrecovery.worker.local_state.fingerprints import identity
 from flashrecovery.worker.local_state.rng import RngState, restore_rng
 from flashrecovery.worker.loop import Loop
+from flashrecovery.worker.own_loops.environment import EnvironmentChanges
+from flashrecovery.worker.own_loops.files import LoopFiles
 from flashrecovery.worker.own_loops.foreign_iterators import gone_on, progress
 from flashrecovery.worker.own_loops.loop_data import LoopData, OwnIterator
 from flashrecovery.worker.own_loops.output import Output
@@ -194,6 +196,8 @@ class ScriptLoops:
         self._ending = False
         """The outermost loop has ended, as it has at the place to go to."""
         self.output = Output()
+        self.files = LoopFiles()
+        self._environment = EnvironmentChanges()
         self._seeking = False
         self._kept: dict[tuple[str, int], set[str]] = {}
         """Of each loop, which variables have been brought back so far."""
@@ -216,6 +220,8 @@ class ScriptLoops:
         self._session, self._accumulation = session, accumulation
         session.registry.place = self
         self.output.protect(session.gate.page)
+        self.files.protect(session.gate.page, session.tell_not_brought_back)
+        self._environment.begin()
 
     @property
     def active(self) -> bool:
@@ -224,6 +230,7 @@ class ScriptLoops:
     def take(self, rewritten: Rewritten, file: str, *, replacement: bool) -> None:
         """The loops of one more file. ``replacement``: this process is not the first one of its rank."""
         self.output.take(replacement=replacement)
+        self.files.take(replacement=replacement)
         self.texts |= {(file, line): text for line, text in rewritten.loops.items()}
         self.iterators |= {(file, name) for name in rewritten.iterators}
 
@@ -266,6 +273,7 @@ class ScriptLoops:
         if self._target is not None:
             self._go(own)
         self.output.handed_out(own.gate.version)
+        self.files.handed_out(own.gate.version)
 
     def catch_up(self) -> None:
         """An outer loop goes on after what was cut short between two steps."""
@@ -441,6 +449,7 @@ class ScriptLoops:
         if own.finished(last, goes_back=True):
             self._finished = loop
             self.output.show_all()
+            self.files.end()
             return True
         self._ending = False
         self._go_back(own)
@@ -534,6 +543,7 @@ class ScriptLoops:
         self._seeking, self._handed_out = True, False
         own.discard()
         self.output.drop()
+        self.files.go_back()
 
     # -- a part of each version -------------------------------------------------------------------
 
@@ -543,10 +553,11 @@ class ScriptLoops:
         if self._late and self._loop is not None:
             return b"%d" % self._loop.gate.version
         variables = [(loop.index, saved.plain()) for loop, saved in self._variables()]
-        return codec.dumps((variables, self.output.printed()))
+        return codec.dumps((variables, self.output.printed(), self.files.mark(), self._environment.now()))
 
     def capture(self, version: int) -> dict[str, Any]:
         """Where the loops stand, in plain values."""
+        self.files.flush()
         levels, ended = self._target, self._target_ended
         if levels is None:
             levels = [loop.level(saved) for loop, saved in self._variables()]
@@ -555,6 +566,7 @@ class ScriptLoops:
             "levels": [level.plain() for level in levels],
             "ended": ended,
             "printed": self.output.newest(version),
+            "environment": self._environment.now(),
         }
 
     def _variables(self) -> list[tuple[ScriptLoop, Saved]]:
@@ -605,6 +617,8 @@ class ScriptLoops:
         self._restores += 1
         self._target, self._target_ended = [_Level.of(level) for level in state["levels"]], state["ended"]
         self.output.restore(version, state["printed"])
+        self.files.restore(version)
+        self._environment.put(state["environment"])
 
     # -- data -------------------------------------------------------------------------------------
 

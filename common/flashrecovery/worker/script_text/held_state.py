@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ast
 import collections
+import contextvars
 import enum
 import functools
 import threading
@@ -169,6 +170,8 @@ def held_by(thing: object) -> MutableMapping[str, Any]:
         return _OfOptimizer(thing)
     if type(thing) in _WALKED:
         return _OfDictionary(thing)
+    if isinstance(thing, contextvars.ContextVar):
+        return _OfContextVariable(thing)
     base = plain_base(type(thing))  # type: ignore[arg-type] # a class is hashable
     if base is not None and base is not tuple and has_items(base):
         return _OfContainer(thing, base)
@@ -313,6 +316,27 @@ class _OfContainer(_Attributes):
 _ITEMS = "its items"
 
 
+class _OfContextVariable(_Attributes):
+    """Its value in the training thread, or its default one."""
+
+    def __init__(self, thing: contextvars.ContextVar[Any]) -> None:
+        self._thing = thing
+        try:
+            thing.get()
+        except LookupError:
+            self._names: tuple[str, ...] = ()
+        else:
+            self._names = ("value",)
+
+    def __getitem__(self, name: str) -> Any:
+        return self._thing.get()
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        self._thing.set(value)
+
+    def __delitem__(self, name: str) -> None: ...  # only a token of the script's takes it back
+
+
 class _OfSlots(_Attributes):
     def __init__(self, thing: object, slots: Sequence[str]) -> None:
         self._thing, self._dict = thing, attributes_of(thing)
@@ -366,7 +390,10 @@ def _is_filled(cell: types.CellType) -> bool:
     return True
 
 
-_HOLDERS = (types.SimpleNamespace, collections.UserDict, collections.UserList, collections.ChainMap, threading.local)
+_HOLDERS = (
+    *(types.SimpleNamespace, collections.UserDict, collections.UserList, collections.ChainMap),
+    *(threading.local, contextvars.ContextVar),
+)
 
 
 def _has_plain_state(kind: type) -> bool:

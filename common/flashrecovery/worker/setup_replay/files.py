@@ -116,7 +116,7 @@ class WrittenFiles:
     # -- files ------------------------------------------------------------------------------------
 
     def _open(self, before: Callable[..., Any], file: Any, mode: str, *arguments: Any, **more: Any) -> Any:
-        frame = sys._getframe(2)
+        frame = _behind_loops(sys._getframe(2))
         caller = self._sites.own(frame)
         path = None if caller is None else _absolute(file)
         if caller is None or path is None:
@@ -160,6 +160,14 @@ class WrittenFiles:
         found = _absolute(path)
         if found is not None and self._sites.own(sys._getframe(2)) is not None:
             self._record.folders.append(found)
+
+
+def _behind_loops(frame: FrameType) -> FrameType:
+    """Who has called ``open()``, where the files of a script's loops are looked after, too
+    (:mod:`flashrecovery.worker.own_loops.files`)."""
+    while frame.f_back is not None and frame.f_globals.get("__name__") == "flashrecovery.worker.own_loops.files":
+        frame = frame.f_back
+    return frame
 
 
 def _catches(caller: FrameType) -> bool:

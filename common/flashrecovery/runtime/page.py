@@ -28,6 +28,7 @@ from dataclasses import dataclass
 import xxhash
 
 from flashrecovery.plan.words import step_text
+from flashrecovery.runtime import temp_dir
 from flashrecovery.runtime.lifeline import Lifeline
 from flashrecovery.runtime.local_state_slots import SLOTS, WORDS, LocalStateSlots, slot_bytes
 from flashrecovery.state import witness
@@ -60,6 +61,7 @@ _LEAVING, _ASKS_LEAVING = _NOTES + 1, _NOTES + 2
 _SHOWN = _ASKS_LEAVING + 1
 _GROWN = _SHOWN + 1
 _FILE_NOTES = 80  # how often they were written; then, of each of two places, length + 1 (0: none) and digest
+_TEMP_DIR = 85
 _WRITES_BITS = 24  # of that word; a step that writes more often is noted once it is through
 
 
@@ -107,7 +109,8 @@ class Page:
         ``local_state_limit``: most bytes of one version of the rank-local state."""
         fd = os.memfd_create(f"flashrecovery-{name}", 0)
         os.ftruncate(fd, _HEADER + SLOTS * slot_bytes(local_state_limit) + SETUP_LIMIT + 2 * FILE_NOTES_LIMIT)
-        words = ((_MAGIC, MAGIC), (_TAG, TAG_NONE), (_COMMITTED, -1), (_LIMIT, local_state_limit))
+        number = (_TEMP_DIR, int.from_bytes(os.urandom(5), "little"))
+        words = ((_MAGIC, MAGIC), (_TAG, TAG_NONE), (_COMMITTED, -1), (_LIMIT, local_state_limit), number)
         for index, value in words:
             os.pwrite(fd, value.to_bytes(8, "little", signed=True), index * 8)
         lifeline = Lifeline(fd)
@@ -276,6 +279,11 @@ class Page:
     def _notes_at(self, number: int) -> tuple[int, int]:
         """Where the notes that were written after ``number`` others lie: their words, and their bytes."""
         return _FILE_NOTES + 1 + 2 * (number % 2), self._file_notes + number % 2 * FILE_NOTES_LIMIT
+
+    @property
+    def temp_dir(self) -> str:
+        """Where the worker, and processes that it forks, have the sockets of ``multiprocessing``."""
+        return temp_dir.path_of(self._words[_TEMP_DIR])
 
     # -- lease ------------------------------------------------------------------------------------
 

@@ -16,6 +16,7 @@ from google.protobuf.message import DecodeError
 from flashrecovery.agent.processes.procfs import Statm
 from flashrecovery.agent.processes.zygote_process import Child
 from flashrecovery.proto import flashrecovery_pb2 as pb
+from flashrecovery.runtime import temp_dir
 from flashrecovery.runtime.page import Page
 
 _LENGTH = struct.Struct("<I")
@@ -220,7 +221,7 @@ class WorkerProcess:
         return code
 
     def close(self) -> None:
-        """Kill what is left of the session; then free the page, the channel and the pid."""
+        """Kill what is left of the session; then free the page, the channel, the pid, and the session's sockets."""
         self.kill()
         self.child.poll()
         if self._reader_task is not None:
@@ -229,4 +230,5 @@ class WorkerProcess:
             self._writer.close()
         else:
             self._sock.close()
+        temp_dir.remove(self.page.temp_dir)
         self.page.close()

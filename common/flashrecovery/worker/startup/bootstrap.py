@@ -19,7 +19,7 @@ from flashrecovery.errors import DataEndedError, DataSourceError, DivergedError,
 from flashrecovery.kinds import NoticeKind
 from flashrecovery.plan.words import HOW_TO_PROTECT
 from flashrecovery.proto import flashrecovery_pb2 as pb
-from flashrecovery.runtime import page_reserve, process_end
+from flashrecovery.runtime import page_reserve, process_end, temp_dir
 from flashrecovery.runtime.channel import PAGE_ENV, Channel
 from flashrecovery.runtime.environment import AGENT_PID_ENV, CPUS_ENV, OF_ZYGOTES, STANDBY_DEVICE_ENV, with_local_rank
 from flashrecovery.runtime.lifeline import Lifeline
@@ -145,6 +145,9 @@ def _prepare(channel: Channel, page: Page, assign: pb.Assign, command: list[str]
     """Everything that must be in place before the script's first line."""
     global _connection
     process_end.reserve()
+    sockets = page.temp_dir
+    temp_dir.use(sockets)
+    process_end.at_last(lambda: temp_dir.remove(sockets))
     detached, ahead = assign.detached, Ahead.of(assign.ahead)
     if detached:
         page_reserve.begin(page.grown_bytes)

@@ -58,8 +58,8 @@ def test_a_drill_that_says_that_it_strikes_is_known_wherever_that_is() -> None:
     drills = [pb.InjectRequest(rank=0, fault="raise", phase="forward", step=2)]
     asked = Asked(drills)
     assert not asked.take(0, FailureKind.EXCEPTION, 2, "builtins.ValueError")
-    asked.strikes(0, pb.Fault(fault="raise", phase="forward", step=2))
-    assert asked.missed() == [], "it has struck, whatever comes of it"
+    asked.fires(0, pb.Fault(fault="raise", phase="forward", step=2))
+    assert asked.missed() == [], "it fired, whatever follows"
     assert asked.take(0, FailureKind.EXCEPTION, 9, "somewhere.Wrapped")
     outside = Asked(
         [pb.InjectRequest(rank=0, fault="sigkill"), pb.InjectRequest(rank=0, fault="hang", phase="data", step=-1)]

@@ -128,13 +128,13 @@ def test_what_a_dead_rank_had_is_taken_from_its_page() -> None:
 
 def test_what_is_lost_is_said() -> None:
     world = Ending()
-    world.error = "its own state of step 2 is gone with its process"
+    world.error = "its own state of step 2 is lost with its process"
     world.machine.job.vacate(1)
     world.machine.on_stop_request("stopped by SIGTERM", world.now)
     last = world.end()
     assert (last.version, last.whole) == (2, False)
     (said,) = [e.text for e in world.events if getattr(e, "kind", "") == "last_save"]
-    assert "rank 1: its own state of step 2 is gone" in said
+    assert "rank 1: its own state of step 2 is lost" in said
 
 
 def test_a_rank_that_does_not_answer_is_not_waited_for_longer_than_said() -> None:
@@ -321,7 +321,7 @@ def test_a_last_checkpoint_that_is_not_written_is_said_and_the_snapshots_are_lef
     last = world.end()
     assert (last.version, last.whole, last.saved) == (2, True, "")
     (said,) = notices_of(world, "checkpoint_failed")
-    assert (why or "what it alone had of step 2 is gone") in said
+    assert (why or "its own state of step 2 is lost") in said
 
 
 @pytest.mark.parametrize("config", [{"snapshots": {"keep": "never"}}, {"snapshots": {"persist": False}}])
@@ -359,7 +359,7 @@ def test_what_is_written_is_named_with_the_way_on() -> None:
         "the state of step 7 (12.3 MB) is in runs/a/snapshots; --run-dir runs/a --resume goes on from there"
     )
     assert "all nodes" in saved_text(folder, 7, 0, several_nodes=True)
-    assert "cannot go on" in saved_text(folder, 0, 0, several_nodes=False)
+    assert "cannot continue" in saved_text(folder, 0, 0, several_nodes=False)
 
 
 def test_how_far_an_earlier_launch_had_come() -> None:

@@ -478,7 +478,7 @@ def test_a_drill_that_has_not_struck_is_named_at_the_end() -> None:
     world = running(2)
     drills = [pb.InjectRequest(rank=1, fault="sigkill", phase="backward", step=step) for step in (5, 500)]
     world.machine.job.asked.drills += drills
-    world.machine.job.asked.strikes(1, pb.Fault(fault="sigkill", phase="backward", step=5))
+    world.machine.job.asked.fires(1, pb.Fault(fault="sigkill", phase="backward", step=5))
     world.kill(1)
     recovered(world)
     assert world.machine.job.asked.drills == drills[1:]

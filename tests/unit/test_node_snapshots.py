@@ -71,7 +71,7 @@ def test_an_agent_that_comes_back_to_a_running_job_gives_them_up(
     ended(tmp_path)
     left_by_an_earlier_launch(tmp_path)
     NodeSnapshots(config(nodes=2), tmp_path, print)
-    assert versions(tmp_path) == [] and "given up" in caplog.text
+    assert versions(tmp_path) == [] and "dropped" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -120,7 +120,7 @@ def test_a_process_that_dies_at_once_is_not_started_for_ever(
     assert first is not None
     os.kill(first, signal.SIGKILL)
     wait_for_death(node, said, 1)
-    assert node.pid not in (None, first) and "was started again" in said[0]
+    assert node.pid not in (None, first) and "was restarted" in said[0]
     monkeypatch.setattr(snapshots, "_SHORT_LIFE_S", 60.0)
     assert node.pid is not None
     os.kill(node.pid, signal.SIGKILL)

@@ -475,8 +475,8 @@ def test_a_node_that_is_told_to_run_something_else_is_named() -> None:
         world.join(f"node{node}", command=["train.py", *flags])
     texts = [e.text for e in world.of(ev.Notice) if isinstance(e, ev.Notice) and e.kind == "other_command"]
     assert texts == [
-        "node node0 alone is told --flash-recovery",
-        "node node2 alone is told 4; node node0 alone is told 2",
+        "only node node0 has --flash-recovery",
+        "only node node2 has 4; only node node0 has 2",
     ]
 
 

@@ -242,7 +242,7 @@ def test_a_command_to_the_controller_before_is_not_forgotten_without_a_word() ->
     world.machine.on_paused(pb.Paused(rank=0, generation=world.job.generation, version=9), 3.0)
     world.collect()
     (notice,) = [e.text for e in world.events if isinstance(e, ev.Notice) and e.kind == "not_replanned"]
-    assert "a controller before this one" in notice
+    assert "an earlier controller" in notice
     world.stop()
     assert world.job.state is State.REGROUPING
 

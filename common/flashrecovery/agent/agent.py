@@ -249,7 +249,7 @@ class Agent:
         self._processes.lend(until)
 
     def controller_heard(self, heard: bool) -> None:
-        """Whether a controller is there; the workers are told of every change."""
+        """Whether there is a controller; the workers are notified of each change."""
         self._hears = heard
         if self._drains_for and not heard and not self._processes.ending:
             self._tasks.start(self.shutdown(self._drains_for))  # no controller that could move its ranks
@@ -262,7 +262,7 @@ class Agent:
         """The ranks of this node have been given away: end its processes, and be a spare node from now on."""
         self._processes.dismiss()
         self._heartbeats.resumed(None)
-        self._identity = self._identity.anew()
+        self._identity = self._identity.renewed()
         self._members, self._regrouped = (), 0  # who belongs to the job now, this node has not heard
 
     def handle(self, command: pb.Command) -> None:
@@ -475,7 +475,7 @@ class Agent:
             if len(local_state) <= _SENT_BYTES:
                 reply.local_state = local_state
             else:
-                missing = missing or f"what it alone had ({len(local_state):,} bytes) is too large to be sent"
+                missing = missing or f"its own state ({len(local_state):,} bytes) is too large to be sent"
         if missing:
             reply.error_type, reply.error = "RestoreError", missing
         self._send(pb.AgentMessage(reply=reply))
@@ -528,7 +528,7 @@ class Agent:
         self._terminated_at = self._terminated_at or now
         if len(told) == len(alive) and not self._terminated:
             self._terminated = True
-            log.warning("flashrecovery: SIGTERM has come to all ranks of this node: the job is told to end")
+            log.warning("flashrecovery: all ranks of this node have got SIGTERM: the job is asked to end")
             os.kill(os.getpid(), signal.SIGTERM)
         elif not self._terminated and now - self._terminated_at >= _OTHERS_HEAR_S:
             for process in told:

@@ -52,7 +52,7 @@ def slow(pace: OwnWork, usual_s: float, factor: float = FACTOR) -> bool:
 
 
 class Stragglers:
-    """Which ranks are slow now; each one is told once. Times are CLOCK_MONOTONIC seconds."""
+    """Which ranks are slow now; each one is reported once. Times are CLOCK_MONOTONIC seconds."""
 
     def __init__(self) -> None:
         self.slow: frozenset[int] = frozenset()
@@ -169,7 +169,7 @@ class HangDetector:
         done = len(ranks) - len(running)
         absent = len(running) - len(positions)
         found = judge(positions, absent=absent, done=done)
-        if not any(self._suspected(r, now) for r in ranks):  # only a deadlock, which has no end, is told this early
+        if not any(self._suspected(r, now) for r in ranks):  # only a deadlock is reported this early
             positions = [replace(s, limit_s=min(s.limit_s, _ENDED_S)) for s in positions]
             soon = judge(positions, absent=absent, done=done)
             found = soon if soon.kind is VerdictKind.DEADLOCK else Verdict(VerdictKind.LATER)
@@ -229,7 +229,7 @@ class HangWatch:
         self._lookout.answered(node, message)
 
     def data_ended(self, rank: int, text: str) -> None:
-        """The data of ``rank`` has ended in its step, in which it has not trained: the others may wait for it."""
+        """``rank`` has run out of data in this step and did not train in it; the other ranks may wait for it."""
         self._lookout.ended[rank] = text
 
     def end_of_data(self, found: Verdict) -> str:
@@ -237,8 +237,9 @@ class HangWatch:
         if found.kind is not VerdictKind.DEADLOCK or not self._lookout.ended:
             return ""
         return (
-            f"{'; '.join(text for _, text in sorted(self._lookout.ended.items()))}, where the others go on with theirs "
-            f"({found.text}): give recovery.data() a loader, which begins its next epoch by itself, or have all ranks "
+            f"{'; '.join(text for _, text in sorted(self._lookout.ended.items()))}, while the other ranks still have "
+            f"data ({found.text}): give recovery.data() a loader, which begins its next epoch by itself, or have all "
+            f"ranks "
             "agree on the end (all_reduce a flag in the block) and leave the loop in the same step"
         )
 

@@ -1,15 +1,15 @@
-"""A job ends before its last step: what its ranks hold is kept before their processes end.
+"""A job ends before its last step: the state of its ranks is saved before their processes end.
 
-Whatever the reason is (a signal, a script that fails in the same step again and again, an error of the controller): the
-ranks that live are held and stopped as in a recovery, so that they stand at whole versions. Then
+The reason does not matter (a signal, a script that fails in the same step again and again, an error of the controller):
+the living ranks are paused and stopped as in a recovery, so that each is at a complete version. Then
 
-1. each has its node's snapshot process hold its part of the newest one. What only a rank that is gone had is in its
-   page, and its agent keeps that. (Not in a job that may change its size or layout: that is of one of them.)
-2. Where the job has a directory for checkpoints, or may change, each writes its part of a checkpoint; for a rank that
-   is gone one of those does so that hold what it had.
+1. each gives its part of the newest version to its node's snapshot process. The local state of a dead rank is in its
+   page, and its agent keeps that. (Not in a job that may change its size or layout: snapshots belong to one of them.)
+2. If the job has a directory for checkpoints, or may change, each writes its part of a checkpoint. The part of a dead
+   rank is written by a rank that holds its state.
 
-All of it together takes at most ``timeouts.last_save_s``; then the agents end their processes, and write what is held
-to disk, unless the checkpoint has it.
+All of this takes at most ``timeouts.last_save_s``. Then the agents end their processes, and write the snapshots to
+disk, unless the checkpoint has everything.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ _OF_HOLDING = 0.2
 
 
 def newest_whole(records: Sequence[RankRecord], gone: Sequence[RankRecord] = ()) -> int:
-    """The newest version of which these ranks together have everything that they need, each its own state included, and
-    all shards that those need which are ``gone``; -1 if there is none."""
+    """The newest version of which these ranks together have everything: each its own state, and all shards of the ranks
+    that are ``gone``; -1 if there is none."""
     needed = {name for record in records for name in record.inventory.needs}
     needed |= {name for record in gone for name in record.inventory.needs if name != local_state_name(record.rank)}
     for version in sorted(
@@ -71,8 +71,8 @@ class LastSave:
     """Begins with the first :meth:`tick` after the job has failed, if there is something to keep.
 
     Args:
-        stop_held: stops those ranks that are held, at whole versions; once for those that have to finish their steps,
-            then for the others.
+        stop_held: stops the paused ranks at complete versions: first those that have to finish their steps, then the
+            others.
     """
 
     def __init__(self, job: JobState, stop_held: Callable[[float, float], None]) -> None:
@@ -127,7 +127,7 @@ class LastSave:
                 self._local_states[rank] = message.local_state
 
     def _note(self, rank: int, why: str) -> None:
-        """What is missing of it."""
+        """Note what is missing of this rank."""
         (self._not_written if self._writes else self._missing).setdefault(rank, why)
 
     def _begin(self, now: float) -> None:
@@ -155,7 +155,7 @@ class LastSave:
         self._version = newest_whole(stopped, gone if job.changes else ())
         if self._version <= 0:
             if job.changes and stopped and gone:
-                self._say_not_written(f"no rank has what {ranks_text([r.rank for r in gone])} alone had")
+                self._say_not_written(f"no rank has the state of {ranks_text([r.rank for r in gone])}")
             job.shut_down()
             return
         if not job.keeps_last:
@@ -167,7 +167,7 @@ class LastSave:
         self._keep_of(stopped, gone, deadline)
 
     def _keep_of(self, stopped: Sequence[RankRecord], gone: Sequence[RankRecord], deadline: float) -> None:
-        """Have the agents keep what there is of ranks that are gone."""
+        """Have the agents keep the state that is left of dead ranks."""
         job = self._job
         there = {name for record in stopped for name in record.inventory.needs}
         late = {version for record in stopped for version in record.inventory.late}
@@ -191,10 +191,10 @@ class LastSave:
         job, self._writes = self._job, True
         stopped, gone = self._stopped, self._gone
         found = writers(stopped, gone, self._version)
-        alike = job.config.elastic is not None  # there anybody's own state serves
+        alike = job.config.elastic is not None  # there each rank can use the local state of any other
         for record in gone:
             if record.rank not in found or not (alike or record.rank in self._local_states):
-                self._not_written[record.rank] = f"what it alone had of step {self._version} is gone with its process"
+                self._not_written[record.rank] = f"its own state of step {self._version} is lost with its process"
         if (
             alike
             and any(record.inventory.sharded for record in stopped)
@@ -228,21 +228,21 @@ class LastSave:
         if self._not_written and not saved:
             self._say_not_written(_in_words(self._not_written))
         if whole or saved:
-            text = f"the state of step {version} is kept whole"
+            text = f"the state of step {version} is saved completely"
         else:
             why = _in_words(self._missing or self._not_written)
-            text = f"the state of step {version} is not kept whole: {why}"
+            text = f"the state of step {version} is not saved completely: {why}"
         job.emit(ev.Notice(generation=job.generation, kind=NoticeKind.LAST_SAVE, text=text, step=version))
         job.shut_down(version, whole=whole, saved=saved)
 
     @property
     def _checkpoint(self) -> str:
-        """Of the version that is kept; "": there is none."""
+        """The checkpoint of the saved version; "": there is none."""
         newest = self._job.checkpoint
         return newest[1] if newest is not None and newest[0] == self._version else ""
 
     def _say_not_written(self, why: str) -> None:
-        text = f"none was written of the state in which the job ends: {why}"
+        text = f"the state in which the job ends was not written to a checkpoint: {why}"
         self._job.notice(NoticeKind.CHECKPOINT_FAILED, text)
 
 

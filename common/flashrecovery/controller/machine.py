@@ -4,7 +4,7 @@ Everything that happens to the job comes in through one ``on_*`` method, on one 
 :class:`Send` and :class:`Emit` actions. So every path, second failures at any point included, can be tested without
 a process. This file says what each event means. What is known is data (:mod:`.state.job_state`,
 :mod:`.state.rank_record`); what is
-done with it is in objects that have nothing of their own but their way of doing it:
+done with it is in stateless objects:
 
 ==================  ==========================================================================
 :mod:`.membership.launch`    the way to the first step
@@ -132,7 +132,7 @@ class Machine:
         known = self.job.nodes.get(message.node)
         if known is not None and known.incarnation == message.incarnation:
             if not known.alive:
-                self._placement.fence(known, "it was declared dead, and its ranks were given away")
+                self._placement.fence(known, "it was declared dead, and its ranks moved to other nodes")
             return
         if known is not None and known.alive:
             self.on_node_lost(known.name, "its agent has ended and was started again", 0.0, now)
@@ -143,7 +143,7 @@ class Machine:
                 generation=self.job.generation, node=node.name, host=node.host, domain=node.domain, slots=node.slots
             )
         )
-        if self.job.state is State.FAILED and not self.job.ending.saving:  # the others have been told before it came
+        if self.job.state is State.FAILED and not self.job.ending.saving:  # the others got the command before
             over = pb.Shutdown(reason=self.job.failure_reason)
             self.job.outbox.send(node.name, pb.Command(generation=self.job.generation, rank=AGENT, shutdown=over))
             return
@@ -276,7 +276,7 @@ class Machine:
         ):
             return  # of a process that has been replaced since
         if node not in ("", record.home):
-            return  # of a process that was to take the rank over, and has been given up
+            return  # from a process that was to take the rank over, and has been dropped
         known, sharded, steps = dict(record.inventory.needs), record.inventory.sharded, record.steps
         sure = not record.inventory.as_launched
         before = record.registration(known if sure else record.inventory.common_needs(), steps=False)
@@ -293,7 +293,7 @@ class Machine:
         self.job.parallel.facts = message.facts or self.job.parallel.facts
         self.job.outbox.forget(Ordered.REPLACE, record.rank)
         if known and sure and not self.job.begins_as_sharded(record.rank):
-            # it has sharded its state as at the launch, and takes on the others' sharding, if it has a part of that
+            # its state is sharded as at the launch; it switches to the other ranks' sharding if it has a part in that
             record.inventory.needs = {**record.inventory.common_needs(), **{name: known[name] for name in sharded}}
             record.inventory.sharded = sharded
         now_said = record.registration(record.inventory.needs if sure else record.inventory.common_needs(), steps=False)
@@ -476,7 +476,7 @@ class Machine:
                 record.inventory.live, record.inventory.as_launched = -1, False
 
     def on_done(self, message: pb.Done, now: float) -> None:
-        """A worker has taken all its steps; it is let go when every rank has."""
+        """A worker has taken all its steps; it may end when every rank has."""
         record = self.job.ranks.get(message.rank)
         if record is None or message.generation != self.job.generation or record.place is Place.EMPTY:
             return
@@ -490,8 +490,8 @@ class Machine:
         self._steps.confirm(now)
 
     def on_paused(self, message: pb.Paused, now: float) -> None:
-        """A worker has come to the step at which the job is to change. The others can come there, too, and no further,
-        because this one takes no part in it: so the first one's word is enough."""
+        """A worker has reached the step at which the job is to change. The other ranks can get there, too, but no
+        further, because this one takes no part in it: so the first one's word is enough."""
         if message.generation != self.job.generation or message.rank not in self.job.ranks:
             return
         if self.job.state is State.VERIFYING:  # it pauses as soon as it goes on; others have not said yet that they do
@@ -510,7 +510,7 @@ class Machine:
             self._steps.recover([], FailureKind.REPLAN, now, 0.0, now)
             return
         if self.job.config.parallelism is not None and self.job.config.elastic is None:
-            text = "the layout does not change: what a controller before this one was commanded is not known any more"
+            text = "the layout does not change: the command to an earlier controller is no longer known"
             self.job.notice(NoticeKind.NOT_REPLANNED, text)
         self.job.last_failure = self._resizing.why_paused(version)
         self._steps.recover([], self._coming.cause, self._resizing.paused_since(now), 0.0, now)
@@ -582,7 +582,8 @@ class Machine:
         return bool(self.job.places[Place.DONE] or self.job.places[Place.FINISHED])
 
     def _replace_left_behind(self, now: float) -> None:
-        """Replace ranks whose scripts have ended early, before the others wait for them until it looks like a hang."""
+        """Replace ranks whose scripts have ended early, before the other ranks wait for them so long that it looks like
+        a hang."""
         if self.job.state is State.RUNNING and self._some_have_left:
             found = left_behind(self.job.in_order, now)
             failures = [self._found(self.job.ranks[r], FailureKind.EXIT, why, now) for r, why in found.items()]
@@ -680,7 +681,7 @@ class Machine:
         """These ranks, each with what it was asked, have missed a deadline: all of them are victims, of one recovery.
 
         If no rank has answered at all, it may not be the ranks' fault, and replacing all of them would lose all state:
-        they are asked once more.
+        they are asked again.
         """
         empty = sorted(rank for rank in late if self.job.ranks[rank].place is Place.EMPTY)
         survivors = {r.rank for r in self._steps.survivors()}
@@ -720,7 +721,7 @@ class Machine:
 
     def _void(self, recovery: HistoryEntry, text: str) -> None:
         """The ranks do not run the same code since they have gone on. What decides on it is in the memory of some and
-        was not brought to the others, so no further attempt would be right, even one that went through."""
+        was not passed to the other ranks, so any further attempt would be wrong, even one that succeeds."""
         who = f" of {ranks_text(recovery.victims)}" if recovery.victims else ""
         self.job.fail(
             f"the recovery{who} is void, at {self.job.counting.text(recovery.resume_step)}: {text}. The script, or a "

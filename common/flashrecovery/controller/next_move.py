@@ -22,7 +22,7 @@ class StoppedFacts:
     Attributes:
         found: what they could go on from.
         relayout: what becomes of a change of the parallel layout.
-        given_up_there: processes that the job has given up are still there, and can be taken back.
+        given_up_there: released processes still run, and can be taken back.
         settled: those of whose replica others have left have left, too. Before that nothing is lost for good.
     """
 
@@ -48,7 +48,7 @@ class Relayout:
 
 @dataclass(frozen=True)
 class TakeBack:
-    """Processes that the job has given up belong to it again, and all begin once more with them."""
+    """Released processes belong to the job again, and the recovery starts over with them."""
 
 
 @dataclass(frozen=True)

@@ -53,7 +53,7 @@ class Parallelism:
         """These ranks have no process, and perhaps get none: their places are none for a layout that is commanded."""
 
     def pause(self) -> pb.Pause | None:
-        """What ranks that go on after a recovery are told of a command that is still to be carried out."""
+        """The pending command, for ranks that continue after a recovery."""
         return None
 
     def why_paused(self, version: int) -> str:
@@ -89,8 +89,8 @@ class Parallelism:
     def could_not(self, rank: int, why: str, now: float, *, differs: bool) -> bool:
         """A rank could not write. ``differs``: it has another state than others where one will be everybody's; who has
         the right one is not known, nor whether a checkpoint has it. Returns whether the job can go on in its layout; a
-        command is given up then. Where the layout has to change, the job begins once more with what the memory has
-        of the change before, or goes back to a checkpoint that any layout reads, or ends."""
+        command is dropped then. If the layout has to change, the recovery starts over with the state that the memory
+        has of the change before, or goes back to a checkpoint that any layout reads, or ends."""
         return True
 
     def go_on(self, now: float) -> None:
@@ -108,7 +108,7 @@ class Parallelism:
         taken a step."""
 
     def begin_again(self, now: float) -> bool:
-        """No rank of the layout has been let into its loop: it begins once more with what was kept for it, if this
+        """No rank of the layout has been let into its loop: it starts over with the state that was kept for it, if this
         controller has heard of that. Returns whether that has been seen to, which may be that the job has failed."""
         return False
 
@@ -116,8 +116,8 @@ class Parallelism:
 
     def on_node_lost(self, lost: Collection[int], now: float) -> bool:
         """A node is lost with these ranks, and perhaps with what ranks of another layout have to read. If they are on
-        their way to their first step, the job begins once more, with what there is. Returns whether that has been seen
-        to, which may be that it has failed."""
+        their way to their first step, the recovery starts over with the state that there is. Returns whether that has
+        been seen to, which may be that it has failed."""
         return False
 
     def begin_otherwise(self, why: str, now: float) -> bool:
@@ -131,7 +131,7 @@ class Parallelism:
 
     @property
     def change(self) -> HistoryEntry | None:
-        """The recovery in which the layout changes, also where all have had to begin once more."""
+        """The recovery in which the layout changes, also if it had to start over."""
         return None
 
     def restored_from(self) -> Decision | None:

@@ -1,4 +1,4 @@
-"""The way of a recovery through the states: who is told what, and when the next state is reached.
+"""The way of a recovery through the states: which rank gets which command, and when the next state is reached.
 
 QUIESCING: hold, then stop. REPLACING: wait for the replacements, then decide the version and the sources. REGROUPING,
 RESTORING, VERIFYING, and back to RUNNING. Each function here belongs to one of these; the table of transitions is in
@@ -92,7 +92,7 @@ class RecoverySteps:
             self._job.fail(
                 "state registered as replicated is not equal on all ranks at the start: "
                 + "; ".join(wrong[:5])
-                + ". Initialise it alike (DDP broadcasts it) before registering it."
+                + ". Initialise it equally on all ranks (DDP broadcasts it) before you register it."
             )
             return
         again = self._parallelism.restored_from()
@@ -320,7 +320,7 @@ class RecoverySteps:
         self.stop_held(now, self._job.config.timeouts.mutation_grace_s)
 
     def stop_held(self, now: float, grace_s: float) -> None:
-        """Once every survivor is held: first those that may finish their step stop, in ``grace_s``, then the others.
+        """Once every survivor is paused: first stop those that may finish their step, in ``grace_s``, then the others.
 
         A rank that has reached a version has synchronised its gradients with all others, so these can reach it, too
         (unless the dead rank still had to send them something; where that matters, a barrier comes before the
@@ -373,7 +373,7 @@ class RecoverySteps:
         self._make(move, own, now)
 
     def _next_move(self, found: Decision | NothingLeft, now: float, *, settled: bool = True) -> Move:
-        """See :func:`.next_move.next_move`. A change of the parallel layout that is not made may be given up here."""
+        """See :func:`.next_move.next_move`. A change of the parallel layout that fails may be dropped here."""
         relayout = self._parallelism.next_step(found)
         why = self._parallelism.why_not_written(relayout)
         if why:
@@ -508,9 +508,9 @@ class RecoverySteps:
                 and version in record.inventory.local_states
             ):
                 text = (
-                    f"rank {record.rank} died between the block of step {version - 1} and the next one; what only this "
-                    "rank does there (an evaluation, say) is not done again, and random numbers that it has drawn "
-                    "there are drawn once more"
+                    f"rank {record.rank} died between the block of step {version - 1} and the next one; code that "
+                    f"only this rank runs there (an evaluation, say) is not run again, and random numbers that it "
+                    f"drew there are drawn again"
                 )
                 self._job.notice(NoticeKind.POST_STEP_CODE_SKIPPED, text, rank=record.rank)
 
@@ -591,12 +591,12 @@ class RecoverySteps:
             recovery.finish(now)
             recovery.iteration = self._job.counting.iteration(recovery.resume_step)
             self._resizing.all_have_gone_on()
-            anew = self._parallelism.restored_from() is not None
+            restarted = self._parallelism.restored_from() is not None
             self._recovered()
             self._job.history.append(recovery)
             self._job.recovery = None
             slowest = slowest_start(self._job.ranks[rank] for rank in recovery.victims if rank in self._job.ranks)
-            staying = () if anew else self._job.ranks  # in another layout no process replaces a particular one
+            staying = () if restarted else self._job.ranks  # in another layout no process replaces a particular one
             self._job.emit(recovery.finished_event(self._job.generation, staying, slowest))
         if self._job.places[Place.DONE] and self._job.all_in(*THROUGH):
             for r in self._job.ranks.values():
@@ -611,9 +611,7 @@ class RecoverySteps:
         elif self._job.all_in(Place.FINISHED):
             for drill in self._job.asked.missed():
                 when = "" if drill.step < 0 else f", step {drill.step:,}"
-                text = (
-                    f"{drill.fault} at {drill.phase or 'once'}{when}: the job has ended, and this fault has not struck"
-                )
+                text = f"{drill.fault} at {drill.phase or 'once'}{when}: the job ended before this fault took place"
                 self._job.notice(NoticeKind.FAULT_NOT_FIRED, text, rank=drill.rank)
             self._job.to(State.FINISHED)
             self._job.emit(

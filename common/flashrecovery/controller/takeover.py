@@ -65,7 +65,7 @@ class TakeOver:
 
     @property
     def gathered(self) -> bool:
-        """Whether the job ran already, and all of its agents have come, or the others are given up."""
+        """Whether the job ran already, and all of its agents have connected, or the missing ones count as lost."""
         return self._job.found_since is not None and self._job.launched
 
     @property
@@ -264,7 +264,7 @@ class TakeOver:
             )
             return
         uneven = unequal_ends(records)
-        if uneven:  # else all are let go, or who makes more calls waits for ever
+        if uneven:  # else all may end, or a rank that makes more calls waits for ever
             self._job.fail(uneven)
             return
         self._job.notice(NoticeKind.TAKEN_OVER, said)

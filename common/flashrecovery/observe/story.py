@@ -31,7 +31,7 @@ def story(events: Iterable[ev.Event], rank: int) -> list[Passage]:
 
 
 def world_size_of(events: Iterable[ev.Event]) -> int:
-    """The largest number of ranks of which the log tells; 0: of none."""
+    """The largest number of ranks in the log; 0: it names none."""
     sizes = [e.world_size for e in events if isinstance(e, ev.ControllerStarted | ev.JobStarted)]
     grown = [max(e.ranks, default=-1) + 1 for e in events if isinstance(e, ev.JobResized)]
     replanned = [e.ranks for e in events if isinstance(e, ev.JobReplanned)]
@@ -39,7 +39,7 @@ def world_size_of(events: Iterable[ev.Event]) -> int:
 
 
 def _texts(event: ev.Event, rank: int) -> Iterator[str]:
-    """What ``event`` is to ``rank``; nothing where it does not concern it."""
+    """The lines of ``event`` for ``rank``; none if it does not concern the rank."""
     match event:
         case ev.ControllerStarted():
             yield f"a controller starts: {event.world_size} ranks"
@@ -65,7 +65,7 @@ def _texts(event: ev.Event, rank: int) -> Iterator[str]:
             yield _resized(event, rank)
         case ev.JobReplanned():
             at = step_text(event.step, event.iteration)
-            yield f"starts anew at {at} in another parallel layout: {event.before} -> {event.layout}"
+            yield f"restarts at {at} in another parallel layout: {event.before} -> {event.layout}"
         case ev.Notice() if event.rank == rank:
             yield f"notice {event.kind}: {event.text}"
         case ev.JobFinished():

@@ -204,7 +204,7 @@ class ControllerWatch:
         """Follow a newer controller, or become one if this one is lost and it is this node's turn."""
         newer = self._election.newer(seen)
         if newer is not None and newer.controller == self._election.controller:
-            self._election.follow(newer.term, newer.controller)  # its electors have elected it once more
+            self._election.follow(newer.term, newer.controller)  # its electors have elected it again
         elif newer is not None:
             self._connection.follow(newer.term, newer.controller)
             await self._leave()

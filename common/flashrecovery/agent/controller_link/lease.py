@@ -15,7 +15,8 @@ class ControllerLease:
 
     Attributes:
         heard_at: when the newest heartbeat was sent that a controller has answered.
-        missed_since: since when none was answered, by CLOCK_MONOTONIC, so that a suspended host gives up no sooner.
+        missed_since: since when none was answered, by CLOCK_MONOTONIC, so that time in which the host is suspended
+            counts.
         excused_until: until then the workers may go on without an answer, because of what other agents have said
             (:meth:`excuse`).
         in_doubt: this node's ranks may have been given away, because the agent did not run for so long, or was cut off,

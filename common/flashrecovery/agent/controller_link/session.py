@@ -36,7 +36,7 @@ from flashrecovery.runtime.link import Link
 from flashrecovery.util.clock import lease_clock
 
 ATTEMPT_S = 1.0
-"""A connection attempt without any answer is given up for a new one after this time."""
+"""A connection attempt without any answer is replaced by a new one after this time."""
 _BUSY_S = 5.0
 """A controller whose port accepts but that says nothing is busy: thousands of new connections would not help it."""
 _NAME_TAKEN_S = 3.0
@@ -200,7 +200,7 @@ class ControllerSession:
             self._attempt.cancel()
             await asyncio.wait({self._attempt})
         if self._attempt.cancelled():
-            log.debug("the connection to %s was given up", self._address)
+            log.debug("the connection to %s was dropped", self._address)
             return
         # Not awaited: an error raised through here would keep this frame, this frame the task and the task the error,
         # and until the garbage collector comes by, the dead channel tries again, and connects beside the next one.
@@ -221,7 +221,7 @@ class ControllerSession:
             # This agent's controller is no longer there. Other agents may know where it is now.
             self._complaints.add("the process at the expected address is not of this job: %s", error)
         elif isinstance(error, AuthenticationError):
-            self._complaints.add("the connection to %s is given up: %s", self._address, error)
+            self._complaints.add("the connection to %s is dropped: %s", self._address, error)
         elif not isinstance(error, grpc.aio.AioRpcError):
             raise error
 
@@ -246,14 +246,14 @@ class ControllerSession:
                 log.debug("the controller at %s, of term %d, is not the one to follow", self._address, who.term)
                 return
             if self._controller and who.incarnation != self._controller:
-                self._link = Link()  # another one: it is told in Register what there is; what was on its way is void
+                self._link = Link()  # a new one: Register tells it the current state; messages in flight are void
                 self._gathering = True  # until it says otherwise
             self._controller = who.incarnation
             self.relay.follow(self._address, who.incarnation)
             await self._talk(stub.Session())
 
     async def _converse_through(self, relay: str) -> None:
-        """Talk to the controller by way of the agent at ``relay``, in this connection only: the next one is straight
+        """Talk to the controller through the agent at ``relay``, in this connection only: the next one is direct
         again."""
         async with self._access.dial(relay, agent_at(relay), ATTEMPT_S) as channel:
             known = ((CONTROLLER_KEY, self._controller),)
@@ -361,10 +361,10 @@ class ControllerSession:
             self._vouches.pop(number, None)
 
     async def _go_through(self, there: pb.GoThrough, connection: asyncio.Task[None] | None) -> None:
-        """Connect again by way of that agent, if it can be reached, and if ``connection`` is still the present one."""
+        """Reconnect through that agent, if it can be reached and ``connection`` is still the current one."""
         seen = await probe(there.peer, self._access, ATTEMPT_S)
         if not seen.reachable:
-            log.warning("node %s, by way of which this one is to go, is not reached: %s", there.node, seen.evidence)
+            log.warning("node %s, the relay for this node, cannot be reached: %s", there.node, seen.evidence)
         elif connection is self._attempt and self._fresh:
             self._through = there.peer
             self.drop()
@@ -394,7 +394,7 @@ class ControllerSession:
         while not self._joined:
             left_s = self._limits.rendezvous_s - (time.monotonic() - self._hearing.missed_since)
             log.warning(
-                "waiting for a controller at %s: none of this job has answered there yet; this node gives up in %.0f s "
+                "waiting for a controller at %s: none of this job has answered yet; this node gives up in %.0f s "
                 "(timeouts.rendezvous_s)",
                 self._address,
                 max(left_s, 0.0),

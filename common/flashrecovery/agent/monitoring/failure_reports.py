@@ -20,7 +20,7 @@ from flashrecovery.proto import flashrecovery_pb2 as pb
 
 
 class FailureReports:
-    """Of one node, by way of ``send``. ``fence_s``: seconds for a process that ends well."""
+    """The failure reports of one node, sent with ``send``. ``fence_s``: seconds that a process has to end normally."""
 
     def __init__(self, send: Callable[[pb.AgentMessage], None], tasks: Tasks, fence_s: float) -> None:
         self._send = send

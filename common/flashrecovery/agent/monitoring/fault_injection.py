@@ -36,7 +36,7 @@ class NodeFaults:
             _strike(command, process)
 
     def fired(self, rank: int, fault: pb.Fault) -> None:
-        """The worker of ``rank`` says so; it does before it strikes."""
+        """The worker of ``rank`` reports the fault before it executes it."""
         armed = self._armed.get(rank, [])
         for command in armed:
             if (command.fault.phase, command.fault.step) == (fault.phase, fault.step):

@@ -17,7 +17,7 @@ _CONFIRM_POLL_S = 0.002
 
 
 def counted_pairs(iterations: Mapping[int, int]) -> list[pb.Counted]:
-    """What :meth:`.Page.iterations` gives, as it is told to the controller."""
+    """The result of :meth:`.Page.iterations`, in the form that the controller receives."""
     return [pb.Counted(step=step, iteration=iteration) for step, iteration in iterations.items()]
 
 

@@ -23,7 +23,7 @@ class NodeHealth:
 
     Attributes:
         suspect: the newest finding that marks this node, to be replaced at the next failure: a warning, or a device
-            that has failed under a worker. None: there was none. A new controller is told of it.
+            that has failed under a worker. None: there was none. A new controller receives it.
     """
 
     def __init__(

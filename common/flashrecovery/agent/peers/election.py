@@ -2,8 +2,8 @@
 
 Every election has a *term*. An elector votes once a term, never for one that is older than what it has promised, and
 not while it hears a controller itself; after its vote it does not go back to the controller before. So a vote
-without a majority leaves an agent without a controller; the controller that the others hear then has them elect it
-once more, for a newer term, which its electors grant although they hear it, and without leaving it.
+without a majority leaves an agent without a controller; the controller that the other agents hear then has them elect
+it again, for a newer term. Its electors grant that although they hear it, and keep following it.
 
 While a change of the electors is not settled, as far as the candidate knows, it needs the votes of more than half of
 the old and of the new ones (:mod:`flashrecovery.plan.membership.quorum`). Votes are kept in memory:
@@ -24,7 +24,7 @@ from flashrecovery.proto import flashrecovery_pb2 as pb
 from flashrecovery.rpc.vote import AskElector
 
 TURN_S = 0.5
-"""The electors stand one after the other, so long apart: time for an election, and for the others to hear of it."""
+"""Electors become candidates one after the other, this long apart: time for an election and for the news of it."""
 
 AFTER_VOTE_S = 2.0
 """Seconds that an elector gives the candidate for whom it has voted; it does not stand itself before. A controller
@@ -69,7 +69,7 @@ class Election:
         self.term, self.version, self._leader, self.electors, self.before = 0, 0, "", (), ()
 
     def learn(self, message: pb.Electors) -> None:
-        """The controller has named its electors. That it has been elected once more may have been heard from others
+        """The controller has named its electors. That it has been elected again may have been heard from others
         already, while this was on its way."""
         self.term = max(self.term, message.term)
         self.version, self._leader = message.version, message.leader
@@ -173,7 +173,7 @@ class Election:
         return term if elected and self.promised == term else None
 
     async def _poll(self, term: int, ask: AskElector, *, preliminary: bool) -> bool:
-        """Ask the others, until enough of them agree: one that is frozen would keep everybody waiting."""
+        """Ask the other electors until enough of them agree; a frozen one must not delay the election."""
         electors, before = self.electors, self.before
         asked = [e for e in self.voters if e.node != self._node]
 

@@ -24,7 +24,7 @@ from flashrecovery.runtime.environment import STAGING_ELSEWHERE
 _DIRECTORY = re.compile(r"[0-9]+(-[0-9]+)*")
 _PART_BYTES = 1 << 20
 _AT_ONCE = 16
-"""Files that are read at a time: each takes a connection of its own."""
+"""The most files that are read at the same time: each takes a separate connection."""
 
 
 def served(root: Path, read: pb.StagingRead) -> Iterator[pb.StagingPart]:

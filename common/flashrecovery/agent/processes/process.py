@@ -56,7 +56,7 @@ class WorkerProcess:
         self.resumed = False  # has it ever been?
         self.dead = False
         self.failed = False  # its failure has been reported
-        self.knows_controller = True  # what it was told last: that there is one
+        self.knows_controller = True  # the last message to it said whether there is a controller
         self.last_words: pb.LastWords | None = None
         self.joined: pb.Joined | None = None  # as it is now
         self._next_needs: Sequence[pb.ShardNeed] = ()  # once it goes on, if nothing happens before
@@ -101,14 +101,14 @@ class WorkerProcess:
 
     def replied(self, reply: pb.Reply) -> None:
         """It has said what it needs now, or will need as soon as it goes on: in an elastic job that changes with the
-        size. A controller that comes later is told that, and not what the process has said at its first step."""
+        size. A later controller receives that, and not what the process reported at its first step."""
         if reply.needs:
             self._need(reply.needs)
         if reply.next_needs:
             self._next_needs = list(reply.next_needs)
 
     def stops(self) -> None:
-        """It has been told to stop: nothing becomes of what was prepared, unless it says so itself."""
+        """The process has been asked to stop. What was prepared is not used, unless the process reports it itself."""
         self._next_needs = ()
 
     def goes_on(self) -> None:

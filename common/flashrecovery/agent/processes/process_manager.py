@@ -154,7 +154,7 @@ class ProcessManager:
 
     async def fill(self, command: pb.Command, *, hear_out: bool) -> tuple[WorkerProcess, pb.WorkerStarted] | None:
         """Fence the process that fills the rank, then fill the rank again. ``hear_out``: wait a moment for the last
-        messages of the old process. Returns None if the rank is meanwhile being filled once more, or its node has been
+        messages of the old process. Returns None if the rank is meanwhile being filled again, or its node has been
         fenced."""
         if not command.replace.joining:
             return await self._fill(command, hear_out=hear_out)
@@ -339,7 +339,7 @@ class ProcessManager:
         those of the other ranks, so the rank does not join."""
         log = await self._setup_log_for(process, replace)
         if self._is_over(process):
-            return  # it has been given up meanwhile
+            return  # it was aborted meanwhile
         if isinstance(log, bytes):
             process.page.write_setup_log(log)
         else:

@@ -15,7 +15,7 @@ _PF_EXITING = 0x4
 
 
 def handles(pid: int, number: int) -> bool:
-    """Whether the process has a handler of its own for this signal, so that it does not end at once. False if it is
+    """Whether the process handles this signal itself, so that it does not end at once. False if it is
     gone."""
     try:
         with open(f"/proc/{pid}/status") as f:

@@ -82,7 +82,7 @@ class NodeSnapshots:
         if not held or self._resumes:
             return
         if several_nodes:  # an agent that has come back to a job that has gone on without it
-            log.warning("%d snapshots of an earlier time on this node are given up", len(held))
+            log.warning("%d old snapshots on this node are dropped", len(held))
             host.forget(None)
             return
         newest = max(one.version for one in held)
@@ -133,7 +133,7 @@ class NodeSnapshots:
                 log.debug("the snapshot process is gone: %s", e)  # and with it what was to be forgotten
 
     def revive(self) -> None:
-        """Start the process again if it has died; the ranks give it their memories once more at their next step."""
+        """Start the process again if it has died; the ranks register their memory with it again at their next step."""
         if self._host is None or self._host.alive():
             return
         self._host.close()
@@ -149,8 +149,8 @@ class NodeSnapshots:
             self._notice(f"the snapshot process has died, and cannot be started again: {e}; no snapshots from now on")
             return
         self._notice(
-            "the snapshot process has died and was started again; until every rank has come to its next step, a death "
-            "of all processes at once would go back to a checkpoint"
+            "the snapshot process died and was restarted; until every rank reaches its next step, a death of all "
+            "processes at once would go back to a checkpoint"
         )
 
     def keep_for(self, rank: int, version: int, local_state: bytes | None, *, tensors: bool) -> str:
@@ -163,9 +163,9 @@ class NodeSnapshots:
             if held:
                 return ""
             if local_state is None:
-                return f"its own state (random numbers, data position) of step {version} is gone with its process"
+                return f"its own state (random numbers, data position) of step {version} is lost with its process"
             if tensors:
-                return f"what it alone had of step {version} is gone with its process"
+                return f"its own state of step {version} is lost with its process"
             memory = SharedMemory.create(len(local_state))
             memory.map[HEADER : HEADER + len(local_state)] = local_state
             memory.version = version
@@ -194,7 +194,7 @@ class NodeSnapshots:
             if unfinished and not saved and self._config.persist:
                 await asyncio.to_thread(self._persist, host, version, whole, void)
         except OSError as e:
-            log.warning("flashrecovery: the state that was held is lost, the process that held it is gone: %s", e)
+            log.warning("flashrecovery: the snapshots are lost, because the process that held them is gone: %s", e)
         finally:
             await asyncio.to_thread(host.end)
 
@@ -206,13 +206,13 @@ class NodeSnapshots:
             return
         there = listed(self._folder)
         if {(one.rank, one.name, one.version) for one in held} == {(one.rank, one.name, one.version) for one in there}:
-            log.warning("flashrecovery: %s is as it was: no step has been taken", self._folder)
+            log.warning("flashrecovery: %s is unchanged: no new step was completed", self._folder)
             return
         newest = 0 if void else version if whole else newest_of_all(held, self._here)
         folder = self._folder if newest or not (there or void) else self._folder.with_name(PARTIAL)
         nbytes = sum(one.nbytes for one in held)
         if nbytes > _SAID_BEFORE:
-            log.warning("flashrecovery: writing what is held of the state (%.1f GB) to %s", nbytes / 1e9, folder)
+            log.warning("flashrecovery: writing the snapshots (%.1f GB) to %s", nbytes / 1e9, folder)
         _, wrong = host.save(folder)
         if wrong:
             text = f"the state of step {newest or held[0].version} could not be written and is lost: {wrong}"
@@ -239,7 +239,7 @@ def saved_text(folder: Path, version: int, nbytes: int, *, several_nodes: bool) 
     if version:
         where = f"the state of step {version} ({nbytes / 1e6:.1f} MB) is in {folder}"
         return f"{where}; --run-dir {folder.parent} --resume goes on from there"
-    return f"the state that was left is not whole; what there is of it is in {folder}, from which --resume cannot go on"
+    return f"the saved state is incomplete; the parts that exist are in {folder}, from which --resume cannot continue"
 
 
 def _undecided(what: str, otherwise: str) -> str:

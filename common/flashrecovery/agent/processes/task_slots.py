@@ -185,7 +185,7 @@ class Guards:
         task: the one whose guard has started this agent; the others must agree with it.
         world_size: of the training; less than the launcher's where there are spare nodes.
         settings: the job's, as JSON, which must be the same for all.
-        stop: called with a reason when nothing of the job's tasks is left on this node, or one is told to end.
+        stop: called with a reason when no task of the job is left on this node, or one is signalled to end.
     """
 
     def __init__(
@@ -328,14 +328,16 @@ class Guards:
         task, said = self._task, (hello.world_size, hello.local_world_size, hello.rank - hello.local_rank)
         if said != (task.world_size, task.local_world_size, task.rank - task.local_rank):
             return (
-                f"rank {hello.rank} is told of {said[0]} ranks, {said[1]} of them on this node from {said[2]} on, and "
+                f"rank {hello.rank} has variables for {said[0]} ranks, {said[1]} of them on this node from {said[2]} "
+                f"on, and "
                 f"another task of the same job of {task.world_size}, {task.local_world_size} and "
                 f"{task.rank - task.local_rank}: all tasks need variables of one launch"
             )
         if hello.local_rank in self._guards:
             return f"there are two tasks with local rank {hello.local_rank} on this node"
         if hello.settings != self._settings or (self._command and list(hello.command) != self._command):
-            return f"the task of rank {hello.rank} has another command or other options than the others of this node"
+            return f"the task of rank {hello.rank} has another command or other options than the other tasks of this "
+            "node"
         if hello.directory != os.getcwd():
             return f"the task of rank {hello.rank} works in {hello.directory}, others of this node in {os.getcwd()}"
         return ""
@@ -345,7 +347,7 @@ class Guards:
         warning that its time is up, say) is meant for the rank's process."""
         process, _ = self._filled.get(guard.hello.local_rank, (None, ""))
         if number in (signal.SIGTERM, signal.SIGINT):
-            self._stop(f"the task of rank {guard.hello.rank} was told to end ({signal.Signals(number).name})")
+            self._stop(f"the task of rank {guard.hello.rank} got a signal to end ({signal.Signals(number).name})")
         elif process is not None and not process.dead:
             process.signal(number)
 

@@ -4,7 +4,7 @@ A fork never blocks the event loop: it is requested, and the answer is a message
 the answer comes late, which is no reason to start new interpreters there. A zygote that stays silent for seconds is
 stopped and given up.
 
-A child only waits until it is told its rank, and exits when its channel closes. So a child that was never reported,
+A child only waits until it receives its rank, and exits when its channel closes. So a child that was never reported,
 because its zygote was killed before it could answer, exits by itself.
 """
 

@@ -47,7 +47,7 @@ class Identity:
             incarnation=uuid.uuid4().hex,
         )
 
-    def anew(self) -> Identity:
+    def renewed(self) -> Identity:
         """After a fence: the same node, without its past, and without its rank."""
         return replace(self, incarnation=uuid.uuid4().hex, node_rank=-1, spare=True)
 

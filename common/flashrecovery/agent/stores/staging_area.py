@@ -54,7 +54,7 @@ class StagingArea:
         return pb.StagingThere(number=wanted.number, error=await self._transfer.bring(wanted))
 
     def start_again(self) -> None:
-        """All ranks start again: what has come damaged is not taken once more."""
+        """All ranks start again: a source that sent damaged data is not used again."""
         if self._transfer is not None:
             self._transfer.forget()
 

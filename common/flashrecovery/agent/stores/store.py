@@ -1,4 +1,4 @@
-"""The TCPStore of the job, in a process of its own.
+"""The TCPStore of the job, in a separate process.
 
 No rank hosts it, so no rank's death takes it away; each generation works under its own prefix. The agent binds and
 listens itself and hands the socket over: the port is known, and reserved, before the store's process is up. It keeps

@@ -1,7 +1,7 @@
 """Process that hosts the TCPStore (see :mod:`.store`); dies with its agent.
 
-It also forgets keys that no rank can ask for any more. Every generation's groups meet under a prefix of their own, and
-gloo leaves the addresses of all ranks there, n^2 bytes a group. A rank that attaches in a generation has given up the
+It also forgets keys that no rank can ask for any more. Each generation's groups meet under a separate prefix, and
+gloo leaves the addresses of all ranks there, n^2 bytes a group. A rank that attaches in a generation has dropped the
 one before.
 """
 

@@ -1,6 +1,6 @@
 """Nodes that are to leave while they still work: their ranks move to other nodes, and no step is lost.
 
-A user commands it (``flashrecovery drain``), or the node itself is told to end.
+A user commands it (``flashrecovery drain``), or the node itself is asked to end.
 :func:`flashrecovery.plan.elastic.drain.hand_off` decides what is done. One node at a time; the others wait.
 """
 

@@ -54,8 +54,8 @@ class Growing:
         size, shape, sizes = job.replicas, job.shape, allowed_sizes(job)
         if replicas > sizes.most:
             launched = f"was launched with {elastic.text}"
-            whence = f"has changed to {job.parallel.text}" if job.parallel.text else launched
-            return f"--to {replicas}: the job {whence}; {sizes.most} at most is allowed"
+            state = f"has changed to {job.parallel.text}" if job.parallel.text else launched
+            return f"--to {replicas}: the job {state}; {sizes.most} at most is allowed"
         if self._coming.in_last_step:
             return "ranks have taken their last step; no process can join any more"
         free = rooms(job.nodes.values(), job.homes())
@@ -97,7 +97,7 @@ class Growing:
             free = new
         size, sizes = job.replicas, replace(allowed, most=most)
         if size < most and new:
-            # Of replicas of several ranks some may have their place where the others of them have left.
+            # Some ranks of a replica may have their place on a node that its other ranks have left.
             room = min(sum(room.free for room in free), sum(room.free for room in new) * job.shape.each)
             self._build_up(coming(size, room, sizes, job.shape.each), elastic.max, free, -1, now)
 

@@ -54,7 +54,7 @@ class PauseBarrier:
         return self._there >= members
 
     def overdue(self, now: float, patience_s: float) -> bool:
-        """Whether the others have been waited for as long as that."""
+        """Whether the other ranks have been waited for that long."""
         return self.since is not None and now - self.since >= patience_s
 
     def dissolve(self) -> None:
@@ -163,7 +163,7 @@ class Joining:
         if before.called_in != self._job.generation:
             return False
         self._call(commanded_pause(self._job))
-        return before.waiting.since is not None  # it is to go on, and the others may have begun a step without it
+        return before.waiting.since is not None  # the others may have begun a step without it
 
     @property
     def _on_their_way(self) -> bool:
@@ -200,8 +200,8 @@ class Joining:
         return pb.Pause(step=self._round.before, copies=True)
 
     def pause(self) -> pb.Pause | None:
-        """What members that go on after a recovery are told; where all of them are to hear of it in time, they are told
-        later."""
+        """The command for members that continue after a recovery; if all of them have to hear of it in time, they get
+        it later."""
         return None if self._awaits_all or not self.joining_processes.all_here else self._pause()
 
     @property
@@ -261,7 +261,7 @@ class Joining:
         if not self.joining_processes.all_here or decision.round.version < self._round.step:
             return decision, []
         if decision.checkpoint and sharded(job.in_order):
-            return decision, []  # joining processes have no part of what the others give up; they come in later
+            return decision, []  # joining processes do not take part in an aborted recovery; they join later
         self._give_up_who_would_be_too_many()
         if not job.membership.joining:
             return decision, []

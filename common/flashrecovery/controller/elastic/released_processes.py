@@ -6,7 +6,7 @@
   new process has none before its first step here. The old one stays until all ranks have taken a step.
 
 If a rank dies meanwhile and the others can recover from what they have, the kept processes are not used. Otherwise they
-rejoin the job with their state, and the change is made once more.
+rejoin the job with their state, and the change is made again.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ class ReleasedProcesses:
         self._there: dict[int, tuple[RankRecord, float]] = {}
 
     def keep(self, record: RankRecord, grace_s: float = 0.0) -> None:
-        """A process of this rank, which the job has given up. It ends within ``grace_s`` seconds when it is let go."""
+        """A process of this rank, which the job has released. It ends within ``grace_s`` seconds once it is
+        dismissed."""
         self._there[record.rank] = record, grace_s
 
     def __bool__(self) -> bool:
@@ -91,13 +92,14 @@ class RelievedProcesses:
         return bool(self._old)
 
     def let_go(self) -> list[RankRecord]:
-        """The others have all that they need. Returns those that were relieved, whose processes are still there."""
+        """The other ranks have all that they need. Returns the released ranks whose processes still run."""
         old = list(self._old.values())
         self._old.clear()
         return old
 
     def take_back(self) -> list[int]:
-        """The others have not got everything: those who live have their ranks again. Returns these ranks."""
+        """The other ranks have not got everything: released processes that still run get their ranks back. Returns
+        these."""
         job, back = self._job, sorted(self._old)
         for rank in back:
             gone, old = job.remove_member(rank), self._old.pop(rank)

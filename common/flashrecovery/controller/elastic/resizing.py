@@ -1,11 +1,11 @@
 """An elastic job changes its size: which ranks leave and join, at which step, and how this is reported.
 
 A replica leaves as a whole (:mod:`flashrecovery.plan.elastic.replicas`). A rank that leaves is removed from the job's
-records, so nothing waits for it any more. The others keep their numbers in the job, and get new numbers in the process
-groups (:class:`~flashrecovery.proto.flashrecovery_pb2.Regroup`). A rank whose process is lost leaves at once; the live
-ranks of its replica leave once all are stopped, and exit by themselves. There are two reasons: ranks that cannot be
-replaced (:mod:`flashrecovery.plan.elastic.resize`), and a command. For a command all ranks pause before a step, and a
-recovery without a victim follows. Growing works the same way (:mod:`.growing`).
+records, so nothing waits for it any more. The other ranks keep their numbers in the job, and get new numbers in the
+process groups (:class:`~flashrecovery.proto.flashrecovery_pb2.Regroup`). A rank whose process is lost leaves at once;
+the live ranks of its replica leave once all are stopped, and exit by themselves. There are two reasons: ranks that
+cannot be replaced (:mod:`flashrecovery.plan.elastic.resize`), and a command. For a command all ranks pause before a
+step, and a recovery without a victim follows. Growing works the same way (:mod:`.growing`).
 """
 
 from __future__ import annotations
@@ -272,14 +272,15 @@ class Resizing:
 
     def paused(self, rank: int, now: float) -> bool:
         """A rank has come to the step at which the job is to change. Returns whether it changes now. Where state is
-        sharded, and ranks leave, the others are waited for: they pause when the copies of what they have are made."""
+        sharded, and ranks leave, the recovery waits for the other ranks: they pause once copies of their state
+        exist."""
         if self._order.wanted is None or not of_their_own(self._job.in_order):
             return True
         self._waiting.come(rank, now)
         return self._waiting.complete(self._job.ranks.keys())
 
     def overdue(self, now: float) -> bool:
-        """Whether the others have been waited for long enough: one that had begun the step before it heard of the
+        """Whether the other ranks have been waited for long enough: one that had begun the step before it heard of the
         command does not pause."""
         if self._order.wanted is not None and self._waiting.complete(self._job.ranks.keys()):
             return self._job.state is State.RUNNING  # the last of them have paused before all had said that they go on
@@ -305,14 +306,14 @@ class Resizing:
         return f"the job goes on with {size} replicas from step {version} on"
 
     def pause(self) -> pb.Pause | None:
-        """What ranks that go on after a recovery are told of a command that is still to be carried out."""
+        """The pending command, for ranks that continue after a recovery."""
         return self._coming.pause() if self._order.wanted is None else commanded_pause(self._job)
 
     def leave_at(self, version: int, *, on_disk: bool = False) -> bool:
         """Remove the ranks that leave at ``version`` (``on_disk``: of a checkpoint); called when all ranks are stopped.
 
         Ranks leave because of a command, or because there are more replicas than are allowed. What only they have must
-        also exist elsewhere. If it does not, for a command, all ranks pause once more before the same step, with their
+        also exist elsewhere. If it does not, for a command, all ranks pause again before the same step, with their
         copies made. Returns whether any rank leaves.
 
         Raises JobFailedError: there are more ranks than are allowed, and none of them can leave.
@@ -350,7 +351,7 @@ class Resizing:
         return bool(ranks)
 
     def _step_aside(self, rank: int) -> None:
-        """It leaves, and is still there until the others have what they need."""
+        """It leaves, and its process runs until the other ranks have what they need."""
         grace_s = self._job.config.timeouts.fence_s
         if self._job.ranks[rank].place is Place.STOPPED:
             self.last_resort.keep(self._remove_member(rank, grace_s=None), grace_s)
@@ -408,11 +409,11 @@ class Resizing:
 
     @property
     def can_take_back(self) -> bool:
-        """Processes that were given up are still there, and have not been taken back too often in this recovery."""
+        """Released processes still run, and have not been taken back too often in this recovery."""
         return bool(self.last_resort) and self._since.returned < _TRIES
 
     def take_back_last(self) -> bool:
-        """Those who go on have not all that they need: if processes that were given up are still there, they belong to
+        """The continuing ranks lack some state: if released processes still run, they belong to
         the job again. Returns whether there were some."""
         if not self.can_take_back:
             return False
@@ -505,7 +506,7 @@ class Resizing:
         if len({*homes.values()}) == 1 or not sharded(job.in_order):
             return
         keepers = job.keepers_of_copies()
-        kept = {rank: keeper for rank, keeper in keepers.items() if keeper != rank}  # of the others there are no copies
+        kept = {rank: keeper for rank, keeper in keepers.items() if keeper != rank}  # the others have no copies
         alone = [rank for rank, keeper in kept.items() if homes[rank] and homes[rank] == homes.get(keeper)]
         if alone:
             nodes = ", ".join(dict.fromkeys(homes[rank] for rank in alone))

@@ -1,4 +1,4 @@
-"""Which nodes may join the job, and in what a node that joins differs from the others. Pure."""
+"""Which nodes may join the job, and how a joining node differs from the other nodes. Pure."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Refusal:
     text: str
 
     def command(self) -> pb.Command:
-        """What the agent is told."""
+        """The answer to the agent."""
         return pb.Command(refused=pb.Refused(code=self.code.value[0], reason=self.text))
 
 
@@ -34,7 +34,7 @@ def refusal(
     name = message.node
     if known is not None and known.alive and there and known.incarnation != message.incarnation:
         # It has not been started again: two hosts have one host name, or two agents are tried on one host.
-        text = f"another agent, at {known.host}, is node {name} already; give each one a --node-name of its own"
+        text = f"another agent, at {known.host}, is node {name} already; give each agent a different --node-name"
         return Refusal(grpc.StatusCode.ALREADY_EXISTS, text)
     differs = _other_settings(message.settings, settings) if message.settings else ""
     if differs:
@@ -63,4 +63,4 @@ def other_command(node: str, command: Sequence[str], first: str, firsts: Sequenc
     alone = {node: list((mine - theirs).elements()), first: list((theirs - mine).elements())}
     if not any(alone.values()):
         return "" if list(command) == list(firsts) else f"nodes {node} and {first} run the same in another order"
-    return "; ".join(f"node {name} alone is told {shlex.join(words)}" for name, words in alone.items() if words)
+    return "; ".join(f"only node {name} has {shlex.join(words)}" for name, words in alone.items() if words)

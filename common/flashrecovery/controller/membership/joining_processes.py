@@ -1,4 +1,4 @@
-"""Processes that are started beside training, to fill a rank later: ordered, ready, or given up.
+"""Processes that start while training continues, to fill a rank later: ordered, ready, or aborted.
 
 A joining process runs the script up to its first step alone, as a replacement does, while the others keep training. It
 is not a rank of the job yet: no rank waits for it, and its death is no failure. A process that does not become ready is
@@ -74,7 +74,7 @@ class JoiningProcesses:
         if message.joining and found is not None and found.number == message.joining:
             record = found.record
             record.place, record.process = Place.STARTING, RankProcess(message.pid, node, host)
-        return bool(message.joining)  # else it was given up, and is ending
+        return bool(message.joining)  # else it was aborted, and is ending
 
     def on_joined(self, message: pb.Joined, node: str) -> bool:
         """It has come to its first step."""

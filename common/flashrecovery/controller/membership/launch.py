@@ -139,7 +139,7 @@ class LaunchSequence:
         )
 
     def await_the_others(self, now: float) -> None:
-        """A first rank has come to a protected step after all; the others have as long for it once more."""
+        """A first rank has reached a protected step after all; the time limit for the other ranks starts again."""
         if self._job.places[Place.JOINED] == 1:
             for record in self._job.ranks.values():
                 if record.place is Place.STARTING:

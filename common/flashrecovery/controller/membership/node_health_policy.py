@@ -30,7 +30,7 @@ class ProactiveReplacement:
         self._placement = placement
 
     def replace_ahead(self, now: float) -> None:
-        """Give up the warned nodes that the job can do without. One whose ranks are being handed over is not given up:
+        """Abandon the warned nodes that the job does not need. A node whose ranks are being handed over is kept:
         processes for them are built up elsewhere already, and it still has what they have. Nor is any while ranks leave
         the job, or may have left it under a controller before this one: it may have the only copies of what these have
         had."""
@@ -86,7 +86,7 @@ class NodePolicy:
             self.judge(node)
 
     def judge(self, node: NodeRecord) -> None:
-        """Say so once if a node is not used like the others (any more)."""
+        """Emit a notice once if a node is excluded or used last, or no longer is."""
         rating = self._ratings.get(node.name)
         use, reason = (Use.NORMAL, "") if rating is None else (rating.use, rating.reason)
         if use is not node.use and use is not Use.NORMAL:

@@ -1,4 +1,4 @@
-"""Which process fills a rank, on which node, and what all ranks are told of that."""
+"""Which process fills a rank, on which node, and which commands the ranks get for that."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ class RankPlacement:
         return rooms(self._job.nodes.values(), self._job.homes(), excluded=excluded)
 
     def _places_of_some(self, ranks: list[int], lost_domain: str, excluded: bool) -> dict[int, str] | None:
-        """For those of an elastic job that get what room there is; it goes on without the others."""
+        """For the ranks of an elastic job for which there is room; the job continues without the others."""
         free = self._free(excluded)
         some = worth_filling(self._job, ranks, sum(max(room.free, 0) for room in free))
         return place(some, free, lost_domain) if some else None
@@ -156,7 +156,7 @@ class RankPlacement:
         self._job.order(record.rank, pb.Command(replace=replace), deadline, Ordered.REPLACE)
 
     def _order(self, record: RankRecord, *, detached: bool) -> pb.Replace:
-        """What the node is told about the process that it is to start."""
+        """The command to the node about the process that it has to start."""
         if not detached and not self._job.start.stores:
             self._job.start.stores = self.stores()
         host, port = self.store() if detached else (self._job.start.stores[0].host, self._job.start.stores[0].port)
@@ -232,7 +232,7 @@ class RankPlacement:
         return [pb.StoreServer(host=host, port=port) for host, port in addresses]
 
     def stranded(self) -> list[int]:
-        """Ranks whose replacement is on its way, but was told to use a TCPStore that is lost with its node, and would
+        """Ranks whose replacement is starting with the address of a TCPStore that is lost with its node, and would
         wait for it in vain."""
         living = {node.store for node in self._job.nodes.values() if node.alive}
         waiting = (r for r in self._job.ranks.values() if r.home and r.place in (Place.EMPTY, Place.STARTING))

@@ -58,7 +58,7 @@ def all_slots(job: JobState) -> Slots:
 
 
 def slots_without(job: JobState, lost: Collection[int]) -> Slots:
-    """Where the others are, and free ones where ranks are replaced at all."""
+    """The slots of the other ranks, and free slots if ranks are replaced at all."""
     members = _of_members(job, lost)
     if never_replaced(job):
         return members

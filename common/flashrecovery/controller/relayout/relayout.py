@@ -59,7 +59,7 @@ from flashrecovery.plan.words import ranks_text
 from flashrecovery.proto import flashrecovery_pb2 as pb
 
 _TRIES = 3
-"""Layouts in which a script is started before it is given up, where it cannot begin in them."""
+"""Number of layouts that are tried if the script cannot start in them."""
 _STATE_IS_LOST = "no rank has the state that lost ranks needed"
 
 
@@ -188,7 +188,7 @@ class ParallelismChange(Parallelism):
             self._rooms.narrow(lost)
 
     def pause(self) -> pb.Pause | None:
-        """What ranks that go on after a recovery are told of a command that is still to be carried out."""
+        """The pending command, for ranks that continue after a recovery."""
         return None if self._next is None else self._pause(self._next)
 
     @staticmethod
@@ -293,8 +293,8 @@ class ParallelismChange(Parallelism):
     def could_not(self, rank: int, why: str, now: float, *, differs: bool) -> bool:
         """A rank could not write. ``differs``: it has another state than others where one will be everybody's; who has
         the right one is not known, nor whether a checkpoint has it. Returns whether the job can go on in its layout; a
-        command is given up then. Where the layout has to change, the job begins once more with what the memory has
-        of the change before, or goes back to a checkpoint that any layout reads, or ends."""
+        command is dropped then. If the layout has to change, the recovery starts over with the state that the memory
+        has of the change before, or goes back to a checkpoint that any layout reads, or ends."""
         wanted = self._next
         self.interrupted()
         if wanted is None:
@@ -395,7 +395,7 @@ class ParallelismChange(Parallelism):
         self._memory.await_confirmation(now)
 
     def begin_again(self, now: float) -> bool:
-        """No rank of the layout has been let into its loop: it begins once more with what was kept for it, if this
+        """No rank of the layout has been let into its loop: it starts over with the state that was kept for it, if this
         controller has heard of that. Returns whether that has been seen to, which may be that the job has failed."""
         job, staged = self._job, self._job.parallel.staged
         if staged is None:
@@ -450,8 +450,8 @@ class ParallelismChange(Parallelism):
 
     def on_node_lost(self, lost: Collection[int], now: float) -> bool:
         """A node is lost with these ranks, and perhaps with what ranks of another layout have to read. If they are on
-        their way to their first step, the job begins once more, with what there is. Returns whether that has been seen
-        to, which may be that it has failed."""
+        their way to their first step, the recovery starts over with the state that there is. Returns whether that has
+        been seen to, which may be that it has failed."""
         job, kept = self._job, self._memory.kept
         if kept is None or job.config.parallelism is None or job.state is not State.STARTING:
             return False
@@ -510,7 +510,7 @@ class ParallelismChange(Parallelism):
 
     @property
     def change(self) -> HistoryEntry | None:
-        """The recovery in which the layout changes, also where all have had to begin once more."""
+        """The recovery in which the layout changes, also if it had to start over."""
         return self._memory.change
 
     def restored_from(self) -> Decision | None:

@@ -100,7 +100,7 @@ class StagedState:
 
     @property
     def kept(self) -> SavedState | None:
-        """What is there, and may be needed once more."""
+        """The state that is there and may be needed again."""
         staged = self._job.parallel.staged
         return None if staged is None else staged.kept
 

@@ -38,7 +38,7 @@ class Connections:
 
     def link_of(self, message: pb.Register, *, lost: bool) -> AgentLink:
         """The node's link; a new one for a new incarnation of its agent, and for one that was taken for ``lost``: what
-        it was told before is void."""
+        earlier commands to it are void."""
         if lost or self._incarnations.get(message.node) != message.incarnation:
             self._incarnations[message.node] = message.incarnation
             if message.node in self.links:

@@ -15,11 +15,11 @@ _OF_THE_SCRIPT = (
     NoticeKind.STEPS_ARE_CALLS,
     NoticeKind.PRE_STEP_COPY_ENABLED,
 )
-"""What every rank of a script finds out for itself, in the same words."""
+"""Notices that every rank of a script finds itself, with the same text."""
 
 
 _BRIEF = 160
-"""Characters of an exception's type and message that are said as it is raised."""
+"""The most characters of an exception's type and message that are printed when it is raised."""
 _DONE = {
     str(FailureKind.RESIZE): "resized",
     str(FailureKind.REPLAN): "parallelism changed",
@@ -28,7 +28,7 @@ _DONE = {
 
 
 class Console:
-    """What has been said on the terminal."""
+    """What has been printed on the terminal."""
 
     def __init__(self) -> None:
         self._told: set[tuple[str, str]] = set()
@@ -36,7 +36,7 @@ class Console:
         self._failed = ("", 0)  # what has become of the last checkpoints, and how often in a row
 
     def line_of(self, event: ev.Event) -> str | None:
-        """What to print for ``event``; None for the others, and for what another rank has said already."""
+        """The line to print for ``event``; None: print nothing, also if another rank has reported the same."""
         if isinstance(event, ev.Notice) and event.kind in _OF_THE_SCRIPT:
             if (event.kind, event.text) in self._told:
                 return None
@@ -45,7 +45,7 @@ class Console:
             count = self._failed[1] + 1 if event.text == self._failed[0] else 1
             self._failed = (event.text, count)
             if count & (count - 1):
-                return None  # it is said at 1, 2, 4, 8, ... times
+                return None  # it is printed at 1, 2, 4, 8, ... times
             return line_of(event) if count == 1 else f"{line_of(event)} ({count} times now)"
         if isinstance(event, ev.FailureDetected) and event.exception:
             first = self._raised.setdefault((event.exception, event.message, event.step), event.rank)
@@ -56,7 +56,7 @@ class Console:
 
 
 def _brief(raised: str) -> str:
-    """What a script has raised: its log has all of it, and so has the line in which the job ends for it."""
+    """An exception of the script, shortened: its log has all of it, and so has the line that ends the job."""
     text, at, where = raised.rpartition(" (at ")
     if len(text) <= _BRIEF:
         return raised
@@ -64,7 +64,7 @@ def _brief(raised: str) -> str:
 
 
 def line_of(event: ev.Event) -> str | None:
-    """What to print for ``event``; None for the others."""
+    """The line to print for ``event``; None: print nothing."""
     if isinstance(event, ev.FailureDetected):
         first = event.evidence.splitlines()[0] if event.evidence else ""
         if event.exception:

@@ -118,7 +118,7 @@ class ElectorSet:
         return self._quorum.changed([Eligible(Elector(n.name, n.peer, n.incarnation), n.domain) for n in living])
 
     def command(self) -> pb.Command:
-        """What the agents are told."""
+        """The message to the agents."""
         q = self._quorum
         electors = [pb.Elector(node=e.node, peer=e.peer, incarnation=e.incarnation) for e in q.electors]
         before = [pb.Elector(node=e.node, peer=e.peer, incarnation=e.incarnation) for e in q.before]
@@ -127,7 +127,8 @@ class ElectorSet:
 
     def notice(self, *, suspended: bool) -> ev.Notice:
         """The notice for the log that the controller has lost, or has again, more than half of its electors."""
-        text = "are not heard: nothing is decided here, and the workers are halted" if suspended else "are heard again"
+        text = "are not heard: this controller decides nothing, and the workers are halted" if suspended else "are "
+        "heard again"
         kind = NoticeKind.QUORUM_LOST if suspended else NoticeKind.QUORUM_HELD
         return ev.Notice(generation=self._job.generation, kind=kind, text=f"more than half of the electors {text}")
 

@@ -1,9 +1,9 @@
 """The controller's own heartbeats: each agent hears every ``heartbeat_s`` that it is there, and may decide or not.
 
 An agent counts the controller's silence, as the controller counts the agent's. Most agents hear by datagram
-(:mod:`flashrecovery.heartbeat.receiver`); the others hear here, on their streams. A stream costs a few tenths of a
-millisecond a message, so each tick sends a limited number: however many agents there are, the controller can still do
-its other work.
+(:mod:`flashrecovery.heartbeat.receiver`); the other agents send theirs on their streams, to this module. A stream costs
+a few tenths of a millisecond a message, so each tick sends a limited number: however many agents there are, the
+controller can still do its other work.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class ControllerHeartbeats:
 
     @property
     def suspended(self) -> bool:
-        """Whether the agents are told that this controller may not decide anything."""
+        """Whether the agents are informed that this controller must not decide anything."""
         return self._suspended
 
     def suspend(self, suspended: bool) -> bool:
@@ -57,7 +57,7 @@ class ControllerHeartbeats:
         return True
 
     def message(self, gathering: bool) -> pb.Command:
-        """What an agent is told. ``gathering``: this controller waits for agents of a job that runs already."""
+        """The answer to an agent. ``gathering``: this controller waits for agents of a job that runs already."""
         heartbeat = pb.ControllerHeartbeat(suspended=self._suspended, gathering=gathering)
         return pb.Command(generation=self._job.generation, heartbeat=heartbeat)
 

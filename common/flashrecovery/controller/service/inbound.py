@@ -95,7 +95,7 @@ class Inbound:
             case "notice":
                 self._on_notice(message.notice, node)
             case "register":
-                raise ProtocolError(f"node {node} registers once more in the same session")
+                raise ProtocolError(f"node {node} registers twice in the same session")
             case None:
                 pass  # an acknowledgement
             case _:
@@ -187,7 +187,7 @@ class Inbound:
         job = self._machine.job
         self._record(ev.Notice(generation=job.generation, rank=n.rank, kind=n.kind, text=n.text, seconds=n.seconds))
         if n.kind == NoticeKind.FAULT_FIRED:
-            job.asked.strikes(n.rank, n.fault)
+            job.asked.fires(n.rank, n.fault)
         if n.kind == NoticeKind.NOT_REGISTERED and not job.not_registered:
             job.not_registered = shortened(n.text)
         if n.kind == NoticeKind.HEALTH_WARNING:

@@ -59,7 +59,7 @@ class Actions:
         self._numbers = to.numbers
         self._record = record
         self._go_on = go_on
-        self._gathered = False  # who was told that this controller gathers knows that it does no longer
+        self._gathered = False  # the agents that know that this controller gathers also know that it no longer does
         self._dismissed = False
         self._absent: set[str] = set()
         self.over = asyncio.Event()

@@ -1,7 +1,7 @@
 """The rank table on its way out: the file for everybody, and to each agent its part, if that has changed.
 
 After the loss of one rank a handful of agents have to learn something new, however many there are. The file is written
-by a thread of its own, so that neither its size nor the file system holds up the controller.
+by a separate thread, so that neither its size nor the file system delays the controller.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Which agents speak to the controller themselves, and which by way of another one. Pure.
+"""Which agents connect to the controller directly, and which through another agent. Pure.
 
 A recovery is five commands to every agent and their answers. One stream an agent makes that thousands of messages, each
-with the cost of a network call; so with more than ``direct`` agents the others are told to go through one of these,
-which carries all of its own in one stream (:mod:`.sessions`, :mod:`flashrecovery.agent.peers.relay`). What the
-controller decides is the same, and so is what a link guarantees. Signs of life go past the relays, as datagrams.
+with the cost of a network call; so with more than ``direct`` agents the others are asked to connect through one of
+these, which carries all of its clients in one stream (:mod:`.sessions`, :mod:`flashrecovery.agent.peers.relay`). What
+the controller decides is the same, and so is what a link guarantees. Signs of life go past the relays, as datagrams.
 
 An agent whose relay is lost comes straight here at once, and is given another one when it is quiet.
 """
@@ -22,7 +22,7 @@ _MOVING_S = 2.0
 """Seconds that a moving agent has from being told to its new connection; meanwhile the end of the old one means
 nothing."""
 _AT_ONCE = 50
-"""Agents that are told at one moment."""
+"""The most agents that are redirected at the same time."""
 _LOOK_AGAIN_S = 0.5
 """Seconds to the next look when no agent is to be told now."""
 
@@ -38,7 +38,7 @@ class Relays:
         self._look_at = float("-inf")
 
     def is_moving(self, connection: AgentConnection, now: float) -> bool:
-        """Whether ``connection`` ends because its agent was told to come another way."""
+        """Whether ``connection`` ends because its agent was redirected."""
         relay, at = self._told.get(connection.node, ("", float("-inf")))
         return now - at < _MOVING_S and connection.via != relay
 

@@ -247,8 +247,8 @@ class ControllerService(rpc.ControllerServicer):  # type: ignore[misc]
         """Have a node leave the job."""
         if request.node == self._leader:
             text = (
-                f"node {request.node} has the job's controller, which has to stay; if its agent is ended, the others "
-                "elect another one, if there are enough of them (docs/nodes.md)"
+                f"node {request.node} runs the job's controller, so it has to stay; if its agent is ended, the other "
+                f"nodes elect another controller, if there are enough of them (docs/nodes.md)"
             )
             return pb.DrainReply(error=text)
         error, text = self.machine.drain.ask(request.node, request.within_s, time.monotonic())
@@ -395,7 +395,7 @@ class ControllerService(rpc.ControllerServicer):  # type: ignore[misc]
                 self._intake.forget(found.node)
                 self._heartbeats.forget(found.node)
                 self._sessions.cut(found.node)
-                self._agents.end(found.node)  # if it hears this, it comes back, and is told that it was lost
+                self._agents.end(found.node)  # if it gets this, it reconnects, and learns that it was declared lost
                 self.machine.on_node_lost(found.node, found.evidence, found.silent_s, now)
             elif self.machine.job.nodes[found.node].alive:  # else it has left, and is ending
                 seen = f"but node {found.observer} reaches it" if found.observer else "nor is any other node"

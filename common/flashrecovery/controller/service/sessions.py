@@ -1,6 +1,6 @@
-"""The agents' sessions, straight or by way of a relay: from the first word, a Register, to the connection's end.
+"""The agents' sessions, direct or through a relay: from the first message, a Register, to the connection's end.
 
-A session is the same however it comes: a direct one has a stream of its own, of the others a relay carries many in one
+All sessions are alike: a direct one has its own stream; a relay carries many of the others in one
 (:class:`Trunk`), where each is a *line* with a number. If a relay's stream ends, that says nothing about the agents on
 its lines: they stay alive by their heartbeats, which go past it, and connect again another way.
 """
@@ -253,7 +253,7 @@ class Trunk:
         self._wake.set()
 
     async def outgoing(self) -> AsyncGenerator[pb.Downward, None]:
-        """What they are told, until :meth:`end`."""
+        """The messages to them, until :meth:`end`."""
         while not self._over:
             await self._wake.wait()
             self._wake.clear()

@@ -4,7 +4,7 @@ A rank whose process fails by its own doing will mostly do so again, and soon th
 from outside has done nothing wrong: a node is being drained, an administrator kills, and three times in a row is no
 pattern yet. Only an out-of-memory killer comes back for ever; so there is a limit for that, too, but a higher one.
 
-What a replacement suffers before its first step has no step number of its own. It is counted apart, until the recovery
+A failure of a replacement before its first step has no step number. It is counted separately, until the recovery
 is over.
 
 A failure may take other ranks along: where GPUs read each other's memory, the end of one process can leave the others

@@ -20,7 +20,7 @@ _SEEN_AS: Mapping[str, frozenset[FailureKind]] = {
     "sigstop": frozenset({FailureKind.STOPPED, FailureKind.HANG, FailureKind.UNRESPONSIVE}),
     "hang": frozenset({FailureKind.HANG, FailureKind.UNRESPONSIVE}),
 }
-"""As what the failure of a rank is found that a fault has struck."""
+"""The kind of failure that a fault in a rank is reported as."""
 _INJECTED = "InjectedFault"
 
 
@@ -28,42 +28,42 @@ _INJECTED = "InjectedFault"
 class Asked:
     """Faults that were asked for and delivered, and after which their ranks have not failed yet.
 
-    A worker says that a fault strikes just before it does; the failure may be heard of first, because another thread
+    A worker reports a fault just before it executes it; the failure may be reported first, because another thread
     sees it. Then its kind and step tell.
     """
 
     drills: list[pb.InjectRequest] = field(default_factory=list)
-    struck: list[pb.InjectRequest] = field(default_factory=list)
+    fired: list[pb.InjectRequest] = field(default_factory=list)
 
-    def strikes(self, rank: int, fault: pb.Fault) -> None:
-        """The rank, or its agent, says so. Without a phase: a replacement is killed."""
+    def fires(self, rank: int, fault: pb.Fault) -> None:
+        """The rank, or its agent, reports that a fault fires. Without a phase: a replacement is killed."""
         for drill in self.drills:
             replacing = not fault.phase and drill.phase == "recovery:replacing"
             same = (drill.phase or "between", drill.step) == (fault.phase, fault.step)
-            if drill.rank == rank and (same or replacing) and drill not in self.struck:
-                self.struck.append(drill)
+            if drill.rank == rank and (same or replacing) and drill not in self.fired:
+                self.fired.append(drill)
                 return
 
     def take(self, rank: int, kind: FailureKind, step: int, exception: str = "") -> bool:
         """Whether this failure of ``rank`` was requested by a drill; one failure for each fault. ``step``: the step in
         which it happened; ``exception``: the type that the script raised."""
         mine = [drill for drill in self.drills if drill.rank == rank and kind in _SEEN_AS.get(drill.fault, ())]
-        found = next((d for d in mine if d in self.struck), None)
+        found = next((d for d in mine if d in self.fired), None)
         found = found or next((d for d in mine if _is_like(d, step, exception)), None)
         if found is None:
             return False
         self.drills.remove(found)
-        if found in self.struck:
-            self.struck.remove(found)
+        if found in self.fired:
+            self.fired.remove(found)
         return True
 
     def missed(self) -> list[pb.InjectRequest]:
-        """Those that have not struck."""
-        return [drill for drill in self.drills if drill not in self.struck]
+        """The drills that have not fired."""
+        return [drill for drill in self.drills if drill not in self.fired]
 
 
 def _is_like(drill: pb.InjectRequest, step: int, exception: str) -> bool:
-    """Whether a failure may be that of a drill which has not said that it strikes. What strikes below a step counts as
+    """Whether a failure may come from a drill that has not been reported yet. A fault below a step counts as
     in it, or in the next one."""
     if drill.fault == "raise" and exception.rpartition(".")[2] != _INJECTED:
         return False

@@ -50,7 +50,7 @@ class Ending:
     """How a job ends before its last step.
 
     Attributes:
-        asked_by: what it is told by, while the script has the time to end by itself; "": it is not told.
+        asked_by: the signal that ends the job while the script still has time to end by itself; "": none.
         until: the end of that time, CLOCK_MONOTONIC seconds.
         saving: it has failed, and what its ranks hold is being kept (:mod:`flashrecovery.controller.last_save`).
         void: it has failed because its ranks do not agree.
@@ -253,7 +253,7 @@ class JobState:
         is."""
         if self.ranks and self.in_order[0].checkpoints:
             return str(self.config.checkpoint.dir or self.where)
-        alone = self.changes and not self.config.several_nodes  # else each node has a run directory of its own
+        alone = self.changes and not self.config.several_nodes  # else each node has its own run directory
         return str(Path(self.where) / LAST_CHECKPOINT) if alone else ""
 
     def _has_something_to_save(self) -> bool:

@@ -38,7 +38,7 @@ def leaving_without(job: JobState, lost: Collection[int]) -> tuple[int, ...]:
 
 
 def _others_have_all(job: JobState, lost: Collection[int]) -> bool:
-    """Whether those that stay have what there is: with a lost rank the others of its replica leave, too, and one of
+    """Whether the staying ranks hold all state: with a lost rank the other ranks of its replica leave, too, and one of
     them may alone have what a rank needs that is just being filled again, or its own part, whose copies were there."""
     shape, leaving_anyway = job.shape, left_of_replicas(job)
     going = {shape.replica(rank) for rank in lost}

@@ -63,7 +63,7 @@ class Membership:
         unsure: a controller before this one may have been in the middle of a change of these ranks.
         removed: those of these ranks that have left the job, and what they needed: size in bytes by shard.
         awaited: ranks that had left, and were taken back since the version was decided on: they do not leave again.
-        told_size: of how many ranks the job consists, as was told last, here or by a controller before this one.
+        told_size: the number of ranks of the job in the last announcement, by this controller or an earlier one.
     """
 
     size: CommandedSize = field(default_factory=CommandedSize)

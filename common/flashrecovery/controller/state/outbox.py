@@ -41,7 +41,7 @@ class Publish:
 
 @dataclass(frozen=True)
 class Blame:
-    """Remember that a node has failed, or holds the others up. ``kind``: as in
+    """Remember that a node has failed, or slows the others down. ``kind``: as in
     :class:`~flashrecovery.plan.membership.node_failures.NodeMark`."""
 
     node: str

@@ -43,7 +43,7 @@ ENDLESS = -1
 
 @dataclass(frozen=True, slots=True)
 class HeldAt:
-    """Where a rank was when it was told to hold. ``settled``: in a step, or done with all, and not in a recovery;
+    """Where a rank was when it got the hold command. ``settled``: in a step, or done with all, and not in a recovery;
     ``mutating``: its state is changing from ``version`` to the next."""
 
     settled: bool = False
@@ -121,7 +121,7 @@ class RankRecord:
         inventory: which state it needs, and which it holds.
         place: changed only by :meth:`~flashrecovery.controller.state.job_state.JobState.move` for a rank of the job.
         home: name of the node that holds the rank, or will; "" while no node has room for it.
-        store: host and port of the TCPStore that its process was told to use.
+        store: host and port of the TCPStore that its process uses.
         page_on: name of the node whose agent has the page of its last process; "" if that node is lost.
         filled: the generation in which it was last ordered to be filled; -1: ordered by another controller.
         on_its_way: the process has not been let into its loop yet.
@@ -293,7 +293,7 @@ def slowest_start(records: Iterable[RankRecord]) -> Sequence[pb.StartLine]:
 
 
 def unequal_steps(records: Iterable[RankRecord]) -> str:
-    """Ranks that will not take equally many steps; "" if all agree. The others would wait for ever."""
+    """Ranks that will not take the same number of steps; "" if all agree. The others would wait for ever."""
     by_count: dict[int, list[int]] = {}
     for record in records:
         if record.steps is not None:

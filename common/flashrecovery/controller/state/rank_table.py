@@ -35,7 +35,7 @@ class RankTable:
 
 
 def row(entry: pb.RankEntry) -> dict[str, Any]:
-    """The entry as it stands in ``ranktable.json``."""
+    """The entry in ``ranktable.json``."""
     return {
         "rank": entry.rank,
         "host": entry.host,

@@ -55,7 +55,7 @@ class RecoveryTries:
 
     Attributes:
         failures: those that it is about, in order.
-        asked_again: no rank at all has met a deadline, and all have been asked once more.
+        asked_again: all ranks missed a deadline, and all got the command again.
         retries: how often a failed regroup or restore was tried again.
     """
 

@@ -55,7 +55,7 @@ class RestoreRound:
         return transfers.keys() | local.keys() | self._decodes.keys()
 
     def command(self, rank: int | None, checkpoint: str, deadline_s: float) -> pb.Restore:
-        """What ``rank`` has to do; None: what the others have."""
+        """The command for ``rank``; None: the same as for the others."""
         transfers, local = self._items
         return pb.Restore(
             version=self.version,
@@ -109,7 +109,7 @@ class RestoreRound:
         return wrong
 
     def retry(self, wrong: list[tuple[str, int]]) -> RestoreRound:
-        """The round for the same version once more, for the wrong shards only, from other sources. Raises if one has
+        """The same round again, for the wrong shards only, from other sources. Raises if one has
         none left."""
         excluded = self.excluded | frozenset(wrong)
         shards = {shard for shard, _ in wrong}

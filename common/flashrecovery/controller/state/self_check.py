@@ -4,7 +4,7 @@
 * In production it is looked at before commands go out. Laws of the job as a whole cost the same for any number of
   ranks. Laws of each rank are looked at when the state, the generation or the members have changed.
 
-A job that trains does not end because of a contradiction: it is told as a notice. But no recovery is decided on one:
+A contradiction does not end a job that trains: it becomes a notice. But no recovery is decided on one:
 then the job fails by name, as after any other error in the controller.
 """
 
@@ -46,8 +46,8 @@ class SelfCheck:
         self._validated, self._under_way = _Seen(self._job), under_way
 
     def before_acting(self) -> None:
-        """Look at what is cheap, before what was decided is carried out. A contradiction is told once in a generation.
-        If something was decided on it, the job fails."""
+        """Look at what is cheap, before what was decided is carried out. A contradiction is reported once in a
+        generation. If something was decided on it, the job fails."""
         job, seen = self._job, self._seen
         if job.state in _OVER:
             return

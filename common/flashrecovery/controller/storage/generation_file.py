@@ -5,7 +5,7 @@ say, one has been given up, and then the other one goes. Who begins as controlle
 the rest still knows, and give a generation a number that has been used. Its own disk says better.
 
 The file is in the run directory that a controller holds alone, and the newest of all that are in the job's directory
-counts (an elected controller may have one of its own in ``term<n>``). Where nodes do not share the run directory each
+counts (an elected controller may have its own one in ``term<n>``). Where nodes do not share the run directory each
 has its own file, of what has been led from it; what others have led since, only agents know there (docs/nodes.md). What
 an earlier job has left in the directory, of the same name perhaps, counts for nothing: a file says of which launch it
 is.

@@ -1,8 +1,8 @@
-"""Keeps what is remembered of nodes: reads it at the start, and adds each failure of a node, on a thread of its own,
+"""The log of node failures: reads it at the start, and adds each failure of a node, on a separate thread,
 because the file may be on a slow network file system. Without a file it does nothing.
 
 A failure is written down a little later. Who ends a job tells all of its nodes, one after the other, and the first ones
-to end look as if they had failed: so what is that new when the controller is told to end is forgotten.
+to end look as if they had failed: so entries that are very new when the controller is asked to end are dropped.
 """
 
 from __future__ import annotations

@@ -47,7 +47,7 @@ def free_ports(count: int = 1) -> list[int]:
 
 @dataclass
 class Launch:
-    """The processes of one job, each in a session of its own so that its children go with it."""
+    """The processes of one job, each in a separate session so that its children go with it."""
 
     log: Path
     processes: list[subprocess.Popen[bytes]] = field(default_factory=list)

@@ -94,7 +94,7 @@ def work(megabytes: int, kills: int, folder: str) -> None:
                 print("recovered" if came_back else "training", _peak_memory(), file=file)
         seen.add(step.index)
         if step.index in deaths:
-            Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+            Path("/proc/self/clear_refs").write_text("5")  # the peak starts again
         with step:
             optimizer.zero_grad()
             model(x).square().mean().backward()

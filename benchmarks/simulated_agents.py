@@ -110,7 +110,7 @@ class SimulatedAgent:
         self.silent = False
 
     async def run(self) -> None:
-        """As a real one does: if the connection breaks, or the controller was too busy to take it, once more."""
+        """As a real one does: if the connection breaks, or the controller was too busy to take it, again."""
         await asyncio.sleep(CONNECT_S * (self.node - self.first))
         while not self.silent:
             through, self.through = self.through, None

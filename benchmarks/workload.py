@@ -1,7 +1,7 @@
 """The job that every system of the comparison runs: the example's GPT and data, a step log, one SIGKILL.
 
 A worker finds its :class:`Job` in the environment. It writes each finished step with the machine-wide
-monotonic clock to a file of its own, and the victim kills itself with SIGKILL from a gradient hook in the
+monotonic clock to a separate file, and the victim kills itself with SIGKILL from a gradient hook in the
 first block, while backward is under way and before its last gradients have been exchanged. So the kill is
 the same for all systems and uses nothing of any of them.
 """

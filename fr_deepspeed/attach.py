@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from fr_deepspeed.own_loops import EngineSteps
 
 _newest: EngineSteps | None = None
-"""Of the engines that are protected."""
+"""The newest of the protected engines."""
 
 
 def attach(engine: Any) -> Recovery:

@@ -19,7 +19,7 @@ from fr_deepspeed.muon import is_muon
 Betas = tuple[float, float]
 
 _INSIGNIFICANT = 2.0**-30
-"""Of a power so small, ``1 - power`` is 1 in fp32, whatever its last bits are."""
+"""For a power this small, ``1 - power`` is 1 in fp32, whatever its last bits are."""
 
 
 @dataclass(frozen=True)

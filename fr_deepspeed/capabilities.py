@@ -96,7 +96,7 @@ RESIZE = capability(
 )
 REFORM = capability(
     "the optimizer wrapper's making (ZeRO-1 and 2)",
-    "it is made anew for fewer ranks, by the engine itself",
+    "it is re-created for fewer ranks, by the engine itself",
     Defined(_ENGINE, ("DeepSpeedEngine._configure_zero_optimizer", "DeepSpeedEngine._backward_post_hook")),
     Attributes(_ENGINE, "DeepSpeedEngine", ("_support_torch_style_backward",)),
     Defined(_ENGINE, ("DeepSpeedZeroOptimizer",)),
@@ -320,7 +320,7 @@ COORDINATOR_BACKWARD = capability(
 
 REFORM3 = capability(
     "slices and partitions (ZeRO-3)",
-    "they are made anew for another number of ranks, by DeepSpeed's own methods",
+    "they are re-created for another number of ranks, by DeepSpeed's own methods",
     Attributes(
         _ZERO3,
         "DeepSpeedZeroOptimizer_Stage3",

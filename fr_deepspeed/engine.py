@@ -76,7 +76,7 @@ class EngineAdapter(TorchAdapter, ElasticAdapter):
     whole_framework = True
     framework_packages = frozenset({"deepspeed"})
     _shard_layout: ShardLayout | None = None
-    """Of what the optimizer has sharded, if it has."""
+    """The layout of the optimizer's shards, if it has any."""
 
     def __init__(self, engine: Any, optimizer: Optimizer) -> None:
         self.engine = engine
@@ -139,7 +139,7 @@ class EngineAdapter(TorchAdapter, ElasticAdapter):
         return ParamShard(record, owners_of(record.get(), self.optimizers))
 
     def _attributes_of(self, optimizer: Optimizer) -> OptimizerAttributes:
-        """Of a client optimizer. What it steps on is not always in its groups (ZeRO-3)."""
+        """The attributes of a client optimizer. What it steps on is not always in its groups (ZeRO-3)."""
         return OptimizerAttributes(
             optimizer,
             self.optimizers,

@@ -61,7 +61,7 @@ class ExternalParameters:
             parameter.is_external_param = number in returned  # type: ignore[attr-defined]
 
     def _known(self) -> list[Mapping[int, nn.Parameter]]:
-        """Of each module what DeepSpeed has noted: parameters by their ``id()``."""
+        """DeepSpeed's records for each module: parameters by their ``id()``."""
         return [vars(module).get("_external_params", _NONE) for module in self._modules]
 
     def _find_places(self) -> None:

@@ -97,7 +97,7 @@ class EngineSteps:
         self._check = check
 
     def is_whole(self) -> bool:
-        """Of any of the engines that have been stepped."""
+        """Whether the step is complete, for any of the engines that have been stepped."""
         others = self._other is not None and self._other.is_whole()
         return self._is_whole() or others
 

@@ -1,4 +1,4 @@
-"""ZeRO-1 and 2 for another number of replicas: the optimizer wrapper is built anew, into the object that there is.
+"""ZeRO-1 and 2 for another number of replicas: the optimizer wrapper is rebuilt, into the object that there is.
 
 Who has a handle of the wrapper (the engine, a scheduler, the script) keeps it, and what builds it is DeepSpeed's own
 code: its ``__init__``, as the engine calls it. So all that a wrapper derives from the size is what it would be in a job

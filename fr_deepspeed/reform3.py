@@ -1,4 +1,4 @@
-"""ZeRO-3 for another number of replicas: slices, partitions and buffers are made anew, in the objects that there are.
+"""ZeRO-3 for another number of replicas: slices, partitions and buffers are re-created, in the objects that there are.
 
 Everything of the optimizer wrapper that depends on the size is made by DeepSpeed's own methods, as its ``__init__``
 calls them: each parameter's slice, the flat tensors of the slices, master weights, gradient buffers, and where what

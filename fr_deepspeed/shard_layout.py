@@ -43,7 +43,7 @@ def partition_beginning(group: int) -> str:
 
 
 def weights_beginning(group: int) -> str:
-    """Of the shards with the weights that the module computes with, padding left out."""
+    """The beginning of the names of the shards with the weights that the module computes with, padding left out."""
     return f"weights/{group}#dp="
 
 
@@ -197,7 +197,8 @@ def check_state(tensors: Mapping[str, torch.Tensor]) -> None:
 def partition_rules(
     number: int, group: Mapping[str, Any], shape: tuple[int, ...], pattern: Pattern
 ) -> list[tuple[TensorRule, torch.dtype]]:
-    """Of the tensors of a partition: what is as long as it lies as ``pattern`` says, numbers are on all ranks."""
+    """The rules for the tensors of a partition: one as long as the partition follows ``pattern``, numbers are on all
+    ranks."""
     found = []
     for key in group["order"]:
         flat = key in group["flat"]

@@ -115,7 +115,7 @@ class Stage12Adapter(EngineAdapter):
             for parameter in group:
                 parameter.grad = parameter.grad_accum = None
         if dist.get_world_size(zero.real_dp_process_group[0]) == zero.partition_count[0]:
-            zero.reset_partition_gradient_structures()  # else the partitions are of another size, and are made anew
+            zero.reset_partition_gradient_structures()  # else the partitions are of another size, and are re-created
         zero.callback_queued = False
         zero.micro_step_id = _NO_MICRO_STEP
         # A roll-back to version 0 makes new state tensors, which DeepSpeed's accessors then have to find.

@@ -48,7 +48,7 @@ class Stage3Adapter(EngineAdapter):
         """Whose gradients DeepSpeed has reduced in this step: its own set of them where it keeps one, which its step
         drops, or ours."""
         self._frozen_then: frozenset[int] = frozenset()
-        """Of the parameters with an optimizer, those that were frozen in this micro-batch's forward pass."""
+        """The parameters with an optimizer that were frozen in this micro-batch's forward pass."""
         self._left_out: set[int] = set()
         """Those that were frozen in the first micro-batch of this step, and had no gradient in it."""
         if REDUCED3.takes("seen"):

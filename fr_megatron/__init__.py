@@ -25,7 +25,7 @@ With megatron-core and a loop of one's own, in two lines::
 :mod:`.replicas`           which ranks make up a replica, and who divides state among themselves
 :mod:`.shard_layout`       how the distributed optimizer divides its state, in any size
 :mod:`.joint_shard_layout` that of dense parameters and of experts as one, which several ranks of a replica share
-:mod:`.reform`             buffers and distributed optimizer are built anew, in the same objects
+:mod:`.reform`             buffers and distributed optimizer are rebuilt, in the same objects
 :mod:`.trackers`           what layers sum up for the log
 :mod:`.checkpoint`         the fallback checkpoint in Megatron's own format
 :mod:`.pieces`             state as boxes of whole tensors, of which that consists

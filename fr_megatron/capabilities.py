@@ -160,7 +160,7 @@ _REFORMED = (
 )
 REFORM = Capability(
     "the making of buffers and distributed optimizer",
-    "they are made anew for another number of ranks, by their own __init__",
+    "they are re-created for another number of ranks, by their own __init__",
     (
         # From 0.18 on the optimizer says where parameters lie, before there are buffers.
         Way(
@@ -237,7 +237,7 @@ ARGUMENTS = capability(
 )
 PACKED = capability(
     "Megatron-LM's counts of packed samples",
-    "they begin anew with a step that is made again",
+    "they start again with a step that is made again",
     Defined("megatron.training.training", ("_seqlen_stats_in_iteration", "_seqlen_stats_active")),
     otherwise="this Megatron-LM, if there is one, counts none",
 )

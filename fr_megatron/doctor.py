@@ -92,8 +92,8 @@ class _Sources:
         self._trees: dict[str, tuple[list[ast.stmt], bool]] = {}
 
     def parameters(self, hook: ReplacedFunction) -> tuple[str, ...] | None:
-        """Of a function; None if there is none. A module may have it from another one: a package from its own
-        modules."""
+        """The parameters of a function; None if there is none. A module may re-export it from another: a package from
+        its own modules."""
         first, *rest = hook.name.split(".")
         found = self._definition(hook.module, first, ())
         for name in rest:

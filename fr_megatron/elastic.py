@@ -9,7 +9,7 @@ buffers and buckets         the (expert-)data-parallel size, and the factor of t
                             data-parallel one, of experts, too
 attention                   Transformer Engine's: the ranks of its context-parallel peers
 micro-batch calculator      micro-batches on a replica
-tracked random streams      seeded anew for each micro-batch and model chunk, as torch's own are
+tracked random streams      reseeded for each micro-batch and model chunk, as torch's own are
 ==========================  ====================================================================================
 
 Buckets without the distributed optimizer are the same in every size (but ``bucket_size`` of Megatron's own choice
@@ -141,8 +141,8 @@ def batch_of(chunks: Sequence[Any], forwards: Callable[[], int] | None = None) -
 
 
 def schedule_of(chunks: Sequence[Any]) -> Callable[[int], bool] | None:
-    """Of a rank with these model chunks: says of a number of micro-batches whether its schedule can compute so many.
-    None: any."""
+    """A function that says whether the schedule of a rank with these model chunks can compute a number of
+    micro-batches. None: any number."""
     from megatron.core import parallel_state
 
     if len(chunks) == 1:
@@ -184,7 +184,7 @@ def _mixed(name: str, seed: int) -> int:
 
 
 def membership(chunks: Sequence[Any], optimizer: Any) -> dict[str, int]:
-    """Of all parameters that the distributed optimizers of the chunks train the numbers of their groups; a collective,
+    """The group numbers of all parameters that the distributed optimizers of the chunks train; a collective,
     because a rank knows only those of its own parts. Empty where nothing could be divided otherwise."""
     mine: list[str] = []
     wrapped = all(hasattr(chunk, "expert_parallel_buffers") for chunk in chunks)
@@ -227,7 +227,7 @@ def resize(chunks: Sequence[Any], lists: Mapping[str, Sequence[int]]) -> None:
     for chunk in chunks:
         _follow_peers(chunk)
         if chunk.ddp_config.use_distributed_optimizer:
-            continue  # its buffers are made anew with the state that is sharded
+            continue  # its buffers are re-created with the state that is sharded
         size, each = chunk.dp_cp_group.size(), chunk.dp_cp_group.size() // chunk.expt_dp_group.size()
         for expert in (False, True):
             factor = scaling(chunk, size, each if expert else 1)

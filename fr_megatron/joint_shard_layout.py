@@ -20,7 +20,7 @@ from fr_megatron.shard_layout import OptimizerShardLayout
 
 
 class JointShardLayout(RuledShardLayout):
-    """Of the dense parameters, and perhaps of the experts.
+    """The joint layout of the dense parameters, and perhaps of the experts.
 
     Args:
         dense, experts: the shardings of either; None: this rank has no experts.
@@ -67,7 +67,7 @@ class JointShardLayout(RuledShardLayout):
         return found
 
     def _of_place(self, rule: TensorRule, first: int) -> TensorRule:
-        """Of this rank's experts, as one of those at another place in a replica."""
+        """The rule of this rank's experts, for a rank at another place in a replica."""
         lies = rule.pattern if self._each == 1 else EveryNth(rule.pattern, self._each, first)
         return replace(rule, name=experts_tensor(first, rule.name), pattern=lies, suffix=self._groups[first])
 

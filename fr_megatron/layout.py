@@ -76,8 +76,8 @@ def is_expert(parameter: torch.Tensor) -> bool:
 
 
 def holders(chunk: Any, *, expert: bool, sharded: ShardedParameters | None = None) -> Holders:
-    """Of the dense or the expert parameters of ``chunk``, a model chunk in Megatron's DistributedDataParallel.
-    ``sharded``: None if all is as its groups are."""
+    """The holders of the dense or the expert parameters of ``chunk``, a model chunk in Megatron's
+    DistributedDataParallel. ``sharded``: None if all is as its groups are."""
     if sharded is not None:
         number, ranks = sharded.place.number, sharded.place.ranks
         places = tuple(map(sharded.of_all, range(ranks)))

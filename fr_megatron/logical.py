@@ -52,9 +52,9 @@ _STATE = STATE + ".{}."
 
 
 class MegatronLogical(LogicalState):
-    """Of this rank's model chunks and optimizer. ``shards``: gives those of the adapter, what is stepped on first, in
-    the optimizers' order. ``places``: in an elastic job, of this rank among those who divide the distributed
-    optimizer's state. ``known``: facts that the loop knows better than the model does."""
+    """The logical tensors of this rank's model chunks and optimizer. ``shards``: gives those of the adapter, what is
+    stepped on first, in the optimizers' order. ``places``: in an elastic job, of this rank among those who divide the
+    distributed optimizer's state. ``known``: facts that the loop knows better than the model does."""
 
     def __init__(
         self,
@@ -225,7 +225,7 @@ class MegatronLogical(LogicalState):
         return ShardParts("", _STATE, tuple(_parts(self._leaf(parameter, leaves), live, 0, 0)))
 
     def _of_weights(self, leaves: Mapping[int, Any]) -> Iterator[tuple[str, ShardParts]]:
-        """Of the flat buffers, by the beginnings of their shards' names."""
+        """The weights in the flat buffers, by the beginnings of their shards' names."""
         for number, chunk in enumerate(self._chunks):
             for kind, buffers in (("dense", chunk.buffers), ("expert", chunk.expert_parallel_buffers)):
                 for index, buffer in enumerate(buffers):
@@ -298,8 +298,8 @@ def _device_bytes() -> int:
 
 
 def _parts(leaf: Any, tensor: torch.Tensor, start: int, begin: int) -> Iterator[LogicalPart]:
-    """Of ``tensor``, which lies in the local tensor ``leaf`` from its element ``start`` on, and in the shard's tensor
-    from ``begin`` on."""
+    """The logical parts of ``tensor``, which is in the local tensor ``leaf`` from its element ``start`` on, and in the
+    shard's tensor from ``begin`` on."""
     for piece in cut(leaf, "", tensor, start):
         high = tuple(o + s for o, s in zip(piece.offset, piece.shape, strict=True))
         box = Box(piece.offset, high)

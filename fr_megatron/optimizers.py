@@ -124,7 +124,7 @@ def part_beginning(fqn: str) -> str:
 
 
 def weights_beginning(chunk: int, kind: str, buffer: int) -> str:
-    """Of the flat weights of a buffer, whose paddings depend on the number of parts."""
+    """The beginning of the names of a buffer's flat weights, whose paddings depend on the number of parts."""
     return f"weights/{chunk}.{kind}.{buffer}#dp="
 
 

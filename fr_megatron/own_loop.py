@@ -23,7 +23,7 @@ from fr_megatron import trackers
 from fr_megatron.elastic import resize_calculator
 
 PUT_ASIDE = ("grad_sync_func", "param_sync_func")
-"""Of the model's configuration: what the interleaved schedule puts aside."""
+"""Fields of the model's configuration that the interleaved schedule puts aside."""
 
 
 class OwnLoop:
@@ -91,7 +91,7 @@ def _replicas() -> int:
 
 
 def hooked(chunks: Sequence[Any]) -> list[bool]:
-    """Of each chunk, whether its hooks that gather parameters are there."""
+    """For each chunk: whether its hooks that gather parameters exist."""
     return [bool(_handles(chunk)) for chunk in chunks]
 
 

@@ -1,4 +1,4 @@
-"""The distributed optimizer and the buffers below it for another number of replicas: built anew, into the objects that
+"""The distributed optimizer and the buffers below it for another number of replicas: rebuilt, into the objects that
 there are, by Megatron's own ``__init__``.
 
 So all that they derive from the size is what it would be in a job that was started so: paddings, buckets, ranges,

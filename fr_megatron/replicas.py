@@ -25,7 +25,7 @@ from flashrecovery.adapter import of_group, world_size
 
 
 def data_parallel_group() -> dist.ProcessGroup:
-    """Of the ranks among which the micro-batches are divided."""
+    """The group of the ranks among which the micro-batches are divided."""
     from megatron.core import parallel_state
 
     group: dist.ProcessGroup = parallel_state.get_data_parallel_group()
@@ -33,7 +33,7 @@ def data_parallel_group() -> dist.ProcessGroup:
 
 
 def replica_group() -> dist.ProcessGroup:
-    """Of the ranks that have the same model rank in every replica."""
+    """The group of the ranks that have the same model rank in every replica."""
     from megatron.core import parallel_state
 
     dense = data_parallel_group()
@@ -49,7 +49,7 @@ def sharers(chunk: Any, *, expert: bool) -> list[int]:
 
 @dataclass(frozen=True)
 class SharedPlaces:
-    """Of a rank among those who divide the distributed optimizer's state, as the job was launched.
+    """The places of a rank among the ranks that divide the distributed optimizer's state, as the job was launched.
 
     Attributes:
         sharers: those who divide that of the dense parameters, in the order of their parts.

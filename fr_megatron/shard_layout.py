@@ -116,7 +116,7 @@ def buffers_of(chunks: Sequence[Any], *, expert: bool) -> Sequence[Any]:
 
 
 def numbered_buffers(chunks: Sequence[Any], *, expert: bool) -> list[tuple[int, int]]:
-    """Of each of :func:`buffers_of` the number of its chunk, and its own in that."""
+    """For each of :func:`buffers_of`: the number of its chunk, and its own number in that."""
     return [(at, own) for at, chunk in enumerate(chunks) for own in range(len(buffers_of([chunk], expert=expert)))]
 
 
@@ -126,7 +126,8 @@ def names_of(chunks: Sequence[Any]) -> dict[int, str]:
 
 
 def layout_of(chunks: Sequence[Any], membership: Mapping[str, int], *, expert: bool = False) -> FlatLayout:
-    """Of chunks as they are now; ``membership``: of each trained parameter the optimizer's group, by its name."""
+    """The layout of chunks as they are now; ``membership``: of each trained parameter the optimizer's group, by its
+    name."""
     all_buffers = buffers_of(chunks, expert=expert)
     names = names_of(chunks)
     multiple = math.lcm(_ALIGNMENT, _BANDWIDTH if chunks[0].ddp_config.pad_buckets_for_high_nccl_busbw else 1)

@@ -12,8 +12,8 @@ from fr_megatron.megatron_fsdp import STRATEGIES
 from fr_megatron.optimizers import dealt, members
 
 WRAPPERS = ("DistributedDataParallel", "FullyShardedDataParallel", "TorchFullyShardedDataParallel")
-"""Of ``megatron.core.distributed``. FullyShardedDataParallel: from 0.14 on; in 0.20 it is a function, and what it makes
-is refused."""
+"""The wrappers in ``megatron.core.distributed``. FullyShardedDataParallel: from 0.14 on; in 0.20 it is a function, and
+what it makes is refused."""
 _GRAPHS = "a captured graph holds the communicators that a recovery frees"
 
 

@@ -152,7 +152,7 @@ def _zeros(like: torch.Tensor) -> torch.Tensor:
 
 
 def _plain(value: Any) -> Any:
-    """Of a group its name, its number among this rank's groups (-1: not known), and its ranks, as the job was
+    """For a group: its name, its number among this rank's groups (-1: not known), and its ranks, as the job was
     launched."""
     if not isinstance(value, dist.ProcessGroup):
         return value.clone() if isinstance(value, torch.Tensor) else value

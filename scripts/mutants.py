@@ -134,7 +134,7 @@ class Trial:
 
 
 def _kill(pid: int) -> None:
-    """The process and all that it has started: a job is in a session of its own."""
+    """The process and all that it has started: a job is in a separate session."""
     tests = psutil.Process(pid)
     for process in [tests, *tests.children(recursive=True)]:
         with suppress(psutil.NoSuchProcess):

@@ -5,7 +5,7 @@
 A reading of NCCL's and torch's sources, and of public reports, has found 23 things that GPUs would break
 (docs/testing.md has the table). What mends each of them is taken out here, in a copy of the tree, and the tests that
 are named must fail. They need no GPU: what has to do with NCCL itself runs with the fake of it. ``unchanged`` runs all
-of them without a mutant. C++ is compiled into a cache of its own; a mutant of it takes about a minute. Ends with exit
+of them without a mutant. C++ is compiled into a separate cache; a mutant of it takes about a minute. Ends with exit
 status 1 if a mutant has survived.
 """
 
@@ -872,7 +872,7 @@ BUILD = (
 
 
 def _trial(folder: Path, number: int) -> Trial:
-    """In a cache of its own: every mutant of the C++ is another extension."""
+    """In a separate cache: every mutant of the C++ is another extension."""
     return Trial(folder / f"copy{number}", {"FLASHRECOVERY_CACHE": str(folder.resolve() / "cache")}, BUILD)
 
 

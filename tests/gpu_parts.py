@@ -1,4 +1,4 @@
-"""What one GPU can show of a recovery's parts, each in a process of its own: ``python -m tests.gpu_parts [NAME...]``.
+"""What one GPU can show of a recovery's parts, each in a separate process: ``python -m tests.gpu_parts [NAME...]``.
 
 A part is a function that raises AssertionError if something is not as it should be, and returns what it has measured.
 :mod:`tests.gpu_check` runs all of them before its jobs. What a device does is asked of ``Gpu``; without one,
@@ -63,7 +63,7 @@ class Gpu:
     copied: int = 1 << 30
 
     def busy(self, seconds: float) -> Any:
-        """Keep a stream of its own busy for about so long. Returns its event."""
+        """Keep a separate stream busy for about so long. Returns its event."""
         stream = torch.cuda.Stream()
         with torch.cuda.stream(stream):
             torch.cuda._sleep(int(seconds * 1e9))  # cycles, of 1 to 2 GHz
@@ -112,7 +112,7 @@ class Gpu:
 
 
 class Helper:
-    """Another process, in a session of its own."""
+    """Another process, in a separate session."""
 
     def __init__(self, command: Sequence[str]) -> None:
         pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "cwd": ROOT}
@@ -428,7 +428,7 @@ class PartResult:
 
 
 def run_part(name: str, timeout_s: float = PART_S) -> PartResult:
-    """In a process of its own: an error of the device ends with it."""
+    """In a separate process: an error of the device ends with it."""
     command = [sys.executable, "-m", "tests.gpu_parts", name]
     try:
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=timeout_s, check=False)

@@ -41,7 +41,7 @@ DDP = Peer(
 FSDP2 = Peer(
     name="FlashRecovery elastic, FSDP2, 4 -> 3",
     start=partial(start, layout="fsdp"),
-    settings=f"{_SETTINGS}; shards laid out anew",
+    settings=f"{_SETTINGS}; shards laid out again",
     first=3,
     whole=None,
 )

@@ -57,7 +57,7 @@ class Event(BaseModel):
 
 class ControllerStarted(Event):
     """A controller begins to write: the first event of a launch, also of one that never comes to a step. A successor's,
-    too; that one says so by a notice. ``checkpoint_dir``: where its fallback checkpoints go; "": it makes none."""
+    too; that one emits a notice. ``checkpoint_dir``: where its fallback checkpoints go; "": it makes none."""
 
     event: Literal["controller_started"] = "controller_started"
     world_size: int = 0
@@ -179,9 +179,9 @@ class JobResized(Event):
 
 
 class JobReplanned(Event):
-    """All ranks are started anew in another parallel layout, to go on at ``step``. ``before``, ``layout``: as
+    """All ranks are restarted in another parallel layout, to go on at ``step``. ``before``, ``layout``: as
     tp=2,pp=2,dp=1. ``ranks``: how many there are now. ``bytes``: of state that went to the node's memory; 0: it was
-    there already, or is read from a checkpoint. ``why``: in words."""
+    there already, or is read from a checkpoint. ``why``: the reason, as text."""
 
     event: Literal["job_replanned"] = "job_replanned"
     step: int

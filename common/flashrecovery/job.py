@@ -69,7 +69,7 @@ def rendezvous_of(config: RunConfig) -> Rendezvous:
     address = resolve(host, "--controller")
     access = Access(job_token(config.token_file, host=address))
     here = config.node_address or address_towards(address, port)
-    # Where something listens already, it is a controller of its own, or that of an agent on the same host.
+    # If something listens already, it is a stand-alone controller, or that of an agent on the same host.
     embeds = config.embed_controller and not config.spare and is_here(address) and is_free(address, port)
     return Rendezvous(address, port, here, access, embeds)
 

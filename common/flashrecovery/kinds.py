@@ -125,7 +125,7 @@ class FailureTraits:
 
 
 TRAITS: Mapping[FailureKind, FailureTraits] = {
-    FailureKind.KILLED: FailureTraits(own=False, node_weight=0.5),  # but for signals of its own doing
+    FailureKind.KILLED: FailureTraits(own=False, node_weight=0.5),  # except signals that it caused itself
     FailureKind.EXIT: FailureTraits(node_weight=0.25),
     FailureKind.EXCEPTION: FailureTraits(node_weight=0.25),
     FailureKind.STOPPED: FailureTraits(own=False, node_weight=0.5),

@@ -61,7 +61,7 @@ class Handler(logging.Handler):
 
 
 def show_warnings() -> None:
-    """Of this process, which is a command of this package's."""
+    """Show the warnings of this process, which is a command of this package's."""
     logger = logging.getLogger("flashrecovery")
     if not any(isinstance(handler, Handler) for handler in logger.handlers):
         handler = Handler(logging.WARNING)

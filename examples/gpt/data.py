@@ -42,7 +42,7 @@ def make_loader(
     stateful: bool = False,
     workers: int = 0,
 ) -> DataLoader[tuple[Tensor, Tensor]]:
-    """A loader of this rank's part of ``dataset``, shuffled anew each epoch, equal for equal arguments.
+    """A loader of this rank's part of ``dataset``, reshuffled each epoch, equal for equal arguments.
 
     Args:
         batch_size: blocks per rank and step.

@@ -131,7 +131,7 @@ class IndexedDataset:
         start = int(self.sequence_pointers[index]) // self.dtype.itemsize + offset
         return self.tokens[start : start + count]
 
-    # Data loader workers that are spawned get the prefix and map the files anew; the content never travels.
+    # Data loader workers that are spawned get the prefix and map the files again; the content never travels.
     def __getstate__(self) -> dict[str, Any]:
         return {"prefix": self.prefix}
 

@@ -150,6 +150,6 @@ def _sends() -> None:
 
 
 def _positions(rank: int, ranks: int, half: int) -> torch.Tensor:
-    """Of the tokens of ``rank``: chunk ``rank`` and, from the end, the one opposite."""
+    """The positions of the tokens of ``rank``: chunk ``rank`` and, from the end, the one opposite."""
     opposite = 2 * ranks - 1 - rank
     return torch.cat([torch.arange(c * half, (c + 1) * half) for c in (rank, opposite)])

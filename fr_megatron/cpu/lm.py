@@ -33,8 +33,8 @@ def install(variable: str) -> None:
 
 
 def _arguments(module: ModuleType, variable: str) -> None:
-    """Of the flags that a CPU needs, one would not be missed: without it, weights come from the device's generator,
-    which is the host's here, and are others than on a GPU."""
+    """The absence of one flag that a CPU needs would go unnoticed: without it, weights come from the device's
+    generator, which is the host's here, and are others than on a GPU."""
     patched: Any = module
     original = patched.validate_args
 

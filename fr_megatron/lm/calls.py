@@ -44,7 +44,7 @@ class _Made:
 
 
 class ProtectedLoop:
-    """Of one process. ``original``: Megatron's functions by name.
+    """The protected loop of one process. ``original``: Megatron's functions by name.
 
     Raises:
         ConfigError: a flag is wrong, or the script was not started by ``flashrecovery run``.
@@ -444,7 +444,8 @@ def _no_barrier() -> Iterator[None]:
 
 
 _REDUCED = "reduce_max_stat_across_model_parallel_group"
-"""Of megatron-core 0.16's loop: ``training_log`` reduces the learning rate with it, also where nothing is printed."""
+"""A function of megatron-core 0.16's loop: ``training_log`` reduces the learning rate with it, also where nothing is
+printed."""
 
 
 @contextmanager

@@ -2,7 +2,7 @@
 
 Megatron's sequential sampler goes through one global order of samples: the first micro-batches of all replicas, then
 the second ones, and so on. So a step has the same samples in any size, if each begins where the one before has ended. A
-loader is Megatron's own, with its workers; it begins anew where its sampler would have to go on elsewhere: in another
+loader is Megatron's own, with its workers; it starts again where its sampler would have to go on elsewhere: in another
 size, and when a step is done again.
 """
 

@@ -3,7 +3,7 @@
 The global batch stays what it is. The loop asks for sizes at nearly all places when it needs them; what it has noted:
 
 ==========================  =======================================================================================
-``args``                    ``rank``, ``world_size``, ``data_parallel_size``: set anew
+``args``                    ``rank``, ``world_size``, ``data_parallel_size``: set again
 micro-batch calculator      micro-batches on a replica (:func:`fr_megatron.elastic.resize_calculator`)
 the loop's own variable     it takes another number of micro-batches for a ramp-up of the batch size, of which it would
                             write a checkpoint, and which may only go up: where it compares, it sees the launch's
@@ -85,7 +85,7 @@ def data_parallel_place() -> tuple[int, int]:
 
 
 class ElasticLoop:
-    """Of one process.
+    """The elastic loop of one process.
 
     Args:
         args: Megatron's, as the loop uses them.
@@ -177,7 +177,7 @@ class ElasticLoop:
         self._comparing = not checks
 
     def seen(self, micro_batches: int) -> int:
-        """Of so many on a replica what the loop is to see."""
+        """The number that the loop should see, for that many on a replica."""
         return self._launched if self._comparing and self._launched is not None else micro_batches
 
     # -- samples ----------------------------------------------------------------------------------

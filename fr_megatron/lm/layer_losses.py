@@ -29,7 +29,7 @@ def kept_otherwise(args: Any) -> bool:
 
 
 class LayerLosses:
-    """Of one process.
+    """The losses by layer of one process.
 
     Args:
         args: Megatron's, as the loop uses them.

@@ -63,7 +63,7 @@ def as_at_the_launch(args: Any) -> Iterator[None]:
 
 
 def _greatest(said: list[str], what: str) -> str:
-    """Of what the ranks say; who does not see the directory's file has nothing."""
+    """The greatest of the ranks' answers; a rank that does not see the directory's file has ""."""
     return max(text.partition(" ")[2] for text in said if text.partition(" ")[0] == what)
 
 

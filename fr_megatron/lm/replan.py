@@ -105,7 +105,7 @@ _LOADED = (
 _BEGAN = "_TRAIN_START_TIME"
 """Where Megatron-LM has noted when it began."""
 _BEGUN = ".megatron-lm-begun.json"
-"""Of the launch, in the node's memory: what was loaded, and when it began. It stays as long as the agent does."""
+"""A file of the launch in the node's memory: what was loaded, and when it began. It stays as long as the agent does."""
 
 
 def take_layout(args: Any) -> None:
@@ -356,7 +356,7 @@ class LayoutLoop:
 
     @staticmethod
     def _losses(own: Any) -> Any:
-        """Of the last stage."""
+        """The losses of the last stage."""
         from megatron.core import parallel_state as state
 
         if state.get_pipeline_model_parallel_world_size() == 1:

@@ -1,6 +1,6 @@
 """Which non-persistent checkpoints Megatron-LM removes before it writes another one.
 
-Megatron keeps the one with the greatest iteration. Where one is written once more (a rank has died in it, or the job
+Megatron keeps the one with the greatest iteration. Where one is written again (a rank has died in it, or the job
 has fallen back to a time before it) that is the one which is about to be written, and the one that its tracker names,
 which is whole, would go: if the job died as a whole meanwhile, none would be left.
 """

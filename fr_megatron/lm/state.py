@@ -74,9 +74,9 @@ class TrainResult:
     rest: tuple[Any, ...]
     """should_checkpoint, should_exit, exit_code, grad_norm, num_zeros_in_grad, and what later versions add."""
     params_norm: float | None = None
-    """Of the parameters after the step, with ``--log-params-norm``."""
+    """The norm of the parameters after the step, with ``--log-params-norm``."""
     packed: tuple[float | None, float | None] = NONE
-    """Of packed samples, see :mod:`.packed`."""
+    """State of packed samples, see :mod:`.packed`."""
 
     @staticmethod
     def of(
@@ -170,7 +170,7 @@ class LMLoop:
         """The loop has decided to end before its last iteration. A replacement's ends, too."""
         self.changes = 0
         self.kind = ""
-        """Of the call that is made, or was made last."""
+        """The kind of the current or last call."""
         self.made_again = False
         """The loop is far ahead of the call that is made, which is made again."""
         self._given_totals: dict[str, Any] | None = None
@@ -247,8 +247,8 @@ class LMLoop:
             self.changes += 1
 
     def has_ended(self) -> bool:
-        """Of a skipped ``checkpoint_and_decide_exit``: what it returned in the dead process, in which calls may have
-        come after it (parameters are gathered at the end)."""
+        """The result of a skipped ``checkpoint_and_decide_exit``: what it returned in the dead process, in which calls
+        may have come after it (parameters are gathered at the end)."""
         found = self._restored
         if self.exits or found is None or not found["exits"]:
             return self.exits
@@ -305,7 +305,7 @@ class LMLoop:
         }
 
     def _here(self) -> dict[str, Any]:
-        """Of :meth:`save` what is this script's place."""
+        """The part of :meth:`save` that is this script's place."""
         return {"running": self._running(), "hooked": hooked(self._chunks), **self._of_script()}
 
     def _functions(self) -> dict[str, Any]:

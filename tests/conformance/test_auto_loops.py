@@ -107,7 +107,7 @@ def test_each_shape(shape: str, reference: Callable[[str], Job], tmp_path: Path)
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize(("shape", "at"), IN_EACH_PHASE)
 def test_each_phase(shape: str, at: str, rank: int, reference: Callable[[str], Job], tmp_path: Path) -> None:
-    """Twice in a row, and once more."""
+    """Twice in a row, and again."""
     job = run(tmp_path / "run", shape, [f"rank={rank},fault=sigkill,at={at},step={step}" for step in (2, 3, 6)])
     check_same(job, reference(shape))
     check_fired(job, 3)

@@ -43,7 +43,7 @@ def stretches(events: Sequence[Mapping[str, Any]], end: int) -> list[Stretch]:
     """Those of a job of so many steps. A later word of a size also corrects earlier ones of the same or later steps."""
     sizes = [(0, RANKS)]
     for event in (event for event in events if event["event"] in ("job_resized", "job_started")):
-        if event["event"] == "job_started":  # perhaps once more, before a step counts
+        if event["event"] == "job_started":  # perhaps again, before a step counts
             sizes = [(0, RANKS)]
             continue
         while sizes and sizes[-1][0] >= event["step"]:

@@ -126,7 +126,7 @@ def test_first_and_last_step(loop: str, framework: str, tmp_path: Path, referenc
 @pytest.mark.grid
 def test_a_rank_that_dies_in_the_step_in_which_all_begin_to_seal_again(tmp_path: Path, reference: Reference) -> None:
     """Step 0 has shown that a rank's own state changes after the forward pass. In step 1 the ranks tell each other, and
-    from the next one on they seal once more before the optimizer. This one was not sealed, so it is undone."""
+    from the next one on they seal again before the optimizer. This one was not sealed, so it is undone."""
     layout = _layout("draws-between", "ddp")
     late = Layout(layout.name, "", (*layout.flags, *PAUSE), nproc=WORLD)
     kills = [Kill(1, 1, "optimizer", 0)]
@@ -307,7 +307,7 @@ def test_an_object_that_begins_to_differ_just_before_the_death_is_named(tmp_path
 
 @pytest.mark.grid
 def test_an_object_that_begins_to_differ_is_each_ranks_own_in_the_step_in_which_that_is_found(tmp_path: Path) -> None:
-    """The ranks compare in step 1, and seal once more."""
+    """The ranks compare in step 1, and seal again."""
     layout = _layout("differs-later", "ddp")
     paused = Layout(layout.name, "", (*layout.flags, *PAUSE), nproc=WORLD)
     reference = run_loop(tmp_path / "reference", layout, 8)

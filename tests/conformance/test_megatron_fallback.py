@@ -159,7 +159,7 @@ def test_a_fresh_launch_resumes(layout: Layout, tmp_path: Path, saved: Saved) ->
     ids=lambda layout: layout.name,
 )
 def test_another_layout_resumes(written: Layout, read: Layout, tmp_path: Path, saved: Saved) -> None:
-    """Every value is what it was; random numbers and data begin anew, and that is said."""
+    """Every value is what it was; random numbers and data start again, and that is said."""
     directory, _ = saved(written)
     version, path = _newest(directory)
     values = tmp_path / "values"

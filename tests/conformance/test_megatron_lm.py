@@ -92,7 +92,7 @@ def test_deaths_in_training(layout: Layout, tmp_path: Path, reference: Reference
 
 
 def test_deaths_with_latent_attention_that_is_recomputed(tmp_path: Path) -> None:
-    """Queries, keys and values are projected up once more in the backward pass, and only there: a death in a forward
+    """Queries, keys and values are projected up again in the backward pass, and only there: a death in a forward
     pass leaves them half-made."""
     layout = lm("latent-recompute", *LATENT, *DISTRIBUTED, *UP_PROJECTIONS)
     inject = faults((1, "forward", 2), (0, "optimizer", 6))
@@ -196,7 +196,7 @@ def test_a_death_in_an_evaluation(victim: int, tmp_path: Path, reference: Refere
 @pytest.mark.parametrize("call", [10, 0])
 def test_others_have_hooks_that_gather_again(call: int, tmp_path: Path, reference: Reference) -> None:
     """The first iteration and an evaluation (call 10: in 8 it gathers, 9 starts a timer) are computed without hooks
-    that gather parameters. Who has committed it has them again, and makes it once more with a replacement, which has
+    that gather parameters. Who has committed it has them again, and makes it again with a replacement, which has
     none."""
     layout = lm("dp2-overlaps", *DISTRIBUTED, *OVERLAPS, *EVALUATED)
     job = _run(tmp_path / "run", layout, faults((1, "commit", call)))

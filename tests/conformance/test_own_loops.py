@@ -70,7 +70,7 @@ def test_accumulations_that_span_epochs(zero: int, tmp_path: Path) -> None:
 @pytest.mark.grid
 @pytest.mark.parametrize("accumulation", [1, 3])
 def test_a_death_after_the_last_step(accumulation: int, tmp_path: Path) -> None:
-    """All go through the end of the loop once more, with its evaluation."""
+    """All go through the end of the loop again, with its evaluation."""
     flags = ("--accumulation", str(accumulation), "--epochs", "2")
     reference = run(tmp_path / "reference", "ending", flags)
     (files := tmp_path / "files").mkdir()

@@ -371,7 +371,7 @@ class Live(Kept):
 
 
 class LargeOwnState(Loop):
-    """Each rank has a memory of what it has seen, some MiB of it: in a tensor that is written by way of numpy, and in a
+    """Each rank has a memory of what it has seen, some MiB of it: in a tensor that is written through numpy, and in a
     queue of arrays. Some of it changes after the optimizer."""
 
     rows = 1 << 18
@@ -678,7 +678,7 @@ class EmaModule(Loop):
 
 
 class CheckpointedBatchNorm(Loop):
-    """The second forward pass, in the backward pass, changes the statistics once more."""
+    """The second forward pass, in the backward pass, changes the statistics again."""
 
     def build(self) -> Net:
         return Net(batch_norm=True, checkpointed=True)
@@ -751,7 +751,7 @@ class MomentumEdited(Loop):
 
 
 class SilentCodebook(Loop):
-    """VQ-VAE's: averages over time that the forward pass writes by way of ``.data``, which no version counter counts.
+    """VQ-VAE's: averages over time that the forward pass writes through ``.data``, which no version counter counts.
     The buffer is too large to be compared in every step."""
 
     writes = True
@@ -769,7 +769,7 @@ class SilentCodebook(Loop):
 
 
 class SilentQueue(Loop):
-    """MoCo's, written after the optimizer by way of ``.data``."""
+    """MoCo's, written after the optimizer through ``.data``."""
 
     def build(self) -> Net:
         net = super().build()

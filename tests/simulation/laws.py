@@ -269,7 +269,7 @@ class Laws:
         if other is service:
             known |= electors
         elif owner.dead and (not known & electors or not other._elector_set.voters):
-            # Everyone has been started anew: another job, of nodes with the same names. Or the one before had no
+            # Everyone has been restarted: another job, of nodes with the same names. Or the one before had no
             # electors left, because there were but two nodes: then whoever is started again in its place goes on.
             self.terms[term] = process, service, electors
         else:
@@ -358,7 +358,7 @@ class Laws:
         self._is_newer(process, event)
         if isinstance(event, ev.JobResized):
             self.world.members = set(event.ranks)
-        elif isinstance(event, ev.JobStarted):  # also once more, when the launch's nodes have come back without ranks
+        elif isinstance(event, ev.JobStarted):  # also again, when the launch's nodes have come back without ranks
             self.world.members &= set(range(self.world.size))
         elif isinstance(event, ev.Notice) and event.kind == NoticeKind.NODE_LEFT:
             self.dismissed.add(event.text.split()[1])

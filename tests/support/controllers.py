@@ -1,4 +1,4 @@
-"""Jobs on this host whose controller is a process of its own, so that it can be lost alone, and started again."""
+"""Jobs on this host whose controller is a separate process, so that it can be lost alone, and started again."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def controller(run_dir: Path, address: str, nproc: int = 4) -> Iterator[subproce
 
 
 class WithController:
-    """A job on this host, and its controller, which is a process of its own."""
+    """A job on this host, and its controller, which is a separate process."""
 
     def __init__(
         self,

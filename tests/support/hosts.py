@@ -106,7 +106,7 @@ class Network:
             _ip("-n", self.switch, "link", "set", host.port, "master", "br0")
 
     def readdress(self, host: Host, address: str) -> None:
-        """Another address instead of its own, as a machine gets that is made anew."""
+        """Another address instead of its own, as a machine gets that is re-created."""
         _ip("-n", host.namespace, "addr", "flush", "dev", "eth0", "scope", "global")
         _ip("-n", host.namespace, "addr", "add", f"{address}/24", "dev", "eth0")
 

@@ -1,6 +1,6 @@
 """Run real jobs with real faults, and compare their end state bit for bit.
 
-A job is ``flashrecovery run`` in a process of its own, with one of the example scripts. :func:`check_clean` proves
+A job is ``flashrecovery run`` in a separate process, with one of the example scripts. :func:`check_clean` proves
 that it left nothing behind; :func:`check_same` proves that a job with faults went exactly the way of the same launch
 without (:mod:`tests.support.sameness`).
 """

@@ -140,7 +140,7 @@ def test_a_call_that_fails_begins_again_with_the_loop_as_it_was() -> None:
 
 
 def test_an_earlier_call_is_repeated_with_its_own_loop_state() -> None:
-    """The report is undone with the step that failed after it: it reports the same once more, and nothing twice."""
+    """The report is undone with the step that failed after it: it reports the same again, and nothing twice."""
     script = Script(FakeSession(), {"train2": 2})
     script.run(4)
     assert script.made[:6] == ["train0", "train1", "report1", "train2", "report1", "train2"]

@@ -412,7 +412,7 @@ class CountsEpochs(StatefulGoesOn):
 
 
 class KnowsNothingYet(StatefulGoesOn):
-    """Its ``iter()`` begins anew, and it has nothing to load before it was read."""
+    """Its ``iter()`` starts again, and it has nothing to load before it was read."""
 
     _next = 0
 
@@ -548,7 +548,7 @@ MORE += ["persistent workers", "stateful persistent workers"]
 @pytest.mark.parametrize("version", [1, 2, 4])
 @pytest.mark.parametrize("name", ["stateful persistent workers", "stateful drawing workers"])
 def test_workers_that_draw_are_not_trusted_after_one_equal_batch(name: str, version: int) -> None:
-    """The first batch of each worker of an epoch is the same in one that begins anew there; the second is not."""
+    """The first batch of each worker of an epoch is the same in one that starts again there; the second is not."""
     steps = 7
     expected = reference(LOADERS[name], steps)
     torch.manual_seed(1000)
@@ -626,13 +626,13 @@ class BeginsAnew:
         return next(self.inner)
 
 
-LOADERS["begins anew"] = BeginsAnew
+LOADERS["starts again"] = BeginsAnew
 
 
 def test_an_iterator_that_begins_anew_is_no_one_shot() -> None:
-    test_a_replacement_gets_the_same_batches("begins anew")
-    test_a_survivor_gets_the_same_batches_again("begins anew")
-    test_a_batch_that_was_written_into_is_read_again("begins anew")
+    test_a_replacement_gets_the_same_batches("starts again")
+    test_a_survivor_gets_the_same_batches_again("starts again")
+    test_a_batch_that_was_written_into_is_read_again("starts again")
     for one_shot in (iter(DataLoader(Items(), 2)), iter([1]), DataStream([1]), (i for i in range(2))):
         assert DataStream(one_shot)._source.one_shot
     assert not DataStream(BeginsAnew())._source.one_shot

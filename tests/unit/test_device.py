@@ -45,7 +45,7 @@ def test_without_cuda_nothing_waits() -> None:
 
 
 def test_a_commit_waits_for_the_whole_device(device: Device) -> None:
-    """An all-gather of updated parameters runs on a stream of its own."""
+    """An all-gather of updated parameters runs on a separate stream."""
     device.idle.clear()
     clock = DeviceClock()
     committing = threading.Thread(target=clock.before_commit)

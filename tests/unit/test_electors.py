@@ -94,7 +94,7 @@ def test_a_change_needs_both_majorities_until_both_know() -> None:
     assert not quorum.known(elector("b"), 1)
     assert not heard(quorum, "a", "d"), "an older version is not this one"
     assert not quorum.known(Elector("b", "b:1", "another life"), 2) and quorum.before
-    assert not heard(quorum, "a", "d"), "an agent that was started anew is no elector: it remembers no vote"
+    assert not heard(quorum, "a", "d"), "an agent that was restarted is no elector: it remembers no vote"
     assert quorum.known(elector("b"), 2) and not quorum.before
     assert heard(quorum, "a", "d")
 
@@ -402,7 +402,7 @@ def test_only_an_elected_controller_is_followed_where_there_are_electors() -> No
 
 
 def test_a_term_that_others_have_told_of_is_not_forgotten_when_older_electors_are_named() -> None:
-    """Its controller was elected once more while the message was on its way (simulation, seed 1421)."""
+    """Its controller was elected again while the message was on its way (simulation, seed 1421)."""
     agent = Nodes("abc").agents["b"]
     agent.term = 3
     agent.learn(pb.Electors(term=1, version=2, leader="a"))

@@ -49,7 +49,7 @@ def test_a_stop_explains_it(watched: Watched) -> None:
     watched.gate.stopped = True
     watched.watch.look(10.0)
     watched.gate.stopped = False
-    watched.watch.look(11.0)  # after the recovery the patience begins anew
+    watched.watch.look(11.0)  # after the recovery the patience starts again
     watched.watch.look(20.9)
     assert not watched.given_up
 

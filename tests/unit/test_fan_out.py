@@ -205,7 +205,7 @@ def test_the_table_goes_into_its_file_and_to_whom_it_concerns(tmp_path: Path) ->
         links: dict[str, object] = {f"n{i}": object() for i in range(10)} | {"spare": object()}
         first = dict(publisher.publish(Publish(1, table(homes)), links))
         assert set(first) == set(links)
-        links["n7"] = object()  # its agent was started anew
+        links["n7"] = object()  # its agent was restarted
         pids = list(range(20))
         pids[5] = 99
         second = dict(publisher.publish(Publish(2, table(homes, pids)), links))

@@ -72,7 +72,7 @@ def test_it_may_be_used_when_it_is_on_disk(tmp_path: Path) -> None:
 
 
 def test_the_newest_of_all_controllers_counts(tmp_path: Path) -> None:
-    """An elected one has a directory of its own if the one before still holds the job's."""
+    """An elected one has its own directory if the one before still holds the job's."""
     assert numbers_in(tmp_path) == {}
     for name, numbers in (("", Numbers(4)), ("term2", Numbers(9, 2)), ("term3", Numbers(7, 2))):
         (tmp_path / name).mkdir(exist_ok=True)

@@ -97,7 +97,7 @@ def test_another_controller_goes_on_while_training_does() -> None:
     moved = [e.model_copy(update={"monotonic": 7.0 + i}) if i > 1 else e for i, e in enumerate(events)]
     end = at(99, ev.JobFinished()).model_copy(update={"monotonic": 9.0 + 47})
     assert seconds(goodput([*moved, end])) == {"trained": 92.0, "launch": 5.0}
-    # it writes into a directory of its own, and has not seen the launch
+    # it writes into its own directory, and has not seen the launch
     assert seconds(goodput([*moved[2:], end])) == {"trained": 47.0}
 
 

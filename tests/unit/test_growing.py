@@ -57,7 +57,7 @@ class GrowingWorld(World):
             if command.HasField("resume"):
                 self.pause_at[rank] = command.resume.pause.step if command.resume.HasField("pause") else -1
             if command.HasField("replace") and self.inherited.get(rank):
-                self.version[rank] = self.inherited[rank][0]  # its page is inherited once more
+                self.version[rank] = self.inherited[rank][0]  # its page is inherited again
             if rank in self.machine.job.ranks:
                 self.pids[rank] = self.machine.job.ranks[rank].process.pid
             super().answer(rank, command)
@@ -376,7 +376,7 @@ def test_a_node_that_is_lost_on_the_way() -> None:
     assert not world.machine.job.membership.joining and len(world.notices("joining_process_given_up")) == 2
     assert world.machine.job.state is State.RUNNING, "no member was there"
     world.silent = set()
-    world.join("node1", incarnation="once more")
+    world.join("node1", incarnation="again")
     world.go_on()
     assert len(world.machine.job.ranks) == 4
 

@@ -131,7 +131,7 @@ class ComingWorld(PausingWorld):
 
 @pytest.mark.parametrize("until", [State.REGROUPING, State.RESTORING])
 def test_one_that_stays_dies_and_the_old_ones_go_on(until: State) -> None:
-    """They alone may have what is theirs: the one that died kept their copies. Then the hand-off begins once more."""
+    """They alone may have what is theirs: the one that died kept their copies. Then the hand-off begins again."""
     world = ComingWorld(until)
     world.fails(0, "node0")
     assert world.homes() == ["node0", "node0", "node1", "node1"], "they have their ranks again"

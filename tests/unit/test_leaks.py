@@ -90,7 +90,7 @@ sys.stdin.readline()
 
 
 def test_what_a_process_uses_is_seen() -> None:
-    """Of a process of its own: in this one other tests' threads and connections come and go."""
+    """Of a separate process: in this one other tests' threads and connections come and go."""
     command = [sys.executable, "-c", TAKES]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdin is not None and process.stdout is not None

@@ -37,7 +37,7 @@ def test_a_signal_is_noted_once_the_script_has_asked() -> None:
         assert signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL and not page.asks_leaving
         assert not notice.has_come and page.asks_leaving
         signal.raise_signal(signal.SIGUSR2)
-        assert own and not notice.has_come, "the script has a handler of its own for it"
+        assert own and not notice.has_come, "the script has its own handler for it"
         pid = os.fork()
         if pid == 0:  # as a worker of a data loader
             os.kill(os.getpid(), signal.SIGUSR1)

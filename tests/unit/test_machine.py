@@ -608,7 +608,7 @@ def test_a_recovery_that_contradicts_itself_fails(said: str) -> None:
 
 
 def test_an_answer_of_an_older_generation_acknowledges_nothing() -> None:
-    """A controller that was started anew counts its commands from one again."""
+    """A controller that was restarted counts its commands from one again."""
     world = World(2)
     world.launch()
     while world.machine.job.state is not State.RUNNING or world.inbox:

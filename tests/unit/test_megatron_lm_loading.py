@@ -176,7 +176,7 @@ def _cleanup(save_dir: str, leave_ckpt_num: int = 1, do_async: bool = False) -> 
 def test_the_non_persistent_checkpoint_that_is_whole_stays(
     there: tuple[int, ...], whole: str | None, left: list[int], tmp_path: Path
 ) -> None:
-    """Until another one is. If the job dies as a whole while one is written once more, it is what is left."""
+    """Until another one is. If the job dies as a whole while one is written again, it is what is left."""
     from fr_megatron.lm.saving import keeping_the_whole_one
 
     for number in there:

@@ -390,7 +390,7 @@ def test_losses_of_experts_are_logged_as_in_their_step(monkeypatch: pytest.Monke
     loop.adopt({"z_loss": {}}, 3)
     with pytest.raises(OSError), loop.logging():
         raise OSError
-    assert loop.entries  # the log is made once more
+    assert loop.entries  # the log is made again
     assert module.track_moe_metrics is track
     with LayerLosses(flags()).logging():  # without experts nothing is touched
         assert module.track_moe_metrics is track

@@ -97,7 +97,7 @@ def test_all_of_megatrons_groups_follow(sizes: Sizes, chosen: Any) -> None:
 
 @pytest.mark.parametrize("sizes", LAYOUTS, ids=str)
 def test_a_smaller_job_has_megatrons_groups_of_that_size(sizes: Sizes, chosen: Any) -> None:
-    """Whichever replica is lost, those who stay, counted anew, are in the groups in which Megatron would have put
+    """Whichever replica is lost, those who stay, renumbered, are in the groups in which Megatron would have put
     them."""
     *parallel, world = sizes
     shape = shape_of(chosen(sizes, 0), world)

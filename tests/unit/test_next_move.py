@@ -106,7 +106,7 @@ def facts(found: Decision | NothingLeft, wanted: NextLayout | None, **known: Any
         (facts(DISK, None, kept=ON_OTHERS, readable=ON_OTHERS, retries=1), StartLayout(ON_OTHERS, once_more=True)),
         (facts(DISK, None, kept=ON_OTHERS, readable=ON_OTHERS, retries=2), replace(START, once_more=True)),
         (facts(DISK, None, kept=START.kept, readable=START.kept), replace(START, once_more=True)),
-        (facts(NOTHING, None, kept=WRITTEN, readable=WRITTEN), StartLayout(KEPT, once_more=True)),  # not once more
+        (facts(NOTHING, None, kept=WRITTEN, readable=WRITTEN), StartLayout(KEPT, once_more=True)),  # not again
         (facts(NOTHING, None, kept=START.kept, readable=START.kept), CannotChange(NOTHING.reason)),
     ],
 )

@@ -80,7 +80,7 @@ def test_an_agent_that_comes_back_to_a_running_job_gives_them_up(
         (True, True, False, True),  # the replacement of a rank of this node
         (True, False, False, False),  # a rank that comes from another node
         (True, False, True, False),
-        (False, True, False, False),  # everything begins anew
+        (False, True, False, False),  # everything starts again
         (False, False, True, True),  # a launch that goes on
     ],
 )

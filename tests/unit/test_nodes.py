@@ -330,7 +330,7 @@ def test_the_job_begins_when_all_nodes_are_there() -> None:
 
 
 def test_nodes_that_never_come_are_not_waited_for_for_ever() -> None:
-    """From the first one's coming on; who has left an elastic job, and is to be there when all of it begins anew, is
+    """From the first one's coming on; who has left an elastic job, and is to be there when all of it starts again, is
     named like any other that is missing. Nobody who waits for a first node waits for less."""
     world = World(2, nnodes=2, spare_nodes=1, controller="h:1", timeouts={"rendezvous_s": 30.0})
     world.machine.on_tick(1000.0)

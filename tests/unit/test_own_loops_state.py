@@ -183,7 +183,7 @@ def test_rounds_are_given_again_to_a_survivor_and_read_again_by_a_replacement() 
     with pytest.raises(StopIteration):
         data.fetch()
     data.rollback(1)
-    data.enter(loader())  # the loop around has begun its round once more
+    data.enter(loader())  # the loop around has begun its round again
     restore_rng(rng)
     assert [t.tolist() for t in take(data, 3)] == [t.tolist() for t in rest]
     torch.manual_seed(77)

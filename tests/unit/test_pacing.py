@@ -48,7 +48,7 @@ class Rank:
             self.network.held = held_s
         self.now = handed_out + needed_after_s
         self.pacing.needed()
-        self.pacing.needed()  # once more, as in a step of several micro-batches
+        self.pacing.needed()  # again, as in a step of several micro-batches
 
 
 def test_nothing_is_held_back_as_long_as_nothing_is_known() -> None:
@@ -96,7 +96,7 @@ def test_a_copy_that_breaks_off_teaches_nothing() -> None:
 
 
 def test_the_tensors_of_a_copy_go_over_several_streams(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each tag has a connection of its own; one alone does not fill a fast network."""
+    """Each tag has a separate connection; one alone does not fill a fast network."""
     monkeypatch.setattr(neighbor_copy, "MESSAGE_BYTES", 16)
     group = MagicMock()
     copies = NeighbourCopies(CopyContext(group, network=Network()), Ring.of_world(0, 2), [])

@@ -131,7 +131,7 @@ def test_regroup_keeps_what_it_can() -> None:
     # Node 3 is lost for good: smaller groups.
     fewer = regroup(before, facts[:6], domains)
     assert [g.ranks for g in fewer.groups] == [(0, 2, 4), (1, 3, 5)] and not fewer.kept
-    # Other shards: the group is made anew.
+    # Other shards: the group is re-created.
     bigger = [replace(s, nbytes=2000) if s.rank == 0 else s for s in facts]
     assert regroup(before, bigger, domains).kept == frozenset(before[1:])
     assert not regroup(before, facts, domains, parity=2).kept

@@ -424,7 +424,7 @@ def test_what_cannot_be_is_refused() -> None:
         plan_reshard([space], fine, {"w": replicated((7,), (0,))})
     with pytest.raises(ValueError, match="1 dimensions are needed"):
         plan_reshard([space], fine, {"w": replicated((2, 3), (0,))})
-    with pytest.raises(ValueError, match=r"without a space of their own: \['v'\]"):
+    with pytest.raises(ValueError, match=r"without their own space: \['v'\]"):
         plan_reshard([space], fine, {"v": replicated((6,), (0,))})
     with pytest.raises(ValueError, match="each rank once"):
         plan_reshard([space], fine, {"w": replicated((6,), (0, 0))})

@@ -46,7 +46,7 @@ def test_a_state_that_is_not_plain_is_refused_by_the_objects_name(per_rank: tupl
 
 def test_a_list_of_models_is_refused_with_the_line_to_write() -> None:
     made = Registry(0, 2, adapter_for, ModuleAdapter)
-    with pytest.raises(RegistrationError, match=r"is a list.*each model has a register\(model="):
+    with pytest.raises(RegistrationError, match=r"is a list.*each model needs its own register\(model="):
         made.register([nn.Linear(2, 2)], [], {}, ())  # type: ignore[arg-type]
 
 

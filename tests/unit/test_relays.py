@@ -1,4 +1,4 @@
-"""Who speaks to the controller by way of whom; and a real controller with real sessions that go through relays, on
+"""Who speaks to the controller through whom; and a real controller with real sessions that go through relays, on
 loopback: every message arrives once, and the loss of a relay costs nobody anything."""
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ class Scene:
         return {relay for relay in self.via().values() if relay}
 
     def carried(self, count: int) -> bool:
-        """All are connected, so many by way of others."""
+        """All are connected, so many through others."""
         via = self.via()
         return len(via) == len(self.nodes) and sum(bool(relay) for relay in via.values()) == count
 

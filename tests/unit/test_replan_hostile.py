@@ -51,7 +51,7 @@ def died_before_its_first_step(world: World) -> None:
 
 
 def test_a_death_on_the_way_to_the_new_layouts_first_step() -> None:
-    """All begin once more from what is in memory; and then that is given back, and the recovery is over."""
+    """All begin again from what is in memory; and then that is given back, and the recovery is over."""
     world = World()
     changed(world, 1)
     died_before_its_first_step(world)

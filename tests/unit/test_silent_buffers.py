@@ -1,4 +1,4 @@
-"""Buffers that a script changes by way of ``.data``, which no version counter counts: it is learned which ones do."""
+"""Buffers that a script changes through ``.data``, which no version counter counts: it is learned which ones do."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ class Controller(rpc.ControllerServicer):  # type: ignore[misc]
 
 @contextmanager
 def serving(*answers: pb.JobStatus, token: str = "") -> Iterator[str]:
-    """A controller in a thread of its own."""
+    """A controller in a separate thread."""
     bound: Future[int] = Future()
     loop = asyncio.new_event_loop()
     over = asyncio.Event()

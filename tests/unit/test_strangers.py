@@ -172,7 +172,7 @@ def test_a_session_must_begin_with_who_it_is(tmp_path: Path) -> None:
 
 
 def test_two_agents_cannot_be_the_same_node(tmp_path: Path) -> None:
-    """Two hosts of one host name would throw each other out; an agent that is started anew takes its place."""
+    """Two hosts of one host name would throw each other out; an agent that is restarted takes its place."""
 
     async def use(service: ControllerService, address: str) -> None:
         async with ACCESS.dial(address, CONTROLLER, LONG_S) as channel:

@@ -314,7 +314,7 @@ def test_a_table_of_tensors_shows_what_is_written_and_exchanged() -> None:
     torch.utils.swap_tensors(tensors[0], torch.zeros(3))
     assert table.digest() != seen
     seen = table.digest()
-    tensors[0][0] = 1  # by way of a view
+    tensors[0][0] = 1  # through a view
     assert table.digest() != seen
     with torch.inference_mode():
         assert TensorTable([torch.zeros(1)]).digest()
@@ -540,7 +540,7 @@ def test_the_mark_of_attributes_shows_it(name: str) -> None:
     ATTRIBUTES[name](model)
     assert tracker.mark() != seen and (tracker.capture() != state or name == "removed")
     seen = tracker.mark()
-    model[0].later = 3  # after places have been found anew
+    model[0].later = 3  # after places have been looked up again
     assert tracker.mark() != seen and tracker.capture()["0.later"] == 3
 
 
@@ -557,7 +557,7 @@ def test_a_number_where_a_tensor_was_freed_is_seen() -> None:
 
 BUFFERS: dict[str, Callable[[Any], Any]] = {
     "in place": lambda m: m[1][1].running_mean.add_(1),
-    "by way of data": lambda m: m[1][1].running_mean.data.add_(1),
+    "through data": lambda m: m[1][1].running_mean.data.add_(1),
     "exchanged": lambda m: setattr(m[1][1], "running_mean", torch.ones(2)),
     "none": lambda m: setattr(m[1][1], "running_mean", None),
     "removed": lambda m: m[1][1]._buffers.pop("running_mean"),

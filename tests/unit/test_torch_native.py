@@ -690,7 +690,7 @@ def test_watching_is_cheap(one_rank: None) -> None:
 
 def _peak_growth_bytes(action: Callable[[], object]) -> int:
     """By how much the process grew, at most, while ``action`` ran."""
-    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    Path("/proc/self/clear_refs").write_text("5")  # the peak starts again
     before = _of_status("VmRSS")
     action()
     return _of_status("VmHWM") - before
@@ -780,7 +780,7 @@ def print_addresses_of_a_renewal() -> None:
 
 def test_the_old_reducers_buckets_are_free_before_the_new_ones_are_made() -> None:
     """Those of the new one are not written before a backward pass, so that only their addresses show them here: those
-    of a process of its own, in which nothing else is freed or made. (The first allocation of a thread of gloo's or
+    of a separate process, in which nothing else is freed or made. (The first allocation of a thread of gloo's or
     torch's, which may come late, would reserve 64 MB of addresses for it.)"""
     code = f"from {__name__} import print_addresses_of_a_renewal as look; look()"
     root = Path(__file__).resolve().parents[2]

@@ -62,7 +62,7 @@ while True:
 
 
 def test_the_next_interruption_is_raised_in_the_handler(tmp_path: Path) -> None:
-    """In a process of its own: it would go on for ever."""
+    """In a separate process: it would go on for ever."""
     script = tmp_path / "stubborn.py"
     script.write_text(SCRIPT)
     code = f"import runpy; runpy.run_path({str(script)!r})"

@@ -40,7 +40,7 @@ async def until(happened: Callable[[], Any], within_s: float = 20.0) -> None:
 
 
 class Scripted:
-    """A zygote that does what the test says, by way of the other end of its socket."""
+    """A zygote that does what the test says, through the other end of its socket."""
 
     def __init__(self) -> None:
         ours, self.sock = socket.socketpair()

@@ -47,7 +47,7 @@ from flashrecovery.worker.local_state.version_counters import ParameterTable, Te
 from flashrecovery.worker.script_checks.unprotected_steps import is_made_by_step
 
 _LOOKS = 128
-"""So many looks at the shards' tensors, two in each step, before they are looked up again."""
+"""After this many checks of the shards' tensors (two in each step) they are looked up again."""
 
 
 class TorchAdapter(InspectableAdapter):
@@ -62,7 +62,7 @@ class TorchAdapter(InspectableAdapter):
     """
 
     framework_packages: frozenset[str] = frozenset()
-    """Of modules from these, the framework keeps the plain attributes itself."""
+    """Packages of the framework, which keeps the plain attributes of their modules itself."""
     framework_attributes: tuple[str, ...] = ()
     """Prefixes of attributes in which the framework keeps its books, in any module."""
 
@@ -109,7 +109,8 @@ class TorchAdapter(InspectableAdapter):
         """Every parameter once (tied ones under their first name), equal order on all ranks."""
 
     def _gradient_watch(self) -> GradientWatch:
-        """Of no parameters if the adapter itself sees gradients that live across steps."""
+        """The watch for gradients that live across steps; it has no parameters if the adapter itself sees gradients
+        that live across steps."""
         return GradientWatch(lambda: [p for o in self.optimizers for group in o.param_groups for p in group["params"]])
 
     def _trainable(self) -> Sequence[Callable[[], nn.Parameter]]:
@@ -214,7 +215,7 @@ class TorchAdapter(InspectableAdapter):
 
     def _see_backward_start(self, output: torch.Tensor) -> None:
         """Once for each: what the model returns may be a parameter, which outlives the step. Other tensors have a graph
-        of their own in each step, also where the same object is changed in place."""
+        in each step, also where the same object is changed in place."""
         if not output.is_leaf:
             output.register_hook(self._backward_starts)
             return

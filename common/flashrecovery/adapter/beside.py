@@ -1,7 +1,7 @@
-"""What an optimizer keeps beside ``optimizer.state`` and its groups: in attributes of its own.
+"""State that an optimizer keeps outside ``optimizer.state`` and its groups: in its own attributes.
 
 fp32 copies of the weights (apex's FusedAdam), counters, norms of the step before, slow weights, an optimizer within the
-optimizer. No optimizer says so; its attributes are read, through lists, dicts and objects, and written back as they
+optimizer. No optimizer declares it; its attributes are read, through lists, dicts and objects, and written back as they
 were. Little of it travels with the hyper-parameters. Where there are tensors when the optimizer is registered, or an
 optimizer of its own within, it is a shard.
 """
@@ -195,7 +195,7 @@ class _Elsewhere:
 
     @cached_property
     def places(self) -> dict[int, int]:
-        """Of the parameters, by ``id()``."""
+        """The number of each parameter, by ``id()``."""
         return {id(parameter): place for place, parameter in enumerate(self.parameters)}
 
     @cached_property

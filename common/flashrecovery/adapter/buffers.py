@@ -6,7 +6,7 @@ the rank-local state holds a digest, which proves that a replacement's script ha
 are kept (one copy of all buffers), so that a survivor can also roll back to a version at which a buffer was still
 unchanged.
 
-That a buffer has changed is mostly seen by its version counter. A script that writes by way of ``.data`` (an average
+That a buffer has changed is mostly seen by its version counter. A script that writes through ``.data`` (an average
 over time in a forward pass, say) does not advance that, and to compare all buffers in every step would take too long.
 So it is *learned* which ones change silently: in some steps, the first among them, all are looked at closely, and what
 has been found once to have changed behind its counter's back is compared by content at every look from then on.
@@ -52,7 +52,7 @@ class _Tracked:
     copy: torch.Tensor | None = None
     """Copy of the current content, made when it last changed."""
     words: tuple[int, torch.Tensor, torch.Tensor] | None = None
-    """Of a small buffer: its address, and views of its live and its known content as words, by which the two are
+    """For a small buffer: its address, and views of its live and its known content as words, by which the two are
     compared."""
     silent: bool = False
     """Whether the buffer has changed without its version counter."""
@@ -253,9 +253,9 @@ class BufferTracker:
         doubtful = sorted(item.fqn for item in self._silent if item.doubtful and item.fqn not in known)
         if doubtful:
             raise DivergedError(
-                f"the buffers {doubtful} are changed without their version counters (by way of `.data`), but were not "
+                f"the buffers {doubtful} are changed without their version counters (through `.data`), but were not "
                 "in the first step. Since which step is not known, and so not what they were like in the step that the "
-                "ranks have to go back to. Write to them under torch.no_grad() instead of by way of .data "
+                "ranks have to go back to. Write to them under torch.no_grad() instead of through .data "
                 "(docs/limits.md)"
             )
 

@@ -3,7 +3,7 @@ those of another number of ranks.
 
 Handles stay valid: parameters, modules and the device mesh are the objects that the script knows, and only what is in
 them is exchanged. A parameter's local tensor and its spec are replaced, and all that FSDP2 has derived from the number
-of ranks (sizes, padding, memory for the gathered parameter) is made anew as its own constructor does it.
+of ranks (sizes, padding, memory for the gathered parameter) is re-created as its own constructor does it.
 
 All that is private to torch about this stands in this file.
 """
@@ -89,7 +89,7 @@ def _refuse_parameter(parameter: Any) -> None:
     if parameter.offload_to_cpu:
         raise _refused("an offload policy", "parameters on their device are")
     if hasattr(parameter._sharded_local_tensor, "fsdp_pre_all_gather"):
-        raise _refused(f"{name!r}, a tensor with an all-gather of its own (fsdp_pre_all_gather)", "plain ones are")
+        raise _refused(f"{name!r}, a tensor with its own all-gather (fsdp_pre_all_gather)", "plain ones are")
 
 
 def _refused(what: str, allowed: str) -> UnsupportedError:

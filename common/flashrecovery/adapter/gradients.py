@@ -1,6 +1,6 @@
 """Gradients that live from one step to the next: the step is refused, by name.
 
-A script that takes each micro-batch for a step of its own adds up its gradients across steps; another one steps on
+A script that treats each micro-batch as a step adds up its gradients across steps; another one steps on
 those of the step before. A recovery drops the gradients of the step that was cut short, and a replacement has none; the
 result would be another one on all ranks alike, so that no comparison could find it.
 """

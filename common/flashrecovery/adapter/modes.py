@@ -1,5 +1,5 @@
-"""What modules are told by calls and assignments, and no tensor shows: ``train()``, ``eval()``, ``requires_grad_()``,
-and numbers among their attributes (``dropout.p = 0.2``, ``self.calls += 1``).
+"""Settings of modules that are made by calls and assignments, and that no tensor shows: ``train()``, ``eval()``,
+``requires_grad_()``, and numbers among their attributes (``dropout.p = 0.2``, ``self.calls += 1``).
 
 A step that was interrupted in an evaluation leaves the model in the wrong mode, and doing it again would leave dropout
 out. A replacement that does not know that a part of the model has been frozen meanwhile trains it, and its gradients
@@ -285,7 +285,7 @@ class AttributeTracker:
 
     def _add(self, name: str, key: str) -> None:
         self._known.add(f"{name}.{key}")
-        self._watch = None  # to be made anew
+        self._watch = None  # is created again
         self._places.append((f"{name}.{key}", vars(self._modules[name]), key))
         self._homes.append(vars(self._modules[name]))
         self._keys.append(key)

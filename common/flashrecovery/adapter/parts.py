@@ -58,7 +58,7 @@ def _is_placed_like(tensor: DTensor, parameter: torch.Tensor) -> bool:
 
 
 def part_key(key: str, path: str) -> str:
-    """Of the part at ``path`` of the tensor with this key, among a shard's tensors."""
+    """The key of the part at ``path`` of the tensor with this key, among a shard's tensors."""
     return f"{key}{SEPARATOR}{path}"
 
 
@@ -72,7 +72,7 @@ def dtensors_in(tensor: torch.Tensor) -> Iterator[DTensor]:
 
 
 def refuse_odd(tensor: torch.Tensor, what: str) -> None:
-    """Raises UnsupportedError, naming ``what``, for a tensor that has no memory of its own in the usual form."""
+    """Raises UnsupportedError, naming ``what``, for a tensor that does not own ordinary memory."""
     local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
     if torch.nn.parameter.is_lazy(local):
         raise UnsupportedError(
@@ -222,7 +222,7 @@ def _flattened(tensor: torch.Tensor, what: str) -> tuple[list[tuple[str, torch.T
     found = [(name, getattr(tensor, name)) for name in names]
     for name, part in found:
         if getattr(tensor, name) is not part:
-            raise UnsupportedError(f"{what}: part {name!r} of {kind.__qualname__} is made anew when it is asked for")
+            raise UnsupportedError(f"{what}: part {name!r} of {kind.__qualname__} is re-created when it is asked for")
     return found, context
 
 

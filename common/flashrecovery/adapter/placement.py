@@ -117,7 +117,7 @@ def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
 
 
 MemoryLayout = tuple[int, torch.Size, tuple[int, ...]]
-"""Of a tensor: the address of its first element, its shape and its strides."""
+"""The address of a tensor's first element, its shape and its strides."""
 
 
 def addresses(tensors: Sequence[torch.Tensor]) -> list[MemoryLayout]:

@@ -1,7 +1,7 @@
 """A framework's own ways to change shards from outside: DeepSpeed's ``safe_set_full_fp32_param`` and its like,
 ``reload_model_params`` of Megatron's optimizers.
 
-They write by way of ``.data``, which moves no version counter. The methods that they come through are counted instead.
+They write through ``.data``, which moves no version counter. The methods that they come through are counted instead.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The agent of a node whose ranks a cluster's launcher has started, a process of its own::
+"""The agent of a node whose ranks a cluster's launcher has started, a separate process::
 
     python -m flashrecovery.adopt.daemon LISTENER-FD < LAUNCH
 

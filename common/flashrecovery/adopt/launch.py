@@ -107,7 +107,7 @@ def _failure_domain(environment: Mapping[str, str]) -> str | None:
 
 
 def start_agent(launch: TaskLaunch) -> subprocess.Popen[bytes]:
-    """The agent of this node, in a session of its own. From now on its socket can be called.
+    """The agent of this node, in a separate session. From now on its socket can be called.
 
     Raises:
         ConfigError: there is one already, and it does not end, or its directory cannot be written.

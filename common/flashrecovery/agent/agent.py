@@ -41,7 +41,7 @@ from flashrecovery.rpc.channel import Access
 from flashrecovery.runtime.machine_speed import machine_speed
 
 _SENT_BYTES = 64 << 20
-"""Of rank-local state in a message to the controller."""
+"""The most bytes of rank-local state in a message to the controller."""
 _OTHERS_HEAR_S = 1.0
 """A scheduler that tells some ranks to end has told the others, and this process, by then."""
 

@@ -1,4 +1,4 @@
-"""What the adapters have to say in ``flashrecovery doctor``, each of its own framework.
+"""The findings of the adapters in ``flashrecovery doctor``, each about its framework.
 
 An adapter registers a function without arguments that returns findings, as an entry point in the group
 ``flashrecovery.doctor``. It must neither import its framework nor change anything.

@@ -11,7 +11,8 @@ from flashrecovery.plan.words import step_text
 
 
 def closing_line(events: Sequence[ev.Event], path: Path) -> str:
-    """Of the ``events`` of one launch, whose run directory is ``path``; "" if it has not come to its first step."""
+    """The closing line for the ``events`` of one launch, whose run directory is ``path``; "" if it has not come to its
+    first step."""
     started = next((event for event in events if isinstance(event, ev.JobStarted)), None)
     ends = [event for event in events if isinstance(event, (ev.JobFinished, ev.JobFailed))]
     if started is None or not ends:

@@ -13,12 +13,12 @@ from flashrecovery.kinds import FailureKind
 
 _DAY_S = 86_400.0
 NONE_SEEN = 3.0
-"""Of what was never seen in t days there are with 95 % at most 3 / t a day."""
+"""If something was never seen in t days, there are (with 95 %) at most 3 / t of it a day."""
 
 
 @dataclass(frozen=True)
 class Measured:
-    """Of all launches in one run directory. 0: not known.
+    """The measured values of all launches in one run directory. 0: not known.
 
     Attributes:
         ranks: in the job; ``slots`` of them on a node.
@@ -104,7 +104,7 @@ def _running_s(events: Sequence[ev.Event], now: float | None) -> float:
 
 
 def _causes(events: Sequence[ev.Event]) -> list[str]:
-    """Of each thing that failed while the job ran: node, process, or injected. What comes of one node's loss, or of one
+    """The cause of each failure while the job ran: node, process, or injected. What comes of one node's loss, or of one
     recovery's first failure, is one thing."""
     found: list[str] = []
     injected: set[int] = set()

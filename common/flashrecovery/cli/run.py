@@ -214,7 +214,7 @@ def _below(pet: Options, above: set[str]) -> Options:
 
 
 def _orders(launch: Launch, on: Hosts, path: Path) -> list[HostOrder]:
-    """What each host is told. The token goes with it, so all know it. Raises ConfigError."""
+    """The message to each host. It includes the token, so that all know it. Raises ConfigError."""
     from flashrecovery.launchers import remote
 
     folder = Path.cwd()

@@ -1,5 +1,5 @@
-"""``flashrecovery strategies``: the ways to lay a model out on so many ranks, ranked, and why the first is the one to
-take."""
+"""``flashrecovery strategies``: the parallel layouts of a model on a number of ranks, ranked, and why the first is the
+one to take."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class ModelFile(BaseModel):
     default=None,
     help="Run directory of a job with the layout --current; costs are fitted to its measured steps.",
 )
-@click.option("--top", type=click.IntRange(min=1), default=10, show_default=True, help="So many are shown.")
+@click.option("--top", type=click.IntRange(min=1), default=10, show_default=True, help="Number of layouts to show.")
 @click.option("--json", "as_json", is_flag=True, help="Print them as JSON.")
 def strategies(
     model: Path,
@@ -94,9 +94,9 @@ def strategies(
     top: int,
     as_json: bool,
 ) -> None:
-    """Rank the ways to train a model on so many ranks: tensor, pipeline, context, expert and data parallel sizes, and
-    the micro-batch. MODEL is a YAML file with layers, hidden, heads, vocab, sequence and batch (samples of a step), and
-    if need be kv_heads, inner, experts and experts_per_token.
+    """Rank the parallel layouts of a model on a number of ranks: tensor, pipeline, context, expert and data parallel
+    sizes, and the micro-batch. MODEL is a YAML file with layers, hidden, heads, vocab, sequence and batch (samples of a
+    step), and if need be kv_heads, inner, experts and experts_per_token.
 
     Ends with an error, and says why each kind of candidate is none, if nothing fits.
     """

@@ -14,7 +14,8 @@ before the optimizer step of FlashRecovery section III-E, merged with the synchr
 ``synchronising`` waits for the copies of the version before, which are made beside the step: the later it comes, the
 better they are hidden. With several micro-batches it comes in the last one.
 
-What only some jobs need has classes of its own: :class:`~flashrecovery.contract.elastic_adapter.ElasticAdapter`,
+Features that only some jobs need have separate classes:
+:class:`~flashrecovery.contract.elastic_adapter.ElasticAdapter`,
 :class:`~flashrecovery.contract.relayout_adapter.RelayoutAdapter`,
 :class:`~flashrecovery.contract.loop_adapter.LoopAdapter`. The core asks in :mod:`flashrecovery.contract.roles`, and
 nowhere else, which of them an adapter is.
@@ -73,7 +74,7 @@ class Adapter(ABC):
     @abstractmethod
     def sync_spans_world(self) -> bool:
         """True if leaving the last gradient synchronisation implies that every rank of the world has sealed.
-        Otherwise the core adds a barrier of its own before the optimizer step, and also where shards differ between the
+        Otherwise the core adds a barrier before the optimizer step, and also where shards differ between the
         ranks and no rank keeps its pre-step state."""
 
     @abstractmethod

@@ -2,7 +2,7 @@
 
 An adapter that implements :class:`LogicalState` says of each of its shards of which logical tensors it is
 (:mod:`flashrecovery.plan.reshard.logical`), and brings a process of another layout to that state. The core does the
-rest: who writes what, where it is kept while the workers are made anew, and which boxes each of them reads.
+rest: who writes what, where it is kept while the workers are re-created, and which boxes each of them reads.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ class LogicalState(ABC):
 
     @abstractmethod
     def describe(self) -> Description:
-        """Of which logical tensors each of this rank's shards is. Without communication, before the first step.
+        """The logical tensors that each of this rank's shards belongs to. Without communication, before the first step.
 
         Raises UnsupportedError, which names what cannot be described.
         """
 
     def sharded(self) -> Mapping[str, ShardParts]:
-        """Of which logical tensors, without that sharding, each tensor is that the replicas divide among themselves
+        """The logical tensors, without that sharding, of each tensor that the replicas divide among themselves
         (:class:`~.shard_layout.ShardLayout`), what is no optimizer state: by the tensors' names. Without
         communication, before the first step."""
         return {}

@@ -1,4 +1,4 @@
-"""For frameworks whose steps are calls of their own (``engine.train_batch(data)``): the state of the loop around them.
+"""For frameworks in which a step is one call (``engine.train_batch(data)``): the state of the loop around them.
 
 Nothing else needs it: a script that takes its steps from ``recovery.steps()`` has no such loop.
 """

@@ -20,7 +20,7 @@ class RelayoutAdapter(Adapter):
     """
 
     def logical(self) -> LogicalState | None:
-        """What the state is in words that hold for every parallel layout, so that the job can go on in another
+        """A description of the state that does not depend on the parallel layout, so that the job can go on in another
         way; None: that is not known."""
         return None
 

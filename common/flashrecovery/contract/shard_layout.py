@@ -60,9 +60,9 @@ class LocalBox:
 
 @dataclass(frozen=True)
 class ShardPlace:
-    """A rank's number among so many that state is sharded among. It stands for their process group where only number
-    and size are asked for. In the group itself the rank may have another number, of more or fewer: a replacement takes
-    on the sharding that the others have before all of them go over to another one."""
+    """A rank's number among the ranks that share the state, and how many these are. It stands for their process group
+    where only number and size are asked for. In the group itself the rank may have another number, of more or fewer: a
+    replacement takes on the sharding that the others have before all of them go over to another one."""
 
     number: int
     ranks: int
@@ -133,12 +133,12 @@ class ShardLayout(ABC):
 
     @abstractmethod
     def outline(self, description: Mapping[str, Any]) -> list[Any]:
-        """Of a description what is the same in every process that runs the same script, however far training is:
+        """The part of a description that is the same in every process of the same script at any time:
         parameters with their shapes and dtypes, and no optimizer state. Plain values."""
 
     @abstractmethod
     def tensors(self, description: Mapping[str, Any], size: int) -> Sequence[ShardedTensor]:
-        """All of them, in one order, for a job of so many ranks. Shards of the adapter that are in none of them must
+        """All of them, in one order, for a job of that many ranks. Shards of the adapter that are in none of them must
         be on all ranks; the core leaves them alone. Tensors that lie alike should share one placement object:
         that makes planning cheap."""
 

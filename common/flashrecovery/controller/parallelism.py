@@ -17,7 +17,7 @@ FIXED = "the job's layout is fixed: launch it with --parallelism MIN"
 
 
 class Parallelism:
-    """Of a job whose layout never changes."""
+    """The parallelism of a job whose layout never changes."""
 
     def ask(self, text: str, step: int) -> tuple[str, str, tuple[str, ...]]:
         """Have the layout changed from ``step`` on (-1: the next one). ``text``: the sizes; "": the best ones. Returns

@@ -69,7 +69,7 @@ class Accelerator(Protocol):
 
 
 class CudaStream:
-    """One of CUDA's, by way of torch."""
+    """A CUDA stream or event, through torch."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device)
@@ -92,7 +92,7 @@ class CudaMark:
 
 
 class Cuda:
-    """NVIDIA's, by way of torch."""
+    """NVIDIA GPUs, through torch."""
 
     def in_use(self) -> bool:
         return bool(torch.cuda.is_initialized())

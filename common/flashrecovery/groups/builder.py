@@ -1,4 +1,4 @@
-"""Connects groups on a thread of its own, so that the thread that waits for them can be told to stop.
+"""Connects groups on a separate thread, so that the thread that waits for them can be stopped.
 
 Connecting blocks until every peer takes part; a peer that dies meanwhile would block it until a time-out.
 """

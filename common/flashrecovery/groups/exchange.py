@@ -163,7 +163,7 @@ def attach(store: Store | Servers, generation: int, deadline_s: float) -> Attach
         epoch = STATE.abandonments
         STATE.attaching = stores
         STATE.changed.clear()
-    device = accelerator().current()  # on this thread: the one that connects has no device of its own
+    device = accelerator().current()  # on this thread: the connecting thread has no current device
     parts = [_part(module, g, stores, device) for g in todo]
     builder = Builder(module, parts, began + deadline_s)
     try:

@@ -5,7 +5,7 @@ here the calls themselves end with :class:`~flashrecovery.errors.UnsupportedErro
 
 * symmetric memory is mapped by all ranks together, and a replacement could not come in;
 * a CUDA graph with a collective in it keeps the communicator that a recovery frees;
-* DeepEP's buffers and Transformer Engine's userbuffers have communicators of their own;
+* DeepEP's buffers and Transformer Engine's userbuffers have their own communicators;
 * Transformer Engine's delayed scaling keeps a history of largest values outside of parameters and buffers.
 
 Nothing is imported for that, and what is never used costs nothing. The names were looked up in torch 2.13 and 2.14,
@@ -90,12 +90,12 @@ def _graphs(kind: Any, operations: Callable[[], int]) -> None:
 
 def _own_communicators(module: ModuleType, name: str, product: str) -> None:
     kind = getattr(module, name)
-    kind.__init__ = _never(f"{product} ({kind.__module__}.{name}) is not supported: it has communicators of its own")
+    kind.__init__ = _never(f"{product} ({kind.__module__}.{name}) is not supported: it has its own communicators")
 
 
 def _userbuffers(module: Any) -> None:
     module.initialize_ub = _never(
-        "Transformer Engine's userbuffers (initialize_ub) are not supported: they have communicators of their own"
+        "Transformer Engine's userbuffers (initialize_ub) are not supported: they have their own communicators"
     )
 
 

@@ -34,7 +34,7 @@ def refuse_partial(shape: ReplicaShape) -> None:
 
 
 def described(shape: ReplicaShape) -> list[str]:
-    """The groups of this rank in words that are the same on all ranks with the same place in a replica."""
+    """A description of this rank's groups that is equal on all ranks with the same place in a replica."""
     found = []
     for group in groups():
         by_replica = shape.by_replica(group.launched)

@@ -88,7 +88,7 @@ def installed() -> bool:
 def wrap_group_creation(create: Creator, created: Created, wrap_store: Callable[[Store], Store]) -> None:
     """Let every later group be made with the backend that ``create(request, store)`` returns.
 
-    ``created(request, pg)`` is told after torch has registered the group. ``wrap_store`` is applied to the store
+    ``created(request, pg)`` is called after torch has registered the group. ``wrap_store`` is applied to the store
     of the default group, from which every other group's store is derived.
     """
     global _original
@@ -215,7 +215,7 @@ def refuse_unsupported(kinds: Mapping[str, str]) -> None:
         )
     if get_debug_level() == DebugLevel.DETAIL:
         raise UnsupportedError(
-            "TORCH_DISTRIBUTED_DEBUG=DETAIL puts a wrapper with a connection of its own around every group, which "
+            "TORCH_DISTRIBUTED_DEBUG=DETAIL puts a wrapper with a separate connection around every group, which "
             "cannot be recovered; use INFO or OFF"
         )
     if "gloo" in kinds.values() and os.environ.get(_LAZY_ENV, "").lower() in _TRUE:
@@ -239,7 +239,7 @@ def make_sparse_group(name: str, size: int, rank: int, ranks: Sequence[int], sto
 
     To torch it is a gloo group.
     """
-    tag = _SPARSE_TAG + name  # of its own: torch answers with a group that it has of equal tag and ranks
+    tag = _SPARSE_TAG + name  # a unique tag: torch would return an existing group with equal tag and ranks
     pg, _ = c10d._new_process_group_helper(
         size, rank, list(ranks), "gloo", store, name, timeout=DEFAULT_TIMEOUT, pg_tag=tag, group_desc=name
     )
@@ -251,7 +251,7 @@ def make_sparse_group(name: str, size: int, rank: int, ranks: Sequence[int], sto
 
 
 def renumber(pg: Any, ranks: Sequence[int]) -> None:
-    """The ranks of a job that has changed its size are counted anew: these are the global numbers of a group's, in its
+    """The ranks of a job that has changed its size have new numbers: these are the global numbers of a group's, in its
     order."""
     c10d._world.pg_group_ranks[pg] = {rank: number for number, rank in enumerate(ranks)}
 

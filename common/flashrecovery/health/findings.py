@@ -6,7 +6,7 @@ plugins*, one component a node that reports the state of chips and network. Of t
 seconds to minutes before a collective times out or a process gets an error, so a plugin's report begins the recovery
 earlier than any look at processes could.
 
-A plugin is asked periodically, in a thread of its own, and answers with what is wrong *now*:
+A plugin is asked periodically, in a separate thread, and answers with what is wrong *now*:
 
 * ``FATAL``: the device cannot go on with this job. Its worker is killed and replaced at once.
 * ``WARNING``: the job goes on; the node is marked as suspect, to be replaced at the next failure.

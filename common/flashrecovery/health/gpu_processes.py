@@ -1,6 +1,6 @@
 """Which processes have memory on a GPU, as NVML sees it.
 
-NVML gives the pids of the machine. In a container with pids of its own they are others than this process knows; then
+NVML gives the pids of the machine. In a container with its own pid namespace this process sees other pids; then
 none of them is ever recognised, and what NVML says is worth nothing here.
 """
 

@@ -24,7 +24,7 @@ MAX_ERRORS = 5
 
 
 class Reported:
-    """Remembers which findings of one plugin have been told. A finding is told once, until it is gone.
+    """Remembers which findings of one plugin have been reported. A finding is reported once, until it is gone.
 
     A fatal one is gone at the first look without it: the next may hit the replacement. A warning has to stay away for
     ``quiet_s``, for pressure and temperatures go up and down.
@@ -92,7 +92,7 @@ class HealthMonitor:
             self._watch()
 
     def close(self) -> None:
-        """Nothing is told any more. The thread closes the plugins and ends after the look under way."""
+        """No more findings are reported. The thread closes the plugins and ends after the current check."""
         self._stop.set()
         if self._timer is not None:
             self._timer.cancel()

@@ -1,6 +1,6 @@
 """NVIDIA GPUs, read by NVML (extra ``nvidia``: the package nvidia-ml-py). :mod:`.gpu` says what the values mean.
 
-Reading makes no CUDA context and takes a few milliseconds a GPU. Each GPU has an event set of its own, so that an XID
+Reading makes no CUDA context and takes a few milliseconds a GPU. Each GPU has its own event set, so that an XID
 needs no look-up of its GPU: a lost GPU could not say its UUID any more.
 """
 

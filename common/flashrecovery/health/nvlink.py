@@ -13,7 +13,7 @@ from flashrecovery.health.nvidia import open_nvml, uuid_of
 
 @dataclass(frozen=True)
 class NvLinks:
-    """Of one node.
+    """The NVLinks of one node.
 
     Attributes:
         domains: by local rank, a number for the GPUs that reach each other by NVLink; -1: its GPU reaches none.
@@ -29,7 +29,7 @@ NONE = NvLinks()
 
 def look(environment: Mapping[str, str], local_ranks: int) -> NvLinks:
     """``environment``: of the agent or a rank. Nothing is found without nvidia-ml-py, a driver or GPUs, nor where NVML
-    cannot be asked: the device plugin says so."""
+    cannot be asked: the device plugin reports that."""
     try:
         import pynvml
     except ImportError:

@@ -1,6 +1,6 @@
 """The datagrams: a header, the health of up to 25 ranks, and a keyed digest of both.
 
-Every connection of an agent has a key of its own, made of the job's token and a salt that the controller draws and
+Every connection of an agent has its own key, derived from the job's token and a salt that the controller draws and
 sends on the (sealed) stream: a datagram of another connection, job or controller never fits. Within a connection
 the counter only rises: what comes again is dropped. Fixed-width fields, little-endian; nothing is parsed before the
 digest has been checked.

@@ -1,6 +1,6 @@
 """``accelerate launch`` and its configuration file, in options and variables of ``flashrecovery run``.
 
-What they mean is asked of accelerate itself, in a process of its own (:mod:`.accelerate_launch`): it imports torch,
+What they mean is asked of accelerate itself, in a separate process (:mod:`.accelerate_launch`): it imports torch,
 which the agent never does.
 """
 

@@ -1,6 +1,6 @@
 """Asks accelerate what ``accelerate launch`` would do with these arguments, and does not do it.
 
-Run as a process of its own by :mod:`.accelerate`. The arguments are parsed, the configuration file is read, and the
+Run as a separate process by :mod:`.accelerate`. The arguments are parsed, the configuration file is read, and the
 variables for the script are made by accelerate's own functions (accelerate 1.15: ``commands/launch.py``,
 ``utils/launch.py``); what its launchers would then do is left out.
 """
@@ -24,7 +24,7 @@ _STANDARD = "standard"
 
 
 def main() -> None:
-    """Write the answer, or an error in words."""
+    """Write the answer, or an error message."""
     answers = int(os.environ.pop(ANSWER_ENV))
     try:
         answer = understood(sys.argv[1:])

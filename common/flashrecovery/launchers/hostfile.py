@@ -64,7 +64,7 @@ def parse(text: str, where: str) -> dict[str, int]:
 
 
 def chosen(slots: Mapping[str, int], filters: Filters) -> Resources:
-    """The hosts and slots that the filters leave of those with so many ``slots``, in the hostfile's order.
+    """The hosts and slots that the filters leave, in the hostfile's order. ``slots``: slots of each host.
 
     Raises:
         ConfigError: a filter names a host or a slot that is not there, or leaves none.

@@ -40,7 +40,7 @@ class Hosts:
         return {VISIBLE_DEVICES: ",".join(map(str, slots))}
 
     def own_options(self, node_rank: int) -> Options:
-        """What this host's agent alone is told."""
+        """The arguments that only this host's agent gets."""
         if len(self.resources) == 1:
             return {}
         return {"node_rank": node_rank, "node_name": list(self.resources)[node_rank]}
@@ -82,7 +82,7 @@ def found(options: Options, others: Mapping[str, Any], is_me: Callable[[str], bo
 
 
 def _slots(file: Path | None, filters: Filters) -> dict[str, int]:
-    """Of the hostfile, or of this host alone."""
+    """The slots of the hostfile, or of this host alone."""
     if file is not None:
         return hostfile.read(file)
     if filters.num_nodes is not None and filters.num_nodes > 1:

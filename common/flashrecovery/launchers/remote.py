@@ -4,8 +4,8 @@
 configuration, the script's arguments) goes to its standard input, so nothing of it needs quoting, or shows in a list of
 processes. What a host's agent prints comes back by its standard output.
 
-The connections are for the terminal only. When this process is told to end, it tells the hosts. When it dies, or a
-connection does, the job goes on: its agents hold each other, and write to files (:mod:`.node`).
+The connections are for the terminal only. When this process gets a signal to end, it passes it to the hosts. When it
+dies, or a connection does, the job goes on: its agents hold each other, and write to files (:mod:`.node`).
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _ENVIRONMENT_FILE = ".deepspeed_env"
 
 @dataclass(frozen=True)
 class HostOrder:
-    """What one host is told: one line of JSON."""
+    """The message to one host: one line of JSON."""
 
     name: str
     token: str
@@ -142,8 +142,8 @@ class _Host:
 async def run_on(orders: Sequence[HostOrder], shell: Sequence[str]) -> tuple[int, str]:
     """Start all hosts and wait for the job's end. Returns the exit code and, if it is not 0, the reason.
 
-    The job has finished if an agent says so. A host that is lost meanwhile is the agents' business; one that cannot be
-    started at all, or whose agent is refused, ends the launch.
+    The job has finished if an agent reports it. A host that is lost meanwhile is the agents' business; one that cannot
+    be started at all, or whose agent is refused, ends the launch.
     """
     hosts = [_Host(order, command_for(shell, order.name, order.environment["PYTHONPATH"])) for order in orders]
     told = asyncio.Event()

@@ -50,7 +50,7 @@ def write(folder: Path, options: Sequence[str]) -> list[Path]:
         folder.mkdir(parents=True, exist_ok=True)
         for path in paths:
             if path.exists() and _MARK not in path.read_text(errors="replace"):
-                raise ConfigError(f"{path} is another program; give a folder of its own")
+                raise ConfigError(f"{path} is another program; choose another folder")
         for path in paths:
             path.write_text(text(path.name, options))
             path.chmod(0o755)

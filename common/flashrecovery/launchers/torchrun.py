@@ -173,7 +173,7 @@ def _meeting_point(given: Options, values: dict[str, Any], others: Mapping[str, 
     if endpoint:
         values["controller"] = endpoint
     elif address:
-        port = given.pop("master_port", None)  # torchrun's nodes meet there, too; each store has a port of its own
+        port = given.pop("master_port", None)  # torchrun's nodes meet there, too; each store has its own port
         values["controller"] = f"{address}:{port}" if port else address
 
 
@@ -248,7 +248,7 @@ def _streams(name: str, text: str) -> str:
 
 
 def _processes(given: Options, values: dict[str, Any], notices: list[str]) -> None:
-    """How workers are started, and what they are told of the job."""
+    """How workers are started, and what they learn about the job."""
     method = given.pop("start_method", None)
     if method in ("fork", "forkserver"):
         notices.append(f"--start-method {method}: taken as zygote, from which workers are forked")

@@ -22,7 +22,7 @@ LATEST = 200
 """Recoveries that are drawn; all are counted."""
 SLOWEST = 8
 RATE_S = 30.0
-"""A rate is that of so many seconds."""
+"""A rate is measured over this many seconds."""
 _STEPS_A_COLUMN = 4.0
 HOUR_S = 3600.0
 
@@ -53,7 +53,7 @@ class Idle(_Fact):
 
 
 class Slow(_Fact):
-    """A rank with much work of its own in a step. Seconds; 0: not known."""
+    """A rank that works long itself in a step, without waiting. Seconds; 0: not known."""
 
     rank: int
     own_s: float
@@ -104,7 +104,7 @@ class Course(_Fact):
         whole, recent: see :mod:`.timeline`.
         sizes: of the job, oldest first, the newest :data:`LATEST`; one for a job that has kept its size.
         coming: ranks that are on the way into an elastic job.
-        slowest: ranks with most work of their own, slowest first.
+        slowest: ranks with the most own work, slowest first.
     """
 
     started: float = 0.0
@@ -289,7 +289,8 @@ def record_of(files: ev.RunFiles) -> Record:
 
 
 def course_of(files: ev.RunFiles, record: Record | None = None) -> Course:
-    """Of a job that has ended, or runs elsewhere, as far as its run directory says. Raises as :func:`record_of`."""
+    """The course of a job that has ended, or runs elsewhere, as far as its run directory says. Raises as
+    :func:`record_of`."""
     record = record or record_of(files)
     ended = record.state in ("finished", "failed")
     return record.course(record.seen_s, record.state if ended or files.is_live() else "lost")
@@ -301,14 +302,14 @@ def shows_last_hour(course: Course) -> bool:
 
 
 def coarser(columns: Columns, most: int, step_s: float = 0.0) -> Columns:
-    """With at most so many buckets, of several steps each, so that their number in one says how fast they are."""
+    """With at most this many buckets, of several steps each; the number of steps in a bucket shows their speed."""
     series = Series()
     series.load(columns)
     return series.widened(most=most, least_s=_STEPS_A_COLUMN * step_s).columns()
 
 
 def slowest_of(own: dict[int, float], steps: dict[int, float]) -> Sequence[Slow]:
-    """The ranks with most work of their own. Seconds by rank."""
+    """The ranks with the most own work. Seconds by rank."""
     known = sorted(((s, -r) for r, s in own.items() if s > 0), reverse=True)[:SLOWEST]
     return [Slow(rank=-r, own_s=s, step_s=steps.get(-r, 0.0)) for s, r in known]
 

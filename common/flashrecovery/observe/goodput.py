@@ -9,7 +9,7 @@ trained     what is left: it led to committed steps
 launch      from the start of a controller that launches the job to the first step of every rank
 recovery    from a failure to the first new step of every rank; where two overlap, once
 checkpoint  checkpoints have held training up
-repeated    steps that were done once more, because the job went back to a checkpoint
+repeated    steps that were repeated, because the job went back to a checkpoint
 down        from one launch's end to the next launch in the same directory
 =========== =========================================================================================================
 
@@ -32,7 +32,7 @@ PARTS = ("trained", "launch", "recovery", "checkpoint", "repeated", "down")
 
 @dataclass(frozen=True)
 class Goodput:
-    """Of a job's whole time. ``parts``: microseconds by name, for each of :data:`PARTS`.
+    """How the whole time of a job was spent. ``parts``: microseconds by name, for each of :data:`PARTS`.
 
     Attributes:
         repeated_steps: steps that were done again because the job went back to a checkpoint.
@@ -111,8 +111,8 @@ def on_one_clock(events: Iterable[ev.Event]) -> Iterator[ev.Event]:
 
 @dataclass(frozen=True)
 class LastSeen:
-    """Of one launch, which may have ended without a word: when its controller was last seen, as seconds of the job's
-    clock, the newest version committed there (-1: none), and what a step took (0: not known)."""
+    """The last sign of a launch that may have ended without a final event: when its controller was last seen, as
+    seconds of the job's clock, the newest version committed there (-1: none), and what a step took (0: not known)."""
 
     at: float
     committed: int
@@ -319,7 +319,7 @@ class Ledger:
     # -- sums -------------------------------------------------------------------------------------
 
     def _repeat(self, step: int) -> None:
-        """The steps from this one to the newest that was known are done once more."""
+        """The steps from this one to the newest known one are repeated."""
         steps = max(self._position - step, 0)
         if self._step_s:
             self._repeated_steps += steps
@@ -345,7 +345,7 @@ class Ledger:
 
 
 def goodput(events: Iterable[ev.Event], seen: Mapping[float, LastSeen] = MappingProxyType({})) -> Goodput:
-    """Of all ``events``, in order; and of the time in which the newest launch was seen after them."""
+    """The goodput of all ``events``, in order; and of the time in which the newest launch was seen after them."""
     ledger = Ledger(seen)
     for event in events:
         ledger.take(event)

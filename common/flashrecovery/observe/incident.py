@@ -17,7 +17,7 @@ from flashrecovery.observe.facts import RestoreSpeed
 
 End = ev.RecoveryFinished | ev.JobFailed
 _SHORT = 32 << 20
-"""Of fewer bytes, messages take most of the time."""
+"""With fewer bytes than this, messages take most of the time."""
 
 
 @dataclass(frozen=True)

@@ -126,7 +126,7 @@ def _rank_metrics(job: JobFacts) -> Iterator[Metric]:
     )
     yield _gauge(
         "rank_straggler",
-        "1 if the rank has more work of its own in each step than the others.",
+        "1 if the rank works longer itself in each step than the others.",
         ((la, float(r.straggler)) for la, r in ranks),
         _RANK,
     )

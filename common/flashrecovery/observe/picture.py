@@ -1,5 +1,5 @@
 """The course of a job as pictures: SVG without anything from elsewhere, in which colours are classes, so that page and
-report show it light or dark. Every picture has a title and a description in words."""
+report show it light or dark. Every picture has a title and a text description."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ class Picture:
 
 @dataclass(frozen=True)
 class _Scale:
-    """Of the time axis: from ``begin`` to ``end`` in seconds of the job's clock."""
+    """The scale of the time axis: from ``begin`` to ``end`` in seconds of the job's clock."""
 
     begin: float
     end: float
@@ -98,7 +98,7 @@ class _Scale:
 
 
 def picture_of(course: Course, *, recent: bool = False) -> Picture:
-    """Of the whole job, or of its last hour."""
+    """The picture of the whole job, or of its last hour."""
     scale = _Scale(max(course.seconds - HOUR_S, 0.0) if recent else 0.0, max(course.seconds, 1e-3))
     columns = course.recent if recent else course.whole
     panels: list[Panel] = []
@@ -169,7 +169,7 @@ def pictures(course: Course) -> str:
 
 
 def standalone(course: Course) -> str:
-    """The picture of the whole job as a file of its own."""
+    """The picture of the whole job as a separate file."""
     picture = picture_of(course)
     template = _environment().get_template("picture.svg")
     return str(template.render(picture=picture, style=style(), alone=True, **_SIZES))

@@ -32,7 +32,7 @@ log = logging.getLogger("flashrecovery")
 
 
 class Recorder:
-    """Of one controller. Subscribe :meth:`take` to its log before the first event.
+    """The recorder of one controller. Subscribe :meth:`take` to its log before the first event.
 
     What earlier controllers have left in the run directory is read in a thread, so that a new controller of a running
     job is not held up by a long log; what happens meanwhile is taken in afterwards.

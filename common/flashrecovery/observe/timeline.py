@@ -5,7 +5,7 @@ Two series: the *whole* job, whose buckets become twice as wide whenever there w
 each. Time is that of the job's clock (:class:`~.goodput.JobClock`), which never goes back.
 
 What a bucket says of thousands of ranks is a band: the mean of the samples' quantiles, and the largest value with its
-rank. Of up to :data:`ONE_BY_ONE` ranks each has a line of its own.
+rank. With up to :data:`ONE_BY_ONE` ranks each rank has its own line.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 LIMIT = 512
-"""Buckets of the whole job: from half as many to so many once it is longer than as many seconds."""
+"""Buckets of the whole job: half of this number to this number, once the job is longer than this many seconds."""
 RECENT_S, RECENT_LIMIT = 10.0, 360
 """Width and number of the buckets of the last hour."""
 ONE_BY_ONE = 16
@@ -57,7 +57,7 @@ class Band:
 
 
 def band_of(seconds: Mapping[int, float]) -> Band | None:
-    """Of one sample: seconds by rank; those of 0 are not known. None if none is."""
+    """The band of one sample: seconds by rank; those of 0 are not known. None if none is."""
     known = sorted((s, rank) for rank, s in seconds.items() if s > 0)
     if not known:
         return None
@@ -239,8 +239,8 @@ class Series:
 
 
 class SeenBy(BaseModel):
-    """Of one controller, by the time of day of its ``controller_started``: when it looked last (seconds of the job's
-    clock), the newest version then, and what a step took (0: not known)."""
+    """The last look of one controller, by the time of day of its ``controller_started``: when it looked last (seconds
+    of the job's clock), the newest version then, and what a step took (0: not known)."""
 
     model_config = ConfigDict(extra="ignore")
 

@@ -15,7 +15,7 @@ from flashrecovery.plan.words import shortened
 SHOWN_S = 3.0
 """What takes less is not worth a word."""
 STEPS = 5.0
-"""A step that takes so many times as long as the ones before, and longer than :data:`LONG_S`, is waited for."""
+"""A step counts as a wait if it takes this many times as long as the ones before, and longer than :data:`LONG_S`."""
 LONG_S = 10.0
 _SAID = 4
 _ON_ITS_WAY = frozenset({Place.EMPTY, Place.STARTING})

@@ -1,4 +1,4 @@
-"""When to write the fallback checkpoint: FlashRecovery's equation (3), and who is told which version.
+"""When to write the fallback checkpoint: FlashRecovery's equation (3), and which ranks write which version.
 
 Writing costs ``k0`` seconds of training each time and saves, on average, half an interval of work per failure
 that needs the checkpoint. Over ``d`` seconds with ``m`` such failures the sum is least at ``sqrt(2 d k0 /

@@ -9,7 +9,7 @@ from flashrecovery.plan.ownership import drifted
 from flashrecovery.plan.words import ranks_text
 
 Camps = Sequence[Collection[int]]
-"""Of one thing that several ranks have: the ranks that have the same, for each value of it."""
+"""For an object that several ranks have: the ranks with the same value, for each value."""
 
 
 @dataclass(frozen=True)

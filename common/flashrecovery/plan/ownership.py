@@ -40,7 +40,7 @@ def renamed(needs: Mapping[str, int], rank: int, own: Collection[str]) -> dict[s
 
 
 def drifted(camps: Sequence[Collection[int]], replaced: Collection[int]) -> bool:
-    """Whether ranks that were equal have gone ways of their own.
+    """Whether ranks that were equal have diverged.
 
     Args:
         camps: the ranks that have the same, for each of what there is.

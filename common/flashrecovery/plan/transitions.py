@@ -16,7 +16,7 @@ a commanded size            STABLE -> ORDERED -> LEAVING -> STABLE. While a node
                             LEAVING -> ORDERED: those who leave were taken back, because a rank has died.
 processes that join         NONE -> STARTING -> PAUSING -> STARTING (the next generation) -> NONE: they are members.
                             Where they take ranks from living processes: -> TAKING_OVER -> NONE, done or taken back.
-                            PAUSING -> STARTING, too: something else has failed; they are called in once more.
+                            PAUSING -> STARTING, too: something else has failed; they are called in again.
 a node that is drained      NONE -> ASKED -> MOVING -> NONE: it has left, or stays.
 another parallel layout     STABLE -> ORDERED (a command) or FORCED (ranks are lost) -> WRITING -> STARTED -> STABLE
                             (every rank has taken a step in it). WRITING -> ORDERED, FORCED: a rank has died.
@@ -48,7 +48,7 @@ class JoinState(Enum):
 
     NONE = "none"
     STARTING = "starting"
-    PAUSING = "pausing"  # all are at their first step, and the members were told to pause
+    PAUSING = "pausing"  # all are at their first step, and the members got the command to pause
     TAKING_OVER = "taking over"  # they are members, and those whose ranks they have are still there
 
 

@@ -23,7 +23,7 @@ class _Place:
         return ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address()
 
     def meeting(self, host: str) -> Meeting:
-        """Of a job whose rank 0 is here."""
+        """The meeting of a job whose rank 0 is here."""
         return Meeting.here(host)
 
     def guard_task(self, arguments: Sequence[str], env: Mapping[str, str]) -> int:

@@ -1,7 +1,7 @@
 """How two sides show each other that they know the job's token, and seal what they then say. Pure: no I/O, no clock.
 
 The token itself is never sent, nor anything from which it could be taken but by guessing it. The caller sends a random
-number (:class:`Caller`). The listener (:class:`Listener`) adds one of its own and answers with a proof: an HMAC-SHA256
+number (:class:`Caller`). The listener (:class:`Listener`) adds its own number and answers with a proof: an HMAC-SHA256
 over both numbers and its own name. It proves first, so a stranger who listens learns nothing but a random number, and
 its answer is good for this caller and this name only: what one service of the job says cannot be passed off as the word
 of another one.

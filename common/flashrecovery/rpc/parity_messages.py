@@ -47,7 +47,7 @@ def parity_held(rank: int, message: pb.Parity) -> ParityHeld | None:
 
 
 def decode_message(order: DecodeOrder) -> pb.Decode:
-    """What all members of the group are told."""
+    """The message to all members of the group."""
     return pb.Decode(
         ranks=order.ranks,
         key=order.key,
@@ -62,7 +62,7 @@ def decode_message(order: DecodeOrder) -> pb.Decode:
 
 
 def decode_order(message: pb.Decode, version: int) -> DecodeOrder:
-    """What was told, for the ``version`` of the restore."""
+    """The received message, for the ``version`` of the restore."""
     return DecodeOrder(
         tuple(message.ranks),
         message.key,

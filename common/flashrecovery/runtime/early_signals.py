@@ -1,7 +1,7 @@
 """Signals that come to a launcher before it can act on them: while it is being imported, and its controller starts.
 
 Python's own answer to Ctrl-C is an exception in whatever is being done just then. In the middle of a start that is a
-library, which prints a traceback of its own, and half a launch is left behind.
+library, which prints its own traceback, and half a launch is left behind.
 """
 
 from __future__ import annotations

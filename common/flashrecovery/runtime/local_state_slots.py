@@ -21,8 +21,8 @@ from flashrecovery.state.version import VERSIONS_KEPT
 
 SLOTS = VERSIONS_KEPT + 1
 WORDS = 8
-"""Of each slot: version + 1 (0: empty), length, digest, final, two for the witness, whether there is one, and the
-number of the writing."""
+"""The words of each slot: version + 1 (0: empty), length, digest, final, two for the witness, whether there is one, and
+the number of the writing."""
 
 _VERSION, _LENGTH, _DIGEST, _FINAL, _WITNESS, _HAS_WITNESS, _WRITING = 0, 1, 2, 3, 4, 6, 7
 _END = struct.Struct("<qq")
@@ -32,13 +32,13 @@ _JOINED = 64 << 10
 _ROW = struct.Struct("<qq")
 """A chunk's length and digest."""
 _LOOKED_THROUGH = 1 << 20
-"""Up to so many bytes content is digested also where only the versions are asked for."""
+"""Up to this size in bytes, content is digested even if only the versions are requested."""
 
 _Part = bytes | memoryview
 
 
 def slot_bytes(limit: int) -> int:
-    """Of a slot for ``limit`` bytes, whole pages of memory: two chunks in 64 KiB are the most."""
+    """The bytes of a slot for ``limit`` bytes, whole pages of memory: two chunks in 64 KiB are the most."""
     return -(-(limit + limit // 1024 + 4096) // 4096) * 4096
 
 

@@ -35,14 +35,14 @@ NOT_MEASURED = MachineSpeed()
 
 
 def slower(one: MachineSpeed, other: MachineSpeed) -> MachineSpeed:
-    """Of two hosts between which bytes go: what bounds them, as far as it is known."""
+    """The slower of two hosts that exchange data, as far as it is known."""
     copies, links = [s for s in (one.copy, other.copy) if s], [s for s in (one.link, other.link) if s]
     return MachineSpeed(min(copies, default=0.0), min(links, default=0.0))
 
 
 def machine_speed(address: str) -> MachineSpeed:
-    """Of this host, and of the interface that has its IPv4 ``address``. Takes about 50 ms of a processor, and 64 MiB of
-    memory for as long."""
+    """The speed of this host, and of the interface that has its IPv4 ``address``. Takes about 50 ms of a processor, and
+    64 MiB of memory for as long."""
     name = interface_of(address)
     return MachineSpeed(copy_speed(), link_speed(Path("/sys/class/net", name)) if name is not None else 0.0)
 
@@ -55,7 +55,7 @@ def copy_speed(nbytes: int = _NBYTES) -> float:
     with mmap.mmap(-1, nbytes) as there, mmap.mmap(-1, nbytes) as here:
         to, source = (ctypes.c_char * nbytes).from_buffer(there), (ctypes.c_char * nbytes).from_buffer(here)
         ctypes.memset(ctypes.addressof(source), 1, nbytes)
-        copy(ctypes.addressof(to), ctypes.addressof(source), nbytes)  # now both have pages of their own
+        copy(ctypes.addressof(to), ctypes.addressof(source), nbytes)  # now both have their own pages
         for _ in range(_COPIES):
             began = time.perf_counter()
             copy(ctypes.addressof(to), ctypes.addressof(source), nbytes)

@@ -1,4 +1,4 @@
-"""How shards of one name are told apart that several groups of ranks have, each its own: slices of tensors, stages.
+"""How to tell apart shards of one name of which several groups of ranks each have their own: tensor slices, stages.
 
 By the lowest rank of the group; in an elastic job by the model rank of its ranks, which is the same in any size of the
 job: what a smaller or a larger job has written to a checkpoint is found by its name.

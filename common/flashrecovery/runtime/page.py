@@ -214,7 +214,7 @@ class Page:
 
     @property
     def notes_terminations(self) -> bool:
-        """Whether it would note the next one: the script has no handler of its own, as was seen at its last commit."""
+        """Whether it would note the next signal: at its last commit the script had no handler of its own."""
         return bool(self._words[_NOTES])
 
     def set_notes_terminations(self, notes: bool) -> None:
@@ -245,7 +245,7 @@ class Page:
         return divmod(self._words[_SHOWN], 1 << _WRITES_BITS)
 
     def set_shown(self, step: int, writes: int) -> None:
-        """Note that what the script has printed in all steps before ``step`` has been shown, and so many writes of that
+        """Note that the output of all steps before ``step`` has been shown, and that many writes of that
         one. One store: it is never seen in halves."""
         if writes < 1 << _WRITES_BITS:
             self._words[_SHOWN] = (step << _WRITES_BITS) + writes

@@ -21,11 +21,11 @@ from functools import cache
 from flashrecovery.runtime.host_memory import available_memory
 
 LEAST = 1 << 20
-"""Bytes of a tensor that is worth a mapping of its own."""
+"""Bytes of a tensor that is worth a separate mapping."""
 WORTH_IT = 16 << 20
 """Bytes of a reserve that is worth a thread."""
 _AT_ONCE = 64 << 20
-_MOST_MOVES = 8192  # each makes a mapping of its own; a process may have 65,530
+_MOST_MOVES = 8192  # each makes a separate mapping; a process may have 65,530
 _MADV_POPULATE_WRITE = 23  # Linux 5.14
 _MREMAP_MAYMOVE_FIXED = 3
 _MAP_FIXED_NOREPLACE = 0x100000
@@ -55,7 +55,7 @@ def _map(address: int | None, nbytes: int, flags: int = 0) -> int:
 
 
 class PageReserve:
-    """Of one process. Its thread makes pages until there are ``nbytes``, or memory becomes short."""
+    """The page reserve of one process. Its thread makes pages until there are ``nbytes``, or memory becomes short."""
 
     def __init__(self, nbytes: int) -> None:
         """Raises OSError."""

@@ -55,7 +55,7 @@ WORKER_PROGRAM = "flashrecovery.worker_main"
 def start_interpreter(
     role: str, command: Sequence[str], env: Mapping[str, str], channel: int, page: int, out: IO[bytes]
 ) -> subprocess.Popen[bytes]:
-    """A process of the bootstrap, in a session of its own, that prints into ``out``. ``role``: ``--worker`` or
+    """A process of the bootstrap, in a separate session, that prints into ``out``. ``role``: ``--worker`` or
     ``--standby``; ``command``: the script and its arguments; ``channel``, ``page``: descriptors that it gets, too."""
     return subprocess.Popen(
         [sys.executable, "-u", "-m", WORKER_PROGRAM, role, *command],

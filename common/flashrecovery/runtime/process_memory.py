@@ -53,7 +53,7 @@ def read(pid: int, ranges: Sequence[tuple[int, int, int]]) -> None:
 
 
 def _behind(ranges: Sequence[tuple[int, int, int]], done: int) -> list[tuple[int, int, int]]:
-    """What is left of ``ranges`` after so many bytes."""
+    """The rest of ``ranges`` after that many bytes."""
     for number, (to, source, nbytes) in enumerate(ranges):
         if done < nbytes:
             return [(to + done, source + done, nbytes - done), *ranges[number + 1 :]]
@@ -92,7 +92,7 @@ def make_present(address: int, nbytes: int) -> None:
 
 
 def _is_present(begin: int, length: int, page: int) -> bool:
-    """Whether all of these pages are there: asking costs a fraction of having them made present once more."""
+    """Whether all of these pages are present: asking costs a fraction of making them present again."""
     pages = length // page
     found = ctypes.create_string_buffer(pages)
     return _libc().mincore(begin, length, found) == 0 and b"\0" not in found.raw

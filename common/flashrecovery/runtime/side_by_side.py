@@ -1,4 +1,4 @@
-"""Several jobs at once, each in a thread of its own, that end together."""
+"""Several jobs at once, each in a separate thread, that end together."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ class Surroundings:
 
     @staticmethod
     def own() -> Surroundings:
-        """Of this process."""
+        """The surroundings of this process."""
         found = [f"/dev/{name}" for name in os.listdir("/dev") if _DEVICES.fullmatch(name)]
         allowed = [path for path in found if os.access(path, os.R_OK | os.W_OK)]
         return Surroundings(frozenset(allowed), frozenset(os.readlink(f"/proc/self/ns/{name}") for name in _NAMESPACES))

@@ -1,6 +1,6 @@
 """What a cluster's launcher (srun, mpirun, ...) says of a task: one of the processes that it starts, one for each rank.
 
-Each launcher has variables of its own for the same five numbers. Sources: ``man srun`` (OUTPUT ENVIRONMENT VARIABLES),
+Each launcher has different variables for the same five numbers. Sources: ``man srun`` (OUTPUT ENVIRONMENT VARIABLES),
 ``man mpirun`` of Open MPI 4 and 5, MPICH's Hydra and Intel MPI, torchrun's documentation.
 """
 

@@ -68,7 +68,7 @@ def places_in(text: str) -> list[StackPlace]:
 
 
 def first_line(text: str, passed_by: Callable[[str], bool]) -> tuple[str, int] | None:
-    """Of what :func:`stack_text` has written down: the innermost file and line, but for files that are passed by, and
+    """From the text of :func:`stack_text`: the innermost file and line, except skipped files, and
     what is executed there and belongs to no line. As careful with objects as that."""
     end = 0
     while (begin := text.find(_FILE, end)) >= 0:

@@ -91,7 +91,7 @@ class Keeper:
             send(self._sock, words, [] if memory is None else [memory.fd])
         except OSError:
             self._sock.close()
-            self._sock = None  # told anew by check()
+            self._sock = None  # check() connects again
 
 
 def _ended(sock: socket.socket) -> bool:

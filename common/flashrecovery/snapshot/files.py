@@ -30,7 +30,7 @@ _PIECE = 16 << 20
 
 
 def memory_name(name: str, ranks: int) -> str:
-    """Of a memory of a job of so many ranks: another number divides its state otherwise."""
+    """The name of a memory in a job of that many ranks: with another number, state is sharded differently."""
     return f"{name}-of-{ranks}"
 
 

@@ -37,7 +37,7 @@ class _Answer:
 
 
 class SnapshotProcess:
-    """Serves ``listener`` until it is told to end, or is no longer needed.
+    """Serves ``listener`` until it is asked to end, or is no longer needed.
 
     Args:
         folder: where what is held is written if no agent comes back within ``linger_s`` seconds; None: nowhere.

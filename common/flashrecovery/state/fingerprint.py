@@ -28,7 +28,7 @@ import torch
 from flashrecovery.state.exact import exact_contiguous
 
 PAGE_WORDS = 1 << 21
-"""Words with keys of their own; the next page has the same ones, and another factor."""
+"""Words with separate keys; the next page has the same keys, and another factor."""
 SMALL_BYTES = 4096
 """Tensors below are not worth the kernels: their bytes come to the host."""
 
@@ -40,7 +40,7 @@ _MARK = b"words"
 
 
 class Fingerprints:
-    """Of several tensors, with one wait for the device.
+    """The fingerprints of several tensors, with one wait for the device.
 
     ``settle`` is called when all is queued on the calling thread's current stream, and returns when it has happened; by
     default the host waits for that stream.
@@ -164,7 +164,7 @@ def _finalize(words: torch.Tensor, high: torch.Tensor) -> None:
 
 
 def finalized(word: int) -> int:
-    """Of one word; both are from 0 to 2^64 - 1."""
+    """The finalizer of the hash, for one word; both are from 0 to 2^64 - 1."""
     for factor in (*_MURMUR, None):
         word ^= word >> _SHIFT
         if factor is not None:

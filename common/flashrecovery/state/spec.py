@@ -39,7 +39,7 @@ class ShardSpec:
 
     @property
     def nbytes(self) -> int:
-        """Of the tensors' content."""
+        """The bytes of the tensors' content."""
         return sum(tensor.nbytes for tensor in self.tensors.values())
 
 

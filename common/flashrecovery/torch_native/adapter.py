@@ -26,7 +26,7 @@ def adapter_for(model: nn.Module, optimizers: Sequence[Optimizer]) -> TorchAdapt
             just below DistributedDataParallel; named in the message.
     """
     if not isinstance(model, nn.Module):
-        several = "; each model has a register(model=..., optimizer=...) of its own"
+        several = "; each model needs its own register(model=..., optimizer=...)"
         raise RegistrationError(
             f"model is a {type(model).__name__}, not a torch.nn.Module"
             f"{several if isinstance(model, (list, tuple, dict)) else ''}"

@@ -5,7 +5,7 @@ An interrupted backward leaves the Reducer waiting for a finalisation that never
 The trap is the layout. DDP starts with buckets in reverse registration order and, at the first forward after the first
 synchronised backward, rebuilds them in the order in which rank 0's gradients became ready. A sum's last bits depend on
 where a gradient lies in its bucket. So survivors and replacement must use the layout that the undisturbed run has: a
-new Reducer is brought there by one simulated backward in that order, with a group of its own that is local.
+new Reducer is brought there by one simulated backward in that order, with a separate, local group.
 
 All that is private to torch about DDP stands in this file.
 """

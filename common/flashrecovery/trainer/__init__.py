@@ -105,7 +105,8 @@ def _check_arguments(trainer: Any) -> None:
         name
         for name, wrong in (
             (
-                "auto_find_batch_size, which begins anew amid training with another batch size, on one rank alone if "
+                "auto_find_batch_size, which starts over in the middle of training with another batch size, on one "
+                "rank alone if "
                 "only that one lacks memory: find the size in a job without recovery, and set "
                 "per_device_train_batch_size",
                 args.auto_find_batch_size,
@@ -333,7 +334,7 @@ class _Protected:
 
     def _between(self, event: str, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
         """An event of the callbacks that comes between two calls: those that may change what is protected are called
-        in a call of their own, between the others, in their order."""
+        in separate calls, between the others, in their order."""
         handler, all_ = self._trainer.callback_handler, self._trainer.callback_handler.callbacks
         first = last = len(all_)
         if self._recovery is not None:

@@ -77,7 +77,7 @@ def mentions(kind: Any, names: frozenset[str], of_framework: Callable[[type], bo
 
 
 def _methods(kind: Any, of_framework: Callable[[type], bool]) -> list[types.FunctionType]:
-    """Of the class and of those that it comes from and that are not the framework's."""
+    """The methods of the class and of those that it comes from and that are not the framework's."""
     return [
         function
         for cls in kind.__mro__

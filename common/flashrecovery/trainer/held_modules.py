@@ -18,11 +18,11 @@ from flashrecovery.trainer.own_state import OwnState
 from flashrecovery.trainer.state import refused
 
 _TENSORS, _ELEMENTS = 16, 64
-"""Of a module so many parameters are looked at, and of each so many elements."""
+"""The most parameters of a module that are compared, and the most elements of each."""
 
 
 class HeldModule(ModuleAdapter):
-    """One such module. Its parameters are often written by way of ``.data``, which moves no version counter (an average
+    """One such module. Its parameters are often written through ``.data``, which moves no version counter (an average
     of the weights, for example, changes all of them): so a few elements are compared by content, too."""
 
     name = "held-module"

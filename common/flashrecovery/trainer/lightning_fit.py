@@ -169,7 +169,7 @@ class _Batches:
     def _noted(self, batches: Iterator[Any]) -> Iterator[Any]:
         for _ in range(self._length):  # a combined loader does not keep to its limit itself
             try:
-                self.newest, _, _ = next(batches)  # its iter() would begin anew
+                self.newest, _, _ = next(batches)  # its iter() would start again
             except StopIteration:
                 return
             yield self.newest
@@ -344,7 +344,7 @@ class Fit:
 
     @property
     def _batch_end_alone(self) -> bool:
-        """Whether the hooks after a step are a call of their own."""
+        """Whether the hooks after a step are a separate call."""
         from lightning.pytorch.callbacks import ModelCheckpoint
 
         step = self._trainer.global_step
@@ -353,7 +353,7 @@ class Fit:
 
     @property
     def _advance_end_alone(self) -> bool:
-        """Whether what follows the hooks is a call of its own."""
+        """Whether the code after the hooks is a separate call."""
         configs = self._trainer.lr_scheduler_configs
         waits = any(c.reduce_on_plateau and c.interval == "step" for c in configs)
         return waits or bool(self._loop._should_check_val_fx(self._fit_loop._data_fetcher))
@@ -368,7 +368,7 @@ class Fit:
             bar.on_train_epoch_start(self._trainer, self._trainer.lightning_module)
 
     def _make(self) -> None:
-        """One call: what comes next, up to an optimizer step or something that needs a call of its own."""
+        """One call: what comes next, up to an optimizer step or something that needs a separate call."""
         state = self._state
         LOOPS.output.handed_out(self._recovery.version)
         state.begin_call(self._recovery.version + 1)
@@ -502,7 +502,7 @@ def _needs_closure(optimizer: Any) -> bool:
 
 
 def _may_change(module: Any) -> bool:
-    """Whether the hook of ``module`` may change what is trained: it says so, or uses a part of the module."""
+    """Whether the hook of ``module`` may change what is trained: it is declared so, or uses a part of the module."""
     from torchmetrics import Metric
 
     parts = {name for name, part in module.named_children() if not isinstance(part, Metric)}

@@ -47,7 +47,7 @@ def hold_rows(output: Output, logger: Any) -> None:
 
 
 def go_on_with(logger: Any) -> None:
-    """In a replacement: ``logger``, whose file the process before has written, does not begin it anew."""
+    """In a replacement: ``logger`` continues the file that the dead process wrote, instead of a new one."""
     from lightning.fabric.loggers.csv_logs import _ExperimentWriter
     from lightning.pytorch.loggers import CSVLogger
 

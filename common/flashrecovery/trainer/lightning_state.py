@@ -30,7 +30,7 @@ _OF_META = (
     *("dataloader_idx", "metric_attribute"),
 )
 _NEVER = frozenset({"_last_time_checked"})
-"""Of Lightning's callbacks: what a clock says that is another one in another process."""
+"""Clock values in Lightning's callbacks, which differ between processes."""
 
 
 def refused(what: str) -> UnsupportedError:
@@ -377,7 +377,7 @@ class FitAdapter(LoopAdapter, InspectableAdapter):
 
 
 def _counters(loops: Iterator[Any]) -> Iterator[tuple[Any, tuple[str, ...]]]:
-    """Of these loops, each with its names."""
+    """The counters of these loops, each with its names."""
     from lightning.pytorch.loops.progress import _BaseProgress
 
     waiting = [value for loop in loops for value in vars(loop).values() if isinstance(value, _BaseProgress)]

@@ -37,7 +37,7 @@ class OwnState:
 
     Attributes:
         modules: that it holds, by path, as far as :meth:`capture` has come across them.
-        odd: what it holds of which nothing can be brought back, by path: the type.
+        odd: values that cannot be restored, by path: the type.
         newest: the newest capture.
     """
 
@@ -63,7 +63,7 @@ class OwnState:
         return [self._trainer, *self._callbacks()]
 
     def holds_module(self, callback: object) -> bool:
-        """Whether a callback has modules of its own."""
+        """Whether a callback has its own modules."""
         names = [_name_of(c, number) for number, c in enumerate(self._callbacks()) if c is callback]
         return any(path.startswith(f"{name}.") for name in names for path in self.modules)
 
@@ -165,7 +165,7 @@ class OwnState:
                     setattr(place, name, value)
 
     def _attributes_at(self, path: str) -> dict[str, Any] | None:
-        """Of the callback that ``path`` begins with."""
+        """The attributes of the callback that ``path`` begins with."""
         owner = path.rpartition(".")[0]
         for number, callback in enumerate(self._callbacks()):
             if owner == _name_of(callback, number):

@@ -2,8 +2,8 @@
 
 A value is restored *in place* if the saved object still exists (each object has a number for this), so everything that
 shares it sees the restored value. Another process has numbered what its script has made before the first step, in the
-same order. All else is made anew there: what stands in its place may be a part of the data. Tensors and arrays that
-share elements do so afterwards, too.
+same order. Everything else is re-created there, because the object in its place may be a part of the data. Tensors and
+arrays that share elements do so afterwards, too.
 """
 
 from __future__ import annotations
@@ -202,7 +202,7 @@ class ValueWriter:
         return self._elements(tensor, codec.dumps(tensor.detach().requires_grad_(_needs_gradient(tensor))))
 
     def _elements(self, thing: Any, data: bytes) -> codec.StandIn:
-        """Of a tensor or array, and where they lie."""
+        """The elements of a tensor or array, and their place in memory."""
         extent = None if self._marking else extent_of(thing)
         return codec.StandIn("elements", (self._number(thing), extent, strides_of(thing), data))
 
@@ -295,7 +295,7 @@ class ValueReader:
         return found if found is not MISSING and fits(found) else MISSING
 
     def _part(self, saved: Any, current: Any) -> Any:
-        """Of a container."""
+        """A part of a container."""
         made = self.read(saved, current)
         if made is MISSING:
             kind = saved.value[-1] if isinstance(saved, codec.StandIn) and saved.kind == "opaque" else "value"
@@ -342,7 +342,7 @@ class ValueReader:
         return target
 
     def _parts(self, content: list[Any], now: Any) -> list[Any]:
-        """Of a list and the like; of a set, whose order says nothing."""
+        """The parts of a list or the like, or of a set, whose order means nothing."""
         listed = list(now) if isinstance(now, (list, collections.deque)) else []
         listed += [MISSING] * (len(content) - len(listed))
         return [self._part(part, place) for part, place in zip(content, listed, strict=False)]

@@ -97,7 +97,7 @@ class PlainTraining:
         self.model.zero_grad()
 
     def _learning_rate(self) -> float | None:
-        """Of the step that the loop has come to, or at the loop's ends, what the Trainer says."""
+        """The learning rate of the loop's current step; outside of the loop, the Trainer's value."""
         known = self._step.learning_rate
         rate: float = self._rate() if known is None else known
         return rate

@@ -4,7 +4,7 @@ A replacement runs ``train()`` again, when that checkpoint may have been deleted
 be the newest. So the first process of a rank notes where it begins, for its replacements: they go round the loop from
 there, and read nothing of the checkpoint but what is noted, since model, optimizer and random streams are restored.
 
-The Trainer sets the random streams once more when it has fetched the first step's batches, which it trains on
+The Trainer sets the random streams again when it has fetched the first step's batches, which it trains on
 afterwards. In a protected call both are one, so the call does it in between.
 """
 
@@ -30,7 +30,7 @@ _LOADS = ("_load_from_checkpoint", "_load_optimizer_and_scheduler", "_load_scale
 
 
 class Start:
-    """Of one ``train()`` of ``trainer``. ``resumes``: what the script has passed.
+    """The start of one ``train()`` of ``trainer``. ``resumes``: what the script has passed.
 
     Raises:
         UnsupportedError: the installed Trainer resumes in a way that is not known; or the job itself is resumed.

@@ -113,7 +113,7 @@ class TrainerLoop:
 
     @property
     def metrics(self) -> dict[str, Any]:
-        """Of the newest ``evaluate()`` of the script; a copy."""
+        """The metrics of the newest ``evaluate()`` of the script; a copy."""
         return dict(self._metrics)
 
     def evaluated(self, metrics: dict[str, Any]) -> None:

@@ -529,7 +529,8 @@ class Loop:
     # -- recovery ---------------------------------------------------------------------------------
 
     def adopt_own(self, names: Collection[str]) -> bool:
-        """These shards have turned out to be each rank's own, as all ranks are told. Returns whether it is new."""
+        """These shards have turned out to differ between ranks, and all ranks are informed. Returns whether it is
+        new."""
         return self._step.adopt_own(names)
 
     def recover(self) -> None:

@@ -260,21 +260,21 @@ class Recovery:
             seed: of the order of the samples, and of the random streams of all micro-batches.
             shuffle: another order in each epoch; False: as they come.
             first_step: the number, in the order of the samples, of this job's step 0: of a script that goes on from a
-                checkpoint of its own.
+                its own checkpoint.
             averaged: gradients are averaged over the replicas afterwards, as DistributedDataParallel does it; False:
                 the script sums them.
             collate: makes a list of samples one batch.
 
         Raises:
             ConfigError: a size is not possible, or there are more replicas than micro-batches.
-            UnsupportedError: there are several engines with a batch of their own.
+            UnsupportedError: there are several engines, each with its own batch.
             RegistrationError: called twice, or after the first step.
         """
         if self._batches is not None:
             raise RegistrationError("elastic_batches() is called twice; a step has one global batch")
         if len(self._framework_batches) > 1:
             raise UnsupportedError(
-                f"elastic_batches() with {len(self._framework_batches)} engines, each of which has a batch of its own; "
+                f"elastic_batches() with {len(self._framework_batches)} engines, each with its own batch; "
                 "one is allowed"
             )
         batches = ElasticBatches(

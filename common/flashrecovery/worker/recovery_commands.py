@@ -158,7 +158,7 @@ class RecoveryExecutor:
         self._until_resumed()
 
     def pause(self) -> None:
-        """The step at which the job changes has come: say so, and carry out commands until the next resume."""
+        """This is the step at which the job changes: report it, and carry out commands until the next resume."""
         worker = self._worker
         if worker.gate.pause_with_copies:
             self._loop.copies.settle(lambda: worker.gate.held or worker.gate.stopped)
@@ -373,7 +373,7 @@ class RecoveryExecutor:
         if restore.HasField("reshape"):
             self._reshape(restore, reply, corrupt)
         elif not restore.checkpoint and not restore.HasField("staging") and worker.gate.live != version:
-            # All of it is here, and compared. Its source may be gone before this rank is told to go on.
+            # All of it has arrived, and is verified. Its source may be gone before this rank is resumed.
             worker.gate.placed(version)
             self._loop.replaced()
         worker.faults.hit("recovery:verifying", worker.gate.version)

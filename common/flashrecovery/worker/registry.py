@@ -234,7 +234,7 @@ class Registry:
         return [member for member in self.shape.in_order(members) if self.shape.model_rank(member) in model_ranks]
 
     def model_ranks(self) -> tuple[int, ...]:
-        """Of those among whom this rank's state is sharded; none: its own alone."""
+        """The model ranks among which this rank's state is sharded; none: only its own."""
         shard_layouts = roles.shard_layouts(self.adapters).values()
         said = next((found for shard_layout in shard_layouts if (found := shard_layout.sharers()) is not None), ())
         model_ranks = tuple(sorted({self.shape.model_rank(sharer) for sharer in said}))
@@ -440,7 +440,7 @@ class Registry:
             self.objects[name].load_state_dict(codec.loads(encoded))
 
     def capture_local_state(self, drawn: Drawn, version: int) -> bytes:
-        """:meth:`encode_local_state`, as bytes of its own."""
+        """:meth:`encode_local_state`, as a copy."""
         return self.encode_local_state(drawn, version).tobytes()
 
     def encode_local_state(self, drawn: Drawn, version: int) -> codec.EncodedState:

@@ -115,7 +115,7 @@ class Session:
         self.registry.streams.append(stream)
 
     def refuse_streams(self) -> None:
-        """Raises UnsupportedError in an elastic job, in which no rank has batches of its own."""
+        """Raises UnsupportedError in an elastic job, in which no rank has its own batches."""
         elastic_checks.refuse_streams(self.settings)
 
     def take_batches(self, batches: GlobalBatches) -> None:

@@ -124,7 +124,7 @@ def test_stopped_for_two_seconds_at_a_replacement(
     if not read:
         it.wait()
         until(it.asked)
-        it.asked()[0].resume()  # and once more for a moment, when it does its work
+        it.asked()[0].resume()  # and again for a moment, when it does its work
     it.job.wait_for("recovery_finished")
     assert how(it.job, *victims) == {"--zygote"}
     done = it.job.wait()

@@ -177,7 +177,7 @@ def test_nobody_comes_back_in_time(tmp_path: Path, reference: Callable[[Layout],
 @pytest.mark.grid
 def test_what_is_damaged_on_disk_is_not_used(tmp_path: Path, reference: Callable[[Layout], Job]) -> None:
     """One bit of the newest version of one rank: the job goes on from the version before, if that is still whole, and
-    otherwise says what is missing. It never begins anew by itself."""
+    otherwise says what is missing. It never starts again by itself."""
     told_to_end(tmp_path)
     folder = tmp_path / "run" / FOLDER
     newest = max((s for s in listed(folder) if s.rank == 2 and s.name.startswith("own")), key=lambda s: s.version)

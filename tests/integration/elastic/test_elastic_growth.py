@@ -181,7 +181,7 @@ def test_one_that_does_not_come(how: str, tmp_path: Path, resized: Resized) -> N
 
 @pytest.mark.grid
 def test_one_that_is_killed_as_soon_as_it_has_its_rank(tmp_path: Path, resized: Resized) -> None:
-    """Asked for once more, it comes."""
+    """Asked for again, it comes."""
     running = start(tmp_path / "run", None, *long_flags(), inject=["rank=3,fault=sigkill,at=recovery:replacing"])
     running.wait_for_step(AT)
     assert command(running, 3) == ""

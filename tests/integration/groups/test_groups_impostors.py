@@ -176,7 +176,7 @@ def test_what_was_recorded_opens_nothing() -> None:
                 with dial(port) as connection:
                     connection.sendall(hello(said[8:24], 0, tag) + later)
                     new = read(connection, ANSWER + 1)
-                    assert len(new) == ANSWER and new[:16] != answered[:16], "a number of its own for each connection"
+                    assert len(new) == ANSWER and new[:16] != answered[:16], "its own number for each connection"
         both.talk(8)
         both.talk(7)
 

@@ -302,7 +302,7 @@ def test_a_survivor_whose_collective_fails_before_it_hears_why_is_not_lost(
 
 
 def test_the_store_dies_and_then_a_rank(tmp_path: Path, undisturbed: Callable[[Layout], Job]) -> None:
-    """The groups meet in the store that has been started anew, at the same address."""
+    """The groups meet in the store that has been restarted, at the same address."""
     reference = undisturbed(LONG)
     running = RunningJob(tmp_path / "run", TWO, script=TINY, flags=[*LONG.flags, "--sleep", "0.1"], standby=0)
     running.wait_for("job_started")

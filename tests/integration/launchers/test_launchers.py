@@ -171,7 +171,7 @@ namespaces = pytest.mark.skipif(not hosts.available(), reason="network namespace
 
 
 def on_hosts(folder: Path, net: Network, command: Sequence[str], inject: str = "") -> LauncherJob:
-    """``command`` with ``{hostfile}`` and ``{shell}`` filled in, in a folder of its own."""
+    """``command`` with ``{hostfile}`` and ``{shell}`` filled in, in a separate folder."""
     pool = Pool(folder, net)
     words = [word.format(hostfile=pool.hostfile, shell=pool.shell) for word in command]
     return LauncherJob(folder / "run", words, inject=inject, env=pool.environment, marker=pool.marker)

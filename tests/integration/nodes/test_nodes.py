@@ -168,7 +168,7 @@ def test_the_controllers_node_is_started_again_before_another_is_elected(
 
 
 def test_a_node_that_comes_back_with_another_address(net: Network, tmp_path: Path, reference: References) -> None:
-    """As a pod that is made anew. There is no spare node: its ranks have waited for it."""
+    """As a pod that is re-created. There is no spare node: its ranks have waited for it."""
     job = NodesJob(net, tmp_path / "run", LONG, nnodes=2, spare=0)
     job.wait_for_step(KILL_AFTER)
     first, lost, _ = net.hosts

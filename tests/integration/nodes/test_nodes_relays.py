@@ -1,4 +1,4 @@
-"""Agents that speak to the controller by way of others: what is lost and found does not depend on who carries whom.
+"""Agents that speak to the controller through others: what is lost and found does not depend on who carries whom.
 
 Four hosts of which two may speak to the controller themselves: the first, which has it and carries nobody, and another
 one, which carries the other two.

@@ -135,7 +135,7 @@ def test_a_spare_node_takes_the_ranks_of_a_lost_one(three_hosts: Network, tmp_pa
 def test_a_second_node_is_lost_before_the_first_step(four_hosts: Network, tmp_path: Path, saved: Saved) -> None:
     """Stage by stage on hosts 0, 1 and 2, 3, each stage twice. Host 3 is lost; of what host 2 alone has a copy is kept
     nowhere. While the others come to their first step in another layout, a host with what another one has, too, is
-    lost: they begin once more."""
+    lost: they begin again."""
     job = start(four_hosts, tmp_path, FOUR, "--mode", "late", nnodes=4, config=never())
     job.wait_for_step(AT)
     lose(job, four_hosts.hosts[3])

@@ -75,7 +75,7 @@ def expect(locator: Any, count: int) -> None:
 
 @contextmanager
 def serving(**sources: Any) -> Iterator[str]:
-    """The page with given facts, on an event loop in a thread of its own (playwright has taken this one's)."""
+    """The page with given facts, on an event loop in a separate thread (playwright has taken this one's)."""
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever)
     thread.start()

@@ -151,7 +151,7 @@ def test_other_groups_from_a_recovery_on(tmp_path: Path) -> None:
 
 
 def _again(rank: int, world: int) -> None:
-    """The same version once more, after a recovery in which rank 1 was replaced: what is whole stays as it is."""
+    """The same version again, after a recovery in which rank 1 was replaced: what is whole stays as it is."""
     copies, mine = made(rank, world, range(world), 2)
     for version in range(3):
         step(copies, rank, version)

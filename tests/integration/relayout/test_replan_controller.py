@@ -41,7 +41,7 @@ def history(tmp_path_factory: pytest.TempPathFactory) -> History:
 
 
 class Running:
-    """A job on this host, and its controller, which is a process of its own."""
+    """A job on this host, and its controller, which is a separate process."""
 
     def __init__(
         self,

@@ -184,7 +184,7 @@ def test_a_checkpoint_of_megatrons(tmp_path: Path) -> None:
     ).wait(TIMEOUT_S)
     check_fired(one)
     ((call, _),) = replanned(one)
-    assert training.iteration(call) == 4, one.explain()  # the log may be made once more
+    assert training.iteration(call) == 4, one.explain()  # the log may be made again
     other = training.start(tmp_path / "other-run", f"--save={places[1]}", "--save-interval=4").wait(TIMEOUT_S)
     finished(one), finished(other)
     held = [content(place / "iter_0000004", tmp_path / "all.pt") for place in places]

@@ -1,4 +1,4 @@
-// A communicator of the fake and its stream: operations over gloo, one after the other, on a thread of its own.
+// A communicator of the fake and its stream: operations over gloo, one after the other, on a separate thread.
 //
 // What it does as NCCL does:
 //   * a peer that is gone lets an operation wait for ever, on the device; the host is told only by `error()`

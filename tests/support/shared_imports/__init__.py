@@ -97,7 +97,7 @@ class Image:
             )
 
     def start(self, command: Sequence[str], env: Mapping[str, str], out: int) -> Forked | None:
-        """Run `flashrecovery` with these arguments in a session of its own. ``out``: the descriptor of its output.
+        """Run `flashrecovery` with these arguments in a separate session. ``out``: the descriptor of its output.
         None: the interpreter has ended; it says why."""
         data = json.dumps({"command": list(command), "env": dict(env), "cwd": os.getcwd()}).encode()
         try:

@@ -57,7 +57,7 @@ def _sizes(nbytes: int) -> Iterator[int]:
 
 
 class StagingTransfer:
-    """Of one agent. ``root``: its directory in the node's memory."""
+    """The staging transfers of one agent. ``root``: its directory in the node's memory."""
 
     def __init__(self, root: Path, access: Access) -> None:
         self._root = root

@@ -88,7 +88,7 @@ class NodeParts:
 
 
 class ProcessManager:
-    """Of one node."""
+    """The processes of one node."""
 
     def __init__(self, foreman: ProcessObserver, config: RunConfig, command: list[str], node: NodeParts) -> None:
         run_dir = node.run_dir
@@ -379,7 +379,8 @@ class ProcessManager:
         return await self._start(ProcessOrder({**self._env(), **at_once}, log), lambda: self._dismissals == dismissals)
 
     async def _start(self, order: ProcessOrder, wanted: Callable[[], bool]) -> WorkerProcess | None:
-        """Of the first provider that has one; None once it is not ``wanted`` any more, or the node's part is over."""
+        """A process of the first provider that has one; None once it is not ``wanted`` any more, or the node's part is
+        over."""
         places = [] if self._places is None or order.standby else [self._places]
         for provider in (*places, *self._providers):
             process = await provider.start(order)

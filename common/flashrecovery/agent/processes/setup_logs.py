@@ -71,7 +71,8 @@ class SetupLogs:
             self._kept[rank] = KeptLog(attempt, log)
 
     def forget(self, *, but: int) -> None:
-        """Of all starts but this attempt. A node without a rank of a new layout may keep that one's already."""
+        """Forget the logs of all starts except this attempt. A node without a rank of a new layout may keep that one's
+        already."""
         for rank in [rank for rank, log in self._kept.items() if log.attempt != but]:
             del self._kept[rank]
 

@@ -105,7 +105,7 @@ class NodeSnapshots:
 
     @property
     def pid(self) -> int | None:
-        """Of the snapshot process, if this agent has started it."""
+        """The pid of the snapshot process, if this agent has started it."""
         return None if self._host is None else self._host.pid
 
     def filled(self, rank: int, *, detached: bool, was_here: bool) -> None:

@@ -225,7 +225,7 @@ class Guards:
 
     @property
     def number(self) -> int:
-        """Of guards that are here."""
+        """The number of guards that are connected."""
         return len(self._guards)
 
     def cpus(self) -> set[int]:

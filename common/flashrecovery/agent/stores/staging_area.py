@@ -16,7 +16,7 @@ from flashrecovery.rpc.channel import Access
 
 
 class StagingArea:
-    """Of one agent. Empty, and of no effect, where the layout of the job does not change.
+    """The staging area of one agent. Empty, and of no effect, where the layout of the job does not change.
 
     Attributes:
         kept: which state is there; a controller that comes while the ranks of another layout start hears of it.

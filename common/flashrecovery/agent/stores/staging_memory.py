@@ -23,7 +23,7 @@ _PREFIX = "flashrecovery-staging"
 
 
 class StagingMemory:
-    """Of one agent. ``root``: in memory."""
+    """The staging memory of one agent. ``root``: in memory."""
 
     def __init__(self, root: Path = ROOT) -> None:
         """Raises ConfigError if there is no such memory."""

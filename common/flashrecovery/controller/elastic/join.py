@@ -32,7 +32,7 @@ from flashrecovery.proto import flashrecovery_pb2 as pb
 
 
 class PauseBarrier:
-    """Of one pause. Times are CLOCK_MONOTONIC seconds."""
+    """The state of one pause. Times are CLOCK_MONOTONIC seconds."""
 
     def __init__(self) -> None:
         self._there: set[int] = set()

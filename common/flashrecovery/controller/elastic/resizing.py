@@ -499,7 +499,7 @@ class Resizing:
         self._not_told = NotTold()
 
     def _say_what_is_on_one_node(self) -> None:
-        """Of sharded state each rank's part has copies on one other rank. Both may be on one node: who keeps what
+        """Each rank's part of sharded state has copies on one other rank. Both may be on one node: who keeps what
         follows from the ranks' numbers, and a node may have more of them than at the launch."""
         job = self._job
         homes = {record.rank: record.home for record in job.in_order}

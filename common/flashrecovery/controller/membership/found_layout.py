@@ -13,7 +13,7 @@ from flashrecovery.runtime.parallel_layout import layout_ranks
 
 
 class FoundLayout:
-    """Of one job."""
+    """The layout that a new controller finds, of one job."""
 
     def __init__(self, job: JobState) -> None:
         self._job = job

@@ -194,7 +194,7 @@ class RankPlacement:
         return numbers.setdefault(record.home, len(numbers))
 
     def _node_numbers(self) -> dict[str, int]:
-        """Of the nodes that had ranks when the job's generation began, and that have come since."""
+        """The numbers of the nodes that had ranks when the job's generation began, and that have come since."""
         if self._numbered != self._job.generation:
             self._numbered = self._job.generation
             homes = dict.fromkeys(record.home for record in self._job.in_order if record.home)

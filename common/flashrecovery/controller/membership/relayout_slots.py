@@ -45,7 +45,7 @@ class RelayoutSlots:
         return [len(locals_) for locals_ in self._now(lost).values()]
 
     def places(self, strategy: Strategy) -> list[NodeSlot]:
-        """Of the ranks of a layout, in order."""
+        """The slots of the ranks of a layout, in order."""
         return places(strategy.tp, strategy.ranks, self._now())
 
     def _now(self, lost: Collection[int] = ()) -> Slots:
@@ -53,7 +53,7 @@ class RelayoutSlots:
 
 
 def all_slots(job: JobState) -> Slots:
-    """Of the ranks that live, and free ones, up to the ranks of the launch."""
+    """The slots of the ranks that live, and free ones, up to the ranks of the launch."""
     return _capped(_merged(_of_members(job, ()), _free(job, ()), job), job)
 
 

@@ -22,7 +22,7 @@ from flashrecovery.proto import flashrecovery_pb2 as pb
 
 
 class StagedState:
-    """Of one job.
+    """The staged state of one job.
 
     Attributes:
         litter: there is state in memory that will not be needed.

@@ -31,7 +31,7 @@ class Counting:
             self._iterations = {step: known[step] for step in sorted(known)[-_KEPT:]}
 
     def iteration(self, step: int) -> int:
-        """Of this step, or, if that has not begun, of the one before it; -1: not known."""
+        """The iteration of this step, or, if that has not begun, of the one before it; -1: not known."""
         return self._iterations.get(step, self._iterations.get(step - 1, -1))
 
     def text(self, step: int) -> str:

@@ -54,7 +54,7 @@ class CommandedSize:
 
 @dataclass
 class Membership:
-    """Of one job, besides its ranks.
+    """The membership of one job, besides its ranks.
 
     Attributes:
         size: what is commanded of it.
@@ -89,7 +89,7 @@ class Membership:
 
 @dataclass
 class ChangedLayout:
-    """Of one job.
+    """The changed layout of one job.
 
     Attributes:
         text: the layout that it has changed to, as tp=1,pp=2,dp=1; "": that of the launch.

@@ -21,7 +21,7 @@ def local_state_name(rank: int) -> str:
 
 @dataclass(slots=True)
 class RankInventory:
-    """Of one rank.
+    """The inventory of one rank.
 
     Attributes:
         needs: size in bytes by shard.
@@ -66,7 +66,7 @@ class RankInventory:
         return {name: nbytes for name, nbytes in self.needs.items() if name not in self.sharded}
 
     def need_part(self, kept: Mapping[str, int]) -> None:
-        """Of what is sharded it needs what others keep for its rank."""
+        """This rank needs the sharded state that others keep for it."""
         common = self.common_needs()
         self.sharded, self.as_launched = frozenset(kept.keys() - common.keys()), False
         self.needs = {**common, **{name: kept[name] for name in self.sharded}}

@@ -95,7 +95,7 @@ class RestoreRound:
         return sum(r.bytes_received for r in self.reports.values())
 
     def bytes_on_device(self) -> int:
-        """Of them, those that went from device to device."""
+        """The bytes of these that went from device to device."""
         return sum(r.bytes_on_device for r in self.reports.values())
 
     def mismatches(self) -> list[tuple[str, int]]:

@@ -24,7 +24,7 @@ _OVER = (State.FINISHED, State.FAILED)
 
 
 class SelfCheck:
-    """Of one job."""
+    """The self-check of one job."""
 
     def __init__(self, job: JobState) -> None:
         self._job = job

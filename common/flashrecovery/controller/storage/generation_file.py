@@ -48,7 +48,7 @@ class Numbers:
 
     @property
     def attempts(self) -> int:
-        """Of all starts, the newest one's number."""
+        """The number of the newest of all starts."""
         return self.restarts + self.replans
 
 
@@ -90,7 +90,7 @@ def write_numbers(path: Path, launch: str, numbers: Numbers) -> None:
 
 
 class GenerationFile:
-    """Of one controller.
+    """The generation file of one controller.
 
     Args:
         path: in the controller's own run directory; None: a job of one node, where no other controller could take over.

@@ -67,7 +67,7 @@ inline bool& recoveryHere() {
 }
 
 // Where c10d keeps the number and the size of a group, in ProcessGroup and in Backend alike. It has no way to change
-// them, and declares them const; but they are members of objects on the heap, which are read anew at every use.
+// them, and declares them const; but they are members of objects on the heap, which are read again at every use.
 template <typename Base>
 struct Numbered : Base {
   static void set(Base& one, int rank, int size) {

@@ -252,7 +252,7 @@ class TensorTable {
   std::vector<Place> tensors_;
 };
 
-// Parameters that are found anew at each look: `(owner, name)` for an attribute, or the tensor itself.
+// Parameters that are looked up again at each look: `(owner, name)` for an attribute, or the tensor itself.
 class ParameterTable {
  public:
   explicit ParameterTable(const py::list& places) {

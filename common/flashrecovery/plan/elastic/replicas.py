@@ -60,7 +60,7 @@ class ReplicaShape:
         return (run * self.replicas + replica) * self.inner + at
 
     def ranks(self, replica: int) -> list[int]:
-        """Of a replica, in order."""
+        """The ranks of a replica, in order."""
         return [self.rank(replica, model_rank) for model_rank in range(self.each)]
 
     def in_order(self, ranks: Iterable[int]) -> list[int]:
@@ -168,7 +168,7 @@ class Sharing:
         return len(self.ranks)
 
     def place(self, rank: int) -> int:
-        """Of a rank, which is one of them."""
+        """The place of a rank, which is one of them."""
         return self._places[rank]
 
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 _ROUNDS = 6
-"""Of the Feistel network; four would do for a pseudo-random permutation."""
+"""The rounds of the Feistel network; four would do for a pseudo-random permutation."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class SampleOrder:
             )
 
     def positions(self, step: int) -> range:
-        """Of the samples of a step."""
+        """The positions of the samples of a step."""
         return range(step * self.global_batch, (step + 1) * self.global_batch)
 
     def sample(self, position: int) -> int:
@@ -111,7 +111,7 @@ class BatchSplit:
 
     @property
     def micro_batches(self) -> int:
-        """Of a step, on all replicas."""
+        """The micro-batches of a step, on all replicas."""
         return self.global_batch // self.micro_batch
 
     @property
@@ -144,7 +144,7 @@ class BatchSplit:
         return more + (micro_batch - more * (each + 1)) // each
 
     def positions(self, step: int, micro_batch: int) -> range:
-        """Of its samples in the :class:`SampleOrder`."""
+        """The positions of its samples in the :class:`SampleOrder`."""
         first = step * self.global_batch + micro_batch * self.micro_batch
         return range(first, first + self.micro_batch)
 
@@ -178,7 +178,7 @@ def exact_sizes(
 
     Args:
         uneven: replicas may compute one micro-batch more than others.
-        each: the number of ranks in a replica that have micro-batches of their own; ``most`` and ``least`` count such
+        each: the number of ranks in a replica that have their own micro-batches; ``most`` and ``least`` count such
             ranks.
         runs: whether such a rank can compute a given number of micro-batches in a step; None: any number.
     """

@@ -10,7 +10,7 @@ to be training again and s1 to be where it was:
 
 The paper counts t in steps and adds it to seconds; here all of them are seconds, and a number of steps is t divided by
 a step's time. The equations are of first order: they know of no failure during the way back from another one. Where
-failures cost more than a fifth of the time they say too little, and :attr:`Losses.first_order` says so.
+failures cost more than a fifth of the time they are too low, and :attr:`Losses.first_order` is set.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class Losses:
 
     @property
     def lost_s(self) -> float:
-        """Of a day."""
+        """Seconds lost per day."""
         parts = (self.recovery_s, self.restart_s, self.rework_s, self.checkpoint_s, self.copies_s, self.waiting_s)
         return math.fsum(parts)
 

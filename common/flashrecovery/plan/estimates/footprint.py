@@ -112,7 +112,7 @@ class JobShape:
 
 @dataclass(frozen=True)
 class Footprint:
-    """Of one protection. Bytes and seconds are those of one step where nothing else is said.
+    """The footprint of one protection. Bytes and seconds are those of one step where nothing else is said.
 
     Attributes:
         unique_bytes: of a GPU's state no other rank holds.

@@ -94,7 +94,7 @@ class WithSpares:
 
 @dataclass(frozen=True)
 class Outlook:
-    """Of one protection.
+    """The outlook of one protection.
 
     Attributes:
         group: nodes of its smallest group; 2 for neighbours, 0 for none.
@@ -143,7 +143,7 @@ def guards(job: fp.JobShape, protection: Protection, failures: Failures, parity_
 
 
 def checkpoint_bytes(job: fp.JobShape) -> float:
-    """Of the whole job's state, each shard once."""
+    """The checkpoint's bytes of the whole job's state, each shard once."""
     weights = 0 if job.sharding is Sharding.FULL else WEIGHT_BYTES
     return (OPTIMIZER_BYTES + weights) * job.parameters
 

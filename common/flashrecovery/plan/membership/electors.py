@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 MOST = 5
 _VERSIONS = 1 << 32
-"""Of electors in one term."""
+"""The number of versions of electors in one term."""
 FEWEST = 3
 """With two nodes, none could tell a dead controller's node from a cut between them."""
 
@@ -67,5 +67,5 @@ def decide(electors: Sequence[Elector], some: Collection[Elector]) -> bool:
 
 
 def first_version(term: int) -> int:
-    """Of the electors of a controller that is elected for ``term``: above all of the terms before."""
+    """The first version of the electors of a controller that is elected for ``term``: above all of the terms before."""
     return term * _VERSIONS

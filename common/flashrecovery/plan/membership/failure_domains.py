@@ -12,7 +12,7 @@ from enum import Enum
 
 
 class LossEvent(Enum):
-    """What may happen at one moment, from the smallest on. The value is what is lost, in words."""
+    """The failures that may happen at one moment, smallest first. The value is a text that says what is lost."""
 
     RANK = "a rank"
     GPUS = "the GPUs that share NVLink"

@@ -1,6 +1,6 @@
 """The sums behind who may believe what for how long: of nodes that belong to the job, and of the controller. Pure.
 
-Every belief is an interval on the clock of the one who holds it, and begins with the *sending* of something of its own
+Each process keeps its belief as an interval on its own clock, which begins when it *sends* a message
 that the other side has answered or echoed. So it is never newer than what the other side knows, whatever was delayed on
 the way, and however long one of them stood still, or its host was suspended (:mod:`flashrecovery.util.clock`).
 

@@ -79,7 +79,7 @@ class Reach:
 
 
 def reach(seen: Sequence[Seen], electors: Collection[Elector], node: str) -> Reach:
-    """Of those that were asked. ``node``: this one, which counts if it is an elector."""
+    """The result of asking the others. ``node``: this one, which counts if it is an elector."""
     reached = {s.peer for s in seen if s.reachable}
     if electors:
         enough = sum(e.node == node or e.peer in reached for e in electors) >= majority(len(electors))

@@ -181,7 +181,7 @@ def setup_log_keepers(rank: int, stride: int, world: int) -> tuple[int, ...]:
 
 def setup_log_keepers_among(rank: int, stride: int, world: int, nodes: Mapping[int, str]) -> tuple[int, ...]:
     """The same where some of the launch's ``world`` ranks have left: the next ones in the ring that there are, each on
-    a node of its own. ``nodes``: of the ranks that there are, this one among them."""
+    a separate node. ``nodes``: of the ranks that there are, this one among them."""
     found: list[int] = []
     taken = {nodes[rank]}
     rings = math.gcd(stride, world)

@@ -50,7 +50,8 @@ class Quorum:
     def elected(
         cls, leader: str, term: int, electors: tuple[Elector, ...], before: tuple[Elector, ...], until: float
     ) -> Quorum:
-        """Of a controller that these have elected; as far as it knows, a change of them is settled or not."""
+        """The quorum of a controller that these have elected; as far as it knows, a change of them is settled or
+        not."""
         return cls(leader, term, first_version(term), electors, until, before, _settled=not before)
 
     @property

@@ -24,7 +24,7 @@ def store_count(ranks: int, nodes: int) -> int:
 def choose(homes: Sequence[str], living: Set[str], count: int, known: Sequence[str] = ()) -> list[str]:
     """The nodes of ``count`` servers, in order.
 
-    The world is cut into ``count`` blocks of ranks, and each block's server is on a node of its own. ``homes``: each
+    The world is cut into ``count`` blocks of ranks, and each block's server is on a different node. ``homes``: each
     rank's node. A server that is already ``known`` stays where it is as long as its node is ``living`` and holds ranks,
     so that survivors keep their connections. None if no node is left; a node serves twice if there are too few.
     """

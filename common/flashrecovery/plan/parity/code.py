@@ -23,8 +23,8 @@ and a changed byte changes exactly one byte of P and one of Q, where it changes 
 EVENODD: what is updated in every step wants that. Two lost columns a < b: after the others have been taken away,
 Q' has row 0 of a alone; P' then gives row 0 of b, that gives the row b - a of a, and so on.
 
-**Buckets.** A unit is cut into buckets, and each bucket has a code of its own. So a change of one travels alone, is
-checked alone, and is decoded in memory of its own size.
+**Buckets.** A unit is cut into buckets, and each bucket has its own code. So a change of one bucket is sent alone, is
+checked alone, and is decoded in memory of the bucket's size.
 
 **What travels** in a step. The shards are distinct, so parity cannot be computed in one place (REFT's replicas can):
 each member must send its changes, ``delta = old ^ new``. With parity 1 it sends each unit's delta to that stripe's P:
@@ -48,8 +48,8 @@ ROW = 64
 BUCKET = 256 << 10
 """Small enough that parity, a delta and a sum stay in a core's second-level cache together (benchmarks/parity.py)."""
 _BUCKETS = 128
-"""Of a unit at most, if they need not be longer than :data:`_LARGEST` for that: each costs the interpreter some tens of
-microseconds a step, in which training may have to wait for its lock."""
+"""The most buckets of a unit, if they need not be longer than :data:`_LARGEST` for that: each costs the interpreter
+some tens of microseconds a step, in which training may have to wait for its lock."""
 _LARGEST = 4 << 20
 HEADER_BYTES = 64
 """Before each delta, and alone at the end of a member's deltas for one stripe."""
@@ -171,7 +171,7 @@ class ParityLayout:
         return column * ROW if part is StripePart.Q else 0
 
     def parity_length(self, stripe: int, part: StripePart, bucket: int) -> int:
-        """Of a bucket of parity."""
+        """The bytes of a bucket of parity."""
         lengths = [self.data_length(stripe, bucket, column) for column in range(self.columns)]
         return max(self.shift(part, column) + length if length else 0 for column, length in enumerate(lengths))
 
@@ -183,7 +183,7 @@ class ParityLayout:
         return offsets
 
     def parity_bytes(self, stripe: int, part: StripePart) -> int:
-        """Of one version."""
+        """The bytes of parity of one version."""
         return self.parity_offsets(stripe, part)[-1]
 
     def memory(self, member: int) -> int:

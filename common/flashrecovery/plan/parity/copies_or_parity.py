@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from flashrecovery.plan.parity.groups import Groups
 
 ROOM = 0.8
-"""Of the free memory, what copies may take: data loaders and the script take theirs later."""
+"""The part of the free memory that copies may take: data loaders and the script take theirs later."""
 _VERSIONS = 2
 
 

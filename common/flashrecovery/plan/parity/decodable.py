@@ -161,7 +161,7 @@ def _encodings(members: Mapping[int, ParityHeld]) -> dict[int, dict[int, Encodin
 
 
 def _versions(encodings: Mapping[int, EncodingHeld]) -> frozenset[int]:
-    """Of which there is any parity."""
+    """The versions of which there is any parity."""
     return frozenset[int]().union(*(e.p | e.q for e in encodings.values()))
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from flashrecovery.plan.parity.code import ParityLayout, StripePart, Traffic
 
 CHUNK = 8 << 20
-"""Of a decode, at most: what a member gathers at a time."""
+"""The most bytes of a decode that a member gathers at a time."""
 _CHUNKS = 16
 """Least number of chunks of a unit with enough buckets: while one chunk is gathered, the previous one is sent to the
 lost member."""
@@ -212,7 +212,7 @@ class _Planner:
     def tasks(
         self, stripe: int, missing: Sequence[int], parities: Sequence[StripePart], unmade: Sequence[StripePart]
     ) -> list[DecodeTask]:
-        """Of one stripe: the missing data by these parities, and the parities that are to be made again."""
+        """The tasks of one stripe: the missing data by these parities, and the parities that are to be made again."""
         layout = self._layout
         columns = [StripeSource(layout.member(stripe, c), StripePart.DATA, c) for c in range(layout.columns)]
         sources = [s for s in columns if s.member not in self._lost]

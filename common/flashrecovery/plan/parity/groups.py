@@ -43,7 +43,7 @@ class Member:
 
     @property
     def nbytes(self) -> int:
-        """Of its flat bytes: the shards one after another, each aligned."""
+        """The number of its flat bytes: the shards one after another, each aligned."""
         return sum(-(-nbytes // ALIGN) * ALIGN for _, nbytes in self.shards)
 
     @property

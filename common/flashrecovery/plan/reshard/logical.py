@@ -75,7 +75,7 @@ class ShardParts:
 
     def of(self, key: str, shape: Sequence[int], like: Sequence[int]) -> list[LogicalPart]:
         """The parts of the shard's tensor ``key``, which has this ``shape``, with the full names of their logical
-        tensors. ``like``: the shape of the parameter. Raises RestoreError for state of a shape of its own."""
+        tensors. ``like``: the shape of the parameter. Raises RestoreError for state of another shape."""
         if key in (PARAM, DATA):
             return [self._named(self.param + part.name, part) for part in self.parts]
         kind, _, name = key.partition("/")
@@ -104,7 +104,7 @@ class ShardParts:
 
 
 Description = Mapping[str, ShardParts]
-"""Of all shards, by name."""
+"""The descriptions of all shards, by name."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -90,7 +90,7 @@ class Reshard:
 
     @cached_property
     def piece_bytes(self) -> Ints:
-        """Of each piece, in each tensor of its class."""
+        """The bytes of each piece, in each tensor of its class."""
         sizes: Ints = self.pieces.sizes * self.itemsize[self.pieces.group]
         return sizes
 
@@ -249,7 +249,7 @@ def plan_reshard(
     wanted = [space for space in spaces if space.name in new]
     nowhere = sorted(set(new) - {space.name for space in wanted})
     if nowhere or len(wanted) > len({space.name for space in wanted}):
-        raise ValueError(f"tensors without a space of their own: {nowhere[:_SHOWN]}: one space for each is allowed")
+        raise ValueError(f"tensors without their own space: {nowhere[:_SHOWN]}: one space for each is allowed")
     dims = max([1, *(len(space.shape) for space in wanted)])
     living = None if alive is None else frozenset(alive)
     holders, needers = _Sets(living), _Sets(None)

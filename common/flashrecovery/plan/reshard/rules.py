@@ -22,7 +22,7 @@ class Naming(str, Enum):
     """What follows the beginning of a shard's name."""
 
     PLACE = "place"
-    """A place and the size, as ``1/4``: each place has a shard of its own."""
+    """A place and the size, as ``1/4``: each place has its own shard."""
     PLACE_UNLESS_ALONE = "place_unless_alone"
     """The same; and where there is one place, the name ends before its ``#``."""
     SIZE = "size"
@@ -42,7 +42,7 @@ class TensorRule:
         key: of the part among the tensors of these shards. Several tensors of different rules may lie in one.
         naming: how the names of the shards go on.
         turn: where an optimizer has state of this shard: it numbers those that a place has in the order of this
-            number. -1: their numbers are the same at all places. Each optimizer has numbers of its own.
+            number. -1: their numbers are the same at all places. Each optimizer has its own numbers.
         content: a digest of what lies in the tensor, one after another, where its name does not say it (several
             parameters, end to end). A tensor of another content is another tensor, however alike they lie.
         suffix: how the names of the shards end, where several groups of ranks divide tensors of one name among

@@ -85,7 +85,7 @@ class LayoutFacts:
 
     @property
     def micro_batches(self) -> int:
-        """Of a step, on all replicas together."""
+        """The micro-batches of a step, on all replicas together."""
         return self.global_batch // self.micro_batch
 
     @property
@@ -177,7 +177,7 @@ def why_another_job(before: StayingFacts, now: StayingFacts, plan: str) -> str:
 
 @lru_cache(maxsize=2)
 def divides_sequences(facts: str) -> bool:
-    """Whether these facts (as text; "": none) say so of tensor-parallel ranks."""
+    """Whether these facts (as text; "": none) say that about tensor-parallel ranks."""
     return facts != "" and LayoutFacts.parse(facts).sequence_parallel
 
 

@@ -80,7 +80,7 @@ class MeasuredStep:
 
 @dataclass(frozen=True)
 class _Amounts:
-    """Of a step: operations, bytes near and far, micro-batches times layers; by what they are for."""
+    """The amounts of a step: operations, bytes near and far, micro-batches times layers; by what they are for."""
 
     compute: tuple[float, float, float, float]
     bubble: tuple[float, float, float, float]

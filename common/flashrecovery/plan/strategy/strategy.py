@@ -199,7 +199,7 @@ class NothingFitsError(UnsupportedError):
 
 def candidates(work: Workload, ranks: int, per_node: int, excluded: Excluded) -> Iterator[Strategy]:
     """All strategies on at most ``ranks`` ranks, each with as many replicas as there is room for and the batch allows.
-    What does not divide is told to ``excluded``."""
+    Sizes that do not divide are passed to ``excluded``."""
     model = work.model
     for tp in _sizes(min(ranks, model.heads)):
         problem = _tp_problem(work, tp, per_node)

@@ -26,7 +26,7 @@ from flashrecovery.redundancy.checkpoint.manifest import UNREADABLE
 
 BLOCK = 1 << 20
 _BLOCKS_KEPT = 16
-"""Of the tensors that are being read, one each."""
+"""The number of tensors being read whose last block is kept, one each."""
 _DIGEST_BYTES = 8
 _RECORD = "/data/0"
 _LOCAL_HEADER = 30
@@ -34,7 +34,7 @@ _BAD = (*UNREADABLE, zipfile.BadZipFile, struct.error)
 
 
 def digests(tensor: torch.Tensor) -> bytes:
-    """Of each block of a contiguous host tensor's bytes (xxh3-64), one after another."""
+    """The digests of each block of a contiguous host tensor's bytes (xxh3-64), one after another."""
     data = tensor.detach().reshape(-1).view(torch.uint8).numpy().data
     return b"".join(xxhash.xxh3_64_digest(data[at : at + BLOCK]) for at in range(0, len(data), BLOCK))
 

@@ -138,7 +138,7 @@ def _exact(tensors: Mapping[str, Any]) -> dict[str, Any]:
 
 @contextmanager
 def _own_errors() -> Iterator[None]:
-    """DCP wraps what happens in a BaseException of its own; raise the thing itself."""
+    """DCP wraps errors in its own BaseException; raise the original error."""
     from torch.distributed.checkpoint.api import CheckpointException
 
     # That every rank reads and writes for itself is meant here; DCP warns about it. Not at import, because a standby

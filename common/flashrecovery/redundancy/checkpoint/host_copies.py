@@ -44,7 +44,7 @@ class _Live:
 
 
 class LaterCopies(HostCopies):
-    """Of what is a part of a shard's tensor only room is made, which :meth:`fill` fills from a copy of the shards that
+    """For a part of a shard's tensor, memory is only reserved, which :meth:`fill` fills from a copy of the shards that
     is made anyway; whatever else is copied at once.
 
     ``shards``: those of which there will be a copy.

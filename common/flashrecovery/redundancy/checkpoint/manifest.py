@@ -137,7 +137,7 @@ def _rows(rules: Sequence[Any]) -> tuple[TensorRule, ...]:
 
 
 def index_digest(path: Path) -> bytes:
-    """Of DCP's index of a checkpoint. Raises OSError."""
+    """The digest of DCP's index of a checkpoint. Raises OSError."""
     return xxhash.xxh3_128_hexdigest((path / _INDEX).read_bytes()).encode()
 
 

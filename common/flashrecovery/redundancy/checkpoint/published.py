@@ -48,7 +48,7 @@ def oldest(directory: Path | None) -> int:
 
 
 def step_name(version: int) -> str:
-    """Of the directory of a version."""
+    """The name of the directory of a version."""
     return f"step-{version:010d}"
 
 

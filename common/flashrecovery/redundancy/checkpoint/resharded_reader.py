@@ -106,7 +106,7 @@ def _allocated(
     world: int,
 ) -> dict[tuple[str, str], Mapping[str, torch.Tensor]]:
     """The live tensors of this rank, by what the names of their shards begin and end with, and by key: what of them is
-    padding, is 0. ``ranks``: so many have written them."""
+    padding, is 0. ``ranks``: the number of ranks that wrote them."""
     of_name = {shard.name: shard for shard in shards}
     shared_out = by_shard(rules)
     turns: dict[str, set[int]] = {}
@@ -131,7 +131,7 @@ def _allocated(
 
 
 def _optimizer(rules: Sequence[TensorRule]) -> str:
-    """Of which optimizer the state in a shard is: with which the keys of that begin; "" if there is none."""
+    """The optimizer whose state is in a shard: the prefix of its keys; "" if there is none."""
     return next((rule.key.partition("/")[0] for rule in rules if rule.of_optimizer), "")
 
 
@@ -162,7 +162,7 @@ def _portions(rules: Sequence[TensorRule], ranks: int, rank: int, world: int, li
 
 
 def _whose(rule: TensorRule, ranks: int, preferred: Sequence[int], rank: int) -> int:
-    """Of whom this rank reads what several have as a whole."""
+    """The rank from which this one reads state that several ranks have completely."""
     if rule.shared:
         owners = rule.owners(ranks)
         return writer_among(rule.shard_at(owners[0], ranks), owners)

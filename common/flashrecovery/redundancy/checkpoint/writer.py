@@ -2,7 +2,7 @@
 
 Saving needs no collective, so a failure in the middle cannot hang it and it cannot hang a recovery. Some place
 announces a version (see :mod:`flashrecovery.plan.checkpoint_interval`); every rank that commits it copies its part to
-host memory (``k0``, the only time training is held up) and writes it in the background as a DCP checkpoint of its own,
+host memory (``k0``, the only time training is held up) and writes it in the background as a separate DCP checkpoint,
 ``.pending-<version>.<generation>-<launch>/part-<rank>/``: what a launch that was killed has left there never becomes
 a part of the next one's. The rank that finds all parts durable joins their metadata, renames the directory to
 ``step-<version>`` and points ``latest`` at it; both are atomic, so a half-written checkpoint is never found. Only the
@@ -221,7 +221,7 @@ class CheckpointFallback:
         return f"{generation}-{self._launch}"
 
     def _submit(self, job: Callable[[], None]) -> None:
-        """Run ``job`` in the background; what it raises is told to ``on_error``."""
+        """Run ``job`` in the background; errors are passed to ``on_error``."""
 
         def told() -> None:
             try:

@@ -138,7 +138,7 @@ class Outliving:
 
     Attributes:
         keep: called with the slot's memory whenever it has a new one; None: it has none any more.
-        check: called before each version, so that a keeper which was lost is told anew.
+        check: called before each version, so that a keeper which was lost is informed again.
         left: what the process before this one had in the same slot.
     """
 

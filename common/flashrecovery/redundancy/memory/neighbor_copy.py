@@ -8,7 +8,7 @@ Why every rank may go on when its *own* exchange is complete stands in :mod:`.pe
 have arrived before anybody changes its state to i+1. Until then version i-1 is still held everywhere: by its owner
 (undo) and by the neighbour (other slot).
 
-One exchange, on a process group of its own, to the destination and from the source at once::
+One exchange, on a separate process group, to the destination and from the source at once::
 
     frame (generation, version, layout, sizes, address)  header (rank-local state, small values, the layout if new)
     tensors

@@ -5,7 +5,7 @@ version older than the living state, or when an optimizer step can be torn becau
 
 ``start`` notes which tensors are live, in the training thread; the copy itself is made beside the next
 forward pass and must be over before the first mutation: ``before_mutation``. On CUDA it is queued on a stream
-of its own, into pinned memory, and the mutating stream waits for it, not the host.
+stream, into pinned memory, and the mutating stream waits for it, not the host.
 """
 
 from __future__ import annotations
@@ -28,9 +28,10 @@ from flashrecovery.state.shard import Shard, ShardSource, Structure
 _KEPT = 2
 """Versions that are kept; one more while one of them is reserved."""
 _LONGEST_S, _SLOWEST = 2.0, 500e6
-"""An operation of the script takes at most so many seconds, and writes at least so many bytes a second."""
+"""An operation of the script takes at most this many seconds, and writes at least this many bytes a second."""
 _TRIED, _TRIED_AGAIN = 4, 64
-"""After so many walks in a row the structure is taken to change in each step; it is watched again after so many."""
+"""After this many walks in a row the structure is assumed to change in each step; it is watched again after that
+many."""
 ChangeCounter = Callable[[Sequence[torch.Tensor]], Callable[[], int]]
 """Gives what gives another number when one of the tensors has been changed."""
 StructureWatch = Callable[[Sequence[Structure]], Callable[[], bool]]
@@ -123,7 +124,7 @@ class PreStepCopy:
             slot.stop_outliving()
 
     def _drop_to(self, count: int) -> None:
-        """Give up the oldest copies beyond so many."""
+        """Drop the oldest copies beyond this number."""
         while len(self._slots) > count:
             oldest = min(self._slots, key=lambda number: self._slots[number].version)
             self._slots.pop(oldest).free()

@@ -57,7 +57,8 @@ class Pacing:
 
     @contextmanager
     def sending(self, nbytes: int, streams: int) -> Iterator[None]:
-        """The copy of the last version, ``nbytes`` on so many streams, is sent within. An exception teaches nothing."""
+        """Times the sending of the last version's copy: ``nbytes`` on that many streams. An exception teaches
+        nothing."""
         since = self._clock()
         window = pacing.window_s(list(self._windows)) - (since - self._began)
         self._network.begin(nbytes, max(window, 0.0), pacing.rate(list(self._rates)))

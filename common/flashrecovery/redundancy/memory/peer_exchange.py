@@ -1,6 +1,6 @@
 """One exchange with peers for each version, beside training: what neighbour copies and parity have in common.
 
-A version is first copied to this rank's own memory, then its part of it is exchanged, both in a thread of their own.
+A version is first copied to this rank's own memory, then its part of it is exchanged, both in a separate thread.
 ``wait`` comes before this rank's last contribution to the gradient synchronisation. A rank that leaves that
 synchronisation knows that every rank has passed ``wait``, so that what was exchanged of the version is whole everywhere
 before anybody changes its state to the next one.
@@ -228,5 +228,5 @@ def plain_source(shard: str, plain: bytes) -> ShardSource:
 
 
 def byte_tensor(data: bytes) -> torch.Tensor:
-    """uint8, with memory of its own."""
+    """uint8, with its own memory."""
     return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)

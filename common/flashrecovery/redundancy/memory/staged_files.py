@@ -1,11 +1,11 @@
 """A job's state in the memory of its node, outside of its workers, to be read in any layout: what re-planning moves.
 
-Each rank that is left writes what it was told to of one version (its own shards, and copies that it keeps of others')
-into a file of a directory in ``/dev/shm``; then the workers end. Those of the new layout map these files and copy the
-boxes that they need, each from one of the files that have it. No disk is used, and no network, but for what ranks on
-other nodes have written: of that, the tensors that are needed are brought here first (:class:`Elsewhere`). The file of
-a rank is its tensors one after another; its index says of each to which boxes of which logical tensors it belongs
-(:mod:`flashrecovery.plan.reshard.logical`), and has its digest.
+Each rank that is left writes the shards of one version that it was asked to (its own shards, and copies that it keeps
+of others') into a file of a directory in ``/dev/shm``; then the workers end. Those of the new layout map these files
+and copy the boxes that they need, each from one of the files that have it. No disk is used, and no network, but for
+what ranks on other nodes have written: of that, the tensors that are needed are brought here first
+(:class:`Elsewhere`). The file of a rank is its tensors one after another; its index says of each to which boxes of
+which logical tensors it belongs (:mod:`flashrecovery.plan.reshard.logical`), and has its digest.
 """
 
 from __future__ import annotations
@@ -279,7 +279,7 @@ class StagedFiles:
         return found
 
     def names(self) -> frozenset[str]:
-        """Of all logical tensors that are there."""
+        """The names of all logical tensors that are there."""
         return frozenset(self._of)
 
     def specs(self) -> Iterator[tuple[str, bytes]]:
@@ -392,7 +392,7 @@ def _pieces(space: Space, held: Sequence[Box], needed: Box, limit: int) -> Itera
     if not space.shape:
         yield needed, 0
         return
-    # Each part is a place of its own, so that what is read at once lies in one tensor.
+    # Each part is a separate place, so that data that is read at once is in one tensor.
     old = tuple(Share(box, (number,)) for number, box in enumerate(held))
     try:
         plan = plan_reshard([space], {space.name: old}, {space.name: (Share(needed, (0,)),)}, becomes={})
@@ -408,7 +408,7 @@ def _itemsize(stored: StoredTensor) -> int:
 
 
 def forms(staging: StagedFiles) -> Mapping[str, tuple[str, str, bool]]:
-    """Of the optimizer's state, what each kind is (by the key of a shard's tensor): its dtype, its layout as
+    """The form of each kind of optimizer state (by the key of a shard's tensor): its dtype, its layout as
     :class:`~flashrecovery.adapter.ParamShard` says it, and whether it is one number.
 
     Raises RestoreError where shards differ in that, or have state that is no tensor and not alike.

@@ -3,15 +3,15 @@
 At each commit the live shards are copied to this rank's own memory (the two newest versions), as with neighbour copies.
 What differs from the version before then goes to the members that hold parity of it (:mod:`.rounds`), beside
 the next step. With what belongs to a version besides tensors (the rank-local state, small values, the layout of the
-tensors) the next ``losses`` members of the group are told, so that it is left wherever the parity is of use.
+tensors) is sent to the next ``losses`` members of the group, so that it survives wherever the parity is useful.
 
 **What an exchange begins with.** Each member tells every other one how long its shards are, which version it has
 besides, and which versions its parity is of. All of them draw the same conclusions from that: which parities are to be
 made, and from what. So nothing has to be known from before; after a recovery the same exchange makes again what was
 lost, and leaves alone what is there.
 
-**Two encodings.** If the length of a member's shards changes (optimizer state appears), parity has to be laid out anew.
-The old one stays until the new one is complete on all members, which is so at the next commit.
+**Two encodings.** If the length of a member's shards changes (optimizer state appears), parity gets a new layout. The
+old one stays until the new one is complete on all members, which is so at the next commit.
 
 Why version i-1 is whole until i is, and i until anybody changes its state:
 :mod:`flashrecovery.redundancy.memory.peer_exchange`.
@@ -221,7 +221,7 @@ class ParityCopies:
         self._on_kept(self._newest_kept())
 
     def regroup(self, ranks: Sequence[int]) -> None:
-        """The ranks of this one's group from the next :meth:`reset` on. If they are others, all parity is made anew by
+        """The ranks of this one's group from the next :meth:`reset` on. If they are others, all parity is re-created by
         the next exchange."""
         self._next_ranks = tuple(ranks)
 
@@ -352,7 +352,7 @@ class ParityCopies:
         return self.decode(group, decode_order(order, version), live, give_up, corrupt=corrupt)
 
     def _exchange_layouts(self, group: dist.ProcessGroup, order: DecodeOrder) -> Slot | None:
-        """A lost member is told how its shards are laid out; returns the memory for them on that member."""
+        """Tell a lost member how its shards are laid out; returns the memory for them on that member."""
         works, slot = [], None
         for member, teller in zip(order.lost, order.tellers, strict=True):
             if teller == self._rank:
@@ -534,13 +534,13 @@ class ParityCopies:
             Rounds(self._talk, self.ranks, member, making.places, self._batches).run(frames)
 
     def _layout_of(self, sizes: Sequence[int]) -> ParityLayout:
-        """For shards of so many bytes in all, of each member."""
+        """``nbytes``: the total size of the shards, of each member."""
         return ParityLayout(tuple(sizes), self.losses, self._member.bucket or bucket_for(sizes, self.losses))
 
     # -- encodings --------------------------------------------------------------------------------
 
     def _retire(self) -> None:
-        """Of several encodings only the one of the newest version is of use at a new commit: all members have it."""
+        """At a new commit only the encoding of the newest version is useful: all members have it."""
         newest = self._newest_kept()
         for encoding in [e for e in self._encodings if e.newest < newest]:
             self._drop(encoding)

@@ -205,7 +205,7 @@ class Decoding:
         return {result: found[result] + known[result] for result in results}
 
     def _digests(self, task: DecodeTask, parts: dict[StripeSource, memoryview]) -> dict[int, dict[int, bytes]]:
-        """Of each missing column, by bucket: as the first of the parities has them."""
+        """The digests of each missing column, by bucket, from the first of the parities."""
         source, content = next((s, c) for s, c in parts.items() if s.part is not StripePart.DATA)
         at = sum(length for _, length in self._lengths(task, source))
         found: dict[int, dict[int, bytes]] = {}

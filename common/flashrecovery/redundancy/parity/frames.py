@@ -18,7 +18,7 @@ from flashrecovery.plan.parity.code import DIGEST_BYTES, HEADER_BYTES, ParityLay
 from flashrecovery.redundancy.parity.xor import Buffer, Xor, xor
 
 NO_BASE = -1
-"""Of a version that is encoded whole, as if the one before it were zeros."""
+"""The base of a version that is encoded completely, as if the one before it were zeros."""
 ABSENT = bytes(DIGEST_BYTES)
 """The digest of a bucket of which there is nothing."""
 
@@ -26,9 +26,9 @@ ABSENT = bytes(DIGEST_BYTES)
 ParityPlace = tuple[int, StripePart]
 """Which parity: (stripe, P or Q)."""
 FrameStream = tuple[int, int]
-"""Of frames, from one member to another."""
+"""A stream of frames from one member to another."""
 PayloadRoom = Callable[[ParityPlace, int], memoryview]
-"""Memory for so many bytes of payload that go to the holder of a parity; valid until it is asked for again."""
+"""Memory for that many bytes of payload that go to the holder of a parity; valid until it is requested again."""
 
 
 def digest(data: Buffer) -> bytes:
@@ -40,9 +40,9 @@ class FrameKind(IntEnum):
     """What a frame is."""
 
     DELTA = 1
-    """Of one member's bucket."""
+    """The delta of one member's bucket."""
     SUM = 2
-    """Of all members' deltas of a bucket, as Q adds them; the payload begins with the columns' digests."""
+    """The sum of all members' deltas of a bucket, as Q adds them; the payload begins with the columns' digests."""
     DONE = 3
     """The sender has no more for this stripe; ``bucket``: for how many buckets it had something."""
 
@@ -129,7 +129,7 @@ def deltas(
         new, old: the member's flat bytes at ``version`` and ``base``; neither may change meanwhile. Without ``old``
             everything is sent as it is.
         places: the parities that are made, the same for all members; all of them if not given.
-        room: where a delta that goes to one holder only is written; without it, into memory of its own.
+        room: where a delta that goes to one holder only is written; without it, into new memory.
     """
     compute = arithmetic or xor()
     now, before = flat(new, layout.sizes[member]), None if old is None else flat(old, layout.sizes[member])

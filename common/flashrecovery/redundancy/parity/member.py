@@ -60,7 +60,7 @@ class _Relay:
 
     @property
     def waiting_bytes(self) -> int:
-        """Of sums that are not complete yet."""
+        """The bytes of sums that are not complete yet."""
         return sum(len(total) for total, _ in self._sums.values())
 
     def _ready(self, frame: Frame) -> list[Frame]:

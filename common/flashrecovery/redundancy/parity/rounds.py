@@ -30,7 +30,7 @@ class BatchMemory:
         self._free: list[torch.Tensor] = []
 
     def take(self, nbytes: int) -> torch.Tensor:
-        """uint8, at least so many bytes."""
+        """uint8, at least that many bytes."""
         fitting = [i for i, tensor in enumerate(self._free) if tensor.numel() >= nbytes]
         if fitting:
             return self._free.pop(fitting[-1])

@@ -114,7 +114,7 @@ class ParityStore:
         return content
 
     def data_digest(self, version: int, bucket: int, column: int) -> bytes:
-        """Of a member's bucket as this version's parity has it; zeros if there is nothing of it."""
+        """The digest of a member's bucket in this version's parity; zeros if there is nothing of it."""
         return nth_digest(self._record(version).data, bucket * self.layout.columns + column)
 
     def verify(self, version: int) -> None:
@@ -197,7 +197,7 @@ class ParityStore:
             _put(dirty.data, bucket * self.layout.columns + column, known)
 
     def done(self, columns: Iterable[int], buckets: int) -> None:
-        """These columns' deltas are in, in so many buckets. Raises ProtocolError if it is another number."""
+        """The deltas of these columns have arrived, in that many buckets. Raises ProtocolError for another number."""
         dirty, finished = self._making(), set(columns)
         seen = sum(bool(applied & finished) for applied in dirty.applied)
         if seen != buckets or finished & dirty.done:
@@ -295,7 +295,7 @@ def _record_bytes(layout: ParityLayout, stripe: int) -> int:
 
 
 def nth_digest(digests: Buffer, index: int) -> bytes:
-    """Of digests that lie one after another."""
+    """The n-th of digests that are stored one after another."""
     return bytes(digests[index * DIGEST_BYTES : (index + 1) * DIGEST_BYTES])
 
 

@@ -207,7 +207,7 @@ _chosen: Xor | None = None
 
 def xor(notice: Callable[[str], None] | None = None) -> Xor:
     """The arithmetic for this machine: native, and numpy's if it cannot be compiled, which ``notice`` (standard error)
-    is told once. Compiles at most once (a second)."""
+    is reported once. Compiles at most once (takes a second)."""
     global _chosen
     with _lock:
         if _chosen is None:

@@ -63,7 +63,7 @@ class Found:
     unsaved: Mapping[str, str] = field(default_factory=dict)
 
     def without(self, other: Found) -> Found:
-        """What ``other`` has not got. (Models are told apart as what is registered.)"""
+        """What ``other`` does not have. (Models are distinguished by their registered parts.)"""
         return Found(
             self.models, {name: one for name, one in self.objects.items() if name not in other.objects}, self.unsaved
         )

@@ -40,7 +40,7 @@ class Inlined:
     origin: Sequence[int]
 
     def line(self, number: int) -> int:
-        """Of the script, for line ``number`` of the new text."""
+        """The line of the script for line ``number`` of the new text."""
         return self.origin[min(number, len(self.origin)) - 1]
 
 
@@ -153,7 +153,7 @@ def _check(function: ast.FunctionDef, loop: ast.For | ast.While) -> None:
         if isinstance(node, ast.Return) and node is not last:
             raise NotByHand(node.lineno, f"{function.name}() is left in the midst of it")
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
-            raise NotByHand(node.lineno, f"{node.name} is made anew in each call of {function.name}()")
+            raise NotByHand(node.lineno, f"{node.name} is re-created in each call of {function.name}()")
         if isinstance(node, (ast.Yield, ast.YieldFrom, ast.Global, ast.Nonlocal)):
             raise NotByHand(node.lineno, f"`{ast.unparse(node)}` in {function.name}()")
     if function.decorator_list:

@@ -90,7 +90,8 @@ class Running:
         objects: expressions by the names under which they are registered.
         generators: of these expressions, those of generators of random numbers.
         own: of each object with plain attributes, its expression and those that change.
-        sampler_of: of the expression of a loader, what is told its epochs; None: its batches cannot be counted.
+        sampler_of: the object whose ``set_epoch`` is called for a loader's expression; None: its batches cannot be
+            counted.
         value_of: what an expression gives; None: nothing.
         plain: whether a variable's value is a number, a text, a tensor or a container of these; None: there is none.
         known: whether a variable leads to what is registered, or never changes (a function, a loader).
@@ -177,7 +178,7 @@ class _Checks:
                     raise NotByHand(call.lineno, f"a step calls `{ast.unparse(call)}`: let it read recovery.data()")
 
     def _lines(self) -> None:
-        """Statements of the loops stand in lines of their own."""
+        """Statements of the loops are on separate lines."""
         first, last = self._whole.lineno, self._whole.end_lineno or 0
         for token in tokenize.generate_tokens(io.StringIO(self._text).readline):
             several = token.start[0] != token.end[0] and token.type == tokenize.STRING
@@ -246,7 +247,7 @@ def jumps(body: Iterable[ast.AST]) -> Iterator[ast.Break | ast.Continue]:
 
 @dataclass(frozen=True)
 class _Names:
-    """Of what the new text adds: none of them is in the script."""
+    """Names that the new text adds; none of them is in the script."""
 
     recovery: str
     step: str
@@ -406,7 +407,7 @@ class _Writer:
                 "length, so that its rounds cannot be counted",
             )
         if any(isinstance(node, ast.Name) and node.id in self._set for node in ast.walk(iterable)):
-            raise NotByHand(self._loop.lineno, f"`{path}` is made anew in the loop")
+            raise NotByHand(self._loop.lineno, f"`{path}` is re-created in the loop")
         dropped = self._told_epochs(samplers)
         take = f"{ast.unparse(target).strip('()')} = next({self._names.data})"
         return _Rounds(self._steps_of(f"len({path})"), (*first, take), data=path, dropped=dropped)
@@ -495,7 +496,7 @@ class _Writer:
                 )
         for path in self._running.own:
             if path.partition(".")[0].partition("[")[0] in self._set:
-                raise NotByHand(self._whole.lineno, f"{path}, whose attributes change, is made anew in the loop")
+                raise NotByHand(self._whole.lineno, f"{path}, whose attributes change, is re-created in the loop")
         return sorted(kept)
 
     def _is_own(self, root: str, rest: str) -> bool:
@@ -700,7 +701,7 @@ class _Writer:
         return [f"{indent}{self._names.kept}.{name} = {name}" for name in self._kept]
 
     def _below(self) -> list[str]:
-        """Of variables that are read below the loop: for a process that comes when all steps are done."""
+        """The lines for variables that are read below the loop: for a process that comes when all steps are done."""
         end, names = self._whole.end_lineno or 0, []
         for name in self._kept:
             if any(

@@ -266,7 +266,7 @@ class _Seen:
             raise NotByHand(self._loop.key[1], f"{min(changed)}, an attribute of a class, changes: make it a variable")
 
     def _sampler_of(self, path: str) -> Sequence[object] | None:
-        """What of a loader is told its epoch; None: it is none whose batches can be counted."""
+        """The part of a loader that gets ``set_epoch``; None: the batches of this loader cannot be counted."""
         loader = self._value(path)
         if type(loader) is not DataLoader or isinstance(loader.dataset, IterableDataset):
             return None

@@ -1,7 +1,7 @@
 """``--auto``: a plain PyTorch script without a line of recovery in it.
 
 Its loops are led back (:mod:`.loops`), and what it trains and keeps is found (:mod:`.found`) and registered at its
-first step, from which it is told in a table. What cannot be protected is refused there, by name.
+first step, and a table of it is printed there. State that cannot be protected is refused, by name.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ MadeElsewhere = Callable[[bytes, str], Makes]
 
 
 class AutoProtection:
-    """Of one process.
+    """The protection of one process.
 
     Args:
         init: ``flashrecovery.init()``.
@@ -123,7 +123,7 @@ class AutoSteps:
         if found.models and LOOPS.loops_around_step():
             raise UnsupportedError(
                 f"{', '.join(model.path for model in found.models)}: made in the loop at {LOOPS.loops_around_step()}, "
-                "anew in each of its rounds; make what is trained above it"
+                "again in each of its rounds; create the trained objects above it"
             )
         alone = not dist.is_initialized() or dist.get_world_size() == 1
         if alone and not self._recovery.has_checkpoints:

@@ -34,7 +34,7 @@ class EarlyWriteDetector:
     def _look(self) -> list[Any]:
         marks = [roles.touch_mark(a) for a in self._registry.adapters]
         if not self._registry.habits.known:
-            # Once also by content: what a script writes by way of `.data` moves no version counter.
+            # Once also by content: what a script writes through `.data` moves no version counter.
             tensors = [t for shard in self._registry.tensor_shards() for t in shard.tensors().values()]
             if sum(t.nbytes for t in tensors) <= COMPARED_BYTES:
                 marks.append(shard_digests({"all": (tensors, None)}, on_device))

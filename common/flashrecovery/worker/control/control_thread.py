@@ -202,7 +202,7 @@ class Control:
             self._hook = None
 
     def _pause(self, command: pb.Command) -> None:
-        """A new size comes with a step. In a newer generation a resume would say so."""
+        """A new size comes with a step. In a newer generation a resume would announce it."""
         if command.generation == self._gate.generation:
             self._gate.order_pause(command.pause.step, copies=command.pause.copies)
 

@@ -1,7 +1,7 @@
 """Fault injection inside a worker, for drills and for the project's own tests.
 
-A fault is armed for a phase of a step (or of a recovery) and fires once. Before it fires, it says so to the agent: a
-drill whose fault did not fire has proved nothing.
+A fault is armed for a phase of a step (or of a recovery) and fires once. Before it fires, it reports itself to the
+agent: a drill whose fault did not fire has proved nothing.
 """
 
 from __future__ import annotations

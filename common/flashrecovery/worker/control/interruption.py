@@ -41,7 +41,7 @@ class InterruptionClassifier:
     def wait(self) -> bool:
         """Whether the stop comes in time. The clock stands while the word cannot come: while the agent hears no
         controller, and while this process is halted with its whole node (which one long pause in here shows). It also
-        stands once the controller has said hold: what it waits for until the stop has deadlines of its own."""
+        stops once the controller has sent hold: the waits between hold and stop have their own deadlines."""
         left_s, last = self._patience_s, time.monotonic()
         while not self._gate.stopped and left_s > 0:
             time.sleep(0.001)

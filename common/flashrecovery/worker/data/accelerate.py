@@ -1,9 +1,9 @@
 """Objects that Hugging Face accelerate has prepared: what of them is protected, and how their loaders are read.
 
-Accelerate wraps what a script gives it, and keeps counters of its own: how many micro-batches have been accumulated,
-and whether the loader has just given its last batch. They decide whether gradients are synchronised, so they belong to
-the state. Its loader communicates when an epoch begins, to make the order of samples equal on all ranks; a rank that is
-handed a batch again would not take part in that. So this is done once, before the first step.
+Accelerate wraps the objects that a script gives it, and keeps its own counters: how many micro-batches have been
+accumulated, and whether the loader has just given its last batch. They decide whether gradients are synchronised, so
+they belong to the state. Its loader communicates when an epoch begins, to make the order of samples equal on all ranks;
+a rank that is handed a batch again would not take part in that. So this is done once, before the first step.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ class Counters:
 
 
 _there: weakref.WeakKeyDictionary[Any, frozenset[str]] = weakref.WeakKeyDictionary()
-"""Of Accelerators that name their checkpoints by numbers: the folders that were there before the first step."""
+"""For Accelerators that number their checkpoints: the folders that were there before the first step."""
 
 
 def note_checkpoints(objects: Iterable[Any], noted: Callable[[str, Callable[[], str]], str | None]) -> None:
@@ -233,7 +233,7 @@ def readable(loader: Iterable[Any], *, counts: bool = False) -> Iterable[Any]:
     """``loader``, or what stands for it if accelerate has prepared it. May communicate, so call it on all ranks.
 
     Args:
-        counts: sampler and data set are told the epoch by the loader's own count, as accelerate does it.
+        counts: sampler and data set get the epoch from the loader's own count, as in accelerate.
 
     Raises:
         DataSourceError: a loader of accelerate that communicates with every batch, or with more than its order.

@@ -49,7 +49,7 @@ LARGE = 256 << 10
 
 
 class LeafDigest(NamedTuple):
-    """Of a large tensor or array."""
+    """The digest of a large tensor or array."""
 
     nbytes: int
     digest: bytes
@@ -232,7 +232,7 @@ def _raw(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def digests_of_leaves(batch: Any) -> list[LeafDigest]:
-    """Of the large tensors and arrays that come to another process as they are, in a fixed order."""
+    """The digests of the large tensors and arrays that come to another process as they are, in a fixed order."""
     found = []
     with torch.no_grad():
         for leaf in _large_leaves(batch, 0):
@@ -303,7 +303,7 @@ def device_digest(raw: torch.Tensor) -> torch.Tensor:
 
 
 def _is_all_python(kind: type) -> bool:
-    """Whether ``vars()`` shows all that an instance contains: no class below it has memory of its own."""
+    """Whether ``vars()`` shows everything that an instance contains: no base class has hidden memory."""
     expected = object.__basicsize__ + 8 * (kind.__dictoffset__ > 0) + 8 * (kind.__weakrefoffset__ > 0)
     return not kind.__itemsize__ and kind.__basicsize__ <= expected
 

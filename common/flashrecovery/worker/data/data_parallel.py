@@ -2,7 +2,7 @@
 
 These are two questions. What leaves and comes as a whole is what has the whole state together. In tensor parallelism
 the same ranks compute a micro-batch together; those of an HSDP replica have the state together, and each of them
-computes micro-batches of its own. Both are the same with recovery and without it, so the models themselves are asked.
+computes its own micro-batches. Both are the same with recovery and without it, so the models themselves are asked.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from flashrecovery.errors import UnsupportedError
 
 
 class Switchable(Protocol):
-    """A model of FSDP2, which communicates in each micro-batch, and reduces gradients in those that it is told to."""
+    """A model of FSDP2, which communicates in each micro-batch, and reduces gradients in the selected ones."""
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool) -> None: ...
 
 
 def data_parallel_group(models: Sequence[torch.nn.Module]) -> dist.ProcessGroup | None:
-    """The ranks that take samples of their own; the others in a replica take the same as one of them. None: all ranks
-    of the job do.
+    """The ranks that take their own samples; the other ranks of a replica take the same samples as one of them. None:
+    all ranks of the job do.
 
     Raises UnsupportedError if a model of FSDP2 is sharded otherwise, too, or over some of the ranks only."""
     for model in models:
@@ -46,7 +46,7 @@ def communicates(model: torch.nn.Module) -> TypeGuard[Switchable]:
 
 
 def _refuse_other_dimensions(model: torch.nn.Module) -> None:
-    """All ranks of FSDP2's mesh take samples of their own: there is no dimension in which the layers are divided."""
+    """All ranks of FSDP2's mesh take their own samples: there is no dimension in which the layers are divided."""
     parameters = model.named_parameters()
     if not communicates(model):
         return

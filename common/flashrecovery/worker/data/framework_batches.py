@@ -22,11 +22,11 @@ class CallBatches:
     Args:
         global_batch, micro_batch: samples of a step, and of one micro-batch.
         seed: of the random streams of all micro-batches.
-        place: returns this rank's number among the ranks that take samples of their own (usually, its replica's
+        place: returns this rank's number among the ranks that take their own samples (usually, its replica's
             number), and how many there are now.
         seed_framework: seeds the streams that the framework tracks itself, and those that differ between the ranks of a
             replica and between model chunks. Called with the chunk's number.
-        computing: number of ranks in a replica that take samples of their own.
+        computing: number of ranks in a replica that take their own samples.
         chunks: model chunks on a rank, each of which computes all of its micro-batches (virtual pipelines).
         runs: whether a schedule can compute a given number of micro-batches on a rank; None: any number.
         besides: further settings that must be equal on all ranks, and in every layout.
@@ -98,7 +98,7 @@ class CallBatches:
 
     @property
     def micro_batches(self) -> int:
-        """Of a step, on all replicas together."""
+        """The micro-batches of a step, on all replicas together."""
         return self._global_batch // self._micro_batch
 
     @property
@@ -109,7 +109,7 @@ class CallBatches:
 
     @property
     def samples_at_once(self) -> int:
-        """Of all replicas together."""
+        """The samples of all replicas together that one micro-step takes."""
         return self._micro_batch * self._place()[1]
 
     @property
@@ -123,7 +123,7 @@ class CallBatches:
     # -- a step -----------------------------------------------------------------------------------
 
     def begin(self, step: int) -> None:
-        """The call of a step begins, once more perhaps; ``step`` is the framework's own number of it."""
+        """The call of a step begins, again perhaps; ``step`` is the framework's own number of it."""
         self.give_up()
         self._step, self._open = step, True
         self._seed_all(step, BETWEEN)

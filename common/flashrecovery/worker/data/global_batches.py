@@ -53,7 +53,7 @@ class FrameworkBatch:
             None: there are none.
         replicas: returns the group of ranks that share the micro-batches, usually that of
             :meth:`ElasticAdapter.replicas`; None: taken from the models.
-        computing: number of ranks in a replica that have micro-batches of their own (expert parallelism).
+        computing: number of ranks in a replica that have their own micro-batches (expert parallelism).
         chunks: model chunks on a rank, each of which computes all of its micro-batches (virtual pipelines).
         runs: whether a schedule can compute a given number of micro-batches on a rank; None: any number.
         forwards: number of forward passes of the model (of any chunk) begun so far, one per micro-batch; None: those of
@@ -92,7 +92,7 @@ class MicroBatch:
         weight: what the mean loss over its samples is multiplied by before ``backward()``. The gradients are then, once
             they have been reduced, the mean over all samples of the global batch.
         last: this replica's last one in the step, in whose backward pass the gradients are reduced.
-        repeated: it is computed once more, with weight 0: where each micro-batch communicates (FSDP2), all replicas
+        repeated: it is computed again, with weight 0: where each micro-batch communicates (FSDP2), all replicas
             must compute equally many.
     """
 
@@ -120,12 +120,12 @@ class GlobalBatches(Protocol):
 
     @property
     def micro_batches(self) -> int:
-        """Of a step, on all replicas together."""
+        """The micro-batches of a step, on all replicas together."""
 
     @property
     def ranks(self) -> int:
         """Number of replicas that share a step's micro-batches now; or of ranks, if several ranks of a replica compute
-        micro-batches of their own."""
+        their own micro-batches."""
 
     @property
     def sizes(self) -> Sequence[int]:
@@ -265,7 +265,7 @@ class ElasticBatches:
 
     @property
     def micro_batches(self) -> int:
-        """Of a step, on all replicas together."""
+        """The micro-batches of a step, on all replicas together."""
         return self.batch_split().micro_batches
 
     def check_framework(self) -> None:
@@ -348,7 +348,7 @@ class ElasticBatches:
         return self._late
 
     def batch_split(self) -> BatchSplit:
-        """Of a step, on the replicas that there are now."""
+        """The batch split of a step, on the replicas that there are now."""
         return BatchSplit(self._shape["global_batch"], self._shape["micro_batch"], self._place()[1])
 
     def _place(self) -> tuple[int, int]:
@@ -366,7 +366,7 @@ class ElasticBatches:
 
     def schedule(self, step: int) -> list[Turn]:
         """This replica's micro-batches of a step. Where all replicas must compute equally many, those that have fewer
-        begin with one of their own, as often as it takes: with weight 0, to which it adds nothing."""
+        start with one of their own micro-batches, as often as necessary, with weight 0, so that it adds nothing."""
         batch_split = self.batch_split()
         own = [Turn(*turn) for turn in batch_split.schedule(self._first_step + step, self._place()[0])]
         if own and any(communicates(model) for model in self._models()):

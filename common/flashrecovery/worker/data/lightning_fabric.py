@@ -1,6 +1,6 @@
 """Objects that Lightning Fabric has set up: what of them is protected, and how its loaders are read.
 
-``fabric.setup`` wraps the module that is trained (in a DistributedDataParallel, say) and its optimizer once more. Its
+``fabric.setup`` wraps the module that is trained (in a DistributedDataParallel, say) and its optimizer again. Its
 loader sets the sampler's epoch by counting how often it has been iterated, which a replacement and a rank that reads an
 epoch again have done another number of times; so the loader inside of it is read, whose epochs :mod:`.stream` sets.
 """

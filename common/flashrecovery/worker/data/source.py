@@ -54,8 +54,8 @@ class Source:
     """A loader, a list, a generator: anything iterable.
 
     Args:
-        set_epochs: the epoch is told to the samplers when it begins; False: the script does it.
-        first_epoch: what they are told in the first one.
+        set_epochs: call ``set_epoch`` of the samplers when an epoch begins; False: the script does it.
+        first_epoch: the number of the first epoch.
 
     Attributes:
         one_shot: it cannot be begun again.

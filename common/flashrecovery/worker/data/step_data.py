@@ -64,7 +64,7 @@ class StepData(ABC):
 
     @abstractmethod
     def exit_codes(self) -> list[int | None]:
-        """Of the processes that read for it; None: it runs."""
+        """The exit codes of the processes that read for it; None: it runs."""
 
     @abstractmethod
     def leave_samplers(self) -> None:
@@ -88,5 +88,5 @@ class StepData(ABC):
 
 
 def exit_codes_of(iterator: object) -> list[int | None]:
-    """Of the processes that read for a loader's iterator; None: it runs."""
+    """The exit codes of the processes that read for a loader's iterator; None: it runs."""
     return [worker.exitcode for worker in getattr(iterator, "_workers", ())]

@@ -205,7 +205,7 @@ class DataStream(StepData):
         return len(self.loader)  # type: ignore[arg-type]
 
     def exit_codes(self) -> list[int | None]:
-        """Of the processes that read for it; None: it runs."""
+        """The exit codes of the processes that read for it; None: it runs."""
         return exit_codes_of(self._iterator)
 
     def __iter__(self) -> DataStream:
@@ -316,7 +316,7 @@ class DataStream(StepData):
         return {**cursor.epoch_start, "settings": [*settings, (cursor.position.batch, changed)]}
 
     def _begin_first(self, start: Mapping[str, Any] | None = None) -> tuple[Iterator[Any], EpochStart]:
-        """The source's first epoch begins, perhaps once more: ``iter()`` of a stateful source may go on where that
+        """The source's first epoch begins, perhaps again: ``iter()`` of a stateful source may go on where that
         stands."""
         if self._begun and self._start is not None:
             self._source.load_unread(self._start)
@@ -401,7 +401,7 @@ class DataStream(StepData):
         if self._source.one_shot and by_chance:
             raise DataSourceError(
                 "below a step that is done again the script has fetched a batch from a one-shot iterator which draws "
-                "random numbers: it cannot be fetched once more; pass a source that can be iterated again"
+                "random numbers: it cannot be fetched again; pass a source that can be iterated again"
             )
         if self._source.one_shot:
             raise DataSourceError(

@@ -59,7 +59,7 @@ class _Collating:
 
 
 class TorchdataWorkers:
-    """Of one loader with workers."""
+    """The workers of one loader with workers."""
 
     def __init__(self, loader: DataLoader[Any]) -> None:
         self._dataset = loader.dataset

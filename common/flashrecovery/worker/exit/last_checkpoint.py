@@ -70,7 +70,7 @@ def save_last(
 def _own_part(registry: Registry, version: int, source: ContentOf, form: CheckpointFormat | None) -> LastPart:
     local_state, common = registry.local_state.at(version), registry.common.at(version)
     if local_state is None or common is None:
-        raise RestoreError(f"rank {registry.rank} has no state of its own of version {version}")
+        raise RestoreError(f"rank {registry.rank} does not hold its own state of version {version}")
     shards = _written_by(registry.rank, registry.tensor_shards())
     content = [(source(shard.name), len(shard.holders) > 1) for shard in shards]
     return LastPart(registry.rank, content, local_state, common)
@@ -79,7 +79,7 @@ def _own_part(registry: Registry, version: int, source: ContentOf, form: Checkpo
 def _part_of(
     registry: Registry, version: int, place: int, lost: pb.LostPart, sources: tuple[ContentOf, ContentOf], elastic: bool
 ) -> LastPart:
-    """Of a rank that is gone; ``place``: its number among the ranks that write."""
+    """The part of a rank that is gone; ``place``: its number among the ranks that write."""
     common = registry.common.at(version)
     local_state = lost.local_state or (registry.local_state.at(version) if elastic else None)
     if local_state is None or common is None:

@@ -37,7 +37,7 @@ class LastCopy:
 
     @property
     def shards(self) -> tuple[str, ...]:
-        """Of which an earlier launch has left a copy."""
+        """The shards of which an earlier launch has left a copy."""
         return self._slot.layout.shards if self._slot.version >= 0 else ()
 
     def inventory(self) -> list[pb.Held]:

@@ -1,5 +1,5 @@
 """A scheduler that ends a job signals all of its processes, in any order: ranks and the workers of their data loaders,
-perhaps before the launcher. What the ranks hold can be kept only if they live until the launcher says so.
+perhaps before the launcher. The state of the ranks can be saved only if they live until the launcher ends them.
 
 So SIGTERM, if the script has no handler of its own for it, is noted in the page (``native/termination.h``), where the
 agent sees it. And an error that follows from the death of a data loader's worker by SIGTERM does not end a rank before
@@ -23,7 +23,7 @@ class LeavingNotice:
     """Has a notice of preemption come, to this node or to this process? For scripts that ask.
 
     From the first time on that it is asked, SIGUSR1 and SIGUSR2 are noted in place of ending the process, also in
-    processes that it forks later (workers of data loaders), unless the script has handlers of its own for them.
+    processes that it forks later (workers of data loaders), unless the script has its own handlers for them.
     """
 
     def __init__(self, page: Page) -> None:
@@ -51,7 +51,7 @@ class LeavingNotice:
 
 
 class Termination:
-    """Of this process. ``streams``: what is read through ``recovery.data()``."""
+    """The signal handling of this process. ``streams``: what is read through ``recovery.data()``."""
 
     def __init__(self, page: Page, streams: Callable[[], Sequence[StepData]]) -> None:
         self._page, self._streams = page, streams
@@ -62,7 +62,7 @@ class Termination:
             page.set_notes_terminations(True)
 
     def look(self) -> None:
-        """Called at each commit: has the script, or torch's data loader, set a handler of its own since?"""
+        """Called at each commit: has the script, or torch's data loader, set its own handler since?"""
         if self._notes is not None:
             self._page.set_notes_terminations(self._notes())
         handler = signal.getsignal(signal.SIGCHLD)
@@ -70,12 +70,12 @@ class Termination:
             signal.signal(signal.SIGCHLD, Outside(handler, self._script_sees_to_it))
 
     def _script_sees_to_it(self) -> bool:
-        """A script that asks for notices has the rest of its step to do so, when a loader's worker is told to end."""
+        """A script that asks for notices can do so in the rest of its step when a worker of its loader gets SIGTERM."""
         return self._page.asks_leaving and self.has_come
 
     @property
     def has_come(self) -> bool:
-        """This process, or a worker of one of its data loaders, was told to end."""
+        """This process, or a worker of one of its data loaders, got a signal to end."""
         return self._page.terminations > 0 or any(
             code == -signal.SIGTERM for stream in self._streams() for code in stream.exit_codes()
         )

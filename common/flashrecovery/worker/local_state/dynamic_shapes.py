@@ -25,12 +25,12 @@ CompiledName = tuple[str, int, str]
 """Digest of the file, first line, name. Dynamo's own key has a hash of the closure, too, which differs between
 processes; closures of one function are taken together."""
 Encoded = list[tuple[CompiledName, dict[str, list[Any]]]]
-"""Of each function, by the source of an input: its value, sizes and strides, as far as they have been the same."""
+"""For each function, by the source of an input: its value, sizes and strides, if they have always been the same."""
 _VARIES, _UNKNOWN = "varies", "unknown"
 
 
 class DynamicShapes:
-    """Of this process. A look costs next to nothing while nothing is compiled."""
+    """The dynamic shapes of this process. A check costs next to nothing while nothing is compiled."""
 
     def __init__(self) -> None:
         self._brought: dict[CompiledName, dict[str, Any]] = {}

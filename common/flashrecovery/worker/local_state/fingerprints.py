@@ -19,7 +19,7 @@ KEPT_NUMBERS = (int, float, bool, str, type(None))
 """Attributes of registered modules of exactly these types are kept, if their names do not begin with an underscore."""
 CONTAINERS = (list, tuple, dict, set, collections.deque)
 ELEMENTS = 64
-"""Of a list or dictionary that are looked at."""
+"""The most elements of a list or dictionary that are compared."""
 
 
 def is_plain(value: object) -> bool:

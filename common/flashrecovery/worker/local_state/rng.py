@@ -116,7 +116,8 @@ class _NumpyGlobal:
 
     @property
     def address(self) -> int:
-        """Of ``uint32_t key[624]; int pos``; 0 if numpy.random is not loaded or has another kind of generator."""
+        """The address of ``uint32_t key[624]; int pos``; 0 if numpy.random is not loaded or has another kind of
+        generator."""
         numpy = _numpy_random()
         generator: Any = None if numpy is None else getattr(numpy.mtrand._rand, "_bit_generator", None)
         if generator is not self._generator:

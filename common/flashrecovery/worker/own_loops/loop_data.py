@@ -88,7 +88,7 @@ class OwnIterator:
 
 class LoopData(StepData):
     """The elements of one loop, in all its runs. ``iterable``: of its first run. ``objects``: of the script, which a
-    source of its own changes when it is read. They come back with the loop's variables, and so as they were before a
+    its own source changes when it is read. They come back with the loop's variables, and so as they were before a
     round; an element that is given again changes them again.
 
     Raises DataSourceError as :class:`.Source` does.
@@ -98,7 +98,7 @@ class LoopData(StepData):
         self.loader = iterable
         self._objects = objects
         self._at_start: dict[str, Any] = {}
-        """Of the script's objects, before this run began in this process."""
+        """The values of the script's objects, before this run began in this process."""
         self.void = self.ended = False  # its end is that of the loop, and not of the job
         self._source = Source(iterable)
         self._iterator: Iterator[Any] | None = None
@@ -129,7 +129,7 @@ class LoopData(StepData):
         return True
 
     def enter(self, iterable: Iterable[Any]) -> None:
-        """The loop begins a run over ``iterable``, once more if a version in its midst has been restored."""
+        """The loop begins a run over ``iterable``, again if a version in its midst has been restored."""
         self.loader, self._iterator = readable(iterable, counts=True), None
         self._source = Source(self.loader, set_epochs=False)
         self._read_from = False
@@ -138,7 +138,7 @@ class LoopData(StepData):
         self._entered = True
 
     def left(self) -> None:
-        """The script has come to its place in another loop. When this one begins once more, that is its next run."""
+        """The script has come to its place in another loop. When this one begins again, that is its next run."""
         self._seek_to = self._iterator = None
         self._rounds.clear()
         self._again.clear()
@@ -166,7 +166,7 @@ class LoopData(StepData):
                 self._source = Source(self.loader, set_epochs=False)
                 if begun is None and self._read_from:
                     raise DataSourceError(
-                        f"the {self._source.name} that the script asks for its next element cannot be read once more"
+                        f"the {self._source.name} that the script asks for its next element cannot be read again"
                     )
             else:
                 self.enter(asked if begun is None else begun.iterable)
@@ -246,7 +246,7 @@ class LoopData(StepData):
         return self._objects if self._source.runs_script else None
 
     def _read_to(self, place: _Place) -> None:
-        """Read a run of the loop once more, up to ``place``. Random numbers are left as they are."""
+        """Read a run of the loop again, up to ``place``. Random numbers are left as they are."""
         now = RngState.now()
         self._place = place
         self._rounds.clear()

@@ -7,7 +7,7 @@ block of the next step.
 
 *The place* of a version is the round of each loop that is running, with the variables of its function. A rank that does
 not stand there, because it was in the next epoch already or has just been started, goes there: the loop around begins
-the round of that place once more, in the random state and with the variables that it had then, and the loops in it do
+the round of that place again, in the random state and with the variables that it had then, and the loops in it do
 the same. All that happens on the way belongs to no version (:class:`.step.discarded_run.DiscardedRun`).
 
 Without recovery the loops run as they are.
@@ -169,7 +169,7 @@ class ScriptLoops:
 
     def __init__(self) -> None:
         self.texts: dict[tuple[str, int], LoopText] = {}
-        """Of all files that were rewritten."""
+        """The new texts of all files that were rewritten."""
         self.iterators: set[tuple[str, str]] = set()
         """File, and what is written in its calls of ``next()``."""
         self.stack: list[ScriptLoop] = []
@@ -180,7 +180,7 @@ class ScriptLoops:
         self._references = NO_REFERENCES
         """What the script had made when it came to the first of its loops."""
         self._others: dict[tuple[str, int], dict[str, list[tuple[int, object]]]] = {}
-        """Of each loop, what its variables led to when it began that cannot be made again."""
+        """For each loop: objects behind its variables at its begin that cannot be created again."""
         self._loop: Loop | None = None
         self._step: Step | None = None
         self._late = False
@@ -200,7 +200,7 @@ class ScriptLoops:
         self._environment = EnvironmentChanges()
         self._seeking = False
         self._kept: dict[tuple[str, int], set[str]] = {}
-        """Of each loop, which variables have been brought back so far."""
+        """For each loop: the variables that have been restored so far."""
         self._iterators: dict[str, tuple[object, object]] = {}
         """How far those that modules and objects hold had come when the newest step began, ..."""
         self._looks_left = _LOOKS
@@ -208,7 +208,7 @@ class ScriptLoops:
         self._named: set[tuple[str, int, str]] = set()
         """Variables of loops that are not brought back."""
         self._tries = (-1, 0)
-        """Of which generation, and how often a round was begun on the way to a place."""
+        """A generation, and how often a round was begun in it on the way to a place."""
         self._met: BaseException | None = None
         """The last error of the script on such a way."""
         self.auto: AutoStart | None = None
@@ -356,8 +356,8 @@ class ScriptLoops:
             found = taken_in(loop.frame, tree, loop.key[1], steps=loop.text.steps)
             if found:
                 raise UnsupportedError(
-                    f"{loop.place}: {found}, which a replacement cannot do once more: let the loop run over something "
-                    f"that begins anew with `iter()`; or {self._by_hand}"
+                    f"{loop.place}: {found}, which a replacement cannot repeat: let the loop run over something "
+                    f"that restarts with `iter()`; or {self._by_hand}"
                 )
 
     def _because(self, file: str, line: int) -> str:
@@ -404,7 +404,7 @@ class ScriptLoops:
         for path, one in asked.items():
             raise UnsupportedError(
                 f"{self.stack[-1].place}: a step takes elements from {path} (a {type(one).__name__}), which a "
-                "replacement cannot do once more: ask for them by `next()` in the file of the loop, or let the loop "
+                "replacement cannot repeat: get them with `next()` in the file of the loop, or let the loop "
                 f"run over them; or {self._by_hand}"
             )
 
@@ -479,7 +479,7 @@ class ScriptLoops:
         return True
 
     def begins_again(self, loop: ScriptLoop) -> None:
-        """``loop`` begins the round of the place once more. Raises UnsupportedError if that leads nowhere."""
+        """``loop`` begins the round of the place again. Raises UnsupportedError if that leads nowhere."""
         assert self._loop is not None, "a version has been restored"
         generation, tries = self._tries
         self._tries = self._loop.gate.generation, tries + 1 if self._loop.gate.generation == generation else 1
@@ -496,8 +496,8 @@ class ScriptLoops:
         return error
 
     def past_of(self, loop: ScriptLoop) -> _Past:
-        """Of a loop that is not begun, since the place is further on in the round of the loop around it, or below all
-        loops."""
+        """The past of a loop that is not begun, since the place is further on in the round of the loop around it, or
+        below all loops."""
         level = self.stack.index(loop)
         assert self._target is not None, "a version has been restored, and the way to its place is not over"
         if level == 0:
@@ -575,7 +575,7 @@ class ScriptLoops:
         return [(loop, loop.variables() if n in having else Saved()) for n, loop in enumerate(self.stack)]
 
     def _innermost(self) -> list[tuple[int, ScriptLoop]]:
-        """Of each function, with their numbers among the running loops."""
+        """The innermost loop of each function, with its number among the running loops."""
         return [
             (number, loop)
             for number, loop in enumerate(self.stack)
@@ -694,7 +694,7 @@ class ScriptLoop:
 
     @property
     def frame(self) -> types.FrameType:
-        """Of the function in which it runs."""
+        """The frame of the function in which it runs."""
         assert self._frame is not None, "it has begun to run, protected"
         return self._frame
 
@@ -770,7 +770,7 @@ class ScriptLoop:
             if isinstance(iterable, range):
                 self._over = iterable
                 if there is not None and there.over is not None and iterable != range(*there.over):
-                    # A replacement may have found a checkpoint of its own, and begin further on.
+                    # A replacement may have loaded a checkpoint itself, and start later.
                     iterable = self._over = range(*there.over)
                     source, reached = iter(iterable), -1
                     kept.clear()
@@ -804,7 +804,7 @@ class ScriptLoop:
         return True
 
     def _round_begins(self, index: int, there: _Level | None) -> None:
-        """Of an outer loop."""
+        """A round of an outer loop begins."""
         self.index = index
         self.past.clear()
         if there is not None:

@@ -46,7 +46,7 @@ _NO_STEPS = ("sched", "ema", "profiler", "prof", "env", "writer", "logger", "bar
 _OF_MODULES = ("step", "backward", "forward", "__call__", "train", "eval")
 """Methods that modules and optimizers have: of what is called so, too, in a script they are not called."""
 _TRAINERS = ("trainer", "runner", "learner")
-"""Of what has one of these in its name ``train()`` trains."""
+"""``train()`` of an object with one of these in its name trains."""
 
 _CHANGE_NOTHING = frozenset(("torch", "nn", "F", "dist", "math", "json", "logging", "logger", *dir(builtins)))
 """Functions and modules of functions that leave lists and dictionaries that they are given as they are."""
@@ -216,7 +216,7 @@ class StepCalls:
         return [one for name in sorted(names) for one in self.functions[name]]
 
     def _closure(self, direct: object, elsewhere: frozenset[str]) -> set[str]:
-        """Functions that make such a call, but for those that have a loop of their own for it."""
+        """Functions that make such a call, except those that have their own loop for it."""
         found = {*elsewhere} - self.functions.keys()
         while True:
             more = {
@@ -423,7 +423,7 @@ def _text_of(tree: ast.Module, loop: PlainLoop, calls: StepCalls, names: _FileNa
     outermost = next(node for node in own_nodes(place) if node in calls.loops and loop in set(own_nodes(node)))
     assert isinstance(outermost, (ast.For, ast.While))
     carried = carried_by_loop(tree, outermost)
-    if loop is not outermost:  # what each round of that one makes anew, rounds of this one may still add to
+    if loop is not outermost:  # rounds of this loop may change what each round of the outer loop creates
         carried = replace(carried, remade=carried.remade & carried_by_loop(tree, loop).remade)
     return LoopText(
         calls.loops[loop],
@@ -724,7 +724,7 @@ def _head(statement: ast.stmt) -> Sequence[ast.AST]:
 
 def _numbered(iterable: ast.expr) -> list[ast.expr]:
     """What the loop runs over and, of an ``enumerate()`` of that, the first number: so that its length is known, and it
-    can be read once more."""
+    can be read again."""
     if isinstance(iterable, ast.Call) and isinstance(iterable.func, ast.Name) and iterable.func.id == "enumerate":
         first = [*iterable.args[1:], *(keyword.value for keyword in iterable.keywords if keyword.arg == "start")]
         plain = len(iterable.args) in (1, 2) and not any(isinstance(part, ast.Starred) for part in iterable.args)

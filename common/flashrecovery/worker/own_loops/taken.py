@@ -1,4 +1,4 @@
-"""What a step of a script's own loop takes from things that cannot be read once more: queues, files, sockets.
+"""What a step of a script's own loop takes from things that cannot be read again: queues, files, sockets.
 
 What a ``for`` loop runs over, and what ``next()`` is called on, is led back (:mod:`.loop_data`). A call such as
 ``todo.get()`` or ``lines.readline()`` in the body is the script's own: in a replacement, which has run the script from

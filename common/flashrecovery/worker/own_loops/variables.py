@@ -42,7 +42,7 @@ ALIASED = 1 << 20
 _MODULE = "module "
 """Before the names of modules in paths."""
 NAMES = "its names"
-"""Of what may lose attributes: stands among them for the names of all."""
+"""A key for the names of all attributes of an object that may lose some."""
 
 
 @dataclass(frozen=True)
@@ -84,8 +84,8 @@ class LoopVariables:
 
 
 class Identities(frozenset[int]):
-    """Of objects and storages. ``held``: keeps the place of each storage, and nothing of its memory, so that no storage
-    that is made later has the same identity. ``references``: what was there before the loop began."""
+    """The identities of objects and storages. ``held``: keeps the place of each storage, and nothing of its memory, so
+    that no storage that is made later has the same identity. ``references``: what was there before the loop began."""
 
     held: tuple[StorageWeakRef, ...] = ()
     references: References = NO_REFERENCES
@@ -122,7 +122,7 @@ def references_at(frame: types.FrameType) -> References:
 
 
 def _held(tensor: torch.Tensor) -> StorageWeakRef | None:
-    """None of a tensor without a storage of its own."""
+    """None for a tensor without its own storage."""
     try:
         return StorageWeakRef(getattr(tensor, "_local_tensor", tensor).untyped_storage())
     except (NotImplementedError, RuntimeError):
@@ -331,14 +331,14 @@ def _function_at(variables: _Variables, path: str) -> types.FunctionType | None:
 
 
 def _is_left_out(value: Any, known: Identities) -> bool:
-    """Of what cannot be taken down as a whole: whether nothing else brings it back, or sees that it changes."""
+    """For objects that cannot be copied completely: whether nothing else brings it back, or sees that it changes."""
     if isinstance(value, (list, tuple, set, collections.deque)):
         return bool(value) and not any(id(part) in known or isinstance(part, _BROUGHT_BACK) for part in value)
     return is_array(value)
 
 
 def _is_one_of_many(value: Any) -> bool:
-    """Of what cannot be taken down: whether it matters which one a variable leads to, and can be seen."""
+    """For objects that cannot be copied: whether it matters which one a variable leads to, and can be seen."""
     return is_referred_to(value) or isinstance(value, CONTAINERS) or is_own(type(value))
 
 

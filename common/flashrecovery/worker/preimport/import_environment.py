@@ -5,7 +5,7 @@ process that is forked from a zygote, or that has imported ahead of its rank, be
 and its script's import does nothing any more. Without what the import has set, libraries would compute otherwise there
 than in a fresh interpreter.
 
-A process may have variables of its own that no rank has: a zygote has torch ask NVML whether there is a GPU. A module
+A process may have variables that no rank has: a zygote has torch ask NVML whether there is a GPU. A module
 that would set such a variable if it were not there (DeepSpeed does) has set it, as in a rank.
 """
 

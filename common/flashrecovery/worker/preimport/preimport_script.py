@@ -29,7 +29,7 @@ USUALLY = {
         "flashrecovery.worker.startup.warm_up",
     ),
 }
-"""What scripts that have imported the one usually import later, in functions or by way of this package."""
+"""What scripts that have imported the one usually import later, in functions or through this package."""
 LATER = {
     "torch": ("torch._dynamo",),
     "deepspeed": ("torch._inductor.compile_fx",),

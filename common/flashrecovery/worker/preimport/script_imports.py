@@ -35,7 +35,7 @@ _PASSED_BY = frozenset({"TYPE_CHECKING", "typing.TYPE_CHECKING", "__name__ == '_
 _NO_GPU = {"torch.cuda.is_available()": False, "not torch.cuda.is_available()": True}
 """Conditions whose result is known where there is no GPU."""
 _FINDING = ("sys.path", "sys.meta_path", "sys.path_hooks", "sys.modules", "site.addsitedir", "pkgutil.extend_path")
-"""What decides, or is told, which file a module is."""
+"""Attributes that determine, or record, the file of a module."""
 _SETTINGS = re.compile(r"\.(backends|config|_config|conf|settings|options)\.|\.rcParams|^(os|sys|warnings|logging)\.")
 """Places in libraries that are made to be assigned to; to do so replaces no part of them."""
 _REPRESENTERS = frozenset(f"yaml.SafeDumper.yaml_{kind}representers" for kind in ("", "multi_"))
@@ -51,7 +51,7 @@ of a package without one. None if it is installed, or not there."""
 
 @dataclass(frozen=True)
 class Import:
-    """Of a dotted name. ``member``: a name taken from a module, which may be a module itself."""
+    """The import of a dotted name. ``member``: a name taken from a module, which may be a module itself."""
 
     name: str
     member: bool = False
@@ -59,8 +59,8 @@ class Import:
 
 @dataclass(frozen=True)
 class Setting:
-    """Of a variable. ``name`` None: of an unknown one. ``value`` None: to something unknown. ``default``: if it is not
-    set already."""
+    """The setting of a variable. ``name`` None: of an unknown variable. ``value`` None: to an unknown value.
+    ``default``: if it is not set already."""
 
     name: str | None
     value: str | None

@@ -26,14 +26,15 @@ from flashrecovery.runtime.thread_stack import first_line, places_in, stack_text
 from flashrecovery.worker.preimport.preimport import Installed
 
 PERIOD_S = 0.01
-"""Of a replacement, for which all others wait; longer where a look takes more than a hundredth of it."""
+"""The period in a replacement, for which all others wait; longer if a look takes more than a hundredth of it."""
 LAUNCH_PERIOD_S = 0.1
 FIRST_STEP_PERIOD_S = 0.25
 LEAST_S = 0.03
 """A line that took less is not worth a look."""
 MOST = 5
 TELL_S = 10.0
-"""A line that takes so long is told while it lasts, and again whenever it has taken :data:`_MORE` times as long."""
+"""A line that takes this long is reported while it runs, and again whenever it has taken :data:`_MORE` times as
+long."""
 _MORE = 6
 _SELDOM, _LONGEST_PERIOD_S = 1e-4, 1.0
 _AT_MOST = 0.01
@@ -45,8 +46,8 @@ Tell = Callable[[str, float], None]
 
 
 class StartProfile:
-    """Of the thread that makes it, from :meth:`start` to :meth:`joined`, and if ``tell`` is given, on to its first
-    commit on ``page``."""
+    """The profile of the thread that makes it, from :meth:`start` to :meth:`joined`, and if ``tell`` is given, on to
+    its first commit on ``page``."""
 
     def __init__(
         self, installed: Installed, page: Page | None = None, tell: Tell | None = None, period_s: float = PERIOD_S

@@ -62,9 +62,9 @@ class NeighborRing:
     def _among(
         self, members: Sequence[int], place: int, shards: Sequence[Shard], generation: int
     ) -> NeighbourCopies | None:
-        """Of sharded state, among these ranks of the launch, for the one at ``place``: within those that have its
-        model rank. None where there is one replica, but that its ranks keep each other's where
-        another layout may need them (``across``)."""
+        """Neighbour copies of sharded state for the rank at ``place``, among the ranks of the launch with its model
+        rank. None where there is one replica, but that its ranks keep each other's where another layout may need them
+        (``across``)."""
         shape, policy = self._registry.shape, self._policy
         alone = len(shape.by_replica(members)) == 1
         wanted = policy.across and len(members) > 1 if alone else policy.sharded

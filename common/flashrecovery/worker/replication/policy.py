@@ -46,7 +46,7 @@ class PeerProtection(Enum):
     NOTHING = "nothing"
     LOCAL_STATE = "the neighbour keeps rank-local state"
     NEIGHBOUR = "the neighbour keeps shards and rank-local state"
-    RING_OF_EACH_SIZE = "as before, in a ring that is made anew in each size of the job"
+    RING_OF_EACH_SIZE = "as before, in a new ring for each size of the job"
     PARITY = "a group keeps parity of the shards, and rank-local state"
 
 
@@ -89,7 +89,7 @@ class CopyFacts:
 
     @property
     def ring_of_each_size(self) -> bool:
-        """The ring is made anew in each size."""
+        """There is a new ring for each size."""
         return self.sharded or self.across
 
     @property
@@ -122,12 +122,12 @@ class CopyPolicy:
 
     @property
     def ring_of_each_size(self) -> bool:
-        """The ring is made anew in each size."""
+        """There is a new ring for each size."""
         return self.sharded or self.across
 
 
 def facts_of(registry: Registry, settings: Settings) -> CopyFacts:
-    """Of this rank."""
+    """The facts of this rank."""
     nodes, shape, world = placement()[1], registry.shape, registry.world_size
     elastic, changed = settings.elastic is not None, in_changed_layout()
     sharded = elastic and bool(roles.shard_layouts(registry.adapters))
@@ -176,7 +176,7 @@ def one_node_risk(facts: CopyFacts, copied_somewhere: bool) -> str:
     text = f"an elastic job of {facts.shape.text} in which one node has all that there is of some state: copies "
     if not facts.changed_layout:
         raise UnsupportedError(
-            f"{text}of it are not kept in such a job; have each replica on nodes of its own, as a mesh of "
+            f"{text}of it are not kept in such a job; put each replica on separate nodes, as a mesh of "
             "(replicate, shard) has it"
         )
     return f"{text}of it are not kept as long as it has several replicas, and that node must not be lost"
@@ -190,7 +190,7 @@ def refuse_copies_on_one_node(facts: CopyFacts) -> None:
             raise UnsupportedError(
                 f"an elastic job of {facts.shape.text} on {facts.nodes} nodes in which rank {keeper} keeps the copies "
                 f"of what rank {rank} has alone, on the same node: a lost node would take both; have the ranks at one "
-                "place of all replicas on different nodes (each replica on nodes of its own, and equally many on each)"
+                "place of all replicas on different nodes (each replica on separate nodes, and equally many on each)"
             )
 
 
@@ -254,7 +254,7 @@ def choice(registry: Registry, settings: Settings) -> tuple[CopyChoice, Groups]:
     if settings.redundancy == "parity" and isinstance(found, str):
         raise UnsupportedError(f"redundancy 'parity': {found}; allowed here: auto, neighbor, none")
     now, expected = sizes_everywhere(registry, settings.parity)
-    # On one node neighbour copies take no memory of their own.
+    # On one node neighbour copies take no extra memory.
     plain = CopyChoice(settings.redundancy == "parity", True, "")
     chosen = choose(expected, found, settings.parity) if auto else plain
 
@@ -325,7 +325,7 @@ def copier(registry: Registry, losses: int) -> Callable[[Shard], int | None]:
     world = registry.world_size
     domains = domains_of_launch(world)
     if len({*domains}) <= losses and not in_changed_layout():
-        domains = launch_domains(world, placement()[1])  # all share what may fail, so that only nodes are told apart
+        domains = launch_domains(world, placement()[1])  # all are in one failure domain, so that only nodes count
     return lambda shard: copied_by(shard.name, shard.holders, domains, losses, lambda rank: neighbour_of(rank, world))
 
 

@@ -104,7 +104,7 @@ class RankSnapshots:
         return [] if self._last is None else self._last.inventory()
 
     def source(self, shard: str, version: int) -> ShardSource | None:
-        """Of the last copy; None: it has no such shard."""
+        """The source of the shard in the last copy; None: it has no such shard."""
         return None if self._last is None else self._last.source(shard, version)
 
 

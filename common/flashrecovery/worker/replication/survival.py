@@ -35,7 +35,7 @@ from flashrecovery.worker.replication.policy import (
 
 
 def places(world: int, per_node: int, gpus: Sequence[int], shared: Sequence[int] = ()) -> tuple[RankLocation, ...]:
-    """Of all ranks, at the launch. ``gpus``: by local rank, as in :class:`RankLocation`; ``shared``: see
+    """The places of all ranks, at the launch. ``gpus``: by local rank, as in :class:`RankLocation`; ``shared``: see
     :func:`~flashrecovery.plan.membership.placement.shared_domains`."""
     return tuple(
         RankLocation(
@@ -68,7 +68,7 @@ def gpus_take_replicas(registry: Registry, settings: Settings) -> bool:
 
 
 def say(registry: Registry, settings: Settings, policy: CopyPolicy, *, own: bool, outlives: bool) -> str:
-    """What the job survives, in words; "" where it is not asked. A collective where it is.
+    """A text that says what the job survives; "" if that was not requested. Otherwise this is a collective.
 
     Args:
         own: each rank keeps copies of its own shards in host memory.

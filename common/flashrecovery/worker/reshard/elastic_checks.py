@@ -97,7 +97,7 @@ def _check_replicas(registry: Registry, batches: GlobalBatches, settings: Settin
     all_equal.check_equal(
         "which ranks make up the replicas of an elastic job", {"replicas": shape.replicas, "inner": shape.inner}
     )
-    if not in_changed_layout():  # a changed layout has numbers of its own
+    if not in_changed_layout():  # a changed layout has its own numbers
         if not elastic.min <= shape.replicas <= elastic.max:
             raise ConfigError(
                 f"elastic = {elastic.text}: the job is launched with {registry.world_size} ranks, which are "
@@ -150,7 +150,7 @@ def _check_beyond(registry: Registry, batches: GlobalBatches, most: int, setting
         )
     needed = most * max(batches.ranks // shape.replicas, 1)
     if batches.micro_batches < needed:
-        each = "replica" if needed == most else f"rank that computes micro-batches of its own ({needed} then)"
+        each = "replica" if needed == most else f"rank that computes its own micro-batches ({needed} then)"
         raise ConfigError(
             f"elastic.max = {most}: a step has {batches.micro_batches} micro-batches, and at least one for each "
             f"{each} is needed; at most {batches.micro_batches * most // needed} is allowed"
@@ -237,7 +237,7 @@ def refuse_tied_buffers(registry: Registry) -> None:
     buffers = sorted(f"buffer {name!r}" for adapter in adapters for name in adapter.moved_buffers())
     if buffers:
         raise UnsupportedError(
-            f"an elastic job in which steps change {', '.join(buffers[:5])}: each rank has values of its own "
+            f"an elastic job in which steps change {', '.join(buffers[:5])}: each rank has its own values "
             "(running statistics of BatchNorm), which depend on the number of ranks; use layers without them "
             "(LayerNorm, GroupNorm), or track_running_stats=False"
         )

@@ -43,7 +43,8 @@ from flashrecovery.worker.reshard.remote_staging import AgentStaging, Fetched
 
 
 def staging_room(registry: Registry) -> StagingRoom:
-    """Of the whole job, before its first step. A collective of all ranks (a replacement gets the recorded answer)."""
+    """The staging room of the whole job, before its first step. A collective of all ranks (a replacement gets the
+    recorded answer)."""
     shards = [(shard.spec().nbytes, shard.holders[0] == registry.rank) for shard in registry.tensor_shards()]
     own = sum(nbytes for nbytes, _ in shards)
     now = sum(nbytes for nbytes, first in shards if first)
@@ -61,7 +62,7 @@ _TAKE = "recovery.elastic_batches(dataset, global_batch=..., micro_batch=...) ar
 
 
 class RankStaging:
-    """Of one worker whose job may change its layout."""
+    """The staging of one worker whose job may change its layout."""
 
     def __init__(
         self, registry: Registry, settings: Settings, own: Sequence[str], agent: AgentStaging, *, single_calls: bool
@@ -102,7 +103,7 @@ class RankStaging:
         all_equal.check_equal("the arguments of elastic_batches()", batches.settings)
         sizes = {name: batches.settings[name] for name in ("global_batch", "micro_batch")}
         facts = LayoutFacts(**self._state.facts(), **sizes, takes=",".join(sorted(taken())), elastic=elastic)
-        if SEQUENCE_PARALLEL_ENV in os.environ:  # nothing says so in a layout without tensor parallelism
+        if SEQUENCE_PARALLEL_ENV in os.environ:  # it is not set in a layout without tensor parallelism
             facts = replace(facts, sequence_parallel=True)
         all_equal.check_equal("layout and model, as Megatron says them,", {"facts": facts.text()})
         return facts

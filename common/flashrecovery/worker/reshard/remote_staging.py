@@ -1,8 +1,8 @@
 """A worker's way to what ranks of the old layout have written on other nodes: its agent brings it here.
 
-A worker has no network of its own but its process groups, and the agents know each other and prove it. So the worker
-says which parts of which files it needs; its agent gets them from the others' agents into the memory of this node, once
-for all workers here.
+A worker has no network connections except its process groups, but the agents know and authenticate each other. So the
+worker says which parts of which files it needs; its agent gets them from the others' agents into the memory of this
+node, once for all workers here.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ new neighbour. Nothing of the old sharding changes, neither the live tensors nor
 their tensors; the old ones, and the copies of them, go. *Drop*: a rank has failed before all were ready; the old state
 is still there.
 
-Where replicas consist of several ranks, each model rank has a state of its own, which is sharded among the ranks that
+Where replicas consist of several ranks, each model rank has its own state, which is sharded among the ranks that
 have it: places in a sharding are counted among these, in the order of the replicas. (An adapter may say that the state
 of several model ranks is sharded among all of theirs, :meth:`.ShardLayout.sharers`.) All ranks talk over the group of
 all of them, in which they are known by their numbers there.
@@ -88,7 +88,7 @@ class _Sharers:
 
     @property
     def place(self) -> int:
-        """Of this rank, which is one of them."""
+        """The place of this rank, which is one of them."""
         return self.ranks.index(self.rank)
 
 
@@ -103,7 +103,7 @@ class _Ready:
 
 @dataclass(frozen=True)
 class _ShardLayouts:
-    """The shardings of a job's adapters, as one: their tensors' names are told apart by the adapters' numbers."""
+    """The shardings of a job's adapters, as one: their tensors' names are prefixed with the adapters' numbers."""
 
     shard_layouts: Mapping[int, ShardLayout]
     descriptions: Mapping[int, dict[str, Any]]

@@ -12,11 +12,11 @@ import torch
 from flashrecovery.worker.local_state.own_hook import OwnHook
 
 _TABLES = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-"""Of a module."""
+"""The hook tables of a module."""
 
 
 class HookWatch:
-    """Of these models. To be asked between two steps, the first time after the first step."""
+    """The hooks of these models. To be asked between two steps, the first time after the first step."""
 
     def __init__(self, models: Sequence[torch.nn.Module]) -> None:
         self._models = models
@@ -50,7 +50,7 @@ def _counts(models: Sequence[torch.nn.Module]) -> dict[str, int]:
 
 
 def _count(module: torch.nn.Module) -> int:
-    """Of the hooks that are not ours; ours come and go with the faults that are injected."""
+    """The number of the hooks that are not ours; ours come and go with the faults that are injected."""
     tables = [getattr(module, table) for table in _TABLES]
     of_module = sum(not isinstance(hook, OwnHook) for table in tables for hook in table.values())
     return of_module + len(getattr(module, "_comm_hooks", ()))  # of DistributedDataParallel

@@ -28,17 +28,17 @@ class ScriptModuleState:
         the functions that are running; without those of theirs that these functions' loops set, and those of others
         that each round of these sets before it reads them."""
         running = {id(one.f_globals) for one in around}
-        by_loops, anew = set[str](), set[str]()
+        by_loops, remade = set[str](), set[str]()
         for one in around:
             carried = carried_by_loop_at(one.f_code.co_filename, one.f_lineno)
             by_loops |= carried.names | carried.set_here | carried.remade
-            anew |= {_in_module(one, path) for path in carried.remade}
+            remade |= {_in_module(one, path) for path in carried.remade}
         found = {}
         for name, module in self._modules.besides({}):
             prefix = "" if id(vars(module)) in running else f"{name}."
             for variable, value in list(vars(module).items()):
                 path = prefix + variable
-                if not variable.startswith("__") and path not in (anew if prefix else by_loops):
+                if not variable.startswith("__") and path not in (remade if prefix else by_loops):
                     found[path] = name, value
         return found
 

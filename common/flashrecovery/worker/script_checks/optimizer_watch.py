@@ -31,7 +31,7 @@ class OptimizerWatch:
         known: the registered ones, and those that these step.
         modules: the registered models.
         version: of the step that is being taken.
-        tell: is told once of each registered one whose parameter groups have changed since; None: not looked at.
+        tell: called once for each registered one whose parameter groups have changed since; None: not checked.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class OptimizerWatch:
             )
 
     def _is_container(self, optimizer: Optimizer) -> bool:
-        """Whether it has no state and no parameters of its own, and steps others that are registered, each of which is
+        """Whether it has neither state nor parameters itself, and steps others that are registered, each of which is
         looked at itself (torchtitan's ``OptimizersContainer``)."""
         inner = vars(optimizer).get("optimizers")
         if optimizer.state or not isinstance(inner, (list, tuple)) or not inner:
@@ -102,7 +102,7 @@ class OptimizerWatch:
 
 
 def _sizes(optimizer: Optimizer) -> list[int]:
-    """Of each parameter group."""
+    """The size of each parameter group."""
     return [len(group["params"]) for group in optimizer.param_groups]
 
 

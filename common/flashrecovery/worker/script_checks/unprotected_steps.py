@@ -27,7 +27,7 @@ def is_made_by_step() -> bool:
 
 class UnprotectedSteps:
     """Counts the steps of torch's optimizers before this process's first protected step, so that a user who forgot
-    ``recovery.steps()`` is told within a few steps.
+    ``recovery.steps()`` is reported within a few steps.
 
     Args:
         tell: called once, with the line of the script that takes the steps.

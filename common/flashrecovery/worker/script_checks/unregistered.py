@@ -202,7 +202,7 @@ class Unregistered:
         if not self._calls and self._kept is None:
             self._look_at_loop(around[0])
         everything: dict[str, Any] = {}
-        anew = set[str]()
+        remade = set[str]()
         reset: dict[int, object] = {}
         in_loop = False
         for one in around:
@@ -211,10 +211,10 @@ class Unregistered:
             found_here = {name: v for name, v in variables.items() if name not in everything}
             if carried != LoopCarried():
                 in_loop = True
-                anew |= carried.remade & found_here.keys()
+                remade |= carried.remade & found_here.keys()
                 self._carried |= (carried.names | carried.set_here) - carried.remade
             elif not in_loop:  # it is called in each step
-                anew |= local_to_call(one) & found_here.keys()
+                remade |= local_to_call(one) & found_here.keys()
             reachable = {**{name: v for name, v in one.f_globals.items() if name in carried.names}, **variables}
             for path in sorted(carried.names - (carried.counted if self._calls else frozenset())):
                 if not self._is_of_registered(reachable, path):
@@ -224,7 +224,7 @@ class Unregistered:
             if not self._calls:
                 elsewhere = {name: v for name, v in set_elsewhere(one).items() if not self._comes_back(v)}
                 seen.marks |= {name: ("", plain_mark(value)) for name, value in elsewhere.items()}
-        seen.roots = {name: identity(everything[name]) for name in anew}
+        seen.roots = {name: identity(everything[name]) for name in remade}
         of_modules = self._look_at_modules(around, everything, seen, {*reset})
         for path, (kind, _newest) in seen.marks.items():
             if path not in self._variables and self._seen.differs(path, seen):
@@ -233,7 +233,7 @@ class Unregistered:
                 if kind:
                     self._objects.setdefault(path, kind)
                 else:
-                    self._variables.setdefault(path.partition("[")[0])  # a list's elements are told together
+                    self._variables.setdefault(path.partition("[")[0])  # a list's elements are reported together
         self._seen = seen
 
     def _look_at_modules(
@@ -264,7 +264,7 @@ class Unregistered:
             if not self._holds_known(value) and not self._comes_back(value, path):
                 self._variables.setdefault(path)
         elif is_own(type(value)) and id(value) not in self._known and not isinstance(value, torch.nn.Module):
-            for name, part in attributes_of(value).items():  # an object of plain values, made anew in each round
+            for name, part in attributes_of(value).items():  # an object of plain values, re-created in each round
                 if is_plain(part) and not self._holds_known(part) and not self._comes_back(part):
                     seen.marks[f"{path}.{name}"] = "", plain_mark(part)
 
@@ -363,7 +363,7 @@ class Unregistered:
         return CarriedByClass.together([carried_by_class_in(file_of(one), one.__name__) for one in own])
 
     def _kind(self, thing: object) -> str:
-        """What ``thing`` is called if it has state of its own, unknown to us; else empty."""
+        """The name of ``thing`` if it has state that is unknown to us; else empty."""
         if isinstance(thing, Optimizer) or (self._frameworks and isinstance(thing, (LRScheduler, GradScaler))):
             return ""
         if isinstance(thing, torch.nn.Module):

@@ -1,7 +1,7 @@
 """The wrapper that trains a module, where a script registers the module inside of it (nanoGPT's ``raw_model``,
 accelerate's ``unwrap_model``, an engine's ``module``).
 
-A wrapper has state of its own: without it the first recovery would leave DistributedDataParallel's reducer half-way.
+A wrapper has its own state: without it the first recovery would leave DistributedDataParallel's reducer half-way.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ BY_TEXT = frozenset(("delattr", "getattr", "setattr"))
 
 @dataclass(frozen=True)
 class SetByText:
-    """Of one file, or of several.
+    """The names that the text sets, of one file, or of several.
 
     Attributes:
         attributes: names of attributes that it sets, of whatever; and those of ``setattr(thing, "name", value)``.
@@ -56,7 +56,7 @@ def set_by_text(tree: ast.AST) -> SetByText:
 
 @dataclass(frozen=True)
 class NameUses:
-    """Of one file, or of several.
+    """The uses of names, of one file, or of several.
 
     Attributes:
         otherwise: last names of paths that its text may change, or lead on from: those of constants are not among them.
@@ -122,7 +122,7 @@ class _UseReader:
 
 
 def _only_reads(node: ast.expr, parent: ast.AST) -> bool:
-    """Of a container of numbers: whether nothing leads to it from here."""
+    """Whether a container of numbers is only read here."""
     if isinstance(parent, ast.Subscript):
         return parent.value is node and isinstance(parent.ctx, ast.Load)
     if isinstance(parent, ast.Attribute):

@@ -31,7 +31,8 @@ _AROUND = frozenset(("enumerate", "zip", "tqdm", "trange", "list", "tuple", "rev
 
 
 _BOUNDARY = re.compile(r"^\w[\w.]*\.(sync_gradients|is_gradient_accumulation_boundary\(\))$")
-"""Of accelerate and DeepSpeed: gradients are complete. All micro-batches of a step are in one ``with step:``."""
+"""Calls of accelerate and DeepSpeed that ask whether gradients are complete. All micro-batches of a step are in one
+``with step:``."""
 _EACH_OTHERS = ((ast.Eq, ast.NotEq), (ast.Lt, ast.GtE), (ast.Gt, ast.LtE), (ast.Is, ast.IsNot), (ast.In, ast.NotIn))
 _OPPOSITES: dict[type, type[ast.cmpop]] = {k: v for a, b in _EACH_OTHERS for k, v in ((a, b), (b, a))}
 

@@ -108,7 +108,7 @@ def _parts_of_call(thing: object) -> Iterator[tuple[str, object]]:
 
 
 class _Kind(enum.Enum):
-    """Of a class, what an object of it may lead to."""
+    """The objects that an object of a class may refer to."""
 
     OTHER = "other"
     FUNCTION = "function"
@@ -157,7 +157,7 @@ def _kind_of(kind: type) -> _Kind | None:
 
 
 def held_by(thing: object) -> MutableMapping[str, Any]:
-    """Of a function, what it has from the functions around it, its own attributes, and its default arguments."""
+    """The objects that a function holds: closure variables, attributes and default arguments."""
     if isinstance(thing, types.FunctionType):
         return _OfFunction(thing)
     if isinstance(thing, type):
@@ -405,5 +405,5 @@ def _has_plain_state(kind: type) -> bool:
 
 
 def _is_loader_of_fabric(kind: type) -> bool:
-    """Of Lightning Fabric's loaders, which count their epochs themselves."""
+    """Whether it is one of Lightning Fabric's loaders, which count their epochs themselves."""
     return (kind.__module__, kind.__name__) == ("lightning.fabric.wrappers", "_FabricDataLoader")

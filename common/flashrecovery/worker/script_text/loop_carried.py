@@ -23,7 +23,7 @@ _DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 
 @dataclass(frozen=True)
 class LoopCarried:
-    """Of one loop, as dotted names.
+    """The carried variables of one loop, as dotted names.
 
     Attributes:
         names: carried from one round to the next.
@@ -81,7 +81,7 @@ def loops_around(tree: ast.AST, line: int) -> list[AnyLoop]:
 
 @dataclass(frozen=True)
 class CarriedByClass:
-    """Of the methods of a class, as names of attributes.
+    """The carried attributes of the methods of a class, as names of attributes.
 
     Attributes:
         names: a method carries them from one call to the next: it changes them after it may have read them.
@@ -95,7 +95,7 @@ class CarriedByClass:
 
     @classmethod
     def together(cls, parts: Sequence[CarriedByClass]) -> CarriedByClass:
-        """Of a class and those that it is derived from."""
+        """The same for a class together with its base classes."""
         names = frozenset(name for part in parts for name in part.names)
         read = frozenset(name for part in parts for name in part.read)
         remade = frozenset(name for part in parts for name in part.remade)
@@ -124,7 +124,7 @@ def carried_by_class(tree: ast.AST, name: str) -> CarriedByClass:
 
 @dataclass(frozen=True)
 class SharedByFunctions:
-    """Of a file, as paths.
+    """The variables that functions share, of a file, as paths.
 
     Attributes:
         read: a function may read them as other calls have left them, or the file's own statements read them.
@@ -228,8 +228,8 @@ def _set_before(place: ast.AST, loop: AnyLoop) -> frozenset[str]:
 
 
 def _counted(loop: AnyLoop, names: frozenset[str], changed: frozenset[str]) -> frozenset[str]:
-    """Of ``names``: whatever a round sets them to, and whether it does, calls nothing, and is made of such names and of
-    what the loop does not change."""
+    """The counters among ``names``: whatever a round sets them to, and whether it does, calls nothing, and is made of
+    such names and of what the loop does not change."""
     sources: dict[str, set[str]] = {}
     _sources(loop.body, frozenset(), sources)
     target = set() if isinstance(loop, ast.While) else _names(loop.target)

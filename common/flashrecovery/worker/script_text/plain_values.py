@@ -259,7 +259,7 @@ _NO_STATE = frozenset(
 _ABSTRACT = ("collections.abc", "typing")
 """Modules whose classes have methods alone."""
 _BASES = (list, set, collections.deque, collections.OrderedDict, dict, tuple, types.SimpleNamespace)
-"""Of which a class of the script's may be a subclass."""
+"""Classes of which a class of the script may be a subclass."""
 
 
 @functools.lru_cache(4096)
@@ -295,7 +295,7 @@ def _is_factory(factory: Any) -> bool:
 
 @functools.lru_cache(1024)
 def slots_of(kind: Any) -> tuple[str, ...]:
-    """Names of the attributes that have places of their own in its objects."""
+    """Names of the attributes that are slots of its objects."""
     members = (name for one in kind.__mro__ for name, v in vars(one).items() if type(v) is types.MemberDescriptorType)
     return tuple(name for name in members if name != "__dict__")
 
@@ -323,7 +323,7 @@ def items_of(thing: Any) -> Any:
 
 
 def set_items(thing: Any, items: Any, base: Any) -> None:
-    """As :func:`items_of` gives them. Nothing of its own class runs. ``base``: see :func:`plain_base`."""
+    """As :func:`items_of` gives them. No code of its class runs. ``base``: see :func:`plain_base`."""
     base.clear(thing)
     if isinstance(items, dict):
         for key, value in items.items():
@@ -337,7 +337,7 @@ def storage_of(tensor: torch.Tensor) -> int:
     local = getattr(tensor, "_local_tensor", tensor)
     try:
         return int(local.untyped_storage()._cdata)
-    except (NotImplementedError, RuntimeError):  # one without a storage of its own
+    except (NotImplementedError, RuntimeError):  # one without its own storage
         return id(tensor)
 
 
@@ -349,7 +349,7 @@ _BY_NAME = (enum.Enum, type, types.FunctionType, types.BuiltinFunctionType)
 
 @dataclass(frozen=True)
 class _View:
-    """Of a tensor or array that shares elements with others: ``memory`` in which they lie, from address ``low`` to
+    """A tensor or array that shares elements with others: the ``memory`` that holds them, from address ``low`` to
     before ``high``; ``first``: address of this one's first element."""
 
     memory: str
@@ -363,9 +363,9 @@ class _Alike:
     """What the values that are taken down together hold together."""
 
     places: dict[int, tuple[str, str]]
-    """Of what is held in several places, by identity: :data:`_SHARED` or :data:`_AT`, and a name."""
+    """Objects that are held in several places, by identity: :data:`_SHARED` or :data:`_AT`, and a name."""
     views: dict[int, _View] = field(default_factory=dict)
-    """Of tensors and arrays that share elements with others, by identity."""
+    """The views: tensors and arrays that share elements with others, by identity."""
     references: References = NO_REFERENCES
 
 
@@ -375,10 +375,10 @@ def copies_of(
     around: Mapping[str, Any] | None = None,
     references: References = NO_REFERENCES,
 ) -> dict[str, Any]:
-    """Of what :func:`is_kept` says yes to. ``paths``: of objects that are taken down one by one, by identity: who finds
-    such a path when this is put back takes what is there (:meth:`Putting.found`). ``around``: tensors and arrays that
-    are taken down, too, if they share elements with those in ``values``. ``references``: as :func:`is_kept` had
-    them."""
+    """Copies of the objects that :func:`is_kept` accepts. ``paths``: of objects that are taken down one by one, by
+    identity: who finds such a path when this is put back takes what is there (:meth:`Putting.found`). ``around``:
+    tensors and arrays that are taken down, too, if they share elements with those in ``values``. ``references``: as
+    :func:`is_kept` had them."""
     if _NUMBERS.issuperset(map(type, values.values())):
         return dict(values)
     seen: dict[int, Any] = {}
@@ -417,7 +417,7 @@ def _extents(values: Iterable[Any]) -> Iterator[tuple[int, int, int, Any]]:
 
 
 def _views_of(values: Iterable[Any]) -> dict[int, _View]:
-    """Of the tensors and arrays that share elements, or lie between each other's, by identity."""
+    """The views of tensors and arrays that share elements or overlap, by identity."""
     views: dict[int, _View] = {}
     for low, high, parts in together(_extents(values)):
         if len(parts) > 1:
@@ -427,7 +427,7 @@ def _views_of(values: Iterable[Any]) -> dict[int, _View]:
 
 
 def copy_of(value: Any) -> Any:
-    """Of what :func:`is_kept` says yes to."""
+    """A copy of an object that :func:`is_kept` accepts."""
     return copies_of({"": value})[""]
 
 

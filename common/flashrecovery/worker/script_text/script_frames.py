@@ -108,7 +108,7 @@ def local_to_call(frame: types.FrameType) -> frozenset[str]:
 
 
 def variables_of(frame: types.FrameType) -> dict[str, Any]:
-    """Of a function: its own, and the global ones that it names."""
+    """The variables of a function: its own, and the global ones that it names."""
     names = frame.f_code.co_names
     used = {name: frame.f_globals[name] for name in names if name in frame.f_globals}
     own = frame.f_locals if frame.f_locals is not frame.f_globals else {}
@@ -185,7 +185,7 @@ def place_of(frame: types.FrameType, line: int) -> str:
 
 
 def is_own(kind: type) -> bool:
-    """Of a class: defined by the script, and by nothing that is installed."""
+    """Whether the script defines this class, and no installed package."""
     return kind.__module__.partition(".")[0] not in FRAMEWORKS and is_own_file(file_of(kind))
 
 

@@ -24,7 +24,7 @@ _FEW = 16
 
 
 class ScriptModules:
-    """Those that are imported now. Looks at them anew when modules, or variables of one of them, have come."""
+    """The modules that are imported now. Examines them again when there are new modules, or new variables in one."""
 
     def __init__(self) -> None:
         self._imported = -1
@@ -105,7 +105,7 @@ class ScriptModules:
         return name in self._set.attributes or not self._is_constant(name, value)
 
     def _is_constant(self, name: str, value: object) -> bool:
-        """Of what no text sets: a number, or a container of numbers that none changes."""
+        """Whether no text sets it: a number, or a container of numbers that nothing changes."""
         if type(value) in (tuple, frozenset):
             return all(self._is_constant("", part) for part in value)  # type: ignore[attr-defined]
         if name and type(value) in _FLAT and self._are_many:
@@ -152,7 +152,7 @@ def _uses_of(file: str, whole: bool) -> NameUses:
 
 @functools.lru_cache(4096)
 def _read(file: str, stamp: tuple[int, ...]) -> tuple[SetByText, NameUses] | None:
-    """Of an imported module, once as long as its file stays as it is; without keeping its tree."""
+    """Read an imported module, once while its file is unchanged; its tree is not kept."""
     tree = parsed(file)
     return None if tree is None else (set_by_text(tree), uses_of(tree, whole=False))
 

@@ -48,7 +48,7 @@ class CallSites:
         return caller
 
     def naming(self, frame: FrameType | None, through: Set[str]) -> FrameType | None:
-        """Who has called by way of these modules of Python's own, if it is one of the script's own files, or a tracker
+        """The file that called through these modules of Python, if it is one of the script's own files, or a tracker
         of experiments."""
         caller = frame
         while caller is not None and str(caller.f_globals.get("__name__")) in through:

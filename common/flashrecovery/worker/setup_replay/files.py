@@ -1,6 +1,6 @@
 """Files that a script opens to write, and folders that it makes, before its first step: a replacement loses nothing.
 
-A replacement runs ``open("log.csv", "w")`` once more, which would cut off what its predecessor has logged. So it is
+A replacement runs ``open("log.csv", "w")`` again, which would truncate its predecessor's log. So it is
 recorded which files the script's own lines have opened so, and how each was left at the first step. Where a file has
 changed since, a replacement keeps it: what set-up writes goes nowhere, since it is there already, and from the first
 step on it is added at the end. A file that is as set-up has left it (a configuration) is written as ever.

@@ -44,9 +44,13 @@ class SetupReplay:
                 self._files.kept,
             ),
             (NoticeKind.SETUP_DIFFERS, "files are cut off that had been written to", self._files.truncated),
-            (NoticeKind.SETUP_DIFFERS, "values are drawn that the process before has not drawn", self._values.anew),
+            (
+                NoticeKind.SETUP_DIFFERS,
+                "random or clock values are drawn that the dead process did not draw",
+                self._values.new,
+            ),
         ):
             if places:
                 tell(kind, f"{what}: {shortened([*dict.fromkeys(places)], _SHOWN)}")
-        for told in (self._files.kept, self._files.truncated, self._values.anew):
+        for told in (self._files.kept, self._files.truncated, self._values.new):
             told.clear()

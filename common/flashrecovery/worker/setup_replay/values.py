@@ -10,7 +10,7 @@ recorded for each call site in order, and answered from that record in a replace
 * the names of ``tempfile.mkdtemp``, and the numbers that Lightning's loggers give the folders of runs;
 * the state in which Python's, numpy's and torch's own streams of random numbers begin, and ``torch.seed()``.
 
-Where a replacement asks more often, or from another line, it draws anew. Clocks that measure (``monotonic``,
+Where a replacement asks more often, or from another line, it gets new values. Clocks that measure (``monotonic``,
 ``perf_counter``) are never answered from the record.
 """
 
@@ -58,7 +58,7 @@ class DrawnValues:
         self._left = _MOST
         self._undo: list[Callable[[], None]] = []
         self._on = False
-        self.anew: list[str] = []
+        self.new: list[str] = []
         """Call sites at which a replacement has drawn more than its predecessor, or something else."""
 
     def start(self) -> None:
@@ -106,7 +106,7 @@ class DrawnValues:
         if number < len(known):
             return back(known[number])
         if not quiet and number == len(known) and self._sites.is_own(caller):
-            self.anew.append(f"{Path(caller.f_code.co_filename).name}:{caller.f_lineno} ({kind})")
+            self.new.append(f"{Path(caller.f_code.co_filename).name}:{caller.f_lineno} ({kind})")
         return fresh()
 
     def _caller(self, frame: FrameType) -> FrameType | None:
@@ -149,7 +149,7 @@ class DrawnValues:
             self._put(owner, "seed", self._torch_seed(module, owner.seed))
 
     def _torch_seed(self, module: Any, before: Callable[[], int]) -> Callable[[], int]:
-        """It draws the seed from the system, not by way of Python."""
+        """It gets the seed from the system, not through Python."""
 
         def back(text: str) -> int:
             module.manual_seed(int(text))
@@ -221,7 +221,7 @@ class DrawnValues:
     # -- the time ---------------------------------------------------------------------------------
 
     def _clock(self, name: str, before: Callable[..., Any]) -> Callable[..., Any]:
-        """A function of :mod:`time`. With a time of its own (``localtime(seconds)``) it asks for none."""
+        """A function of :mod:`time`. With an argument (``localtime(seconds)``) it reads no clock."""
         texts: dict[str, tuple[Callable[[Any], str], Callable[[str], Any]]]
         texts = {"time": (repr, float), "time_ns": (str, int), "strftime": (str, str), "ctime": (str, str)}
         to, back = texts.get(name, (_seconds_of(name), lambda text: before(int(text))))
@@ -247,7 +247,7 @@ class DrawnValues:
 
     def _replace_dates(self) -> None:
         """The classes stay the same ones, since values are asked for theirs; their methods are replaced, as those of
-        classes in C can only be by way of their dictionary."""
+        classes in C can only be patched through their dictionary."""
 
         def now(cls: Any, tz: datetime.tzinfo | None = None) -> Any:
             caller = self._naming_caller(sys._getframe(1), "now")

@@ -46,7 +46,7 @@ def install_group_hook(detached: bool, setup_log: bytes | None) -> None:
 
 
 def install_spawn_hook() -> None:
-    """``torch.multiprocessing.spawn`` starts ranks of its own, which would wait for one another in the ranks' store."""
+    """``torch.multiprocessing.spawn`` starts its own ranks, which would wait for one another in the ranks' store."""
 
     def refused(function: object, *_args: object, **_options: object) -> None:
         from flashrecovery.errors import UnsupportedError

@@ -58,7 +58,7 @@ def _then_renamed(build: Callable[[Any], None]) -> Callable[[Any], None]:
 
 
 def _in_another_process(values: dict[str, Any]) -> Any:
-    """Inductor's compile workers are processes of their own, to which the builders are sent."""
+    """Inductor's compile workers are separate processes, to which the builders are sent."""
     from torch._inductor import cpp_builder
 
     _renames(cpp_builder)

@@ -39,7 +39,7 @@ _COMMENTS = re.compile(rb"#[^\n]*")
 _PACKAGE = "__init__.py"
 _LIGHTNING = re.compile(rb"^\s*(?:from|import)\s+lightning\b(?!\.fabric)", re.MULTILINE)
 _FILES = 500
-"""Of a script's own modules that are read to see what they call."""
+"""The most modules of a script that are read to see what they call."""
 _replacement = False
 _auto: Callable[[], AutoProtection] | None = None
 """Where a script is protected as it is (``--auto``). It imports torch, when it is called for the first time."""
@@ -50,7 +50,7 @@ _sources: OwnSources | None = None
 
 
 def compiled_text(text: bytes, file: str) -> CodeType:
-    """Of the script. Raises SyntaxError as the compiler does."""
+    """The compiled text of the script. Raises SyntaxError as the compiler does."""
     global _sources
     if _sources is None or not _sources.are_of(text, file, any_framework=_auto is not None):
         _sources = OwnSources(text, file, any_framework=_auto is not None)
@@ -105,7 +105,7 @@ def read_ahead(file: str) -> None:
 
 
 def _stamp(status: os.stat_result) -> tuple[int, int, int]:
-    """Of a file: another one, or one that has been written since, has another."""
+    """The stamp of a file: it changes with the file and with each write to it."""
     return status.st_ino, status.st_size, status.st_mtime_ns
 
 
@@ -203,7 +203,7 @@ def _own_folders(file: str) -> list[str]:
 
 
 def _files_of(name: str, folders: Sequence[str]) -> Iterator[str]:
-    """Of a dotted name: the module, the packages around it, and the module that may hold its last part."""
+    """The files of a dotted name: the module, the packages around it, and the module that may hold its last part."""
     parts = name.split(".")
     if parts[0] in FRAMEWORKS:
         return

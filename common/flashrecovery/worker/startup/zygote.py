@@ -309,7 +309,7 @@ def counts_what_is_left(modules: Iterable[ModuleType]) -> bool:
 
 
 def _become_worker(request: pb.Fork, descriptors: list[int], imported: ImportEnvironment) -> None:
-    """What a fresh interpreter would have of its own."""
+    """What differs between fresh interpreters."""
     process_end.at_last(_unfreeze_if_needed)
     channel, page, log = descriptors
     os.setsid()

@@ -84,7 +84,7 @@ class _Here(threading.local):
     with_objects = False
     """In a collective that gives objects."""
     began_at: int | None = None
-    """Of an asynchronous save: how often communication had been abandoned when it was ordered."""
+    """For an asynchronous save: how often communication had been abandoned when it was requested."""
 
 
 _here = _Here()
@@ -242,7 +242,7 @@ def _moving(real: Callee) -> Callee:
 
 @contextlib.contextmanager
 def _in_thread() -> Iterator[None]:
-    """A joint save in a thread of its own: it ends with the exchange of the groups."""
+    """A joint save in a separate thread: it ends with the exchange of the groups."""
     ours = threading.current_thread().name.startswith("flashrecovery-")  # fallback checkpoints do not communicate
     if _below is None or _here.began_at is not None or ours:
         yield
@@ -558,7 +558,7 @@ def _joint(owner: Any, name: str, target: Callable[..., object], answer: Callee)
 
 
 def _first(_: object = None, path: object = None, *__: object, **options: object) -> object:
-    """Of a method whose first argument is where it saves."""
+    """The destination of a method whose first argument it is."""
     named = (options.get(name) for name in ("output_dir", "save_directory", "save_dir", "checkpoint_dir"))
     return path if path is not None else next((one for one in named if one is not None), "its directory")
 

@@ -1,7 +1,7 @@
 """When a rank's own state is sealed, and what that shows of the script's steps.
 
 *Version i is everything as it is when step i is yielded.* What only this rank has of it is written down (sealed) at
-the end of the forward pass of the step before, once more before its mutation if it has changed since, and at the
+the end of the forward pass of the step before, again before its mutation if it has changed since, and at the
 yield if it has changed after that. A rank that dies in between leaves what was sealed last: an *early* rank-local
 state. It is right unless the step was *late*, which its peers know of theirs
 (:mod:`flashrecovery.worker.local_state.step_profile`).

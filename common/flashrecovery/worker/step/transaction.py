@@ -166,12 +166,12 @@ class Transaction(StepHooks):
         silent = sorted({*self._habits.silent} - {*known})
         if silent and self._worker.rank == 0:
             names = sorted(name.partition("/")[2] for name in silent)
-            text = f"{names} are changed by way of .data; they are compared in every step now"
+            text = f"{names} are changed through .data; from now on they are compared in every step"
             self._worker.notice(NoticeKind.SILENT_BUFFERS, text)
         return bool(differing or more_silent)
 
     def _seal_more(self, version: int, sealed: bool) -> None:
-        """Seal once more, because more has just turned out to belong to the rank-local state. Every rank does so before
+        """Write the rank-local state again, because more has just turned out to belong to it. Every rank does so before
         any of them changes its state."""
         self._sealing.more_belongs(version, sealed=sealed)
         if self._copies.local_states_only:

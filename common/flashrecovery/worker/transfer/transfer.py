@@ -170,7 +170,7 @@ class _Exchange:
         return self._report
 
     def _pair(self, talk: Callable[[int], None], sending: bool, peer: int) -> Callable[[], None]:
-        """A job of its own for what is said and sent between this rank and another one, in one direction."""
+        """A separate job for the messages and data between this rank and another one, in one direction."""
         planned = self._planned[sending, peer] = Future()
 
         def job() -> None:
@@ -435,7 +435,7 @@ class _Exchange:
 
 
 class _Agreement:
-    """Of the tensors that this rank sends, which lie on a device here and at all their destinations."""
+    """The agreed tensors that this rank sends, which are on a device here and at all their destinations."""
 
     def __init__(self, outgoing: Mapping[int, Sequence[ShardSource]], device: groups.DeviceGroup | None) -> None:
         self._outgoing = outgoing

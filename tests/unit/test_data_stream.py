@@ -1041,3 +1041,79 @@ def test_a_stop_waits_for_the_end_of_a_read() -> None:
     stream = DataStream(DataLoader(Seen(), 2))
     stream.restore(state)
     assert seen and all(seen) and not stream.reading
+
+
+# -- epochs that are left ---------------------------------------------------------------------------
+
+LEFT_AFTER = 3
+BEGIN_ANYWHERE = ["shuffled", "noise", "workers", "own generator", "distributed", "random sampler", "late generator"]
+BEGIN_ANYWHERE += ["iterable", "list", "stateful", "stateful iterable"]
+
+
+def steps_of(stream: DataStream, steps: int, states: dict[int, bytes], first: int = 0) -> list[tuple[Any, float]]:
+    """Each epoch is left after a few batches, from the step number ``first`` on."""
+    found = []
+    for version in range(first, steps):
+        stream.commit(version)
+        states[version] = codec.dumps({"data": stream.capture(), "rng": RngState.now().plain()})
+        found.append(step(stream))
+        if stream.position.batch == LEFT_AFTER:
+            stream.next_epoch()
+            stream.next_epoch()  # of which nothing has been read
+    return found
+
+
+def left_by_break(loader: Any, steps: int) -> list[tuple[Any, float]]:
+    found: list[tuple[Any, float]] = []
+    epoch = 0
+    while len(found) < steps:
+        if hasattr(getattr(loader, "sampler", None), "set_epoch"):
+            loader.sampler.set_epoch(epoch)
+        for number, batch in enumerate(loader, 1):
+            found.append((batch, float(torch.rand(1)) + random.random()))
+            if number == LEFT_AFTER:
+                break
+        epoch += 1
+    return found[:steps]
+
+
+@pytest.mark.parametrize("name", BEGIN_ANYWHERE)
+def test_an_epoch_that_is_left_is_that_of_break(name: str) -> None:
+    steps, seeds = 8, (torch.manual_seed, random.seed)
+    for seed in seeds:
+        seed(3)
+    expected = left_by_break(LOADERS[name](), steps)
+    for seed in seeds:
+        seed(3)
+    stream, states = DataStream(LOADERS[name]()), dict[int, bytes]()
+    assert equal(steps_of(stream, steps, states), expected)
+    for back in (6, 7):  # a survivor, within an epoch and at the beginning of one
+        stream.rollback(back)
+        restore_rng(codec.loads(states[back])["rng"])
+        assert equal(steps_of(stream, steps, {}, back), expected[back:])
+    for version in (2, 3, 4, 6) if "workers" not in name else (3, 4):  # a replacement
+        for seed in seeds:
+            seed(1000)
+        stream = DataStream(LOADERS[name]())
+        state = codec.loads(states[version])
+        stream.restore(state["data"])
+        restore_rng(state["rng"])
+        assert equal(steps_of(stream, steps, {}, version), expected[version:]), version
+
+
+def test_an_attempt_that_leaves_an_epoch_by_mistake_leaves_no_trace() -> None:
+    torch.manual_seed(3)
+    expected = [batch for batch, _ in left_by_break(LOADERS["shuffled"](), 3)]
+    torch.manual_seed(3)
+    stream = DataStream(LOADERS["shuffled"]())
+    stream.commit(0)
+    found = [next(stream)]
+    stream.commit(1)
+    stream.next_epoch()
+    stream.rollback(1)
+    assert equal([*found, next(stream), next(stream)], expected)
+
+
+def test_a_source_without_a_next_epoch_says_so() -> None:
+    with pytest.raises(DataSourceError, match="generator has no next epoch in the midst of one"):
+        DataStream(generator()).next_epoch()

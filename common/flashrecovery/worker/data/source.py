@@ -98,6 +98,11 @@ class Source:
         return not isinstance(self.loader, (DataLoader, PreparedLoader, list, tuple))
 
     @property
+    def begins_anywhere(self) -> bool:
+        """Whether ``iter()`` begins a new epoch in the midst of one, too."""
+        return not self.one_shot and (not self._stateful or isinstance(self.loader, (DataLoader, PreparedLoader)))
+
+    @property
     def name(self) -> str:
         return type(self.loader).__name__
 

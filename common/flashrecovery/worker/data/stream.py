@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import bisect
 import copy
+import functools
 import logging
 import sys
 import time
@@ -122,6 +123,8 @@ class DataStream(StepData):
         self.void = False
         self._source = Source(loader, first_epoch=first_epoch)
         self._iterator: Iterator[Any] | None = None
+        self._reading = 0
+        """The epoch of that iterator."""
         self._first_epoch = 0
         self._cursor = _Cursor(DataPosition(0, 0, 0))
         self._kept: deque[_Kept] = deque()
@@ -200,6 +203,23 @@ class DataStream(StepData):
         """The current epoch, from 0."""
         return self.position.epoch
 
+    def next_epoch(self) -> None:
+        """Leave the rest of this epoch unread, as ``break`` does in a loop over the loader: the next batch is the first
+        one of the next epoch. Rolls back with the step. No change if nothing of this epoch has been read.
+
+        Raises:
+            DataSourceError: the source is a one-shot iterator, or one with a state of its own that is no DataLoader:
+                where that stands in the midst of an epoch its next one may not begin.
+        """
+        if not self._source.begins_anywhere:
+            raise DataSourceError(
+                f"the {self._source.name} has no next epoch in the midst of one: it is a one-shot iterator, or keeps "
+                "its place in a state of its own; read it to its end"
+            )
+        epoch, batch, total = self.position
+        if batch:
+            self._cursor = _Cursor(DataPosition(epoch + 1, 0, total))
+
     def __len__(self) -> int:
         """Batches of one epoch. Raises TypeError if the loader does not know."""
         return len(self.loader)  # type: ignore[arg-type]
@@ -253,8 +273,9 @@ class DataStream(StepData):
         epoch_start, begun = self._with_settings(self._cursor), None
         as_set = self._samplers.values()
         before = RngState.now()
-        if self._iterator is None:
-            self._iterator, begun = self._begin_first()
+        if not self._is_begun(epoch):
+            self._iterator, begun = self._begin(epoch)
+        assert self._iterator is not None
         try:
             batch = next(self._iterator)
         except StopIteration:
@@ -266,7 +287,7 @@ class DataStream(StepData):
             epoch, index = epoch + 1, 0
             self._sample(DataPosition(epoch, 0, total), self._source.unread_state())
             before = RngState.now()
-            self._iterator, begun = self._source.begin(epoch)
+            self._iterator, begun = self._begin(epoch)
             try:
                 batch = next(self._iterator)
             except StopIteration:
@@ -314,6 +335,16 @@ class DataStream(StepData):
             often = {name for _place, name, _value in changed} if self._samplers.read_on else set()
             return {**cursor.epoch_start, "often": sorted({*cursor.epoch_start.get("often", ()), *often})}
         return {**cursor.epoch_start, "settings": [*settings, (cursor.position.batch, changed)]}
+
+    def _is_begun(self, epoch: int) -> bool:
+        """Whether the iterator is that of ``epoch``."""
+        return self._iterator is not None and self._reading == epoch
+
+    def _begin(self, epoch: int, start: Mapping[str, Any] | None = None) -> tuple[Iterator[Any], EpochStart]:
+        begin = self._begin_first if epoch == self._first_epoch else functools.partial(self._source.begin, epoch)
+        begun = begin(start)
+        self._reading = epoch
+        return begun
 
     def _begin_first(self, start: Mapping[str, Any] | None = None) -> tuple[Iterator[Any], EpochStart]:
         """The source's first epoch begins, perhaps again: ``iter()`` of a stateful source may go on where that
@@ -457,7 +488,7 @@ class DataStream(StepData):
 
     def _cursor_now(self) -> _Cursor:
         cursor = self._cursor
-        if self._iterator is None and not cursor.digest:
+        if not cursor.digest and not self._is_begun(cursor.position.epoch):
             return _Cursor(cursor.position, {"generators": self._source.generator_states()})
         if self._iterator is not None and not self._replay and (not self._sampled or self._sampled[0] != self.position):
             self._sample(self.position, self._source.state())
@@ -497,6 +528,7 @@ class DataStream(StepData):
             self._note_start()
             self._source.load(state)
             self._iterator, _ = self._source.begin(epoch, cursor.epoch_start)
+            self._reading = epoch
             try:
                 if self._skip(self._iterator, done, cursor) == cursor.digest:
                     return
@@ -506,10 +538,7 @@ class DataStream(StepData):
                 log.debug("%s", e)  # the state at the end of the epoch before is that of a source that is exhausted
             # For example: a loader's worker processes draw random numbers, which its state does not contain.
             log.warning("the state of the %s does not give the same samples; replaying the epoch", self._source.name)
-        if epoch == self._first_epoch:
-            self._iterator, _ = self._begin_first(cursor.epoch_start)
-        else:
-            self._iterator, _ = self._source.begin(epoch, cursor.epoch_start)
+        self._iterator, _ = self._begin(epoch, cursor.epoch_start)
         found = self._skip(self._iterator, 0, cursor)
         if found != cursor.digest:
             raise self._other_samples(cursor.position, found)

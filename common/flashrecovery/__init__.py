@@ -22,9 +22,10 @@ from flashrecovery._version import __version__
 if TYPE_CHECKING:
     from flashrecovery.entry import init
     from flashrecovery.runtime.parallel_layout import ParallelLayout, layout
+    from flashrecovery.worker.kept_attributes import KeptAttributes
     from flashrecovery.worker.recovery import Recovery
 
-__all__ = ["ParallelLayout", "Recovery", "__version__", "init", "layout"]
+__all__ = ["KeptAttributes", "ParallelLayout", "Recovery", "__version__", "init", "layout"]
 
 
 def __getattr__(name: str) -> Any:
@@ -33,6 +34,10 @@ def __getattr__(name: str) -> Any:
         from flashrecovery import entry
 
         return getattr(entry, name)
+    if name == "KeptAttributes":
+        from flashrecovery.worker.kept_attributes import KeptAttributes
+
+        return KeptAttributes
     if name in ("layout", "ParallelLayout"):
         from flashrecovery.runtime.parallel_layout import ParallelLayout, layout
 

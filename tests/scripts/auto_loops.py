@@ -810,6 +810,83 @@ def skips() -> None:
         say(epoch, loss.item().hex(), skipped, plateau.get_last_lr())
 
 
+MILESTONES: list[int] = []
+COUNTS = {"rounds": 0, "epochs": 0}
+seen_samples = 0
+last_loss: float | None = None
+
+
+def count(samples: int, loss: float) -> None:
+    global last_loss, seen_samples
+    seen_samples += samples
+    last_loss = loss if last_loss is None else 0.9 * last_loss + 0.1 * loss
+    COUNTS["rounds"] += 1
+    if COUNTS["rounds"] % 4 == 0:
+        MILESTONES.append(seen_samples)
+
+
+def left() -> None:
+    """Epochs that are left early, a round that takes no step, a limit of steps for all; what the file keeps."""
+    global seen_samples
+    model = wrapped(Net())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+    watched.extend([model, optimizer, scheduler])
+    loader = DataLoader(dataset, batch_size=4, shuffle=True, generator=torch.Generator().manual_seed(rank))
+    seeded()
+    seen_samples = 0
+    step = 0
+    for epoch in range(1, 9):
+        meter = AverageMeter("Loss")
+        for number, (inputs, targets) in enumerate(loader):
+            if number % 5 == 3:
+                say("skipped", epoch, number)
+                continue
+            loss = mse(model(inputs), targets)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            step += 1
+            meter.update(loss.item(), len(inputs))
+            count(len(inputs), loss.item())
+            if number >= 2 * epoch:
+                say("enough", epoch, number, step)
+                break
+            if step >= 14:
+                break
+            scheduler.step()
+        COUNTS["epochs"] += 1
+        say("epoch", epoch, meter.avg.hex(), seen_samples, last_loss, COUNTS, MILESTONES)
+        if step >= 14:
+            break
+    say("end", step, seen_samples, COUNTS, MILESTONES)
+
+
+def endless() -> None:
+    """Steps are counted over epochs that nothing counts."""
+    model = wrapped(Net())
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9)
+    watched.extend([model, optimizer])
+    loader = DataLoader(dataset, batch_size=12, shuffle=True)
+    seeded()
+    step, done = 0, False
+    mean = torch.zeros(())
+    while not done:
+        for inputs, targets in loader:
+            if step >= 13:
+                done = True
+                break
+            loss = mse(model(inputs), targets)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            mean = 0.9 * mean + 0.1 * loss.detach()
+            step += 1
+            if step % 4 == 0:
+                say("step", step, mean.item().hex())
+    say("end", step, mean.item().hex())
+
+
 # -- refused ----------------------------------------------------------------------------------------
 
 

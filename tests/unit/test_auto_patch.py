@@ -15,7 +15,8 @@ from flashrecovery.cli.run import launch_of, run
 from flashrecovery.config import run_config
 from flashrecovery.errors import ConfigError
 from flashrecovery.worker.auto.inline import inlined, without
-from flashrecovery.worker.auto.patch import NotByHand, Running, by_hand
+from flashrecovery.worker.auto.patch import Running, by_hand
+from flashrecovery.worker.auto.straight import NotByHand
 
 PLAIN = ("total", "best", "seen", "n", "step", "losses", "count")
 LOADERS = ("loader", "bare")
@@ -30,7 +31,7 @@ def running() -> Running:
         own={},
         sampler_of=lambda path: {"loader": [SAMPLER], "bare": []}.get(path),
         value_of=lambda path: SAMPLER if path == "sampler" else None,
-        plain=lambda name: name in PLAIN or None,
+        plain=lambda name, made: name in PLAIN or None,
         known=lambda name: name in ("model", "optimizer", "scheduler", "sampler", *LOADERS),
     )
 
@@ -75,7 +76,7 @@ def test_epochs() -> None:
             model=model,
             optimizer=optimizer,
             scheduler=scheduler,
-            kept=Attributes(kept, "best", "total"),
+            kept=flashrecovery.KeptAttributes(kept, "best", "total"),
             per_rank=["kept"],
         )
         data = recovery.data(loader)
@@ -154,9 +155,7 @@ INNER = "for e in range(2):\n    for x in {}:\n        model(x).backward()\n    
         ),
         (f"for x in f():\n{STEP}", (1,), "1: .*neither a range"),
         (INNER.format("loader"), (2, 1), "1: .*sampler its epoch"),
-        (INNER.format("bare") + "        if x:\n            break\n", (2, 1), "6: `break`"),
         (f"for x in bare:\n{STEP}else:\n    pass\n", (1,), "5: .*else clause"),
-        (f"def f():\n    global n\n    n = 1\nfor x in bare:\n{STEP}", (4,), "2: .*global n"),
         ("for x in bare:\n    model(next(x)).backward()\n    optimizer.step()\n", (1,), "2: .*next"),
         ("for x in bare:\n    model(x).backward(); optimizer.step()\n", (1,), "2: several statements"),
         (
@@ -172,6 +171,210 @@ INNER = "for e in range(2):\n    for x in {}:\n        model(x).backward()\n    
 )
 def test_what_cannot_be_written_is_refused(text: str, lines: tuple[int, ...], why: str) -> None:
     assert re.match(why, refused(text, *lines))
+
+
+# -- break and continue in two loops ----------------------------------------------------------------
+
+LEFT = """
+    n = 0
+    for epoch in range(1, 5):
+        meter = M()
+        for i, (x, y) in enumerate(bare):
+            if skipped(x):
+                continue
+            loss = model(x, y)
+            loss.backward()
+            optimizer.step()
+            n += 1
+            meter.add(loss)
+            if i > 3:
+                print(n)
+                break
+            scheduler.step()
+        print(meter.mean)
+        if n > 40:
+            break
+    print(n)
+"""
+
+
+def test_epochs_that_are_left() -> None:
+    seen = replace(running(), plain=lambda name, made: name in (*PLAIN, "meter") or None)
+    new = by_hand(textwrap.dedent(LEFT).lstrip(), 4, 2, seen)
+    assert new[new.index("recovery = flashrecovery") :] == textwrap.dedent(
+        """\
+        recovery = flashrecovery.init()
+        kept = types.SimpleNamespace(meter=None, n=n)
+        recovery.register(
+            model=model,
+            optimizer=optimizer,
+            scheduler=scheduler,
+            kept=flashrecovery.KeptAttributes(kept, "meter", "n"),
+            per_rank=["kept"],
+        )
+        data = recovery.data(bare)
+        rounds = len(bare)
+        for step in recovery.steps(sys.maxsize):
+            epoch, number = data.epoch, data.position.batch
+            epoch += 1
+            meter = kept.meter
+            n = kept.n
+            if epoch >= 5:
+                break
+            with step:
+                if number == 0:
+                    meter = M()
+                i = number
+                x, y = next(data)
+                left = False
+                if not (skipped(x)):
+                    loss = model(x, y)
+                    loss.backward()
+                    optimizer.step()
+                    n += 1
+                    meter.add(loss)
+                    if i > 3:
+                        print(n)
+                        left = True
+                    else:
+                        scheduler.step()
+            if left or number == rounds - 1:
+                if step.committed:
+                    print(meter.mean)
+                if n > 40:
+                    kept.meter = meter
+                    kept.n = n
+                    break
+                data.next_epoch()
+            kept.meter = meter
+            kept.n = n
+        n = kept.n
+        print(n)
+        """
+    )
+
+
+ROUND = "        model(x).backward()\n        optimizer.step()\n"
+TWO = f"for epoch in range(3):\n    for x in bare:\n{ROUND}"
+
+
+@pytest.mark.parametrize(
+    ("above", "below", "block"),
+    [
+        ("", "        if x: continue\n        n += 1\n", "    if not (x):\n        n += 1\n"),
+        ("", "        if x:\n            n += 1\n            continue\n", "    if x:\n        n += 1\n"),
+        ("", "        if x:\n            continue\n", "    if x:\n        pass\n"),
+        (
+            "",
+            "        if x:\n            n += 1\n            continue\n        # more\n        n += 2\n",
+            "    if x:\n        n += 1\n    else:\n        # more\n        n += 2\n",
+        ),
+        (
+            "        if x:\n            continue\n",
+            "",
+            "        if not (x):\n            model(x).backward()\n            optimizer.step()\n",
+        ),
+    ],
+)
+def test_rounds_that_are_gone_on_with(above: str, below: str, block: str) -> None:
+    new = patched(f"n = 0\nfor epoch in range(3):\n    for x in bare:\n{above}{ROUND}{below}print(n)\n", 3, 2)
+    assert block in new and "continue" not in new and "next_epoch" not in new
+
+
+def test_an_outer_loop_that_counts_nothing() -> None:
+    new = patched(f"n = 0\nwhile not n:\n    for x in bare:\n{ROUND}        n += 1\nprint(n)\n", 3, 2)
+    assert "    number = step.index % rounds\n    n = kept.n\n    if number == 0 and n:\n        break\n" in new
+    assert "for step in recovery.steps(sys.maxsize):" in new
+
+
+@pytest.mark.parametrize(
+    ("text", "lines", "why"),
+    [
+        (f"{TWO}        if x:\n            break\n        else:\n            n = 1\n", (2, 1), "6: `break` in a loop"),
+        (f"{TWO}        try:\n            continue\n        finally:\n            n = 1\n", (2, 1), "6: `continue` in"),
+        (f"{TWO}        if x:\n            if x:\n                break\n", (2, 1), "7: `break` in a loop"),
+        (f"{TWO}    if x:\n        continue\n    n = 1\n", (2, 1), "6: `continue` in the loop of epochs"),
+        (
+            f"for epoch in range(3):\n    if n: break\n    for x in bare:\n{ROUND}",
+            (3, 1),
+            "2: `break` in the loop of epochs",
+        ),
+        (
+            f"for epoch in range(3):\n    for i in range(9):\n{ROUND.replace('(x)', '(i)')}        if i: break\n",
+            (2, 1),
+            r"2: `break` in a loop over a range\(\)",
+        ),
+        (
+            f"n = 0\nwhile n < 3:\n    for x in loader:\n{ROUND}        n += 1\n",
+            (3, 2),
+            "2: .*a `while` loop of epochs",
+        ),
+        (f"def f():\n    nonlocal n\n    n = 1\nfor x in bare:\n{STEP}", (4,), "2: .*nonlocal n"),
+    ],
+)
+def test_jumps_that_cannot_be_written_are_refused(text: str, lines: tuple[int, ...], why: str) -> None:
+    assert re.match(why, refused(text, *lines))
+
+
+# -- variables of the file, and objects that are made anew ------------------------------------------
+
+COUNTED = """
+    n = 0
+    def count():
+        global n
+        n += 1
+
+    def main():
+        for x in bare:
+            model(x).backward()
+            optimizer.step()
+            count()
+        print(n)
+"""
+
+
+def test_what_functions_set_for_the_file_is_registered_with_it() -> None:
+    seen = replace(running(), of_file=lambda name: name == "n")
+    new = by_hand(textwrap.dedent(COUNTED).lstrip(), 7, 0, seen)
+    assert 'variables=flashrecovery.KeptAttributes(sys.modules[__name__], "n"),' in new and "import sys\n" in new
+    assert "kept" not in new
+
+
+def test_a_file_with_the_loop_itself_keeps_what_functions_set() -> None:
+    new = patched(f"n = 0\ndef f():\n    global n\n    n += 1\nfor x in bare:\n{STEP}    f()\n", 5)
+    assert "    n = kept.n\n" in new and "    kept.n = n\n" in new
+
+
+def test_other_things_that_functions_set_are_refused() -> None:
+    seen = replace(running(), plain=lambda name, made: False, of_file=lambda name: True)
+    text = textwrap.dedent(COUNTED).lstrip()
+    with pytest.raises(NotByHand, match=r"`global n`|n changes from step to step") as found:
+        by_hand(text, 7, 0, seen)
+    assert found.value.line in (3, 7)
+
+
+def test_what_modules_keep_is_registered() -> None:
+    seen = replace(running(), in_modules={'sys.modules["helpers"]': ["count"]})
+    new = by_hand(textwrap.dedent(EPOCHS).lstrip(), 7, 3, seen)
+    assert 'sys_modules_helpers=flashrecovery.KeptAttributes(sys.modules["helpers"], "count"),' in new
+
+
+def test_a_variable_of_another_function_is_refused() -> None:
+    seen = replace(running(), of_function=lambda name: name == "n")
+    with pytest.raises(NotByHand, match="n, which changes, is a variable of another function"):
+        by_hand(f"n = 0\nfor x in bare:\n{STEP}    n += 1\nprint(n)\n", 2, 0, seen)
+
+
+def test_an_object_that_others_lead_to_is_not_made_anew_by_hand() -> None:
+    text = f"for e in range(2):\n    meter = self.meter\n    for x in bare:\n{ROUND}        meter.add(x)\n"
+    seen = replace(
+        running(),
+        own={"meter": ["sum"]},
+        plain=lambda name, made: name != "meter",
+        known=lambda name: name not in ("meter",),
+    )
+    with pytest.raises(NotByHand, match=r"meter.* changes"):
+        by_hand(text, 3, 1, seen)
 
 
 # -- the option -------------------------------------------------------------------------------------
@@ -350,7 +553,7 @@ def test_a_function_with_the_loop_of_steps_takes_the_place_of_its_call() -> None
             model=model,
             optimizer=optimizer,
             scheduler=scheduler,
-            kept=Attributes(kept, 'best', 'total'),
+            kept=flashrecovery.KeptAttributes(kept, 'best', 'total'),
             per_rank=['kept'],
         )
         data = recovery.data(batches)

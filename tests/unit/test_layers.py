@@ -164,7 +164,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
         "local_state transfer",
         "preimport",
         "script_text",
-        "setup_replay",
+        "kept_attributes setup_replay",
         "data",
         "script_checks",
         "connection registry",

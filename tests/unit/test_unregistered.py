@@ -8,6 +8,7 @@ import random
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from torch.utils.data import DataLoader
 from flashrecovery.adapter.faults import before_gather, in_backward, in_forward
 from flashrecovery.errors import RegistrationError
 from flashrecovery.worker.data.stream import DataStream
+from flashrecovery.worker.kept_attributes import KeptAttributes
 from flashrecovery.worker.script_checks.unregistered import Unregistered
 from flashrecovery.worker.script_text.script_frames import check_loop
 from flashrecovery.worker.script_text.script_modules import ScriptModules
@@ -184,6 +186,38 @@ def test_attributes_of_what_is_registered_are_not_named() -> None:
     text = it.told[-1]
     assert "other.count" in text and "loader.difficulty" in text, text
     assert "best.count" not in text and "memory.calls" not in text, text
+
+
+def test_kept_attributes_are_not_named() -> None:
+    """Those of an object, what is made anew among them, and variables of this file."""
+    kept = SimpleNamespace(counter=None, n=0)
+    it = Registered(KeptAttributes(kept, "counter", "n"), KeptAttributes(sys.modules[__name__], "counted"))
+    for _step in itertools.repeat(0, STEPS):
+        counter, n = kept.counter, kept.n
+        it.step()
+        if n % 2 == 0:
+            counter = Meter()
+        counter.update(1.0)
+        count_here()
+        n += 1
+        kept.counter, kept.n = counter, n
+    assert it.told == []
+
+
+class Meter:
+    def __init__(self) -> None:
+        self.sum = 0.0
+
+    def update(self, value: float) -> None:
+        self.sum += value
+
+
+counted = 0
+
+
+def count_here() -> None:
+    global counted
+    counted = counted + 1
 
 
 def test_a_framework_has_its_own_schedulers() -> None:

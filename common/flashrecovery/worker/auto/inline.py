@@ -18,7 +18,7 @@ import builtins
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from flashrecovery.worker.auto.patch import NotByHand
+from flashrecovery.worker.auto.straight import NotByHand
 from flashrecovery.worker.own_loops.rewrite import called, calls_in, own_nodes
 
 _SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.ClassDef)

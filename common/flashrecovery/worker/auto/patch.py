@@ -29,10 +29,11 @@ import io
 import re
 import textwrap
 import tokenize
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from flashrecovery.worker.auto.micro_batches import Accumulated, accumulated
+from flashrecovery.worker.auto.straight import NotByHand, jumps, straight, word_of
 from flashrecovery.worker.own_loops.rewrite import (
     NONE,
     Makes,
@@ -54,31 +55,8 @@ _PURE = frozenset(
     )
 )  # fmt: skip
 """What may be called for a line that is printed where the step counts, and left out where it does not."""
+THIS_FILE = "sys.modules[__name__]"
 _LOGS = ("debug", "info", "warning", "error", "log", "exception")
-_HELPER = '''
-
-class {name}:
-    """Attributes of ``owner`` that come back with a step."""
-
-    def __init__(self, owner, *names):
-        self.owner, self.names = owner, names
-
-    def state_dict(self):
-        found = {{name: getattr(self.owner, name) for name in self.names if hasattr(self.owner, name)}}
-        return copy.deepcopy({{n: v.detach() if hasattr(v, "detach") else v for n, v in found.items()}})
-
-    def load_state_dict(self, state):
-        for name, value in copy.deepcopy(state).items():
-            setattr(self.owner, name, value)
-'''
-
-
-class NotByHand(Exception):
-    """``line``: of the script, where what cannot be written by hand mechanically is."""
-
-    def __init__(self, line: int, why: str) -> None:
-        super().__init__(why)
-        self.line = line
 
 
 @dataclass(frozen=True)
@@ -93,10 +71,15 @@ class Running:
         sampler_of: the object whose ``set_epoch`` is called for a loader's expression; None: its batches cannot be
             counted.
         value_of: what an expression gives; None: nothing.
-        plain: whether a variable's value is a number, a text, a tensor or a container of these; None: there is none.
+        plain: whether a variable's value is a number, a text, a tensor, a container of these or an object of the
+            script's with such attributes; None: there is none. Asked with the variables that the loop sets: what other
+            ones lead to stays where it is.
+        of_file: whether a name is one of the file's variables, which the function of the loop has not itself.
+        of_function: whether it is one of a function around that of the loop.
         known: whether a variable leads to what is registered, or never changes (a function, a loader).
         whose: what a name is, for a refusal.
-        of_modules: paths of what the script's modules keep and change, which the new lines do not register.
+        in_modules: of expressions of the script's modules, the names of what they keep and change.
+        of_modules: paths of what modules keep and change besides, which the new lines do not register.
     """
 
     models: Sequence[tuple[str, Sequence[str]]]
@@ -105,72 +88,119 @@ class Running:
     own: Mapping[str, Sequence[str]]
     sampler_of: Callable[[str], Sequence[object] | None]
     value_of: Callable[[str], object]
-    plain: Callable[[str], bool | None]
+    plain: Callable[[str, Collection[str]], bool | None]
     known: Callable[[str], bool]
     whose: Callable[[str], str] = field(default=lambda name: "")
+    of_file: Callable[[str], bool] = field(default=lambda name: False)
+    of_function: Callable[[str], bool] = field(default=lambda name: False)
+    in_modules: Mapping[str, Sequence[str]] = field(default_factory=dict)
     of_modules: Sequence[str] = ()
 
 
 def by_hand(text: str, step_line: int, epoch_line: int, running: Running, elsewhere: Makes = NONE) -> str:
     """The new text. ``epoch_line``: 0 if there is one loop. Raises NotByHand."""
-    tree = ast.parse(text)
-    calls = StepCalls(tree, elsewhere)
-    loops = {loop.lineno: loop for loop in calls.loops}
-    loop, outer = loops[step_line], loops.get(epoch_line)
-    accumulation = accumulated(loop, calls.takes_step)
-    _Checks(tree, text, calls, loop, outer, accumulation).run()
-    return _Writer(tree, text, calls, loop, outer, running, accumulation).write()
+    loops = _Loops.of(text, step_line, epoch_line, elsewhere)
+    names = _Names.of(loops.tree)
+    if loops.outer is None or loops.accumulation is not None or not any(jumps(loops.loop.body)):
+        return _written(loops, running, names)
+    new = straight(text, loops.loop, names.left)
+    try:
+        loops = _Loops.of(new.text, step_line, epoch_line, elsewhere)
+        return _written(replace(loops, branches=new.branches, leaves=new.leaves), running, names)
+    except NotByHand as e:
+        raise NotByHand(new.origin(e.line), str(e)) from e
+
+
+def _written(loops: _Loops, running: Running, names: _Names) -> str:
+    _Checks(loops, running).run()
+    return _Writer(loops, running, names).write()
+
+
+@dataclass(frozen=True)
+class _Loops:
+    """The loop of steps, and perhaps one of epochs around it.
+
+    Attributes:
+        branches: lines of ``if`` statements around steps that are taken unless their round is gone on with, or the
+            loop left.
+        leaves: ``break`` has left the loop of steps, in place of which a variable is set.
+    """
+
+    tree: ast.Module
+    text: str
+    calls: StepCalls
+    loop: PlainLoop
+    outer: PlainLoop | None
+    accumulation: Accumulated | None
+    branches: frozenset[int] = frozenset()
+    leaves: bool = False
+
+    @staticmethod
+    def of(text: str, step_line: int, epoch_line: int, elsewhere: Makes) -> _Loops:
+        tree = ast.parse(text)
+        calls = StepCalls(tree, elsewhere)
+        loops = {loop.lineno: loop for loop in calls.loops}
+        loop = loops[step_line]
+        return _Loops(tree, text, calls, loop, loops.get(epoch_line), accumulated(loop, calls.takes_step))
+
+    @property
+    def whole(self) -> PlainLoop:
+        return self.outer or self.loop
+
+    @property
+    def last(self) -> list[ast.stmt]:
+        """Statements below the loop of steps, in that of epochs."""
+        return [] if self.outer is None else self.outer.body[self.outer.body.index(self.loop) + 1 :]
 
 
 # -- what is refused --------------------------------------------------------------------------------
 
 
 class _Checks:
-    def __init__(
-        self,
-        tree: ast.Module,
-        text: str,
-        calls: StepCalls,
-        loop: PlainLoop,
-        outer: PlainLoop | None,
-        accumulation: Accumulated | None,
-    ) -> None:
-        self._tree, self._text, self._calls, self._loop, self._outer = tree, text, calls, loop, outer
-        self._whole = outer or loop
-        self._accumulation = accumulation
+    def __init__(self, loops: _Loops, running: Running) -> None:
+        self._tree, self._text, self._calls = loops.tree, loops.text, loops.calls
+        self._loops, self._loop, self._outer, self._whole = loops, loops.loop, loops.outer, loops.whole
+        self._accumulation, self._running = loops.accumulation, running
 
     def run(self) -> None:
         for loop in [self._loop] if self._outer is None else [self._outer, self._loop]:
             if loop.orelse:
                 raise NotByHand(loop.orelse[0].lineno, "the loop has an else clause")
+        if self._outer is not None:
+            self._around(self._outer)
         self._jumps()
         self._others()
         self._lines()
         self._steps()
-        if self._outer is not None:
-            self._around(self._outer)
 
     def _jumps(self) -> None:
         for node in own_nodes(self._whole):
             if isinstance(node, (ast.Return, ast.Yield, ast.YieldFrom, ast.Await)):
                 raise NotByHand(node.lineno, "the function is left, or goes on elsewhere, in the midst of its loop")
         inner = [*jumps(self._loop.body)]
-        outer = [] if self._outer is None else [*jumps(self._outer.body)]
         if self._accumulation is not None and inner:
             raise NotByHand(inner[0].lineno, "a round of several that make a step is left in the midst of it")
-        if self._outer is not None and (inner or outer):
-            first = min((*inner, *outer), key=lambda one: one.lineno)
-            word = "break" if isinstance(first, ast.Break) else "continue"
-            raise NotByHand(first.lineno, f"`{word}` in a loop of steps with one of epochs around it: both become one")
+        last = {jump for jump in jumps(self._loops.last) if isinstance(jump, ast.Break)}
+        for jump in () if self._outer is None else jumps(self._outer.body):
+            if jump not in last:
+                raise NotByHand(
+                    jump.lineno,
+                    f"`{word_of(jump)}` in the loop of epochs around that of steps: both become one, which only "
+                    "`break` below the loop of steps leaves",
+                )
 
     def _others(self) -> None:
-        """Names that are set by functions, and iterators that are asked for more."""
+        """Names that are set by functions, objects that are made anew, and iterators that are asked for more."""
         for node in ast.walk(self._tree):
-            if isinstance(node, (ast.Global, ast.Nonlocal)):
+            if isinstance(node, ast.Nonlocal):
                 names = ", ".join(node.names)
-                word = "global" if isinstance(node, ast.Global) else "nonlocal"
-                raise NotByHand(node.lineno, f"a function sets variables of others (`{word} {names}`)")
-        for place in (self._whole, *called_from(self._whole, self._calls.functions)):
+                raise NotByHand(node.lineno, f"a function sets variables of another one (`nonlocal {names}`)")
+        places = (self._whole, *called_from(self._whole, self._calls.functions))
+        held = {path.rpartition(".")[2]: path for path in self._running.own if "." in path}
+        for node in (node for place in places for node in ast.walk(place)):
+            if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and node.attr in held:
+                raise NotByHand(node.lineno, f"{held[node.attr]}, whose attributes change, is made anew in the loop")
+        for place in places:
             for call in (node for node in ast.walk(place) if isinstance(node, ast.Call)):
                 if isinstance(call.func, ast.Name) and call.func.id in ("next", "exec", "eval"):
                     if call.func.id == "next" and call.args and _is_call(call.args[0], "iter"):
@@ -206,7 +236,9 @@ class _Checks:
         """Every round must make the same step of it."""
         if isinstance(statement, ast.If):
             blocks = [statement.body, statement.orelse]
-            if not all(any(self._calls.takes_step(one) for one in block) for block in blocks):
+            if statement.lineno in self._loops.branches:
+                pass
+            elif not all(any(self._calls.takes_step(one) for one in block) for block in blocks):
                 raise NotByHand(
                     statement.lineno,
                     f"the optimizer's step is taken in some rounds only (`if {ast.unparse(statement.test)}`), and not "
@@ -233,15 +265,6 @@ class _Checks:
             raise NotByHand(self._loop.lineno, "the loop of steps is in the midst of another statement")
 
 
-def jumps(body: Iterable[ast.AST]) -> Iterator[ast.Break | ast.Continue]:
-    """``break`` and ``continue`` of the loop with this body."""
-    for node in body:
-        if isinstance(node, (ast.Break, ast.Continue)):
-            yield node
-        elif not isinstance(node, (ast.For, ast.While, ast.FunctionDef, ast.ClassDef, ast.Lambda)):
-            yield from jumps(ast.iter_child_nodes(node))
-
-
 # -- the new text -----------------------------------------------------------------------------------
 
 
@@ -255,7 +278,7 @@ class _Names:
     data: str
     rounds: str
     number: str
-    helper: str
+    left: str
 
     @staticmethod
     def of(tree: ast.Module) -> _Names:
@@ -269,7 +292,7 @@ class _Names:
             ("data", "batches", "recovery_data"),
             ("rounds", "rounds_of_epoch"),
             ("number", "round_number", "number_of_round"),
-            ("Attributes", "KeptAttributes"),
+            ("left", "epoch_is_left", "left_epoch"),
         )
         found = []
         for names in choices:
@@ -300,21 +323,16 @@ class _Rounds:
 
 
 class _Writer:
-    def __init__(
-        self,
-        tree: ast.Module,
-        text: str,
-        calls: StepCalls,
-        loop: PlainLoop,
-        outer: PlainLoop | None,
-        running: Running,
-        accumulation: Accumulated | None,
-    ) -> None:
-        self._tree, self._calls, self._loop, self._outer, self._running = tree, calls, loop, outer, running
-        self._accumulation = accumulation
-        self._lines = text.splitlines()
-        self._whole = outer or loop
-        self._names = _Names.of(tree)
+    def __init__(self, loops: _Loops, running: Running, names: _Names) -> None:
+        self._loops, self._running, self._names = loops, running, names
+        self._tree, self._calls = loops.tree, loops.calls
+        self._loop, self._outer, self._whole, self._accumulation = (
+            loops.loop,
+            loops.outer,
+            loops.whole,
+            loops.accumulation,
+        )
+        self._lines = loops.text.splitlines()
         self._set = {
             node.id
             for node in own_nodes(self._whole)
@@ -324,6 +342,8 @@ class _Writer:
         self._unit = self._prefix(self._whole.body[0])[len(self._indent) :]
         self._rounds = self._rounds_of()
         self._kept: list[str] = []
+        self._of_file = set[str]()
+        """Variables of the file that change, where a function has the loop."""
         self._asking: set[int] = set()
         """Lines of functions outside of the loop that print, and ask whether the attempt counts."""
 
@@ -349,9 +369,8 @@ class _Writer:
         if isinstance(loop, ast.While):
             if self._outer is not None:
                 raise NotByHand(loop.lineno, "a `while` loop of steps in one of epochs: its rounds cannot be counted")
-            test = ast.unparse(loop.test)
             always = isinstance(loop.test, ast.Constant) and loop.test.value
-            return _Rounds("", before=() if always else (f"if not ({test}):", f"{self._unit}break"))
+            return _Rounds("", before=() if always else (f"if {_negated(loop.test)}:", f"{self._unit}break"))
         target, iterable = loop.target, loop.iter
         first: tuple[str, ...] = ()
         if _is_call(iterable, "enumerate"):
@@ -363,6 +382,12 @@ class _Writer:
                 first = (f"{ast.unparse(target.elts[0])} = {number if begin == '0' else f'{begin} + {number}'}",)
             target, iterable = target.elts[1], iterable.args[0]
         if _is_call(iterable, "range"):
+            if self._loops.leaves:
+                raise NotByHand(
+                    loop.lineno,
+                    "`break` in a loop over a range() with one of epochs around it: how many rounds an epoch has "
+                    "cannot be known",
+                )
             return self._of_range(target, iterable, first)
         return self._of_loader(target, iterable, first)
 
@@ -436,6 +461,12 @@ class _Writer:
         """Lines that tell the sampler its epoch, which recovery.data() does."""
         if self._outer is None or not samplers:
             return frozenset()
+        if isinstance(self._outer, ast.While):
+            raise NotByHand(
+                self._outer.lineno,
+                "recovery.data() tells the sampler its epoch, which a `while` loop of epochs does not count: make it "
+                "one over a range()",
+            )
         before = self._outer.body[: self._outer.body.index(self._loop)]
         for statement in before:
             call = statement.value if isinstance(statement, ast.Expr) else None
@@ -444,12 +475,7 @@ class _Writer:
             told = call.func.attr == "set_epoch" and any(
                 self._running.value_of(ast.unparse(call.func.value)) is one for one in samplers
             )
-            assert isinstance(self._outer, (ast.For, ast.While))
-            if (
-                told
-                and isinstance(self._outer, ast.For)
-                and ast.unparse(call.args[0]) == ast.unparse(self._outer.target)
-            ):
+            if told and ast.unparse(call.args[0]) == ast.unparse(self._outer.target):
                 return frozenset(range(statement.lineno, (statement.end_lineno or statement.lineno) + 1))
         raise NotByHand(
             self._outer.lineno,
@@ -467,7 +493,7 @@ class _Writer:
         loop = next(n for n in ast.walk(tree) if isinstance(n, ast.For) and n.lineno == self._whole.lineno)
         carried = carried_by_loop(tree, loop)
         names = self._names
-        own = {names.recovery, names.step, names.kept, names.data, names.rounds, names.number}
+        own = {names.recovery, names.step, names.kept, names.data, names.rounds, names.number, names.left}
         targets = {*_targets(self._outer), *_targets(self._loop)}
         end = self._whole.end_lineno or 0
         after = {
@@ -475,18 +501,21 @@ class _Writer:
             for n in own_nodes(self._function())
             if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load) and n.lineno > end
         }
-        kept = set[str]()
+        by_epoch, kept = self._made_by_epoch(), set[str]()
         for path in sorted(carried.names | carried.set_here):
             root, _, rest = path.partition(".")
-            is_plain = self._running.plain(root)
-            changes = path in carried.names or ((is_plain or rest) and path not in carried.remade)
+            is_plain = self._running.plain(root, self._set)
+            changes = path in carried.names or root in by_epoch
+            changes = changes or ((is_plain or rest) and path not in carried.remade)
             if root in own or (root in targets and root not in after):
                 continue
             if not changes and (root not in after or root not in self._set):
                 continue
-            if is_plain or (is_plain is None and not rest):
+            if self._running.of_file(root) and (is_plain or not rest) and not self._running.known(root):
+                self._of_file.add(root)
+            elif is_plain or (is_plain is None and not rest):
                 kept.add(root)
-            elif rest and self._is_own(root, rest):
+            elif (rest and self._is_own(root, rest)) or (root in self._running.own and root not in self._set):
                 continue
             elif root in self._set or not self._running.known(root):
                 raise NotByHand(
@@ -494,10 +523,43 @@ class _Writer:
                     f"{path}{self._running.whose(root)} changes from step to step, and is not a number, a text, a "
                     "tensor or a container of these, nor registered",
                 )
+        kept |= self._set_by_functions()
+        for name in sorted(kept):
+            if self._running.of_function(name):
+                raise NotByHand(self._whole.lineno, f"{name}, which changes, is a variable of another function")
         for path in self._running.own:
-            if path.partition(".")[0].partition("[")[0] in self._set:
+            root = path.partition(".")[0].partition("[")[0]
+            if root in self._set and self._running.plain(root, self._set):
+                kept.add(root)  # methods may change what they do not seem to read
+            if root in self._set - kept:
                 raise NotByHand(self._whole.lineno, f"{path}, whose attributes change, is re-created in the loop")
         return sorted(kept)
+
+    def _made_by_epoch(self) -> set[str]:
+        """Variables that only the first round of an epoch sets, and others use."""
+        if self._outer is None:
+            return set()
+        above = self._outer.body[: self._outer.body.index(self._loop)]
+        return _names_in(above, ast.Store) & _names_in([self._loop, *self._loops.last], ast.Load)
+
+    def _set_by_functions(self) -> set[str]:
+        """Variables of the file that functions set by ``global``, if the file itself has the loop. Those that are set
+        for a function that has it are noted. Raises NotByHand for others than plain ones."""
+        found, here = set[str](), isinstance(self._function(), ast.Module)
+        places = {
+            node for one in (self._whole, *called_from(self._whole, self._calls.functions)) for node in ast.walk(one)
+        }
+        for statement in (node for node in ast.walk(self._tree) if isinstance(node, ast.Global)):
+            for name in statement.names:
+                if self._running.plain(name, (*self._set, name)) is not False:
+                    (found if here else self._of_file).add(name)
+                elif statement in places or name in self._set:
+                    raise NotByHand(
+                        statement.lineno,
+                        f"a function sets {name}{self._running.whose(name)} (`global {name}`), which is not a number, "
+                        "a text, a tensor or a container of these",
+                    )
+        return found
 
     def _is_own(self, root: str, rest: str) -> bool:
         return any(f"{root}.{rest}".startswith(f"{path}.") for path in self._running.own)
@@ -530,19 +592,30 @@ class _Writer:
         lines = [*_named(running.of_modules), f"{names.recovery} = flashrecovery.init()"]
         used = self._used()
         objects = {name: path for name, path in running.objects.items() if not self._is_idle(path, used)}
-        own = [(keyword_of(path), path, attributes) for path, attributes in running.own.items()]
+        own = [
+            (keyword_of(path), path, attributes)
+            for path, attributes in running.own.items()
+            if re.split(r"\W", path)[0] not in self._set
+        ]
         per_rank = []
         if self._kept:
             bound = self._bound_before()
             values = [f"{name}={name if name in bound else None}" for name in self._kept]
             lines += self._call(f"{names.kept} = types.SimpleNamespace", values)
             own.append((names.kept, names.kept, self._kept))
+        modules = {THIS_FILE: sorted(self._of_file)} if self._of_file else {}
+        for module, variables in running.in_modules.items():
+            here = self._kept if module == THIS_FILE and isinstance(self._function(), ast.Module) else []
+            modules[module] = sorted({*variables, *modules.get(module, ())} - {*here})
+        own += [("variables" if m == THIS_FILE else keyword_of(m), m, names) for m, names in modules.items() if names]
         for name, path, attributes in own:
             free = next(n for n in (name, f"{name}_attributes", f"{name}_own") if n not in objects)
-            objects[free] = f"{names.helper}({path}, {', '.join(map(_quoted, attributes))})"
+            objects[free] = f"flashrecovery.KeptAttributes({path}, {', '.join(map(_quoted, attributes))})"
             per_rank.append(free)
         calls = [[f"model={model}", _optimizers(optimizers)] for model, optimizers in running.models]
-        self._made_before([*objects.values(), *running.own, *(p for m, o in running.models for p in (m, *o))])
+        self._made_before(
+            [*objects.values(), *(path for _, path, _ in own), *(p for m, o in running.models for p in (m, *o))]
+        )
         calls[0] += [f"{name}={path}" for name, path in objects.items()]
         if per_rank:
             calls[0].append(f"per_rank=[{', '.join(map(_quoted, per_rank))}]")
@@ -585,13 +658,9 @@ class _Writer:
         names, unit = self._names, self._unit
         i1, i2 = self._indent + unit, self._indent + unit * 2
         lines = [f"{self._indent}for {names.step} in {names.recovery}.steps({self._count()}):"]
-        if self._outer is not None:
-            lines.append(f"{i1}{self._epoch()}, {names.number} = divmod({names.step}.index, {names.rounds})")
-            shift = self._shift()
-            if shift:
-                lines.append(f"{i1}{shift}")
-        if self._kept:
-            lines += [f"{i1}{name} = {names.kept}.{name}" for name in self._kept]
+        lines += [f"{i1}{line}" for line in self._place()]
+        lines += [f"{i1}{name} = {names.kept}.{name}" for name in self._kept]
+        lines += [f"{i1}{line}" for line in self._test()]
         lines += [f"{i1}{line}" for line in self._rounds.before]
         lines.append(f"{i1}with {names.step}:")
         before, after = self._around()
@@ -599,10 +668,40 @@ class _Writer:
         if any(line.strip() and not line.strip().startswith("#") for line in shown):
             lines += [f"{i2}if {names.number} == 0:", *shown]
         lines += self._round(i1, i2) if self._accumulation is None else self._micro_batches(i1, i2, self._accumulation)
-        if self._last():
-            lines += [f"{i1}if {names.number} == {names.rounds} - 1:"]
-            lines += self._region(after, i1, i2, gated=self._last())
+        is_last = f"{names.number} == {names.rounds} - 1"
+        if self._loops.last or self._loops.leaves:
+            lines += [f"{i1}if {names.left} or {is_last}:" if self._loops.leaves else f"{i1}if {is_last}:"]
+            lines += self._region(after, i1, i2, gated=self._loops.last)
+        if self._loops.leaves:
+            lines += [f"{i2}{names.data}.next_epoch()"]
         return [*lines, *self._stores(i1)]
+
+    def _place(self) -> list[str]:
+        """Which epoch it is, and which round of it."""
+        names, outer = self._names, self._outer
+        if outer is None:
+            return []
+        if self._loops.leaves:  # epochs may have fewer rounds
+            epoch, number = f"{names.data}.epoch", f"{names.data}.position.batch"
+        else:
+            epoch, number = f"{names.step}.index // {names.rounds}", f"{names.step}.index % {names.rounds}"
+        if isinstance(outer, ast.While):
+            return [f"{names.number} = {number}"]
+        shift = self._shift()
+        if not self._loops.leaves:
+            place = [f"{self._epoch()}, {names.number} = divmod({names.step}.index, {names.rounds})"]
+            return [*place, shift] if shift else place
+        return [f"{self._epoch()}, {names.number} = {epoch}, {number}", *([shift] if shift else [])]
+
+    def _test(self) -> list[str]:
+        """Whether there is another epoch, where that is not known from the number of steps."""
+        outer, names = self._outer, self._names
+        if isinstance(outer, ast.While) and not (isinstance(outer.test, ast.Constant) and outer.test.value):
+            return [f"if {names.number} == 0 and {_negated(outer.test)}:", f"{self._unit}break"]
+        if isinstance(outer, ast.For) and self._loops.leaves:
+            assert isinstance(outer.iter, ast.Call)
+            return [f"if {self._epoch()} >= {ast.unparse(outer.iter.args[-1])}:", f"{self._unit}break"]
+        return []
 
     def _round(self, i1: str, i2: str) -> list[str]:
         loop = self._loop
@@ -611,7 +710,7 @@ class _Writer:
         own = self._prefix(loop.body[0])
         block, rest = self._split(loop, taking)
         lines += self._region(block, own, i2)
-        self._hidden_lines([*loop.body[taking + 1 :], *self._last()])
+        self._hidden_lines([*loop.body[taking + 1 :], *self._loops.last])
         return [*lines, *self._region(rest, own, i1, gated=loop.body[taking + 1 :])]
 
     def _micro_batches(self, i1: str, i2: str, micro: Accumulated) -> list[str]:
@@ -625,7 +724,7 @@ class _Writer:
         lines += [f"{i3}{line}" for line in self._rounds.first]
         own, last = self._prefix(loop.body[0]), loop.body[-1]
         first = (loop.iter if isinstance(loop, ast.For) else loop.test).end_lineno or loop.lineno
-        self._hidden_lines(self._last())
+        self._hidden_lines(self._loops.last)
         if last is not branch:
             return [*lines, *self._region(range(first + 1, (last.end_lineno or first) + 1), own, i3)]
         lines += self._region(range(first + 1, branch.lineno), own, i3)
@@ -637,10 +736,6 @@ class _Writer:
         below = branch.body[taking + 1 :]
         self._hidden_lines(below)
         return [*lines, *self._region(range(end_of_step + 1, (branch.end_lineno or 0) + 1), inner, i1, gated=below)]
-
-    def _last(self) -> list[ast.stmt]:
-        """Statements below the loop of steps, in that of epochs."""
-        return [] if self._outer is None else self._outer.body[self._outer.body.index(self._loop) + 1 :]
 
     def _split(self, loop: PlainLoop, taking: int) -> tuple[range, range]:
         """Lines of the block, and of what is below it."""
@@ -660,14 +755,18 @@ class _Writer:
     def _count(self) -> str:
         if self._outer is None:
             return self._rounds.count or _ENDLESS
-        iterable = self._outer.iter if isinstance(self._outer, ast.For) else None
-        if iterable is None or not _is_call(iterable, "range") or not isinstance(iterable, ast.Call):
+        if isinstance(self._outer, ast.While):
+            return _ENDLESS
+        iterable = self._outer.iter
+        if not _is_call(iterable, "range") or not isinstance(iterable, ast.Call):
             raise NotByHand(self._outer.lineno, "the loop of epochs is not one over a range()")
         if len(iterable.args) > 2 or iterable.keywords:
             raise NotByHand(self._outer.lineno, f"`{ast.unparse(iterable)}`")
         self._constant(iterable)
         if len(iterable.args) == 2 and not isinstance(iterable.args[0], ast.Constant):
             self._no_checkpoint(iterable)
+        if self._loops.leaves:
+            return _ENDLESS
         texts = [ast.unparse(one) if isinstance(one, _SIMPLE) else f"({ast.unparse(one)})" for one in iterable.args]
         count = texts[0] if len(texts) == 1 else f"({texts[1]} - {texts[0]})"
         return f"{count} * {self._names.rounds}"
@@ -714,7 +813,7 @@ class _Writer:
     def _region(self, lines: range, own: str, new: str, gated: Sequence[ast.stmt] = ()) -> list[str]:
         """These lines with the indentation ``new`` in place of ``own``; what ``gated`` prints only where it counts."""
         shown = dict(self._gates(gated))
-        jumping = {n.lineno for n in jumps(self._loop.body) if self._kept}
+        jumping = {n.lineno for n in jumps(self._whole.body) if self._kept}
         found: list[str] = []
         for number in lines:
             line = self._lines[number - 1]
@@ -832,18 +931,16 @@ class _Writer:
     # -- the head of the file ---------------------------------------------------------------------
 
     def _with_imports(self, lines: list[str]) -> list[str]:
-        """``import flashrecovery`` after the first block of imports, and the helper if it is needed."""
+        """``import flashrecovery`` after the first block of imports."""
         last = 0
         for statement in self._tree.body:
             if not isinstance(statement, (ast.Import, ast.ImportFrom)) and not _is_docstring(statement):
                 break
             last = statement.end_lineno or statement.lineno
         text = "\n".join(lines)
-        own = f"{self._names.helper}(" in text
         wanted = ["flashrecovery"]
-        wanted += ["copy"] if own else []
         wanted += ["types"] if "types.SimpleNamespace(" in text else []
-        wanted += ["sys"] if _ENDLESS in text else []
+        wanted += ["sys"] if _ENDLESS in text or "sys.modules[" in text else []
         there = {
             alias.asname or alias.name
             for statement in self._tree.body
@@ -855,8 +952,7 @@ class _Writer:
             if name in taken:
                 raise NotByHand(1, f"the script has a variable that is called {name}, as a module is that is needed")
         imports = [f"import {name}" for name in sorted(wanted) if name not in there]
-        helper = _HELPER.format(name=self._names.helper).splitlines() if own else []
-        return [*lines[:last], *imports, *helper, *lines[last:]]
+        return [*lines[:last], *imports, *lines[last:]]
 
 
 _SIMPLE = (ast.Constant, ast.Name, ast.Attribute, ast.Call)
@@ -869,6 +965,17 @@ def _named(paths: Sequence[str]) -> list[str]:
     text = f"Not brought back by these lines, if it changes from step to step: {', '.join(paths)}. Register an object"
     lines = textwrap.wrap(f"{text} that holds it.", 90, break_long_words=False, break_on_hyphens=False)
     return [f"# {line}" for line in lines]
+
+
+def _names_in(statements: Iterable[ast.stmt], context: type[ast.expr_context]) -> set[str]:
+    nodes = (node for one in statements for node in own_nodes(one))
+    return {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, context)}
+
+
+def _negated(test: ast.expr) -> str:
+    if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
+        return ast.unparse(test.operand)
+    return f"not ({ast.unparse(test)})"
 
 
 def _factor(text: str) -> str:

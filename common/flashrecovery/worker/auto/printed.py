@@ -6,24 +6,29 @@ changed, and no step is taken.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import difflib
 import os
+import re
 import sys
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
 from flashrecovery.config import PATCH_ENV
 from flashrecovery.errors import UnsupportedError
+from flashrecovery.state import codec
 from flashrecovery.worker.auto.found import Found, Tensors, TrainedModel
 from flashrecovery.worker.auto.inline import inlined, without
-from flashrecovery.worker.auto.patch import NotByHand, Running, by_hand, keyword_of
+from flashrecovery.worker.auto.patch import THIS_FILE, Running, by_hand, keyword_of
+from flashrecovery.worker.auto.straight import NotByHand
 from flashrecovery.worker.local_state.fingerprints import attributes_of
 from flashrecovery.worker.local_state.generators import as_stateful
 from flashrecovery.worker.own_loops.loops import LOOPS, ScriptLoop
@@ -31,12 +36,16 @@ from flashrecovery.worker.own_loops.rewrite import NONE, Makes
 from flashrecovery.worker.own_loops.variables import is_of_module, protected
 from flashrecovery.worker.script_checks.module_state import ScriptModuleState
 from flashrecovery.worker.script_checks.wrapped_module import wrapper_of
-from flashrecovery.worker.script_text.held_state import changing_defaults
+from flashrecovery.worker.script_text.held_state import changing_defaults, held_by
 from flashrecovery.worker.script_text.plain_values import LARGE, is_kept
 from flashrecovery.worker.script_text.script_frames import STATIC, carried_by_class_in, file_of, frames, is_own
 
 _IMMUTABLE = (bool, int, float, complex, str, bytes, tuple, frozenset, type(None))
 """What else a method reads it may change, by a method of that: `self.losses.append(loss)`."""
+_DATA = (
+    *(*_IMMUTABLE, bytearray, list, dict, set, range, collections.deque),
+    *(torch.dtype, torch.device, torch.Size),
+)
 _UNCHANGED = (*STATIC, Dataset, DataLoader, Sampler, torch.device, torch.dtype)
 
 
@@ -132,6 +141,7 @@ class _Seen:
         self._ids = protected(self._registered, tensors)
 
     def running(self) -> Running:
+        in_modules, of_modules = self._by_modules(self._of_modules())
         return Running(
             [self._model(model) for model in self._found.models],
             {keyword_of(path): self._expression(path, one) for path, one in self._objects().items()},
@@ -142,8 +152,23 @@ class _Seen:
             self._plain,
             self._known,
             self._whose,
-            self._of_modules(),
+            lambda name: name not in self._locals and name in self._frame.f_globals,
+            lambda name: any(name in one.frame.f_code.co_freevars for one in self._loops),
+            in_modules,
+            of_modules,
         )
+
+    def _by_modules(self, paths: Iterable[str]) -> tuple[dict[str, list[str]], list[str]]:
+        """Of ``paths``: what modules keep themselves, by an expression for the module; and all else."""
+        found, others = dict[str, list[str]](), list[str]()
+        for path in paths:
+            module, _, name = path.rpartition(".")
+            variables = self._frame.f_globals if not module else vars(sys.modules.get(module, types.SimpleNamespace()))
+            if name in variables and is_kept(variables[name], self._ids) and not has_objects(variables[name]):
+                found.setdefault(f'sys.modules["{module}"]' if module else THIS_FILE, []).append(name)
+            else:
+                others.append(path)
+        return found, others
 
     def _of_modules(self) -> list[str]:
         """What modules keep, but for objects whose attributes the patch registers."""
@@ -234,7 +259,7 @@ class _Seen:
             changed |= {one[len(path) + 1 :].partition(".")[0] for one in paths}
             read = {name for kind in kinds for name in carried_by_class_in(file_of(kind), kind.__name__).read}
             changed |= {n for n in read & attributes.keys() if not isinstance(attributes[n], _IMMUTABLE)}
-            names = [n for n in sorted(changed) if n not in attributes or is_kept(attributes[n], self._ids)]
+            names = [n for n in sorted(changed) if n not in attributes or self._is_plain(attributes[n])]
             if names:
                 self._expression(path, thing)
                 found.setdefault(path, []).extend(name for name in names if name not in found.get(path, ()))
@@ -273,9 +298,27 @@ class _Seen:
         parts = (loader.sampler, loader.batch_sampler, getattr(loader.batch_sampler, "sampler", None))
         return [one for one in parts if callable(getattr(one, "set_epoch", None))]
 
-    def _plain(self, name: str) -> bool | None:
+    def _plain(self, name: str, made: Collection[str]) -> bool | None:
         variables = {**self._frame.f_globals, **self._locals}
-        return is_kept(variables[name], self._ids, largest=LARGE) if name in variables else None
+        if name not in variables:
+            return None
+        value = variables[name]
+        if not has_objects(value):
+            return is_kept(value, self._ids, largest=LARGE)
+        return name in made and is_kept(value, self._ids | self._held_elsewhere(made))
+
+    def _is_plain(self, value: object) -> bool:
+        """Objects in it have a path of their own."""
+        return is_kept(value, self._ids) and not has_objects(value)
+
+    def _held_elsewhere(self, made: Collection[str]) -> frozenset[int]:
+        """Identities of what other variables than ``made`` lead to. They would lead to another thing than an object
+        that is put back."""
+        things = [value for name, value in self._locals.items() if name not in made]
+        for path, thing in self._loop_objects():
+            if re.split(r"\W", path)[0] not in made:
+                things += [thing, *held_by(thing).values()]
+        return frozenset(id(one) for one in things if not isinstance(one, _IMMUTABLE) or isinstance(one, tuple))
 
     def _known(self, name: str) -> bool:
         value = self._value(name)
@@ -284,3 +327,19 @@ class _Seen:
     def _whose(self, name: str) -> str:
         value = self._value(name)
         return "" if value is None else f" ({name} is a {type(value).__name__})"
+
+
+def has_objects(value: object) -> bool:
+    """Whether something in it is not plain data: an object of a class of the script's, a path, a function."""
+    found = list[object]()
+
+    def stand_in(part: object) -> codec.StandIn | None:
+        if isinstance(part, (torch.Tensor, np.ndarray, np.generic)):
+            return codec.StandIn("", None)
+        if not isinstance(part, _DATA):
+            found.append(part)
+            return codec.StandIn("", None)
+        return None
+
+    codec.dumps(value, stand_in)
+    return bool(found)

@@ -40,7 +40,7 @@ _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
 HANDLE = "__flashrecovery_loops__"
 _PHASE = "__flashrecovery_phase__"
 _MODULE = "flashrecovery.worker.own_loops.loops"
-_NO_STEPS = ("sched", "ema", "profiler", "prof", "env", "writer", "logger", "bar", "timer")
+_NO_STEPS = ("sched", "plateau", "ema", "profiler", "prof", "env", "writer", "logger", "bar", "timer")
 """What is called so has a ``step()`` that is no optimizer's."""
 
 _OF_MODULES = ("step", "backward", "forward", "__call__", "train", "eval")

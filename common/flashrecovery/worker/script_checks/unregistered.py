@@ -37,6 +37,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 from flashrecovery.worker.data.step_data import StepData
+from flashrecovery.worker.kept_attributes import KeptAttributes
 from flashrecovery.worker.local_state.fingerprints import (
     CONTAINERS,
     ELEMENTS,
@@ -53,6 +54,7 @@ from flashrecovery.worker.local_state.fingerprints import (
 from flashrecovery.worker.local_state.generators import as_stateful
 from flashrecovery.worker.script_checks.hooks import HookWatch
 from flashrecovery.worker.script_checks.module_state import ScriptModuleState
+from flashrecovery.worker.script_text.held_state import objects_from
 from flashrecovery.worker.script_text.loop_carried import CarriedByClass, LoopCarried
 from flashrecovery.worker.script_text.plain_values import LARGE, SMALL, storage_of
 from flashrecovery.worker.script_text.script_frames import (
@@ -125,8 +127,11 @@ class Unregistered:
         kept: Callable[[object, int], bool] | None = None,
     ) -> None:
         things = list(known)
-        self._known, self._parameters = _known(things)
+        self._registered, self._parameters = _known(things)
+        self._known = self._registered
         self._objects_known, _ = _known(thing for thing in things if not isinstance(thing, StepData))
+        self._kept_attributes = [thing for thing in things if isinstance(thing, KeptAttributes)]
+        self._named = frozenset(_variables_of_modules(self._kept_attributes))
         self._things = [thing for thing in things if isinstance(thing, (torch.nn.Module, Optimizer))]
         self._hooks = HookWatch([thing for thing in things if isinstance(thing, torch.nn.Module) and not frameworks])
         self._storages: frozenset[int] = frozenset()
@@ -199,6 +204,7 @@ class Unregistered:
         """``around``: the script's functions that are running, inner ones first."""
         seen = _Seen()
         self._storages = _storages(self._things)
+        self._known = self._registered | _held_by(self._kept_attributes)
         if not self._calls and self._kept is None:
             self._look_at_loop(around[0])
         everything: dict[str, Any] = {}
@@ -233,7 +239,7 @@ class Unregistered:
                 if kind:
                     self._objects.setdefault(path, kind)
                 else:
-                    self._variables.setdefault(path.partition("[")[0])  # a list's elements are reported together
+                    self._note_variable(path.partition("[")[0])  # a list's elements are reported together
         self._seen = seen
 
     def _look_at_modules(
@@ -262,11 +268,16 @@ class Unregistered:
                 self._iterators.setdefault(path)
         elif is_plain(value):
             if not self._holds_known(value) and not self._comes_back(value, path):
-                self._variables.setdefault(path)
+                self._note_variable(path)
         elif is_own(type(value)) and id(value) not in self._known and not isinstance(value, torch.nn.Module):
             for name, part in attributes_of(value).items():  # an object of plain values, re-created in each round
                 if is_plain(part) and not self._holds_known(part) and not self._comes_back(part):
                     seen.marks[f"{path}.{name}"] = "", plain_mark(part)
+
+    def _note_variable(self, path: str) -> None:
+        parts = path.split(".")
+        if not any(".".join(parts[:end]) in self._named for end in range(1, len(parts) + 1)):
+            self._variables.setdefault(path)
 
     def _is_of_registered(self, variables: Mapping[str, Any], path: str) -> bool:
         """Whether ``path`` is an attribute of what is registered, and so brought back with it."""
@@ -415,6 +426,20 @@ def _known(things: Iterable[object]) -> tuple[frozenset[int], frozenset[int]]:
         elif not isinstance(thing, Optimizer):
             ids |= {id(part) for part in _parts(thing, _DEPTH)}
     return frozenset(ids), frozenset(tensors)
+
+
+def _held_by(registered: Iterable[KeptAttributes]) -> frozenset[int]:
+    """Identities of what these attributes are now, and of what they lead to."""
+    values = [pair for one in registered for pair in one.values().items()]
+    found = [thing for _, thing in objects_from(values, frozenset(), set())]
+    return frozenset(id(thing) for thing in (*found, *(value for _, value in values if not isinstance(value, _LEAVES))))
+
+
+def _variables_of_modules(registered: Iterable[KeptAttributes]) -> Iterator[str]:
+    """Names of the variables of modules among them, as the module itself has them and as others do."""
+    for one in registered:
+        if isinstance(one.owner, types.ModuleType):
+            yield from (name for plain in one.names for name in (plain, f"{one.owner.__name__}.{plain}"))
 
 
 def _storages(things: Iterable[object]) -> frozenset[int]:

@@ -121,6 +121,38 @@ def test_a_tracker_has_one_run_and_each_step_once(tracker: str, tmp_path: Path) 
     check_clean(job)
 
 
+TRAINER = ROOT / "tests" / "scripts" / "trainer_unmodified.py"
+
+
+@pytest.mark.libraries
+@pytest.mark.grid
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(("zero", "at"), [("", "backward"), ("", "commit"), ("2", "optimizer")])
+def test_the_trainers_tensorboard_goes_on_in_its_folder(zero: str, at: str, tmp_path: Path) -> None:
+    """The Trainer names it by the time. Rank 0 dies twice; each value, and each text, is written once."""
+    pytest.importorskip("tensorboard")
+    by = ("--by", "deepspeed", "--zero", zero) if zero else ("--by", "ddp")
+    reference, wanted = by_trainer(tmp_path / "reference", (*by, "--off"))
+    inject = [f"rank=0,fault=sigkill,at={at},step={step}" for step in (4, 9)]
+    job, found = by_trainer(tmp_path / "run", by, inject=inject, options=[] if zero else ["--auto"], standby=1)
+    check_fired(job, 2)
+    assert found == wanted and ("train/loss", 10) in found, f"{reference.explain()}\n{job.explain()}"
+
+
+def by_trainer(path: Path, flags: Sequence[str], **more: Any) -> tuple[Job, list[tuple[str, int]]]:
+    """With what is in the event files of its only folder: tags and steps."""
+    from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
+
+    output = path.parent / f"{path.name}.output"
+    flags = (*flags, "--set", '{"report_to": "tensorboard"}', "--output", str(output))
+    layout = Layout("tensorboard", "", nproc=2)
+    job = run_job(path, layout, script=TRAINER, flags=flags, timeout_s=400, **more)
+    files = sorted(output.glob("runs/*/events*"))
+    assert len({file.parent for file in files}) == 1, f"{files}\n{job.explain()}"
+    events = [event for file in files for event in EventFileLoader(str(file)).Load() if event.HasField("summary")]
+    return job, sorted((value.tag, event.step) for event in events for value in event.summary.value)
+
+
 ONE_FILE = """
 import sys
 from pathlib import Path

@@ -11,7 +11,10 @@ from __future__ import annotations
 import contextlib
 import dis
 import functools
+import glob
 import inspect
+import os
+import sys
 import types
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -63,6 +66,33 @@ def without_reports(handler: Any) -> Iterator[None]:
         yield
     finally:
         handler.callbacks = all_
+
+
+def writes_texts_once(handler: Any) -> None:
+    """In a replacement: what transformers' callbacks write into TensorBoard when the training begins (its arguments,
+    the model's sizes) stands there already, if a process before this one has made a file of events."""
+    for callback in handler.callbacks:
+        if of_transformers(type(callback)) and hasattr(callback, "tb_writer"):
+            callback.on_train_begin = functools.partial(_begun_without_texts, callback.on_train_begin)
+
+
+def _begun_without_texts(begun: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    modules = [sys.modules.get(name) for name in ("torch.utils.tensorboard", "tensorboardX")]
+    kinds: list[Any] = [module.SummaryWriter for module in modules if module is not None]
+    before = [kind.add_text for kind in kinds]
+
+    def add_text(self: Any, *texts: Any, **more: Any) -> None:
+        if len(glob.glob(os.path.join(glob.escape(self.file_writer.get_logdir()), "events.*"))) < 2:  # its own
+            add = next(add for kind, add in zip(kinds, before, strict=True) if isinstance(self, kind))
+            add(self, *texts, **more)
+
+    for kind in kinds:
+        kind.add_text = add_text
+    try:
+        return begun(*args, **kwargs)
+    finally:
+        for kind, add in zip(kinds, before, strict=True):
+            kind.add_text = add
 
 
 def _overrides(kind: type, event: str) -> bool:

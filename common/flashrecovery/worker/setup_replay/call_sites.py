@@ -12,7 +12,10 @@ from types import FrameType
 from flashrecovery.worker.preimport.preimport import Installed
 
 TRACKERS = frozenset({"aim", "clearml", "comet_ml", "mlflow", "neptune", "swanlab", "tensorboard", "tensorboardX"})
-TRACKER_MODULES = ("wandb", "trackio", "torch.utils.tensorboard", "transformers.training_args")
+TRACKER_MODULES = (
+    *("wandb", "trackio", "torch.utils.tensorboard"),
+    *("transformers.training_args", "transformers.integrations.integration_utils"),
+)
 """Installed packages that draw the ids of runs, and name folders by the time, in the script's place."""
 _STDLIB = os.path.dirname(os.path.realpath(os.__file__)) + os.sep
 _FRAMES = 6

@@ -10,12 +10,17 @@ from typing import Any
 
 import pytest
 
+from flashrecovery.capabilities.of_trainer import RESUMING
 from flashrecovery.errors import RegistrationError, UnsupportedError
 from flashrecovery.state import codec
-from flashrecovery.trainer import plain, protect
+from flashrecovery.trainer import plain, protect, state
 from flashrecovery.trainer.events import may_stop
 from flashrecovery.trainer.start import Start
 from flashrecovery.trainer.state import TrainerLoop
+
+RESUMES = pytest.mark.skipif(
+    bool(RESUMING.missing()), reason="this version of transformers does not resume as is known"
+)
 
 
 def trainer(kind: str) -> Any:
@@ -71,9 +76,9 @@ def start(trainer: Any, process: Process, resumes: str | bool | None) -> Start:
     return Start(trainer, process, resumes)  # type: ignore[arg-type]
 
 
+@RESUMES
 def test_a_replacement_begins_where_its_rank_began(tmp_path: Path) -> None:
     """Not with the newest checkpoint; and it needs nothing of the one that there was."""
-    pytest.importorskip("transformers")
     first = Process()
     assert start(resuming(tmp_path, 4), first, True).path == str(tmp_path / "checkpoint-4")
     (tmp_path / "checkpoint-4").rename(tmp_path / "gone")
@@ -105,9 +110,9 @@ def test_what_a_rank_began_with_must_be_known(tmp_path: Path) -> None:
         TrainerLoop.restored(SimpleNamespace(_begun_at=0), {"begun_at": 4})  # type: ignore[arg-type]
 
 
+@RESUMES
 def test_a_replacement_without_state_does_not_train(tmp_path: Path) -> None:
     """It has not read the checkpoint."""
-    pytest.importorskip("transformers")
     first = Process()
     start(resuming(tmp_path, 4), first, True).check(restored=False)
     again = start(resuming(tmp_path), Process(first.notes), True)
@@ -156,7 +161,8 @@ def at(step: int, control: Control, saved: dict[str, Any] | None = None) -> Trai
     loop: Any = object.__new__(TrainerLoop)
     loop._begun_at, loop._restored, loop._follows, loop._makes_calls, loop.kind = 0, None, None, False, ""
     loop._decided = (-1, False, False)
-    loop._trainer = SimpleNamespace(state=SimpleNamespace(global_step=step), control=control)
+    arguments = SimpleNamespace(load_best_model_at_end=False)
+    loop._trainer = SimpleNamespace(state=SimpleNamespace(global_step=step), control=control, args=arguments)
     if saved is not None:
         restore(loop, saved)
     made: TrainerLoop = loop
@@ -219,3 +225,17 @@ def test_a_replacement_that_has_come_elsewhere_is_refused(kind: str, step: int) 
     loop.kind = kind  # and nothing is loaded
     with pytest.raises(UnsupportedError, match=r"the dead one was then in 'log:100' behind step 5"):
         loop.resume()
+
+
+@pytest.mark.parametrize("first", [False, True])
+def test_a_replacement_knows_of_the_best_model_when_its_loop_is_left(
+    first: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """transformers 4 looks for it before anything else has restored the state."""
+    monkeypatch.setattr(state, "LOOP", SimpleNamespace(takes=lambda form: not first and form == "kept"))
+    loop = at(6, Control(), {"decided": (6, True, False), "state": codec.dumps({"best_model_checkpoint": "best"})})
+    loop._trainer.args = SimpleNamespace(load_best_model_at_end=True)
+    loop._trainer.state.best_model_checkpoint = None
+    loop.decides()
+    assert loop.loads_best_first is first
+    assert loop._trainer.state.best_model_checkpoint == ("best" if first else None)

@@ -36,7 +36,7 @@ from flashrecovery.capabilities.of_trainer import ACCELERATE, LOADERS, STATE, TR
 from flashrecovery.config import prints_patch, protects_as_it_is
 from flashrecovery.errors import RegistrationError, UnsupportedError
 from flashrecovery.trainer.data import Epochs, WatchedLoader
-from flashrecovery.trainer.events import BETWEEN, may_change_state, may_stop, without_reports
+from flashrecovery.trainer.events import BETWEEN, may_change_state, may_stop, without_reports, writes_texts_once
 from flashrecovery.trainer.held_modules import HeldModules
 from flashrecovery.trainer.plain import PlainTraining
 from flashrecovery.trainer.start import Start
@@ -165,7 +165,7 @@ class _Protected:
         self._backward: Callable[..., Any] = trainer.accelerator.backward
         self._report: Callable[..., Any] = trainer.log
         self._final_loss: float | None = None
-        self._stops = False  # something other than the number of steps may stop the training
+        self._stops = False  # what comes behind a step may depend on something other than the number of steps
         self._start: Start | None = None
         self._before_first: Start | None = None  # until the Trainer asks for its first step
         self._held = HeldModules(self._loop.own)
@@ -192,7 +192,7 @@ class _Protected:
         if self._in_call or not self._training.ready:
             return body()
         if self._recovery is None:
-            self._stops = may_stop(self._trainer)
+            self._stops = may_stop(self._trainer) or self._loop.loads_best_first
             self._recovery = self._open()
         loaders = self._trainer.accelerator.gradient_state
         active = list(loaders.dataloader_references)
@@ -250,7 +250,10 @@ class _Protected:
                 "a second train() in one process, of this Trainer or of another: a replacement would make the first "
                 "one again; make a job of each, which loads what the one before has saved"
             )
-        self._start = self._before_first = start = Start(self._trainer, init(), resume_from_checkpoint)
+        recovery = init()
+        if recovery.is_replacement:
+            writes_texts_once(self._trainer.callback_handler)
+        self._start = self._before_first = start = Start(self._trainer, recovery, resume_from_checkpoint)
         self._loop.begins(start.step)
         with start.begun() as checkpoint:
             ended = self._train(resume_from_checkpoint=checkpoint, **kwargs)

@@ -14,7 +14,7 @@ import torch
 
 from flashrecovery.adapter import InspectableAdapter
 from flashrecovery.adapter.loop import LoopAdapter
-from flashrecovery.capabilities.of_trainer import RESUMING
+from flashrecovery.capabilities.of_trainer import LOOP, RESUMING
 from flashrecovery.errors import UnsupportedError
 from flashrecovery.state import codec
 from flashrecovery.trainer.own_state import OwnState
@@ -212,6 +212,9 @@ class TrainerLoop:
         if self._follows is not None:
             at, *decided = self._follows.get("decided", self._decided)
             control.should_training_stop, control.should_epoch_stop = decided if at == step else (False, False)
+            if self.loads_best_first:
+                best = codec.loads(self._follows["state"])["best_model_checkpoint"]
+                self._trainer.state.best_model_checkpoint = best
         self._decided = step, control.should_training_stop, control.should_epoch_stop
 
     def goes_on(self) -> None:
@@ -226,6 +229,12 @@ class TrainerLoop:
                 "(control.should_training_stop, should_epoch_stop): let it do so in on_step_end, on_log, on_evaluate, "
                 "on_save or on_epoch_end"
             )
+
+    @property
+    def loads_best_first(self) -> bool:
+        """Whether the Trainer looks for the best model as soon as its loop is left (transformers 4): a replacement must
+        know by then whether there is one. Later ones count their operations first, by when all is restored."""
+        return bool(self._trainer.args.load_best_model_at_end) and not LOOP.takes("kept")
 
     @property
     def is_restored(self) -> bool:

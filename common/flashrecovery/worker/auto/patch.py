@@ -506,7 +506,7 @@ class _Writer:
             root, _, rest = path.partition(".")
             is_plain = self._running.plain(root, self._set)
             changes = path in carried.names or root in by_epoch
-            changes = changes or ((is_plain or rest) and path not in carried.remade)
+            changes = changes or (bool(is_plain or rest) and path not in carried.remade)
             if root in own or (root in targets and root not in after):
                 continue
             if not changes and (root not in after or root not in self._set):

@@ -1,8 +1,8 @@
 """Parity's arithmetic beside memcpy, on the same buffers and in turn: encoding whole, by deltas, decoding. No torch.
 
-A speed is that of the bytes of state: what a member has is encoded, or what it has lost is decoded, at so many bytes a
-second. memcpy is one call for as many bytes; the ratio is the median of the ratios within each round, so that whatever
-else the machine does meets both. Each round's order is another one.
+A speed is that of the bytes of state: what a member has is encoded, or what it has lost is decoded, at this rate in
+bytes a second. memcpy is one call for as many bytes; the ratio is the median of the ratios within each round, so that
+whatever else the machine does meets both. Each round's order is another one.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """From SIGKILL in backward to the first newly committed step: FlashRecovery and its peers, in the same run.
 
 Every trial is one launch with one kill. The systems take turns, so that whatever else the machine does
-meets all of them alike. *First step*: the moment at which so many ranks as go on (all, or all survivors
+meets all of them alike. *First step*: the moment at which that many ranks as go on (all, or all survivors
 where a system goes on with fewer) have committed a step that no rank had committed before the kill. *Whole
 again*: the moment at which as many ranks as before have done so.
 """

@@ -62,7 +62,7 @@ class EngineCheckpoint(CheckpointFormat):
 
 
 class _Files:
-    """Takes the place of DeepSpeed's checkpoint engine, and keeps what it is told to save.
+    """Takes the place of DeepSpeed's checkpoint engine, and keeps what it is asked to save.
 
     Args:
         root: the checkpoint's directory, of which every path that is to be saved is a part.

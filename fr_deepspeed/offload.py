@@ -1,7 +1,7 @@
 """The optimizer's state and step on the CPU (``zero_optimization.offload_optimizer``), with an optimizer of torch.
 
 The fp32 partitions then have gradient buffers that DeepSpeed makes once, fills at the end of each accumulation, and
-never drops; gradients of earlier micro-batches wait in buffers of their own.
+never drops; gradients of earlier micro-batches wait in their own buffers.
 """
 
 from __future__ import annotations

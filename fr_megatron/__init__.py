@@ -1,6 +1,6 @@
 """FlashRecovery for Megatron: a rank's death is survived in place, in every parallel layout.
 
-With megatron-core and a loop of one's own, in two lines::
+With megatron-core and your own loop, in two lines::
 
     recovery = fr_megatron.attach(model, optimizer, scheduler)
     for step in recovery.steps(num_steps):

@@ -1,4 +1,4 @@
-"""The call for scripts that use megatron-core with a loop of their own."""
+"""The call for scripts that use megatron-core with their own loop."""
 
 from __future__ import annotations
 

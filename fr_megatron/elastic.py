@@ -152,7 +152,7 @@ def schedule_of(chunks: Sequence[Any]) -> Callable[[int], bool] | None:
 
 
 def interleaves(at_once: int, stages: int, micro_batches: int) -> bool:
-    """Whether the interleaved schedule can compute so many micro-batches on ``stages`` pipeline ranks. It takes turns
+    """Whether the interleaved schedule can compute that many micro-batches on ``stages`` pipeline ranks. It takes turns
     between the chunks after ``at_once`` of them; a last, smaller run has to keep all ranks busy
     (``forward_backward_pipelining_with_interleaving`` in megatron-core 0.16)."""
     last = micro_batches % at_once
@@ -249,8 +249,8 @@ def _follow_peers(chunk: Any) -> None:
 
 
 def scaling(chunk: Any, ranks: int, each: int = 1) -> float:
-    """As ``DistributedDataParallel`` computes it, for so many data-parallel ranks (with the context-parallel ones).
-    ``each``: of experts, which so many of these have together. Their gradients are summed over fewer ranks, and
+    """As ``DistributedDataParallel`` computes it, for that many data-parallel ranks (with the context-parallel ones).
+    ``each``: of experts, which that many of these have together. Their gradients are summed over fewer ranks, and
     averaged over as many."""
     if chunk.config.calculate_per_token_loss:
         return 1.0

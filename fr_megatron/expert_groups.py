@@ -1,6 +1,6 @@
-"""Hyper-parameters and loss scalers where experts have an optimizer of their own in one layout, and none in another.
+"""Hyper-parameters and loss scalers where experts have their own optimizer in one layout, and none in another.
 
-With expert parallelism Megatron steps on the experts by an optimizer of their own: their gradients are reduced over
+With expert parallelism Megatron steps on the experts by their own optimizer: their gradients are reduced over
 fewer ranks. Without it (``expert_model_parallel_size`` 1) they are parameters like all others, in the groups of these:
 
 ======================  ==============================================================

@@ -27,7 +27,7 @@ def reform(
     chunks: Sequence[Any], inner: Any, membership: Mapping[str, int], place: ShardPlace, *, expert: bool, each: int
 ) -> None:
     """Build the buffers of all ``chunks``, of their dense parameters or their experts, and their optimizer ``inner``
-    for this ``place``. No communication. ``each``: so many data-parallel ranks have the experts together.
+    for this ``place``. No communication. ``each``: that many data-parallel ranks have the experts together.
 
     It need not be the one in the process groups: a replacement takes on the sharding that the others have before all of
     them go over to another one. So the place stands for the group while they are built."""

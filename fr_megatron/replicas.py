@@ -1,4 +1,4 @@
-"""Which of Megatron's ranks make up a replica of an elastic job, and which of them compute micro-batches of their own.
+"""Which of Megatron's ranks make up a replica of an elastic job, and which of them compute their own micro-batches.
 
 A replica is what has the whole model, all experts included, and leaves and comes as a whole. With tensor, context and
 pipeline parallelism that is one data-parallel coordinate. Experts are divided over ranks that are data-parallel (or
@@ -7,7 +7,7 @@ four ranks::
 
                   experts 0, 1     experts 2, 3       all have the dense parameters, reduced over 0, 1, 2, 3;
     replica 0        rank 0           rank 1          the experts are reduced over 0 and 2, and over 1 and 3;
-    replica 1        rank 2           rank 3          each rank computes micro-batches of its own
+    replica 1        rank 2           rank 3          each rank computes its own micro-batches
 
 So the ranks at the same place in every replica are the data-parallel group or the expert-data-parallel one, whichever
 is the smaller one.
@@ -82,7 +82,7 @@ class SharedPlaces:
 
 
 def computing() -> int:
-    """How many ranks of a replica have micro-batches of their own; the same in any size."""
+    """How many ranks of a replica have their own micro-batches; the same in any size."""
     return int(data_parallel_group().size() // replica_group().size())
 
 

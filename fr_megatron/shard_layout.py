@@ -4,7 +4,7 @@ Parameters lie in flat buffers, which are cut into buckets. Which parameters are
 same in every size; how far a bucket is padded at its end depends on the size, and so does where the next one begins.
 Each rank has an equal range of every bucket: of the parameters in it, that part of what is stepped on, and of the
 optimizer's state. What the module computes with, the flat buffer, is on all ranks, with paddings that are of one size.
-Each model chunk of a rank (virtual pipelines) has buffers of its own, which are counted through all chunks here.
+Each model chunk of a rank (virtual pipelines) has its own buffers, which are counted through all chunks here.
 """
 
 from __future__ import annotations
@@ -189,7 +189,7 @@ class OptimizerShardLayout(RuledShardLayout):
             raise UnsupportedError(f"an elastic job with {why}")
 
     def too_small_for(self, most: int) -> str:
-        """Why the state cannot be sharded among so many ranks, or fewer; "" if it can."""
+        """Why the state cannot be sharded among that many ranks, or fewer; "" if it can."""
         found = self._layout.without_part(most)
         if found is None:
             return ""

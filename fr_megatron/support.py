@@ -96,9 +96,9 @@ def _unsupported_communication(config: Any) -> Iterator[str]:
     if implementation not in (None, "none"):
         yield f"cuda_graph_impl={implementation!r} ({_GRAPHS})"
     if getattr(config, "tp_comm_overlap", False):
-        yield "tp_comm_overlap (Transformer Engine's userbuffers have communicators of their own)"
+        yield "tp_comm_overlap (Transformer Engine's userbuffers have their own communicators)"
     if getattr(config, "moe_enable_deepep", False) or getattr(config, "moe_token_dispatcher_type", None) == "flex":
-        yield "moe_token_dispatcher_type='flex', DeepEP, HybridEP (they have communicators of their own)"
+        yield "moe_token_dispatcher_type='flex', DeepEP, HybridEP (they have their own communicators)"
     if getattr(config, "symmetric_ar_type", None):
         yield f"symmetric_ar_type={config.symmetric_ar_type!r} (symmetric memory is mapped by all ranks together)"
 

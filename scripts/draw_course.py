@@ -1,4 +1,4 @@
-"""Draw the picture of a run directory as an SVG file of its own, as ``docs/course.svg`` was:
+"""Draw the picture of a run directory as its own SVG file, as ``docs/course.svg`` was:
 ``python scripts/draw_course.py RUN_DIR FILE``."""
 
 from __future__ import annotations

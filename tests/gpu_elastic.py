@@ -35,7 +35,7 @@ def changed(name: str, directory: Path, gpus: int, job_s: float) -> tuple[Job, l
 
 
 def _in_another_layout(training: Training, directory: Path, gpus: int, job_s: float) -> tuple[Job, list[str]]:
-    """One rank is killed and nobody replaces it; the others go on in another layout."""
+    """One rank is killed and is not replaced; the others go on in another layout."""
     training = replace(training, wrapper=on_gpus(gpus, RANKS))
     job = training.start(directory / "killed", inject=[killed(VICTIM, "backward")]).wait(job_s)
     check_fired(job)
@@ -44,7 +44,7 @@ def _in_another_layout(training: Training, directory: Path, gpus: int, job_s: fl
 
 
 def _shrunk_and_grown(kind: Kind, directory: Path, gpus: int, job_s: float) -> tuple[Job, list[str]]:
-    """4 -> 3 -> 4: one rank is killed and nobody replaces it, and comes back on command. What is not as in one that was
+    """4 -> 3 -> 4: one rank is killed and is not replaced, and comes back on command. What is not as in one that was
     resized by command at the same steps."""
     wrapper = on_gpus(gpus, RANKS)
     kind = replace(kind, script=wrapper.script, env=wrapper.environment(kind.script, kind.env))

@@ -42,7 +42,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PART_S = 120.0
 """Longer than any of them takes."""
 _ROOM = 128 << 20
-"""By so many bytes the GPU's free memory may vary without anybody's doing; a context takes more."""
+"""By that many bytes the GPU's free memory may vary without anybody's doing; a context takes more."""
 
 Found = dict[str, Any]
 """What a part has measured, by name."""
@@ -162,7 +162,7 @@ async def _released(gpu: Gpu, process: WorkerProcess) -> bool:
 
 
 def device_tag(gpu: Gpu) -> Found:
-    """Row 3 and 16: a commit waits for every stream; a stop waits for the device, and no longer than it is told to."""
+    """Row 3 and 16: a commit waits for every stream; a stop waits for the device, and no longer than it is asked to."""
     clock = DeviceClock()
     assert clock.runs_behind
     event = gpu.busy(gpu.busy_s)
@@ -186,7 +186,7 @@ def device_tag(gpu: Gpu) -> Found:
 
 
 def random_numbers(gpu: Gpu) -> Found:
-    """The GPU's stream comes back, and whoever keeps its generator goes on with it."""
+    """The GPU's stream comes back, and any process that keeps its generator goes on with it."""
     kept = gpu.generator()
     torch.randn(3, device=gpu.device)
     state = RngState.now().plain()
@@ -298,7 +298,7 @@ def standby_context(gpu: Gpu) -> Found:
         helper.hear()
         seconds = time.monotonic() - began
         taken = before - gpu.free_bytes()
-        assert taken >= _ROOM, f"it was told to use the GPU, and has taken {taken} bytes"
+        assert taken >= _ROOM, f"it was asked to use the GPU, and has taken {taken} bytes"
     finally:
         helper.end()
     return {"context_bytes": taken, "context_s": seconds}
@@ -327,7 +327,7 @@ def control_groups(gpu: Gpu) -> Found:
                 except dist.DistBackendError:
                     pass
                 else:
-                    raise AssertionError("a collective has succeeded in which nobody else takes part")
+                    raise AssertionError("a collective has succeeded in which no other rank takes part")
             report = groups.drain(10.0)
             assert report.quiet, report
             DeviceClock().settle(10.0)
@@ -347,7 +347,7 @@ _RANKS, _GROUPS, _ROUNDS = 3, 8, 6
 
 
 def nccl_groups(gpu: Gpu) -> Found:
-    """Rows 4, 6 and 10: many communicators are aborted under a collective for which nobody else comes, and connected
+    """Rows 4, 6 and 10: many communicators are aborted under a collective for which no other rank comes, and connected
     again; how long it takes, and what memory each round costs."""
     groups.build()
 

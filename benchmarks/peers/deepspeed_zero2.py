@@ -25,7 +25,7 @@ ZERO2, RESTART = "zero2", "zero2-restart"
 
 
 def start_protected(job: Job, launch: Launch, standby: int) -> None:
-    """``flashrecovery run`` with so many standbys."""
+    """``flashrecovery run`` with that many standbys."""
     ours.start(replace(job, layout=ZERO2), launch, standby, __file__)
 
 

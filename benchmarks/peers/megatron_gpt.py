@@ -32,7 +32,7 @@ ENVIRONMENT = {"FR_MEGATRON_CPU": "1"}
 
 
 def start_protected(job: Job, launch: Launch, layout: str, standby: int) -> None:
-    """``flashrecovery run`` with so many standbys."""
+    """``flashrecovery run`` with that many standbys."""
     ours.start(replace(job, layout=layout), launch, standby, __file__, **ENVIRONMENT)
 
 

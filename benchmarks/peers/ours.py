@@ -26,7 +26,7 @@ from workload import Job
 def start(
     job: Job, launch: Launch, standby: int, script: str = __file__, options: Sequence[str] = (), **env: str
 ) -> None:
-    """``flashrecovery run`` with so many standbys."""
+    """``flashrecovery run`` with that many standbys."""
     launch.start(
         [
             *(sys.executable, "-m", "flashrecovery.cli.main", "run"),

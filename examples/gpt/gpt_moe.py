@@ -70,7 +70,7 @@ def build(config: GPTConfig, experts: int, expert_parallel: int, seed: int) -> M
 
 
 def parameter_groups(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """``groups`` with the experts in groups of their own, as DeepSpeed needs it."""
+    """``groups`` with the experts in their own groups, as DeepSpeed needs it."""
     named = [{**group, "name": f"group{i}"} for i, group in enumerate(groups)]
     split: list[dict[str, Any]] = split_params_into_different_moe_groups_for_optimizer(named)
     return split

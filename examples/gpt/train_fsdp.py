@@ -41,7 +41,7 @@ def shard(model: GPT, args: argparse.Namespace, device: torch.device) -> None:
 def main() -> None:
     """Train as the flags say."""
     flags = training.parser(__doc__)
-    flags.add_argument("--replicate", type=int, default=1, metavar="R", help="HSDP: so many copies of each shard")
+    flags.add_argument("--replicate", type=int, default=1, metavar="R", help="HSDP: that many copies of each shard")
     args = flags.parse_args()
     device = training.start_process_group()
     recovery = flashrecovery.init()

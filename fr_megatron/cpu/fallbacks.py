@@ -86,7 +86,7 @@ def _attention() -> None:
                 config.context_parallel_size = ranks
             groups = kwargs["pg_collection"] if "pg_collection" in kwargs else kwargs["model_comm_pgs"]  # to 0.14
             self.cp_group = groups.cp
-            if v_channels is not None:  # the scale, for which k_channels is, is an argument of its own
+            if v_channels is not None:  # the scale, for which k_channels is, is its own argument
                 self.hidden_size_per_partition = v_channels * self.num_attention_heads_per_partition
 
         def forward(self, query: Any, key: Any, value: Any, attention_mask: Any, **kwargs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""The flags: shown by ``--help`` in a group of their own."""
+"""The flags: shown by ``--help`` in their own group."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def _add(group: Any) -> None:
         "--flash-recovery-parallelism",
         type=int,
         metavar="MIN",
-        help="go on in another parallel layout, of so many ranks at least, when one is lost; as the launcher's "
+        help="go on in another parallel layout, of that many ranks at least, when one is lost; as the launcher's "
         "--parallelism",
     )
     group.add_argument(

@@ -100,7 +100,7 @@ class ProtectedLoop:
         if not parallel_state.model_parallel_is_initialized():
             raise UnsupportedError(
                 "flash-recovery does not support: a script that makes its process groups itself "
-                "(pretrain(skip_model_parallel_init=True), MIMO models on a grid of their own); allowed: the groups of "
+                "(pretrain(skip_model_parallel_init=True), MIMO models on their own grid); allowed: the groups of "
                 "megatron.core.parallel_state"
             )
         with as_at_the_launch(self._args):
@@ -395,7 +395,7 @@ class ProtectedLoop:
 
 
 def _decided(said: Sequence[bool]) -> bool | None:
-    """The earlier decision of a repeated call, on any rank; None: no loop has been told of one. A loop that continued
+    """The earlier decision of a repeated call, on any rank; None: no loop knows of one. A loop that continued
     or ended after the call cannot take that back, and a replacement has got no signal, and sees another time. ``said``:
     what this rank's loop was told. A collective."""
     found: list[bool | None] = [None] * dist.get_world_size()

@@ -36,7 +36,7 @@ REFUSED: dict[str, str] = {
     "iterations_to_skip": "they take samples outside of steps",
     "rl_use_sequence_packing": "the number of micro-batches is the samples' own",
     "perform_rl_step": "samples are made in the loop",
-    "hybrid_context_parallel": "a loader of its own",
+    "hybrid_context_parallel": "its own loader",
     "sft": "its averages are of each replica's own micro-batches",
     "vision_pretraining": "not tried",
     "log_straggler": "it has noted the ranks",
@@ -78,7 +78,7 @@ def check_flag(args: Any, recovery: Recovery) -> None:
 
 
 def data_parallel_place() -> tuple[int, int]:
-    """This rank's number among those that take samples of their own, and how many there are."""
+    """This rank's number among those that take their own samples, and how many there are."""
     from megatron.core import parallel_state
 
     return parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
@@ -90,7 +90,7 @@ class ElasticLoop:
     Args:
         args: Megatron's, as the loop uses them.
         chunks: the model chunks of this rank (several with a virtual pipeline).
-        place: gives this rank's number among those that take samples of their own, and how many there are.
+        place: gives this rank's number among those that take their own samples, and how many there are.
         computing: how many ranks of a replica do.
         besides: what has to be the same on all ranks besides the batch.
     """
@@ -168,7 +168,7 @@ class ElasticLoop:
     # -- micro-batches ----------------------------------------------------------------------------
 
     def training(self, micro_batches: int) -> None:
-        """The loop is about to begin, with so many on a replica."""
+        """The loop is about to begin, with that many on a replica."""
         self._launched, self._comparing = micro_batches, True
 
     def updated(self, *, checks: bool) -> None:

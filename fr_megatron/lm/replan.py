@@ -142,7 +142,7 @@ def _fit_virtual_stages(args: Any, sizes: ParallelLayout) -> None:
     """Virtual stages stay as the launch's flags say them. A layout that cannot have them so (its layers, or the
     micro-batches of a replica, are too few or not a multiple) has none, and none has them with experts or context
     parallelism: with ``--num-layers-per-virtual-pipeline-stage`` the launch may have had one on each rank, which is
-    none, and fewer pipeline ranks would have several, which are refused. A script with a loop of its own, whose batch
+    none, and fewer pipeline ranks would have several, which are refused. A script with its own loop, whose batch
     the flags do not say, has to see to it itself."""
     said = [getattr(args, name, None) for name in _VIRTUAL]
     if not any(said) or not args.global_batch_size:

@@ -236,7 +236,7 @@ def _check_readable(directory: Path, layout: Layout) -> None:
     assert list((directory / tag).glob("*model_states.pt"))
     if "--pipeline" in layout.flags:
         return
-    if "--moe" in layout.flags:  # that tool takes the experts' files for models, whoever saved them
+    if "--moe" in layout.flags:  # that tool takes the experts' files for models, no matter who saved them
         experts = list((directory / tag).glob("layer_*_expert_*_model_states.pt"))
         assert len(experts) == 4 and all(torch.load(path, weights_only=True) for path in experts)
         return
@@ -330,7 +330,7 @@ def test_without_the_reset_it_fails(layout: Layout, tmp_path: Path, reference: C
 
 @pytest.mark.grid
 def test_switched_off(tmp_path: Path, reference: Callable[[Layout], Job]) -> None:
-    """The key is false: the same script trains to the same end, and nobody protects it."""
+    """The key is false: the same script trains to the same end, and no one protects it."""
     layout = zero(2, "-off", "--set", "flash_recovery.enabled=false")
     job = _run(tmp_path / "run", layout, standby=0)
     check_same(job, reference(ZERO2), launches=0)

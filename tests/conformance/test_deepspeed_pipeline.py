@@ -1,7 +1,7 @@
-"""DeepSpeed's pipeline engine: tied weights, activation checkpointing, and scripts with a loop of their own.
+"""DeepSpeed's pipeline engine: tied weights, activation checkpointing, and scripts with their own loop.
 
 Two stages, alone and by two data-parallel ranks. The scripts of the own loop call ``train_batch`` and ``eval_batch``
-without ``recovery.steps()``; each call is a version of its own.
+without ``recovery.steps()``; each call is its own version.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ RANKS = 4
 
 @dataclass(frozen=True)
 class Stretch:
-    """Steps from ``start`` until before ``end`` that were taken by so many ranks."""
+    """Steps from ``start`` until before ``end`` that were taken by that many ranks."""
 
     start: int
     end: int
@@ -40,7 +40,8 @@ class Stretch:
 
 
 def stretches(events: Sequence[Mapping[str, Any]], end: int) -> list[Stretch]:
-    """Those of a job of so many steps. A later word of a size also corrects earlier ones of the same or later steps."""
+    """Those of a job of that many steps. A later word of a size also corrects earlier ones of the same or later
+    steps."""
     sizes = [(0, RANKS)]
     for event in (event for event in events if event["event"] in ("job_resized", "job_started")):
         if event["event"] == "job_started":  # perhaps again, before a step counts

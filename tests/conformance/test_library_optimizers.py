@@ -1,4 +1,4 @@
-"""Optimizers of other projects, with state in forms of their own: ranks that are killed in forward, backward and
+"""Optimizers of other projects, with state in their own forms: ranks that are killed in forward, backward and
 optimizer come back with the same bits (docs/optimizers.md)."""
 
 from __future__ import annotations

@@ -68,7 +68,7 @@ def _check(layout: Layout, kills: list[Kill], path: Path, reference: Reference) 
             "silent-codebook+silent-queue+later-numbers+large-own-state",
             "fsdp2",
             ("backward", "below"),
-            id="silent buffers, a large state of its own, fsdp2",
+            id="silent buffers, its own large state, fsdp2",
         ),
         pytest.param(
             "scaler+module-counter+spectral-norm", "ddp", ("backward", "below"), id="scaler", marks=pytest.mark.grid
@@ -173,7 +173,7 @@ def test_what_inductor_has_learned_of_sizes(tmp_path: Path) -> None:
 @pytest.mark.grid
 @pytest.mark.mutants
 def test_an_object_that_begins_to_differ_in_a_redone_step_is_named(tmp_path: Path) -> None:
-    """It may just as well be the trace of a variable that nobody has registered."""
+    """It may just as well be the trace of a variable that is not registered."""
     job = run_loop(tmp_path / "run", _layout("differs-later", "ddp"), 9, [Kill(1, 0, "backward", 0)])
     assert job.code not in (0, -1000), job.explain()
     assert "'registered object lowest'" in job.output and "per_rank=" in job.output, job.explain()
@@ -385,7 +385,7 @@ def test_what_stand_ins_have_answered_below_the_block_is_nobodys_version(
 def test_a_mean_below_the_block_that_a_stand_in_has_answered_is_made_again(
     tmp_path: Path, reference: Reference
 ) -> None:
-    """Nobody has a mean of all losses. Since the script communicates there, own copies are kept."""
+    """No rank has a mean of all losses. Since the script communicates there, own copies are kept."""
     layout = _layout("mean-below", "ddp")
     late = Layout(layout.name, "", (*layout.flags, "--slow", "below", *PAUSE), nproc=WORLD)
     kills = [Kill(1, 5, "below", 0)]
@@ -448,7 +448,7 @@ def test_a_silent_buffer_in_the_first_step(framework: str, tmp_path: Path, refer
 
 @pytest.mark.grid
 def test_a_buffer_that_is_silent_on_one_rank_is_watched_on_all(tmp_path: Path, reference: Reference) -> None:
-    """The others write theirs first in steps in which nobody looks closely, and one of them dies there."""
+    """The others write theirs first in steps in which no one looks closely, and one of them dies there."""
     layout = _layout("silent-first-on-rank-zero", "ddp")
     _check(layout, [Kill(1, 6, "backward", 0)], tmp_path, reference)
     (told,) = reference(layout).notices("silent_buffers")

@@ -51,7 +51,7 @@ def test_victims_at_once(layout: Layout, victims: tuple[int, ...], tmp_path: Pat
 
 
 def test_a_whole_data_parallel_group_at_once_is_lost(tmp_path: Path) -> None:
-    """Nobody has what ranks 0 and 2 shared, and there is no checkpoint: what is lost is named."""
+    """No rank has what ranks 0 and 2 shared, and there is no checkpoint: what is lost is named."""
     job = _killed_at_once(tmp_path / "run", mg.TP2_DP2, (0, 2))
     assert job.code == 1 and not job.of("recovery_finished"), job.explain()
     assert "no version exists for every shard" in job.output and "rank 0: 'param/0.module." in job.output
@@ -111,7 +111,7 @@ def test_second_failure_in_a_recovery_state(
 
 @pytest.mark.parametrize("layout", [mg.DP4_DISTRIBUTED, mg.TP2_DP2_OVERLAPS], ids=lambda layout: layout.name)
 def test_a_death_in_the_neighbour_exchange(layout: Layout, tmp_path: Path, reference: Reference) -> None:
-    """As between hosts: the copies are sent. The victim has sent a part of its own."""
+    """As between hosts: the copies are sent. The victim has sent its own part."""
     job = mg.run(tmp_path / "run", layout, standby=1, script=SCRIPTS / "megatron_exchange_death.py")
     check_same(job, reference(layout))
     check_recovered(job, [1])

@@ -89,7 +89,7 @@ def test_a_kill_in_every_phase_of_the_newer_backend(layout: Layout, tmp_path: Pa
 
 
 def test_connections_break_and_nobody_has_died(tmp_path: Path, reference: Callable[[Layout], Job]) -> None:
-    """With gloo somebody raises. Of NCCL it has to be asked: otherwise all wait for ``timeouts.hang``."""
+    """With gloo a rank raises. Of NCCL it has to be asked: otherwise all wait for ``timeouts.hang``."""
     config = {"timeouts": {"peer_error_wait_s": 1.0}}
     job = _run(tmp_path / "run", DDP, standby=1, env={"FAKE_NCCL_BREAK": "1:5"}, config=config)
     check_same(job, reference(DDP))
@@ -200,7 +200,7 @@ def test_a_replica_is_restored_from_device_to_device(tmp_path: Path, reference: 
 
 
 def _kill_at_random_moments(job: RunningJob, kills: int, at_once: int) -> None:
-    """``at_once``: so many before a recovery is over; with more than one, they also strike in recoveries."""
+    """``at_once``: that many before a recovery is over; with more than one, they also strike in recoveries."""
     chance = random.Random(SEED)
     killed: set[int] = set()
     while len(killed) < kills:

@@ -36,7 +36,7 @@ pytestmark = [pytest.mark.grid, pytest.mark.timeout(3 * TIMEOUT_S)]
 
 
 def plain(path: Path, files: Path) -> list[str]:
-    """What two processes print that nobody protects."""
+    """What two processes print that no one protects."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])

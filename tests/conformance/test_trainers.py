@@ -19,7 +19,7 @@ skip_module_without("transformers", "accelerate")
 SCRIPT = ROOT / "tests" / "scripts" / "trainers.py"
 TIMEOUT_S = 300
 BEGUN = 6
-"""The call in which the second epoch begins, where no callback needs a call of its own."""
+"""The call in which the second epoch begins, where no callback needs its own call."""
 pytestmark = [pytest.mark.timeout(3 * TIMEOUT_S)]
 Reference = Callable[[Layout], Job]
 

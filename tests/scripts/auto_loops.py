@@ -156,7 +156,7 @@ def accumulation() -> None:
 
 
 def flushed() -> None:
-    """The rest of an accumulation is a step of its own, below the epoch's loop."""
+    """The rest of an accumulation is its own step, below the epoch's loop."""
     model = wrapped(Net())
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
     watched.extend([model, optimizer])
@@ -767,7 +767,7 @@ def streamed() -> None:
 
 
 def by_hand() -> None:
-    """No wrapper: the script averages the gradients, and draws from generators of its own."""
+    """No wrapper: the script averages the gradients, and draws from its own generators."""
     net = Net()
     optimizer = torch.optim.Adam(net.parameters(), lr=1e-2)
     watched.extend([net, optimizer])

@@ -147,7 +147,7 @@ def main() -> None:
     parser.add_argument("--accumulation", type=int, default=1)
     parser.add_argument("--set", action="append", default=[], metavar="KEY=JSON", help="of zero_optimization")
     parser.add_argument("--fp32", action="store_true")
-    parser.add_argument("--persistent", type=int, default=0, help="parameters up to so many elements stay whole")
+    parser.add_argument("--persistent", type=int, default=0, help="parameters up to that many elements stay whole")
     args = parser.parse_args()
     deepspeed.init_distributed("gloo")
     torch.manual_seed(0)

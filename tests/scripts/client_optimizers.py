@@ -25,7 +25,7 @@ WIDTH, BATCH = 32, 4
 
 
 class Remembering(torch.optim.SGD):
-    """Its rate follows from what it has seen of its part of the gradients; noise of a generator of its own."""
+    """Its rate follows from what it has seen of its part of the gradients; noise of its own generator."""
 
     def __init__(self, parameters: Any, lr: float = 0.05) -> None:
         super().__init__(parameters, lr=lr, momentum=0.9)

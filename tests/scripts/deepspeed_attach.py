@@ -31,7 +31,7 @@ def main() -> None:
 
     import deepspeed
 
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # where nobody patches it: not to be compiled
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # where no process patches it: not to be compiled
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 1,

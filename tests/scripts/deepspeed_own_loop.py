@@ -1,4 +1,4 @@
-"""The pipeline example with a loop of its own: ``train_batch``, an ``eval_batch`` now and then, no ``steps()``.
+"""The pipeline example with its own loop: ``train_batch``, an ``eval_batch`` now and then, no ``steps()``.
 
 ``--mode``: ``tracker`` adds noise from DeepSpeed's tracked random stream in every block; ``training-data`` gives the
 data to ``deepspeed.initialize()``; ``stops`` ends the loop after four steps if the file that ``STOPS`` in the

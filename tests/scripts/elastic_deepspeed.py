@@ -48,7 +48,7 @@ class Numbers(torch.utils.data.Dataset[tuple[torch.Tensor, torch.Tensor]]):
 
 
 class Gain(torch.nn.Module):
-    """Three weights, a group of their own: some ranks have nothing but padding of it."""
+    """Three weights, their own group: some ranks have nothing but padding of it."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -101,7 +101,7 @@ def train_step(args: argparse.Namespace, state: State, batches: Any, step: Any) 
 
 
 def freeze_some() -> None:
-    """Of each stage and slice something is not trained: nobody divides it, and all replicas have it."""
+    """Of each stage and slice something is not trained: no rank divides it, and all replicas have it."""
     build = megatron_model._model
 
     def frozen(*args: Any) -> Any:

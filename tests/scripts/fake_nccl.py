@@ -4,7 +4,7 @@ Or ``fake_nccl.py ARGUMENTS`` with the script in ``FAKE_NCCL_SCRIPT``.
 
 ``FAKE_NCCL_BREAK=RANK:STEP``: after that optimizer step of the rank's first process its connections break.
 ``FAKE_NCCL_STICKY=RANK:STEP``: there a kernel fails, and with it every later call of the process to the device.
-``FAKE_NCCL_NVLINK=RANKS:DIRECTORY``: so many ranks after each other have GPUs that are joined by NVLink.
+``FAKE_NCCL_NVLINK=RANKS:DIRECTORY``: that many ranks after each other have GPUs that are joined by NVLink.
 """
 
 from __future__ import annotations

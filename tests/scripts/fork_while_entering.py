@@ -20,7 +20,7 @@ THREADS = 2
 
 
 def reduce_until(deadline: float) -> None:
-    """Nobody waits for these, so the thread that carries them out has them last."""
+    """No process waits for these, so the thread that carries them out has them last."""
     while time.monotonic() < deadline:
         dist.all_reduce(torch.ones(1), async_op=True)
         time.sleep(0)

@@ -116,7 +116,7 @@ def main() -> None:
         if step.index == 4 and recovery.generation == 0:
             time.sleep(args.wait)
         with step:
-            dist.barrier()  # a rank that dies from here on has a step to do again that nobody has logged
+            dist.barrier()  # a rank that dies from here on has a step to do again that is not logged
             torch.manual_seed(100 + step.index)
             loss = model(torch.randn(4, 8)).square().mean()
             update(loss)

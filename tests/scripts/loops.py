@@ -565,7 +565,7 @@ class SkipsTogether(Loop):
 
 
 class PlainSkips(SkipsTogether):
-    """Nobody is told of the average."""
+    """No one is informed of the average."""
 
     def prepare(self) -> None:
         super().prepare()
@@ -629,7 +629,7 @@ def packed(documents: Iterator[Tensor], length: int = 2 * WIDTH) -> Iterator[Ten
 
 
 class DiffersFromTheStart(Loop):
-    """A registered object of which nobody says that it is each rank's own."""
+    """A registered object of which no one says that it is each rank's own."""
 
     def prepare(self) -> None:
         super().prepare()
@@ -941,7 +941,7 @@ class CarriedHidden(Loop):
 
 
 class ForgottenGenerator(Loop):
-    """Random numbers of a generator that nobody has registered."""
+    """Random numbers of a generator that is not registered."""
 
     def prepare(self) -> None:
         super().prepare()
@@ -992,7 +992,8 @@ class DrawsBetween(RandomBatches):
 
 
 class PlainVariable(RandomBatches):
-    """nanoGPT's ``iter_num``: the learning rate depends on it, nothing is told of it, and in a replacement it is 0."""
+    """nanoGPT's ``iter_num``: the learning rate depends on it, nothing is informed of it, and in a replacement it is
+    0."""
 
     iter_num = 0
 
@@ -1111,7 +1112,7 @@ class LeavesBelow(Loop):
 
 
 class AccumulatesAcross(Loop):
-    """Every micro-batch is a step of its own; the optimizer steps at every third one."""
+    """Every micro-batch is its own step; the optimizer steps at every third one."""
 
     def gradients(self, step: int) -> tuple[Tensor, Tensor]:
         if step % 3 == 0:
@@ -1209,7 +1210,7 @@ class CountingMomentum(torch.optim.Optimizer):
 
 
 class Another(Loop):
-    """``others``: further models, each with an optimizer of its own."""
+    """``others``: further models, each with its own optimizer."""
 
     only = ("ddp",)
 
@@ -1417,7 +1418,7 @@ UNPROTECTED: dict[str, type[Loop]] = {
     "forgotten-optimizer": ForgottenOptimizer,
     "forgotten-average": ForgottenAverage,
 }
-"""Loops that change or send what nobody knows of. The job has to say so."""
+"""Loops that change or send what no process knows of. The job has to say so."""
 
 
 def loop_class(names: str) -> type[Loop]:

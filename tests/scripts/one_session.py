@@ -322,7 +322,7 @@ def train(part: Part, place: str, moment: str | None) -> tuple[dict[int, Any], s
 
 
 def count_along() -> str:
-    """What a loop is told that counts the steps itself; "" if it comes into its second step."""
+    """What a loop is informed that counts the steps itself; "" if it comes into its second step."""
     agent = Agent()
     _AGENTS.append(agent)
     net = Net()

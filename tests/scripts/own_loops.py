@@ -393,7 +393,7 @@ def digest() -> str:
     """Of all that the engine has on this rank, and of the random streams."""
     found = hashlib.sha256()
     tensors: list[Any] = [*net.parameters()]
-    if args.zero:  # partitions end in memory that nobody has set
+    if args.zero:  # partitions end in memory that is not set
         tensors = [
             read(p) for p in net.parameters() for read in (safe_get_full_fp32_param, first_moment, second_moment)
         ]

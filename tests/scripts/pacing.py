@@ -1,4 +1,4 @@
-"""How long a step of a test's script takes: so many milliseconds longer, and until the test lets it end
+"""How long a step of a test's script takes: that many milliseconds longer, and until the test lets it end
 (:meth:`tests.support.jobs.RunningJob.hold`)."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Scripts as they are when somebody has just put recovery into them: accelerate, compiled models, prefetchers.
+"""Scripts as they are when someone has just put recovery into them: accelerate, compiled models, prefetchers.
 
 ``--loop NAME`` chooses the function of :data:`LOOPS` that makes the model, the optimizer and the source of batches.
 """

@@ -2,7 +2,7 @@
 :func:`script` of one; beside it lies :data:`HELPERS`. Each rank prints what the script keeps, and at the end the digest
 of all that it has.
 
-Texts, for each is a script of its own: in one file they would see each other's functions and names.
+Texts, for each is its own script: in one file they would see each other's functions and names.
 """
 
 from __future__ import annotations

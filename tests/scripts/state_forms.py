@@ -4,7 +4,7 @@
 * optimizer state in subclasses of Tensor that implement no operation at all: one within another, around a DTensor and
   within one, with an enumeration, a dataclass and a dtype among what they say of themselves
 * optimizers that keep something in their attributes: weights in fp32, an optimizer within, an object, a table by id()
-* torch's ``get_state_dict()`` above the block, which makes the optimizer's state by a step of its own, and
+* torch's ``get_state_dict()`` above the block, which makes the optimizer's state by its own step, and
   ``set_state_dict()``
 
 ``--refused`` chooses a form that is to be refused by name, before the second step.
@@ -178,7 +178,7 @@ class Norms:
 
 class Lookahead(torch.optim.Optimizer):
     """Wraps another optimizer, which it steps; keeps slow weights by parameter in an attribute from its first step on,
-    counts, draws from a generator of its own, and has an object and a table by id()."""
+    counts, draws from its own generator, and has an object and a table by id()."""
 
     def __init__(self, inner: torch.optim.Optimizer) -> None:
         super().__init__([p for group in inner.param_groups for p in group["params"]], {})
@@ -206,7 +206,7 @@ class Lookahead(torch.optim.Optimizer):
 
 
 class Refused(PackedSGD):
-    """Keeps state that nobody can copy."""
+    """Keeps state that no one can copy."""
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:

@@ -115,7 +115,7 @@ class Stop(TrainerCallback):  # type: ignore[misc]
 
 
 class After(TrainerCallback):  # type: ignore[misc]
-    """Decides something in ``event``, when so many lines have been logged."""
+    """Decides something in ``event``, when that many lines have been logged."""
 
     def __init__(self, event: str, lines: int, decides: str) -> None:
         self._event, self._lines, self._decides = event, lines, decides
@@ -221,7 +221,7 @@ def main() -> None:
     flags.add_argument("--set", type=json.loads, default={}, help="more of TrainingArguments, as JSON")
     flags.add_argument("--patience", type=int, default=0, help="of early stopping, which then follows a metric")
     flags.add_argument("--after", default="", help="in this event a callback decides something")
-    flags.add_argument("--lines", type=int, default=3, help="when so many lines have been logged")
+    flags.add_argument("--lines", type=int, default=3, help="when that many lines have been logged")
     flags.add_argument("--decides", default="should_training_stop", help="what")
     flags.add_argument("--stream", action="store_true", help="data without a length")
     flags.add_argument("--off", action="store_true")

@@ -62,7 +62,7 @@ class Losses(TrainerCallback):  # type: ignore[misc]
 
 
 class Baseline(Trainer):  # type: ignore[misc]
-    """A moving average of the loss, a queue of what was seen, counts in nested containers, a generator of its own."""
+    """A moving average of the loss, a queue of what was seen, counts in nested containers, its own generator."""
 
     baseline = 0.0
     seen: dict[str, int] = {}  # noqa: RUF012 - the class's, as it happens
@@ -194,7 +194,7 @@ class Best(TrainerCallback):  # type: ignore[misc]
 
 
 def metrics_with_memory() -> Any:
-    """A function with variables of its own."""
+    """A function with its own variables."""
     calls, sums = 0, []
 
     def compute(predicted: Any) -> dict[str, float]:
@@ -253,7 +253,7 @@ class Weighing(ByDifficulty):
 
 
 class Drawing(ByDifficulty):
-    """It draws from a generator of its own."""
+    """It draws from its own generator."""
 
     def __init__(self, trainer: Any) -> None:
         self.generator = torch.Generator().manual_seed(5)

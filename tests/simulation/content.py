@@ -31,15 +31,15 @@ class Script:
     Attributes:
         steps: that it takes.
         unique: each rank has a shard that no other rank has (ZeRO, FSDP).
-        late_every: every so many steps random numbers are drawn after the mutation has begun (0: never).
+        late_every: every that many steps random numbers are drawn after the mutation has begun (0: never).
         late_buffer: a buffer of this rank alone is changed after the forward pass.
         bias: it is changed after the optimizer, too, by the gradients of all ranks.
         thing: a registered object: "" none, "own": another one on each rank, "later": so from the third step on.
         plain: a plain variable, which the first step sets, decides on the learning rate.
         in_place: the forward pass writes into the middle of its batch.
         below: the learning rate changes below the ``with step:`` block.
-        below_every: in every so many steps random numbers are drawn there, too (0: never).
-        read_amid: a rank that is told to go on always does so while its agent reads its page; else one in ten does.
+        below_every: in every that many steps random numbers are drawn there, too (0: never).
+        read_amid: a rank that is asked to go on always does so while its agent reads its page; else one in ten does.
         forward_s, backward_s, optimizer_s: times.
         micro_batches: of an elastic job, in a step; all that a rank has is equal on all ranks (0: it is not elastic).
     """

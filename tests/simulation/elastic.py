@@ -1,4 +1,4 @@
-"""Histories of elastic jobs: nodes leave and come back, somebody commands a size or has a node leave, and what strikes
+"""Histories of elastic jobs: nodes leave and come back, a user commands a size or has a node leave, and what strikes
 any job strikes in the middle of that."""
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ MOMENTS = (
 @dataclass(frozen=True)
 class Fault:
     """Something that happens at a time, in seconds after the job has begun to take steps (or after its start); or that
-    long ``after`` one of MOMENTS has come so many times."""
+    long ``after`` one of MOMENTS has come that many times."""
 
     at: float
     kind: str
@@ -377,7 +377,7 @@ class Struck:
 
     def _stop(self, *ranks: int) -> None:
         for worker in self._workers(ranks):
-            if worker.stepping:  # before its first step nobody looks for it
+            if worker.stepping:  # before its first step no one looks for it
                 worker.process.freeze()
 
     def _mute(self, *ranks: int) -> None:
@@ -435,17 +435,17 @@ class Struck:
             self._later(seconds, self._thaw_host, name, seconds)
 
     def _wall(self, name: str, seconds: float) -> None:
-        """Somebody sets the clock."""
+        """Someone sets the clock."""
         self.world.hosts[name].wall += seconds
 
     def _resize(self, replicas: int, ahead: int) -> None:
-        """Somebody commands it: so many steps ahead of the newest one (-1: from the next one on)."""
+        """A user commands it: that many steps ahead of the newest one (-1: from the next one on)."""
         newest = max(self.world.laws.newest.values(), default=0)
         step = newest + ahead if ahead >= 0 else -1
         self._command(lambda service: service.Resize(pb.ResizeRequest(replicas=replicas, step=step), None))
 
     def _drain(self, name: str, within_s: float) -> None:
-        """Somebody commands a node to leave."""
+        """A user commands a node to leave."""
         self._command(lambda service: service.Drain(pb.DrainRequest(node=name, within_s=within_s), None))
 
     def _command(self, call: Callable[[ControllerService], Any]) -> None:

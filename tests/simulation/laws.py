@@ -132,7 +132,7 @@ class Laws:
             self.broken("content", f"rank {worker.rank} at version {version} ({when}): {parts}")
 
     def _may_have_come_apart(self, worker: ModelWorker) -> bool:
-        """A script whose variables do not come back: what counts is that the ranks notice it together. Nobody can once
+        """A script whose variables do not come back: what counts is that the ranks notice it together. No one can once
         all of them have been replaced without a step in between."""
         if not self.world.script.comes_apart:
             return False
@@ -182,7 +182,8 @@ class Laws:
         return [gradient for _, gradient in sorted(computed)]
 
     def _in_one_size(self, worker: ModelWorker) -> None:
-        """Whoever commits a step of an elastic job does so with the others of the newest generation that has."""
+        """Any process that commits a step of an elastic job does so with the others of the newest generation that
+        has."""
         generation, version = worker.gate.generation, worker.gate.version
         gone_on = min((self.generations[g] for g in self.sizes if generation < g <= self.committed_in), default=version)
         if gone_on < version and worker.script.micro_batches:  # else they count on that step, too
@@ -270,7 +271,8 @@ class Laws:
             known |= electors
         elif owner.dead and (not known & electors or not other._elector_set.voters):
             # Everyone has been restarted: another job, of nodes with the same names. Or the one before had no
-            # electors left, because there were but two nodes: then whoever is started again in its place goes on.
+            # electors left, because there were but two nodes: then any process that is started again in its place goes
+            # on.
             self.terms[term] = process, service, electors
         else:
             self.broken("term", f"two controllers decide in term {term}: the one on {process.host.name} is the second")
@@ -314,7 +316,7 @@ class Laws:
                 )
 
     def _is_newer(self, process: Process, event: ev.Event) -> None:
-        """A recovery, or another start, is in a generation in which nobody has taken a step."""
+        """A recovery, or another start, is in a generation in which no rank has taken a step."""
         if isinstance(event, ev.JobStarted):
             if self.started_by is not process and self.started_by is not None and self.started_by.dead:
                 self.newest_generation = -1  # another job, of nodes with the same names
@@ -387,14 +389,14 @@ class Laws:
             self._taken_over(self.failed_by)
 
     def _taken_over(self, service: ControllerService) -> None:
-        """Another controller has found ranks that the one before had given away and nobody else has got: it keeps them,
-        and may have them finish their step."""
+        """Another controller has found ranks that the one before had given away and no other rank has got: it keeps
+        them, and may have them finish their step."""
         for record in service.machine.job.ranks.values():
             if record.place is not Place.EMPTY:
                 self.given_away.pop(record.process.pid, None)
 
     def _together(self, event: ev.Event) -> None:
-        """Whoever is silenced by one fault is one recovery's."""
+        """Any process that is silenced by one fault is one recovery's."""
         silencing = sum(fault.kind not in _SEEN_AT_ONCE for fault in self.faults)
         if isinstance(event, ev.Notice) and event.kind == "all_asked_again":
             self.asked_again += 1
@@ -421,7 +423,7 @@ class Laws:
 
     def _is_given_away(self, pid: int, rank: int) -> bool:
         """Not if the controller that has done so is dead, and no other process has ever got the rank: then it was cut
-        off from everybody, and whoever takes over finds the rank where it is."""
+        off from everybody, and any process that takes over finds the rank where it is."""
         controller = self.given_away.get(pid)
         if controller is None:
             return False
@@ -464,7 +466,7 @@ class Laws:
         return refused and any(network.reached_lately(other, host, to_halt_s) for other in others)
 
     def _started_again(self, text: str) -> None:
-        """Everything from the script's first line: only where nobody holds a later version."""
+        """Everything from the script's first line: only where no one holds a later version."""
         newest = max((v for g, v in self.reached.items() if g >= self.began_in), default=0)
         held = self.best_cut()
         if newest > 1 and held > 0:
@@ -514,7 +516,7 @@ class Laws:
         return False
 
     def _lack_room(self, slots: int) -> bool:
-        """Whether no ``elastic`` replicas can be whole with so many slots, some of which living ranks have."""
+        """Whether no ``elastic`` replicas can be whole with that many slots, some of which living ranks have."""
         world, shape = self.world, self.world.shape.replicas
         living = {p.place for p in world.workers.values() if not p.process.dead and not p.agent.dead} & world.members
         there = shape.by_replica(living)
@@ -555,7 +557,7 @@ class Laws:
 
     def _one_is_lost(self) -> bool:
         """Whether no more than that has happened since everything was whole: then nothing may be missing, whatever the
-        laws can find out about what is held. But for the first late step, which nobody could expect. A controller that
+        laws can find out about what is held. But for the first late step, which no one could expect. A controller that
         is away takes no state with it."""
         since = [fault for fault in self.since_whole if fault.kind != "controller"]
         if any(f.kind not in (*_SEEN_AT_ONCE, "controller") for f in self.faults) or len(since) != 1:
@@ -570,7 +572,7 @@ class Laws:
         return one and self.late_known
 
     def best_cut(self) -> int:
-        """The newest version of which everything is held by somebody alive; -1: there is none."""
+        """The newest version of which everything is held by someone alive; -1: there is none."""
         world = self.world
         models = [w.model for w in world.workers.values() if w.model is not None and not w.process.dead]
         late = {v for model in models for v, was in model.sealing.late.items() if was}

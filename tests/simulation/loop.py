@@ -30,7 +30,7 @@ class Life(Enum):
 
 
 class Idle(Exception):
-    """Nothing will ever happen again: everybody waits for somebody else."""
+    """Nothing will ever happen again: everybody waits for another process."""
 
 
 class Process:
@@ -93,7 +93,7 @@ class Process:
         self.loop.requeue(held)
 
     def end(self) -> None:
-        """It is killed: nothing of it runs any more; whoever watches it is told."""
+        """It is killed: nothing of it runs any more; any process that watches it is told."""
         if self.dead:
             return
         self.life = Life.DEAD

@@ -41,7 +41,7 @@ class Listener(Protocol):
 @dataclass
 class Host:
     """A machine with one address. ``clock``, ``boot``, ``wall``: its CLOCK_MONOTONIC, CLOCK_BOOTTIME and CLOCK_REALTIME
-    are so many seconds ahead of the simulation's; the first stands while the machine is suspended."""
+    are that many seconds ahead of the simulation's; the first stands while the machine is suspended."""
 
     name: str
     ip: str
@@ -83,7 +83,7 @@ class Host:
             process.catch_up()
 
     def power_off(self) -> None:
-        """Everything on it is gone at once, and nobody is told."""
+        """Everything on it is gone at once, and no one is told."""
         self.up = self.frozen = False
         self.suspended_at = None
         self.boots += 1
@@ -258,7 +258,7 @@ class Network:
     def send_datagram(
         self, source: Process, target: Address, deliver: Callable[[DatagramSocket], None], refused: Callable[[], None]
     ) -> None:
-        """One way, to whoever has the port then."""
+        """One way, to any process that has the port then."""
         host = self.hosts.get(target[0])
         if host is None:
             return
@@ -350,7 +350,7 @@ class Wire:
     def _hand_over(self, side: int, item: Any) -> None:
         far = self.ends[1 - side]
         if far.boots != far.host.boots or (far.over and item is not _RESET):
-            self._tell_reset(1 - side)  # nobody has this connection there any more: its kernel says so
+            self._tell_reset(1 - side)  # no one has this connection there any more: its kernel says so
         elif item is _RESET or item is _CLOSED:
             self._finish(1 - side, "reset" if item is _RESET else "closed")
         elif far.on_item is not None:

@@ -199,7 +199,7 @@ class _NoThread:
 
 
 class _GenerationFile:
-    """Each host has a disk of its own, which outlives its processes. With :func:`slow_disks` it is now and then as slow
+    """Each host has its own disk, which outlives its processes. With :func:`slow_disks` it is now and then as slow
     as a network file system, and what takes longer than the controller waits for is written down after it is used."""
 
     def __init__(self, *_: object) -> None:

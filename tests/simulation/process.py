@@ -33,7 +33,7 @@ class Popen:
 
 
 class _Half:
-    """The page's words for somebody who reads while they change: after the first of the two words that belong together,
+    """The page's words for someone who reads while they change: after the first of the two words that belong together,
     the writer does all that it is about to do."""
 
     def __init__(self, words: Any, act: Callable[[], None]) -> None:

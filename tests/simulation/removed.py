@@ -87,7 +87,7 @@ def _one_by_one(expired: Callable[..., Any]) -> Callable[..., Any]:
 
 
 async def _raised(self: ElectorSet, promised: int, ask: object) -> bool:
-    """Takes the term that an agent has promised to somebody, without asking for it."""
+    """Takes the term that an agent has promised to someone, without asking for it."""
     self._quorum.renewed(promised)
     return True
 
@@ -116,12 +116,12 @@ def _with_ranks(neighbours: Callable[[Agent], list[str]]) -> Callable[[Agent], l
 
 
 def _any_door(seen: object, electors: object, node: str) -> Reach:
-    """Whoever is refused takes the controller for dead, and asks nobody."""
+    """Any process that is refused takes the controller for dead, and asks no one."""
     return Reach(enough=True, vouched=False)
 
 
 def _any_time(self: ControllerLease) -> float:
-    """Whoever finds the door open after a standstill goes on."""
+    """Any process that finds the door open after a standstill goes on."""
     return lease_clock()
 
 
@@ -147,7 +147,7 @@ def _committed_first(self: Page) -> tuple[int, int]:
 
 
 async def _agreed(self: ModelWorker, mine: object) -> None:
-    """Nobody asks whether the ranks agree."""
+    """No one asks whether the ranks agree."""
 
 
 REMOVED: dict[str, Callable[[], Any]] = {
@@ -283,4 +283,4 @@ BREAKS: dict[str, tuple[str, Callable[[], Any]]] = {
     "over before a step": ("finished", lambda: instead(RecoverySteps, "_all_have_gone_on", _over_at_once)),
     "the checkpoint is taken first": ("fallback", lambda: instead(recovery, "decide", _from_the_disk)),
 }
-"""Mistakes that nobody has made, each with the law that notices it: laws can fail."""
+"""Mistakes that no one has made, each with the law that notices it: laws can fail."""

@@ -52,7 +52,7 @@ def broken(first: int, count: int) -> tuple[int, list[str]]:
 
 
 def of_all(look: Callable[[int, int], tuple[int, list[str]]], seeds: int, part: int) -> list[tuple[int, list[str]]]:
-    """What is found in so many histories, in parts that begin with these seeds."""
+    """What is found in that many histories, in parts that begin with these seeds."""
     parts = range(0, seeds, part)
     if seeds <= _BY_ITSELF:
         return [look(first, part) for first in parts]
@@ -95,7 +95,7 @@ def test_no_history_of_an_elastic_job_breaks_a_law() -> None:
 
 @pytest.mark.parametrize("seed", [179, 219, 289, 304])
 def test_whoever_alone_has_the_state_does_not_leave(seed: int) -> None:
-    """Somebody has commanded a smaller size, and those who would have stayed die before it has come."""
+    """A user has commanded a smaller size, and those who would have stayed die before it has come."""
     with quiet(), simulated():
         outcome = run(draw_elastic(seed))
     assert outcome.violation is None and outcome.state == "finished"
@@ -172,7 +172,7 @@ def test_a_stand_in_that_cannot_be_called_alike_is_refused() -> None:
 
 @pytest.mark.parametrize("handler", ["on_reply", "on_tick", "on_heartbeat", "on_register"])
 def test_an_error_in_the_controller_is_seen_as_such(handler: str) -> None:
-    """It ends the job, and nobody waits for what would have followed."""
+    """It ends the job, and no process waits for what would have followed."""
 
     def raises(self: Machine, *_: object) -> None:
         raise KeyError(f"in {handler}")
@@ -261,14 +261,14 @@ def test_a_node_with_all_ranks_halts_before_they_are_given_away() -> None:
     cut = Fault(0.5, "reset+cut", (("n0",), ("ctl", "n1"), 3.0, Firewall.REJECT, False))
     history = calm(Shape(1, 2, spares=1, external=True), cut)
     outcome = of(history)
-    assert outcome.violation is None and outcome.state == "failed", "nobody else has any state"
+    assert outcome.violation is None and outcome.state == "failed", "no other rank has any state"
     with REMOVED["a node with all ranks knows of others"]():
         violation = of(history).violation
     assert violation is not None and violation.law == "given away"
 
 
 def test_ranks_of_an_agent_that_has_stood_still_wait_for_the_controllers_word() -> None:
-    """They were given away meanwhile, and whoever asks finds the controller's door open."""
+    """They were given away meanwhile, and any process that asks finds the controller's door open."""
     history = calm(Shape(3, 1, spares=1), Fault(0.5, "freeze agent", ("n1", 4.0)))
     outcome = of(history)
     assert outcome.violation is None and outcome.state == "finished" and outcome.recoveries == 1
@@ -298,7 +298,7 @@ def test_a_lost_job_does_not_begin_anew_because_those_who_are_left_came_last() -
 
 
 def test_a_joining_process_that_is_given_up_while_its_set_up_log_is_asked_for() -> None:
-    """Nobody had it, and its page was gone already: the agent ended."""
+    """No one had it, and its page was gone already: the agent ended."""
     with quiet(), simulated():
         assert run(draw_elastic(6034)).violation is None
 
@@ -388,7 +388,7 @@ def test_two_ranks_that_miss_one_deadline_are_found_together() -> None:
     assert outcome.violation is None and outcome.state == "finished" and outcome.recoveries == 1
     with REMOVED["victims of one moment together"]():
         violation = of(history).violation
-    assert violation is not None and violation.law == "together", "the second has had a deadline of its own"
+    assert violation is not None and violation.law == "together", "the second has had its own deadline"
 
 
 def test_a_rank_that_fails_once_at_each_of_several_steps_is_no_crash_loop() -> None:

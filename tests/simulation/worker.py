@@ -112,7 +112,7 @@ class Copies:
             self.target, self.owner = members[ring[place]], members[ring.index(place)]
 
     async def settle(self) -> None:
-        """The copies of the version that was yielded are complete; or somebody is stopped, or is to be."""
+        """The copies of the version that was yielded are complete; or someone is stopped, or is to be."""
         gate = self._w.gate
         while self._exchange is not None and not (self._exchange.done() or gate.held or gate.stopped):
             await asyncio.sleep(_POLL_S)
@@ -227,7 +227,7 @@ class ModelWorker:
         self.spoilt = False
         """Something may still write into its state; the process is to be replaced."""
         self.ignored_at: dict[int, float] = {}
-        """When a mute process was told to hold, by generation."""
+        """When a mute process was asked to hold, by generation."""
         self.busy_until = 0.0
         self.proven = not self.detached
         """All ranks have shown that they agree since this one was last told to go on."""

@@ -49,8 +49,8 @@ class Shape:
     """The job: how many nodes and ranks, where the controller is. ``checkpoint_s``: from one fallback checkpoint to the
     next (0: none). ``limits``: a crash loop ends it, as it would in earnest. ``elastic``: the least number of ranks (0:
     it has all of them, always); ``replace``: of such a job; ``each``: ranks of one of its replicas, of which
-    ``elastic`` is the least number then, and of which ``inner`` follow on each other; ``beyond``: so many replicas more
-    than at the launch it may have."""
+    ``elastic`` is the least number then, and of which ``inner`` follow on each other; ``beyond``: that many replicas
+    more than at the launch it may have."""
 
     nodes: int
     nproc: int

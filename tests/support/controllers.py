@@ -22,7 +22,7 @@ TOKEN = {"FLASHRECOVERY_TOKEN": "the-token-of-this-test-job"}
 
 @contextmanager
 def controller(run_dir: Path, address: str, nproc: int = 4) -> Iterator[subprocess.Popen[bytes]]:
-    """A stand-alone one of a job with so many ranks on its node."""
+    """A stand-alone one of a job with that many ranks on its node."""
     command = [sys.executable, "-m", "flashrecovery.cli.main", "controller", "--nproc-per-node", str(nproc)]
     command += ["--run-dir", str(run_dir), "--bind", address, "--config", str(run_dir.parent / "run.yaml")]
     with open(run_dir.parent / "controller.out", "ab") as out:

@@ -72,7 +72,7 @@ def grow(job: RunningJob, replicas: int, step: int, then: int | None = None, wai
 
 
 def shrink(job: RunningJob, replicas: int, step: int, then: int | None = None, wait_s: float = 120) -> None:
-    """Have the job, which is held some steps before ``step``, left with so many replicas before exactly that one.
+    """Have the job, which is held some steps before ``step``, left with that many replicas before exactly that one.
     Afterwards it is held at ``then``."""
     _resize(job, replicas, step, then, wait_s, come=False)
 
@@ -97,7 +97,7 @@ def resize_by_command(
     wait_s: float = 120,
     held: Callable[[int], int] = lambda step: step,
 ) -> None:
-    """Have a job that has just been started with so many replicas resized: (step, replicas), in order, each before
+    """Have a job that has just been started with that many replicas resized: (step, replicas), in order, each before
     exactly that step. ``held``: by which number the script knows a step."""
     holds, before, free = [], launched, 0
     for step, replicas in sizes:
@@ -122,7 +122,7 @@ def inject(job: RunningJob, *, rank: int, at: str, step: int | None = None, faul
 @dataclass
 class Course:
     """What the processes of a job have printed: losses by step, number in the group, and size; digests of the state by
-    version and size (a victim may have completed a step alone, of which nobody else knows); and of the end by number.
+    version and size (a victim may have completed a step alone, of which no other rank knows); and of the end by number.
     More than one of the same is a difference."""
 
     losses: dict[tuple[int, int, int], set[str]] = field(default_factory=lambda: defaultdict(set))
@@ -152,8 +152,8 @@ def check_goes_on_alike(job: Job, other: Job, step: int, size: int, end: int = S
 
 
 def completed_without(events: Sequence[Mapping[str, Any]]) -> set[tuple[int, int, int]]:
-    """Steps that the others have completed without a victim: step, the number in the group of whoever fills its rank
-    now, and size. It died when it had the gradients of all, so nobody has printed the victim's line."""
+    """Steps that the others have completed without a victim: step, the number in the group of any process that fills
+    its rank now, and size. It died when it had the gradients of all, so no one has printed the victim's line."""
     found: set[tuple[int, int, int]] = set()
     members: list[int] = []
     for event in events:
@@ -195,7 +195,7 @@ def commanded(
     started: bool = True,
     env: Mapping[str, str] | None = None,
 ) -> Job:
-    """A job of so many ranks that is resized by command, undisturbed: from ``step`` on to ``size``. It is itself
+    """A job of that many ranks that is resized by command, undisturbed: from ``step`` on to ``size``. It is itself
     compared with a job that was started in the new size from that step's state. ``sharded``: its state is, and who
     leaves need not be the last ones. ``started``: False leaves out the comparison."""
     folder.mkdir(exist_ok=True)

@@ -20,7 +20,8 @@ class Way:
 
     Attributes:
         begin: starts one, with folder, flags, ``config=``, ``inject=`` and ``nproc=`` (else the launch's).
-        alike: compares two jobs from a step until before another one (-1: their end), in which both have so many ranks.
+        alike: compares two jobs from a step until before another one (-1: their end), in which both have that many
+            ranks.
         state: of which number the state is with which a step begins, in the file of that name.
     """
 
@@ -59,7 +60,7 @@ class Way:
         self.alike(job, other, back, -1, len(self.ranks))
 
     def commanded(self, folder: Path, sizes: Sequence[tuple[int, int]]) -> Job:
-        """The job that is resized at these steps to so many replicas."""
+        """The job that is resized at these steps to that many replicas."""
         running = self.begin(folder / "other", f"--save-to={folder}", config=self.config())
         resize_by_command(running, sizes, self.replicas, WAIT_S, self.state)
         job = running.wait(WAIT_S)

@@ -151,7 +151,7 @@ class Beyond:
         (*_, last) = changes(job)
         assert set(last.ranks) == self.everybody(kind) - replica_of(kind, victim), job.explain()
         launched = LAUNCHED * kind.each
-        if undisturbed is not None and sizes_of(job) == [(last.step, launched)]:  # nobody has taken a step with it
+        if undisturbed is not None and sizes_of(job) == [(last.step, launched)]:  # no rank has taken a step with it
             assert job.code == 0, job.explain()
             kind.goes_on_alike(job, undisturbed(kind), 0, launched, END)
             check_clean(job)
@@ -167,7 +167,7 @@ class Beyond:
         check_as_commanded(kind, job, resized)
 
     def one_dies_before_its_first_step(self, kind: Kind, folder: Path, undisturbed: Callable[[Kind], Job]) -> None:
-        """The other joining processes of its replica end, too, and nobody has paused."""
+        """The other joining processes of its replica end, too, and no rank has paused."""
         running = self.launch(kind, folder / "run")
         assert command(running, self.most, self.at) == ""
         os.kill(_joining_process(running, self.most * kind.each - 1), signal.SIGKILL)
@@ -214,7 +214,7 @@ def replica_of(kind: Kind, rank: int) -> set[int]:
 
 
 def _as_started(kind: Kind, job: Job, step: int, until: int, ranks: int, folder: Path, end: int) -> None:
-    """From ``step`` until before ``until`` the job is as one that is started with so many ranks from its state."""
+    """From ``step`` until before ``until`` the job is as one that is started with that many ranks from its state."""
     begin = ("--start-from", str(folder / f"{step}.pt"), "--steps", str(end))
     config = {"elastic": {"min": 1, "max": ranks // kind.each}}
     new = kind.start(folder / f"from-{step}", *begin, config=config, nproc=ranks).wait(240)

@@ -54,7 +54,7 @@ def die_whole(running: RunningJob) -> Job:
 def dead_job(
     folder: Path, *flags: str, nproc: int = 4, checkpoints: int = 1, begin: Begin = start
 ) -> list[tuple[int, Path]]:
-    """A job that has died whole after so many checkpoints or more. Returns version and path of each."""
+    """A job that has died whole after that many checkpoints or more. Returns version and path of each."""
     folder.mkdir(exist_ok=True)
     config = {**never(1), **saving(folder / "checkpoints")}
     config["elastic"] = {"min": 1, "max": nproc}
@@ -87,7 +87,7 @@ def started(folder: Path, before: int, step: int, size: int, *flags: str, begin:
 
 
 def up_to(size: int) -> dict[str, Any]:
-    """An elastic job of so many ranks; of one rank, a job that is not elastic."""
+    """An elastic job of that many ranks; of one rank, a job that is not elastic."""
     return {"elastic": {"min": 1, "max": size}} if size > 1 else {}
 
 
@@ -110,7 +110,7 @@ def spoil(path: Path, how: str) -> str:
 
 
 def fell_back(job: Job, ranks: int, size: int, steps: int) -> int:
-    """To a checkpoint of so many ranks, in this size. Returns its version."""
+    """To a checkpoint of that many ranks, in this size. Returns its version."""
     assert job.code == 0, job.explain()
     fallback, (*_, event) = job.of("fallback_started")[-1], job.of("job_resized")
     assert of_ranks(Path(fallback["path"])) == ranks and event["replicas"] == size, job.explain()

@@ -87,13 +87,13 @@ def check_steps_alike(job: Job, other: Job, step: int, until: int, size: int) ->
 
 
 def check_moved(job: Job) -> None:
-    """State has been sharded otherwise, and each byte that somebody lacked has gone once."""
+    """State has been sharded otherwise, and each byte that a rank lacked has gone once."""
     finished = job.of("recovery_finished")[-1]
     assert 0 < finished["lacking_bytes"] <= finished["reshaped_bytes"] <= 1.05 * finished["lacking_bytes"], finished
 
 
 def commanded(folder: Path, step: int, size: int, *flags: str, launched: int = 4) -> Job:
-    """A job of so many ranks that is resized by command, undisturbed: from ``step`` on to ``size``. It is itself
+    """A job of that many ranks that is resized by command, undisturbed: from ``step`` on to ``size``. It is itself
     compared with a job that was started in the new size from that step's state."""
     folder.mkdir(exist_ok=True)
     elastic = {"elastic": {"min": 1, "max": launched}}

@@ -1,4 +1,4 @@
-"""Elastic jobs with megatron-core in a loop of one's own: how they are started, and compared with jobs that are resized
+"""Elastic jobs with megatron-core in your own loop: how they are started, and compared with jobs that are resized
 by command at the same step, which go on as jobs that are started in that size from that step's state."""
 
 from __future__ import annotations
@@ -71,8 +71,8 @@ Resized = Callable[[Training, int, int], Job]
 
 
 def resized_once(tmp_path_factory: pytest.TempPathFactory) -> Resized:
-    """Gives the job that is resized by command at this step to so many replicas, undisturbed. It goes on as one that is
-    *started* in that size from that step's state (an elastic one, which has two replicas)."""
+    """Gives the job that is resized by command at this step to that many replicas, undisturbed. It goes on as one that
+    is *started* in that size from that step's state (an elastic one, which has two replicas)."""
 
     @cache
     def job(training: Training, step: int, replicas: int) -> Job:

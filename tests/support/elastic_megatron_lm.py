@@ -125,9 +125,9 @@ Resized = Callable[[Training, int, int], Job]
 
 
 def resized_once(factory: pytest.TempPathFactory) -> Resized:
-    """The jobs that are resized by command, undisturbed: from a call on to so many replicas. Each is made once, and is
-    itself compared with a job that was started in the new size from that iteration's state (an elastic one, which has
-    two replicas at least)."""
+    """The jobs that are resized by command, undisturbed: from a call on to that many replicas. Each is made once, and
+    is itself compared with a job that was started in the new size from that iteration's state (an elastic one, which
+    has two replicas at least)."""
 
     @cache
     def job(training: Training, call: int, replicas: int) -> Job:

@@ -22,7 +22,7 @@ FAR = 6
 
 def held(training: Training, folder: Path, *flags: str, kind: str = "", **options: Any) -> RunningJob:
     """A job that is held in iteration :data:`FAR`, and has no other checkpoint than its first one, or its first one
-    before a call of this kind. Nobody is replaced unless ``elastic`` says otherwise; None: it is not elastic."""
+    before a call of this kind. No rank is replaced unless ``elastic`` says otherwise; None: it is not elastic."""
     given = options.pop("elastic", {})
     elastic = {"min": 1, "max": training.launched // training.each, "replace": "never"}
     config: dict[str, Any] = {"elastic": elastic | (given or {}), "timeouts": {"node_wait_s": 3}}
@@ -79,7 +79,7 @@ def _of_dead(training: Training, folder: Path) -> list[tuple[int, Path]]:
 
 
 def goes_on(training: Training, folder: Path, replicas: int) -> Job:
-    """A job of so many replicas that is launched to go on from the newest checkpoint."""
+    """A job of that many replicas that is launched to go on from the newest checkpoint."""
     config = {"elastic": {"min": 1, "max": replicas}, **saving(folder / "checkpoints", 1000), "resume": True}
     return training.start(folder / "again", config=config, nproc=replicas * training.each).wait(TIMEOUT_S)
 

@@ -95,8 +95,8 @@ def launch(
     timeouts: Mapping[str, float] | None = None,
     flags: Sequence[str] = (),
 ) -> NodesJob:
-    """A job of this kind on all hosts of ``net``, of which the last ``spare`` ones are spare (``nodes``: on so many of
-    them). It has as many replicas as they hold, and may have as few as ``least``."""
+    """A job of this kind on all hosts of ``net``, of which the last ``spare`` ones are spare (``nodes``: on that many
+    of them). It has as many replicas as they hold, and may have as few as ``least``."""
     nnodes = len(net.hosts) - spare if nodes is None else nodes
     ranks = nnodes * per_node
     folder.mkdir(parents=True, exist_ok=True)
@@ -181,8 +181,8 @@ Sizes = tuple[tuple[int, int], ...]
 
 
 def resized_by_command(kind: Kind, folder: Path, launched: int, sizes: Sizes, end: int) -> Job:
-    """A job of one host with so many replicas that is resized by command at these steps, undisturbed. (That it goes on
-    as a job that was started in its last size: the tests of the kind on one host.)"""
+    """A job of one host with that many replicas that is resized by command at these steps, undisturbed. (That it goes
+    on as a job that was started in its last size: the tests of the kind on one host.)"""
     config = {"elastic": {"min": 1, "max": launched}}
     growing = any(after > before for (_, before), (_, after) in pairwise(sizes))
     flags = ["--steps", str(end), "--step-time", "200" if growing else "100", *kind.flags]

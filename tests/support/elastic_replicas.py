@@ -52,7 +52,7 @@ def replica_of(rank: int, replicas: int, *flags: str) -> tuple[int, ...]:
 
 
 def check_goes_on_alike(job: Job, other: Job, step: int, ranks: int, end: int = STEPS) -> None:
-    """From ``step`` on both jobs have so many ranks, and the same bits in every step on every rank, to the end."""
+    """From ``step`` on both jobs have that many ranks, and the same bits in every step on every rank, to the end."""
     check_steps_alike(job, other, step, end, ranks)
     mine, theirs = Course.of(job), Course.of(other)
     why = f"{job.explain()}\n--- the other\n{other.explain()}"
@@ -69,7 +69,7 @@ def check_same_in_all_replicas(job: Job, step: int, ranks: int, end: int = STEPS
 
 
 def commanded(folder: Path, step: int, size: int, *flags: str, launched: int) -> Job:
-    """A job of so many replicas that is resized by command, undisturbed: from ``step`` on to ``size``. It is itself
+    """A job of that many replicas that is resized by command, undisturbed: from ``step`` on to ``size``. It is itself
     compared with a job that was started in the new size from that step's state."""
     folder.mkdir(exist_ok=True)
     elastic = {"elastic": {"min": 1, "max": launched}}
@@ -101,7 +101,7 @@ def commanded(folder: Path, step: int, size: int, *flags: str, launched: int) ->
 
 
 def resized_once(factory: pytest.TempPathFactory) -> Resized:
-    """The job that is resized by command, undisturbed: from so many replicas, from this step on, to this size, with
+    """The job that is resized by command, undisturbed: from that many replicas, from this step on, to this size, with
     these flags. Each is made once, and is itself compared with a job that was started in the new size from that step's
     state."""
 

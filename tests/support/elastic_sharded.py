@@ -112,7 +112,7 @@ def resized_by_command(
     launched: int = 4,
     config: Mapping[str, Any] | None = None,
 ) -> Job:
-    """A job of so many ranks that is resized by command at these steps to these sizes, undisturbed: (step, ranks), in
+    """A job of that many ranks that is resized by command at these steps to these sizes, undisturbed: (step, ranks), in
     order. After its last change it goes on as one that was *started* in that size from that step's state."""
     folder.mkdir(exist_ok=True)
     given = ["--step-time", "100", "--save-to", str(folder), *flags]

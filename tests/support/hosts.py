@@ -1,4 +1,4 @@
-"""Several hosts on this machine: network namespaces on a switch of their own, whose links can be cut.
+"""Several hosts on this machine: network namespaces on their own switch, whose links can be cut.
 
 A cut link is silent: the port is taken off the switch, both ends keep their carrier, and no RST is ever sent. Needs
 root (``CAP_NET_ADMIN``).
@@ -52,7 +52,7 @@ class Host:
         return ["ip", "netns", "exec", self.namespace]
 
     def shape(self, mb_s: float) -> None:
-        """What the host sends leaves it at so many megabytes a second, from a queue of at most 50 ms."""
+        """What the host sends leaves it at that many megabytes a second, from a queue of at most 50 ms."""
         burst_kb = max(16, round(mb_s))  # a millisecond's
         rate = ["rate", f"{mb_s * 8:g}mbit", "burst", f"{burst_kb}kb", "latency", "50ms"]
         tc = [*self.command, "tc", "qdisc", "replace", "dev", "eth0", "root", "tbf", *rate]
@@ -143,7 +143,7 @@ def _at_random(percent: float) -> str:
 
 @contextmanager
 def network(number: int) -> Iterator[Network]:
-    """``number`` hosts that reach each other, and nobody else."""
+    """``number`` hosts that reach each other, and no other rank."""
     net = Network(number)
     net.make()
     try:

@@ -158,7 +158,7 @@ class RunningJob:
                 time.sleep(0.5)  # a word to the ranks may be on its way
                 return
             time.sleep(0.05)
-        raise AssertionError(f"nobody has come\n{self.wait(1).explain()}")
+        raise AssertionError(f"no one has come\n{self.wait(1).explain()}")
 
     def wait_until_committed(self, version: int, timeout_s: float = 60) -> None:
         """Until the controller knows that all ranks have committed it; also of a script that prints nothing."""
@@ -263,7 +263,7 @@ def read_digests(job: Job, logs: Iterable[Path]) -> None:
 
 
 def tokens_per_step(job: Job) -> int:
-    """As the job's course over time has it; 0 if nobody has said."""
+    """As the job's course over time has it; 0 if no one has said."""
     seen = TimelineFile.model_validate_json((job.run_dir / "timeline.json").read_bytes()).whole
     return max((tokens // steps for tokens, steps in zip(seen.tokens, seen.steps, strict=True) if steps), default=0)
 

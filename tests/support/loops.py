@@ -25,7 +25,7 @@ RESUMES = {
     "end": (0, 1),
     "broadcast": (0, 0),
 }
-"""At which steps, counted from the killed one, the job may go on. A rank needs nobody up to its first collective of a
+"""At which steps, counted from the killed one, the job may go on. A rank needs no one up to its first collective of a
 step, so until then a slow peer may still be in the step before; from the optimizer on its peers may have completed the
 step. With ``--pause`` the peers have come as far as they can, and what is allowed is exact."""
 
@@ -49,8 +49,8 @@ def rotated(rotation: int, *, every: int = 1, world: int = 3) -> list[Kill]:
 def from_the_start(steps: int, *, world: int = 3, touched_in: int | None = None) -> list[Kill]:
     """One kill at each moment: in the first steps, and in the last one.
 
-    ``touched_in``: the first of those steps in which the loop changes tensors above its block. Of its version nobody
-    has a copy (docs/limits.md), so nobody dies between the block of the step before and the end of this one.
+    ``touched_in``: the first of those steps in which the loop changes tensors above its block. Of its version no one
+    has a copy (docs/limits.md), so no one dies between the block of the step before and the end of this one.
     """
     early, late = ((1, "end"), (3, "data")) if touched_in != 2 else ((1, "data"), (3, "end"))
     places = ((0, "backward"), early, late, (4, "optimizer"), (steps - 1, "below"))

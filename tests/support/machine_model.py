@@ -94,12 +94,12 @@ class Model:
         self.up: dict[int, deque[object]] = defaultdict(deque)
         self.past: list[object] = []
         self.checkpoints: set[int] = set()
-        self.known: dict[int, set[tuple[str, int]]] = {}  # what the controller has been told that each rank holds
+        self.known: dict[int, set[tuple[str, int]]] = {}  # what the controller has been informed that each rank holds
         self.progress: dict[int, tuple[int, int]] = {}  # (generation, newest version committed in it)
         self.ordered: dict[int, int] = {}  # the generation in which each rank was last to be filled
         self.corrupt = 0
         self.corrupted = 0
-        self.over = False  # somebody has been let go
+        self.over = False  # someone has been let go
         self.pid = 100
         self.generation = 0
         self.decided = -1

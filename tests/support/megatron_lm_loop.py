@@ -36,7 +36,7 @@ class LoopTraining:
 
     Attributes:
         batch: samples of an iteration.
-        evaluates, saves, logs: after so many iterations each time; 0: never. The first one is logged, too.
+        evaluates, saves, logs: after that many iterations each time; 0: never. The first one is logged, too.
         experts: there are MoE layers, whose losses are reduced in each iteration's log, which is a call.
     """
 

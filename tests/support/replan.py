@@ -49,7 +49,7 @@ class Sizes:
         return self.dp * self.cp // max(self.cp, self.ep)
 
     def of(self, replicas: int) -> Sizes:
-        """The same with so many replicas."""
+        """The same with that many replicas."""
         return replace(self, dp=self.dp * replicas // self.replicas)
 
     def __str__(self) -> str:

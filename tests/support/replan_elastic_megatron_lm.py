@@ -38,7 +38,7 @@ def check_two_losses(job: Job, training: Training, saved: Saved, first: int = FI
 def two_losses(
     training: Training, folder: Path, saved: Saved, *faults: str, first: int = FIRST, second: int = SECOND
 ) -> None:
-    """A job that these faults strike, which nobody is replaced in."""
+    """A job that these faults strike, which no rank is replaced in."""
     job = training.start(folder / "run", config=never(training), inject=faults).wait(TIMEOUT_S)
     check_two_losses(job, training, saved, first, second)
 

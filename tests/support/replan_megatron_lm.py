@@ -45,7 +45,7 @@ class Training(LoopTraining):
     """A layout at the launch, and what is trained how.
 
     Attributes:
-        padding: the vocabulary (of 128) is padded to a multiple of so many rows for each tensor-parallel rank.
+        padding: the vocabulary (of 128) is padded to a multiple of that many rows for each tensor-parallel rank.
     """
 
     sizes: Sizes

@@ -50,14 +50,14 @@ def killed(rank: int, at: str, step: int | None = AT) -> str:
 
 
 def check_losses(training: Training, faults: Sequence[str], ranks: int, folder: Path, saved: Saved) -> None:
-    """All of these faults strike, nobody is replaced, and the others go on in a layout of so many ranks at most."""
+    """All of these faults strike, no rank is replaced, and the others go on in a layout of that many ranks at most."""
     job = start(folder, training, inject=faults).wait(TIMEOUT_S)
     check_fired(job, len(faults))
     check_changed_around(job, training, saved, ranks)
 
 
 def check_changed_around(job: Job, training: Training, saved: Saved, ranks: int) -> None:
-    """It has changed once, before or after the step of the fault, to a layout of so many ranks at most."""
+    """It has changed once, before or after the step of the fault, to a layout of that many ranks at most."""
     assert job.code == 0, job.explain()
     (event,) = job.of("job_replanned")
     assert event["step"] in (AT - 1, AT, AT + 1) and 1 <= event["ranks"] <= ranks, job.explain()
@@ -102,7 +102,7 @@ def check_replaced_in_the_new_layout(training: Training, sizes: Sizes, folder: P
 
 
 def check_back_to_a_checkpoint(training: Training, folder: Path, saved: Saved) -> None:
-    """Two are lost at once that keep each other's copies: what nobody has is read from the fallback checkpoint, which
+    """Two are lost at once that keep each other's copies: what no one has is read from the fallback checkpoint, which
     Megatron's format lets any layout read."""
     options = ["--checkpoint-dir", str(folder / "checkpoints"), "--checkpoint-interval", "0.2"]
     running = start(folder / "run", training, *SLOWLY, options=options)

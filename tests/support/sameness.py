@@ -26,7 +26,7 @@ class Printed(Enum):
     """What a script's lines say."""
 
     STEPS = "on every rank one for each step, numbered as the versions are"
-    LOGS = "on every rank now and then one, with numbers of its own"
+    LOGS = "on every rank now and then one, with its own numbers"
     LAST_RANK = "as LOGS, on one rank only"
 
 

@@ -113,7 +113,7 @@ class Cluster:
         self.wait(lambda: self.state_of(node) in ("idle", "allocated"), f"{node.name} is back", _START_S)
 
     def stop(self) -> None:
-        """End every process of every host, whoever started it, and take the files in /etc away."""
+        """End every process of every host, no matter who started it, and take the files in /etc away."""
         for host in (self.controller, *self.nodes):
             self.kill(host, lambda _: True)
         for etc in self._etc:

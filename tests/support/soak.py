@@ -37,7 +37,7 @@ _GENERATION = re.compile(r"fr/gen(\d+)/")
 
 
 class Overdue:
-    """Counts the keys in the store that nobody will ask for any more and that should be forgotten by now, and those of
+    """Counts the keys in the store that no one will ask for any more and that should be forgotten by now, and those of
     no generation."""
 
     def __init__(self) -> None:

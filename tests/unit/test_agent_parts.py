@@ -379,7 +379,7 @@ def test_a_process_says_what_it_needs_now() -> None:
         return {need.name: need.digest for need in process.joined.needs}
 
     with closing(theirs):
-        process.replied(pb.Reply(next_needs=[need("nobody asks")]))
+        process.replied(pb.Reply(next_needs=[need("no one asks")]))
         process.stops()
         process.joined = first = pb.Joined(rank=1, steps=9, needs=[need("w#1/4"), need("common", "d")])
         process.replied(pb.Reply(next_needs=[need("w#1/3"), need("common")]))
@@ -391,7 +391,7 @@ def test_a_process_says_what_it_needs_now() -> None:
         process.replied(pb.Reply(next_needs=[need("w#1/2")]))
         process.stops()
         process.goes_on()
-        assert known() == {"w#1/3": "", "common": "d"}, "somebody has died before"
+        assert known() == {"w#1/3": "", "common": "d"}, "a rank has died before"
         process.replied(pb.Reply(needs=[need("w#0/2"), need("common")]))
         assert known() == {"w#0/2": "", "common": "d"}
         popen.wait()

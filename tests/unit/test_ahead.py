@@ -88,7 +88,7 @@ def test_a_module_that_asks_for_its_rank_is_left_to_the_script(
     assert import_ahead(["lenient", "asks_for_rank"], Installed()) == 0
     assert not {"lenient", "asks_for_rank"} & set(sys.modules)
     assert f"lenient not imported ahead: RankUnknownError: it reads {key}" in capsys.readouterr().err
-    os.environ.get(key)  # outside, nobody minds
+    os.environ.get(key)  # outside, no one minds
 
 
 def test_a_package_that_cannot_be_imported_is_tried_once_and_not_again_for_each_of_its_modules(
@@ -179,7 +179,7 @@ def test_what_an_import_does_about_warnings_stays(folder: Path) -> None:
 
 
 def test_modules_that_were_made_are_not_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As torch.compile's, which nobody can import."""
+    """As torch.compile's, which no one can import."""
     made = "torch._inductor.runtime.compile_tasks.cabc"
     monkeypatch.setitem(sys.modules, made, types.ModuleType(made))
     monkeypatch.setitem(sys.modules, made.rpartition(".")[0], types.ModuleType(made.rpartition(".")[0]))

@@ -184,7 +184,7 @@ def test_its_environment_is_that_of_the_rank_in_whose_place_it_runs() -> None:
 
 
 def launched(shape: ReplicaShape, computing: int, refused: str = "") -> Any:
-    """A registry, with twelve micro-batches in a step, of which so many ranks of a replica compute some."""
+    """A registry, with twelve micro-batches in a step, of which that many ranks of a replica compute some."""
     batches = SimpleNamespace(ranks=shape.replicas * computing, micro_batches=12)
     adapter = AdapterStandIn(only_as_launched=lambda most: refused)
     return SimpleNamespace(shape=shape, adapters=[adapter], batches=batches)

@@ -115,7 +115,7 @@ def test_no_capability_for_names_that_nobody_uses() -> None:
         for name in one.names:
             plain = name.rpartition("PartitionedParameterCoordinator__")[2]
             if _private(plain) and "." not in name:
-                assert plain in text, f"{one.name}: nobody uses {name}"
+                assert plain in text, f"{one.name}: no process uses {name}"
 
 
 def test_the_installed_versions_have_all() -> None:

@@ -103,7 +103,7 @@ def of_loop(body: str, above: str = "pass") -> set[str]:
         ("grads[:2] = f()\nprint(grads)", {"grads"}),
         ("x = prev\ndel prev\nprev = 1", {"prev"}),
         ("x = prev\nprev = 1\ndel prev", set()),
-        # expressions with an order of their own
+        # expressions with their own order
         ("y = [last := x for x in z]\nprint(last)", set()),
         ("print(last)\ny = [last := x for x in z]", {"last"}),
         ("a = b if (b := c) else 0", set()),

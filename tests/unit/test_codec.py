@@ -175,7 +175,7 @@ class Evil:
         b"garbage",
         codec.dumps([torch.ones(9)])[:-9],
         pickle.dumps(getattr),
-        b"\x96" + (1 << 56).to_bytes(8, "little"),  # a bytearray of so many bytes
+        b"\x96" + (1 << 56).to_bytes(8, "little"),  # a bytearray of that many bytes
         b"\x96" + (1 << 33).to_bytes(8, "little") + b"ab.",
         b"Nr" + (1 << 29).to_bytes(4, "little") + b".",  # None, remembered under so high a number
     ],
@@ -202,7 +202,7 @@ def test_checkpoints_that_name_the_codecs_former_place_are_read() -> None:
 
 
 def _renamed(data: bytes, old: bytes, new: bytes) -> bytes:
-    """In a pickle of protocol 5: a short string has one byte of length before it, and a frame eight of its own."""
+    """In a pickle of protocol 5: a short string has one byte of length before it, and its own frame eight."""
     renamed = data.replace(bytes([len(old)]) + old, bytes([len(new)]) + new)
     assert renamed[2:3] == b"\x95"
     return renamed[:3] + (len(renamed) - 11).to_bytes(8, "little") + renamed[11:]

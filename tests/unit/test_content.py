@@ -328,7 +328,7 @@ class Changing(torch.Tensor):
 
 
 def arrays(samples: Sequence[Any]) -> Any:
-    """A batch that no worker changes on its way, and one large tensor of a class of one's own."""
+    """A batch that no worker changes on its way, and one large tensor of your own class."""
     x = np.stack([sample["x"].numpy() for sample in samples])
     return Pair([x, np.asfortranarray(x)], {"t": torch.from_numpy(x).as_subclass(Changing)})
 

@@ -1,4 +1,4 @@
-"""A failure takes the devices of living ranks along: they are replaced in the same recovery, and nobody is blamed."""
+"""A failure takes the devices of living ranks along: they are replaced in the same recovery, and no one is blamed."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from flashrecovery.worker.replication import policy
 
 
 def found(monkeypatch: pytest.MonkeyPatch, domains: list[int], nodes: int) -> tuple[tuple[int, int], list[str]]:
-    """What a rank of four finds that is started when so many nodes have ranks."""
+    """What a rank of four finds that is started when that many nodes have ranks."""
     config = validate(RunConfig, {"nproc_per_node": 4}, "test")
     replace = pb.Replace(layout="tp=1,pp=2,dp=2", world_size=4, nodes=nodes, stride=2, domains=domains)
     monkeypatch.delenv(DOMAINS_ENV, raising=False)

@@ -1,4 +1,4 @@
-"""Nobody can know that all ranks have come to the mutation before the copies of the version are complete."""
+"""No one can know that all ranks have come to the mutation before the copies of the version are complete."""
 
 from __future__ import annotations
 

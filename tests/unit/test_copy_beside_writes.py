@@ -84,7 +84,7 @@ def test_a_look_waits_for_the_end_of_an_operation() -> None:
 
 
 def test_who_is_held_up_is_not_waited_for_without_end() -> None:
-    """By somebody who waits for this very answer."""
+    """By someone who waits for this very answer."""
     between, (reading, writing) = Between(), os.pipe()
 
     def other() -> None:

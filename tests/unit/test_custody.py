@@ -188,7 +188,7 @@ def test_a_rank_of_which_nothing_is_known_has_had_its_part() -> None:
 
 
 def test_only_a_copy_is_served() -> None:
-    """What somebody has of its own, from before, may be of another sharding."""
+    """What someone has of its own, from before, may be of another sharding."""
     everybody = records(copies={})
     removed = without(everybody, 1)
     own = pb.Held(kind=Kind.UNDO.value, version=7, shards=["w#shard=1/4"], nbytes=[100])

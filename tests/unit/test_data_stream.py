@@ -354,7 +354,7 @@ def test_a_generator_whose_batch_was_written_into_is_refused() -> None:
 
 
 class GoesOn:
-    """``iter()`` goes on where it stands, as loaders of streams do: six batches of an epoch, in an order of its own."""
+    """``iter()`` goes on where it stands, as loaders of streams do: six batches of an epoch, in its own order."""
 
     def __init__(self) -> None:
         self.epoch, self.at = 0, 0
@@ -478,7 +478,7 @@ def test_a_source_that_cannot_go_back_says_so(back: int, came_at: int | None) ->
 
 
 class OwnRandom(Sampler[int]):
-    """As curriculum and bucketing samplers are: a generator of its own that goes on from epoch to epoch."""
+    """As curriculum and bucketing samplers are: its own generator that goes on from epoch to epoch."""
 
     def __init__(self, generator: Any, shuffle: Callable[[Any, list[int]], None]) -> None:
         self.generator_of_mine, self.shuffle = generator, shuffle
@@ -509,7 +509,7 @@ class Unseeded(Sampler[int]):
 
 
 class NoisyRandom(Items):
-    """Augments with a generator of its own."""
+    """Augments with its own generator."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -26,7 +26,7 @@ def some_world(pick: random.Random) -> dict[int, RankRecord]:
         record.inventory.live = pick.choice([7, 7, 7, 7, 6, 8, -1])
         record.inventory.local_states = tuple(v for v in (5, 6, 7, 8) if pick.random() < 0.6)
         held = []
-        for name in ("common", f"model/{rank % 3}", local_state_name((rank - 1) % world), "nobody needs it"):
+        for name in ("common", f"model/{rank % 3}", local_state_name((rank - 1) % world), "no one needs it"):
             if pick.random() < 0.4:
                 kind = Kind.COPY if name.startswith("local_state") else Kind.UNDO
                 version = pick.choice([6, 7, 7, 8])
@@ -77,7 +77,7 @@ SHARD = 512
 
 
 def protected(world: int, losses: int, newest: int = 7) -> dict[int, RankRecord]:
-    """Each rank has a shard of its own; all are live at ``newest``; parity is whole there and one version before."""
+    """Each rank has its own shard; all are live at ``newest``; parity is whole there and one version before."""
     ranks, versions = range(world), [newest - 1, newest]
     records = {}
     for rank in ranks:

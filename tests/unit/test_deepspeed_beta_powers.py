@@ -95,7 +95,7 @@ def test_back_to_the_start() -> None:
 
 
 def test_jumps_and_other_betas_are_noted() -> None:
-    """Steps of a checkpoint; parameter groups with betas of their own, which the op computes anew in every call."""
+    """Steps of a checkpoint; parameter groups with their own betas, which the op computes anew in every call."""
     op, powers, optimizer = made()
     train(optimizer, 100, 101, 102)
     assert powers.now == Powers(100, 102, powers.now.betas)

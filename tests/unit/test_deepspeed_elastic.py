@@ -54,7 +54,7 @@ def test_ranges_are_those_of_deepspeed(length: int, size: int) -> None:
 
 
 def shard_layout(length: int, place: int, size: int, names: str = "ab", **odd: torch.Tensor) -> PartitionShardLayout:
-    """Of one parameter group of so many elements, whose flat tensor is 0, 1, 2, ..."""
+    """Of one parameter group of that many elements, whose flat tensor is 0, 1, 2, ..."""
     start, stop = ranges(length, size)[place]
     whole = torch.zeros(stop * size)
     whole[:length] = torch.arange(length)

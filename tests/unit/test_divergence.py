@@ -35,7 +35,7 @@ def test_shards_of_hsdp_are_each_compared_in_their_own_group() -> None:
     both = judge({"w#0": [[0, 2], [4]], "w#1": [[1, 3], [5]]}, [Past()] * 6)
     assert (both.agree, both.differ) == ((0, 1, 2, 3), (4, 5))
     apart = judge({"w#0": [[0, 2], [4]], "w#1": [[1], [3], [5]]}, [Past()] * 6)
-    assert (apart.agree, apart.differ) == ((), ()), "of the second shard nobody knows which one is right"
+    assert (apart.agree, apart.differ) == ((), ()), "of the second shard no process knows which one is right"
     two = judge({"w#0": [[0], [2]], "w#1": [[1], [3]]}, [Past()] * 4)
     assert two.agree == (), "two replicas"
 
@@ -48,7 +48,7 @@ def test_majorities_of_several_things_are_of_the_same_ranks() -> None:
 
 
 def test_a_majority_of_replacements_makes_nobody_suspect() -> None:
-    """They have begun with the same, and may all lack what nobody has registered."""
+    """They have begun with the same, and may all lack what no one has registered."""
     verdict = judge({"a": [[0], [1, 2]]}, [Past(), Past(joined=4), Past(joined=4)])
     assert (verdict.agree, verdict.differ, verdict.suspects) == ((1, 2), (0,), ())
     assert judge({"a": [[0, 1], [2]]}, [Past(), Past(joined=4), Past()]).suspects == (2,)

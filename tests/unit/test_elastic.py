@@ -114,7 +114,7 @@ def test_a_second_death_at_any_moment(seed: int) -> None:
 
 
 class Torn(World):
-    """Nobody has a whole state when a rank dies, and the newest of three checkpoints are damaged, so many of them."""
+    """No one has a whole state when a rank dies, and the newest of three checkpoints are damaged, that many of them."""
 
     damaged = 0
     torn = False
@@ -378,7 +378,7 @@ def test_where_state_is_sharded_a_rank_that_does_not_pause_is_not_waited_for_for
 
 
 def test_where_those_who_are_to_leave_cannot_all_pause_again_and_then_it_is_said() -> None:
-    """Nobody keeps copies of what each rank has alone."""
+    """No rank keeps copies of what each rank has alone."""
     world = elastic_world(replace="auto")
     for record in world.machine.job.in_order:
         record.inventory.needs[f"w#shard={record.rank}/4"] = 100
@@ -473,7 +473,7 @@ def test_a_new_controller_says_a_size_that_it_has_found_no_more(commanded: bool)
 
 
 def test_a_new_controller_says_a_size_that_it_has_found_if_the_one_before_may_have_said_another() -> None:
-    """A recovery had begun, and nobody here has heard with how many ranks it was to go on."""
+    """A recovery had begun, and no one here has heard with how many ranks it was to go on."""
     world, fields = World(4, elastic={"min": 2, "max": 4}), {"node": "n", "host": "h", "slots": 4, "incarnation": "i"}
     register = pb.Register(**fields, generation=2, stride=1, members=[0, 2, 3], regrouped=1)  # type: ignore[arg-type]
     for rank in (0, 2, 3):
@@ -574,7 +574,7 @@ def test_who_leaves() -> None:
 @pytest.mark.parametrize("per_node", range(1, 4))
 @pytest.mark.parametrize("nodes", range(1, 5))
 def test_each_rank_keeps_the_copies_of_one_other(nodes: int, per_node: int) -> None:
-    """On another node, for as many as can: whoever has left."""
+    """On another node, for as many as can: any process that has left."""
     world, stride = nodes * per_node, 1 if nodes == 1 else per_node
     if world > 1:
         assert ring_of(range(world), stride, per_node) == [(place + stride) % world for place in range(world)]
@@ -1003,7 +1003,7 @@ OLD, NEW = (0, 1, 2, 3), (0, 1, 2)
     ("said", "found"),
     [
         pytest.param([(OLD, ()), (OLD, ()), (OLD, ())], OLD, id="not begun"),
-        pytest.param([(OLD, NEW), (OLD, NEW), (OLD, ())], OLD, id="ready, but nobody has gone over"),
+        pytest.param([(OLD, NEW), (OLD, NEW), (OLD, ())], OLD, id="ready, but no one has gone over"),
         pytest.param([(NEW, ()), (OLD, NEW), (OLD, NEW)], NEW, id="one has gone over"),
         pytest.param([(NEW, ()), (NEW, ()), (NEW, ())], NEW, id="all have"),
         pytest.param([(OLD, NEW), ((), NEW), ((), ())], OLD, id="who comes has none"),

@@ -42,7 +42,7 @@ def test_micro_batches_of_the_interleaved_schedule(at_once: int, stages: int, al
     assert {n for n in range(1, 9) if elastic.interleaves(at_once, stages, n)} == allowed
 
 
-# -- a loop of one's own -------------------------------------------------------------------------------
+# -- your own loop -------------------------------------------------------------------------------
 
 
 def made(monkeypatch: pytest.MonkeyPatch, place: tuple[int, int], **more: Any) -> batches_of.ElasticBatches:
@@ -142,7 +142,7 @@ Drawn = dict[tuple[int, int], tuple[float, float]]
 
 
 def interleaved(draws: Callable[[int, int], None], replica: int, size: int, turn: int) -> None:
-    """Computes micro-batches as the schedule does: so many of one chunk, as many of the other, and so on."""
+    """Computes micro-batches as the schedule does: that many of one chunk, as many of the other, and so on."""
     own = list(range(12 // size))
     for first in range(0, len(own), turn):
         for chunk in (0, 1):

@@ -1,4 +1,4 @@
-"""Of which lines of an elastic job's output it is no wonder that nobody has printed them."""
+"""Of which lines of an elastic job's output it is no wonder that no one has printed them."""
 
 from __future__ import annotations
 

@@ -109,7 +109,7 @@ def test_two_nodes_are_left() -> None:
 
 
 def test_a_controller_whose_other_electors_were_all_started_anew_decides() -> None:
-    """Nobody is left who could have been elected, or could be."""
+    """No rank is left who could have been elected, or could be."""
     quorum = settled("a", "b", "c")
     ended = {"b", "c"}
 
@@ -396,7 +396,7 @@ def test_how_often_others_are_asked() -> None:
 def test_only_an_elected_controller_is_followed_where_there_are_electors() -> None:
     agent = Nodes("abc").agents["b"]
     assert agent.follows(1, known=True)
-    assert not agent.follows(1, known=False), "another one at the same address, which nobody has elected"
+    assert not agent.follows(1, known=False), "another one at the same address, which no one has elected"
     agent.learn(pb.Electors(term=1, version=2))
     assert agent.follows(1, known=False)
 

@@ -1,4 +1,4 @@
-"""NCCL reports an error and nobody says stop: communication is given up, after the patience and not before."""
+"""NCCL reports an error and no one says stop: communication is given up, after the patience and not before."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A process takes its time to come, and meanwhile nobody wants it any more: its rank is filled anew or leaves, its node
+"""A process takes its time to come, and meanwhile no one wants it any more: its rank is filled anew or leaves, its node
 is fenced, or the job is over."""
 
 from __future__ import annotations
@@ -244,7 +244,7 @@ def test_a_joining_process_is_told_of_while_nothing_can_be_forked_yet(tmp_path: 
 
 
 def test_a_process_that_is_kept_on_a_gpu_is_not_waited_for_for_ever(tmp_path: Path) -> None:
-    """Another rank's, which has left the job, and stays until all have what it alone has: nobody has told it to end."""
+    """Another rank's, which has left the job, and stays until all have what it alone has: no one has told it to end."""
 
     async def body(node: Node) -> None:
         kept = node.manager.ranks[3] = process("kept")

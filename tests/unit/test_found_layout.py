@@ -50,7 +50,7 @@ def test_the_layout_that_the_job_has_goes_on() -> None:
 
 @pytest.mark.parametrize("first", ["old", "new"])
 def test_a_node_that_was_cut_off_while_the_layout_changed(first: str) -> None:
-    """Whoever comes first: its ranks are none of the job's any more."""
+    """Any process that comes first: its ranks are none of the job's any more."""
     machine = found()
     old = came("b", [2, 3], plan="", attempt=0, generation=3)
     new = came("a", [0], generation=5)

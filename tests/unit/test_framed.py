@@ -1,4 +1,5 @@
-"""Messages that are posted arrive whole, in their order, with their descriptors, and nobody waits for the other end."""
+"""Messages that are posted arrive whole, in their order, with their descriptors, and no process waits for the other
+end."""
 
 from __future__ import annotations
 

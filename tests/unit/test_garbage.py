@@ -1,4 +1,4 @@
-"""Somebody on the controller's or an agent's port who keeps to HTTP/2, and to nothing else: frames made by hand."""
+"""Someone on the controller's or an agent's port who keeps to HTTP/2, and to nothing else: frames made by hand."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ def gate():  # type: ignore[no-untyped-def]
 
 
 class Clock:
-    """Of whole milliseconds, which pass when they are told to."""
+    """Of whole milliseconds, which pass when they are asked to."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.ns = 1_000_000

@@ -105,7 +105,7 @@ class Rules(RuleBasedStateMachine):
     @precondition(lambda self: self.where in ("outside", "between", "recovering", "done"))
     @rule()
     def check_outside_of_a_step(self) -> None:
-        """Nobody would catch it there."""
+        """No process would catch it there."""
         self.gate.check()
 
     @precondition(lambda self: self.stopped and self.where not in ("recovering", "mutating"))

@@ -284,7 +284,7 @@ def test_ranks_that_are_older_than_what_is_written_down_are_brought_together() -
 
 @pytest.mark.parametrize(("launch", "state"), [(LAUNCH, State.FAILED), ("another", State.STARTING)])
 def test_a_job_that_has_not_begun_is_not_taken_for_an_earlier_one(launch: str, state: State) -> None:
-    """An elected controller's node may have what an earlier job has left there. Of this one nobody has taken a step:
+    """An elected controller's node may have what an earlier job has left there. Of this one no rank has taken a step:
     all begin again. (Had it recovered before, those who had its state would be lost.)"""
     machine = controller()
     machine.takeover.written_down = {launch: Numbers(9)}

@@ -1,4 +1,4 @@
-"""What the report of `make gpu-check` says of memory and of steps is right, whoever plays the GPU."""
+"""What the report of `make gpu-check` says of memory and of steps is right, no matter who plays the GPU."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ GB = 1 << 30
 
 
 def history(lost: list[int], *, pause_s: float = 1.0) -> tuple[list[Sample], list[dict[str, Any]]]:
-    """Recoveries that each lose so many bytes: while a rank is missing, less is taken."""
+    """Recoveries that each lose that many bytes: while a rank is missing, less is taken."""
     samples: list[Sample] = []
     events: list[dict[str, Any]] = []
     now, taken = 100.0, 4 * GB

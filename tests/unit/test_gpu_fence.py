@@ -44,7 +44,7 @@ SHORT_S, LONG_S = 0.05, 30.0
 
 @contextmanager
 def session() -> Iterator[tuple[subprocess.Popen[bytes], int]]:
-    """A process and its child, in a session of their own; nobody reaps the process before the end."""
+    """A process and its child, in their own session; no process reaps the process before the end."""
     parent = subprocess.Popen([sys.executable, "-c", PARENT], stdout=subprocess.PIPE, start_new_session=True)
     assert parent.stdout is not None
     child = int(parent.stdout.readline())

@@ -22,7 +22,7 @@ from tests.unit.test_machine import World
 
 
 class GrowingWorld(World):
-    """Workers that pause where they are told to, and processes that are built up beside them."""
+    """Workers that pause where they are asked to, and processes that are built up beside them."""
 
     def __init__(self, size: int, **config: Any) -> None:
         super().__init__(size, **config)
@@ -40,7 +40,7 @@ class GrowingWorld(World):
         super().collect()
 
     def joining(self) -> dict[int, str | None]:
-        """Which nodes were told to build up which ranks."""
+        """Which nodes were asked to build up which ranks."""
         return {command.rank: node for node, command in self.nodes_told if command.replace.joining}
 
     def left_behind(self) -> set[int]:
@@ -106,7 +106,7 @@ class GrowingWorld(World):
         self.collect()
 
     def go_on(self, steps: int = 2) -> None:
-        """Until nothing is on its way and so many more steps are taken."""
+        """Until nothing is on its way and that many more steps are taken."""
         goal = min(self.version[r] for r in self.machine.job.ranks) + steps
         while (
             self.inbox
@@ -178,7 +178,7 @@ def test_the_members_train_on_until_all_are_there() -> None:
     for _ in range(10):
         world.step()
     assert world.machine.job.state is State.RUNNING and world.version[0] > at + 5
-    assert not any(step >= 0 for step in world.pause_at.values()), "nobody pauses for one that is not there"
+    assert not any(step >= 0 for step in world.pause_at.values()), "no rank pauses for one that is not there"
     world.kill_joining_process(2)  # the other one comes alone
     world.go_on()
     assert world.resized()[2:] == [(2, 3, [], [1])]
@@ -276,7 +276,7 @@ def test_one_that_dies_after_the_members_were_told_to_pause() -> None:
         world.step()
     world.kill_joining_process(1)
     world.go_on(8)
-    assert len(world.resized()) == 1 and len(world.of(ev.RecoveryFinished)) == 1, "nobody pauses in vain"
+    assert len(world.resized()) == 1 and len(world.of(ev.RecoveryFinished)) == 1, "no rank pauses in vain"
     assert world.run() is State.FINISHED
 
 
@@ -350,7 +350,7 @@ def test_a_rank_that_died_alone_does_not_come_back_by_itself() -> None:
 
 
 def test_a_command_is_not_overruled() -> None:
-    """Somebody wants three replicas; a node that comes does not make it four."""
+    """A user wants three replicas; a node that comes does not make it four."""
     world = world_of(2, nnodes=2, controller="h:1")
     assert world.resize(3) == ""
     world.go_on()
@@ -405,7 +405,7 @@ def test_a_lost_rank_comes_before_a_joining_process() -> None:
 @pytest.mark.parametrize("seed", range(60))
 def test_deaths_at_any_moment(seed: int) -> None:
     """Members and joining processes die while ranks are on their way in; whatever comes of it, the job goes on, each
-    rank is told of in one place, and a growth that is asked for again afterwards succeeds."""
+    rank is informed of in one place, and a growth that is asked for again afterwards succeeds."""
     pick = random.Random(seed)
     world = world_of(5, replace=pick.choice(["never", "auto"]))
     world.random = random.Random(seed)

@@ -1,4 +1,4 @@
-"""A peer that dies while a version is copied at its hand-out takes nobody with it."""
+"""A peer that dies while a version is copied at its hand-out takes no other process with it."""
 
 from __future__ import annotations
 

@@ -70,7 +70,7 @@ class HandoffWorld(GrowingWorld):
             super().answer(rank, command)
 
     def train(self) -> bool:
-        """All pause where they are told to, one after the other."""
+        """All pause where they are asked to, one after the other."""
         job = self.machine.job
         pausing = [r for r in job.ranks if 0 <= self.pause_at.get(r, -1) <= self.version[r]]
         if job.state is State.RUNNING and len(pausing) == len(job.ranks):
@@ -185,7 +185,7 @@ def test_no_room_and_elastic() -> None:
 
 @pytest.mark.parametrize("spare", [False, True])
 def test_a_command_for_a_later_step_does_not_hold_it_up(spare: bool) -> None:
-    """A node that is to leave has its time; what somebody has commanded before for a later step is done at that."""
+    """A node that is to leave has its time; what a user has commanded before for a later step is done at that."""
     world = HandoffWorld(spare=spare, elastic={"min": 1, "max": 4})
     at = max(world.version) + 12
     assert world.machine.resize(1, at, world.now) == ""

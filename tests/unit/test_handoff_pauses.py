@@ -81,7 +81,8 @@ def test_one_that_has_begun_the_step_is_waited_for_no_longer_than_that() -> None
 
 
 def test_a_joining_process_dies_when_some_have_paused() -> None:
-    """They are not left there: the others may have heard in time that nobody pauses, and wait for them in that step."""
+    """They are not left there: the others may have heard in time that no rank pauses, and wait for them in that
+    step."""
     world = PausingWorld()
     for rank in (0, 1):
         world.pauses(rank)
@@ -171,7 +172,7 @@ def test_their_node_is_lost_before_they_have_their_state() -> None:
 def test_where_no_room_is_left_an_elastic_job_shrinks_then() -> None:
     world = ComingWorld(elastic={"min": 2, "max": 4})
     world.fails(3, "spare")
-    world.machine.job.nodes["spare"].leaving = True  # nobody else can take them
+    world.machine.job.nodes["spare"].leaving = True  # no other rank can take them
     world.go_on(8)
     assert world.resized() == [(4, 2, [2, 3], [])] and world.shut_down() == ["node1"]
     said = [text for text in world.notices("node_leaves") if "is to leave" in text]
@@ -208,7 +209,7 @@ def test_a_hand_off_that_always_fails_ends() -> None:
 
 
 class CallsWorld(HandoffWorld):
-    """Steps are a framework's own calls: nobody says how many there are."""
+    """Steps are a framework's own calls: no one says how many there are."""
 
     def _build_up(self, rank: int, command: pb.Command) -> None:
         self.steps, known = -1, self.steps

@@ -45,7 +45,7 @@ def test_a_listener_with_another_token_is_a_stranger(token: str) -> None:
 
 
 def test_a_service_of_the_job_is_not_taken_for_another_one() -> None:
-    """Somebody forwards the port of a dead agent to a living one, and would have it seem alive."""
+    """Someone forwards the port of a dead agent to a living one, and would have it seem alive."""
     caller = Caller(job_key(TOKEN), "agent 10.0.0.1:5")
     said = Listener(job_key(TOKEN), "agent 10.0.0.2:5").answer(caller.nonce, 0.0)
     with pytest.raises(StrangerError, match=r"'agent 10\.0\.0\.2:5' of this job, and not 'agent 10\.0\.0\.1:5'"):
@@ -146,7 +146,7 @@ def test_the_key_says_nothing_about_the_token_and_every_proof_is_another_one() -
     assert TOKEN.encode() not in job_key(TOKEN) + first.proof
 
 
-# -- whoever is between them ----------------------------------------------------------------------
+# -- any process that is between them ----------------------------------------------------------------------
 
 NAMES = ("controller", "agent a:1")
 
@@ -181,7 +181,7 @@ class Ticket:
 
 
 class Network(RuleBasedStateMachine):
-    """Somebody carries everything between callers and listeners: to whom they like, as often and in whatever order they
+    """Someone carries everything between callers and listeners: to whom they like, as often and in whatever order they
     like, mixed and changed. They know another token, and use it."""
 
     answers = Bundle("answers")

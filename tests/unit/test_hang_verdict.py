@@ -115,7 +115,7 @@ def test_a_rank_that_does_not_answer_is_the_culprit_of_those_who_may_wait_for_it
     mute = position(3, {}, answered=False)
     found = judge([*(position(r, {WORLD: 6}, inside(5)) for r in range(3)), mute])
     assert list(found.accused) == [3] and "control thread does not answer" in found.accused[3]
-    # Somebody else is seen not to have come, and all members of that group have answered.
+    # Another process is seen not to have come, and all members of that group have answered.
     small = Group("small", 1)
     others = [position(0, {small: 2}, inside(1, small), size=2), position(1, {small: 1}, size=2)]
     assert list(judge([*others, mute]).accused) == [1]
@@ -271,7 +271,7 @@ def test_only_what_two_looks_say_alike_counts() -> None:
 
 
 def test_a_deadlock_is_told_early_where_the_data_of_a_rank_has_ended() -> None:
-    """And nothing else is: a rank that computes for long is nobody's fault."""
+    """And nothing else is: a rank that computes for long is no one's fault."""
     for deadlock in (True, False):
         lookout, ranks = HangDetector(LIMITS), records(3.1, 3.1)
         assert not lookout.due(ranks, -1.0)

@@ -61,7 +61,7 @@ def test_a_local_rank_has_the_visible_device_of_its_number(monkeypatch: pytest.M
     FakeNvml(monkeypatch, *gpus)
     plugin = create(context(2, CUDA_VISIBLE_DEVICES="3,GPU-bb2,0"))
     assert plugin is not None and plugin.health() == []
-    gpus[3].xids, gpus[1].xids, gpus[0].xids = [79], [48], [62]  # nobody uses GPU 0
+    gpus[3].xids, gpus[1].xids, gpus[0].xids = [79], [48], [62]  # no process uses GPU 0
     found = plugin.health()
     assert codes(found) == [(0, FATAL, "xid_79"), (1, FATAL, "xid_48")]
     assert [f.subject for f in found] == ["gpu 3 (GPU-cc44)", "gpu 1 (GPU-bb22)"]

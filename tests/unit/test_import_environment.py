@@ -70,7 +70,7 @@ class Channel:
 
 facts = ScriptPreimport([sys.argv[1]]).facts if sys.argv[2] == "forked" else None
 if facts is not None:
-    os.unlink(sys.argv[1])  # nobody reads it again
+    os.unlink(sys.argv[1])  # no process reads it again
 assert bootstrap._wait_for_assignment(Channel(), [sys.argv[1]], facts).rank == 1
 import sets_variables
 print([os.environ.get(name) for name in ("BY_IMPORT", "BY_SCRIPT", "SEEN")])

@@ -1,4 +1,4 @@
-"""A hook runs when its module is imported, whoever has asked for the module before."""
+"""A hook runs when its module is imported, no matter who has asked for the module before."""
 
 from __future__ import annotations
 

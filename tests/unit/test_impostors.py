@@ -1,4 +1,4 @@
-"""Somebody else listens where the controller is expected, or stands between it and an agent: they learn no secret,
+"""Another process listens where the controller is expected, or stands between it and an agent: they learn no secret,
 cannot say anything in another's name, and do not end the job. Real gRPC on loopback."""
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ async def controlling(
 
 
 class Job:
-    """An agent's real session with whoever listens at ``port``."""
+    """An agent's real session with any process that listens at ``port``."""
 
     def __init__(self, port: int, settings: RunConfig = SETTINGS) -> None:
         self.agent = NoWorkers()
@@ -89,10 +89,10 @@ async def until(condition: Callable[[], bool]) -> None:
 
 
 class Middle(grpc.GenericRpcHandler):  # type: ignore[type-arg]
-    """Takes every call and hands it on as it is, to the true service at ``to`` or to nobody; and keeps everything.
+    """Takes every call and hands it on as it is, to the true service at ``to`` or to no one; and keeps everything.
 
     ``change`` sees (method, number of the message, whether it goes up, message), and gives what is handed on; None:
-    nothing. Where it hands on to nobody it says ``answers``, and that all is well.
+    nothing. Where it hands on to no one it says ``answers``, and that all is well.
     """
 
     def __init__(self, to: str = "") -> None:
@@ -146,7 +146,7 @@ class Middle(grpc.GenericRpcHandler):  # type: ignore[type-arg]
         self, forward: Any, method: str, messages: AsyncIterator[bytes], known: Any
     ) -> AsyncIterator[bytes]:
         """What the true service says to that call. A Hello is answered before its one message is read: written to a
-        stream, that message may come after the end of the call, which grpc.aio makes an INTERNAL of its own."""
+        stream, that message may come after the end of the call, which grpc.aio makes its own INTERNAL."""
         if method == HELLO:
             async for message in messages:
                 yield await forward.unary_unary(method)(message, metadata=known)
@@ -178,13 +178,13 @@ class Middle(grpc.GenericRpcHandler):  # type: ignore[type-arg]
 
 
 def secrets_of(token: str) -> list[bytes]:
-    """What must be in nobody's hands, in every usual disguise."""
+    """What must be in no one's hands, in every usual disguise."""
     plain = [token.encode(), job_key(token), hashlib.sha256(token.encode()).digest()]
     return [d for p in plain for d in (p, p.hex().encode(), base64.b64encode(p).rstrip(b"="), p[:12], p[-12:])]
 
 
 def test_who_listens_gets_a_random_number_and_nothing_else() -> None:
-    """Every way in which an agent, or a user, speaks to somebody."""
+    """Every way in which an agent, or a user, speaks to someone."""
 
     async def main() -> None:
         async with Middle().listening() as fake:
@@ -327,7 +327,7 @@ def test_another_jobs_controller_is_named_as_one(tmp_path: Path) -> None:
 
 
 def test_nothing_secret_goes_over_the_wire(tmp_path: Path) -> None:
-    """All that a session says, in both directions, through somebody who listens."""
+    """All that a session says, in both directions, through someone who listens."""
 
     async def main() -> None:
         async with (
@@ -348,7 +348,7 @@ def test_nothing_secret_goes_over_the_wire(tmp_path: Path) -> None:
 
 
 def _code_of(address: str, method: str, metadata: Any, messages: Sequence[bytes]) -> grpc.StatusCode | None:
-    """How the server ends this call. Not by grpc.aio: there a write that comes after the end is an error of its own."""
+    """How the server ends this call. Not by grpc.aio: there a write that comes after the end is its own error."""
     with grpc.insecure_channel(address) as channel:
         anything: Any = channel
         return anything.stream_stream(method)(iter(messages), metadata=metadata).code()
@@ -528,7 +528,7 @@ def test_who_forwards_a_dead_agents_port_to_a_living_one_does_not_make_it_alive(
 
 
 def test_a_set_up_log_that_is_cut_short_is_not_taken_for_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever ends the stream early: that it has ended is not sealed."""
+    """Any process that ends the stream early: that it has ended is not sealed."""
     monkeypatch.setattr("flashrecovery.agent.peers.client._PART_BYTES", 10)
 
     async def main() -> None:
@@ -577,12 +577,12 @@ LOST = {
     "nothing comes": all_parts_left_out,
     "a stranger answers": "stranger",
     "another agent answers": "forwarded",
-    "nobody answers": "closed",
+    "no process answers": "closed",
     "the keeper does not have it": "not kept",
 }
 
 
-EVERY_RUN = ("changed", "another agent answers", "nobody answers")
+EVERY_RUN = ("changed", "another agent answers", "no process answers")
 
 
 @pytest.mark.parametrize(
@@ -593,7 +593,7 @@ def test_a_set_up_log_that_cannot_be_fetched_is_missed_by_its_rank_only(
     what: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A node takes over a rank of a lost one, in a real process; a third one keeps what its set-up collectives had
-    returned, and somebody is in between. What they do may cost that, and never the node."""
+    returned, and someone is in between. What they do may cost that, and never the node."""
     monkeypatch.setattr("flashrecovery.agent.peers.client._PART_BYTES", 10)
     kept = b"0123456789" * 3
     script = tmp_path / "train.py"
@@ -650,7 +650,7 @@ def test_a_set_up_log_that_did_not_come_whole_is_not_taken_for_kept() -> None:
                 await keep_there(middle.address, ACCESS, 0, b"log")
             await logs.spread(table, processes, "a")
             middle.change = lambda method, i, up, message: None if method.endswith("Keep") and not up else message
-            await logs.spread(table, processes, "a")  # it is kept, but nobody knows
+            await logs.spread(table, processes, "a")  # it is kept, but no process knows
             tries = len(middle.calls)
             middle.change = lambda method, i, up, message: message
             await logs.spread(table, processes, "a")

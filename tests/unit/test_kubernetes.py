@@ -296,7 +296,7 @@ def test_the_domain_of_a_node(api: int, tmp_path: Path) -> None:
 
 
 def test_a_node_without_the_label(api: int, tmp_path: Path) -> None:
-    """Then it is a failure domain of its own."""
+    """Then it is its own failure domain."""
     assert _ask(api, tmp_path, DOMAIN_LABELS="example.com/switch").returncode == 0
     assert (tmp_path / "domain").read_text() == ""
 

@@ -15,7 +15,7 @@ from tests.unit.test_sharded_replicas import ShardedWorld, launched
 
 
 class JustHandedOver(HandoffWorld):
-    """The spare node has node1's ranks, and nobody has taken a step since: its processes keep no copies yet."""
+    """The spare node has node1's ranks, and no rank has taken a step since: its processes keep no copies yet."""
 
     def __init__(self, **config: Any) -> None:
         self.copies_there = False

@@ -111,7 +111,7 @@ def test_a_page_is_not_lent_for_longer_than_that(host: Host) -> None:
 
 
 def test_an_agent_that_wakes_up_has_not_heard_its_controller(tmp_path: Path, host: Host) -> None:
-    """It vouches for nobody, its workers do nothing; and it looks for the controller as patiently as ever."""
+    """It vouches for no one, its workers do nothing; and it looks for the controller as patiently as ever."""
 
     async def act(scene: Scene) -> None:
         await scene.until(scene.by_datagram)

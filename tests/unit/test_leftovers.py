@@ -106,7 +106,7 @@ def test_a_loss_whose_backward_pass_was_not_made() -> None:
 
 @pytest.mark.parametrize("layer", [0, -1])
 def test_a_backward_pass_that_was_cut_short(layer: int) -> None:
-    """Near its end and its beginning, below a function that has activations in variables of its own."""
+    """Near its end and its beginning, below a function that has activations in its own variables."""
     net = Net()
     _strike_in_gradient(net.layers[layer].weight)
     with cut_short(lambda: KEPT.alive):
@@ -189,7 +189,7 @@ def test_what_a_script_has_got_from_locals_stays() -> None:
 
 
 def test_a_generator_goes_on_that_an_error_has_passed_through() -> None:
-    """It has caught the error, which somebody has kept and raises the stop from."""
+    """It has caught the error, which someone has kept and raises the stop from."""
     errors: list[BaseException] = []
 
     def samples() -> Iterator[int]:

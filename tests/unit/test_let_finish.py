@@ -1,4 +1,4 @@
-"""A rank that may finish its step is waited for, but not where it waits for a dead one: on a GPU nobody can tell that
+"""A rank that may finish its step is waited for, but not where it waits for a dead one: on a GPU no one can tell that
 from its operations, which count as done when they are launched."""
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def test_on_a_cpu_one_that_is_in_an_operation_is_not(operations: SimpleNamespace
 def test_communication_is_given_up_when_it_has_finished(
     waits_in_barrier: bool, operations: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What it still sends, others may need; but nobody lets it through a barrier in which the dead rank is missing."""
+    """What it still sends, others may need; but no one lets it through a barrier in which the dead rank is missing."""
     operations.counts = itertools.count()
     began = time.monotonic()
     finishing_when_given_up: list[bool] = []

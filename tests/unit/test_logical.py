@@ -142,7 +142,7 @@ def test_numbers_that_differ_are_refused(tmp_path: Path) -> None:
 
 
 def test_a_flipped_bit_is_noticed(tmp_path: Path) -> None:
-    """Of what nobody else has written: what lies in the index that is damaged lies nowhere then."""
+    """Of what no other rank has written: what lies in the index that is damaged lies nowhere then."""
     for what, said in (("rank1.data", "digest"), ("rank0.index", "no live rank holds")):
         folder = tmp_path / what
         written(folder, 2, dict.fromkeys(SHAPES, 0), whole())

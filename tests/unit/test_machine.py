@@ -229,7 +229,7 @@ def test_one_failure_goes_through_every_state_and_is_reported_after_a_new_step()
 
 
 def resumed_at(world: World, version: int) -> None:
-    """Rank 2 has died and been replaced; all have been told to go on, and nobody has taken a step."""
+    """Rank 2 has died and been replaced; all have been asked to go on, and no rank has taken a step."""
     world.launch()
     while world.version[0] < version:
         world.step()
@@ -254,7 +254,8 @@ def test_a_heartbeat_of_the_last_generation_confirms_no_recovery() -> None:
 
 
 def test_a_heartbeat_of_a_process_that_has_been_replaced_counts_for_nothing() -> None:
-    """Its agent has sent it before it knew of the death, in the generation that goes on if nobody else had stopped."""
+    """Its agent has sent it before it knew of the death, in the generation that goes on if no other rank had
+    stopped."""
     world = World(4, steps=9)
     resumed_at(world, 2)
     machine = world.machine
@@ -289,8 +290,8 @@ def test_what_a_page_held_when_its_process_started_is_not_what_it_holds_now() ->
 
 
 def stops_after(world: World, positions: dict[int, tuple[bool, bool, int]]) -> list[tuple[int, int]]:
-    """All have been told to hold and say where they are: by rank whether settled, whether mutating, and the version.
-    Who is told to stop first, and how far each may still go."""
+    """All have been asked to hold and say where they are: by rank whether settled, whether mutating, and the version.
+    Who is asked to stop first, and how far each may still go."""
     for rank, command in [(r, c) for r, c in world.inbox if c.HasField("hold")]:
         settled, mutating, version = positions[rank]
         reply = pb.Reply(serial=command.serial, generation=1, rank=rank)
@@ -329,7 +330,7 @@ def test_who_is_in_a_step_may_come_as_far_as_any_other_can(
     positions: dict[int, tuple[bool, bool, int]], stops: list[tuple[int, int]]
 ) -> None:
     """Who begins to change its state has all gradients, so the others can have them, too. Where a rank that is in a
-    recovery has been counts for nobody."""
+    recovery has been counts for no one."""
     world = World(4, steps=6)
     world.launch()
     while world.version[0] < 2:
@@ -449,7 +450,7 @@ def test_missed_deadlines_make_victims() -> None:
 
 
 def test_a_rank_in_the_scripts_own_code_may_take_longer_to_stop() -> None:
-    """It has heard of the stop; an evaluation below the block can take minutes, and nobody may be killed for it."""
+    """It has heard of the stop; an evaluation below the block can take minutes, and no one may be killed for it."""
     world = World(3, steps=5)
     world.launch()
     while world.version[0] < 1:
@@ -622,7 +623,7 @@ def test_an_answer_of_an_older_generation_acknowledges_nothing() -> None:
 
 
 def test_a_collective_that_does_not_end_is_begun_anew_with_the_same_ranks() -> None:
-    """All have come to it, so nobody is replaced; the third time at the same step the job gives up."""
+    """All have come to it, so no rank is replaced; the third time at the same step the job gives up."""
     world = World(4, steps=4)
     world.launch()
     while world.machine.job.state is not State.RUNNING:
@@ -653,7 +654,7 @@ def told(world: World, body: str) -> set[int]:
 
 
 def in_recovery(world: World, victim: int) -> None:
-    """Up to the moment at which everybody is told to regroup."""
+    """Up to the moment at which everybody is asked to regroup."""
     while world.version[0] < 2:
         world.step()
     world.kill(victim)
@@ -715,7 +716,7 @@ def test_needs_that_are_known_need_not_be_told_again() -> None:
 
 
 class Refusing(World):
-    """Of rank 1's regroupings the next ``refused`` fail, and nobody has died."""
+    """Of rank 1's regroupings the next ``refused`` fail, and no one has died."""
 
     refused = 0
 

@@ -26,7 +26,7 @@ def running(size: int, *, version: int = 2, **config: object) -> World:
 
 
 def until(world: World, body: str) -> None:
-    """Somebody has such a command before them."""
+    """Someone has such a command before them."""
     while not told(world, body):
         assert world.step()
 
@@ -279,7 +279,7 @@ def stand_still(world: World, monkeypatch: pytest.MonkeyPatch, kind: VerdictKind
 
 
 def redoing(world: World) -> None:
-    """Everybody is back in the loop, and nobody has committed since."""
+    """Everybody is back in the loop, and no rank has committed since."""
     world.kill(1)
     while world.machine.job.state is not State.RUNNING or world.inbox:
         world.step()

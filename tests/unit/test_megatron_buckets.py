@@ -71,7 +71,7 @@ def test_a_reduction_that_has_ended_is_made_again() -> None:
 
 
 def test_gradients_beside_the_buffer_are_zero() -> None:
-    """From 0.17 on some may be summed up in fp32, in tensors of their own."""
+    """From 0.17 on some may be summed up in fp32, in their own tensors."""
     if "extra_main_grads" not in kinds._ParamAndGradBuffer.reset.__code__.co_names:
         pytest.skip("this megatron-core has none")
     chunk = chunk_of(Group([torch.nn.Parameter(torch.ones(2))]))

@@ -1,4 +1,4 @@
-"""Parameter groups and loss scalers where experts have an optimizer of their own in one layout, and none in another."""
+"""Parameter groups and loss scalers where experts have their own optimizer in one layout, and none in another."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from fr_megatron.lm.data import PlacedLoader
 
 
 class MegatronPretrainingSampler:
-    """As Megatron's: one global order, begun behind so many samples."""
+    """As Megatron's: one global order, begun behind that many samples."""
 
     consumed_samples = 8
     micro_batch_times_data_parallel_size = 2

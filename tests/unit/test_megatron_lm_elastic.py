@@ -155,7 +155,7 @@ def test_a_sample_that_could_not_be_read_is_read_again() -> None:
 
 
 def test_a_sample_in_the_middle_is_read_again() -> None:
-    """The source that goes on is one that has been told to go on at another place."""
+    """The source that goes on is one that has been asked to go on at another place."""
     replica = Replica(0, 2)
     replica.take(1)
     assert replica.loader._source is not None

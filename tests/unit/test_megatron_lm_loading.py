@@ -37,7 +37,7 @@ def saved(folder: Path, iteration: str) -> None:
 
 
 def loads(folder: Path | None, step: int | None = None, **more: Any) -> tuple[str | None, int | None]:
-    """What Megatron is told to load."""
+    """What Megatron is asked to load."""
     args = SimpleNamespace(load=None if folder is None else str(folder), ckpt_step=step, **more)
     before = dict(vars(args))
     with as_at_the_launch(args):

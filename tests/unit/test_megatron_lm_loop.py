@@ -160,7 +160,7 @@ def test_a_step_that_is_made_again_in_another_size_is_logged_with_its_last_loss(
 def test_a_step_that_is_made_again_is_logged_with_its_last_norms(
     printed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of gradients and parameters. The loop has the first ones in variables of its own."""
+    """Of gradients and parameters. The loop has the first ones in its own variables."""
     from megatron.core.rerun_state_machine import RerunMode, RerunStateMachine
 
     logged: list[tuple[Any, ...]] = []
@@ -633,7 +633,7 @@ def test_beyond_the_launch_pipeline_stages_have_not_been_tried(stages: int) -> N
 
 class Exits:
     """``checkpoint_and_decide_exit`` of a rank whose Megatron ends when ``over``, or when the time limit says so, and
-    then saves. ``others``: what the loops of other ranks have been told of each call."""
+    then saves. ``others``: what the loops of other ranks know about each call."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *, due: bool = True, **settings: Any) -> None:
         from fr_megatron.lm import calls

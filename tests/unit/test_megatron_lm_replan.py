@@ -138,7 +138,7 @@ def test_virtual_stages_where_a_layout_can_have_them(
 
 
 def test_what_flags_say_better_than_the_model() -> None:
-    """Its positions may be more than the samples have; and without tensor parallelism nobody keeps the flag."""
+    """Its positions may be more than the samples have; and without tensor parallelism no rank keeps the flag."""
     for said, divides in (
         ({}, False),
         ({"sequence_parallel": False}, False),

@@ -1,4 +1,4 @@
-"""What a loop of one's own keeps in Megatron's objects: a step that is cut short leaves it as it was."""
+"""What your own loop keeps in Megatron's objects: a step that is cut short leaves it as it was."""
 
 from __future__ import annotations
 

@@ -79,7 +79,7 @@ def chosen(monkeypatch: pytest.MonkeyPatch) -> Any:
 @pytest.mark.parametrize("sizes", LAYOUTS, ids=str)
 def test_all_of_megatrons_groups_follow(sizes: Sizes, chosen: Any) -> None:
     """Every rank finds the same replicas, each of which has the whole model once; who belongs to which group is known
-    in any size; and groups of the same kind have names of their own."""
+    in any size; and groups of the same kind have their own names."""
     world = sizes[-1]
     found = {shape_of(chosen(sizes, rank), world) for rank in range(world)}
     assert len(found) == 1

@@ -50,7 +50,7 @@ def text(shape: ReplicaShape) -> str:
 @pytest.mark.parametrize("per_node", [1, 2, 4, 5, 100])
 @pytest.mark.parametrize("shape", SHAPES, ids=text)
 def test_copies_stay_among_those_who_stand_at_the_same_place(shape: ReplicaShape, per_node: int) -> None:
-    """Whatever replica has left: everybody's are with another one of these, and nobody keeps those of two."""
+    """Whatever replica has left: everybody's are with another one of these, and no rank keeps those of two."""
     for gone in (None, *range(shape.replicas)):
         members = [rank for rank in range(shape.world) if shape.replica(rank) != gone]
         ring = shape.ring(members, per_node if per_node < shape.world else 1, per_node)

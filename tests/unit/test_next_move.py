@@ -32,8 +32,8 @@ from flashrecovery.plan.strategy.strategy import Strategy
 from flashrecovery.proto import flashrecovery_pb2 as pb
 
 MEMORY = Decision(RestoreRound.from_checkpoint(7, {}, "all have it"))
-DISK = Decision(RestoreRound.from_checkpoint(5, {}, "nobody has it"), "/checkpoints/5")
-NOTHING = NothingLeft("nobody has it; and there is no checkpoint")
+DISK = Decision(RestoreRound.from_checkpoint(5, {}, "no rank has it"), "/checkpoints/5")
+NOTHING = NothingLeft("no rank has it; and there is no checkpoint")
 KEEP = KeepLayout()
 START = StartLayout(SavedState(5, pb.StagingPlace(), "/checkpoints/5"))
 WRITE = WriteState(7)

@@ -251,7 +251,7 @@ def test_a_drill_says_nothing_of_the_node() -> None:
     assert world.blames == [] and not world.machine.job.asked.drills
     for _ in range(200):
         world.step()
-    world.kill(0, "killed")  # nobody has asked for this one
+    world.kill(0, "killed")  # no one has asked for this one
     assert [(b.node, b.kind) for b in world.blames] == [("a", "killed")]
 
 

@@ -62,7 +62,7 @@ def test_each_agent_gets_its_part_of_the_rank_table() -> None:
 
 
 def test_a_node_that_has_all_ranks_is_told_of_others() -> None:
-    """Else it would know of nobody by whom it could tell that it is cut off."""
+    """Else it would know of no one by whom it could tell that it is cut off."""
     others = tuple((name, f"{name}:1") for name in ("b", "c", "d"))
     all_on_c = [pb.RankEntry(rank=r, node="c0", peer="c0:1") for r in range(2)]
     parts = Parts(RankTable(tuple(all_on_c), 1, others))
@@ -109,7 +109,7 @@ def test_a_new_controller_tells_of_the_others_though_it_has_to_recover() -> None
 
 @pytest.mark.parametrize(("only", "refused"), [("", False), ("a", False), ("b", True)])
 def test_a_job_of_one_node_takes_no_other_one(only: str, refused: bool) -> None:
-    """That node has no lease, as it reckons with nobody."""
+    """That node has no lease, as it reckons with no one."""
     found = refusal(pb.Register(node="a"), {}, None, there=False, only=only)
     assert (found is not None) is refused
     assert found is None or "spare_nodes = 1" in found.text
@@ -173,7 +173,7 @@ def test_a_controller_that_hears_nobody_is_cut_off_itself() -> None:
     found = [f for _, f in run(liveness, 0.0, 60.0, ())]
     assert [f for f in found if isinstance(f, Unheard)] == found and {f.node for f in found} == {"a", "b", "c"}
     later = [f for _, f in run(liveness, 60.05, 63.0, ("a", "c"))]
-    assert [f.node for f in later if isinstance(f, Lost)] == ["b"], "now there is somebody to ask"
+    assert [f.node for f in later if isinstance(f, Lost)] == ["b"], "now there is someone to ask"
 
 
 def test_the_node_of_the_controllers_process_is_never_lost() -> None:
@@ -202,7 +202,7 @@ def test_a_broken_connection_is_asked_about_at_once_and_lost_after_the_silence()
 
 
 def test_a_node_that_another_one_vouches_for_is_not_lost() -> None:
-    """It counts the controller as heard then, and its ranks take steps; also if nobody reaches it from outside."""
+    """It counts the controller as heard then, and its ranks take steps; also if no process reaches it from outside."""
     liveness = heard("a", "b", "c")
     found: list[tuple[float, object]] = []
     for now in [0.05 * i for i in range(100)]:
@@ -258,12 +258,12 @@ def test_standing(port: Port, enough: bool, vouched: bool, silent_s: float, expe
 @pytest.mark.parametrize(
     ("electors", "seen", "enough"),
     [
-        ("", "", True),  # there is nobody else
+        ("", "", True),  # there is no other node
         ("", "x", False),
         ("", "x Y", True),
         ("ABC", "b c", False),
         ("ABC", "B c", True),
-        ("ABC", "X Y", False),  # others that elect nobody
+        ("ABC", "X Y", False),  # others that elect no one
         ("BCD", "B c d", False),
         ("BCD", "B C d", True),
     ],
@@ -331,7 +331,7 @@ def test_the_job_begins_when_all_nodes_are_there() -> None:
 
 def test_nodes_that_never_come_are_not_waited_for_for_ever() -> None:
     """From the first one's coming on; who has left an elastic job, and is to be there when all of it starts again, is
-    named like any other that is missing. Nobody who waits for a first node waits for less."""
+    named like any other that is missing. No one who waits for a first node waits for less."""
     world = World(2, nnodes=2, spare_nodes=1, controller="h:1", timeouts={"rendezvous_s": 30.0})
     world.machine.on_tick(1000.0)
     world.join("a")
@@ -389,7 +389,7 @@ def test_a_lost_node_is_replaced_as_a_whole_in_one_recovery() -> None:
 
 
 def replacement_that_starts() -> World:
-    """Node "a", whose store it is told to use, can be lost while the replacement of rank 2 is on its way."""
+    """Node "a", whose store it is asked to use, can be lost while the replacement of rank 2 is on its way."""
     world = running("a", "b", "c", "x", nproc=1, nnodes=3, spare_nodes=1)
     world.kill(2)
     (replace,) = [c.replace for _, c in world.inbox if c.HasField("replace")]
@@ -541,7 +541,7 @@ def test_a_new_controller_goes_on_where_everybody_steps() -> None:
 
 
 def test_a_new_controller_starts_nothing_though_a_spare_node_comes_first() -> None:
-    """Nobody has said that it is a spare one; that the job runs, it knows by its rank table."""
+    """No one has said that it is a spare one; that the job runs, it knows by its rank table."""
     old = running("a", "x", nnodes=1, spare_nodes=1)
     old.machine.job.nodes = {name: old.machine.job.nodes[name] for name in ("x", "a")}  # the order in which they come
     world = heir(old)

@@ -68,7 +68,7 @@ def test_both_come_to_the_same_ring(
 @pytest.mark.parametrize("sharded", [False, True])
 @pytest.mark.parametrize("shape", [s for s in SHAPES if s.each > 1], ids=str)
 def test_beyond_the_launch_too(shape: ReplicaShape, sharded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And nobody keeps its own: with replicas that the launch did not have, whichever of it are left."""
+    """And no rank keeps its own: with replicas that the launch did not have, whichever of it are left."""
     for replicas in ((0, shape.replicas), (*range(shape.replicas), shape.replicas + 1), (shape.replicas, 0, 1)):
         job = job_of(shape, 1, ("a",), monkeypatch)
         for record in job.in_order:

@@ -1,4 +1,4 @@
-"""An optimizer that nobody has registered is refused in its second step."""
+"""An optimizer that is not registered is refused in its second step."""
 
 from __future__ import annotations
 

@@ -124,7 +124,7 @@ def test_what_else_a_script_counts_in_comes_back() -> None:
     assert noted.__defaults__ == ([],) and noted.__kwdefaults__ == {"more": {}}
     assert noted.calls == 0  # type: ignore[attr-defined]
     assert env.n == 1 and env.rng.random() == first and env.state.tolist() == [1, 1]
-    assert [Phase.WARM.value, Phase.TRAIN.name] == [1, "TRAIN"], "a member is no object with attributes of its own"
+    assert [Phase.WARM.value, Phase.TRAIN.name] == [1, "TRAIN"], "a member is no object with its own attributes"
 
 
 def test_a_tensor_of_another_shape_that_no_statement_sets_comes_back() -> None:
@@ -513,7 +513,7 @@ def test_an_epoch_that_a_sampler_counts_itself_stays_when_its_loader_is_read_aga
 
 
 class Counted:
-    """Counts its epochs itself, and each epoch has an order of its own."""
+    """Counts its epochs itself, and each epoch has its own order."""
 
     def __init__(self) -> None:
         self.epoch = 0

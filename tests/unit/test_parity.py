@@ -429,7 +429,7 @@ def test_torn_at_every_step(base: int, torn: str, monkeypatch: pytest.MonkeyPatc
             content = b"".join(found.bucket(version, b) for b in range(layout.buckets(0)))
             assert content == naive_parity(layout, 0, StripePart.P, group.contents[version])
         if finished > 3:
-            assert at >= 5, "so many places it has been torn at"
+            assert at >= 5, "the number of places at which it has been torn"
             return
     pytest.fail("it never came to an end")
 

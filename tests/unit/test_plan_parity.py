@@ -17,7 +17,7 @@ from flashrecovery.plan.parity.groups import Grouping, ShardingGroup, UniqueShar
 
 
 def shards(counts: list[int], kind: str = "zero", nbytes: int = 1000) -> tuple[list[UniqueShard], list[str]]:
-    """Ranks on nodes with so many ranks each."""
+    """Ranks on nodes with that many ranks each."""
     domains = [f"node{i}" for i, count in enumerate(counts) for _ in range(count)]
     return [UniqueShard(rank, "optimizer", kind, nbytes) for rank in range(len(domains))], domains
 
@@ -50,7 +50,7 @@ def test_three_nodes(parity: int) -> None:
 def test_everybody_is_covered_exactly_where_that_is_possible(counts: list[int], parity: int, size: int) -> None:
     facts, domains = shards(counts)
     grouping = form_groups(facts, domains, parity, size)
-    # Each rank of the fullest node needs a group, and each of these so many members.
+    # Each rank of the fullest node needs a group, and each of these that many members.
     if max(counts) * (parity + 1) <= sum(counts):
         check(grouping, sum(counts), parity)
         sizes = [len(g.members) for g in grouping.groups]
@@ -318,7 +318,7 @@ def test_parity_of_another_version_is_not_used() -> None:
     whole = held(layout, 5)
     whole[2] = facts[2]
     plan = decode_plan(layout, whole, 5)
-    assert isinstance(plan, DecodePlan) and not plan.data, "nobody's shards are lost"
+    assert isinstance(plan, DecodePlan) and not plan.data, "no one's shards are lost"
     assert {t.stripe for t in plan.parity} == {2}, "but this parity has to be made"
     assert newest_decodable(layout, whole) == 5
     assert newest_decodable(layout, {}) is None

@@ -59,7 +59,7 @@ def partitions(draw: st.DrawFn, box: Box, depth: int = 3) -> list[Box]:
 
 @st.composite
 def placements(draw: st.DrawFn, shape: tuple[int, ...], ranks: int = RANKS) -> Placement:
-    """Each kind of layout, and random ones; every element is on somebody, and no rank has one twice."""
+    """Each kind of layout, and random ones; every element is on some rank, and no rank has one twice."""
     kind = draw(st.sampled_from(["replicated", "sharded", "flat", "random", "fused"]))
     some = draw(st.lists(st.integers(0, ranks - 1), min_size=1, unique=True))
     parts = draw(st.sampled_from([n for n in range(1, len(some) + 1) if len(some) % n == 0]))
@@ -252,7 +252,7 @@ def test_survivors_with_new_numbers(
 @settings(max_examples=100, deadline=None)
 @given(cases())
 def test_files_are_a_layout_like_any(case: tuple[list[Space], RankLayout, RankLayout]) -> None:
-    """A checkpoint's files become nobody, so everything that is needed is read."""
+    """A checkpoint's files become no rank's, so everything that is needed is read."""
     spaces, old, new = case
     plan = plan_reshard(spaces, old, new, becomes={})
     assert plan.held_bytes == 0 and plan.moved_bytes == bytes_to_move(spaces, old, new, {})
@@ -369,7 +369,7 @@ def test_who_alone_can_send_something_sends_less_of_the_rest() -> None:
 
 
 def test_a_round_is_bounded_also_where_a_deck_is_uneven() -> None:
-    """Rank 0 has things of its own to send, so rank 1 serves both requests for some tensors, but not for the first."""
+    """Rank 0 has its own things to send, so rank 1 serves both requests for some tensors, but not for the first."""
     spaces = [Space("own", (40,), 1)] + [Space(f"all{i}", (10,), 1) for i in range(4)]
     common, wanted = replicated((10,), (0, 1)), replicated((10,), (8, 9))
     old = {s.name: common for s in spaces} | {"own": replicated((40,), (0,))}
@@ -501,7 +501,7 @@ def test_fused_heads() -> None:
 
 
 def test_flat_partitions_of_several_groups() -> None:
-    """Two pipeline stages with flat buffers of their own; padding is on nobody."""
+    """Two pipeline stages with flat buffers of their own; padding is on no rank."""
     first, end = end_to_end([("a", Box.whole((2, 3))), ("b", Box.whole((5,)))], align=4)
     assert [s.start for s in first] == [0, 8] and end == 13
     assert padded(end, 2, 4) == [(0, 8), (8, 16)] and padded(end, 3) == [(0, 5), (5, 10), (10, 15)]

@@ -49,7 +49,7 @@ def test_too_few_nodes_serve_twice_and_none_serve_nobody() -> None:
 def test_no_node_serves_twice_while_another_serves_nobody() -> None:
     assert choose(["a", "b", "a", "c"], {"a", "b", "c"}, 2, ["a", "gone"]) == ["a", "c"]
     assert choose(["a", "b"] * 2, {"a", "b"}, 2) == ["a", "b"]
-    # no node of the second block is left: the first of all that serves nobody, and none that the third block needs
+    # no node of the second block is left: the first of all that serves no one, and none that the third block needs
     assert choose(["a", "e", "b", "b", "c", "c"], {"a", "e", "c"}, 3) == ["a", "e", "c"]
 
 

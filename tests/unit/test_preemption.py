@@ -14,7 +14,7 @@ from flashrecovery.errors import ConfigError
 
 
 def heard(settings: NoticeSettings, *, warning: str = "", refusals: int = 0, within_s: float = 0.3) -> list[str]:
-    """What is told; the first ``refusals`` times nobody takes it in."""
+    """What is told; the first ``refusals`` times no one takes it in."""
     said: list[str] = []
 
     def told(seen: str) -> bool:

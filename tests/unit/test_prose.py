@@ -26,7 +26,7 @@ LARGER: Mapping[str, int] = {
 }
 """Pages that are not rewritten yet, and what their cells keep to until they are. None is added."""
 _FRAGMENT = 5
-"""Up to so many words are a name or a number, and no sentence."""
+"""Up to that many words are a name or a number, and no sentence."""
 _FEW = 10
 """Pages of fewer sentences are taken together."""
 

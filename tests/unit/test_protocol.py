@@ -38,7 +38,7 @@ READ_AS_A_WHOLE = {
     "flashrecovery.worker.script_text.plain_values": {"_View"},  # a tuple in what is taken down
 }
 FOR_CALLERS = {
-    "flashrecovery.groups.exchange": {"AttachReport"},  # docs/groups.md: a library of its own
+    "flashrecovery.groups.exchange": {"AttachReport"},  # docs/groups.md: its own library
     "flashrecovery.groups.registry": {"OpInfo.sequence"},
     "flashrecovery.plan.parity.code": {"Traffic.frames"},  # what tests hold a plan to
     "flashrecovery.plan.parity.decode": {"DecodePlan", "DecodeTask"},  # the same

@@ -47,7 +47,7 @@ class Device:
 
 
 class Stopped:
-    """A rank that is told to stop, and its answer."""
+    """A rank that is asked to stop, and its answer."""
 
     def __init__(
         self, monkeypatch: pytest.MonkeyPatch, *, quiet: bool = True, aborts: bool | None = None, touched: bool = False

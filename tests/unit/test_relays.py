@@ -1,5 +1,5 @@
 """Who speaks to the controller through whom; and a real controller with real sessions that go through relays, on
-loopback: every message arrives once, and the loss of a relay costs nobody anything."""
+loopback: every message arrives once, and the loss of a relay costs no one anything."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from tests.unit.test_session_heartbeats import ACCESS, NoWorkers, no_lead, no_le
 
 DIRECT = 2
 PATIENT = {"node_silence_s": 4.0, "node_probe_s": 3.0, "lease_s": 1.8}
-"""One process is the controller and all agents here: a busy one answers late, and nobody is to be lost for that."""
+"""One process is the controller and all agents here: a busy one answers late, and no one is to be lost for that."""
 
 
 # -- who goes through whom ----------------------------------------------------------------------------
@@ -138,7 +138,7 @@ class Scene:
         return {relay for relay in self.via().values() if relay}
 
     def carried(self, count: int) -> bool:
-        """All are connected, so many through others."""
+        """All are connected, that many through others."""
         via = self.via()
         return len(via) == len(self.nodes) and sum(bool(relay) for relay in via.values()) == count
 
@@ -254,7 +254,7 @@ def test_a_relay_that_swallows_everything_is_left_when_it_is_lost(tmp_path: Path
         children = [n for n, relay in scene.via().items() if relay == dead]
         relay = scene.nodes[dead].session.relay
         assert relay._stream is not None
-        relay._stream._lines = {}  # what comes down concerns nobody, ...
+        relay._stream._lines = {}  # what comes down concerns no one, ...
         relay._stream.put = lambda frame: None  # type: ignore[method-assign]  # ... and nothing goes up
         liveness = scene.service._liveness
         heard, answered = liveness.heard, liveness.answered

@@ -157,7 +157,7 @@ def test_what_nobody_has_is_named() -> None:
 
 
 class World:
-    """Four ranks of one node, each with a shard of its own, of which the next one keeps copies."""
+    """Four ranks of one node, each with its own shard, of which the next one keeps copies."""
 
     def __init__(self, **settings: object) -> None:
         self.machine = Machine(validate(RunConfig, self._config(settings), "test"))
@@ -214,7 +214,7 @@ class World:
         return [pb.ShardNeed(name=name, nbytes=8) for name in (f"part{rank}", "common", f"capsule@{rank}")]
 
     def command(self, layout: str) -> None:
-        """Somebody commands this layout: all ranks pause, and are stopped."""
+        """A user commands this layout: all ranks pause, and are stopped."""
         assert self.machine.replan(layout, -1)[0] == ""
         self.collect()
         self.machine.on_paused(pb.Paused(rank=0, generation=self.job.generation, version=7), 3.0)
@@ -281,7 +281,7 @@ def test_a_loss_leads_to_another_layout() -> None:
     world.sent += [command for _, command in restores]
     world.reply("restore")
     assert world.reply("resume") == [0, 1, 2] and world.job.state is State.RUNNING
-    assert not world.of("drop_staging")  # nobody has taken a step yet
+    assert not world.of("drop_staging")  # no rank has taken a step yet
     health = [pb.RankHealth(rank=r, pid=world.job.ranks[r].process.pid, committed=8) for r in range(3)]
     world.machine.on_heartbeat(pb.Heartbeat(generation=world.job.generation, ranks=health), 4.0)
     world.collect()

@@ -200,7 +200,7 @@ def texts_for(layout: dict[str, int]) -> list[str]:
 
 
 def launched(layout: dict[str, int], seed: int, sharded: bool) -> tuple[Histories, random.Random, bool]:
-    """A job that trains, what its history is drawn from, and whether each rank has a node of its own."""
+    """A job that trains, what its history is drawn from, and whether each rank has its own node."""
     rng = random.Random(seed)
     single = rng.random() < 0.5
     never, replicas = rng.choice(("auto", "never")), shape_of_layout(layout).replicas

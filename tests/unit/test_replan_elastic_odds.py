@@ -132,7 +132,7 @@ class WithExperts(Both):
 def test_a_layout_that_begins_once_more_has_a_number_of_replicas_that_is_allowed(
     kind: type[Both], text: str, then: str
 ) -> None:
-    """One of four is lost while they read the state, so that nobody has it."""
+    """One of four is lost while they read the state, so that no rank has it."""
     world = kind()
     world.command(text)
     world.reply("staging")

@@ -38,7 +38,7 @@ def test_no_process_of_the_old_layout_is_left(lost: tuple[int, ...]) -> None:
     living = {0, 1, 2, 3}.difference(lost)
     filled = {rank for rank, _ in world.of("replace")}
     left = {rank for rank, _ in world.of("leave")}
-    assert living <= filled | left, f"nobody ends the processes of ranks {sorted(living - filled - left)}"
+    assert living <= filled | left, f"no process ends the processes of ranks {sorted(living - filled - left)}"
     assert not filled & (left - set(lost))
 
 
@@ -249,7 +249,7 @@ def test_a_command_to_the_controller_before_is_not_forgotten_without_a_word() ->
 
 @pytest.mark.parametrize(("survivors", "copied"), [((0, 1, 2), False), ((1, 2, 3), True)])
 def test_a_controller_that_takes_over_without_a_rank(survivors: tuple[int, ...], copied: bool) -> None:
-    """What it has needed only those say who keep copies of it. Without them nobody can say that all of it is there."""
+    """What it has needed only those say who keep copies of it. Without them no one can say that all of it is there."""
     found = [worker for worker in workers(FACTS.text()) if worker.rank in survivors]
     world = took_over(found)
     (lost,) = {0, 1, 2, 3}.difference(survivors)
@@ -288,7 +288,7 @@ def test_a_damaged_checkpoint_is_not_read_again_and_again() -> None:
 
 @pytest.mark.parametrize(("redundancy", "least"), [("neighbor", 1), ("replica", 2), ("parity", 2)])
 def test_copies_that_not_every_layout_has_room_for(redundancy: str, least: int) -> None:
-    """A layout without them would end the job, whose state nobody would have then."""
+    """A layout without them would end the job, whose state no process would have then."""
     with pytest.raises(ConfigError, match=f"redundancy: '{redundancy}' with parallelism"):
         run_config({"nproc_per_node": 4, "parallelism": {"min": least}, "redundancy": redundancy}, "test")
 

@@ -109,7 +109,7 @@ def test_it_is_needed_until_every_rank_has_taken_a_step() -> None:
 
 
 def test_a_node_that_has_not_heard_that_all_have_had_it() -> None:
-    """Nobody goes back to what the layout had begun with."""
+    """No one goes back to what the layout had begun with."""
     machine = found()
     message = told(came("a", [0, 1]))
     for worker in message.workers:
@@ -119,7 +119,7 @@ def test_a_node_that_has_not_heard_that_all_have_had_it() -> None:
 
 
 def test_one_of_those_that_are_let_in_has_not_come() -> None:
-    """It had not read what it needs, and nobody has copies: all begin again."""
+    """It had not read what it needs, and no rank has copies: all begin again."""
     machine = found()
     message = told(came("a", [0, 1]))
     message.workers[1].resumed = message.workers[1].stepping = False

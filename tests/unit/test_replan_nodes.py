@@ -23,7 +23,7 @@ TWO_STAGES = replace(FACTS, layout={"tp": 1, "pp": 2, "cp": 1, "ep": 1, "dp": 2}
 
 class Nodes:
     """``nodes`` of two ranks each, in stages; ranks of a stage have the same, the second stage's are on the last
-    ones. Nobody keeps copies but as ``copies`` says."""
+    ones. No rank keeps copies but as ``copies`` says."""
 
     def __init__(self, nodes: int = 2, spare: int = 0, copies: bool = True, **settings: object) -> None:
         self.size, self.copies = 2 * nodes, copies
@@ -226,7 +226,7 @@ def test_the_only_node_with_something_is_lost_before_the_first_step(checkpoint: 
         return
     assert [event.step for event in world.replanned()] == [7, 7]
     world.lose(1)
-    assert world.job.state is State.FAILED  # nobody is left
+    assert world.job.state is State.FAILED  # no rank is left
     assert "no parallel layout fits" in world.job.failure_reason
 
 
@@ -254,7 +254,7 @@ def test_an_agent_that_was_started_again_has_nothing_any_more() -> None:
 
 
 def refuse(world: Nodes) -> None:
-    """What a rank of the new layout has to read cannot be read, and nobody is found to have died of it."""
+    """What a rank of the new layout has to read cannot be read, and no one is found to have died of it."""
     world.start()
     (rank, _, command), *_ = world.of("restore")
     reply = pb.Reply(serial=command.serial, generation=command.generation, rank=rank)

@@ -1,4 +1,4 @@
-"""Which ranks take samples of their own, by the model that they train: all of FSDP2's, also of one replica; with
+"""Which ranks take their own samples, by the model that they train: all of FSDP2's, also of one replica; with
 DistributedDataParallel over a part of the ranks, those. In a world without other processes."""
 
 from __future__ import annotations

@@ -230,7 +230,7 @@ def test_a_mate_that_dies_while_it_is_stopped() -> None:
 
 
 def test_one_of_each_replica() -> None:
-    """Nobody is whole any more: they wait for a node."""
+    """No rank is whole any more: they wait for a node."""
     world = world_of(NEIGHBOURS, timeouts={"node_wait_s": 5.0})
     for rank in (0, 2, 4):
         world.kill(rank)
@@ -371,4 +371,4 @@ def test_a_command_that_was_put_aside_counts_replicas() -> None:
     world.go_on()
     assert world.resized() == [(3, 2, [0, 1], [])]
     resizing.take_up()
-    assert resizing.pause() is None, "nobody pauses for it"
+    assert resizing.pause() is None, "no rank pauses for it"

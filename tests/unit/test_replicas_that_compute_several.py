@@ -1,4 +1,4 @@
-"""Replicas several of whose ranks have micro-batches of their own, as with expert parallelism.
+"""Replicas several of whose ranks have their own micro-batches, as with expert parallelism.
 
 Which numbers of replicas divide a step."""
 

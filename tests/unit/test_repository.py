@@ -192,7 +192,7 @@ def test_a_mutant_that_proves_nothing_is_not_taken_for_noticed(tmp_path: Path) -
 
 
 def test_a_mutant_that_takes_too_long_leaves_no_job_behind(tmp_path: Path) -> None:
-    """Its processes may be in sessions of their own."""
+    """Its processes may be in their own sessions."""
     mutants = _script("mutants")
     code = "import subprocess, sys, time\n{}time.sleep(600)\n"
     inner = code.format("")
@@ -292,7 +292,7 @@ def test_links_between_documents_lead_somewhere() -> None:
 
 
 def test_the_readme_fits_on_two_screens() -> None:
-    """Whoever is in a hurry reads it whole; the rest is in docs."""
+    """A reader in a hurry reads it whole; the rest is in docs."""
     assert len(_text("README.md").splitlines()) <= 120
 
 

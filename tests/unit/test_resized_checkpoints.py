@@ -259,7 +259,7 @@ def place_of(path: Path, key: str) -> tuple[Path, int, int]:
 
 @pytest.mark.parametrize("at", [0, 0.3, 0.999999])
 def test_every_byte_is_checked(at: float, tmp_path: Path) -> None:
-    """One bit of it is another one, wherever it is: somebody reads it, and says where it was."""
+    """One bit of it is another one, wherever it is: someone reads it, and says where it was."""
     whole = model(big=1500)
     path = save(tmp_path / "c", whole, 4)
     file, start, nbytes = place_of(path, "rank1/big#shard=1/4/param")
@@ -471,7 +471,7 @@ def test_the_oldest_version_that_a_job_may_go_back_to(tmp_path: Path) -> None:
         assert writing.wait(30)
         seen.append(writing.oldest)
     assert seen == [10, 10, 10, 10, 20, 30, 40]
-    slow = CheckpointFallback(tmp_path, rank=0, world=2, keep=2)  # nobody publishes these
+    slow = CheckpointFallback(tmp_path, rank=0, world=2, keep=2)  # no one publishes these
     for version in (80, 90, 100, 110, 120, 130):
         slow.commit(version, [], local_state=b"", common=COMMON, generation=0)
         assert slow.wait(30)

@@ -30,7 +30,7 @@ from tests.unit.test_resized_layouts import Dirty, Held, megatron, megatron_rule
 @dataclass(frozen=True)
 class Kind:
     """``inner``, ``outer``: of a replica. ``model_ranks``: among which the dense state is sharded, one group after
-    another. ``each``: of these so many have all experts together; 0: there are none."""
+    another. ``each``: of these that many have all experts together; 0: there are none."""
 
     inner: int
     outer: int

@@ -238,7 +238,7 @@ def test_of_a_pipeline_only_the_last_stage_has_a_loss() -> None:
 
 
 def logs_of_calls(run: Run) -> None:
-    """As of a script whose lines have numbers of their own: every third."""
+    """As of a script whose lines have their own numbers: every third."""
     run.logs = [ProcessLog(x.rank, x.generation, tuple(y for y in x.lines if y[0] % 3 == 0)) for x in run.logs]
 
 

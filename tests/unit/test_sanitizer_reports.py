@@ -1,4 +1,4 @@
-"""Whose a sanitizer's report is, and that each build has a place of its own."""
+"""Whose a sanitizer's report is, and that each build has its own place."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Optional parts stay behind their seams: what a plain job's processes import has none of them.
 
-Each process is asked in an interpreter of its own. What a capability needs is imported where that is asked for, at the
+Each process is asked in its own interpreter. What a capability needs is imported where that is asked for, at the
 start of a process and not amid a recovery.
 """
 

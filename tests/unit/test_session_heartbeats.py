@@ -1,5 +1,5 @@
 """A real controller and an agent's real session with it, on loopback: heartbeats move from the stream to datagrams and
-back, and nobody falls silent meanwhile."""
+back, and no node falls silent meanwhile."""
 
 from __future__ import annotations
 
@@ -180,7 +180,7 @@ def test_without_datagrams_all_is_as_ever(tmp_path: Path) -> None:
 
 
 def test_nothing_is_left_of_connections_that_end_in_a_row(tmp_path: Path) -> None:
-    """Tasks and generators that nobody ended would complain when they are collected."""
+    """Tasks and generators that no one ended would complain when they are collected."""
     complaints: list[str] = []
 
     async def act(scene: Scene) -> None:
@@ -234,7 +234,7 @@ def test_a_node_that_is_taken_for_lost_hears_of_it(tmp_path: Path) -> None:
 
     async def act(scene: Scene) -> None:
         await scene.until(scene.by_datagram)
-        scene.service._liveness.disconnected("a")  # nobody vouches for it, because there is nobody else
+        scene.service._liveness.disconnected("a")  # no node vouches for it, because there is no other node
         scene.service._heartbeats.forget("a")
         scene.agent.beat = lambda message: None
         await scene.until(lambda: scene.agent.fenced > 0)

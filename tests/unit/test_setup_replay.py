@@ -171,7 +171,7 @@ except FileExistsError:
 
 
 def test_locks_and_guards_stay_the_scripts_own(tmp_path: Path) -> None:
-    """A file or folder whose being there tells that somebody has been faster is no name of a run."""
+    """A file or folder whose being there tells that someone has been faster is no name of a run."""
     text = """
 import contextlib, os, uuid
 from pathlib import Path

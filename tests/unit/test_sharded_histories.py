@@ -2,7 +2,7 @@
 controller dies in the middle of anything, nodes come. The controller's machine is the real one; workers are models that
 know which part of which sharding they have, and whose.
 
-What must hold: nobody is told to get, or to divide anew, what is not there; nobody goes on in another sharding than the
+What must hold: no one is asked to get, or to reshard, what is not there; no one goes on in another sharding than the
 others; and the job is not lost while those who have taken steps have everything, live or in copies.
 """
 
@@ -246,7 +246,7 @@ class Job:
         worker.say_needs(list(reply.needs))
 
     def restore(self, worker: Worker, restore: pb.Restore, reply: pb.Reply) -> bool:
-        """Whether it is done now: not if somebody has died meanwhile, or the others have to come to it, too."""
+        """Whether it is done now: not if a rank has died meanwhile, or the others have to come to it, too."""
         coming = {item.shard: item for item in restore.transfers if item.dest == worker.rank}
         for shard, item in coming.items():
             source = self.member(item.source)

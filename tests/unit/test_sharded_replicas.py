@@ -142,7 +142,7 @@ class ShardedWorld(ReplicaWorld):
         return [f"w#part={peers.index(rank)}/{len(peers)},stand={model_rank}", f"flat#{len(peers)},stand={model_rank}"]
 
     def alone(self, rank: int, layout: tuple[int, ...]) -> list[str]:
-        """What of its part nobody else has."""
+        """What of its part no other rank has."""
         return self.part(rank, layout)[:1]
 
     def needs(self, rank: int, layout: tuple[int, ...]) -> list[pb.ShardNeed]:
@@ -249,7 +249,7 @@ class ShardedWorld(ReplicaWorld):
 
 
 def launched(shape: ReplicaShape, *, replace: str, seed: int | None = None, single: bool = False) -> ShardedWorld:
-    """``single``: each rank has a node of its own."""
+    """``single``: each rank has its own node."""
     places = {"nproc": 1, "nnodes": shape.world, "controller": "h:1"} if single else {"nproc": shape.world}
     elastic = {"min": 1, "max": shape.replicas, "replace": replace}
     world = ShardedWorld(shape, steps=60, seed=seed, elastic=elastic, timeouts={"node_wait_s": 5.0}, **places)

@@ -29,7 +29,7 @@ case $* in
 esac""",
     "squeue": "cat members",
     "sbatch": 'echo "sbatch $*" >>called',
-    # a node's step: until somebody writes its exit code, or for ever
+    # a node's step: until someone writes its exit code, or for ever
     "srun": """
 node=${3#--nodelist=}
 echo "srun $node" >>called

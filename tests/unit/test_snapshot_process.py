@@ -1,4 +1,4 @@
-"""The snapshot process: what it holds for whom, for how long, and what it does when nobody comes back."""
+"""The snapshot process: what it holds for whom, for how long, and what it does when no process comes back."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def test_a_rank_gives_its_memories_to_a_new_process(name: str, tmp_path: Path) -
     assert first.pid is not None and first.alive()
     os.kill(first.pid, signal.SIGKILL)
     first.close()
-    keeper.check()  # nobody is there yet
+    keeper.check()  # no process is there yet
     keeper.keep("own-1-of-1", memory(4))
     second = SnapshotHost.start(name, tmp_path / "log", None, 30.0)
     try:

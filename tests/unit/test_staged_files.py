@@ -1,4 +1,5 @@
-"""State in a node's memory: what is not alike is not written as if it were, and nobody removes what another uses."""
+"""State in a node's memory: what is not alike is not written as if it were, and no process removes what another
+uses."""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ from tests.unit.test_logical import STATE, shard, whole
 
 
 def counted(name: str, rank: int, steps: float) -> tuple[ShardSource, ShardParts]:
-    """A parameter that has taken so many steps."""
+    """A parameter that has taken that many steps."""
     source, parts = shard(name, rank, 2, 0, whole())
     keys = list(source.spec.tensors)
     tensors = [torch.tensor(steps) if key == "state/step" else t for key, t in zip(keys, source.tensors, strict=True)]

@@ -61,7 +61,7 @@ def test_parts_lie_where_they_do_there(tmp_path: Path) -> None:
         assert len(here) == len(there)
         for start, nbytes in (*ranges, (200, 8)):
             assert here[start : start + nbytes] == there[start : start + nbytes]
-        assert here[300:4000] == bytes(3700)  # what nobody has asked for is not sent
+        assert here[300:4000] == bytes(3700)  # what no one has asked for is not sent
 
     with_peer(use, tmp_path)
 
@@ -155,7 +155,7 @@ def test_the_next_try_does_not_wait_for_a_node_that_is_lost(tmp_path: Path) -> N
 
 @pytest.mark.parametrize("ranges", [[], [(0, 8)]])
 def test_nothing_comes_after_it_has_been_dropped(ranges: Sequence[tuple[int, int]], tmp_path: Path) -> None:
-    """Who had asked may have died: nobody would ever remove it."""
+    """Who had asked may have died: no process would ever remove it."""
 
     async def use(peer: str, root: Path) -> None:
         transfer = StagingTransfer(tmp_path / "here", ACCESS)

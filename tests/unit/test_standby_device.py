@@ -1,4 +1,4 @@
-"""A standby uses a GPU only where it is told to, and fills no rank but that GPU's."""
+"""A standby uses a GPU only where it is asked to, and fills no rank but that GPU's."""
 
 from __future__ import annotations
 

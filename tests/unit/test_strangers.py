@@ -1,4 +1,5 @@
-"""Whoever does not know the job's token can neither register, report, command nor look; and nothing of it does harm.
+"""Any process that does not know the job's token can neither register, report, command nor look; and nothing of it does
+harm.
 
 Real services on loopback. Not among the integration tests, which fork their ranks: once gRPC's asyncio side has run in
 a process, its forks hang.
@@ -89,7 +90,8 @@ async def session(address: str, access: Access, *messages: pb.AgentMessage) -> p
 
 @pytest.mark.parametrize("token", ["", "another-token-of-this-length", TOKEN[:-1], TOKEN + "x"])
 def test_a_wrong_token_opens_nothing(token: str, tmp_path: Path) -> None:
-    """Whoever dials with it finds that the controller is none of its own. If it calls all the same, it is refused."""
+    """Any process that dials with it finds that the controller is none of its own. If it calls all the same, it is
+    refused."""
 
     async def use(service: ControllerService, address: str) -> None:
         with pytest.raises(StrangerError, match=f"{address} says that it is a FlashRecovery 'controller', but.*token"):
@@ -113,7 +115,7 @@ def test_a_wrong_token_opens_nothing(token: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("handler", ["on_exited", "on_register"])
 def test_an_error_of_the_controllers_own_ends_the_job_and_is_told(handler: str, tmp_path: Path) -> None:
-    """Else the connection would go on, with nobody who reads it, and the job would wait for ever."""
+    """Else the connection would go on, with no one who reads it, and the job would wait for ever."""
 
     def raises(*_: object) -> None:
         raise KeyError("a mistake")

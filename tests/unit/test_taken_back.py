@@ -60,7 +60,7 @@ def test_a_node_is_not_waited_for_for_ever() -> None:
 
 
 def test_a_replica_stays_whose_healthy_rank_alone_has_what_a_later_victim_had() -> None:
-    """Nothing is sharded, and each place in a replica has a state of its own. Of two replicas the second one is about
+    """Nothing is sharded, and each place in a replica has its own state. Of two replicas the second one is about
     to leave, because rank 2 has lost its node; then rank 1 dies, and rank 3 alone stands where it did."""
     places = {"nproc": 1, "nnodes": 4, "controller": "h:1", "timeouts": {"node_wait_s": 5.0}}
     world = world_of(ReplicaShape(2, 2), replace="auto", **places)

@@ -88,7 +88,7 @@ def test_what_was_trained_under_the_last_controller_counts(stepping: bool) -> No
 
 
 def told(machine: Machine) -> list[tuple[str | None, int, str]]:
-    """What agents are told to remember: node (None: all), version, path."""
+    """What agents are asked to remember: node (None: all), version, path."""
     sent = [a for a in machine.job.take_actions() if isinstance(a, Send)]
     return [(a.node, c.version, c.path) for a in sent if a.command.HasField("saved") and (c := a.command.saved)]
 
@@ -148,7 +148,7 @@ def of_generation(register: pb.Register, generation: int) -> pb.Register:
 
 @pytest.mark.parametrize("first", ["newer", "older"])
 def test_ranks_that_train_in_different_generations_are_brought_together(first: str) -> None:
-    """One node has not heard of the last recovery. The newest generation counts, whoever comes first."""
+    """One node has not heard of the last recovery. The newest generation counts, no matter who comes first."""
     machine = controller()
     registers = [of_generation(found("a", 0, 1), 3), of_generation(found("b", 2, 3), 2)]
     for register in registers if first == "newer" else reversed(registers):
@@ -174,7 +174,7 @@ def with_page(register: pb.Register, rank: int, committed: int = STEP) -> pb.Reg
 
 
 def test_a_rank_whose_process_has_died_is_filled_again_where_its_page_is() -> None:
-    """Nobody is waited for: every rank is accounted for."""
+    """No node is waited for: every rank is accounted for."""
     machine = controller()
     machine.on_register(found("s"), 0.0)
     machine.on_register(found("a", 0, 1), 0.1)
@@ -223,7 +223,7 @@ def test_where_all_processes_have_died_nothing_begins_from_zero(checkpoint: bool
 
 
 def all_dead_beyond_the_launch(world: int, most: int, ranks: int) -> Machine:
-    """Launched with so many ranks, grown to ``ranks``; there is a checkpoint, and no process is left."""
+    """Launched with that many ranks, grown to ``ranks``; there is a checkpoint, and no process is left."""
     config = {"nproc_per_node": world, "controller": "h:1", "elastic": {"min": 1, "max": most}}
     machine = Machine(RunConfig.model_validate(config))
     register = remembering(found("a"), 6)

@@ -170,7 +170,7 @@ def test_and_in_another_failure_domain(domains: tuple[int, ...], stride: int) ->
 
 
 def test_a_node_that_was_fenced_does_not_say_who_belongs_to_the_job(tmp_path: Path) -> None:
-    """It has been given a rank, and has heard of no members since; a rank that has come meanwhile would be told to
+    """It has been given a rank, and has heard of no members since; a rank that has come meanwhile would be asked to
     leave."""
     config = RunConfig.model_validate({"nproc_per_node": 1, "nnodes": 2, "controller": "127.0.0.1:1", "health": "none"})
 

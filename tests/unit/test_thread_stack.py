@@ -61,7 +61,7 @@ def test_the_innermost_hundred_of_a_deep_stack() -> None:
 
 
 def test_a_look_begins_no_garbage_collection() -> None:
-    """Whoever makes the object that is one too many collects. With a list of frames for each look that was the thread
+    """The thread that makes one object too many collects. With a list of frames for each look that was the thread
     that looks, since the training thread mostly waits; and it destroyed what that had left in cycles."""
     ident, installed = threading.get_ident(), Installed()
     collections: list[str] = []

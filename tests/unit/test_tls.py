@@ -139,7 +139,7 @@ def test_another_authority_a_wrong_name_and_no_tls_are_refused(folder: Path, tmp
                 await status(port, Access(TOKEN, mine))
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
-            with pytest.raises(grpc.aio.AioRpcError):  # nobody is there
+            with pytest.raises(grpc.aio.AioRpcError):  # no process is there
                 await status(free.getsockname()[1], Access(TOKEN, mine))
 
     asyncio.run(main())

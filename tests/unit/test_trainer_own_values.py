@@ -119,7 +119,7 @@ def test_all_kinds_come_back_in_this_process_and_in_another() -> None:
 
 
 def test_what_has_been_exchanged_since_is_not_written_to() -> None:
-    """The tensor that stands there now may belong to somebody else: a batch that is given again."""
+    """The tensor that stands there now may belong to something else: a batch that is given again."""
     holder = {"last": torch.ones(3)}
     writer = ValueWriter({}, {})
     saved = _written(writer, holder)

@@ -79,5 +79,5 @@ def test_a_replacement_goes_back_to_before_it_came() -> None:
 
 
 def test_a_replacement_whose_data_cannot_be_read_again_does_not_offer_to_go_back() -> None:
-    """If it is told to all the same, it refuses."""
+    """If it is asked to all the same, it refuses."""
     assert further_back("iterator") == {"error": "DataSourceError", "in_page": []}

@@ -1,4 +1,4 @@
-"""docs/versions.md says what docs/versions.json has, and which capabilities nobody has looked up there."""
+"""docs/versions.md says what docs/versions.json has, and which capabilities no one has looked up there."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A rank whose collective has failed waits for the stop, and its clock stands while nobody could say it."""
+"""A rank whose collective has failed waits for the stop, and its clock stands while no one could say it."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_without_a_controller_it_waits_until_there_is_one_again(stop_comes: bool
     thread = threading.Thread(target=lambda: found.append(worker.stops.wait()))
     thread.start()
     thread.join(4 * WAIT_S)
-    assert thread.is_alive(), "it has given up although nobody could have stopped it"
+    assert thread.is_alive(), "it has given up although no one could have stopped it"
     worker.control.controller_heard = True
     worker.gate.stopped = stop_comes
     thread.join(20 * WAIT_S)

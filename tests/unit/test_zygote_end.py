@@ -1,4 +1,4 @@
-"""What a forked process was forked with is collected at its end only where somebody counts what is left."""
+"""What a forked process was forked with is collected at its end only where someone counts what is left."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """What the agent asks of a zygote, and what becomes of it, with the test in the zygote's place: it answers late, in
-parts, not at all, or to nobody."""
+parts, not at all, or to no one."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Scripted:
         return self.zygote.fork(pb.Fork(), [])
 
     async def asked(self, number: int) -> list[pb.Fork]:
-        """When so many requests have come in all."""
+        """When that many requests have come in all."""
 
         def here() -> bool:
             self._requests += [pb.Fork.FromString(data) for data in self._framed.arrived()]
@@ -350,7 +350,7 @@ def test_without_another_one_there_is_no_child() -> None:
 
 
 def test_the_end_while_it_is_asked(caplog: pytest.LogCaptureFixture) -> None:
-    """Who waits is told at once, and nobody else is: the end of a zygote is wanted then."""
+    """Who waits is told at once, and no other process is: the end of a zygote is wanted then."""
 
     async def body() -> None:
         it, other = Scripted(), Scripted()
@@ -436,7 +436,7 @@ def test_nothing_is_left_of_a_process_that_was_not_forked(tmp_path: Path, monkey
 
 
 def test_another_zygote_is_asked_with_another_channel(tmp_path: Path) -> None:
-    """The one that is lost may have forked before: nobody has heard of that child, and it must end with its channel."""
+    """The one that is lost may have forked before: no one has heard of that child, and it must end with its channel."""
 
     async def body() -> None:
         before, after = Scripted(), Scripted()

@@ -75,8 +75,8 @@ class Agent:
         self._regrouped = 0  # the generation in which they have been named last
         self._ended_by: str | None = None
         self._last_save = pb.Shutdown()
-        self._terminated_at: float | None = None  # since when some of the ranks have been told to end
-        self._terminated = False  # this process has been told to end
+        self._terminated_at: float | None = None  # since when some of the ranks have been asked to end
+        self._terminated = False  # this process has been asked to end
         self._hears = False
         self._drains_for = ""
         self._speed: pb.MachineSpeed | None = None
@@ -519,7 +519,7 @@ class Agent:
         await self._processes.replenish()
 
     def _on_terminations(self, alive: list[WorkerProcess], now: float) -> None:
-        """Ranks that were told to end, and by no handler of the script's. A scheduler that ends the job tells all
+        """Ranks that were asked to end, and by no handler of the script's. A scheduler that ends the job tells all
         processes; who has told this one alone will have it, too, after a moment."""
         told = [process for process in alive if process.page.terminations and not process.failed]
         if not told or self._processes.ending or self._processes.halted:

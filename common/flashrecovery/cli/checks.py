@@ -328,7 +328,7 @@ def own_name(environment: Mapping[str, str]) -> list[Finding]:
 
 
 def grpc_loopback() -> list[Finding]:
-    """A real connection to a gRPC server of our own."""
+    """A real connection to our own gRPC server."""
     from concurrent import futures
 
     from flashrecovery.proto import CHANNEL_OPTIONS

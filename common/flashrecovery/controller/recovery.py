@@ -444,7 +444,7 @@ class RecoverySteps:
         return self._job.begins_as_sharded(self._job.in_order[-1].rank)
 
     def _another_sharding(self) -> bool:
-        """The ranks have said how their state is sharded. Returns whether that is to be told to them, and all asked
+        """The ranks have said how their state is sharded. Returns whether that is sent to them, and all are asked
         again what they need and hold: it is not as this controller has thought, or not yet the same on all."""
         self._job.membership.unsure = False
         layout = sharding_of(self._job.in_order)

@@ -1,6 +1,6 @@
 """Where a rank's processes have the sockets of ``multiprocessing``: in one directory, which its agent removes.
 
-A worker of a data loader sends tensors by a socket in a directory of its own, and removes that at its end. One that is
+A worker of a data loader sends tensors by a socket in its own directory, and removes that at its end. One that is
 killed together with its rank does not come to its end.
 """
 

@@ -16,7 +16,7 @@ from flashrecovery.worker.setup_replay.replay import SetupReplay
 
 @dataclass(frozen=True)
 class Assignment:
-    """What a process has been told of its rank.
+    """What a process knows about its rank.
 
     Attributes:
         place: the rank as which the script runs to its first step; another one where no launch has had this ``rank``.

@@ -1,5 +1,5 @@
 """A device plugin's fatal finding in a real job: recovered before the process notices. The plugin is docs/health.md's,
-installed as a distribution of its own."""
+installed as its own distribution."""
 
 from __future__ import annotations
 

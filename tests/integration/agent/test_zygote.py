@@ -1,4 +1,4 @@
-"""Workers that are forked from a zygote are like fresh interpreters, and a zygote's end harms nobody."""
+"""Workers that are forked from a zygote are like fresh interpreters, and a zygote's end harms no other process."""
 
 from __future__ import annotations
 
@@ -258,7 +258,7 @@ atexit.register(lambda: print("verbose", sys.modules["torch._dynamo.config"].ver
 
 @pytest.mark.grid
 def test_a_script_that_replaces_parts_of_a_library_or_brings_its_own_finds_them(tmp_path: Path) -> None:
-    """As a fresh interpreter does, before and after a recovery: whoever imports ahead would have others."""
+    """As a fresh interpreter does, before and after a recovery: any process that imports ahead would have others."""
     env = installed(
         tmp_path,
         base="def add(): return 'original'\n",

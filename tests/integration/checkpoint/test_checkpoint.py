@@ -223,7 +223,7 @@ def test_the_same_version_again_replaces_it(tmp_path: Path) -> None:
 
 
 def _save_and_die(rank: int, world: int, folder: Path, exchanges: bool, after: int) -> None:
-    """Killed by SIGKILL right after so many renames and exchanges of names."""
+    """Killed by SIGKILL right after that many renames and exchanges of names."""
     rename, exchange, done = os.rename, durable._exchange, [0]
 
     def counted() -> None:

@@ -15,7 +15,7 @@ from flashrecovery.cli.checkpoints import checkpoints
 from flashrecovery.redundancy.checkpoint.published import newest, published
 from tests.support.jobs import DDP, FSDP, Layout, References, RunningJob, check_clean, check_same, run_job
 
-pytestmark = pytest.mark.timeout(400)  # two or three launches, one after another, each with a deadline of its own
+pytestmark = pytest.mark.timeout(400)  # two or three launches, one after another, each with its own deadline
 
 FLAGS = ["--step-time", "60"]
 STEPS = 80

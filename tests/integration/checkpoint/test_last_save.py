@@ -19,7 +19,7 @@ from tests.support.jobs import ROOT, Job, Layout, RunningJob, check_clean
 pytestmark = pytest.mark.timeout(900)
 SCRIPTS = ROOT / "tests" / "scripts"
 STEPS, HELD = 16, 6
-"""A job that is told to end is held in this step, until it has heard it."""
+"""A job that is asked to end is held in this step, until it has heard it."""
 ALWAYS = {"snapshots": {"keep": "always"}}
 LONG_S = 300.0
 """For what comes by itself, however busy the machine is."""
@@ -322,7 +322,7 @@ def test_a_scheduler_signals_all_processes(order: str, tmp_path: Path, undisturb
 
 @pytest.mark.grid
 def test_one_rank_that_is_told_to_end_is_replaced(tmp_path: Path, undisturbed: Digests) -> None:
-    """Somebody means this rank, and not the job."""
+    """Someone means this rank, and not the job."""
     running = start(tmp_path / "run", "mlp", 2)
     running.hold(HELD)
     running.wait_for_step(HELD - 1, LONG_S)

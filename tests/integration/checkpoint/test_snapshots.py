@@ -80,7 +80,7 @@ def kill_everything(job: RunningJob) -> None:
 def test_all_ranks_die_at_once(
     layout: Layout, config: dict[str, Any], tmp_path: Path, reference: Callable[[Layout], Job]
 ) -> None:
-    """Nobody lives who holds any state, there is no checkpoint, and not a step is lost."""
+    """No process lives that holds any state, there is no checkpoint, and not a step is lost."""
     running = start(tmp_path / "run", layout, config)
     for step in (5, 15):
         running.wait_for_step(step)

@@ -1,4 +1,4 @@
-"""Elastic jobs: a rank dies and nobody replaces it, and the others go on as a job that was resized by command at the
+"""Elastic jobs: a rank dies and is not replaced, and the others go on as a job that was resized by command at the
 same step, bit for bit, which goes on as a job that was started in the new size from that step's state."""
 
 from __future__ import annotations

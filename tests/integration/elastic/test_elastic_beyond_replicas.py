@@ -108,7 +108,7 @@ def test_one_that_dies_on_the_way_in_is_replaced(
 def test_one_that_dies_before_its_first_step_keeps_its_replica_out(
     kind: Kind, tmp_path: Path, undisturbed: Callable[[Kind], Job]
 ) -> None:
-    """The other joining process of it ends, too, and nobody has paused."""
+    """The other joining process of it ends, too, and no rank has paused."""
     BEYOND.one_dies_before_its_first_step(kind, tmp_path, undisturbed)
 
 
@@ -133,7 +133,7 @@ def test_one_replica_of_several_ranks_is_refused(kind: Kind, tmp_path: Path) -> 
 
 
 def test_too_few_micro_batches_are_refused(tmp_path: Path) -> None:
-    """With HSDP each rank computes micro-batches of its own: seven replicas would be fourteen."""
+    """With HSDP each rank computes its own micro-batches: seven replicas would be fourteen."""
     kind, config = KINDS["hsdp"], {"elastic": {"min": 1, "max": 7}}
     job = kind.start(tmp_path / "run", config=config, nproc=2 * kind.each).wait(120)
     assert job.code != 0 and "at most 6 is allowed" in job.explain(), job.explain()

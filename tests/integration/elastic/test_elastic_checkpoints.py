@@ -85,7 +85,7 @@ def test_without_another_checkpoint_the_damaged_file_is_named(tmp_path: Path) ->
 
 
 def running_job(tmp_path: Path, nproc: int, **options: Any) -> RunningJob:
-    """A job that has a checkpoint; nobody is replaced."""
+    """A job that has a checkpoint; no rank is replaced."""
     config = {"elastic": {"min": 2, "max": nproc, "replace": "never"}, **saving(tmp_path / "checkpoints")}
     running = start(tmp_path / "run", "--step-time", "300", config=config, nproc=nproc, **options)
     running.wait_for("checkpoint_saved")
@@ -95,7 +95,7 @@ def running_job(tmp_path: Path, nproc: int, **options: Any) -> RunningJob:
 @pytest.mark.grid
 @pytest.mark.parametrize("victims", [(1, 2), (0, 3), (0, 1)])
 def test_too_many_are_lost_at_once(victims: tuple[int, ...], tmp_path: Path, resized: Resized) -> None:
-    """Nobody has what one of them had: the others go back to a checkpoint of all four."""
+    """No rank has what one of them had: the others go back to a checkpoint of all four."""
     running = running_job(tmp_path, 4)
     running.kill(*victims)
     job = running.wait()

@@ -98,7 +98,7 @@ def test_a_damaged_file_is_named_and_the_checkpoint_before_it_is_taken(kind: Kin
 
 
 def running_job(kind: Kind, tmp_path: Path, nproc: int, **options: Any) -> RunningJob:
-    """A job that has a checkpoint; nobody is replaced."""
+    """A job that has a checkpoint; no rank is replaced."""
     elastic = {"elastic": {"min": 2, "max": nproc, "replace": "never"}, "timeouts": {"node_wait_s": 3}}
     config = {**elastic, **saving(tmp_path / "checkpoints")}
     running = kind.start(tmp_path / "run", "--step-time", "300", config=config, nproc=nproc, **options)
@@ -109,7 +109,7 @@ def running_job(kind: Kind, tmp_path: Path, nproc: int, **options: Any) -> Runni
 @pytest.mark.parametrize("victims", [(1, 2), (0, 3), (0, 1)])
 @pytest.mark.parametrize("kind", kinds(*SHARDED))
 def test_too_many_are_lost_at_once(kind: Kind, victims: tuple[int, ...], tmp_path: Path) -> None:
-    """Nobody has what one of them had: the others go back to a checkpoint of all four."""
+    """No rank has what one of them had: the others go back to a checkpoint of all four."""
     running = running_job(kind, tmp_path, 4)
     running.kill(*victims)
     job = running.wait(120)

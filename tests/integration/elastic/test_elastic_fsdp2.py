@@ -1,4 +1,4 @@
-"""Elastic jobs with FSDP2: a rank dies and nobody replaces it, and what is sharded among the ranks is sharded among the
+"""Elastic jobs with FSDP2: a rank dies and is not replaced, and what is sharded among the ranks is sharded among the
 others, bit for bit as in a job that was resized by command at the same step, which goes on as a job that was started in
 the new size from that step's state."""
 

@@ -1,6 +1,6 @@
 """Elastic jobs that have become smaller grow again: as a job that was resized by command at the same steps, bit for
 bit, which goes on as a job that was started in that size from that step's state. And processes that do not come, or die
-on their way in, disturb nobody."""
+on their way in, disturb no other process."""
 
 from __future__ import annotations
 

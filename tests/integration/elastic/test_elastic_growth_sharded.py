@@ -50,7 +50,7 @@ def shrunk_by_command(running: RunningJob) -> None:
 
 
 def check_moved(job: Job) -> None:
-    """At the growth state has been sharded otherwise, and each byte that somebody lacked has gone once."""
+    """At the growth state has been sharded otherwise, and each byte that a rank lacked has gone once."""
     (event,) = [e for e in job.of("recovery_finished") if e["cause"] == "resize" and not e["left"]]
     assert event["victims"] == [], event
     assert 0 < event["lacking_bytes"] <= event["reshaped_bytes"] <= 1.05 * event["lacking_bytes"], event

@@ -1,4 +1,4 @@
-"""Elastic jobs with megatron-core: a rank dies and nobody replaces it, and the others go on as a job that was resized
+"""Elastic jobs with megatron-core: a rank dies and is not replaced, and the others go on as a job that was resized
 by command at the same step, bit for bit, which goes on as one that was started in the new size from that step's state:
 losses, and the whole weights and optimizer state, of every later step."""
 

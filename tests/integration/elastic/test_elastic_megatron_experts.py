@@ -1,7 +1,7 @@
-"""Elastic jobs with megatron-core in a loop of one's own with expert parallelism (MoE layers) and context parallelism.
+"""Elastic jobs with megatron-core in your own loop with expert parallelism (MoE layers) and context parallelism.
 
 A rank that dies takes its replica with it: all ranks that together have the whole model once. With experts these are
-several data-parallel ranks, each with micro-batches of its own. The others go on as in a job that was resized by
+several data-parallel ranks, each with its own micro-batches. The others go on as in a job that was resized by
 command at the same step, bit for bit, and that one as one that was started in that size."""
 
 from __future__ import annotations

@@ -47,7 +47,7 @@ def test_other_trainings(training: Training, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("training", (EP, CP), ids=str)
 def test_too_many_are_lost_at_once(training: Training, tmp_path: Path) -> None:
-    """Nobody has what two neighbouring replicas had: the other two go back to a checkpoint of four."""
+    """No rank has what two neighbouring replicas had: the other two go back to a checkpoint of four."""
     four = replace(training, flags=(*training.flags, "--global-batch", "48"))
     config = {"elastic": {"min": 1, "max": 4, "replace": "never"}, **saving(tmp_path / "checkpoints", 2)}
     running = by_ranks(four)(tmp_path / "run", "--step-time", "300", config=config, nproc=4 * EACH)

@@ -1,4 +1,4 @@
-"""Elastic jobs on Megatron-LM's unmodified loop: a rank dies and nobody replaces it, and the others go on as a job that
+"""Elastic jobs on Megatron-LM's unmodified loop: a rank dies and is not replaced, and the others go on as a job that
 was resized by command at the same call, bit for bit, which goes on as one that was started in the new size from that
 iteration's state: the loop's losses, and the whole weights and optimizer state, of every later iteration."""
 
@@ -280,7 +280,7 @@ def test_killed_in_a_checkpoint(training: Training, phase: str, tmp_path: Path) 
 @pytest.mark.parametrize("kind", ["train", "exit"])
 def test_a_checkpoint_of_the_distributed_optimizer(kind: str, tmp_path: Path) -> None:
     """It holds what that of a job holds that was resized by command. The rank dies before it is written, or in it.
-    (Written parameter by parameter: Megatron's default writes whole buckets, with padding that nobody has set.)"""
+    (Written parameter by parameter: Megatron's default writes whole buckets, with padding that is not set.)"""
     training = Training("saved", (*SHARDS.flags, "--dist-ckpt-optim-fully-reshardable"), saves=6)
     phase, at = ("backward", training.call("train", 4)) if kind == "train" else ("between", training.call("exit", 5))
     job = _saving(training, tmp_path, "run", f"rank=1,fault=sigkill,at={phase},step={at}")
@@ -314,7 +314,7 @@ def _saving(training: Training, folder: Path, name: str, fault: str, resized_at:
 
 
 def _loading(training: Training, folder: Path, size: int) -> Job:
-    """A job of so many replicas that loads it."""
+    """A job of that many replicas that loads it."""
     load = (f"--load={folder}/run-saved", "--ckpt-step=6")
     config = {"elastic": {"min": 1, "max": size}}
     job = training.start(folder / f"loaded-{size}", *load, config=config, nproc=size).wait(TIMEOUT_S)

@@ -77,7 +77,7 @@ def launch(training: Training, folder: Path, *flags: str, at: int = AT, **option
 
 
 def ended(running: RunningJob, faults: int = 1) -> Job:
-    """Well, after so many faults, and nothing is left of it."""
+    """Well, after that many faults, and nothing is left of it."""
     job = finished(running.wait(WAIT_S))
     check_fired(job, faults)
     check_clean(job)
@@ -244,7 +244,7 @@ def check_same_from(number: int, job: Job, other: Job, training: Training) -> No
 @pytest.mark.parametrize("state", ["regrouping", "restoring", "verifying"])
 @pytest.mark.parametrize("training", TRAININGS[:3], ids=str)
 def test_a_joining_process_dies_on_its_way_in(training: Training, state: str, tmp_path: Path) -> None:
-    """It leaves again, with its replica, and the others go on as if nobody had come."""
+    """It leaves again, with its replica, and the others go on as if no one had come."""
     how = way(training)
     faults = [f"rank={MOST * training.each - 1},fault=sigkill,at=recovery:{state}"]
     running = launch(training, tmp_path / "run", config=how.config(replace="never"), inject=faults)

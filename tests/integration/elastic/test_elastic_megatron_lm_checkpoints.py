@@ -52,7 +52,7 @@ def resized(tmp_path_factory: pytest.TempPathFactory) -> Resized:
 @pytest.mark.parametrize("victims", [NEIGHBOURS, (0, 3), (0, 1)])
 @pytest.mark.parametrize("training", [LOOP, SHARDS], ids=str)
 def test_the_others_go_back(training: Training, victims: tuple[int, ...], tmp_path: Path, resized: Resized) -> None:
-    """Nobody has what one of them had. The newer checkpoints are gone, so the first one is taken."""
+    """No rank has what one of them had. The newer checkpoints are gone, so the first one is taken."""
     job = lost(held(training, tmp_path), *victims)
     check_goes_back(job, training, 2, resized)
 

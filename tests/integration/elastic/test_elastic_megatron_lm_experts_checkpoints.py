@@ -84,7 +84,7 @@ def neighbours(training: Training) -> tuple[int, int]:
 
 @before((EP1_LOOP, BOTH), (EP2_LOOP, BOTH), (CP2_LOOP, TRAIN), (VPP2_LOOP, BOTH))
 def test_the_others_go_back(training: Training, kind: str, tmp_path: Path, resized: Resized) -> None:
-    """Nobody has what one of them had: two replicas of four are left, and go back some iterations."""
+    """No rank has what one of them had: two replicas of four are left, and go back some iterations."""
     job = lost(held(training, tmp_path, kind=kind), *neighbours(training))
     check_goes_back(job, training, 2, resized)
 

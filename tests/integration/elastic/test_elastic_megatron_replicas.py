@@ -1,4 +1,4 @@
-"""Elastic jobs with megatron-core in a loop of one's own whose replicas have several ranks: tensor and pipeline
+"""Elastic jobs with megatron-core in your own loop whose replicas have several ranks: tensor and pipeline
 parallelism. A rank that dies takes its replica with it, and the others go on as in a job that was resized by command at
 the same step, bit for bit; where two replicas are left, that goes on as one that was started with two."""
 

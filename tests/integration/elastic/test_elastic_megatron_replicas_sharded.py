@@ -184,7 +184,7 @@ def test_one_of_two_dies_while_the_other_leaves(training: str, state: str, tmp_p
 @pytest.mark.parametrize("training", MAIN)
 def test_neighbours_at_once(training: str, tmp_path: Path) -> None:
     """Two neighbouring replicas lose a rank each, at different places: what the first one has had is with ranks that
-    leave, too. Nobody makes it up."""
+    leave, too. No one makes it up."""
     ranks = (2, 5) if training.startswith("tp") else (1, 6)
     faults = tuple(f"rank={rank},fault=sigkill,at=forward,step={AT}" for rank in ranks)
     job = launch(tmp_path / "run", training, replicas=4, faults=faults).wait(TIMEOUT_S)
@@ -309,7 +309,7 @@ def test_a_job_that_died_whole_goes_on_in_another_size(training: str, before: in
 
 @pytest.mark.parametrize("training", MAIN)
 def test_too_many_are_lost_at_once(training: str, tmp_path: Path, resized: Resized) -> None:
-    """Nobody has what two neighbouring replicas had: the others go back to a checkpoint of all."""
+    """No rank has what two neighbouring replicas had: the others go back to a checkpoint of all."""
     config = {"elastic": {"min": 1, "max": 4, "replace": "never"}, **saving(tmp_path / "checkpoints", 2)}
     running = launch(tmp_path / "run", training, *SLOWLY, replicas=4, config=config)
     running.wait_for("checkpoint_saved", TIMEOUT_S)

@@ -1,4 +1,4 @@
-"""Elastic jobs with megatron-core in a loop of one's own whose pipeline ranks have several model chunks each (virtual
+"""Elastic jobs with megatron-core in your own loop whose pipeline ranks have several model chunks each (virtual
 stages, the interleaved schedule), with and without the distributed optimizer. What a rank that dies takes with it
 leaves, and the others go on as in a job that was resized by command at the same step, bit for bit; where two replicas
 are left, that goes on as one that was started with two."""

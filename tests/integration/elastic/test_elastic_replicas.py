@@ -1,5 +1,5 @@
 """Elastic jobs whose replicas have several ranks (HSDP; layers that a script divides itself, in
-DistributedDataParallel): a rank dies and nobody replaces it, its replica leaves, and the others go on bit for bit as in
+DistributedDataParallel): a rank dies and is not replaced, its replica leaves, and the others go on bit for bit as in
 a job that was resized by command at the same step, which goes on as a job that was started in the new size from that
 step's state."""
 

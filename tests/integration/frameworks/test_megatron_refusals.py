@@ -82,7 +82,7 @@ class TestMegatronLM:
         ids=["stock", "wrapped"],
     )
     def test_without_our_launcher(self, flags: tuple[str, ...], words: str) -> None:
-        """Nobody adds the flag there: Megatron-LM's parser names it."""
+        """No one adds the flag there: Megatron-LM's parser names it."""
         done = subprocess.run(
             [sys.executable, str(FLAG), "--parse", *flags, "--flash-recovery"],
             capture_output=True,
@@ -142,7 +142,7 @@ class TestMegatronLM:
         refused(job, "ConfigError: Megatron's arguments differ between the ranks", words)
 
 
-# -- megatron-core with a loop of one's own --------------------------------------------------------
+# -- megatron-core with your own loop --------------------------------------------------------
 
 
 @pytest.mark.megatron

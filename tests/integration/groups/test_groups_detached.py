@@ -26,7 +26,7 @@ def _imported() -> None:
 
 
 def _alone(body: Callable[[], None], world: int = 4, rank: int = 1) -> Callable[[int, int, dist.Store], None]:
-    """``body`` on one rank of a detached world in which nobody else exists."""
+    """``body`` on one rank of a detached world in which no other rank exists."""
 
     def run(process: int, processes: int, store: dist.Store) -> None:
         groups.install()
@@ -323,7 +323,7 @@ def _stand_ins(rank: int, world: int, store: dist.Store) -> None:
     after = [
         (g.progress.collectives, groups.operation_count(), 0) for g in groups.groups() if g.name != "flashrecovery"
     ]
-    assert [a[:2] for a in after] == [b[:2] for b in before][: len(after)], "nobody hears of what a stand-in answers"
+    assert [a[:2] for a in after] == [b[:2] for b in before][: len(after)], "a stand-in's answers stay local"
     dist.all_reduce(total := torch.ones(1))
     assert total.item() == world
 

@@ -1,4 +1,4 @@
-"""Somebody stands where a rank of the recovery's own group dials, dials where one listens, or reads along: they see no
+"""Someone stands where a rank of the recovery's own group dials, dials where one listens, or reads along: they see no
 secret, nothing that they have seen opens a connection, and the ranks go on.
 
 Real backends on loopback, two in this process.
@@ -50,7 +50,7 @@ class Pair:
         return said[:16], struct.unpack("=H", said[16:18])[0]
 
     def listens_at(self, rank: int, port: int) -> None:
-        """Whoever has this port has taken the rank's place."""
+        """Any process that has this port has taken the rank's place."""
         self.store.set(str(rank), self.entry(rank)[0] + struct.pack("=H", port) + HOST.encode())
 
     def sends(self, tag: int) -> Any:
@@ -145,7 +145,7 @@ class Recorder(threading.Thread):
 
 
 def recorded(both: Pair, tag: int) -> Heard:
-    """Rank 0 has sent to rank 1 with somebody in between, who has noted this."""
+    """Rank 0 has sent to rank 1 with someone in between, who has noted this."""
     recorder = Recorder(both.entry(1)[1])
     both.listens_at(1, recorder.port)
     both.talk(tag)

@@ -233,7 +233,7 @@ def _exchanges(count: int) -> Callable[[int, int, dist.Store], None]:
         t = torch.ones(1000)
         seen = []
         for generation in range(1, count + 1):
-            work = dist.all_reduce(t.clone(), async_op=True) if rank == 0 else None  # nobody answers it
+            work = dist.all_reduce(t.clone(), async_op=True) if rank == 0 else None  # no process answers it
             groups.abandon("next")
             assert work is None or not work.is_success()
             _again(store, generation)

@@ -196,7 +196,7 @@ def test_every_wait_can_be_ended() -> None:
 
 
 def _alone(rank: int, size: int, store: dist.Store) -> None:
-    """Nobody else has said where it is: the wait in the store ends, too, and at the time-out any wait."""
+    """No other rank has said where it is: the wait in the store ends, too, and at the time-out any wait."""
     groups.install(control_group=False)
     dist.init_process_group("gloo", store=dist.PrefixStore("job", store), rank=rank, world_size=size)
     _together(store, rank, size)
@@ -280,7 +280,7 @@ def _strangers(rank: int, size: int, store: dist.Store) -> None:
             try:
                 if number % 5 == 3:
                     assert len(guest.recv(32, socket.MSG_WAITALL)) == 32, "a random number, and a proof"
-                assert guest.recv(1) == b"", "nothing is told to a stranger"
+                assert guest.recv(1) == b"", "a stranger learns nothing"
             except ConnectionResetError:
                 pass  # it had said more than was read
         guest.close()

@@ -50,7 +50,7 @@ def _start(rank: int, size: int, store: Any, recorded: bool = False, **environme
     """The fake's module, and the inner backends in the order in which they are made."""
     os.environ.update(LAUNCH_DEFAULTS, **environment)
     module = fake_nccl.install()
-    if recorded:  # the fake has to be told of it, whether this process has loaded the extension already or not
+    if recorded:  # the fake has to be informed of it, whether this process has loaded the extension already or not
         groups.start_setup_log()
     made: list[Any] = []
     make = torch_private.nccl_backend
@@ -308,7 +308,7 @@ def test_attach_connects_groups_that_nobody_has_used_yet() -> None:
 
 @legacy
 def test_a_communicator_that_hangs_in_its_creation_is_not_aborted_under_its_creator() -> None:
-    """Nobody can interrupt it. The process is replaced."""
+    """No one can interrupt it. The process is replaced."""
 
     def body(rank: int, size: int, store: Any) -> None:
         _start(rank, size, store)
@@ -380,7 +380,7 @@ def test_a_replacements_groups_of_one_rank_come_after_the_default_group() -> Non
         before = len(made)
         groups.abandon("another drill")
         _again(store, 2)
-        assert len(made) == before + 1, "what nobody can break stays"
+        assert len(made) == before + 1, "what no one can break stays"
         dist.all_reduce(t := torch.full((2,), 7.0), group=alone)
         assert t.tolist() == [7.0, 7.0]
         _sum(rank, size)

@@ -1,4 +1,5 @@
-"""torch asks the name server for the name of whoever connects to a TCPStore; processes of ours do not let it."""
+"""torch asks the name server for the name of any process that connects to a TCPStore; processes of ours do not let
+it."""
 
 from __future__ import annotations
 

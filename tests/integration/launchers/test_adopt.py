@@ -145,7 +145,7 @@ def test_a_task_keeps_its_cpus_and_variables(reference: Job, tmp_path: Path) -> 
 
 @pytest.mark.grid
 def test_where_the_agent_does_not_reach_the_task_starts_the_replacement(reference: Job, tmp_path: Path) -> None:
-    """A task in a namespace of its own, as others may have devices of their own."""
+    """A task in its own namespace, as others may have their own devices."""
     launcher = stand_in(2, "--before", "1=unshare --uts")
     if os.geteuid() != 0:
         pytest.skip("a namespace of its own needs root")
@@ -232,7 +232,7 @@ def test_a_launcher_that_is_told_to_end(launcher, tmp_path: Path) -> None:  # ty
 
 
 def test_tasks_that_are_killed_leave_nothing(tmp_path: Path) -> None:
-    """Nobody has told the agent of it."""
+    """No one has told the agent of it."""
     job = adopted(tmp_path, TWO, stand_in(2), steps=500, flags=["--step-time", "100"])
     job.wait_for_step(2)
     for task in guards(job).values():

@@ -248,7 +248,7 @@ def test_bitwise_whatever_the_body_does(
 def test_a_rank_dies_in_a_step_without_an_optimizer_step(
     phase: str, tmp_path: Path, undisturbed: Callable[[Layout], Job]
 ) -> None:
-    """Nobody is through with such a step before all have come to its end."""
+    """No one is through with such a step before all have come to its end."""
     job = tiny(tmp_path / "run", "--mode", "idle-steps", inject=[f"rank=1,at={phase},step=5"])
     assert job.code == 0, job.explain()
     check_fired(job)
@@ -319,7 +319,7 @@ def test_the_store_dies_and_then_a_rank(tmp_path: Path, undisturbed: Callable[[L
 
 @pytest.mark.grid
 def test_the_store_of_a_job_on_one_node_listens_there_only(tmp_path: Path) -> None:
-    """Also where the controller is told to listen on an address that others reach; the store asks for no secret."""
+    """Also where the controller is asked to listen on an address that others reach; the store asks for no secret."""
     addresses = [a for of in psutil.net_if_addrs().values() for a in of if a.family == socket.AF_INET]
     outside = [a.address for a in addresses if not a.address.startswith("127.")]
     if not outside:

@@ -237,7 +237,7 @@ def test_the_launching_process_ends_all_hosts_when_it_is_told_to(net: Network, t
 @namespaces
 @pytest.mark.timeout(200)
 def test_a_host_that_cannot_be_started_ends_the_launch(net: Network, tmp_path: Path) -> None:
-    """Nobody waits for it: the other agents are told to end."""
+    """No process waits for it: the other agents are asked to end."""
     pool = Pool(tmp_path / "job", net)
     pool.hostfile.write_text(pool.hostfile.read_text() + "10.77.0.99 slots=2\n")
     command = ["flashrecovery", "run", "--hostfile", str(pool.hostfile), "--remote-shell", str(pool.shell)]

@@ -48,7 +48,7 @@ def reference(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Job
 
 
 def test_ranks_of_both_nodes_are_killed(cluster: Cluster, reference: Job, tmp_path: Path) -> None:
-    """srun's tasks are guards, which stay. The token is made where nobody has given one, and is secret."""
+    """srun's tasks are guards, which stay. The token is made where no one has given one, and is secret."""
     job = tasks(cluster, tmp_path)
     job.wait_for_step(KILL_AFTER)
     for rank in (1, 2):

@@ -149,7 +149,7 @@ def test_a_node_that_is_started_again(net: Network, tmp_path: Path, reference: R
 def test_the_controllers_node_is_started_again_before_another_is_elected(
     net: Network, tmp_path: Path, reference: References
 ) -> None:
-    """It begins as the job's first node, with a controller for which nobody comes; the others elect another one."""
+    """It begins as the job's first node, with a controller for which no process comes; the others elect another one."""
     job = NodesJob(net, tmp_path / "run", LONGER)
     job.wait_for_step(KILL_AFTER)
     lost, second, spare = net.hosts
@@ -249,8 +249,8 @@ def test_a_short_break_is_none(net: Network, tmp_path: Path, reference: Referenc
 
 
 def test_a_node_that_has_failed_in_other_jobs(net: Network, tmp_path: Path, reference: References) -> None:
-    """It is excluded: at the launch the spare node stands in for it. When that one is lost, and nobody else has come in
-    the time for it, the excluded one takes its ranks after all. The loss is remembered for the next job."""
+    """It is excluded: at the launch the spare node stands in for it. When that one is lost, and no other node has come
+    in the time for it, the excluded one takes its ranks after all. The loss is remembered for the next job."""
     first, bad, spare = net.hosts
     file, now = tmp_path / FILE_NAME, time.time()
     add_marks(file, [NodeMark(now - 3600 * i, bad.name, "device", f"job{i}") for i in range(4)])

@@ -1,4 +1,4 @@
-"""Heartbeats between hosts whose firewall lets no UDP through, or stops to do so: nobody is declared dead."""
+"""Heartbeats between hosts whose firewall lets no UDP through, or stops to do so: no node is declared dead."""
 
 from __future__ import annotations
 

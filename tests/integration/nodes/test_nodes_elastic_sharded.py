@@ -188,7 +188,7 @@ def test_a_node_returns(kind: Kind, how: str, two_hosts: Network, tmp_path: Path
     assert [size * kind.each for _, size in sizes] == [2, 4], ended.explain()
     (growth,) = [e for e in ended.of("recovery_finished") if e["cause"] == "resize"]
     assert growth["victims"] == [] and growth["bytes"] > 0, growth
-    if kind in SHARDED:  # each byte that somebody lacked has gone once
+    if kind in SHARDED:  # each byte that a rank lacked has gone once
         assert 0 < growth["lacking_bytes"] <= growth["reshaped_bytes"] <= 1.05 * growth["lacking_bytes"], growth
     print(f"{kind}: pause of the growth {growth['total_s']:.2f} s, {growth['phases']}")
 

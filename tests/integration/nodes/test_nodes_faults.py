@@ -186,7 +186,7 @@ def _await_vote(job: NodesJob, electors: Sequence[Host]) -> Host:
             if any(f"votes for node {candidate.name} as controller" in job.output_of(h) for h in electors):
                 return candidate
         time.sleep(0.001)
-    raise AssertionError(f"nobody has voted\n{job.stop().explain()}")
+    raise AssertionError(f"no node has voted\n{job.stop().explain()}")
 
 
 def _elections(job: NodesJob) -> int:

@@ -1,4 +1,5 @@
-"""A firewall that answers for a node with resets: its connections break, and whoever knocks is refused, but it lives.
+"""A firewall that answers for a node with resets: its connections break, and any process that knocks is refused, but it
+lives.
 
 That is no proof of a node's death, nor of a controller's: its workers are halted before its ranks are given away.
 """
@@ -115,7 +116,7 @@ def test_a_node_that_has_all_ranks_halts_before_they_are_given_away(
 def test_training_goes_on_without_a_controller_of_its_own_host(
     layout: Layout, net: Network, tmp_path: Path, reference: References
 ) -> None:
-    """Its port is closed, and the other node is reached: nobody is halted, however long it takes."""
+    """Its port is closed, and the other node is reached: no node is halted, however long it takes."""
     nnodes = 1 if layout is ON_ONE else 2
     job = NodesJob(net, tmp_path / "run", layout, nnodes=nnodes, steps=STEPS, alone=True)
     job.wait_for_step(KILL_AFTER)

@@ -194,7 +194,7 @@ def lose(job: NodesJob, host: Host) -> None:
 
 
 def wait_until_on(job: NodesJob, living: list[Host], size: int) -> int:
-    """Until so many ranks are on these hosts, and none elsewhere, and the job has gone on there."""
+    """Until that many ranks are on these hosts, and none elsewhere, and the job has gone on there."""
     deadline = time.monotonic() + 120
     while True:
         at, hosts_of_ranks = job.newest_step(living[0]), job.rank_hosts()
@@ -207,7 +207,7 @@ def wait_until_on(job: NodesJob, living: list[Host], size: int) -> int:
 
 
 def wait_for_size(job: NodesJob, size: int) -> int:
-    """Until the job consists of so many ranks, and has gone on."""
+    """Until the job consists of that many ranks, and has gone on."""
     deadline = time.monotonic() + 120
     while True:
         events = job.events()

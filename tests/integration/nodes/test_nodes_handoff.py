@@ -1,4 +1,4 @@
-"""A node is told to leave while it works: its ranks are handed over at a step boundary, no step is lost, and the job
+"""A node is asked to leave while it works: its ranks are handed over at a step boundary, no step is lost, and the job
 ends with the bits of the same launch without a warning. The hosts are network namespaces."""
 
 from __future__ import annotations
@@ -117,8 +117,8 @@ def test_the_other_node_loses_a_rank_meanwhile(net: Network, tmp_path: Path, ref
 
 
 def test_the_spare_node_is_lost_meanwhile(net: Network, tmp_path: Path, reference: References) -> None:
-    """Nobody moves, and the job trains on undisturbed, and says so. Or they have just moved: then they come back to the
-    node that was to leave, because there is no other."""
+    """No rank moves, and the job trains on undisturbed, and says so. Or they have just moved: then they come back to
+    the node that was to leave, because there is no other."""
     job = started(net, tmp_path / "run", DDP)
     first, left, spare = net.hosts
     assert told_to_leave(job, left) == ""
@@ -203,7 +203,7 @@ def test_told_twice_it_ends_at_once(net: Network, tmp_path: Path, reference: Ref
 
 
 def test_without_room_it_ends_at_once(two_hosts: Network, tmp_path: Path) -> None:
-    """As if nobody had asked: its ranks wait for another node."""
+    """As if no one had asked: its ranks wait for another node."""
     config = tmp_path / "config.yaml"
     config.write_text("timeouts: {node_wait_s: 3}\n")
     job = started(two_hosts, tmp_path / "run", DDP, config=config)
@@ -248,7 +248,7 @@ def test_a_command_says_that_it_is_taken_away(net: Network, tmp_path: Path, refe
 
 
 def test_a_file_says_so_to_all_nodes(two_hosts: Network, tmp_path: Path) -> None:
-    """Nobody can go anywhere: each says so, and the job trains on."""
+    """No rank can go anywhere: each says so, and the job trains on."""
     config = tmp_path / "config.yaml"
     config.write_text(f"notice: {{file: {tmp_path / 'notice'}, poll_s: 0.2}}\n")
     job = started(two_hosts, tmp_path / "run", DDP, config=config)

@@ -266,7 +266,7 @@ def test_a_rank_dies_in_the_pause(
 def test_the_joining_processes_die_in_the_pause(
     calls: Calls, five_hosts: Network, tmp_path: Path, reference: Reference
 ) -> None:
-    """With their node: whoever was to leave goes on, and moves to the other spare node. Or they have their state
+    """With their node: the rank that was to leave goes on, and moves to the other spare node. Or they have their state
     already: then that is where they are replaced."""
     job = calls.start(five_hosts, tmp_path / "run", alone=True)
     job.wait_for_step(6, timeout_s=240)

@@ -1,6 +1,6 @@
 """Agents that speak to the controller through others: what is lost and found does not depend on who carries whom.
 
-Four hosts of which two may speak to the controller themselves: the first, which has it and carries nobody, and another
+Four hosts of which two may speak to the controller themselves: the first, which has it and carries no one, and another
 one, which carries the other two.
 """
 
@@ -136,7 +136,7 @@ def test_the_way_to_the_relay_is_lost(net: Network, tmp_path: Path, reference: R
 
 
 def test_the_relays_agent_is_killed(net: Network, tmp_path: Path, reference: References) -> None:
-    """Its workers die with it; the others come straight at once and are carried again by nobody."""
+    """Its workers die with it; the others come straight at once and are carried again by no one."""
     job = RelayedJob(net, tmp_path)
     job.kill_agent(job.relay)
     ended = job.wait(of=[net.hosts[0], *job.carried])

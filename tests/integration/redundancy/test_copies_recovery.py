@@ -95,7 +95,7 @@ class Rank:
             if message[0] == "stop":
                 self.stops += 1
                 groups.abandon("stop")
-                self.stopped.set()  # whoever waits for that detaches the groups, which nobody may abandon afterwards
+                self.stopped.set()  # the waiter detaches the groups, which must not be abandoned then
             self.inbox.put(message)
 
     def run(self) -> str:
@@ -280,7 +280,7 @@ class Job:
             self.pipes[rank].close()
 
     def recover(self, victims: list[int], steps: int | None = None) -> Cut | NoCut:
-        """``steps``: so many more are taken then, and the ranks end."""
+        """``steps``: that many more are taken then, and the ranks end."""
         self.generation += 1
         for rank in set(range(WORLD)) - set(victims):
             self.pipes[rank].send(("stop",))
@@ -302,7 +302,7 @@ class Job:
             mine: list[DecodeOrder] = [order for order in orders if rank in order.ranks]
             self.pipes[rank].send(("restore", self.generation, cut.version, transfers, local, mine))
         waiting = {self.pipes[rank]: rank for rank in range(WORLD)}
-        while waiting:  # who refuses says so at once; others may wait for it until they are told to stop
+        while waiting:  # who refuses says so at once; others may wait for it until they are asked to stop
             ready = multiprocessing.connection.wait(list(waiting), 40)
             assert ready, f"ranks {sorted(waiting.values())} have not been restored"
             for pipe in ready:

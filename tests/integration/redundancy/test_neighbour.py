@@ -233,7 +233,7 @@ def test_a_map_that_is_no_permutation_is_refused() -> None:
 
 
 def _close_at_once(rank: int, world: int) -> bool:
-    """The end of a job: close right after the last commit, one rank late. Nobody is left waiting in an operation."""
+    """The end of a job: close right after the last commit, one rank late. No rank is left waiting in an operation."""
     copies = NeighbourCopies(CopyContext(dist.group.WORLD), Ring.of_world(rank, world), shards_of(rank, world, 1 << 20))
     copies.commit(0, b"local_state")
     if rank == 1:

@@ -75,7 +75,7 @@ def _held(rank: int, size: int, store: dist.Store) -> None:
     if rank == 0:
         work = dist.all_reduce(reduced, async_op=True)
         pair.commit(NEW)
-        _soon(lambda: pair.has(NEW))  # rank 1 communicates with nobody
+        _soon(lambda: pair.has(NEW))  # rank 1 communicates with no one
         store.set("rank 0 has it", "")
         work.wait()
     else:
@@ -84,7 +84,7 @@ def _held(rank: int, size: int, store: dist.Store) -> None:
         time.sleep(0.2)
         assert not pair.has(NEW)
         dist.all_reduce(reduced)
-    _soon(lambda: pair.has(NEW))  # nobody has waited for it
+    _soon(lambda: pair.has(NEW))  # no one has waited for it
     pair.copies.wait()
     assert (pair.network.held_s() > 0.1) is (rank == 0)
     assert reduced.eq(2).all()

@@ -145,7 +145,7 @@ def test_a_second_death_in_the_new_layout(state: str, tmp_path: Path, saved: Sav
 
 
 def test_a_rank_that_is_replaced_while_the_layout_changes(tmp_path: Path, saved: Saved) -> None:
-    """By command, and one is killed as it is told to stop: the command is carried out all the same."""
+    """By command, and one is killed as it is asked to stop: the command is carried out all the same."""
     running = started(tmp_path / "run", STAGES, inject=[killed(1, "recovery:quiescing", None)])
     assert command(running, Sizes(1, 2, 1), AT) == ""
     job = running.wait(TIMEOUT_S)
@@ -158,7 +158,7 @@ def test_a_rank_is_replaced_in_the_new_layout(tmp_path: Path, saved: Saved) -> N
 
 
 def test_two_at_once_with_each_others_copies_end_the_job(tmp_path: Path) -> None:
-    """Nobody has the state, and there is no checkpoint: loudly."""
+    """No rank has the state, and there is no checkpoint: loudly."""
     running = start(tmp_path / "run", STAGES, *SLOWLY)
     wait_for_version(running, 2)
     running.kill(1, 2)

@@ -97,7 +97,7 @@ class Running:
 
 
 def changed(running: Running) -> Running:
-    """It has been told to change its layout, and its new ranks are being started."""
+    """It has been asked to change its layout, and its new ranks are being started."""
     running.wait_until(lambda: any(e["event"] == "job_started" for e in read_events(running.known)))
     assert command(running.tools, OTHER, AT) == ""
     running.wait_until(lambda: any(e["event"] == "job_replanned" for e in read_events(running.known)))
@@ -126,7 +126,7 @@ def test_on_their_way_to_the_first_step(config: str, tmp_path: Path, history: Hi
 
 
 def test_as_they_are_let_into_their_loops(tmp_path: Path, history: History) -> None:
-    """One stands still as it is to go on: not all have what they need, and nobody has copies yet."""
+    """One stands still as it is to go on: not all have what they need, and no rank has copies yet."""
     running = Running(tmp_path, both(PARTS), "--step-time", "150", "--mode", "late")
     changed(running)
     elastic.inject(running.tools, rank=1, at="recovery:restoring", fault="sigstop")

@@ -66,7 +66,8 @@ def check_two_losses(job: Job, training: Training, history: History) -> None:
 def test_a_replica_and_then_a_part_of_the_last_one(
     training: Training, second: int, tmp_path: Path, history: History
 ) -> None:
-    """Nobody else has what the second one had, but for the copies that the last replica's ranks keep of each other."""
+    """No other rank has what the second one had, but for the copies that the last replica's ranks keep of each
+    other."""
     last = second if second == 0 else mate(training, 0)
     faults = [f"rank=3,fault=sigkill,at=backward,step={FIRST}", f"rank={last},fault=sigkill,at=optimizer,step={SECOND}"]
     job = start(tmp_path / "run", training, config=never(training), inject=faults).wait(TIMEOUT_S)

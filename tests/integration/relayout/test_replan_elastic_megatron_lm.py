@@ -61,7 +61,7 @@ def mate(training: Training, rank: int) -> int:
 def test_a_replica_and_then_a_part_of_the_last_one(
     training: Training, leaver: int, last: int, tmp_path: Path, saved: Saved
 ) -> None:
-    """The first or the last replica leaves. Nobody else has what the second one had, but for the copies that the last
+    """The first or the last replica leaves. No other rank has what the second one had, but for the copies that the last
     replica's ranks keep of each other."""
     stay = [rank for rank in range(4) if rank not in (leaver, mate(training, leaver))]
     leaves_and_then_dies(training, tmp_path, saved, leaver, stay[last])

@@ -67,7 +67,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
 def test_a_replica_and_then_a_part_of_the_last_one(
     training: Training, leaver: int, last: int, tmp_path: Path, saved: Saved
 ) -> None:
-    """Nobody else has what the second one had, but for the copies that the last replica's ranks keep of each other:
+    """No other rank has what the second one had, but for the copies that the last replica's ranks keep of each other:
     with expert parallelism half of the experts."""
     stay = (0, 1) if leaver > 1 else (2, 3)
     leaves_and_then_dies(training, tmp_path, saved, leaver, stay[last])

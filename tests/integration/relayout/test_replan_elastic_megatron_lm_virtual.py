@@ -44,8 +44,8 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
 def test_a_replica_and_then_a_part_of_the_last_one(
     training: Virtual, leaver: int, last: int, tmp_path: Path, saved: Saved
 ) -> None:
-    """Nobody else has what the second one had, but for the copies that the last replica's ranks keep of each other. One
-    rank has no virtual stages."""
+    """No other rank has what the second one had, but for the copies that the last replica's ranks keep of each other.
+    One rank has no virtual stages."""
     stay = (0, 2) if leaver == 3 else (1, 3)
     leaves_and_then_dies(training, tmp_path, saved, leaver, stay[last])
 

@@ -1,8 +1,8 @@
 """A megatron-core job with MoE layers, expert or context parallelism that goes on in another parallel layout: from its
 step on it is, bit for bit, a job that megatron-core alone has started in that layout from that step's state.
 
-Experts are known by their number in the whole layer, whoever has them. Without expert parallelism they are stepped on
-by the optimizer of all parameters, with it by one of their own."""
+Experts are known by their number in the whole layer, no matter who has them. Without expert parallelism they are
+stepped on by the optimizer of all parameters, with it by one of their own."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ def test_experts_that_nobody_else_has(
 @pytest.mark.parametrize("training", [CP_PARTS, EP, EP_PARTS], ids=str)
 def test_a_second_death_before_the_change(training: Training, state: str, tmp_path: Path, saved: Saved) -> None:
     """With experts: of two that have others (without the distributed optimizer no copies are needed), or the same ones,
-    of which nobody is left then."""
+    of which no rank is left then."""
     if training is not EP_PARTS:
         second = 1 if training is EP else 2
         check_second_death_before_the_change(training, state, tmp_path / "run", saved, second)

@@ -177,7 +177,7 @@ def test_everybody_sends_to_everybody() -> None:
 
 
 def test_the_host_waits_for_the_device_before_it_touches_what_arrives() -> None:
-    """The source is slow: whoever does not wait reads, unpacks or packs over what is under way."""
+    """The source is slow: any process that does not wait reads, unpacks or packs over what is under way."""
 
     def body(rank: int, size: int, store: Any) -> None:
         _, group, link = start(rank, size, store)
@@ -313,7 +313,7 @@ def _after_rounds(rounds: int, what: Callable[[], object]) -> None:
 
 
 def _abandon_after(store: Any, key: str) -> threading.Thread:
-    """Beside the caller, soon after somebody has set ``key``."""
+    """Beside the caller, soon after someone has set ``key``."""
 
     def wait() -> None:
         while not store.check([key]):  # not a wait, which would keep the store's one connection
@@ -350,7 +350,7 @@ def test_a_source_that_dies_in_the_middle() -> None:
         began = time.monotonic()
         with pytest.raises(RestoreError, match="more than 2 s"), within(2.0):
             between(rank, {(0, 1): ["big"]}, shards, group, device=link)
-        assert 1.9 < time.monotonic() - began < 20, "NCCL tells nobody: only the deadline ends it"
+        assert 1.9 < time.monotonic() - began < 20, "NCCL tells no one: only the deadline ends it"
         _ends_quietly(shards)
         assert module.group_depth() == 0
 
@@ -513,7 +513,7 @@ def test_nobody_waits_longer_than_for_the_abandonment() -> None:
 
 
 def test_what_is_just_being_abandoned_is_not_quiet() -> None:
-    """Whoever polls knows of an abandonment before it has come to every group."""
+    """Any process that polls knows of an abandonment before it has come to every group."""
 
     def body(rank: int, size: int, store: Any) -> None:
         start(rank, size, store)

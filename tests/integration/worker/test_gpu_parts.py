@@ -40,7 +40,7 @@ class StandIn(Gpu):
     """A GPU, and the accelerator of this process.
 
     Attributes:
-        leaves: for how many seconds memory is still taken when a process has ended. says_free_early: nobody is listed
+        leaves: for how many seconds memory is still taken when a process has ended. says_free_early: no one is listed
             on it. waits: whether synchronisations wait. eager: bytes that an import takes.
     """
 

@@ -386,7 +386,7 @@ def _abandoned(rank: int, world: int, folder: Path) -> Any:
 
 
 def _overdue(rank: int, world: int, folder: Path) -> Any:
-    """Rank 0 never sends. Rank 1 does not wait for it for longer than it was told to."""
+    """Rank 0 never sends. Rank 1 does not wait for it for longer than it was asked to."""
     group = _managed(rank, world, folder)
     if rank == 0:
         while not (folder / "over").exists():

@@ -107,7 +107,7 @@ class FakeDevice:
         """What torch has allocated itself. What was made of bytes, or maps memory, plays the host's: rank-local states,
         and the copies that processes share.
 
-        (``resizable()`` of the storage is no answer: it turns false when somebody has looked at the tensor by numpy.)
+        (``resizable()`` of the storage is no answer: it turns false when someone has looked at the tensor by numpy.)
         """
         return bool(self._module.allocated(tensor))
 
@@ -182,8 +182,8 @@ def install() -> Any:
         def connect(prefix: str, rank: int, size: int) -> tuple[Any, list[Any]]:
             """As ncclGetUniqueId and ncclCommInitRankConfig do.
 
-            The address of a root comes over the group's store, which can be told to stop. Everything else goes over the
-            root, and nobody can interrupt it.
+            The address of a root comes over the group's store, which can be asked to stop. Everything else goes over
+            the root, and no one can interrupt it.
             """
             store_of = PrefixStore(prefix, store)
             if rank == 0:

@@ -63,7 +63,7 @@ struct Sticky {
 // communicators open. `FAKE_NCCL_DOMAIN`: a directory with a file RANK.PID for each process that the domain has had.
 class Domain {
  public:
-  // A communicator is made: whoever has ended by now is no part of it.
+  // A communicator is made: any process that has ended by now is no part of it.
   static void look() { ended(); }
   // Has a process of the domain ended since communicators were made?
   static bool hasLostSomebody() { return ended() > 0; }
@@ -279,7 +279,7 @@ class Communicator {
     shared.changed.notify_all();
   }
 
-  // The kernel waits for a peer that is gone. torch's watchdog ends the process if it is told to.
+  // The kernel waits for a peer that is gone. torch's watchdog ends the process if it is asked to.
   static void waitForAbort(Shared& shared) {
     shared.peerGone = true;
     const bool watched = setting("TORCH_NCCL_ASYNC_ERROR_HANDLING", 3) != 0;

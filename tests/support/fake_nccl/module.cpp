@@ -44,7 +44,7 @@ class Stream {
     std::lock_guard<std::mutex> guard(mutex_);
     behind_.push_back(launch);
   }
-  // What it has been told to wait for so far; an event recorded on it.
+  // What it has been asked to wait for so far; an event recorded on it.
   std::vector<LaunchPtr> behind() {
     std::lock_guard<std::mutex> guard(mutex_);
     std::erase_if(behind_, [](const auto& launch) { return launch->done(); });

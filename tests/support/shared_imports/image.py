@@ -1,7 +1,7 @@
 """The interpreter that has imported torch. `python -u image.py FD ROOM MODULE...`: FD is the socket of the one who
 asks; MODULE: what else it is to import.
 
-For each request it makes a child of its *parent* (CLONE_PARENT), so that a test has its job as a child of its own. The
+For each request it makes a child of its *parent* (CLONE_PARENT), so that a test has its job as its own child. The
 child forks the processes that wait to become the job's zygote and its store, and then executes the launcher. So both
 are children of the launcher, and the launcher is the process that the zygote's forks' orphans come to.
 

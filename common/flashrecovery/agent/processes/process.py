@@ -112,7 +112,7 @@ class WorkerProcess:
         self._next_needs = ()
 
     def goes_on(self) -> None:
-        """It has been told to resume."""
+        """It has been asked to resume."""
         if self._next_needs:
             self._need(self._next_needs)
         self._next_needs = ()

@@ -278,7 +278,7 @@ class ProcessManager:
 
     async def _free_gpu(self, rank: int, gone: WorkerProcess) -> None:
         """Wait, for as long as it takes, until a process has nothing left on its GPU that ``rank`` is to use. Not for
-        one that lives, and has not been told to end for long: what it has may still be needed."""
+        one that lives, and has not been asked to end for long: what it has may still be needed."""
         while not await self._gpu_fence.released(gone, self._config.timeouts.fence_s):
             if not gone.dead and self.ranks.get(gone.place) is gone:
                 return

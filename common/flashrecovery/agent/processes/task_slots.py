@@ -336,8 +336,7 @@ class Guards:
         if hello.local_rank in self._guards:
             return f"there are two tasks with local rank {hello.local_rank} on this node"
         if hello.settings != self._settings or (self._command and list(hello.command) != self._command):
-            return f"the task of rank {hello.rank} has another command or other options than the other tasks of this "
-            "node"
+            return f"the task of rank {hello.rank} has another command or other options than others of this node"
         if hello.directory != os.getcwd():
             return f"the task of rank {hello.rank} works in {hello.directory}, others of this node in {os.getcwd()}"
         return ""

@@ -83,11 +83,11 @@ class JoinRound:
     Attributes:
         step: the first step that they are to take part in; -1: the next one.
         taking_over: they take over ranks of live processes.
-        called_in: the generation in which the members were told to pause for them; -1: they were not.
+        called_in: the generation in which the members were asked to pause for them; -1: they were not.
         before: the step before which the members are to pause with their copies made.
         waiting: the members that have paused.
         tries: how often they could not join because no other rank could give them their state.
-        called_off: the previous round, if it was cancelled after members were told to pause for it.
+        called_off: the previous round, if it was cancelled after members were asked to pause for it.
     """
 
     step: int = -1
@@ -216,7 +216,7 @@ class Joining:
 
     @property
     def waits_for_all(self) -> bool:
-        """Members have been told to pause with their copies made, and all of them are waited for."""
+        """Members have been asked to pause with their copies made, and all of them are waited for."""
         return self._awaits_all and bool(self._job.membership.joining) and self._round.called_in == self._job.generation
 
     def why_paused(self, version: int) -> str:

@@ -116,13 +116,13 @@ class JoiningProcesses:
         return True
 
     def on_node_lost(self, name: str) -> None:
-        """A node is lost, perhaps theirs, or the one whose TCPStore they were told to use."""
+        """A node is lost, perhaps theirs, or the one whose TCPStore they were asked to use."""
         living = {node.store for node in self._job.nodes.values() if node.alive}
         for rank, joining in list(self._job.membership.joining.items()):
             if joining.record.home == name:
                 give_up(self._job, rank, f"node {name} is lost")
             elif joining.record.store not in living:
-                give_up(self._job, rank, f"node {name} is lost, whose TCPStore it was told to use")
+                give_up(self._job, rank, f"node {name} is lost, whose TCPStore it was asked to use")
 
     def give_up_late(self, now: float) -> None:
         """Those that are not there in time."""

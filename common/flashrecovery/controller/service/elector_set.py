@@ -127,8 +127,8 @@ class ElectorSet:
 
     def notice(self, *, suspended: bool) -> ev.Notice:
         """The notice for the log that the controller has lost, or has again, more than half of its electors."""
-        text = "are not heard: this controller decides nothing, and the workers are halted" if suspended else "are "
-        "heard again"
+        lost = "are not heard: this controller decides nothing, and the workers are halted"
+        text = lost if suspended else "are heard again"
         kind = NoticeKind.QUORUM_LOST if suspended else NoticeKind.QUORUM_HELD
         return ev.Notice(generation=self._job.generation, kind=kind, text=f"more than half of the electors {text}")
 

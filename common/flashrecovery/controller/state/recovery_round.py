@@ -18,7 +18,7 @@ class RecoveryRound:
         checkpoint: the directory of the checkpoint that it is restored from; "": from memory.
         retry_at: when a failed regroup or restore is tried again, CLOCK_MONOTONIC seconds; None: none has failed.
         retry_for: what has failed last, as text.
-        confirmed: how many of the ranks, in order, have committed a step since they were told to go on.
+        confirmed: how many of the ranks, in order, have committed a step since they were asked to go on.
     """
 
     restoring: RestoreRound | None = None

@@ -10,7 +10,7 @@ namespace flashrecovery {
 
 class InsideCount {
  public:
-  // Waits until no thread is inside; false at the deadline. Threads that enter meanwhile must be told to leave.
+  // Waits until no thread is inside; false at the deadline. Threads that enter meanwhile must be asked to leave.
   bool awaitEmpty(std::chrono::milliseconds deadline) const {
     const auto until = std::chrono::steady_clock::now() + deadline;
     while (count_ > 0) {

@@ -1,4 +1,4 @@
-// Operations of one stream, carried out in their order by a thread of their own.
+// Operations of one stream, carried out in their order by their own thread.
 #pragma once
 
 #include "ending.h"

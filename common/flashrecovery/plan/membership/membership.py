@@ -72,7 +72,7 @@ class NodeStatus(Enum):
 @dataclass(frozen=True)
 class Reach:
     """Who has answered. ``enough``: others are reached as far as it takes to do without the controller. ``vouched``:
-    the controller has been told that this node lives."""
+    the controller has been informed that this node lives."""
 
     enough: bool
     vouched: bool

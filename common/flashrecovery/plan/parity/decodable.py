@@ -240,7 +240,7 @@ def _stripes(held: Mapping[int, Held], version: int, part: StripePart) -> tuple[
 
 
 def _teller(members: Mapping[int, ParityHeld], owner: int, version: int) -> tuple[int, Told] | None:
-    """The first rank that has been told of ``owner`` at this version."""
+    """The first rank that knows ``owner`` at this version."""
     for rank in sorted(members):
         for told in members[rank].told:
             if (told.owner, told.version) == (owner, version):

@@ -290,7 +290,7 @@ class ParityCopies:
         for slot in self._told_slots():
             if slot.beside.owner == owner and slot.version == version:
                 return slot
-        raise RestoreError(f"rank {self._rank} has not been told of rank {owner} at version {version}")
+        raise RestoreError(f"rank {self._rank} knows nothing of rank {owner} at version {version}")
 
     def _told_slots(self) -> list[Slot]:
         return [slot for slots in self._slots.values() for slot in slots]

@@ -18,7 +18,7 @@ class InterruptionClassifier:
 
     Args:
         patience_s: how long a stop is waited for (``timeouts.peer_error_wait_s``).
-        told: whether this process, or one that its script needs, has been told to end.
+        told: whether this process, or one that its script needs, has been asked to end.
     """
 
     def __init__(self, gate: Gate, control: Control, patience_s: float, told: Callable[[], bool]) -> None:

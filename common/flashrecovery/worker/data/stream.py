@@ -151,7 +151,7 @@ class DataStream(StepData):
         self._told_opaque = False
         self._consumers = Consumers()
         self.ended = False
-        """The script has been told that there is no more."""
+        """The script has been informed that there is no more."""
 
     @property
     def position(self) -> DataPosition:

@@ -28,7 +28,7 @@ class AgentStaging:
 
     Attributes:
         answers: of the agent, as they come.
-        called_off: this worker has been told to stop.
+        called_off: this worker has been asked to stop.
     """
 
     send: Callable[[pb.FromWorker], None]
@@ -72,7 +72,7 @@ class Fetched:
     def _answer(self, number: int) -> str:
         while time.monotonic() < self._until:
             if self._agent.called_off():
-                return "this worker has been told to stop"
+                return "this worker has been asked to stop"
             try:
                 answer = self._agent.answers.get(timeout=_LOOK_S)
             except queue.Empty:

@@ -228,6 +228,33 @@ def test_a_file_that_others_write_is_named_and_left_alone(job: Job, tmp_path: Pa
     assert len(job.told) == 1 and str(log) in job.told[0]
 
 
+def test_a_file_that_the_script_itself_reads_is_its_own(job: Job, tmp_path: Path) -> None:
+    job.start()
+    log = open(tmp_path / "log", "a+")  # noqa: SIM115
+    files = job.protect()
+    for step in range(3):
+        files.handed_out(step)
+        log.write(f"step {step}\n")
+        log.seek(0)
+    files.restore(2)
+    log.flush()
+    assert (tmp_path / "log").read_text() == "step 0\nstep 1\n" and not job.told
+
+
+def test_a_file_that_cannot_be_cut_off_is_named(job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = started(job)
+    append(tmp_path / "one", "")
+    files.handed_out(1)
+    append(tmp_path / "one", "step 1\n")
+
+    def refused(path: str, size: int) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(os, "truncate", refused)
+    files.restore(1)
+    assert len(job.told) == 1 and "not permitted" in job.told[0]
+
+
 def test_a_file_that_a_replacement_would_clear_in_a_later_step_goes_on(job: Job, tmp_path: Path) -> None:
     """Opened by the first step, and kept."""
     files = started(job)

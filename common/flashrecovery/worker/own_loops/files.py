@@ -28,8 +28,8 @@ import threading
 import types
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import astuple, dataclass, replace
-from typing import Any, Protocol
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, Protocol
 
 from flashrecovery.runtime import process_end
 from flashrecovery.state import codec
@@ -54,8 +54,7 @@ class FileNotes(Protocol):
         """Empty: none."""
 
 
-@dataclass(frozen=True)
-class _Before:
+class _Before(NamedTuple):
     """A file as a step found it.
 
     Attributes:
@@ -266,7 +265,10 @@ class LoopFiles:
             first |= self._before[step]
         opened = {held.path: file for held, file in self._flushed()}
         for path, before in first.items():
-            _bring_back(path, before, opened.get(path))
+            try:
+                _bring_back(path, before, opened.get(path))
+            except OSError as e:
+                self._leave(path, f"cannot be brought back ({e.strerror})")
         for path, file in opened.items():
             if path not in self._left:
                 first.setdefault(path, _found(file))
@@ -309,8 +311,9 @@ class LoopFiles:
 
     def _by_others(self, held: _Held, file: Any) -> bool:
         """Whether something is behind what this process has added, and has come in the step that is over."""
-        now = _found(file)
-        if not fcntl.fcntl(file.fileno(), fcntl.F_GETFL) & os.O_APPEND or now.position >= now.size:
+        now, flags = _found(file), fcntl.fcntl(file.fileno(), fcntl.F_GETFL)
+        adds = flags & os.O_APPEND and flags & os.O_ACCMODE == os.O_WRONLY  # its position is its own end
+        if not adds or now.position >= now.size:
             return False
         ours = held.path in self._opened or sum(other.path == held.path for other in self._held) > 1
         return not ours and self._sizes.get(held.path) != (now.inode, now.size)
@@ -325,7 +328,7 @@ class LoopFiles:
             self._sizes = dict([*self._sizes.items()][-_SIZES_KEPT:])
 
     def _write_notes(self) -> None:
-        steps = {n: {path: astuple(one) for path, one in files.items()} for n, files in self._before.items() if files}
+        steps = {n: {path: tuple(one) for path, one in files.items()} for n, files in self._before.items() if files}
         if self._notes is None or not (steps or self._noted):
             return
         self._noted = True

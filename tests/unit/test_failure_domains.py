@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import json
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
@@ -17,16 +18,18 @@ from flashrecovery.plan.membership.failure_domains import (
     Kept,
     LossEvent,
     RankLocation,
+    labelled_gpus,
+    locations,
     may_be_lost_together,
     survival_text,
     survives,
 )
+from flashrecovery.runtime.environment import GPUS_ENV
 from flashrecovery.worker.replication import survival
 from flashrecovery.worker.replication.policy import CopyPolicy, PeerProtection
-from flashrecovery.worker.replication.survival import labelled_gpus, places
 
 # Two racks of two nodes with four GPUs each, two and two of which are joined.
-CLUSTER = places(16, 4, (0, 0, 1, 1), (0, 0, 1, 1))
+CLUSTER = locations(16, 4, (0, 0, 1, 1), (0, 0, 1, 1))
 
 
 def taken(event: LossEvent, rank: int) -> list[int]:
@@ -41,7 +44,7 @@ def test_what_goes_with_rank_5() -> None:
 
 
 def test_a_gpu_that_reaches_no_other_goes_alone_and_a_node_without_a_rack_too() -> None:
-    where = places(4, 2, ())
+    where = locations(4, 2, ())
     assert not may_be_lost_together(where[0], where[1], LossEvent.GPUS)
     assert may_be_lost_together(where[0], where[0], LossEvent.GPUS)
     assert may_be_lost_together(where[0], where[1], LossEvent.RACK)
@@ -90,7 +93,7 @@ def test_what_is_said() -> None:
 @pytest.mark.parametrize("size", [1, 2, 4, 8, 9, 72])
 def test_domains_that_divide_a_node_or_are_all_of_it(size: int) -> None:
     config = run_config({"nproc_per_node": 8, "gpu_domain": size}, "test")
-    gpus = labelled_gpus(config.settings(), 8)
+    gpus = labelled_gpus(config.settings().gpu_domain, 8)
     assert max(gpus) + 1 == max(8 // size, 1) and gpus == tuple(sorted(gpus))
 
 
@@ -119,14 +122,20 @@ def one_node(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     return monkeypatch
 
 
+def label(monkeypatch: pytest.MonkeyPatch, size: int | None) -> None:
+    """As a rank finds ``gpu_domain`` in its environment."""
+    monkeypatch.setenv(GPUS_ENV, json.dumps(labelled_gpus(size, 4)))
+
+
 def policy(protection: PeerProtection = PeerProtection.NOTHING) -> CopyPolicy:
     return CopyPolicy(protection, False, False, False, ((0, 1, 2, 3),), "", ())
 
 
 def said(registry: Any, protection: PeerProtection = PeerProtection.NOTHING, **more: Any) -> str:
-    settings = Settings(gpu_domain=more.pop("gpu_domain", None))
     copies = {"own": False, "outlives": False, **more}
-    return survival.say(registry, settings, policy(protection), **copies)
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        label(monkeypatch, copies.pop("gpu_domain", None))
+        return survival.say(registry, Settings(), policy(protection), **copies)
 
 
 def test_nothing_is_asked_in_a_job_without_nccl_and_labels(one_node: pytest.MonkeyPatch) -> None:
@@ -139,7 +148,7 @@ def test_nothing_is_asked_in_a_job_without_nccl_and_labels(one_node: pytest.Monk
 def test_replicas_on_gpus_that_are_joined_are_not_enough(one_node: pytest.MonkeyPatch) -> None:
     ddp = Shards((0, 1, 2, 3))
     assert "survives the loss of a rank; not of the GPUs" in said(ddp, gpu_domain=4)
-    assert "--snapshots always" in said(ddp, gpu_domain=4)
+    assert "in one NVLink domain, so that no copy can lie outside of it; --snapshots always" in said(ddp, gpu_domain=4)
     assert "survives the loss of a rank, or of the GPUs" in said(ddp, gpu_domain=2)
     assert "survives the loss of a rank, or of the GPUs" in said(ddp, gpu_domain=4, own=True, outlives=True)
 
@@ -155,7 +164,8 @@ def test_with_nccl_nvml_is_asked(one_node: pytest.MonkeyPatch) -> None:
 
 def test_labels_have_copies_made_only_where_they_help(one_node: pytest.MonkeyPatch) -> None:
     def made(*holders: tuple[int, ...], size: int = 2, **more: Any) -> bool:
-        settings = Settings.model_validate({"gpu_domain": size, **more})
+        settings = Settings.model_validate(more)
+        label(one_node, size)
         return survival.gpus_take_replicas(Shards(*holders), settings)  # type: ignore[arg-type]
 
     assert made((0, 1)) and made((0, 2), (2, 3)) and made((0, 3), size=4)
@@ -212,4 +222,4 @@ def test_the_fabric_is_a_label_where_all_gpus_are_in_one_and_it_is_complete() ->
 
 
 def test_places_are_of_the_launch() -> None:
-    assert places(4, 2, (0, -1), (5, 5))[3] == RankLocation(3, 1, -1, "5")
+    assert locations(4, 2, (0, -1), (5, 5))[3] == RankLocation(3, 1, -1, "5")

@@ -104,6 +104,14 @@ def test_the_failure_domains_of_the_launch(nodes: int, shared: tuple[int, ...], 
     assert launch_domains(4, nodes, shared) == domains
 
 
+def test_on_one_node_a_group_has_no_two_ranks_whose_gpus_are_lost_together() -> None:
+    domains = launch_domains(4, 1, (), (0, 0, 1, 1))
+    assert domains == ["GPUs 0", "GPUs 0", "GPUs 1", "GPUs 1"]
+    assert groups_of_all(domains, 1, 8) == ((0, 2), (1, 3))
+    assert launch_domains(4, 1, (), (0,) * 4) == [f"rank {rank}" for rank in range(4)], "there are no others"
+    assert launch_domains(4, 2, (), (0, 0, 1, 1)) == ["node 0", "node 0", "node 1", "node 1"]
+
+
 def test_groups_of_all_ranks_stay_as_long_as_their_members_are_apart() -> None:
     nodes = ["a", "a", "b", "b", "c", "c"]
     assert groups_of_all(nodes, 1, 8) == ((0, 2, 4), (1, 3, 5))

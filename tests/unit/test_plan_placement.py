@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from flashrecovery.plan.membership.failure_domains import LossEvent, labelled_gpus, locations, may_be_lost_together
 from flashrecovery.plan.membership.placement import (
     Room,
     apart,
@@ -15,6 +16,7 @@ from flashrecovery.plan.membership.placement import (
     neighbour_stride,
     place,
     place_joining,
+    ring_of,
     shared_domains,
 )
 from flashrecovery.plan.membership.ring import following, preceding
@@ -126,6 +128,25 @@ def test_who_comes_into_a_job_goes_where_its_mates_are(
 )
 def test_copies_go_to_another_node_and_domain(domains: list[str], stride: int) -> None:
     assert neighbour_stride(domains, 8) == stride
+
+
+@pytest.mark.parametrize(("size", "stride"), [(1, 1), (2, 2), (4, 4), (8, 1), (9, 1)])
+def test_copies_on_one_node_go_to_gpus_that_are_not_lost_with_the_ranks_own(size: int, stride: int) -> None:
+    """Where there are others."""
+    gpus = labelled_gpus(size, 8)
+    assert neighbour_stride(["s"], 8, gpus) == stride
+    assert ring_of(range(8), stride, 8, (), gpus) == [(rank + stride) % 8 for rank in range(8)]
+    where = locations(8, 8, gpus)
+    joined = [may_be_lost_together(one, where[(one.rank + stride) % 8], LossEvent.GPUS) for one in where]
+    assert any(joined) == (size >= 8)
+
+
+def test_a_ring_of_some_ranks_leaves_their_gpus_where_it_can() -> None:
+    gpus = labelled_gpus(2, 4)
+    assert ring_of((0, 1, 2), 2, 4, (), gpus) in ([1, 2, 0], [2, 0, 1])
+    assert ring_of((0, 1, 2, 3), 1, 4, (), gpus) == [2, 3, 0, 1]
+    assert ring_of((0, 2, 3), 2, 4, (), gpus) in ([1, 2, 0], [2, 0, 1])
+    assert ring_of(range(8), 4, 4, (), gpus) == [4, 5, 6, 7, 0, 1, 2, 3], "another node is other GPUs"
 
 
 class _Rack(str):

@@ -23,6 +23,7 @@ from flashrecovery.controller.state.nodes import NodeRecord, NodeState
 from flashrecovery.controller.state.rank_record import BUILT_UP, THROUGH, Place, RankProcess, RankRecord, unequal_ends
 from flashrecovery.controller.storage.generation_file import Numbers
 from flashrecovery.kinds import FailureKind, NoticeKind, Ordered
+from flashrecovery.plan.membership.failure_domains import labelled_gpus
 from flashrecovery.plan.membership.placement import neighbour_stride
 from flashrecovery.plan.transitions import State
 from flashrecovery.proto import flashrecovery_pb2 as pb
@@ -220,10 +221,11 @@ class TakeOver:
     def _take_over(self, now: float) -> None:
         """All agents are there, or have had the time."""
         self._job.launched = True
-        nodes = self._job.config.nnodes
-        if not self._job.parallel.text and nodes > 1 and not self._knows_stride:  # no agent had a rank table yet
-            domains = list(map(str, self._job.domains or range(nodes)))
-            self._job.stride = neighbour_stride(domains, self._job.config.nproc_per_node)
+        config = self._job.config
+        if not self._job.parallel.text and not self._knows_stride:  # no agent had a rank table yet
+            domains = list(map(str, self._job.domains or range(config.nnodes)))
+            gpus = labelled_gpus(config.gpu_domain, config.nproc_per_node)
+            self._job.stride = neighbour_stride(domains, config.nproc_per_node, gpus)
         heard = Numbers(self._job.generation, self._job.restarts, self._job.parallel.changes)
         written = self.written_down.get(self._job.launch, Numbers())
         self._job.generation = max(heard.generation, written.generation)

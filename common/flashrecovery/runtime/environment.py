@@ -7,6 +7,7 @@ import os
 from collections.abc import Mapping
 
 from flashrecovery.config import CONFIG_ENV, RunConfig
+from flashrecovery.plan.membership.failure_domains import labelled_gpus
 from flashrecovery.proto import flashrecovery_pb2 as pb
 from flashrecovery.runtime.nccl_env import LAUNCH_DEFAULTS
 
@@ -34,6 +35,9 @@ STRIDE_ENV = "FLASHRECOVERY_NEIGHBOUR_STRIDE"
 DOMAINS_ENV = "FLASHRECOVERY_DOMAINS"
 """Numbers of the nodes' failure domains at the launch, JSON; unset if no two nodes share one. In a parallel layout that
 the job has changed to: of the ranks' ones; unset on one node."""
+GPUS_ENV = "FLASHRECOVERY_GPUS"
+"""Numbers of the domains of a node's GPUs, by local rank, JSON, as ``gpu_domain`` has them; unset: it says nothing, or
+the job has changed its parallel layout."""
 LAYOUT_ENV = "FLASHRECOVERY_LAYOUT"
 """The parallel layout that the job has changed to, as tp=1,pp=2,dp=1; unset: that of the launch."""
 SEQUENCE_PARALLEL_ENV = "FLASHRECOVERY_SEQUENCE_PARALLEL"
@@ -85,6 +89,8 @@ def rank_env(config: RunConfig, rank: int, generation: int, replace: pb.Replace)
     several = {STORES_ENV: json.dumps([[s.host, s.port] for s in replace.stores])} if len(replace.stores) > 1 else {}
     if replace.domains:
         several[DOMAINS_ENV] = json.dumps(list(replace.domains))
+    if config.gpu_domain is not None and not replace.layout:
+        several[GPUS_ENV] = json.dumps(labelled_gpus(config.gpu_domain, config.nproc_per_node))
     if replace.layout:
         several |= {LAYOUT_ENV: replace.layout}
         several |= dict.fromkeys(("WORLD_SIZE", "ROLE_WORLD_SIZE"), str(replace.world_size))

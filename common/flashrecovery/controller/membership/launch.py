@@ -11,6 +11,7 @@ from flashrecovery.controller.state.rank_record import Place
 from flashrecovery.controller.state.recovery_round import RecoveryTries, StartRound
 from flashrecovery.errors import ConfigError
 from flashrecovery.kinds import NoticeKind, Ordered
+from flashrecovery.plan.membership.failure_domains import labelled_gpus
 from flashrecovery.plan.membership.placement import neighbour_stride, shared_domains
 from flashrecovery.plan.transitions import State
 from flashrecovery.plan.words import HOW_TO_PROTECT, shortened
@@ -67,7 +68,8 @@ class LaunchSequence:
         for node in self._job.nodes.values():
             node.state = NodeState.ACTIVE if node.name in chosen else NodeState.SPARE
         nproc = self._job.config.nproc_per_node
-        self._job.stride = neighbour_stride([n.domain for n in order], nproc)
+        gpus = labelled_gpus(self._job.config.gpu_domain, nproc)
+        self._job.stride = neighbour_stride([n.domain for n in order], nproc, gpus)
         self._job.domains = shared_domains([n.domain for n in order])
         for record in self._job.ranks.values():
             record.home, record.local_rank = order[record.rank // nproc].name, record.rank % nproc

@@ -21,6 +21,7 @@ from flashrecovery.controller.state.rank_record import Place, RankRecord
 from flashrecovery.controller.state.recovery_round import RecoveryRound, RecoveryTries, StartRound
 from flashrecovery.kinds import NoticeKind, Ordered
 from flashrecovery.plan.elastic.replicas import ReplicaShape
+from flashrecovery.plan.membership.failure_domains import labelled_gpus
 from flashrecovery.plan.membership.node_failures import SLOW, WEIGHTS
 from flashrecovery.plan.membership.placement import ring_of
 from flashrecovery.plan.ownership import renamed, turned_out_own
@@ -297,9 +298,12 @@ class JobState:
         return {rank: layout[keeper] for rank, keeper in zip(layout, ring, strict=True)}
 
     @property
-    def _where_copies_go(self) -> tuple[int, int, Sequence[int]]:
+    def _where_copies_go(self) -> tuple[int, int, Sequence[int], Sequence[int]]:
         # Nodes need not have equally many ranks in a layout that was changed to, and domains are those of ranks there.
-        return self.stride, 1 if self.parallel.text else self.config.nproc_per_node, self.domains
+        if self.parallel.text:
+            return self.stride, 1, self.domains, ()
+        per_node = self.config.nproc_per_node
+        return self.stride, per_node, self.domains, labelled_gpus(self.config.gpu_domain, per_node)
 
     @property
     def whole(self) -> bool:

@@ -111,7 +111,14 @@ class ReplicaShape:
         model_rank = self.model_rank(rank)
         return [other for other in sorted(members) if self.model_rank(other) == model_rank]
 
-    def ring(self, members: Sequence[int], stride: int, per_node: int, shared: Sequence[int] = ()) -> list[int]:
+    def ring(
+        self,
+        members: Sequence[int],
+        stride: int,
+        per_node: int,
+        shared: Sequence[int] = (),
+        gpus: Sequence[int] = (),
+    ) -> list[int]:
         """By the place of each of the ``members`` (ranks of whole replicas, :meth:`in_order`), the place of the one
         that keeps the copies of what it shares only with ranks of the same model rank. It is one of these,
         chosen as :func:`.ring_of` does. Where there is one replica, itself."""
@@ -122,7 +129,8 @@ class ReplicaShape:
         found = list(range(len(members)))
         for peers in model_ranks.values():
             if len(peers) > 1:
-                for rank, keeper in zip(peers, ring_of(peers, -(-stride // self.inner), per_node, shared), strict=True):
+                ring = ring_of(peers, -(-stride // self.inner), per_node, shared, gpus)
+                for rank, keeper in zip(peers, ring, strict=True):
                     found[place_of[rank]] = place_of[peers[keeper]]
         return found
 

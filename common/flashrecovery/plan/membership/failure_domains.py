@@ -58,6 +58,26 @@ class Kept:
     losses: int = 0
 
 
+def labelled_gpus(size: int | None, per_node: int) -> tuple[int, ...]:
+    """By local rank, as in :class:`RankLocation`, where ``size`` GPUs after each other are a domain (None: nothing is
+    said of them)."""
+    return () if size is None else tuple(local // size for local in range(per_node))
+
+
+def locations(world: int, per_node: int, gpus: Sequence[int], shared: Sequence[int] = ()) -> tuple[RankLocation, ...]:
+    """Of all ranks, at the launch. ``gpus``: by local rank, as in :class:`RankLocation`; empty: nothing is known.
+    ``shared``: see :func:`~flashrecovery.plan.membership.placement.shared_domains`."""
+    return tuple(
+        RankLocation(
+            rank,
+            rank // per_node,
+            gpus[rank % per_node] if gpus else -1,
+            str(shared[rank // per_node]) if shared else "",
+        )
+        for rank in range(world)
+    )
+
+
 def may_be_lost_together(one: RankLocation, other: RankLocation, event: LossEvent) -> bool:
     """Whether one ``event`` may take both ranks."""
     if one.rank == other.rank:

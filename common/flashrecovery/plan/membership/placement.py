@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
 
+from flashrecovery.plan.membership.failure_domains import LossEvent, RankLocation, locations, may_be_lost_together
+
 
 @dataclass(frozen=True, slots=True)
 class Room:
@@ -196,39 +198,55 @@ def setup_log_keepers_among(rank: int, stride: int, world: int, nodes: Mapping[i
     return tuple(found)
 
 
-def ring_of(members: Sequence[int], stride: int, per_node: int, shared: Sequence[int] = ()) -> list[int]:
+def ring_of(
+    members: Sequence[int], stride: int, per_node: int, shared: Sequence[int] = (), gpus: Sequence[int] = ()
+) -> list[int]:
     """By the place of each of the ``members`` (2 or more ranks of the launch, ascending), the place of the one that
     keeps its copies: ``stride`` away, as in a job of the launch's size, unless more of them could have another one on
-    another node, or in another failure domain.
+    another node, in another failure domain, or on GPUs that are not lost with theirs.
 
     Nodes are those of the launch, which had ``per_node`` ranks each, so that all come to the same ring by themselves;
-    ``shared``: a number for the failure domain of each (:func:`shared_domains`).
+    ``shared``: a number for the failure domain of each (:func:`shared_domains`); ``gpus``: see :func:`.locations`.
     """
     size = len(members)
     nodes = [rank // per_node for rank in members]
     # A node beyond those of the launch has ranks that no launch has had; it shares nothing that is known of.
     domains = [shared[node] if node < len(shared) else len(shared) + node for node in nodes] if shared else nodes
     most = max(Counter(nodes).values())  # from this shift on, no rank gets its own node if all have as many ranks
-    shifts = dict.fromkeys(shift % size or 1 for shift in (stride, *range(most, _SHIFTS * most, most)))
+    within = range(1, per_node) if gpus else ()
+    shifts = dict.fromkeys(shift % size or 1 for shift in (stride, *range(most, _SHIFTS * most, most), *within))
+    where = locations(max(members) + 1, per_node, gpus) if gpus else ()
 
-    def together(shift: int) -> tuple[int, int]:
+    def together(shift: int) -> tuple[int, int, int]:
         to = [(place + shift) % size for place in range(size)]
         near = [(nodes[place] == nodes[at], domains[place] == domains[at]) for place, at in enumerate(to)]
-        return sum(node for node, _ in near), sum(domain for _, domain in near)
+        joined = sum(_joined(where[members[place]], where[members[at]]) for place, at in enumerate(to)) if gpus else 0
+        return sum(node for node, _ in near), sum(domain for _, domain in near), joined
 
     shift = next(iter(shifts))
-    if together(shift) > (0, 0):
+    if together(shift) > (0, 0, 0):
         shift = min(shifts, key=together)
     return [(place + shift) % size for place in range(size)]
 
 
-def neighbour_stride(domains: Sequence[str], ranks_per_node: int) -> int:
+def _joined(one: RankLocation, other: RankLocation) -> bool:
+    """Whether the death of one rank's process may take the other along."""
+    return may_be_lost_together(one, other, LossEvent.GPUS)
+
+
+def neighbour_stride(domains: Sequence[str], ranks_per_node: int, gpus: Sequence[int] = ()) -> int:
     """Rank r's copies go to rank ``r + stride`` (modulo the world size), on another node and as far as possible in
-    another failure domain. ``domains``: of each node, in node order. One node: the next rank.
+    another failure domain. ``domains``: of each node, in node order. One node: the next rank whose GPU is not lost with
+    that of r (``gpus``: see :func:`.locations`), for as many ranks as possible.
     """
     nodes = len(domains)
     if nodes == 1:
-        return 1
+        where = locations(ranks_per_node, ranks_per_node, gpus)
+
+        def joined(step: int) -> int:
+            return sum(_joined(one, where[(one.rank + step) % ranks_per_node]) for one in where)
+
+        return min(range(1, ranks_per_node), key=joined, default=1) if gpus else 1
 
     def together(step: int) -> int:
         return sum(domains[i] == domains[(i + step) % nodes] for i in range(nodes))

@@ -144,9 +144,12 @@ Groups = tuple[tuple[int, ...], ...]
 """The ranks of each group, ascending."""
 
 
-def launch_domains(world: int, nodes: int, shared: Sequence[int] = ()) -> list[str]:
+def launch_domains(world: int, nodes: int, shared: Sequence[int] = (), gpus: Sequence[int] = ()) -> list[str]:
     """The failure domain of each rank when a job is launched on this many nodes: its node, or what the node shares with
-    others (``shared``: a number for each node); on a single node, its process."""
+    others (``shared``: a number for each node); on a single node, its process, or the GPUs that are lost with it
+    (``gpus``: a number by rank), if there are others."""
+    if nodes == 1 and len({*gpus}) > 1:
+        return [f"GPUs {number}" for number in gpus]
     if nodes == 1:
         return [f"rank {rank}" for rank in range(world)]
     on = [rank // (world // nodes) for rank in range(world)]

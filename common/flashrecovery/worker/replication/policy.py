@@ -31,7 +31,7 @@ from flashrecovery.plan.parity.copies_or_parity import (
     refusal,
 )
 from flashrecovery.plan.parity.groups import Groups, groups_of_all, launch_domains
-from flashrecovery.runtime.environment import DOMAINS_ENV, STRIDE_ENV, in_changed_layout
+from flashrecovery.runtime.environment import DOMAINS_ENV, GPUS_ENV, STRIDE_ENV, in_changed_layout
 from flashrecovery.runtime.host_memory import available_memory
 from flashrecovery.state.shard import Shard
 from flashrecovery.worker.registry import Registry
@@ -290,7 +290,8 @@ def ring_among(members: Sequence[int], shape: ReplicaShape | None = None) -> lis
     a job in which state is sharded only among ranks of the same model rank."""
     # In a layout that the job has changed to, nodes need not have equally many ranks, and domains are those of ranks.
     ranks = 1 if in_changed_layout() else ranks_of_node()
-    return (ring_of if shape is None else shape.ring)(members, placement()[0], ranks, shared_domains_of_nodes())
+    make = ring_of if shape is None else shape.ring
+    return make(members, placement()[0], ranks, shared_domains_of_nodes(), gpus_of_node())
 
 
 def shared_domains_of_nodes() -> list[int]:
@@ -299,18 +300,30 @@ def shared_domains_of_nodes() -> list[int]:
     return shared
 
 
+def gpus_of_node() -> list[int]:
+    """By local rank, a number for the GPUs that are lost together, as ``gpu_domain`` says; empty: it says nothing."""
+    gpus: list[int] = json.loads(os.environ.get(GPUS_ENV, "[]"))
+    return gpus
+
+
 def domains_of_launch(world: int) -> list[str]:
     """The failure domain of each rank, as the job was launched, or has changed its parallel layout last. A replacement
     finds the same: it follows from what the agent has put into the environment."""
     shared = shared_domains_of_nodes()
     if in_changed_layout() and placement()[1] > 1:  # nodes need not have equally many ranks there
         return [f"domain {number}" for number in shared]
-    return launch_domains(world, placement()[1], shared)
+    gpus = gpus_of_node()
+    return launch_domains(world, placement()[1], shared, [gpus[rank % len(gpus)] for rank in range(world) if gpus])
 
 
 def parity_groups(registry: Registry, settings: Settings) -> Groups | str:
-    """The parity groups of all ranks, as the job was launched; why there are none."""
-    return groups_of_all(domains_of_launch(registry.world_size), settings.parity, settings.parity_group)
+    """The parity groups of all ranks, as the job was launched; why there are none. Where the GPUs of the only node
+    cannot be told apart so, its processes are."""
+    world = registry.world_size
+    found = groups_of_all(domains_of_launch(world), settings.parity, settings.parity_group)
+    if isinstance(found, str) and placement()[1] == 1 and gpus_of_node():
+        return groups_of_all(launch_domains(world, 1), settings.parity, settings.parity_group)
+    return found
 
 
 def copied_shards(registry: Registry, losses: int) -> list[Shard]:

@@ -14,7 +14,7 @@ from flashrecovery.health import nvlink
 from flashrecovery.plan.membership.failure_domains import (
     Kept,
     LossEvent,
-    RankLocation,
+    locations,
     may_be_lost_together,
     survival_text,
     survives,
@@ -26,6 +26,7 @@ from flashrecovery.worker.replication.policy import (
     PeerProtection,
     anywhere,
     copier,
+    gpus_of_node,
     most,
     neighbour_of,
     placement,
@@ -34,33 +35,13 @@ from flashrecovery.worker.replication.policy import (
 )
 
 
-def places(world: int, per_node: int, gpus: Sequence[int], shared: Sequence[int] = ()) -> tuple[RankLocation, ...]:
-    """The places of all ranks, at the launch. ``gpus``: by local rank, as in :class:`RankLocation`; ``shared``: see
-    :func:`~flashrecovery.plan.membership.placement.shared_domains`."""
-    return tuple(
-        RankLocation(
-            rank,
-            rank // per_node,
-            gpus[rank % per_node] if gpus else -1,
-            str(shared[rank // per_node]) if shared else "",
-        )
-        for rank in range(world)
-    )
-
-
-def labelled_gpus(settings: Settings, per_node: int) -> tuple[int, ...]:
-    """By local rank; empty: nothing is said."""
-    size = settings.gpu_domain
-    return () if size is None else tuple(local // size for local in range(per_node))
-
-
 def gpus_take_replicas(registry: Registry, settings: Settings) -> bool:
     """Whether some shard has its replicas on GPUs only that one process may take along, as the settings say. A
     collective where they say something."""
-    gpus = labelled_gpus(settings, ranks_of_node())
+    gpus = gpus_of_node()
     if not gpus or settings.elastic is not None or settings.parallelism is not None:
         return False
-    where = places(registry.world_size, ranks_of_node(), gpus)
+    where = locations(registry.world_size, ranks_of_node(), gpus)
     held = [shard.holders for shard in registry.tensor_shards() if len(shard.holders) > 1]
     return anywhere(
         any(all(may_be_lost_together(where[h[0]], where[other], LossEvent.GPUS) for other in h) for h in held)
@@ -76,13 +57,13 @@ def say(registry: Registry, settings: Settings, policy: CopyPolicy, *, own: bool
     """
     nccl = any(group.request.kind == "nccl" and group.size > 1 for group in groups.groups())
     shared, per_node = shared_domains_of_nodes(), ranks_of_node()
-    labels = settings.gpu_domain is not None or bool(shared)
+    gpus: Sequence[int] = gpus_of_node()
+    labels = bool(gpus or shared)
     if not (nccl or labels) or registry.world_size == 1 or in_changed_layout() or policy.ring_of_each_size:
         return ""
-    gpus = labelled_gpus(settings, per_node)
     if not gpus and nccl:
         gpus = nvlink.look(os.environ, per_node).domains
-    where = places(registry.world_size, per_node, gpus, shared)
+    where = locations(registry.world_size, per_node, gpus, shared)
     losses = settings.parity if policy.protection is PeerProtection.PARITY else 1
     copied_at, kept = copier(registry, losses), []
     for shard in registry.tensor_shards():
@@ -102,6 +83,10 @@ def say(registry: Registry, settings: Settings, policy: CopyPolicy, *, own: bool
     if not shared or placement()[1] == 1:
         del lost[LossEvent.RACK]
     text = survival_text(lost)
-    return (
-        text if lost.get(LossEvent.GPUS, -1) < 0 else f"{text}; --snapshots always keeps copies that outlive the GPUs"
-    )
+    if lost.get(LossEvent.GPUS, -1) < 0:
+        return text
+    if placement()[1] == 1 and len({*gpus}) == 1:
+        text += "; all ranks are in one NVLink domain, so that no copy can lie outside of it"
+    elif not labels:
+        text += "; with --gpu-domain copies lie outside of a rank's own"
+    return f"{text}; --snapshots always keeps copies that outlive the GPUs"

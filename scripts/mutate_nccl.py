@@ -2,7 +2,7 @@
 
     scripts/mutate_nccl.py [NAME...]    names of mutants, or parts of them, e.g. "04-" (default: all)
 
-A reading of NCCL's and torch's sources, and of public reports, has found 23 things that GPUs would break
+A reading of NCCL's and torch's sources, and of public reports, has found 25 things that GPUs would break
 (docs/testing.md has the table). What mends each of them is taken out here, in a copy of the tree, and the tests that
 are named must fail. They need no GPU: what has to do with NCCL itself runs with the fake of it. ``unchanged`` runs all
 of them without a mutant. C++ is compiled into a separate cache; a mutant of it takes about a minute. Ends with exit
@@ -49,6 +49,10 @@ FSDP2_STATE, FSDP2_ADAPTER = f"{CORE}/adapter/fsdp2_state.py", f"{CORE}/torch_na
 ACCELERATOR, MACHINE = f"{CORE}/groups/accelerator.py", f"{CORE}/controller/machine.py"
 REDUCER, ORDER = f"{CORE}/torch_native/ddp_reducer.py", f"{CORE}/controller/recovery.py"
 MEGATRON = "fr_megatron/support.py"
+QUIET_PLAN, QUIET_WORKER, QUIET_AGENT, ABANDON = (
+    f"{CORE}/{name}.py"
+    for name in ("plan/quiet_abort", "worker/control/quiet_abort", "agent/processes/quiet_fence", "groups/exchange")
+)
 
 TRANSFER, LANES = f"{CORE}/worker/transfer/transfer.py", f"{CORE}/worker/transfer/device_lanes.py"
 DIGEST = f"{CORE}/state/digest.py"
@@ -65,7 +69,7 @@ def _unit(name: str, *tests: str) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Row:
-    """One of the 23. ``without``: what of it no mutant takes out, and why."""
+    """One of the 25. ``without``: what of it no mutant takes out, and why."""
 
     number: int
     what: str
@@ -859,6 +863,90 @@ ROWS = (
                 f"{DEVICE_TRANSFER}::test_a_source_that_dies_before_anything_of_it_is_known",
             ),
         ),
+    ),
+    Row(
+        25,
+        "a process that lives is killed when all ranks of its node have aborted",
+        (
+            _out(
+                "25-killed-first",
+                QUIET_AGENT,
+                "        if member.state is Communicators.NONE and may_kill(",
+                "        if may_kill(member, [], FENCE_S) or may_kill(",
+                f"{FAKE_JOBS}::test_a_living_rank_is_killed_when_all_of_its_domain_have_aborted",
+            ),
+            _out(
+                "25-the-others-are-not-looked-at",
+                QUIET_PLAN,
+                "    if any(one.state is not Communicators.NONE for one in shared):\n        return False\n",
+                "",
+                *_unit("quiet_abort"),
+            ),
+            _out(
+                "25-it-itself-need-not-have-aborted",
+                QUIET_PLAN,
+                "    return victim.state is Communicators.NONE or victim.stopped or waited_s >= ANSWER_S\n",
+                "    return True\n",
+                *_unit("quiet_abort"),
+            ),
+            _out(
+                "25-aborts-amid-a-transfer",
+                QUIET_WORKER,
+                "        drained = self._drained(TRANSFER_S)\n",
+                "        drained = True\n",
+                *_unit("quiet_abort"),
+            ),
+            _out(
+                "25-aborts-when-others-still-launch",
+                QUIET_PLAN,
+                "not any(one.state in unquiet and not one.stopped for one in others)",
+                "True",
+                *_unit("quiet_abort"),
+            ),
+            _out(
+                "25-its-own-wait-is-enough",
+                QUIET_WORKER,
+                "while not drained and not page.may_abort and",
+                "while False and",
+                *_unit("quiet_abort"),
+            ),
+            _out(
+                "25-what-is-stopped-is-waited-for",
+                QUIET_AGENT,
+                "is_stopped(process.pid) or is_exiting(process.pid)",
+                "False",
+                *_unit("quiet_abort"),
+            ),
+            _out(
+                "25-the-page-does-not-say-it",
+                QUIET_WORKER,
+                "while aborting() and time",
+                "while False and time",
+                *_unit("quiet_abort"),
+            ),
+            _out(
+                "25-aborts-before-the-wait",
+                ABANDON,
+                "    if order is not None:\n        order.before_aborts()\n",
+                "",
+                *_unit("quiet_abort"),
+            ),
+            _out(
+                "25-it-changes-its-state-meanwhile",
+                QUIET_AGENT,
+                "            process.page.lend(lease_clock())\n",
+                "",
+                *_unit("quiet_abort"),
+            ),
+            _out(
+                "25-a-wait-without-a-bound",
+                QUIET_PLAN,
+                "    if waited_s >= FENCE_S:\n        return True\n",
+                "",
+                *_unit("quiet_abort"),
+            ),
+        ),
+        without="whether 0.1 s tells a kernel that waits from one that transfers needs GPUs",
     ),
 )
 MUTANTS = tuple(mutant for row in ROWS for mutant, _ in row.mutants)

@@ -182,6 +182,45 @@ def test_all_replicas_go_with_their_nvlink_domain_and_a_label_has_snapshots_kept
     assert any("survives the loss of a rank, or of the GPUs that share NVLink; not of a node" in t for t in said), said
 
 
+def _one_domain(folder: Path, **more: str) -> dict[str, str]:
+    """The GPUs of all four ranks are joined, and a kernel transfers for a while after its data has come."""
+    return {"FAKE_NCCL_NVLINK": f"4:{folder}/domains", "FAKE_NCCL_TRANSFER_MS": "10", **more}
+
+
+def _let_go_first(folder: Path) -> None:
+    """No process has aborted amid a transfer, nor after another one had ended."""
+    faulted = [*(folder / "domains" / "0").glob("faulted.*")]
+    assert not faulted, faulted
+
+
+@pytest.mark.parametrize("fault", ["sigstop", pytest.param("hang", marks=pytest.mark.grid)])
+@pytest.mark.parametrize("phase", [pytest.param("forward", marks=pytest.mark.grid), "backward"])
+def test_a_living_rank_is_killed_when_all_of_its_domain_have_aborted(fault: str, phase: str, tmp_path: Path) -> None:
+    """Otherwise the others would be lost with it."""
+    config = {"timeouts": {"hang_floor_s": 4.0}}
+    inject = [f"rank=1,fault={fault},at={phase},step=3"]
+    job = _run(tmp_path / "run", FSDP, inject=inject, standby=1, env=_one_domain(tmp_path), config=config)
+    (recovery,) = job.of("recovery_finished")
+    assert recovery["victims"] == [1], job.explain()
+    _let_go_first(tmp_path)
+    check_same(job, _run(tmp_path / "reference", FSDP, standby=0))
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.grid)])
+def test_a_job_that_is_told_to_end_lets_go_before_it_kills(number: int, tmp_path: Path) -> None:
+    fake_nccl.build()
+    slow = replace(FSDP, flags=("--step-time=30",))
+    job = RunningJob(tmp_path / "run", FSDP, standby=0, **_options(slow, 400, _one_domain(tmp_path)))
+    job.wait_for_step(3)
+    ranks = job.ranks()
+    job.popen.send_signal(number)
+    ended = job.wait()
+    assert ended.code != 0, ended.explain()
+    _let_go_first(tmp_path)
+    there = {path.name for path in (tmp_path / "domains" / "0").glob("aborted.*")}
+    assert there == {f"aborted.{pid}" for pid in ranks.values()}, ended.explain()
+
+
 @pytest.mark.grid
 @pytest.mark.mutants
 def test_a_replica_is_restored_from_device_to_device(tmp_path: Path, reference: Callable[[Layout], Job]) -> None:

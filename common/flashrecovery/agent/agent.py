@@ -382,6 +382,7 @@ class Agent:
             if body in ("stop", "release"):
                 process.stepping, process.released = False, body == "release"
                 process.stops()
+                self._processes.stopping()
             elif body == "resume":
                 process.stepping = process.resumed = True
                 process.goes_on()

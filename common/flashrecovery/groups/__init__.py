@@ -18,6 +18,7 @@ from flashrecovery.groups.exchange import (
     drain,
     follows_communication_error,
     is_communication_error,
+    use_abort_order,
 )
 from flashrecovery.groups.native_build import build
 from flashrecovery.groups.registry import (
@@ -103,5 +104,6 @@ __all__ = [
     "start_setup_log",
     "take_setup_log",
     "underway_ns",
+    "use_abort_order",
     "watch_outside",
 ]

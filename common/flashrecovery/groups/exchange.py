@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import datetime
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch.distributed as dist
 
@@ -62,13 +63,37 @@ class AttachReport:
     slowest_s: float = 0.0
 
 
+class AbortOrder(Protocol):
+    """When NCCL communicators may be aborted, and who is told."""
+
+    def opened(self, generation: int) -> None:
+        """The calling thread has made some."""
+
+    def before_aborts(self) -> None:
+        """No thread of this process launches anything any more. Returns when it may abort."""
+
+    def begun(self, aborting: Callable[[], bool]) -> None:
+        """All are being aborted, as long as ``aborting`` says so."""
+
+
+def use_abort_order(order: AbortOrder, generation: int) -> None:
+    """From now on every :func:`abandon` keeps to ``order``. ``generation``: of the groups that there are."""
+    STATE.abort_order = order
+    if not STATE.detached and any(_has_communicators(group) for group in groups()):
+        order.opened(generation)
+
+
+def _has_communicators(group: ManagedGroup) -> bool:
+    return bool(group.request.kind == "nccl" and group.size > 1)
+
+
 def abandon(reason: str) -> int:
     """Give up all communication of this process; return how many operations were pending.
 
     Thread-safe; meant for a control thread. Every pending ``Work`` fails, its waiters wake, and every later operation
     raises at the call, until the groups are detached or attached. Waits in the stores of the groups wake too. A running
-    :func:`attach` fails. Detached groups go on answering locally. NCCL communicators are aborted in parallel;
-    :func:`drain` waits for that.
+    :func:`attach` fails. Detached groups go on answering locally. NCCL communicators are aborted in parallel, when
+    :func:`use_abort_order` lets them; :func:`drain` waits for that.
     """
     with STATE.abandoning:
         return _abandon(reason)
@@ -88,13 +113,21 @@ def _abandon(reason: str) -> int:
         module.stop_store(store, reason)
     stop_all(reason)
     count = 0
+    to_abort = []
     for group in targets:
         outer = group.outer()
         if outer is None or module.is_local(outer):
             continue
         count += module.abandon(outer, reason)
-        if group.request.kind == "nccl" and group.size > 1:
-            module.start_abort(outer)
+        if _has_communicators(group):
+            to_abort.append(outer)
+    order: AbortOrder | None = STATE.abort_order if to_abort else None
+    if order is not None:
+        order.before_aborts()
+    for outer in to_abort:
+        module.start_abort(outer)
+    if order is not None:
+        order.begun(lambda: any(map(module.aborting, to_abort)))
     return count
 
 
@@ -184,6 +217,8 @@ def attach(store: Store | Servers, generation: int, deadline_s: float) -> Attach
     for group in groups():
         if group.size == 1:
             _put_inside(module, group, None)
+    if STATE.abort_order is not None and any(_has_communicators(group) for group in todo):
+        STATE.abort_order.opened(generation)
     for known in STATE.stores:
         module.resume_store(known)
     torch_private.clear_coalescing()

@@ -31,6 +31,7 @@ class GroupsState:
     log_start_wanted: bool = False
     log_replay_wanted: bytes | None = None
     control_wanted: bool = False
+    abort_order: Any | None = None  # exchange.AbortOrder
 
 
 STATE = GroupsState()

@@ -27,6 +27,7 @@ from dataclasses import dataclass
 
 import xxhash
 
+from flashrecovery.plan.quiet_abort import Communicators
 from flashrecovery.plan.words import step_text
 from flashrecovery.runtime import temp_dir
 from flashrecovery.runtime.lifeline import Lifeline
@@ -60,6 +61,7 @@ _NOTES = TERMINATIONS_WORD + 1
 _LEAVING, _ASKS_LEAVING = _NOTES + 1, _NOTES + 2
 _SHOWN = _ASKS_LEAVING + 1
 _GROWN = _SHOWN + 1
+_COMMUNICATORS, _MAY_ABORT = _GROWN + 1, _GROWN + 2
 _FILE_NOTES = 80  # how often they were written; then, of each of two places, length + 1 (0: none) and digest
 _TEMP_DIR = 85
 _WRITES_BITS = 24  # of that word; a step that writes more often is noted once it is through
@@ -236,6 +238,34 @@ class Page:
 
     def set_asks_leaving(self) -> None:
         self._words[_ASKS_LEAVING] = True
+
+    # -- NCCL's communicators ---------------------------------------------------------------------
+
+    @property
+    def communicators(self) -> tuple[Communicators, int]:
+        """How far the process is with them, and the generation in which they were made (-1: it has never had any)."""
+        generation, state = divmod(self._words[_COMMUNICATORS], len(Communicators))
+        return Communicators(state), generation - 1
+
+    def set_communicators(self, state: Communicators, generation: int) -> None:
+        """Publish that. What :meth:`let_abort` has said before is void."""
+        self._words[_MAY_ABORT] = False
+        self._words[_COMMUNICATORS] = (generation + 1) * len(Communicators) + state
+
+    def move_communicators(self, before: Communicators, after: Communicators) -> None:
+        """Publish that those which were ``before`` are ``after``; nothing if others have been made meanwhile."""
+        state, generation = self.communicators
+        if state is before:
+            self._words[_COMMUNICATORS] = (generation + 1) * len(Communicators) + after
+
+    @property
+    def may_abort(self) -> bool:
+        """What :meth:`let_abort` has said."""
+        return bool(self._words[_MAY_ABORT])
+
+    def let_abort(self) -> None:
+        """Called by the agent: the other ranks of the node are quiet, too."""
+        self._words[_MAY_ABORT] = True
 
     # -- what the script has printed --------------------------------------------------------------
 

@@ -17,6 +17,7 @@ from flashrecovery.worker.control.control_thread import Control
 from flashrecovery.worker.control.device_sync import DeviceClock
 from flashrecovery.worker.control.fault_injection import Faults
 from flashrecovery.worker.control.gate import Gate
+from flashrecovery.worker.control.quiet_abort import QuietAbort
 from flashrecovery.worker.control.unwinding import Unwinding
 from flashrecovery.worker.registry import AdapterFactory, ModuleAdapterFactory, Registry
 
@@ -72,6 +73,7 @@ class Worker:
             self.registry.habits.hear,
             self.registry.is_reading,
         )
+        groups.use_abort_order(QuietAbort(connection.page), connection.assigned.generation)
         self.control.start()
 
     def send(self, message: pb.FromWorker) -> None:

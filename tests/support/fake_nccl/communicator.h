@@ -28,6 +28,8 @@
 #include <string>
 #include <thread>
 
+#include <unistd.h>
+
 #include "transport.h"
 
 namespace fake_nccl {
@@ -67,6 +69,16 @@ class Domain {
   static void look() { ended(); }
   // Has a process of the domain ended since communicators were made?
   static bool hasLostSomebody() { return ended() > 0; }
+  // Leaves a file WHAT.PID there, for tests: "aborted" while the process has no communicator open, "faulted" for good.
+  static void note(const std::string& what, bool on = true) {
+    const char* directory = std::getenv("FAKE_NCCL_DOMAIN");
+    if (directory == nullptr) return;
+    const auto file = std::filesystem::path(directory) / (what + "." + std::to_string(getpid()));
+    if (on)
+      std::ofstream(file).flush();
+    else
+      std::filesystem::remove(file);
+  }
 
  private:
   static int ended() {
@@ -100,6 +112,9 @@ inline long setting(const char* name, long otherwise) {
   return value == nullptr ? otherwise : std::atol(value);
 }
 
+// For so long after its data has come a kernel still transfers: `FAKE_NCCL_TRANSFER_MS`.
+inline std::chrono::milliseconds transferTime() { return std::chrono::milliseconds(setting("FAKE_NCCL_TRANSFER_MS", 0)); }
+
 // What one call of the script does on the device.
 struct Operation {
   std::function<WorkPtr(Backend&)> start;
@@ -117,6 +132,10 @@ class Launch {
     if (!attempt(gloo)) {
       peerGone();  // returns at the abort
       tear();
+    } else if (const auto time = transferTime(); time.count() > 0) {
+      transferring_ = true;
+      std::this_thread::sleep_for(time);
+      transferring_ = false;
     }
     finish();
   }
@@ -158,6 +177,7 @@ class Launch {
   }
   bool done() const { return done_; }
   bool torn() const { return torn_; }
+  bool transferring() const { return transferring_; }
 
  private:
   bool attempt(Backend& gloo) {
@@ -178,7 +198,7 @@ class Launch {
   std::condition_variable changed_;
   std::vector<Operation> operations_;
   std::vector<std::function<void()>> listeners_;
-  std::atomic<bool> done_{false}, torn_{false};
+  std::atomic<bool> done_{false}, torn_{false}, transferring_{false};
 };
 using LaunchPtr = std::shared_ptr<Launch>;
 
@@ -188,6 +208,7 @@ class Communicator {
  public:
   Communicator(BackendPtr gloo, const std::vector<DevicePtr>& devices) : shared_(std::make_shared<Shared>()) {
     Domain::look();
+    if (open()++ == 0) Domain::note("aborted", false);
     for (const auto& device : devices)
       shared_->transports.push_back(std::dynamic_pointer_cast<flashrecovery::ManagedDevice>(device)->state());
     std::thread([shared = shared_, gloo = std::move(gloo)] { stream(*shared, *gloo); }).detach();
@@ -235,23 +256,35 @@ class Communicator {
 
   void abort() {
     if (shared_->launching > 0) die("an abort while another thread launches");
-    if (!shared_->aborted && Domain::hasLostSomebody()) Sticky::failed = Sticky::kContained;  // too late
+    if (!shared_->aborted && Domain::hasLostSomebody()) {  // too late
+      Sticky::failed = Sticky::kContained;
+      Domain::note("faulted");
+    }
     {
       std::lock_guard<std::mutex> guard(shared_->mutex);
       if (shared_->aborted.exchange(true)) return;
+      if (shared_->running && shared_->running->transferring()) {
+        Domain::note("faulted");
+        die("an abort while a kernel transfers (SXid 12028): the node is lost");
+      }
       shared_->changed.notify_all();
     }
     for (const auto& transport : shared_->transports) transport->cut("aborted");
     std::unique_lock<std::mutex> lock(shared_->mutex);
     shared_->changed.wait(lock, [this] { return shared_->over; });
+    if (--open() == 0) Domain::note("aborted");
   }
 
  private:
+  static std::atomic<int>& open() {  // of the process
+    static std::atomic<int> count{0};
+    return count;
+  }
   struct Shared {
     std::mutex mutex;
     std::condition_variable changed;
     std::deque<LaunchPtr> queue;
-    LaunchPtr newest;
+    LaunchPtr newest, running;
     std::vector<std::shared_ptr<flashrecovery::TransportState>> transports;
     std::atomic<bool> aborted{false}, peerGone{false};
     std::atomic<int> launching{0};
@@ -265,6 +298,7 @@ class Communicator {
       if (shared.queue.empty()) break;
       LaunchPtr next = std::move(shared.queue.front());
       shared.queue.pop_front();
+      shared.running = next;
       lock.unlock();
       if (shared.aborted) {
         next->tear();
@@ -274,6 +308,7 @@ class Communicator {
       }
       next.reset();
       lock.lock();
+      shared.running.reset();
     }
     shared.over = true;
     shared.changed.notify_all();

@@ -129,15 +129,23 @@ class WorkerProcess:
             joined.needs[-1].digest = need.digest or digests.get(need.name, "")
         self.joined = joined
 
-    async def connect(self, on_message: Callable[[WorkerProcess, pb.FromWorker], None]) -> asyncio.Task[None]:
-        """Begin to read the process's messages. Returns the task that does so, to its end or :meth:`close`."""
+    async def connect(
+        self,
+        on_message: Callable[[WorkerProcess, pb.FromWorker], None],
+        on_garbage: Callable[[WorkerProcess, str], None] = lambda process, _why: process.kill(),
+    ) -> asyncio.Task[None]:
+        """Begin to read the process's messages. Returns the task that does so, to its end, to :meth:`close`, or to what
+        cannot be read (``on_garbage``)."""
         reader, self._writer = await asyncio.open_connection(sock=self._sock)
         self._writer.writelines(self._unsent)
-        self._reader_task = asyncio.create_task(self._read(reader, on_message))
+        self._reader_task = asyncio.create_task(self._read(reader, on_message, on_garbage))
         return self._reader_task
 
     async def _read(
-        self, reader: asyncio.StreamReader, on_message: Callable[[WorkerProcess, pb.FromWorker], None]
+        self,
+        reader: asyncio.StreamReader,
+        on_message: Callable[[WorkerProcess, pb.FromWorker], None],
+        on_garbage: Callable[[WorkerProcess, str], None],
     ) -> None:
         while True:
             try:
@@ -147,9 +155,9 @@ class WorkerProcess:
                 return
             try:
                 message = pb.FromWorker.FromString(data)
-            except DecodeError as e:  # end this process only: the others are not affected
+            except DecodeError as e:  # this process only: the others are not affected
                 log.error("process %d says what cannot be read, and is ended: %s", self.pid, e)
-                self.kill()
+                on_garbage(self, f"it says what cannot be read ({e})")
                 return
             on_message(self, message)
 

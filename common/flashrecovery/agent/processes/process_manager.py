@@ -21,6 +21,7 @@ from flashrecovery.agent.processes.logs import LogTail
 from flashrecovery.agent.processes.orphans import Orphans
 from flashrecovery.agent.processes.process import WorkerProcess
 from flashrecovery.agent.processes.providers import Forked, ProcessOrder, ProcessProvider, Spawned
+from flashrecovery.agent.processes.quiet_fence import QuietFence
 from flashrecovery.agent.processes.setup_logs import SetupLogs
 from flashrecovery.agent.processes.snapshots import NodeSnapshots
 from flashrecovery.agent.processes.standby import StandbyPool
@@ -112,6 +113,7 @@ class ProcessManager:
         forked = [] if self._zygotes is None else [Forked(self._zygotes)]
         self._providers: list[ProcessProvider] = [*forked, Spawned(command)]
         self._orphans = Orphans()
+        self._quiet = QuietFence(self.ranks.values, node.tasks)
         self._leaving: list[WorkerProcess] = []
         self._node_leaves = False  # as far as the node has been told
         self._orders: dict[int, int] = {}  # how often each rank was to be filled
@@ -165,12 +167,12 @@ class ProcessManager:
             self._coming_in.remove(command.rank)
 
     def _fence_old(self, rank: int, *, detached: bool) -> WorkerProcess | None:
-        """First step of filling a rank: nothing of the old process runs on. Returns what was there before; it has the
-        rank's page until another one has taken it over."""
+        """First step of filling a rank: the old process is killed, or told to let go of other GPUs' memory before that.
+        Returns what was there before; it has the rank's page until another one has taken it over."""
         filling = self.ranks.pop(rank, None)
         if filling is not None:
             filling.dead = True
-            filling.kill()
+            self._quiet.fence(filling, "another process fills this rank")
             self._before[rank] = filling
         (self._goes_on.add if detached else self._goes_on.discard)(rank)
         old = self._before.get(rank)
@@ -218,7 +220,12 @@ class ProcessManager:
         standby = self.pool.take(replace.local_rank) if replace.detached and own else None
         new = ProcessOrder(env, log, replace.local_rank, replace.detached)
         process = standby or await self._start(new, lambda: self._orders[rank] == order)
+        if old is not None:
+            await self._quiet.ended([old])  # nothing of it runs on: what it has left in its page is final
         if process is None:
+            return None
+        if self._orders[rank] != order or self._is_over(process):
+            self._discard(process)
             return None
         others = self._take_rank(process, command, str(log))
         if old is not None and replace.detached:
@@ -312,7 +319,8 @@ class ProcessManager:
         if log is not None:
             self._setup_logs.keep(rank, log, process.attempt)  # it may come back
         code = await process.end(grace_s)
-        process.kill()
+        self._quiet.fence(process, "this rank has left the job")
+        await self._quiet.ended([process])
         code = code if code is not None else await process.end(self._config.timeouts.fence_s)
         await self._look_at_gpu(process)
         if process not in self._leaving:
@@ -386,13 +394,17 @@ class ProcessManager:
             process = await provider.start(order)
             if self.ending or not wanted():
                 if process is not None:
-                    process.dead = True
-                    process.kill()
-                    self._tasks.start(self._bury(process))
+                    self._discard(process)
                 return None
             if process is not None:
                 return process
         raise AssertionError("the last one always gives one")
+
+    def _discard(self, process: WorkerProcess) -> None:
+        """It has never filled a rank."""
+        process.dead = True
+        process.kill()
+        self._tasks.start(self._bury(process))
 
     def learn(self, modules: pb.Modules) -> None:
         """What standbys and zygotes of this node are to import."""
@@ -405,10 +417,20 @@ class ProcessManager:
         return {**common_env(self._config), **self._network_env(), **self._snapshots.env()}
 
     async def _take_on(self, process: WorkerProcess) -> None:
-        self._tasks.watch(await process.connect(self._foreman.said))
+        self._tasks.watch(await process.connect(self._foreman.said, self._on_garbage))
         self._watch.add(process.pid, process.page.fd, lambda late: self._on_death(process, late))
 
     # -- their end --------------------------------------------------------------------------------
+
+    def _on_garbage(self, process: WorkerProcess, why: str) -> None:
+        if process.rank is None:
+            process.kill()
+        else:
+            self._foreman.refused(process, why)
+
+    def stopping(self) -> None:
+        """Ranks of this node have been told to stop: they may abort when all of them are quiet."""
+        self._quiet.watch()
 
     def _on_death(self, process: WorkerProcess, late: float) -> None:
         if process.dead or self.ending:
@@ -461,14 +483,20 @@ class ProcessManager:
         for rank in self._orders:
             self._orders[rank] += 1
         self._dismissals += 1
-        for process in [*self.ranks.values(), *self._before.values(), *self.pool.take_all()]:
+        leaving = [*self.ranks.values(), *self._before.values()]
+        for process in [*leaving, *self.pool.take_all()]:
             process.dead = True
-            process.kill()
-            self._tasks.start(self._bury(process))
+            self._quiet.fence(process, "this node's ranks have been given away")
+        for process in leaving:
+            self._tasks.start(self._end_and_bury(process, leaving))
         self.ranks.clear()
         self._before.clear()
         self._snapshots.forget(None)
         self.halted = False
+
+    async def _end_and_bury(self, process: WorkerProcess, together: list[WorkerProcess]) -> None:
+        await self._quiet.ended(together)
+        await self._bury(process)
 
     async def end(self, grace_s: float) -> None:
         """End all processes of the node: SIGTERM, a grace period, SIGKILL. The controller is not told."""
@@ -484,11 +512,16 @@ class ProcessManager:
         deadline = time.monotonic() + grace_s
         while time.monotonic() < deadline and any(p.returncode is None for p in processes):
             await asyncio.sleep(0.02)
-            for process in [p for p, count in noted.items() if p.page.terminations > count]:
-                process.kill()  # the script has no handler for it
+            told = [p for p, count in noted.items() if p.page.terminations > count]
+            for process in told:
+                self._quiet.fence(process, "the job ends")  # the script has no handler for it
+            if all(p in told or p.returncode is not None for p in processes):
+                break
         for process in processes:
             process.dead = True  # the heartbeats, which go on beside this, have no page of it any more
-            process.kill()
+            self._quiet.fence(process, "the job ends")
+        await self._quiet.ended(processes)
+        for process in processes:
             await process.end(1.0)
             self._close(process)
         self._orphans.reap()

@@ -101,6 +101,7 @@ class Control:
         self._at_once: Mapping[str, Callable[[pb.Command], None]] = {
             "hold": self._hold,
             "stop": self._stop,
+            "quiet": self._let_go,
             "ping": self._answer,
             "fault": lambda command: on_fault(command.fault),
             "checkpoint": lambda c: on_checkpoint(c.checkpoint.version, c.generation, c.checkpoint.launch),
@@ -161,6 +162,10 @@ class Control:
         groups.abandon(f"{command.stop.reason}; {BETWEEN_CALLS}" if unprotected else command.stop.reason)
         self._interrupt_modules()
         self.inbox.put(command)
+
+    def _let_go(self, command: pb.Command) -> None:
+        """This process is about to be killed: abort its communicators before that."""
+        groups.abandon(command.quiet.reason)
 
     def _let_finish(self, grace_s: float) -> None:
         """Wait until the training thread has finished its step, at most ``grace_s`` seconds, unless it waits for what

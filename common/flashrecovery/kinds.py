@@ -321,7 +321,12 @@ class NoticeKind(_Word):
     FENCE_TIMEOUT = "fence_timeout"
     """A process that is being replaced has not ended yet, or its GPU memory is not free yet.
 
-    Do: if it does not end, look for a process in uninterruptible sleep (state D) on that node.
+    Do: nothing; if the process never ends, its node is given up (`process_never_ends`).
+    """
+    PROCESS_NEVER_ENDS = "process_never_ends"
+    """SIGKILL does not end a process, because it is in uninterruptible sleep (state D). Its node is given up for this job.
+
+    Do: check the mount or driver that the text names; the node usually has to be rebooted.
     """
     NOT_REPLANNED = "not_replanned"
     """A change of parallelism was not carried out, or a different layout was chosen. The text says why.

@@ -491,6 +491,11 @@ class Agent:
         """A process cannot fill its rank; the controller will have it ended."""
         self._failures.report(process, FailureKind.COMMAND, why, 0.0)
 
+    def never_ends(self, rank: int, why: str) -> None:
+        """This node can fill the rank no more; the controller gives it up."""
+        self.notice(rank, NoticeKind.PROCESS_NEVER_ENDS, why)
+        self._send(pb.AgentMessage(node_stuck=pb.NodeStuck(evidence=why)))
+
     def ended(self, process: WorkerProcess, late: float) -> None:
         """First sign that a worker is dead or dying."""
         self._failures.ended(process, late)

@@ -235,6 +235,19 @@ class Machine:
         else:
             self._steps.recover([r.rank for r in lost], FailureKind.NODE_LOST, now - silent_s, silent_s, now)
 
+    def on_node_stuck(self, name: str, evidence: str, now: float) -> None:
+        """A process on a node never ends. What it still does cannot be known, so the node is given up for this job."""
+        node = self.job.nodes[name]
+        why = f"{evidence}; the node is given up for this job"
+        if name in self.job.given_up or not node.alive:
+            return
+        self.job.given_up[name] = why
+        if not self.job.config.several_nodes:
+            self.job.fail(f"node {name}: {evidence}; there is no other node for its ranks (--spare-nodes)")
+            return
+        self.on_node_lost(name, why, 0.0, now)
+        self._placement.fence(node, why)
+
     def _settle_homeless(self, now: float, *, excluded: bool = False) -> None:
         """A node has come; ranks that wait for one may get it. ``excluded``: any is better than none now."""
         if self.job.state in (State.FAILED, State.FINISHED) or not self._placement.house(now, excluded=excluded):

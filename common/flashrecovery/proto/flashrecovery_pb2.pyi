@@ -99,6 +99,7 @@ class AgentMessage(_message.Message):
     PAUSED_FIELD_NUMBER: _builtins.int
     NODE_LEAVING_FIELD_NUMBER: _builtins.int
     MACHINE_SPEED_FIELD_NUMBER: _builtins.int
+    NODE_STUCK_FIELD_NUMBER: _builtins.int
     sequence: _builtins.int
     acknowledged: _builtins.int
     """newest number received from the other side"""
@@ -152,6 +153,8 @@ class AgentMessage(_message.Message):
     def node_leaving(self) -> Global___NodeLeaving: ...
     @_builtins.property
     def machine_speed(self) -> Global___MachineSpeed: ...
+    @_builtins.property
+    def node_stuck(self) -> Global___NodeStuck: ...
     def __init__(
         self,
         *,
@@ -180,16 +183,38 @@ class AgentMessage(_message.Message):
         paused: Global___Paused | None = ...,
         node_leaving: Global___NodeLeaving | None = ...,
         machine_speed: Global___MachineSpeed | None = ...,
+        node_stuck: Global___NodeStuck | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "checkpoint", b"checkpoint", "done", b"done", "electors_known", b"electors_known", "exited", b"exited", "failure", b"failure", "hang_reports", b"hang_reports", "heartbeat", b"heartbeat", "joined", b"joined", "machine_speed", b"machine_speed", "modules", b"modules", "node_leaving", b"node_leaving", "notice", b"notice", "paused", b"paused", "probed", b"probed", "register", b"register", "replies", b"replies", "reply", b"reply", "standby", b"standby", "started", b"started", "vouch", b"vouch"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "checkpoint", b"checkpoint", "done", b"done", "electors_known", b"electors_known", "exited", b"exited", "failure", b"failure", "hang_reports", b"hang_reports", "heartbeat", b"heartbeat", "joined", b"joined", "machine_speed", b"machine_speed", "modules", b"modules", "node_leaving", b"node_leaving", "node_stuck", b"node_stuck", "notice", b"notice", "paused", b"paused", "probed", b"probed", "register", b"register", "replies", b"replies", "reply", b"reply", "standby", b"standby", "started", b"started", "vouch", b"vouch"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["acknowledged", b"acknowledged", "age_base", b"age_base", "body", b"body", "checkpoint", b"checkpoint", "done", b"done", "echo", b"echo", "electors_known", b"electors_known", "exited", b"exited", "failure", b"failure", "hang_reports", b"hang_reports", "heartbeat", b"heartbeat", "joined", b"joined", "machine_speed", b"machine_speed", "modules", b"modules", "node_leaving", b"node_leaving", "notice", b"notice", "paused", b"paused", "probed", b"probed", "register", b"register", "replies", b"replies", "reply", b"reply", "sent_at", b"sent_at", "sequence", b"sequence", "standby", b"standby", "started", b"started", "vouch", b"vouch"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["acknowledged", b"acknowledged", "age_base", b"age_base", "body", b"body", "checkpoint", b"checkpoint", "done", b"done", "echo", b"echo", "electors_known", b"electors_known", "exited", b"exited", "failure", b"failure", "hang_reports", b"hang_reports", "heartbeat", b"heartbeat", "joined", b"joined", "machine_speed", b"machine_speed", "modules", b"modules", "node_leaving", b"node_leaving", "node_stuck", b"node_stuck", "notice", b"notice", "paused", b"paused", "probed", b"probed", "register", b"register", "replies", b"replies", "reply", b"reply", "sent_at", b"sent_at", "sequence", b"sequence", "standby", b"standby", "started", b"started", "vouch", b"vouch"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["register", "heartbeat", "started", "failure", "reply", "joined", "done", "exited", "standby", "checkpoint", "notice", "probed", "modules", "electors_known", "replies", "hang_reports", "vouch", "paused", "node_leaving", "machine_speed"]  # noqa: Y015
+    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["register", "heartbeat", "started", "failure", "reply", "joined", "done", "exited", "standby", "checkpoint", "notice", "probed", "modules", "electors_known", "replies", "hang_reports", "vouch", "paused", "node_leaving", "machine_speed", "node_stuck"]  # noqa: Y015
     _WhichOneofArgType_body: _TypeAlias = _typing.Literal["body", b"body"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_body) -> _WhichOneofReturnType_body | None: ...
 
 Global___AgentMessage: _TypeAlias = AgentMessage  # noqa: Y015
+
+@_typing.final
+class NodeStuck(_message.Message):
+    """A process of this node never ends (state D), so the node is given up for this job."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    EVIDENCE_FIELD_NUMBER: _builtins.int
+    evidence: _builtins.str
+    def __init__(
+        self,
+        *,
+        evidence: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["evidence", b"evidence"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___NodeStuck: _TypeAlias = NodeStuck  # noqa: Y015
 
 @_typing.final
 class NodeLeaving(_message.Message):

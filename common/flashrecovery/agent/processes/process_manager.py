@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import signal
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -20,6 +20,7 @@ from flashrecovery.agent.processes.gpu_fence import GpuFence
 from flashrecovery.agent.processes.logs import LogTail
 from flashrecovery.agent.processes.orphans import Orphans
 from flashrecovery.agent.processes.process import WorkerProcess
+from flashrecovery.agent.processes.procfs import session_members, uninterruptible
 from flashrecovery.agent.processes.providers import Forked, ProcessOrder, ProcessProvider, Spawned
 from flashrecovery.agent.processes.quiet_fence import QuietFence
 from flashrecovery.agent.processes.setup_logs import SetupLogs
@@ -36,6 +37,8 @@ from flashrecovery.runtime.page import Page
 
 LAST_WORDS_S = 0.2
 """For what a dying process has still said to arrive."""
+_ENDLESS = 6
+"""Of ``timeouts.fence_s``: a process that has not ended by then never does, whatever it sleeps in."""
 _COPIED_HERE = 16 << 20
 """Bytes of rank-local state that are copied to a replacement's page without a thread."""
 
@@ -51,6 +54,9 @@ class ProcessObserver(Protocol):
 
     def refused(self, process: WorkerProcess, why: str) -> None:
         """A process cannot fill its rank."""
+
+    def never_ends(self, rank: int, why: str) -> None:
+        """SIGKILL does not end a process that had filled the rank, so this node can fill it no more."""
 
     def notice(self, rank: int, kind: NoticeKind, text: str) -> None:
         """Something to know."""
@@ -194,15 +200,31 @@ class ProcessManager:
             self._places.filled(process, log)
         return others
 
-    async def _bury_old(self, rank: int, old: WorkerProcess, *, hear_out: bool) -> None:
-        """Returns when the old process has ended and its GPU memory is free."""
+    async def _bury_old(self, rank: int, old: WorkerProcess, *, hear_out: bool) -> bool:
+        """Returns when the old process has ended and its GPU memory is free; False if that never comes."""
+        looks = 0
         while not await old.gone(self._config.timeouts.fence_s):
+            looks += 1
             waits = f"pid {old.pid} has not ended after SIGKILL; its rank is not filled before that"
             self._foreman.notice(rank, NoticeKind.FENCE_TIMEOUT, waits)
-        await self._free_gpu(rank, old)
+            if self._never_ends(rank, [old.pid], looks):
+                return False
+        if not await self._free_gpu(rank, old):
+            return False
         if hear_out:
             await old.hear_out(LAST_WORDS_S)
         self._tasks.start(self._bury(old))
+        return True
+
+    def _never_ends(self, rank: int, pids: Sequence[int], looks: int) -> bool:
+        """Whether one of these killed processes is not waited for any more, after so many times ``timeouts.fence_s``.
+        The job is told."""
+        for pid in pids:
+            why = uninterruptible(pid) or (f"{looks} x timeouts.fence_s have passed" if looks >= _ENDLESS else "")
+            if why:
+                self._foreman.never_ends(rank, f"SIGKILL does not end pid {pid} of rank {rank}: {why}")
+                return True
+        return False
 
     async def _fill(self, command: pb.Command, *, hear_out: bool) -> tuple[WorkerProcess, pb.WorkerStarted] | None:
         rank, replace = command.rank, command.replace
@@ -238,11 +260,11 @@ class ProcessManager:
             await self._inherit_setup_log(process, replace)
         if standby is None and not self._is_over(process):
             await self._take_on(process)
-        if old is not None:
-            await self._bury_old(rank, old, hear_out=hear_out)
+        if old is not None and not await self._bury_old(rank, old, hear_out=hear_out):
+            return None
         for other in others:
-            if other is not old:
-                await self._free_gpu(rank, other)
+            if other is not old and not await self._free_gpu(rank, other):
+                return None
         if self._is_over(process):
             return None
         assign = pb.Assign(
@@ -283,15 +305,20 @@ class ProcessManager:
         self._on_gpu[process.local_rank] = [*others, process]
         return others
 
-    async def _free_gpu(self, rank: int, gone: WorkerProcess) -> None:
-        """Wait, for as long as it takes, until a process has nothing left on its GPU that ``rank`` is to use. Not for
+    async def _free_gpu(self, rank: int, gone: WorkerProcess) -> bool:
+        """Wait until a process has nothing left on its GPU that ``rank`` is to use; False if that never comes. Not for
         one that lives, and has not been asked to end for long: what it has may still be needed."""
+        looks = 0
         while not await self._gpu_fence.released(gone, self._config.timeouts.fence_s):
             if not gone.dead and self.ranks.get(gone.place) is gone:
-                return
+                return True
+            looks += 1
             waits = f"pid {gone.pid} still has memory on its GPU; its rank is not filled before it is free"
             self._foreman.notice(rank, NoticeKind.FENCE_TIMEOUT, waits)
+            if self._never_ends(rank, session_members(gone.pid) or [gone.pid], looks):
+                return False
         self._leave_gpu(gone)
+        return True
 
     async def _look_at_gpu(self, process: WorkerProcess) -> None:
         """The process has ended. If it leaves memory on its GPU, the next process there waits until it is free."""

@@ -110,6 +110,30 @@ def is_exiting(pid: int) -> bool:
     return fields is None or bool(int(fields[_FLAGS]) & _PF_EXITING)
 
 
+def uninterruptible(pid: int) -> str:
+    """Which thread of the process is in uninterruptible sleep (state D: a mount that does not answer, a driver), and
+    where in the kernel; "" if none is. A thread is so for a moment in any input or output: ask when SIGKILL should have
+    ended the process long ago."""
+    try:
+        threads = os.listdir(f"/proc/{pid}/task")
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
+    for thread in sorted(threads, key=int):
+        fields = _stat(int(thread))
+        if fields is not None and fields[_STATE] == "D":
+            return f"thread {thread} is in uninterruptible sleep ({_waits_in(int(thread))})"
+    return ""
+
+
+def _waits_in(thread: int) -> str:
+    """The kernel function."""
+    try:
+        with open(f"/proc/{thread}/wchan") as f:
+            return f.read().strip("\0\n") or "unknown"
+    except OSError:  # PermissionError in a container, or it is gone
+        return "unknown"
+
+
 def session_members(session: int) -> list[int]:
     """The pids of the processes of this session that have not ended; one that waits to be reaped has. Reads all of
     /proc."""

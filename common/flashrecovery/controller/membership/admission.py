@@ -27,11 +27,20 @@ class Refusal:
 
 
 def refusal(
-    message: pb.Register, settings: Mapping[str, str], known: NodeRecord | None, *, there: bool, only: str = ""
+    message: pb.Register,
+    settings: Mapping[str, str],
+    known: NodeRecord | None,
+    *,
+    there: bool,
+    only: str = "",
+    given_up: str = "",
 ) -> Refusal | None:
     """Why this agent may not join; None: it may. ``settings``: the controller's own, by key. ``known``: the node of
-    this name, ``there``: its agent is connected and heard. ``only``: the node of a job that has no other one."""
+    this name, ``there``: its agent is connected and heard. ``only``: the node of a job that has no other one.
+    ``given_up``: why this node is out for good; "": it is not."""
     name = message.node
+    if given_up:
+        return Refusal(grpc.StatusCode.FAILED_PRECONDITION, f"node {name}: {given_up}")
     if known is not None and known.alive and there and known.incarnation != message.incarnation:
         # It has not been started again: two hosts have one host name, or two agents are tried on one host.
         text = f"another agent, at {known.host}, is node {name} already; give each agent a different --node-name"

@@ -85,6 +85,8 @@ class Inbound:
                 self._machine.on_exited(message.exited, now, node)
             case "node_leaving":
                 self._on_node_leaving(message.node_leaving, node, now)
+            case "node_stuck":
+                self._machine.on_node_stuck(node, message.node_stuck.evidence, now)
             case "checkpoint":
                 self._on_checkpoint(message.checkpoint)
             case "standby":

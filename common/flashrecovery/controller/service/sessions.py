@@ -158,7 +158,9 @@ class Sessions:
         node, now = first.register.node, lease_clock()
         known = self._machine.job.nodes.get(node)
         there = self._agents.is_connected(node) and not self._liveness.silent(node, now)
-        refused = refusal(first.register, self._settings, known, there=there, only=self._only_node())
+        given_up = self._machine.job.given_up.get(node, "")
+        only = self._only_node()
+        refused = refusal(first.register, self._settings, known, there=there, only=only, given_up=given_up)
         if refused is not None:
             return refused
         connection = AgentConnection(

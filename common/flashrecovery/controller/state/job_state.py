@@ -72,6 +72,7 @@ class JobState:
         in_order: the same, in order.
         generation: grows with each recovery and each new start; everything of an older one is void.
         places: how many ranks are in each place; their sum is the world size.
+        given_up: nodes that may not come back, and why.
         stride: distance in ranks to the neighbour that keeps copies.
         domains: at the launch, see :func:`~flashrecovery.plan.membership.placement.shared_domains`.
         checkpoint: the newest complete one, its version and directory.
@@ -110,6 +111,7 @@ class JobState:
     ranks: dict[int, RankRecord] = field(default_factory=dict)
     places: Counter[Place] = field(default_factory=Counter)
     nodes: dict[str, NodeRecord] = field(default_factory=dict)
+    given_up: dict[str, str] = field(default_factory=dict)
     stride: int = 1
     domains: tuple[int, ...] = ()
     checkpoints: list[tuple[int, str]] = field(default_factory=list)

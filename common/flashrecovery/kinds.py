@@ -324,7 +324,7 @@ class NoticeKind(_Word):
     Do: nothing; if the process never ends, its node is given up (`process_never_ends`).
     """
     PROCESS_NEVER_ENDS = "process_never_ends"
-    """SIGKILL does not end a process, because it is in uninterruptible sleep (state D). Its node is given up for this job.
+    """SIGKILL does not end a process: it is in uninterruptible sleep (state D). Its node is given up for this job.
 
     Do: check the mount or driver that the text names; the node usually has to be rebooted.
     """

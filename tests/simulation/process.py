@@ -118,7 +118,11 @@ class SimWorkerProcess(WorkerProcess):
 
     # -- the channel --------------------------------------------------------------------------------
 
-    async def connect(self, on_message: Callable[[WorkerProcess, pb.FromWorker], None]) -> asyncio.Task[None]:
+    async def connect(
+        self,
+        on_message: Callable[[WorkerProcess, pb.FromWorker], None],
+        on_garbage: Callable[[WorkerProcess, str], None] = lambda _process, _why: None,
+    ) -> asyncio.Task[None]:
         self._on_message = on_message
         early, self._early = self._early, []
         for message in early:

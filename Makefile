@@ -35,7 +35,7 @@ SEEDS ?= 2000
 SIMULATE_ARGS ?=
 PAGES = $(shell git ls-files '*.md')
 
-# Where it is set, each of a job's processes would compile our modules anew.
+# Where it is set, each of a job's processes would compile our modules again.
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help setup demo test test-asan test-tsan test-cuda-build test-new test-slurm matrix lint format grid grid-deepspeed grid-megatron grid-libraries soak soak-deepspeed soak-megatron chaos gpu-check bench bench-setup mutate mutate-session mutate-parity mutate-nccl simulate docs clean

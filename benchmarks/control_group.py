@@ -2,7 +2,7 @@
 
     python benchmarks/control_group.py [--rounds 5] [--ranks 8 32 64 128] [--gloo-up-to 128]
 
-Per row, medians over the rounds of the slowest rank of each round: *form* makes the group anew when all ranks are
+Per row, medians over the rounds of the slowest rank of each round: *form* forms the group again when all ranks are
 there, *first* is its first barrier (here ours connects the ranks that a barrier needs), *barrier* a later one;
 *connections* are those of one rank. All ranks are processes of this machine and share its cores.
 """

@@ -238,7 +238,7 @@ EXPLAIN = {
     "detect": "bounded by the kernel's hand-over of the worker's lifeline and the scheduling of the agent.",
     "quiesce": "bounded by the longest stretch of computation that a survivor cannot leave (one kernel).",
     "replace": "the replacement runs the user's script from the top: model, optimizer and data set are built "
-    "anew (and imported, without a standby); bounded by the script, not by the recovery.",
+    "again (and imported, without a standby); bounded by the script, not by the recovery.",
     "regroup": "bounded by gloo's full mesh of connections, one group after the other.",
     "restore": "bounded by the bytes that were lost and the bandwidth of one holder.",
     "verify": "bounded by hashing the restored bytes.",

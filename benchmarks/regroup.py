@@ -5,7 +5,7 @@
 Per row, medians over the rounds of the slowest rank of each round, in ms: *free* from ``abandon`` on a rank that is
 blocked in an all_reduce to its exception; *drain* until nothing can touch a tensor; *detach*; *attach* until all groups
 are connected again; *first* the first all_reduce on the default group. ``stock`` is what torch itself needs for it:
-``destroy_process_group`` and making all groups anew (which no handle survives). All ranks share this machine.
+``destroy_process_group`` and re-creating all groups (which no handle survives). All ranks share this machine.
 """
 
 from __future__ import annotations

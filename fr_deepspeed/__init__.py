@@ -28,8 +28,8 @@ Under ``flashrecovery run`` this package wraps ``deepspeed.initialize`` as soon 
 :mod:`.pipeline`     the pipeline engine's schedule
 :mod:`.layout`       which ranks hold a parameter, an expert's or another one; how a partition is named
 :mod:`.elastic`      another number of replicas: what is refused, and how an engine follows
-:mod:`.shard_layout` how ZeRO-1 and 2 divide their state; :mod:`.reform` makes their optimizer anew
-:mod:`.slices`       how ZeRO-3 divides its state; :mod:`.reform3` makes its slices anew
+:mod:`.shard_layout` how ZeRO-1 and 2 divide their state; :mod:`.reform` rebuilds their optimizer
+:mod:`.slices`       how ZeRO-3 divides its state; :mod:`.reform3` rebuilds its slices
 :mod:`.experts`      mixture of experts: what is refused, and what an interrupted step leaves
 :mod:`.backward`     what an interrupted backward pass leaves behind (ZeRO 1 to 3)
 :mod:`.offload`      the optimizer on the CPU

@@ -82,7 +82,7 @@ def _zero12(engine: Any) -> Iterator[str]:
     if getattr(zero, "parameter_alignment", False):
         yield "zero_optimization.parameter_alignment"
     if zero.optimizer is not engine.basic_optimizer:
-        yield f"the optimizer {type(zero.optimizer).__name__}, which DeepSpeed makes anew"
+        yield f"the optimizer {type(zero.optimizer).__name__}, which DeepSpeed creates again"
 
 
 def batch_of(engine: Any, forwards: Callable[[], int] | None = None) -> FrameworkBatch:

@@ -20,7 +20,7 @@ from fr_deepspeed.reform import as_member_at
 
 
 def reform3(engine: Any, place: ShardPlace) -> None:
-    """Make all of the engine's slices and partitions anew, for this ``place``, which need not be that in its groups. No
+    """Rebuild all of the engine's slices and partitions for this ``place``, which need not be that in its groups. No
     communication.
 
     The engine's own numbers of ranks must be right already (:func:`fr_deepspeed.elastic.resize_engine`), nothing may be

@@ -134,7 +134,7 @@ def tied_to_size(engine: Any) -> Iterator[str]:
     if getattr(zero, "use_muon", False):
         yield "the optimizer Muon"
     if zero.optimizer is not engine.basic_optimizer:
-        yield f"the optimizer {type(zero.optimizer).__name__}, which DeepSpeed makes anew"
+        yield f"the optimizer {type(zero.optimizer).__name__}, which DeepSpeed creates again"
     largest = max(sum(int(p.ds_numel) for p in group["params"]) for group in zero.trainable_param_groups)
     if zero.sub_group_size < largest or len(zero.fp16_groups) != len(zero.trainable_param_groups):
         yield (

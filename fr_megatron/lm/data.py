@@ -10,7 +10,7 @@ from flashrecovery import Recovery
 
 class PlacedLoader:
     """A loader over Megatron's sequential sampler. Its state is the number of batches taken; set, it begins there the
-    next time, and otherwise at its beginning: a survivor that goes back far begins it anew."""
+    next time, and otherwise at its beginning: a survivor that goes back far starts it again."""
 
     def __init__(self, loader: Any) -> None:
         self._loader = loader

@@ -32,7 +32,7 @@ def layout(*, tp: int = 1, pp: int = 1, cp: int | None = None, ep: int | None = 
         sizes = flashrecovery.layout(tp=2, pp=2)
         parallel_state.initialize_model_parallel(sizes.tp, sizes.pp)
 
-    A job that was launched with ``--parallelism`` may change its layout, and starts its processes anew for it. In any
+    A job that was launched with ``--parallelism`` may change its layout, and restarts its processes for it. In any
     other, and without ``flashrecovery run``, it returns what it is given. Context and expert parallelism stay 1, or
     what the
     script has made them itself, unless it asks for them: one that is given ``cp`` or ``ep``, also as 1, can train with

@@ -48,7 +48,7 @@ class Unwinding:
         if self._count > _MOST and time.monotonic() - self._began > _LONGEST_S:
             self._give_up(
                 f"{line_of_script(sys._getframe(1))} has caught {self._count} interruptions of a step that is to be "
-                "done again, and begins it anew each time: catch Exception there, or re-raise everything else"
+                "done again, and starts it again each time: catch Exception there, or re-raise everything else"
             )
 
     def over(self) -> None:

@@ -3,7 +3,7 @@
 What the script opens to write is noted, with its length, before the first change of a step. The note stands in the
 rank's page, which outlives it (:meth:`flashrecovery.runtime.page.Page.write_file_notes`). When a step is done again, by
 this process or by its replacement, what has been added since is cut off, and a file that was made since is removed.
-A small file that a step has read and writes anew gets its old content. What a process has in the buffers of open files
+A small file that a step reads and then rewrites gets its old content. What a process has in the buffers of open files
 is written out with each version.
 
 On its way to a place (a replacement from its first line, any rank through the rounds of an outer loop) the script opens
@@ -37,7 +37,7 @@ from flashrecovery.worker.preimport.own_files import is_own_file
 
 _STEPS_KEPT = 4
 _CONTENT = 256 << 10
-"""Most bytes of a file that is read and written anew."""
+"""Most bytes of a file that is read and rewritten."""
 _SIZES_KEPT = 1024
 _NOT_THERE = (0, 0)
 _FOR_THE_SCRIPT = frozenset({"jsonlines", "numpy", "pandas"})
@@ -61,7 +61,7 @@ class _Before(NamedTuple):
         inode: device and number; ``_NOT_THERE``: it was not there.
         size: in bytes.
         position: of the object by which it is open; -1: it is not.
-        content: of one that the step has read and writes anew.
+        content: the old content of a file that the step has read and rewrites.
     """
 
     inode: tuple[int, int]
@@ -200,10 +200,10 @@ class LoopFiles:
         if there is None:
             of_step[path] = _Before(_NOT_THERE, 0)
         elif "w" in mode and path not in self._read:
-            return  # the step that is done again makes it anew
+            return  # the repeated step creates it again
         elif "w" in mode or "a" not in mode:
             if there.st_size > _CONTENT:
-                self._leave(path, f"is read and written anew in one step, and longer than {_CONTENT >> 10} KiB")
+                self._leave(path, f"is read and rewritten in one step, and longer than {_CONTENT >> 10} KiB")
                 return
             of_step[path] = _Before(_inode(there), there.st_size, content=_content(path))
         elif known is not None and known[0] == _inode(there) and known[1] != there.st_size:

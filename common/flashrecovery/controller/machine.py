@@ -50,7 +50,7 @@ from flashrecovery.controller.state.crashes import cause_of, limit_of, option_of
 from flashrecovery.controller.state.history import HistoryEntry
 from flashrecovery.controller.state.job_state import AGENT, JobState
 from flashrecovery.controller.state.loss_policy import allowed_sizes, leaving_without, never_replaced
-from flashrecovery.controller.state.nodes import NodeRecord, NodeState
+from flashrecovery.controller.state.nodes import NodeRecord
 from flashrecovery.controller.state.rank_record import (
     HeldAt,
     Place,
@@ -69,7 +69,7 @@ from flashrecovery.errors import DamagedCheckpointError
 from flashrecovery.kinds import FailureKind, NoticeKind, Ordered, failed
 from flashrecovery.plan.elastic.resize import why_too_few
 from flashrecovery.plan.hang import VerdictKind, victims_of
-from flashrecovery.plan.ownership import renamed, turned_out_own
+from flashrecovery.plan.ownership import turned_out_own
 from flashrecovery.plan.transitions import RECOVERY_STATES, ChangeState, State, at_rest
 from flashrecovery.plan.words import HOW_TO_PROTECT, failed_text, raised_text, ranks_text
 from flashrecovery.proto import flashrecovery_pb2 as pb
@@ -82,8 +82,9 @@ _ELSEWHERE = -1
 class Machine:
     """What each event means for the job."""
 
-    def __init__(self, config: RunConfig) -> None:
-        self.job = JobState(config)
+    def __init__(self, config: RunConfig, *, launch: str = "", where: str = "") -> None:
+        """``launch``, ``where``: see :class:`.state.job_state.JobState`."""
+        self.job = JobState(config, launch=launch, where=where)
         self._placement = RankPlacement(self.job)
         self._starting = LaunchSequence(self.job, self._placement)
         self._coming = Joining(self.job)
@@ -136,8 +137,7 @@ class Machine:
             return
         if known is not None and known.alive:
             self.on_node_lost(known.name, "its agent has ended and was started again", 0.0, now)
-        node = self.job.nodes[message.node] = NodeRecord.of(message)
-        node.suspect = message.suspect or (known.suspect if known is not None else "")
+        node = self.job.nodes[message.node] = NodeRecord.of(message, known)
         self.job.emit(
             ev.NodeJoined(
                 generation=self.job.generation, node=node.name, host=node.host, domain=node.domain, slots=node.slots
@@ -163,7 +163,7 @@ class Machine:
         elif had_ranks:
             self._placement.fence(node, "its ranks belong to others")
         elif self.job.launched:
-            node.state = NodeState.SPARE
+            node.make_spare()
             # It was away when that was to be dropped; this is another process.
             if self.job.config.parallelism is not None:
                 self.job.outbox.send(
@@ -173,9 +173,7 @@ class Machine:
             self._placement.publish_others()
             self._growing.on_node(node.name)
         elif self.job.found_since is None and message.stride:
-            self.job.found_since = self.job.started_at = (
-                now  # it has a rank table: the job runs already, on other nodes
-            )
+            self.job.found_running(now)  # it has a rank table: the job runs already, on other nodes
         elif self.job.found_since is None and (
             len(self.job.nodes) >= self.job.config.nnodes or node.slots < self.job.config.nproc_per_node
         ):
@@ -185,11 +183,11 @@ class Machine:
         """A node does not answer any more, and no other node reaches it: its ranks are given away as a whole."""
         node = self.job.nodes[name]
         if self.job.ending.saving and node.alive:
-            node.state = NodeState.LOST
+            node.declare_lost()
             self._last_save.lost([r.rank for r in self.job.ranks.values() if r.home == name])
         if self.job.state in (State.FAILED, State.FINISHED) or not node.alive:
             return
-        node.state = NodeState.LOST
+        node.declare_lost()
         lost = [r for r in self.job.ranks.values() if r.home == name]
         self.job.emit(
             ev.NodeLost(
@@ -206,24 +204,24 @@ class Machine:
         self._resizing.last_resort.on_node_lost(name)
         self._joining_processes.on_node_lost(name)
         for record in self.job.ranks.values():
-            record.page_on = "" if record.page_on == name else record.page_on
+            record.lose_page_on(name)
         if not self.job.launched:
             for record in lost:  # found, but not taken over yet
                 if record.place is not Place.FINISHED:
                     self.job.vacate(record.rank)
-                    record.home, record.inventory.local_states = "", ()
+                    record.lose_home()
             return
         if not lost and self._parallelism.on_node_lost((), now):
             return
         if all(r.place is Place.FINISHED for r in lost):
             self._placement.publish_others()
             return
-        self.job.last_failure = f"node {name}: {evidence}"
+        self.job.remember_failure(f"node {name}: {evidence}")
         released = [r.rank for r in lost if r.place is Place.RELEASED]
         for record in lost:
             self._emit_failure(record, FailureKind.NODE_LOST, self.job.last_failure, silent_s)
             self.job.vacate(record.rank)
-            record.home, record.inventory.local_states = "", ()
+            record.lose_home()
         if released:
             self.job.fail(f"{self.job.last_failure}, after the last step of ranks {released}: their end state is lost")
             return
@@ -269,9 +267,8 @@ class Machine:
         ):
             return  # of a process that has been replaced since
         self.job.move(record.rank, Place.STARTING)
-        record.process = RankProcess(message.pid, node, host, self.job.generation)
-        record.page_on = record.home
-        record.inventory.local_states, record.inventory.early = tuple(message.local_states), frozenset(message.early)
+        process = RankProcess(message.pid, node, host, self.job.generation)
+        record.process_started(process, message.local_states, message.early)
         if not self.job.places[Place.EMPTY]:
             self._placement.publish_rank_table()
 
@@ -294,21 +291,19 @@ class Machine:
         sure = not record.inventory.as_launched
         before = record.registration(known if sure else record.inventory.common_needs(), steps=False)
         self.job.move(record.rank, Place.JOINED)
-        record.joined(message)
-        record.inventory.needs = renamed(record.inventory.needs, record.rank, turned_out_own(known))
-        record.inventory.as_launched = not known or not sure
+        record.joined(message, as_launched=not known or not sure)
+        record.inventory.rename_own(turned_out_own(known))
         another = self._parallelism.another_job(message)
         if another:
             why = f"rank {record.rank}: {another}"
             if self.job.state is State.STARTING and not self._parallelism.begin_otherwise(why, now):
                 self.job.fail(why)
             return
-        self.job.parallel.facts = message.facts or self.job.parallel.facts
+        self.job.parallel.hear_facts(message.facts)
         self.job.outbox.forget(Ordered.REPLACE, record.rank)
         if known and sure and not self.job.begins_as_sharded(record.rank):
             # its state is sharded as at the launch; it switches to the other ranks' sharding if it has a part in that
-            record.inventory.needs = {**record.inventory.common_needs(), **{name: known[name] for name in sharded}}
-            record.inventory.sharded = sharded
+            record.inventory.need_as_sharded(known, sharded)
         now_said = record.registration(record.inventory.needs if sure else record.inventory.common_needs(), steps=False)
         differs = registration_differs(before, now_said, "the process that it replaces") if known else ""
         if differs:
@@ -352,12 +347,12 @@ class Machine:
             return False
         step = max(message.step, record.committed, 0)
         self.job.counting.hear(message.counted)
-        record.committed = max(record.committed, message.step)
-        self.job.last_failure = f"rank {record.rank}: {failed_text(message.kind, message.evidence)}"
+        record.has_committed(message.step)
+        self.job.remember_failure(f"rank {record.rank}: {failed_text(message.kind, message.evidence)}")
         kind = FailureKind(message.kind)
         self._emit_failure(record, kind, message.evidence, message.detect_s, step, message.last_words)
         if kind in (FailureKind.DEVICE, FailureKind.CONTEXT_LOST) and record.home:
-            self.job.nodes[record.home].suspect = message.evidence
+            self.job.nodes[record.home].suspect_of(message.evidence)
         was = record.place
         self.job.vacate(record.rank)
         if self.job.ending.asked_by:
@@ -400,7 +395,7 @@ class Machine:
             return False
         who, where = f"rank {record.rank}", f"at {self.job.counting.text(step)}"
         if record.on_its_way and (leaving_without(self.job, [record.rank]) or fits_without(self.job, [record.rank])):
-            record.irreplaceable = True
+            record.stop_replacing()
             return False
         if record.on_its_way:
             who, where = f"the replacement of rank {record.rank}", "before its first step"
@@ -449,13 +444,12 @@ class Machine:
 
     def _give_up_checkpoint(self, path: str, why: str) -> None:
         """It is damaged: the one before it is the newest from now on."""
-        rest = [known for known in self.job.checkpoints if known[1] != path]
-        if len(rest) == len(self.job.checkpoints):
+        if not self.job.give_up_checkpoint(path):
             return  # another rank has said so already
-        self.job.checkpoints, self.job.tries.retries = rest, 0
-        if not rest:
-            self.job.last_failure = why
-        instead = f"; {rest[-1][1]} is used instead" if rest else ", and there is no other one"
+        other = self.job.checkpoint
+        if other is None:
+            self.job.remember_failure(why)
+        instead = f"; {other[1]} is used instead" if other is not None else ", and there is no other one"
         self.job.notice(NoticeKind.CHECKPOINT_DAMAGED, f"{why}{instead}")
         self.job.command(AGENT, self.job.saved_as(None))  # of two, agents remember the newer one
         self.job.command(AGENT, self.job.saved())
@@ -466,7 +460,7 @@ class Machine:
             position = message.position
             held_at = HeldAt(position.settled, position.mutating, position.version)
             for record in records:
-                record.held_at, record.committed = held_at, max(record.committed, held_at.version)
+                record.note_hold(held_at)
         elif what is Ordered.STOP:
             for record in records:
                 self.job.move(record.rank, Place.STOPPED)
@@ -474,19 +468,14 @@ class Machine:
                     record.rank
                 ):  # else it has no part of what is sharded yet
                     record.inventory.take_needs(message.needs)
-                record.inventory.as_launched = False
-                record.inventory.take(message.live_version, message.held, message.parity)
-                record.inventory.late = frozenset(message.late)
-                record.inventory.layout, record.inventory.ready = tuple(message.layout), tuple(message.ready)
-                record.inventory.local_states = ()  # as its page was at its start; the process knows what is in it now
+                record.inventory.process_stopped(message)
         elif what is Ordered.RESTORE and (restoring := self.job.round.restoring) is not None:
             for record in records:
                 restoring.report(record.rank, message)
         elif what is Ordered.RESUME:
             for record in records:
                 self.job.move(record.rank, Place.RUNNING)
-                record.on_its_way = record.new = False
-                record.inventory.live, record.inventory.as_launched = -1, False
+                record.process_resumed()
 
     def on_done(self, message: pb.Done, now: float) -> None:
         """A worker has taken all its steps; it may end when every rank has."""
@@ -494,8 +483,7 @@ class Machine:
         if record is None or message.generation != self.job.generation or record.place is Place.EMPTY:
             return
         self.job.move(record.rank, Place.DONE)
-        record.done(message)
-        record.left_at = now
+        record.done(message, now)
         uneven = unequal_ends(self.job.ranks.values())
         if uneven and self.job.state is not State.FAILED:
             self.job.fail(uneven)
@@ -519,13 +507,13 @@ class Machine:
     def _change(self, version: int, now: float) -> None:
         """All ranks wait before this version, or will: go on with others."""
         if self._parallelism.under_way:
-            self.job.last_failure = self._parallelism.why_paused(version)
+            self.job.remember_failure(self._parallelism.why_paused(version))
             self._steps.recover([], FailureKind.REPLAN, now, 0.0, now)
             return
         if self.job.config.parallelism is not None and self.job.config.elastic is None:
             text = "the layout does not change: the command to an earlier controller is no longer known"
             self.job.notice(NoticeKind.NOT_REPLANNED, text)
-        self.job.last_failure = self._resizing.why_paused(version)
+        self.job.remember_failure(self._resizing.why_paused(version))
         self._steps.recover([], self._coming.cause, self._resizing.paused_since(now), 0.0, now)
 
     def replan(self, layout: str, step: int) -> tuple[str, str, tuple[str, ...]]:
@@ -576,17 +564,17 @@ class Machine:
     def on_heartbeat(self, message: pb.Heartbeat, now: float, node: str = "") -> None:
         """What the ranks of one node are doing. A datagram may be older than what has come on the stream meanwhile, or
         newer: what a rank has committed counts if it is of this generation."""
-        self.job.tokens_per_step = message.tokens_per_step or self.job.tokens_per_step
+        self.job.hear_tokens(message.tokens_per_step)
         self.job.counting.hear(message.counted)
         counts = (Place.RUNNING, Place.RECOVERING) if message.generation == self.job.generation else ()
         for health in message.ranks:
             record = self.job.ranks.get(health.rank)
             if record is None or record.process.pid != health.pid or node not in ("", record.home):
                 continue
-            record.health.heard(health, now)
-            if record.place in counts:
-                record.committed = max(record.committed, health.committed)
-                record.health.entered = health.entered - 1
+            count = record.place in counts
+            record.health.heard(health, now, counts=count)
+            if count:
+                record.has_committed(health.committed)
         self._replace_left_behind(now)
         self._steps.confirm(now)
 
@@ -625,7 +613,7 @@ class Machine:
     def on_tick(self, now: float) -> None:
         """Look at the deadlines; call a few times a second."""
         if self.job.state in (State.FAILED, State.FINISHED):
-            self.job.homeless_since = None  # the job waits for no node any more
+            self.job.stop_awaiting_node()  # the job waits for no node any more
         if self.job.state is State.STARTING:
             self._resizing.begins_anew()
         if self.job.round.retry_at is not None and now >= self.job.round.retry_at:
@@ -709,8 +697,8 @@ class Machine:
         ):
             self._starting.let_run_unprotected()
         elif survivors and survivors <= late.keys() and not self.job.tries.asked_again:
-            self.job.tries.asked_again = True
-            self.job.last_failure = f"no rank has answered '{late[min(survivors)]}' within its deadline"
+            self.job.tries.ask_again()
+            self.job.remember_failure(f"no rank has answered '{late[min(survivors)]}' within its deadline")
             self.job.notice(NoticeKind.ALL_ASKED_AGAIN, self.job.last_failure)
             self._steps.recover([], FailureKind.UNRESPONSIVE, now, 0.0, now)
         else:
@@ -744,11 +732,12 @@ class Machine:
 
     def _all_again(self, why: str, now: float) -> None:
         """No rank is to blame: none is replaced, but all groups are formed again, and the step runs again."""
-        self.job.last_failure, step = why, max(r.committed for r in self.job.ranks.values())
-        self.job.stuck_at = {step: self.job.stuck_at.get(step, 0) + 1}
-        if self.job.stuck_at[step] >= self.job.config.max_failures_per_step:
+        self.job.remember_failure(why)
+        step = max(r.committed for r in self.job.ranks.values())
+        times = self.job.count_stuck(step)
+        if times >= self.job.config.max_failures_per_step:
             where = self.job.counting.text(step)
-            self.job.fail(f"{why}; so it was {self.job.stuck_at[step]} times at {where} (max_failures_per_step)")
+            self.job.fail(f"{why}; so it was {times} times at {where} (max_failures_per_step)")
         else:
             self._steps.recover([], FailureKind.DEADLOCK_SUSPECTED, now, 0.0, now)
 
@@ -760,7 +749,7 @@ class Machine:
             if at_once and job.ending.saving:
                 job.shut_down()
         elif by_itself and not job.ending.asked_by and job.state is State.RUNNING:
-            job.ending.asked_by, job.ending.until = reason, now + job.config.timeouts.signal_grace_s
+            job.ending.await_script(reason, now + job.config.timeouts.signal_grace_s)
         elif not by_itself or not job.ending.asked_by:
             job.fail(reason)
 
@@ -806,9 +795,7 @@ class Machine:
         """A rank could not regroup or restore. Mostly its peer has just died, which is about to be reported; if
         nothing is reported within a second, everybody tries again in the next generation."""
         if what in (Ordered.REGROUP, Ordered.RESTORE) and self.job.state in RECOVERY_STATES:
-            self.job.round.retry_for = f"rank {record.rank}: {error}"
-            if self.job.round.retry_at is None:
-                self.job.round.retry_at = now + _RETRY_AFTER_S
+            self.job.round.retry_later(f"rank {record.rank}: {error}", now + _RETRY_AFTER_S)
             return
         if what is Ordered.STAGING:
             self._could_not_write(record, error, now, differs=False)

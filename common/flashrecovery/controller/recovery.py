@@ -26,7 +26,7 @@ from flashrecovery.controller.next_move import (
 )
 from flashrecovery.controller.parallelism import Parallelism
 from flashrecovery.controller.state.custody import ready_for, sharding_of, take_on_parts
-from flashrecovery.controller.state.history import HistoryEntry, start_lines
+from flashrecovery.controller.state.history import start_lines
 from flashrecovery.controller.state.job_state import JobState
 from flashrecovery.controller.state.nodes import NodeRecord
 from flashrecovery.controller.state.parity import other_groups
@@ -40,7 +40,6 @@ from flashrecovery.controller.state.rank_record import (
     unequal_claims,
     unequal_steps,
 )
-from flashrecovery.controller.state.recovery_round import RecoveryTries
 from flashrecovery.controller.state.relayout_outcome import KeepLayout
 from flashrecovery.controller.state.restore_plan import (
     Decision,
@@ -82,7 +81,7 @@ class RecoverySteps:
         """STARTING is over when every rank has come to its first step."""
         if not self._job.all_in(Place.JOINED):
             return
-        self._job.unprotected = False
+        self._job.run_protected()
         uneven = unequal_steps(self._job.ranks.values())
         if uneven:
             self._job.fail(uneven)
@@ -111,15 +110,14 @@ class RecoverySteps:
                 )
             )
         else:
-            self._job.recovery = self._job.recovery or self._parallelism.change
+            self._job.continue_recovery(self._parallelism.change)
             if self._job.recovery is not None:
-                self._job.recovery.resume_step = again.round.version
+                self._job.recovery.resume_at(again.round.version)
         if found is None:
             self._job.to(State.RUNNING)
             self.send_resume(0, now)
             return
-        self._job.round.restoring, self._job.round.checkpoint = found.round, found.checkpoint
-        self._job.start_version = found.round.version
+        self._job.begin_from(found)
         self._job.to(State.RESTORING, now)
         if not found.checkpoint:
             self._restore_idle(now)
@@ -175,11 +173,10 @@ class RecoverySteps:
     def recover(self, victims: list[int], kind: FailureKind, failed_at: float, detect_s: float, now: float) -> None:
         """Ranks have lost their processes: replace these, and bring everybody back to one consistent version."""
         joins = self._joins(victims)
-        if self._job.recovery is None:
-            self._job.recovery = HistoryEntry(self._job.generation, failed_at, detect_s)
-        self._job.recovery.cause = self._job.recovery.cause or kind
+        recovery = self._job.recovery or self._job.open_recovery(failed_at, detect_s)
+        recovery.caused_by(kind)
         for victim in victims:
-            self._job.recovery.add_victim(victim, kind, self._job.generation + (not joins))
+            recovery.add_victim(victim, kind, self._job.generation + (not joins))
         if joins:
             self._join_recovery(kind, now, victims)
         else:
@@ -352,7 +349,7 @@ class RecoverySteps:
         if self._job.membership.unsure and self._another_sharding():
             self.enter(FailureKind.CONTROLLER, now)
             return
-        self._job.start.needs_known = self._job.generation
+        self._job.start.needs_told(self._job.generation)
         own = self._job.name_own()
         if not self._as_launched:
             take_on_parts(self._job.in_order, self._job.membership.sharded_among)
@@ -446,7 +443,7 @@ class RecoverySteps:
     def _another_sharding(self) -> bool:
         """The ranks have said how their state is sharded. Returns whether that is sent to them, and all are asked
         again what they need and hold: it is not as this controller has thought, or not yet the same on all."""
-        self._job.membership.unsure = False
+        self._job.membership.doubt_members(unsure=False)
         layout = sharding_of(self._job.in_order)
         as_thought = layout == self._job.elastic_layout() and all(
             r.inventory.layout in ((), layout) for r in self._job.in_order
@@ -457,7 +454,7 @@ class RecoverySteps:
         other = ready_for(self._job.in_order)
         if other and set(other) < set(layout) and not self._all_there():
             self._job.sharded_among(other)  # which takes nothing away: they could not go on from the old one
-        self._job.start.needs_known = 0
+        self._job.start.needs_told(0)
         return True
 
     def _all_there(self) -> bool:
@@ -485,7 +482,7 @@ class RecoverySteps:
         return other_groups(told, domains, job.config.nnodes, job.domains)
 
     def _adopt(self, decision: Decision, now: float) -> None:
-        self._job.round.restoring, self._job.round.checkpoint = decision.round, decision.checkpoint
+        self._job.round.restore_from(decision)
         version, reason = decision.round.version, decision.round.reason
         if decision.checkpoint:
             self._job.to(State.FALLBACK, now)
@@ -495,7 +492,7 @@ class RecoverySteps:
                 )
             )
         if self._job.recovery is not None:
-            self._job.recovery.resume_step, self._job.recovery.reason = version, reason
+            self._job.recovery.resume_at(version, reason)
             self._tell_of_cut_short(self._job.recovery.victims, version)
 
     def _tell_of_cut_short(self, victims: Sequence[int], version: int) -> None:
@@ -556,7 +553,7 @@ class RecoverySteps:
                 rank=source,
             )
         try:
-            self._job.round.restoring = restored.retry(wrong)
+            self._job.round.restore_again(restored.retry(wrong))
         except NoSourceError as e:
             if self._job.checkpoint is None:
                 self._job.fail(f"{e}; and there is no checkpoint")
@@ -573,9 +570,9 @@ class RecoverySteps:
 
     def send_resume(self, version: int, now: float) -> None:
         limit = self._job.config.timeouts.resume_ack_s
-        self._job.round.confirmed = 0
+        self._job.round.confirm(0)
         for record in self._job.ranks.values():
-            record.committed = version
+            record.begin_at(version)
             if self._job.state is State.RUNNING:
                 self._job.move(record.rank, Place.RUNNING)
         ended = max(record.ended for record in self._job.ranks.values())
@@ -588,13 +585,11 @@ class RecoverySteps:
             return
         recovery = self._job.recovery
         if recovery is not None and self._all_have_gone_on(recovery.resume_step):
-            recovery.finish(now)
-            recovery.iteration = self._job.counting.iteration(recovery.resume_step)
+            recovery.finish(now, self._job.counting.iteration(recovery.resume_step))
             self._resizing.all_have_gone_on()
             restarted = self._parallelism.restored_from() is not None
             self._recovered()
-            self._job.history.append(recovery)
-            self._job.recovery = None
+            self._job.close_recovery(recovery)
             slowest = slowest_start(self._job.ranks[rank] for rank in recovery.victims if rank in self._job.ranks)
             staying = () if restarted else self._job.ranks  # in another layout no process replaces a particular one
             self._job.emit(recovery.finished_event(self._job.generation, staying, slowest))
@@ -627,26 +622,28 @@ class RecoverySteps:
     def _recovered(self) -> None:
         """Set back what is counted within one recovery."""
         self._parallelism.confirmed()
-        self._job.tries = RecoveryTries()
+        self._job.new_tries()
         for record in self._job.ranks.values():
             record.crashes.arrived()
 
     def _all_have_gone_on(self, resume_step: int) -> bool:
         """Whether every rank has committed a step after ``resume_step`` or has none left. Who has, has for good; so
         each rank is asked about only until then, however many heartbeats come."""
-        while self._job.round.confirmed < len(self._job.in_order):
-            record = self._job.in_order[self._job.round.confirmed]
+        in_order, confirmed = self._job.in_order, self._job.round.confirmed
+        while confirmed < len(in_order):
+            record = in_order[confirmed]
             if record.place not in THROUGH and record.committed <= resume_step:
-                return False
-            self._job.round.confirmed += 1
-        return True
+                break
+            confirmed += 1
+        self._job.round.confirm(confirmed)
+        return confirmed >= len(in_order)
 
     def retry(self, now: float) -> None:
-        round_, tries = self._job.round, self._job.tries
-        round_.retry_at = None
-        tries.retries += 1
-        if tries.retries > _MAX_RETRIES:
-            self._job.fail(f"regrouping or restoring failed {tries.retries} times in a row, at last {round_.retry_for}")
+        round_ = self._job.round
+        round_.stop_waiting()
+        retries = self._job.tries.count_retry()
+        if retries > _MAX_RETRIES:
+            self._job.fail(f"regrouping or restoring failed {retries} times in a row, at last {round_.retry_for}")
         else:
             self.enter("retry", now)
 

@@ -10,16 +10,14 @@ go back: the newest that any agent has seen counts, or that a controller before 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 
 from flashrecovery.controller.membership.found_layout import FoundLayout
 from flashrecovery.controller.membership.launch import LaunchSequence
 from flashrecovery.controller.membership.placement import RankPlacement
 from flashrecovery.controller.parallelism import Parallelism
 from flashrecovery.controller.recovery import RecoverySteps
-from flashrecovery.controller.state.history import HistoryEntry
 from flashrecovery.controller.state.job_state import AGENT, JobState
-from flashrecovery.controller.state.nodes import NodeRecord, NodeState
+from flashrecovery.controller.state.nodes import NodeRecord
 from flashrecovery.controller.state.rank_record import BUILT_UP, THROUGH, Place, RankProcess, RankRecord, unequal_ends
 from flashrecovery.controller.storage.generation_file import Numbers
 from flashrecovery.kinds import FailureKind, NoticeKind, Ordered
@@ -51,13 +49,16 @@ class TakeOver:
         self._starting = starting
         self._steps = steps
         self.written_down: Mapping[str, Numbers] = {}
-        """By controllers before this one, by launch."""
         self._launch_of = -1  # the newest generation in which a node has named the launch
         self._layout = FoundLayout(job)
         self._found_at: float | None = None  # when the last agent has come to an elected controller
         self._knows_stride = False  # a node has told it
         self._regrouped = -1  # the newest generation in which a node has heard who forms the groups
         self._members_of = -1  # the newest generation in which a node has told who belongs to an elastic job
+
+    def read_numbers(self, written_down: Mapping[str, Numbers]) -> None:
+        """What controllers before this one have written down, by launch."""
+        self.written_down = written_down
 
     @property
     def gathering(self) -> bool:
@@ -76,12 +77,13 @@ class TakeOver:
 
     def inherit(self, now: float) -> None:
         """The job runs already, under a controller that is lost with its node; the others' agents are on their way."""
-        self._job.found_since = self._job.started_at = self._found_at = now
+        self._job.found_running(now)
+        self._found_at = now
 
     def find(self, node: NodeRecord, message: pb.Register, now: float) -> None:
         """A node with ranks has come to a controller that has not launched them."""
         if self._job.found_since is None:
-            self._job.found_since = self._job.started_at = now
+            self._job.found_running(now)
         if self._found_at is not None:
             self._found_at = now
         if self._job.config.parallelism is not None:
@@ -107,12 +109,11 @@ class TakeOver:
             self._adopt_worker(record, worker, node, message.generation)
         for page in message.pages:
             self._adopt_page(self._job.ranks[page.rank], page, node, message.generation)
-        self._job.generation = max(self._job.generation, message.generation)
-        self._job.stride = message.stride or self._job.stride
+        self._job.hear_generation(message.generation)
         self._knows_stride |= message.stride > 0
-        self._job.domains = tuple(message.domains) or self._job.domains
+        self._job.place_copies(message.stride or self._job.stride, tuple(message.domains) or self._job.domains)
         if not self._job.parallel.text:  # else it is counted with the changes
-            self._job.restarts = max(self._job.restarts, message.attempt)
+            self._job.hear_restarts(message.attempt)
         if all(r.home for r in self._job.ranks.values()):
             self._take_over(now)
 
@@ -127,7 +128,8 @@ class TakeOver:
     def hear_of_launch(self, message: pb.Register) -> None:
         """A node names the launch of which it has heard with the newest generation that it knows."""
         if message.launch and message.generation > self._launch_of:
-            self._job.launch, self._launch_of = message.launch, message.generation
+            self._job.hear_launch(message.launch)
+            self._launch_of = message.generation
 
     def _forget_who_left(self, node: NodeRecord, message: pb.Register) -> None:
         """An elastic job has gone on without some ranks; one of their processes may not have heard of it yet. Nor has a
@@ -162,14 +164,14 @@ class TakeOver:
             elif worker.resumed and record.place in BUILT_UP:
                 self._job.tell_to_leave(worker.rank, record.home)
                 self._job.vacate(record.rank)
-                record.home = record.page_on = ""
+                record.forget_home()
             elif worker.resumed and not (worker.stepping and record.place in _GOING):
                 # the old one has stayed until all had taken a step (:mod:`.elastic.released_processes`)
                 here, there = (worker.stepping, worker.committed), (record.place in _GOING, record.committed)
                 self._job.tell_to_leave(worker.rank, record.home if here > there else node.name)
                 if here > there:
                     self._job.vacate(record.rank)
-                    record.home = record.page_on = ""
+                    record.forget_home()
                 else:
                     message.workers.remove(worker)
 
@@ -177,28 +179,18 @@ class TakeOver:
         """The rank's process has died there. Filled again on that node, it finds its rank-local states."""
         if record.place is not Place.EMPTY or (record.home and record.process.joined_generation >= generation):
             return
-        self._is_at_home(record, page, node, generation)
-
-    @staticmethod
-    def _is_at_home(record: RankRecord, said: pb.WorkerState | pb.PageOf, node: NodeRecord, generation: int) -> None:
-        """The rank belongs to ``node``, with what that says of its page."""
-        record.home = record.page_on = node.name
-        record.process = replace(record.process, joined_generation=generation)
-        record.local_rank, record.committed = said.local_rank, said.committed
-        record.inventory.local_states, record.inventory.early = tuple(said.local_states), frozenset(said.early)
+        record.found_on(node.name, page, generation)
 
     def _adopt_worker(self, record: RankRecord, worker: pb.WorkerState, node: NodeRecord, generation: int) -> None:
-        self._is_at_home(record, worker, node, generation)
-        record.process = RankProcess(worker.pid, node.name, node.host, generation)
-        record.store = (worker.store_host, worker.store_port)
+        record.found_on(node.name, worker, generation)
+        process = RankProcess(worker.pid, node.name, node.host, generation)
+        record.found_process(process, (worker.store_host, worker.store_port))
         place = Place.STARTING
         if worker.HasField("joined"):
             place = Place.JOINED
-            record.joined(worker.joined)
-            record.inventory.as_launched = (
-                self._job.config.elastic is not None
-            )  # perhaps it has not said anything since
-            self._job.parallel.facts = worker.joined.facts or self._job.parallel.facts
+            elastic = self._job.config.elastic is not None
+            record.joined(worker.joined, as_launched=elastic)  # perhaps it has not said anything since
+            self._job.parallel.hear_facts(worker.joined.facts)
         if worker.released:
             place = Place.FINISHED if worker.exited else Place.RELEASED
         elif worker.HasField("done"):
@@ -220,18 +212,18 @@ class TakeOver:
 
     def _take_over(self, now: float) -> None:
         """All agents are there, or have had the time."""
-        self._job.launched = True
+        self._job.take_charge()
         config = self._job.config
         if not self._job.parallel.text and not self._knows_stride:  # no agent had a rank table yet
             domains = list(map(str, self._job.domains or range(config.nnodes)))
             gpus = labelled_gpus(config.gpu_domain, config.nproc_per_node)
-            self._job.stride = neighbour_stride(domains, config.nproc_per_node, gpus)
+            self._job.place_copies(neighbour_stride(domains, config.nproc_per_node, gpus), self._job.domains)
         heard = Numbers(self._job.generation, self._job.restarts, self._job.parallel.changes)
         written = self.written_down.get(self._job.launch, Numbers())
-        self._job.generation = max(heard.generation, written.generation)
-        self._job.attempts = max(heard.attempts, written.attempts)
+        self._job.hear_generation(written.generation)
+        self._job.hear_attempts(max(heard.attempts, written.attempts))
         if self._regrouped == self._job.generation:  # the one before this has told it, before a node heard of it
-            self._job.membership.told_size = len(self._job.ranks)
+            self._job.membership.size_told(len(self._job.ranks))
         if self._job.checkpoint is not None:
             self._job.command(AGENT, self._job.saved())
         replanned = self._job.config.parallelism is not None
@@ -240,7 +232,7 @@ class TakeOver:
         homes = {r.home for r in self._job.ranks.values()}
         for node in self._job.nodes.values():
             if node.alive:
-                node.state = NodeState.ACTIVE if node.name in homes else NodeState.SPARE
+                node.use_for(homes)
         records = list(self._job.ranks.values())
         missing = [r.rank for r in records if r.place is Place.EMPTY]
         behind = [
@@ -249,7 +241,7 @@ class TakeOver:
         said = f"a new controller has found {len(records) - len(missing)} of {len(records)} ranks"
         lost = self._layout.why_lost()
         if lost:
-            self._job.last_failure = f"{said}, none of them in its loop"
+            self._job.remember_failure(f"{said}, none of them in its loop")
             if not self._parallelism.begin_again(now):
                 self._job.fail(lost)
             return
@@ -282,21 +274,21 @@ class TakeOver:
             unknown = [r.rank for r in records if r.place not in _GOING]
             self._job.fail(f"{said}; all have taken their last step, but how ranks {unknown} have ended is unknown")
             return
-        self._job.last_failure = self._job.last_failure or f"{said}, not all of them in their loop"
-        self._job.membership.unsure = self._job.config.elastic is not None
+        self._job.remember_failure(self._job.last_failure or f"{said}, not all of them in their loop")
+        self._job.membership.doubt_members(unsure=self._job.config.elastic is not None)
         trained = any(r.place in (Place.RUNNING, Place.DONE, Place.STOPPING) or r.committed > 0 for r in records)
         # There was a recovery. Who says that it has taken no step may have come in it, and who had the state is lost.
-        self._job.recovered_before = any(known.generation > known.restarts for known in (heard, written))
+        self._job.hear_recovered(before=any(known.generation > known.restarts for known in (heard, written)))
         trained |= self._job.recovered_before
         if not trained and len(missing) < len(records):
             # Nodes may come back with set-up logs of starts that this controller has not heard of.
-            self._job.restarts = max(self._job.restarts, written.restarts)
+            self._job.hear_restarts(written.restarts)
             self._settle_found(now)
             self._starting.start_again(f"{said}, before the first step", now)
             return
-        self._job.recovery = HistoryEntry(self._job.generation, now, 0.0)
+        recovery = self._job.open_recovery(now)
         for rank in missing:
-            self._job.recovery.add_victim(rank, FailureKind.CONTROLLER, self._job.generation + 1)
+            recovery.add_victim(rank, FailureKind.CONTROLLER, self._job.generation + 1)
         self._settle_found(now)
         self._placement.publish_others()
         limit = now + self._job.config.timeouts.replacement_s

@@ -64,7 +64,7 @@ class Observer:
         recorder = Recorder(service.machine, service.run_dir)
         log.subscribe(recorder.take)
         recorder.start()
-        service.course = lambda: recorder.course().model_dump_json()
+        service.serve_course(lambda: recorder.course().model_dump_json())
         return recorder
 
     async def _serve(self, host: str, port: int) -> str:

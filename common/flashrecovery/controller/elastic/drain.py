@@ -14,7 +14,7 @@ from flashrecovery.controller.membership.joining_processes import give_up_all
 from flashrecovery.controller.membership.placement import RankPlacement
 from flashrecovery.controller.state.job_state import AGENT, JobState
 from flashrecovery.controller.state.loss_policy import allowed_sizes, never_replaced
-from flashrecovery.controller.state.nodes import NodeRecord, NodeState, rooms
+from flashrecovery.controller.state.nodes import NodeRecord, rooms
 from flashrecovery.kinds import NoticeKind
 from flashrecovery.plan.elastic.drain import HandOff, HandOffWay, Parting, hand_off
 from flashrecovery.plan.transitions import DrainState, State
@@ -37,6 +37,10 @@ class NodeDrain:
     until: float
     cause: str
     moves: int = 0
+
+    def count_move(self) -> None:
+        """Its ranks are on their way once more."""
+        self.moves += 1
 
 
 class Drain:
@@ -70,7 +74,7 @@ class Drain:
         plan = self._plan(node)
         if plan.way is HandOffWay.NOTHING:
             return plan.reason, ""
-        node.leaving = True
+        node.start_leaving()
         self._nodes[name] = NodeDrain(now + within_s, cause)
         return "", plan.reason
 
@@ -138,9 +142,9 @@ class Drain:
         if job.membership.joining:
             give_up_all(job, f"node {node.name} is to leave")
         self._resizing.put_aside()
-        self._coming.came_to_nothing = False
+        self._coming.try_again()
         plan = self._plan(node)
-        drain.moves += 1
+        drain.count_move()
         cause = f", because {drain.cause}" if drain.cause else ""
         job.notice(NoticeKind.NODE_LEAVES, f"node {node.name} is to leave{cause}: {plan.reason}")
         if plan.way is HandOffWay.MOVE:
@@ -159,7 +163,7 @@ class Drain:
         self._forget(node)
         job.notice(NoticeKind.NODE_LEFT, f"node {node.name} has left the job")
         job.outbox.send(node.name, pb.Command(generation=job.generation, rank=AGENT, shutdown=pb.Shutdown()))
-        node.state = NodeState.LOST
+        node.declare_lost()
         self._placement.publish_rank_table()
 
     def _give_up(self, node: NodeRecord, why: str) -> None:
@@ -169,5 +173,5 @@ class Drain:
         self._forget(node)
 
     def _forget(self, node: NodeRecord) -> None:
-        node.leaving = False
+        node.stop_leaving()
         del self._nodes[node.name]

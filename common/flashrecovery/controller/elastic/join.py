@@ -14,14 +14,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Set
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from flashrecovery.controller.elastic.released_processes import RelievedProcesses
 from flashrecovery.controller.membership.joining_processes import JoiningProcesses, give_up, give_up_all
 from flashrecovery.controller.state.custody import of_their_own, sharded
 from flashrecovery.controller.state.job_state import JobState
 from flashrecovery.controller.state.loss_policy import allowed_sizes
-from flashrecovery.controller.state.nodes import NodeState
 from flashrecovery.controller.state.rank_record import THROUGH
 from flashrecovery.controller.state.restore_plan import Decision, decide
 from flashrecovery.errors import JobFailedError
@@ -98,6 +97,24 @@ class JoinRound:
     tries: int = 0
     called_off: JoinRound | None = None
 
+    def forget_called_off(self) -> None:
+        """The members have been told that the previous round is cancelled."""
+        self.called_off = None
+
+    def call_members(self, generation: int) -> None:
+        """The members are told to pause, and none of them has."""
+        self.called_in = generation
+        self.waiting.dissolve()
+
+    def pause_before(self, step: int) -> None:
+        """All of them are to hear of it before they come to this step."""
+        self.before = step
+
+    def count_try(self) -> int:
+        """They could not join. Returns how often that was."""
+        self.tries += 1
+        return self.tries
+
 
 class Joining:
     """The way of the joining processes of one job."""
@@ -109,6 +126,14 @@ class Joining:
         self._round = JoinRound()
         self.came_to_nothing = False
         """They were to take ranks over, and something else has failed before they had all that they needed."""
+
+    def try_again(self) -> None:
+        """They are to take ranks over once more."""
+        self.came_to_nothing = False
+
+    def has_come_to_nothing(self) -> None:
+        """The ranks are those again that they were before."""
+        self.came_to_nothing = True
 
     def expect(self, step: int, *, taking_over: bool = False) -> None:
         """Processes that join are being built up. They come in before ``step`` (-1: before the next one)."""
@@ -159,7 +184,7 @@ class Joining:
 
     def _call_off(self, before: JoinRound) -> bool:
         """Withdraw the pause for a round that was cancelled. Returns whether a member has already paused for it."""
-        self._round.called_off = None
+        self._round.forget_called_off()
         if before.called_in != self._job.generation:
             return False
         self._call(commanded_pause(self._job))
@@ -188,15 +213,14 @@ class Joining:
         return self._round.taking_over or of_their_own(self._job.in_order)
 
     def _pause(self) -> pb.Pause:
-        self._round.called_in = self._job.generation
-        self._round.waiting.dissolve()
+        self._round.call_members(self._job.generation)
         step = max(self._round.step, 0)
         if not self._awaits_all:
             return pb.Pause(step=step)
         newest = max(record.committed for record in self._job.in_order)
         step_s = self._job.step_s
         ahead = 2 + (math.ceil(_AHEAD_S / step_s) if step_s > 0 else 0)
-        self._round.before = max(step, newest + ahead * 2**self._round.tries)
+        self._round.pause_before(max(step, newest + ahead * 2**self._round.tries))
         return pb.Pause(step=self._round.before, copies=True)
 
     def pause(self) -> pb.Pause | None:
@@ -268,10 +292,7 @@ class Joining:
         coming = {rank: joining.record for rank, joining in job.membership.joining.items()}
         for rank, record in coming.items():
             if rank in job.ranks:
-                record.inventory.needs, record.inventory.sharded = (
-                    dict(job.ranks[rank].inventory.needs),
-                    job.ranks[rank].inventory.sharded,
-                )
+                record.inventory.need_as(job.ranks[rank].inventory)
             else:
                 record.inventory.need_no_part()
         everybody = dict(sorted({**job.ranks, **coming}.items()))
@@ -282,17 +303,16 @@ class Joining:
         except JobFailedError as e:
             why_not = str(e)
         if found is None or (found.round.version, found.checkpoint) != (decision.round.version, decision.checkpoint):
-            self._round.tries += 1
-            if not self._round.taking_over or self._round.tries >= _TRIES:
+            tries = self._round.count_try()
+            if not self._round.taking_over or tries >= _TRIES:
                 version = decision.round.version
                 give_up_all(job, f"no other rank could give it its state at version {version}: {why_not}")
             return decision, []
         for rank, record in coming.items():
             del job.membership.joining[rank]
-            record.process = replace(record.process, joined_generation=job.generation)
-            record.page_on = record.home
+            record.become_member(job.generation)
             if rank in job.ranks:
                 self.relieved.keep(job.remove_member(rank))
             job.enrol(record)
-            job.nodes[record.home].state = NodeState.ACTIVE
+            job.nodes[record.home].activate()
         return found, sorted(coming)

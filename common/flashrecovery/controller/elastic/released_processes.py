@@ -12,7 +12,6 @@ rejoin the job with their state, and the change is made again.
 from __future__ import annotations
 
 from flashrecovery.controller.state.job_state import JobState
-from flashrecovery.controller.state.nodes import NodeState
 from flashrecovery.controller.state.rank_record import RankRecord
 from flashrecovery.proto import flashrecovery_pb2 as pb
 
@@ -49,8 +48,8 @@ class ReleasedProcesses:
             if rank in job.ranks:
                 self._end_other(rank, record)
             job.enrol(record)
-        if back and all(record.home for record in job.in_order):
-            job.homeless_since = None
+        if back:
+            job.stop_awaiting_node_if_housed()
         return back
 
     def _end_other(self, rank: int, record: RankRecord) -> None:
@@ -60,7 +59,7 @@ class ReleasedProcesses:
             job.tell_to_leave(rank, other.home)
         node = job.nodes.get(other.home)
         if node is not None and node.alive and not any(r.home == node.name for r in job.in_order):
-            node.state = NodeState.SPARE
+            node.make_spare()
 
     def on_node_lost(self, name: str) -> None:
         """Their node is lost."""
@@ -108,9 +107,9 @@ class RelievedProcesses:
             job.enrol(old)
             node = job.nodes.get(gone.home)
             if node is not None and node.alive and not any(r.home == node.name for r in job.in_order):
-                node.state = NodeState.SPARE
-        if back and all(record.home for record in job.in_order):
-            job.homeless_since = None
+                node.make_spare()
+        if back:
+            job.stop_awaiting_node_if_housed()
         return back
 
     def on_node_lost(self, name: str) -> None:

@@ -54,6 +54,39 @@ class SinceStart:
     returned: int = 0
     told_step: int | None = None
 
+    def note_lost(self, record: RankRecord) -> None:
+        """This rank has left because its process was lost."""
+        self.lost[record.rank] = record
+
+    def note_left(self, record: RankRecord) -> None:
+        """This rank has left."""
+        self.left[record.rank] = record
+
+    def has_carried_out(self, request: ResizeRequest | None) -> None:
+        """Processes are to leave because of this command; None: there are none of any command any more."""
+        self.carried_out = request
+
+    def count_return(self) -> None:
+        """Processes are taken back."""
+        self.returned += 1
+
+    def forget_returns(self) -> None:
+        """Every rank has taken a step since then."""
+        self.returned = 0
+
+    def forget_lost(self) -> None:
+        """The job goes on without them."""
+        self.lost = {}
+
+    def size_told(self, step: int) -> None:
+        """The size was reported to change at this step."""
+        self.told_step = step
+
+    def take_told_step(self) -> int | None:
+        """The step for which a change was reported that takes place now; None: there is none."""
+        step, self.told_step = self.told_step, None
+        return step
+
 
 @dataclass
 class NotTold:
@@ -67,6 +100,27 @@ class NotTold:
     left: list[int] = field(default_factory=list)
     came: list[int] = field(default_factory=list)
     other_processes: bool = False
+
+    def note_left(self, rank: int) -> None:
+        """It has left."""
+        self.left.append(rank)
+
+    def note_came(self, ranks: Collection[int]) -> None:
+        """They have come."""
+        self.came.extend(ranks)
+
+    def not_left(self, ranks: Collection[int]) -> None:
+        """They have been taken back before it was told that they had left."""
+        self.left = [rank for rank in self.left if rank not in ranks]
+
+    def note_other_processes(self) -> None:
+        """Ranks are filled by other processes."""
+        self.other_processes = True
+
+    def take_other_processes(self) -> bool:
+        """Whether ranks are filled by other processes, since the last call."""
+        others, self.other_processes = self.other_processes, False
+        return others
 
 
 class Resizing:
@@ -88,13 +142,11 @@ class Resizing:
         """These ranks have no process, and get none. Returns whether the job goes on without them."""
         ranks = leaving_without(self._job, lost)
         for rank in ranks:
-            self._since.lost[rank] = self._remove_member(rank, grace_s=0.0)
+            self._since.note_lost(self._remove_member(rank, grace_s=0.0))
         if ranks:
             for rank in left_of_replicas(self._job):
-                if self._job.ranks[rank].place in BUILT_UP:
-                    self._since.lost[rank] = self._remove_member(
-                        rank, grace_s=0.0
-                    )  # on its way for a replica that leaves
+                if self._job.ranks[rank].place in BUILT_UP:  # on its way for a replica that leaves
+                    self._since.note_lost(self._remove_member(rank, grace_s=0.0))
         return bool(ranks)
 
     def dissolve_replicas(self) -> None:
@@ -124,9 +176,9 @@ class Resizing:
             record = self._since.lost.pop(rank)
             job.enrol(record)  # counted where it was when it left, and without a process after that
             job.vacate(rank)
-            record.home = record.page_on = ""
-            record.inventory.local_states, record.inventory.early = (), frozenset()
-            self._not_told.left.remove(rank)
+            record.forget_home()
+            record.inventory.forget_pages()
+        self._not_told.not_left(lost)
         job.membership.awaited.update(lost)
         return lost
 
@@ -150,13 +202,13 @@ class Resizing:
             if rank in job.ranks:
                 continue
             job.enrol(record)
-            record.irreplaceable = False
+            record.replace_again()
             node, place = job.nodes.get(record.home), (record.home, record.local_rank)
             if node is None or not node.alive or node.leaving or place in taken:
-                record.home = record.page_on = ""
+                record.forget_home()
             taken.add(place)
         job.settle_layout()
-        job.membership.told_size = len(job.ranks)
+        job.membership.size_told(len(job.ranks))
         self._not_told = NotTold()
 
     def _in_memory(self, records: Mapping[int, RankRecord], removed: Mapping[int, Mapping[str, int]]) -> bool:
@@ -178,7 +230,7 @@ class Resizing:
         record = self._job.ranks[rank]
         self._job.tell_to_leave(rank, record.home)
         self._job.vacate(rank)
-        record.home, record.inventory.local_states = "", ()
+        record.lose_home()
 
     # -- a command --------------------------------------------------------------------------------
 
@@ -218,37 +270,35 @@ class Resizing:
         if replicas > size:
             why_not = self._growing.ask(elastic, replicas, step, now)
             if not why_not:
-                self._order.wanted = self._order.put_aside = None
+                self._order.withdraw_orders()
                 self._growing.commanded(replicas)
             return why_not
         self._growing.commanded(replicas)
         request, wanted = ResizeRequest(replicas, step), self._order.wanted
         if wanted is not None and wanted.ranks:  # ranks of a node that is to leave, which cannot wait
-            self._order.put_aside = request
+            self._order.order_size_later(request)
             return ""
-        self._order.wanted, self._order.put_aside = request, None
+        self._order.order_size(request)
         self._tell_to_pause()
         return ""
 
     def dismiss(self, ranks: Collection[int]) -> None:
         """These ranks leave before the next step."""
         replicas = {self._job.shape.replica(rank) for rank in ranks}
-        self._order.wanted = ResizeRequest(self._job.replicas - len(replicas), -1, tuple(ranks))
+        self._order.order_size_first(ResizeRequest(self._job.replicas - len(replicas), -1, tuple(ranks)))
         self._tell_to_pause()
 
     def put_aside(self) -> None:
         """A node is to leave within its time limit: a resize commanded for a later step waits for that."""
-        if self._order.wanted is not None:
-            self._order.put_aside, self._order.wanted = replace(self._order.wanted, tries=0), None
+        if self._order.put_order_aside():
             self._tell_to_pause()
 
     def take_up(self) -> None:
         """No node is to leave any more: what was put aside is to be done, if there are still more replicas."""
-        if self._order.wanted is None and self._order.put_aside is not None:
-            request, self._order.put_aside = self._order.put_aside, None
-            if request.replicas < self._job.replicas:
-                self._order.wanted = request
-                self._tell_to_pause()
+        request = self._order.take_order_up()
+        if request is not None and request.replicas < self._job.replicas:
+            self._order.order_size_first(request)
+            self._tell_to_pause()
 
     def _tell_to_pause(self) -> None:
         pause = commanded_pause(self._job)
@@ -329,7 +379,8 @@ class Resizing:
             replicas = {self._job.shape.replica(rank) for rank in named}
             wanted = min(most, size - len(replicas) if wish.ranks else wish.replicas)
             ranks = self._choose(allowed.largest(wanted) or most, version, named, on_disk=on_disk)
-            self._order.wanted = wish = replace(wish, tries=wish.tries + 1)
+            wish = replace(wish, tries=wish.tries + 1)
+            self._order.order_size_first(wish)
             if ranks is None and wish.tries >= _TRIES:
                 self._job.notice(
                     NoticeKind.NOT_RESIZED,
@@ -337,8 +388,8 @@ class Resizing:
                     "have alone, the others keep no copies; fewer at a time can leave",
                 )
             if ranks is not None or wish.tries >= _TRIES:
-                self._since.carried_out = wish if ranks is not None else None
-                self._order.wanted = None
+                self._since.has_carried_out(wish if ranks is not None else None)
+                self._order.order_size_first(None)
         if ranks is None:
             ranks = self._choose(most, version, on_disk=on_disk)
         if ranks is None:
@@ -373,16 +424,17 @@ class Resizing:
         """The same for ranks that come: returns what is decided with those that do so now."""
         before = set(self._job.ranks)
         found, came = self._coming.come_in(decision)
-        self._not_told.came += [rank for rank in came if rank not in before]
+        self._not_told.note_came([rank for rank in came if rank not in before])
         if came and before.issuperset(came):
-            self._not_told.other_processes = True
+            self._not_told.note_other_processes()
         return found
 
     def take_back(self) -> list[int]:
         """Something has failed before those who came could go on: whose ranks they were to take over has them again.
         Returns these ranks."""
         back = self._coming.take_back()
-        self._not_told.other_processes |= bool(back)
+        if back:
+            self._not_told.note_other_processes()
         return back
 
     def all_have_what_they_need(self) -> None:
@@ -390,7 +442,7 @@ class Resizing:
         self.last_resort.let_go()
         for record in self._coming.relieved.let_go():
             self.last_resort.keep(record)
-        self._since.carried_out = None
+        self._since.has_carried_out(None)
         found = self._job.round.restoring
         if found is None or found.reshape is not None or self._job.round.checkpoint:
             self.last_resort.let_go()  # what they have is of another sharding, or another version
@@ -405,7 +457,7 @@ class Resizing:
     def all_have_gone_on(self) -> None:
         """Every rank has taken a step since then, so all have copies of each other's state."""
         self.last_resort.let_go()
-        self._since.returned = 0
+        self._since.forget_returns()
 
     @property
     def can_take_back(self) -> bool:
@@ -417,17 +469,18 @@ class Resizing:
         the job again. Returns whether there were some."""
         if not self.can_take_back:
             return False
-        self._since.returned += 1
+        self._since.count_return()
         before = set(self._job.ranks)
         back = self.last_resort.take_back()
         again = [rank for rank in back if rank not in before]
-        self._not_told.left = [rank for rank in self._not_told.left if rank not in again]
+        self._not_told.not_left(again)
         if again:
-            self._not_told.came += again
+            self._not_told.note_came(again)
             again_wanted = self._order.wanted or self._since.carried_out
-            self._order.wanted = None if again_wanted is None else replace(again_wanted, tries=0)
+            self._order.order_size_first(None if again_wanted is None else replace(again_wanted, tries=0))
         if len(again) < len(back):
-            self._coming.came_to_nothing = self._not_told.other_processes = True
+            self._coming.has_come_to_nothing()
+            self._not_told.note_other_processes()
         return bool(back)
 
     def given_up_ended(self, message: pb.Failure | pb.Exited, node: str) -> bool:
@@ -441,7 +494,7 @@ class Resizing:
     def tell(self, version: int) -> bool:
         """The ranks that there are now go on at ``version``. Returns whether they are others than were told last, or
         filled by others."""
-        self._since.lost = {}
+        self._since.forget_lost()
         self._job.membership.awaited.clear()
         size = len(self._job.ranks)
         came = sorted(rank for rank in self._not_told.came if rank in self._job.ranks)
@@ -458,17 +511,17 @@ class Resizing:
                     came=came,
                 )
             )
-            self._job.membership.told_size, self._since.told_step = size, version
+            self._job.membership.size_told(size)
+            self._since.size_told(version)
             self._not_told = NotTold()
             self._say_what_is_on_one_node()
             return True
-        others, self._not_told.other_processes = self._not_told.other_processes, False
-        return others
+        return self._not_told.take_other_processes()
 
     def goes_on_at(self, version: int) -> None:
         """All ranks have the state of this version. The change may have been reported for another version: then a
         checkpoint was damaged since, or another rank has died."""
-        told, self._since.told_step = self._since.told_step, None
+        told = self._since.take_told_step()
         if told not in (None, version):
             replicas, members = self._job.replicas, list(self._job.members)
             event = ev.JobResized(
@@ -489,7 +542,7 @@ class Resizing:
             if wish is not None and not wish.ranks:
                 text = f"the job is not resized to {wish.replicas} replicas: it changes its parallel layout"
                 self._job.notice(NoticeKind.NOT_RESIZED, text)
-        self._order.wanted = self._order.put_aside = None
+        self._order.withdraw_orders()
         self._waiting.dissolve()
         self._growing.laid_out()
 
@@ -523,10 +576,9 @@ class Resizing:
     def _remove_member(self, rank: int, *, grace_s: float | None) -> RankRecord:
         """``grace_s`` None: its process is not told to leave yet."""
         record = self._job.remove_member(rank)
-        self._not_told.left.append(rank)
-        self._since.left[rank] = record
+        self._not_told.note_left(rank)
+        self._since.note_left(record)
         if grace_s is not None:
             self._job.tell_to_leave(rank, record.home, grace_s)
-        if self._job.homeless_since is not None and all(r.home for r in self._job.in_order):
-            self._job.homeless_since = None
+        self._job.stop_awaiting_node_if_housed()
         return record

@@ -30,10 +30,10 @@ class FoundLayout:
         if another:
             older = sorted({record.home for record in job.in_order if record.home})
             job.lay_out(message.layout, [RankRecord(rank) for rank in range(layout_ranks(message.layout))])
-            job.stride, job.domains = 1, ()  # of the older one
+            job.place_copies(1, ())  # else as in the older one
         self._attempt = max(self._attempt, message.attempt)
         if job.parallel.text:  # what ranks keep of their set-up is of this very attempt
-            job.restarts, job.parallel.changes = 0, self._attempt
+            job.found_in_layout(self._attempt)
         return True, older
 
     def why_lost(self) -> str:

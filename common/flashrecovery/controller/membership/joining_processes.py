@@ -72,8 +72,7 @@ class JoiningProcesses:
         """Its process runs."""
         found = self._of(message.rank, node)
         if message.joining and found is not None and found.number == message.joining:
-            record = found.record
-            record.place, record.process = Place.STARTING, RankProcess(message.pid, node, host)
+            found.record.started_joining(RankProcess(message.pid, node, host))
         return bool(message.joining)  # else it was aborted, and is ending
 
     def on_joined(self, message: pb.Joined, node: str) -> bool:
@@ -81,7 +80,7 @@ class JoiningProcesses:
         found = self._of(message.rank, node)
         if found is None or found.record.place is not Place.STARTING or found.record.filled != message.generation:
             return False
-        found.record.place = Place.JOINED
+        found.record.move_to(Place.JOINED)
         found.record.joined(message)
         wrong = self._unlike(found.record)
         if wrong:

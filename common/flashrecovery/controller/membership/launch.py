@@ -6,9 +6,8 @@ from flashrecovery.controller.membership.admission import other_command
 from flashrecovery.controller.membership.joining_processes import give_up_all
 from flashrecovery.controller.membership.placement import RankPlacement
 from flashrecovery.controller.state.job_state import AGENT, JobState
-from flashrecovery.controller.state.nodes import NodeRecord, NodeState, is_spare, launch_order
+from flashrecovery.controller.state.nodes import NodeRecord, is_spare, launch_order
 from flashrecovery.controller.state.rank_record import Place
-from flashrecovery.controller.state.recovery_round import RecoveryTries, StartRound
 from flashrecovery.errors import ConfigError
 from flashrecovery.kinds import NoticeKind, Ordered
 from flashrecovery.plan.membership.failure_domains import labelled_gpus
@@ -60,19 +59,19 @@ class LaunchSequence:
         self._excluded_since = None
         for node in order:
             self._placement.say_if_excluded(node)
-        self._job.launched, self._job.started_at = True, now
+        self._job.launch_at(now)
         if self._job.checkpoint is not None:  # what an agent remembers is of a job that it has served before
             self._job.checkpoints.clear()
             self._job.command(AGENT, self._job.saved())
         chosen = {node.name for node in order}
         for node in self._job.nodes.values():
-            node.state = NodeState.ACTIVE if node.name in chosen else NodeState.SPARE
+            node.use_for(chosen)
         nproc = self._job.config.nproc_per_node
         gpus = labelled_gpus(self._job.config.gpu_domain, nproc)
-        self._job.stride = neighbour_stride([n.domain for n in order], nproc, gpus)
-        self._job.domains = shared_domains([n.domain for n in order])
+        domains = [n.domain for n in order]
+        self._job.place_copies(neighbour_stride(domains, nproc, gpus), shared_domains(domains))
         for record in self._job.ranks.values():
-            record.home, record.local_rank = order[record.rank // nproc].name, record.rank % nproc
+            record.give_home(order[record.rank // nproc].name, record.rank % nproc)
         for record in self._job.ranks.values():
             self._placement.fill(record, now, detached=False)
 
@@ -132,7 +131,7 @@ class LaunchSequence:
     def let_run_unprotected(self) -> None:
         """No rank has come to a protected step in all the time for it. It looks as if none ever will, and what runs
         may be hours of training."""
-        self._job.unprotected = True
+        self._job.run_unprotected()
         self._job.notice(
             NoticeKind.UNPROTECTED,
             f"no rank has come to a protected step within {self._job.config.timeouts.startup_s:g} s "
@@ -156,8 +155,7 @@ class LaunchSequence:
                 "its own checkpoint if it has one"
             )
             return
-        self._job.restarts += 1
-        self._job.begin_attempt()
+        self._job.count_restart()
         if self._job.restarts > self._job.config.max_restarts:
             self._job.fail(f"{why}, {self._job.restarts} times (max_restarts)")
             return
@@ -165,12 +163,12 @@ class LaunchSequence:
         give_up_all(self._job, "all ranks start again")
         self._job.to(State.STARTING)
         self._job.next_generation()
-        self._job.recovery, self._job.tries = None, RecoveryTries()
+        self._job.abandon_recovery()
         self._job.outbox.clear()
-        self._job.start = StartRound()
+        self._job.new_start()
         for record in self._job.ranks.values():
             self._job.vacate(record.rank)
-            record.inventory.needs, record.committed = {}, -1
+            record.begin_again()
         self._job.tell_staged()
         for record in self._job.ranks.values():
             if record.home:

@@ -61,10 +61,10 @@ class ProactiveReplacement:
         self._placement.fence(node, why)
         self._job.outbox.keep(lambda _, rank: rank not in ranks)
         for record in self._job.ranks.values():
-            record.page_on = "" if record.page_on == node.name else record.page_on
+            record.lose_page_on(node.name)
         for record in moved:
             self._job.vacate(record.rank)
-            record.home, record.inventory.local_states = "", ()
+            record.lose_home()
             if self._job.recovery is not None:
                 self._job.recovery.add_victim(record.rank, FailureKind.WARNING, self._job.generation)
         self._placement.settle(ranks, now, node.domain)
@@ -92,4 +92,4 @@ class NodePolicy:
         if use is not node.use and use is not Use.NORMAL:
             kind = NoticeKind.NODE_EXCLUDED if use is Use.EXCLUDED else NoticeKind.NODE_USED_LAST
             self._job.notice(kind, f"node {node.name} is {use.value} from now on: {reason}")
-        node.use, node.use_reason = use, reason
+        node.rate_use(use, reason)

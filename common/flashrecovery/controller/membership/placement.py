@@ -47,7 +47,7 @@ class RankPlacement:
             places = self._places_of_last_resort(ranks, lost_domain, excluded)
         if places is None:
             if self._job.homeless_since is None and not without:
-                self._job.homeless_since = now
+                self._job.await_node(now)
                 limit_s = self._job.config.timeouts.node_wait_s
                 wait = f"ranks {ranks} wait {limit_s:g} s at most for a node with room for them"
                 wait += "".join(
@@ -59,9 +59,9 @@ class RankPlacement:
             self._house(self._job.ranks[rank], name)
         for name in sorted(set(places.values())):
             self.say_if_excluded(self._job.nodes[name])
-            self._job.nodes[name].state = NodeState.ACTIVE
+            self._job.nodes[name].activate()
         if not self.homeless():
-            self._job.homeless_since = None
+            self._job.stop_awaiting_node()
         return True
 
     def _places(self, ranks: list[int], lost_domain: str, excluded: bool) -> dict[int, str] | None:
@@ -91,11 +91,12 @@ class RankPlacement:
         """With nodes that are to leave: they have to stay then."""
         leaving = [node for node in self._job.nodes.values() if node.leaving and node.alive]
         for node in leaving:
-            node.leaving = False
+            node.stop_leaving()
         places = self._places(ranks, lost_domain, excluded)
         for node in leaving:
-            node.leaving = places is None or node.name not in places.values()
-            if not node.leaving:
+            if places is None or node.name not in places.values():
+                node.start_leaving()
+            else:
                 text = f"node {node.name} does not leave: it has the only room for ranks that have lost their node"
                 self._job.notice(NoticeKind.NODE_LEAVES, text)
         return places
@@ -104,9 +105,8 @@ class RankPlacement:
         """Give the rank to a node with room for it, in a free slot."""
         others = [*self._job.ranks.values(), *(joining.record for joining in self._job.membership.joining.values())]
         taken = {other.local_rank for other in others if other.home == name and other is not record}
-        if record.local_rank in taken:
-            record.local_rank = next(i for i in range(len(taken) + 1) if i not in taken)
-        record.home = name
+        here = record.local_rank
+        record.give_home(name, next(i for i in range(len(taken) + 1) if i not in taken) if here in taken else here)
 
     def build_joining(self, rank: int, name: str, now: float) -> None:
         """Have a node build up a process for this rank while training goes on."""
@@ -130,7 +130,7 @@ class RankPlacement:
 
     def fence(self, node: NodeRecord, why: str) -> None:
         """Have the node end its processes; it may come back as a spare one."""
-        node.state = NodeState.LOST
+        node.declare_lost()
         fence = pb.Fence(reason=f"node {node.name}: {why}")
         self._job.outbox.send(node.name, pb.Command(generation=self._job.generation, rank=AGENT, fence=fence))
 
@@ -158,9 +158,9 @@ class RankPlacement:
     def _order(self, record: RankRecord, *, detached: bool) -> pb.Replace:
         """The command to the node about the process that it has to start."""
         if not detached and not self._job.start.stores:
-            self._job.start.stores = self.stores()
+            self._job.start.use_stores(self.stores())
         host, port = self.store() if detached else (self._job.start.stores[0].host, self._job.start.stores[0].port)
-        record.store, record.filled, record.on_its_way = (host, port), self._job.generation, True
+        record.order_process((host, port), self._job.generation)
         return pb.Replace(
             detached=detached,
             attempt=self._job.attempt,

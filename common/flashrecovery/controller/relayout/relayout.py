@@ -27,9 +27,7 @@ from flashrecovery.controller.relayout.staging_state import StagedState
 from flashrecovery.controller.state.custody import kept_for
 from flashrecovery.controller.state.history import HistoryEntry
 from flashrecovery.controller.state.job_state import AGENT, JobState
-from flashrecovery.controller.state.nodes import NodeState
 from flashrecovery.controller.state.rank_record import RankRecord
-from flashrecovery.controller.state.recovery_round import StartRound
 from flashrecovery.controller.state.relayout_outcome import (
     CannotChange,
     KeepLayout,
@@ -157,8 +155,7 @@ class ParallelismChange(Parallelism):
         for rank in lost:
             record = self._job.remove_member(rank)
             self._job.tell_to_leave(rank, record.home)
-        if all(record.home for record in self._job.in_order):
-            self._job.homeless_since = None
+        self._job.stop_awaiting_node_if_housed()
         return True
 
     # -- when -------------------------------------------------------------------------------------
@@ -362,7 +359,8 @@ class ParallelismChange(Parallelism):
         job.to(State.STARTING, now)
         job.next_generation()
         job.outbox.clear()
-        job.start, job.homeless_since = StartRound(), None
+        job.new_start()
+        job.stop_awaiting_node()
         job.emit(
             ev.JobReplanned(
                 generation=job.generation,
@@ -407,9 +405,8 @@ class ParallelismChange(Parallelism):
         if again is None:
             job.fail(f"{kept.lost_with(job.nodes)}; and there is no checkpoint")
             return True
-        job.parallel.facts = staying.facts.text()
-        job.recovery = HistoryEntry(job.generation, now, 0.0)
-        job.recovery.cause = FailureKind.CONTROLLER
+        job.parallel.hear_facts(staying.facts.text())
+        job.open_recovery(now, cause=FailureKind.CONTROLLER)
         self._rooms.narrow(())
         strategy = parse_layout(job.parallel.text, staying.facts, job.parallel.world)
         self._start(NextLayout(strategy, (job.last_failure,)), replace(again, written=0), now)
@@ -438,15 +435,15 @@ class ParallelismChange(Parallelism):
         job, homes = self._job, {slot.node for slot in slots}
         for node in job.nodes.values():
             if node.alive:
-                node.state = NodeState.ACTIVE if node.name in homes else NodeState.SPARE
+                node.use_for(homes)
         for name in sorted(homes):
             self._placement.say_if_excluded(job.nodes[name])
         if len(homes) > 1:
             nodes = [slot.node for slot in slots]
-            job.domains = numbered([job.nodes[name].domain for name in nodes], nodes)
+            domains = numbered([job.nodes[name].domain for name in nodes], nodes)
         else:
-            job.domains = ()
-        job.stride = stride(job.domains) if job.domains else 1
+            domains = ()
+        job.place_copies(stride(domains) if domains else 1, domains)
 
     def on_node_lost(self, lost: Collection[int], now: float) -> bool:
         """A node is lost with these ranks, and perhaps with what ranks of another layout have to read. If they are on
@@ -519,9 +516,8 @@ class ParallelismChange(Parallelism):
         kept = self._memory.now() or self._memory.kept
         if kept is None:
             return None
-        found = RestoreRound.from_checkpoint(kept.version, self._job.ranks)
-        found.staging = None if kept.checkpoint else kept.place
-        return Decision(found, kept.checkpoint)
+        staging = None if kept.checkpoint else kept.place
+        return Decision(RestoreRound.from_checkpoint(kept.version, self._job.ranks, staging=staging), kept.checkpoint)
 
     def confirmed(self) -> None:
         """Every rank has taken a step: what the memory has is not needed any more."""

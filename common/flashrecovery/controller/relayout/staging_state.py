@@ -113,7 +113,7 @@ class StagedState:
         job, staged = self._job, self._job.parallel.staged
         self.job_is = self.job_is or facts
         layout = layout_text(before) if staged is None else staged.before
-        job.parallel.staged = StagedLayout(kept, self.job_is, layout, job.attempt)
+        job.parallel.begin_with(StagedLayout(kept, self.job_is, layout, job.attempt))
         self.change = job.recovery or self.change
 
     def drop(self) -> None:
@@ -125,7 +125,8 @@ class StagedState:
         """Every rank has taken a step: it is not needed any more. Returns whether it was until now."""
         if self.kept is None:
             return False
-        self._job.parallel.staged = self.change = None
+        self._job.parallel.forget_staged()
+        self.change = None
         self.drop()
         return True
 
@@ -147,8 +148,10 @@ class StagedState:
         if any(record.committed > words.kept.version + 1 for record in job.in_order):
             return False  # all have had it; a node has not heard that it is to be given back
         facts = words.staying.facts
-        job.parallel.facts = job.parallel.facts or facts.text()
-        job.parallel.staged, self.job_is = words, words.staying
+        if not job.parallel.facts:
+            job.parallel.hear_facts(facts.text())
+        job.parallel.begin_with(words)
+        self.job_is = words.staying
         self.litter = not words.kept.checkpoint
         return True
 
@@ -156,5 +159,5 @@ class StagedState:
         """All ranks are in their loop, and this controller has just come: what is kept is needed until each of them has
         taken a step."""
         if self.kept is not None:
-            self._job.recovery = self.change = HistoryEntry(self._job.generation, now, 0.0)
-            self._job.recovery.cause, self._job.recovery.resume_step = FailureKind.CONTROLLER, self.kept.version
+            self.change = self._job.open_recovery(now, cause=FailureKind.CONTROLLER)
+            self.change.resume_at(self.kept.version)

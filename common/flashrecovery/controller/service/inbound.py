@@ -93,7 +93,7 @@ class Inbound:
                 self._on_standby(message.standby, node)
             case "machine_speed":
                 speed = message.machine_speed
-                self._machine.job.nodes[node].speed = MachineSpeed(speed.copy, speed.link)
+                self._machine.job.nodes[node].speed_measured(MachineSpeed(speed.copy, speed.link))
             case "notice":
                 self._on_notice(message.notice, node)
             case "register":
@@ -190,10 +190,10 @@ class Inbound:
         self._record(ev.Notice(generation=job.generation, rank=n.rank, kind=n.kind, text=n.text, seconds=n.seconds))
         if n.kind == NoticeKind.FAULT_FIRED:
             job.asked.fires(n.rank, n.fault)
-        if n.kind == NoticeKind.NOT_REGISTERED and not job.not_registered:
-            job.not_registered = shortened(n.text)
+        if n.kind == NoticeKind.NOT_REGISTERED:
+            job.hear_unregistered(shortened(n.text))
         if n.kind == NoticeKind.HEALTH_WARNING:
-            job.nodes[node].suspect = n.text  # the last to get ranks of a lost node
+            job.nodes[node].suspect_of(n.text)  # the last to get ranks of a lost node
         elif n.kind == NoticeKind.DATA_ENDED:
             self._machine.watch.data_ended(n.rank, n.text)
         elif n.kind == NoticeKind.PRE_STEP_COPY_ENABLED and self._undo_told != (job.generation, n.step):

@@ -30,7 +30,7 @@ from flashrecovery.controller.service.relays import Relays
 from flashrecovery.controller.service.sessions import Sessions
 from flashrecovery.controller.service.status import StatusBoard
 from flashrecovery.controller.state.fault_drills import FaultDrills
-from flashrecovery.controller.state.job_state import AGENT
+from flashrecovery.controller.state.job_state import AGENT, EarlierLaunch
 from flashrecovery.controller.storage.earlier_launch import earlier_step
 from flashrecovery.controller.storage.generation_file import GenerationFile
 from flashrecovery.controller.storage.node_failure_log import NodeFailureLog
@@ -81,7 +81,8 @@ class ControllerService(rpc.ControllerServicer):  # type: ignore[misc]
     ) -> None:
         """``marks``: the file in which failures of nodes are remembered; None: they are not. ``home``: the job's run
         directory, if ``run_dir`` is one of several in it."""
-        self.machine = Machine(config)
+        self._incarnation = uuid.uuid4().hex
+        self.machine = Machine(config, launch=self._incarnation, where=str(run_dir.path))
         self._config = config
         self._access = access
         self._log = log
@@ -101,8 +102,6 @@ class ControllerService(rpc.ControllerServicer):  # type: ignore[misc]
         self._own_heartbeats = ControllerHeartbeats(
             self._agents, self.machine.job, self._heartbeats.gets_through, config.timeouts.heartbeat_s, _TICK_S
         )
-        self._incarnation = self.machine.job.launch = uuid.uuid4().hex
-        self.machine.job.where = str(run_dir.path)
         self._drills = FaultDrills(config.most_ranks)
         self._board = StatusBoard(self.machine, self._liveness, str(run_dir.path))
         self._checkpoints = Checkpoints(config.checkpoint)
@@ -113,8 +112,7 @@ class ControllerService(rpc.ControllerServicer):  # type: ignore[misc]
         self._console = Console()
         self._server: Server | None = None
         self._ticker: asyncio.Task[None] | None = None
-        self.course: Callable[[], str] | None = None
-        """The recorded timeline of the job, as JSON; set by the component that records it."""
+        self._course: Callable[[], str] | None = None
         self._intake = Inbound(
             self.machine,
             self._agents,
@@ -135,6 +133,10 @@ class ControllerService(rpc.ControllerServicer):  # type: ignore[misc]
         )
         self._actions = Actions(self.machine, receivers, self._record, self.after_beats)
 
+    def serve_course(self, course: Callable[[], str]) -> None:
+        """Answer those who ask for it with the recorded timeline of the job. ``course``: gives it, as JSON."""
+        self._course = course
+
     def take_over(self, why: str) -> None:
         """Begin as the successor of a controller that has been lost."""
         self._record(ev.Notice(generation=0, kind=NoticeKind.CONTROLLER_ELECTED, text=why))
@@ -143,11 +145,11 @@ class ControllerService(rpc.ControllerServicer):  # type: ignore[misc]
     async def start(self, host: str, port: int) -> int:
         """Listen; returns the port. Raises ConfigError if it is in use."""
         await self._memory.begin()
-        self.machine.takeover.written_down = self._numbers.read()
+        self.machine.takeover.read_numbers(self._numbers.read())
         if self._config.resume:
-            self.machine.job.earlier.step = earlier_step(self.run_dir)
             left = published(self.run_dir.path / LAST_CHECKPOINT)
-            self.machine.job.earlier.left_last = [(version, str(path)) for version, path in left]
+            checkpoints = tuple((version, str(path)) for version, path in left)
+            self.machine.job.found_earlier(EarlierLaunch(earlier_step(self.run_dir), checkpoints))
         self._server = self._access.server()
         rpc.add_ControllerServicer_to_server(self, self._server.grpc)
         try:
@@ -212,9 +214,9 @@ class ControllerService(rpc.ControllerServicer):  # type: ignore[misc]
     async def Status(self, request: pb.StatusRequest, context: Context) -> pb.JobStatus:
         """The whole job at one look; with its course over time, if that is wanted."""
         status = self.status()
-        if not request.course or self.course is None:
+        if not request.course or self._course is None:
             return status
-        answer = pb.JobStatus(course=self.course())
+        answer = pb.JobStatus(course=self._course())
         answer.MergeFrom(status)
         return answer
 

@@ -60,9 +60,17 @@ class HistoryEntry:
     def __post_init__(self) -> None:
         self.phases["detect"] = self.detect_s
 
+    def resume_at(self, step: int, reason: str | None = None) -> None:
+        """This is the version that all go to. ``reason``: why; None: as it was."""
+        self.resume_step, self.reason = step, self.reason if reason is None else reason
+
+    def caused_by(self, kind: str) -> None:
+        """This is why, unless a reason is known already."""
+        self.cause = self.cause or kind
+
     def add_victim(self, rank: int, kind: FailureKind, generation: int) -> None:
         self.generation = generation
-        self.cause = self.cause or kind
+        self.caused_by(kind)
         if rank not in self.victims:
             self.victims.append(rank)
 
@@ -96,9 +104,10 @@ class HistoryEntry:
             self.bytes_decoded += sum(order.sizes[member] for member in order.lost)
             self.given.update(order.ranks[member] for member in order.lost)
 
-    def finish(self, now: float) -> None:
+    def finish(self, now: float, iteration: int) -> None:
+        """Every rank has committed a step. ``iteration``: of a framework, to which the first of them belongs."""
         self.enter(State.FINISHED, now)
-        self.total_s = now - self.failed_at
+        self.total_s, self.iteration = now - self.failed_at, iteration
 
     def finished_event(
         self, generation: int, ranks: Collection[int], start: Iterable[pb.StartLine] = ()

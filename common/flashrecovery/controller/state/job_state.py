@@ -19,12 +19,13 @@ from flashrecovery.controller.state.nodes import NodeRecord
 from flashrecovery.controller.state.outbox import Action, Blame, Outbox
 from flashrecovery.controller.state.rank_record import Place, RankRecord
 from flashrecovery.controller.state.recovery_round import RecoveryRound, RecoveryTries, StartRound
+from flashrecovery.controller.state.restore_plan import Decision
 from flashrecovery.kinds import NoticeKind, Ordered
 from flashrecovery.plan.elastic.replicas import ReplicaShape
 from flashrecovery.plan.membership.failure_domains import labelled_gpus
 from flashrecovery.plan.membership.node_failures import SLOW, WEIGHTS
 from flashrecovery.plan.membership.placement import ring_of
-from flashrecovery.plan.ownership import renamed, turned_out_own
+from flashrecovery.plan.ownership import turned_out_own
 from flashrecovery.plan.transitions import State, check_transition
 from flashrecovery.proto import flashrecovery_pb2 as pb
 from flashrecovery.snapshot.files import LAST_CHECKPOINT
@@ -33,7 +34,7 @@ AGENT = -1
 """Rank number of commands to the agent itself."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class EarlierLaunch:
     """What is in the run directory.
 
@@ -43,7 +44,7 @@ class EarlierLaunch:
     """
 
     step: int = 0
-    left_last: list[tuple[int, str]] = field(default_factory=list)
+    left_last: tuple[tuple[int, str], ...] = ()
 
 
 @dataclass
@@ -61,6 +62,18 @@ class Ending:
     until: float = 0.0
     saving: bool = False
     void: bool = False
+
+    def await_script(self, reason: str, until: float) -> None:
+        """The script has been told, and may end by itself."""
+        self.asked_by, self.until = reason, until
+
+    def has_failed(self, *, void: bool) -> None:
+        """The job has failed. ``void``: because its ranks do not agree."""
+        self.void = void
+
+    def keep_state(self, *, saving: bool) -> None:
+        """Whether what the ranks hold is being kept from now on."""
+        self.saving = saving
 
 
 @dataclass
@@ -142,7 +155,7 @@ class JobState:
     attempts: int = 0
     asked: Asked = field(default_factory=Asked)
     where: str = ""
-    earlier: EarlierLaunch = field(default_factory=EarlierLaunch)
+    earlier: EarlierLaunch = EarlierLaunch()
     ending: Ending = field(default_factory=Ending)
     not_registered: str = ""
 
@@ -156,8 +169,8 @@ class JobState:
         self.ranks = {r: RankRecord(r) for r in range(self.config.world_size)}
         self.places.update(record.place for record in self.ranks.values())
         self.in_order = list(self.ranks.values())
-        self.membership.sharded_among = tuple(self.ranks)
-        self.membership.told_size = len(self.ranks)
+        self.membership.sharded_anew(tuple(self.ranks))
+        self.membership.size_told(len(self.ranks))
 
     def take_actions(self) -> list[Action]:
         """What is to be done because of the events so far, in order."""
@@ -168,7 +181,7 @@ class JobState:
         record = self.ranks[rank]
         self.places[record.place] -= 1
         self.places[place] += 1
-        record.place = place
+        record.move_to(place)
 
     def vacate(self, rank: int) -> None:
         """The process of this rank is gone."""
@@ -193,6 +206,136 @@ class JobState:
     def committed(self) -> int:
         """The newest version that every rank has committed, as far as heartbeats say; -1: not known."""
         return min((record.committed for record in self.ranks.values()), default=-1)  # all may have left
+
+    def found_running(self, now: float) -> None:
+        """The job runs already, as an agent that has come says."""
+        self.found_since = self.started_at = now
+
+    def found_earlier(self, earlier: EarlierLaunch) -> None:
+        """The run directory has been read, because the job is to be resumed."""
+        self.earlier = earlier
+
+    def launch_at(self, now: float) -> None:
+        """All nodes are there: the ranks are about to be started."""
+        self.launched, self.started_at = True, now
+
+    def take_charge(self) -> None:
+        """The job that was found is this controller's from now on."""
+        self.launched = True
+
+    def hear_launch(self, launch: str) -> None:
+        """A node has named the launch that its processes are of."""
+        self.launch = launch
+
+    def hear_generation(self, generation: int) -> None:
+        """A node has been in this one: what follows is of a newer one."""
+        self.generation = max(self.generation, generation)
+
+    def hear_restarts(self, restarts: int) -> None:
+        """The ranks were started again at least so often, under controllers before this one."""
+        self.restarts = max(self.restarts, restarts)
+
+    def hear_attempts(self, attempts: int) -> None:
+        """Starts of at least so many numbers have been, of which none is used again."""
+        self.attempts = attempts
+
+    def found_in_layout(self, attempt: int) -> None:
+        """The processes found are of this start, in a layout that the job has changed to."""
+        self.restarts = 0
+        self.parallel.found_changes(attempt)
+
+    def hear_recovered(self, *, before: bool) -> None:
+        """Whether a controller before this one had begun a recovery."""
+        self.recovered_before = before
+
+    def hear_tokens(self, per_step: int) -> None:
+        """What the script says of its steps; 0: nothing."""
+        self.tokens_per_step = per_step or self.tokens_per_step
+
+    def hear_unregistered(self, text: str) -> None:
+        """What changes from step to step without being registered; the first one that is found is kept."""
+        self.not_registered = self.not_registered or text
+
+    def place_copies(self, stride: int, domains: tuple[int, ...]) -> None:
+        """Where ranks keep copies for each other, by the nodes that they are on."""
+        self.stride, self.domains = stride, domains
+
+    def remember_failure(self, text: str) -> None:
+        """The newest one."""
+        self.last_failure = text
+
+    def give_up_checkpoint(self, path: str) -> bool:
+        """It is damaged: the one before it is the newest from now on, and is tried as often. Returns whether it was
+        known as a good one."""
+        rest = [known for known in self.checkpoints if known[1] != path]
+        if len(rest) == len(self.checkpoints):
+            return False
+        self.checkpoints = rest
+        self.tries.count_anew()
+        return True
+
+    def count_stuck(self, step: int) -> int:
+        """The job has hung at this step. Returns how often it has."""
+        self.stuck_at = {step: self.stuck_at.get(step, 0) + 1}
+        return self.stuck_at[step]
+
+    def await_node(self, now: float) -> None:
+        """A rank has lost its node, and no other one has room for it."""
+        self.homeless_since = now
+
+    def stop_awaiting_node(self) -> None:
+        """No rank waits for a node any more."""
+        self.homeless_since = None
+
+    def stop_awaiting_node_if_housed(self) -> None:
+        """Ranks have left, or are others: perhaps all of them have a node."""
+        if self.homeless_since is not None and all(record.home for record in self.in_order):
+            self.homeless_since = None
+
+    def run_unprotected(self) -> None:
+        """The script runs on without recovery."""
+        self.unprotected = True
+
+    def run_protected(self) -> None:
+        """Every rank has come to a protected step."""
+        self.unprotected = False
+
+    def count_restart(self) -> None:
+        """All processes start from the script's first line once more."""
+        self.restarts += 1
+        self.begin_attempt()
+
+    def new_start(self) -> None:
+        """Nothing of the start before counts for the one that begins."""
+        self.start = StartRound()
+
+    def new_tries(self) -> None:
+        """A recovery is over: the next one counts its own attempts."""
+        self.tries = RecoveryTries()
+
+    def begin_from(self, decision: Decision) -> None:
+        """All ranks are at their first step, and the job goes on from a version that was kept."""
+        self.round.restore_from(decision)
+        self.start_version = decision.round.version
+
+    def open_recovery(self, failed_at: float, detect_s: float = 0.0, cause: str = "") -> HistoryEntry:
+        """A recovery begins."""
+        self.recovery = HistoryEntry(self.generation, failed_at, detect_s, cause=cause)
+        return self.recovery
+
+    def continue_recovery(self, before: HistoryEntry | None) -> None:
+        """All start in another layout: the recovery goes on in which it was changed, if none is under way."""
+        self.recovery = self.recovery or before
+
+    def abandon_recovery(self) -> None:
+        """All ranks start again, so there is nothing to recover."""
+        self.recovery = None
+        self.new_tries()
+
+    def close_recovery(self, recovery: HistoryEntry) -> None:
+        """It is over."""
+        self.history.append(recovery)
+        self.recovery = None
 
     def next_generation(self) -> None:
         """Whatever is of an older one is void from now on."""
@@ -222,10 +365,11 @@ class JobState:
     def fail(self, reason: str, *, void: bool = False) -> None:
         """Nothing is left to try: say why, stop everything, keep the evidence, and what the ranks hold. ``void``: they
         do not agree, so that nothing may go on from what they hold."""
-        self.failure_reason, self.ending.void = reason, void
+        self.failure_reason = reason
+        self.ending.has_failed(void=void)
         self.outbox.clear()
-        self.round.retry_at = None
-        self.ending.saving = not void and self._has_something_to_save()
+        self.round.stop_waiting()
+        self.ending.keep_state(saving=not void and self._has_something_to_save())
         self.to(State.FAILED)
         self.emit(ev.JobFailed(generation=self.generation, reason=reason, step=self.committed, step_s=self.step_s))
         if not self.ending.saving:
@@ -234,7 +378,7 @@ class JobState:
     def shut_down(self, version: int = 0, *, whole: bool = False, saved: str = "") -> None:
         """Have all agents end their processes. ``version``: the version that is kept, completely (``whole``) or in
         part; 0: unknown. ``saved``: the checkpoint that has it."""
-        self.ending.saving = False
+        self.ending.keep_state(saving=False)
         void = self.ending.void
         shutdown = pb.Shutdown(reason=self.failure_reason, version=version, whole=whole, void=void, saved=saved)
         self.command(AGENT, pb.Command(shutdown=shutdown))
@@ -324,10 +468,9 @@ class JobState:
         for record in records:
             self.places[record.place] += 1
             self.ranks[record.rank] = record
-        self.parallel.text, self.parallel.world = layout, len(self.ranks)
-        self.parallel.changes += 1
+        self.parallel.change_to(layout, len(self.ranks))
         self.begin_attempt()
-        self.membership.told_size = len(self.ranks)
+        self.membership.size_told(len(self.ranks))
         self.membership.sharded_anew(tuple(self.ranks))
         self._members_changed()
 
@@ -341,7 +484,7 @@ class JobState:
     def begin_attempt(self) -> None:
         """All processes are restarted, and the restart has been counted: use a number that no start has had."""
         if self.attempt <= self.attempts:
-            self.parallel.changes += self.attempts + 1 - self.attempt
+            self.parallel.skip_changes(self.attempts + 1 - self.attempt)
         self.attempts = self.attempt
 
     @property
@@ -395,7 +538,7 @@ class JobState:
         had."""
         own = turned_out_own(name for record in self.ranks.values() for name in record.inventory.needs)
         for record in self.ranks.values() if own else ():
-            record.inventory.needs = renamed(record.inventory.needs, record.rank, own)
+            record.inventory.rename_own(own)
         return sorted(own)
 
     def sharded_among(self, layout: tuple[int, ...]) -> None:
@@ -404,9 +547,8 @@ class JobState:
         gone = (rank for rank in layout if rank not in self.ranks)
         self.membership.removed.update((rank, {}) for rank in gone)  # what is known may be of another one
         for record in self.in_order:
-            record.inventory.as_launched = record.place is Place.JOINED
-            if record.rank not in layout:
-                record.inventory.need_no_part()
+            known = record.place is not Place.JOINED
+            record.inventory.sharding_told(as_launched=not known, has_part=record.rank in layout)
 
     def enrol(self, record: RankRecord) -> None:
         """The rank belongs to the job from now on, in its place by number."""
@@ -419,7 +561,8 @@ class JobState:
 
     def _members_changed(self) -> None:
         self.in_order = list(self.ranks.values())
-        self._homes, self.round.confirmed = [], 0
+        self._homes = []
+        self.round.confirm(0)
 
     def tell_to_leave(self, rank: int, home: str, grace_s: float = 0.0) -> None:
         """Have the process of a rank, if its node lives, end by itself within ``grace_s`` seconds, or end it."""

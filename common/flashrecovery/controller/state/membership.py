@@ -3,7 +3,7 @@ layout never changes."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from flashrecovery.controller.state.rank_record import JoiningProcess
@@ -51,6 +51,36 @@ class CommandedSize:
         """Something is."""
         return self.wanted is not None or self.put_aside is not None
 
+    def order_size(self, request: ResizeRequest) -> None:
+        """This is to be done, and nothing that was commanded before."""
+        self.wanted, self.put_aside = request, None
+
+    def order_size_first(self, request: ResizeRequest | None) -> None:
+        """This is to be done before what is put aside; None: nothing is."""
+        self.wanted = request
+
+    def order_size_later(self, request: ResizeRequest) -> None:
+        """This waits for what is to be done now."""
+        self.put_aside = request
+
+    def withdraw_orders(self) -> None:
+        """Nothing is to be done."""
+        self.wanted = self.put_aside = None
+
+    def put_order_aside(self) -> bool:
+        """What is to be done waits. Returns whether something was."""
+        if self.wanted is None:
+            return False
+        self.put_aside, self.wanted = replace(self.wanted, tries=0), None
+        return True
+
+    def take_order_up(self) -> ResizeRequest | None:
+        """What was put aside waits no longer; None if nothing was, or something is to be done before."""
+        if self.wanted is not None:
+            return None
+        request, self.put_aside = self.put_aside, None
+        return request
+
 
 @dataclass
 class Membership:
@@ -86,6 +116,14 @@ class Membership:
         """State is sharded among these ranks, and each of them belongs to the job."""
         self.sharded_among, self.removed = among, {}
 
+    def size_told(self, size: int) -> None:
+        """All know that the job consists of so many ranks."""
+        self.told_size = size
+
+    def doubt_members(self, *, unsure: bool) -> None:
+        """Whether a controller before this one may have been in the middle of a change."""
+        self.unsure = unsure
+
 
 @dataclass
 class ChangedLayout:
@@ -104,3 +142,28 @@ class ChangedLayout:
     changes: int = 0
     staged: StagedLayout | None = None
     facts: str = ""
+
+    def change_to(self, text: str, world: int) -> None:
+        """The job consists of so many ranks in this layout now."""
+        self.text, self.world = text, world
+        self.changes += 1
+
+    def skip_changes(self, count: int) -> None:
+        """So many numbers have been used by starts of which this controller knows nothing else."""
+        self.changes += count
+
+    def found_changes(self, changes: int) -> None:
+        """It has changed so often under controllers before this one."""
+        self.changes = changes
+
+    def hear_facts(self, facts: str) -> None:
+        """A worker has said it; "": it knows of none."""
+        self.facts = facts or self.facts
+
+    def begin_with(self, staged: StagedLayout) -> None:
+        """The processes of the layout begin with this."""
+        self.staged = staged
+
+    def forget_staged(self) -> None:
+        """Every rank of it has taken a step."""
+        self.staged = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from enum import Enum
 
@@ -52,7 +52,8 @@ class NodeRecord:
     speed: MachineSpeed = NOT_MEASURED
 
     @staticmethod
-    def of(message: pb.Register) -> NodeRecord:
+    def of(message: pb.Register, before: NodeRecord | None = None) -> NodeRecord:
+        """``before``: what was known of it when it came last."""
         return NodeRecord(
             name=message.node,
             host=message.host,
@@ -63,8 +64,45 @@ class NodeRecord:
             incarnation=message.incarnation,
             wanted_rank=message.node_rank,
             wants_spare=message.spare,
+            suspect=message.suspect or (before.suspect if before is not None else ""),
             speed=MachineSpeed(message.speed.copy, message.speed.link),
         )
+
+    def activate(self) -> None:
+        """It holds ranks, or is about to."""
+        self.state = NodeState.ACTIVE
+
+    def make_spare(self) -> None:
+        """It holds no rank, and may get some."""
+        self.state = NodeState.SPARE
+
+    def use_for(self, homes: Collection[str]) -> None:
+        """It is one of ``homes``, which hold the job's ranks, or a spare node."""
+        self.state = NodeState.ACTIVE if self.name in homes else NodeState.SPARE
+
+    def declare_lost(self) -> None:
+        """It is lost, or was told to end its processes: whatever it still holds does not count."""
+        self.state = NodeState.LOST
+
+    def start_leaving(self) -> None:
+        """It gets no more ranks."""
+        self.leaving = True
+
+    def stop_leaving(self) -> None:
+        """It has left, or stays after all."""
+        self.leaving = False
+
+    def suspect_of(self, text: str) -> None:
+        """It is suspected from now on."""
+        self.suspect = text
+
+    def rate_use(self, use: Use, reason: str) -> None:
+        """What its earlier failures mean now."""
+        self.use, self.use_reason = use, reason
+
+    def speed_measured(self, speed: MachineSpeed) -> None:
+        """Its host has measured itself."""
+        self.speed = speed
 
     @property
     def alive(self) -> bool:

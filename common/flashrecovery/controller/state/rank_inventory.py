@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from flashrecovery.controller.state.parity import held_by
 from flashrecovery.plan import Holding, Kind, Need
+from flashrecovery.plan.ownership import renamed
 from flashrecovery.proto import flashrecovery_pb2 as pb
 
 if TYPE_CHECKING:
@@ -55,6 +56,54 @@ class RankInventory:
         self.live = -1
         self._said = []
         self.parity = None
+
+    def found_pages(self, local_states: Iterable[int], early: Iterable[int]) -> None:
+        """Its last process's page has these versions of its rank-local state."""
+        self.local_states, self.early = tuple(local_states), frozenset(early)
+
+    def forget_pages(self) -> None:
+        """No page of its last process is left, or its process itself says what is in it."""
+        self.local_states = ()
+
+    def process_stopped(self, said: pb.Reply) -> None:
+        """Its process has stopped, and knows by now of which sharding its state is, and what is in its page."""
+        self.as_launched = False
+        self.take(said.live_version, said.held, said.parity)
+        self.late = frozenset(said.late)
+        self.layout, self.ready = tuple(said.layout), tuple(said.ready)
+        self.forget_pages()
+
+    def process_resumed(self) -> None:
+        """Its process takes steps again."""
+        self.live, self.as_launched = -1, False
+
+    def forget_needs(self) -> None:
+        """What it needs will be said again: all processes start from the script's first line."""
+        self.needs = {}
+
+    def rename_own(self, own: Collection[str]) -> None:
+        """These shards have turned out to be each rank's own."""
+        self.needs = renamed(self.needs, self.rank, own)
+
+    def need_as(self, other: RankInventory) -> None:
+        """It needs what the rank whose place it takes needs."""
+        self.needs, self.sharded = dict(other.needs), other.sharded
+
+    def need_as_sharded(self, known: Mapping[str, int], sharded: frozenset[str]) -> None:
+        """Its process has sharded its state as at the launch, and takes on the sharding that was ``known``."""
+        self.needs = {**self.common_needs(), **{name: known[name] for name in sharded}}
+        self.sharded = sharded
+
+    def sharding_told(self, *, as_launched: bool, has_part: bool) -> None:
+        """The ranks have said among whom state is sharded. ``has_part``: it is one of them."""
+        self.as_launched = as_launched
+        if not has_part:
+            self.need_no_part()
+
+    def process_joined(self, needs: Collection[pb.ShardNeed], *, as_launched: bool) -> None:
+        """What its process needs, as it says at its first step, perhaps of the launch's sharding."""
+        self.take_needs(needs)
+        self.as_launched = as_launched
 
     def take_needs(self, needs: Collection[pb.ShardNeed]) -> None:
         """What the rank needs, in its own words."""

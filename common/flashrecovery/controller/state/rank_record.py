@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 
 from flashrecovery.config import RunConfig
@@ -98,13 +98,13 @@ class HeartbeatHealth:
         """For so long the rank has made no progress, as far as is known."""
         return self.progress_age_s + now - self.heard_at
 
-    def heard(self, said: pb.RankHealth, now: float) -> None:
-        """A heartbeat has come, which says everything but what follows from the generation."""
+    def heard(self, said: pb.RankHealth, now: float, *, counts: bool) -> None:
+        """A heartbeat has come. ``counts``: it is of this generation, and of a process in its loop."""
         self.tag, self.step_s = said.tag, said.step_s
         self.progress_age_s, self.heard_at = said.progress_age_s, now
         self.own_s, self.own_least_s = said.own_s, said.own_least_s
         self.overhead_s, self.kept, self.kept_age_s = said.overhead_s, said.kept - 1, said.kept_age_s
-        self.entered = -1
+        self.entered = said.entered - 1 if counts else -1
 
     def forget_process(self) -> None:
         """The process of which it told is gone; how fast the rank is stays known."""
@@ -197,14 +197,98 @@ class RankRecord:
             )
         return self._entry
 
-    def done(self, message: pb.Done) -> None:
-        """It takes no more steps. Where the script's end is the end of them, there will be none in this process."""
-        self.committed = message.version
+    def move_to(self, place: Place) -> None:
+        """Its process is there now. Of a rank of the job
+        :meth:`~flashrecovery.controller.state.job_state.JobState.move` says so, which counts them."""
+        self.place = place
+
+    def give_home(self, node: str, local_rank: int) -> None:
+        """A node has room for it."""
+        self.home, self.local_rank = node, local_rank
+
+    def lose_home(self) -> None:
+        """It is on no node any more, and what its page there had is gone."""
+        self.home = ""
+        self.inventory.forget_pages()
+
+    def forget_home(self) -> None:
+        """Where it was does not count: neither its node nor its page."""
+        self.home = self.page_on = ""
+
+    def lose_page_on(self, node: str) -> None:
+        """This node is lost, perhaps with the page of its last process."""
+        if self.page_on == node:
+            self.page_on = ""
+
+    def order_process(self, store: tuple[str, int], generation: int) -> None:
+        """Its node is told to fill it. ``store``: the TCPStore that the process is to use."""
+        self.store, self.filled, self.on_its_way = store, generation, True
+
+    def process_started(self, process: RankProcess, local_states: Iterable[int], early: Iterable[int]) -> None:
+        """A process fills it, on its node. The others: what is in the page that this one was given."""
+        self.process, self.page_on = process, self.home
+        self.inventory.found_pages(local_states, early)
+
+    def started_joining(self, process: RankProcess) -> None:
+        """A process was started that is to fill it, beside training."""
+        self.place, self.process = Place.STARTING, process
+
+    def become_member(self, generation: int) -> None:
+        """The process that was built up beside training belongs to the job from this generation on."""
+        self.process = replace(self.process, joined_generation=generation)
+        self.page_on = self.home
+
+    def found_on(self, node: str, said: pb.WorkerState | pb.PageOf, generation: int) -> None:
+        """It belongs to this node, whose agent says so to a controller that has not launched the job."""
+        self.home = self.page_on = node
+        self.process = replace(self.process, joined_generation=generation)
+        self.local_rank, self.committed = said.local_rank, said.committed
+        self.inventory.found_pages(said.local_states, said.early)
+
+    def found_process(self, process: RankProcess, store: tuple[str, int]) -> None:
+        """Its process runs there, and was told to use this TCPStore."""
+        self.process, self.store = process, store
+
+    def process_resumed(self) -> None:
+        """Its process was let into its loop."""
+        self.on_its_way = self.new = False
+        self.inventory.process_resumed()
+
+    def note_hold(self, at: HeldAt) -> None:
+        """It was told to hold, and was there."""
+        self.held_at = at
+        self.has_committed(at.version)
+
+    def has_committed(self, version: int) -> None:
+        """So much at least; what says so may be older than what is known."""
+        self.committed = max(self.committed, version)
+
+    def begin_at(self, version: int) -> None:
+        """It goes on at this version, whatever it had committed before."""
+        self.committed = version
+
+    def begin_again(self) -> None:
+        """It starts from the script's first line, and nothing that it had counts."""
+        self.inventory.forget_needs()
+        self.committed = -1
+
+    def stop_replacing(self) -> None:
+        """Its replacements have failed so often that the job goes on without it."""
+        self.irreplaceable = True
+
+    def replace_again(self) -> None:
+        """All processes are started again, and so is its."""
+        self.irreplaceable = False
+
+    def done(self, message: pb.Done, left_at: float = 0.0) -> None:
+        """It takes no more steps. Where the script's end is the end of them, there will be none in this process.
+        ``left_at``: when it said so; 0: before this controller came."""
+        self.committed, self.left_at = message.version, left_at
         if self.steps == ENDLESS:
             self.ended = message.version
 
-    def joined(self, message: pb.Joined) -> None:
-        """What its process says at its first step."""
+    def joined(self, message: pb.Joined, *, as_launched: bool = False) -> None:
+        """What its process says at its first step. ``as_launched``: see :class:`.rank_inventory.RankInventory`."""
         self.steps, self.ended = message.steps, 0
         self.hang_floor_s = message.hang_floor_s
         self.in_snapshots = message.in_snapshots
@@ -213,7 +297,7 @@ class RankRecord:
         self.shape = _shape_said(message) or self.shape
         self.batches = message.batches
         self.outline = message.outline
-        self.inventory.take_needs(message.needs)
+        self.inventory.process_joined(message.needs, as_launched=as_launched)
         self.digests = {n.name: n.digest for n in message.needs if n.digest}
         self.start = list(message.start)
         self.inventory.take(-1, message.held, message.parity)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from flashrecovery.controller.state.restore_plan import RestoreRound
+from flashrecovery.controller.state.restore_plan import Decision, RestoreRound
 from flashrecovery.errors import ProtocolError
 from flashrecovery.proto import flashrecovery_pb2 as pb
 
@@ -34,6 +34,28 @@ class RecoveryRound:
             raise ProtocolError("it is not decided yet what is restored")
         return self.restoring
 
+    def restore_from(self, decision: Decision) -> None:
+        """This is restored."""
+        self.restoring, self.checkpoint = decision.round, decision.checkpoint
+
+    def restore_again(self, restoring: RestoreRound) -> None:
+        """Part of it has not arrived intact, and is taken from elsewhere."""
+        self.restoring = restoring
+
+    def retry_later(self, why: str, at: float) -> None:
+        """A regroup or restore has failed; it is tried again at ``at``, or at the time that was set before."""
+        self.retry_for = why
+        if self.retry_at is None:
+            self.retry_at = at
+
+    def stop_waiting(self) -> None:
+        """It is tried again now, or never."""
+        self.retry_at = None
+
+    def confirm(self, ranks: int) -> None:
+        """So many ranks, in order, have committed a step."""
+        self.confirmed = ranks
+
 
 @dataclass
 class StartRound:
@@ -46,6 +68,14 @@ class StartRound:
 
     stores: list[pb.StoreServer] = field(default_factory=list)
     needs_known: int = 0
+
+    def use_stores(self, stores: list[pb.StoreServer]) -> None:
+        """Its groups are spread over these."""
+        self.stores = stores
+
+    def needs_told(self, generation: int) -> None:
+        """All ranks have said what they need in this generation; 0: they are to say it again."""
+        self.needs_known = generation
 
 
 @dataclass
@@ -62,3 +92,16 @@ class RecoveryTries:
     failures: list[pb.Failure] = field(default_factory=list)
     asked_again: bool = False
     retries: int = 0
+
+    def ask_again(self) -> None:
+        """All are asked once more."""
+        self.asked_again = True
+
+    def count_retry(self) -> int:
+        """A failed regroup or restore is tried again. Returns how often that was."""
+        self.retries += 1
+        return self.retries
+
+    def count_anew(self) -> None:
+        """What failed is not used any more."""
+        self.retries = 0

@@ -44,9 +44,11 @@ class RestoreRound:
     reports: dict[int, pb.Reply] = field(default_factory=dict)
 
     @staticmethod
-    def from_checkpoint(version: int, records: Mapping[int, RankRecord], reason: str = "") -> RestoreRound:
+    def from_checkpoint(
+        version: int, records: Mapping[int, RankRecord], reason: str = "", staging: pb.StagingPlace | None = None
+    ) -> RestoreRound:
         plan = RestorePlan(version=version, transfers=(), local=(), bytes_on_wire=0, reason=reason)
-        return RestoreRound(version, reason, plan, tuple(records))
+        return RestoreRound(version, reason, plan, tuple(records), staging=staging)
 
     @property
     def busy(self) -> set[int]:
@@ -182,7 +184,8 @@ def decide(
             if checkpoint is None:
                 raise JobFailedError(reason)
             return Decision.from_checkpoint(checkpoint, records, reason)
-        decision.round.reshape = pb.Reshape(before=layout, after=_counted(records), custody=serving)
+        reshape = pb.Reshape(before=layout, after=_counted(records), custody=serving)
+        return replace(decision, round=replace(decision.round, reshape=reshape))
     return decision
 
 

@@ -380,7 +380,7 @@ def test_a_process_says_what_it_needs_now() -> None:
 
     with closing(theirs):
         process.replied(pb.Reply(next_needs=[need("no one asks")]))
-        process.stops()
+        process.stops(released=False)
         process.joined = first = pb.Joined(rank=1, steps=9, needs=[need("w#1/4"), need("common", "d")])
         process.replied(pb.Reply(next_needs=[need("w#1/3"), need("common")]))
         process.replied(pb.Reply())  # that what it has got is right
@@ -389,7 +389,7 @@ def test_a_process_says_what_it_needs_now() -> None:
         assert known() == {"w#1/3": "", "common": "d"} and process.joined.steps == 9
         assert [need.name for need in first.needs] == ["w#1/4", "common"]
         process.replied(pb.Reply(next_needs=[need("w#1/2")]))
-        process.stops()
+        process.stops(released=False)
         process.goes_on()
         assert known() == {"w#1/3": "", "common": "d"}, "a rank has died before"
         process.replied(pb.Reply(needs=[need("w#0/2"), need("common")]))

@@ -254,7 +254,7 @@ def test_a_heartbeat_brings_back_when_the_newest_answer_was_sent() -> None:
 
 def test_an_elector_brings_it_back_at_once_and_that_is_not_answered() -> None:
     async def scene(both: Both) -> None:
-        both.agent.sender.echoes = True
+        both.agent.sender.ask_for_echoes(wanted=True)
         await both.beat(3)
         heard = both.controller.echoes
         assert len(heard) == 6 and len(both.agent.heard) == 3, "each answer once"

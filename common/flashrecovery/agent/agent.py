@@ -254,9 +254,7 @@ class Agent:
         if self._drains_for and not heard and not self._processes.ending:
             self._tasks.start(self.shutdown(self._drains_for))  # no controller that could move its ranks
         for process in self.workers():
-            if process.knows_controller is not heard:
-                process.knows_controller = heard
-                process.send(pb.ToWorker(controller=pb.ControllerHeard(heard=heard)))
+            process.tell_of_controller(heard=heard)
 
     def fence(self) -> None:
         """The ranks of this node have been given away: end its processes, and be a spare node from now on."""
@@ -298,7 +296,7 @@ class Agent:
             case "drop_staging":
                 self._staging.drop()
             case "staging_kept":
-                self._staging.kept = command.staging_kept
+                self._staging.remember_kept(command.staging_kept)
             case "fault":
                 self._faults.deliver(command, self._ranks.get(command.rank))
             case "heartbeat" | "fence":
@@ -313,7 +311,7 @@ class Agent:
 
     def _on_modules(self, modules: pb.Modules) -> None:
         """Have this spare node's standbys import these modules."""
-        self._pool.size = max(self._pool.size, self._identity.slots)
+        self._pool.keep_at_least(self._identity.slots)
         self._processes.learn(modules)
 
     def _adopt(self, table: pb.RankTable) -> None:
@@ -380,11 +378,9 @@ class Agent:
         if process is not None and not process.dead:
             body = command.WhichOneof("body")
             if body in ("stop", "release"):
-                process.stepping, process.released = False, body == "release"
-                process.stops()
+                process.stops(released=body == "release")
                 self._processes.stopping()
             elif body == "resume":
-                process.stepping = process.resumed = True
                 process.goes_on()
                 self._heartbeats.resumed(command.resume.version)
             process.send(pb.ToWorker(command=command))

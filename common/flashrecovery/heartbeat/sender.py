@@ -70,8 +70,11 @@ class HeartbeatSender(asyncio.DatagramProtocol):
         self._moved_to = (-1, -1)
         self._still_s, self._looked_at = 0.0, 0.0
         self._stamp = 0.0
-        self.echoes = False
+        self._echoes = False
+
+    def ask_for_echoes(self, *, wanted: bool) -> None:
         """Whether the controller's time is to be brought back at once: it counts on this agent (an elector)."""
+        self._echoes = wanted
 
     # -- with the connection ----------------------------------------------------------------------
 
@@ -164,7 +167,7 @@ class HeartbeatSender(asyncio.DatagramProtocol):
             self._again.cancel()
             self._again = None
         self._heard(sent_at)
-        if self.echoes:
+        if self._echoes:
             self._put(ECHO, 0, b"", 0, lease_clock())
         if header.flags & GONE:
             self._stuck()

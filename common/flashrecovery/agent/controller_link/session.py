@@ -317,7 +317,7 @@ class ControllerSession:
                 asked.set_result(command.vouched.heard)
         elif body == "electors":
             self.election.learn(command.electors)
-            self._heartbeats.echoes = self.election.is_elector
+            self._heartbeats.ask_for_echoes(wanted=self.election.is_elector)
             self._send(pb.AgentMessage(electors_known=pb.ElectorsKnown(version=command.electors.version)))
         elif body == "go_through":
             self._move = asyncio.create_task(self._go_through(command.go_through, self._attempt))

@@ -40,7 +40,7 @@ class FailureReports:
     ) -> None:
         """The process has failed, ``late`` seconds ago."""
         now = time.monotonic()
-        process.stepping, process.failed = False, True
+        process.has_failed()
         message = pb.Failure(
             rank=process.place,
             pid=process.pid,

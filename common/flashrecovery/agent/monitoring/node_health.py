@@ -57,7 +57,7 @@ class NodeHealth:
             self.suspect = finding
         if finding.severity is Severity.FATAL and hit:
             for process in hit:
-                process.dead = True  # its end is no news any more
+                process.expect_death()
                 process.kill()
             for process in hit:
                 self._report(process, FailureKind.DEVICE, str(finding), 0.0)

@@ -59,7 +59,7 @@ class WorkerMessages:
             case "modules":
                 self._on_modules(process, message.modules)
             case "last_words":
-                process.last_words = message.last_words
+                process.hear_last_words(message.last_words)
             case "joined":
                 self._on_joined(process, message.joined)
             case "reply":
@@ -82,7 +82,7 @@ class WorkerMessages:
                 no_handler(body)
 
     def _on_warmed(self, process: WorkerProcess) -> None:
-        process.ready = True
+        process.has_warmed()
         ready, starting = self._processes.pool.counts()
         self._send(pb.AgentMessage(standby=pb.StandbyCount(ready=ready, starting=starting)))
 
@@ -93,7 +93,7 @@ class WorkerMessages:
 
     def _on_joined(self, process: WorkerProcess, joined: pb.Joined) -> None:
         if _counts(process):
-            process.joined = joined
+            process.has_joined(joined)
             self._spread_setup_logs()
             self._send(pb.AgentMessage(joined=joined))
 
@@ -104,12 +104,12 @@ class WorkerMessages:
 
     def _on_done(self, process: WorkerProcess, done: pb.Done) -> None:
         if _counts(process):
-            process.stepping, process.done = False, done
+            process.has_done(done)
             self._send(pb.AgentMessage(done=done))
 
     def _on_paused(self, process: WorkerProcess, paused: pb.Paused) -> None:
         if _counts(process):
-            process.stepping = False  # a controller that comes now finds it waiting
+            process.has_paused()
             self._send(pb.AgentMessage(paused=paused))
 
     def _on_checkpoint(self, saved: pb.CheckpointSaved) -> None:

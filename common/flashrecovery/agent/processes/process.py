@@ -95,6 +95,40 @@ class WorkerProcess:
         self.store, self.attempt = (replace.store_host, replace.store_port), replace.attempt
         self.joining, self.log = replace.joining > 0, log
 
+    def expect_death(self) -> None:
+        """Its end is no news, and no failure: it is ended here, or belongs to the job no longer."""
+        self.dead = True
+
+    def has_failed(self) -> None:
+        """Its failure is reported."""
+        self.stepping, self.failed = False, True
+
+    def has_warmed(self) -> None:
+        """It waits for a rank."""
+        self.ready = True
+
+    def has_joined(self, joined: pb.Joined) -> None:
+        """It is at its first step."""
+        self.joined = joined
+
+    def has_paused(self) -> None:
+        """It waits before a step; a controller that comes now finds it waiting."""
+        self.stepping = False
+
+    def has_done(self, done: pb.Done) -> None:
+        """It has taken all of its steps."""
+        self.stepping, self.done = False, done
+
+    def hear_last_words(self, words: pb.LastWords) -> None:
+        """What its script has raised."""
+        self.last_words = words
+
+    def tell_of_controller(self, *, heard: bool) -> None:
+        """Tell it whether a controller is there, if that is news to it."""
+        if self.knows_controller is not heard:
+            self.knows_controller = heard
+            self.send(pb.ToWorker(controller=pb.ControllerHeard(heard=heard)))
+
     def become_member(self) -> None:
         """Its rank belongs to the job now, if it was built up beside training."""
         self.joining = False
@@ -107,12 +141,15 @@ class WorkerProcess:
         if reply.next_needs:
             self._next_needs = list(reply.next_needs)
 
-    def stops(self) -> None:
-        """The process has been asked to stop. What was prepared is not used, unless the process reports it itself."""
+    def stops(self, *, released: bool) -> None:
+        """The process has been asked to stop, or is let out of its loop (``released``). What was prepared is not used,
+        unless the process reports it itself."""
+        self.stepping, self.released = False, released
         self._next_needs = ()
 
     def goes_on(self) -> None:
         """It has been asked to resume."""
+        self.stepping = self.resumed = True
         if self._next_needs:
             self._need(self._next_needs)
         self._next_needs = ()

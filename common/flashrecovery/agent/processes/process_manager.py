@@ -177,7 +177,7 @@ class ProcessManager:
         Returns what was there before; it has the rank's page until another one has taken it over."""
         filling = self.ranks.pop(rank, None)
         if filling is not None:
-            filling.dead = True
+            filling.expect_death()
             self._quiet.fence(filling, "another process fills this rank")
             self._before[rank] = filling
         (self._goes_on.add if detached else self._goes_on.discard)(rank)
@@ -339,7 +339,7 @@ class ProcessManager:
         process = self.ranks.pop(rank, None) or self._before.pop(rank, None)
         if process is None:
             return None
-        process.dead = True  # its end is no failure
+        process.expect_death()
         self._leaving.append(process)
         self._snapshots.forget([rank])
         log = process.page.read_setup_log()
@@ -463,7 +463,7 @@ class ProcessManager:
         if process.dead or self.ending:
             return
         if process.rank is None:
-            process.dead = True
+            process.expect_death()
             self.pool.discard(process)
             self._tasks.start(self._bury(process))
         else:
@@ -512,7 +512,7 @@ class ProcessManager:
         self._dismissals += 1
         leaving = [*self.ranks.values(), *self._before.values()]
         for process in [*leaving, *self.pool.take_all()]:
-            process.dead = True
+            process.expect_death()
             self._quiet.fence(process, "this node's ranks have been given away")
         for process in leaving:
             self._tasks.start(self._end_and_bury(process, leaving))
@@ -545,7 +545,7 @@ class ProcessManager:
             if all(p in told or p.returncode is not None for p in processes):
                 break
         for process in processes:
-            process.dead = True  # the heartbeats, which go on beside this, have no page of it any more
+            process.expect_death()  # the heartbeats, which go on beside this, have no page of it any more
             self._quiet.fence(process, "the job ends")
         await self._quiet.ended(processes)
         for process in processes:

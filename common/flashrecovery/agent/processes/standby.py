@@ -35,6 +35,10 @@ class StandbyPool:
         self._count = 0
         self.open = False
 
+    def keep_at_least(self, size: int) -> None:
+        """Keep this many standbys, or as many as before if that is more."""
+        self.size = max(self.size, size)
+
     def set_modules(self, modules: pb.Modules) -> None:
         """The modules that a live worker has loaded by now."""
         self._modules = modules

@@ -104,6 +104,10 @@ class GuardedTask:
         sock.setblocking(False)
         self._loop.add_reader(sock, self._read)
 
+    def greeted(self, hello: pb.GuardHello) -> None:
+        """It has said for which task it stands."""
+        self.hello = hello
+
     @property
     def reach(self) -> Surroundings:
         """What the task has to do with."""
@@ -309,7 +313,7 @@ class Guards:
             self._signalled(guard, message.signalled.number)
 
     def _come(self, guard: GuardedTask, hello: pb.GuardHello) -> None:
-        guard.hello = hello
+        guard.greeted(hello)
         if self._over is not None:
             self._tell(guard, pb.ToGuard(over=self._over))
             return

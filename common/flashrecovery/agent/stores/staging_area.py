@@ -58,6 +58,10 @@ class StagingArea:
         if self._transfer is not None:
             self._transfer.forget()
 
+    def remember_kept(self, kept: pb.StagingKept) -> None:
+        """Which state is there, as the controller says."""
+        self.kept = kept
+
     def drop(self) -> None:
         """What is there is of no use any more."""
         self.kept = None

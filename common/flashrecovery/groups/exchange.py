@@ -102,8 +102,7 @@ def abandon(reason: str) -> int:
 def _abandon(reason: str) -> int:
     module = native_build.loaded()
     with STATE.lock:
-        STATE.abandonments += 1
-        STATE.reason = reason
+        STATE.count_abandonment(reason)
         stores = list(STATE.stores)
         targets = list(STATE.groups)
     STATE.changed.set()
@@ -164,7 +163,7 @@ def detach_all() -> None:
     """
     module = native_build.loaded()
     with STATE.lock:
-        STATE.cleared = STATE.abandonments
+        STATE.clear_abandonments()
         stores = list(STATE.stores)
     torch_private.clear_coalescing()
     if module is None:
@@ -194,8 +193,7 @@ def attach(store: Store | Servers, generation: int, deadline_s: float) -> Attach
         if STATE.abandonments != STATE.cleared:
             raise RegroupError(f"generation {generation} was abandoned before its groups were attached")
         epoch = STATE.abandonments
-        STATE.attaching = stores
-        STATE.changed.clear()
+        STATE.begin_attach(stores)
     device = accelerator().current()  # on this thread: the connecting thread has no current device
     parts = [_part(module, g, stores, device) for g in todo]
     builder = Builder(module, parts, began + deadline_s)
@@ -205,7 +203,7 @@ def attach(store: Store | Servers, generation: int, deadline_s: float) -> Attach
         problem = _put_all_inside(module, builder, todo, stores, epoch, deadline_s)
     finally:
         with STATE.lock:
-            STATE.attaching = None
+            STATE.end_attach()
     if problem is not None:
         stores.stop(problem)
         if isinstance(source, Servers) and builder.error is not None:
@@ -249,7 +247,7 @@ def _put_all_inside(
             return f"could not form group {builder.current!r}: {builder.error}"
         for group in todo:
             _put_inside(module, group, builder.take(group.name))
-        STATE.spread = stores
+        STATE.spread_over(stores)
     return None
 
 

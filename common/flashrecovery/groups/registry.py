@@ -158,8 +158,7 @@ def native() -> Any:
     """The extension, with what was asked for before it was loaded."""
     module = native_build.native()
     with STATE.lock:
-        start, STATE.log_start_wanted = STATE.log_start_wanted, False
-        replay, STATE.log_replay_wanted = STATE.log_replay_wanted, None
+        start, replay = STATE.take_log_wishes()
     if start:
         module.log_start()
     if replay is not None:
@@ -178,7 +177,7 @@ def install(control_group: bool = True) -> None:
 
     Raises UnsupportedError if this torch lacks something private that groups need (its name is in the message).
     """
-    STATE.control_wanted = control_group
+    STATE.want_control_group(control_group)
     if not torch_private.installed():
         TORCH.require(GROUPS)
         stop_asking()
@@ -188,13 +187,13 @@ def install(control_group: bool = True) -> None:
 
 def set_detached(on: bool) -> None:
     """Groups created from now on get a local stand-in inside (``on``) or are connected with their peers."""
-    STATE.detached = on
+    STATE.set_detached(on)
 
 
 def groups() -> list[ManagedGroup]:
     """The living groups of this rank in creation order."""
     with STATE.lock:
-        STATE.groups = [g for g in STATE.groups if g.process_group() is not None]
+        STATE.groups[:] = [g for g in STATE.groups if g.process_group() is not None]
         return list(STATE.groups)
 
 
@@ -345,8 +344,7 @@ def last_abandonment() -> str:
 
 def _create(request: GroupRequest, store: Store) -> Any:
     module = native()
-    STATE.world = max(STATE.world, request.size)  # the default group is the first one
-    STATE.made[request.name] += 1
+    STATE.group_made(request.name, request.size)
     outer = module.create(request.rank, request.size, request.name, request.kind, request.timeout, request.sparse)
     # A group of one rank has no peer to wait for. But torch takes the rank in the first NCCL backend of a process for
     # the rank of the process, by which it chooses a GPU (ProcessGroupNCCL::globalRank), and in a replacement the groups
@@ -381,7 +379,7 @@ def _place(module: Any, request: GroupRequest, store: Store) -> Callable[[], Sto
     may have been lost."""
     with STATE.lock:
         if STATE.spread is None:
-            STATE.spread = start_stores(module, STATE.world)
+            STATE.spread_over(start_stores(module, STATE.world))
         stores = STATE.spread
     if stores is None or request.size == 1 or (stores.at_start and request.size == STATE.world):
         return lambda: store

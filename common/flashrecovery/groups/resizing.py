@@ -58,7 +58,7 @@ def resize(members: Sequence[int], me: int, shape: ReplicaShape) -> None:
                 "that come do not have it; make groups before the first step"
             )
         _resize(group, number, me, shape)
-    STATE.members, STATE.me, STATE.shape = tuple(members), me, shape
+    STATE.resized(tuple(members), me, shape)
 
 
 def numbers() -> dict[int, int]:

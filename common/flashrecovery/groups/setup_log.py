@@ -19,7 +19,7 @@ _EMPTY = b"FRSETUP1" + bytes(8)
 def start_setup_log() -> None:
     """Record from now on; what had been recorded before is dropped."""
     if native_build.loaded() is None:
-        STATE.log_start_wanted = True
+        STATE.want_log_start(True)
     else:
         native().log_start()
 
@@ -27,7 +27,7 @@ def start_setup_log() -> None:
 def take_setup_log() -> bytes:
     """Stop recording and return the record."""
     if native_build.loaded() is None:
-        STATE.log_start_wanted = False
+        STATE.want_log_start(False)
         return _EMPTY
     return bytes(native().log_take())
 
@@ -35,7 +35,7 @@ def take_setup_log() -> bytes:
 def replay_setup_log(log: bytes) -> None:
     """Let detached groups answer from ``log`` until they are attached."""
     if native_build.loaded() is None:
-        STATE.log_replay_wanted = log
+        STATE.want_log_replay(log)
     else:
         native().log_replay(log)
 

@@ -33,5 +33,58 @@ class GroupsState:
     control_wanted: bool = False
     abort_order: Any | None = None  # exchange.AbortOrder
 
+    def count_abandonment(self, reason: str) -> None:
+        """Communication is abandoned once more."""
+        self.abandonments += 1
+        self.reason = reason
+
+    def clear_abandonments(self) -> None:
+        """Every group is detached: those so far are dealt with."""
+        self.cleared = self.abandonments
+
+    def begin_attach(self, stores: Any) -> None:
+        """A generation is being attached, over these stores."""
+        self.attaching = stores
+        self.changed.clear()
+
+    def end_attach(self) -> None:
+        """It is attached, or has failed."""
+        self.attaching = None
+
+    def spread_over(self, stores: Any | None) -> None:
+        """The groups that there are find each other in these."""
+        self.spread = stores
+
+    def set_detached(self, on: bool) -> None:
+        """Whether groups made from now on stand alone."""
+        self.detached = on
+
+    def want_control_group(self, wanted: bool) -> None:
+        """Whether a group over all ranks is made together with the default group."""
+        self.control_wanted = wanted
+
+    def group_made(self, name: str, size: int) -> None:
+        """One more of this name; the first one is the default group."""
+        self.world = max(self.world, size)
+        self.made[name] += 1
+
+    def resized(self, members: tuple[int, ...], me: int, shape: Any) -> None:
+        """The job consists of these ranks."""
+        self.members, self.me, self.shape = members, me, shape
+
+    def want_log_start(self, wanted: bool) -> None:
+        """Whether the set-up log begins as soon as the extension is loaded."""
+        self.log_start_wanted = wanted
+
+    def want_log_replay(self, log: bytes) -> None:
+        """From what the extension answers as soon as it is loaded."""
+        self.log_replay_wanted = log
+
+    def take_log_wishes(self) -> tuple[bool, bytes | None]:
+        """Both, once."""
+        wishes = self.log_start_wanted, self.log_replay_wanted
+        self.log_start_wanted, self.log_replay_wanted = False, None
+        return wishes
+
 
 STATE = GroupsState()
